@@ -1,0 +1,77 @@
+"""What an engine is told once, before it starts. Nothing here reads the environment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+SlotPolicyName = Literal["reserve", "grow"]
+SchedulerName = Literal["iteration", "request"]
+DtypeName = Literal["auto", "float32", "bfloat16"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Every setting of an engine, validated on construction.
+
+    Attributes:
+      dtype: compute dtype of weights and activations; `auto` is float32 on a CPU and bfloat16 elsewhere.
+      max_rows: requests in one batch at most (Orca's max batch size, OSDI'22 section 4.2).
+      slots: tokens the KV pool holds; None sizes the pool from the device's memory.
+      block_size: slots in a block; None takes the attention backend's choice.
+      slot_policy: `reserve` sets a request's worst case aside at admission (Orca, Algorithm 1);
+        `grow` allocates as tokens come and preempts the latest arrival under pressure.
+      buckets: compiled token counts, ascending; None measures a ladder at start.
+      token_budget: most tokens one iteration may carry; None is the largest bucket.
+      prefix_cache: whether full blocks of finished prompts are reused.
+      max_context: most tokens (prompt and generated) of one request; None is the model's own limit, or 2,048
+        for a model without one.
+      max_queued_requests / max_queued_tokens: what may wait before a request is refused at the door.
+      scheduler: `iteration`, or `request` for request-level batching in the same engine (the baseline Orca compares
+        itself with).
+      scoring: whether prompt_logprobs is served (a second program per bucket).
+      attention: name of the attention backend, or `auto`.
+      compilation_cache: folder of the persistent compilation cache; None keeps none.
+    """
+
+    dtype: DtypeName = "auto"
+    max_rows: int = 16
+    slots: int | None = None
+    block_size: int | None = None
+    slot_policy: SlotPolicyName = "grow"
+    buckets: tuple[int, ...] | None = None
+    token_budget: int | None = None
+    prefix_cache: bool = True
+    max_context: int | None = None
+    max_queued_requests: int = 1024
+    max_queued_tokens: int = 1_048_576
+    scheduler: SchedulerName = "iteration"
+    scoring: bool = True
+    attention: str = "auto"
+    compilation_cache: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, choices in (("dtype", DtypeName), ("slot_policy", SlotPolicyName), ("scheduler", SchedulerName)):
+            if getattr(self, name) not in get_args(choices):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(get_args(choices))}")
+        for name in ("max_rows", "max_queued_requests", "max_queued_tokens"):
+            _at_least_one(name, getattr(self, name))
+        for name in ("slots", "block_size", "token_budget", "max_context"):
+            if getattr(self, name) is not None:
+                _at_least_one(name, getattr(self, name))
+        if self.buckets is not None:
+            if not self.buckets:
+                raise ValueError("buckets is empty; give at least one token count, or leave it out to measure a ladder")
+            for bucket in self.buckets:
+                _at_least_one("buckets", bucket)
+            if list(self.buckets) != sorted(set(self.buckets)):
+                raise ValueError(f"buckets are {self.buckets}; they must ascend without repeats")
+            if self.token_budget is not None and self.token_budget > self.buckets[-1]:
+                raise ValueError(
+                    f"token_budget is {self.token_budget}, more than the largest bucket {self.buckets[-1]}"
+                )
+
+
+def _at_least_one(name: str, value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} is {value!r}; it must be a whole number of at least 1")

@@ -1,0 +1,121 @@
+"""What one iteration is told and what it answers: values that can be printed, logged, sent and replayed. No jax."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxserve.request import SamplingParams
+
+
+class SamplerVariant(enum.IntEnum):
+    """Which compiled sampler a plan needs: the most demanding of its sampling rows decides."""
+
+    PLAIN = 0  # greedy rows and temperature alone
+    TRUNCATED = 1  # some row has top_k, top_p or min_p
+    FULL = 2  # some row has penalties or a bias, or wants alternatives reported
+
+
+class Chunk(NamedTuple):
+    """The part of one request that one iteration computes; a decode has length 1.
+
+    Attributes:
+      row: the request's row.
+      start: position of the chunk's first token.
+      length: tokens in the chunk.
+      samples: whether the logits after the chunk's last token choose the next token, which then stands at position
+        start + length.
+    """
+
+    row: int
+    start: int
+    length: int
+    samples: bool
+
+
+class TableChange(NamedTuple):
+    """Entry `index` of a row's block table becomes `block`."""
+
+    row: int
+    index: int
+    block: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admission:
+    """A request takes a row; written to the device by a launch of its own, before the iteration.
+
+    Attributes:
+      tokens: every token known so far (the prompt, and what was generated before a preemption).
+      prompt_length: how many of them are the prompt.
+      blocks: the row's first block-table entries: blocks found in the prefix cache.
+    """
+
+    row: int
+    request_id: str
+    tokens: tuple[int, ...]
+    prompt_length: int
+    blocks: tuple[int, ...]
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IterationPlan:
+    """One iteration: which chunks run in which bucket, after which changes of the rows.
+
+    Attributes:
+      sequence: 0, 1, 2, ... in launch order.
+      bucket: tokens the compiled program carries; sum of chunk lengths is at most this.
+      admissions: rows taken by requests in this plan.
+      chunks: decodes first, then prompt chunks; at most one a row.
+      table_changes: blocks newly given to rows of this plan (at most `max_table_changes(bucket, ...)`).
+      sampler: the sampler this plan needs; None when no chunk samples.
+      scoring: whether some chunk's tokens are scored for prompt_logprobs.
+    """
+
+    sequence: int
+    bucket: int
+    admissions: tuple[Admission, ...]
+    chunks: tuple[Chunk, ...]
+    table_changes: tuple[TableChange, ...]
+    sampler: SamplerVariant | None
+    scoring: bool
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed, padding left out."""
+        return sum(chunk.length for chunk in self.chunks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IterationResult:
+    """What the device answered for one plan, as host arrays. Entry c belongs to `plan.chunks[c]`.
+
+    Attributes:
+      tokens: int32[C] chosen tokens (meaningless where the chunk does not sample).
+      logprobs: float32[C] their logprobs under the model.
+      top_ids / top_logprobs: int32 / float32 [C, MAX_LOGPROBS], with SamplerVariant.FULL only.
+      score_logprobs: float32[bucket], with plan.scoring only: entry t is the logprob of the token after flat token t.
+      score_top_ids / score_top_logprobs: [bucket, MAX_LOGPROBS], likewise.
+    """
+
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    top_ids: np.ndarray | None = None
+    top_logprobs: np.ndarray | None = None
+    score_logprobs: np.ndarray | None = None
+    score_top_ids: np.ndarray | None = None
+    score_top_logprobs: np.ndarray | None = None
+
+
+def max_chunks(bucket: int, max_rows: int) -> int:
+    """Chunks one plan can hold: each has at least one token."""
+    return min(bucket, max_rows)
+
+
+def max_table_changes(bucket: int, max_rows: int, block_size: int) -> int:
+    """Blocks one plan's tokens can newly touch: whole blocks, and one more a chunk for its ragged end."""
+    return bucket // block_size + max_chunks(bucket, max_rows)

@@ -1,0 +1,198 @@
+"""A request and what comes back of it: plain values, no jax."""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+MAX_LOGPROBS = 20  # most alternatives reported for a position
+MAX_LOGIT_BIAS = 300  # most entries of a logit_bias
+MAX_STOP = 16  # most stop strings, and most stop token ids
+
+
+class InvalidRequest(ValueError):
+    """A request that cannot be served, naming the field at fault.
+
+    Attributes:
+      field: name of the field, as the caller wrote it.
+    """
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+
+
+class QueueFull(Exception):
+    """The queue holds as many requests or tokens as it may; the request can be tried again later."""
+
+
+class FinishReason(enum.Enum):
+    """Why a request ended. The first three are answers; the others are endings without one."""
+
+    LENGTH = "length"
+    EOS = "eos"
+    STOP = "stop"
+    ABORTED = "aborted"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How one request's tokens are chosen and when it ends.
+
+    The order is penalties and logit_bias, temperature, top_k, top_p (over what top_k left), min_p. Logprobs are always
+    those of the model's own distribution, before any of them.
+
+    Attributes:
+      max_tokens: most tokens to generate.
+      temperature: 0 is greedy.
+      top_p / top_k / min_p: 1, 0 and 0 switch them off.
+      repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or output (CTRL,
+        arXiv:1909.05858, section 4.1); 1 is off.
+      presence_penalty / frequency_penalty: taken off the logits of generated tokens, once / per occurrence.
+      logit_bias: (token id, bias) pairs added to the logits.
+      seed: 64-bit seed; the engine needs one, and callers who do not give one are told which was drawn.
+      sample_index: which of several samples of one prompt this is; folded into the random key.
+      stop: strings that end the text (checked where text is made, not by the scheduler).
+      stop_token_ids: tokens that end the request, beside the model's own end of sequence.
+      ignore_eos: generate on past the end-of-sequence token.
+      logprobs: None is off; k reports the chosen token's logprob and the k likeliest tokens.
+      prompt_logprobs: likewise for the prompt's tokens.
+    """
+
+    max_tokens: int = 128
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int = 0
+    sample_index: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        _integer("max_tokens", self.max_tokens, low=1)
+        _number("temperature", self.temperature, low=0.0)
+        _number("top_p", self.top_p, low=0.0, high=1.0, low_open=True)
+        _integer("top_k", self.top_k, low=0)
+        _number("min_p", self.min_p, low=0.0, high=1.0)
+        _number("repetition_penalty", self.repetition_penalty, low=0.0, low_open=True)
+        _number("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
+        _number("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
+        _integer("seed", self.seed, low=-(2**63), high=2**64 - 1)
+        _integer("sample_index", self.sample_index, low=0)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _integer(name, getattr(self, name), low=0, high=MAX_LOGPROBS)
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise InvalidRequest(
+                "logit_bias", f"has {len(self.logit_bias)} entries; at most {MAX_LOGIT_BIAS} are allowed"
+            )
+        for token, bias in self.logit_bias:
+            _integer("logit_bias", token, low=0)
+            _number("logit_bias", bias, low=-100.0, high=100.0)
+        for name, kind in (("stop", str), ("stop_token_ids", int)):
+            values = getattr(self, name)
+            if len(values) > MAX_STOP:
+                raise InvalidRequest(name, f"has {len(values)} entries; at most {MAX_STOP} are allowed")
+            if any(not isinstance(v, kind) or isinstance(v, bool) or v == "" for v in values):
+                raise InvalidRequest(name, f"is {list(values)!r}; every entry must be a non-empty {kind.__name__}")
+
+    @property
+    def is_penalised(self) -> bool:
+        """Whether choosing a token needs the row's own history or a bias."""
+        return bool(
+            self.logit_bias
+            or self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether some tokens are barred from being drawn (greedy rows need no truncation)."""
+        return self.temperature > 0 and (self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0)
+
+
+SAMPLING_FIELDS = tuple(f.name for f in fields(SamplingParams) if f.name != "sample_index")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One client's generation.
+
+    Attributes:
+      request_id: unique among the requests alive in an engine.
+      prompt: token ids.
+      priority: higher goes first; one step outweighs `scheduler.PRIORITY_SECONDS` of waiting.
+      arrival: monotonic seconds at which it was taken in.
+      cache_salt: requests share prefix blocks only under the same salt.
+    """
+
+    request_id: str
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    priority: int = 0
+    arrival: float = 0.0
+    cache_salt: str = ""
+
+    @property
+    def max_length(self) -> int:
+        """Most tokens, prompt and generated, that this request may come to hold."""
+        return len(self.prompt) + self.sampling.max_tokens
+
+
+class Alternatives(NamedTuple):
+    """The likeliest tokens of one position, best first."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
+class TokenEvent(NamedTuple):
+    """What one iteration did for one request.
+
+    Attributes:
+      token_ids: tokens generated in this iteration (none while a prompt is being scored, or at an abort).
+      logprobs: the model's logprob of each of them.
+      top_logprobs: alternatives of each of them; empty unless asked for.
+      prompt_logprobs: for scored prompt tokens in order, (logprob, alternatives); the first prompt token has none and
+        is left out. Empty unless asked for.
+      finish_reason: None while the request goes on.
+      cached_tokens: prompt tokens served from the prefix cache.
+      error: what went wrong, with FinishReason.ERROR.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    top_logprobs: tuple[Alternatives, ...] = ()
+    prompt_logprobs: tuple[tuple[float, Alternatives | None], ...] = ()
+    finish_reason: FinishReason | None = None
+    cached_tokens: int = 0
+    error: str | None = None
+
+
+def _integer(name: str, value: object, *, low: int, high: int | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
+        limit = f"from {low} to {high}" if high is not None else f"of at least {low}"
+        raise InvalidRequest(name, f"is {value!r}; it must be a whole number {limit}")
+
+
+def _number(name: str, value: object, *, low: float, high: float = math.inf, low_open: bool = False) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise InvalidRequest(name, f"is {value!r}; it must be a finite number")
+    if value < low or value > high or (low_open and value == low):
+        above = f"above {low:g}" if low_open else f"of at least {low:g}"
+        raise InvalidRequest(
+            name, f"is {value!r}; it must be {above}" + ("" if math.isinf(high) else f" and at most {high:g}")
+        )
