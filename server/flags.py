@@ -1,0 +1,193 @@
+"""Command-line flags shared by the commands, and what they come to."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import Any, get_args
+
+from jaxserve.config import DtypeName, EngineConfig, SchedulerName, SlotPolicyName
+
+_DEFAULT = EngineConfig()
+
+
+def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    """The engine's settings; they mean the same in every command. `engine_config` reads them."""
+    group = parser.add_argument_group("engine")
+    add_dtype_flag(group)
+    group.add_argument(
+        "--max-rows",
+        type=int,
+        metavar="N",
+        default=_DEFAULT.max_rows,
+        help="requests in one batch at most (default: %(default)s)",
+    )
+    group.add_argument(
+        "--slots",
+        type=int,
+        metavar="N",
+        help="tokens whose keys and values are held at once (default: what the device's memory allows)",
+    )
+    group.add_argument(
+        "--block-size", type=int, metavar="N", help="slots in a block (default: the attention backend's choice)"
+    )
+    group.add_argument(
+        "--slot-policy",
+        choices=get_args(SlotPolicyName),
+        default=_DEFAULT.slot_policy,
+        help="reserve: set a request's worst case aside when it starts, never preempt; grow: take slots as tokens "
+        "come, preempt the latest arrival when they run out (default: %(default)s)",
+    )
+    group.add_argument(
+        "--buckets",
+        type=_buckets,
+        metavar="16,32,...|auto",
+        help="token counts that iterations are compiled for; auto measures a ladder at start (default: auto)",
+    )
+    group.add_argument(
+        "--token-budget", type=int, metavar="N", help="most tokens of one iteration (default: the largest bucket)"
+    )
+    group.add_argument(
+        "--prefix-cache",
+        choices=("on", "off"),
+        default="on",
+        help="reuse the blocks of prompts that begin alike (default: %(default)s)",
+    )
+    group.add_argument(
+        "--max-context",
+        type=int,
+        metavar="N",
+        help="most tokens, prompt and generated, of one request (default: the model's limit, or 2048 if it has none)",
+    )
+    group.add_argument(
+        "--max-queued-requests",
+        type=int,
+        metavar="N",
+        default=_DEFAULT.max_queued_requests,
+        help="requests that may wait before others are refused (default: %(default)s)",
+    )
+    group.add_argument(
+        "--max-queued-tokens",
+        type=int,
+        metavar="N",
+        default=_DEFAULT.max_queued_tokens,
+        help="tokens that may wait before others are refused (default: %(default)s)",
+    )
+    group.add_argument(
+        "--scheduler",
+        choices=get_args(SchedulerName),
+        default=_DEFAULT.scheduler,
+        help="request batches whole requests, for comparison (default: %(default)s)",
+    )
+    group.add_argument(
+        "--no-scoring", action="store_true", help="leave prompt_logprobs out; halves what is compiled at start"
+    )
+    group.add_argument(
+        "--attention", metavar="NAME", default=_DEFAULT.attention, help="attention backend (default: %(default)s)"
+    )
+    group.add_argument(
+        "--compilation-cache",
+        metavar="DIR|off",
+        default=str(default_compilation_cache()),
+        help="where compiled programs are kept between runs (default: %(default)s)",
+    )
+
+
+def add_dtype_flag(parser: argparse._ActionsContainer) -> None:
+    """`--dtype` alone, for commands that load weights but run no engine."""
+    parser.add_argument(
+        "--dtype",
+        choices=get_args(DtypeName),
+        default=_DEFAULT.dtype,
+        help="dtype of weights and arithmetic; auto: float32 on a CPU, bfloat16 elsewhere (default: %(default)s)",
+    )
+
+
+def engine_config(args: argparse.Namespace) -> EngineConfig:
+    """The configuration the engine flags describe. Raises ValueError naming a setting that cannot be."""
+    return EngineConfig(
+        dtype=args.dtype,
+        max_rows=args.max_rows,
+        slots=args.slots,
+        block_size=args.block_size,
+        slot_policy=args.slot_policy,
+        buckets=args.buckets,
+        token_budget=args.token_budget,
+        prefix_cache=args.prefix_cache == "on",
+        max_context=args.max_context,
+        max_queued_requests=args.max_queued_requests,
+        max_queued_tokens=args.max_queued_tokens,
+        scheduler=args.scheduler,
+        scoring=not args.no_scoring,
+        attention=args.attention,
+        compilation_cache=None if args.compilation_cache == "off" else args.compilation_cache,
+    )
+
+
+def default_compilation_cache() -> Path:
+    """A folder of the user's own, after the XDG base directory specification."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxserve" / "xla"
+
+
+def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
+    """One flag for every sampling field; `sampling_fields` reads those that were given."""
+    group = parser.add_argument_group("sampling", "Defaults for input lines that do not say otherwise.")
+    for name, kind, text in (
+        ("max_tokens", int, "most tokens to generate (default: 128)"),
+        ("temperature", float, "0 is greedy (default: 1)"),
+        ("top_p", float, "draw from the likeliest tokens that hold this much probability (default: 1, off)"),
+        ("top_k", int, "draw from this many likeliest tokens (default: 0, off)"),
+        ("min_p", float, "leave out tokens less likely than this share of the likeliest (default: 0, off)"),
+        ("repetition_penalty", float, "above 1 makes tokens of prompt and answer less likely (default: 1, off)"),
+        ("presence_penalty", float, "taken off the logits of generated tokens (default: 0)"),
+        ("frequency_penalty", float, "taken off once per occurrence (default: 0)"),
+        ("seed", int, "64-bit seed (default: drawn at random and reported)"),
+        ("logprobs", int, "report the logprob of every token and this many alternatives"),
+        ("prompt_logprobs", int, "likewise for the prompt's tokens"),
+    ):
+        group.add_argument(_flag(name), type=kind, metavar="N" if kind is int else "X", help=text)
+    group.add_argument("--stop", action="append", metavar="TEXT", help="a string that ends the text; may be repeated")
+    group.add_argument("--stop-token-ids", type=_integers, metavar="1,2,...", help="tokens that end the text")
+    group.add_argument("--logit-bias", type=_bias, metavar='{"ID": X}', help="added to the logits of these tokens")
+    group.add_argument(
+        "--ignore-eos", action="store_true", default=None, help="generate on past the end-of-sequence token"
+    )
+
+
+def sampling_fields(args: argparse.Namespace) -> dict[str, Any]:
+    """The sampling fields given on the command line, as an input line would carry them."""
+    from jaxserve.request import SAMPLING_FIELDS
+
+    return {name: getattr(args, name) for name in SAMPLING_FIELDS if getattr(args, name) is not None}
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _integers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers such as 1,2,3") from None
+
+
+def _buckets(text: str) -> tuple[int, ...] | None:
+    if text == "auto":
+        return None
+    try:
+        return tuple(_integers(text))
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither auto nor a list such as 16,32,64") from None
+
+
+def _bias(text: str) -> dict[str, float]:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f'{text!r} is not an object such as {{"50": -100}}')
+    return value
