@@ -1,0 +1,61 @@
+"""The device pool of keys and values: how large it can be, and its allocation. The layout is the backend's."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.api import AttentionShape, Backend
+
+# What is left alone on a device: the runtime's own buffers, fragmentation, other programs on a CPU.
+_ACCELERATOR_SHARE = 0.92
+_CPU_SHARE = 0.25
+
+
+def block_bytes(backend: Backend, shape: AttentionShape, num_layers: int) -> int:
+    """Bytes that one block takes in all layers."""
+    pool = backend.pool(shape, 1)
+    return num_layers * sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(pool))
+
+
+def allocate(backend: Backend, shape: AttentionShape, num_layers: int, n_blocks: int) -> list[Any]:
+    """One zeroed pool a layer."""
+    return [
+        jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), backend.pool(shape, n_blocks))
+        for _ in range(num_layers)
+    ]
+
+
+def free_bytes(device: jax.Device) -> int:
+    """Bytes of the device's memory that may still be taken."""
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    if stats and "bytes_limit" in stats:
+        return int(stats["bytes_limit"] * _ACCELERATOR_SHARE) - stats["bytes_in_use"]
+    with open("/proc/meminfo") as file:
+        available = next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
+    return int(available * _CPU_SHARE)
+
+
+def fitting_blocks(free: int, temporaries: int, bytes_a_block: int, wanted: int) -> int:
+    """How many blocks to allocate when none were asked for.
+
+    Args:
+      free: bytes that may be taken (`free_bytes`).
+      temporaries: bytes that the largest compiled program needs beside its arguments.
+      wanted: blocks beyond which more would only serve as prefix cache; no more are taken.
+
+    Raises:
+      ValueError: not even one block fits.
+    """
+    n_blocks = min(wanted, (free - temporaries) // bytes_a_block)
+    if n_blocks < 1:
+        raise ValueError(
+            f"no room for keys and values: {free / 2**20:.0f} MiB are free, the compiled programs need "
+            f"{temporaries / 2**20:.0f} MiB beside the weights and one block {bytes_a_block / 2**20:.1f} MiB; "
+            "use a smaller model, fewer rows, smaller buckets or a larger device"
+        )
+    return n_blocks
