@@ -14,35 +14,32 @@ from pallas_kernels import api
 
 
 def select(
-    config: ModelConfig, *, name: str, dtype: jnp.dtype, block_size: int | None, max_context: int, platform: str
-):
+    config: ModelConfig, *, name: str, dtype: np.dtype, block_size: int | None, max_context: int, platform: str
+) -> tuple[api.Backend, api.AttentionShape, str]:
     """Picks the backend and the block size for a model.
 
     Returns:
-      (backend, shape, reason): the reason says in words why `auto` picked this backend.
+      (backend, shape, reason): the reason says in words why this backend.
 
     Raises:
-      ValueError: the named backend, or no backend, serves this shape or block size.
+      ValueError: the named backend, or every backend, refuses this model or block size; the message has the reason.
     """
-    pool_dtype = jnp.float32 if platform == "cpu" else dtype  # a bfloat16 pool is 4 times slower on a CPU
 
-    def shape_with(size: int) -> api.AttentionShape:
+    def shape_in(pool_dtype: np.dtype) -> api.AttentionShape:
         return api.AttentionShape(
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
-            block_size=size,
-            max_blocks=-(-max_context // size),
-            dtype=jnp.dtype(dtype),
-            pool_dtype=jnp.dtype(pool_dtype),
+            dtype=dtype,
+            pool_dtype=pool_dtype,
             alibi=config.alibi,
         )
 
-    selection = api.select(name, shape_with(block_size or 16), platform)
-    if block_size is None:
-        selected_size = selection.backend.default_block_size(shape_with(16))
-        return selection.backend, shape_with(selected_size), selection.reason
-    return selection.backend, shape_with(block_size), selection.reason
+    backend = api.select(name, shape_in(dtype), platform).backend
+    shape = shape_in(backend.default_pool_dtype(dtype, platform))
+    shape = shape.with_blocks(block_size or backend.default_block_size(shape), max_context)
+    backend, reason = api.select(name, shape, platform)
+    return backend, shape, reason
 
 
 def make_attend(

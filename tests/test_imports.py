@@ -1,0 +1,62 @@
+"""Imports run one way: server -> jaxserve -> {sharding, pallas_kernels}; the scheduler's rooms need no jax."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("jaxserve", "sharding", "pallas_kernels", "server")
+HOST_ONLY = ("request", "iteration", "slots", "buckets", "scheduler", "config")
+ALLOWED = {
+    "server": {"server", "jaxserve", "sharding", "pallas_kernels"},
+    "jaxserve": {"jaxserve", "sharding", "pallas_kernels"},
+    "sharding": {"sharding"},
+    "pallas_kernels": {"pallas_kernels"},
+}
+FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+
+
+def imported(path: Path) -> set[str]:
+    """Full names of the modules that a file imports, anywhere in it."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} imports relatively; name the package"
+            names |= {node.module or ""} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_packages_import_one_way(path: Path) -> None:
+    package = path.relative_to(ROOT).parts[0]
+    ours = {name.split(".")[0] for name in imported(path)} & set(PACKAGES)
+    assert ours <= ALLOWED[package]
+
+
+def test_scheduling_needs_no_jax() -> None:
+    seen: set[str] = set()
+    queue = [f"jaxserve.{name}" for name in HOST_ONLY]
+    while queue:
+        module = queue.pop()
+        path = ROOT.joinpath(*module.split(".")).with_suffix(".py")
+        if module in seen or not path.exists():
+            continue
+        seen.add(module)
+        names = imported(path)
+        assert not {name for name in names if name.split(".")[0] in ("jax", "flax", "jaxlib")}, module
+        queue += [name for name in names if name.startswith("jaxserve.")]
+    assert seen >= {f"jaxserve.{name}" for name in HOST_ONLY}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "jaxserve" / "models").glob("*.py")), ids=lambda path: path.stem)
+def test_models_know_nothing_of_scheduling(path: Path) -> None:
+    assert not imported(path) & {f"jaxserve.{name}" for name in ("scheduler", "engine", "slots", "stage", "batch")}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_only_sharding_makes_partition_specs(path: Path) -> None:
+    if path.relative_to(ROOT).parts[0] != "sharding":
+        assert "jax.sharding.PartitionSpec" not in imported(path)
