@@ -1,0 +1,211 @@
+"""The contract of ragged paged attention, and the choice of the backend that serves it.
+
+One call serves a mixed batch: every chunk is a run of new tokens of one row (a decode is a run of length 1), its keys
+and values are written to the row's blocks, and each token attends to its row's positions up to its own. Chunks are told
+apart by data (`AttentionBatch`), never by a flag. A backend is one module of this package that exports `BACKEND`; it
+owns the layout of its pool, its legal block sizes, the write and the attention.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionShape:
+    """What is static about the attention of one model on one device.
+
+    Attributes:
+      num_heads: query heads on this device (N).
+      num_kv_heads: key and value heads on this device (K); it divides num_heads, and query head n reads key head
+        n // (num_heads // num_kv_heads).
+      head_dim: D.
+      dtype: of queries, keys, values and outputs; float32 or bfloat16.
+      pool_dtype: of the keys and values held in the pool.
+      alibi: whether scores carry an ALiBi bias (Press et al., 2022).
+      block_size: slots in a block; 0 while none has been chosen (see `with_blocks`).
+      max_blocks: blocks in a row's table; 0 while none has been chosen.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: np.dtype
+    pool_dtype: np.dtype
+    alibi: bool
+    block_size: int = 0
+    max_blocks: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", np.dtype(self.dtype))
+        object.__setattr__(self, "pool_dtype", np.dtype(self.pool_dtype))
+        for name in ("num_heads", "num_kv_heads", "head_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_kv_heads is {self.num_kv_heads}; it must divide num_heads, which is {self.num_heads}"
+            )
+        for name in ("block_size", "max_blocks"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must not be negative")
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one key head."""
+        return self.num_heads // self.num_kv_heads
+
+    def with_blocks(self, block_size: int, max_context: int) -> AttentionShape:
+        """The same shape with blocks of `block_size` slots and tables that reach `max_context` tokens."""
+        if block_size < 1:
+            raise ValueError(f"block_size is {block_size}; it must be at least 1")
+        return dataclasses.replace(self, block_size=block_size, max_blocks=-(-max_context // block_size))
+
+
+class AttentionBatch(NamedTuple):
+    """One iteration as the device sees it: C chunks at most over T flat tokens (the bucket).
+
+    Chunks of length 1 come first, then the longer ones (a chunk of length 1 further back is served too), then empty
+    chunks. Rows may share the blocks that none of this iteration's chunks writes. Table entries beyond a row's
+    `kv_lens` are never read; the ones within must name blocks of the pool, and the host checks that before launch.
+
+    Attributes:
+      query_offsets: int32[C+1]. Chunk c's tokens are the flat tokens query_offsets[c]:query_offsets[c+1];
+        query_offsets[C] counts the tokens in use, the rest of T is padding.
+      kv_lens: int32[C]. Tokens of the row once this chunk is written (start + length); 0 for an empty chunk.
+      block_tables: int32[C, max_blocks]. Block that holds positions [j * block_size, (j + 1) * block_size).
+      token_chunk: int32[T]. Chunk of each flat token; anything in range for padding.
+      positions: int32[T]. Position of each flat token in its row; 0 for padding.
+    """
+
+    query_offsets: jax.Array
+    kv_lens: jax.Array
+    block_tables: jax.Array
+    token_chunk: jax.Array
+    positions: jax.Array
+
+
+class Backend(Protocol):
+    """What a backend module exports as `BACKEND`. The pool of ONE layer is the unit: donate it and chain it through the
+    unrolled layers. A pool stacked over layers and scanned as xs/ys is copied slice by slice; a scan that must keep its
+    pools in place carries one flat pool of `layers * n_blocks` blocks and offsets the tables by `layer * n_blocks`.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def platforms(self) -> frozenset[str] | None:
+        """JAX platforms it runs on ("cpu", "gpu", "tpu"); None for all of them."""
+        ...
+
+    def supports(self, shape: AttentionShape) -> str | None:
+        """None if it can serve the shape, else the reason in words."""
+        ...
+
+    def default_block_size(self, shape: AttentionShape) -> int:
+        """Slots in a block that it serves fastest; reads no `block_size` or `max_blocks`."""
+        ...
+
+    def default_pool_dtype(self, dtype: np.dtype, platform: str) -> np.dtype:
+        """What to hold keys and values in, for queries of `dtype`."""
+        ...
+
+    def pool(self, shape: AttentionShape, n_blocks: int) -> Any:
+        """Pytree of `ShapeDtypeStruct`: one layer's pool of n_blocks blocks. It may start out holding anything."""
+        ...
+
+    def prepare(self, batch: AttentionBatch, shape: AttentionShape) -> Any:
+        """What all layers of one iteration share: a pytree, computed once inside the step and passed to `attend`."""
+        ...
+
+    def attend(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        pool: Any,
+        meta: Any,
+        shape: AttentionShape,
+        *,
+        slopes: jax.Array | np.ndarray | None,
+        scale: float,
+    ) -> tuple[jax.Array, Any]:
+        """Writes k and v to their slots, then attends causally.
+
+        Args:
+          q: [T, N, D] of shape.dtype.
+          k, v: [T, K, D] of shape.dtype.
+          pool: this layer's pool; donated by the step's jit it is updated in place.
+          meta: what `prepare` returned for this iteration.
+          slopes: float32[N] ALiBi slopes, if shape.alibi; the bias of a score is slopes[n] * key position, up to a
+            constant per query.
+          scale: factor of the scores, typically head_dim ** -0.5.
+
+        Returns:
+          (out [T, N, D] of shape.dtype, pool). Rows of out that belong to padding are zeros.
+        """
+        ...
+
+
+class Selection(NamedTuple):
+    backend: Backend
+    reason: str
+
+
+# Name -> module, best first: `auto` takes the first one that runs on the platform and supports the shape.
+_MODULES: Mapping[str, str] = {
+    "xla": "pallas_kernels.xla",
+}
+
+
+def backend_names() -> tuple[str, ...]:
+    """Names that `select` takes besides `auto`."""
+    return tuple(_MODULES)
+
+
+def load(name: str) -> Backend:
+    """The backend called `name`; ValueError naming the known ones if there is none."""
+    if name not in _MODULES:
+        raise ValueError(f"attention backend {name!r} is not known; it must be auto or one of {', '.join(_MODULES)}")
+    return importlib.import_module(_MODULES[name]).BACKEND
+
+
+def select(name: str, shape: AttentionShape, platform: str) -> Selection:
+    """Picks the backend that serves `shape` on `platform`, and says why.
+
+    Args:
+      name: a backend's name, or `auto` for the first of the table that can serve.
+      shape: block_size may still be 0; ask again with the size chosen if a backend is to judge it.
+      platform: "cpu", "gpu" or "tpu" (`jax.default_backend()`).
+
+    Raises:
+      ValueError: a named backend cannot serve (with its reason), the name is unknown, or no backend can serve.
+    """
+    if name != "auto":
+        backend = load(name)
+        refusal = _refusal(backend, shape, platform)
+        if refusal:
+            raise ValueError(f"attention backend {name!r} cannot serve: {refusal}")
+        return Selection(backend, f"{name} was asked for")
+    refusals: list[str] = []
+    for candidate in _MODULES:
+        backend = load(candidate)
+        refusal = _refusal(backend, shape, platform)
+        if refusal is None:
+            return Selection(backend, "; ".join([f"{candidate} is the first that serves {platform}", *refusals]))
+        refusals.append(f"not {candidate}: {refusal}")
+    raise ValueError(f"no attention backend can serve {shape} on {platform}: {'; '.join(refusals)}")
+
+
+def _refusal(backend: Backend, shape: AttentionShape, platform: str) -> str | None:
+    if backend.platforms is not None and platform not in backend.platforms:
+        return f"it runs on {', '.join(sorted(backend.platforms))}, not on {platform}"
+    return backend.supports(shape)

@@ -1,0 +1,162 @@
+"""Random ragged batches over a poisoned pool, and what the oracle says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import api, oracle
+from pallas_kernels.api import AttentionBatch, AttentionShape, Backend
+
+
+def poisoned(backend: Backend, shape: AttentionShape, n_blocks: int):
+    """A pool as it may be found: nothing but NaN."""
+    return jax.tree.map(lambda leaf: jnp.full(leaf.shape, jnp.nan, leaf.dtype), backend.pool(shape, n_blocks))
+
+
+@partial(jax.jit, static_argnums=(0, 1, 8), donate_argnums=(5,))
+def run(backend, shape, q, k, v, pool, batch, slopes, scale):
+    meta = backend.prepare(batch, shape)
+    return backend.attend(q, k, v, pool, meta, shape, slopes=slopes, scale=scale)
+
+
+@dataclass
+class Row:
+    """A row's blocks and every key and value it was given, as the pool rounds them."""
+
+    blocks: list[int]
+    keys: list[np.ndarray] = field(default_factory=list)
+    values: list[np.ndarray] = field(default_factory=list)
+
+
+class Harness:
+    """Rows that share one pool; `step` runs chunks of them and returns outputs next to the oracle's."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        shape: AttentionShape,
+        *,
+        n_blocks: int,
+        bucket: int,
+        most_chunks: int,
+        seed: int = 0,
+        slopes: np.ndarray | None = None,
+        scale: float | None = None,
+    ):
+        self.backend, self.shape, self.n_blocks = backend, shape, n_blocks
+        self.bucket, self.most_chunks = bucket, most_chunks
+        self.rng = np.random.default_rng(seed)
+        self.slopes = slopes
+        self.scale = shape.head_dim**-0.5 if scale is None else scale
+        self.pool = poisoned(backend, shape, n_blocks)
+        # The last block belongs to nobody and stays NaN: tables point there wherever nothing may be read.
+        self.free = list(self.rng.permutation(n_blocks - 1))
+        self.rows: list[Row] = []
+
+    def add_row(self, *, like: int | None = None, shared_blocks: int = 0) -> int:
+        """A new row; its first `shared_blocks` blocks and their tokens are those of row `like`."""
+        row = Row(blocks=[])
+        if like is not None:
+            tokens = shared_blocks * self.shape.block_size
+            other = self.rows[like]
+            row = Row(other.blocks[:shared_blocks], other.keys[:tokens], other.values[:tokens])
+        self.rows.append(row)
+        return len(self.rows) - 1
+
+    def draw(self, heads: int, tokens: int) -> np.ndarray:
+        return self.rng.standard_normal((tokens, heads, self.shape.head_dim)).astype(np.float32)
+
+    def batch(self, chunks: Sequence[tuple[int, int]]) -> AttentionBatch:
+        """Chunks are (row, length); allocates blocks as the rows grow, does not touch their tokens."""
+        shape = self.shape
+        offsets = np.zeros(self.most_chunks + 1, np.int32)
+        kv_lens = np.zeros(self.most_chunks, np.int32)
+        tables = np.full((self.most_chunks, shape.max_blocks), self.n_blocks - 1, np.int32)
+        token_chunk = np.full(self.bucket, self.most_chunks - 1, np.int32)
+        positions = np.zeros(self.bucket, np.int32)
+        for c, (r, length) in enumerate(chunks):
+            row = self.rows[r]
+            start = len(row.keys)
+            while len(row.blocks) * shape.block_size < start + length:
+                row.blocks.append(self.free.pop())
+            offsets[c + 1 :] += length
+            kv_lens[c] = start + length
+            tables[c, : len(row.blocks)] = row.blocks
+            token_chunk[offsets[c] : offsets[c + 1]] = c
+            positions[offsets[c] : offsets[c + 1]] = start + np.arange(length)
+        return AttentionBatch(*map(jnp.asarray, (offsets, kv_lens, tables, token_chunk, positions)))
+
+    def step(
+        self, chunks: Sequence[tuple[int, int]], qkv: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
+    ) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Runs the chunks; returns (outputs, oracle's outputs) per chunk. Padding is NaN going in, zeros coming out."""
+        shape = self.shape
+        used = sum(length for _, length in chunks)
+        if qkv is None:
+            heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
+            qkv = tuple(self.draw(n, used) for n in heads)  # type: ignore[assignment]
+        batch = self.batch(chunks)
+        q, k, v = (
+            jnp.asarray(np.pad(x, ((0, self.bucket - used), (0, 0), (0, 0)), constant_values=np.nan), shape.dtype)
+            for x in qkv
+        )
+        out, self.pool = run(self.backend, shape, q, k, v, self.pool, batch, self.slopes, self.scale)
+        assert out.dtype == shape.dtype
+        stored_k, stored_v = (np.asarray(x.astype(shape.pool_dtype), np.float64) for x in (k, v))
+        q64, out = np.asarray(q, np.float64), np.asarray(out, np.float64)
+        np.testing.assert_array_equal(out[used:], 0)
+        outputs, queries, keys, values, at = [], [], [], [], 0
+        for r, length in chunks:
+            row = self.rows[r]
+            row.keys.extend(stored_k[at : at + length])
+            row.values.extend(stored_v[at : at + length])
+            queries.append(q64[at : at + length])
+            outputs.append(out[at : at + length])
+            keys.append(np.stack(row.keys))
+            values.append(np.stack(row.values))
+            at += length
+        return outputs, oracle.ragged_attention(queries, keys, values, slopes=self.slopes, scale=self.scale)
+
+    def check(self, chunks: Sequence[tuple[int, int]], tolerance: float) -> None:
+        for (r, length), out, expected in zip(chunks, *self.step(chunks), strict=True):
+            np.testing.assert_allclose(out, expected, rtol=tolerance, atol=tolerance, err_msg=f"row {r}, {length} new")
+
+
+def alibi_slopes(heads: int) -> np.ndarray:
+    return (2.0 ** (-8.0 * np.arange(1, heads + 1) / heads)).astype(np.float32)
+
+
+@pytest.fixture
+def harness():
+    """Makes a `Harness` of a small model."""
+
+    def make(
+        backend, *, heads=4, kv_heads=None, dim=16, block=8, dtype="float32", pool=None, alibi=True, max_blocks=16, **kw
+    ):
+        shape = api.AttentionShape(
+            num_heads=heads,
+            num_kv_heads=kv_heads or heads,
+            head_dim=dim,
+            block_size=block,
+            max_blocks=max_blocks,
+            dtype=jnp.dtype(dtype),
+            pool_dtype=jnp.dtype(pool or dtype),
+            alibi=alibi,
+        )
+        assert api.load(backend).supports(shape) is None
+        kw = {
+            "n_blocks": 64,
+            "bucket": 64,
+            "most_chunks": 8,
+            "seed": abs(hash((heads, dim, block, alibi))) % 2**32,
+        } | kw
+        return Harness(api.load(backend), shape, slopes=alibi_slopes(heads) if alibi else None, **kw)
+
+    return make
