@@ -1,0 +1,142 @@
+"""The model families, one module each, and a model as pure functions of its parameters.
+
+A family is a module of this folder, named as `model_type` in a checkpoint's config.json. It exports `parse_config` and
+`hf_config`, the NNX modules `Embed`, `Block` and `Head`, the table `AXES` of logical axis names, and the table
+`TENSORS` of the names its parameters have in a checkpoint.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxserve.models import layers
+from jaxserve.models.schema import ModelConfig
+
+_SHARED = ("layers", "schema")
+
+Params = dict[str, Any]  # {"embed": {...}, "layers": [{...}, ...], "head": {...}}, arrays at the leaves
+
+
+def families() -> tuple[str, ...]:
+    """Names of the families: the modules of this folder."""
+    return tuple(sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name not in _SHARED))
+
+
+def family(name: str) -> ModuleType:
+    """The module of a family. Raises ValueError naming the known ones."""
+    if name not in families():
+        raise ValueError(f"model family {name!r} is unknown; the known ones are {', '.join(families())}")
+    return importlib.import_module(f"{__name__}.{name}")
+
+
+def parse_config(entries: Mapping[str, Any]) -> ModelConfig:
+    """The configuration that the entries of a config.json describe. Raises ValueError naming the entry at fault."""
+    if not isinstance(entries.get("model_type"), str):
+        raise ValueError(f"model_type is missing; it names the model's family, one of {', '.join(families())}")
+    return family(entries["model_type"]).parse_config(entries)
+
+
+class Model:
+    """A model as functions of its parameters, `{"embed": ..., "layers": [...], "head": ...}` of plain arrays.
+
+    The NNX modules are made once, abstractly, and merged with arrays while a caller's function is traced. Shapes: T
+    tokens, S rows whose logits are asked for, H hidden size, V vocabulary.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.config = config
+        self._family = family(config.family)
+        self._embed, self._embed_state = self._split("Embed")
+        self._block, self._block_state = self._split("Block")
+        self._head, self._head_state = self._split("Head")
+
+    def _make(self, piece: str, key: jax.Array) -> nnx.Module:
+        return getattr(self._family, piece)(self.config, rngs=nnx.Rngs(key))
+
+    def _split(self, piece: str) -> tuple[nnx.GraphDef, dict[str, Any]]:
+        graph, state = nnx.split(nnx.eval_shape(lambda: self._make(piece, jax.random.key(0))))
+        return graph, nnx.to_pure_dict(state)
+
+    def embed(self, params: Params, tokens: jax.Array, positions: jax.Array) -> jax.Array:
+        """tokens int32[T], positions int32[T] -> [T, H]."""
+        with jax.named_scope("embed"):
+            return nnx.merge(self._embed, params["embed"])(tokens, positions)
+
+    def layer(self, params: Params, i: int, x: jax.Array, attend: layers.Attend, cache: Any) -> tuple[jax.Array, Any]:
+        """Layer i: x [T, H] -> ([T, H], cache as `attend` returned it)."""
+        with jax.named_scope(f"layer_{i}"):
+            return self.block(params["layers"][i], x, attend, cache)
+
+    def block(self, weights: dict[str, Any], x: jax.Array, attend: layers.Attend, cache: Any) -> tuple[jax.Array, Any]:
+        """The same given one layer's weights, for a scan over layers stacked along a leading axis."""
+        return nnx.merge(self._block, weights)(x, attend, cache)
+
+    def norm(self, params: Params, x: jax.Array) -> jax.Array:
+        """The last norm: x [T, H] -> [T, H]."""
+        with jax.named_scope("norm"):
+            return nnx.merge(self._head, params["head"]).norm(x)
+
+    def logits(self, params: Params, x: jax.Array) -> jax.Array:
+        """Normed x [S, H] -> float32[S, V]."""
+        with jax.named_scope("head"):
+            return layers.head(x, self._head_table(params))
+
+    def logits_tile(self, params: Params, x: jax.Array, start: jax.Array | int, size: int) -> jax.Array:
+        """Normed x [S, H] -> float32[S, size], the logits of tokens start to start + size (at most V)."""
+        with jax.named_scope("head"):
+            return layers.head(x, jax.lax.dynamic_slice_in_dim(self._head_table(params), start, size))
+
+    def _head_table(self, params: Params) -> jax.Array:
+        piece = params["embed"] if self.config.tie_embeddings else params["head"]
+        return piece["tokens"]["table"]
+
+    def _tree(self, embed: Any, layer: Any, head: Any) -> Params:
+        return {"embed": embed, "layers": [layer] * self.config.num_layers, "head": head}
+
+    def shapes(self, dtype: jnp.dtype) -> Params:
+        """The parameters' shapes: jax.ShapeDtypeStruct at the leaves."""
+        tree = self._tree(self._embed_state, self._block_state, self._head_state)
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), tree)
+
+    def axes(self) -> Params:
+        """The same tree with each parameter's logical axis names: a tuple at each leaf."""
+        axes = self._family.AXES
+        head = {name: axes["head"][name] for name in self._head_state}
+        return self._tree(axes["embed"], axes["layer"], head)
+
+    def axis_sizes(self) -> dict[str, int]:
+        """How many things each logical axis counts; an array may hold several numbers for one (q, k, v of a head)."""
+        config = self.config
+        sizes = {"vocab": config.vocab_size, "embed": config.hidden_size, "heads": config.num_heads}
+        return sizes | {"ffn": config.ffn_size, "positions": config.max_position or 0}
+
+    def init(self, seed: int, dtype: jnp.dtype) -> Params:
+        """Freshly drawn parameters: weights normal with the configuration's initializer_range, norms 1, biases 0."""
+
+        def draw(piece: str):
+            def make(key: jax.Array) -> dict[str, Any]:
+                state = nnx.to_pure_dict(nnx.state(self._make(piece, key)))
+                return jax.tree.map(lambda leaf: leaf.astype(dtype), state)
+
+            return jax.jit(make)
+
+        block = draw("Block")
+        keys = jax.random.split(jax.random.key(seed), self.config.num_layers + 2)
+        return {
+            "embed": draw("Embed")(keys[0]),
+            "layers": [block(keys[2 + i]) for i in range(self.config.num_layers)],
+            "head": draw("Head")(keys[1]),
+        }
+
+
+def build(config: ModelConfig) -> Model:
+    """The model of a configuration, without parameters."""
+    return Model(config)

@@ -1,0 +1,132 @@
+"""BLOOM (arXiv:2211.05100): ALiBi, a norm on the embeddings, tied head."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jaxserve.models.layers import ACTIVATIONS, Attend, LayerNorm, Linear, Table, split_heads
+from jaxserve.models.schema import Fields, ModelConfig, head_size
+
+AXES = {
+    "embed": {
+        "tokens": {"table": ("vocab", "embed")},
+        "norm": {"scale": ("embed",), "bias": ("embed",)},
+    },
+    "layer": {
+        "attention_norm": {"scale": ("embed",), "bias": ("embed",)},
+        "qkv": {"kernel": ("embed", "heads"), "bias": ("heads",)},
+        "out": {"kernel": ("heads", "embed"), "bias": ("embed",)},
+        "ffn_norm": {"scale": ("embed",), "bias": ("embed",)},
+        "up": {"kernel": ("embed", "ffn"), "bias": ("ffn",)},
+        "down": {"kernel": ("ffn", "embed"), "bias": ("embed",)},
+    },
+    "head": {
+        "norm": {"scale": ("embed",), "bias": ("embed",)},
+        "tokens": {"table": ("vocab", "embed")},
+    },
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BloomConfig(ModelConfig):
+    """Attributes:
+    residual_after_norm: whether the residual is taken after the norm of each half (some small BLOOM models).
+    """
+
+    residual_after_norm: bool = False
+
+
+def parse_config(entries: Mapping[str, Any]) -> BloomConfig:
+    """From the entries of a config.json. Raises ValueError."""
+    fields = Fields(entries)
+    hidden_size = fields.count("n_embed", "hidden_size")
+    num_heads = fields.count("n_head", "num_attention_heads")
+    vocab_size = fields.count("vocab_size")
+    fields.refuse("n_inner", unless=4 * hidden_size, because="BLOOM's feed-forward is four times its hidden size")
+    return BloomConfig(
+        family="bloom",
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        num_layers=fields.count("n_layer", "num_hidden_layers"),
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_dim=head_size(hidden_size, num_heads),
+        ffn_size=4 * hidden_size,
+        max_position=None,
+        alibi=True,
+        norm_eps=fields.number("layer_norm_epsilon", default=1e-5),
+        activation="gelu_tanh",
+        tie_embeddings=fields.flag("tie_word_embeddings", default=True),
+        eos_token_ids=fields.tokens("eos_token_id", vocab_size),
+        bos_token_id=next(iter(fields.tokens("bos_token_id", vocab_size)), None),
+        initializer_range=fields.number("initializer_range", default=0.02),
+        residual_after_norm=fields.flag("apply_residual_connection_post_layernorm", default=False),
+    )
+
+
+def hf_config(config: BloomConfig) -> dict[str, Any]:
+    """The entries of a config.json, from which parse_config makes an equal config."""
+    return {
+        "architectures": ["BloomForCausalLM"],
+        "model_type": "bloom",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "n_layer": config.num_layers,
+        "n_head": config.num_heads,
+        "layer_norm_epsilon": config.norm_eps,
+        "initializer_range": config.initializer_range,
+        "apply_residual_connection_post_layernorm": config.residual_after_norm,
+        "tie_word_embeddings": config.tie_embeddings,
+        "eos_token_id": list(config.eos_token_ids) or None,
+        "bos_token_id": config.bos_token_id,
+    }
+
+
+class Embed(nnx.Module):
+    """tokens [T] -> [T, H]."""
+
+    def __init__(self, config: BloomConfig, rngs: nnx.Rngs) -> None:
+        self.tokens = Table(config.vocab_size, config, rngs)
+        self.norm = LayerNorm(config)
+
+    def __call__(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
+        return self.norm(self.tokens(tokens))
+
+
+class Block(nnx.Module):
+    """x [T, H] -> [T, H]: attention, then feed-forward, each with a norm before and a residual around it."""
+
+    def __init__(self, config: BloomConfig, rngs: nnx.Rngs) -> None:
+        hidden, inner = config.hidden_size, config.num_heads * config.head_dim
+        self.attention_norm = LayerNorm(config)
+        self.qkv = Linear(hidden, 3 * inner, config, rngs)
+        self.out = Linear(inner, hidden, config, rngs)
+        self.ffn_norm = LayerNorm(config)
+        self.up = Linear(hidden, config.ffn_size, config, rngs)
+        self.down = Linear(config.ffn_size, hidden, config, rngs)
+        self.config = config
+
+    def __call__(self, x: jax.Array, attend: Attend, cache: Any) -> tuple[jax.Array, Any]:
+        dtype = x.dtype
+        normed = self.attention_norm(x)
+        residual = normed if self.config.residual_after_norm else x
+        out, cache = attend(*split_heads(self.qkv(normed), self.config, dtype), cache)
+        x = (residual + self.out(out.astype(dtype).reshape(len(x), -1))).astype(dtype)
+        normed = self.ffn_norm(x)
+        residual = normed if self.config.residual_after_norm else x
+        inner = ACTIVATIONS[self.config.activation](self.up(normed)).astype(dtype)
+        return (residual + self.down(inner)).astype(dtype), cache
+
+
+class Head(nnx.Module):
+    """The last norm and, where it is not the token table, the table of the head."""
+
+    def __init__(self, config: BloomConfig, rngs: nnx.Rngs) -> None:
+        self.norm = LayerNorm(config)
+        if not config.tie_embeddings:
+            self.tokens = Table(config.vocab_size, config, rngs)

@@ -1,0 +1,140 @@
+"""GPT-2 (Radford et al., 2019): learned positions, norms before each half, tied head."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jaxserve.models.layers import ACTIVATIONS, Attend, LayerNorm, Linear, Table, split_heads
+from jaxserve.models.schema import Fields, ModelConfig, head_size
+
+AXES = {
+    "embed": {
+        "tokens": {"table": ("vocab", "embed")},
+        "positions": {"table": ("positions", "embed")},
+    },
+    "layer": {
+        "attention_norm": {"scale": ("embed",), "bias": ("embed",)},
+        "qkv": {"kernel": ("embed", "heads"), "bias": ("heads",)},
+        "out": {"kernel": ("heads", "embed"), "bias": ("embed",)},
+        "ffn_norm": {"scale": ("embed",), "bias": ("embed",)},
+        "up": {"kernel": ("embed", "ffn"), "bias": ("ffn",)},
+        "down": {"kernel": ("ffn", "embed"), "bias": ("embed",)},
+    },
+    "head": {
+        "norm": {"scale": ("embed",), "bias": ("embed",)},
+        "tokens": {"table": ("vocab", "embed")},
+    },
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GPT2Config(ModelConfig):
+    """Attributes:
+    scale_attention: whether scores are divided by the square root of the head's size.
+    scale_attention_by_layer: whether they are divided by the layer's number, from 1, as well.
+    """
+
+    scale_attention: bool = True
+    scale_attention_by_layer: bool = False
+
+    def attention_scale(self, layer: int) -> float:
+        scale = self.head_dim**-0.5 if self.scale_attention else 1.0
+        return scale / (layer + 1) if self.scale_attention_by_layer else scale
+
+
+def parse_config(entries: Mapping[str, Any]) -> GPT2Config:
+    """From the entries of a config.json. Raises ValueError."""
+    fields = Fields(entries)
+    fields.refuse("add_cross_attention", unless=False, because="there is no encoder to attend to")
+    hidden_size = fields.count("n_embd", "hidden_size")
+    num_heads = fields.count("n_head", "num_attention_heads")
+    vocab_size = fields.count("vocab_size")
+    return GPT2Config(
+        family="gpt2",
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        num_layers=fields.count("n_layer", "num_hidden_layers"),
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_dim=head_size(hidden_size, num_heads),
+        ffn_size=fields.count("n_inner", default=4 * hidden_size),
+        max_position=fields.count("n_positions", "max_position_embeddings"),
+        alibi=False,
+        norm_eps=fields.number("layer_norm_epsilon", default=1e-5),
+        activation=fields.activation("activation_function", default="gelu_new"),
+        tie_embeddings=fields.flag("tie_word_embeddings", default=True),
+        eos_token_ids=fields.tokens("eos_token_id", vocab_size),
+        bos_token_id=next(iter(fields.tokens("bos_token_id", vocab_size)), None),
+        initializer_range=fields.number("initializer_range", default=0.02),
+        scale_attention=fields.flag("scale_attn_weights", default=True),
+        scale_attention_by_layer=fields.flag("scale_attn_by_inverse_layer_idx", default=False),
+    )
+
+
+def hf_config(config: GPT2Config) -> dict[str, Any]:
+    """The entries of a config.json, from which parse_config makes an equal config."""
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "vocab_size": config.vocab_size,
+        "n_embd": config.hidden_size,
+        "n_layer": config.num_layers,
+        "n_head": config.num_heads,
+        "n_inner": config.ffn_size,
+        "n_positions": config.max_position,
+        "layer_norm_epsilon": config.norm_eps,
+        "activation_function": "gelu_new" if config.activation == "gelu_tanh" else config.activation,
+        "initializer_range": config.initializer_range,
+        "scale_attn_weights": config.scale_attention,
+        "scale_attn_by_inverse_layer_idx": config.scale_attention_by_layer,
+        "tie_word_embeddings": config.tie_embeddings,
+        "eos_token_id": list(config.eos_token_ids) or None,
+        "bos_token_id": config.bos_token_id,
+    }
+
+
+class Embed(nnx.Module):
+    """tokens [T], positions [T] -> [T, H]."""
+
+    def __init__(self, config: GPT2Config, rngs: nnx.Rngs) -> None:
+        assert config.max_position is not None
+        self.tokens = Table(config.vocab_size, config, rngs)
+        self.positions = Table(config.max_position, config, rngs)
+
+    def __call__(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
+        return self.tokens(tokens) + self.positions(positions)
+
+
+class Block(nnx.Module):
+    """x [T, H] -> [T, H]: attention, then feed-forward, each with a norm before and a residual around it."""
+
+    def __init__(self, config: GPT2Config, rngs: nnx.Rngs) -> None:
+        hidden, inner = config.hidden_size, config.num_heads * config.head_dim
+        self.attention_norm = LayerNorm(config)
+        self.qkv = Linear(hidden, 3 * inner, config, rngs)
+        self.out = Linear(inner, hidden, config, rngs)
+        self.ffn_norm = LayerNorm(config)
+        self.up = Linear(hidden, config.ffn_size, config, rngs)
+        self.down = Linear(config.ffn_size, hidden, config, rngs)
+        self.config = config
+
+    def __call__(self, x: jax.Array, attend: Attend, cache: Any) -> tuple[jax.Array, Any]:
+        dtype = x.dtype
+        out, cache = attend(*split_heads(self.qkv(self.attention_norm(x)), self.config, dtype), cache)
+        x = (x + self.out(out.astype(dtype).reshape(len(x), -1))).astype(dtype)
+        inner = ACTIVATIONS[self.config.activation](self.up(self.ffn_norm(x))).astype(dtype)
+        return (x + self.down(inner)).astype(dtype), cache
+
+
+class Head(nnx.Module):
+    """The last norm and, where it is not the token table, the table of the head."""
+
+    def __init__(self, config: GPT2Config, rngs: nnx.Rngs) -> None:
+        self.norm = LayerNorm(config)
+        if not config.tie_embeddings:
+            self.tokens = Table(config.vocab_size, config, rngs)

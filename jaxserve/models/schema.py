@@ -1,0 +1,156 @@
+"""A model's configuration as a value, and how one is read from what a checkpoint's config.json says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """A model's shape; a family adds its own switches in a subclass.
+
+    Attributes:
+      family: name of the module in jaxserve.models that computes it.
+      max_position: most tokens of one request; None where positions have no limit (ALiBi).
+      activation: a name in ACTIVATIONS.
+      tie_embeddings: whether the head is the token table.
+      eos_token_ids: tokens that end a text; may be empty.
+      initializer_range: standard deviation of freshly drawn weights.
+    """
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_size: int
+    max_position: int | None
+    alibi: bool
+    norm_eps: float
+    activation: str
+    tie_embeddings: bool
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    initializer_range: float = 0.02
+
+    @property
+    def alibi_slopes(self) -> np.ndarray | None:
+        """float32[N] ALiBi slopes, or None for a model that has learned positions."""
+        return alibi_slopes(self.num_heads) if self.alibi else None
+
+    def attention_scale(self, layer: int) -> float:
+        """What queries times keys are multiplied with in this layer."""
+        return 1.0 / math.sqrt(self.head_dim)
+
+
+def alibi_slopes(num_heads: int) -> np.ndarray:
+    """float32[N] slopes of ALiBi (arXiv:2108.12409, section 3).
+
+    Up to the largest power of two P within num_heads they are 2^(-8 i / P), i = 1..P; the heads beyond it take every
+    other slope of the sequence for 2 P, as BLOOM was trained.
+    """
+    power = 2 ** math.floor(math.log2(num_heads))
+    slopes = [2.0 ** (-8.0 * i / power) for i in range(1, power + 1)]
+    slopes += [2.0 ** (-4.0 * i / power) for i in range(1, 2 * (num_heads - power), 2)]
+    return np.asarray(slopes, np.float32)
+
+
+# Names that Hugging Face gives an activation -> ours (jaxserve.models.layers.ACTIVATIONS).
+_ACTIVATION_NAMES = {
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_accurate": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_python_tanh": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
+    "relu": "relu",
+    "silu": "silu",
+    "swish": "silu",
+    "tanh": "tanh",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """The entries of a config.json, read with an error in words for each that cannot be used.
+
+    A null stands for an entry that is absent, as Hugging Face writes them. Every method takes the names an entry has
+    gone by, the one that wins first.
+    """
+
+    entries: Mapping[str, Any]
+
+    def _find(self, names: tuple[str, ...]) -> tuple[str, Any]:
+        for name in names:
+            if self.entries.get(name) is not None:
+                return name, self.entries[name]
+        return names[0], None
+
+    def count(self, *names: str, default: int | None = None) -> int:
+        """A whole number of at least 1."""
+        name, value = self._find(names)
+        if value is None:
+            if default is None:
+                raise ValueError(f"{' or '.join(names)} is missing")
+            return default
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} is {value!r}; it must be a whole number of at least 1")
+        return value
+
+    def number(self, *names: str, default: float) -> float:
+        """A finite number, not negative."""
+        name, value = self._find(names)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+            raise ValueError(f"{name} is {value!r}; it must be a number of at least 0")
+        return float(value)
+
+    def flag(self, *names: str, default: bool) -> bool:
+        """true or false."""
+        name, value = self._find(names)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} is {value!r}; it must be true or false")
+        return value
+
+    def activation(self, *names: str, default: str) -> str:
+        """The name in ACTIVATIONS of an activation."""
+        name, value = self._find(names)
+        value = default if value is None else value
+        if not isinstance(value, str) or value not in _ACTIVATION_NAMES:
+            raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(_ACTIVATION_NAMES)}")
+        return _ACTIVATION_NAMES[value]
+
+    def tokens(self, name: str, vocab_size: int) -> tuple[int, ...]:
+        """A token id or a list of them; none where it is absent."""
+        value = self.entries.get(name)
+        listed = [] if value is None else value if isinstance(value, list) else [value]
+        for token in listed:
+            if isinstance(token, bool) or not isinstance(token, int):
+                raise ValueError(f"{name} is {value!r}; it must be a token id or a list of token ids")
+        # Ids beyond the vocabulary (and -1) are how some checkpoints say that there is no such token.
+        return tuple(token for token in listed if 0 <= token < vocab_size)
+
+    def refuse(self, name: str, *, unless: Any, because: str) -> None:
+        """Refuses a value that changes what the model computes and that we do not compute."""
+        value = self.entries.get(name)
+        if value is not None and value != unless:
+            raise ValueError(f"{name} is {value!r}, which is not supported ({because}); only {unless!r} is")
+
+
+def head_size(hidden_size: int, num_heads: int) -> int:
+    """Size of a head where the heads share the hidden size evenly."""
+    if hidden_size % num_heads:
+        raise ValueError(f"the hidden size {hidden_size} does not divide into {num_heads} heads")
+    return hidden_size // num_heads
