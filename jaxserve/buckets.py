@@ -1,0 +1,125 @@
+"""The bucket ladder: which compiled token counts exist, what each costs, and which one an iteration should take."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import inf
+
+MAX_DEFAULT_BUCKETS = 8  # each costs a compilation at start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketCost:
+    """One compiled token count and what was measured for it.
+
+    Attributes:
+      size: tokens the program carries, padding included.
+      compile_seconds: time to compile it.
+      milliseconds: time of one iteration.
+    """
+
+    size: int
+    compile_seconds: float
+    milliseconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Throughput of a bucket without padding."""
+        return 1000.0 * self.size / self.milliseconds
+
+
+class BucketLadder:
+    """Compiled token counts, ascending, with their measured cost."""
+
+    def __init__(self, costs: Sequence[BucketCost]) -> None:
+        if not costs:
+            raise ValueError("the bucket ladder is empty; give at least one bucket")
+        self.costs = tuple(costs)
+        self.sizes = tuple(cost.size for cost in costs)
+        if self.sizes[0] < 1 or any(a >= b for a, b in zip(self.sizes, self.sizes[1:], strict=False)):
+            raise ValueError(f"bucket sizes are {self.sizes}; they must be at least 1 and ascend without repeats")
+        for cost in costs:
+            if not cost.milliseconds > 0:
+                raise ValueError(f"bucket {cost.size} costs {cost.milliseconds} ms; a cost must be above 0")
+        # A larger bucket that measured faster is noise: choices are made on costs that never fall.
+        self._price = tuple(accumulate((cost.milliseconds for cost in costs), max))
+
+    @property
+    def largest(self) -> int:
+        """Tokens of the largest bucket."""
+        return self.sizes[-1]
+
+    def cost(self, size: int) -> float:
+        """Measured milliseconds of one iteration in bucket `size`; ValueError if there is none."""
+        index = bisect_left(self.sizes, size)
+        if index == len(self.sizes) or self.sizes[index] != size:
+            raise ValueError(f"there is no bucket of {size} tokens; the ladder is {self.sizes}")
+        return self.costs[index].milliseconds
+
+    def limit(self, budget: int | None) -> int:
+        """Most tokens an iteration may carry under a token budget: the largest bucket within it, where there is one."""
+        if budget is None:
+            return self.largest
+        index = bisect_right(self.sizes, budget)
+        return self.sizes[index - 1] if index else budget
+
+    def pick(self, decodes: int, prompt_tokens: int, budget: int, rows: int | None = None) -> int:
+        """The bucket for an iteration of `decodes` decodes with `prompt_tokens` prompt tokens ready to fill it up.
+
+        Either everything is taken at once in the smallest bucket that holds it (with padding), or the largest bucket
+        that can be filled exactly comes first and the rest follows by the same rule; the cheaper way wins. The cost of
+        a way is the sum of its buckets' costs less the worth of the decodes that ride along, and a decode is worth its
+        share of an iteration in which all `rows` decode (default: one more row than there are decodes).
+
+        `decodes` is at most `budget`, and `budget` is a result of `limit`.
+        """
+        sizes, price = self.sizes, self._price
+        top = max(bisect_right(sizes, budget) - 1, 0)
+        left = decodes + prompt_tokens
+        holds_all = bisect_left(sizes, left)
+        fills = min(bisect_right(sizes, left) - 1, top)
+        if prompt_tokens == 0 or fills < 0 or sizes[fills] <= decodes:
+            return sizes[min(holds_all, top)]
+        if sizes[fills] == left or left >= 2 * sizes[top]:
+            return sizes[fills]
+        rows = max(rows or 0, decodes + 1)
+        share = price[min(bisect_left(sizes, rows), len(sizes) - 1)] / rows
+        worth = min(decodes * share, price[bisect_left(sizes, decodes)])
+        together = price[holds_all] - worth if holds_all <= top else inf
+        apart = 0.0
+        step = fills
+        while apart < together:
+            apart += price[step] - worth
+            left -= sizes[step] - decodes
+            if left <= decodes:
+                break
+            last = bisect_left(sizes, left)
+            step = min(bisect_right(sizes, left) - 1, top)
+            at_once = price[last] - worth if last <= top else inf
+            if step < 0 or sizes[step] <= decodes or apart + at_once < together:
+                apart += at_once
+                break
+        return sizes[fills] if apart < together else sizes[holds_all]
+
+
+def default_sizes(max_rows: int, token_budget: int | None) -> tuple[int, ...]:
+    """The ladder to measure when none is given: at most MAX_DEFAULT_BUCKETS sizes.
+
+    `max_rows` itself is in it, so that a full batch of decodes has no padding; smaller ones serve tails and quiet
+    hours, larger ones prompts. A token budget is the largest bucket.
+    """
+    top = token_budget or max(256, 4 * max_rows)
+    sizes = {min(max_rows, top), top}
+    size = 2 * max_rows
+    while size < top and len(sizes) < MAX_DEFAULT_BUCKETS:
+        sizes.add(size)
+        size *= 2
+    size = max_rows // 2
+    while size >= 1 and len(sizes) < MAX_DEFAULT_BUCKETS:
+        if size < top:
+            sizes.add(size)
+        size //= 2
+    return tuple(sorted(sizes))

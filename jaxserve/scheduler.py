@@ -1,0 +1,501 @@
+"""Iteration-level scheduling: which tokens of which requests the next iteration computes, and what its answer means.
+
+Orca's Algorithm 1 (OSDI'22, section 4.2) is the base: before every iteration choose among the requests that can run,
+first come first served, with at most `max_rows` in a batch and their slots accounted for. On top of it come chunked
+prefill (prompts fill what decodes leave of a bucket), plans made before the answers of earlier ones are known, prefix
+reuse and preemption.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import insort
+from collections import deque
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Literal, NamedTuple
+
+from jaxserve.buckets import BucketLadder
+from jaxserve.iteration import Admission, Chunk, IterationPlan, IterationResult, SamplerVariant, TableChange
+from jaxserve.request import Alternatives, FinishReason, InvalidRequest, Request, TokenEvent
+from jaxserve.slots import Lease, SlotPool
+from jaxserve.waiting import WaitingQueue
+
+PRIORITY_SECONDS = 10.0  # one step of priority outweighs this much waiting
+
+WAITING, RUNNING, PREEMPTED, CLOSING, ENDED = range(5)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _State:
+    """One live request.
+
+    Attributes:
+      key: place in every queue, smallest first.
+      tokens: known tokens, prompt first; the lease holds the same list.
+      limit: length at which it ends at the latest.
+      endings: tokens that end it.
+      phase: WAITING; RUNNING; PREEMPTED (an iteration that it gave its blocks up in is still in flight, then it waits
+        again); CLOSING (its last token is in flight); ENDED.
+      computed: positions whose iteration is launched.
+      length: tokens known plus tokens being sampled; a chunk that ends here samples.
+      in_flight: launched chunks that have not landed.
+      scored: last prompt position whose logprob a launched iteration computes; 0 before any.
+      score_end: last prompt position to be scored.
+      cached: prompt tokens found in the prefix cache when it first began.
+    """
+
+    name: str
+    request: Request
+    key: tuple[float, int]
+    tokens: list[int]
+    lease: Lease
+    limit: int
+    endings: frozenset[int]
+    variant: SamplerVariant
+    phase: int = WAITING
+    row: int = -1
+    computed: int = 0
+    length: int
+    in_flight: int = 0
+    scored: int = 0
+    score_end: int
+    has_begun: bool = False
+    cached: int = 0
+
+
+class _Scores(NamedTuple):
+    """Prompt positions first..last of a state that one plan scores; the logprob of `first` is at `flat`."""
+
+    first: int
+    last: int
+    flat: int
+
+
+class _Launched(NamedTuple):
+    """What schedule() remembers of a plan: rows are reused before it lands."""
+
+    sequence: int
+    states: list[_State]
+    scores: dict[int, _Scores]  # by chunk
+
+
+class _Draft:
+    """A plan in the making: `states` own `chunks`, entry by entry; `prompts` wait for their share of the bucket."""
+
+    __slots__ = ("admissions", "changes", "chunks", "prompt_tokens", "prompts", "states")
+
+    def __init__(self) -> None:
+        self.states: list[_State] = []
+        self.chunks: list[Chunk] = []
+        self.prompts: list[_State] = []
+        self.prompt_tokens = 0
+        self.changes: list[TableChange] = []
+        self.admissions: list[Admission] = []
+
+
+_by_key = attrgetter("key")
+
+
+class Scheduler:
+    """Decides every iteration. Not thread safe: one thread calls everything.
+
+    The loop: `plan = schedule()`, launch it, and `complete(plan, result)` in the order of launches; up to
+    `n_stages + 1` plans are in flight. With one stage, they may hold the same rows, because the device feeds a row's
+    newest token back to itself; with more stages their rows are disjoint (Orca's RUNNING requests are not selected).
+
+    Within a priority class, admission follows arrival, and so do the tokens that a plan has left for prompts. Decodes
+    go before them. A key that never changes orders everything: arrival minus priority times PRIORITY_SECONDS.
+    """
+
+    def __init__(
+        self,
+        pool: SlotPool,
+        ladder: BucketLadder,
+        *,
+        max_rows: int,
+        max_context: int,
+        token_budget: int | None = None,
+        eos_token_ids: frozenset[int] = frozenset(),
+        mode: Literal["iteration", "request"] = "iteration",
+        n_stages: int = 1,
+    ) -> None:
+        self.pool = pool
+        self._ladder = ladder
+        self._max_rows = max_rows
+        self._max_context = max_context
+        self._budget = ladder.limit(token_budget)
+        self._eos = eos_token_ids
+        self._n_stages = n_stages
+        self._exclusive = n_stages > 1  # rows of plans in flight are disjoint
+        self._free_rows = list(range((n_stages + 1) * max_rows if self._exclusive else max_rows))
+        self._live: dict[str, _State] = {}
+        self._waiting: WaitingQueue[_State] = WaitingQueue()
+        self._running: list[_State] = []  # by key
+        self._preempted: set[_State] = set()
+        self._num_closing = 0
+        self._in_flight: deque[_Launched] = deque()
+        self._sequence = 0
+        self._submitted = 0
+        # Request-level batching: how many may still join the batch, and the events held back until it has finished.
+        self._by_request = mode == "request"
+        self._joinable = 0
+        self._held: list[TokenEvent] = []
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without a row: not yet begun, or preempted."""
+        return len(self._waiting) + len(self._preempted)
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Tokens that the waiting requests have to compute before they generate."""
+        return self._waiting.num_tokens + sum(len(state.tokens) for state in self._preempted)
+
+    @property
+    def num_running(self) -> int:
+        """Requests with work in the batch or a last token in flight."""
+        return len(self._running) + self._num_closing
+
+    @property
+    def has_work(self) -> bool:
+        """Whether anything waits, runs or is in flight."""
+        return bool(self._live or self._in_flight or self._held)
+
+    def submit(self, request: Request) -> None:
+        """Let `request` wait for its turn.
+
+        Raises InvalidRequest if it could never run, ValueError if a live request has its id.
+        """
+        if request.request_id in self._live or any(e.request_id == request.request_id for e in self._held):
+            raise ValueError(f"request_id {request.request_id!r} is in use by a request that has not finished")
+        self._check_fits(request)
+        sampling = request.sampling
+        tokens = list(request.prompt)
+        key = (request.arrival - request.priority * PRIORITY_SECONDS, self._submitted)
+        self._submitted += 1
+        endings = frozenset() if sampling.ignore_eos else self._eos
+        if sampling.stop_token_ids:
+            endings = endings.union(sampling.stop_token_ids)
+        if sampling.is_penalised or sampling.logprobs:
+            variant = SamplerVariant.FULL
+        else:
+            variant = SamplerVariant.TRUNCATED if sampling.is_truncated else SamplerVariant.PLAIN
+        lease = Lease(
+            tokens=tokens,
+            max_length=request.max_length,
+            salt=request.cache_salt,
+            takes_hits=sampling.prompt_logprobs is None,
+        )
+        state = _State(
+            name=request.request_id,
+            request=request,
+            key=key,
+            score_end=len(tokens) - 1 if sampling.prompt_logprobs is not None else 0,
+            tokens=tokens,
+            lease=lease,
+            limit=request.max_length,
+            endings=endings,
+            variant=variant,
+            length=len(tokens),
+        )
+        self._live[request.request_id] = state
+        self._waiting.push(state)
+
+    def abort(self, request_id: str) -> TokenEvent | None:
+        """End a request now and give its blocks back; its last event, or None if it is not alive."""
+        state = self._live.get(request_id)
+        if self._held:
+            kept = [event for event in self._held if event.request_id != request_id]
+            if state is None and len(kept) == len(self._held):
+                return None
+            self._held = kept
+        elif state is None:
+            return None
+        if state is not None:
+            self._end(state)
+        return TokenEvent(request_id, finish_reason=FinishReason.ABORTED, cached_tokens=state.cached if state else 0)
+
+    def flush_prefix_cache(self) -> None:
+        """Forget all cached prefixes, and never publish what was computed before now."""
+        self.pool.flush(state.lease for state in self._live.values())
+
+    def schedule(self) -> IterationPlan | None:
+        """The next iteration, to be launched at once; None when nothing can run before a plan in flight completes."""
+        if len(self._in_flight) > self._n_stages:
+            return None
+        draft = _Draft()
+        may_admit = self._choose(draft)
+        if may_admit:
+            self._admit(draft)
+        decodes = len(draft.states)
+        if not decodes and not draft.prompts:
+            return None
+        bucket = self._ladder.pick(decodes, draft.prompt_tokens, self._budget, decodes + len(draft.prompts))
+        self._fill(draft, min(bucket, self._budget) - decodes)
+        return self._launch(draft, bucket)
+
+    def complete(self, plan: IterationPlan, result: IterationResult) -> list[TokenEvent]:
+        """Take in what the device answered for the oldest plan in flight; one event for each request it got on with."""
+        launched = self._in_flight.popleft()
+        assert launched.sequence == plan.sequence, f"plan {plan.sequence} completed before {launched.sequence}"
+        events: list[TokenEvent] = []
+        tokens, logprobs, scores = result.tokens.tolist(), result.logprobs.tolist(), launched.scores
+        for index, (state, (_, start, length, samples)) in enumerate(zip(launched.states, plan.chunks, strict=True)):
+            state.in_flight -= 1
+            if state.phase == ENDED:
+                self._leave_row(state)
+                continue
+            if start + length >= state.lease.publish_at:
+                self.pool.publish(state.lease, start + length)
+            scored = _prompt_logprobs(state, scores[index], result) if index in scores else ()
+            reason = None
+            if samples:
+                token = tokens[index]
+                state.tokens.append(token)
+                if token in state.endings:
+                    is_eos = token in self._eos and not state.request.sampling.ignore_eos
+                    reason = FinishReason.EOS if is_eos else FinishReason.STOP
+                elif len(state.tokens) == state.limit:
+                    reason = FinishReason.LENGTH
+                top = _top_logprobs(state, index, result) if state.request.sampling.logprobs else ()
+                events.append(TokenEvent(state.name, (token,), (logprobs[index],), top, scored, reason, state.cached))
+            elif scored:
+                events.append(TokenEvent(state.name, (), (), (), scored, None, state.cached))
+            if reason is not None:
+                self._end(state)
+            elif state.phase == PREEMPTED and not state.in_flight:
+                self._preempted.remove(state)
+                self._requeue(state)
+        return self._hold(events) if self._by_request else events
+
+    def take_held(self) -> list[TokenEvent]:
+        """Events that no plan in flight will bring: those of a request-level batch whose last request was aborted."""
+        return [] if self._in_flight else self._hold([])
+
+    def _check_fits(self, request: Request) -> None:
+        prompt = len(request.prompt)
+        if not prompt:
+            raise InvalidRequest("prompt", "is empty; give at least one token")
+        limit, what = min((self._max_context, "a request may hold"), (self.pool.n_slots, "the pool holds"))
+        if prompt >= limit:
+            raise InvalidRequest("prompt", f"has {prompt} tokens; {what} {limit}, so at most {limit - 1} leave room")
+        if request.max_length > limit:
+            raise InvalidRequest(
+                "max_tokens",
+                f"is {request.sampling.max_tokens} after a prompt of {prompt} tokens; {what} {limit}, "
+                f"so at most {limit - prompt} fit",
+            )
+
+    def _choose(self, draft: _Draft) -> bool:
+        """Draft the decodes, find the rows that prompts can be continued on; whether anybody may join."""
+        budget = self._budget
+        may_admit = not self._preempted
+        for state in self._running.copy():
+            if (self._exclusive and state.in_flight) or state.phase != RUNNING:  # preempted for one before it
+                continue
+            if len(draft.states) + len(draft.prompts) == self._max_rows:
+                break
+            start = state.computed
+            if state.length - start > 1:
+                draft.prompts.append(state)
+                draft.prompt_tokens += state.length - start
+                continue
+            # However small the budget, decodes leave a token for the prompt of somebody who comes before them.
+            if len(draft.states) >= (budget - 1 if draft.prompts else budget):
+                continue
+            if start >= state.lease.capacity:
+                if self.pool.shortage(state.lease, start + 1):
+                    may_admit = False
+                    if self._num_closing:
+                        continue  # blocks come back as soon as a plan in flight completes
+                self._extend(draft, state, start + 1)
+                if state.phase != RUNNING:
+                    continue
+            draft.states.append(state)
+            draft.chunks.append(Chunk(state.row, start, 1, True))
+        return may_admit
+
+    def _admit(self, draft: _Draft) -> None:
+        """Let requests in, in order, as long as there are rows, blocks and tokens for them; the first who has to wait
+        is not overtaken."""
+        rows = min(len(self._free_rows), self._max_rows - len(draft.states) - len(draft.prompts))
+        if self._by_request:
+            if not (self._running or self._num_closing or self._preempted):
+                self._joinable = min(len(self._waiting), len(self._free_rows))
+            rows = min(rows, self._joinable)
+        tokens = len(draft.states) + draft.prompt_tokens
+        while rows and tokens < self._budget:
+            state = self._waiting.first()
+            if state is None:
+                break
+            if not self.pool.can_admit(state.lease):
+                self._joinable = 0
+                break
+            self._waiting.pop()
+            state.computed = self.pool.admit(state.lease)
+            rows -= 1
+            tokens += state.length - state.computed
+            draft.prompts.append(state)
+        draft.prompt_tokens = tokens - len(draft.states)
+
+    def _fill(self, draft: _Draft, room: int) -> None:
+        """Share `room` tokens among the drafted prompts, in order."""
+        long_states: list[_State] = []
+        long_chunks: list[Chunk] = []
+        for state in draft.prompts:
+            start = state.computed
+            length = min(state.length - start, room)
+            if not length:
+                if state.phase == WAITING:  # the chosen bucket ends before it: better prefix hits may come until then
+                    self.pool.release(state.lease)
+                    self._waiting.push(state)
+                continue
+            if state.phase == WAITING:
+                self._begin(draft, state)
+            self._extend(draft, state, start + length)
+            chunk = Chunk(state.row, start, length, start + length == state.length)
+            if length == 1:  # attention expects all chunks of one token in front
+                draft.states.append(state)
+                draft.chunks.append(chunk)
+            else:
+                long_states.append(state)
+                long_chunks.append(chunk)
+            room -= length
+        draft.states += long_states
+        draft.chunks += long_chunks
+
+    def _begin(self, draft: _Draft, state: _State) -> None:
+        request = state.request
+        state.phase = RUNNING
+        state.row = heapq.heappop(self._free_rows)
+        if not state.has_begun:
+            state.has_begun = True
+            state.cached = state.computed
+        insort(self._running, state, key=_by_key)
+        self._joinable -= 1
+        draft.admissions.append(
+            Admission(
+                row=state.row,
+                request_id=request.request_id,
+                tokens=tuple(state.tokens),
+                prompt_length=len(request.prompt),
+                blocks=tuple(state.lease.blocks),
+                sampling=request.sampling,
+            )
+        )
+
+    def _launch(self, draft: _Draft, bucket: int) -> IterationPlan:
+        """Make the draft a plan and count it as under way."""
+        sampler = -1
+        flat = 0
+        scores: dict[int, _Scores] = {}
+        for index, (state, (_, start, length, samples)) in enumerate(zip(draft.states, draft.chunks, strict=True)):
+            state.in_flight += 1
+            state.computed = end = start + length
+            if state.scored < state.score_end and state.scored < end:
+                last = min(end, state.score_end)
+                scores[index] = _Scores(state.scored + 1, last, flat + state.scored - start)
+                state.scored = last
+            flat += length
+            if samples:
+                if state.variant > sampler:
+                    sampler = state.variant
+                state.length += 1
+                if state.length == state.limit:
+                    state.phase = CLOSING
+                    self._running.remove(state)
+                    self._num_closing += 1
+                    if not self._exclusive:  # the next plan may use the row: the device runs it after this one
+                        self._leave_row(state)
+        plan = IterationPlan(
+            sequence=self._sequence,
+            bucket=bucket,
+            admissions=tuple(draft.admissions),
+            chunks=tuple(draft.chunks),
+            table_changes=tuple(draft.changes),
+            sampler=None if sampler < 0 else SamplerVariant(sampler),
+            scoring=bool(scores),
+        )
+        self._in_flight.append(_Launched(self._sequence, draft.states, scores))
+        self._sequence += 1
+        return plan
+
+    def _extend(self, draft: _Draft, state: _State, length: int) -> None:
+        """Cover `length` positions; whoever gives up blocks for it, possibly `state` itself, is preempted."""
+        lease = state.lease
+        index = len(lease.blocks)
+        victims = self.pool.extend(lease, length, (other.lease for other in reversed(self._running)))
+        for block in lease.blocks[index:]:
+            draft.changes.append(TableChange(state.row, index, block))
+            index += 1
+        for victim in victims:
+            preempted = self._running.pop()  # candidates were offered from the end
+            assert preempted.lease is victim
+            self._leave_row(preempted)
+            if preempted.in_flight:
+                preempted.phase = PREEMPTED
+                self._preempted.add(preempted)
+            else:
+                self._requeue(preempted)
+
+    def _requeue(self, state: _State) -> None:
+        self._leave_row(state)
+        state.phase = WAITING
+        state.computed = 0
+        # A prompt to be scored is computed whole; once it is, its prefix need not be computed again.
+        state.lease.takes_hits = state.scored == state.score_end
+        self._waiting.push(state)
+
+    def _end(self, state: _State) -> None:
+        if state.phase == WAITING:
+            self._waiting.remove(state)
+        elif state.phase == RUNNING:
+            self._running.remove(state)
+        elif state.phase == CLOSING:
+            self._num_closing -= 1
+        else:
+            self._preempted.remove(state)
+        state.phase = ENDED
+        self.pool.release(state.lease)
+        self._leave_row(state)
+        del self._live[state.name]
+
+    def _leave_row(self, state: _State) -> None:
+        """Free the row of a state that is through with it, unless plans in flight must not share it."""
+        if state.row >= 0 and not (self._exclusive and state.in_flight):
+            heapq.heappush(self._free_rows, state.row)
+            state.row = -1
+
+    def _hold(self, events: list[TokenEvent]) -> list[TokenEvent]:
+        self._held += events
+        if self._running or self._num_closing or self._preempted:
+            return []
+        held, self._held = self._held, []
+        return held
+
+
+def _top_logprobs(state: _State, index: int, result: IterationResult) -> tuple[Alternatives, ...]:
+    assert result.top_ids is not None
+    assert result.top_logprobs is not None
+    most = state.request.sampling.logprobs
+    return (
+        Alternatives(tuple(result.top_ids[index, :most].tolist()), tuple(result.top_logprobs[index, :most].tolist())),
+    )
+
+
+def _prompt_logprobs(
+    state: _State, scores: _Scores, result: IterationResult
+) -> tuple[tuple[float, Alternatives | None], ...]:
+    assert result.score_logprobs is not None
+    count = scores.last - scores.first + 1
+    entries = slice(scores.flat, scores.flat + count)
+    logprobs = result.score_logprobs[entries].tolist()
+    most = state.request.sampling.prompt_logprobs
+    if not most:
+        return tuple((logprob, None) for logprob in logprobs)
+    assert result.score_top_ids is not None
+    assert result.score_top_logprobs is not None
+    ids = result.score_top_ids[entries, :most].tolist()
+    tops = result.score_top_logprobs[entries, :most].tolist()
+    return tuple((logprob, Alternatives(tuple(i), tuple(t))) for logprob, i, t in zip(logprobs, ids, tops, strict=True))

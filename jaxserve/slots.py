@@ -1,0 +1,240 @@
+"""The slot pool on the host: which blocks each request holds, what is set aside, and which hold reusable prefixes."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from math import inf
+from typing import Literal
+
+SlotPolicy = Literal["reserve", "grow"]
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Lease:
+    """The blocks of one request, from admission to release.
+
+    Attributes:
+      tokens: the request's known tokens; the owner appends to this list, never changes what is in it.
+      max_length: most tokens it may come to hold.
+      salt: prefixes are shared under the same salt only.
+      takes_hits: whether it may start from blocks of the prefix cache.
+      blocks: block of each run of `block_size` positions, in order.
+      capacity: positions that `blocks` cover.
+      publish_at: positions computed at which the next block can be published; infinite when none ever can.
+    """
+
+    tokens: list[int]
+    max_length: int
+    salt: str = ""
+    takes_hits: bool = True
+    blocks: list[int] = field(default_factory=list)
+    capacity: int = 0
+    publish_at: float = inf
+    _set_aside: int = 0  # blocks promised to this lease and not yet in `blocks`
+    _published: int = 0  # leading blocks that need no publishing any more
+    _held: bool = False
+    _digests: list[bytes] = field(default_factory=list)  # chain over the leading full blocks, kept over releases
+
+
+class SlotPool:
+    """`n_blocks` blocks of `block_size` slots, shared by the requests on one device pool.
+
+    Two policies behind `can_admit` / `extend` / `release`. `reserve` sets a request's worst case aside at admission
+    (Orca, OSDI'22, Algorithm 1, in whole blocks; shared blocks count once) and so never takes anything back. `grow`
+    sets aside the tokens known at admission only; later blocks come on demand, and when none is left `extend` names the
+    leases that lost theirs.
+
+    Prefix reuse: full blocks are addressed by a SHA-256 chain over salt and tokens. A block enters the cache when its
+    owner publishes it, stays while anybody holds it, and afterwards until it is evicted as the least recently used.
+    """
+
+    def __init__(self, n_blocks: int, block_size: int, *, policy: SlotPolicy, prefix_cache: bool) -> None:
+        if n_blocks < 1 or block_size < 1:
+            raise ValueError(f"a pool of {n_blocks} blocks of {block_size} slots is none; both must be at least 1")
+        if policy not in ("reserve", "grow"):
+            raise ValueError(f"slot policy is {policy!r}; it must be reserve or grow")
+        self.n_blocks = n_blocks
+        self.block_size = block_size
+        self.policy: SlotPolicy = policy
+        self.prefix_cache = prefix_cache
+        self._free = list(range(n_blocks - 1, -1, -1))  # never published or evicted; the lowest goes first
+        self._references = [0] * n_blocks
+        self._digest_of: list[bytes | None] = [None] * n_blocks
+        self._block_of: dict[bytes, int] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict()  # published blocks nobody holds, least recently used first
+        self._set_aside = 0
+        self._num_leases = 0
+
+    @property
+    def n_slots(self) -> int:
+        """Tokens the pool holds."""
+        return self.n_blocks * self.block_size
+
+    @property
+    def num_available(self) -> int:
+        """Blocks nobody holds, those set aside and those that only the prefix cache holds included."""
+        return len(self._free) + len(self._idle)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that can be found by their prefix."""
+        return len(self._block_of)
+
+    @property
+    def slots_used(self) -> int:
+        """Slots in blocks that some request holds or was promised."""
+        return (self.n_blocks - self.num_available + self._set_aside) * self.block_size
+
+    def blocks_for(self, length: int) -> int:
+        """Blocks that `length` tokens fill, the last one maybe in part."""
+        return -(-length // self.block_size)
+
+    def can_admit(self, lease: Lease) -> bool:
+        """Whether `admit(lease)` has the blocks it needs."""
+        hits = self._match(lease)
+        # Hits that nobody holds now stop being available; those that somebody holds are counted there already.
+        revived = sum(self._references[block] == 0 for block in hits)
+        need = self._to_set_aside(lease) - len(hits) + revived
+        if self.policy == "grow":
+            # Each lease, the new one too, gets room for the tokens it will soon have; without it they would preempt
+            # one another at once. Alone in the pool nobody needs it, and every request that was let in must start.
+            need += self._num_leases + 1 if self._num_leases else 0
+        return need <= self.num_available - self._set_aside
+
+    def admit(self, lease: Lease) -> int:
+        """Give `lease` its prefix hits as first blocks and set aside what the policy promises it; the tokens hit."""
+        assert not lease._held
+        hits = self._match(lease)
+        for block in hits:
+            if self._references[block] == 0:
+                del self._idle[block]
+            self._references[block] += 1
+        lease._held = True
+        lease._set_aside = self._to_set_aside(lease) - len(hits)
+        lease._published = len(hits)
+        lease.blocks = hits
+        lease.capacity = len(hits) * self.block_size
+        lease.publish_at = lease.capacity + self.block_size if self.prefix_cache else inf
+        self._set_aside += lease._set_aside
+        self._num_leases += 1
+        assert self._set_aside <= self.num_available
+        return lease.capacity
+
+    def shortage(self, lease: Lease, length: int) -> int:
+        """Blocks that are missing before `lease` can cover `length` positions without taking any back."""
+        need = self.blocks_for(length) - len(lease.blocks) - lease._set_aside
+        return max(need - (self.num_available - self._set_aside), 0)
+
+    def extend(self, lease: Lease, length: int, candidates: Iterable[Lease] = ()) -> list[Lease]:
+        """Make `lease` cover `length` positions.
+
+        When blocks are short (under `grow` only), leases out of `candidates`, latest arrival first, lose theirs until
+        there are enough. They are returned. When `lease` itself is among them, it was the latest and is not extended.
+        """
+        victims: list[Lease] = []
+        if self.shortage(lease, length):
+            for victim in candidates:
+                self.release(victim)
+                victims.append(victim)
+                if victim is lease:
+                    return victims
+                if not self.shortage(lease, length):
+                    break
+            else:
+                raise AssertionError(f"{length} positions do not fit the pool with all candidates released")
+        need = self.blocks_for(length) - len(lease.blocks)
+        for _ in range(need):
+            block = self._take()
+            self._references[block] = 1
+            lease.blocks.append(block)
+        promised = min(need, lease._set_aside)
+        lease._set_aside -= promised
+        self._set_aside -= promised
+        lease.capacity += need * self.block_size
+        assert self._set_aside <= self.num_available
+        return victims
+
+    def release(self, lease: Lease) -> None:
+        """Take back all that `lease` holds; published blocks stay findable until they are needed for something else."""
+        if not lease._held:
+            return
+        for block in reversed(lease.blocks):  # the tail of a chain is of no use without its head: evict it earlier
+            self._references[block] -= 1
+            if self._references[block] == 0:
+                if self._digest_of[block] is None:
+                    self._free.append(block)
+                else:
+                    self._idle[block] = None
+        self._set_aside -= lease._set_aside
+        self._num_leases -= 1
+        lease._held = False
+        lease._set_aside = lease._published = lease.capacity = 0
+        lease.blocks = []
+        lease.publish_at = inf
+
+    def publish(self, lease: Lease, computed: int) -> None:
+        """Let others find the full blocks among the first `computed` positions.
+
+        The caller vouches that the tokens at those positions are known and that the iterations that computed them have
+        completed. No iteration still in flight writes to them then: a request writes its positions in order, once.
+        """
+        full = computed // self.block_size
+        if not self.prefix_cache or full <= lease._published or lease.publish_at == inf:
+            return
+        digests = self._chain(lease, full)
+        for index in range(lease._published, full):
+            digest, block = digests[index], lease.blocks[index]
+            # Who computed the same prefix at the same time keeps a private copy, which goes when its owner does.
+            if digest not in self._block_of:
+                self._block_of[digest] = block
+                self._digest_of[block] = digest
+        lease._published = full
+        lease.publish_at = (full + 1) * self.block_size
+
+    def flush(self, leases: Iterable[Lease] = ()) -> None:
+        """Forget every cached prefix; blocks of `leases` (those held now) are never published any more."""
+        self._free.extend(reversed(self._idle))
+        self._idle.clear()
+        for block in self._block_of.values():
+            self._digest_of[block] = None
+        self._block_of.clear()
+        for lease in leases:
+            lease.publish_at = inf
+
+    def _to_set_aside(self, lease: Lease) -> int:
+        return self.blocks_for(lease.max_length if self.policy == "reserve" else len(lease.tokens))
+
+    def _match(self, lease: Lease) -> list[int]:
+        # At least the last token is computed: its logits choose the next one.
+        full = (len(lease.tokens) - 1) // self.block_size
+        hits: list[int] = []
+        if not self.prefix_cache or not lease.takes_hits or not self._block_of:
+            return hits
+        for digest in self._chain(lease, full)[:full]:
+            block = self._block_of.get(digest)
+            if block is None:
+                break
+            hits.append(block)
+        return hits
+
+    def _chain(self, lease: Lease, full: int) -> list[bytes]:
+        digests, size = lease._digests, self.block_size
+        for index in range(len(digests), full):
+            parent = digests[-1] if digests else hashlib.sha256(lease.salt.encode("utf-8", "surrogatepass")).digest()
+            tokens = array("q", lease.tokens[index * size : (index + 1) * size])
+            digests.append(hashlib.sha256(parent + tokens.tobytes()).digest())
+        return digests
+
+    def _take(self) -> int:
+        if self._free:
+            return self._free.pop()
+        block, _ = self._idle.popitem(last=False)
+        digest = self._digest_of[block]
+        assert digest is not None
+        del self._block_of[digest]
+        self._digest_of[block] = None
+        return block
