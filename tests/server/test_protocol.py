@@ -1,0 +1,87 @@
+"""The generated files are those of the committed protocol, and the wheel carries them under their own name."""
+
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from jaxserve.request import SAMPLING_FIELDS
+from server.proto.generate import ROOT, generate
+from server.proto.jaxserve.v1 import inference_pb2
+
+FOLDER = Path("server/proto/jaxserve/v1")
+
+
+def test_committed_files_are_what_the_pinned_tools_generate(tmp_path: Path) -> None:
+    generate(tmp_path)
+    written = {path.relative_to(tmp_path) for path in tmp_path.rglob("*.py*")}
+    assert written == {FOLDER / f"inference_pb2{end}" for end in (".py", ".pyi", "_grpc.py")}
+    for path in written:
+        assert (tmp_path / path).read_text() == (ROOT / path).read_text(), f"{path}: run `make proto`"
+
+
+def test_required_runtimes_are_not_older_than_the_generated_code() -> None:
+    needed = {
+        "protobuf": re.search(r"Protobuf Python Version: (\S+)", (ROOT / FOLDER / "inference_pb2.py").read_text()),
+        "grpcio": re.search(r"GRPC_GENERATED_VERSION = '(\S+)'", (ROOT / FOLDER / "inference_pb2_grpc.py").read_text()),
+    }
+    required = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    for name, version in needed.items():
+        assert version is not None
+        assert f"{name}>={version[1]}" in required
+
+
+def test_request_has_every_sampling_field() -> None:
+    fields = inference_pb2.GenerateRequest.DESCRIPTOR.fields_by_name
+    assert set(SAMPLING_FIELDS) <= set(fields)
+    absent = [name for name in SAMPLING_FIELDS if not fields[name].is_repeated]
+    assert all(fields[name].has_presence for name in absent), "absent must differ from zero"
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"  # a copy: setuptools leaves a build folder, whose stale files would be packed next time
+    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__", "out"))
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(folder)]
+    subprocess.run([*pip, str(source)], check=True, capture_output=True, timeout=300)
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+def test_wheel_imports_engine_and_protocol_side_by_side(wheel: Path, tmp_path: Path) -> None:
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    code = (
+        "import jaxserve, server.proto.jaxserve.v1.inference_pb2 as pb, server.proto.jaxserve.v1.inference_pb2_grpc\n"
+        "import jaxserve.request\n"
+        "print(jaxserve.__file__, pb.__file__, pb.GenerateRequest(prompt='a').prompt)"
+    )
+    environment = {"PYTHONPATH": str(tmp_path / "site"), "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    engine, protocol, prompt = done.stdout.split()
+    assert engine == str(tmp_path / "site/jaxserve/__init__.py")
+    assert protocol == str(tmp_path / "site" / FOLDER / "inference_pb2.py")
+    assert prompt == "a"
+
+
+def test_wheel_holds_packages_and_no_tests(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    tops = {name.split("/")[0] for name in names}
+    assert {"jaxserve", "server", "sharding", "pallas_kernels"} <= tops
+    assert all(top.endswith(".dist-info") for top in tops - {"jaxserve", "server", "sharding", "pallas_kernels"})
+    assert str(FOLDER / "inference.proto") in names
+    assert metadata.version("jaxserve") in wheel.name
