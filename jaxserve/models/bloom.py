@@ -19,11 +19,11 @@ AXES = {
     },
     "layer": {
         "attention_norm": {"scale": ("embed",), "bias": ("embed",)},
-        "qkv": {"kernel": ("embed", "heads"), "bias": ("heads",)},
-        "out": {"kernel": ("heads", "embed"), "bias": ("embed",)},
+        "qkv": {"kernel": ("heads", "embed"), "bias": ("heads",)},
+        "out": {"kernel": ("embed", "heads"), "bias": ("embed",)},
         "ffn_norm": {"scale": ("embed",), "bias": ("embed",)},
-        "up": {"kernel": ("embed", "ffn"), "bias": ("ffn",)},
-        "down": {"kernel": ("ffn", "embed"), "bias": ("embed",)},
+        "up": {"kernel": ("ffn", "embed"), "bias": ("ffn",)},
+        "down": {"kernel": ("embed", "ffn"), "bias": ("embed",)},
     },
     "head": {
         "norm": {"scale": ("embed",), "bias": ("embed",)},
