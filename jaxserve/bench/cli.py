@@ -1,0 +1,300 @@
+"""The command line of the benchmarks: `jaxserve bench offline | serve | step | host | peers`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from jaxserve.config import EngineConfig
+
+AddEngineFlags = Callable[[argparse.ArgumentParser], None]
+ReadEngineFlags = Callable[[argparse.Namespace], EngineConfig]
+
+_SHAPE = "bloom-560m"
+_OFFLINE = """\
+Serves all requests at once through an engine in this process, and reports throughput, latencies, padding and the
+host's work. By default the workload and shape of Orca's evaluation, scaled to a CPU:
+
+  jaxserve bench offline --compare-schedulers            request-level against iteration-level batching
+  jaxserve bench offline --model DIR --requests 50       on your own checkpoint"""
+_SERVE = """\
+Sends requests to a running server over gRPC, each at its time whether or not earlier ones have ended.
+
+  jaxserve bench serve --address 127.0.0.1:50051 --rate 2          Poisson arrivals at a server of yours
+  jaxserve bench serve --model DIR --trace FILE --requests 500     recorded traffic, on a server started for it
+  jaxserve bench serve --model DIR --rate 2 --compare-schedulers
+
+Traces: Azure LLM inference (CSV: TIMESTAMP,ContextTokens,GeneratedTokens) and Mooncake (a JSON object a line:
+timestamp, input_length, output_length, hash_ids). Requests longer than the server's context are clipped."""
+_STEP = """\
+Times the engine's compiled step alone, without scheduler or requests: decodes at several contexts, a prefill, and
+decodes mixed with a prompt."""
+_HOST = """\
+Measures the host's work for an iteration (schedule, pack, launch, complete) on a model so small that little else is
+left, with few and with very many requests waiting."""
+_PEERS = """\
+Times our step against transformers and llama.cpp on the same random-weight checkpoint, in the same dtype, one process
+at a time and in turn, after checking their outputs against ours. Each peer gets a Python environment of its own, which
+is made on first use with pip (llama.cpp is compiled: a C++ compiler is needed) and kept in --env-dir. Which index pip
+uses is pip's own setting, for instance PIP_EXTRA_INDEX_URL for CPU builds of torch."""
+
+
+def add_arguments(
+    parser: argparse.ArgumentParser, add_engine_flags: AddEngineFlags, engine_config: ReadEngineFlags
+) -> None:
+    """Adds the benchmarks as subcommands of `parser`.
+
+    Args:
+      add_engine_flags: adds the engine's flags, which are the same in every command, to a parser.
+      engine_config: makes a configuration of them.
+    """
+    parser.set_defaults(engine_config=engine_config)
+    commands = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
+
+    offline = _command(commands, "offline", "all requests at once, in this process", _OFFLINE, _run_offline)
+    _add_model_flags(offline)
+    _add_workload_flags(offline)
+    add_engine_flags(offline)
+    offline.set_defaults(max_rows=8)
+
+    serve = _command(commands, "serve", "load a server over gRPC", _SERVE, _run_serve)
+    group = serve.add_argument_group("server")
+    where = group.add_mutually_exclusive_group()
+    where.add_argument("--address", metavar="HOST:PORT", help="a server that runs already")
+    where.add_argument("--model", type=Path, metavar="DIR", help="start a server on this checkpoint")
+    where.add_argument("--shape", metavar="NAME", help=f"start one on random weights (default: {_SHAPE})")
+    _add_workload_flags(serve)
+    group = serve.add_argument_group("arrivals")
+    arrivals = group.add_mutually_exclusive_group()
+    arrivals.add_argument("--rate", type=float, metavar="R", help="Poisson arrivals, requests a second (default: 1)")
+    arrivals.add_argument("--trace", type=Path, metavar="FILE", help="recorded arrivals and lengths")
+    group.add_argument(
+        "--speed", type=float, default=1.0, metavar="X", help="replay a trace X times as fast (default: %(default)s)"
+    )
+    add_engine_flags(serve)
+    serve.set_defaults(max_rows=8)
+
+    step = _command(commands, "step", "the compiled step alone", _STEP, _run_step)
+    _add_model_flags(step)
+    _add_step_flags(step)
+    add_engine_flags(step)
+
+    host = _command(commands, "host", "the host's work for an iteration", _HOST, _run_host)
+    host.add_argument("--rows", type=_integers, default=[8, 256], metavar="N,...", help="batch sizes (default: 8,256)")
+    host.add_argument(
+        "--waiting",
+        type=_integers,
+        default=[0, 1_000, 100_000],
+        metavar="N,...",
+        help="requests in the queue (default: 0,1000,100000)",
+    )
+    host.add_argument("--iterations", type=_positive, default=300, metavar="N", help="(default: %(default)s)")
+    add_engine_flags(host)
+
+    peers = _command(commands, "peers", "our step against other engines'", _PEERS, _run_peers)
+    _add_model_flags(peers)
+    _add_step_flags(peers)
+    peers.add_argument("--rounds", type=_positive, default=3, metavar="N", help="turns of each (default: %(default)s)")
+    peers.add_argument("--peers", default="transformers,llama.cpp", metavar="A,B", help="(default: %(default)s)")
+    peers.add_argument(
+        "--env-dir", type=Path, metavar="DIR", help="where environments are kept (default: in your cache folder)"
+    )
+    add_engine_flags(peers)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the benchmark that was chosen; returns the exit code (2 for a mistake of the user's)."""
+    try:
+        return args.benchmark(args)
+    except ValueError as problem:
+        print(f"jaxserve: error: {problem}", file=sys.stderr)
+        return 2
+
+
+def _command(
+    commands: Any, name: str, summary: str, text: str, benchmark: Callable[[argparse.Namespace], int]
+) -> argparse.ArgumentParser:
+    parser = commands.add_parser(
+        name,
+        help=summary,
+        description=text,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(benchmark=benchmark)
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("bench-results"),
+        metavar="DIR",
+        help="where JSON and plots are written (default: %(default)s)",
+    )
+    parser.add_argument("--quick", action="store_true", help="a tiny model and workload, to see that everything runs")
+    return parser
+
+
+def _add_model_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("model").add_mutually_exclusive_group()
+    group.add_argument("--model", type=Path, metavar="DIR", help="a checkpoint directory")
+    group.add_argument("--shape", metavar="NAME", help=f"random weights of a known shape (default: {_SHAPE})")
+
+
+def _add_workload_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("workload")
+    group.add_argument("--requests", type=_positive, metavar="N", help="(default: 200; of a trace: all)")
+    group.add_argument("--prompt", default="32:256", metavar="LOW:HIGH", help="prompt tokens (default: %(default)s)")
+    group.add_argument(
+        "--output", default="1:128", metavar="LOW:HIGH", help="tokens to generate (default: %(default)s)"
+    )
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="of the workload (default: %(default)s)")
+    group.add_argument(
+        "--compare-schedulers", action="store_true", help="serve it twice, by iteration and by request-level batching"
+    )
+
+
+def _add_step_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("steps")
+    group.add_argument("--steps", type=_positive, default=20, metavar="N", help="of each case (default: %(default)s)")
+    group.add_argument(
+        "--dtypes", default="float32,bfloat16", metavar="A,B", help="compute dtypes (default: %(default)s)"
+    )
+
+
+# What is heavy is imported when a benchmark runs, so that --help stays quick.
+
+
+def _run_offline(args: argparse.Namespace) -> int:
+    from jaxserve import weights
+    from jaxserve.bench import load, offline, shapes
+
+    model = _model(args)
+    config = args.engine_config(args)
+    model_config = weights.read_config(model) if isinstance(model, Path) else shapes.config_of(model)
+    workload = load.uniform(
+        requests=args.requests or (12 if args.quick else 200),
+        prompt=load.Range.parse("4:16" if args.quick else args.prompt),
+        output=load.Range.parse("1:8" if args.quick else args.output),
+        vocab_size=model_config.vocab_size,
+        seed=args.seed,
+    )
+    return offline.run(model, config, workload, _schedulers(args, config), args.out, _console())
+
+
+def _run_serve(args: argparse.Namespace) -> int:
+    from jaxserve.bench import load, serve, shapes
+
+    config = args.engine_config(args)
+    model = None
+    if args.address is not None:
+        if args.compare_schedulers:
+            raise ValueError("--compare-schedulers needs servers of its own; leave --address out")
+    else:
+        model = _model(args)
+        if isinstance(model, str):
+            model = shapes.checkpoint(model, shapes.cache_folder() / "checkpoints")
+
+    def make_workload(max_context: int, vocab_size: int) -> load.Workload:
+        if args.trace is not None:
+            return load.read_trace(
+                args.trace,
+                max_context=max_context,
+                vocab_size=vocab_size,
+                seed=args.seed,
+                limit=args.requests,
+                speed=args.speed,
+            )
+        workload = load.uniform(
+            requests=args.requests or (12 if args.quick else 200),
+            prompt=load.Range.parse("4:16" if args.quick else args.prompt),
+            output=load.Range.parse("1:8" if args.quick else args.output),
+            vocab_size=vocab_size,
+            seed=args.seed,
+        )
+        load.fit(workload, max_context)
+        return load.poisson(workload, rate=args.rate or (50.0 if args.quick else 1.0), seed=args.seed)
+
+    return serve.run(args.address, model, config, make_workload, _schedulers(args, config), args.out, _console())
+
+
+def _run_step(args: argparse.Namespace) -> int:
+    from jaxserve.bench import step
+
+    cases, steps = (step.QUICK_CASES, 3) if args.quick else (step.CASES, args.steps)
+    return step.run(_model(args), _dtypes(args), cases, steps, args.engine_config(args), args.out, _console())
+
+
+def _run_host(args: argparse.Namespace) -> int:
+    from jaxserve.bench import host
+
+    rows, waiting, iterations = args.rows, args.waiting, args.iterations
+    if args.quick:
+        rows, waiting, iterations = [4], [0, 20], 20
+    return host.run(rows, waiting, iterations, args.engine_config(args), args.out, _console())
+
+
+def _run_peers(args: argparse.Namespace) -> int:
+    from jaxserve.bench import environments, peers, shapes, step
+
+    names = args.peers.split(",")
+    for name in names:
+        if name not in environments.PEERS:
+            raise ValueError(f"{name!r} is no known peer; there are {', '.join(environments.PEERS)}")
+    model = _model(args)
+    if isinstance(model, str):
+        model = shapes.checkpoint(model, shapes.cache_folder() / "checkpoints")
+    config = args.engine_config(args)
+    return peers.run(
+        model,
+        names,
+        _dtypes(args),
+        step.QUICK_CASES if args.quick else step.PEER_CASES,
+        steps=3 if args.quick else args.steps,
+        rounds=1 if args.quick else args.rounds,
+        env_dir=args.env_dir or shapes.cache_folder() / "peers",
+        compilation_cache=config.compilation_cache,
+        out=args.out,
+        console=_console(),
+    )
+
+
+def _model(args: argparse.Namespace) -> Path | str:
+    """A checkpoint directory as a path, or a shape by its name."""
+    if args.model is not None:
+        return args.model
+    return args.shape or ("tiny" if args.quick else _SHAPE)
+
+
+def _schedulers(args: argparse.Namespace, config: EngineConfig) -> list[Any]:
+    return ["iteration", "request"] if args.compare_schedulers else [config.scheduler]
+
+
+def _dtypes(args: argparse.Namespace) -> list[Any]:
+    dtypes = args.dtypes.split(",")
+    for dtype in dtypes:
+        if dtype not in ("float32", "bfloat16"):
+            raise ValueError(f"{dtype!r} is no dtype to measure; there are float32 and bfloat16")
+    return dtypes
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    # Where standard output is no terminal it has no width: a log should hold whole tables.
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=160)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
+    return int(text)
+
+
+def _integers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers such as 8,256") from None

@@ -1,0 +1,113 @@
+"""The peers' own Python environments: made once in a folder outside the project, and reused."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+class PeerError(Exception):
+    """A peer cannot be made or run; the others go on without it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peer:
+    """An engine to be compared with.
+
+    Attributes:
+      requirements: what pip installs into its environment.
+      script: the file beside this one that runs its jobs.
+      build: environment variables for the installation.
+      converter: the file beside this one that writes the checkpoint in the peer's own format, if it has one.
+    """
+
+    name: str
+    requirements: tuple[str, ...]
+    script: str
+    build: Mapping[str, str] = field(default_factory=dict)
+    converter: str | None = None
+
+
+PEERS = {
+    peer.name: peer
+    for peer in (
+        Peer(
+            name="transformers",
+            requirements=("torch==2.13.0", "transformers==5.23.0", "safetensors>=0.6", "numpy>=2"),
+            script="peer_transformers.py",
+        ),
+        Peer(
+            name="llama.cpp",
+            requirements=("llama-cpp-python==0.3.36", "gguf==0.19.0", "safetensors>=0.6", "numpy>=2"),
+            script="peer_llama_cpp.py",
+            build={"CMAKE_ARGS": "-DLLAVA_BUILD=OFF -DMTMD_BUILD=OFF"},  # no image models
+            converter="peer_gguf.py",
+        ),
+    )
+}
+
+
+def ensure(peer: Peer, folder: Path, say: Callable[[str], None]) -> Path:
+    """Makes a peer's environment under `folder`, unless it is there with the same requirements.
+
+    Returns:
+      Its Python.
+
+    Raises:
+      PeerError: the installation failed; the message holds the end of its output and names the log.
+    """
+    path = folder / peer.name
+    python, marker = path / "bin" / "python", path / "installed.json"
+    if marker.exists() and json.loads(marker.read_text()) == list(peer.requirements):
+        return python
+    log = folder / f"{peer.name}.log"
+    say(f"making the environment of {peer.name} in {path} (minutes; output in {log})")
+    folder.mkdir(parents=True, exist_ok=True)
+    commands = [[str(python), "-m", "pip", "install", *peer.requirements]]
+    if not python.exists():
+        commands.insert(0, [sys.executable, "-m", "venv", str(path)])
+    with log.open("w", encoding="utf-8") as output:
+        for command in commands:
+            code = subprocess.run(
+                command,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, **peer.build},
+                check=False,
+            ).returncode
+            if code != 0:
+                raise PeerError(
+                    f"the environment of {peer.name} cannot be made: `{' '.join(command)}` ended with code {code}; "
+                    f"{log} ends with:\n{tail(log.read_text(encoding='utf-8', errors='replace'))}"
+                )
+    marker.write_text(json.dumps(list(peer.requirements)))
+    return python
+
+
+def run_script(python: Path, script: str, *arguments: str, name: str) -> str:
+    """Runs a file beside this one with a peer's Python; returns the last line it printed.
+
+    Raises:
+      PeerError: it failed; the message holds the end of what it said.
+    """
+    # -P keeps this folder, whose modules have common names, off the script's import path.
+    return run_command([str(python), "-P", str(Path(__file__).with_name(script)), *arguments], name)
+
+
+def run_command(command: list[str], name: str) -> str:
+    """Runs a command to its end; returns the last line it printed (see `run_script`)."""
+    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
+    if done.returncode != 0:
+        raise PeerError(f"{name} ended with code {done.returncode}:\n{tail(done.stderr)}")
+    lines = done.stdout.strip().splitlines()
+    return lines[-1] if lines else ""
+
+
+def tail(text: str, lines: int = 8) -> str:
+    return "\n".join(text.rstrip().splitlines()[-lines:])

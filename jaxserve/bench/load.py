@@ -1,0 +1,231 @@
+"""Workloads: which requests come, and when. Made up from distributions, or replayed from a trace file."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+import numpy as np
+
+MOONCAKE_BLOCK = 512  # tokens behind one entry of hash_ids (Mooncake, FAST'25, section 4)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Job:
+    """One request of a workload.
+
+    Attributes:
+      arrival: seconds after the start of the workload.
+      prompt: int32[P] token ids.
+      max_tokens: tokens to generate; benchmarks ignore the end of sequence, so exactly this many.
+    """
+
+    arrival: float
+    prompt: np.ndarray
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """Jobs by arrival.
+
+    Attributes:
+      name: how reports call it.
+      notes: what a reader of the figures must know, such as how many requests were clipped.
+    """
+
+    name: str
+    jobs: tuple[Job, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(len(job.prompt) for job in self.jobs)
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(job.max_tokens for job in self.jobs)
+
+    @property
+    def longest(self) -> int:
+        """Most tokens, prompt and generated, that one job comes to hold."""
+        return max(len(job.prompt) + job.max_tokens for job in self.jobs)
+
+    @property
+    def duration(self) -> float:
+        """Seconds from the start to the last arrival."""
+        return self.jobs[-1].arrival
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Range:
+    """A uniform distribution over the whole numbers low..high, both included."""
+
+    low: int
+    high: int
+
+    @classmethod
+    def parse(cls, text: str) -> Range:
+        """Reads `LOW:HIGH`, or one number for a constant."""
+        low, colon, high = text.partition(":")
+        try:
+            parsed = cls(low=int(low), high=int(high if colon else low))
+        except ValueError:
+            raise ValueError(f"{text!r} is no length range; write LOW:HIGH, for instance 32:256") from None
+        if not 1 <= parsed.low <= parsed.high:
+            raise ValueError(f"{text!r} is no length range; LOW must be at least 1 and at most HIGH")
+        return parsed
+
+    def draw(self, rng: np.random.Generator, count: int) -> np.ndarray:
+        return rng.integers(self.low, self.high, size=count, endpoint=True)
+
+    def __str__(self) -> str:
+        return f"U({self.low},{self.high})"
+
+
+def uniform(*, requests: int, prompt: Range, output: Range, vocab_size: int, seed: int) -> Workload:
+    """Requests of uniform lengths and random token ids, all at once (as in Orca's trace, OSDI'22 section 6.2)."""
+    if requests < 1:
+        raise ValueError(f"requests is {requests}; a workload needs at least one")
+    rng = np.random.default_rng(seed)
+    jobs = tuple(
+        Job(arrival=0.0, prompt=rng.integers(vocab_size, size=prompt_length, dtype=np.int32), max_tokens=int(generated))
+        for prompt_length, generated in zip(prompt.draw(rng, requests), output.draw(rng, requests), strict=True)
+    )
+    return Workload(name=f"{requests} requests, prompts {prompt}, outputs {output}", jobs=jobs)
+
+
+def poisson(workload: Workload, *, rate: float, seed: int) -> Workload:
+    """The same jobs, arriving as a Poisson process of `rate` requests a second."""
+    if not rate > 0:
+        raise ValueError(f"rate is {rate:g}; it must be above 0 requests a second")
+    gaps = np.random.default_rng([seed, 1]).exponential(1.0 / rate, size=len(workload.jobs))
+    jobs = tuple(
+        dataclasses.replace(job, arrival=float(arrival))
+        for job, arrival in zip(workload.jobs, np.cumsum(gaps), strict=True)
+    )
+    return Workload(name=f"{workload.name}, Poisson {rate:g}/s", jobs=jobs, notes=workload.notes)
+
+
+def fit(workload: Workload, max_context: int) -> None:
+    """Raises ValueError when the workload has a request that an engine of this context can never hold."""
+    if workload.longest > max_context:
+        raise ValueError(
+            f"the workload's longest request holds {workload.longest} tokens, the engine at most {max_context}; "
+            "give shorter --prompt and --output, or a larger --max-context"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Line:
+    """A trace's record of one request: seconds, lengths, and its prefix blocks where the trace knows them."""
+
+    time: float
+    prompt_length: int
+    output_length: int
+    blocks: tuple[int, ...] = ()
+
+
+def read_trace(
+    path: str | Path, *, max_context: int, vocab_size: int, seed: int, limit: int | None = None, speed: float = 1.0
+) -> Workload:
+    """Replays recorded traffic: its arrivals and lengths, with made-up token ids.
+
+    Two formats: the Azure LLM inference traces (CSV; TIMESTAMP,ContextTokens,GeneratedTokens) and Mooncake's (one JSON
+    object a line; timestamp in ms, input_length, output_length, hash_ids). Requests with equal hash_ids share prefixes.
+    A request longer than `max_context` keeps its output and the head of its prompt; the workload's notes say how many.
+
+    Args:
+      limit: how many requests to take from the head of the trace; None takes all.
+      speed: 2 replays the arrivals twice as fast.
+
+    Raises:
+      ValueError: the file cannot be read as either format; names file and line.
+    """
+    path = Path(path)
+    if not speed > 0:
+        raise ValueError(f"speed is {speed:g}; it must be above 0")
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            head = file.readline()
+            file.seek(0)
+            reader = _read_mooncake(file, path) if head.lstrip().startswith("{") else _read_azure(file, path)
+            lines = [line for line, _ in zip(reader, range(limit or 1 << 62), strict=False)]
+    except OSError as error:
+        raise ValueError(f"{path}: the trace cannot be read: {error.strerror}") from None
+    if not lines:
+        raise ValueError(f"{path}: the trace holds no requests")
+
+    lines.sort(key=lambda line: line.time)
+    rng = np.random.default_rng(seed)
+    jobs, clipped, lost = [], 0, 0
+    for line in lines:
+        generated = min(line.output_length, max_context - 1)
+        prompt_length = min(line.prompt_length, max_context - generated)
+        if (cut := line.output_length + line.prompt_length - generated - prompt_length) > 0:
+            clipped, lost = clipped + 1, lost + cut
+        prompt = _prompt(line.blocks, prompt_length, vocab_size, seed, rng)
+        jobs.append(Job(arrival=(line.time - lines[0].time) / speed, prompt=prompt, max_tokens=generated))
+    notes = ()
+    if clipped:
+        total = sum(line.prompt_length + line.output_length for line in lines)
+        notes = (
+            f"{clipped} of {len(jobs)} requests were clipped to a context of {max_context} tokens "
+            f"({100 * lost / total:.1f}% of the trace's tokens left out)",
+        )
+    name = f"{len(jobs)} requests of {path.name}" + (f", {speed:g} times as fast" if speed != 1 else "")
+    return Workload(name=name, jobs=tuple(jobs), notes=notes)
+
+
+def _prompt(
+    blocks: Sequence[int], length: int, vocab_size: int, seed: int, rng: np.random.Generator
+) -> np.ndarray:  # int32[length]
+    """Token ids such that requests with the same leading block ids have the same leading tokens."""
+    parts = [
+        np.random.default_rng([seed, 2, block]).integers(vocab_size, size=MOONCAKE_BLOCK, dtype=np.int32)
+        for block in blocks[: -(-length // MOONCAKE_BLOCK)]
+    ]
+    missing = length - MOONCAKE_BLOCK * len(parts)
+    if missing > 0:
+        parts.append(rng.integers(vocab_size, size=missing, dtype=np.int32))
+    return np.concatenate(parts)[:length]
+
+
+def _read_azure(file: Iterator[str], path: Path) -> Iterator[_Line]:
+    rows = csv.DictReader(file)
+    columns = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+    if not set(columns) <= set(rows.fieldnames or ()):
+        raise ValueError(
+            f"{path}: unknown trace format; expected CSV with the columns {','.join(columns)}, "
+            "or one JSON object a line with timestamp, input_length, output_length and hash_ids"
+        )
+    for number, row in enumerate(rows, start=2):
+        try:
+            yield _Line(
+                time=datetime.fromisoformat(row["TIMESTAMP"]).timestamp(),
+                prompt_length=max(1, int(row["ContextTokens"])),
+                output_length=max(1, int(row["GeneratedTokens"])),
+            )
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{path}, line {number}: not a request of an Azure trace: {error}") from None
+
+
+def _read_mooncake(file: Iterator[str], path: Path) -> Iterator[_Line]:
+    for number, text in enumerate(file, start=1):
+        if not text.strip():
+            continue
+        try:
+            record = json.loads(text)
+            yield _Line(
+                time=float(record["timestamp"]) / 1000,
+                prompt_length=max(1, int(record["input_length"])),
+                output_length=max(1, int(record["output_length"])),
+                blocks=tuple(int(block) for block in record.get("hash_ids", ())),
+            )
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"{path}, line {number}: not a request of a Mooncake trace: {error!r}") from None

@@ -1,0 +1,162 @@
+"""Runs one job of `jaxserve bench peers` with llama.cpp. Stands alone: its environment has no jaxserve.
+
+    python peer_llama_cpp.py JOB.json      (see peers.py for what a job is and what is printed)
+
+Batches of several sequences are only in the library's low-level interface, so that is what this uses.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+WARM_UP = 3  # steps that are not counted
+LARGEST_BATCH = 512  # the library's default
+
+
+class Token(NamedTuple):
+    """One token of a batch; `wanted` asks for the logits after it."""
+
+    token: int
+    position: int
+    sequence: int
+    wanted: bool
+
+
+def main(path: str) -> None:
+    import llama_cpp  # pyright: ignore[reportMissingImports]
+
+    job = json.loads(Path(path).read_text())
+    quiet = llama_cpp.llama_log_callback(lambda level, text, user: None)
+    llama_cpp.llama_log_set(quiet, ctypes.c_void_p(0))
+    llama_cpp.llama_backend_init()
+    params = llama_cpp.llama_model_default_params()
+    params.n_gpu_layers = 0
+    model = llama_cpp.llama_model_load_from_file(job["model"].encode(), params)
+    if not model:
+        sys.exit(f"llama.cpp cannot load {job['model']}")
+    result: dict[str, Any] = {"version": f"llama-cpp-python {llama_cpp.__version__}"}
+    if "sequences" in job:
+        result["scores"] = check(llama_cpp, model, job)
+    else:
+        result["milliseconds"] = [time_case(llama_cpp, model, case, job) for case in job["cases"]]
+    result["peak_rss"] = peak_rss()
+    print(json.dumps(result))
+
+
+class Session:
+    """A context of the library: the cache of some sequences, and batches over it."""
+
+    def __init__(self, library, model, job: dict, *, sequences: int, length: int) -> None:
+        self.library = library
+        self.vocabulary = library.llama_vocab_n_tokens(library.llama_model_get_vocab(model))
+        params = library.llama_context_default_params()
+        params.n_ctx = sequences * (-(-length // 256) * 256)
+        params.n_seq_max = sequences
+        params.n_batch = params.n_ubatch = LARGEST_BATCH
+        params.n_threads = params.n_threads_batch = job["threads"]
+        # One buffer for all sequences: otherwise a batch of decodes and a prompt is cut into two.
+        params.kv_unified = True
+        if job["dtype"] == "float32":
+            params.type_k = params.type_v = 0  # GGML_TYPE_F32; the default is half precision
+        self.context = library.llama_init_from_model(model, params)
+        if not self.context:
+            sys.exit("llama.cpp cannot make a context")
+        self.batch = library.llama_batch_init(LARGEST_BATCH, 0, 1)
+
+    def decode(self, tokens: list[Token]) -> np.ndarray:
+        """Runs one batch; returns float32[wanted, V] logits, valid until the next."""
+        batch = self.batch
+        batch.n_tokens = len(tokens)
+        for index, token in enumerate(tokens):
+            batch.token[index] = token.token
+            batch.pos[index] = token.position
+            batch.n_seq_id[index] = 1
+            batch.seq_id[index][0] = token.sequence
+            batch.logits[index] = token.wanted
+        code = self.library.llama_decode(self.context, batch)
+        if code != 0:
+            sys.exit(f"llama_decode failed with code {code}")
+        wanted = sum(token.wanted for token in tokens)
+        if not wanted:
+            return np.empty((0, self.vocabulary), np.float32)
+        logits = self.library.llama_get_logits(self.context)
+        return np.ctypeslib.as_array(logits, shape=(wanted, self.vocabulary))
+
+    def forget(self, sequence: int) -> None:
+        """Empties a sequence."""
+        self.library.llama_memory_seq_rm(self.library.llama_get_memory(self.context), sequence, -1, -1)
+
+    def close(self) -> None:
+        self.library.llama_batch_free(self.batch)
+        self.library.llama_free(self.context)
+
+
+def prompt(tokens: list[int], sequence: int) -> list[Token]:
+    return [Token(token, at, sequence, at == len(tokens) - 1) for at, token in enumerate(tokens)]
+
+
+def time_case(library, model, case: dict, job: dict) -> list[float]:
+    """Milliseconds of each step: the decodes and the prompt are one batch."""
+    rng = np.random.default_rng(0)
+    decodes, context, steps = case["decodes"], case["context"], job["steps"]
+    length = max(context + WARM_UP + steps + 1, case["prompt"])
+    session = Session(library, model, job, sequences=decodes + (case["prompt"] > 0), length=length)
+    last = []
+    for sequence in range(decodes):
+        tokens = prompt(rng.integers(session.vocabulary, size=context).tolist(), sequence)
+        logits = [session.decode(tokens[at : at + LARGEST_BATCH]) for at in range(0, len(tokens), LARGEST_BATCH)]
+        last.append(int(logits[-1].argmax()))
+    new = prompt(rng.integers(session.vocabulary, size=case["prompt"]).tolist(), decodes)
+    times = []
+    for step in range(WARM_UP + steps):
+        batch = [Token(token, context + step, sequence, True) for sequence, token in enumerate(last)] + new
+        if new:
+            session.forget(decodes)
+        started = time.perf_counter()
+        last = session.decode(batch).argmax(-1).tolist()[:decodes]
+        times.append(1000 * (time.perf_counter() - started))
+    session.close()
+    return times[WARM_UP:]
+
+
+def check(library, model, job: dict) -> list[dict]:
+    """Scores sequences as a batch: their prompts, then all of them token by token."""
+    sequences, begin = job["sequences"], job["prompt_length"]
+    length = len(sequences[0])
+    session = Session(library, model, job, sequences=len(sequences), length=length)
+    scores: list[dict] = [{"logprobs": [], "likeliest": []} for _ in sequences]
+
+    def take(score: dict, logits: np.ndarray, following: int) -> None:
+        wide = logits.astype(np.float64)
+        score["logprobs"].append(float(wide[following] - np.logaddexp.reduce(wide)))
+        score["likeliest"].append(int(wide.argmax()))
+
+    for number, tokens in enumerate(sequences):
+        logits = session.decode([Token(token, at, number, True) for at, token in enumerate(tokens[:begin])])
+        for at, row in enumerate(logits):
+            take(scores[number], row, tokens[at + 1])
+    for at in range(begin, length - 1):
+        logits = session.decode([Token(tokens[at], at, number, True) for number, tokens in enumerate(sequences)])
+        for number, tokens in enumerate(sequences):
+            take(scores[number], logits[number], tokens[at + 1])
+    session.close()
+    return scores
+
+
+def peak_rss() -> int | None:
+    """Most bytes this process ever held resident (Linux)."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

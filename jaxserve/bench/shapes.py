@@ -1,0 +1,76 @@
+"""Models of random weights in known shapes: what speed depends on, without a download."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from jaxserve import models
+from jaxserve.models.layers import ModelConfig
+
+# As a Hugging Face config.json would say it.
+SHAPES: dict[str, dict[str, Any]] = {
+    "bloom-560m": {  # with a vocabulary of 32,000 in place of 250,880
+        "model_type": "bloom",
+        "architectures": ["BloomForCausalLM"],
+        "vocab_size": 32_000,
+        "hidden_size": 1024,
+        "n_layer": 24,
+        "n_head": 16,
+        "layer_norm_epsilon": 1e-5,
+    },
+    "gpt2": {
+        "model_type": "gpt2",
+        "architectures": ["GPT2LMHeadModel"],
+        "vocab_size": 50_257,
+        "n_embd": 768,
+        "n_layer": 12,
+        "n_head": 12,
+        "n_positions": 1024,
+        "layer_norm_epsilon": 1e-5,
+        "activation_function": "gelu_new",
+    },
+    "tiny": {  # so small that only the host's work is left
+        "model_type": "bloom",
+        "architectures": ["BloomForCausalLM"],
+        "vocab_size": 128,
+        "hidden_size": 16,
+        "n_layer": 2,
+        "n_head": 2,
+        "layer_norm_epsilon": 1e-5,
+    },
+}
+SEED = 0  # of the weights
+
+
+def config_of(shape: str) -> ModelConfig:
+    if shape not in SHAPES:
+        raise ValueError(f"{shape!r} is no known shape; there are {', '.join(SHAPES)}")
+    return models.parse_config(SHAPES[shape])
+
+
+def random_params(shape: str, dtype: Any) -> tuple[ModelConfig, Any]:
+    """A shape's configuration and freshly drawn weights."""
+    config = config_of(shape)
+    return config, models.build(config).init(SEED, dtype)
+
+
+def checkpoint(shape: str, folder: Path) -> Path:
+    """A Hugging Face directory of this shape with random float32 weights, written under `folder` unless it is there."""
+    from jaxserve import weights
+
+    path = folder / f"{shape}-seed{SEED}"
+    if not (path / "config.json").exists():
+        config, params = random_params(shape, "float32")
+        # Written aside and renamed, so that what bears the name is whole.
+        partial = folder / f".{path.name}.{os.getpid()}"
+        partial.mkdir(parents=True, exist_ok=True)
+        weights.write_hf(partial, config, params)
+        partial.rename(path)
+    return path
+
+
+def cache_folder() -> Path:
+    """Where benchmarks keep checkpoints and peers' environments: a folder of the user's own."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxserve"

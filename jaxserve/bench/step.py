@@ -1,0 +1,301 @@
+"""The engine's step alone, timed at given shapes: synthetic plans, packed and launched as the engine does it.
+
+    python -m jaxserve.bench.step JOB.json
+
+runs one job of `jaxserve bench peers` (see peers.py for what a job is) and prints the result as JSON.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from jaxserve import startup
+from jaxserve.batch import pack
+from jaxserve.bench import report, shapes
+from jaxserve.bench.progress import Bars
+from jaxserve.config import DtypeName, EngineConfig
+from jaxserve.iteration import Admission, Chunk, IterationPlan, SamplerVariant
+from jaxserve.pipeline import Pipeline
+from jaxserve.request import SamplingParams
+from jaxserve.stage import Progress, StageRunner
+
+WARM_UP = 3  # steps that are not counted
+_LARGEST_BLOCK = 256  # slots are sized for block sizes up to this
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """What one timed step computes.
+
+    Attributes:
+      decodes: rows that decode one token each.
+      context: tokens such a row holds before its first timed step.
+      prompt: tokens of a new prompt computed in the same step.
+    """
+
+    decodes: int = 0
+    context: int = 0
+    prompt: int = 0
+
+    @property
+    def name(self) -> str:
+        if not self.decodes:
+            return f"prefill {self.prompt}"
+        if self.prompt:
+            return f"{self.decodes} decodes + {self.prompt} prompt tokens"
+        return f"decode {self.decodes} row{'s' if self.decodes > 1 else ''} at {self.context}"
+
+    @property
+    def rows(self) -> int:
+        return self.decodes + (self.prompt > 0)
+
+    @property
+    def tokens(self) -> int:
+        return self.decodes + self.prompt
+
+    def slots(self, steps: int) -> int:
+        """Slots that `steps` steps come to use, rounded up to whole blocks of any size up to the largest."""
+        held = [self.context + steps + 1] * self.decodes + [self.prompt] * (self.prompt > 0)
+        return sum(-(-length // _LARGEST_BLOCK) * _LARGEST_BLOCK for length in held)
+
+
+CASES = (
+    Case(decodes=1, context=100),
+    Case(decodes=8, context=100),
+    Case(decodes=32, context=100),
+    Case(decodes=8, context=480),
+    Case(decodes=8, context=1500),
+    Case(prompt=256),
+    Case(decodes=8, context=100, prompt=120),
+)
+# What other engines are timed at; filling long contexts would take them minutes.
+PEER_CASES = tuple(case for case in CASES if case.context <= 100)
+QUICK_CASES = (Case(decodes=2, context=10), Case(prompt=8), Case(decodes=2, context=10, prompt=6))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Steps:
+    """What was measured of one case: milliseconds of each step, in order."""
+
+    case: Case
+    milliseconds: list[float]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.milliseconds)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Bytes: the process at its largest, against the weights and the pool it holds."""
+
+    peak_rss: int | None
+    weights: int
+    pool: int
+
+
+def measure(
+    model: Path | str, dtype: DtypeName, cases: Sequence[Case], steps: int, config: EngineConfig, progress: Progress
+) -> tuple[list[Steps], Memory]:
+    """Times every case on the programs an engine would compile for it.
+
+    Cases of more rows than `config.max_rows` run in an engine of as many rows; buckets are the cases' exact sizes.
+
+    Args:
+      model: a checkpoint directory (a path) or a shape (its name).
+      steps: timed steps of each case.
+    """
+    results: dict[Case, Steps] = {}
+    weight_bytes = pool_bytes = 0
+    params = model_config = None
+    for max_rows in sorted({max(config.max_rows, case.rows) for case in cases}):
+        group = [case for case in cases if max(config.max_rows, case.rows) == max_rows]
+        settings = dataclasses.replace(
+            config,
+            dtype=dtype,
+            max_rows=max_rows,
+            buckets=tuple(sorted({case.tokens for case in group})),
+            slots=max(case.slots(WARM_UP + steps) for case in group),
+            scoring=False,
+        )
+        if params is None and isinstance(model, Path):
+            started, _ = startup.from_checkpoint(model, settings, progress)
+        else:
+            if params is None:
+                model_config, params = shapes.random_params(str(model), "float32" if dtype == "auto" else dtype)
+            assert model_config is not None
+            started = startup.from_params(model_config, params, settings, progress)
+        params, model_config = started.stage.params, started.stage.model.config
+        weight_bytes = started.report.weight_bytes
+        pool_bytes = max(pool_bytes, started.report.pool_bytes)
+        for done, case in enumerate(group, start=1):
+            results[case] = Steps(case=case, milliseconds=time_case(started.stage, case, steps))
+            progress(f"timing steps ({max_rows} rows, {started.report.dtype})", done, len(group))
+        del started  # its pool, before the next one is allocated
+        gc.collect()
+    memory = Memory(peak_rss=report.peak_rss(), weights=weight_bytes, pool=pool_bytes)
+    return [results[case] for case in cases], memory
+
+
+def time_case(stage: StageRunner, case: Case, steps: int) -> list[float]:
+    """Milliseconds between the completions of consecutive steps, the next always launched ahead as the engine does."""
+    pipeline = Pipeline(stage)
+    layout = stage.shape.layout(case.tokens)
+    finished = []
+    for index in range(WARM_UP + steps):
+        plan = make_plan(case, index, WARM_UP + steps, layout.block_size, stage.model.config.vocab_size)
+        pipeline.launch(plan, pack(plan, layout))
+        if not pipeline.has_room:
+            pipeline.wait()
+            finished.append(time.perf_counter())
+    while pipeline.in_flight:
+        pipeline.wait()
+        finished.append(time.perf_counter())
+    return (1000 * np.diff(finished[WARM_UP - 1 :])).tolist()
+
+
+def make_plan(case: Case, index: int, steps: int, block_size: int, vocab_size: int) -> IterationPlan:
+    """Step `index` of `steps`: its decodes stand `index` tokens beyond the context; the prompt is computed anew.
+
+    The first plan admits every row, with all blocks it will ever need. The keys of the context are whatever the pool
+    holds there: their values cost nothing.
+    """
+    lengths = [case.context + steps + 1] * case.decodes + [case.prompt] * (case.prompt > 0)
+    admissions, block = [], 0
+    if index == 0:
+        rng = np.random.default_rng(0)
+        for row, length in enumerate(lengths):
+            blocks = -(-length // block_size)
+            known = case.context + 1 if row < case.decodes else case.prompt
+            admissions.append(
+                Admission(
+                    row=row,
+                    request_id=str(row),
+                    tokens=tuple(rng.integers(vocab_size, size=known).tolist()),
+                    prompt_length=known,
+                    blocks=tuple(range(block, block + blocks)),
+                    sampling=SamplingParams(temperature=0.0, max_tokens=1),
+                )
+            )
+            block += blocks
+    chunks = [Chunk(row, case.context + index, 1, True) for row in range(case.decodes)]
+    if case.prompt:
+        chunks.append(Chunk(case.decodes, 0, case.prompt, True))
+    return IterationPlan(
+        sequence=index,
+        bucket=case.tokens,
+        admissions=tuple(admissions),
+        chunks=tuple(chunks),
+        table_changes=(),
+        sampler=SamplerVariant.PLAIN,
+        scoring=False,
+    )
+
+
+def run(
+    model: Path | str,
+    dtypes: Sequence[DtypeName],
+    cases: Sequence[Case],
+    steps: int,
+    config: EngineConfig,
+    out: Path,
+    console: Console,
+) -> int:
+    """`jaxserve bench step`: times every case in every dtype, prints a table and writes JSON."""
+    table = Table(title=f"{model}: ms a step (median, p95)", title_justify="left")
+    table.add_column("case")
+    columns, memories = [], {}
+    with Bars() as bars:
+        for dtype in dtypes:
+            table.add_column(dtype, justify="right")
+            timed, memories[dtype] = measure(model, dtype, cases, steps, config, bars)
+            columns.append(timed)
+    for row in zip(*columns, strict=True):
+        cells = [f"{steps.median:.2f}, {np.percentile(steps.milliseconds, 95):.2f}" for steps in row]
+        table.add_row(row[0].case.name, *cells)
+    console.print(table)
+    result = {
+        "benchmark": "step",
+        "model": str(model),
+        "environment": report.environment(),
+        "memory": memories,
+        "steps": dict(zip(dtypes, columns, strict=True)),
+    }
+    report.write_json(out / "step.json", result)
+    console.print(f"written: {out / 'step.json'}", highlight=False)
+    return 0
+
+
+def run_job(job: dict[str, Any], progress: Progress) -> dict[str, Any]:
+    """Does one job of `jaxserve bench peers` with our engine."""
+    model, dtype = Path(job["model"]), job["dtype"]
+    config = EngineConfig(compilation_cache=job["compilation_cache"])
+    if "prompts" in job:
+        return {"completions": complete(model, dtype, job["prompts"], job["steps"], config, progress)}
+    cases = [Case(**case) for case in job["cases"]]
+    timed, memory = measure(model, dtype, cases, job["steps"], config, progress)
+    return {
+        "milliseconds": [steps.milliseconds for steps in timed],
+        **{name: getattr(memory, name) for name in ("peak_rss", "weights", "pool")},
+    }
+
+
+def complete(
+    model: Path,
+    dtype: DtypeName,
+    prompts: Sequence[Sequence[int]],
+    steps: int,
+    config: EngineConfig,
+    progress: Progress,
+) -> list[dict[str, Any]]:
+    """Greedy completions of `steps` tokens: what peers' outputs are checked against.
+
+    Returns:
+      For each prompt: `tokens` (prompt and generated), `logprobs` of all but the first under the model, and `gaps`,
+      by how much the likeliest token led the second at each generated position.
+    """
+    from jaxserve.engine import Engine
+    from jaxserve.request import Request, TokenEvent
+
+    longest = max(map(len, prompts))
+    rows = len(prompts)
+    config = dataclasses.replace(
+        config, dtype=dtype, max_rows=rows, buckets=(rows, max(rows + 1, longest)), max_context=longest + steps
+    )
+    engine = Engine.from_checkpoint(model, config, progress=progress)
+    answers = {str(index): {"tokens": list(prompt), "logprobs": [], "gaps": []} for index, prompt in enumerate(prompts)}
+    alive = set(answers)
+
+    def sink(events: Sequence[TokenEvent]) -> None:
+        for event in events:
+            answer = answers[event.request_id]
+            answer["logprobs"] += [logprob for logprob, _ in event.prompt_logprobs]
+            answer["tokens"] += event.token_ids
+            answer["logprobs"] += event.logprobs
+            answer["gaps"] += [top.logprobs[0] - top.logprobs[1] for top in event.top_logprobs]
+            if event.finish_reason is not None:
+                alive.discard(event.request_id)
+
+    sampling = SamplingParams(max_tokens=steps, temperature=0.0, ignore_eos=True, logprobs=2, prompt_logprobs=0)
+    for index, prompt in enumerate(prompts):
+        engine.submit(Request(request_id=str(index), prompt=tuple(prompt), sampling=sampling), sink)
+    while alive:
+        assert engine.step()
+    return list(answers.values())
+
+
+if __name__ == "__main__":
+    print(json.dumps(run_job(json.loads(Path(sys.argv[1]).read_text()), startup.silent)))
