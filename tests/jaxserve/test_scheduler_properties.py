@@ -1,0 +1,495 @@
+"""Whatever arrives, in whatever order plans are launched and completed: nothing is lost and nobody's answer changes.
+
+The device here is a model of a real one: rows with a token history and a block table, and a pool in which every slot
+remembers which token history its keys and values were computed from. It runs a plan at launch, in order, as a device
+does; its answer reaches the scheduler later. Every chunk checks that it reads its own history and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from random import Random
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from jaxserve.buckets import BucketCost, BucketLadder
+from jaxserve.iteration import IterationPlan, IterationResult, SamplerVariant, max_chunks, max_table_changes
+from jaxserve.request import MAX_LOGPROBS, FinishReason, InvalidRequest, Request, SamplingParams, TokenEvent
+from jaxserve.scheduler import CLOSING, PREEMPTED, PRIORITY_SECONDS, RUNNING, WAITING, Scheduler
+from jaxserve.slots import SlotPool
+
+VOCABULARY = 11
+EOS = frozenset({0})
+MAX_CONTEXT = 24
+
+
+def extend_history(fingerprint: int, token: int) -> int:
+    """What the keys and values of a position depend on: its token and all before it."""
+    return hash((fingerprint, token))
+
+
+def next_token(fingerprint: int) -> int:
+    return (fingerprint >> 7) % VOCABULARY
+
+
+def logprob_of(token: int, position: int) -> float:
+    return -float(token) - position / 64  # exact in float32
+
+
+def fingerprints(tokens: list[int]) -> list[int]:
+    out, last = [], 0
+    for token in tokens:
+        last = extend_history(last, token)
+        out.append(last)
+    return out
+
+
+class Answer(NamedTuple):
+    tokens: list[int]
+    reason: FinishReason
+
+
+def solo(request: Request) -> Answer:
+    """What the request generates with the machine to itself."""
+    sampling, tokens = request.sampling, list(request.prompt)
+    while True:
+        token = next_token(fingerprints(tokens)[-1])
+        tokens.append(token)
+        reason = None
+        if token in EOS and not sampling.ignore_eos:
+            reason = FinishReason.EOS
+        elif token in sampling.stop_token_ids:
+            reason = FinishReason.STOP
+        elif len(tokens) == request.max_length:
+            reason = FinishReason.LENGTH
+        if reason is not None:
+            return Answer(tokens[len(request.prompt) :], reason)
+
+
+@dataclass
+class Row:
+    history: list[int]
+    table: list[int]
+
+
+class Slot(NamedTuple):
+    fingerprint: int
+    sequence: int  # of the plan that wrote it
+
+
+class Device:
+    """Runs plans at once and in order, and checks everything it reads."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self.rows: dict[int, Row] = {}
+        self.slots: dict[tuple[int, int], Slot] = {}
+
+    def run(self, plan: IterationPlan, completed: int) -> IterationResult:
+        """`completed`: plans before this sequence number have been completed."""
+        size = self.block_size
+        for admission in plan.admissions:
+            self.rows[admission.row] = Row(list(admission.tokens), list(admission.blocks))
+            assert all(
+                self.slots[block, offset].sequence < completed for block in admission.blocks for offset in range(size)
+            ), "a hit on a block whose content has not landed"
+        for row, index, block in plan.table_changes:
+            assert index == len(self.rows[row].table)
+            self.rows[row].table.append(block)
+        # As a layer does: all chunks write, then all attend.
+        for row, start, length, _ in plan.chunks:
+            history, table = self.rows[row].history, self.rows[row].table
+            assert start + length <= len(history)
+            marks = fingerprints(history)
+            for position in range(start, start + length):
+                self.slots[table[position // size], position % size] = Slot(marks[position], plan.sequence)
+        tokens, logprobs, scores, after = [], [], [], []
+        for row, start, length, samples in plan.chunks:
+            history, table = self.rows[row].history, self.rows[row].table
+            marks = fingerprints(history)
+            for position in range(start + length):
+                slot = self.slots[table[position // size], position % size]
+                assert slot.fingerprint == marks[position], f"row {row} reads somebody else's slot at {position}"
+            for position in range(start, start + length):
+                known = history[position + 1] if position + 1 < len(history) else 0
+                after.append(known)
+                scores.append(logprob_of(known, position + 1))
+            end = start + length
+            token = next_token(marks[end - 1]) if samples else -1
+            tokens.append(token)
+            logprobs.append(logprob_of(token, end))
+            if samples:
+                del history[end:]
+                history.append(token)
+        flat = np.full(plan.bucket, np.nan, np.float32)
+        flat[: len(scores)] = scores
+        ids = np.zeros((plan.bucket, MAX_LOGPROBS), np.int32)
+        ids[: len(after)] = np.array(after, np.int32)[:, None] + np.arange(MAX_LOGPROBS)
+        full = plan.sampler == SamplerVariant.FULL
+        top = np.array(tokens, np.int32)[:, None] + np.arange(MAX_LOGPROBS, dtype=np.int32)
+        return IterationResult(
+            tokens=np.array(tokens, np.int32),
+            logprobs=np.array(logprobs, np.float32),
+            top_ids=top if full else None,
+            top_logprobs=-top.astype(np.float32) if full else None,
+            score_logprobs=flat if plan.scoring else None,
+            score_top_ids=ids if plan.scoring else None,
+            score_top_logprobs=-ids.astype(np.float32) if plan.scoring else None,
+        )
+
+
+@dataclass
+class Client:
+    """What one request has received."""
+
+    request: Request
+    tokens: list[int] = field(default_factory=list)
+    prompt_scores: list[float] = field(default_factory=list)
+    cached: int | None = None
+
+    def take(self, event: TokenEvent) -> None:
+        sampling, position = self.request.sampling, len(self.request.prompt) + len(self.tokens)
+        self.tokens += event.token_ids
+        expected = solo(self.request)
+        assert self.tokens == expected.tokens[: len(self.tokens)]
+        assert event.logprobs == tuple(logprob_of(token, position) for token in event.token_ids)
+        if sampling.logprobs and event.token_ids:
+            ids = tuple(range(event.token_ids[0], event.token_ids[0] + sampling.logprobs))
+            assert event.top_logprobs == ((ids, tuple(-float(i) for i in ids)),)
+        else:
+            assert event.top_logprobs == ()
+        for logprob, alternatives in event.prompt_logprobs:
+            self.prompt_scores.append(logprob)
+            token = self.request.prompt[len(self.prompt_scores)]
+            most = sampling.prompt_logprobs
+            assert most is not None
+            assert alternatives == (
+                (tuple(range(token, token + most)), tuple(-float(i) for i in range(token, token + most)))
+                if most
+                else None
+            )
+        if event.finish_reason != FinishReason.ABORTED or self.cached is not None:
+            assert self.cached in (None, event.cached_tokens)
+            self.cached = event.cached_tokens
+            assert self.cached < len(self.request.prompt)
+        if event.finish_reason not in (None, FinishReason.ABORTED):
+            assert Answer(self.tokens, event.finish_reason) == expected
+            prompt = self.request.prompt
+            assert self.prompt_scores == [
+                logprob_of(token, position)
+                for position, token in enumerate(prompt)
+                if position and sampling.prompt_logprobs is not None
+            ]
+            if sampling.prompt_logprobs is not None:
+                assert self.cached == 0
+
+
+class World:
+    """A scheduler, its device and its clients."""
+
+    def __init__(self, policy, mode, n_stages, max_rows, block_size, slots, sizes, budget, prefix_cache) -> None:
+        costs = [BucketCost(size=size, compile_seconds=0.0, milliseconds=10.0 + size) for size in sorted(sizes)]
+        self.scheduler = Scheduler(
+            SlotPool(-(-slots // block_size), block_size, policy=policy, prefix_cache=prefix_cache),
+            BucketLadder(costs),
+            max_rows=max_rows,
+            max_context=MAX_CONTEXT,
+            token_budget=budget,
+            eos_token_ids=EOS,
+            mode=mode,
+            n_stages=n_stages,
+        )
+        self.n_stages, self.by_request, self.max_rows = n_stages, mode == "request", max_rows
+        self.device = Device(block_size)
+        self.clients: dict[str, Client] = {}
+        self.transcripts: list[tuple[int, ...]] = [()]
+        self.in_flight: deque[tuple[IterationPlan, IterationResult]] = deque()
+        self.iterations = Counter()
+
+    def submit(self, request: Request) -> None:
+        self.scheduler.submit(request)
+        self.clients[request.request_id] = Client(request)
+
+    def deliver(self, events: list[TokenEvent]) -> None:
+        assert not (self.by_request and events and self.scheduler.num_running), "a batch of requests ends as one"
+        for event in events:
+            client = self.clients[event.request_id]
+            client.take(event)
+            if event.finish_reason is not None:
+                self.transcripts.append(client.request.prompt + tuple(client.tokens))
+                del self.clients[event.request_id]
+
+    def abort(self, request_id: str) -> None:
+        event = self.scheduler.abort(request_id)
+        assert event is not None
+        assert event.finish_reason == FinishReason.ABORTED
+        assert not event.token_ids
+        del self.clients[request_id]
+        self.deliver(self.scheduler.take_held())
+        assert self.scheduler.abort(request_id) is None
+
+    def launch(self) -> bool:
+        scheduler = self.scheduler
+        exclusive = self.n_stages > 1
+        live = sorted(scheduler._live.values(), key=lambda state: state.key)
+        before = {
+            state.name: state.length - state.computed
+            for state in live
+            if state.phase == RUNNING and not (exclusive and state.in_flight)
+        }
+        capacity = {state.name: state.lease.capacity for state in live}
+        closing = scheduler._num_closing
+        oldest = next((state for state in live if state.phase == RUNNING), None)
+        plan = scheduler.schedule()
+        assert oldest is None or oldest.phase in (RUNNING, CLOSING), "the oldest request was preempted"
+        if plan is None:
+            return False
+        self.check_shape(plan)
+        states = dict(zip((chunk.row for chunk in plan.chunks), scheduler._in_flight[-1].states, strict=True))
+        given = {states[chunk.row].name: chunk.length for chunk in plan.chunks}
+        admitted = [scheduler._live[admission.request_id] for admission in plan.admissions]
+        # Admission follows the order of keys: whoever still waits comes after all who were let in.
+        waiting = [state.key for state in live if state.phase in (WAITING, PREEMPTED)]
+        assert not waiting or all(state.key < min(waiting) for state in admitted)
+        assert admitted == sorted(admitted, key=lambda state: state.key)
+        # So do prompt tokens: who gets less than it could use is the last to get any.
+        stayed = [state for state in live if state.name in before and state.phase in (RUNNING, CLOSING)]
+        prompts = [state for state in stayed if before[state.name] > 1]
+        shares = [given.get(state.name, 0) for state in prompts]
+        wanted = [before[state.name] for state in prompts]
+        for state in admitted:
+            admission = next(a for a in plan.admissions if a.request_id == state.name)
+            shares.append(given[state.name])
+            wanted.append(len(admission.tokens) - len(admission.blocks) * self.device.block_size)
+        short = [index for index, share in enumerate(shares) if share < wanted[index]]
+        assert not short or not any(shares[short[0] + 1 :])
+        assert not short or sum(given.values()) == min(plan.bucket, scheduler._budget), "tokens left, prompts waiting"
+        # Decodes: everybody who can, each iteration; the latest stand back when rows or tokens do not suffice.
+        decodes = [state for state in stayed if before[state.name] == 1]
+        skipped = [state for state in decodes if state.name not in given]
+        skipped = [s for s in skipped if not (closing and s.computed == capacity[s.name])]  # waits for blocks
+        if skipped:
+            assert len(given) == self.max_rows or len(decodes) + bool(prompts) > scheduler._budget
+            assert all(s.name not in given for s in decodes if s.key > skipped[0].key)
+        if oldest is not None and oldest.name in before and oldest.name not in given:
+            assert closing, "the oldest request stood still"
+            assert oldest.computed == capacity[oldest.name]
+        for name in given:
+            self.iterations[name] += 1
+        self.in_flight.append((plan, self.device.run(plan, self.completed)))
+        return True
+
+    @property
+    def completed(self) -> int:
+        return self.in_flight[0][0].sequence if self.in_flight else 1 << 30
+
+    def check_shape(self, plan: IterationPlan) -> None:
+        scheduler = self.scheduler
+        rows = [chunk.row for chunk in plan.chunks]
+        lengths = [chunk.length for chunk in plan.chunks]
+        assert rows
+        assert len(rows) == len(set(rows)) <= max_chunks(plan.bucket, self.max_rows)
+        assert {admission.row for admission in plan.admissions} <= set(rows)
+        assert min(lengths) >= 1
+        assert plan.num_tokens <= min(plan.bucket, scheduler._budget)
+        assert lengths == [1] * lengths.count(1) + [length for length in lengths if length > 1]
+        assert len(plan.table_changes) <= max_table_changes(plan.bucket, self.max_rows, self.device.block_size)
+        states = scheduler._in_flight[-1].states
+        variants = [state.variant for state, chunk in zip(states, plan.chunks, strict=True) if chunk.samples]
+        assert plan.sampler == max(variants, default=None)
+        if self.n_stages > 1:
+            assert set(rows).isdisjoint(chunk.row for other, _ in self.in_flight for chunk in other.chunks)
+            assert max(rows) < (self.n_stages + 1) * self.max_rows
+        else:
+            assert max(rows) < self.max_rows
+
+    def complete(self) -> None:
+        plan, result = self.in_flight.popleft()
+        self.deliver(self.scheduler.complete(plan, result))
+
+    def check(self) -> None:
+        """Every block is in one place; every row and every count is right."""
+        scheduler, pool = self.scheduler, self.scheduler.pool
+        live = scheduler._live.values()
+        references = Counter(block for state in live for block in state.lease.blocks)
+        assert [references[block] for block in range(pool.n_blocks)] == pool._references
+        places = Counter([*pool._free, *pool._idle, *references])
+        assert places == Counter(range(pool.n_blocks))
+        assert pool._set_aside == sum(state.lease._set_aside for state in live) <= pool.num_available
+        assert {digest: block for block, digest in enumerate(pool._digest_of) if digest} == pool._block_of
+        assert set(pool._idle) <= set(pool._block_of.values())
+        assert set(pool._free).isdisjoint(pool._block_of.values())
+        assert 0 <= pool.slots_used <= pool.n_slots
+        rows = [state.row for state in live if state.row >= 0]
+        assert len(rows) == len(set(rows))
+        assert set(rows).isdisjoint(scheduler._free_rows)
+        assert len(scheduler._free_rows) == len(set(scheduler._free_rows))
+        phases = Counter(state.phase for state in live)
+        assert scheduler.num_waiting == phases[WAITING] + phases[PREEMPTED]
+        assert scheduler.num_running == phases[RUNNING] + phases[CLOSING]
+        assert scheduler.waiting_tokens == sum(len(s.tokens) for s in live if s.phase in (WAITING, PREEMPTED))
+        assert all(not state.lease.blocks for state in live if state.phase in (WAITING, PREEMPTED))
+        if scheduler.pool.policy == "reserve":
+            assert not scheduler._preempted
+        assert set(scheduler._live) <= set(self.clients)
+
+    def step(self) -> bool:
+        """What an engine does in one turn; False when there is nothing to do."""
+        launched = self.launch()
+        if self.in_flight and (not launched or len(self.in_flight) > self.n_stages):
+            self.complete()
+        elif not launched:
+            return False
+        self.check()
+        return True
+
+    def drain(self) -> None:
+        for _ in range(5000):
+            if not self.step():
+                break
+        assert not self.clients, "somebody never got an answer"
+        assert not self.scheduler.has_work
+        assert self.scheduler.pool.slots_used == 0
+        rows = (self.n_stages + 1) * self.max_rows if self.n_stages > 1 else self.max_rows
+        assert sorted(self.scheduler._free_rows) == list(range(rows))
+
+
+SHARED = tuple(1 + i * i % 5 for i in range(MAX_CONTEXT))  # prompts begin alike
+
+
+SAMPLING = st.builds(
+    SamplingParams,
+    max_tokens=st.one_of(st.integers(1, 16), st.just(16)),
+    ignore_eos=st.sampled_from([True, True, False]),
+    stop_token_ids=st.sampled_from([(), (), (), (3,), (0, 5)]),
+    logprobs=st.sampled_from([None, None, 0, 2]),
+    prompt_logprobs=st.sampled_from([None, None, None, None, 0, 3]),
+    top_p=st.sampled_from([1.0, 0.5]),
+)
+REQUESTS = st.tuples(
+    st.integers(0, 10),  # tokens of the shared beginning
+    st.lists(st.integers(1, VOCABULARY - 1), max_size=5),  # and of its own
+    st.one_of(st.none(), st.none(), st.integers(0, 100)),  # or the conversation that it goes on with
+    SAMPLING,
+    st.sampled_from([0, 0, 0, 1]),  # priority
+    st.sampled_from(["", "", "", "x"]),  # salt
+)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    @initialize(
+        policy=st.sampled_from(["grow", "reserve"]),
+        mode=st.sampled_from(["iteration", "iteration", "request"]),
+        n_stages=st.sampled_from([1, 1, 2]),
+        max_rows=st.sampled_from([1, 2, 3, 4, 5, 4, 5]),
+        block_size=st.integers(1, 4),
+        slots=st.one_of(st.integers(MAX_CONTEXT, 40), st.integers(12, 80)),
+        sizes=st.sets(st.sampled_from([1, 2, 4, 5, 7, 8, 12, 16, 20]), min_size=1, max_size=5),
+        budget=st.sampled_from([None, None, None, 1, 2, 3, 5, 12]),
+        prefix_cache=st.sampled_from([True, True, False]),
+    )
+    def begin(self, policy, mode, n_stages, max_rows, block_size, slots, sizes, budget, prefix_cache):
+        self.world = World(policy, mode, n_stages, max_rows, block_size, slots, sizes, budget, prefix_cache)
+        self.count = 0
+
+    @rule(requests=st.lists(REQUESTS, min_size=1, max_size=4))
+    def submit(self, requests):
+        transcripts = self.world.transcripts
+        for shared, own, follows, sampling, priority, salt in requests:
+            before = SHARED[:shared] if follows is None else transcripts[follows % len(transcripts)]
+            request = Request(
+                request_id=str(self.count),
+                prompt=(before + tuple(own))[: MAX_CONTEXT - 4],
+                sampling=sampling,
+                priority=priority,
+                arrival=self.count * PRIORITY_SECONDS / 3,
+                cache_salt=salt,
+            )
+            self.count += 1
+            if request.prompt and request.max_length <= min(MAX_CONTEXT, self.world.scheduler.pool.n_slots):
+                self.world.submit(request)
+            else:
+                with pytest.raises(InvalidRequest, match=r"^(prompt|max_tokens): "):
+                    self.world.scheduler.submit(request)
+
+    @rule(times=st.integers(1, 12))
+    def run(self, times):
+        for _ in range(times):
+            self.world.step()
+
+    @rule()
+    def launch(self):
+        self.world.launch()
+
+    @precondition(lambda self: self.world.in_flight)
+    @rule()
+    def complete(self):
+        self.world.complete()
+
+    @precondition(lambda self: self.world.clients)
+    @rule(which=st.integers(0, 100))
+    def abort(self, which):
+        names = sorted(self.world.clients)
+        self.world.abort(names[which % len(names)])
+
+    @rule()
+    def flush(self):
+        self.world.scheduler.flush_prefix_cache()
+        assert self.world.scheduler.pool.num_cached == 0
+
+    @invariant()
+    def all_accounted_for(self):
+        if hasattr(self, "world"):
+            self.world.check()
+
+    def teardown(self):
+        if hasattr(self, "world"):
+            self.world.drain()
+
+
+SchedulerMachine.TestCase.settings = settings(
+    max_examples=200,
+    stateful_step_count=25,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
+)
+TestScheduler = SchedulerMachine.TestCase
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("n_stages", [1, 2])
+@pytest.mark.parametrize("mode", ["iteration", "request"])
+@pytest.mark.parametrize("policy", ["grow", "reserve"])
+def test_a_crowd_in_a_small_pool(policy, mode, n_stages, seed):
+    """Random, not adversarial, but far more crowded: many preemptions, hits, late stops and aborts."""
+    draw = Random(seed)
+    block_size = draw.choice([1, 2, 3, 4])
+    slots = draw.randint(MAX_CONTEXT, 3 * MAX_CONTEXT)
+    world = World(policy, mode, n_stages, draw.randint(3, 6), block_size, slots, {1, 3, 6, 10, 16}, None, seed % 3 > 0)
+    for count in range(60):
+        before = SHARED[: draw.randint(0, 12)] if draw.random() < 0.7 else draw.choice(world.transcripts)
+        own = tuple(draw.randrange(1, VOCABULARY) for _ in range(draw.randint(1, 5)))
+        prompt = (before + own)[: MAX_CONTEXT - 8]
+        most = MAX_CONTEXT - len(prompt)
+        sampling = SamplingParams(
+            max_tokens=draw.randint(1, most),
+            ignore_eos=draw.random() < 0.8,
+            logprobs=draw.choice([None, 0, 1]),
+            prompt_logprobs=draw.choice([None, None, None, 0, 2]),
+        )
+        arrival, priority = float(count), draw.choice([0, 0, 0, 0, 2])
+        world.submit(
+            Request(request_id=str(count), prompt=prompt, sampling=sampling, priority=priority, arrival=arrival)
+        )
+        for _ in range(draw.choice([0, 0, 1, 3, 10])):
+            world.step()
+        if world.clients and draw.random() < 0.1:
+            world.abort(draw.choice(sorted(world.clients)))
+    world.drain()
