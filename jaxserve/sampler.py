@@ -17,7 +17,7 @@ the variant that they ask for change what a row gets.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -84,31 +84,32 @@ def encode(params: SamplingParams, prompt_length: int) -> RowSampling:
     bias_ids = np.full(MAX_LOGIT_BIAS, -1, np.int32)
     bias = np.zeros(MAX_LOGIT_BIAS, np.float32)
     if params.logit_bias:
-        ids, values = zip(*params.logit_bias, strict=True)
+        ids, biases = zip(*params.logit_bias, strict=True)
         bias_ids[: len(ids)] = ids
-        bias[: len(ids)] = values
+        bias[: len(ids)] = biases
     # Below 1e-20 a temperature is greedy in float32 but for exact ties, and above 1e20 it is uniform.
     temperature = 0.0 if params.temperature < 1e-20 else min(params.temperature, 1e20)
-    return RowSampling(
-        temperature=np.float32(temperature),
-        top_p=np.float32(params.top_p),
-        top_k=np.int32(min(params.top_k, 2**31 - 1)),
-        min_p=np.float32(params.min_p),
-        repetition=np.float32(params.repetition_penalty),
-        presence=np.float32(params.presence_penalty),
-        frequency=np.float32(params.frequency_penalty),
-        seed=np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32),
-        sample_index=np.int32(params.sample_index),
-        prompt_length=np.int32(prompt_length),
-        bias_ids=bias_ids,
-        bias=bias,
-    )  # pyright: ignore[reportArgumentType]
+    values: dict[str, Any] = {
+        "temperature": np.float32(temperature),
+        "top_p": np.float32(params.top_p),
+        "top_k": np.int32(min(params.top_k, 2**31 - 1)),
+        "min_p": np.float32(params.min_p),
+        "repetition": np.float32(params.repetition_penalty),
+        "presence": np.float32(params.presence_penalty),
+        "frequency": np.float32(params.frequency_penalty),
+        "seed": np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32),
+        "sample_index": np.int32(params.sample_index),
+        "prompt_length": np.int32(prompt_length),
+        "bias_ids": bias_ids,
+        "bias": bias,
+    }
+    return RowSampling(**values)
 
 
 def empty_rows(rows: int) -> RowSampling:
     """Greedy rows as NumPy arrays: what the device holds before any request."""
     row = encode(SamplingParams(temperature=0.0), 0)
-    return RowSampling(*(np.broadcast_to(v, (rows, *np.shape(v))).copy() for v in row))  # pyright: ignore
+    return jax.tree.map(lambda value: np.broadcast_to(value, (rows, *value.shape)).copy(), row)
 
 
 def sample(
@@ -258,7 +259,7 @@ def _first_beyond(cumulative: jax.Array, parts: jax.Array, target: jax.Array) ->
 
 
 def _truncate(view: jax.Array, peak: jax.Array, temperature: jax.Array, rows: RowSampling) -> _Floor:
-    """The floors of top_k, top_p and min_p, exactly: from the likeliest few, or for rows they do not settle by search."""
+    """The exact floors of top_k, top_p and min_p: from the likeliest few, or by search where those do not settle it."""
     count = view.shape[0]
     flat = view.reshape(count, -1)
     k = jnp.where(rows.top_k > 0, rows.top_k, flat.shape[1])[:, None]

@@ -1,0 +1,74 @@
+"""Logprobs of tokens that are known already, over the vocabulary a tile at a time.
+
+1,024 positions of a vocabulary of 250,880 would be 1 GB of logits. A running maximum and sum and the likeliest tokens
+so far need one tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.request import MAX_LOGPROBS
+from jaxserve.sampler import largest
+
+
+class _Running(NamedTuple):
+    """What is known of each position's logits after some tiles, all [T] but the last two [T, K]."""
+
+    peak: jax.Array
+    total: jax.Array  # sum of exp(logit - peak)
+    target: jax.Array  # logit of the token asked about
+    top: jax.Array
+    top_ids: jax.Array
+
+
+def score(
+    logits_tile: Callable[[jax.Array | int, int], jax.Array], vocab: int, tile: int, next_tokens: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Scores the token that follows each position, with the likeliest alternatives. Traced.
+
+    Args:
+      logits_tile: (start, size) -> float32[T, size] logits of ids start:start+size; start may be traced.
+      vocab: ids in all.
+      tile: most ids at a time.
+      next_tokens: int32[T] the token asked about at each position.
+
+    Returns:
+      (logprob float32[T], top ids int32[T, K], top logprobs float32[T, K]), K = min(MAX_LOGPROBS, vocab); likeliest
+      first, the lower id first among equals. An id outside the vocabulary has logprob -inf.
+    """
+    (count,) = next_tokens.shape
+    keep = min(MAX_LOGPROBS, vocab)
+
+    def add(state: _Running, start: jax.Array | int, size: int) -> _Running:
+        logits = logits_tile(start, size)
+        peak = jnp.maximum(state.peak, logits.max(-1))
+        # A row of -inf so far keeps the sum 0, not the NaN of inf - inf.
+        shift = jnp.where(jnp.isneginf(peak), 0.0, peak)
+        total = state.total * jnp.exp(state.peak - shift) + jnp.exp(logits - shift[:, None]).sum(-1)
+        local = next_tokens - start
+        here = (local >= 0) & (local < size)
+        asked = jnp.take_along_axis(logits, jnp.clip(local, 0, size - 1)[:, None], -1)[:, 0]
+        found, found_ids = largest(logits, min(keep, size))
+        # The earlier, lower ids come first, and top_k keeps the order of equals.
+        top, places = jax.lax.top_k(jnp.concatenate([state.top, found], -1), keep)
+        ids = jnp.concatenate([state.top_ids, found_ids + start], -1)
+        return _Running(peak, total, jnp.where(here, asked, state.target), top, jnp.take_along_axis(ids, places, -1))
+
+    state = _Running(
+        peak=jnp.full(count, -jnp.inf, jnp.float32),
+        total=jnp.zeros(count, jnp.float32),
+        target=jnp.full(count, -jnp.inf, jnp.float32),
+        top=jnp.full((count, keep), -jnp.inf, jnp.float32),
+        top_ids=jnp.zeros((count, keep), jnp.int32),
+    )
+    whole = vocab // tile
+    state = jax.lax.fori_loop(0, whole, lambda i, s: add(s, i * tile, tile), state)
+    if rest := vocab - whole * tile:
+        state = add(state, whole * tile, rest)
+    log_sum = state.peak + jnp.log(state.total)
+    return state.target - log_sum, state.top_ids, state.top - log_sum[:, None]
