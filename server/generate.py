@@ -1,0 +1,192 @@
+"""`jaxserve generate`: completions without a server, of one prompt or of a file of them."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import queue
+import signal
+import stat
+import sys
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from server.flags import add_sampling_flags, sampling_fields
+from server.report import UserError, console, say, say_outcome
+from server.start import add_model_flags, load_engine, model_directory, profiling
+
+if TYPE_CHECKING:
+    from jaxserve.engine import Engine
+    from server.lines import Answer
+
+_ROWS_AHEAD = 16  # input lines taken in for every row of the batch: enough that one long answer starves nobody
+
+HELP = """\
+Completes one prompt, or every line of a file, without a server.
+
+  jaxserve generate --prompt "It was a" --max-tokens 50 --temperature 0.8
+  jaxserve generate --model DIR --input in.jsonl --output out.jsonl
+  zcat in.jsonl.gz | jaxserve generate --model DIR --input - | gzip > out.jsonl.gz
+
+An input line is a JSON object with prompt (text) or prompt_token_ids, an id if you like (the line's number if not)
+and any sampling field:
+
+  {"id": "a", "prompt": "It was a", "max_tokens": 20, "temperature": 0, "stop": ["."], "logprobs": 0}
+
+Output lines come in the order of the input, each as soon as it is its turn:
+
+  {"id": "a", "text": " truth", "token_ids": [51, 7], "finish_reason": "stop", "seed": 8, "logprobs": [-1.5, -0.2]}
+
+A line that cannot be served gets {"id": ..., "error": ...}, and its number on standard error; the others are served,
+and the exit code is 1."""
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of `jaxserve generate`."""
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--prompt", metavar="TEXT", help="complete this text, printing it as it comes")
+    source.add_argument("--input", metavar="FILE", help="complete every line of this file; - is standard input")
+    parser.add_argument("--output", metavar="FILE", help="where output lines go (default: standard output)")
+    add_model_flags(parser)
+    add_sampling_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Returns 0, or 1 if some line could not be served."""
+    model_directory(args)  # a missing one is told before anything is opened
+    with contextlib.ExitStack() as files:
+        source, size = _open_input(args, files)
+        target = _open_output(args, files)
+        if args.input is not None:
+            _check_differ(source, target)
+        engine = load_engine(args)
+        if stat.S_ISREG(os.fstat(target.fileno()).st_mode):
+            target.truncate(0)  # not before: had loading failed, the results of an earlier run would be gone
+        with profiling(args), engine:
+            if args.prompt is not None and args.output is None:
+                return _print_text(engine, args.prompt, sampling_fields(args))
+            return _serve_lines(engine, source, size, target.fileno(), sampling_fields(args))
+
+
+def _open_input(args: argparse.Namespace, files: contextlib.ExitStack) -> tuple[Iterable[bytes], int | None]:
+    """The input's lines, and its size in bytes where that is known."""
+    if args.input is None:
+        return [json.dumps({"prompt": args.prompt}).encode()], None
+    # Descriptor 0 directly: the interpreter locks sys.stdin at exit, and the reading thread may be waiting in it.
+    file = _opened(files, 0 if args.input == "-" else args.input, "rb")
+    status = os.fstat(file.fileno())
+    return file, status.st_size if stat.S_ISREG(status.st_mode) else None
+
+
+def _open_output(args: argparse.Namespace, files: contextlib.ExitStack) -> BinaryIO:
+    return sys.stdout.buffer if args.output is None else _opened(files, args.output, "ab")
+
+
+def _opened(files: contextlib.ExitStack, file: str | int, mode: str) -> Any:
+    try:
+        return files.enter_context(open(file, mode, closefd=isinstance(file, str)))
+    except OSError as problem:
+        raise UserError(f"cannot open {file}: {problem.strerror}") from None
+
+
+def _check_differ(source: Any, target: BinaryIO) -> None:
+    status = os.fstat(target.fileno())
+    if stat.S_ISREG(status.st_mode) and os.path.samestat(os.fstat(source.fileno()), status):
+        raise UserError("--output is the file that --input reads")
+
+
+def _serve_lines(
+    engine: Engine, source: Iterable[bytes], size: int | None, descriptor: int, defaults: dict[str, Any]
+) -> int:
+    from server.lines import EngineFailed, LineServer
+
+    lines = failed = tokens = 0
+    started = time.monotonic()
+    server = LineServer(engine, defaults, window=max(256, _ROWS_AHEAD * engine.config.max_rows))
+    try:
+        with _Bar(size, hidden=os.isatty(descriptor)) as bar, contextlib.closing(server.answers(source)) as answers:
+            for answer in answers:
+                _write_line(descriptor, answer.encoded)
+                lines, failed, tokens = lines + 1, failed + (answer.error is not None), tokens + answer.tokens
+                bar.show(answer, lines, tokens)
+    except EngineFailed as problem:
+        say(f"error: {problem}; {lines} lines were answered")
+        return 1
+    seconds = time.monotonic() - started
+    say(f"{lines} lines ({failed} with errors), {tokens} tokens in {seconds:.1f} s, {tokens / seconds:.0f} tokens/s")
+    return 1 if failed else 0
+
+
+def _write_line(descriptor: int, line: bytes) -> None:
+    """Writes a line whole, also where Ctrl-C comes in the middle; that is raised afterwards."""
+    interrupts: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: interrupts.append(number))
+    try:
+        left = memoryview(line + b"\n")
+        while left:
+            left = left[os.write(descriptor, left) :]
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if interrupts:
+        raise KeyboardInterrupt
+
+
+class _Bar:
+    """How far a file of lines has come, in bytes of it, since nobody knows how many lines it has."""
+
+    def __init__(self, size: int | None, *, hidden: bool) -> None:
+        out = console()
+        self._out = out
+        self._bar = Progress(
+            TextColumn("{task.fields[lines]:,} lines"),
+            BarColumn(),
+            TextColumn("{task.fields[tokens]:,} tokens, {task.fields[rate]:.0f} tokens/s"),
+            TimeElapsedColumn(),
+            console=out,
+            disable=hidden or not out.is_terminal,
+        )
+        self._task = self._bar.add_task("", total=size, lines=0, tokens=0, rate=0.0)
+        self._started = time.monotonic()
+
+    def __enter__(self) -> _Bar:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def show(self, answer: Answer, lines: int, tokens: int) -> None:
+        if answer.error is not None:
+            self._out.print(f"jaxserve: line {answer.number}: {answer.error}", markup=False)
+        rate = tokens / max(time.monotonic() - self._started, 1e-3)
+        self._bar.update(self._task, completed=answer.size, lines=lines, tokens=tokens, rate=rate)
+
+
+def _print_text(engine: Engine, prompt: str, fields: dict[str, Any]) -> int:
+    """Streams the completion of one prompt to standard output."""
+    from jaxserve.completion import Assembler, parse_request
+    from jaxserve.request import FinishReason, InvalidRequest, TokenEvent
+
+    inbox: queue.SimpleQueue[list[TokenEvent]] = queue.SimpleQueue()
+    try:
+        request = parse_request({"prompt": prompt} | fields, request_id="prompt", tokenizer=engine.tokenizer)
+        engine.submit(request, inbox.put)
+    except InvalidRequest as problem:
+        raise UserError(str(problem)) from None
+    assembler = Assembler(request, engine.tokenizer, engine.model_config.eos_token_ids)
+    while not assembler.finished:
+        for event in inbox.get():
+            print(assembler.push(event).text, end="", flush=True)
+    print()
+    completion = assembler.completion()
+    if completion.error is not None:
+        say(f"error: {completion.error}")
+    else:
+        reason = completion.finish_reason.value if completion.finish_reason else ""
+        say_outcome(reason, completion.prompt_tokens, len(completion.token_ids), completion.seed)
+    return 1 if completion.finish_reason in (FinishReason.ERROR, FinishReason.ABORTED) else 0

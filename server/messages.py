@@ -1,0 +1,57 @@
+"""Between protobuf messages and the engine's values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxserve.completion import Completion, Delta
+from jaxserve.request import Alternatives, FinishReason
+from server.proto.jaxserve.v1 import inference_pb2 as pb
+
+_REASONS = {
+    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+    FinishReason.EOS: pb.FINISH_REASON_EOS,
+    FinishReason.STOP: pb.FINISH_REASON_STOP,
+}
+
+
+def fields_of(message: pb.GenerateRequest) -> dict[str, Any]:
+    """The fields a caller has set, named and shaped as an input line of `jaxserve generate` would have them."""
+    fields: dict[str, Any] = {field.name: value for field, value in message.ListFields()}
+    if "prompt_token_ids" in fields:
+        fields["prompt_token_ids"] = list(message.prompt_token_ids.ids)
+    for name in ("stop", "stop_token_ids"):
+        if name in fields:
+            fields[name] = list(fields[name])
+    if "logit_bias" in fields:
+        fields["logit_bias"] = dict(message.logit_bias)
+    for name in ("request_id", "priority", "cache_salt"):  # of the call, not of the completion
+        fields.pop(name, None)
+    return fields
+
+
+def add(response: pb.GenerateResponse, delta: Delta) -> None:
+    """Appends what a delta brings to a message."""
+    response.text += delta.text
+    response.token_ids.extend(delta.token_ids)
+    response.logprobs.extend(delta.logprobs)
+    response.top_logprobs.extend(map(_alternatives, delta.top_logprobs))
+    for logprob, alternatives in delta.prompt_logprobs:
+        response.prompt_logprobs.append(logprob)
+        if alternatives is not None:
+            response.prompt_top_logprobs.append(_alternatives(alternatives))
+
+
+def conclude(response: pb.GenerateResponse, completion: Completion) -> None:
+    """Adds what the last message says of the whole."""
+    assert completion.finish_reason is not None
+    response.finish_reason = _REASONS[completion.finish_reason]
+    response.usage.prompt_tokens = completion.prompt_tokens
+    response.usage.completion_tokens = len(completion.token_ids)
+    response.usage.cached_tokens = completion.cached_tokens
+    if completion.seed is not None:
+        response.seed = completion.seed
+
+
+def _alternatives(alternatives: Alternatives) -> pb.Alternatives:
+    return pb.Alternatives(token_ids=alternatives.token_ids, logprobs=alternatives.logprobs)

@@ -1,0 +1,100 @@
+"""What the commands tell the person who runs them: progress, the start-up report, outcomes. All on standard error, so
+that standard output carries answers only."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from jaxserve.startup import StartupReport
+
+Report = Callable[[str, int, int], None]  # (what is being done, done, total)
+
+
+class UserError(Exception):
+    """A mistake of the person at the command line, told in one sentence and without a traceback."""
+
+
+def console() -> Console:
+    """Standard error, as it is now (tests replace it)."""
+    return Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def say(message: str) -> None:
+    """One line for the person."""
+    print(f"jaxserve: {message}", file=sys.stderr, flush=True)
+
+
+def say_outcome(finish_reason: str, prompt_tokens: int, completion_tokens: int, seed: int | None) -> None:
+    """How a single completion ended."""
+    drawn = "" if seed is None else f", seed {seed}"
+    say(f"{finish_reason} after {completion_tokens} tokens (prompt {prompt_tokens}{drawn})")
+
+
+@contextlib.contextmanager
+def starting() -> Iterator[Report]:
+    """Shows how loading and compiling go on: a bar per step in a terminal, a line per step elsewhere."""
+    out = console()
+    if not out.is_terminal:
+        seen: set[str] = set()
+
+        def line(what: str, _done: int, total: int) -> None:
+            if what not in seen:
+                seen.add(what)
+                say(f"{what} ({total})" if total > 1 else what)
+
+        yield line
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=out) as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def bar(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bars.add_task(what)
+            bars.update(tasks[what], completed=done, total=total)
+
+        yield bar
+
+
+def show(report: StartupReport, *, model: str) -> None:
+    """Prints what an engine settled on while it started."""
+    out = console()
+    facts = Table.grid(padding=(0, 2))
+    for name, value in (
+        ("model", f"{model} ({report.family}, {_count(report.parameters)} parameters, {report.dtype})"),
+        ("device", f"{report.device} ({report.platform})"),
+        ("attention", f"{report.attention}: {report.attention_reason}"),
+        ("memory", f"weights {_bytes(report.weight_bytes)}, pool {_bytes(report.pool_bytes)}"),
+        ("slots", f"{report.slots:,} in blocks of {report.block_size}"),
+        ("batch", f"{report.max_rows} rows of up to {report.max_context:,} tokens"),
+        ("start", f"load {report.load_seconds:.1f} s, compile and measure {report.compile_seconds:.1f} s"),
+    ):
+        facts.add_row(name, value)
+    out.print(facts)
+    table = Table("bucket (tokens)", "compile (s)", "iteration (ms)", "tokens/s", box=None, padding=(0, 2))
+    for column in table.columns:
+        column.justify = "right"
+    for cost in report.buckets:
+        table.add_row(
+            str(cost.size), f"{cost.compile_seconds:.2f}", f"{cost.milliseconds:.2f}", f"{cost.tokens_per_second:,.0f}"
+        )
+    out.print(table)
+
+
+def _count(number: int) -> str:
+    for unit, size in (("G", 10**9), ("M", 10**6), ("k", 10**3)):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return str(number)
+
+
+def _bytes(number: int) -> str:
+    return f"{number / 2**30:.2f} GiB" if number >= 2**30 else f"{number / 2**20:.1f} MiB"

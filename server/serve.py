@@ -1,0 +1,120 @@
+"""`jaxserve serve`: the gRPC server around one engine, from its first port to its last drained request."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from server.report import UserError, console, say
+from server.start import add_model_flags, load_engine, model_directory, profiling
+
+if TYPE_CHECKING:
+    from jaxserve.engine import Engine
+
+HELP = """\
+Serves a model over gRPC (service jaxserve.v1.Inference, with health checks and reflection).
+
+  jaxserve serve                                       the built-in demo model, on 127.0.0.1:50051
+  jaxserve serve --model DIR --host 0.0.0.0            a checkpoint, to other machines as well
+  jaxserve serve --model DIR --max-rows 32 --buckets 16,64,256
+  jaxserve client "It was a"                           from a second terminal
+
+There is no encryption and no authentication: let it listen on networks you trust only.
+SIGTERM or Ctrl-C refuses new requests and lets running ones finish; a second one ends at once."""
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of `jaxserve serve`."""
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    parser.add_argument(
+        "--port", type=int, default=50051, help="port to listen on; 0 takes any that is free (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--drain-seconds",
+        type=float,
+        metavar="S",
+        default=30.0,
+        help="how long running requests may go on after SIGTERM (default: %(default)g)",
+    )
+    add_model_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serves until a signal. Returns 0 once drained."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    if not 0 <= args.port <= 65535:
+        raise UserError(f"--port {args.port} is not a port; it must be from 0 to 65535")
+    if not args.drain_seconds >= 0:
+        raise UserError(f"--drain-seconds {args.drain_seconds} is negative")
+    name = model_directory(args).resolve().name
+    _check_free(args.host, args.port)  # now rather than after minutes of loading
+    engine = load_engine(args)
+    with profiling(args), engine:
+        asyncio.run(_serve(engine, args, name))
+    return 0
+
+
+def _check_free(host: str, port: int) -> None:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as problem:
+        raise UserError(f"cannot listen on {_join(host, port)}: {problem.strerror or problem}") from None
+
+
+def _join(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+async def _serve(engine: Engine, args: argparse.Namespace, name: str) -> None:
+    from server.grpc_server import GrpcServer
+
+    server = GrpcServer(engine, name=name, version=metadata.version("jaxserve"))
+    try:
+        port = await server.start(args.host, args.port)
+    except RuntimeError as problem:
+        raise UserError(f"cannot listen on {_join(args.host, args.port)}: {problem}") from None
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, _on_signal, number, stopping)
+    _greet(args.host, port)
+    await stopping.wait()
+    if server.service.num_alive:
+        say(f"draining {server.service.num_alive} requests, at most {args.drain_seconds:g} s (again to end at once)")
+    left = await server.drain(args.drain_seconds)
+    say(f"stopped; {left} requests were cut short" if left else "stopped")
+
+
+def _on_signal(number: int, stopping: asyncio.Event) -> None:
+    if stopping.is_set():
+        os._exit(128 + number)  # asked twice: not even the engine's iteration is waited for
+    stopping.set()
+
+
+def _greet(host: str, port: int) -> None:
+    near = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    out = console()
+    out.print(f"[bold]ready[/bold] on {_join(host, port)} (gRPC jaxserve.v1.Inference, health, reflection). Try:")
+    out.print(f'\n  {_command()} client --server {_join(near, port)} "It was a"\n', markup=False)
+
+
+def _command() -> str:
+    """How to call this very program again from the folder it was called in."""
+    program = Path(sys.argv[0])
+    if program.name != "jaxserve":
+        return f"{sys.executable} -m server.cli"
+    with contextlib.suppress(ValueError):
+        program = program.absolute().relative_to(Path.cwd())
+    return str(program)

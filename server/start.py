@@ -1,0 +1,78 @@
+"""From the command line to an engine that is compiled and ready."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from server import flags
+from server.report import UserError, show, starting
+
+if TYPE_CHECKING:
+    from jaxserve.engine import Engine
+
+
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """Which model to run and how; `load_engine` reads them."""
+    parser.add_argument(
+        "--model", type=Path, metavar="DIR", help="checkpoint directory (default: the built-in demo model)"
+    )
+    parser.add_argument("--profile", type=Path, metavar="DIR", help="write a jax profiler capture of the run here")
+    flags.add_engine_flags(parser)
+
+
+def model_directory(args: argparse.Namespace) -> Path:
+    """The checkpoint to run. Raises UserError if there is no such directory."""
+    if args.model is None:
+        from jaxserve.demo import DEMO_MODEL
+
+        return Path(DEMO_MODEL)
+    if not args.model.is_dir():
+        raise UserError(f"--model {args.model} is not a directory")
+    return args.model
+
+
+def load_engine(args: argparse.Namespace) -> Engine:
+    """Loads and compiles, telling how it goes. Raises UserError for whatever the user can mend."""
+    path = model_directory(args)
+    with mending():
+        config = flags.engine_config(args)  # before jax is imported: a wrong flag is told at once
+        from jaxserve.engine import Engine
+
+        with starting() as report:
+            engine = Engine.from_checkpoint(path, config, progress=report)
+    show(engine.report, model=path.name)
+    return engine
+
+
+@contextlib.contextmanager
+def mending() -> Iterator[None]:
+    """Turns what goes wrong before the work starts, and is the user's to mend, into UserError."""
+    try:
+        yield
+    except (ValueError, OSError) as problem:  # wrong settings, checkpoints that cannot be served, unreadable files
+        raise UserError(str(problem)) from problem
+    except MemoryError as problem:
+        raise UserError(_NO_MEMORY) from problem
+    except RuntimeError as problem:  # jax reports a full device as JaxRuntimeError
+        if "RESOURCE_EXHAUSTED" not in str(problem):
+            raise
+        raise UserError(_NO_MEMORY) from problem
+
+
+_NO_MEMORY = "not enough memory for weights and slots; try fewer --slots or --max-rows, or --dtype bfloat16"
+
+
+@contextlib.contextmanager
+def profiling(args: argparse.Namespace) -> Iterator[None]:
+    """Captures what runs inside with jax's profiler where `--profile DIR` was given."""
+    if args.profile is None:
+        yield
+        return
+    import jax
+
+    with jax.profiler.trace(str(args.profile)):
+        yield

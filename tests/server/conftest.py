@@ -1,0 +1,65 @@
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
+
+import grpc
+import pytest
+
+from jaxserve.tokenizer import Tokenizer
+from server.grpc_server import GrpcServer
+from server.proto.jaxserve.v1.inference_pb2_grpc import InferenceStub
+from tests.server.fake_engine import WAIT_SECONDS, FakeEngine, byte_tokenizer
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    return byte_tokenizer()
+
+
+class Served:
+    """A server on a fake engine, and a client of it."""
+
+    def __init__(self, engine: FakeEngine, server: GrpcServer, address: str, channel: grpc.aio.Channel) -> None:
+        self.engine, self.server, self.address, self.channel = engine, server, address, channel
+        self.stub: Any = InferenceStub(channel)
+
+    async def step(self, iterations: int = 1) -> None:
+        """Runs iterations of a held engine, and lets the server hear of each."""
+        for _ in range(iterations):
+            await asyncio.to_thread(self.engine.step)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Waits until something is so that the engine's thread brings about."""
+        await asyncio.to_thread(self.engine.wait_until, condition)
+
+
+@contextlib.asynccontextmanager
+async def served(engine: FakeEngine) -> AsyncIterator[Served]:
+    with engine:
+        server = GrpcServer(engine, name="echo", version="1.2.3", health_seconds=0.01)  # pyright: ignore[reportArgumentType]
+        port = await server.start("127.0.0.1", 0)
+        address = f"127.0.0.1:{port}"
+        async with grpc.aio.insecure_channel(address) as channel:
+            try:
+                yield Served(engine, server, address, channel)
+            finally:
+                engine.release()
+                await server.stop()
+
+
+Scenario = Callable[[Served], Coroutine[Any, Any, None]]
+
+
+@pytest.fixture
+def serve(tokenizer: Tokenizer) -> Callable[..., None]:
+    """Runs a coroutine with a server on a fake engine: `serve(scenario, held=True, ...)`."""
+
+    def run(scenario: Scenario, **engine: Any) -> None:
+        async def bounded() -> None:
+            async with asyncio.timeout(WAIT_SECONDS), served(FakeEngine(**{"tokenizer": tokenizer} | engine)) as it:
+                await scenario(it)
+
+        asyncio.run(bounded())
+
+    return run

@@ -1,0 +1,291 @@
+"""An engine whose answers can be worked out by hand, for tests of everything in front of the engine.
+
+It says the prompt again and again: generated token i is `prompt[i % len(prompt)]`, with logprob -(i % 8) / 4. Tokens
+are the bytes of UTF-8, 256 ends the sequence. So "ab" answers "ababab...", and a prompt that holds 256 ends there.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from jaxserve.config import EngineConfig
+from jaxserve.request import Alternatives, FinishReason, InvalidRequest, QueueFull, Request, TokenEvent
+from jaxserve.tokenizer import Tokenizer
+
+EOS = 256
+VOCAB_SIZE = 257
+WAIT_SECONDS = 20.0  # the bound of every wait in these tests; nothing ever takes this long
+
+Sink = Callable[[list[TokenEvent]], None]
+
+
+def byte_tokenizer() -> Tokenizer:
+    """A tokenizer whose token ids are the bytes of UTF-8."""
+    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [byte for byte in range(256) if byte not in visible]
+    # GPT-2's byte alphabet: bytes without a glyph of their own stand at code points from 256 on.
+    vocab = {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
+    built = tokenizers.Tokenizer(models.BPE(vocab=vocab | {"<eos>": EOS}, merges=[]))
+    built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    built.decoder = decoders.ByteLevel()
+    built.add_special_tokens(["<eos>"])
+    return Tokenizer(built)
+
+
+@dataclass
+class _Running:
+    request: Request
+    sink: Sink
+    generated: int = 0
+    cached: int = 0
+
+
+@dataclass
+class FakeEngine:
+    """Has the face of `jaxserve.engine.Engine`. While held it runs only the iterations that `step` asks for.
+
+    Attributes:
+      poison: a request whose prompt begins with one of these tokens fails in its first iteration.
+    """
+
+    tokenizer: Tokenizer | None
+    config: EngineConfig = field(default_factory=lambda: EngineConfig(max_rows=4))
+    max_context: int = 2048
+    slots_total: int = 8192
+    held: bool = False
+    poison: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        self.model_config = SimpleNamespace(vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,))
+        bucket = SimpleNamespace(size=16, compile_seconds=0.5, milliseconds=2.0, tokens_per_second=8000.0)
+        self.report = SimpleNamespace(
+            device="abacus",
+            platform="cpu",
+            family="fake",
+            parameters=1_500_000,
+            weight_bytes=6_000_000,
+            pool_bytes=2**20,
+            dtype="float32",
+            attention="none",
+            attention_reason="it repeats what it hears",
+            slots=self.slots_total,
+            block_size=16,
+            max_rows=self.config.max_rows,
+            max_context=self.max_context,
+            buckets=(bucket,),
+            load_seconds=0.1,
+            compile_seconds=0.5,
+        )
+        self.iterations = 0
+        self.aborted: list[str] = []
+        self._changed = threading.Condition()
+        self._waiting: deque[_Running] = deque()
+        self._running: list[_Running] = []
+        self._aborts: deque[str] = deque()
+        self._permits = 0
+        self._stopping = self._failed = self._silent = False
+        self._told: set[tuple[str, tuple[int, ...]]] = set()
+        self._counted = {"prompt": 0, "generated": 0, "cached": 0}
+        self._thread: threading.Thread | None = None
+
+    # What a test does
+
+    def step(self, iterations: int = 1) -> None:
+        """Runs iterations of a held engine and waits until their events are handed over."""
+        for _ in range(iterations):
+            with self._changed:
+                before = self.iterations
+                self._permits += 1
+                self._changed.notify_all()
+                assert self._changed.wait_for(lambda before=before: self.iterations > before, WAIT_SECONDS)
+
+    def release(self) -> None:
+        """Lets a held engine run."""
+        with self._changed:
+            self.held = False
+            self._changed.notify_all()
+
+    def fail(self, *, silently: bool = False) -> None:
+        """Dies as an engine dies whose loop has raised: every request ends with an error, or nobody hears a thing."""
+        with self._changed:
+            self._failed, self._silent = True, silently
+            self._changed.notify_all()
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Waits until something is so that the engine's thread brings about."""
+        with self._changed:
+            assert self._changed.wait_for(condition, WAIT_SECONDS)
+
+    # What a server does
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        assert self._thread is not None
+        self._thread.join(WAIT_SECONDS)
+
+    def __enter__(self) -> FakeEngine:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    @property
+    def is_healthy(self) -> bool:
+        return self._thread is not None and self._thread.is_alive() and not (self._failed or self._stopping)
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        for name, tokens in (
+            ("prompt_token_ids", request.prompt),
+            ("stop_token_ids", request.sampling.stop_token_ids),
+            ("logit_bias", [token for token, _ in request.sampling.logit_bias]),
+        ):
+            if any(not 0 <= token < VOCAB_SIZE for token in tokens):
+                raise InvalidRequest(name, f"has a token id outside the vocabulary of {VOCAB_SIZE}")
+        if request.max_length > self.max_context:
+            raise InvalidRequest("max_tokens", f"prompt and max_tokens are {request.max_length} tokens together")
+        with self._changed:
+            if self._failed or self._stopping:
+                raise RuntimeError("the engine takes no more requests")
+            tokens = sum(len(each.request.prompt) for each in self._waiting)
+            if len(self._waiting) >= self.config.max_queued_requests:
+                raise QueueFull(f"{len(self._waiting)} requests are waiting")
+            if self._waiting and tokens + len(request.prompt) > self.config.max_queued_tokens:
+                raise QueueFull(f"{tokens} tokens are waiting")
+            assert request.request_id not in [each.request.request_id for each in (*self._waiting, *self._running)]
+            self._waiting.append(_Running(request, sink))
+            self._changed.notify_all()
+
+    def abort(self, request_id: str) -> None:
+        with self._changed:
+            self._aborts.append(request_id)
+            self._changed.notify_all()
+
+    def load(self) -> SimpleNamespace:
+        with self._changed:
+            return SimpleNamespace(
+                running=len(self._running),
+                waiting=len(self._waiting),
+                waiting_tokens=sum(len(each.request.prompt) for each in self._waiting),
+                slots_used=sum(len(each.request.prompt) + each.generated for each in self._running),
+                slots_cached=0,
+                slots_total=self.slots_total,
+                iterations=self.iterations,
+                prompt_tokens=self._counted["prompt"],
+                generated_tokens=self._counted["generated"],
+                cached_tokens=self._counted["cached"],
+                preemptions=0,
+                compiled_after_ready=0,
+            )
+
+    # The loop
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(self._has_turn)
+                if self._stopping or self._failed:
+                    reason = FinishReason.ABORTED if self._stopping else FinishReason.ERROR
+                    if not self._silent:
+                        self._hand_over([(each, self._ending(each, reason, "died")) for each in self._all()])
+                    self._waiting.clear()
+                    self._running.clear()
+                    self._changed.notify_all()
+                    return
+                self._take_aborts()
+                if self.held and not self._permits:
+                    continue
+                self._permits = max(0, self._permits - 1)
+                while self._waiting and len(self._running) < self.config.max_rows:
+                    self._admit(self._waiting.popleft())
+                events = [(each, self._advance(each)) for each in self._running]
+                self._running = [each for each, event in events if event.finish_reason is None]
+            self._hand_over(events)
+            with self._changed:
+                self.iterations += 1
+                self._changed.notify_all()
+
+    def _has_turn(self) -> bool:
+        may = not self.held or self._permits > 0
+        return bool(self._stopping or self._failed or self._aborts or (may and (self._all() or self._permits)))
+
+    def _all(self) -> list[_Running]:
+        return [*self._running, *self._waiting]
+
+    def _take_aborts(self) -> None:
+        while self._aborts:
+            request_id = self._aborts.popleft()
+            for each in self._all():
+                if each.request.request_id == request_id:
+                    (self._running if each in self._running else self._waiting).remove(each)
+                    self.aborted.append(request_id)
+                    self._hand_over([(each, self._ending(each, FinishReason.ABORTED, None))])
+        self._changed.notify_all()
+
+    def _admit(self, each: _Running) -> None:
+        request = each.request
+        each.cached = len(request.prompt) - 1 if (request.cache_salt, request.prompt) in self._told else 0
+        self._told.add((request.cache_salt, request.prompt))
+        self._counted["prompt"] += len(request.prompt) - each.cached
+        self._counted["cached"] += each.cached
+        self._running.append(each)
+
+    def _advance(self, each: _Running) -> TokenEvent:
+        prompt, sampling = each.request.prompt, each.request.sampling
+        if prompt[0] in self.poison:
+            return self._ending(each, FinishReason.ERROR, "this prompt is poison")
+        index, token = each.generated, prompt[each.generated % len(prompt)]
+        each.generated += 1
+        self._counted["generated"] += 1
+        reason = None
+        if token == EOS and not sampling.ignore_eos:
+            reason = FinishReason.EOS
+        elif token in sampling.stop_token_ids:
+            reason = FinishReason.STOP
+        elif each.generated == sampling.max_tokens:
+            reason = FinishReason.LENGTH
+        scored: tuple[tuple[float, Alternatives | None], ...] = ()
+        if sampling.prompt_logprobs is not None and index == 0:
+            scored = tuple(
+                (-position / 4, alternatives(position, sampling.prompt_logprobs) if sampling.prompt_logprobs else None)
+                for position in range(1, len(prompt))
+            )
+        return TokenEvent(
+            each.request.request_id,
+            token_ids=(token,),
+            logprobs=(-(index % 8) / 4,),
+            top_logprobs=(alternatives(index, sampling.logprobs),) if sampling.logprobs else (),
+            prompt_logprobs=scored,
+            finish_reason=reason,
+            cached_tokens=each.cached,
+        )
+
+    @staticmethod
+    def _ending(each: _Running, reason: FinishReason, error: str | None) -> TokenEvent:
+        return TokenEvent(each.request.request_id, finish_reason=reason, error=error)
+
+    @staticmethod
+    def _hand_over(events: list[tuple[_Running, TokenEvent]]) -> None:
+        by_sink: dict[Sink, list[TokenEvent]] = {}
+        for each, event in events:
+            by_sink.setdefault(each.sink, []).append(event)
+        for sink, theirs in by_sink.items():
+            sink(theirs)
+
+
+def alternatives(position: int, count: int) -> Alternatives:
+    """The likeliest tokens that the fake engine reports: position, position + 1, ..., each 1/8 less likely."""
+    return Alternatives(tuple((position + i) % VOCAB_SIZE for i in range(count)), tuple(-i / 8 for i in range(count)))

@@ -1,0 +1,464 @@
+"""The gRPC service over a real connection, on an engine whose answers can be worked out by hand."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from grpc_health.v1.health_pb2_grpc import HealthStub
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+from grpc_status import rpc_status
+
+from jaxserve.config import EngineConfig
+from server.grpc_server import SERVICE
+from server.proto.jaxserve.v1 import inference_pb2 as pb
+from server.proto.jaxserve.v1.inference_pb2_grpc import InferenceStub
+from tests.server.conftest import Served
+from tests.server.fake_engine import EOS, WAIT_SECONDS
+
+Serve = Callable[..., None]
+LONG = 1500  # tokens: more than any test waits for
+
+
+async def collect(call: Any) -> list[pb.GenerateResponse]:
+    return [message async for message in call]
+
+
+def refusal(error: grpc.aio.AioRpcError, detail: Any) -> Any:
+    """The one detail of a status, unpacked into `detail`."""
+    status = rpc_status.from_call(error)  # pyright: ignore[reportArgumentType]
+    assert status is not None
+    assert len(status.details) == 1
+    assert status.details[0].Unpack(detail)
+    return detail
+
+
+# Answers
+
+
+def test_generate_answers_whole(serve: Serve) -> None:
+    async def scenario(it: Served) -> None:
+        answer = await it.stub.Generate(pb.GenerateRequest(prompt="abc", max_tokens=5, request_id="mine"))
+        assert answer.text == "abcab"
+        assert list(answer.token_ids) == list(b"abcab")
+        assert answer.finish_reason == pb.FINISH_REASON_LENGTH
+        assert answer.request_id == "mine"
+        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.cached_tokens) == (3, 5, 0)
+        assert not answer.logprobs
+
+    serve(scenario)
+
+
+def test_a_stream_has_one_message_an_iteration_and_joins_to_the_unary_answer(serve: Serve) -> None:
+    async def scenario(it: Served) -> None:
+        request = pb.GenerateRequest(prompt="abc", max_tokens=7, seed=5, logprobs=2, prompt_logprobs=1)
+        call = it.stub.GenerateStream(request)
+        messages = []
+        for i in range(7):
+            await it.until(lambda: it.engine.load().running + it.engine.load().waiting == 1)
+            await it.step()
+            messages.append(await call.read())
+            assert list(messages[-1].token_ids) == [b"abcabca"[i]]
+        assert await call.read() is grpc.aio.EOF
+        assert [message.finish_reason for message in messages[:-1]] == [pb.FINISH_REASON_UNSPECIFIED] * 6
+        assert not any(message.HasField("usage") or message.HasField("seed") for message in messages[:-1])
+
+        joined, text = pb.GenerateResponse(), ""
+        for message in messages:
+            text += message.text
+            joined.MergeFrom(message)
+        joined.text = text
+        it.engine.release()
+        whole = await it.stub.Generate(request)
+        assert whole.usage.cached_tokens == 2  # the fake has heard this prompt before
+        whole.usage.cached_tokens, whole.request_id = 0, joined.request_id
+        assert joined == whole
+
+    serve(scenario, held=True)
+
+
+def test_logprobs_come_as_asked(serve: Serve) -> None:
+    async def scenario(it: Served) -> None:
+        plain = await it.stub.Generate(pb.GenerateRequest(prompt="abc", max_tokens=3, logprobs=0, prompt_logprobs=0))
+        assert list(plain.logprobs) == [0.0, -0.25, -0.5]
+        assert not plain.top_logprobs
+        assert list(plain.prompt_logprobs) == [-0.25, -0.5]
+        assert not plain.prompt_top_logprobs
+        more = await it.stub.Generate(pb.GenerateRequest(prompt="abc", max_tokens=2, logprobs=3, prompt_logprobs=1))
+        assert [list(top.token_ids) for top in more.top_logprobs] == [[0, 1, 2], [1, 2, 3]]
+        assert [list(top.logprobs) for top in more.top_logprobs] == [[0.0, -0.125, -0.25]] * 2
+        assert [list(top.token_ids) for top in more.prompt_top_logprobs] == [[1], [2]]
+
+    serve(scenario)
+
+
+def test_a_seed_is_drawn_and_reported_unless_nothing_is_drawn(serve: Serve) -> None:
+    async def scenario(it: Served) -> None:
+        def ask(**fields: Any) -> Any:
+            return it.stub.Generate(pb.GenerateRequest(prompt="abc", max_tokens=1, **fields))
+
+        first, second = await ask(), await ask()
+        assert first.seed != second.seed
+        assert (await ask(seed=-(2**63))).seed == -(2**63)
+        assert not (await ask(temperature=0.0)).HasField("seed")
+
+    serve(scenario)
+
+
+def test_characters_are_never_split(serve: Serve) -> None:
+    async def scenario(it: Served) -> None:
+        prompt = "é€😀x"
+        messages = await collect(it.stub.GenerateStream(pb.GenerateRequest(prompt=prompt, max_tokens=30)))
+        assert "".join(message.text for message in messages) == prompt * 3
+        assert all("\ufffd" not in message.text for message in messages)
+        assert sum(len(message.token_ids) for message in messages) == 30
+
+    serve(scenario)
+
+
+def test_stop_strings_do_not_leak_and_end_the_request_in_the_engine(serve: Serve) -> None:
+    async def scenario(it: Served) -> None:
+        request = pb.GenerateRequest(prompt="abcde", max_tokens=LONG, stop=["cdx", "dea"])
+        messages = await collect(it.stub.GenerateStream(request))
+        assert "".join(message.text for message in messages) == "abc"
+        assert all(message.text in ("", "a", "b", "c", "ab", "bc", "abc") for message in messages)
+        assert messages[-1].finish_reason == pb.FINISH_REASON_STOP
+        assert messages[-1].usage.completion_tokens == 6  # the token that completed "dea" included
+        await it.until(lambda: it.engine.load().slots_used == 0)
+
+    serve(scenario)
+
+
+def test_end_of_sequence_and_stop_tokens_are_tokens_without_text(serve: Serve) -> None:
+    async def scenario(it: Served) -> None:
+        ids = pb.TokenIds(ids=[97, 98, EOS])
+        ended = await it.stub.Generate(pb.GenerateRequest(prompt_token_ids=ids))
+        assert (ended.text, list(ended.token_ids)) == ("ab", [97, 98, EOS])
+        assert ended.finish_reason == pb.FINISH_REASON_EOS
+        stopped = await it.stub.Generate(pb.GenerateRequest(prompt_token_ids=ids, stop_token_ids=[98]))
+        assert (stopped.text, list(stopped.token_ids)) == ("a", [97, 98])
+        assert stopped.finish_reason == pb.FINISH_REASON_STOP
+        on = await it.stub.Generate(pb.GenerateRequest(prompt_token_ids=ids, ignore_eos=True, max_tokens=4))
+        assert list(on.token_ids) == [97, 98, EOS, 97]
+
+    serve(scenario)
+
+
+def test_two_callers_may_send_the_same_request_id(serve: Serve) -> None:
+    async def scenario(it: Served) -> None:
+        calls = [it.stub.Generate(pb.GenerateRequest(prompt=p, max_tokens=3, request_id="same")) for p in ("ab", "cd")]
+        await it.until(lambda: it.engine.load().waiting == 2)
+        it.engine.release()
+        assert [(await call).text for call in calls] == ["aba", "cdc"]
+
+    serve(scenario, held=True)
+
+
+def test_prefixes_are_shared_under_the_same_salt_only(serve: Serve) -> None:
+    async def scenario(it: Served) -> None:
+        async def cached(salt: str) -> int:
+            answer = await it.stub.Generate(pb.GenerateRequest(prompt="abcd", max_tokens=1, cache_salt=salt))
+            return answer.usage.cached_tokens
+
+        assert [await cached(salt) for salt in ("", "", "mine", "mine", "")] == [0, 3, 0, 3, 3]
+
+    serve(scenario)
+
+
+def test_without_a_tokenizer_token_ids_are_served(serve: Serve) -> None:
+    async def scenario(it: Served) -> None:
+        answer = await it.stub.Generate(pb.GenerateRequest(prompt_token_ids=pb.TokenIds(ids=[1, 2]), max_tokens=3))
+        assert (answer.text, list(answer.token_ids)) == ("", [1, 2, 1])
+        assert not (await it.stub.GetModel(pb.GetModelRequest())).has_tokenizer
+        for call in (it.stub.Tokenize(pb.TokenizeRequest(text="a")), it.stub.Detokenize(pb.DetokenizeRequest())):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call
+            assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+
+    serve(scenario, tokenizer=None)
+
+
+def test_tokenize_and_detokenize(serve: Serve) -> None:
+    async def scenario(it: Served) -> None:
+        text = "Grüße, 世界 " * 2000  # long enough to be tokenised aside
+        tokens = (await it.stub.Tokenize(pb.TokenizeRequest(text=text))).token_ids
+        assert bytes(tokens) == text.encode()
+        assert (await it.stub.Detokenize(pb.DetokenizeRequest(token_ids=tokens))).text == text
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await it.stub.Detokenize(pb.DetokenizeRequest(token_ids=[97, 257]))
+        assert refusal(caught.value, error_details_pb2.BadRequest()).field_violations[0].field == "token_ids"
+
+    serve(scenario)
+
+
+def test_model_and_load_are_told(serve: Serve) -> None:
+    async def scenario(it: Served) -> None:
+        model = await it.stub.GetModel(pb.GetModelRequest())
+        assert (model.name, model.version, model.family, model.vocab_size) == ("echo", "1.2.3", "fake", 257)
+        assert (model.max_context, list(model.eos_token_ids), model.has_tokenizer) == (2048, [EOS], True)
+        assert [bucket.tokens for bucket in model.buckets] == [16]
+        calls = [it.stub.Generate(pb.GenerateRequest(prompt="abc", max_tokens=9)) for _ in range(3)]
+        await it.until(lambda: it.engine.load().waiting == 3)
+        await it.step(2)
+        load = await it.stub.GetLoad(pb.GetLoadRequest())
+        assert (load.running, load.max_rows, load.waiting, load.waiting_tokens) == (2, 2, 1, 3)
+        assert (load.slots_used, load.generated_tokens, load.iterations) == (2 * (3 + 2), 4, 2)
+        assert load.compiled_after_ready == 0
+        it.engine.release()
+        await asyncio.gather(*calls)
+
+    serve(scenario, held=True, config=EngineConfig(max_rows=2))
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("field", "fields"),
+    [
+        ("prompt", {}),
+        ("prompt", {"prompt": ""}),
+        ("prompt_token_ids", {"prompt_token_ids": pb.TokenIds()}),
+        ("prompt_token_ids", {"prompt_token_ids": pb.TokenIds(ids=[97, 257])}),
+        ("prompt_token_ids", {"prompt_token_ids": pb.TokenIds(ids=[-1])}),
+        ("max_tokens", {"prompt": "a", "max_tokens": 0}),
+        ("max_tokens", {"prompt": "a", "max_tokens": 2048}),
+        ("temperature", {"prompt": "a", "temperature": -0.1}),
+        ("temperature", {"prompt": "a", "temperature": float("nan")}),
+        ("top_p", {"prompt": "a", "top_p": 0.0}),
+        ("top_k", {"prompt": "a", "top_k": -1}),
+        ("min_p", {"prompt": "a", "min_p": 2.0}),
+        ("repetition_penalty", {"prompt": "a", "repetition_penalty": 0.0}),
+        ("presence_penalty", {"prompt": "a", "presence_penalty": 3.0}),
+        ("frequency_penalty", {"prompt": "a", "frequency_penalty": float("inf")}),
+        ("logit_bias", {"prompt": "a", "logit_bias": {97: 101.0}}),
+        ("logit_bias", {"prompt": "a", "logit_bias": {1000: 1.0}}),
+        ("stop", {"prompt": "a", "stop": [""]}),
+        ("stop", {"prompt": "a", "stop": ["x"] * 17}),
+        ("stop_token_ids", {"prompt": "a", "stop_token_ids": [257]}),
+        ("logprobs", {"prompt": "a", "logprobs": 21}),
+        ("prompt_logprobs", {"prompt": "a", "prompt_logprobs": -1}),
+        ("request_id", {"prompt": "a", "request_id": "x" * 257}),
+    ],
+)
+def test_a_wrong_field_is_named(serve: Serve, field: str, fields: dict[str, Any]) -> None:
+    async def scenario(it: Served) -> None:
+        for method in (it.stub.Generate, lambda request: collect(it.stub.GenerateStream(request))):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await method(pb.GenerateRequest(**fields))
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            (violation,) = refusal(caught.value, error_details_pb2.BadRequest()).field_violations
+            assert violation.field == field
+            assert violation.description
+
+    serve(scenario)
+
+
+@pytest.mark.parametrize("limit", [{"max_queued_requests": 1}, {"max_queued_tokens": 3}])
+def test_a_full_queue_refuses_at_once_and_says_when_to_come_back(serve: Serve, limit: dict[str, int]) -> None:
+    async def scenario(it: Served) -> None:
+        def ask() -> Any:
+            return it.stub.Generate(pb.GenerateRequest(prompt="abc", max_tokens=2))
+
+        calls = [ask()]
+        await it.until(lambda: it.engine.load().waiting == 1)
+        await it.step()
+        calls.append(ask())
+        await it.until(lambda: it.engine.load().waiting == 1)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:  # although the engine does not move
+            await ask()
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert refusal(caught.value, error_details_pb2.RetryInfo()).retry_delay.ToMilliseconds() > 0
+        it.engine.release()
+        assert [(await call).text for call in calls] == ["ab", "ab"]
+
+    serve(scenario, held=True, config=EngineConfig(max_rows=1, **limit))
+
+
+def test_a_message_over_the_limit_is_refused(serve: Serve) -> None:
+    async def scenario(it: Served) -> None:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await it.stub.Tokenize(pb.TokenizeRequest(text="x" * (5 * 2**20)))
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+    serve(scenario)
+
+
+def test_one_requests_fault_touches_no_other(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(it: Served) -> None:
+        good = it.stub.Generate(pb.GenerateRequest(prompt="abc", max_tokens=4))
+        bad = it.stub.Generate(pb.GenerateRequest(prompt="!", max_tokens=4, request_id="bad one"))
+        await it.until(lambda: it.engine.load().waiting == 2)
+        it.engine.release()
+        assert (await good).text == "abca"
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await bad
+        assert caught.value.code() is grpc.StatusCode.INTERNAL
+        assert "bad one" in str(caught.value.details())
+        assert "poison" not in str(caught.value.details())
+        assert (await it.stub.Generate(pb.GenerateRequest(prompt="ab", max_tokens=1))).text == "a"
+
+    serve(scenario, held=True, poison=frozenset(b"!"))
+    assert "bad one" in caplog.text
+    assert "this prompt is poison" in caplog.text
+
+
+# Endings that the caller chooses
+
+
+def test_a_cancelled_call_gives_its_slots_back_within_one_iteration(serve: Serve) -> None:
+    async def scenario(it: Served) -> None:
+        call = it.stub.GenerateStream(pb.GenerateRequest(prompt="abc", max_tokens=LONG))
+        await it.until(lambda: it.engine.load().waiting == 1)
+        await it.step()
+        await call.read()
+        assert it.engine.load().slots_used == 4
+        call.cancel()
+        await it.until(lambda: it.engine.load().slots_used == 0)
+        assert it.engine.iterations == 1
+        await it.server.service.idle()
+
+    serve(scenario, held=True)
+
+
+def test_a_cancelled_call_that_waits_leaves_the_queue(serve: Serve) -> None:
+    async def scenario(it: Served) -> None:
+        call = it.stub.Generate(pb.GenerateRequest(prompt="abc", max_tokens=LONG))
+        await it.until(lambda: it.engine.load().waiting == 1)
+        call.cancel()
+        await it.until(lambda: it.engine.load().waiting == 0)
+
+    serve(scenario, held=True)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_deadline_gives_the_slots_back(serve: Serve, streams: bool) -> None:
+    async def scenario(it: Served) -> None:
+        request = pb.GenerateRequest(prompt="abc", max_tokens=LONG)
+        call = it.stub.GenerateStream(request, timeout=0.2) if streams else it.stub.Generate(request, timeout=0.2)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await (collect(call) if streams else call)
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        await it.until(lambda: len(it.engine.aborted) == 1)
+        await it.server.service.idle()
+
+    serve(scenario, held=True)
+
+
+@pytest.mark.parametrize("timeout", [None, 1.0])
+def test_a_reader_who_stops_reading_delays_nobody_and_can_still_be_ended(
+    serve: Serve, timeout: float | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario(it: Served) -> None:
+        # A window of 64 KiB that does not grow, and large messages: the server's write blocks before long.
+        window = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 2**16))
+        async with grpc.aio.insecure_channel(it.address, options=window) as channel:
+            request = pb.GenerateRequest(prompt="abc", max_tokens=10**6, logprobs=20)
+            call = InferenceStub(channel).GenerateStream(request, timeout=timeout)
+            await call.read()
+            other = await it.stub.Generate(pb.GenerateRequest(prompt="xy", max_tokens=2000))
+            assert other.text == "xy" * 1000
+            if timeout is None:
+                call.cancel()
+            await it.server.service.idle()
+            await it.until(lambda: it.engine.load().slots_used == 0)
+            assert len(it.engine.aborted) == 1
+
+    serve(scenario, max_context=2 * 10**6)
+    assert not caplog.records
+
+
+# The server's own end
+
+
+async def health(it: Served, service: str = "") -> int:
+    answer = await HealthStub(it.channel).Check(HealthCheckRequest(service=service))
+    return answer.status
+
+
+def test_health_follows_the_engine(serve: Serve) -> None:
+    async def scenario(it: Served) -> None:
+        assert [await health(it, name) for name in ("", SERVICE)] == [HealthCheckResponse.SERVING] * 2
+        watch = HealthStub(it.channel).Watch(HealthCheckRequest(service=SERVICE))
+        assert (await watch.read()).status == HealthCheckResponse.SERVING
+        it.engine.fail()
+        assert (await watch.read()).status == HealthCheckResponse.NOT_SERVING
+        assert await health(it) == HealthCheckResponse.NOT_SERVING
+        watch.cancel()
+
+    serve(scenario)
+
+
+def test_a_failed_engine_ends_its_calls_and_takes_no_new_ones(serve: Serve) -> None:
+    async def scenario(it: Served) -> None:
+        call = it.stub.Generate(pb.GenerateRequest(prompt="abc", max_tokens=LONG))
+        await it.until(lambda: it.engine.load().waiting == 1)
+        it.engine.fail()
+        for late in (call, it.stub.Generate(pb.GenerateRequest(prompt="abc"))):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await late
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+    serve(scenario, held=True)
+
+
+def test_an_engine_that_dies_without_a_word_ends_its_calls(serve: Serve) -> None:
+    async def scenario(it: Served) -> None:
+        call = it.stub.GenerateStream(pb.GenerateRequest(prompt="abc", max_tokens=LONG))
+        await it.until(lambda: it.engine.load().waiting == 1)
+        it.engine.fail(silently=True)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+    serve(scenario, held=True)
+
+
+def test_reflection_shows_the_services(serve: Serve) -> None:
+    async def scenario(it: Served) -> None:
+        def services() -> set[str]:
+            with grpc.insecure_channel(it.address) as channel:
+                return set(ProtoReflectionDescriptorDatabase(channel).get_services())
+
+        shown = await asyncio.to_thread(services)
+        assert shown >= {SERVICE, "grpc.health.v1.Health"}
+
+    serve(scenario)
+
+
+def test_drain_refuses_new_calls_and_lets_running_ones_finish(serve: Serve) -> None:
+    async def scenario(it: Served) -> None:
+        call = it.stub.Generate(pb.GenerateRequest(prompt="abc", max_tokens=3))
+        await it.until(lambda: it.engine.load().waiting == 1)
+        watch = HealthStub(it.channel).Watch(HealthCheckRequest())
+        assert (await watch.read()).status == HealthCheckResponse.SERVING
+        draining = asyncio.create_task(it.server.drain(WAIT_SECONDS))
+        assert (await watch.read()).status == HealthCheckResponse.NOT_SERVING
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await it.stub.Generate(pb.GenerateRequest(prompt="abc"))
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert (await it.stub.GetLoad(pb.GetLoadRequest())).waiting == 1
+        it.engine.release()
+        assert (await call).text == "abc"
+        watch.cancel()
+        assert await draining == 0
+
+    serve(scenario, held=True)
+
+
+def test_drain_cuts_short_what_does_not_end_in_time(serve: Serve) -> None:
+    async def scenario(it: Served) -> None:
+        call = it.stub.GenerateStream(pb.GenerateRequest(prompt="abc", max_tokens=LONG))
+        await it.until(lambda: it.engine.load().waiting == 1)
+        await it.step()
+        assert (await call.read()).text == "a"
+        assert await it.server.drain(0.01) == 1
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        await it.until(lambda: it.engine.load().slots_used == 0)
+
+    serve(scenario, held=True)
