@@ -23,7 +23,7 @@ from jaxserve import batch, startup, streaming
 from jaxserve.completion import Completion, Delta
 from jaxserve.config import EngineConfig
 from jaxserve.iteration import IterationPlan
-from jaxserve.models.layers import ModelConfig
+from jaxserve.models.schema import ModelConfig
 from jaxserve.pipeline import Pipeline
 from jaxserve.request import FinishReason, InvalidRequest, QueueFull, Request, TokenEvent
 from jaxserve.stage import Progress
@@ -307,7 +307,7 @@ class Engine:
           QueueFull: too many requests or tokens wait already.
           EngineStopped: the engine was stopped or has failed.
         """
-        self._check(request)
+        self.check(request)
         with self._changed:
             if self._stopping:
                 raise EngineStopped(
@@ -320,9 +320,8 @@ class Engine:
             if requests + 1 > self.config.max_queued_requests:
                 raise QueueFull(f"{requests} requests are waiting, as many as may (max_queued_requests)")
             if tokens + len(request.prompt) > self.config.max_queued_tokens and requests:
-                raise QueueFull(
-                    f"{tokens} tokens are waiting; with {len(request.prompt)} more it would be over max_queued_tokens ({self.config.max_queued_tokens})"
-                )
+                most, new = self.config.max_queued_tokens, len(request.prompt)
+                raise QueueFull(f"{tokens} tokens are waiting; {new} more are over max_queued_tokens ({most})")
             self._mailed_requests += 1
             self._mailed_tokens += len(request.prompt)
             self._sinks[request.request_id] = sink
@@ -334,7 +333,8 @@ class Engine:
         except ValueError as refusal:
             self._publish([TokenEvent(request.request_id, finish_reason=FinishReason.ERROR, error=str(refusal))])
 
-    def _check(self, request: Request) -> None:
+    def check(self, request: Request) -> None:
+        """Raises InvalidRequest, naming the field, for a request that this engine can never serve."""
         vocab_size = self.model_config.vocab_size
         self._scheduler.check(request)
         for field, tokens in (
@@ -401,8 +401,8 @@ class Engine:
             running=scheduler.num_running,
             waiting=scheduler.num_waiting + self._mailed_requests,
             waiting_tokens=scheduler.waiting_tokens + self._mailed_tokens,
-            slots_used=pool.used_slots,
-            slots_cached=pool.cached_slots,
+            slots_used=pool.slots_used,
+            slots_cached=pool.num_cached * pool.block_size,
             slots_total=pool.n_slots,
             iterations=self._iterations,
             prompt_tokens=self._prompt_tokens,

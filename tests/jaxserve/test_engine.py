@@ -1,0 +1,373 @@
+"""The engine whole: tiny random models, driven a step at a time so that every run is the same."""
+
+import random
+import threading
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve import models, sampler, startup
+from jaxserve.config import EngineConfig
+from jaxserve.engine import Engine, EngineStopped
+from jaxserve.iteration import SamplerVariant
+from jaxserve.request import FinishReason, InvalidRequest, QueueFull, Request, SamplingParams
+
+VOCAB = 97
+BLOOM = models.parse_config(
+    {
+        "model_type": "bloom",
+        "vocab_size": VOCAB,
+        "hidden_size": 24,
+        "n_layer": 2,
+        "n_head": 3,
+        "eos_token_id": 2,
+        "layer_norm_epsilon": 1e-5,
+    }
+)
+CONFIG = EngineConfig(max_rows=6, block_size=4, slots=4096, buckets=(6, 12, 24), max_context=96, scoring=False)
+
+
+@pytest.fixture(scope="module")
+def params():
+    """Random weights, large enough that the model has opinions."""
+    tree = models.build(BLOOM).init(0, jnp.float32)
+    return jax.tree.map(lambda leaf: leaf * 4 if leaf.ndim > 1 else leaf, tree)
+
+
+def make_engine(params, **settings) -> Engine:
+    changed = {name: settings.get(name, getattr(CONFIG, name)) for name in EngineConfig.__dataclass_fields__}
+    return Engine.from_params(BLOOM, params, EngineConfig(**changed))
+
+
+class Answers:
+    """A sink that keeps what each request was given."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[str, list[int]] = {}
+        self.logprobs: dict[str, list[float]] = {}
+        self.reasons: dict[str, FinishReason] = {}
+        self.calls = 0
+
+    def __call__(self, events) -> None:
+        self.calls += 1
+        for event in events:
+            self.tokens.setdefault(event.request_id, []).extend(event.token_ids)
+            self.logprobs.setdefault(event.request_id, []).extend(event.logprobs)
+            if event.finish_reason is not None:
+                assert event.request_id not in self.reasons
+                self.reasons[event.request_id] = event.finish_reason
+
+
+def run(engine: Engine, arrivals: list[tuple[int, Request]]) -> Answers:
+    """Submits each request before the step of its number and steps until all is done."""
+    answers, step = Answers(), 0
+    arrivals = sorted(arrivals, key=lambda pair: pair[0])
+    while arrivals or engine.load().running or engine.load().waiting:
+        while arrivals and arrivals[0][0] <= step:
+            engine.submit(arrivals.pop(0)[1], answers)
+        engine.step()
+        step += 1
+        assert step < 20_000
+    while engine.step():  # the iteration that was ahead
+        pass
+    return answers
+
+
+def traffic(count: int) -> list[tuple[int, Request]]:
+    """Requests of unlike lengths, parameters and arrivals, half of them behind one of three shared prefixes."""
+    rng = random.Random(7)
+    prefixes = [tuple(rng.randrange(3, VOCAB) for _ in range(length)) for length in (8, 17, 30)]
+    arrivals, step = [], 0
+    for index in range(count):
+        step += rng.choice((0, 0, 1, 3))
+        prompt = tuple(rng.randrange(3, VOCAB) for _ in range(rng.randint(1, 24)))
+        if index % 2:
+            prompt = rng.choice(prefixes) + prompt
+        sampling = SamplingParams(
+            max_tokens=rng.randint(1, 40),
+            temperature=rng.choice((0.0, 0.0, 0.7, 1.0)),
+            top_p=rng.choice((1.0, 0.9)),
+            top_k=rng.choice((0, 5)),
+            repetition_penalty=rng.choice((1.0, 1.0, 1.3)),
+            frequency_penalty=rng.choice((0.0, 0.5)),
+            seed=rng.getrandbits(63),
+            ignore_eos=rng.random() < 0.5,
+        )
+        request = Request(request_id=str(index), prompt=prompt, sampling=sampling, arrival=float(index))
+        arrivals.append((step, request))
+    return arrivals
+
+
+@pytest.fixture(scope="module")
+def alone(params) -> Answers:
+    """Each request's own run: nobody else, no shared prefix."""
+    engine = make_engine(params, prefix_cache=False)
+    answers = Answers()
+    for _, request in traffic(200):
+        engine.submit(request, answers)
+        while engine.step():
+            pass
+    return answers
+
+
+@pytest.mark.parametrize(("policy", "slots"), [("reserve", 320), ("grow", 200)])
+def test_under_load_as_alone(params, alone, policy, slots) -> None:
+    engine = make_engine(params, slot_policy=policy, slots=slots)
+    arrivals = traffic(200)
+    answers = run(engine, arrivals)
+    load = engine.load()
+    assert load.cached_tokens > 0
+    assert (load.preemptions > 0) == (policy == "grow")
+    assert load.slots_used == 0
+    assert load.compiled_after_ready == 0
+    different = [i for i, _ in enumerate(arrivals) if answers.tokens[str(i)] != alone.tokens[str(i)]]
+    assert len(different) <= len(arrivals) // 100
+    for index in different:
+        assert_within_margin(params, arrivals[index][1], alone.tokens[str(index)], answers.tokens[str(index)])
+    assert all(answers.reasons[i] == alone.reasons[i] for i in alone.reasons if int(i) not in different)
+
+
+def assert_within_margin(params, request: Request, expected: list[int], found: list[int]) -> None:
+    """The first differing token is one that logits moved by under 1e-3 would have chosen as well."""
+    position = next(i for i, (a, b) in enumerate(zip(expected, found, strict=False)) if a != b)
+    tokens = [*request.prompt, *expected[:position]]
+    logits = dense_logits(params, tokens)[-1]
+    row = jax.tree.map(lambda value: jnp.asarray(value)[None], sampler.encode(request.sampling, len(request.prompt)))
+    history = np.zeros((1, CONFIG.max_context or 0), np.int32)
+    history[0, : len(tokens)] = tokens
+    choose = jax.jit(partial(sampler.sample, variant=SamplerVariant.FULL))
+    noise = np.random.default_rng(0).uniform(-1e-3, 1e-3, (200, VOCAB)).astype(np.float32)
+    chosen = {int(choose(logits[None] + n, row, jnp.array([len(tokens)]), history).tokens[0]) for n in noise}
+    assert found[position] in chosen
+
+
+def dense_logits(params, tokens: list[int]) -> jax.Array:
+    """float32[T, V] of a whole sequence at once, with plain causal attention."""
+    model = models.build(BLOOM)
+    x = model.embed(params, jnp.asarray(tokens), jnp.arange(len(tokens)))
+    for layer in range(BLOOM.num_layers):
+
+        def attend(q, k, v, cache, layer=layer):
+            scores = jnp.einsum("tnd,snd->nts", q, k) * BLOOM.attention_scale(layer)
+            scores += BLOOM.alibi_slopes[:, None, None] * jnp.arange(len(tokens))
+            mask = jnp.tril(jnp.ones((len(tokens), len(tokens)), bool))
+            return jnp.einsum("nts,snd->tnd", jax.nn.softmax(jnp.where(mask, scores, -jnp.inf)), v), cache
+
+        x, _ = model.layer(params, layer, x, attend, None)
+    return model.logits(params, model.norm(params, x))
+
+
+def test_greedy_tokens_and_logprobs_are_the_models_own(params) -> None:
+    prompt = tuple(range(5, 30))
+    sampling = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    answers = run(make_engine(params), [(0, Request(request_id="a", prompt=prompt, sampling=sampling))])
+    logprobs = jax.nn.log_softmax(dense_logits(params, [*prompt, *answers.tokens["a"]]))
+    steps = logprobs[len(prompt) - 1 : -1]
+    np.testing.assert_array_equal(jnp.argmax(steps, axis=-1), answers.tokens["a"])
+    np.testing.assert_allclose(jnp.max(steps, axis=-1), answers.logprobs["a"], atol=1e-4)
+
+
+def test_prompt_logprobs_and_alternatives(params) -> None:
+    engine = make_engine(params, scoring=True)
+    prompt = tuple(range(5, 45))
+    events = []
+    sampling = SamplingParams(max_tokens=2, temperature=0.0, logprobs=2, prompt_logprobs=1, ignore_eos=True)
+    warm = SamplingParams(max_tokens=1)
+    engine.submit(Request(request_id="warm", prompt=prompt, sampling=warm), lambda _: None)
+    while engine.step():
+        pass
+    engine.submit(Request(request_id="a", prompt=prompt, sampling=sampling), events.extend)
+    while engine.step():
+        pass
+    expected = jax.nn.log_softmax(dense_logits(params, list(prompt)))
+    scored = [entry for event in events for entry in event.prompt_logprobs]
+    assert len(scored) == len(prompt) - 1
+    np.testing.assert_allclose(
+        [logprob for logprob, _ in scored], expected[np.arange(39), np.array(prompt[1:])], atol=1e-4
+    )
+    assert [alternatives.token_ids[0] for _, alternatives in scored] == np.argmax(expected[:-1], axis=-1).tolist()
+    top = next(event for event in events if event.token_ids)
+    best = np.argsort(-np.asarray(expected[-1]))[:2]
+    assert list(top.top_logprobs[0].token_ids) == best.tolist()
+    np.testing.assert_allclose(top.top_logprobs[0].logprobs, expected[-1][best], atol=1e-4)
+
+
+def test_the_next_iteration_is_launched_before_the_tokens_of_this_one_are_read(params, monkeypatch) -> None:
+    engine = make_engine(params)
+    order = []
+    pipeline = engine._pipeline
+    launch, wait = pipeline.launch, pipeline.wait
+    monkeypatch.setattr(
+        pipeline, "launch", lambda plan, packed: (order.append(("launch", plan.sequence)), launch(plan, packed))
+    )
+
+    def spy():
+        plan, result = wait()
+        order.append(("wait", plan.sequence))
+        return plan, result
+
+    monkeypatch.setattr(pipeline, "wait", spy)
+    sampling = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
+    run(engine, [(0, Request(request_id="a", prompt=(5, 6), sampling=sampling))])
+    launches = {sequence: index for index, (what, sequence) in enumerate(order) if what == "launch"}
+    waits = {sequence: index for index, (what, sequence) in enumerate(order) if what == "wait"}
+    assert len(launches) >= 5
+    assert all(launches[n + 1] < waits[n] for n in waits if n + 1 in launches)
+
+
+def test_no_iteration_copies_the_pool(params) -> None:
+    engine = make_engine(params)
+    for program in engine._pipeline.stage._forward.values():
+        memory = program.memory_analysis()
+        assert memory.alias_size_in_bytes >= engine.report.pool_bytes
+        assert memory.temp_size_in_bytes < engine.report.pool_bytes / 4
+
+
+def test_abort_gives_the_slots_back_within_one_iteration(params) -> None:
+    engine, answers = make_engine(params, prefix_cache=False), Answers()
+    sampling = SamplingParams(max_tokens=60, ignore_eos=True)
+    for name in "ab":
+        engine.submit(Request(request_id=name, prompt=(5, 6, 7), sampling=sampling), answers)
+    for _ in range(4):
+        engine.step()
+    engine.abort("a")
+    engine.abort("never seen")
+    engine.step()
+    assert answers.reasons == {"a": FinishReason.ABORTED}
+    assert engine.load().running == 1
+    before = len(answers.tokens["a"])
+    while engine.step():
+        pass
+    assert len(answers.tokens["a"]) == before
+    assert (answers.reasons["b"], len(answers.tokens["b"])) == (FinishReason.LENGTH, 60)
+    assert engine.load().slots_used == 0
+
+
+def test_a_full_queue_refuses_at_once(params) -> None:
+    engine, answers = make_engine(params, max_queued_requests=2, max_queued_tokens=10), Answers()
+    ask = partial(Request, sampling=SamplingParams(max_tokens=4))
+    engine.submit(ask(request_id="a", prompt=(5,) * 8), answers)
+    with pytest.raises(QueueFull, match="max_queued_tokens"):
+        engine.submit(ask(request_id="b", prompt=(5, 6, 7)), answers)
+    engine.submit(ask(request_id="c", prompt=(5,)), answers)
+    with pytest.raises(QueueFull, match="max_queued_requests"):
+        engine.submit(ask(request_id="d", prompt=(5,)), answers)
+    while engine.step():
+        pass
+    assert set(answers.reasons) == {"a", "c"}
+
+
+@pytest.mark.parametrize(
+    ("field", "request_"),
+    [
+        ("prompt_token_ids", Request(request_id="x", prompt=(5, VOCAB), sampling=SamplingParams())),
+        ("prompt_token_ids", Request(request_id="x", prompt=(-1,), sampling=SamplingParams())),
+        ("stop_token_ids", Request(request_id="x", prompt=(5,), sampling=SamplingParams(stop_token_ids=(VOCAB,)))),
+        ("logit_bias", Request(request_id="x", prompt=(5,), sampling=SamplingParams(logit_bias=((VOCAB, 1.0),)))),
+        ("prompt_logprobs", Request(request_id="x", prompt=(5,), sampling=SamplingParams(prompt_logprobs=0))),
+        ("stop", Request(request_id="x", prompt=(5,), sampling=SamplingParams(stop=("a",)))),
+        ("max_tokens", Request(request_id="x", prompt=(5,), sampling=SamplingParams(max_tokens=96))),
+        ("prompt", Request(request_id="x", prompt=(), sampling=SamplingParams())),
+    ],
+)
+def test_what_can_never_be_served_is_refused_by_name(engine_, field, request_) -> None:
+    with pytest.raises(InvalidRequest) as refusal:
+        engine_.submit(request_, Answers())
+    assert refusal.value.field == field
+    assert engine_.load().waiting == 0
+
+
+@pytest.fixture(scope="module")
+def engine_(params) -> Engine:
+    return make_engine(params)
+
+
+def test_one_callers_fault_does_not_touch_another(engine_, caplog) -> None:
+    def broken(_events) -> None:
+        raise OSError("the caller has gone")
+
+    answers, sampling = Answers(), SamplingParams(max_tokens=3, ignore_eos=True)
+    engine_.submit(Request(request_id="bad", prompt=(5,), sampling=sampling), broken)
+    engine_.submit(Request(request_id="good", prompt=(5,), sampling=sampling), answers)
+    while engine_.step():
+        pass
+    assert answers.reasons == {"good": FinishReason.LENGTH}
+    assert "sink failed" in caplog.text
+
+
+def test_a_sink_is_called_once_an_iteration(engine_) -> None:
+    answers, sampling = Answers(), SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+    for name in "abc":
+        engine_.submit(Request(request_id=name, prompt=(5, 6), sampling=sampling), answers)
+    while engine_.step():
+        pass
+    assert {len(tokens) for tokens in answers.tokens.values()} == {3}
+    assert answers.calls == 3
+
+
+def test_threaded_engine_serves_and_stops(params) -> None:
+    done = threading.Event()
+    answers = Answers()
+
+    def sink(events) -> None:
+        answers(events)
+        if answers.reasons:
+            done.set()
+
+    with make_engine(params) as engine:
+        assert engine.is_healthy
+        engine.submit(Request(request_id="a", prompt=(5,), sampling=SamplingParams(max_tokens=3)), sink)
+        assert done.wait(60)
+        engine.submit(Request(request_id="b", prompt=(5,), sampling=SamplingParams(max_tokens=90)), sink)
+    assert set(answers.reasons) == {"a", "b"}
+    assert not engine.is_healthy
+    with pytest.raises(EngineStopped):
+        engine.submit(Request(request_id="c", prompt=(5,), sampling=SamplingParams()), sink)
+
+
+def test_a_failing_device_ends_every_request_and_says_so(params, monkeypatch, caplog) -> None:
+    engine, events, done = make_engine(params), [], threading.Event()
+    monkeypatch.setattr(engine._pipeline, "launch", lambda *_: (_ for _ in ()).throw(RuntimeError("device lost")))
+    with engine:
+        engine.submit(
+            Request(request_id="a", prompt=(5,), sampling=SamplingParams()), lambda e: (events.extend(e), done.set())
+        )
+        assert done.wait(60)
+        assert not engine.is_healthy
+    assert events[0].finish_reason is FinishReason.ERROR
+    assert "device lost" in (events[0].error or "")
+    assert "device lost" in caplog.text
+
+
+def test_update_params_changes_answers_and_forgets_prefixes(params) -> None:
+    engine = make_engine(params)
+    prompt = tuple(range(5, 30))
+    ask = partial(Request, prompt=prompt, sampling=SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True))
+    before = run(engine, [(0, ask(request_id="a"))]).tokens["a"]
+    other = models.build(BLOOM).init(1, jnp.float32)
+    engine.update_params(other)
+    cached = engine.load().cached_tokens
+    after = run(engine, [(0, ask(request_id="b"))]).tokens["b"]
+    assert engine.load().cached_tokens == cached
+    assert after == run(make_engine(other), [(0, ask(request_id="c"))]).tokens["c"] != before
+    engine.submit(ask(request_id="d"), Answers())
+    engine.step()
+    with pytest.raises(RuntimeError, match="1 requests are alive"):
+        engine.update_params(params)
+
+
+def test_a_wrong_tree_is_named(params) -> None:
+    with pytest.raises(ValueError, match=r"embed.*has .*; the model has"):
+        Engine.from_params(BLOOM, {**params, "embed": {"other": jnp.zeros(3)}}, CONFIG)
+    assert startup.check_tree(params, params) is None
+
+
+def test_request_level_batching_holds_answers_back(params, alone) -> None:
+    engine = make_engine(params, scheduler="request")
+    arrivals = [(0, request) for _, request in traffic(12)]
+    answers = run(engine, arrivals)
+    for _, request in arrivals:
+        assert answers.reasons[request.request_id] == alone.reasons[request.request_id]
