@@ -1,8 +1,8 @@
 """The model families, one module each, and a model as pure functions of its parameters.
 
 A family is a module of this folder, named as `model_type` in a checkpoint's config.json. It exports `parse_config` and
-`hf_config`, the NNX modules `Embed`, `Block` and `Head`, the table `AXES` of logical axis names, and the table
-`TENSORS` of the names its parameters have in a checkpoint.
+`hf_config`, the NNX modules `Embed`, `Block` and `Head`, the table `AXES` of its parameters' logical axis names, the
+table `TENSORS` of how a checkpoint stores them, and `NO_PARAMETERS`, names of what else a checkpoint may hold.
 """
 
 from __future__ import annotations
@@ -23,6 +23,11 @@ from jaxserve.models.schema import ModelConfig
 _SHARED = ("layers", "schema")
 
 Params = dict[str, Any]  # {"embed": {...}, "layers": [{...}, ...], "head": {...}}, arrays at the leaves
+
+
+def is_tuple(leaf: Any) -> bool:
+    """Whether a node of `Model.axes` or `Model.stored` is a leaf; both are tuples, which jax.tree would enter."""
+    return isinstance(leaf, tuple)
 
 
 def families() -> tuple[str, ...]:
@@ -108,9 +113,25 @@ class Model:
 
     def axes(self) -> Params:
         """The same tree with each parameter's logical axis names: a tuple at each leaf."""
-        axes = self._family.AXES
-        head = {name: axes["head"][name] for name in self._head_state}
-        return self._tree(axes["embed"], axes["layer"], head)
+        return self._table(self._family.AXES)
+
+    def stored(self) -> Params:
+        """The same tree with how a checkpoint stores each parameter: a schema.Stored at each leaf."""
+
+        def name(i: int, layer: dict[str, Any]) -> dict[str, Any]:
+            return jax.tree.map(lambda leaf: leaf._replace(name=leaf.name.format(i=i)), layer, is_leaf=is_tuple)
+
+        tree = self._table(self._family.TENSORS)
+        return tree | {"layers": [name(i, layer) for i, layer in enumerate(tree["layers"])]}
+
+    def no_parameters(self) -> frozenset[str]:
+        """Names, without prefix, of tensors that a checkpoint may hold and that mean nothing."""
+        names = self._family.NO_PARAMETERS
+        return frozenset(name.format(i=i) for name in names for i in range(self.config.num_layers))
+
+    def _table(self, table: dict[str, Any]) -> Params:
+        head = {name: table["head"][name] for name in self._head_state}
+        return self._tree(table["embed"], table["layer"], head)
 
     def axis_sizes(self) -> dict[str, int]:
         """How many things each logical axis counts; an array may hold several numbers for one (q, k, v of a head)."""

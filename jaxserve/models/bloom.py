@@ -10,7 +10,7 @@ import jax
 from flax import nnx
 
 from jaxserve.models.layers import ACTIVATIONS, Attend, LayerNorm, Linear, Table, split_heads
-from jaxserve.models.schema import Fields, ModelConfig, head_size
+from jaxserve.models.schema import Fields, ModelConfig, Stored, head_size
 
 AXES = {
     "embed": {
@@ -30,6 +30,47 @@ AXES = {
         "tokens": {"table": ("vocab", "embed")},
     },
 }
+
+TENSORS = {
+    "embed": {
+        "tokens": {"table": Stored("word_embeddings.weight")},
+        "norm": {
+            "scale": Stored("word_embeddings_layernorm.weight"),
+            "bias": Stored("word_embeddings_layernorm.bias"),
+        },
+    },
+    "layer": {
+        "attention_norm": {
+            "scale": Stored("h.{i}.input_layernorm.weight"),
+            "bias": Stored("h.{i}.input_layernorm.bias"),
+        },
+        "qkv": {
+            "kernel": Stored("h.{i}.self_attention.query_key_value.weight"),
+            "bias": Stored("h.{i}.self_attention.query_key_value.bias"),
+        },
+        "out": {
+            "kernel": Stored("h.{i}.self_attention.dense.weight"),
+            "bias": Stored("h.{i}.self_attention.dense.bias"),
+        },
+        "ffn_norm": {
+            "scale": Stored("h.{i}.post_attention_layernorm.weight"),
+            "bias": Stored("h.{i}.post_attention_layernorm.bias"),
+        },
+        "up": {
+            "kernel": Stored("h.{i}.mlp.dense_h_to_4h.weight"),
+            "bias": Stored("h.{i}.mlp.dense_h_to_4h.bias"),
+        },
+        "down": {
+            "kernel": Stored("h.{i}.mlp.dense_4h_to_h.weight"),
+            "bias": Stored("h.{i}.mlp.dense_4h_to_h.bias"),
+        },
+    },
+    "head": {
+        "norm": {"scale": Stored("ln_f.weight"), "bias": Stored("ln_f.bias")},
+        "tokens": {"table": Stored("lm_head.weight")},
+    },
+}
+NO_PARAMETERS: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

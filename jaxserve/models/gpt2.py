@@ -10,7 +10,7 @@ import jax
 from flax import nnx
 
 from jaxserve.models.layers import ACTIVATIONS, Attend, LayerNorm, Linear, Table, split_heads
-from jaxserve.models.schema import Fields, ModelConfig, head_size
+from jaxserve.models.schema import Fields, ModelConfig, Stored, head_size
 
 AXES = {
     "embed": {
@@ -30,6 +30,33 @@ AXES = {
         "tokens": {"table": ("vocab", "embed")},
     },
 }
+
+TENSORS = {
+    "embed": {
+        "tokens": {"table": Stored("wte.weight")},
+        "positions": {"table": Stored("wpe.weight")},
+    },
+    "layer": {
+        "attention_norm": {"scale": Stored("h.{i}.ln_1.weight"), "bias": Stored("h.{i}.ln_1.bias")},
+        "qkv": {
+            "kernel": Stored("h.{i}.attn.c_attn.weight", transposed=True, parts=True),
+            "bias": Stored("h.{i}.attn.c_attn.bias", parts=True),
+        },
+        "out": {
+            "kernel": Stored("h.{i}.attn.c_proj.weight", transposed=True),
+            "bias": Stored("h.{i}.attn.c_proj.bias"),
+        },
+        "ffn_norm": {"scale": Stored("h.{i}.ln_2.weight"), "bias": Stored("h.{i}.ln_2.bias")},
+        "up": {"kernel": Stored("h.{i}.mlp.c_fc.weight", transposed=True), "bias": Stored("h.{i}.mlp.c_fc.bias")},
+        "down": {"kernel": Stored("h.{i}.mlp.c_proj.weight", transposed=True), "bias": Stored("h.{i}.mlp.c_proj.bias")},
+    },
+    "head": {
+        "norm": {"scale": Stored("ln_f.weight"), "bias": Stored("ln_f.bias")},
+        "tokens": {"table": Stored("lm_head.weight")},
+    },
+}
+# Masks that older versions of the library saved with each layer.
+NO_PARAMETERS = ("h.{i}.attn.bias", "h.{i}.attn.masked_bias")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,11 +1,11 @@
-"""A model's configuration as a value, and how one is read from what a checkpoint's config.json says."""
+"""A model's configuration as a value, how one is read from config.json, and how a checkpoint stores a parameter."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -60,6 +60,20 @@ def alibi_slopes(num_heads: int) -> np.ndarray:
     slopes = [2.0 ** (-8.0 * i / power) for i in range(1, power + 1)]
     slopes += [2.0 ** (-4.0 * i / power) for i in range(1, 2 * (num_heads - power), 2)]
     return np.asarray(slopes, np.float32)
+
+
+class Stored(NamedTuple):
+    """How a Hugging Face checkpoint stores a parameter.
+
+    Attributes:
+      name: of the tensor, without the prefix that all but the head's share; {i} is the layer.
+      transposed: whether it lies [in, out] rather than [out, in].
+      parts: whether q, k and v of all heads follow each other, rather than those of each head.
+    """
+
+    name: str
+    transposed: bool = False
+    parts: bool = False
 
 
 # Names that Hugging Face gives an activation -> ours (jaxserve.models.layers.ACTIVATIONS).

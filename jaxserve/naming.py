@@ -1,0 +1,117 @@
+"""Which tensor of a checkpoint holds which parameter of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve import models
+from jaxserve.checkpoint import CheckpointError, StoredTensor, StoredTensors
+from jaxserve.models.schema import Stored
+
+_COMPARED = 16 * 2**20  # bytes that are compared before their pages are given back
+
+
+class Parameter(NamedTuple):
+    """A parameter of a model. Its name is its path in the tree: layers.3.qkv.kernel."""
+
+    name: str
+    shape: jax.ShapeDtypeStruct
+    axes: tuple[str, ...]
+    stored: Stored
+
+
+def parameters(model: models.Model, dtype: jnp.dtype) -> Iterator[Parameter]:
+    """All parameters of a model, in the order of its tree's leaves."""
+    shapes = jax.tree_util.tree_leaves_with_path(model.shapes(dtype))
+    axes, stored = (jax.tree.leaves(tree, is_leaf=models.is_tuple) for tree in (model.axes(), model.stored()))
+    for (path, shape), names, source in zip(shapes, axes, stored, strict=True):
+        yield Parameter(jax.tree_util.keystr(path, simple=True, separator="."), shape, names, source)
+
+
+def match(tensors: StoredTensors, model: models.Model, wanted: list[Parameter], directory: Path) -> list[StoredTensor]:
+    """The tensor of each parameter, once names, shapes and dtypes of all are known to be right.
+
+    Raises:
+      CheckpointError: a tensor is missing, too much, of another shape, or of a dtype that holds no weights.
+    """
+    name_of = Names(model, tensors.names())
+    listing = tensors.files[0] if len(tensors.files) == 1 else directory
+    names = [name_of(parameter.stored.name) for parameter in wanted]
+    missing = [name for name in names if name not in tensors]
+    if missing:
+        raise CheckpointError(f"{listing}: tensor {missing[0]!r} is missing{_and_more(missing)}")
+    ignored = {name_of(name) for name in model.no_parameters()}
+    if model.config.tie_embeddings and name_of(name_of.head) in tensors:
+        _check_tied(tensors, name_of(name_of.head), name_of(name_of.table))
+        ignored.add(name_of(name_of.head))
+    extra = sorted(set(tensors.names()) - set(names) - ignored)
+    if extra:
+        raise CheckpointError(
+            f"{tensors[extra[0]].file}: tensor {extra[0]!r}{_and_more(extra)} belongs to nothing in the "
+            f"{model.config.family} model of {model.config.num_layers} layers that config.json describes"
+        )
+    sources = [tensors[name] for name in names]
+    for parameter, source in zip(wanted, sources, strict=True):
+        _check_shape(parameter, source)
+        if not source.is_float:
+            raise CheckpointError(
+                f"{source.file}: tensor {source.name!r} is stored as {source.values.dtype}; weights are read from "
+                "float32, float16 and bfloat16"
+            )
+    return sources
+
+
+class Names:
+    """Full names of tensors: all but the head's share a prefix, and versions of the library differ in it."""
+
+    def __init__(self, model: models.Model, names: tuple[str, ...]) -> None:
+        tensors = models.family(model.config.family).TENSORS
+        self.table: str = tensors["embed"]["tokens"]["table"].name
+        self.head: str = tensors["head"]["tokens"]["table"].name
+        found = [name for name in names if name == self.table or name.endswith("." + self.table)]
+        self._prefix = min(found, key=len, default=self.table).removesuffix(self.table)
+
+    def __call__(self, name: str) -> str:
+        prefix = self._prefix.removesuffix("transformer.") if name == self.head else self._prefix
+        return prefix + name
+
+
+def _and_more(names: list[str]) -> str:
+    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+
+
+def _check_tied(tensors: StoredTensors, head: str, table: str) -> None:
+    """Raises CheckpointError where a stored head differs from the table that config.json says it shares."""
+    ours, theirs = tensors[head].values, tensors[table].values
+    step = max(1, _COMPARED // theirs[:1].nbytes)
+    same = ours.shape == theirs.shape
+    for start in range(0, len(theirs) if same else 0, step):
+        same = same and np.array_equal(ours[start : start + step], theirs[start : start + step])
+        tensors.release(tensors[head])
+        tensors.release(tensors[table])
+    if not same:
+        raise CheckpointError(
+            f"{tensors[head].file}: tensor {head!r} differs from {table!r}, which config.json says serves as the head "
+            "too; set tie_word_embeddings to false there if the head is its own"
+        )
+
+
+def _check_shape(parameter: Parameter, source: StoredTensor) -> None:
+    shape = parameter.shape.shape
+    wanted = shape[::-1] if parameter.stored.transposed else shape
+    have = source.values.shape
+    if have == wanted:
+        return
+    if parameter.axes[0] == "vocab" and have[1:] == wanted[1:]:
+        raise CheckpointError(
+            f"{source.file}: tensor {source.name!r} has {have[0]} rows, but vocab_size is {wanted[0]} in config.json"
+        )
+    raise CheckpointError(
+        f"{source.file}: tensor {source.name!r} has shape {list(have)} where config.json asks for {list(wanted)}"
+    )

@@ -1,0 +1,234 @@
+"""Weights between a checkpoint and the devices: read slice by slice into their final sharding, and written back."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
+from safetensors.numpy import save_file
+
+from jaxserve import models, naming, orbax
+from jaxserve.checkpoint import CheckpointError, StoredTensor, StoredTensors, read_config
+from jaxserve.models.schema import ModelConfig
+from jaxserve.naming import Parameter, parameters
+from sharding.spec import ShardingSpec
+
+__all__ = ["CheckpointError", "convert", "fingerprint", "load", "on_mesh", "read_config", "write_hf"]
+
+# place(name, shape, axes) -> sharding of a parameter; names are like layers.3.qkv.kernel
+Place = Callable[[str, tuple[int, ...], tuple[str, ...]], Sharding]
+Progress = Callable[[str, int, int], None]  # (what is being done, done, total)
+
+_CHUNK = 16 * 2**20  # bytes of a file that are copied before their pages are given back
+_COPIED = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt")
+_ALIGNMENT = 64  # bytes; an array so aligned becomes a jax.Array on a CPU without a copy
+
+
+def on_one_device(_name: str, _shape: tuple[int, ...], _axes: tuple[str, ...]) -> Sharding:
+    """Places everything on the first device."""
+    return SingleDeviceSharding(jax.devices()[0])
+
+
+def on_mesh(model: models.Model, mesh: Mesh, spec: ShardingSpec) -> Place:
+    """Places parameters on a mesh as a spec says; what it returns raises the ValueErrors of `ShardingSpec.resolve`."""
+    counts = model.axis_sizes()
+
+    def place(name: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> Sharding:
+        return NamedSharding(mesh, spec.resolve(axes, shape, mesh, name=name, counts=counts))
+
+    return place
+
+
+def load(
+    path: str | Path,
+    model: models.Model,
+    dtype: jnp.dtype,
+    *,
+    place: Place = on_one_device,
+    progress: Progress | None = None,
+) -> models.Params:
+    """Reads a checkpoint directory, of Hugging Face or written by `convert`, into a model's parameters.
+
+    Host memory beyond the parameters that stay on the host is one parameter at a time at most.
+
+    Args:
+      dtype: what the parameters are cast to.
+      place: the sharding of each parameter; each device's slice alone is read for it.
+
+    Raises:
+      CheckpointError: the files do not hold this model.
+      ValueError: what `place` raises.
+    """
+    directory, wanted = Path(path), list(parameters(model, dtype))
+    shardings = [place(parameter.name, parameter.shape.shape, parameter.axes) for parameter in wanted]
+    if orbax.is_saved(directory):
+        targets = [
+            jax.ShapeDtypeStruct(parameter.shape.shape, dtype, sharding=sharding)
+            for parameter, sharding in zip(wanted, shardings, strict=True)
+        ]
+        arrays = orbax.restore(
+            directory, {parameter.name: target for parameter, target in zip(wanted, targets, strict=True)}
+        )
+        leaves = [arrays[parameter.name] for parameter in wanted]
+    else:
+        tensors = StoredTensors(directory)
+        sources = naming.match(tensors, model, wanted, directory)
+        leaves, total = [], sum(source.values.nbytes for source in sources)
+        done = 0
+        for parameter, sharding, source in zip(wanted, shardings, sources, strict=True):
+            order = _head_order(model.config) if parameter.stored.parts else None
+            leaves.append(_place(parameter, source, order, sharding, tensors.release))
+            done += source.values.nbytes
+            if progress is not None:
+                progress("reading weights", done, total)
+    return jax.tree.unflatten(jax.tree.structure(model.shapes(dtype)), leaves)
+
+
+def _head_order(config: ModelConfig) -> np.ndarray:
+    """Our row -> stored row of fused q, k and v: ours lie [N, 3, D], stored ones [3, N, D]."""
+    stored = np.arange(3 * config.num_heads * config.head_dim)
+    return stored.reshape(3, config.num_heads, config.head_dim).swapaxes(0, 1).ravel()
+
+
+def _place(
+    parameter: Parameter,
+    source: StoredTensor,
+    order: np.ndarray | None,
+    sharding: Sharding,
+    release: Callable[[StoredTensor], None],
+) -> jax.Array:
+    shape, dtype = parameter.shape.shape, parameter.shape.dtype
+    read: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
+
+    def values(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None
+        bounds = tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+        if bounds not in read:  # copies on several devices are read once
+            read[bounds] = _empty(tuple(stop - start for start, stop in bounds), dtype)
+            _fill(read[bounds], source, bounds, parameter.stored.transposed, order, release)
+        return read[bounds]
+
+    # Waited for, so that what is on its way to an accelerator does not pile up on the host.
+    return jax.make_array_from_callback(shape, sharding, values, dtype=dtype).block_until_ready()
+
+
+def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memory[start : start + size].view(dtype).reshape(shape)
+
+
+def _fill(
+    target: np.ndarray,
+    source: StoredTensor,
+    bounds: tuple[tuple[int, int], ...],
+    transposed: bool,
+    order: np.ndarray | None,
+    release: Callable[[StoredTensor], None],
+) -> None:
+    """Copies and casts the part of a tensor within `bounds` (of ours), a run of stored rows at a time."""
+    start, stop = bounds[0]
+    rows: Any = slice(start, stop) if order is None else order[start:stop]
+    if len(bounds) == 1:
+        target[:] = source.values[rows]
+    elif transposed:
+        (start, stop), step = bounds[1], max(1, _CHUNK // source.values[:1].nbytes)
+        for first in range(start, stop, step):
+            last = min(first + step, stop)
+            target[:, first - start : last - start] = source.values[first:last, rows].T
+            release(source)
+    else:
+        assert order is None
+        columns, step = slice(*bounds[1]), max(1, _CHUNK // source.values[:1].nbytes)
+        for first in range(start, stop, step):
+            last = min(first + step, stop)
+            target[first - start : last - start] = source.values[first:last, columns]
+            release(source)
+
+
+def write_hf(path: str | Path, config: ModelConfig, params: models.Params, dtype: jnp.dtype | None = None) -> None:
+    """Writes a Hugging Face directory, config.json and model.safetensors, that `load` and transformers read.
+
+    Args:
+      path: directory, made where it does not exist.
+      dtype: what values are stored as; as they are where None.
+    """
+    directory, model = Path(path), models.build(config)
+    names = naming.Names(model, ("transformer." + model.stored()["embed"]["tokens"]["table"].name,))
+    tensors = {}
+    for parameter, leaf in zip(parameters(model, jnp.float32), jax.tree.leaves(params), strict=True):
+        values = np.asarray(leaf) if dtype is None else np.asarray(leaf).astype(dtype)
+        if parameter.stored.parts:
+            stored = np.empty_like(values)
+            stored[_head_order(config)] = values
+            values = stored
+        tensors[names(parameter.stored.name)] = np.ascontiguousarray(
+            values.T if parameter.stored.transposed else values
+        )
+    directory.mkdir(parents=True, exist_ok=True)
+    kind = str(next(iter(tensors.values())).dtype)
+    entries = models.family(config.family).hf_config(config) | {"torch_dtype": kind}
+    (directory / "config.json").write_text(json.dumps(entries, indent=2) + "\n", encoding="utf-8")
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def convert(
+    source: str | Path, target: str | Path, dtype: jnp.dtype | None = None, progress: Progress | None = None
+) -> None:
+    """Rewrites a Hugging Face directory with Orbax, configuration and tokenizer beside it.
+
+    The target appears whole or not at all.
+
+    Args:
+      target: must not exist, or be empty.
+      dtype: what values are saved as; as they are stored where None. `load` casts to any other.
+
+    Raises:
+      CheckpointError: the source cannot be read, or the target is taken.
+    """
+    directory, out = Path(source), Path(target)
+    config = read_config(directory)
+    if orbax.is_saved(directory):
+        raise CheckpointError(f"{directory} is converted already")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise CheckpointError(f"{out} exists and is not an empty directory")
+    tensors = StoredTensors(directory)
+    if dtype is None:
+        dtype = jnp.result_type(*{tensors[name].values.dtype for name in tensors.names() if tensors[name].is_float})
+    model, host = models.build(config), SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+    params = load(directory, model, dtype, place=lambda *_: host, progress=progress)
+    names = [parameter.name for parameter in parameters(model, dtype)]
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    try:
+        for file in sorted(path for pattern in _COPIED for path in directory.glob(pattern)):
+            shutil.copyfile(file, partial / file.name)
+        arrays = dict(zip(names, jax.tree.leaves(params), strict=True))
+        orbax.save(partial, arrays, f"{fingerprint(directory)}-{jnp.dtype(dtype).name}")
+        partial.chmod(0o755)
+        partial.replace(out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def fingerprint(path: str | Path) -> str:
+    """A digest that tells checkpoints apart, in milliseconds: not every byte is read. Raises CheckpointError."""
+    directory = Path(path)
+    if orbax.is_saved(directory):
+        return orbax.fingerprint(directory)
+    try:
+        config = (directory / "config.json").read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{directory / 'config.json'} cannot be read: {error.strerror}") from None
+    return hashlib.sha256(config + StoredTensors(directory).fingerprint().encode()).hexdigest()

@@ -1,0 +1,25 @@
+"""The devices of a model as a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+
+def make_mesh(tensor: int = 1, devices: Sequence[Any] | None = None) -> Mesh:
+    """A mesh with the one axis "tensor", over the first devices.
+
+    The axis is of type Auto: the compiler places the collectives (two all-reduces a layer), and the models stay free of
+    annotations.
+
+    Raises:
+      ValueError: there are fewer devices.
+    """
+    have = jax.devices() if devices is None else devices
+    if not 1 <= tensor <= len(have):
+        raise ValueError(f"tensor is {tensor}; it must be at least 1 and at most {len(have)}, the number of devices")
+    return Mesh(np.array(have[:tensor]), ("tensor",), axis_types=(AxisType.Auto,))
