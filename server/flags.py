@@ -16,7 +16,12 @@ _DEFAULT = EngineConfig()
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     """The engine's settings; they mean the same in every command. `engine_config` reads them."""
     group = parser.add_argument_group("engine")
-    add_dtype_flag(group)
+    group.add_argument(
+        "--dtype",
+        choices=get_args(DtypeName),
+        default=_DEFAULT.dtype,
+        help="dtype of weights and arithmetic; auto: float32 on a CPU, bfloat16 elsewhere (default: %(default)s)",
+    )
     group.add_argument(
         "--max-rows",
         type=int,
@@ -92,16 +97,6 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         metavar="DIR|off",
         default=str(default_compilation_cache()),
         help="where compiled programs are kept between runs (default: %(default)s)",
-    )
-
-
-def add_dtype_flag(parser: argparse._ActionsContainer) -> None:
-    """`--dtype` alone, for commands that load weights but run no engine."""
-    parser.add_argument(
-        "--dtype",
-        choices=get_args(DtypeName),
-        default=_DEFAULT.dtype,
-        help="dtype of weights and arithmetic; auto: float32 on a CPU, bfloat16 elsewhere (default: %(default)s)",
     )
 
 

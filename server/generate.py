@@ -117,6 +117,10 @@ def _serve_lines(
     except EngineFailed as problem:
         say(f"error: {problem}; {lines} lines were answered")
         return 1
+    except BrokenPipeError:
+        raise
+    except OSError as problem:
+        raise UserError(f"after {lines} lines: {problem.strerror}") from None
     seconds = time.monotonic() - started
     say(f"{lines} lines ({failed} with errors), {tokens} tokens in {seconds:.1f} s, {tokens / seconds:.0f} tokens/s")
     return 1 if failed else 0

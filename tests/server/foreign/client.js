@@ -29,7 +29,7 @@ function read(request, { deadline, cancelAfter } = {}) {
 const text = (messages) => messages.map((message) => message.text).join("");
 
 async function main() {
-  const whole = await read({ prompt: "héllo €! ", max_tokens: 26 });
+  const whole = await read({ prompt: "héllo €! ", max_tokens: 24 });
   const last = whole.messages.at(-1);
   const cancelled = await read({ prompt: "ab", max_tokens: 1000000 }, { cancelAfter: 2 });
   const late = await read({ prompt: "ab", max_tokens: 1000000 }, { deadline: 300 });
