@@ -6,10 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.models.layers import ModelConfig
+from jaxserve.models.schema import ModelConfig
 from pallas_kernels import api
 
 
@@ -46,12 +45,9 @@ def make_attend(
     config: ModelConfig, backend: api.Backend, shape: api.AttentionShape, meta: Any, layer: int
 ) -> Callable:
     """`attend(q, k, v, pool) -> (out, pool)` for one layer of one iteration."""
-    slopes = config.alibi_slopes
-    slopes = None if slopes is None else jnp.asarray(np.asarray(slopes, np.float32))
-    scale = config.attention_scale(layer)
+    slopes, scale = config.alibi_slopes, config.attention_scale(layer)
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, pool: Any) -> tuple[jax.Array, Any]:
-        with jax.named_scope("attention"):
-            return backend.attend(q, k, v, pool, meta, shape, slopes=slopes, scale=scale)
+        return backend.attend(q, k, v, pool, meta, shape, slopes=slopes, scale=scale)
 
     return attend

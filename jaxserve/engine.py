@@ -26,6 +26,7 @@ from jaxserve.iteration import IterationPlan
 from jaxserve.models.schema import ModelConfig
 from jaxserve.pipeline import Pipeline
 from jaxserve.request import FinishReason, InvalidRequest, QueueFull, Request, TokenEvent
+from jaxserve.request_state import check_fits
 from jaxserve.stage import Progress
 from jaxserve.tokenizer import Tokenizer
 
@@ -173,6 +174,7 @@ class Engine:
         while self._pipeline.has_room and (plan := self._plan()) is not None:
             self._launch(plan)
         if not self._pipeline.in_flight:
+            self._publish(self._scheduler.take_held())
             return False
         started = time.perf_counter()
         plan, result = self._pipeline.wait()
@@ -336,7 +338,7 @@ class Engine:
     def check(self, request: Request) -> None:
         """Raises InvalidRequest, naming the field, for a request that this engine can never serve."""
         vocab_size = self.model_config.vocab_size
-        self._scheduler.check(request)
+        check_fits(request, self.max_context, self.report.slots)
         for field, tokens in (
             ("prompt_token_ids", request.prompt),
             ("stop_token_ids", request.sampling.stop_token_ids),

@@ -83,13 +83,11 @@ def forward(
     """
     view, tables = unpack(packed, layout, tables, history)
     meta = shape.backend.prepare(view.attention, shape.attention)
-    with jax.named_scope("embed"):
-        x = model.embed(params, view.tokens, view.attention.positions)  # [T, H]
+    x = model.embed(params, view.tokens, view.attention.positions)  # [T, H]
     pools = list(pools)
     for layer in range(model.config.num_layers):
-        with jax.named_scope(f"layer_{layer}"):
-            attend = attention.make_attend(model.config, shape.backend, shape.attention, meta, layer)
-            x, pools[layer] = model.layer(params, layer, x, attend, pools[layer])
+        attend = attention.make_attend(model.config, shape.backend, shape.attention, meta, layer)
+        x, pools[layer] = model.layer(params, layer, x, attend, pools[layer])
     scores = None
     if scored:
         with jax.named_scope("prompt_scoring"):
@@ -97,9 +95,8 @@ def forward(
             scores = scoring.score(
                 partial(model.logits_tile, params, hidden), model.config.vocab_size, _SCORING_TILE, view.next_tokens
             )
-    with jax.named_scope("head"):
-        last = jnp.maximum(view.attention.query_offsets[1:] - 1, 0)  # [C]
-        logits = model.logits(params, model.norm(params, x[last]))
+    last = jnp.maximum(view.attention.query_offsets[1:] - 1, 0)  # [C]
+    logits = model.logits(params, model.norm(params, x[last]))
     return pools, tables, view.chunks, logits, scores
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jaxserve import attention, buckets, kv_cache, models, weights
 from jaxserve.config import EngineConfig
-from jaxserve.models.layers import ModelConfig
+from jaxserve.models.schema import ModelConfig
 from jaxserve.scheduler import Scheduler
 from jaxserve.slots import SlotPool
 from jaxserve.stage import Progress, StageRunner, StageShape
