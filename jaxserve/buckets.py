@@ -6,7 +6,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from math import inf
+from math import ceil, inf, log2
 
 MAX_DEFAULT_BUCKETS = 8  # each costs a compilation at start
 
@@ -106,20 +106,22 @@ class BucketLadder:
 
 
 def default_sizes(max_rows: int, token_budget: int | None) -> tuple[int, ...]:
-    """The ladder to measure when none is given: at most MAX_DEFAULT_BUCKETS sizes.
+    """The ladder to measure when none is given: at most MAX_DEFAULT_BUCKETS sizes, in two geometric series.
 
-    `max_rows` itself is in it, so that a full batch of decodes has no padding; smaller ones serve tails and quiet
-    hours, larger ones prompts. A token budget is the largest bucket.
+    `max_rows` itself is in it, so that a full batch of decodes has no padding. Above it are sizes for prompts, up to
+    the token budget where there is one; below it sizes for quiet hours, at least two where there is room for them.
     """
     top = token_budget or max(256, 4 * max_rows)
-    sizes = {min(max_rows, top), top}
-    size = 2 * max_rows
-    while size < top and len(sizes) < MAX_DEFAULT_BUCKETS:
-        sizes.add(size)
-        size *= 2
-    size = max_rows // 2
-    while size >= 1 and len(sizes) < MAX_DEFAULT_BUCKETS:
-        if size < top:
-            sizes.add(size)
-        size //= 2
+    rows = min(max_rows, top)
+    halvings = int(log2(rows))
+    above = min(ceil(log2(top / rows)), MAX_DEFAULT_BUCKETS - 1 - min(halvings, 2))
+    below = min(halvings, MAX_DEFAULT_BUCKETS - 1 - above)
+    sizes = {rows, top}
+    sizes.update(_rounded(rows * (top / rows) ** (step / above)) for step in range(1, above))
+    sizes.update(_rounded(rows ** (step / (below + 1))) for step in range(1, below + 1))
     return tuple(sorted(sizes))
+
+
+def _rounded(size: float) -> int:
+    """A whole number near `size`, and from 16 on a multiple of 8, which matrix units and vector lanes like."""
+    return round(size) if size < 16 else 8 * round(size / 8)

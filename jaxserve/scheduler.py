@@ -11,73 +11,36 @@ from __future__ import annotations
 import heapq
 from bisect import insort
 from collections import deque
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import Literal, NamedTuple
 
 from jaxserve.buckets import BucketLadder
 from jaxserve.iteration import Admission, Chunk, IterationPlan, IterationResult, SamplerVariant, TableChange
-from jaxserve.request import Alternatives, FinishReason, InvalidRequest, Request, TokenEvent
-from jaxserve.slots import Lease, SlotPool
+from jaxserve.request import FinishReason, Request, TokenEvent
+from jaxserve.request_state import (
+    CLOSING,
+    ENDED,
+    PREEMPTED,
+    RUNNING,
+    WAITING,
+    RequestState,
+    Scores,
+    check_fits,
+    prompt_logprobs,
+    top_logprobs,
+)
+from jaxserve.slots import SlotPool
 from jaxserve.waiting import WaitingQueue
 
 PRIORITY_SECONDS = 10.0  # one step of priority outweighs this much waiting
-
-WAITING, RUNNING, PREEMPTED, CLOSING, ENDED = range(5)
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class _State:
-    """One live request.
-
-    Attributes:
-      key: place in every queue, smallest first.
-      tokens: known tokens, prompt first; the lease holds the same list.
-      limit: length at which it ends at the latest.
-      endings: tokens that end it.
-      phase: WAITING; RUNNING; PREEMPTED (an iteration that it gave its blocks up in is still in flight, then it waits
-        again); CLOSING (its last token is in flight); ENDED.
-      computed: positions whose iteration is launched.
-      length: tokens known plus tokens being sampled; a chunk that ends here samples.
-      in_flight: launched chunks that have not landed.
-      scored: last prompt position whose logprob a launched iteration computes; 0 before any.
-      score_end: last prompt position to be scored.
-      cached: prompt tokens found in the prefix cache when it first began.
-    """
-
-    name: str
-    request: Request
-    key: tuple[float, int]
-    tokens: list[int]
-    lease: Lease
-    limit: int
-    endings: frozenset[int]
-    variant: SamplerVariant
-    phase: int = WAITING
-    row: int = -1
-    computed: int = 0
-    length: int
-    in_flight: int = 0
-    scored: int = 0
-    score_end: int
-    has_begun: bool = False
-    cached: int = 0
-
-
-class _Scores(NamedTuple):
-    """Prompt positions first..last of a state that one plan scores; the logprob of `first` is at `flat`."""
-
-    first: int
-    last: int
-    flat: int
 
 
 class _Launched(NamedTuple):
     """What schedule() remembers of a plan: rows are reused before it lands."""
 
     sequence: int
-    states: list[_State]
-    scores: dict[int, _Scores]  # by chunk
+    states: list[RequestState]
+    scores: dict[int, Scores]  # by chunk
 
 
 class _Draft:
@@ -86,9 +49,9 @@ class _Draft:
     __slots__ = ("admissions", "changes", "chunks", "prompt_tokens", "prompts", "states")
 
     def __init__(self) -> None:
-        self.states: list[_State] = []
+        self.states: list[RequestState] = []
         self.chunks: list[Chunk] = []
-        self.prompts: list[_State] = []
+        self.prompts: list[RequestState] = []
         self.prompt_tokens = 0
         self.changes: list[TableChange] = []
         self.admissions: list[Admission] = []
@@ -129,11 +92,12 @@ class Scheduler:
         self._n_stages = n_stages
         self._exclusive = n_stages > 1  # rows of plans in flight are disjoint
         self._free_rows = list(range((n_stages + 1) * max_rows if self._exclusive else max_rows))
-        self._live: dict[str, _State] = {}
-        self._waiting: WaitingQueue[_State] = WaitingQueue()
-        self._running: list[_State] = []  # by key
-        self._preempted: set[_State] = set()
+        self._live: dict[str, RequestState] = {}
+        self._waiting: WaitingQueue[RequestState] = WaitingQueue()
+        self._running: list[RequestState] = []  # by key
+        self._preempted: set[RequestState] = set()
         self._num_closing = 0
+        self.preemptions = 0  # since the start
         self._in_flight: deque[_Launched] = deque()
         self._sequence = 0
         self._submitted = 0
@@ -169,36 +133,10 @@ class Scheduler:
         """
         if request.request_id in self._live or any(e.request_id == request.request_id for e in self._held):
             raise ValueError(f"request_id {request.request_id!r} is in use by a request that has not finished")
-        self._check_fits(request)
-        sampling = request.sampling
-        tokens = list(request.prompt)
+        check_fits(request, self._max_context, self.pool.n_slots)
         key = (request.arrival - request.priority * PRIORITY_SECONDS, self._submitted)
         self._submitted += 1
-        endings = frozenset() if sampling.ignore_eos else self._eos
-        if sampling.stop_token_ids:
-            endings = endings.union(sampling.stop_token_ids)
-        if sampling.is_penalised or sampling.logprobs:
-            variant = SamplerVariant.FULL
-        else:
-            variant = SamplerVariant.TRUNCATED if sampling.is_truncated else SamplerVariant.PLAIN
-        lease = Lease(
-            tokens=tokens,
-            max_length=request.max_length,
-            salt=request.cache_salt,
-            takes_hits=sampling.prompt_logprobs is None,
-        )
-        state = _State(
-            name=request.request_id,
-            request=request,
-            key=key,
-            score_end=len(tokens) - 1 if sampling.prompt_logprobs is not None else 0,
-            tokens=tokens,
-            lease=lease,
-            limit=request.max_length,
-            endings=endings,
-            variant=variant,
-            length=len(tokens),
-        )
+        state = RequestState.of(request, key, self._eos)
         self._live[request.request_id] = state
         self._waiting.push(state)
 
@@ -248,17 +186,13 @@ class Scheduler:
                 continue
             if start + length >= state.lease.publish_at:
                 self.pool.publish(state.lease, start + length)
-            scored = _prompt_logprobs(state, scores[index], result) if index in scores else ()
+            scored = prompt_logprobs(state, scores[index], result) if index in scores else ()
             reason = None
             if samples:
                 token = tokens[index]
                 state.tokens.append(token)
-                if token in state.endings:
-                    is_eos = token in self._eos and not state.request.sampling.ignore_eos
-                    reason = FinishReason.EOS if is_eos else FinishReason.STOP
-                elif len(state.tokens) == state.limit:
-                    reason = FinishReason.LENGTH
-                top = _top_logprobs(state, index, result) if state.request.sampling.logprobs else ()
+                reason = state.finish_reason(token, self._eos)
+                top = top_logprobs(state, index, result) if state.request.sampling.logprobs else ()
                 events.append(TokenEvent(state.name, (token,), (logprobs[index],), top, scored, reason, state.cached))
             elif scored:
                 events.append(TokenEvent(state.name, (), (), (), scored, None, state.cached))
@@ -272,20 +206,6 @@ class Scheduler:
     def take_held(self) -> list[TokenEvent]:
         """Events that no plan in flight will bring: those of a request-level batch whose last request was aborted."""
         return [] if self._in_flight else self._hold([])
-
-    def _check_fits(self, request: Request) -> None:
-        prompt = len(request.prompt)
-        if not prompt:
-            raise InvalidRequest("prompt", "is empty; give at least one token")
-        limit, what = min((self._max_context, "a request may hold"), (self.pool.n_slots, "the pool holds"))
-        if prompt >= limit:
-            raise InvalidRequest("prompt", f"has {prompt} tokens; {what} {limit}, so at most {limit - 1} leave room")
-        if request.max_length > limit:
-            raise InvalidRequest(
-                "max_tokens",
-                f"is {request.sampling.max_tokens} after a prompt of {prompt} tokens; {what} {limit}, "
-                f"so at most {limit - prompt} fit",
-            )
 
     def _choose(self, draft: _Draft) -> bool:
         """Draft the decodes, find the rows that prompts can be continued on; whether anybody may join."""
@@ -341,7 +261,7 @@ class Scheduler:
 
     def _fill(self, draft: _Draft, room: int) -> None:
         """Share `room` tokens among the drafted prompts, in order."""
-        long_states: list[_State] = []
+        long_states: list[RequestState] = []
         long_chunks: list[Chunk] = []
         for state in draft.prompts:
             start = state.computed
@@ -365,7 +285,7 @@ class Scheduler:
         draft.states += long_states
         draft.chunks += long_chunks
 
-    def _begin(self, draft: _Draft, state: _State) -> None:
+    def _begin(self, draft: _Draft, state: RequestState) -> None:
         request = state.request
         state.phase = RUNNING
         state.row = heapq.heappop(self._free_rows)
@@ -389,13 +309,13 @@ class Scheduler:
         """Make the draft a plan and count it as under way."""
         sampler = -1
         flat = 0
-        scores: dict[int, _Scores] = {}
+        scores: dict[int, Scores] = {}
         for index, (state, (_, start, length, samples)) in enumerate(zip(draft.states, draft.chunks, strict=True)):
             state.in_flight += 1
             state.computed = end = start + length
             if state.scored < state.score_end and state.scored < end:
                 last = min(end, state.score_end)
-                scores[index] = _Scores(state.scored + 1, last, flat + state.scored - start)
+                scores[index] = Scores(state.scored + 1, last, flat + state.scored - start)
                 state.scored = last
             flat += length
             if samples:
@@ -421,7 +341,7 @@ class Scheduler:
         self._sequence += 1
         return plan
 
-    def _extend(self, draft: _Draft, state: _State, length: int) -> None:
+    def _extend(self, draft: _Draft, state: RequestState, length: int) -> None:
         """Cover `length` positions; whoever gives up blocks for it, possibly `state` itself, is preempted."""
         lease = state.lease
         index = len(lease.blocks)
@@ -431,6 +351,7 @@ class Scheduler:
             index += 1
         for victim in victims:
             preempted = self._running.pop()  # candidates were offered from the end
+            self.preemptions += 1
             assert preempted.lease is victim
             self._leave_row(preempted)
             if preempted.in_flight:
@@ -439,7 +360,7 @@ class Scheduler:
             else:
                 self._requeue(preempted)
 
-    def _requeue(self, state: _State) -> None:
+    def _requeue(self, state: RequestState) -> None:
         self._leave_row(state)
         state.phase = WAITING
         state.computed = 0
@@ -447,7 +368,7 @@ class Scheduler:
         state.lease.takes_hits = state.scored == state.score_end
         self._waiting.push(state)
 
-    def _end(self, state: _State) -> None:
+    def _end(self, state: RequestState) -> None:
         if state.phase == WAITING:
             self._waiting.remove(state)
         elif state.phase == RUNNING:
@@ -461,7 +382,7 @@ class Scheduler:
         self._leave_row(state)
         del self._live[state.name]
 
-    def _leave_row(self, state: _State) -> None:
+    def _leave_row(self, state: RequestState) -> None:
         """Free the row of a state that is through with it, unless plans in flight must not share it."""
         if state.row >= 0 and not (self._exclusive and state.in_flight):
             heapq.heappush(self._free_rows, state.row)
@@ -473,29 +394,3 @@ class Scheduler:
             return []
         held, self._held = self._held, []
         return held
-
-
-def _top_logprobs(state: _State, index: int, result: IterationResult) -> tuple[Alternatives, ...]:
-    assert result.top_ids is not None
-    assert result.top_logprobs is not None
-    most = state.request.sampling.logprobs
-    return (
-        Alternatives(tuple(result.top_ids[index, :most].tolist()), tuple(result.top_logprobs[index, :most].tolist())),
-    )
-
-
-def _prompt_logprobs(
-    state: _State, scores: _Scores, result: IterationResult
-) -> tuple[tuple[float, Alternatives | None], ...]:
-    assert result.score_logprobs is not None
-    count = scores.last - scores.first + 1
-    entries = slice(scores.flat, scores.flat + count)
-    logprobs = result.score_logprobs[entries].tolist()
-    most = state.request.sampling.prompt_logprobs
-    if not most:
-        return tuple((logprob, None) for logprob in logprobs)
-    assert result.score_top_ids is not None
-    assert result.score_top_logprobs is not None
-    ids = result.score_top_ids[entries, :most].tolist()
-    tops = result.score_top_logprobs[entries, :most].tolist()
-    return tuple((logprob, Alternatives(tuple(i), tuple(t))) for logprob, i, t in zip(logprobs, ids, tops, strict=True))

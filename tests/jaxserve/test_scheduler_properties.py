@@ -21,7 +21,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from jaxserve.buckets import BucketCost, BucketLadder
 from jaxserve.iteration import IterationPlan, IterationResult, SamplerVariant, max_chunks, max_table_changes
 from jaxserve.request import MAX_LOGPROBS, FinishReason, InvalidRequest, Request, SamplingParams, TokenEvent
-from jaxserve.scheduler import CLOSING, PREEMPTED, PRIORITY_SECONDS, RUNNING, WAITING, Scheduler
+from jaxserve.request_state import CLOSING, PREEMPTED, RUNNING, WAITING
+from jaxserve.scheduler import PRIORITY_SECONDS, Scheduler
 from jaxserve.slots import SlotPool
 
 VOCABULARY = 11
@@ -193,10 +194,12 @@ class Client:
 class World:
     """A scheduler, its device and its clients."""
 
-    def __init__(self, policy, mode, n_stages, max_rows, block_size, slots, sizes, budget, prefix_cache) -> None:
+    def __init__(self, policy, mode, n_stages, max_rows, block_size, slots, sizes, budget, cache, growth) -> None:
         costs = [BucketCost(size=size, compile_seconds=0.0, milliseconds=10.0 + size) for size in sorted(sizes)]
+        pool = SlotPool(-(-slots // block_size), block_size, policy=policy, prefix_cache=cache)
+        pool.growth_tokens = growth
         self.scheduler = Scheduler(
-            SlotPool(-(-slots // block_size), block_size, policy=policy, prefix_cache=prefix_cache),
+            pool,
             BucketLadder(costs),
             max_rows=max_rows,
             max_context=MAX_CONTEXT,
@@ -210,7 +213,6 @@ class World:
         self.clients: dict[str, Client] = {}
         self.transcripts: list[tuple[int, ...]] = [()]
         self.in_flight: deque[tuple[IterationPlan, IterationResult]] = deque()
-        self.iterations = Counter()
 
     def submit(self, request: Request) -> None:
         self.scheduler.submit(request)
@@ -273,15 +275,20 @@ class World:
         # Decodes: everybody who can, each iteration; the latest stand back when rows or tokens do not suffice.
         decodes = [state for state in stayed if before[state.name] == 1]
         skipped = [state for state in decodes if state.name not in given]
-        skipped = [s for s in skipped if not (closing and s.computed == capacity[s.name])]  # waits for blocks
+        waits = [s for s in skipped if closing and s.computed == capacity[s.name]]  # for blocks about to come back
+        skipped = [s for s in skipped if s not in waits]
         if skipped:
             assert len(given) == self.max_rows or len(decodes) + bool(prompts) > scheduler._budget
             assert all(s.name not in given for s in decodes if s.key > skipped[0].key)
+        # Orca's promise: in every iteration in which somebody runs, all who arrived before in its class run too, unless
+        # they have ended or wait for blocks. (With more stages they may be in another plan.)
+        for state in live if not exclusive else ():
+            if state.name in given:
+                earlier = [s for s in live if s.key < state.key and s.request.priority == state.request.priority]
+                assert all(s.name in given or s.phase == CLOSING or s in waits for s in earlier)
         if oldest is not None and oldest.name in before and oldest.name not in given:
             assert closing, "the oldest request stood still"
             assert oldest.computed == capacity[oldest.name]
-        for name in given:
-            self.iterations[name] += 1
         self.in_flight.append((plan, self.device.run(plan, self.completed)))
         return True
 
@@ -392,10 +399,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         slots=st.one_of(st.integers(MAX_CONTEXT, 40), st.integers(12, 80)),
         sizes=st.sets(st.sampled_from([1, 2, 4, 5, 7, 8, 12, 16, 20]), min_size=1, max_size=5),
         budget=st.sampled_from([None, None, None, 1, 2, 3, 5, 12]),
-        prefix_cache=st.sampled_from([True, True, False]),
+        cache=st.sampled_from([True, True, False]),
+        growth=st.sampled_from([0, 1, 3, 16]),
     )
-    def begin(self, policy, mode, n_stages, max_rows, block_size, slots, sizes, budget, prefix_cache):
-        self.world = World(policy, mode, n_stages, max_rows, block_size, slots, sizes, budget, prefix_cache)
+    def begin(self, policy, mode, n_stages, max_rows, block_size, slots, sizes, budget, cache, growth):
+        self.world = World(policy, mode, n_stages, max_rows, block_size, slots, sizes, budget, cache, growth)
         self.count = 0
 
     @rule(requests=st.lists(REQUESTS, min_size=1, max_size=4))
@@ -472,7 +480,8 @@ def test_a_crowd_in_a_small_pool(policy, mode, n_stages, seed):
     draw = Random(seed)
     block_size = draw.choice([1, 2, 3, 4])
     slots = draw.randint(MAX_CONTEXT, 3 * MAX_CONTEXT)
-    world = World(policy, mode, n_stages, draw.randint(3, 6), block_size, slots, {1, 3, 6, 10, 16}, None, seed % 3 > 0)
+    sizes, growth = {1, 3, 6, 10, 16}, seed % 3
+    world = World(policy, mode, n_stages, draw.randint(3, 6), block_size, slots, sizes, None, seed % 4 > 0, growth)
     for count in range(60):
         before = SHARED[: draw.randint(0, 12)] if draw.random() < 0.7 else draw.choice(world.transcripts)
         own = tuple(draw.randrange(1, VOCABULARY) for _ in range(draw.randint(1, 5)))
