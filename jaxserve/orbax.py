@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -15,6 +16,8 @@ from jaxserve.checkpoint import CheckpointError, read_json
 
 _MARKER = "jaxserve.json"
 _ARRAYS = "weights"
+_IN_FLIGHT = 256 * 2**20  # bytes restored at a time
+_FILE = 128 * 2**20  # bytes of a data file, roughly
 _VERSION = 1  # of the parameters' names and layouts
 
 
@@ -27,8 +30,11 @@ def save(directory: Path, arrays: dict[str, jax.Array], fingerprint: str) -> Non
     """Writes arrays by name, and last the marker that makes the directory one that `is_saved`."""
     import orbax.checkpoint as ocp
 
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(directory.resolve() / _ARRAYS, arrays)
+    largest = max(array.nbytes for array in arrays.values())
+    handler = ocp.PyTreeCheckpointHandler(save_concurrent_gb=1 + largest // 10**9)
+    options = ocp.args.PyTreeSave(arrays, ocdbt_target_data_file_size=_FILE)  # files are put together in memory
+    with ocp.Checkpointer(handler) as checkpointer:
+        checkpointer.save(directory.resolve() / _ARRAYS, options)
     marker = {"version": _VERSION, "fingerprint": fingerprint}
     (directory / _MARKER).write_text(json.dumps(marker, indent=2) + "\n", encoding="utf-8")
 
@@ -48,22 +54,36 @@ def restore(directory: Path, targets: dict[str, jax.ShapeDtypeStruct]) -> dict[s
 
     _read_marker(directory)
     folder = directory.resolve() / _ARRAYS
-    # Arrays in flight are what is held beside those that are done.
-    largest = max(math.prod(target.shape) * 4 for target in targets.values())
-    handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=1 + largest // 10**9)
+    arrays: dict[str, jax.Array] = {}
     try:
-        with ocp.Checkpointer(handler) as checkpointer:
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
             saved = checkpointer.metadata(folder).item_metadata.tree
             _check(directory, {name: tuple(entry.shape) for name, entry in saved.items()}, targets)
-            return checkpointer.restore(
-                folder,
-                ocp.args.PyTreeRestore(item=targets, restore_args=ocp.checkpoint_utils.construct_restore_args(targets)),
-            )
+            for group in _groups(targets):
+                restore_args = ocp.checkpoint_utils.construct_restore_args(group)
+                options = ocp.args.PyTreeRestore(item=group, restore_args=restore_args, partial_restore=True)
+                arrays |= jax.block_until_ready(checkpointer.restore(folder, options))
     except CheckpointError:
         raise
     except Exception as error:  # whatever Orbax and the storage below it raise for files that are missing or damaged
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise CheckpointError(f"{folder} cannot be restored: {reason}") from error
+    return arrays
+
+
+def _groups(targets: dict[str, jax.ShapeDtypeStruct]) -> Iterator[dict[str, jax.ShapeDtypeStruct]]:
+    """Arrays to restore together, the largest first: what is in flight takes memory twice, so it should be little by
+    the time that most are there."""
+    group: dict[str, jax.ShapeDtypeStruct] = {}
+    taken = 0
+    for name, target in sorted(targets.items(), key=lambda item: -math.prod(item[1].shape)):
+        size = math.prod(target.shape) * target.dtype.itemsize
+        if group and taken + size > _IN_FLIGHT:
+            yield group
+            group, taken = {}, 0
+        group[name] = target
+        taken += size
+    yield group
 
 
 def _read_marker(directory: Path) -> dict:

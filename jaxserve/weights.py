@@ -180,7 +180,9 @@ def write_hf(path: str | Path, config: ModelConfig, params: models.Params, dtype
     kind = str(next(iter(tensors.values())).dtype)
     entries = models.family(config.family).hf_config(config) | {"torch_dtype": kind}
     (directory / "config.json").write_text(json.dumps(entries, indent=2) + "\n", encoding="utf-8")
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    file = directory / "model.safetensors"
+    save_file(tensors, file, metadata={"format": "pt"})
+    file.chmod(0o644)  # the library makes it private
 
 
 def convert(
