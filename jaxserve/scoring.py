@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.request import MAX_LOGPROBS
-from jaxserve.sampler import largest
+from jaxserve.selection import largest
 
 
 class _Running(NamedTuple):

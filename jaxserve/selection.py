@@ -1,0 +1,182 @@
+"""The likeliest tokens of a vocabulary, exactly and without sorting it.
+
+A full sort of 8 x 32,000 floats takes 45 ms on two CPU cores, a pass over them 0.05 ms. So the few largest are looked
+for in the blocks with the largest maxima, and where a limit (top_k, top_p) lies beyond those few, a bisection on its
+value narrows it down, a pass a step, until it lies among few tokens again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+FEW = 64  # tokens among which a limit is looked up in order
+
+_BLOCK = 32  # ids whose maximum is taken first when looking for the largest few
+
+
+def largest(values: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """The `count` largest of each row of float32[S, V]: (values, ids int32) [S, count], the lower id first of equals.
+
+    They lie in the `count` blocks with the largest maxima, so only those blocks are looked through.
+    """
+    rows, size = values.shape
+    blocks = -(-size // _BLOCK)
+    if blocks <= 2 * count:
+        top, ids = _top_k(values, count)
+    else:
+        values = jnp.pad(values, ((0, 0), (0, -size % _BLOCK)), constant_values=-jnp.inf)
+        values = values.reshape(rows, blocks, _BLOCK)
+        _, chosen = _top_k(values.max(-1), count)
+        chosen = jnp.sort(chosen, -1)  # in order of ids, so that equals stay in it
+        found = jnp.take_along_axis(values, chosen[:, :, None], 1).reshape(rows, -1)
+        top, places = _top_k(found, count)
+        ids = jnp.take_along_axis(chosen, places // _BLOCK, -1) * _BLOCK + places % _BLOCK
+    return top, jnp.minimum(ids, size - 1)  # padding comes up in rows of -inf or NaN
+
+
+def _top_k(values: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    # The barrier keeps XLA's CPU compiler from merging a later slice into top_k, which turns it into a full sort.
+    return jax.lax.optimization_barrier(tuple(jax.lax.top_k(values, count)))
+
+
+class Limits(NamedTuple):
+    """Which tokens stay: those with logit >= `logit` and weight >= `weight`, both float32[S, 1]."""
+
+    logit: jax.Array
+    weight: jax.Array
+
+
+def limits(view: jax.Array, weigh: Callable[[jax.Array], jax.Array], top_k: jax.Array, top_p: jax.Array) -> Limits:
+    """The exact limits of top_k, and of top_p over what top_k leaves.
+
+    Args:
+      view: float32[S, blocks, BLOCK] logits, filled up with -inf.
+      weigh: from float32[S, n] logits to their weights: in 0..1, 0 for -inf, of the same order.
+      top_k: int32[S], 0 is off; top_p: float32[S], 1 is off.
+
+    Returns:
+      The k-th largest logit, and the largest weight w such that tokens of weight >= w hold the share top_p of the
+      weight of tokens with logit >= the k-th; -inf and 0 where off. What equals a limit stays.
+    """
+    rows = view.shape[0]
+    flat = view.reshape(rows, -1)
+    has_k, has_p = (top_k > 0)[:, None], (top_p < 1)[:, None]
+    k = jnp.where(has_k, jnp.minimum(top_k[:, None], flat.shape[1]), 1).astype(jnp.float32)
+
+    def left(kth):
+        weights = weigh(flat)
+        return jnp.where(flat >= kth, weights, 0.0)
+
+    def share(weights):
+        return jnp.where(has_p, top_p[:, None] * _total(weights), 0.0)
+
+    top, _ = largest(flat, min(FEW, flat.shape[1]))
+    kth, has_kth = _reach(top, jnp.ones_like(top), k, 0.0)
+    kth = jnp.where(has_k, kth, -jnp.inf)
+    few = jnp.where(top >= kth, weigh(top), 0.0)
+    pth, has_pth = _reach(few, few, share(left(kth)), 0.0)
+    kth = once_if(
+        ~has_kth.all(),
+        lambda: jnp.where(has_kth, kth, _search(flat, k, top[:, -1:], has_kth, weighted=False)),
+        kth,
+    )
+    has_pth = has_pth & has_kth | ~has_p
+    # Of a row whose k-th was among the few it is known that the few do not hold the share.
+    most = jnp.where(has_kth, few[:, -1:], 1.0)
+
+    def search_share():
+        weights = left(kth)
+        return jnp.where(has_pth, pth, _search(weights, share(weights), most, has_pth, weighted=True))
+
+    pth = once_if(~has_pth.all(), search_share, pth)
+    return Limits(kth, jnp.where(has_p, pth, 0.0))
+
+
+def once_if(condition: jax.Array, compute: Callable[[], Any], otherwise: Any) -> Any:
+    """What `compute` returns if the condition holds, without its cost if it does not.
+
+    A loop of one turn, since XLA's CPU compiler gives a conditional's branches one thread.
+    """
+    _, result = jax.lax.while_loop(lambda s: s[0], lambda _: (jnp.bool(False), compute()), (condition, otherwise))
+    return result
+
+
+def _total(parts: jax.Array) -> jax.Array:
+    """float32[S, 1] sum of each row of [S, n], in two levels for the sake of rounding."""
+    rows, size = parts.shape
+    width = _BLOCK if size % _BLOCK == 0 else 1
+    return parts.reshape(rows, -1, width).sum(-1).sum(-1, keepdims=True)
+
+
+def _reach(
+    top: jax.Array, parts: jax.Array, target: jax.Array, above: jax.Array | float
+) -> tuple[jax.Array, jax.Array]:
+    """The first of [S, n] descending values at which the parts so far reach the target [S, 1], and whether one does."""
+    reached = above + jnp.cumsum(parts, -1) >= target
+    first = jnp.take_along_axis(top, jnp.argmax(reached, -1, keepdims=True), -1)
+    return first, reached.any(-1, keepdims=True)
+
+
+class _Bracket(NamedTuple):
+    """Bounds of a limit, each [S, 1]: the values >= low reach the target, those >= high do not."""
+
+    low: jax.Array  # as ordered integers
+    high: jax.Array
+    low_sum: jax.Array
+    high_sum: jax.Array
+
+
+def _search(values: jax.Array, target: jax.Array, largest_limit: jax.Array, done: jax.Array, *, weighted: bool):
+    """The largest value of each row such that the values >= it reach the target, [S, 1].
+
+    Args:
+      values: float32[S, n].
+      target: float32[S, 1] sum to be reached: of the values themselves if weighted, else of ones.
+      largest_limit: float32[S, 1]; the limit is this or less.
+      done: bool[S, 1]; rows that need no search, and get any value.
+      weighted: whether values are weights in 0..1.
+    """
+
+    def reached(key):
+        return _total(jnp.where(values >= _unordered(key), values if weighted else 1.0, 0.0))
+
+    def is_close(state):
+        # A value of the bracket is at least `low`, so its sum bounds how many there are.
+        unit = _unordered(state.low) if weighted else 1.0
+        return (state.low_sum - state.high_sum <= FEW * unit) | (state.low + 1 >= state.high)
+
+    def step(state):
+        middle = (state.low & state.high) + ((state.low ^ state.high) >> 1)
+        total = reached(middle)
+        enough = total >= target
+        moves = ~(done | is_close(state))  # a row that is done stays, however long the others take
+        up, down = moves & enough, moves & ~enough
+        return _Bracket(
+            low=jnp.where(up, middle, state.low),
+            high=jnp.where(down, middle, state.high),
+            low_sum=jnp.where(up, total, state.low_sum),
+            high_sum=jnp.where(down, total, state.high_sum),
+        )
+
+    lowest = jnp.zeros_like(target) if weighted else jnp.full_like(target, -jnp.inf)
+    above = _ordered(largest_limit) + 1
+    start = _Bracket(_ordered(lowest), above, jnp.full_like(target, jnp.inf), reached(above))
+    end = jax.lax.while_loop(lambda state: ~(done | is_close(state)).all(), step, start)
+    rest = jnp.where(values < _unordered(end.high), values, 0.0 if weighted else -jnp.inf)
+    top, _ = largest(rest, min(FEW, values.shape[1]))
+    found, has_found = _reach(top, top if weighted else jnp.ones_like(top), target, end.high_sum)
+    return jnp.where(has_found, found, _unordered(end.low))
+
+
+def _ordered(x: jax.Array) -> jax.Array:
+    """int32 with the order of the floats; the two zeros are one."""
+    bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.int32)
+    return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+def _unordered(keys: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(jnp.where(keys < 0, keys ^ 0x7FFFFFFF, keys), jnp.float32)
