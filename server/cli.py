@@ -24,6 +24,13 @@ Serves BLOOM and GPT-family language models, scheduling the work one iteration a
 
 DIR is a Hugging Face directory (config.json, model.safetensors or its shards, tokenizer.json)."""
 
+_BENCH = """\
+Measures throughput, latencies and steps; tables go to the terminal, JSON and plots to bench-results/.
+
+  jaxserve bench offline --compare-schedulers          request-level against iteration-level batching
+  jaxserve bench serve --address HOST:PORT --rate 2    load on a running server
+  jaxserve bench peers                                 other engines on this machine"""
+
 _COMMANDS: tuple[tuple[str, str, str, Callable[[argparse.ArgumentParser], None], Callable], ...] = (
     ("serve", "serve a model over gRPC", serve.HELP, serve.add_flags, serve.run),
     ("generate", "complete one prompt, or a file of them", generate.HELP, generate.add_flags, generate.run),
@@ -33,7 +40,7 @@ _COMMANDS: tuple[tuple[str, str, str, Callable[[argparse.ArgumentParser], None],
 
 
 def parser(*, with_bench: bool) -> argparse.ArgumentParser:
-    """The whole command line. The benchmarks' own flags cost an import of the engine, hence `with_bench`."""
+    """The whole command line; the benchmarks' own flags only where they are needed."""
     top = argparse.ArgumentParser(
         prog="jaxserve",
         description=_DESCRIPTION,
@@ -52,7 +59,13 @@ def parser(*, with_bench: bool) -> argparse.ArgumentParser:
         )
         add_flags(command)
         command.set_defaults(run=run)
-    bench = commands.add_parser("bench", help="measure throughput and latency", allow_abbrev=False)
+    bench = commands.add_parser(
+        "bench",
+        help="measure throughput and latency",
+        description=_BENCH,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     if with_bench:
         from jaxserve.bench import cli as bench_cli
 

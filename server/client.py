@@ -42,9 +42,9 @@ def run(args: argparse.Namespace) -> int:
     from server.report import UserError, say_outcome
 
     fields = sampling_fields(args)
-    fields["logit_bias"] = {int(token): bias for token, bias in fields.get("logit_bias", {}).items()}
     response = GenerateResponse()
     try:
+        fields["logit_bias"] = {int(token): bias for token, bias in fields.get("logit_bias", {}).items()}
         for response in stream(args.server, args.prompt, **fields):
             print(response.text, end="", flush=True)
     except (TypeError, ValueError) as problem:  # a number that does not fit its field

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 if TYPE_CHECKING:
@@ -45,14 +45,14 @@ def starting() -> Iterator[Report]:
     if not out.is_terminal:
         seen: set[str] = set()
 
-        def line(what: str, _done: int, total: int) -> None:
+        def line(what: str, _done: int, _total: int) -> None:
             if what not in seen:
                 seen.add(what)
-                say(f"{what} ({total})" if total > 1 else what)
+                say(what)
 
         yield line
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with Progress(*columns, console=out) as bars:
         tasks: dict[str, TaskID] = {}
 

@@ -10,6 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 
 import tokenizers
@@ -26,8 +27,8 @@ WAIT_SECONDS = 20.0  # the bound of every wait in these tests; nothing ever take
 Sink = Callable[[list[TokenEvent]], None]
 
 
-def byte_tokenizer() -> Tokenizer:
-    """A tokenizer whose token ids are the bytes of UTF-8."""
+def byte_tokenizer(save_to: Path | None = None) -> Tokenizer:
+    """A tokenizer whose token ids are the bytes of UTF-8; its tokenizer.json is written to `save_to` if given."""
     visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [byte for byte in range(256) if byte not in visible]
     # GPT-2's byte alphabet: bytes without a glyph of their own stand at code points from 256 on.
@@ -36,6 +37,8 @@ def byte_tokenizer() -> Tokenizer:
     built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     built.decoder = decoders.ByteLevel()
     built.add_special_tokens(["<eos>"])
+    if save_to is not None:
+        built.save(str(save_to))
     return Tokenizer(built)
 
 

@@ -1,0 +1,123 @@
+"""The whole way once, on the real engine: a tiny checkpoint from its files to text over gRPC and in output lines."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxserve import models, weights
+from server import cli, flags
+from server.grpc_server import GrpcServer
+from server.proto.jaxserve.v1 import inference_pb2 as pb
+from server.proto.jaxserve.v1.inference_pb2_grpc import InferenceStub
+from tests.server.fake_engine import EOS, VOCAB_SIZE, byte_tokenizer
+
+SMALL = ["--buckets", "4,16", "--slots", "512", "--max-rows", "4", "--max-context", "64", "--compilation-cache", "off"]
+FIELDS: dict[str, Any] = {"max_tokens": 12, "seed": 11, "ignore_eos": True, "logprobs": 2, "prompt_logprobs": 0}
+PROMPTS = ["It was a", "Grüße", "a longer prompt than any bucket"]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    config = models.parse_config(
+        {
+            "model_type": "bloom",
+            "vocab_size": VOCAB_SIZE,
+            "hidden_size": 24,
+            "n_layer": 2,
+            "n_head": 3,
+            "eos_token_id": EOS,
+            "layer_norm_epsilon": 1e-5,
+        }
+    )
+    params = models.build(config).init(0, jnp.float32)
+    weights.write_hf(folder, config, jax.tree.map(lambda leaf: leaf * 4 if leaf.ndim > 1 else leaf, params))
+    byte_tokenizer(save_to=folder / "tokenizer.json")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def completed(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Output lines of `jaxserve generate`, one for each of PROMPTS, with a bad line between them."""
+    folder = tmp_path_factory.mktemp("lines")
+    source, target = folder / "in.jsonl", folder / "out.jsonl"
+    lines = [FIELDS | {"prompt": prompt} for prompt in PROMPTS]
+    lines.insert(1, {"prompt": "a", "max_tokens": 64})
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    command = ["generate", "--model", str(checkpoint), "--input", str(source), "--output", str(target)]
+    assert cli.main([*command, *SMALL]) == 1
+    found = [json.loads(line) for line in target.read_text().splitlines()]
+    assert found.pop(1).keys() == {"id", "error"}
+    return found
+
+
+@contextlib.contextmanager
+def engine_of(model: Path) -> Iterator[Any]:
+    from jaxserve.engine import Engine
+
+    args = cli.parser(with_bench=False).parse_args(["serve", "--model", str(model), *SMALL])
+    with Engine.from_checkpoint(model, flags.engine_config(args)) as engine:
+        yield engine
+
+
+def test_lines_have_what_they_asked_for(completed: list[dict[str, Any]]) -> None:
+    assert [line["id"] for line in completed] == [1, 3, 4]
+    for prompt, line in zip(PROMPTS, completed, strict=True):
+        assert len(line["token_ids"]) == len(line["logprobs"]) == len(line["top_logprobs"]) == 12
+        assert all(len(top) == 2 for top in line["top_logprobs"])
+        assert len(line["prompt_logprobs"]) == len(prompt.encode())
+        assert line["prompt_logprobs"][0] is None
+        assert (line["finish_reason"], line["seed"]) == ("length", 11)
+
+
+def test_the_server_answers_as_the_command_does(checkpoint: Path, completed: list[dict[str, Any]]) -> None:
+    async def scenario(engine: Any) -> None:
+        server = GrpcServer(engine, name="tiny", version="0")
+        port = await server.start("127.0.0.1", 0)
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            stub: Any = InferenceStub(channel)
+
+            async def stream(prompt: str) -> list[pb.GenerateResponse]:
+                return [message async for message in stub.GenerateStream(pb.GenerateRequest(prompt=prompt, **FIELDS))]
+
+            for prompt, messages, line in zip(
+                PROMPTS, await asyncio.gather(*map(stream, PROMPTS)), completed, strict=True
+            ):
+                whole = await stub.Generate(pb.GenerateRequest(prompt=prompt, **FIELDS))
+                assert list(whole.token_ids) == line["token_ids"]
+                assert whole.text == line["text"] == "".join(message.text for message in messages)
+                assert [token for message in messages for token in message.token_ids] == line["token_ids"]
+                assert list(whole.logprobs) == pytest.approx(line["logprobs"], abs=1e-3)
+                assert list(whole.prompt_logprobs) == pytest.approx(line["prompt_logprobs"][1:], abs=1e-3)
+
+            endless = stub.GenerateStream(pb.GenerateRequest(prompt="a", max_tokens=60, ignore_eos=True))
+            await endless.read()
+            endless.cancel()
+            await server.service.idle()
+            assert (await stub.GetLoad(pb.GetLoadRequest())).compiled_after_ready == 0
+        assert await server.drain(10) == 0
+
+    with engine_of(checkpoint) as engine:
+        asyncio.run(scenario(engine))
+        assert engine.load().running == 0
+        assert engine.load().slots_used == 0
+
+
+def test_a_converted_checkpoint_serves_alike(
+    checkpoint: Path, completed: list[dict[str, Any]], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["convert", str(checkpoint), str(tmp_path / "orbax")]) == 0
+    capfd.readouterr()
+    command = ["generate", "--model", str(tmp_path / "orbax"), "--prompt", PROMPTS[0], "--max-tokens", "12"]
+    assert cli.main([*command, "--seed", "11", "--ignore-eos", *SMALL]) == 0
+    assert capfd.readouterr().out == completed[0]["text"] + "\n"
+    assert cli.main(["convert", str(checkpoint), str(tmp_path / "orbax")]) == 2
+    assert "exists and is not an empty directory" in capfd.readouterr().err
