@@ -92,9 +92,9 @@ def forward(
     if scored:
         with jax.named_scope("prompt_scoring"):
             hidden = model.norm(params, x)
-            scores = scoring.score(
-                partial(model.logits_tile, params, hidden), model.config.vocab_size, _SCORING_TILE, view.next_tokens
-            )
+            vocab = model.config.vocab_size
+            tile = partial(model.logits_tile, params, hidden)
+            scores = scoring.score(tile, vocab, min(vocab, _SCORING_TILE), view.next_tokens)
     last = jnp.maximum(view.attention.query_offsets[1:] - 1, 0)  # [C]
     logits = model.logits(params, model.norm(params, x[last]))
     return pools, tables, view.chunks, logits, scores

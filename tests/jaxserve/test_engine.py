@@ -260,17 +260,21 @@ def test_a_full_queue_refuses_at_once(params) -> None:
     assert set(answers.reasons) == {"a", "c"}
 
 
+def wrong(prompt: tuple[int, ...] = (5,), **sampling) -> Request:
+    return Request(request_id="x", prompt=prompt, sampling=SamplingParams(**{"max_tokens": 4, **sampling}))
+
+
 @pytest.mark.parametrize(
     ("field", "request_"),
     [
-        ("prompt_token_ids", Request(request_id="x", prompt=(5, VOCAB), sampling=SamplingParams())),
-        ("prompt_token_ids", Request(request_id="x", prompt=(-1,), sampling=SamplingParams())),
-        ("stop_token_ids", Request(request_id="x", prompt=(5,), sampling=SamplingParams(stop_token_ids=(VOCAB,)))),
-        ("logit_bias", Request(request_id="x", prompt=(5,), sampling=SamplingParams(logit_bias=((VOCAB, 1.0),)))),
-        ("prompt_logprobs", Request(request_id="x", prompt=(5,), sampling=SamplingParams(prompt_logprobs=0))),
-        ("stop", Request(request_id="x", prompt=(5,), sampling=SamplingParams(stop=("a",)))),
-        ("max_tokens", Request(request_id="x", prompt=(5,), sampling=SamplingParams(max_tokens=96))),
-        ("prompt", Request(request_id="x", prompt=(), sampling=SamplingParams())),
+        ("prompt_token_ids", wrong((5, VOCAB))),
+        ("prompt_token_ids", wrong((-1,))),
+        ("stop_token_ids", wrong(stop_token_ids=(VOCAB,))),
+        ("logit_bias", wrong(logit_bias=((VOCAB, 1.0),))),
+        ("prompt_logprobs", wrong(prompt_logprobs=0)),
+        ("stop", wrong(stop=("a",))),
+        ("max_tokens", wrong(max_tokens=96)),
+        ("prompt", wrong(())),
     ],
 )
 def test_what_can_never_be_served_is_refused_by_name(engine_, field, request_) -> None:
@@ -325,7 +329,7 @@ def test_threaded_engine_serves_and_stops(params) -> None:
     assert set(answers.reasons) == {"a", "b"}
     assert not engine.is_healthy
     with pytest.raises(EngineStopped):
-        engine.submit(Request(request_id="c", prompt=(5,), sampling=SamplingParams()), sink)
+        engine.submit(Request(request_id="c", prompt=(5,), sampling=SamplingParams(max_tokens=3)), sink)
 
 
 def test_a_failing_device_ends_every_request_and_says_so(params, monkeypatch, caplog) -> None:
@@ -333,7 +337,8 @@ def test_a_failing_device_ends_every_request_and_says_so(params, monkeypatch, ca
     monkeypatch.setattr(engine._pipeline, "launch", lambda *_: (_ for _ in ()).throw(RuntimeError("device lost")))
     with engine:
         engine.submit(
-            Request(request_id="a", prompt=(5,), sampling=SamplingParams()), lambda e: (events.extend(e), done.set())
+            Request(request_id="a", prompt=(5,), sampling=SamplingParams(max_tokens=4)),
+            lambda e: (events.extend(e), done.set()),
         )
         assert done.wait(60)
         assert not engine.is_healthy
@@ -346,13 +351,14 @@ def test_update_params_changes_answers_and_forgets_prefixes(params) -> None:
     engine = make_engine(params)
     prompt = tuple(range(5, 30))
     ask = partial(Request, prompt=prompt, sampling=SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True))
-    before = run(engine, [(0, ask(request_id="a"))]).tokens["a"]
+    before = run(engine, [(0, ask(request_id="a"))]).logprobs["a"]
     other = models.build(BLOOM).init(1, jnp.float32)
     engine.update_params(other)
     cached = engine.load().cached_tokens
-    after = run(engine, [(0, ask(request_id="b"))]).tokens["b"]
+    after = run(engine, [(0, ask(request_id="b"))]).logprobs["b"]
     assert engine.load().cached_tokens == cached
-    assert after == run(make_engine(other), [(0, ask(request_id="c"))]).tokens["c"] != before
+    assert after == run(make_engine(other), [(0, ask(request_id="c"))]).logprobs["c"]
+    assert after != before
     engine.submit(ask(request_id="d"), Answers())
     engine.step()
     with pytest.raises(RuntimeError, match="1 requests are alive"):
