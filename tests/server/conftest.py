@@ -8,6 +8,7 @@ import pytest
 
 from jaxserve.tokenizer import Tokenizer
 from server.grpc_server import GrpcServer
+from server.proto.jaxserve.v1 import inference_pb2 as pb
 from server.proto.jaxserve.v1.inference_pb2_grpc import InferenceStub
 from tests.server.fake_engine import WAIT_SECONDS, FakeEngine, byte_tokenizer
 
@@ -46,6 +47,10 @@ async def served(engine: FakeEngine) -> AsyncIterator[Served]:
             finally:
                 engine.release()
                 await server.stop()
+
+
+async def collect(call: Any) -> list[pb.GenerateResponse]:
+    return [message async for message in call]
 
 
 Scenario = Callable[[Served], Coroutine[Any, Any, None]]

@@ -180,7 +180,7 @@ def test_generate_goes_on_after_a_bad_line_and_says_so(
     assert "line 2: no JSON" in captured.err
 
 
-def test_generate_streams_one_prompt(engine: FakeEngine, capfd: pytest.CaptureFixture[str]) -> None:
+def test_generate_refuses_a_prompt_it_cannot_serve(engine: FakeEngine, capfd: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["generate", "--prompt", "é!", "--max-tokens", "7", "--stop-token-ids", "300", "--seed", "4"]) == 2
     assert "stop_token_ids" in capfd.readouterr().err
 
