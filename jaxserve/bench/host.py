@@ -82,7 +82,7 @@ def measure(
         for done in range(WARM_UP + iterations):
             top_up(rows + queued)
             engine.step()
-            if done == WARM_UP:
+            if done == WARM_UP - 1:
                 records.clear()
             if done % 10 == 0:
                 bars(label, done, WARM_UP + iterations)

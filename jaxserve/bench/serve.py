@@ -8,7 +8,7 @@ import dataclasses
 import signal
 import socket
 import subprocess
-import sysconfig
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -113,7 +113,7 @@ def started_server(model: Path, config: EngineConfig, log: Path) -> Iterator[str
     """
     port = free_port()
     address = f"127.0.0.1:{port}"
-    command = [str(Path(sysconfig.get_path("scripts")) / "jaxserve"), "serve", "--model", str(model)]
+    command = [sys.executable, "-m", "server.cli", "serve", "--model", str(model)]
     command += ["--host", "127.0.0.1", "--port", str(port), *engine_flags(config)]
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w", encoding="utf-8") as output:

@@ -83,7 +83,7 @@ CASES = (
 )
 # What other engines are timed at; filling long contexts would take them minutes.
 PEER_CASES = tuple(case for case in CASES if case.context <= 100)
-QUICK_CASES = (Case(decodes=2, context=10), Case(prompt=8), Case(decodes=2, context=10, prompt=6))
+QUICK_CASES = (Case(decodes=3, context=10), Case(prompt=8), Case(decodes=2, context=10, prompt=6))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,10 +270,9 @@ def complete(
     from jaxserve.engine import Engine
     from jaxserve.request import Request, TokenEvent
 
-    longest = max(map(len, prompts))
-    rows = len(prompts)
+    rows, longest = len(prompts), max(map(len, prompts))
     config = dataclasses.replace(
-        config, dtype=dtype, max_rows=rows, buckets=(rows, max(rows + 1, longest)), max_context=longest + steps
+        config, dtype=dtype, max_rows=rows, buckets=(rows, max(rows + 1, longest)), slots=rows * _LARGEST_BLOCK
     )
     engine = Engine.from_checkpoint(model, config, progress=progress)
     answers = {str(index): {"tokens": list(prompt), "logprobs": [], "gaps": []} for index, prompt in enumerate(prompts)}

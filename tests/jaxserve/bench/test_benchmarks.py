@@ -1,0 +1,137 @@
+"""The benchmarks from their command line to their files, on tiny models. No figure is judged here."""
+
+import argparse
+import dataclasses
+import json
+
+import jax
+import pytest
+
+from jaxserve.bench import cli, host, offline, serve, shapes, step
+from jaxserve.bench.progress import Bars
+from jaxserve.bench.step import Case
+from jaxserve.config import EngineConfig
+from server import flags
+
+# One set of shapes for every test, so that the programs are compiled once.
+CONFIG = EngineConfig(dtype="float32", max_rows=3, buckets=(3, 8), max_context=128, slots=768, scoring=False)
+
+
+def bench(*arguments: str) -> int:
+    """Runs `jaxserve bench ARGUMENTS`, with the shared configuration; compiled programs are kept for the test run."""
+    config = dataclasses.replace(CONFIG, compilation_cache=jax.config.jax_compilation_cache_dir)
+    arguments += tuple(serve.engine_flags(config))
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser, flags.add_engine_flags, flags.engine_config)
+    return cli.run(parser.parse_args(arguments))
+
+
+def test_offline_compares_schedulers(tmp_path, capsys):
+    code = bench("offline", "--quick", "--compare-schedulers", "--out", str(tmp_path))
+    told = capsys.readouterr().out
+    assert code == 0
+    assert "throughput, iteration / request-level" in told
+    result = json.loads((tmp_path / "offline.json").read_text())
+    iteration, request = result["runs"]
+    assert (iteration["name"], request["name"]) == ("iteration", "request")
+    assert iteration["failed"] == request["failed"] == 0
+    assert iteration["output_tokens"] == request["output_tokens"]
+    assert iteration["prompt_tokens"] == request["prompt_tokens"]
+    assert iteration["iterations"]["iterations"] <= request["iterations"]["iterations"]
+    assert iteration["extra"]["compiled after ready"] == 0
+    assert result["comparison"]["allowed"] >= 1.0
+    assert set(result["bucket_ms"]) == {"3", "8"}
+    assert (tmp_path / "offline.png").stat().st_size > 0
+
+
+def test_a_workload_that_cannot_fit_is_refused_in_words(tmp_path, capsys):
+    model = ("--shape", "tiny", "--requests", "3", "--prompt", "140", "--output", "1")
+    assert bench("offline", *model, "--out", str(tmp_path)) == 2
+    assert "longest request holds 141 tokens, the engine at most 128" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("offline", "--shape", "bloom"), "'bloom' is no known shape; there are bloom-560m"),
+        (("offline", "--shape", "tiny", "--prompt", "9:3"), "no length range"),
+        (("step", "--shape", "tiny", "--dtypes", "int8"), "'int8' is no dtype to measure"),
+        (("peers", "--peers", "triton"), "'triton' is no known peer; there are transformers, llama.cpp"),
+        (("serve", "--address", "h:1", "--compare-schedulers"), "leave --address out"),
+    ],
+)
+def test_mistakes_are_told_in_words(arguments, message, capsys):
+    assert bench(*arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_serve_starts_a_server_and_loads_it(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    trace = tmp_path / "trace.jsonl"
+    lines = [{"timestamp": 5 * n, "input_length": 4 + n, "output_length": 1 + n, "hash_ids": [n]} for n in range(5)]
+    lines.append({"timestamp": 40, "input_length": 200, "output_length": 3, "hash_ids": [7]})
+    trace.write_text("\n".join(map(json.dumps, lines)))
+    out = tmp_path / "out"
+    assert bench("serve", "--quick", "--trace", str(trace), "--out", str(out)) == 0
+    told = capsys.readouterr().out
+    assert "1 of 6 requests were clipped to a context of 128 tokens" in told
+    result = json.loads((out / "serve.json").read_text())
+    (run,) = result["runs"]
+    assert (run["requests"], run["failed"], run["output_tokens"]) == (6, 0, 1 + 2 + 3 + 4 + 5 + 3)
+    assert run["extra"]["generated tokens"] == run["output_tokens"]
+    assert run["extra"]["compiled after ready"] == 0
+    assert (out / "serve.png").stat().st_size > 0
+    assert (out / "server-iteration.log").read_text()
+
+
+def test_a_server_that_cannot_start_is_told_with_its_output(tmp_path, capsys):
+    assert bench("serve", "--model", str(tmp_path / "nowhere"), "--out", str(tmp_path)) == 2
+    told = capsys.readouterr().err
+    assert "before it was ready" in told
+    assert "nowhere" in told
+
+
+def test_steps_are_timed(tmp_path):
+    assert bench("step", "--quick", "--dtypes", "float32", "--out", str(tmp_path)) == 0
+    result = json.loads((tmp_path / "step.json").read_text())
+    assert [len(entry["milliseconds"]) for entry in result["steps"]["float32"]] == [3, 3, 3]
+    assert result["memory"]["float32"]["pool"] > 0
+
+
+def test_synthetic_plans_own_their_blocks_and_advance():
+    case = Case(decodes=2, context=10, prompt=6)
+    first, third = (step.make_plan(case, index, 5, 4, 100) for index in (0, 2))
+    assert [tuple(chunk) for chunk in first.chunks] == [(0, 10, 1, True), (1, 10, 1, True), (2, 0, 6, True)]
+    assert [tuple(chunk) for chunk in third.chunks] == [(0, 12, 1, True), (1, 12, 1, True), (2, 0, 6, True)]
+    assert third.admissions == ()
+    blocks = [admission.blocks for admission in first.admissions]
+    assert blocks == [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9)]
+    assert [len(admission.tokens) for admission in first.admissions] == [11, 11, 6]
+    assert first.bucket == first.num_tokens == 8
+    assert case.slots(5) >= 4 * 10
+
+
+def test_completions_for_the_peers_check(tmp_path):
+    checkpoint = shapes.checkpoint("tiny", tmp_path)
+    assert shapes.checkpoint("tiny", tmp_path) == checkpoint  # written once
+    prompts = [[1, 2, 3, 4, 5, 6, 7, index] for index in range(3)]
+    config = dataclasses.replace(CONFIG, scoring=True)
+    answers = step.complete(checkpoint, "float32", prompts, 3, config, lambda what, done, total: None)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer["tokens"][:8] == prompt
+        assert (len(answer["tokens"]), len(answer["logprobs"]), len(answer["gaps"])) == (11, 10, 3)
+        assert all(logprob < 0 for logprob in answer["logprobs"])
+        assert all(gap >= 0 for gap in answer["gaps"])
+
+
+def test_host_time_at_several_loads():
+    with Bars() as bars:
+        few, many = host.measure(3, [0, 30], 6, CONFIG, bars)
+    assert (few.waiting, many.waiting) == (0, 30)
+    for result in (few, many):
+        assert result.stats.iterations == 6
+        assert result.median == result.stats.host_ms["host"].p50 > 0
+
+
+def test_schedules_are_compared_by_the_same_costs():
+    assert offline.mean_costs([{8: 1.0, 16: 4.0}, {8: 3.0, 32: 5.0}]) == {8: 2.0, 16: 4.0, 32: 5.0}
