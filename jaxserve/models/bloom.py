@@ -103,8 +103,8 @@ def parse_config(entries: Mapping[str, Any]) -> BloomConfig:
         norm_eps=fields.number("layer_norm_epsilon", default=1e-5),
         activation="gelu_tanh",
         tie_embeddings=fields.flag("tie_word_embeddings", default=True),
-        eos_token_ids=fields.tokens("eos_token_id", vocab_size),
-        bos_token_id=next(iter(fields.tokens("bos_token_id", vocab_size)), None),
+        eos_token_ids=fields.tokens("eos_token_id", vocab_size, default=2),
+        bos_token_id=next(iter(fields.tokens("bos_token_id", vocab_size, default=1)), None),
         initializer_range=fields.number("initializer_range", default=0.02),
         residual_after_norm=fields.flag("apply_residual_connection_post_layernorm", default=False),
     )

@@ -146,9 +146,9 @@ class Fields:
             raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(_ACTIVATION_NAMES)}")
         return _ACTIVATION_NAMES[value]
 
-    def tokens(self, name: str, vocab_size: int) -> tuple[int, ...]:
-        """A token id or a list of them; none where it is absent."""
-        value = self.entries.get(name)
+    def tokens(self, name: str, vocab_size: int, *, default: int) -> tuple[int, ...]:
+        """A token id or a list of them. None where it is null; the default where it is absent, as in transformers."""
+        value = self.entries.get(name, default)
         listed = [] if value is None else value if isinstance(value, list) else [value]
         for token in listed:
             if isinstance(token, bool) or not isinstance(token, int):
