@@ -245,7 +245,7 @@ class Scheduler:
                 self._joinable = min(len(self._waiting), len(self._free_rows))
             rows = min(rows, self._joinable)
         tokens = len(draft.states) + draft.prompt_tokens
-        while rows and tokens < self._budget:
+        while rows > 0 and tokens < self._budget:
             state = self._waiting.first()
             if state is None:
                 break

@@ -671,6 +671,26 @@ def test_a_prompt_to_be_scored_takes_no_hits_and_is_scored_once():
     assert [a.request_id for a in admissions] == ["b"]  # it was preempted on the way
 
 
+def test_a_preemption_amid_scoring_repeats_no_score():
+    made = scheduler(rows=2, blocks=7, block_size=2, sizes=(1, 2, 4), context=14)
+    made.submit(request("a", 4, max_tokens=8))
+    made.submit(request("b", 8, max_tokens=1, prompt_logprobs=0))
+    step(made)  # a's prompt
+    seen, admissions = [], []
+    while made.has_work:
+        plan, events = step(made)
+        seen += [entry for e in events for entry in e.prompt_logprobs]
+        admissions += plan.admissions
+        if plan.sequence == 2:
+            assert len(seen) == 6  # of 7, and then a needs the block that b would have come to
+            assert made.num_waiting == 0
+        if plan.sequence == 3:
+            assert made.num_waiting == 1
+    assert len(seen) == 7
+    # The whole prompt is computed again, whatever the cache holds of it.
+    assert [(a.request_id, a.blocks) for a in admissions] == [("b", ()), ("b", ())]
+
+
 # ---- Request-level batching
 
 
@@ -712,6 +732,17 @@ def test_a_batch_admits_what_it_was_formed_of_over_several_iterations():
         made.submit(request(name, 4))
     assert names(step(made)[0]) == ["a"]
     assert names(step(made)[0]) == ["b"]
+
+
+def test_a_batch_that_the_pool_has_cut_short_stays_closed():
+    made = scheduler(rows=3, blocks=6, policy="reserve", context=24, mode="request")
+    made.submit(request("a", 4, max_tokens=4))  # 2 blocks
+    made.submit(request("b", 4, max_tokens=8))  # 3 blocks
+    made.submit(request("c", 4, max_tokens=4))  # 2 blocks: not now
+    assert names(step(made)[0]) == ["a", "b"]
+    while made.num_running:
+        assert names(step(made)[0]) == []  # though a's blocks and row are free from its fourth token on
+    assert names(step(made)[0]) == ["c"]
 
 
 def test_an_abort_takes_back_what_was_held_and_sets_the_rest_free():
