@@ -736,12 +736,12 @@ def test_a_batch_admits_what_it_was_formed_of_over_several_iterations():
 
 def test_a_batch_that_the_pool_has_cut_short_stays_closed():
     made = scheduler(rows=3, blocks=6, policy="reserve", context=24, mode="request")
-    made.submit(request("a", 4, max_tokens=4))  # 2 blocks
+    made.submit(request("a", 4, max_tokens=1))  # 2 blocks
     made.submit(request("b", 4, max_tokens=8))  # 3 blocks
     made.submit(request("c", 4, max_tokens=4))  # 2 blocks: not now
     assert names(step(made)[0]) == ["a", "b"]
     while made.num_running:
-        assert names(step(made)[0]) == []  # though a's blocks and row are free from its fourth token on
+        assert names(step(made)[0]) == []  # though a's blocks and row are free at once
     assert names(step(made)[0]) == ["c"]
 
 
