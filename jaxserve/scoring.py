@@ -67,7 +67,8 @@ def score(
         top_ids=jnp.zeros((count, keep), jnp.int32),
     )
     whole = vocab // tile
-    state = jax.lax.fori_loop(0, whole, lambda i, s: add(s, i * tile, tile), state)
+    if whole:  # a loop of no turns is traced all the same, and a tile may be larger than the vocabulary
+        state = jax.lax.fori_loop(0, whole, lambda i, s: add(s, i * tile, tile), state)
     if rest := vocab - whole * tile:
         state = add(state, whole * tile, rest)
     log_sum = state.peak + jnp.log(state.total)
