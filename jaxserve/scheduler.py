@@ -95,7 +95,7 @@ class Scheduler:
         self._live: dict[str, RequestState] = {}
         self._waiting: WaitingQueue[RequestState] = WaitingQueue()
         self._running: list[RequestState] = []  # by key
-        self._preempted: set[RequestState] = set()
+        self._num_preempted = self._preempted_tokens = 0  # in phase PREEMPTED
         self._num_closing = 0
         self.preemptions = 0  # since the start
         self._in_flight: deque[_Launched] = deque()
@@ -109,12 +109,12 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Requests without a row: not yet begun, or preempted."""
-        return len(self._waiting) + len(self._preempted)
+        return len(self._waiting) + self._num_preempted
 
     @property
     def waiting_tokens(self) -> int:
         """Tokens that the waiting requests have to compute before they generate."""
-        return self._waiting.num_tokens + sum(len(state.tokens) for state in self._preempted)
+        return self._waiting.num_tokens + self._preempted_tokens
 
     @property
     def num_running(self) -> int:
@@ -199,7 +199,8 @@ class Scheduler:
             if reason is not None:
                 self._end(state)
             elif state.phase == PREEMPTED and not state.in_flight:
-                self._preempted.remove(state)
+                self._num_preempted -= 1
+                self._preempted_tokens -= state.length
                 self._requeue(state)
         return self._hold(events) if self._by_request else events
 
@@ -210,7 +211,7 @@ class Scheduler:
     def _choose(self, draft: _Draft) -> bool:
         """Draft the decodes, find the rows that prompts can be continued on; whether anybody may join."""
         budget = self._budget
-        may_admit = not self._preempted
+        may_admit = not self._num_preempted
         for state in self._running.copy():
             if (self._exclusive and state.in_flight) or state.phase != RUNNING:  # preempted for one before it
                 continue
@@ -241,7 +242,7 @@ class Scheduler:
         is not overtaken."""
         rows = min(len(self._free_rows), self._max_rows - len(draft.states) - len(draft.prompts))
         if self._by_request:
-            if not (self._running or self._num_closing or self._preempted):
+            if not (self._running or self._num_closing or self._num_preempted):
                 self._joinable = min(len(self._waiting), len(self._free_rows))
             rows = min(rows, self._joinable)
         tokens = len(draft.states) + draft.prompt_tokens
@@ -356,7 +357,8 @@ class Scheduler:
             self._leave_row(preempted)
             if preempted.in_flight:
                 preempted.phase = PREEMPTED
-                self._preempted.add(preempted)
+                self._num_preempted += 1
+                self._preempted_tokens += preempted.length
             else:
                 self._requeue(preempted)
 
@@ -376,7 +378,8 @@ class Scheduler:
         elif state.phase == CLOSING:
             self._num_closing -= 1
         else:
-            self._preempted.remove(state)
+            self._num_preempted -= 1
+            self._preempted_tokens -= state.length
         state.phase = ENDED
         self.pool.release(state.lease)
         self._leave_row(state)
@@ -390,7 +393,7 @@ class Scheduler:
 
     def _hold(self, events: list[TokenEvent]) -> list[TokenEvent]:
         self._held += events
-        if self._running or self._num_closing or self._preempted:
+        if self._running or self._num_closing or self._num_preempted:
             return []
         held, self._held = self._held, []
         return held

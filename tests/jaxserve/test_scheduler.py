@@ -452,7 +452,7 @@ def test_a_token_in_flight_at_preemption_is_kept():
     third = made.schedule()
     assert third is not None
     assert [chunk.row for chunk in third.chunks] == [0]
-    assert (made.num_waiting, made.waiting_tokens) == (1, 4)
+    assert (made.num_waiting, made.waiting_tokens) == (1, 5)  # the one in flight counted
     events = made.complete(second, answer(second, [12, 22]))
     assert [(e.request_id, e.token_ids) for e in events] == [("a", (12,)), ("b", (22,))]
     assert made.waiting_tokens == 5

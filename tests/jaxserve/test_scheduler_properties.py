@@ -340,10 +340,11 @@ class World:
         phases = Counter(state.phase for state in live)
         assert scheduler.num_waiting == phases[WAITING] + phases[PREEMPTED]
         assert scheduler.num_running == phases[RUNNING] + phases[CLOSING]
-        assert scheduler.waiting_tokens == sum(len(s.tokens) for s in live if s.phase in (WAITING, PREEMPTED))
+        assert scheduler.waiting_tokens == sum(s.length for s in live if s.phase in (WAITING, PREEMPTED))
+        assert all(s.length == len(s.tokens) for s in live if s.phase == WAITING)
         assert all(not state.lease.blocks for state in live if state.phase in (WAITING, PREEMPTED))
         if scheduler.pool.policy == "reserve":
-            assert not scheduler._preempted
+            assert not scheduler.preemptions
         assert set(scheduler._live) <= set(self.clients)
 
     def step(self) -> bool:
