@@ -29,7 +29,7 @@ from jax.extend.random import threefry_2x32
 from jaxserve import selection
 from jaxserve.iteration import SamplerVariant
 from jaxserve.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
-from jaxserve.selection import Limits, largest
+from jaxserve.selection import Limits, block_reduce, largest
 
 BLOCK = 128  # ids summed together before the cumulative sum over blocks
 PURPOSE = 0x746F6B65  # sets the keys of token choice apart from any other use of a request's seed
@@ -129,27 +129,26 @@ def sample(
         adjusted = logits
         if variant == SamplerVariant.FULL:
             adjusted = _penalise(logits, rows, positions, history)
-        view = _blocks(adjusted)  # [S, blocks, BLOCK]
-        block_max = view.max(-1)  # [S, blocks]
+        block_max = block_reduce(adjusted, BLOCK, jax.lax.max)  # [S, blocks]
         peak = block_max.max(-1, keepdims=True)  # [S, 1]
-        greedy = _first_of_peak(view, block_max, peak)
-        weigh = partial(_weigh, peak, jnp.where(rows.temperature > 0, rows.temperature, 1.0)[:, None])
+        greedy = _first_of_peak(adjusted, block_max, peak)
+        temperature = jnp.where(rows.temperature > 0, rows.temperature, 1.0)[:, None]
         limits = None
         if variant != SamplerVariant.PLAIN:
-            limits = _limits(view, weigh, rows)
+            limits = _limits(adjusted, partial(_weigh, _apart(peak), temperature), rows)
         uniforms = uniform(rows.seed, rows.sample_index, positions)
-        drawn = _draw(view, weigh, limits, uniforms)
+        drawn = _draw(adjusted, partial(_weigh, peak, temperature), limits, uniforms)
         # A row with NaN or +inf among its logits, or nothing but -inf, has no distribution to draw from.
         tokens = jnp.where((rows.temperature > 0) & jnp.isfinite(peak[:, 0]), drawn, greedy)
 
-        raw = _blocks(logits)
-        raw_peak = raw.max((1, 2)) if variant == SamplerVariant.FULL else peak[:, 0]
-        log_sum = raw_peak + jnp.log(jnp.exp(raw - raw_peak[:, None, None]).sum(-1).sum(-1))
-        logprobs = jnp.take_along_axis(logits, tokens[:, None], -1)[:, 0] - log_sum
+        raw_peak = logits.max(-1, keepdims=True) if variant == SamplerVariant.FULL else _apart(peak)
+        sums = block_reduce(jnp.exp(logits - raw_peak), BLOCK, jax.lax.add)
+        log_sum = raw_peak + jnp.log(sums.sum(-1, keepdims=True))
+        logprobs = (jnp.take_along_axis(logits, tokens[:, None], -1) - log_sum)[:, 0]
         if variant != SamplerVariant.FULL:
             return SampleOutput(tokens, logprobs)
         top, top_ids = largest(logits, min(MAX_LOGPROBS, logits.shape[1]))
-        return SampleOutput(tokens, logprobs, top_ids, top - log_sum[:, None])
+        return SampleOutput(tokens, logprobs, top_ids, top - log_sum)
 
 
 def uniform(seed: jax.Array, sample_index: jax.Array, positions: jax.Array) -> jax.Array:
@@ -170,38 +169,40 @@ def uniform(seed: jax.Array, sample_index: jax.Array, positions: jax.Array) -> j
     return (drawn >> 8).astype(jnp.float32) * 2.0**-24
 
 
-def _blocks(logits: jax.Array) -> jax.Array:
-    """[S, V] -> [S, blocks, BLOCK], filled up with -inf."""
-    rows, vocab = logits.shape
-    logits = jnp.pad(logits, ((0, 0), (0, -vocab % BLOCK)), constant_values=-jnp.inf)
-    return logits.reshape(rows, -1, BLOCK)
+def _apart(x: jax.Array) -> jax.Array:
+    # Keeps XLA from sharing what two passes over [S, V] make of x: it would write that array out to read it twice.
+    return jax.lax.optimization_barrier(x)
 
 
-def _first_of_peak(view: jax.Array, block_max: jax.Array, peak: jax.Array) -> jax.Array:
+def _of_block(logits: jax.Array, block: jax.Array) -> jax.Array:
+    """float32[S, BLOCK] logits of one block a row (int32[S]), filled up with -inf."""
+    ids = block[:, None] * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
+    inside = jnp.take_along_axis(logits, jnp.minimum(ids, logits.shape[1] - 1), -1)
+    return jnp.where(ids < logits.shape[1], inside, -jnp.inf)
+
+
+def _first_of_peak(logits: jax.Array, block_max: jax.Array, peak: jax.Array) -> jax.Array:
     """int32[S] lowest id of the largest logit, by the block that holds it: an argmax over V is slow on a CPU."""
-    block = jnp.argmax(block_max >= peak, -1)
-    inside = jnp.take_along_axis(view, block[:, None, None], 1)[:, 0]
-    return (block * BLOCK + jnp.argmax(inside >= peak, -1)).astype(jnp.int32)
+    block = jnp.argmax(block_max >= peak, -1).astype(jnp.int32)
+    return block * BLOCK + jnp.argmax(_of_block(logits, block) >= peak, -1).astype(jnp.int32)
 
 
 def _weigh(peak: jax.Array, temperature: jax.Array, logits: jax.Array) -> jax.Array:
-    """Unnormalised probabilities of [S, ...] logits; the likeliest token of a row has exactly 1."""
-    expand = (slice(None), slice(None), *[None] * (logits.ndim - 2))
-    # A division, since a product may be contracted into the exponential in one program and not in another.
-    return jnp.exp((logits - peak[expand]) / temperature[expand])
+    """Unnormalised probabilities of [S, n] logits; the likeliest token of a row has exactly 1."""
+    return jnp.exp((logits - peak) / temperature)
 
 
-def _limits(view: jax.Array, weigh: Callable[[jax.Array], jax.Array], rows: RowSampling) -> Limits:
+def _limits(logits: jax.Array, weigh: Callable[[jax.Array], jax.Array], rows: RowSampling) -> Limits:
     """The limits that top_k, top_p and min_p set; greedy rows have none, so that they cost nobody a search."""
     drawn = rows.temperature > 0
     top_k, top_p = jnp.where(drawn, rows.top_k, 0), jnp.where(drawn, rows.top_p, 1.0)
-    limits = selection.limits(view, weigh, top_k, top_p)
+    limits = selection.limits(logits, weigh, top_k, top_p)
     # The likeliest token weighs 1, so min_p is a weight as it stands.
     return limits._replace(weight=jnp.maximum(limits.weight, rows.min_p[:, None]))
 
 
 def _draw(
-    view: jax.Array, weigh: Callable[[jax.Array], jax.Array], limits: Limits | None, uniforms: jax.Array
+    logits: jax.Array, weigh: Callable[[jax.Array], jax.Array], limits: Limits | None, uniforms: jax.Array
 ) -> jax.Array:
     """int32[S] tokens by the inverse of the cumulative distribution."""
 
@@ -209,17 +210,15 @@ def _draw(
         weights = weigh(logits)
         if limits is None:
             return weights
-        stays = (logits >= limits.logit[:, :, None]) & (weights >= limits.weight[:, :, None])
-        return jnp.where(stays, weights, 0.0)
+        return jnp.where((logits >= limits.logit) & (weights >= limits.weight), weights, 0.0)
 
-    sums = kept(view).sum(-1)  # [S, blocks]
+    sums = block_reduce(kept(logits), BLOCK, jax.lax.add)  # [S, blocks]
     cumulative = jnp.cumsum(sums, -1)
     target = uniforms[:, None] * cumulative[:, -1:]
-    block = _first_beyond(cumulative, sums, target)[:, None]
-    before = jnp.take_along_axis(cumulative - sums, block, -1)
-    weights = kept(jnp.take_along_axis(view, block[:, :, None], 1))[:, 0]  # [S, BLOCK]
-    index = _first_beyond(jnp.cumsum(weights, -1), weights, target - before)
-    return block[:, 0] * BLOCK + index
+    block = _first_beyond(cumulative, sums, target)
+    before = jnp.take_along_axis(cumulative - sums, block[:, None], -1)
+    weights = kept(_of_block(logits, block))  # [S, BLOCK]
+    return block * BLOCK + _first_beyond(jnp.cumsum(weights, -1), weights, target - before)
 
 
 def _first_beyond(cumulative: jax.Array, parts: jax.Array, target: jax.Array) -> jax.Array:

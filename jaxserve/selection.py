@@ -12,33 +12,48 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 FEW = 64  # tokens among which a limit is looked up in order
 
 _BLOCK = 32  # ids whose maximum is taken first when looking for the largest few
+_SMALLEST_NORMAL = float(np.finfo(np.float32).smallest_normal)
+
+
+def block_reduce(values: jax.Array, block: int, operator: Callable[[Any, Any], Any]) -> jax.Array:
+    """Reduces each run of `block` values of float32[S, n], the last one as far as it goes: [S, ceil(n / block)].
+
+    Args:
+      operator: jax.lax.add or jax.lax.max.
+    """
+    start = 0.0 if operator is jax.lax.add else -np.inf
+    rows, size = values.shape
+    if size % block == 0:
+        return jax.lax.reduce(values.reshape(rows, -1, block), np.float32(start), operator, (2,))
+    window = (1, block)
+    return jax.lax.reduce_window(values, start, operator, window, window, ((0, 0), (0, -size % block)))
 
 
 def largest(values: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """The `count` largest of each row of float32[S, V]: (values, ids int32) [S, count], the lower id first of equals.
+    """The `count` largest of each row of float32[S, n]: (values, ids int32) [S, count], the lower id first of equals.
 
     They lie in the `count` blocks with the largest maxima, so only those blocks are looked through.
     """
-    rows, size = values.shape
-    blocks = -(-size // _BLOCK)
-    if blocks <= 2 * count:
-        top, ids = _top_k(values, count)
-    else:
-        values = jnp.pad(values, ((0, 0), (0, -size % _BLOCK)), constant_values=-jnp.inf)
-        values = values.reshape(rows, blocks, _BLOCK)
-        _, chosen = _top_k(values.max(-1), count)
-        chosen = jnp.sort(chosen, -1)  # in order of ids, so that equals stay in it
-        found = jnp.take_along_axis(values, chosen[:, :, None], 1).reshape(rows, -1)
-        top, places = _top_k(found, count)
-        ids = jnp.take_along_axis(chosen, places // _BLOCK, -1) * _BLOCK + places % _BLOCK
-    return top, jnp.minimum(ids, size - 1)  # padding comes up in rows of -inf or NaN
+    size = values.shape[1]
+    if size <= 2 * count * _BLOCK:
+        return _top_k(values, count)
+    _, blocks = _top_k(block_reduce(values, _BLOCK, jax.lax.max), count)
+    blocks = jnp.sort(blocks, -1)  # in order of ids, so that equals stay in it
+    ids = (blocks[:, :, None] * _BLOCK + jnp.arange(_BLOCK, dtype=jnp.int32)).reshape(values.shape[0], -1)
+    found = jnp.take_along_axis(values, jnp.minimum(ids, size - 1), -1)
+    # Past the end, the last value comes up again; its own place is before those, so it must not be found there.
+    top, places = _top_k(jnp.where(ids < size, found, -jnp.inf), count)
+    # A row of -inf or NaN may still have found places past the end.
+    return top, jnp.minimum(jnp.take_along_axis(ids, places, -1), size - 1)
 
 
 def _top_k(values: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    values = jnp.where(values == 0, 0.0, values)  # top_k puts -0 below 0, where a maximum takes either
     # The barrier keeps XLA's CPU compiler from merging a later slice into top_k, which turns it into a full sort.
     return jax.lax.optimization_barrier(tuple(jax.lax.top_k(values, count)))
 
@@ -50,11 +65,11 @@ class Limits(NamedTuple):
     weight: jax.Array
 
 
-def limits(view: jax.Array, weigh: Callable[[jax.Array], jax.Array], top_k: jax.Array, top_p: jax.Array) -> Limits:
+def limits(logits: jax.Array, weigh: Callable[[jax.Array], jax.Array], top_k: jax.Array, top_p: jax.Array) -> Limits:
     """The exact limits of top_k, and of top_p over what top_k leaves.
 
     Args:
-      view: float32[S, blocks, BLOCK] logits, filled up with -inf.
+      logits: float32[S, V].
       weigh: from float32[S, n] logits to their weights: in 0..1, 0 for -inf, of the same order.
       top_k: int32[S], 0 is off; top_p: float32[S], 1 is off.
 
@@ -62,26 +77,24 @@ def limits(view: jax.Array, weigh: Callable[[jax.Array], jax.Array], top_k: jax.
       The k-th largest logit, and the largest weight w such that tokens of weight >= w hold the share top_p of the
       weight of tokens with logit >= the k-th; -inf and 0 where off. What equals a limit stays.
     """
-    rows = view.shape[0]
-    flat = view.reshape(rows, -1)
+    vocab = logits.shape[1]
     has_k, has_p = (top_k > 0)[:, None], (top_p < 1)[:, None]
-    k = jnp.where(has_k, jnp.minimum(top_k[:, None], flat.shape[1]), 1).astype(jnp.float32)
+    k = jnp.where(has_k, jnp.minimum(top_k[:, None], vocab), 1).astype(jnp.float32)
 
     def left(kth):
-        weights = weigh(flat)
-        return jnp.where(flat >= kth, weights, 0.0)
+        return jnp.where(logits >= kth, weigh(logits), 0.0)
 
     def share(weights):
         return jnp.where(has_p, top_p[:, None] * _total(weights), 0.0)
 
-    top, _ = largest(flat, min(FEW, flat.shape[1]))
+    top, _ = largest(logits, min(FEW, vocab))
     kth, has_kth = _reach(top, jnp.ones_like(top), k, 0.0)
     kth = jnp.where(has_k, kth, -jnp.inf)
     few = jnp.where(top >= kth, weigh(top), 0.0)
     pth, has_pth = _reach(few, few, share(left(kth)), 0.0)
     kth = once_if(
         ~has_kth.all(),
-        lambda: jnp.where(has_kth, kth, _search(flat, k, top[:, -1:], has_kth, weighted=False)),
+        lambda: jnp.where(has_kth, kth, _search(logits, k, top[:, -1:], has_kth, weighted=False)),
         kth,
     )
     has_pth = has_pth & has_kth | ~has_p
@@ -107,9 +120,7 @@ def once_if(condition: jax.Array, compute: Callable[[], Any], otherwise: Any) ->
 
 def _total(parts: jax.Array) -> jax.Array:
     """float32[S, 1] sum of each row of [S, n], in two levels for the sake of rounding."""
-    rows, size = parts.shape
-    width = _BLOCK if size % _BLOCK == 0 else 1
-    return parts.reshape(rows, -1, width).sum(-1).sum(-1, keepdims=True)
+    return block_reduce(parts, 128, jax.lax.add).sum(-1, keepdims=True)
 
 
 def _reach(
@@ -163,7 +174,8 @@ def _search(values: jax.Array, target: jax.Array, largest_limit: jax.Array, done
         )
 
     lowest = jnp.zeros_like(target) if weighted else jnp.full_like(target, -jnp.inf)
-    above = _ordered(largest_limit) + 1
+    key = _ordered(largest_limit)
+    above = jnp.where(key == 0, _ordered(jnp.full_like(target, _SMALLEST_NORMAL)), key + 1)
     start = _Bracket(_ordered(lowest), above, jnp.full_like(target, jnp.inf), reached(above))
     end = jax.lax.while_loop(lambda state: ~(done | is_close(state)).all(), step, start)
     rest = jnp.where(values < _unordered(end.high), values, 0.0 if weighted else -jnp.inf)
@@ -172,11 +184,15 @@ def _search(values: jax.Array, target: jax.Array, largest_limit: jax.Array, done
     return jnp.where(has_found, found, _unordered(end.low))
 
 
+# A CPU under XLA takes subnormal numbers for zero in comparisons, so the search does it everywhere.
+
+
 def _ordered(x: jax.Array) -> jax.Array:
-    """int32 with the order of the floats; the two zeros are one."""
-    bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.int32)
+    """int32 with the order of the floats; the two zeros and the subnormal numbers are one."""
+    bits = jax.lax.bitcast_convert_type(jnp.where(jnp.abs(x) < _SMALLEST_NORMAL, 0.0, x), jnp.int32)
     return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 def _unordered(keys: jax.Array) -> jax.Array:
-    return jax.lax.bitcast_convert_type(jnp.where(keys < 0, keys ^ 0x7FFFFFFF, keys), jnp.float32)
+    x = jax.lax.bitcast_convert_type(jnp.where(keys < 0, keys ^ 0x7FFFFFFF, keys), jnp.float32)
+    return jnp.where(jnp.abs(x) < _SMALLEST_NORMAL, 0.0, x)
