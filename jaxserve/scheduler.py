@@ -69,6 +69,9 @@ class Scheduler:
 
     Within a priority class, admission follows arrival, and so do the tokens that a plan has left for prompts. Decodes
     go before them. A key that never changes orders everything: arrival minus priority times PRIORITY_SECONDS.
+
+    `mode="request"` is the baseline that Orca compares itself with: a batch is formed when no row is in use, nobody
+    joins it later, and what it answers is held back until all of it has finished.
     """
 
     def __init__(
