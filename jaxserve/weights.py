@@ -30,6 +30,7 @@ Place = Callable[[str, tuple[int, ...], tuple[str, ...]], Sharding]
 Progress = Callable[[str, int, int], None]  # (what is being done, done, total)
 
 _CHUNK = 16 * 2**20  # bytes of a file that are copied before their pages are given back
+_TRANSPOSED = 16  # rows that are transposed at a time: a cache line of each row they go to
 _COPIED = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt")
 _ALIGNMENT = 64  # bytes; an array so aligned becomes a jax.Array on a CPU without a copy
 
@@ -143,9 +144,9 @@ def _fill(
     if len(bounds) == 1:
         target[:] = source.values[rows]
     elif transposed:
-        (start, stop), step = bounds[1], max(1, _CHUNK // source.values[:1].nbytes)
-        for first in range(start, stop, step):
-            last = min(first + step, stop)
+        start, stop = bounds[1]
+        for first in range(start, stop, _TRANSPOSED):
+            last = min(first + _TRANSPOSED, stop)
             target[:, first - start : last - start] = source.values[first:last, rows].T
             release(source)
     else:
