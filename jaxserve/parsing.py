@@ -12,8 +12,8 @@ from jaxserve.request import SAMPLING_FIELDS, InvalidRequest, Request, SamplingP
 from jaxserve.tokenizer import Tokenizer
 
 MAX_STOP_LENGTH = 1024  # characters of a stop string
-REQUEST_FIELDS = ("prompt", "prompt_token_ids", *SAMPLING_FIELDS)
 
+_PROMPTS = ("prompt", "prompt_token_ids")
 _FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 
@@ -36,13 +36,12 @@ def parse_request(
     Raises:
       InvalidRequest: naming the field, and for an unknown one the field that was probably meant.
     """
-    given = {name: value for name, value in fields.items() if value is not None}
-    sampling = {name: value for name, value in given.items() if name not in ("prompt", "prompt_token_ids")}
-    params = parse_sampling(sampling)  # before the prompt, which may be long
+    # Before the prompt, which may be long.
+    sampling = parse_sampling({name: value for name, value in fields.items() if name not in _PROMPTS})
     return Request(
         request_id=request_id,
-        prompt=_prompt(given, tokenizer),
-        sampling=params,
+        prompt=_prompt(fields, tokenizer),
+        sampling=sampling,
         priority=priority,
         arrival=arrival,
         cache_salt=cache_salt,
@@ -66,12 +65,12 @@ def parse_sampling(fields: Mapping[str, Any]) -> SamplingParams:
 
 
 def _unknown(name: object) -> str:
-    near = difflib.get_close_matches(str(name), REQUEST_FIELDS, n=1)
+    near = difflib.get_close_matches(str(name), (*_PROMPTS, *SAMPLING_FIELDS), n=1)
     return f"is not a field of a request; did you mean {near[0]}?" if near else "is not a field of a request"
 
 
-def _prompt(given: Mapping[str, Any], tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    text, ids = given.get("prompt"), given.get("prompt_token_ids")
+def _prompt(fields: Mapping[str, Any], tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    text, ids = fields.get("prompt"), fields.get("prompt_token_ids")
     if (text is None) == (ids is None):
         raise InvalidRequest(
             "prompt", "and prompt_token_ids are both given; give one" if ids is not None else "is missing"
