@@ -165,7 +165,7 @@ def test_a_tile_of_the_vocabulary_is_a_part_of_the_logits(model):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("rows", [1, 2, 7])
+@pytest.mark.parametrize("rows", [1, 2, 7, 300])
 def test_projections_sum_in_float32_whatever_the_rows(rows, dtype):
     x = jax.random.normal(jax.random.key(0), (rows, 320), dtype)
     kernel = jax.random.normal(jax.random.key(1), (48, 320), dtype)
