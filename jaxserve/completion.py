@@ -213,17 +213,15 @@ class Assembler:
             _, at = min(found)
             self._held = ""
             return text[:at], True
-        keep = _beginning(text, stops)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep], False
+        held = _beginning(text, stops)
+        self._held = text[held:]
+        return text[:held], False
 
 
 def _beginning(text: str, stops: Sequence[str]) -> int:
-    """Length of the longest end of the text that is the beginning of a stop string."""
-    longest = 0
-    for stop in stops:
-        for size in range(min(len(stop) - 1, len(text)), longest, -1):
-            if text.endswith(stop[:size]):
-                longest = size
-                break
-    return longest
+    """Where the longest end of the text begins that is the beginning of a stop string; its length if there is none."""
+    first = {stop[0] for stop in stops}
+    for at, character in enumerate(text):
+        if character in first and any(stop.startswith(text[at:]) for stop in stops):
+            return at
+    return len(text)

@@ -9,9 +9,9 @@ from typing import Self
 import tokenizers
 
 _REPLACEMENT = "\ufffd"  # what bytes that are no character decode to
-_HELD = 3  # replacement characters at the end that may yet turn into one character of four bytes
-_CONTEXT = 16  # tokens kept as context: far more than one character is cut into
-_WINDOW = 64  # tokens decoded at most before the window is cut back to its context
+_HELD = 3  # bytes of a character that miss the last one: as many tokens, or replacement characters, at most
+_CONTEXT = 8  # tokens kept as context: a character is cut into four at most
+_WINDOW = 24  # tokens decoded at once before the window is cut back to its context
 
 
 class Tokenizer:
@@ -52,7 +52,7 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, without special tokens; ids that stand for no token are passed over."""
-        return self._tokenizer.decode([i for i in ids if 0 <= i < self.vocab_size], skip_special_tokens=True)
+        return self.text([token for token in ids if self.is_text(token)])
 
     def stream(self, prompt: Sequence[int] = ()) -> TextStream:
         """A stream of text that goes on after these tokens."""
@@ -61,6 +61,10 @@ class Tokenizer:
     def is_text(self, token: int) -> bool:
         """Whether a token can have text: it is neither special nor outside the tokenizer's vocabulary."""
         return token not in self._special and 0 <= token < self.vocab_size
+
+    def text(self, ids: list[int]) -> str:
+        """The text of tokens all of which can have text."""
+        return self._tokenizer.decode(ids, False)
 
 
 class TextStream:
@@ -81,42 +85,58 @@ class TextStream:
                 if len(self._window) == _CONTEXT:
                     break
         self._window.reverse()
-        self._before = tokenizer.decode(self._window)
+        self._before = tokenizer.text(self._window)
         self._sent = len(self._before)  # characters of the window's text that are out, or the prompt's
         self._started = False
+        self._broken = 0  # tokens since the text last ended in a whole character
 
     def push(self, tokens: Iterable[int]) -> str:
         """The text that these tokens complete."""
-        count = len(self._window)
-        self._window += [token for token in tokens if self._tokenizer.is_text(token)]
-        return self._take(flush=False) if len(self._window) > count else ""
+        out = ""
+        for token in tokens:
+            if self._tokenizer.is_text(token):
+                self._window.append(token)
+                out += self._take()
+        return out
 
     def flush(self) -> str:
         """The rest, at the end: a character that was never completed is a replacement character."""
-        return self._take(flush=True)
+        return self._give(self._text(), None)
 
-    def _take(self, *, flush: bool) -> str:
-        text = self._tokenizer.decode(self._window)
-        if not self._started and not text.startswith(self._before):
-            # The prompt ended within a character, which is given whole where it is completed.
-            self._sent = next(
-                (i for i, (a, b) in enumerate(zip(text, self._before, strict=False)) if a != b), len(text)
-            )
+    def _take(self) -> str:
+        text = self._text()
         end = len(text)
-        if not flush:
-            held = len(text) - len(text.rstrip(_REPLACEMENT))
-            end -= min(held, _HELD)
-        piece = text[self._sent : end]
-        if piece:
-            self._started = True
-            self._sent = end
-        if len(self._window) > _WINDOW:
+        self._broken = self._broken + 1 if text.endswith(_REPLACEMENT) else 0
+        if self._broken:
+            run = end - len(text.rstrip(_REPLACEMENT))
+            # A tokenizer that falls back on bytes has a whole run of them replaced while its last character lacks one.
+            whole_run = run > _HELD and self._broken <= _HELD
+            end -= run if whole_run else min(run, _HELD)
+        piece = self._give(text, end)
+        if len(self._window) > _WINDOW and self._started and (not self._broken or self._broken > _HELD):
             self._trim(text)
         return piece
 
+    def _text(self) -> str:
+        text = self._tokenizer.text(self._window)
+        if not self._started and not text.startswith(self._before):
+            # The prompt ended within a character, which is given whole where it is completed.
+            pairs = enumerate(zip(text, self._before, strict=False))
+            self._sent = next((i for i, (a, b) in pairs if a != b), len(text))
+        return text
+
+    def _give(self, text: str, end: int | None) -> str:
+        piece = text[self._sent : end]
+        self._sent += len(piece)
+        self._started |= bool(piece)
+        return piece
+
     def _trim(self, text: str) -> None:
+        """Drops tokens from the window's start where that leaves the text of the others as it is."""
         waiting = len(text) - self._sent
-        shorter = self._window[-_CONTEXT:]
-        again = self._tokenizer.decode(shorter)
-        if self._started and waiting <= len(again) and again.endswith(text[self._sent :]):
-            self._window, self._sent = shorter, len(again) - waiting
+        for context in range(_CONTEXT, _CONTEXT - 4, -1):  # within a character it does not, and one token on it may
+            window = self._window[-context:]
+            shorter = self._tokenizer.text(window)
+            if text.endswith(shorter) and waiting <= len(shorter):
+                self._window, self._sent = window, len(shorter) - waiting
+                return
