@@ -10,7 +10,6 @@ import hashlib
 import json
 import math
 import mmap
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,13 +112,16 @@ class StoredTensors:
         return digest.hexdigest()
 
     def _open(self, file: Path) -> None:
-        size = file.stat().st_size
-        with open(file, "rb") as stream:
-            length = int.from_bytes(stream.read(8), "little") if size >= 8 else -1
-            if not 0 < length <= min(size - 8, _MAX_HEADER):
-                raise CheckpointError(f"{file} is no safetensors file, or was cut short: its header is not whole")
-            raw = stream.read(length)
-            self._maps[file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        try:
+            size = file.stat().st_size
+            with open(file, "rb") as stream:
+                length = int.from_bytes(stream.read(8), "little") if size >= 8 else -1
+                if not 0 < length <= min(size - 8, _MAX_HEADER):
+                    raise CheckpointError(f"{file} is no safetensors file, or was cut short: its header is not whole")
+                raw = stream.read(length)
+                self._maps[file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as error:
+            raise CheckpointError(f"{file} cannot be read: {error.strerror}") from None
         self._headers[file] = raw
         try:
             header = json.loads(raw)
@@ -136,7 +138,7 @@ class StoredTensors:
 
     def _view(self, file: Path, name: str, entry: Any, data_start: int) -> np.ndarray:
         try:
-            code, shape = entry["dtype"], tuple(int(size) for size in entry["shape"])
+            code, shape = str(entry["dtype"]), tuple(int(size) for size in entry["shape"])
             start, stop = (int(offset) for offset in entry["data_offsets"])
         except (KeyError, TypeError, ValueError):
             raise CheckpointError(f"{file}: the header's entry for {name!r} is malformed") from None
@@ -225,15 +227,13 @@ def _check_tokenizer(file: Path, config: ModelConfig) -> None:
     if not file.is_file():
         return
     entries = read_json(file)
-    model, added = entries.get("model"), entries.get("added_tokens") or []
-    vocabulary = model.get("vocab") if isinstance(model, Mapping) else None
-    if isinstance(vocabulary, Mapping):
-        largest = max(vocabulary.values(), default=-1)
-    elif isinstance(vocabulary, list):
-        largest = len(vocabulary) - 1
-    else:
-        raise CheckpointError(f"{file} has no vocabulary")
-    largest = max([largest, *(token["id"] for token in added)])
+    try:
+        vocabulary = entries["model"]["vocab"]
+        ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+        added = [token["id"] for token in entries.get("added_tokens") or []]
+        largest = max([*ids, *added], default=-1)
+    except (KeyError, TypeError):
+        raise CheckpointError(f"{file} has no vocabulary of tokens and their ids") from None
     if largest >= config.vocab_size:
         raise CheckpointError(
             f"{file} has token ids up to {largest}, but the model's vocabulary ends at {config.vocab_size - 1} "

@@ -47,9 +47,10 @@ def match(tensors: StoredTensors, model: models.Model, wanted: list[Parameter], 
     if missing:
         raise CheckpointError(f"{listing}: tensor {missing[0]!r} is missing{_and_more(missing)}")
     ignored = {name_of(name) for name in model.no_parameters()}
-    if model.config.tie_embeddings and name_of(name_of.head) in tensors:
-        _check_tied(tensors, name_of(name_of.head), name_of(name_of.table))
-        ignored.add(name_of(name_of.head))
+    head, table = name_of(name_of.head), name_of(name_of.table)
+    head_twice = model.config.tie_embeddings and head in tensors
+    if head_twice:
+        ignored.add(head)
     extra = sorted(set(tensors.names()) - set(names) - ignored)
     if extra:
         raise CheckpointError(
@@ -64,6 +65,8 @@ def match(tensors: StoredTensors, model: models.Model, wanted: list[Parameter], 
                 f"{source.file}: tensor {source.name!r} is stored as {source.values.dtype}; weights are read from "
                 "float32, float16 and bfloat16"
             )
+    if head_twice:
+        _check_tied(tensors, head, table)
     return sources
 
 

@@ -192,6 +192,19 @@ def tokenizer_too_large(folder):
 
 
 @broken
+def tokenizer_of_another_kind(folder):
+    (folder / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}, "added_tokens": [1]}')
+    return folder, r"tokenizer.json has no vocabulary of tokens and their ids"
+
+
+@broken
+def weights_a_directory(folder):
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").mkdir()
+    return folder, r"holds neither model.safetensors nor"
+
+
+@broken
 def no_weights(folder):
     (folder / "model.safetensors").unlink()
     return folder, r"holds neither model.safetensors nor model.safetensors.index.json"
