@@ -98,10 +98,10 @@ def pack(plan: IterationPlan, layout: BatchLayout) -> PackedPlan:
     """
     packed = np.zeros(layout.size, np.int32)
     chunks, changes = _split(packed, layout)
-    chunks[: len(plan.chunks)] = plan.chunks
+    chunks[: len(plan.chunks)] = np.array(plan.chunks, np.int32)
     changes[:, 0] = layout.n_rows
     if plan.table_changes:
-        changes[: len(plan.table_changes)] = plan.table_changes
+        changes[: len(plan.table_changes)] = np.array(plan.table_changes, np.int32)
     admissions = tuple(pack_admission(admission, layout) for admission in plan.admissions)
     return PackedPlan(packed, admissions)
 
@@ -161,10 +161,10 @@ def sample_points(chunks: jax.Array) -> SamplePoints:
 
 
 def empty_state(layout: BatchLayout) -> RowState:
-    """Row state with nothing in it, as host arrays."""
+    """Row state with nothing in it."""
     return RowState(
-        np.zeros((layout.n_rows, layout.max_context), np.int32),
-        np.zeros((layout.n_rows, layout.max_blocks), np.int32),
+        jnp.zeros((layout.n_rows, layout.max_context), jnp.int32),
+        jnp.zeros((layout.n_rows, layout.max_blocks), jnp.int32),
         sampler.empty_rows(layout.n_rows),
     )
 

@@ -93,7 +93,8 @@ class _Timed(NamedTuple):
 _compilations: dict[int, int] = {}
 
 
-def _count_compilation(event: str, _seconds: float, **_: Any) -> None:
+def _count_compilation(event: str, duration_secs: float, **_: Any) -> None:
+    del duration_secs
     if event == "/jax/core/compile/backend_compile_duration":
         thread = threading.get_ident()
         _compilations[thread] = _compilations.get(thread, 0) + 1

@@ -37,10 +37,10 @@ class Chunk(NamedTuple):
 
 
 class TableChange(NamedTuple):
-    """Entry `index` of a row's block table becomes `block`."""
+    """Entry `column` of a row's block table becomes `block`."""
 
     row: int
-    index: int
+    column: int
     block: int
 
 

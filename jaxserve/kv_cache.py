@@ -30,8 +30,8 @@ def allocate(backend: Backend, shape: AttentionShape, num_layers: int, n_blocks:
     ]
 
 
-def free_bytes(device: jax.Device) -> int:
-    """Bytes of the device's memory that may still be taken."""
+def free_bytes(device: Any) -> int:
+    """Bytes of the memory of a device (one of `jax.devices()`) that may still be taken."""
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:
         return int(stats["bytes_limit"] * _ACCELERATOR_SHARE) - stats["bytes_in_use"]

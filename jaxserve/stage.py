@@ -10,118 +10,39 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve import attention, kv_cache, sampler, scoring
-from jaxserve.batch import BatchLayout, PackedPlan, admit, empty_state, pack, sample_points, unpack
+from jaxserve import kv_cache
+from jaxserve.batch import PackedPlan, admit, empty_state, pack
 from jaxserve.buckets import BucketCost
 from jaxserve.iteration import Chunk, IterationPlan, IterationResult, SamplerVariant, TableChange, max_chunks
 from jaxserve.models import Model
-from pallas_kernels.api import AttentionShape, Backend
+from jaxserve.programs import Forward, Scores, StageShape, choose, forward, score
 
 Progress = Callable[[str, int, int], None]
 
 _COMPILE_THREADS = 4
-_SCORING_TILE = 8192  # vocabulary entries scored at a time
 _WARM_UP_CONTEXT = 128  # context at which the buckets' costs are measured
 _WARM_UP_RUNS = 3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageShape:
-    """The sizes that every program of a stage is compiled for."""
+class Launched(NamedTuple):
+    """An iteration under way: device arrays that will hold its answers.
 
-    max_rows: int
-    n_rows: int
-    max_context: int
-    attention: AttentionShape
-    backend: Backend
-    scoring: bool
+    Attributes:
+      chosen: int32[2, C] tokens, and logprobs bit for bit.
+      top: (ids, logprobs) [C, MAX_LOGPROBS], with SamplerVariant.FULL.
+      scores: with plan.scoring.
+    """
 
-    def layout(self, bucket: int) -> BatchLayout:
-        """The packed form of plans of this bucket."""
-        return BatchLayout(
-            bucket=bucket,
-            max_rows=self.max_rows,
-            n_rows=self.n_rows,
-            block_size=self.attention.block_size,
-            max_context=self.max_context,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Launched:
-    """An iteration under way: device arrays that will hold its answers."""
-
-    chosen: jax.Array | None  # int32[2, C]: tokens, and logprobs bit for bit
+    chosen: jax.Array | None
     top: tuple[jax.Array, jax.Array] | None
-    scores: tuple[jax.Array, jax.Array, jax.Array] | None
-
-
-def forward(
-    model: Model,
-    shape: StageShape,
-    layout: BatchLayout,
-    scored: bool,
-    params: Any,
-    pools: list[Any],
-    tables: jax.Array,
-    history: jax.Array,
-    packed: jax.Array,
-):
-    """One iteration of all layers. Traced.
-
-    Returns:
-      (pools, tables, chunks int32[C, 4], logits float32[C, V], scores): scores are (logprob float32[T], top ids
-      int32[T, K], top logprobs float32[T, K]) of each token's successor, or None.
-    """
-    view, tables = unpack(packed, layout, tables, history)
-    meta = shape.backend.prepare(view.attention, shape.attention)
-    x = model.embed(params, view.tokens, view.attention.positions)  # [T, H]
-    pools = list(pools)
-    for layer in range(model.config.num_layers):
-        attend = attention.make_attend(model.config, shape.backend, shape.attention, meta, layer)
-        x, pools[layer] = model.layer(params, layer, x, attend, pools[layer])
-    scores = None
-    if scored:
-        with jax.named_scope("prompt_scoring"):
-            hidden = model.norm(params, x)
-            vocab = model.config.vocab_size
-            tile = partial(model.logits_tile, params, hidden)
-            scores = scoring.score(tile, vocab, min(vocab, _SCORING_TILE), view.next_tokens)
-    last = jnp.maximum(view.attention.query_offsets[1:] - 1, 0)  # [C]
-    logits = model.logits(params, model.norm(params, x[last]))
-    return pools, tables, view.chunks, logits, scores
-
-
-def choose(
-    variant: SamplerVariant, logits: jax.Array, rows: sampler.RowSampling, history: jax.Array, chunks: jax.Array
-):
-    """Chooses the next tokens and writes them to the rows' histories. Traced.
-
-    Returns:
-      (history, chosen int32[2, C], top): top is (ids, logprobs) with SamplerVariant.FULL, else None.
-    """
-    points = sample_points(chunks)
-    with jax.named_scope("sampler"):
-        output = sampler.sample(
-            logits,
-            jax.tree.map(lambda field: field[points.rows], rows),
-            points.positions,
-            history[points.rows],
-            variant=variant,
-        )
-    written = jnp.where(points.samples, points.rows, history.shape[0])  # no such row: dropped
-    history = history.at[written, points.positions].set(output.tokens, mode="drop")
-    chosen = jnp.stack([output.tokens, jax.lax.bitcast_convert_type(output.logprobs, jnp.int32)])
-    top = None if variant is not SamplerVariant.FULL else (output.top_ids, output.top_logprobs)
-    return history, chosen, top
+    scores: Scores | None
 
 
 class StageRunner:
@@ -134,17 +55,18 @@ class StageRunner:
         self.buckets = tuple(buckets)
         self.n_blocks = 0
         self.compile_seconds: dict[int, float] = {}
-        self._forward: dict[tuple[int, bool], Any] = {}
+        self._forward: dict[int, Any] = {}
+        self._score: dict[int, Any] = {}
         self._choose: dict[tuple[int, SamplerVariant], Any] = {}
         self._admit: Any = None
         self._pools: list[Any] = []
         self._state = jax.tree.map(jnp.asarray, empty_state(shape.layout(self.buckets[-1])))
         self._admission_size = 1 + sum(int(np.prod(leaf.shape[1:])) for leaf in jax.tree.leaves(self._state))
 
-    def _lower_forward(self, bucket: int, scored: bool, n_blocks: int):
+    def _lower_forward(self, bucket: int, n_blocks: int):
         layout = self.shape.layout(bucket)
         pools = [self.shape.backend.pool(self.shape.attention, n_blocks)] * self.model.config.num_layers
-        step = jax.jit(partial(forward, self.model, self.shape, layout, scored), donate_argnums=(1, 2))
+        step = jax.jit(partial(forward, self.model, self.shape, layout), donate_argnums=(1, 2))
         return step.lower(
             _abstract(self.params),
             pools,
@@ -155,7 +77,8 @@ class StageRunner:
 
     def temporaries(self) -> int:
         """Bytes that the largest iteration needs beside its arguments, from the compiled program itself."""
-        one = self._lower_forward(self.buckets[-1], False, 1).compile().memory_analysis()
+        one = self._lower_forward(self.buckets[-1], 1).compile().memory_analysis()
+        assert one is not None
         return one.temp_size_in_bytes + max(0, one.output_size_in_bytes - one.alias_size_in_bytes)
 
     def compile(self, n_blocks: int, progress: Progress) -> None:
@@ -165,10 +88,9 @@ class StageRunner:
           n_blocks: blocks of the pool.
         """
         self.n_blocks = n_blocks
-        scored = (False, True) if self.shape.scoring else (False,)
-        jobs: list[Callable[[], None]] = [
-            partial(self._compile_forward, bucket, score) for bucket in reversed(self.buckets) for score in scored
-        ]
+        jobs: list[Callable[[], None]] = [partial(self._compile_forward, b) for b in reversed(self.buckets)]
+        if self.shape.scoring:
+            jobs += [partial(self._compile_score, bucket) for bucket in self.buckets]
         for chunks in sorted({max_chunks(bucket, self.shape.max_rows) for bucket in self.buckets}):
             jobs += [partial(self._compile_choose, chunks, variant) for variant in SamplerVariant]
         jobs.append(self._compile_admit)
@@ -180,11 +102,23 @@ class StageRunner:
             self.shape.backend, self.shape.attention, self.model.config.num_layers, self.n_blocks
         )
 
-    def _compile_forward(self, bucket: int, scored: bool) -> None:
+    def _compile_forward(self, bucket: int) -> None:
         started = time.perf_counter()
-        self._forward[bucket, scored] = self._lower_forward(bucket, scored, self.n_blocks).compile()
-        if not scored:
-            self.compile_seconds[bucket] = time.perf_counter() - started
+        self._forward[bucket] = self._lower_forward(bucket, self.n_blocks).compile()
+        self.compile_seconds[bucket] = time.perf_counter() - started
+
+    def _compile_score(self, bucket: int) -> None:
+        hidden = jax.eval_shape(
+            self.model.embed,
+            self.params,
+            jax.ShapeDtypeStruct((bucket,), jnp.int32),
+            jax.ShapeDtypeStruct((bucket,), jnp.int32),
+        )
+        self._score[bucket] = (
+            jax.jit(partial(score, self.model))
+            .lower(_abstract(self._ends), hidden, jax.ShapeDtypeStruct((bucket,), jnp.int32))
+            .compile()
+        )
 
     def _compile_choose(self, chunks: int, variant: SamplerVariant) -> None:
         step = jax.jit(partial(choose, variant), donate_argnums=2)
@@ -199,19 +133,26 @@ class StageRunner:
         packed = jax.ShapeDtypeStruct((self._admission_size,), jnp.int32)
         self._admit = jax.jit(admit, donate_argnums=0).lower(_abstract(self._state), packed).compile()
 
+    @property
+    def _ends(self) -> Any:
+        return {"embed": self.params["embed"], "head": self.params["head"]}
+
     def launch(self, plan: IterationPlan, packed: PackedPlan) -> Launched:
         """Enqueues one iteration; returns before it has run."""
         state = self._state
         for admission in packed.admissions:
             state = self._admit(state, admission)
-        step = self._forward[plan.bucket, plan.scoring]
-        self._pools, tables, chunks, logits, scores = step(
-            self.params, self._pools, state.tables, state.history, packed.iteration
+        out = Forward(
+            *self._forward[plan.bucket](self.params, self._pools, state.tables, state.history, packed.iteration)
         )
-        history, chosen, top = state.history, None, None
+        self._pools, history = out.pools, state.history
+        chosen = top = scores = None
+        if plan.scoring:
+            scores = self._score[plan.bucket](self._ends, out.hidden, out.next_tokens)
         if plan.sampler is not None:
-            history, chosen, top = self._choose[chunks.shape[0], plan.sampler](logits, state.sampling, history, chunks)
-        self._state = state._replace(tables=tables, history=history)
+            choose_ = self._choose[out.chunks.shape[0], plan.sampler]
+            history, chosen, top = choose_(out.logits, state.sampling, history, out.chunks)
+        self._state = state._replace(tables=out.tables, history=history)
         launched = Launched(chosen, top, scores)
         for answer in jax.tree.leaves((chosen, top, scores)):
             answer.copy_to_host_async()
@@ -271,15 +212,16 @@ def wait(launched: Launched) -> IterationResult:
     empty = np.zeros((2, 0), np.int32)
     chosen = empty if launched.chosen is None else np.asarray(launched.chosen)
     top_ids, top_logprobs = (None, None) if launched.top is None else map(np.asarray, launched.top)
-    scores = (None, None, None) if launched.scores is None else tuple(np.asarray(s) for s in launched.scores)
+    scores = (None, None, None) if launched.scores is None else map(np.asarray, launched.scores)
+    score_logprobs, score_top_ids, score_top_logprobs = scores
     return IterationResult(
         tokens=chosen[0],
         logprobs=chosen[1].view(np.float32),
         top_ids=top_ids,
         top_logprobs=top_logprobs,
-        score_logprobs=scores[0],
-        score_top_ids=scores[1],
-        score_top_logprobs=scores[2],
+        score_logprobs=score_logprobs,
+        score_top_ids=score_top_ids,
+        score_top_logprobs=score_top_logprobs,
     )
 
 

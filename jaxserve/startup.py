@@ -14,9 +14,10 @@ import jax.numpy as jnp
 from jaxserve import attention, buckets, kv_cache, models, weights
 from jaxserve.config import EngineConfig
 from jaxserve.models.schema import ModelConfig
+from jaxserve.programs import StageShape
 from jaxserve.scheduler import Scheduler
 from jaxserve.slots import SlotPool
-from jaxserve.stage import Progress, StageRunner, StageShape
+from jaxserve.stage import Progress, StageRunner
 from jaxserve.tokenizer import Tokenizer
 
 _DEFAULT_CONTEXT = 2048  # of models without a limit of their own
@@ -158,7 +159,7 @@ def _max_context(config: EngineConfig, model_config: ModelConfig) -> int:
     return config.max_context
 
 
-def _pool_blocks(config: EngineConfig, stage: StageRunner, device: jax.Device) -> int:
+def _pool_blocks(config: EngineConfig, stage: StageRunner, device: Any) -> int:
     shape = stage.shape.attention
     if config.slots is not None:
         if config.slots < shape.block_size:

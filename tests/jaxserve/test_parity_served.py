@@ -1,0 +1,35 @@
+"""The transformers library's answers, asked of the whole engine: paged, chunked, batched, sampled on the device."""
+
+import numpy as np
+import pytest
+
+from jaxserve import Engine, EngineConfig
+from tests.fixtures import parity
+
+TOLERANCE = 1e-3
+CASES = ("bloom-7-heads", "bloom-untied", "bloom-post-norm", "gpt2-4-heads", "gpt2-by-layer")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_engine_answers_like_the_library(name, tmp_path) -> None:
+    case = parity.read(parity.FOLDER / f"{name}.json")
+    config = EngineConfig(max_rows=3, block_size=4, slots=512, buckets=(8,), max_context=96, dtype="float32")
+    with Engine.from_checkpoint(case.write(tmp_path / "model"), config) as engine:
+        completions = engine.generate(
+            [answer.prompt_tokens for answer in case.answers],
+            max_tokens=max(len(answer.tokens) for answer in case.answers),
+            temperature=0.0,
+            ignore_eos=True,
+            logprobs=0,
+            prompt_logprobs=0,
+        )
+        assert engine.load().compiled_after_ready == 0
+    for completion, answer in zip(completions, case.answers, strict=True):
+        assert completion.prompt_logprobs is not None
+        assert completion.logprobs is not None
+        scored = completion.prompt_logprobs[1:]
+        np.testing.assert_allclose(scored, answer.prompt_logprobs, rtol=0, atol=TOLERANCE)
+        unclear = [i for i, gap in enumerate(answer.gaps) if gap <= TOLERANCE]
+        until = unclear[0] if unclear else len(answer.tokens)
+        assert list(completion.token_ids[:until]) == answer.tokens[:until]
+        np.testing.assert_allclose(completion.logprobs[:until], answer.logprobs[:until], rtol=0, atol=TOLERANCE)
