@@ -29,7 +29,7 @@ from jax.extend.random import threefry_2x32
 from jaxserve import selection
 from jaxserve.iteration import SamplerVariant
 from jaxserve.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
-from jaxserve.selection import Limits, block_reduce, largest
+from jaxserve.selection import Limits, block_reduce, largest, once_if
 
 BLOCK = 128  # ids summed together before the cumulative sum over blocks
 PURPOSE = 0x746F6B65  # sets the keys of token choice apart from any other use of a request's seed
@@ -196,7 +196,8 @@ def _limits(logits: jax.Array, weigh: Callable[[jax.Array], jax.Array], rows: Ro
     """The limits that top_k, top_p and min_p set; greedy rows have none, so that they cost nobody a search."""
     drawn = rows.temperature > 0
     top_k, top_p = jnp.where(drawn, rows.top_k, 0), jnp.where(drawn, rows.top_p, 1.0)
-    limits = selection.limits(logits, weigh, top_k, top_p)
+    none = Limits(jnp.full_like(rows.min_p[:, None], -jnp.inf), jnp.zeros_like(rows.min_p[:, None]))
+    limits = once_if(((top_k > 0) | (top_p < 1)).any(), lambda: selection.limits(logits, weigh, top_k, top_p), none)
     # The likeliest token weighs 1, so min_p is a weight as it stands.
     return limits._replace(weight=jnp.maximum(limits.weight, rows.min_p[:, None]))
 
