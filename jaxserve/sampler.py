@@ -29,7 +29,7 @@ from jax.extend.random import threefry_2x32
 from jaxserve import selection
 from jaxserve.iteration import SamplerVariant
 from jaxserve.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
-from jaxserve.selection import Limits, block_reduce, largest, once_if
+from jaxserve.selection import block_reduce, largest, once_if
 
 BLOCK = 128  # ids summed together before the cumulative sum over blocks
 PURPOSE = 0x746F6B65  # sets the keys of token choice apart from any other use of a request's seed
@@ -133,11 +133,11 @@ def sample(
         peak = block_max.max(-1, keepdims=True)  # [S, 1]
         greedy = _first_of_peak(adjusted, block_max, peak)
         temperature = jnp.where(rows.temperature > 0, rows.temperature, 1.0)[:, None]
-        limits = None
+        floor = None
         if variant != SamplerVariant.PLAIN:
-            limits = _limits(adjusted, partial(_weigh, _apart(peak), temperature), rows)
+            floor = _floor(adjusted, peak, temperature, rows)
         uniforms = uniform(rows.seed, rows.sample_index, positions)
-        drawn = _draw(adjusted, partial(_weigh, peak, temperature), limits, uniforms)
+        drawn = _draw(adjusted, partial(_weigh, peak, temperature), floor, uniforms)
         # A row with NaN or +inf among its logits, or nothing but -inf, has no distribution to draw from.
         tokens = jnp.where((rows.temperature > 0) & jnp.isfinite(peak[:, 0]), drawn, greedy)
 
@@ -192,26 +192,26 @@ def _weigh(peak: jax.Array, temperature: jax.Array, logits: jax.Array) -> jax.Ar
     return jnp.exp((logits - peak) / temperature)
 
 
-def _limits(logits: jax.Array, weigh: Callable[[jax.Array], jax.Array], rows: RowSampling) -> Limits:
-    """The limits that top_k, top_p and min_p set; greedy rows have none, so that they cost nobody a search."""
+def _floor(logits: jax.Array, peak: jax.Array, temperature: jax.Array, rows: RowSampling) -> jax.Array:
+    """float32[S, 1] logit that a token needs to stay. Greedy rows have none, so that they cost nobody a search."""
     drawn = rows.temperature > 0
     top_k, top_p = jnp.where(drawn, rows.top_k, 0), jnp.where(drawn, rows.top_p, 1.0)
-    none = Limits(jnp.full_like(rows.min_p[:, None], -jnp.inf), jnp.zeros_like(rows.min_p[:, None]))
-    limits = once_if(((top_k > 0) | (top_p < 1)).any(), lambda: selection.limits(logits, weigh, top_k, top_p), none)
-    # The likeliest token weighs 1, so min_p is a weight as it stands.
-    return limits._replace(weight=jnp.maximum(limits.weight, rows.min_p[:, None]))
+    weigh = partial(_weigh, _apart(peak), temperature)
+    floor = once_if(
+        ((top_k > 0) | (top_p < 1)).any(),
+        lambda: selection.floor(logits, weigh, top_k, top_p),
+        jnp.full_like(peak, -jnp.inf),
+    )
+    return jnp.maximum(floor, peak + temperature * jnp.log(rows.min_p[:, None]))
 
 
 def _draw(
-    logits: jax.Array, weigh: Callable[[jax.Array], jax.Array], limits: Limits | None, uniforms: jax.Array
+    logits: jax.Array, weigh: Callable[[jax.Array], jax.Array], floor: jax.Array | None, uniforms: jax.Array
 ) -> jax.Array:
     """int32[S] tokens by the inverse of the cumulative distribution."""
 
     def kept(logits):
-        weights = weigh(logits)
-        if limits is None:
-            return weights
-        return jnp.where((logits >= limits.logit) & (weights >= limits.weight), weights, 0.0)
+        return weigh(logits) if floor is None else jnp.where(logits >= floor, weigh(logits), 0.0)
 
     sums = block_reduce(kept(logits), BLOCK, jax.lax.add)  # [S, blocks]
     cumulative = jnp.cumsum(sums, -1)

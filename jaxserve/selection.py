@@ -58,24 +58,15 @@ def _top_k(values: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     return jax.lax.optimization_barrier(tuple(jax.lax.top_k(values, count)))
 
 
-class Limits(NamedTuple):
-    """Which tokens stay: those with logit >= `logit` and weight >= `weight`, both float32[S, 1]."""
+def floor(logits: jax.Array, weigh: Callable[[jax.Array], jax.Array], top_k: jax.Array, top_p: jax.Array) -> jax.Array:
+    """float32[S, 1] logit that a token needs to stay under top_k, and under top_p over what top_k leaves; exact.
 
-    logit: jax.Array
-    weight: jax.Array
-
-
-def limits(logits: jax.Array, weigh: Callable[[jax.Array], jax.Array], top_k: jax.Array, top_p: jax.Array) -> Limits:
-    """The exact limits of top_k, and of top_p over what top_k leaves.
+    Tokens as likely as the last one that stays, stay; where both are off, it is -inf.
 
     Args:
       logits: float32[S, V].
-      weigh: from float32[S, n] logits to their weights: in 0..1, 0 for -inf, of the same order.
+      weigh: from float32[S, n] logits to their unnormalised probabilities, of the same order, 0 for -inf.
       top_k: int32[S], 0 is off; top_p: float32[S], 1 is off.
-
-    Returns:
-      The k-th largest logit, and the largest weight w such that tokens of weight >= w hold the share top_p of the
-      weight of tokens with logit >= the k-th; -inf and 0 where off. What equals a limit stays.
     """
     vocab = logits.shape[1]
     has_k, has_p = (top_k > 0)[:, None], (top_p < 1)[:, None]
@@ -88,25 +79,28 @@ def limits(logits: jax.Array, weigh: Callable[[jax.Array], jax.Array], top_k: ja
         return jnp.where(has_p, top_p[:, None] * _total(weights), 0.0)
 
     top, _ = largest(logits, min(FEW, vocab))
-    kth, has_kth = _reach(top, jnp.ones_like(top), k, 0.0)
-    kth = jnp.where(has_k, kth, -jnp.inf)
-    few = jnp.where(top >= kth, weigh(top), 0.0)
-    pth, has_pth = _reach(few, few, share(left(kth)), 0.0)
-    kth = once_if(
-        ~has_kth.all(),
-        lambda: jnp.where(has_kth, kth, _search(logits, k, top[:, -1:], has_kth, weighted=False)),
-        kth,
-    )
+    few_kth, has_kth = _reach(top, jnp.ones_like(top), k, 0.0)
+    few_kth = jnp.where(has_k, few_kth, -jnp.inf)
+    few_weights = jnp.where(top >= few_kth, weigh(top), 0.0)
+    few_pth, has_pth = _reach(top, few_weights, share(left(few_kth)), 0.0)
     has_pth = has_pth & has_kth | ~has_p
-    # Of a row whose k-th was among the few it is known that the few do not hold the share.
-    most = jnp.where(has_kth, few[:, -1:], 1.0)
 
-    def search_share():
+    def search_kth():
+        lowest = jnp.full_like(few_kth, -jnp.inf)
+        found = _search(logits, 1.0, jnp.ones_like, k, lowest, top[:, -1:], has_kth)
+        return jnp.where(has_kth, few_kth, found)
+
+    kth = once_if(~has_kth.all(), search_kth, few_kth)
+
+    def search_pth():
         weights = left(kth)
-        return jnp.where(has_pth, pth, _search(weights, share(weights), most, has_pth, weighted=True))
+        # Where the k-th was among the few, it is known that the few do not hold the share.
+        high = jnp.where(has_kth, top[:, -1:], top[:, :1])
+        found = _search(logits, weights, weigh, share(weights), kth, high, has_pth)
+        return jnp.where(has_pth, few_pth, found)
 
-    pth = once_if(~has_pth.all(), search_share, pth)
-    return Limits(kth, jnp.where(has_p, pth, 0.0))
+    pth = once_if(~has_pth.all(), search_pth, few_pth)
+    return jnp.where(has_p, jnp.maximum(kth, pth), kth)
 
 
 def once_if(condition: jax.Array, compute: Callable[[], Any], otherwise: Any) -> Any:
@@ -133,7 +127,7 @@ def _reach(
 
 
 class _Bracket(NamedTuple):
-    """Bounds of a limit, each [S, 1]: the values >= low reach the target, those >= high do not."""
+    """Bounds of a logit, each [S, 1]: the parts of logits >= low reach the target, those of logits >= high do not."""
 
     low: jax.Array  # as ordered integers
     high: jax.Array
@@ -141,24 +135,33 @@ class _Bracket(NamedTuple):
     high_sum: jax.Array
 
 
-def _search(values: jax.Array, target: jax.Array, largest_limit: jax.Array, done: jax.Array, *, weighted: bool):
-    """The largest value of each row such that the values >= it reach the target, [S, 1].
+def _search(
+    logits: jax.Array,
+    parts: jax.Array | float,
+    weigh: Callable[[jax.Array], jax.Array],
+    target: jax.Array,
+    low: jax.Array,
+    high: jax.Array,
+    done: jax.Array,
+) -> jax.Array:
+    """The largest logit of each row, [S, 1], such that the parts of the logits from there on reach the target.
 
     Args:
-      values: float32[S, n].
-      target: float32[S, 1] sum to be reached: of the values themselves if weighted, else of ones.
-      largest_limit: float32[S, 1]; the limit is this or less.
+      logits: float32[S, V].
+      parts: float32[S, V] what each counts, or one number for all.
+      weigh: from logits to parts: rising.
+      target: float32[S, 1].
+      low / high: float32[S, 1] the least and the most that the logit can be.
       done: bool[S, 1]; rows that need no search, and get any value.
-      weighted: whether values are weights in 0..1.
     """
 
     def reached(key):
-        return _total(jnp.where(values >= _unordered(key), values if weighted else 1.0, 0.0))
+        return _total(jnp.where(logits >= _unordered(key), parts, 0.0))
 
     def is_close(state):
-        # A value of the bracket is at least `low`, so its sum bounds how many there are.
-        unit = _unordered(state.low) if weighted else 1.0
-        return (state.low_sum - state.high_sum <= FEW * unit) | (state.low + 1 >= state.high)
+        # Each part of the bracket is as large as one at `low`, which bounds how many there are.
+        few = FEW * weigh(_unordered(state.low))
+        return (state.low_sum - state.high_sum <= few) | (state.low + 1 >= state.high)
 
     def step(state):
         middle = (state.low & state.high) + ((state.low ^ state.high) >> 1)
@@ -173,14 +176,12 @@ def _search(values: jax.Array, target: jax.Array, largest_limit: jax.Array, done
             high_sum=jnp.where(down, total, state.high_sum),
         )
 
-    lowest = jnp.zeros_like(target) if weighted else jnp.full_like(target, -jnp.inf)
-    key = _ordered(largest_limit)
+    key = _ordered(high)
     above = jnp.where(key == 0, _ordered(jnp.full_like(target, _SMALLEST_NORMAL)), key + 1)
-    start = _Bracket(_ordered(lowest), above, jnp.full_like(target, jnp.inf), reached(above))
+    start = _Bracket(_ordered(low), above, jnp.full_like(target, jnp.inf), reached(above))
     end = jax.lax.while_loop(lambda state: ~(done | is_close(state)).all(), step, start)
-    rest = jnp.where(values < _unordered(end.high), values, 0.0 if weighted else -jnp.inf)
-    top, _ = largest(rest, min(FEW, values.shape[1]))
-    found, has_found = _reach(top, top if weighted else jnp.ones_like(top), target, end.high_sum)
+    top, _ = largest(jnp.where(logits < _unordered(end.high), logits, -jnp.inf), min(FEW, logits.shape[1]))
+    found, has_found = _reach(top, weigh(top), target, end.high_sum)
     return jnp.where(has_found, found, _unordered(end.low))
 
 

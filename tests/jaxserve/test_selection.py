@@ -15,9 +15,9 @@ VOCAB = 5003
 
 
 @jax.jit
-def limits(logits, top_k, top_p):
+def floor(logits, top_k, top_p):
     peak = logits.max(-1, keepdims=True)
-    return selection.limits(logits, lambda x: jnp.exp(x - peak), top_k, top_p)
+    return selection.floor(logits, lambda x: jnp.exp(x - peak), top_k, top_p)
 
 
 def kinds_of_logits(rng):
@@ -43,22 +43,20 @@ def kinds_of_logits(rng):
     top_k=st.lists(st.one_of(st.integers(0, VOCAB + 5), st.integers(0, 130)), min_size=8, max_size=8),
     top_p=st.lists(st.one_of(st.just(1.0), st.floats(2.0**-30, 1.0, width=32)), min_size=8, max_size=8),
 )
-def test_limits_are_exact(numbers, top_k, top_p):
+def test_floors_are_exact(numbers, top_k, top_p):
     logits = kinds_of_logits(np.random.default_rng(numbers))
-    kth, pth = map(np.asarray, limits(logits, np.array(top_k, np.int32), np.array(top_p, np.float32)))
-    peak = logits.max(-1, keepdims=True)
-    float_weights = np.asarray(jnp.exp(logits - peak))  # ties are those of float32 weights
+    floors = np.asarray(floor(logits, np.array(top_k, np.int32), np.array(top_p, np.float32)))
     for row, x in enumerate(logits):
-        expected = np.sort(x)[-min(top_k[row], VOCAB)] if top_k[row] else -np.inf
-        assert kth[row] == expected
+        kth = np.sort(x)[-min(top_k[row], VOCAB)] if top_k[row] else -np.inf
         if top_p[row] == 1:
-            assert pth[row] == 0
+            assert floors[row] == kth
             continue
-        weights = np.where(x >= expected, float_weights[row], 0).astype(np.float64)
+        weights = np.where(x >= kth, np.exp(x.astype(np.float64) - x.max()), 0)
         share = weights.sum() * np.float32(top_p[row])
-        assert weights[weights >= pth[row]].sum() >= share * (1 - 1e-5)
-        assert weights[weights > pth[row]].sum() <= share * (1 + 1e-5)
-        assert (weights >= pth[row]).any()
+        assert floors[row] >= kth
+        assert floors[row] in x
+        assert weights[x >= floors[row]].sum() >= share * (1 - 1e-5)
+        assert weights[x > floors[row]].sum() <= share * (1 + 1e-5)
 
 
 @pytest.mark.parametrize("count", [1, 20, 64])
