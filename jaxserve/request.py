@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
+import sys
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
@@ -89,7 +90,7 @@ class SamplingParams:
         _number("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
         _number("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
         _integer("seed", self.seed, low=-(2**63), high=2**64 - 1)
-        _integer("sample_index", self.sample_index, low=0)
+        _integer("sample_index", self.sample_index, low=0, high=2**31 - 1)
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _integer(name, getattr(self, name), low=0, high=MAX_LOGPROBS)
@@ -189,7 +190,9 @@ def _integer(name: str, value: object, *, low: int, high: int | None = None) -> 
 
 
 def _number(name: str, value: object, *, low: float, high: float = math.inf, low_open: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    # math.isfinite raises on whole numbers beyond a float's range.
+    largest = sys.float_info.max
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not -largest <= value <= largest:
         raise InvalidRequest(name, f"is {value!r}; it must be a finite number")
     if value < low or value > high or (low_open and value == low):
         above = f"above {low:g}" if low_open else f"of at least {low:g}"

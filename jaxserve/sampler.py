@@ -95,7 +95,7 @@ def encode(params: SamplingParams, prompt_length: int) -> RowSampling:
         "top_p": np.float32(params.top_p),
         "top_k": np.int32(min(params.top_k, 2**31 - 1)),
         "min_p": np.float32(params.min_p),
-        "repetition": np.float32(params.repetition_penalty),
+        "repetition": np.float32(min(max(params.repetition_penalty, 1e-20), 1e20)),  # so that 0 times it is 0
         "presence": np.float32(params.presence_penalty),
         "frequency": np.float32(params.frequency_penalty),
         "seed": np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32),

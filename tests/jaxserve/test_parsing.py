@@ -188,3 +188,9 @@ def test_long_values_are_not_repeated_at_length():
     with pytest.raises(InvalidRequest) as error:
         parse({"prompt_token_ids": [1], "temperature": "x" * 10_000})
     assert len(str(error.value)) < 200
+
+
+@pytest.mark.parametrize("value", [10**400, -(10**400), float("inf"), float("nan"), "1", True, None])
+def test_parameters_made_by_hand_are_held_to_the_same(value):
+    with pytest.raises(InvalidRequest, match="temperature"):
+        SamplingParams(temperature=value)

@@ -229,6 +229,7 @@ def test_extreme_uniforms_choose_possible_tokens(monkeypatch, vocab, variant):
     tokens = np.asarray(run(logits, rows, np.zeros(20, np.int32), np.zeros((20, 4), np.int32)).tokens)
     assert possible[np.arange(20), tokens].all()
     assert tokens[0] == possible[0].argmax()  # u = 0 among equals
+    assert tokens[8] == np.flatnonzero(possible[8])[possible[8].sum() // 2]  # u = 1/2: an interval holds its start
     assert tokens[16] == np.flatnonzero(possible[16])[-1]  # u just under 1
 
 
@@ -339,6 +340,15 @@ def test_penalties_see_tokens_before_the_position_only():
     # 1: 8/2; 2: 7.9/2 - 1 - 0.5; 3: 6.5/2 - 1 - 2 * 0.5; 4: untouched
     assert output.tokens.tolist() == [4]
     np.testing.assert_allclose(output.logprobs, log_softmax(logits)[0, [4]], atol=1e-5)
+
+
+@pytest.mark.parametrize("penalty", [5e-324, 1e-300, 1e300])
+def test_repetition_penalties_out_of_float_range_are_only_large(penalty):
+    logits = np.zeros((1, VOCAB), np.float32)
+    logits[0, [1, 2, 3]] = [3.0, -3.0, 2.0]
+    params = SamplingParams(temperature=0.0, repetition_penalty=penalty)
+    output = choose(logits, [params], positions=[3], history=[[0, 1, 2]], prompt_lengths=[3])
+    assert output.tokens[0] == (3 if penalty > 1 else 1)
 
 
 def test_temperatures_out_of_float_range_are_greedy_and_uniform():
