@@ -107,6 +107,10 @@ def add_arguments(
 
 def run(args: argparse.Namespace) -> int:
     """Runs the benchmark that was chosen; returns the exit code (2 for a mistake of the user's)."""
+    from jaxserve.bench import machine
+
+    if (warning := machine.busy()) is not None:
+        print(f"jaxserve: note: {warning}", file=sys.stderr)
     try:
         return args.benchmark(args)
     except ValueError as problem:

@@ -12,7 +12,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from jaxserve.bench import report, shapes
+from jaxserve.bench import machine, report, shapes
 from jaxserve.bench.load import Job, Range
 from jaxserve.bench.offline import make_request
 from jaxserve.bench.progress import Bars
@@ -117,6 +117,8 @@ def run(
             f"{result.stats.wait_ms.p50:.3f}",
         )
     console.print(table)
-    report.write_json(out / "host.json", {"benchmark": "host", "environment": report.environment(), "results": results})
+    report.write_json(
+        out / "host.json", {"benchmark": "host", "environment": machine.environment(), "results": results}
+    )
     console.print(f"written: {out / 'host.json'}", highlight=False)
     return 0

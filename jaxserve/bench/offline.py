@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
-from jaxserve.bench import load, plot, report, shapes
+from jaxserve.bench import load, machine, plot, report, shapes
 from jaxserve.bench.load import Job, Workload
 from jaxserve.bench.progress import Bars
 from jaxserve.config import EngineConfig, SchedulerName
@@ -66,7 +66,9 @@ def run(
     reports = [summarise(run, bucket_ms) for run in runs]
     comparison = report.compare(reports[0], reports[1]) if len(reports) == 2 else None
     title = f"{model}: {workload.name}, {config.max_rows} rows"
-    notes = [*workload.notes, f"peak memory of this process: {(report.peak_rss() or 0) / 2**20:.0f} MiB"]
+    notes = [*workload.notes, f"peak memory of this process: {(machine.peak_rss() or 0) / 2**20:.0f} MiB"]
+    if "request" in schedulers:
+        notes.append(report.REQUEST_NOTE)
     report.print_runs(console, title, reports, notes)
     if comparison is not None:
         report.print_comparison(console, comparison)
@@ -74,7 +76,7 @@ def run(
         "benchmark": "offline",
         "workload": workload.name,
         "notes": notes,
-        "environment": report.environment(),
+        "environment": machine.environment(),
         "engines": [run.engine for run in runs],
         "bucket_ms": bucket_ms,
         "runs": reports,

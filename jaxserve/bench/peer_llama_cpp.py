@@ -2,13 +2,16 @@
 
     python peer_llama_cpp.py JOB.json      (see peers.py for what a job is and what is printed)
 
-Batches of several sequences are only in the library's low-level interface, so that is what this uses.
+Batches of several sequences are only in the library's low-level interface, so that is what this uses. Which of its
+settings is fastest depends on case and dtype, so the first job tries them and later ones are told.
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -18,6 +21,19 @@ import numpy as np
 
 WARM_UP = 3  # steps that are not counted
 LARGEST_BATCH = 512  # the library's default
+TRIAL_STEPS = 3
+
+
+class Settings(NamedTuple):
+    """What the library leaves to its user.
+
+    Attributes:
+      unified: one buffer for all sequences; otherwise a batch of decodes and a prompt is cut into two.
+      flash: the fused attention.
+    """
+
+    unified: bool
+    flash: bool
 
 
 class Token(NamedTuple):
@@ -45,7 +61,12 @@ def main(path: str) -> None:
     if "sequences" in job:
         result["scores"] = check(llama_cpp, model, job)
     else:
-        result["milliseconds"] = [time_case(llama_cpp, model, case, job) for case in job["cases"]]
+        told = job.get("settings") or [best_settings(llama_cpp, model, case, job) for case in job["cases"]]
+        result["settings"] = told
+        result["milliseconds"] = [
+            time_case(llama_cpp, model, case, job, Settings(*settings), job["steps"])
+            for case, settings in zip(job["cases"], told, strict=True)
+        ]
     result["peak_rss"] = peak_rss()
     print(json.dumps(result))
 
@@ -53,7 +74,7 @@ def main(path: str) -> None:
 class Session:
     """A context of the library: the cache of some sequences, and batches over it."""
 
-    def __init__(self, library, model, job: dict, *, sequences: int, length: int) -> None:
+    def __init__(self, library, model, job: dict, settings: Settings, *, sequences: int, length: int) -> None:
         self.library = library
         self.vocabulary = library.llama_vocab_n_tokens(library.llama_model_get_vocab(model))
         params = library.llama_context_default_params()
@@ -61,8 +82,8 @@ class Session:
         params.n_seq_max = sequences
         params.n_batch = params.n_ubatch = LARGEST_BATCH
         params.n_threads = params.n_threads_batch = job["threads"]
-        # One buffer for all sequences: otherwise a batch of decodes and a prompt is cut into two.
-        params.kv_unified = True
+        params.kv_unified = settings.unified
+        params.flash_attn_type = int(settings.flash)
         if job["dtype"] == "float32":
             params.type_k = params.type_v = 0  # GGML_TYPE_F32; the default is half precision
         self.context = library.llama_init_from_model(model, params)
@@ -102,12 +123,19 @@ def prompt(tokens: list[int], sequence: int) -> list[Token]:
     return [Token(token, at, sequence, at == len(tokens) - 1) for at, token in enumerate(tokens)]
 
 
-def time_case(library, model, case: dict, job: dict) -> list[float]:
+def best_settings(library, model, case: dict, job: dict) -> Settings:
+    """The fastest settings for a case, by a few steps of each."""
+    choices = [Settings(*values) for values in itertools.product((False, True), repeat=2)]
+    return min(choices, key=lambda choice: statistics.median(time_case(library, model, case, job, choice, TRIAL_STEPS)))
+
+
+def time_case(library, model, case: dict, job: dict, settings: Settings, steps: int) -> list[float]:
     """Milliseconds of each step: the decodes and the prompt are one batch."""
     rng = np.random.default_rng(0)
-    decodes, context, steps = case["decodes"], case["context"], job["steps"]
+    decodes, context = case["decodes"], case["context"]
     length = max(context + WARM_UP + steps + 1, case["prompt"])
-    session = Session(library, model, job, sequences=decodes + (case["prompt"] > 0), length=length)
+    sequences = decodes + (case["prompt"] > 0)
+    session = Session(library, model, job, settings, sequences=sequences, length=length)
     last = []
     for sequence in range(decodes):
         tokens = prompt(rng.integers(session.vocabulary, size=context).tolist(), sequence)
@@ -130,7 +158,7 @@ def check(library, model, job: dict) -> list[dict]:
     """Scores sequences as a batch: their prompts, then all of them token by token."""
     sequences, begin = job["sequences"], job["prompt_length"]
     length = len(sequences[0])
-    session = Session(library, model, job, sequences=len(sequences), length=length)
+    session = Session(library, model, job, Settings(False, True), sequences=len(sequences), length=length)
     scores: list[dict] = [{"logprobs": [], "likeliest": []} for _ in sequences]
 
     def take(score: dict, logits: np.ndarray, following: int) -> None:

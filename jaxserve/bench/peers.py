@@ -1,7 +1,8 @@
 """Our step against other engines' on this machine: the same checkpoint, the same dtype, one process at a time, in turn.
 
 Every engine runs jobs, which are JSON files: `model` (a checkpoint in its own format), `dtype`, `threads`, and either
-  * `cases` (decodes, context, prompt; see step.Case) and `steps`: it prints `milliseconds`, a list for each case, or
+  * `cases` (decodes, context, prompt; see step.Case) and `steps`: it prints `milliseconds`, a list for each case, and
+    may print `settings` that it found best and will be told in its next job, or
   * `sequences` of equal length and `prompt_length`: it scores them, the prompts as a whole and the rest token by token
     through its cache, and prints `scores`: of every sequence the `logprobs` of its tokens and the `likeliest` ones.
 Ours takes `prompts` and `steps` in place of sequences, and generates them (step.complete).
@@ -24,16 +25,14 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from jaxserve.bench import environments, plot, report
+from jaxserve.bench import environments, machine, plot, report
 from jaxserve.bench.environments import PEERS, PeerError
+from jaxserve.bench.judge import OURS, Agreement, agreement, judge
 from jaxserve.bench.progress import Bars
 from jaxserve.bench.step import Case
 
-OURS = "jaxserve"
 MEMORY_MARGIN = 600 * 10**6  # bytes that a process may hold beside weights and pool
 CHECK_PROMPTS, CHECK_LENGTH, CHECK_STEPS = 3, 24, 8
-# How far logprobs may differ. llama.cpp looks GeLU up in half precision even in float32.
-TOLERANCES = {"float32": 0.02, "bfloat16": 0.25}
 
 Runner = Callable[[dict[str, Any]], dict[str, Any]]  # job -> what the engine printed
 
@@ -60,74 +59,20 @@ class Figures:
     peak_rss: int = 0
     allowed_rss: int | None = None
     version: str = ""
+    settings: Any = None
+
+    def as_json(self) -> dict[str, Any]:
+        """The same with cases by name."""
+        return {
+            "version": self.version,
+            "settings": self.settings,
+            "rounds_ms": {case.name: values for case, values in self.rounds.items()},
+            "peak_rss": self.peak_rss,
+            "allowed_rss": self.allowed_rss,
+        }
 
     def median(self, case: Case) -> float | None:
         return statistics.median(self.rounds[case]) if self.rounds.get(case) else None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Agreement:
-    """How a peer's outputs compare with ours: the largest difference of a logprob, and clear misses of our tokens."""
-
-    largest: float
-    mismatches: int
-    tolerance: float
-
-    @property
-    def holds(self) -> bool:
-        return self.largest <= self.tolerance and self.mismatches == 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """Our time against a peer's on one case.
-
-    Attributes:
-      against: the peer that counts: the fastest one, or transformers where the target is stated against it.
-      limit: most that our time may be, as a multiple of the peer's.
-    """
-
-    ours: float
-    against: str
-    theirs: float
-    limit: float
-
-    @property
-    def ratio(self) -> float:
-        return self.ours / self.theirs
-
-    @property
-    def reached(self) -> bool:
-        return self.ratio <= self.limit
-
-
-def judge(case: Case, dtype: str, medians: Mapping[str, float | None]) -> Verdict | None:
-    """Holds one case of one dtype to its target; None while ours or every peer that counts is missing."""
-    ours = medians.get(OURS)
-    theirs = {name: value for name, value in medians.items() if name != OURS and value is not None}
-    if case.prompt:
-        limit = 1.0
-    else:
-        limit = 1.4 if case.decodes == 1 else {"float32": 1.3, "bfloat16": 1.15}[dtype]
-        if dtype == "bfloat16":
-            theirs = {name: value for name, value in theirs.items() if name == "transformers"}
-    if ours is None or not theirs:
-        return None
-    best = min(theirs, key=lambda name: theirs[name])
-    return Verdict(ours=ours, against=best, theirs=theirs[best], limit=limit)
-
-
-def agreement(ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]], dtype: str) -> Agreement:
-    """Compares completions of ours (step.complete) with a peer's scores of the same sequences."""
-    tolerance = TOLERANCES[dtype]
-    largest, mismatches = 0.0, 0
-    for mine, other in zip(ours, theirs, strict=True):
-        largest = max(largest, float(np.abs(np.subtract(mine["logprobs"], other["logprobs"])).max()))
-        generated = len(mine["gaps"])
-        rows = zip(mine["tokens"][-generated:], other["likeliest"][-generated:], mine["gaps"], strict=True)
-        # Where two tokens are about as likely, rounding decides.
-        mismatches += sum(token != likeliest and gap > tolerance for token, likeliest, gap in rows)
-    return Agreement(largest=largest, mismatches=mismatches, tolerance=tolerance)
 
 
 def run(
@@ -182,16 +127,10 @@ def run(
         out / "peers.json",
         {
             "benchmark": "peers",
-            "environment": report.environment(),
+            "environment": machine.environment(),
             "model": str(checkpoint),
             "steps": steps,
-            "engines": {
-                contender.name: {
-                    **dataclasses.asdict(figures[contender.name]),
-                    "rounds": {case.name: values for case, values in figures[contender.name].rounds.items()},
-                }
-                for contender in contenders
-            },
+            "engines": {contender.name: figures[contender.name].as_json() for contender in contenders},
             "agreement": agreements,
             "verdicts": verdicts,
             "problems": problems,
@@ -248,7 +187,7 @@ def _job(contender: Contender, **fields: Any) -> dict[str, Any]:
     return {
         "model": str(contender.model),
         "dtype": contender.dtype,
-        "threads": report.usable_cores(),
+        "threads": machine.usable_cores(),
         **fields,
     }
 
@@ -294,7 +233,8 @@ def _measure(
         bars(f"timing in turn, {rounds} rounds", turn, total)
         mine = figures[contender.name]
         try:
-            job = _job(contender, cases=[dataclasses.asdict(case) for case in cases], steps=steps)
+            asked = [dataclasses.asdict(case) for case in cases]
+            job = _job(contender, cases=asked, steps=steps, settings=mine.settings)
             answer = contender.run(job)
         except PeerError as error:
             problems.append(str(error))
@@ -304,6 +244,7 @@ def _measure(
             mine.rounds.setdefault(case, []).append(statistics.median(milliseconds))
         mine.peak_rss = max(mine.peak_rss, answer["peak_rss"] or 0)
         mine.version = answer.get("version", "")
+        mine.settings = answer.get("settings")
         if contender.engine == OURS:
             mine.allowed_rss = answer["weights"] + answer["pool"] + MEMORY_MARGIN
     bars(f"timing in turn, {rounds} rounds", total, total)

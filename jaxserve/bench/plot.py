@@ -67,7 +67,7 @@ def bars(path: Path, title: str, groups: Sequence[str], series: Mapping[str, Seq
         places = [group + (index - (len(series) - 1) / 2) * width for group in range(len(groups))]
         heights = [float("nan") if value is None else value for value in values]
         container = axis.bar(places, heights, width, label=name)
-        axis.bar_label(container, fmt="%.0f", fontsize=6, padding=1)
+        axis.bar_label(container, fmt="%.3g", fontsize=6, padding=1)
     axis.set_xticks(range(len(groups)), groups, fontsize=8)
     _label(axis, "", "ms", "")
     _save(figure, path)

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import json
-import os
-import platform
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +19,8 @@ if TYPE_CHECKING:
 
 SHARE_TARGET = 0.90  # of the throughput ratio that iteration counts and bucket costs allow
 WASTE_TARGET = 0.03  # of the device's time, while work waits
+# What a reader of request-level figures must know.
+REQUEST_NOTE = "request: tokens are handed over when the whole batch has ended, so no time passes between them"
 HOST_PHASES = ("schedule", "pack", "launch", "complete")
 
 
@@ -206,45 +204,6 @@ def compare(iteration: RunReport, request: RunReport) -> Comparison:
     return Comparison(measured=measured, allowed=allowed, share=measured / allowed)
 
 
-def environment(**extra: Any) -> dict[str, Any]:
-    """The machine, the versions and the date that figures belong to."""
-    packages = ("jaxserve", "jax", "jaxlib", "flax", "numpy")
-    versions = {}
-    for package in packages:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return {
-        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "cpu": _cpu_name(),
-        "cores": usable_cores(),
-        "system": f"{platform.system()} {platform.release()}",
-        "python": platform.python_version(),
-        **versions,
-        **extra,
-    }
-
-
-def usable_cores() -> int:
-    """Cores this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def peak_rss() -> int | None:
-    """Most bytes of memory this process ever held resident; None where the system does not tell.
-
-    Read from VmHWM: getrusage would count what a forking parent held.
-    """
-    try:
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return None
-
-
 def write_json(path: Path, result: Any) -> None:
     """Writes dataclasses, mappings and lists of them as JSON."""
 
@@ -317,13 +276,3 @@ def _distribution(values: Sequence[float]) -> Distribution:
     distribution = Distribution.of(values)
     assert distribution is not None
     return distribution
-
-
-def _cpu_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()

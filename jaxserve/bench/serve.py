@@ -18,7 +18,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rich.console import Console
 
-from jaxserve.bench import plot, report, wire
+from jaxserve.bench import machine, plot, report, wire
 from jaxserve.bench.load import Workload
 from jaxserve.bench.progress import Bars
 from jaxserve.config import EngineConfig, SchedulerName
@@ -78,14 +78,15 @@ def run(
     assert workload is not None
     comparison = report.compare(reports[0], reports[1]) if len(reports) == 2 else None
     title = f"{models[0]['name']}: {workload.name}, {models[0]['max_rows']} rows"
-    report.print_runs(console, title, reports, workload.notes)
+    notes = [*workload.notes, *([report.REQUEST_NOTE] if "request" in schedulers else [])]
+    report.print_runs(console, title, reports, notes)
     if comparison is not None:
         report.print_comparison(console, comparison)
     result = {
         "benchmark": "serve",
         "workload": workload.name,
-        "notes": workload.notes,
-        "environment": report.environment(),
+        "notes": notes,
+        "environment": machine.environment(),
         "models": models,
         "runs": reports,
         "comparison": comparison,

@@ -24,7 +24,7 @@ from rich.table import Table
 
 from jaxserve import startup
 from jaxserve.batch import pack
-from jaxserve.bench import report, shapes
+from jaxserve.bench import machine, report, shapes
 from jaxserve.bench.progress import Bars
 from jaxserve.config import DtypeName, EngineConfig
 from jaxserve.iteration import Admission, Chunk, IterationPlan, SamplerVariant
@@ -146,7 +146,7 @@ def measure(
             progress(f"timing steps ({max_rows} rows, {started.report.dtype})", done, len(group))
         del started  # its pool, before the next one is allocated
         gc.collect()
-    memory = Memory(peak_rss=report.peak_rss(), weights=weight_bytes, pool=pool_bytes)
+    memory = Memory(peak_rss=machine.peak_rss(), weights=weight_bytes, pool=pool_bytes)
     return [results[case] for case in cases], memory
 
 
@@ -230,7 +230,7 @@ def run(
     result = {
         "benchmark": "step",
         "model": str(model),
-        "environment": report.environment(),
+        "environment": machine.environment(),
         "memory": memories,
         "steps": dict(zip(dtypes, columns, strict=True)),
     }

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from jaxserve.bench import environments, peer_gguf, peers
+from jaxserve.bench import environments, judge, peer_gguf, peers
 from jaxserve.bench.environments import Peer, PeerError
 from jaxserve.bench.progress import Bars
 from jaxserve.bench.step import Case
@@ -41,7 +41,7 @@ def test_case_names():
     ],
 )
 def test_targets(case, dtype, against, limit):
-    found = peers.judge(case, dtype, {"jaxserve": 60.0, "transformers": 80.0, "llama.cpp": 50.0})
+    found = judge.judge(case, dtype, {"jaxserve": 60.0, "transformers": 80.0, "llama.cpp": 50.0})
     assert found is not None
     assert (found.against, found.limit) == (against, limit)
     assert found.ratio == 60.0 / found.theirs
@@ -49,9 +49,9 @@ def test_targets(case, dtype, against, limit):
 
 
 def test_nothing_is_judged_without_both_sides():
-    assert peers.judge(DECODE_8, "float32", {"jaxserve": None, "transformers": 1.0}) is None
-    assert peers.judge(DECODE_8, "float32", {"jaxserve": 1.0, "transformers": None}) is None
-    assert peers.judge(DECODE_8, "bfloat16", {"jaxserve": 1.0, "llama.cpp": 1.0}) is None
+    assert judge.judge(DECODE_8, "float32", {"jaxserve": None, "transformers": 1.0}) is None
+    assert judge.judge(DECODE_8, "float32", {"jaxserve": 1.0, "transformers": None}) is None
+    assert judge.judge(DECODE_8, "bfloat16", {"jaxserve": 1.0, "llama.cpp": 1.0}) is None
 
 
 OURS = [{"tokens": [5, 6, 7, 8], "logprobs": [-1.0, -2.0, -3.0], "gaps": [0.5, 0.001]}]
@@ -68,7 +68,7 @@ OURS = [{"tokens": [5, 6, 7, 8], "logprobs": [-1.0, -2.0, -3.0], "gaps": [0.5, 0
     ],
 )
 def test_agreement(logprobs, likeliest, largest, mismatches):
-    found = peers.agreement(OURS, [{"logprobs": logprobs, "likeliest": likeliest}], "float32")
+    found = judge.agreement(OURS, [{"logprobs": logprobs, "likeliest": likeliest}], "float32")
     assert found.largest == pytest.approx(largest)
     assert found.mismatches == mismatches
     assert found.holds == (largest <= 0.02 and mismatches == 0)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from jaxserve.bench import plot, report
+from jaxserve.bench import machine, plot, report
 from jaxserve.bench.report import Distribution, Outcome
 
 
@@ -124,7 +124,7 @@ def test_tables_name_what_they_show(capsys):
 def test_json_holds_plain_values(tmp_path):
     run = report.summarise("x", outcomes(), iterations=report.iteration_stats(ITERATION, COST))
     path = tmp_path / "new" / "result.json"
-    report.write_json(path, {"run": run, "scalar": np.float32(0.5), "environment": report.environment(note="here")})
+    report.write_json(path, {"run": run, "scalar": np.float32(0.5), "environment": machine.environment(note="here")})
     read = json.loads(path.read_text())
     assert read["run"]["first_token_ms"]["max"] == 3000.0
     assert read["run"]["iterations"]["buckets"] == {"8": 1, "32": 2}
