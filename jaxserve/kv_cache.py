@@ -58,4 +58,11 @@ def fitting_blocks(free: int, temporaries: int, bytes_a_block: int, wanted: int)
             f"{temporaries / 2**20:.0f} MiB beside the weights and one block {bytes_a_block / 2**20:.1f} MiB; "
             "use a smaller model, fewer rows, smaller buckets or a larger device"
         )
-    return n_blocks
+    return _coarse(n_blocks) if n_blocks < wanted else n_blocks
+
+
+def _coarse(count: int) -> int:
+    """Rounded down to four binary digits: the next start, with a little more or less memory free, finds its programs
+    in the compilation cache."""
+    step = 1 << max(count.bit_length() - 4, 0)
+    return count // step * step
