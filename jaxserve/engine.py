@@ -11,7 +11,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -24,60 +23,19 @@ from jaxserve.completion import Completion, Delta
 from jaxserve.config import EngineConfig
 from jaxserve.iteration import IterationPlan
 from jaxserve.models.schema import ModelConfig
+from jaxserve.observe import IterationRecord, Load, compilations
 from jaxserve.pipeline import Pipeline
 from jaxserve.request import FinishReason, InvalidRequest, QueueFull, Request, TokenEvent
 from jaxserve.request_state import check_fits
 from jaxserve.stage import Progress
+from jaxserve.streaming import Sink
 from jaxserve.tokenizer import Tokenizer
-
-Sink = Callable[[list[TokenEvent]], None]
 
 _log = logging.getLogger(__name__)
 
 
 class EngineStopped(RuntimeError):
     """The engine has been stopped, or has failed, and takes no more requests."""
-
-
-class IterationRecord(NamedTuple):
-    """What one iteration carried and what its host work cost (seconds); for benchmarks and live views.
-
-    Attributes:
-      waiting: requests that waited for a row when it was planned.
-      wait_s: time the host spent blocked on the device.
-      finished_at: monotonic seconds.
-    """
-
-    sequence: int
-    bucket: int
-    num_tokens: int
-    decodes: int
-    prompt_tokens: int
-    waiting: int
-    schedule_s: float
-    pack_s: float
-    launch_s: float
-    wait_s: float
-    complete_s: float
-    finished_at: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
-    """How busy an engine is, at a glance."""
-
-    running: int
-    waiting: int
-    waiting_tokens: int
-    slots_used: int
-    slots_cached: int
-    slots_total: int
-    iterations: int
-    prompt_tokens: int
-    generated_tokens: int
-    cached_tokens: int
-    preemptions: int
-    compiled_after_ready: int
 
 
 class _Timed(NamedTuple):
@@ -87,20 +45,6 @@ class _Timed(NamedTuple):
     schedule_s: float
     pack_s: float
     launch_s: float
-
-
-# Compilations of this process by the thread they ran on.
-_compilations: dict[int, int] = {}
-
-
-def _count_compilation(event: str, duration_secs: float, **_: Any) -> None:
-    del duration_secs
-    if event == "/jax/core/compile/backend_compile_duration":
-        thread = threading.get_ident()
-        _compilations[thread] = _compilations.get(thread, 0) + 1
-
-
-jax.monitoring.register_event_duration_secs_listener(_count_compilation)
 
 
 class Engine:
@@ -170,7 +114,7 @@ class Engine:
         Returns:
           Whether there was anything to do.
         """
-        compiled = _compilations.get(threading.get_ident(), 0)
+        compiled = compilations()
         self._take_mail()
         while self._pipeline.has_room and (plan := self._plan()) is not None:
             self._launch(plan)
@@ -183,7 +127,7 @@ class Engine:
         events = self._scheduler.complete(plan, result)
         self._publish(events)
         self._record(plan, landed - started, time.perf_counter() - landed)
-        self._compiled_after_ready += _compilations.get(threading.get_ident(), 0) - compiled
+        self._compiled_after_ready += compilations() - compiled
         return True
 
     def _plan(self) -> IterationPlan | None:

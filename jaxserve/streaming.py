@@ -6,20 +6,34 @@ import asyncio
 import queue
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 from jaxserve.completion import Assembler, Completion, Delta
+from jaxserve.config import EngineConfig
+from jaxserve.models.schema import ModelConfig
 from jaxserve.parsing import parse_request
 from jaxserve.request import Request, TokenEvent
-
-if TYPE_CHECKING:
-    from jaxserve.engine import Engine
+from jaxserve.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
+Sink = Callable[[list[TokenEvent]], None]
 
 
-def generate(engine: Engine, prompts: Sequence[Prompt], sampling: Mapping[str, Any]) -> list[Completion]:
+class TakesRequests(Protocol):
+    """What these calls need of an engine."""
+
+    config: EngineConfig
+    model_config: ModelConfig
+    tokenizer: Tokenizer | None
+
+    def start(self) -> None: ...
+    def check(self, request: Request) -> None: ...
+    def submit(self, request: Request, sink: Sink) -> None: ...
+    def abort(self, request_id: str) -> None: ...
+
+
+def generate(engine: TakesRequests, prompts: Sequence[Prompt], sampling: Mapping[str, Any]) -> list[Completion]:
     """Completions of all prompts, in their order (see `Engine.generate`)."""
     if isinstance(prompts, str):
         prompts = [prompts]
@@ -51,7 +65,7 @@ def generate(engine: Engine, prompts: Sequence[Prompt], sampling: Mapping[str, A
     return [assemblers[request.request_id].completion() for request in requests]
 
 
-async def stream(engine: Engine, prompt: Prompt, sampling: Mapping[str, Any]) -> AsyncIterator[Delta]:
+async def stream(engine: TakesRequests, prompt: Prompt, sampling: Mapping[str, Any]) -> AsyncIterator[Delta]:
     """Deltas of one completion (see `Engine.stream`)."""
     request = _request(engine, prompt, sampling)
     assembler = _assembler(engine, request)
@@ -71,7 +85,7 @@ async def stream(engine: Engine, prompt: Prompt, sampling: Mapping[str, Any]) ->
         engine.abort(request.request_id)
 
 
-def _request(engine: Engine, prompt: Prompt, sampling: Mapping[str, Any]) -> Request:
+def _request(engine: TakesRequests, prompt: Prompt, sampling: Mapping[str, Any]) -> Request:
     field = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
     return parse_request(
         {field: prompt, **sampling},
@@ -81,5 +95,5 @@ def _request(engine: Engine, prompt: Prompt, sampling: Mapping[str, Any]) -> Req
     )
 
 
-def _assembler(engine: Engine, request: Request) -> Assembler:
+def _assembler(engine: TakesRequests, request: Request) -> Assembler:
     return Assembler(request, engine.tokenizer, engine.model_config.eos_token_ids)

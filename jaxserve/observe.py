@@ -1,0 +1,69 @@
+"""What can be seen of a running engine: how busy it is, what each iteration carried and cost, what was compiled."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+
+
+class IterationRecord(NamedTuple):
+    """What one iteration carried and what its host work cost (seconds); for benchmarks and live views.
+
+    Attributes:
+      waiting: requests that waited for a row when it was planned.
+      wait_s: time the host spent blocked on the device.
+      finished_at: monotonic seconds.
+    """
+
+    sequence: int
+    bucket: int
+    num_tokens: int
+    decodes: int
+    prompt_tokens: int
+    waiting: int
+    schedule_s: float
+    pack_s: float
+    launch_s: float
+    wait_s: float
+    complete_s: float
+    finished_at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """How busy an engine is, at a glance."""
+
+    running: int
+    waiting: int
+    waiting_tokens: int
+    slots_used: int
+    slots_cached: int
+    slots_total: int
+    iterations: int
+    prompt_tokens: int
+    generated_tokens: int
+    cached_tokens: int
+    preemptions: int
+    compiled_after_ready: int
+
+
+# Compilations of this process by the thread they ran on.
+_compilations: dict[int, int] = {}
+
+
+def _count_compilation(event: str, duration_secs: float, **_: Any) -> None:
+    del duration_secs
+    if event == "/jax/core/compile/backend_compile_duration":
+        thread = threading.get_ident()
+        _compilations[thread] = _compilations.get(thread, 0) + 1
+
+
+jax.monitoring.register_event_duration_secs_listener(_count_compilation)
+
+
+def compilations() -> int:
+    """How many programs jax has compiled on the calling thread."""
+    return _compilations.get(threading.get_ident(), 0)
