@@ -10,36 +10,16 @@ import numpy as np
 import pytest
 
 from jaxserve import models, sampler, startup
-from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine, EngineStopped
 from jaxserve.iteration import SamplerVariant
 from jaxserve.request import FinishReason, InvalidRequest, QueueFull, Request, SamplingParams
-
-VOCAB = 97
-BLOOM = models.parse_config(
-    {
-        "model_type": "bloom",
-        "vocab_size": VOCAB,
-        "hidden_size": 24,
-        "n_layer": 2,
-        "n_head": 3,
-        "eos_token_id": 2,
-        "layer_norm_epsilon": 1e-5,
-    }
-)
-CONFIG = EngineConfig(max_rows=6, block_size=4, slots=4096, buckets=(6, 12, 24), max_context=96, scoring=False)
+from tests.fixtures.tiny import BLOOM, CONFIG, VOCAB, make_engine, opinionated
 
 
 @pytest.fixture(scope="module")
 def params():
     """Random weights, large enough that the model has opinions."""
-    tree = models.build(BLOOM).init(0, jnp.float32)
-    return jax.tree.map(lambda leaf: leaf * 4 if leaf.ndim > 1 else leaf, tree)
-
-
-def make_engine(params, **settings) -> Engine:
-    changed = {name: settings.get(name, getattr(CONFIG, name)) for name in EngineConfig.__dataclass_fields__}
-    return Engine.from_params(BLOOM, params, EngineConfig(**changed))
+    return opinionated(0)
 
 
 class Answers:
