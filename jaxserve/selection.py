@@ -81,8 +81,7 @@ def floor(logits: jax.Array, weigh: Callable[[jax.Array], jax.Array], top_k: jax
     top, _ = largest(logits, min(FEW, vocab))
     few_kth, has_kth = _reach(top, jnp.ones_like(top), k, 0.0)
     few_kth = jnp.where(has_k, few_kth, -jnp.inf)
-    few_weights = jnp.where(top >= few_kth, weigh(top), 0.0)
-    few_pth, has_pth = _reach(top, few_weights, share(left(few_kth)), 0.0)
+    few_pth, has_pth = _reach(top, weigh(top), share(left(few_kth)), 0.0)
     has_pth = has_pth & has_kth | ~has_p
 
     def search_kth():
@@ -100,7 +99,7 @@ def floor(logits: jax.Array, weigh: Callable[[jax.Array], jax.Array], top_k: jax
         return jnp.where(has_pth, few_pth, found)
 
     pth = once_if(~has_pth.all(), search_pth, few_pth)
-    return jnp.where(has_p, jnp.maximum(kth, pth), kth)
+    return jnp.where(has_p, jnp.maximum(kth, pth), kth)  # rounding may have put a share near 1 below the k-th
 
 
 def once_if(condition: jax.Array, compute: Callable[[], Any], otherwise: Any) -> Any:
