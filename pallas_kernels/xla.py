@@ -1,13 +1,14 @@
 """Ragged attention in plain JAX, written so that XLA makes it fast on a CPU; it runs on every platform.
 
-Chunks of length 1 (decodes) and longer ones (prompts) take separate loops, both over work that exists: a decode row
-visits the blocks its context fills, a query tile of a prompt the blocks up to its last position. Trip counts are data,
-so cost follows the context in use and neither the window nor the pool. Softmax is online (Milakov and Gimelshein,
-2018): a block that a mask empties leaves maximum, sum and accumulator as they were, to the bit.
+Chunks of length 1 (decodes) and longer ones (prompts) take separate loops, both over work that exists: a group of
+decode rows visits the blocks its longest context fills, a query tile of a prompt the blocks up to its last position.
+Trip counts are data, so cost follows the context in use and neither the window nor the pool. Softmax is online (Milakov
+and Gimelshein, 2018): a block that a mask empties leaves maximum, sum and accumulator as they were, to the bit.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -17,42 +18,66 @@ from jax import lax
 
 from pallas_kernels.api import AttentionBatch, AttentionShape
 
-# Queries of a prompt chunk that are served together.
-_QUERY_TILE = 32
+# Decode rows served together, and the slots of one row and of all rows that a loop step visits at most. A step of this
+# size is long against the cost of starting its kernels, and XLA shares it between two cores.
+_ROWS, _ROW_SLOTS, _STEP_SLOTS = 8, 128, 512
+# Queries of a prompt chunk served together, and the slots they visit in a loop step at most.
+_QUERY_TILE, _TILE_SLOTS = 64, 64
+# Partial sums that `_contract` keeps. XLA recomputes a producer inside each of up to 15 consumers; from 16 on it
+# stores it, which is what makes the contraction one pass over the pool.
+_PARTIAL_SUMS = 16
 # Stands for minus infinity where a difference of two of them must not be NaN.
 _LOWEST = -1e30
 _HIGHEST = lax.Precision.HIGHEST
+_BFLOAT16 = np.dtype(jnp.bfloat16)
 
 
 class Pool(NamedTuple):
-    """One layer's keys and values. A key block holds its slots innermost, so that scores of neighbouring slots are
-    neighbouring lanes."""
+    """One layer's keys and values: arrays, or their `ShapeDtypeStruct`.
 
-    keys: Any  # [n_blocks, K, D, block_size], arrays or their ShapeDtypeStruct
+    A key block holds its slots innermost, so that scores of neighbouring slots are neighbouring lanes. bfloat16 is held
+    as its bits (uint16): XLA's CPU compiler widens a bfloat16 operand of a slice or an update as a whole, pool and all.
+    """
+
+    keys: Any  # [n_blocks, K, D, block_size]
     values: Any  # [n_blocks, K, block_size, D]
 
 
-class Rows(NamedTuple):
-    """Chunks of length 1, first `total` entries of C."""
+class Decodes(NamedTuple):
+    """Chunks of length 1, longest context first; the first `total` entries count, the others have kv_len 0."""
 
     total: jax.Array  # int32[]
-    chunk: jax.Array  # int32[C]
     token: jax.Array  # int32[C], flat token
+    kv_len: jax.Array  # int32[C]
+    tables: jax.Array  # int32[C, columns]; every entry names a block that may be read
+    slot: jax.Array  # int32[C, 2], block and slot in it that the token is written to
+
+
+class Writes(NamedTuple):
+    """Blocks that longer chunks write, whole or in part; the first `total` entries count."""
+
+    total: jax.Array  # int32[]
+    block: jax.Array  # int32[n]
+    token: jax.Array  # int32[n], flat token of the block's slot 0; it may lie outside the chunk and the batch
+    start: jax.Array  # int32[n], first flat token of the chunk
+    end: jax.Array  # int32[n], one past its last
 
 
 class Tiles(NamedTuple):
-    """Pieces of longer chunks: query tiles, or blocks to write. First `total` entries."""
+    """Queries of longer chunks in runs of at most a tile; the first `total` entries count."""
 
     total: jax.Array  # int32[]
+    start: jax.Array  # int32[n], first flat token
+    end: jax.Array  # int32[n], one past the last
+    last: jax.Array  # int32[n], position of the last
     chunk: jax.Array  # int32[n]
-    piece: jax.Array  # int32[n], which piece of its chunk
 
 
 class Meta(NamedTuple):
-    batch: AttentionBatch
-    decodes: Rows
-    writes: Tiles
-    queries: Tiles
+    decodes: Decodes
+    writes: Writes
+    tiles: Tiles
+    tables: jax.Array  # int32[C, max_blocks]
 
 
 class XlaBackend:
@@ -61,7 +86,7 @@ class XlaBackend:
 
     def supports(self, shape: AttentionShape) -> str | None:
         for what, dtype in (("queries", shape.dtype), ("pool", shape.pool_dtype)):
-            if dtype not in (np.dtype(np.float32), np.dtype(jnp.bfloat16)):
+            if dtype not in (np.float32, _BFLOAT16):
                 return f"{what} of {dtype}; it serves float32 and bfloat16"
         return None
 
@@ -70,30 +95,20 @@ class XlaBackend:
         return 64
 
     def default_pool_dtype(self, dtype: np.dtype, platform: str) -> np.dtype:
-        # CPUs compute in float32 whatever is stored, and converting costs more than the bytes it saves.
-        return np.dtype(np.float32) if platform == "cpu" else np.dtype(dtype)
+        del platform
+        return np.dtype(dtype)
 
     def pool(self, shape: AttentionShape, n_blocks: int) -> Pool:
         heads, dim, size = shape.num_kv_heads, shape.head_dim, shape.block_size
+        dtype = np.uint16 if shape.pool_dtype == _BFLOAT16 else shape.pool_dtype
         return Pool(
-            keys=jax.ShapeDtypeStruct((n_blocks, heads, dim, size), shape.pool_dtype),
-            values=jax.ShapeDtypeStruct((n_blocks, heads, size, dim), shape.pool_dtype),
+            keys=jax.ShapeDtypeStruct((n_blocks, heads, dim, size), dtype),
+            values=jax.ShapeDtypeStruct((n_blocks, heads, size, dim), dtype),
         )
 
     def prepare(self, batch: AttentionBatch, shape: AttentionShape) -> Meta:
         with jax.named_scope("attention_prepare"):
-            n_tokens, n_chunks = batch.positions.shape[0], batch.kv_lens.shape[0]
-            lengths = jnp.diff(batch.query_offsets)
-            single = lengths == 1
-            order = jnp.argsort(~single, stable=True).astype(jnp.int32)
-            decodes = Rows(jnp.sum(single, dtype=jnp.int32), order, batch.query_offsets[order])
-            long = jnp.where(lengths > 1, lengths, 0)
-            tile = min(_QUERY_TILE, n_tokens)
-            queries = _tiles(-(-long // tile), n_tokens // tile + n_chunks)
-            first = (batch.kv_lens - long) // shape.block_size
-            blocks = jnp.where(long > 0, -(-batch.kv_lens // shape.block_size) - first, 0)
-            writes = _tiles(blocks, n_tokens // shape.block_size + 2 * n_chunks)
-            return Meta(batch, decodes, writes, queries)
+            return Meta(_decodes(batch, shape), _writes(batch, shape), _query_tiles(batch), batch.block_tables)
 
     def attend(
         self,
@@ -107,37 +122,113 @@ class XlaBackend:
         slopes: jax.Array | np.ndarray | None,
         scale: float,
     ) -> tuple[jax.Array, Pool]:
-        with jax.named_scope("attention_write"):
-            pool = _write_decodes(k, v, pool, meta, shape)
-            pool = _write_prompts(k, v, pool, meta, shape)
-        with jax.named_scope("attention_attend"):
-            group = (shape.num_kv_heads, shape.group)
-            bias = None if slopes is None else jnp.asarray(slopes, jnp.float32).reshape(*group, 1)
-            queries = (q.astype(jnp.float32) * scale).reshape(-1, *group, shape.head_dim)  # [T, K, G, D]
-            out = jnp.zeros(queries.shape, jnp.float32)
-            out = _attend_decodes(queries, out, pool, meta, shape, bias)
-            out = _attend_prompts(queries, out, pool, meta, shape, bias)
-            return out.reshape(q.shape).astype(q.dtype), pool
+        return _attend(q, k, v, pool, meta, slopes, shape, scale)
 
 
-def _tiles(counts: jax.Array, most: int) -> Tiles:
-    """Numbers the pieces of all chunks, `counts` int32[C] of them, in one list of `most` entries."""
+@partial(jax.jit, static_argnames=("shape", "scale"))  # traced once for all layers of a program
+def _attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    pool: Pool,
+    meta: Meta,
+    slopes: jax.Array | None,
+    shape: AttentionShape,
+    scale: float,
+) -> tuple[jax.Array, Pool]:
+    prompts = q.shape[0] > 1  # a bucket of one token holds no longer chunk
+    with jax.named_scope("attention_write"):
+        k, v = _stored(k, shape), _stored(v, shape)
+        pool = _write_decodes(k, v, pool, meta.decodes)
+        if prompts:
+            pool = _write_prompts(k, v, pool, meta.writes)
+    with jax.named_scope("attention_attend"):
+        if slopes is not None:
+            slopes = slopes.astype(jnp.float32).reshape(shape.num_kv_heads, shape.group, 1)
+        queries = q.astype(jnp.float32).reshape(-1, shape.num_kv_heads, shape.group, shape.head_dim)  # [T, K, G, D]
+        out = jnp.zeros(queries.shape, jnp.float32)
+        out = _attend_decodes(queries, out, pool, meta.decodes, shape, slopes, scale)
+        if prompts:
+            out = _attend_prompts(queries, out, pool, meta, shape, slopes, scale)
+        return out.reshape(q.shape).astype(q.dtype), pool
+
+
+# What is to be done, as lists: once an iteration.
+
+
+def _decode_step(n_chunks: int, shape: AttentionShape) -> tuple[int, int]:
+    """(rows, blocks of each row) that a step of the decode loop visits."""
+    rows = min(_ROWS, n_chunks)
+    blocks = min(_ROW_SLOTS, _STEP_SLOTS // rows) // shape.block_size
+    return rows, max(1, min(blocks, shape.max_blocks))
+
+
+def _decodes(batch: AttentionBatch, shape: AttentionShape) -> Decodes:
+    size = shape.block_size
+    single = jnp.diff(batch.query_offsets) == 1
+    kv_len = jnp.where(single, batch.kv_lens, 0)
+    order = jnp.argsort(-kv_len, stable=True)  # rows of like length share a group
+    kv_len, tables = kv_len[order], batch.block_tables[order]
+    column = (kv_len - 1) // size
+    block = jnp.take_along_axis(tables, column[:, None], axis=1, mode="clip")
+    slot = jnp.concatenate([block, (kv_len - 1 - column * size)[:, None]], axis=1)
+    _, blocks = _decode_step(kv_len.shape[0], shape)
+    in_use = jnp.arange(shape.max_blocks) * size < kv_len[:, None]
+    tables = jnp.where(in_use, tables, tables[0, 0])
+    tables = jnp.pad(tables, ((0, 0), (0, -shape.max_blocks % blocks)), mode="edge")
+    return Decodes(jnp.sum(single, dtype=jnp.int32), batch.query_offsets[order], kv_len, tables, slot)
+
+
+def _pieces(counts: jax.Array, most: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Pieces of all chunks, counts int32[C] of them, as a list: (total, chunk [most], place in its chunk [most])."""
     ends = jnp.cumsum(counts, dtype=jnp.int32)
-    pieces = jnp.arange(most, dtype=jnp.int32)
-    chunk = jnp.searchsorted(ends, pieces, side="right").astype(jnp.int32)
+    piece = jnp.arange(most, dtype=jnp.int32)
+    chunk = jnp.sum(ends <= piece[:, None], axis=1, dtype=jnp.int32)
     chunk = jnp.minimum(chunk, counts.shape[0] - 1)
-    return Tiles(ends[-1], chunk, pieces - (ends - counts)[chunk])
+    return ends[-1], chunk, piece - (ends - counts)[chunk]
 
 
-def _write_decodes(k: jax.Array, v: jax.Array, pool: Pool, meta: Meta, shape: AttentionShape) -> Pool:
-    batch, decodes = meta.batch, meta.decodes
+def _long(batch: AttentionBatch) -> jax.Array:
+    """int32[C]: lengths of the chunks longer than one, 0 for the others."""
+    lengths = jnp.diff(batch.query_offsets)
+    return jnp.where(lengths > 1, lengths, 0)
 
+
+def _writes(batch: AttentionBatch, shape: AttentionShape) -> Writes:
+    size, long = shape.block_size, _long(batch)
+    begin = batch.kv_lens - long  # position of each chunk's first token
+    first = begin // size
+    counts = jnp.where(long > 0, -(-batch.kv_lens // size) - first, 0)
+    most = batch.positions.shape[0] // size + 2 * long.shape[0]
+    total, chunk, which = _pieces(counts, most)
+    column = first[chunk] + which
+    start, end = batch.query_offsets[chunk], batch.query_offsets[chunk + 1]
+    block = jnp.take_along_axis(batch.block_tables[chunk], column[:, None], axis=1, mode="clip")[:, 0]
+    return Writes(total, block, start + column * size - begin[chunk], start, end)
+
+
+def _query_tiles(batch: AttentionBatch) -> Tiles:
+    long, n_tokens = _long(batch), batch.positions.shape[0]
+    tile = min(_QUERY_TILE, n_tokens)
+    total, chunk, which = _pieces(-(-long // tile), n_tokens // tile + long.shape[0])
+    start, chunk_end = batch.query_offsets[chunk] + which * tile, batch.query_offsets[chunk + 1]
+    end = jnp.minimum(start + tile, chunk_end)
+    return Tiles(total, start, end, batch.kv_lens[chunk] - 1 - (chunk_end - end), chunk)
+
+
+# Writing.
+
+
+def _stored(x: jax.Array, shape: AttentionShape) -> jax.Array:
+    x = x.astype(shape.pool_dtype)
+    return lax.bitcast_convert_type(x, jnp.uint16) if shape.pool_dtype == _BFLOAT16 else x
+
+
+def _write_decodes(k: jax.Array, v: jax.Array, pool: Pool, decodes: Decodes) -> Pool:
     def write(i: jax.Array, pool: Pool) -> Pool:
-        chunk, token = decodes.chunk[i], decodes.token[i]
-        position = batch.kv_lens[chunk] - 1
-        block, slot = batch.block_tables[chunk, position // shape.block_size], position % shape.block_size
-        key = lax.dynamic_slice_in_dim(k, token, 1).astype(pool.keys.dtype)[..., None]  # [1, K, D, 1]
-        value = lax.dynamic_slice_in_dim(v, token, 1).astype(pool.values.dtype)[:, :, None]  # [1, K, 1, D]
+        block, slot, token = decodes.slot[i, 0], decodes.slot[i, 1], decodes.token[i]
+        key = lax.dynamic_slice_in_dim(k, token, 1)[..., None]  # [1, K, D, 1]
+        value = lax.dynamic_slice_in_dim(v, token, 1)[:, :, None]  # [1, K, 1, D]
         return Pool(
             lax.dynamic_update_slice(pool.keys, key, (block, 0, 0, slot)),
             lax.dynamic_update_slice(pool.values, value, (block, 0, slot, 0)),
@@ -146,134 +237,182 @@ def _write_decodes(k: jax.Array, v: jax.Array, pool: Pool, meta: Meta, shape: At
     return lax.fori_loop(0, decodes.total, write, pool)
 
 
-def _write_prompts(k: jax.Array, v: jax.Array, pool: Pool, meta: Meta, shape: AttentionShape) -> Pool:
-    batch, size = meta.batch, shape.block_size
-    pad = ((size, size), (0, 0), (0, 0))  # a block may begin before the first flat token and end after the last
-    k, v = jnp.pad(k.astype(pool.keys.dtype), pad), jnp.pad(v.astype(pool.values.dtype), pad)
+def _write_prompts(k: jax.Array, v: jax.Array, pool: Pool, writes: Writes) -> Pool:
+    size = pool.values.shape[2]
 
     def write(i: jax.Array, pool: Pool) -> Pool:
-        chunk, index = meta.writes.chunk[i], meta.writes.piece[i]
-        start, end = batch.query_offsets[chunk], batch.query_offsets[chunk + 1]
-        begin = batch.kv_lens[chunk] - (end - start)  # position of the chunk's first token
-        column = begin // size + index
-        token = start + column * size - begin  # flat token of the block's slot 0
-        flat = token + jnp.arange(size)
-        mine = (flat >= start) & (flat < end)
-        block = batch.block_tables[chunk, column]
+        block = writes.block[i]
+        token = writes.token[i] + jnp.arange(size)
+        mine = (token >= writes.start[i]) & (token < writes.end[i])
+        token = jnp.clip(token, 0, k.shape[0] - 1)
 
         def merge(held: jax.Array, new: jax.Array, mine: jax.Array) -> jax.Array:
             old = lax.dynamic_index_in_dim(held, block)
             return lax.dynamic_update_index_in_dim(held, jnp.where(mine, new, old), block, 0)
 
-        key = lax.dynamic_slice_in_dim(k, token + size, size).transpose(1, 2, 0)[None]  # [1, K, D, size]
-        value = lax.dynamic_slice_in_dim(v, token + size, size).transpose(1, 0, 2)[None]  # [1, K, size, D]
+        key = _rows(k, token).transpose(1, 2, 0)[None]  # [1, K, D, size]
+        value = _rows(v, token).transpose(1, 0, 2)[None]  # [1, K, size, D]
         return Pool(merge(pool.keys, key, mine), merge(pool.values, value, mine[:, None]))
 
-    return lax.fori_loop(0, meta.writes.total, write, pool)
+    return lax.fori_loop(0, writes.total, write, pool)
 
 
-def _block_step(
-    carry: tuple[jax.Array, jax.Array, jax.Array],
-    q: jax.Array,  # [K, Q, D], scaled
-    keys: jax.Array,  # [K, D, size]
-    values: jax.Array,  # [K, size, D]
-    bias: jax.Array | None,  # [K, Q, size]
-    visible: jax.Array,  # bool [Q, size]
-    held: jax.Array,  # bool [size]: slots that hold a token of the row
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """One block of keys taken into the running maximum [K, Q, 1], sum [K, Q, 1] and accumulator [K, Q, D]."""
-    maximum, total, acc = carry
-    scores = jnp.einsum("kqd,kds->kqs", q, keys.astype(jnp.float32), precision=_HIGHEST)
-    if bias is not None:
-        scores = scores + bias
-    scores = jnp.where(visible, scores, _LOWEST)
-    raised = jnp.maximum(maximum, scores.max(-1, keepdims=True))
-    weights = jnp.where(visible, jnp.exp(scores - raised), 0)
-    shrink = jnp.exp(maximum - raised)
-    # A slot nobody wrote may hold NaN, and 0 * NaN is NaN.
-    values = jnp.where(held[:, None], values.astype(jnp.float32), 0)
-    acc = acc * shrink + jnp.einsum("kqs,ksd->kqd", weights, values, precision=_HIGHEST)
-    return raised, total * shrink + weights.sum(-1, keepdims=True), acc
+def _rows(x: jax.Array, index: jax.Array) -> jax.Array:
+    """x[index] for indices known to be in range."""
+    return x.at[index].get(mode="promise_in_bounds")
 
 
-def _empty(heads: int, queries: int, dim: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    return (
-        jnp.full((heads, queries, 1), _LOWEST, jnp.float32),
-        jnp.zeros((heads, queries, 1), jnp.float32),
-        jnp.zeros((heads, queries, dim), jnp.float32),
-    )
+# Attending.
+
+
+def _loaded(x: jax.Array) -> jax.Array:
+    """What the pool holds, as float32."""
+    if x.dtype == jnp.uint16:
+        return lax.bitcast_convert_type(x.astype(jnp.uint32) << 16, jnp.float32)
+    return x.astype(jnp.float32)
+
+
+def _contract(pool: jax.Array, blocks: jax.Array, weights: jax.Array, held: jax.Array | None = None) -> jax.Array:
+    """sum over r of weights[b, k, g, r] * pool[blocks[b], k, r, :], for one query per row.
+
+    A batched dot would copy each block out of the pool before it multiplies; sums of slices fuse with the read. Terms
+    of neighbouring r are added while the block streams by, in 16 partial sums, and those are added up at the end.
+
+    Args:
+      pool: [n_blocks, K, R, lanes], float32 or the bits of bfloat16.
+      blocks: int32[B].
+      weights: float32[B, K, G, R].
+      held: bool[B, R]: rows r that may be read; the others may hold NaN.
+
+    Returns:
+      float32[B, K, G, lanes].
+    """
+    n_blocks, heads, reduced, lanes = pool.shape
+    sums = next((n for n in range(_PARTIAL_SUMS, reduced) if reduced % n == 0), reduced)
+    n_terms = reduced // sums
+    pool = pool.reshape(n_blocks, heads, sums, n_terms, lanes)
+    weights = weights.reshape(*weights.shape[:-1], sums, n_terms)
+    partial_sums = jnp.float32(0)
+    for term in range(n_terms):
+        part = _loaded(pool.at[blocks, :, :, term].get(mode="promise_in_bounds"))  # [B, K, sums, lanes]
+        if held is not None:
+            part = jnp.where(held[:, None, term::n_terms, None], part, 0)
+        partial_sums += weights[..., term, None] * part[:, :, None]  # [B, K, G, sums, lanes]
+    return sum(partial_sums[..., i, :] for i in range(1, sums)) + partial_sums[..., 0, :]
 
 
 def _attend_decodes(
-    q: jax.Array, out: jax.Array, pool: Pool, meta: Meta, shape: AttentionShape, bias: jax.Array | None
+    q: jax.Array,  # float32[T, K, G, D]
+    out: jax.Array,
+    pool: Pool,
+    decodes: Decodes,
+    shape: AttentionShape,
+    slopes: jax.Array | None,  # float32[K, G, 1]
+    scale: float,
 ) -> jax.Array:
-    batch, decodes, size = meta.batch, meta.decodes, shape.block_size
+    n_tokens, heads, group, dim = q.shape
+    n_chunks, size = decodes.token.shape[0], shape.block_size
+    rows, blocks = _decode_step(n_chunks, shape)
 
-    def row(i: jax.Array, out: jax.Array) -> jax.Array:
-        chunk, token = decodes.chunk[i], decodes.token[i]
-        kv_len = batch.kv_lens[chunk]
-        query = lax.dynamic_index_in_dim(q, token, keepdims=False)  # [K, G, D]
+    def attend(i: jax.Array, out: jax.Array) -> jax.Array:
+        first = jnp.minimum(i * rows, n_chunks - rows)
+        token = lax.dynamic_slice_in_dim(decodes.token, first, rows)
+        kv_len = lax.dynamic_slice_in_dim(decodes.kv_len, first, rows)
+        query = _rows(q, token)  # [rows, K, G, D]
+        queries = jnp.repeat(query, blocks, axis=0)
 
-        def step(j: jax.Array, carry):
-            block = batch.block_tables[chunk, j]
-            position = j * size + jnp.arange(size)
-            held = position < kv_len
-            return _block_step(
-                carry,
-                query,
-                lax.dynamic_index_in_dim(pool.keys, block, keepdims=False),
-                lax.dynamic_index_in_dim(pool.values, block, keepdims=False),
-                None if bias is None else bias * (position - kv_len + 1).astype(jnp.float32),
-                held[None],
-                held,
-            )
+        def step(j: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            maximum, total, acc = carry  # [rows, K, G, 1], [rows, K, G, 1], [rows, K, G, D]
+            block = lax.dynamic_slice(decodes.tables, (first, j * blocks), (rows, blocks)).reshape(-1)
+            position = (j * blocks * size + jnp.arange(blocks * size)).reshape(blocks, 1, 1, size)
+            held = position < kv_len[:, None, None, None, None]  # [rows, blocks, 1, 1, size]
+            scores = _contract(pool.keys, block, queries).reshape(rows, blocks, heads, group, size) * scale
+            if slopes is not None:
+                back = position - (kv_len - 1)[:, None, None, None, None]
+                scores += slopes * back.astype(jnp.float32)
+            scores = jnp.where(held, scores, _LOWEST)
+            raised = jnp.maximum(maximum, scores.max(-1, keepdims=True).max(1))
+            weights = jnp.where(held, jnp.exp(scores - raised[:, None]), 0)
+            shrink = jnp.exp(maximum - raised)
+            new = _contract(pool.values, block, weights.reshape(-1, heads, group, size), held.reshape(-1, size))
+            acc = acc * shrink
+            for b in range(blocks):
+                acc += new.reshape(rows, blocks, heads, group, dim)[:, b]
+            return raised, total * shrink + weights.sum(-1, keepdims=True).sum(1), acc
 
-        _, total, acc = lax.fori_loop(0, -(-kv_len // size), step, _empty(*query.shape))
-        return lax.dynamic_update_index_in_dim(out, acc / total, token, 0)
+        _, total, acc = lax.fori_loop(0, -(-kv_len[0] // (blocks * size)), step, _empty((rows, heads, group), dim))
+        # Rows past the last decode aim past the last token, where nothing is written.
+        token = jnp.where(kv_len > 0, token, n_tokens)
+        return out.at[token].set(acc / jnp.where(total > 0, total, 1), mode="drop")
 
-    return lax.fori_loop(0, decodes.total, row, out)
+    return lax.fori_loop(0, -(-decodes.total // rows), attend, out)
 
 
 def _attend_prompts(
-    q: jax.Array, out: jax.Array, pool: Pool, meta: Meta, shape: AttentionShape, bias: jax.Array | None
+    q: jax.Array,  # float32[T, K, G, D]
+    out: jax.Array,
+    pool: Pool,
+    meta: Meta,
+    shape: AttentionShape,
+    slopes: jax.Array | None,  # float32[K, G, 1]
+    scale: float,
 ) -> jax.Array:
-    batch, size, group = meta.batch, shape.block_size, shape.group
-    n_tokens, heads, _, dim = q.shape
+    n_tokens, heads, group, dim = q.shape
+    size, tiles = shape.block_size, meta.tiles
     tile = min(_QUERY_TILE, n_tokens)
-    if bias is not None:
-        bias = jnp.repeat(bias, tile, axis=1)  # [K, G * tile, 1]
+    blocks = min(max(1, _TILE_SLOTS // size), shape.max_blocks)
+    # Products of bfloat16 are exact in float32, and many CPUs and all accelerators multiply them faster.
+    dtype = jnp.bfloat16 if shape.dtype == shape.pool_dtype == _BFLOAT16 else jnp.float32
+    dot = partial(jnp.einsum, precision=_HIGHEST, preferred_element_type=jnp.float32)
 
-    def piece(i: jax.Array, out: jax.Array) -> jax.Array:
-        chunk, index = meta.queries.chunk[i], meta.queries.piece[i]
-        start, end = batch.query_offsets[chunk], batch.query_offsets[chunk + 1]
-        first = start + index * tile
-        origin = jnp.minimum(first, n_tokens - tile)  # the last tile of all may reach back over earlier tokens
+    def operand(bits: jax.Array) -> jax.Array:
+        return lax.bitcast_convert_type(bits, dtype) if dtype == jnp.bfloat16 else _loaded(bits)
+
+    def attend(i: jax.Array, out: jax.Array) -> jax.Array:
+        start, end, last = tiles.start[i], tiles.end[i], tiles.last[i]
+        table = lax.dynamic_index_in_dim(meta.tables, tiles.chunk[i], keepdims=False)
+        origin = jnp.minimum(start, n_tokens - tile)  # the last tile of all may reach back over earlier tokens
         flat = origin + jnp.arange(tile)
-        mine = (flat >= first) & (flat < end)
-        position = jnp.where(mine, batch.kv_lens[chunk] - end + flat, -1)  # [tile]
-        last = position.max()
-        query = lax.dynamic_slice_in_dim(q, origin, tile).transpose(1, 2, 0, 3).reshape(heads, group * tile, dim)
+        mine = (flat >= start) & (flat < end)
+        position = jnp.where(mine, last - (end - 1 - flat), -1)  # [tile]
+        query = lax.dynamic_slice_in_dim(q, origin, tile).transpose(1, 2, 0, 3)  # [K, G, tile, D]
+        query = query.reshape(heads, group * tile, dim).astype(dtype)
 
-        def step(j: jax.Array, carry):
-            block = batch.block_tables[chunk, j]
-            key_position = j * size + jnp.arange(size)
-            visible = key_position <= jnp.tile(position, group)[:, None]  # [G * tile, size]
-            return _block_step(
-                carry,
-                query,
-                lax.dynamic_index_in_dim(pool.keys, block, keepdims=False),
-                lax.dynamic_index_in_dim(pool.values, block, keepdims=False),
-                None if bias is None else bias * (key_position - last).astype(jnp.float32),
-                visible,
-                key_position <= last,
-            )
+        def step(j: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            maximum, total, acc = carry  # [K, G, tile, 1], [K, G, tile, 1], [K, G, tile, D]
+            block = _rows(table, jnp.minimum(j * blocks + jnp.arange(blocks), last // size))
+            key_position = j * blocks * size + jnp.arange(blocks * size)
+            keys = _rows(pool.keys, block).transpose(1, 2, 0, 3).reshape(heads, dim, blocks * size)
+            values = _rows(pool.values, block).transpose(1, 0, 2, 3).reshape(heads, blocks * size, dim)
+            # A slot nobody wrote may hold NaN, and 0 * NaN is NaN.
+            values = jnp.where((key_position <= last)[:, None], values, 0)
+            scores = dot("kqd,kds->kqs", query, operand(keys)).reshape(heads, group, tile, -1) * scale
+            if slopes is not None:
+                scores += slopes[..., None] * (key_position - last).astype(jnp.float32)
+            visible = key_position <= position[:, None]  # [tile, slots]
+            scores = jnp.where(visible, scores, _LOWEST)
+            raised = jnp.maximum(maximum, scores.max(-1, keepdims=True))
+            weights = jnp.where(visible, jnp.exp(scores - raised), 0)
+            shrink = jnp.exp(maximum - raised)
+            new = dot("kqs,ksd->kqd", weights.reshape(heads, group * tile, -1).astype(dtype), operand(values))
+            acc = acc * shrink + new.reshape(acc.shape)
+            return raised, total * shrink + weights.sum(-1, keepdims=True), acc
 
-        _, total, acc = lax.fori_loop(0, last // size + 1, step, _empty(heads, group * tile, dim))
-        new = (acc / jnp.where(total > 0, total, 1)).reshape(heads, group, tile, dim).transpose(2, 0, 1, 3)
+        _, total, acc = lax.fori_loop(0, last // (blocks * size) + 1, step, _empty((heads, group, tile), dim))
+        new = (acc / jnp.where(total > 0, total, 1)).transpose(2, 0, 1, 3)  # [tile, K, G, D]
         old = lax.dynamic_slice_in_dim(out, origin, tile)
         return lax.dynamic_update_slice_in_dim(out, jnp.where(mine[:, None, None, None], new, old), origin, 0)
 
-    return lax.fori_loop(0, meta.queries.total, piece, out)
+    return lax.fori_loop(0, tiles.total, attend, out)
+
+
+def _empty(leading: tuple[int, ...], dim: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Maximum, sum and accumulator of a softmax over nothing."""
+    return (
+        jnp.full((*leading, 1), _LOWEST, jnp.float32),
+        jnp.zeros((*leading, 1), jnp.float32),
+        jnp.zeros((*leading, dim), jnp.float32),
+    )
 
 
 BACKEND = XlaBackend()

@@ -16,8 +16,13 @@ from pallas_kernels.api import AttentionBatch, AttentionShape, Backend
 
 
 def poisoned(backend: Backend, shape: AttentionShape, n_blocks: int):
-    """A pool as it may be found: nothing but NaN."""
-    return jax.tree.map(lambda leaf: jnp.full(leaf.shape, jnp.nan, leaf.dtype), backend.pool(shape, n_blocks))
+    """A pool as it may be found: nothing but NaN, which is what bits all set mean in every float type."""
+
+    def leaf(like: jax.ShapeDtypeStruct) -> jax.Array:
+        size = like.shape[-1] * np.dtype(like.dtype).itemsize
+        return jnp.asarray(np.full((*like.shape[:-1], size), 0xFF, np.uint8).view(like.dtype))
+
+    return jax.tree.map(leaf, backend.pool(shape, n_blocks))
 
 
 @partial(jax.jit, static_argnums=(0, 1, 8), donate_argnums=(5,))

@@ -45,10 +45,9 @@ def test_backend_table(name):
     assert backend.supports(chosen) is None
 
 
-def test_pool_of_bfloat16_queries_is_float32_on_a_cpu():
-    backend = api.load("xla")
-    assert backend.default_pool_dtype(np.dtype(jnp.bfloat16), "cpu") == np.float32
-    assert backend.default_pool_dtype(np.dtype(jnp.bfloat16), "gpu") == jnp.bfloat16
+def test_pool_is_held_in_the_dtype_of_the_queries():
+    for dtype in (np.dtype(np.float32), np.dtype(jnp.bfloat16)):
+        assert api.load("xla").default_pool_dtype(dtype, "cpu") == dtype
 
 
 @pytest.mark.parametrize(
