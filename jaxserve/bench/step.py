@@ -100,7 +100,7 @@ class Steps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Bytes: the process at its largest, against the weights and the pool it holds."""
+    """Bytes: the process at its largest while its first engine was all it held, and that engine's weights and pool."""
 
     peak_rss: int | None
     weights: int
@@ -119,8 +119,7 @@ def measure(
       steps: timed steps of each case.
     """
     results: dict[Case, Steps] = {}
-    weight_bytes = pool_bytes = 0
-    params = model_config = None
+    params = model_config = memory = None
     for max_rows in sorted({max(config.max_rows, case.rows) for case in cases}):
         group = [case for case in cases if max(config.max_rows, case.rows) == max_rows]
         settings = dataclasses.replace(
@@ -139,14 +138,15 @@ def measure(
             assert model_config is not None
             started = startup.from_params(model_config, params, settings, progress)
         params, model_config = started.stage.params, started.stage.model.config
-        weight_bytes = started.report.weight_bytes
-        pool_bytes = max(pool_bytes, started.report.pool_bytes)
         for done, case in enumerate(group, start=1):
             results[case] = Steps(case=case, milliseconds=time_case(started.stage, case, steps))
             progress(f"timing steps ({max_rows} rows, {started.report.dtype})", done, len(group))
+        memory = memory or Memory(
+            peak_rss=machine.peak_rss(), weights=started.report.weight_bytes, pool=started.report.pool_bytes
+        )
         del started  # its pool, before the next one is allocated
         gc.collect()
-    memory = Memory(peak_rss=machine.peak_rss(), weights=weight_bytes, pool=pool_bytes)
+    assert memory is not None
     return [results[case] for case in cases], memory
 
 
