@@ -6,6 +6,7 @@ error, not a compilation, so nothing can compile once the engine is ready.
 
 from __future__ import annotations
 
+import ctypes
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -26,7 +27,7 @@ from jaxserve.programs import Forward, Scores, StageShape, choose, forward, scor
 
 Progress = Callable[[str, int, int], None]
 
-_COMPILE_THREADS = 4
+_COMPILE_THREADS = 2  # each takes some 200 MB while it compiles
 _WARM_UP_CONTEXT = 128  # context at which the buckets' costs are measured
 _WARM_UP_RUNS = 3
 
@@ -98,6 +99,7 @@ class StageRunner:
         with ThreadPoolExecutor(_COMPILE_THREADS) as threads:
             for done, _ in enumerate(threads.map(lambda job: job(), jobs), start=1):
                 progress("compiling", done, len(jobs))
+        _give_back_memory()
         self._pools = kv_cache.allocate(
             self.shape.backend, self.shape.attention, self.model.config.num_layers, self.n_blocks
         )
@@ -223,6 +225,13 @@ def wait(launched: Launched) -> IterationResult:
         score_top_ids=score_top_ids,
         score_top_logprobs=score_top_logprobs,
     )
+
+
+def _give_back_memory() -> None:
+    """Returns what compiling has freed to the system, where the C library can: the pool takes its place."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _abstract(tree: Any) -> Any:
