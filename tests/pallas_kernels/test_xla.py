@@ -6,6 +6,7 @@ import re
 from collections import Counter
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -105,3 +106,10 @@ def test_a_bucket_of_one_token_holds_no_prompt_loop():
     two, _ = compiled("float32", bucket=2, n_chunks=1)
     assert " dot(" not in one.as_text()
     assert len(one.as_text()) < 0.8 * len(two.as_text())
+
+
+@pytest.mark.parametrize("pool_dtype", ["float32", "bfloat16"])
+def test_the_same_code_lowers_for_every_platform(pool_dtype):
+    step, *arguments = step_arguments(pool_dtype)
+    platforms = ("cpu", "cuda", "tpu")
+    assert jax.export.export(jax.jit(step, donate_argnums=1), platforms=platforms)(*arguments).platforms == platforms
