@@ -86,9 +86,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         default=_DEFAULT.scheduler,
         help="request batches whole requests, for comparison (default: %(default)s)",
     )
-    group.add_argument(
-        "--no-scoring", action="store_true", help="leave prompt_logprobs out; less is compiled at start"
-    )
+    group.add_argument("--no-scoring", action="store_true", help="leave prompt_logprobs out; less is compiled at start")
     group.add_argument(
         "--attention", metavar="NAME", default=_DEFAULT.attention, help="attention backend (default: %(default)s)"
     )
