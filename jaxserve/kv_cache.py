@@ -8,8 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
 
 from pallas_kernels.api import AttentionShape, Backend
+from sharding.spec import ShardingSpec
 
 # What is left alone on a device: the runtime's own buffers, fragmentation, other programs on a CPU.
 _ACCELERATOR_SHARE = 0.92
@@ -17,17 +19,36 @@ _CPU_SHARE = 0.25
 
 
 def block_bytes(backend: Backend, shape: AttentionShape, num_layers: int) -> int:
-    """Bytes that one block takes in all layers."""
+    """Bytes that one block takes on each device, in so many layers."""
     pool = backend.pool(shape, 1)
     return num_layers * sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(pool))
 
 
-def allocate(backend: Backend, shape: AttentionShape, num_layers: int, n_blocks: int) -> list[Any]:
-    """One zeroed pool a layer."""
-    return [
-        jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), backend.pool(shape, n_blocks))
-        for _ in range(num_layers)
-    ]
+def head_parts(num_kv_heads: int, mesh: Mesh, spec: ShardingSpec) -> int:
+    """Over how many devices a spec splits the pool's heads. Raises ValueError where they do not divide."""
+    sharding = NamedSharding(mesh, spec.resolve(("heads",), (num_kv_heads,), mesh, name="the pool", section="pool"))
+    return num_kv_heads // sharding.shard_shape((num_kv_heads,))[0]
+
+
+def layer(backend: Backend, shape: AttentionShape, n_blocks: int, mesh: Mesh, spec: ShardingSpec) -> Any:
+    """One layer's pool on all devices of a mesh: what the backend asks for on each, their heads one after another.
+
+    Returns:
+      A pytree of `ShapeDtypeStruct`, each with its sharding.
+    """
+    is_axes = lambda node: type(node) is tuple  # noqa: E731
+
+    def whole(axes: tuple[str | None, ...], part: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        split = spec.resolve(axes, part.shape, mesh, name="the pool", counts={"heads": 0}, section="pool")
+        sizes = [size * (1 if axis is None else mesh.shape[axis]) for size, axis in zip(part.shape, split, strict=True)]
+        return jax.ShapeDtypeStruct(tuple(sizes), part.dtype, sharding=NamedSharding(mesh, split))
+
+    return jax.tree.map(whole, backend.pool_axes(), backend.pool(shape, n_blocks), is_leaf=is_axes)
+
+
+def allocate(layers: list[Any]) -> list[Any]:
+    """The zeroed pools that `layer` describes."""
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), layers)
 
 
 def free_bytes(device: Any) -> int:
