@@ -18,16 +18,21 @@ _ACCELERATOR_SHARE = 0.92
 _CPU_SHARE = 0.25
 
 
+def is_axes(node: Any) -> bool:
+    """Whether a node of `Backend.pool_axes` is a leaf: a plain tuple, where a pool may be a named one."""
+    return type(node) is tuple
+
+
 def block_bytes(backend: Backend, shape: AttentionShape, num_layers: int) -> int:
     """Bytes that one block takes on each device, in so many layers."""
     pool = backend.pool(shape, 1)
     return num_layers * sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(pool))
 
 
-def head_parts(num_kv_heads: int, mesh: Mesh, spec: ShardingSpec) -> int:
-    """Over how many devices a spec splits the pool's heads. Raises ValueError where they do not divide."""
-    sharding = NamedSharding(mesh, spec.resolve(("heads",), (num_kv_heads,), mesh, name="the pool", section="pool"))
-    return num_kv_heads // sharding.shard_shape((num_kv_heads,))[0]
+def head_parts(mesh: Mesh, spec: ShardingSpec) -> int:
+    """Into how many parts a spec splits the pool's heads, one part a device."""
+    (axis,) = spec.resolve(("heads",), (mesh.size,), mesh, name="the pool", section="pool")
+    return 1 if axis is None else mesh.shape[axis]
 
 
 def layer(backend: Backend, shape: AttentionShape, n_blocks: int, mesh: Mesh, spec: ShardingSpec) -> Any:
@@ -36,12 +41,12 @@ def layer(backend: Backend, shape: AttentionShape, n_blocks: int, mesh: Mesh, sp
     Returns:
       A pytree of `ShapeDtypeStruct`, each with its sharding.
     """
-    is_axes = lambda node: type(node) is tuple  # noqa: E731
+    parts = head_parts(mesh, spec)
 
     def whole(axes: tuple[str | None, ...], part: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        split = spec.resolve(axes, part.shape, mesh, name="the pool", counts={"heads": 0}, section="pool")
-        sizes = [size * (1 if axis is None else mesh.shape[axis]) for size, axis in zip(part.shape, split, strict=True)]
-        return jax.ShapeDtypeStruct(tuple(sizes), part.dtype, sharding=NamedSharding(mesh, split))
+        sizes = tuple(size * (parts if axis == "heads" else 1) for axis, size in zip(axes, part.shape, strict=True))
+        split = spec.resolve(axes, sizes, mesh, name="the pool", section="pool")
+        return jax.ShapeDtypeStruct(sizes, part.dtype, sharding=NamedSharding(mesh, split))
 
     return jax.tree.map(whole, backend.pool_axes(), backend.pool(shape, n_blocks), is_leaf=is_axes)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 
 def split(num_layers: int, stages: int = 1, layers_per_stage: Sequence[int] | None = None) -> tuple[range, ...]:
@@ -35,5 +35,4 @@ def split(num_layers: int, stages: int = 1, layers_per_stage: Sequence[int] | No
             raise ValueError(
                 f"layers_per_stage is {listed}, which are {sum(counts)} layers; the model has {num_layers}"
             )
-    ends = list(accumulate(counts, initial=0))
-    return tuple(range(start, stop) for start, stop in zip(ends, ends[1:], strict=False))
+    return tuple(range(start, stop) for start, stop in pairwise(accumulate(counts, initial=0)))

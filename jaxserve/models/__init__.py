@@ -22,8 +22,8 @@ from jaxserve.models.schema import ModelConfig
 
 _SHARED = ("layers", "schema")
 
-# {"embed": {...}, "layers": [{...}, ...], "head": {...}}, arrays at the leaves. Part of a model (see Model.part) has its
-# layers by number: {"layers": {20: {...}, 21: {...}}}.
+# {"embed": {...}, "layers": [{...}, ...], "head": {...}}, arrays at the leaves. A part of a model (see Model.part) has
+# its layers by number: {"layers": {20: {...}, 21: {...}}}.
 Params = dict[str, Any]
 
 
