@@ -42,12 +42,21 @@ def select(
 
 
 def make_attend(
-    config: ModelConfig, backend: api.Backend, shape: api.AttentionShape, meta: Any, layer: int
+    config: ModelConfig,
+    backend: api.Backend,
+    shape: api.AttentionShape,
+    meta: Any,
+    layer: int,
+    first_block: jax.Array | int,
 ) -> Callable:
-    """`attend(q, k, v, pool) -> (out, pool)` for one layer of one iteration."""
+    """`attend(q, k, v, pool) -> (out, pool)` for one layer of one iteration.
+
+    Args:
+      first_block: where the layer's blocks begin in the pool.
+    """
     slopes, scale = config.alibi_slopes, config.attention_scale(layer)
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, pool: Any) -> tuple[jax.Array, Any]:
-        return backend.attend(q, k, v, pool, meta, shape, slopes=slopes, scale=scale)
+        return backend.attend(q, k, v, pool, meta, shape, slopes=slopes, scale=scale, first_block=first_block)
 
     return attend

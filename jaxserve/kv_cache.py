@@ -22,12 +22,9 @@ def block_bytes(backend: Backend, shape: AttentionShape, num_layers: int) -> int
     return num_layers * sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(pool))
 
 
-def allocate(backend: Backend, shape: AttentionShape, num_layers: int, n_blocks: int) -> list[Any]:
-    """One zeroed pool a layer."""
-    return [
-        jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), backend.pool(shape, n_blocks))
-        for _ in range(num_layers)
-    ]
+def allocate(backend: Backend, shape: AttentionShape, num_layers: int, n_blocks: int) -> Any:
+    """The zeroed pool, `n_blocks` blocks for every layer."""
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), backend.pool(shape, num_layers * n_blocks))
 
 
 def free_bytes(device: Any) -> int:

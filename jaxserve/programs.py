@@ -13,6 +13,7 @@ from jaxserve import attention, sampler, scoring
 from jaxserve.batch import BatchLayout, sample_points, unpack
 from jaxserve.iteration import SamplerVariant
 from jaxserve.models import Model
+from jaxserve.models.layers import Attend
 from pallas_kernels.api import AttentionShape, Backend
 
 _SCORING_TILE = 8192  # vocabulary entries scored at a time
@@ -20,7 +21,11 @@ _SCORING_TILE = 8192  # vocabulary entries scored at a time
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageShape:
-    """The sizes that every program of a stage is compiled for."""
+    """The sizes that every program of a stage is compiled for.
+
+    Attributes:
+      looped: whether the layers are one loop (`Model.layers`).
+    """
 
     max_rows: int
     n_rows: int
@@ -28,6 +33,7 @@ class StageShape:
     attention: AttentionShape
     backend: Backend
     scoring: bool
+    looped: bool
 
     def layout(self, bucket: int) -> BatchLayout:
         """The packed form of plans of this bucket."""
@@ -52,14 +58,14 @@ class Forward(NamedTuple):
     """What one iteration of all layers leaves.
 
     Attributes:
-      pools / tables: the donated buffers, updated.
+      pool / tables: the donated buffers, updated.
       chunks: int32[C, 4] the plan's chunks, for the sampler.
       logits: float32[C, V] after each chunk's last token.
       hidden: [T, H] every token's last hidden state, not yet normed, for prompt scoring.
       next_tokens: int32[T] the token after each.
     """
 
-    pools: list[Any]
+    pool: Any
     tables: jax.Array
     chunks: jax.Array
     logits: jax.Array
@@ -71,23 +77,32 @@ def forward(
     model: Model,
     shape: StageShape,
     layout: BatchLayout,
+    n_blocks: int,
     params: Any,
-    pools: list[Any],
+    pool: Any,
     tables: jax.Array,
     history: jax.Array,
     packed: jax.Array,
 ) -> Forward:
-    """One iteration of all layers. Traced."""
+    """One iteration of all layers. Traced.
+
+    Args:
+      n_blocks: blocks of the pool that each layer has.
+    """
     view, tables = unpack(packed, layout, tables, history)
     meta = shape.backend.prepare(view.attention, shape.attention)
     x = model.embed(params, view.tokens, view.attention.positions)  # [T, H]
-    pools = list(pools)
-    for layer in range(model.config.num_layers):
-        attend = attention.make_attend(model.config, shape.backend, shape.attention, meta, layer)
-        x, pools[layer] = model.layer(params, layer, x, attend, pools[layer])
+
+    def attend(layer: Any) -> Attend:
+        static = 0 if shape.looped else layer  # looped layers differ in nothing but their weights
+        return attention.make_attend(
+            model.config, shape.backend, shape.attention, meta, static, first_block=layer * n_blocks
+        )
+
+    x, pool = model.layers(params, x, attend, pool, looped=shape.looped)
     last = jnp.maximum(view.attention.query_offsets[1:] - 1, 0)  # [C]
     logits = model.logits(params, model.norm(params, x[last]))
-    return Forward(pools, tables, view.chunks, logits, x, view.next_tokens)
+    return Forward(pool, tables, view.chunks, logits, x, view.next_tokens)
 
 
 def score(model: Model, ends: Any, hidden: jax.Array, next_tokens: jax.Array) -> Scores:

@@ -60,17 +60,17 @@ class StageRunner:
         self._score: dict[int, Any] = {}
         self._choose: dict[tuple[int, SamplerVariant], Any] = {}
         self._admit: Any = None
-        self._pools: list[Any] = []
+        self._pool: Any = None
         self._state = jax.tree.map(jnp.asarray, empty_state(shape.layout(self.buckets[-1])))
         self._admission_size = 1 + sum(int(np.prod(leaf.shape[1:])) for leaf in jax.tree.leaves(self._state))
 
     def _lower_forward(self, bucket: int, n_blocks: int):
         layout = self.shape.layout(bucket)
-        pools = [self.shape.backend.pool(self.shape.attention, n_blocks)] * self.model.config.num_layers
-        step = jax.jit(partial(forward, self.model, self.shape, layout), donate_argnums=(1, 2))
+        pool = self.shape.backend.pool(self.shape.attention, n_blocks * self.model.config.num_layers)
+        step = jax.jit(partial(forward, self.model, self.shape, layout, n_blocks), donate_argnums=(1, 2))
         return step.lower(
             _abstract(self.params),
-            pools,
+            pool,
             _abstract(self._state.tables),
             _abstract(self._state.history),
             jax.ShapeDtypeStruct((layout.size,), jnp.int32),
@@ -100,7 +100,7 @@ class StageRunner:
             for done, _ in enumerate(threads.map(lambda job: job(), jobs), start=1):
                 progress("compiling", done, len(jobs))
         _give_back_memory()
-        self._pools = kv_cache.allocate(
+        self._pool = kv_cache.allocate(
             self.shape.backend, self.shape.attention, self.model.config.num_layers, self.n_blocks
         )
 
@@ -145,9 +145,9 @@ class StageRunner:
         for admission in packed.admissions:
             state = self._admit(state, admission)
         out = Forward(
-            *self._forward[plan.bucket](self.params, self._pools, state.tables, state.history, packed.iteration)
+            *self._forward[plan.bucket](self.params, self._pool, state.tables, state.history, packed.iteration)
         )
-        self._pools, history = out.pools, state.history
+        self._pool, history = out.pool, state.history
         chosen = top = scores = None
         if plan.scoring:
             scores = self._score[plan.bucket](self._ends, out.hidden, out.next_tokens)

@@ -107,6 +107,7 @@ def _start(config: EngineConfig, model: models.Model, params: Any, progress: Pro
         attention=shape,
         backend=backend,
         scoring=config.scoring,
+        looped=device.platform == "cpu" and model.config.layers_alike,
     )
     sizes = config.buckets or buckets.default_sizes(config.max_rows, config.token_budget)
     stage = StageRunner(model, params, stage_shape, sizes)
