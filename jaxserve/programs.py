@@ -84,7 +84,7 @@ def forward(
     pools = list(pools)
     for layer in range(model.config.num_layers):
         attend = attention.make_attend(model.config, shape.backend, shape.attention, meta, layer)
-        x, pools[layer] = model.layer(params, layer, x, attend, pools[layer])
+        x, pools[layer] = model.layer(params, layer, x, view.attention.positions, attend, pools[layer])
     last = jnp.maximum(view.attention.query_offsets[1:] - 1, 0)  # [C]
     logits = model.logits(params, model.norm(params, x[last]))
     return Forward(pools, tables, view.chunks, logits, x, view.next_tokens)
