@@ -110,7 +110,7 @@ def forward(
         layer = layers[0] if looped else layers[index]  # looped layers differ in nothing but their weights
         return make_attend(meta, layer, index * n_blocks)
 
-    x, pool = model.layers(params, layers, x, attend, pool, looped=looped)
+    x, pool = model.layers(params, layers, x, view.attention.positions, attend, pool, looped=looped)
     if layers.stop < model.config.num_layers:
         return Forward(pool, tables, view.chunks, x, None, None)
     last = jnp.maximum(view.attention.query_offsets[1:] - 1, 0)  # [C]
