@@ -75,8 +75,8 @@ def from_checkpoint(path: str | Path, config: EngineConfig, progress: Progress) 
     started = time.perf_counter()
     model = models.build(weights.read_config(path))
     tokenizer = Tokenizer.from_directory(path)
-    plan = _plan(config, model)
-    params = weights.load(path, model, _compute_dtype(config), place=_place(plan.stages), progress=progress)
+    plan = plan(config, model)
+    params = weights.load(path, model, _compute_dtype(config), place=placement(plan.stages), progress=progress)
     return _start(config, plan, params, progress, time.perf_counter() - started), tokenizer
 
 
@@ -84,7 +84,7 @@ def from_params(model_config: ModelConfig, params: Any, config: EngineConfig, pr
     """Compiles every program for weights in memory (see `Engine.from_params`)."""
     model = models.build(model_config)
     check_tree(model.shapes(_compute_dtype(config)), params)
-    return _start(config, _plan(config, model), params, progress, 0.0)
+    return _start(config, plan(config, model), params, progress, 0.0)
 
 
 def check_tree(expected: Any, params: Any) -> None:
@@ -98,14 +98,14 @@ def check_tree(expected: Any, params: Any) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Plan:
+class Plan:
     """What is settled before a weight is read: the stages' programs, and why they attend as they do."""
 
     stages: tuple[StagePrograms, ...]
     attention_reason: str
 
 
-def _plan(config: EngineConfig, model: models.Model) -> _Plan:
+def plan(config: EngineConfig, model: models.Model) -> Plan:
     """Raises ValueError where layers, devices, sharding, context or attention do not go together."""
     dtype, max_context = _compute_dtype(config), _max_context(config, model.config)
     layers = stages.split(model.config.num_layers, config.stages, config.layers_per_stage)
@@ -134,10 +134,10 @@ def _plan(config: EngineConfig, model: models.Model) -> _Plan:
         StagePrograms(model=model, shape=stage_shape, layers=owned, mesh=devices, spec=spec)
         for owned, devices in zip(layers, meshes, strict=True)
     ]
-    return _Plan(stages=tuple(programs), attention_reason=reason)
+    return Plan(stages=tuple(programs), attention_reason=reason)
 
 
-def _place(programs: Sequence[StagePrograms]) -> weights.Place:
+def placement(programs: Sequence[StagePrograms]) -> weights.Place:
     """Where each parameter is read to; the first of two places for a token table that is the head too."""
     shardings = {
         jax.tree_util.keystr(path, simple=True, separator="."): leaf.sharding
@@ -147,7 +147,7 @@ def _place(programs: Sequence[StagePrograms]) -> weights.Place:
     return lambda name, _shape, _axes: shardings[name]
 
 
-def _start(config: EngineConfig, plan: _Plan, params: Any, progress: Progress, load_seconds: float) -> Started:
+def _start(config: EngineConfig, plan: Plan, params: Any, progress: Progress, load_seconds: float) -> Started:
     if config.compilation_cache is not None:
         jax.config.update("jax_compilation_cache_dir", config.compilation_cache)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
