@@ -1,6 +1,5 @@
 """The engine whole: tiny random models, driven a step at a time so that every run is the same."""
 
-import random
 import threading
 from functools import partial
 

@@ -12,6 +12,7 @@ import pytest
 from jaxserve import models, startup, weights
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
+from jaxserve.iteration import SamplerVariant
 from jaxserve.lowering import StagePrograms
 from jaxserve.request import Request, SamplingParams
 from tests.fixtures import parity
@@ -43,20 +44,18 @@ def params_of(family: str, num_layers: int):
     return jax.tree.map(lambda leaf: leaf * 4 if leaf.ndim > 1 else leaf, tree)
 
 
-def serve(family: str, num_layers: int, config: EngineConfig) -> tuple[Engine, Answers]:
-    engine = Engine.from_params(config_of(family, num_layers), params_of(family, num_layers), config)
-    return engine, run(engine, traffic(REQUESTS, scored=True))
+def make(family: str, num_layers: int, config: EngineConfig) -> Engine:
+    return Engine.from_params(config_of(family, num_layers), params_of(family, num_layers), config)
 
 
 @cache
 def alone(family: str, num_layers: int) -> Answers:
     """What one device answers."""
-    return serve(family, num_layers, settings("reserve"))[1]
+    return run(make(family, num_layers, settings("reserve")), traffic(REQUESTS, scored=True))
 
 
-def check_same(family: str, num_layers: int, config: EngineConfig) -> None:
-    engine, answers = serve(family, num_layers, config)
-    expected = alone(family, num_layers)
+def check_same(engine: Engine, family: str, num_layers: int) -> None:
+    expected, answers = alone(family, num_layers), run(engine, traffic(REQUESTS, scored=True))
     load = engine.load()
     assert load.compiled_after_ready == 0
     assert load.slots_used == 0
@@ -72,12 +71,18 @@ def check_same(family: str, num_layers: int, config: EngineConfig) -> None:
             assert answers.reasons[name] == expected.reasons[name]
 
 
-@pytest.mark.parametrize(
-    ("family", "policy", "tensor", "stages", "layers_per_stage"),
-    [("bloom", "grow", 2, 2, (1, 2)), ("gpt2", "reserve", 4, 1, None), ("gpt2", "grow", 1, 3, None)],
-)
-def test_many_devices_answer_as_one(family, policy, tensor, stages, layers_per_stage) -> None:
-    check_same(family, 3, settings(policy, tensor, stages, layers_per_stage))
+@pytest.fixture(scope="module")
+def six() -> Engine:
+    """Three stages of two devices."""
+    return make("bloom", 4, settings("grow", 2, 3, (1, 1, 2)))
+
+
+def test_three_stages_of_two_devices_answer_as_one_device(six) -> None:
+    check_same(six, "bloom", 4)
+
+
+def test_two_stages_of_four_devices_answer_as_one_device() -> None:
+    check_same(make("gpt2", 3, settings("reserve", 4, 2)), "gpt2", 3)
 
 
 @pytest.mark.exhaustive
@@ -85,13 +90,13 @@ def test_many_devices_answer_as_one(family, policy, tensor, stages, layers_per_s
 @pytest.mark.parametrize("family", ["bloom", "gpt2"])
 @pytest.mark.parametrize(("tensor", "stages"), LAYOUTS)
 def test_every_layout_of_eight_devices_answers_as_one(family, policy, tensor, stages) -> None:
-    check_same(family, 8, settings(policy, tensor, stages))
+    check_same(make(family, 8, settings(policy, tensor, stages)), family, 8)
 
 
-def lowered(family: str, tensor: int = 1, stages: int = 1, num_layers: int = 3, **changes) -> list[StagePrograms]:
+def lowered(family: str, tensor: int = 1, stages: int = 1, num_layers: int = 2, **changes) -> list[StagePrograms]:
     """The stages' programs; nothing is on a device."""
     config = models.parse_config({"model_type": family, "n_layer": num_layers, **SIZES, **changes})
-    return list(startup.plan(settings("grow", tensor, stages), models.build(config)).stages)
+    return startup.stage_programs(settings("grow", tensor, stages), models.build(config))[0]
 
 
 def collectives(compiled: jax.stages.Compiled) -> list[tuple[str, str]]:
@@ -100,40 +105,37 @@ def collectives(compiled: jax.stages.Compiled) -> list[tuple[str, str]]:
     return re.findall(rf"= (\S+?)(?:\{{[\d,]*\}})? ({kinds})(?:-start)?\(", compiled.as_text() or "")
 
 
-@pytest.mark.parametrize("bucket", [12, 256])
-@pytest.mark.parametrize("family", ["bloom", "gpt2"])
+@pytest.mark.parametrize(("family", "bucket"), [("bloom", 12), ("gpt2", 256)])
 def test_a_layer_needs_two_all_reduces_and_nothing_is_gathered_but_logits(family, bucket) -> None:
     (stage,) = lowered(family, tensor=2)
-    compiled = stage.lower_forward(bucket, 512).compile()
+    compiled = stage.lower_forward(bucket, 2048).compile()
     found = Counter(kind for _, kind in collectives(compiled))
-    assert found == {"all-reduce": 2 * 3 + 1, "all-gather": 1}  # one more for the tokens' embeddings
+    assert found == {"all-reduce": 2 * 2 + 1, "all-gather": 1}  # one more for the tokens' embeddings
     (gathered,) = [shape for shape, kind in collectives(compiled) if kind == "all-gather"]
     assert gathered == f"f32[4,{SIZES['vocab_size']}]"
     memory = compiled.memory_analysis()
     assert memory is not None
-    pool = sum(leaf.size // 2 * leaf.dtype.itemsize for leaf in jax.tree.leaves(stage.pool(512)))
+    pool = sum(leaf.size // 2 * leaf.dtype.itemsize for leaf in jax.tree.leaves(stage.pool(2048)))
     assert memory.alias_size_in_bytes >= pool
     assert memory.temp_size_in_bytes < pool / 2
 
 
 def test_a_stage_in_the_middle_gathers_nothing() -> None:
-    middle = lowered("bloom", tensor=2, stages=3)[1]
+    middle = lowered("bloom", tensor=2, stages=3, num_layers=3)[1]
     assert Counter(kind for _, kind in collectives(middle.lower_forward(12, 64).compile())) == {"all-reduce": 2}
 
 
 def test_scoring_and_choosing_gather_no_weights() -> None:
-    (stage,) = lowered("gpt2", tensor=2, vocab_size=20_000)
+    (stage,) = lowered("gpt2", tensor=2, num_layers=1, vocab_size=20_000)
     for shape, _ in collectives(stage.lower_score(12).compile()):
         assert "20000" not in shape
         assert "10000" not in shape
-    assert not collectives(stage.lower_choose(4, startup.SamplerVariant.FULL).compile())
+    assert not collectives(stage.lower_choose(4, SamplerVariant.FULL).compile())
 
 
-def test_a_stage_holds_its_layers_and_no_more() -> None:
-    config = settings("grow", tensor=2, stages=3)
-    engine = Engine.from_params(config_of("bloom", 3), params_of("bloom", 3), config)
-    stages = engine._pipeline.stages
-    assert [sorted(stage.params["layers"]) for stage in stages] == [[0], [1], [2]]
+def test_a_stage_holds_its_layers_and_no_more(six) -> None:
+    stages = six._pipeline.stages
+    assert [sorted(stage.params["layers"]) for stage in stages] == [[0], [1], [2, 3]]
     assert [sorted(stage.params) for stage in stages] == [["embed", "layers"], ["layers"], ["embed", "head", "layers"]]
     assert sorted(stages[2].params["embed"]) == ["tokens"]  # the head; the embedding's norm is the first stage's
     for index, stage in enumerate(stages):
@@ -144,22 +146,24 @@ def test_a_stage_holds_its_layers_and_no_more() -> None:
         assert kernel.addressable_shards[0].data.shape == (64, 32)
         for leaf in jax.tree.leaves(stage.pool):
             assert leaf.addressable_shards[0].data.size * 2 == leaf.size
-            assert leaf.shape[0] * 4 == SLOTS["grow"]
-    assert engine.report.layers_per_stage == (1, 1, 1)
-    whole = sum(leaf.nbytes for leaf in jax.tree.leaves(params_of("bloom", 3)))
-    assert whole < engine.report.weight_bytes < 1.3 * whole  # the token table twice, norms and some biases on both devices
+            assert leaf.shape[0] * CONFIG.block_size == SLOTS["grow"] * len(stage.params["layers"])
+    assert six.report.layers_per_stage == (1, 1, 2)
+    whole = sum(leaf.nbytes for leaf in jax.tree.leaves(params_of("bloom", 4)))
+    assert whole < six.report.weight_bytes < 1.3 * whole  # the token table twice; norms and some biases on both devices
 
 
 @pytest.mark.parametrize("saved", ["hugging face", "orbax"])
-@pytest.mark.parametrize("name", ["bloom-4-heads", "gpt2-untied"])
-def test_checkpoints_are_read_to_where_they_are_used(name, saved, tmp_path) -> None:
-    path = parity.read(parity.FOLDER / f"{name}.json").write(tmp_path / "model")
+@pytest.mark.parametrize("tied", [True, False])
+def test_checkpoints_are_read_to_where_they_are_used(tied, saved, tmp_path) -> None:
+    family = "bloom" if tied else "gpt2"
+    entries = {"model_type": family, "n_layer": 3, "tie_word_embeddings": tied, **SIZES}
+    path = parity.write_checkpoint(tmp_path / "model", entries, parity.draw(entries, 0))
     model = models.build(weights.read_config(path))
     whole = weights.load(path, model, jnp.dtype("float32"))
     if saved == "orbax":
         weights.convert(path, tmp_path / "saved")
         path = tmp_path / "saved"
-    stages = startup.plan(EngineConfig(tensor=2, stages=2, dtype="float32"), model).stages
+    stages, _ = startup.stage_programs(EngineConfig(tensor=2, stages=2, dtype="float32"), model)
     params = weights.load(path, model, jnp.dtype("float32"), place=startup.placement(stages))
     for stage in stages:
         part = model.part(params, stage.layers)
@@ -170,48 +174,38 @@ def test_checkpoints_are_read_to_where_they_are_used(name, saved, tmp_path) -> N
             assert leaf.sharding == wanted.sharding or (is_table and stage.is_last)
 
 
-def test_stages_work_on_other_rows_and_tokens_go_back_when_they_are_known(monkeypatch) -> None:
-    config = settings("grow", stages=3)
-    engine = Engine.from_params(config_of("gpt2", 3), params_of("gpt2", 3), config)
-    pipeline, order, rows = engine._pipeline, [], {}
+def test_four_iterations_are_in_flight_and_tokens_go_back_when_they_are_known(six, monkeypatch) -> None:
+    pipeline, order = six._pipeline, []
+    landed = len(pipeline._landed)
 
     def note(what, call, *args):
-        order.append((what, args[0].sequence if what == "launch" else None))
-        return call(*args)
+        result = call(*args)
+        order.append(what)
+        return result
 
-    def waited(call):
-        plan, result = call()
-        order.append(("wait", plan.sequence))
-        return plan, result
-
-    launch = pipeline.launch
-    monkeypatch.setattr(pipeline, "wait", partial(waited, pipeline.wait))
-    monkeypatch.setattr(pipeline, "launch", partial(note, "launch", launch))
-    monkeypatch.setattr(pipeline.stages[0], "feed", partial(note, "feed", pipeline.stages[0].feed))
+    for owner, name in ((pipeline, "launch"), (pipeline, "wait"), (pipeline.stages[0], "feed")):
+        monkeypatch.setattr(owner, name, partial(note, name, getattr(owner, name)))
     sampling = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
     requests = [(0, Request(request_id=str(i), prompt=(5, 6, 7 + i), sampling=sampling)) for i in range(16)]
-    run(engine, requests)
-    in_flight, landed, most = [], 0, 0
-    for what, sequence in order:
-        if what == "launch":
-            in_flight.append(sequence)
-            most = max(most, len(in_flight))
-            assert landed == 0  # what has landed is fed before anything is launched
-        elif what == "wait":
-            assert sequence == in_flight.pop(0)
-            landed += 1
-        else:
+    run(six, requests)
+    in_flight = most = 0
+    for what in order:
+        if what == "feed":
             landed -= 1
+        elif what == "launch":
+            assert landed == 0  # what has landed was fed first, and nothing else
+            in_flight += 1
+            most = max(most, in_flight)
+        else:
+            in_flight -= 1
+            landed += 1
     assert most == 4
-    del rows
 
 
-def test_new_weights_reach_every_stage() -> None:
-    config = settings("reserve", tensor=2, stages=2)
-    engine = Engine.from_params(config_of("bloom", 3), params_of("bloom", 3), config)
-    other = models.build(config_of("bloom", 3)).init(1, jnp.float32)
-    engine.update_params(jax.tree.map(np.asarray, other))
-    for stage in engine._pipeline.stages:
+def test_new_weights_reach_every_stage(six) -> None:
+    other = jax.tree.map(lambda leaf: np.asarray(leaf) + 1, params_of("bloom", 4))
+    six.update_params(other)
+    for stage in six._pipeline.stages:
         expected = jax.tree.leaves(stage.programs.model.part(other, stage.programs.layers))
         for leaf, value, wanted in zip(
             jax.tree.leaves(stage.params), expected, jax.tree.leaves(stage.programs.params()), strict=True
@@ -232,4 +226,4 @@ def test_new_weights_reach_every_stage() -> None:
 )
 def test_layouts_that_cannot_be_are_refused_before_a_weight_is_read(changes, message) -> None:
     with pytest.raises(ValueError, match=message):
-        startup.plan(EngineConfig(**changes), models.build(config_of("bloom", 3)))
+        startup.stage_programs(EngineConfig(**changes), models.build(config_of("bloom", 3)))
