@@ -25,7 +25,7 @@ GPT_NEOX = {
     "max_position_embeddings": 16,
 }
 OPT = GPT_NEOX | {"model_type": "opt", "ffn_dim": 40, "word_embed_proj_dim": 16}
-BARE = OPT | {"enable_bias": False, "layer_norm_elementwise_affine": False, "word_embed_proj_dim": 24}
+BARE = OPT | {"do_layer_norm_before": False, "layer_norm_elementwise_affine": False, "word_embed_proj_dim": 24}
 
 
 @pytest.fixture

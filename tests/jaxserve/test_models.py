@@ -47,6 +47,7 @@ CONFIGS = {
     | {"tie_word_embeddings": True, "use_parallel_residual": False, "attention_bias": False, "rotary_pct": 1.0},
     "opt": OPT,
     "opt-post-norm": OPT | NARROW | UNTIED | {"do_layer_norm_before": False},
+    "opt-without-head": OPT | {"do_layer_norm_before": False},
     "opt-bare": OPT | {"enable_bias": False, "layer_norm_elementwise_affine": False, "_remove_final_layer_norm": True},
 }
 
