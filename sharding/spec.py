@@ -2,11 +2,36 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
+import math
+import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Literal, Protocol
 
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
+
+Rules = Mapping[str, str | None]  # logical axis -> mesh axis, or None where every device holds the axis whole
+Section = Literal["parameters", "activations", "pool"]
+
+ACTIVATION_AXES = ("tokens", "embed", "heads", "ffn", "vocab")
+POOL_AXES = ("heads",)
+PADDABLE = ("heads", "vocab", "ffn")  # of these, more can be held than the model has and the answers stay the same
+
+_LISTED = 1024  # mesh sizes up to which an error lists what would divide
+
+
+class MeshLike(Protocol):
+    """What a mesh is asked for: a Mesh, an AbstractMesh, or anything that knows its axes' sizes."""
+
+    @property
+    def shape(self) -> Any: ...  # Mapping[str, int]; type checkers take a Mesh's cached_property for nothing narrower
+
+    @property
+    def axis_names(self) -> tuple[Any, ...]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,18 +40,31 @@ class ShardingSpec:
 
     Models name the axes of their parameters ("heads", "ffn", ...); this says what becomes of each name. To try another
     sharding, change an entry.
+
+    Attributes:
+      rules: of the parameters' axes, and of whatever the sections below do not name.
+      parameters: exceptions: a glob over parameter names (`layers.*.qkv.bias`) -> rules. The last glob that matches and
+        names an axis wins.
+      activations: of what flows between the layers; an axis that is not named is left to the compiler.
+      pool: of the pool of keys and values; an axis that is not named follows `rules`.
+      pad: logical axes (of PADDABLE) that may be held in a size rounded up to what divides; see `padded`.
     """
 
-    rules: Mapping[str, str | None]
+    rules: Rules
+    parameters: Mapping[str, Rules] = field(default_factory=dict)
+    activations: Rules = field(default_factory=dict)
+    pool: Rules = field(default_factory=dict)
+    pad: frozenset[str] = frozenset()
 
     def resolve(
         self,
         axes: tuple[str | None, ...],
         shape: tuple[int, ...],
-        mesh: Mesh,
+        mesh: MeshLike,
         *,
         name: str = "array",
         counts: Mapping[str, int] | None = None,
+        section: Section = "parameters",
     ) -> PartitionSpec:
         """The PartitionSpec of one array.
 
@@ -34,19 +72,21 @@ class ShardingSpec:
           axes: logical name of each of the array's axes; None for one that is never split.
           shape: its sizes.
           mesh: the devices; axes of the mesh that no rule names hold copies.
-          name: what errors call the array.
+          name: what errors call the array, and what the exceptions' globs are matched with.
           counts: how many things a logical axis holds where its size is a multiple of that (heads, of which each takes
             several columns): those are never cut.
+          section: what kind of array it is.
 
         Raises:
           ValueError: a logical axis without a rule, a rule that names no axis of the mesh, two axes of the array on one
             mesh axis, or a size that does not divide.
         """
         assert len(axes) == len(shape), f"{name} has axes {axes} and shape {shape}"
+        rules = self.rules_for(name, section)
         taken: dict[str, str] = {}
         entries: list[str | None] = []
         for logical, size in zip(axes, shape, strict=True):
-            target = None if logical is None else self._target(logical, mesh, name)
+            target = None if logical is None else self._target(rules, logical, mesh, name, section)
             if logical is not None and target is not None:
                 if target in taken:
                     raise ValueError(
@@ -57,27 +97,166 @@ class ShardingSpec:
                 parts = mesh.shape[target]
                 count = (counts or {}).get(logical, size)
                 if count % parts or size % parts:
-                    raise ValueError(
-                        f"{name}: axis {logical!r} of size {count} does not divide over mesh axis {target!r} of size "
-                        f"{parts}"
-                    )
+                    raise ValueError(f"{name}: {_uneven(logical, count, target, parts, logical in self.pad)}")
             entries.append(target)
         return PartitionSpec(*entries)
 
-    def _target(self, logical: str, mesh: Mesh, name: str) -> str | None:
-        if logical not in self.rules:
-            raise ValueError(f"{name}: logical axis {logical!r} has no rule{_instead(logical, self.rules)}")
-        target = self.rules[logical]
+    def rules_for(self, name: str, section: Section = "parameters") -> Rules:
+        """The rules of one array, exceptions included."""
+        if section == "activations":
+            return self.activations
+        if section == "pool":
+            return {**self.rules, **self.pool}
+        rules = dict(self.rules)
+        for glob, exception in self.parameters.items():
+            if fnmatchcase(name, glob):
+                rules.update(exception)
+        return rules
+
+    def padded(self, counts: Mapping[str, int], mesh_shape: Mapping[str, int]) -> dict[str, int]:
+        """The counts of a model's logical axes, those in `pad` rounded up to what every rule for them divides."""
+        sections = (self.rules, self.pool, *self.parameters.values())
+
+        def round_up(axis: str, count: int) -> int:
+            targets = {target for section in sections if (target := section.get(axis)) is not None}
+            parts = math.lcm(*(mesh_shape.get(target, 1) for target in targets))
+            return -(-count // parts) * parts
+
+        return {axis: round_up(axis, count) if axis in self.pad else count for axis, count in counts.items()}
+
+    def check_names(self, mesh: MeshLike, parameters: Mapping[str, tuple[str, ...]]) -> None:
+        """Raises ValueError, with the near miss, for a name in any section that means nothing here.
+
+        Args:
+          mesh: the devices.
+          parameters: the model's parameters: name -> logical axes.
+        """
+        sections = {"axes": self.rules, "activations": self.activations, "pool": self.pool}
+        sections |= {f'parameters."{glob}"': rules for glob, rules in self.parameters.items()}
+        for title, rules in sections.items():
+            for logical, target in rules.items():
+                if target is not None and target not in mesh.shape:
+                    raise ValueError(f"[{title}]: {_no_mesh_axis(logical, target, mesh)}")
+        for glob, rules in self.parameters.items():
+            matched = {name: axes for name, axes in parameters.items() if fnmatchcase(name, glob)}
+            if not matched:
+                patterns = dict.fromkeys(map(pattern, parameters))
+                raise ValueError(f'[parameters."{glob}"] matches no parameter{_instead(glob, patterns)}')
+            axes = {axis for names in matched.values() for axis in names}
+            for logical in rules:
+                if logical not in axes:
+                    raise ValueError(
+                        f'[parameters."{glob}"]: {next(iter(matched))} has no logical axis {logical!r}'
+                        f"{_instead(logical, sorted(axes))}"
+                    )
+
+    def _target(self, rules: Rules, logical: str, mesh: MeshLike, name: str, section: Section) -> str | None:
+        if section == "activations":
+            target = rules.get(logical)
+        elif logical in rules:
+            target = rules[logical]
+        else:
+            raise ValueError(f"{name}: logical axis {logical!r} has no rule{_instead(logical, rules)}")
         if target is not None and target not in mesh.shape:
-            raise ValueError(
-                f"{name}: logical axis {logical!r} goes to {target!r}, which is no axis of the mesh"
-                f"{_instead(target, mesh.axis_names)}"
-            )
+            raise ValueError(f"{name}: {_no_mesh_axis(logical, target, mesh)}")
         return target
 
 
-def _instead(name: str, known: Iterable[str]) -> str:
-    names = list(known)
+def read(path: str | Path, base: ShardingSpec) -> ShardingSpec:
+    """A base spec with what a TOML file changes of it. "none" stands for an axis that is not split.
+
+        [axes]                              # the parameters
+        vocab = "none"
+        [parameters."layers.*.qkv.bias"]    # exceptions, by a glob over parameter names
+        heads = "none"
+        [activations]                       # between the layers
+        tokens = "tensor"
+        [pool]                              # keys and values
+        heads = "tensor"
+        [pad]                               # round up what does not divide
+        heads = true
+
+    Raises:
+      ValueError: the file cannot be read, or says something that means nothing; the message has the near miss. Mesh
+        axes and globs are checked where mesh and model are known: `ShardingSpec.check_names`.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        entries = tomllib.loads(text)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no TOML: {error}") from None
+    known = ("axes", "parameters", "activations", "pool", "pad")
+    for section in entries:
+        if section not in known:
+            raise ValueError(f"{path}: there is no section [{section}]{_instead(section, known)}")
+
+    def rules(title: str, table: Any, axes: Iterable[str]) -> dict[str, str | None]:
+        return {axis: _mesh_axis(f"{path}: [{title}]", axis, value) for axis, value in _table(path, title, table, axes)}
+
+    exceptions = entries.get("parameters", {})
+    if not isinstance(exceptions, dict):
+        raise ValueError(f'{path}: parameters is {exceptions!r}; write a section [parameters."layers.*.qkv.bias"]')
+    pad = dict.fromkeys(base.pad, True)
+    for axis, value in _table(path, "pad", entries.get("pad", {}), PADDABLE):
+        if not isinstance(value, bool):
+            raise ValueError(f"{path}: [pad] {axis} is {value!r}; it must be true or false")
+        pad[axis] = value
+    return dataclasses.replace(
+        base,
+        rules={**base.rules, **rules("axes", entries.get("axes", {}), base.rules)},
+        parameters={
+            **base.parameters,
+            **{glob: rules(f'parameters."{glob}"', table, base.rules) for glob, table in exceptions.items()},
+        },
+        activations={**base.activations, **rules("activations", entries.get("activations", {}), ACTIVATION_AXES)},
+        pool={**base.pool, **rules("pool", entries.get("pool", {}), POOL_AXES)},
+        pad=frozenset(axis for axis, wanted in pad.items() if wanted),
+    )
+
+
+def _table(path: str | Path, title: str, table: Any, axes: Iterable[str]) -> list[tuple[str, Any]]:
+    if not isinstance(table, dict):
+        raise ValueError(f"{path}: {title} is {table!r}; write a section [{title}]")
+    for axis in table:
+        if axis not in axes:
+            raise ValueError(f"{path}: [{title}] names logical axis {axis!r}, which there is not{_instead(axis, axes)}")
+    return list(table.items())
+
+
+def _mesh_axis(where: str, axis: str, value: Any) -> str | None:
+    if not isinstance(value, str) or not value:
+        raise ValueError(f'{where} {axis} is {value!r}; it must be the name of a mesh axis, or "none"')
+    return None if value == "none" else value
+
+
+def _no_mesh_axis(logical: str, target: str, mesh: MeshLike) -> str:
+    return (
+        f"logical axis {logical!r} goes to {target!r}, which is no axis of the mesh{_instead(target, mesh.axis_names)}"
+    )
+
+
+def _uneven(logical: str, count: int, target: str, parts: int, padded: bool) -> str:
+    """What to say of a size that does not divide, and what would."""
+    fits = [str(size) for size in range(1, min(count, _LISTED) + 1) if count % size == 0]
+    message = (
+        f"axis {logical!r} of size {count} does not divide over mesh axis {target!r} of size {parts}; "
+        f"it does for {target} = {', '.join(fits)}"
+    )
+    if logical in PADDABLE and not padded:
+        more = -(-count // parts) * parts
+        message += f", or padded to {more}, {100 * (more - count) / count:.2g}% more ([pad] {logical} = true)"
+    return message
+
+
+def pattern(name: str) -> str:
+    """A parameter's name with `*` for the layer: the glob of all of its kind."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def _instead(name: str, known: Iterable[Any]) -> str:
+    names = [str(each) for each in known]
     close = difflib.get_close_matches(name, names, n=1)
     if close:
         return f"; did you mean {close[0]!r}?"

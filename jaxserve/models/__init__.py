@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -23,7 +23,9 @@ from jaxserve.models.schema import ModelConfig
 
 _SHARED = ("layers", "schema")
 
-Params = dict[str, Any]  # {"embed": {...}, "layers": [{...}, ...], "head": {...}}, arrays at the leaves
+# {"embed": {...}, "layers": [{...}, ...], "head": {...}}, arrays at the leaves. A part of a model (see Model.part) has
+# its layers by number: {"layers": {20: {...}, 21: {...}}}.
+Params = dict[str, Any]
 
 
 def is_tuple(leaf: Any) -> bool:
@@ -76,6 +78,37 @@ class Model:
         with jax.named_scope("embed"):
             return nnx.merge(self._embed, params["embed"])(tokens, positions)
 
+    def layers(
+        self,
+        params: Params,
+        which: range,
+        x: jax.Array,
+        positions: jax.Array,
+        attend: Callable[[Any], layers.Attend],
+        cache: Any,
+        *,
+        looped: bool,
+    ) -> tuple[jax.Array, Any]:
+        """Layers in a row: x [T, H], positions int32[T] -> ([T, H], cache as the last `attend` returned it).
+
+        Args:
+          attend: the attention of a layer, by its place among these; that is an int32[] where they are looped over.
+          looped: one loop over the layers, compiled once, rather than all of them in a row. The program is a sixth of
+            the size and as fast on a CPU; accelerators would wait for the branch to each layer's kernels.
+        """
+        if looped:
+            weights = layers.varying([params["layers"][i] for i in which])
+            with jax.named_scope("layers"):
+                return jax.lax.fori_loop(
+                    0,
+                    len(which),
+                    lambda place, carry: self.block(weights(place), carry[0], positions, attend(place), carry[1]),
+                    (x, cache),
+                )
+        for place, i in enumerate(which):
+            x, cache = self.layer(params, i, x, positions, attend(place), cache)
+        return x, cache
+
     def layer(
         self, params: Params, i: int, x: jax.Array, positions: jax.Array, attend: layers.Attend, cache: Any
     ) -> tuple[jax.Array, Any]:
@@ -110,6 +143,19 @@ class Model:
 
     def _tree(self, embed: Any, layer: Any, head: Any) -> Params:
         return {"embed": embed, "layers": [layer] * self.config.num_layers, "head": head}
+
+    def part(self, tree: Params, layers: range) -> Params:
+        """What a stage of these layers needs of parameters, or of a tree like them: the first the embedding, the last
+        the head, which may be the token table."""
+        config = self.config
+        part: Params = {"layers": {i: tree["layers"][i] for i in layers}}
+        if layers.stop == config.num_layers:
+            part["head"] = tree["head"]
+            if config.tie_embeddings:
+                part["embed"] = {"tokens": tree["embed"]["tokens"]}
+        if layers.start == 0:
+            part["embed"] = tree["embed"]
+        return part
 
     def shapes(self, dtype: jnp.dtype) -> Params:
         """The parameters' shapes: jax.ShapeDtypeStruct at the leaves."""

@@ -7,7 +7,8 @@ feed-forward size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -33,7 +34,29 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
-def project(x: jax.Array, kernel: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
+@dataclass(frozen=True, slots=True, eq=False)
+class Varying:
+    """The kernel of the layer that a loop is at. `project` branches to that layer's own, so that it is read where it
+    lies; a slice of stacked kernels would be copied first."""
+
+    kernels: Sequence[jax.Array]
+    layer: jax.Array  # int32[]
+
+
+def varying(layers: Sequence[dict[str, Any]]) -> Callable[[jax.Array], dict[str, Any]]:
+    """The weights of one layer as a function of its number int32[], for a loop over `layers`."""
+    stacked = jax.tree.map(lambda *leaves: leaves if leaves[0].ndim > 1 else jnp.stack(leaves), *layers)
+
+    def weights(layer: jax.Array) -> dict[str, Any]:
+        def pick(leaf: Any) -> Any:
+            return Varying(leaf, layer) if isinstance(leaf, tuple) else leaf[layer]
+
+        return jax.tree.map(pick, stacked, is_leaf=lambda node: isinstance(node, tuple))
+
+    return weights
+
+
+def project(x: jax.Array, kernel: jax.Array | Varying, dtype: jnp.dtype | None = None) -> jax.Array:
     """x [T, in], kernel [out, in] -> float32[T, out], summed in float32.
 
     The kernel lies [out, in] for the CPU's sake, where reading it in order is what a matmul of few rows costs; an
@@ -43,6 +66,8 @@ def project(x: jax.Array, kernel: jax.Array, dtype: jnp.dtype | None = None) -> 
       dtype: what an accelerator hands on between its sums and the caller, where partial sums of several devices are
         added up; x's own if None.
     """
+    if isinstance(kernel, Varying):
+        return jax.lax.switch(kernel.layer, [partial(project, kernel=one, dtype=dtype) for one in kernel.kernels], x)
     return jax.lax.platform_dependent(
         x, kernel, cpu=_project_cpu, default=partial(_project, dtype=x.dtype if dtype is None else dtype)
     )
@@ -85,7 +110,7 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(out_features)) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = project(x, self.kernel[...])
+        y = project(x, self.kernel.get_raw_value())
         return y if self.bias is None else y + self.bias[...].astype(jnp.float32)
 
 

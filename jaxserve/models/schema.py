@@ -45,6 +45,11 @@ class ModelConfig:
         """float32[N] ALiBi slopes, or None for a model that has learned positions."""
         return alibi_slopes(self.num_heads) if self.alibi else None
 
+    @property
+    def layers_alike(self) -> bool:
+        """Whether all layers compute the same function of their weights."""
+        return len({self.attention_scale(layer) for layer in range(self.num_layers)}) == 1
+
     def attention_scale(self, layer: int) -> float:
         """What queries times keys are multiplied with in this layer."""
         return 1.0 / math.sqrt(self.head_dim)

@@ -1,12 +1,14 @@
 """Specs as values: what they resolve to, and what is said of those that cannot."""
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from sharding import mesh, specs
-from sharding.spec import ShardingSpec
+from sharding.spec import ShardingSpec, read
 
 SPEC = ShardingSpec({"vocab": "tensor", "heads": "tensor", "ffn": "tensor", "embed": None})
 
@@ -39,7 +41,14 @@ def test_axes_become_what_their_rules_say():
             SPEC,
             ("ffn", "embed"),
             (26, 16),
-            r"qkv: axis 'ffn' of size 26 does not divide over mesh axis 'tensor' of size 4",
+            r"qkv: axis 'ffn' of size 26 does not divide over mesh axis 'tensor' of size 4; "
+            r"it does for tensor = 1, 2, 13, 26, or padded to 28, 7.7% more \(\[pad\] ffn = true\)$",
+        ),
+        (
+            ShardingSpec({"embed": "tensor"}),
+            ("embed",),
+            (26,),
+            r"axis 'embed' of size 26 does not divide .* it does for tensor = 1, 2, 13, 26$",
         ),
     ],
 )
@@ -53,6 +62,123 @@ def test_things_that_take_several_columns_are_not_cut():
     with pytest.raises(ValueError, match=r"axis 'heads' of size 6 does not divide over mesh axis 'tensor' of size 4"):
         SPEC.resolve(("heads", "embed"), (144, 48), devices(4), counts={"heads": 6})
     assert SPEC.resolve(("heads", "embed"), (144, 48), devices(3), counts={"heads": 6}) == PartitionSpec("tensor", None)
+
+
+def test_padding_rounds_up_to_what_every_rule_divides():
+    counts = {"vocab": 50257, "heads": 112, "ffn": 26, "embed": 14}
+    assert SPEC.padded(counts, {"tensor": 32}) == counts
+    spec = replace(SPEC, pad=frozenset({"vocab", "heads"}))
+    assert spec.padded(counts, {"tensor": 32}) == {"vocab": 50272, "heads": 128, "ffn": 26, "embed": 14}
+    two = replace(spec, pool={"heads": "other"})
+    assert two.padded(counts, {"tensor": 32, "other": 3})["heads"] == 192
+    assert replace(spec, rules={**SPEC.rules, "vocab": None}).padded(counts, {"tensor": 32})["vocab"] == 50257
+    with pytest.raises(
+        ValueError, match=r"of size 50257 .* for tensor = 1, 29$"
+    ):  # padding is on: the caller forgot it
+        spec.resolve(("vocab",), (50257,), devices(32))
+
+
+def test_sections_have_rules_of_their_own():
+    spec = ShardingSpec(
+        {"heads": "tensor", "embed": None},
+        parameters={"layers.*": {"heads": None}, "layers.3.out.*": {"heads": "tensor"}},
+        activations={"tokens": "tensor"},
+        pool={"heads": None},
+    )
+    axes, shape = ("heads", "embed"), (8, 8)
+    assert spec.resolve(axes, shape, devices(4), name="other.kernel") == PartitionSpec("tensor", None)
+    assert spec.resolve(axes, shape, devices(4), name="layers.3.qkv.kernel") == PartitionSpec(None, None)
+    assert spec.resolve(axes, shape, devices(4), name="layers.3.out.kernel") == PartitionSpec("tensor", None)
+    assert spec.resolve((None, "heads"), shape, devices(4), section="pool") == PartitionSpec(None, None)
+    assert spec.resolve(("tokens", "embed"), shape, devices(4), section="activations") == PartitionSpec("tensor", None)
+    follows = ShardingSpec({"heads": "tensor"})
+    assert follows.resolve((None, "heads"), shape, devices(4), section="pool") == PartitionSpec(None, "tensor")
+
+
+OVERRIDES = """
+[axes]
+vocab = "none"
+[parameters."layers.*.qkv.bias"]
+heads = "none"
+[activations]
+tokens = "tensor"
+[pool]
+heads = "none"
+[pad]
+heads = true
+vocab = false
+"""
+
+
+def test_a_file_changes_what_it_names(tmp_path):
+    path = tmp_path / "my.toml"
+    path.write_text(OVERRIDES)
+    base = replace(SPEC, pad=frozenset({"vocab", "ffn"}))
+    assert read(path, base) == ShardingSpec(
+        {**SPEC.rules, "vocab": None},
+        parameters={"layers.*.qkv.bias": {"heads": None}},
+        activations={"tokens": "tensor"},
+        pool={"heads": None},
+        pad=frozenset({"heads", "ffn"}),
+    )
+    path.write_text("")
+    assert read(path, base) == base
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[axis]\nvocab = 'none'", r"my.toml: there is no section \[axis\]; did you mean 'axes'\?"),
+        ("[axes]\nhedas = 'none'", r"my.toml: \[axes\] names logical axis 'hedas', .*; did you mean 'heads'\?"),
+        ("[axes]\nheads = 1", r"my.toml: \[axes\] heads is 1; it must be the name of a mesh axis, or \"none\""),
+        ("axes = 3", r"my.toml: axes is 3; write a section \[axes\]"),
+        ("[parameters.'a*']\nhead = 'none'", r"\[parameters.\"a\*\"\] names logical axis 'head'.*'heads'\?"),
+        ("parameters = 3", r"my.toml: parameters is 3; write a section \[parameters"),
+        ("[activations]\ntoken = 'none'", r"my.toml: \[activations\] names .*; did you mean 'tokens'\?"),
+        ("[pool]\nffn = 'none'", r"my.toml: \[pool\] names logical axis 'ffn', which there is not; there are 'heads'"),
+        ("[pad]\nembed = true", r"my.toml: \[pad\] names logical axis 'embed'.*; there are 'heads', 'vocab', 'ffn'"),
+        ("[pad]\nheads = 128", r"my.toml: \[pad\] heads is 128; it must be true or false"),
+        ("[axes", r"my.toml is no TOML: Expected '\]'"),
+    ],
+)
+def test_a_file_that_means_nothing_is_refused_in_words(tmp_path, text, message):
+    path = tmp_path / "my.toml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read(path, SPEC)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"none.toml cannot be read: No such file"):
+        read(tmp_path / "none.toml", SPEC)
+
+
+PARAMETERS = {"layers.0.qkv.bias": ("heads",), "layers.1.qkv.bias": ("heads",), "head.tokens.table": ("vocab", "embed")}
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (ShardingSpec({"heads": "tensro"}), r"\[axes\]: logical axis 'heads' goes to 'tensro', .*'tensor'\?"),
+        (
+            replace(SPEC, activations={"tokens": "data"}),
+            r"\[activations\]: .* 'tokens' goes to 'data'.*; there are 'tensor'",
+        ),
+        (replace(SPEC, pool={"heads": "model"}), r"\[pool\]: logical axis 'heads' goes to 'model'"),
+        (
+            replace(SPEC, parameters={"layer.*.qkv.bias": {"heads": None}}),
+            r"\[parameters.\"layer.\*.qkv.bias\"\] matches no parameter; did you mean 'layers.\*.qkv.bias'\?",
+        ),
+        (
+            replace(SPEC, parameters={"layers.*.qkv.bias": {"embed": None}}),
+            r"layers.0.qkv.bias has no logical axis 'embed'; there are 'heads'",
+        ),
+    ],
+)
+def test_names_are_checked_in_every_section(spec, message):
+    SPEC.check_names(devices(4), PARAMETERS)
+    with pytest.raises(ValueError, match=message):
+        spec.check_names(devices(4), PARAMETERS)
 
 
 def test_an_axis_of_the_mesh_that_no_rule_names_holds_copies():
