@@ -84,7 +84,9 @@ def test_tables_of_a_family_match_its_parameters(model):
     assert jax.tree.structure(stored, is_leaf=models.is_tuple) == structure
     names = [leaf.name for leaf in jax.tree.leaves(stored, is_leaf=models.is_tuple)]
     assert len(set(names)) == len(names)
-    sizes = model.axis_sizes()
+    sizes, config = model.axis_sizes(), model.config
+    assert (sizes["vocab"], sizes["embed"]) == (config.vocab_size, config.hidden_size)
+    assert (sizes["heads"], sizes["ffn"]) == (config.num_heads, config.ffn_size)
     for shape, logical in zip(jax.tree.leaves(shapes), jax.tree.leaves(axes, is_leaf=models.is_tuple), strict=True):
         assert len(shape.shape) == len(logical)
         assert all(size % sizes[name] == 0 for size, name in zip(shape.shape, logical, strict=True))
