@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve import models
+from jaxserve import models, naming
 from jaxserve.models import layers
 from jaxserve.models.schema import alibi_slopes
 from sharding import specs
@@ -87,10 +87,15 @@ def test_tables_of_a_family_match_its_parameters(model):
     sizes, config = model.axis_sizes(), model.config
     assert (sizes["vocab"], sizes["embed"]) == (config.vocab_size, config.hidden_size)
     assert (sizes["heads"], sizes["ffn"]) == (config.num_heads, config.ffn_size)
-    for shape, logical in zip(jax.tree.leaves(shapes), jax.tree.leaves(axes, is_leaf=models.is_tuple), strict=True):
-        assert len(shape.shape) == len(logical)
-        assert all(size % sizes[name] == 0 for size, name in zip(shape.shape, logical, strict=True))
-        assert all(name in specs.default(model.config.family).rules for name in logical)
+    rules = specs.default(config.family).rules
+    for parameter in naming.parameters(model, jnp.float32):
+        name, logical, shape = parameter.name, parameter.axes, parameter.shape.shape
+        assert len(shape) == len(logical), f"{name} has axes {logical} and shape {shape}"
+        wrong = [axis for size, axis in zip(shape, logical, strict=True) if size % sizes[axis]]
+        assert not wrong, f"{name} of shape {shape}: {wrong} of axes {logical}, which count {sizes}"
+        assert set(logical) <= set(rules), (
+            f"{name} has axes {logical}; the family's sharding has rules for {list(rules)}"
+        )
 
 
 def test_fresh_parameters_have_the_announced_shapes_and_come_from_the_seed(plain_model):
