@@ -26,7 +26,7 @@ _FEW_ROWS, _MANY_ROWS = 4, 256  # between them kernels stand first in a CPU's pr
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": lambda x: nnx.gelu(x, approximate=False),
-    "gelu_tanh": lambda x: nnx.gelu(x, approximate=True),
+    "gelu_new": lambda x: nnx.gelu(x, approximate=True),
     "quick_gelu": lambda x: x * nnx.sigmoid(1.702 * x),
     "relu": nnx.relu,
     "silu": nnx.silu,
