@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jaxserve import sampler, scoring
 from jaxserve.batch import BatchLayout, sample_points, unpack, write_tokens
@@ -17,6 +18,7 @@ from jaxserve.iteration import SamplerVariant
 from jaxserve.models import Model
 from jaxserve.models.layers import Attend
 from pallas_kernels.api import AttentionShape, Backend
+from sharding.spec import ShardingSpec
 
 _SCORING_TILE = 8192  # vocabulary entries scored at a time
 
@@ -82,6 +84,7 @@ def forward(
     layers: range,
     looped: bool,
     make_attend: Callable[[Any, int, Any], Attend],
+    between: Callable[[jax.Array], jax.Array] | None,
     layout: BatchLayout,
     n_blocks: int,
     params: Any,
@@ -96,6 +99,7 @@ def forward(
     Args:
       looped: whether the layers are one loop (`Model.layers`).
       make_attend: what `backend.prepare` made of the iteration, a layer and its first block -> the layer's attention.
+      between: what becomes of hidden states [T, H] between the layers.
       n_blocks: blocks of the pool that each layer has.
       history: of the first stage and the last.
       x: [T, H] the hidden states that the stage before left; None for the first, which embeds the tokens.
@@ -110,7 +114,7 @@ def forward(
         layer = layers[0] if looped else layers[index]  # looped layers differ in nothing but their weights
         return make_attend(meta, layer, index * n_blocks)
 
-    x, pool = model.layers(params, layers, x, view.attention.positions, attend, pool, looped=looped)
+    x, pool = model.layers(params, layers, x, view.attention.positions, attend, pool, looped=looped, between=between)
     if layers.stop < model.config.num_layers:
         return Forward(pool, tables, view.chunks, x, None, None)
     last = jnp.maximum(view.attention.query_offsets[1:] - 1, 0)  # [C]
@@ -118,16 +122,30 @@ def forward(
     return Forward(pool, tables, view.chunks, x, logits, view.next_tokens)
 
 
-def score(model: Model, ends: Any, hidden: jax.Array, next_tokens: jax.Array) -> Scores:
+def score(model: Model, mesh: Mesh, spec: ShardingSpec, ends: Any, hidden: jax.Array, next_tokens: jax.Array) -> Scores:
     """How likely each token's successor was, for prompt_logprobs. Traced.
+
+    Each device of a mesh scores its part of the vocabulary: a tile cut out of all of it would have the compiler gather
+    the table.
 
     Args:
       ends: the parameters without the layers.
     """
     with jax.named_scope("prompt_scoring"):
-        vocab = model.config.vocab_size
-        tile = partial(model.logits_tile, ends, model.norm(ends, hidden))
-        return Scores(*scoring.score(tile, vocab, min(vocab, _SCORING_TILE), next_tokens))
+        table, normed = model.head_table(ends), model.norm(ends, hidden)
+        by_token, whole = spec.resolve(("vocab", None), table.shape, mesh, name="head"), spec.resolve((), (), mesh)
+        axis = by_token[0] if mesh.size > 1 else None
+
+        def score_here(table: jax.Array, normed: jax.Array, next_tokens: jax.Array) -> Scores:
+            tile = partial(model.logits_tile, table, normed)
+            return Scores(*scoring.score(tile, len(table), min(len(table), _SCORING_TILE), next_tokens, axis))
+
+        if axis is None:
+            return score_here(table, normed, next_tokens)
+        everywhere = jax.shard_map(
+            score_here, mesh=mesh, in_specs=(by_token, whole, whole), out_specs=whole, check_vma=False
+        )
+        return everywhere(table, normed, next_tokens)
 
 
 def choose(

@@ -88,6 +88,7 @@ class Model:
         cache: Any,
         *,
         looped: bool,
+        between: Callable[[jax.Array], jax.Array] | None = None,
     ) -> tuple[jax.Array, Any]:
         """Layers in a row: x [T, H], positions int32[T] -> ([T, H], cache as the last `attend` returned it).
 
@@ -95,6 +96,7 @@ class Model:
           attend: the attention of a layer, by its place among these; that is an int32[] where they are looped over.
           looped: one loop over the layers, compiled once, rather than all of them in a row. The program is a sixth of
             the size and as fast on a CPU; accelerators would wait for the branch to each layer's kernels.
+          between: applied to x before each layer, of several in a row.
         """
         if looped:
             weights = layers.varying([params["layers"][i] for i in which])
@@ -106,7 +108,7 @@ class Model:
                     (x, cache),
                 )
         for place, i in enumerate(which):
-            x, cache = self.layer(params, i, x, positions, attend(place), cache)
+            x, cache = self.layer(params, i, x if between is None else between(x), positions, attend(place), cache)
         return x, cache
 
     def layer(
@@ -130,14 +132,16 @@ class Model:
     def logits(self, params: Params, x: jax.Array) -> jax.Array:
         """Normed x [S, E] -> float32[S, V]."""
         with jax.named_scope("head"):
-            return layers.head(x, self._head_table(params))
+            return layers.head(x, self.head_table(params))
 
-    def logits_tile(self, params: Params, x: jax.Array, start: jax.Array | int, size: int) -> jax.Array:
-        """Normed x [S, E] -> float32[S, size], the logits of tokens start to start + size (at most V)."""
+    def logits_tile(self, table: jax.Array, x: jax.Array, start: jax.Array | int, size: int) -> jax.Array:
+        """Normed x [S, E] -> float32[S, size], the logits of rows start to start + size of (some of) the head's
+        table."""
         with jax.named_scope("head"):
-            return layers.head(x, jax.lax.dynamic_slice_in_dim(self._head_table(params), start, size))
+            return layers.head(x, jax.lax.dynamic_slice_in_dim(table, start, size))
 
-    def _head_table(self, params: Params) -> jax.Array:
+    def head_table(self, params: Params) -> jax.Array:
+        """[V, E] what normed hidden states are multiplied with."""
         piece = params["embed"] if self.config.tie_embeddings else params["head"]
         return piece["tokens"]["table"]
 
