@@ -1,4 +1,5 @@
-"""Attention as the models see it; the only caller of pallas_kernels."""
+"""Attention as the models see it; the only caller of pallas_kernels, and the only place that says what each device of a
+mesh computes: a kernel sees the heads of its own device. All else is divided by the compiler."""
 
 from __future__ import annotations
 
@@ -7,27 +8,42 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
+from jaxserve import kv_cache
 from jaxserve.models.schema import ModelConfig
 from pallas_kernels import api
+from sharding.spec import ShardingSpec
 
 
 def select(
-    config: ModelConfig, *, name: str, dtype: np.dtype, block_size: int | None, max_context: int, platform: str
+    config: ModelConfig,
+    mesh: Mesh,
+    spec: ShardingSpec,
+    *,
+    name: str,
+    dtype: np.dtype,
+    block_size: int | None,
+    max_context: int,
+    platform: str,
 ) -> tuple[api.Backend, api.AttentionShape, str]:
     """Picks the backend and the block size for a model.
 
     Returns:
-      (backend, shape, reason): the reason says in words why this backend.
+      (backend, shape, reason): the shape is that of one device of the mesh; the reason says in words why this backend.
 
     Raises:
-      ValueError: the named backend, or every backend, refuses this model or block size; the message has the reason.
+      ValueError: the heads do not divide over the mesh, or the named backend, or every backend, refuses this model or
+        block size; the message has the reason.
     """
+    for heads in (config.num_heads, config.num_kv_heads):
+        spec.resolve(("heads",), (heads,), mesh, name="attention", section="pool")
+    parts = kv_cache.head_parts(mesh, spec)
 
     def shape_in(pool_dtype: np.dtype) -> api.AttentionShape:
         return api.AttentionShape(
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
+            num_heads=config.num_heads // parts,
+            num_kv_heads=config.num_kv_heads // parts,
             head_dim=config.head_dim,
             dtype=dtype,
             pool_dtype=pool_dtype,
@@ -42,12 +58,37 @@ def select(
 
 
 def make_attend(
-    config: ModelConfig, backend: api.Backend, shape: api.AttentionShape, meta: Any, layer: int
+    config: ModelConfig,
+    backend: api.Backend,
+    shape: api.AttentionShape,
+    mesh: Mesh,
+    spec: ShardingSpec,
+    meta: Any,
+    layer: int,
 ) -> Callable:
-    """`attend(q, k, v, pool) -> (out, pool)` for one layer of one iteration."""
+    """`attend(q, k, v, pool) -> (out, pool)` for one layer of one iteration; on a mesh it is split as the pool is."""
     slopes, scale = config.alibi_slopes, config.attention_scale(layer)
 
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array, pool: Any) -> tuple[jax.Array, Any]:
+    def attend_here(q, k, v, pool, meta, slopes):
         return backend.attend(q, k, v, pool, meta, shape, slopes=slopes, scale=scale)
+
+    if mesh.size == 1:
+        return lambda q, k, v, pool: attend_here(q, k, v, pool, meta, slopes)
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, pool: Any) -> tuple[jax.Array, Any]:
+        def split(axes: tuple[str | None, ...]) -> Any:
+            """The PartitionSpec of an array with as many heads as the model."""
+            return spec.resolve(axes, (mesh.size,) * len(axes), mesh, name="attention", section="pool")
+
+        heads, whole = split((None, "heads", None)), split(())
+        pools = jax.tree.map(split, backend.pool_axes(), is_leaf=kv_cache.is_axes)
+        everywhere = jax.shard_map(
+            attend_here,
+            mesh=mesh,
+            in_specs=(heads, heads, heads, pools, whole, split(("heads",))),
+            out_specs=(heads, pools),
+            check_vma=False,  # backends start their loops from constants, which it would have them cast
+        )
+        return everywhere(q, k, v, pool, meta, slopes)
 
     return attend

@@ -24,17 +24,17 @@ _CHANGE_FIELDS = 3  # row, index, block
 
 
 class RowState(NamedTuple):
-    """What the device keeps of each row.
+    """What the devices of a stage keep of each row.
 
     Attributes:
-      history: int32[rows, max_context] tokens by position.
+      history: int32[rows, max_context] tokens by position; in the first stage, which embeds them, and the last.
       tables: int32[rows, max_blocks] block tables.
-      sampling: per-row sampling parameters.
+      sampling: per-row sampling parameters; in the last stage.
     """
 
-    history: jax.Array
+    history: jax.Array | None
     tables: jax.Array
-    sampling: sampler.RowSampling
+    sampling: sampler.RowSampling | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,14 +73,14 @@ class BatchView(NamedTuple):
 
     Attributes:
       attention: lengths, tables and positions for the attention backend.
-      tokens: int32[T] (padding: any token).
-      next_tokens: int32[T] the token after each, where it is known; what prompt scoring asks about.
+      tokens: int32[T] (padding: any token); None in a stage without the rows' histories.
+      next_tokens: int32[T] the token after each, where it is known; what prompt scoring asks about. None likewise.
       chunks: int32[C, 4] row, start, length and whether it samples: what the sampler needs of the plan.
     """
 
     attention: AttentionBatch
-    tokens: jax.Array
-    next_tokens: jax.Array
+    tokens: jax.Array | None
+    next_tokens: jax.Array | None
     chunks: jax.Array
 
 
@@ -112,7 +112,7 @@ def _split(packed, layout: BatchLayout):
 
 
 def unpack(
-    packed: jax.Array, layout: BatchLayout, tables: jax.Array, history: jax.Array
+    packed: jax.Array, layout: BatchLayout, tables: jax.Array, history: jax.Array | None
 ) -> tuple[BatchView, jax.Array]:
     """The device's view of a packed plan, and the tables with its changes made. Traced."""
     chunks, changes = _split(packed, layout)
@@ -131,14 +131,11 @@ def unpack(
         token_chunk=token_chunk,
         positions=positions,
     )
-    limit = history.shape[1] - 1
-    view = BatchView(
-        attention=batch,
-        tokens=history[token_rows, positions],
-        next_tokens=history[token_rows, jnp.minimum(positions + 1, limit)],
-        chunks=chunks,
-    )
-    return view, tables
+    tokens = next_tokens = None
+    if history is not None:
+        tokens = history[token_rows, positions]
+        next_tokens = history[token_rows, jnp.minimum(positions + 1, layout.max_context - 1)]
+    return BatchView(batch, tokens, next_tokens, chunks), tables
 
 
 class SamplePoints(NamedTuple):
@@ -160,12 +157,12 @@ def sample_points(chunks: jax.Array) -> SamplePoints:
     return SamplePoints(chunks[:, 0], chunks[:, 1] + chunks[:, 2], chunks[:, 3] != 0)
 
 
-def empty_state(layout: BatchLayout) -> RowState:
-    """Row state with nothing in it."""
+def empty_state(layout: BatchLayout, *, is_first: bool, is_last: bool) -> RowState:
+    """Row state with nothing in it, of a stage that is the first, the last, both or neither."""
+    history = jnp.zeros((layout.n_rows, layout.max_context), jnp.int32)
+    tables = jnp.zeros((layout.n_rows, layout.max_blocks), jnp.int32)
     return RowState(
-        jnp.zeros((layout.n_rows, layout.max_context), jnp.int32),
-        jnp.zeros((layout.n_rows, layout.max_blocks), jnp.int32),
-        sampler.empty_rows(layout.n_rows),
+        history if is_first or is_last else None, tables, sampler.empty_rows(layout.n_rows) if is_last else None
     )
 
 
@@ -180,18 +177,31 @@ def pack_admission(admission: Admission, layout: BatchLayout) -> np.ndarray:
     return np.concatenate([head, *(np.asarray(v).reshape(-1).view(np.int32) for v in values)])
 
 
-def admit(state: RowState, packed: jax.Array) -> RowState:
-    """Writes a packed admission into its row. Traced; the state is donated."""
-    row, packed = packed[0], packed[1:]
-    max_blocks, max_context = state.tables.shape[1], state.history.shape[1]
-    tables = state.tables.at[row].set(packed[:max_blocks])
-    packed = packed[max_blocks:]
-    history = state.history.at[row].set(packed[:max_context])
-    packed = packed[max_context:]
+def admission_size(layout: BatchLayout) -> int:
+    """Length of a packed admission."""
+    sampling = sampler.empty_rows(1)
+    return 1 + layout.max_blocks + layout.max_context + sum(leaf.size for leaf in jax.tree.leaves(sampling))
+
+
+def admit(state: RowState, packed: jax.Array, layout: BatchLayout) -> RowState:
+    """Writes what a stage keeps of a packed admission into its row. Traced; the state is donated."""
+    row, blocks, tokens, sampling = jnp.split(packed, np.cumsum([1, layout.max_blocks, layout.max_context]))
+    row = row[0]
+    tables = state.tables.at[row].set(blocks)
+    history = None if state.history is None else state.history.at[row].set(tokens)
+    if state.sampling is None:
+        return RowState(history, tables, None)
     fields = []
     for field in state.sampling:
         size = int(np.prod(field.shape[1:]))
-        value = jax.lax.bitcast_convert_type(packed[:size], field.dtype).reshape(field.shape[1:])
+        value = jax.lax.bitcast_convert_type(sampling[:size], field.dtype).reshape(field.shape[1:])
         fields.append(field.at[row].set(value))
-        packed = packed[size:]
+        sampling = sampling[size:]
     return RowState(history, tables, sampler.RowSampling(*fields))
+
+
+def write_tokens(history: jax.Array, chunks: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Writes the tokens chosen after these chunks, int32[C], into the rows' histories. Traced."""
+    points = sample_points(chunks)
+    written = jnp.where(points.samples, points.rows, history.shape[0])  # no such row: dropped
+    return history.at[written, points.positions].set(tokens, mode="drop")

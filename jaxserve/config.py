@@ -31,6 +31,9 @@ class EngineConfig:
         itself with).
       scoring: whether prompt_logprobs is served (a second program per bucket).
       attention: name of the attention backend, or `auto`.
+      tensor: devices that share each layer (tensor or intra-layer parallelism), the same number in every stage.
+      stages: parts that the layers are cut into, each on devices of its own (pipeline or inter-layer parallelism).
+      layers_per_stage: how many layers each stage owns; None cuts as evenly as can be.
       compilation_cache: folder of the persistent compilation cache; None keeps none.
     """
 
@@ -48,17 +51,22 @@ class EngineConfig:
     scheduler: SchedulerName = "iteration"
     scoring: bool = True
     attention: str = "auto"
+    tensor: int = 1
+    stages: int = 1
+    layers_per_stage: tuple[int, ...] | None = None
     compilation_cache: str | None = None
 
     def __post_init__(self) -> None:
         for name, choices in (("dtype", DtypeName), ("slot_policy", SlotPolicyName), ("scheduler", SchedulerName)):
             if getattr(self, name) not in get_args(choices):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(get_args(choices))}")
-        for name in ("max_rows", "max_queued_requests", "max_queued_tokens"):
+        for name in ("max_rows", "max_queued_requests", "max_queued_tokens", "tensor", "stages"):
             _at_least_one(name, getattr(self, name))
         for name in ("slots", "block_size", "token_budget", "max_context"):
             if getattr(self, name) is not None:
                 _at_least_one(name, getattr(self, name))
+        for count in self.layers_per_stage or ():
+            _at_least_one("layers_per_stage", count)
         if self.buckets is not None:
             if not self.buckets:
                 raise ValueError("buckets is empty; give at least one token count, or leave it out to measure a ladder")

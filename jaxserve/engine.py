@@ -15,16 +15,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-import jax
-import jax.numpy as jnp
-
 from jaxserve import batch, startup, streaming
 from jaxserve.completion import Completion, Delta
 from jaxserve.config import EngineConfig
 from jaxserve.iteration import IterationPlan
 from jaxserve.models.schema import ModelConfig
 from jaxserve.observe import IterationRecord, Load, compilations
-from jaxserve.pipeline import Pipeline
 from jaxserve.request import FinishReason, InvalidRequest, QueueFull, Request, TokenEvent
 from jaxserve.request_state import check_fits
 from jaxserve.stage import Progress
@@ -58,10 +54,10 @@ class Engine:
         self.config = config
         self.report = started.report
         self.tokenizer = tokenizer
-        self.model_config: ModelConfig = started.stage.model.config
+        self.model_config: ModelConfig = started.pipeline.model.config
         self.max_context = started.report.max_context
         self._scheduler = started.scheduler
-        self._pipeline = Pipeline(started.stage)
+        self._pipeline = started.pipeline
         self._timed: deque[_Timed] = deque()
         self._recorders: list[Callable[[IterationRecord], None]] = []
         self._sinks: dict[str, Sink] = {}
@@ -136,7 +132,7 @@ class Engine:
 
     def _launch(self, plan: IterationPlan) -> None:
         scheduled = time.perf_counter()
-        packed = batch.pack(plan, self._pipeline.stage.shape.layout(plan.bucket))
+        packed = batch.pack(plan, self._pipeline.shape.layout(plan.bucket))
         ready = time.perf_counter()
         self._pipeline.launch(plan, packed)
         self._cached_tokens += self.report.block_size * sum(len(a.blocks) for a in plan.admissions)
@@ -316,8 +312,7 @@ class Engine:
           ValueError: the tree or a shape differs.
           RuntimeError: requests are alive; their answers would belong to neither set of weights.
         """
-        stage = self._pipeline.stage
-        startup.check_tree(stage.params, params)
+        startup.check_tree(self._pipeline.params, params)
         done = threading.Event()
         refused: list[str] = []
 
@@ -325,7 +320,7 @@ class Engine:
             if self._sinks or self._pipeline.in_flight:
                 refused.append(f"{len(self._sinks)} requests are alive; wait for them or abort them first")
             else:
-                stage.params = jax.tree.map(_like, stage.params, params)
+                self._pipeline.replace_params(params)
                 self._scheduler.flush_prefix_cache()
             done.set()
 
@@ -377,7 +372,3 @@ class Engine:
     def stream(self, prompt: str | Sequence[int], **sampling: Any) -> AsyncIterator[Delta]:
         """Generates for one prompt, an item an iteration. Leaving the loop early ends the request."""
         return streaming.stream(self, prompt, sampling)
-
-
-def _like(old: jax.Array, new: Any) -> jax.Array:
-    return jax.device_put(jnp.asarray(new, old.dtype), old.sharding)

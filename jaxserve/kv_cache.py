@@ -8,26 +8,52 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
 
 from pallas_kernels.api import AttentionShape, Backend
+from sharding.spec import ShardingSpec
 
 # What is left alone on a device: the runtime's own buffers, fragmentation, other programs on a CPU.
 _ACCELERATOR_SHARE = 0.92
 _CPU_SHARE = 0.25
 
 
+def is_axes(node: Any) -> bool:
+    """Whether a node of `Backend.pool_axes` is a leaf: a plain tuple, where a pool may be a named one."""
+    return type(node) is tuple
+
+
 def block_bytes(backend: Backend, shape: AttentionShape, num_layers: int) -> int:
-    """Bytes that one block takes in all layers."""
+    """Bytes that one block takes on each device, in so many layers."""
     pool = backend.pool(shape, 1)
     return num_layers * sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(pool))
 
 
-def allocate(backend: Backend, shape: AttentionShape, num_layers: int, n_blocks: int) -> list[Any]:
-    """One zeroed pool a layer."""
-    return [
-        jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), backend.pool(shape, n_blocks))
-        for _ in range(num_layers)
-    ]
+def head_parts(mesh: Mesh, spec: ShardingSpec) -> int:
+    """Into how many parts a spec splits the pool's heads, one part a device."""
+    (axis,) = spec.resolve(("heads",), (mesh.size,), mesh, name="the pool", section="pool")
+    return 1 if axis is None else mesh.shape[axis]
+
+
+def layer(backend: Backend, shape: AttentionShape, n_blocks: int, mesh: Mesh, spec: ShardingSpec) -> Any:
+    """One layer's pool on all devices of a mesh: what the backend asks for on each, their heads one after another.
+
+    Returns:
+      A pytree of `ShapeDtypeStruct`, each with its sharding.
+    """
+    parts = head_parts(mesh, spec)
+
+    def whole(axes: tuple[str | None, ...], part: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        sizes = tuple(size * (parts if axis == "heads" else 1) for axis, size in zip(axes, part.shape, strict=True))
+        split = spec.resolve(axes, sizes, mesh, name="the pool", section="pool")
+        return jax.ShapeDtypeStruct(sizes, part.dtype, sharding=NamedSharding(mesh, split))
+
+    return jax.tree.map(whole, backend.pool_axes(), backend.pool(shape, n_blocks), is_leaf=is_axes)
+
+
+def allocate(layers: list[Any]) -> list[Any]:
+    """The zeroed pools that `layer` describes."""
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), layers)
 
 
 def free_bytes(device: Any) -> int:

@@ -1,7 +1,9 @@
-"""The pure functions that an iteration is compiled from: all layers, prompt scoring, the choice of the next tokens."""
+"""The pure functions that an iteration is compiled from: a stage's layers, prompt scoring, the choice of the next
+tokens."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -9,10 +11,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxserve import attention, sampler, scoring
-from jaxserve.batch import BatchLayout, sample_points, unpack
+from jaxserve import sampler, scoring
+from jaxserve.batch import BatchLayout, sample_points, unpack, write_tokens
 from jaxserve.iteration import SamplerVariant
 from jaxserve.models import Model
+from jaxserve.models.layers import Attend
 from pallas_kernels.api import AttentionShape, Backend
 
 _SCORING_TILE = 8192  # vocabulary entries scored at a time
@@ -20,7 +23,13 @@ _SCORING_TILE = 8192  # vocabulary entries scored at a time
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageShape:
-    """The sizes that every program of a stage is compiled for."""
+    """The sizes that the programs of every stage are compiled for.
+
+    Attributes:
+      max_rows: rows of one plan.
+      n_rows: rows of all plans in flight.
+      attention: what one device of a stage attends with.
+    """
 
     max_rows: int
     n_rows: int
@@ -49,45 +58,57 @@ class Scores(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """What one iteration of all layers leaves.
+    """What one iteration of a stage's layers leaves.
 
     Attributes:
       pools / tables: the donated buffers, updated.
       chunks: int32[C, 4] the plan's chunks, for the sampler.
-      logits: float32[C, V] after each chunk's last token.
-      hidden: [T, H] every token's last hidden state, not yet normed, for prompt scoring.
-      next_tokens: int32[T] the token after each.
+      hidden: [T, H] every token's hidden state: what the next stage goes on with, or the last one scores prompts by.
+      logits: float32[C, V] after each chunk's last token; of the last stage.
+      next_tokens: int32[T] the token after each, for prompt scoring; of the last stage.
     """
 
     pools: list[Any]
     tables: jax.Array
     chunks: jax.Array
-    logits: jax.Array
     hidden: jax.Array
-    next_tokens: jax.Array
+    logits: jax.Array | None
+    next_tokens: jax.Array | None
 
 
 def forward(
     model: Model,
     shape: StageShape,
+    layers: range,
+    make_attend: Callable[[Any, int], Attend],
     layout: BatchLayout,
     params: Any,
     pools: list[Any],
     tables: jax.Array,
-    history: jax.Array,
+    history: jax.Array | None,
     packed: jax.Array,
+    x: jax.Array | None,
 ) -> Forward:
-    """One iteration of all layers. Traced."""
+    """One iteration of a stage's layers. Traced.
+
+    Args:
+      make_attend: what `backend.prepare` made of the iteration, and a layer -> the layer's attention.
+      history: of the first stage and the last.
+      x: [T, H] the hidden states that the stage before left; None for the first, which embeds the tokens.
+    """
     view, tables = unpack(packed, layout, tables, history)
     meta = shape.backend.prepare(view.attention, shape.attention)
-    x = model.embed(params, view.tokens, view.attention.positions)  # [T, H]
+    if x is None:
+        assert view.tokens is not None
+        x = model.embed(params, view.tokens, view.attention.positions)  # [T, H]
     pools = list(pools)
-    for layer in range(model.config.num_layers):
-        attend = attention.make_attend(model.config, shape.backend, shape.attention, meta, layer)
-        x, pools[layer] = model.layer(params, layer, x, attend, pools[layer])
+    for index, layer in enumerate(layers):
+        x, pools[index] = model.layer(params, layer, x, make_attend(meta, layer), pools[index])
+    if layers.stop < model.config.num_layers:
+        return Forward(pools, tables, view.chunks, x, None, None)
     last = jnp.maximum(view.attention.query_offsets[1:] - 1, 0)  # [C]
     logits = model.logits(params, model.norm(params, x[last]))
-    return Forward(pools, tables, view.chunks, logits, x, view.next_tokens)
+    return Forward(pools, tables, view.chunks, x, logits, view.next_tokens)
 
 
 def score(model: Model, ends: Any, hidden: jax.Array, next_tokens: jax.Array) -> Scores:
@@ -119,8 +140,12 @@ def choose(
             history[points.rows],
             variant=variant,
         )
-    written = jnp.where(points.samples, points.rows, history.shape[0])  # no such row: dropped
-    history = history.at[written, points.positions].set(output.tokens, mode="drop")
+    history = write_tokens(history, chunks, output.tokens)
     chosen = jnp.stack([output.tokens, jax.lax.bitcast_convert_type(output.logprobs, jnp.int32)])
     top = None if variant is not SamplerVariant.FULL else (output.top_ids, output.top_logprobs)
     return history, chosen, top
+
+
+def feed(history: jax.Array, chunks: jax.Array, chosen: jax.Array) -> jax.Array:
+    """What the first stage does with the tokens that the last has chosen (see `choose`). Traced."""
+    return write_tokens(history, chunks, chosen[0])

@@ -54,8 +54,10 @@ def largest(values: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
 
 def _top_k(values: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     values = jnp.where(values == 0, 0.0, values)  # top_k puts -0 below 0, where a maximum takes either
-    # The barrier keeps XLA's CPU compiler from merging a later slice into top_k, which turns it into a full sort.
-    return jax.lax.optimization_barrier(tuple(jax.lax.top_k(values, count)))
+    # The barriers keep XLA's CPU compiler from merging a later slice into top_k, which turns it into a full sort. One
+    # barrier for both crashes it where the program is for several devices (jax 0.10.2).
+    top, places = jax.lax.top_k(values, count)
+    return jax.lax.optimization_barrier(top), jax.lax.optimization_barrier(places)
 
 
 def floor(logits: jax.Array, weigh: Callable[[jax.Array], jax.Array], top_k: jax.Array, top_p: jax.Array) -> jax.Array:

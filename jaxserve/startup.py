@@ -2,33 +2,45 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxserve import attention, buckets, kv_cache, models, weights
+from jaxserve import attention, buckets, kv_cache, measure, models, naming, weights
 from jaxserve.config import EngineConfig
+from jaxserve.lowering import StagePrograms
 from jaxserve.models.schema import ModelConfig
+from jaxserve.pipeline import Pipeline
 from jaxserve.programs import StageShape
 from jaxserve.scheduler import Scheduler
 from jaxserve.slots import SlotPool
 from jaxserve.stage import Progress, StageRunner
 from jaxserve.tokenizer import Tokenizer
+from sharding import mesh, specs, stages
 
 _DEFAULT_CONTEXT = 2048  # of models without a limit of their own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartupReport:
-    """What an engine settled on while it started. Sizes in bytes, tokens and slots; times in seconds."""
+    """What an engine settled on while it started. Sizes in bytes, tokens and slots; times in seconds.
+
+    Attributes:
+      tensor: devices of each stage.
+      layers_per_stage: one number a stage.
+      weight_bytes / pool_bytes: on all devices together.
+    """
 
     device: str
     platform: str
+    tensor: int
+    layers_per_stage: tuple[int, ...]
     family: str
     parameters: int
     weight_bytes: int
@@ -49,7 +61,7 @@ class StartupReport:
 class Started:
     """What an engine is made of."""
 
-    stage: StageRunner
+    pipeline: Pipeline
     scheduler: Scheduler
     report: StartupReport
 
@@ -63,15 +75,16 @@ def from_checkpoint(path: str | Path, config: EngineConfig, progress: Progress) 
     started = time.perf_counter()
     model = models.build(weights.read_config(path))
     tokenizer = Tokenizer.from_directory(path)
-    params = weights.load(path, model, _compute_dtype(config), progress=progress)
-    return _start(config, model, params, progress, time.perf_counter() - started), tokenizer
+    plan = _plan(config, model)
+    params = weights.load(path, model, _compute_dtype(config), place=_place(plan.stages), progress=progress)
+    return _start(config, plan, params, progress, time.perf_counter() - started), tokenizer
 
 
 def from_params(model_config: ModelConfig, params: Any, config: EngineConfig, progress: Progress) -> Started:
     """Compiles every program for weights in memory (see `Engine.from_params`)."""
-    model, dtype = models.build(model_config), _compute_dtype(config)
-    check_tree(model.shapes(dtype), params)
-    return _start(config, model, jax.tree.map(partial(jnp.asarray, dtype=dtype), params), progress, 0.0)
+    model = models.build(model_config)
+    check_tree(model.shapes(_compute_dtype(config)), params)
+    return _start(config, _plan(config, model), params, progress, 0.0)
 
 
 def check_tree(expected: Any, params: Any) -> None:
@@ -84,64 +97,111 @@ def check_tree(expected: Any, params: Any) -> None:
             raise ValueError(f"parameter {name} has {have}; the model has {want}")
 
 
-def _start(config: EngineConfig, model: models.Model, params: Any, progress: Progress, load_seconds: float) -> Started:
-    if config.compilation_cache is not None:
-        jax.config.update("jax_compilation_cache_dir", config.compilation_cache)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    started = time.perf_counter()
-    device = jax.devices()[0]
-    max_context = _max_context(config, model.config)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Plan:
+    """What is settled before a weight is read: the stages' programs, and why they attend as they do."""
+
+    stages: tuple[StagePrograms, ...]
+    attention_reason: str
+
+
+def _plan(config: EngineConfig, model: models.Model) -> _Plan:
+    """Raises ValueError where layers, devices, sharding, context or attention do not go together."""
+    dtype, max_context = _compute_dtype(config), _max_context(config, model.config)
+    layers = stages.split(model.config.num_layers, config.stages, config.layers_per_stage)
+    meshes = mesh.make_meshes(config.tensor, config.stages)
+    spec = specs.default(model.config.family)
+    spec.check_names(meshes[0], {name: axes for name, _, axes, _ in naming.parameters(model, dtype)})
     backend, shape, reason = attention.select(
         model.config,
+        meshes[0],
+        spec,
         name=config.attention,
-        dtype=_compute_dtype(config),
+        dtype=dtype,
         block_size=config.block_size,
         max_context=max_context,
-        platform=device.platform,
+        platform=meshes[0].devices.flat[0].platform,
     )
     stage_shape = StageShape(
         max_rows=config.max_rows,
-        n_rows=config.max_rows,
+        n_rows=config.max_rows * (1 if config.stages == 1 else config.stages + 1),
         max_context=max_context,
         attention=shape,
         backend=backend,
         scoring=config.scoring,
     )
+    programs = [
+        StagePrograms(model=model, shape=stage_shape, layers=owned, mesh=devices, spec=spec)
+        for owned, devices in zip(layers, meshes, strict=True)
+    ]
+    return _Plan(stages=tuple(programs), attention_reason=reason)
+
+
+def _place(programs: Sequence[StagePrograms]) -> weights.Place:
+    """Where each parameter is read to; the first of two places for a token table that is the head too."""
+    shardings = {
+        jax.tree_util.keystr(path, simple=True, separator="."): leaf.sharding
+        for stage in reversed(programs)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(stage.params())
+    }
+    return lambda name, _shape, _axes: shardings[name]
+
+
+def _start(config: EngineConfig, plan: _Plan, params: Any, progress: Progress, load_seconds: float) -> Started:
+    if config.compilation_cache is not None:
+        jax.config.update("jax_compilation_cache_dir", config.compilation_cache)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    started = time.perf_counter()
+    model, shape = plan.stages[0].model, plan.stages[0].shape
+    device = plan.stages[0].mesh.devices.flat[0]
     sizes = config.buckets or buckets.default_sizes(config.max_rows, config.token_budget)
-    stage = StageRunner(model, params, stage_shape, sizes)
-    n_blocks = _pool_blocks(config, stage, device)
-    stage.compile(n_blocks, progress)
-    costs = stage.measure(progress)
+    runners = [StageRunner(programs, params, sizes) for programs in plan.stages]
+    n_blocks = min(_pool_blocks(config, runner) for runner in runners)
+    for runner in runners:
+        runner.compile(n_blocks, progress)
+    pipeline = Pipeline(runners)
+    costs = measure.bucket_costs(pipeline, n_blocks, progress)
     scheduler = Scheduler(
-        SlotPool(n_blocks, shape.block_size, policy=config.slot_policy, prefix_cache=config.prefix_cache),
+        SlotPool(n_blocks, shape.attention.block_size, policy=config.slot_policy, prefix_cache=config.prefix_cache),
         buckets.BucketLadder(costs),
         max_rows=config.max_rows,
-        max_context=max_context,
+        max_context=shape.max_context,
         token_budget=config.token_budget,
         eos_token_ids=frozenset(model.config.eos_token_ids),
         mode=config.scheduler,
+        n_stages=config.stages,
     )
-    leaves = jax.tree.leaves(params)
+    leaves = jax.tree.leaves(pipeline.params)
     report = StartupReport(
         device=device.device_kind,
         platform=device.platform,
+        tensor=config.tensor,
+        layers_per_stage=tuple(len(programs.layers) for programs in plan.stages),
         family=model.config.family,
         parameters=sum(leaf.size for leaf in leaves),
-        weight_bytes=sum(leaf.nbytes for leaf in leaves),
-        pool_bytes=n_blocks * kv_cache.block_bytes(backend, shape, model.config.num_layers),
+        weight_bytes=sum(_bytes_held(runner.params) for runner in runners),
+        pool_bytes=sum(_bytes_held(runner.pools) for runner in runners),
         dtype=str(_compute_dtype(config)),
-        attention=backend.name,
-        attention_reason=reason,
-        slots=n_blocks * shape.block_size,
-        block_size=shape.block_size,
+        attention=shape.backend.name,
+        attention_reason=plan.attention_reason,
+        slots=n_blocks * shape.attention.block_size,
+        block_size=shape.attention.block_size,
         max_rows=config.max_rows,
-        max_context=max_context,
+        max_context=shape.max_context,
         buckets=tuple(costs),
         load_seconds=load_seconds,
         compile_seconds=time.perf_counter() - started,
     )
-    return Started(stage=stage, scheduler=scheduler, report=report)
+    return Started(pipeline=pipeline, scheduler=scheduler, report=report)
+
+
+def _bytes_held(tree: Any) -> int:
+    """Bytes of arrays on all their devices, copies counted."""
+    return sum(
+        len(leaf.devices()) * math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+    )
 
 
 def _compute_dtype(config: EngineConfig) -> jnp.dtype:
@@ -159,16 +219,20 @@ def _max_context(config: EngineConfig, model_config: ModelConfig) -> int:
     return config.max_context
 
 
-def _pool_blocks(config: EngineConfig, stage: StageRunner, device: Any) -> int:
-    shape = stage.shape.attention
+def _pool_blocks(config: EngineConfig, stage: StageRunner) -> int:
+    """Blocks that every device of a stage has room for."""
+    programs = stage.programs
+    shape = programs.shape.attention
     if config.slots is not None:
         if config.slots < shape.block_size:
             raise ValueError(f"slots is {config.slots}, less than one block of {shape.block_size}")
         return config.slots // shape.block_size
-    full_rows = config.max_rows * shape.max_blocks
+    device = programs.mesh.devices.flat[0]
+    full_rows = programs.shape.n_rows * shape.max_blocks
+    on_cpu = device.platform == "cpu"  # whose virtual devices share its memory
     return kv_cache.fitting_blocks(
-        free=kv_cache.free_bytes(device),
+        free=kv_cache.free_bytes(device) // (config.tensor * config.stages if on_cpu else 1),
         temporaries=stage.temporaries(),
-        bytes_a_block=kv_cache.block_bytes(stage.shape.backend, shape, stage.model.config.num_layers),
-        wanted=full_rows if device.platform == "cpu" else 2**31 - 1,
+        bytes_a_block=kv_cache.block_bytes(programs.shape.backend, shape, len(programs.layers)),
+        wanted=full_rows if on_cpu else 2**31 - 1,
     )

@@ -122,6 +122,11 @@ class Backend(Protocol):
         """Pytree of `ShapeDtypeStruct`: one layer's pool of n_blocks blocks. It may start out holding anything."""
         ...
 
+    def pool_axes(self) -> Any:
+        """The same pytree with a tuple of names at each leaf: "heads" for the axis that holds key heads, or parts of
+        them, one after another; None for the others."""
+        ...
+
     def prepare(self, batch: AttentionBatch, shape: AttentionShape) -> Any:
         """What all layers of one iteration share: a pytree, computed once inside the step and passed to `attend`."""
         ...

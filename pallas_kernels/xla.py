@@ -33,7 +33,7 @@ _BFLOAT16 = np.dtype(jnp.bfloat16)
 
 
 class Pool(NamedTuple):
-    """One layer's keys and values: arrays, or their `ShapeDtypeStruct`.
+    """One layer's keys and values: arrays, their `ShapeDtypeStruct`, or the names of their axes.
 
     A key block holds its slots innermost, so that scores of neighbouring slots are neighbouring lanes. bfloat16 is held
     as its bits (uint16): XLA's CPU compiler widens a bfloat16 operand of a slice or an update as a whole, pool and all.
@@ -105,6 +105,10 @@ class XlaBackend:
             keys=jax.ShapeDtypeStruct((n_blocks, heads, dim, size), dtype),
             values=jax.ShapeDtypeStruct((n_blocks, heads, size, dim), dtype),
         )
+
+    def pool_axes(self) -> Pool:
+        axes = (None, "heads", None, None)
+        return Pool(keys=axes, values=axes)
 
     def prepare(self, batch: AttentionBatch, shape: AttentionShape) -> Meta:
         with jax.named_scope("attention_prepare"):

@@ -91,6 +91,27 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         "--attention", metavar="NAME", default=_DEFAULT.attention, help="attention backend (default: %(default)s)"
     )
     group.add_argument(
+        "--tensor",
+        type=int,
+        metavar="T",
+        default=_DEFAULT.tensor,
+        help="devices that share each layer; heads, feed-forward and vocabulary are split over them "
+        "(default: %(default)s)",
+    )
+    group.add_argument(
+        "--stages",
+        type=int,
+        metavar="S",
+        default=_DEFAULT.stages,
+        help="parts the layers are cut into, each on T devices of its own (default: %(default)s)",
+    )
+    group.add_argument(
+        "--layers-per-stage",
+        type=_layers,
+        metavar="20,25,25",
+        help="how many layers each stage owns (default: as even as can be)",
+    )
+    group.add_argument(
         "--compilation-cache",
         metavar="DIR|off",
         default=str(default_compilation_cache()),
@@ -115,6 +136,9 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         scheduler=args.scheduler,
         scoring=not args.no_scoring,
         attention=args.attention,
+        tensor=args.tensor,
+        stages=args.stages,
+        layers_per_stage=args.layers_per_stage,
         compilation_cache=None if args.compilation_cache == "off" else args.compilation_cache,
     )
 
@@ -174,6 +198,10 @@ def _buckets(text: str) -> tuple[int, ...] | None:
         return tuple(_integers(text))
     except argparse.ArgumentTypeError:
         raise argparse.ArgumentTypeError(f"{text!r} is neither auto nor a list such as 16,32,64") from None
+
+
+def _layers(text: str) -> tuple[int, ...]:
+    return tuple(_integers(text))
 
 
 def _bias(text: str) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""The devices of a model as a mesh."""
+"""The devices of a model as meshes: one for each stage."""
 
 from __future__ import annotations
 
@@ -23,3 +23,19 @@ def make_mesh(tensor: int = 1, devices: Sequence[Any] | None = None) -> Mesh:
     if not 1 <= tensor <= len(have):
         raise ValueError(f"tensor is {tensor}; it must be at least 1 and at most {len(have)}, the number of devices")
     return Mesh(np.array(have[:tensor]), ("tensor",), axis_types=(AxisType.Auto,))
+
+
+def make_meshes(tensor: int, stages: int, devices: Sequence[Any] | None = None) -> tuple[Mesh, ...]:
+    """A mesh of `tensor` devices for each stage, each over the devices that follow the stage's before it.
+
+    Raises:
+      ValueError: there are fewer devices.
+    """
+    have = list(jax.devices() if devices is None else devices)
+    wanted = tensor * stages
+    if wanted > len(have):
+        message = f"{stages} stages of {tensor} devices are {wanted} devices; there are {len(have)}"
+        if have[0].platform == "cpu":
+            message += f" (XLA_FLAGS=--xla_force_host_platform_device_count={wanted} divides a CPU into virtual ones)"
+        raise ValueError(message)
+    return tuple(make_mesh(tensor, have[stage * tensor :]) for stage in range(stages))

@@ -30,7 +30,7 @@ from jaxserve.config import DtypeName, EngineConfig
 from jaxserve.iteration import Admission, Chunk, IterationPlan, SamplerVariant
 from jaxserve.pipeline import Pipeline
 from jaxserve.request import SamplingParams
-from jaxserve.stage import Progress, StageRunner
+from jaxserve.stage import Progress
 
 WARM_UP = 3  # steps that are not counted
 _LARGEST_BLOCK = 256  # slots are sized for block sizes up to this
@@ -137,9 +137,9 @@ def measure(
                 model_config, params = shapes.random_params(str(model), "float32" if dtype == "auto" else dtype)
             assert model_config is not None
             started = startup.from_params(model_config, params, settings, progress)
-        params, model_config = started.stage.params, started.stage.model.config
+        params, model_config = started.pipeline.params, started.pipeline.model.config
         for done, case in enumerate(group, start=1):
-            results[case] = Steps(case=case, milliseconds=time_case(started.stage, case, steps))
+            results[case] = Steps(case=case, milliseconds=time_case(started.pipeline, case, steps))
             progress(f"timing steps ({max_rows} rows, {started.report.dtype})", done, len(group))
         memory = memory or Memory(
             peak_rss=machine.peak_rss(), weights=started.report.weight_bytes, pool=started.report.pool_bytes
@@ -150,13 +150,12 @@ def measure(
     return [results[case] for case in cases], memory
 
 
-def time_case(stage: StageRunner, case: Case, steps: int) -> list[float]:
+def time_case(pipeline: Pipeline, case: Case, steps: int) -> list[float]:
     """Milliseconds between the completions of consecutive steps, the next always launched ahead as the engine does."""
-    pipeline = Pipeline(stage)
-    layout = stage.shape.layout(case.tokens)
+    layout = pipeline.shape.layout(case.tokens)
     finished = []
     for index in range(WARM_UP + steps):
-        plan = make_plan(case, index, WARM_UP + steps, layout.block_size, stage.model.config.vocab_size)
+        plan = make_plan(case, index, WARM_UP + steps, layout.block_size, pipeline.model.config.vocab_size)
         pipeline.launch(plan, pack(plan, layout))
         if not pipeline.has_room:
             pipeline.wait()

@@ -22,7 +22,9 @@ from jaxserve.models.schema import ModelConfig
 
 _SHARED = ("layers", "schema")
 
-Params = dict[str, Any]  # {"embed": {...}, "layers": [{...}, ...], "head": {...}}, arrays at the leaves
+# {"embed": {...}, "layers": [{...}, ...], "head": {...}}, arrays at the leaves. A part of a model (see Model.part) has
+# its layers by number: {"layers": {20: {...}, 21: {...}}}.
+Params = dict[str, Any]
 
 
 def is_tuple(leaf: Any) -> bool:
@@ -105,6 +107,19 @@ class Model:
 
     def _tree(self, embed: Any, layer: Any, head: Any) -> Params:
         return {"embed": embed, "layers": [layer] * self.config.num_layers, "head": head}
+
+    def part(self, tree: Params, layers: range) -> Params:
+        """What a stage of these layers needs of parameters, or of a tree like them: the first the embedding, the last
+        the head, which may be the token table."""
+        config = self.config
+        part: Params = {"layers": {i: tree["layers"][i] for i in layers}}
+        if layers.stop == config.num_layers:
+            part["head"] = tree["head"]
+            if config.tie_embeddings:
+                part["embed"] = {"tokens": tree["embed"]["tokens"]}
+        if layers.start == 0:
+            part["embed"] = tree["embed"]
+        return part
 
     def shapes(self, dtype: jnp.dtype) -> Params:
         """The parameters' shapes: jax.ShapeDtypeStruct at the leaves."""

@@ -200,7 +200,7 @@ def test_the_next_iteration_is_launched_before_the_tokens_of_this_one_are_read(p
 
 def test_no_iteration_copies_the_pool(params) -> None:
     engine = make_engine(params)
-    for program in engine._pipeline.stage._forward.values():
+    for program in engine._pipeline.stages[0]._forward.values():
         memory = program.memory_analysis()
         assert memory.alias_size_in_bytes >= engine.report.pool_bytes
         assert memory.temp_size_in_bytes < engine.report.pool_bytes / 4

@@ -1,0 +1,130 @@
+"""What a stage compiles, lowered without an array: for the engine's devices, or for a topology that nobody has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.stages import Lowered
+
+from jaxserve import attention, batch, kv_cache, naming, weights
+from jaxserve.batch import RowState
+from jaxserve.iteration import SamplerVariant
+from jaxserve.models import Model, Params
+from jaxserve.programs import Forward, StageShape, choose, feed, forward, score
+from sharding.spec import ShardingSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagePrograms:
+    """The programs of the layers that one sub-mesh owns.
+
+    Attributes:
+      layers: which of the model's; the first stage embeds, the last has the head and chooses the tokens.
+      mesh: the stage's devices, or those of a topology.
+      spec: how parameters and pool are split over them.
+    """
+
+    model: Model
+    shape: StageShape
+    layers: range
+    mesh: Mesh
+    spec: ShardingSpec
+
+    @property
+    def is_first(self) -> bool:
+        return self.layers.start == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.layers.stop == self.model.config.num_layers
+
+    @property
+    def everywhere(self) -> NamedSharding:
+        """The sharding of what every device of the stage holds whole."""
+        return NamedSharding(self.mesh, self.spec.resolve((), (), self.mesh))
+
+    def params(self) -> Params:
+        """The stage's parameters: shapes with shardings. Raises ValueError where the spec does not fit them."""
+        dtype, place = self.shape.attention.dtype, weights.on_mesh(self.model, self.mesh, self.spec)
+        leaves = [
+            jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=place(name, shape.shape, axes))
+            for name, shape, axes, _ in naming.parameters(self.model, dtype)
+        ]
+        tree = jax.tree.unflatten(jax.tree.structure(self.model.shapes(dtype)), leaves)
+        return self.model.part(tree, self.layers)
+
+    def pools(self, n_blocks: int) -> list[Any]:
+        """The pools of the stage's layers: shapes with shardings."""
+        shape = self.shape
+        return [kv_cache.layer(shape.backend, shape.attention, n_blocks, self.mesh, self.spec)] * len(self.layers)
+
+    def state(self) -> RowState:
+        """What the stage keeps of each row: shapes with shardings."""
+        layout = self.shape.layout(1)
+        state = jax.eval_shape(partial(batch.empty_state, layout, is_first=self.is_first, is_last=self.is_last))
+        return jax.tree.map(lambda leaf: self._whole(leaf.shape, leaf.dtype), state)
+
+    def hidden(self, bucket: int) -> jax.ShapeDtypeStruct:
+        """What passes over a link: [T, H]."""
+        return self._whole((bucket, self.model.config.hidden_size), self.shape.attention.dtype)
+
+    def lower_forward(self, bucket: int, n_blocks: int) -> Lowered:
+        """One iteration of the stage's layers; arguments (params, pools, tables, history, packed, x)."""
+        layout, state, pools = self.shape.layout(bucket), self.state(), self.pools(n_blocks)
+        make_attend = partial(
+            attention.make_attend,
+            self.model.config,
+            self.shape.backend,
+            self.shape.attention,
+            self.mesh,
+            self.spec,
+        )
+        step = partial(forward, self.model, self.shape, self.layers, make_attend, layout)
+        kept = jax.tree.map(lambda leaf: leaf.sharding, pools)
+        rest = self.everywhere
+        return jax.jit(step, donate_argnums=(1, 2), out_shardings=Forward._make((kept, *[rest] * 5))).lower(
+            self.params(),
+            pools,
+            state.tables,
+            state.history,
+            self._whole((layout.size,), jnp.int32),
+            None if self.is_first else self.hidden(bucket),
+        )
+
+    def lower_score(self, bucket: int) -> Lowered:
+        """Prompt scoring by the last stage; arguments (ends, hidden, next_tokens)."""
+        ends = {name: part for name, part in self.params().items() if name != "layers"}
+        step = jax.jit(partial(score, self.model), out_shardings=self.everywhere)
+        return step.lower(ends, self.hidden(bucket), self._whole((bucket,), jnp.int32))
+
+    def lower_choose(self, chunks: int, variant: SamplerVariant) -> Lowered:
+        """The choice of the next tokens by the last stage; arguments (logits, sampling, history, chunks)."""
+        state = self.state()
+        step = jax.jit(partial(choose, variant), donate_argnums=2, out_shardings=self.everywhere)
+        return step.lower(
+            self._whole((chunks, self.model.config.vocab_size), jnp.float32),
+            state.sampling,
+            state.history,
+            self._whole((chunks, 4), jnp.int32),
+        )
+
+    def lower_admit(self) -> Lowered:
+        """A request takes a row; arguments (state, packed)."""
+        layout = self.shape.layout(1)
+        step = jax.jit(partial(batch.admit, layout=layout), donate_argnums=0, out_shardings=self.everywhere)
+        return step.lower(self.state(), self._whole((batch.admission_size(layout),), jnp.int32))
+
+    def lower_feed(self, chunks: int) -> Lowered:
+        """The first stage takes in what the last has chosen; arguments (history, chunks, chosen)."""
+        step = jax.jit(feed, donate_argnums=0, out_shardings=self.everywhere)
+        return step.lower(
+            self.state().history, self._whole((chunks, 4), jnp.int32), self._whole((2, chunks), jnp.int32)
+        )
+
+    def _whole(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.everywhere)
