@@ -28,10 +28,10 @@ def predict(stage: StagePrograms, parts: Mapping[str, Part]) -> tuple[Collective
     pool_split = kv_cache.head_parts(stage.mesh, stage.spec) > 1
     found: dict[tuple[str, str], Collective] = {}
 
-    def add(kind: str, what: str, nbytes: int, count: int = 1, *, per_row: bool = False) -> None:
+    def add(kind: str, what: str, nbytes: int, times: int = 1, *, per_row: bool = False) -> None:
         known = found.get((kind, what))
-        count += known.count if known else 0
-        found[kind, what] = Collective(kind, what, nbytes, per_row, stage.mesh.size, count)
+        times += known.times if known else 0
+        found[kind, what] = Collective(kind, what, nbytes, per_row, stage.mesh.size, times)
 
     if stage.is_first:
         tables = [part for part in parts.values() if part.name.startswith("embed.") and part.name.endswith(".table")]

@@ -2,11 +2,11 @@
 
 A device spends on a stage
 
-    (operations / peak + bytes of memory / bandwidth + bytes over links / their bandwidth) / efficiency + layers * overhead
+    (operations / peak + bytes of memory / bandwidth + bytes over links / bandwidth) / efficiency + layers * overhead
 
-The three are added rather than overlapped: a layer is a chain of kernels, each bound by one of them. Efficiency 0.56 and
-55 us a layer fit Orca's microbenchmark (OSDI'22, figure 9: 101B on 8 A100-40GB, batches of 1 to 32) within 5%, and are
-used for every GPU. For TPUs the overhead is an assumption: a layer there is one program without kernel launches.
+The three are added rather than overlapped: a layer is a chain of kernels, each bound by one of them. Efficiency 0.56
+and 55 us a layer fit Orca's published microbenchmark (OSDI'22: 101B on 8 A100-40GB, prompts of 128, 32 tokens, batches
+of 1 to 32) within 5% and serve for every GPU. For TPUs both are assumptions: there a layer launches nothing.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Collective(NamedTuple):
       what: whose result: `layers.*.out`.
       nbytes: of the result, for each token or, if `per_row`, for each row whose logits are asked for.
       group: devices that take part.
-      count: how many a stage has in one iteration (one a layer, for what layers do).
+      times: how many a stage has in one iteration (one a layer, for what layers do).
     """
 
     kind: str
@@ -51,13 +51,13 @@ class Collective(NamedTuple):
     nbytes: int
     per_row: bool
     group: int
-    count: int
+    times: int
 
     def sent(self, tokens: int, rows: int) -> float:
         """Bytes that each device sends in one iteration, by ring algorithms."""
         passes = 2 if self.kind == "all-reduce" else 1
         size = self.nbytes * (rows if self.per_row else tokens)
-        return self.count * passes * size * (self.group - 1) / self.group
+        return self.times * passes * size * (self.group - 1) / self.group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -205,9 +205,7 @@ def _bucket(whatif: WhatIf, loads: Sequence[StageLoad], tokens: int) -> BucketPl
     work = cost.work(chunks)
     stages = tuple(cost.stage_seconds(load, whatif.topology, work, dtype=whatif.dtype) for load in loads)
     pace = max(stage.total for stage in stages)
-    return BucketPlan(
-        tokens=tokens, decodes=decodes, stages=stages, tokens_per_second=whatif.replicas * tokens / pace
-    )
+    return BucketPlan(tokens=tokens, decodes=decodes, stages=stages, tokens_per_second=whatif.replicas * tokens / pace)
 
 
 def _no_room(whatif: WhatIf, stage: StagePlan, usable: int, slots: int) -> str:
@@ -222,6 +220,4 @@ def _no_room(whatif: WhatIf, stage: StagePlan, usable: int, slots: int) -> str:
 
 def _bytes(tree: Any) -> int:
     """On each device, of shapes with shardings."""
-    return sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)
-    )
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

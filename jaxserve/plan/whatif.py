@@ -1,4 +1,4 @@
-"""A question to `jaxserve plan`: a model, a set of devices, a sharding. And the programs that the engine would compile."""
+"""A question to `jaxserve plan`: a model, devices, a sharding; and what the engine would compile for it."""
 
 from __future__ import annotations
 
@@ -82,6 +82,7 @@ def programs(whatif: WhatIf, devices: Sequence[Any] | None = None) -> tuple[Stag
     whatif.check_devices()
     engine, config = whatif.engine, _padded(whatif)
     layers = stages.split(config.num_layers, engine.stages, engine.layers_per_stage)
+    meshes: tuple[Any, ...]
     if devices is None:
         meshes = (mesh.abstract(engine.tensor),) * engine.stages
     else:
