@@ -99,7 +99,7 @@ class StagePrograms:
     def lower_score(self, bucket: int) -> Lowered:
         """Prompt scoring by the last stage; arguments (ends, hidden, next_tokens)."""
         ends = {name: part for name, part in self.params().items() if name != "layers"}
-        step = jax.jit(partial(score, self.model), out_shardings=self.everywhere)
+        step = jax.jit(partial(score, self.model, self.mesh, self.spec), out_shardings=self.everywhere)
         return step.lower(ends, self.hidden(bucket), self._whole((bucket,), jnp.int32))
 
     def lower_choose(self, chunks: int, variant: SamplerVariant) -> Lowered:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jaxserve import sampler, scoring
 from jaxserve.batch import BatchLayout, sample_points, unpack, write_tokens
@@ -17,6 +18,7 @@ from jaxserve.iteration import SamplerVariant
 from jaxserve.models import Model
 from jaxserve.models.layers import Attend
 from pallas_kernels.api import AttentionShape, Backend
+from sharding.spec import ShardingSpec
 
 _SCORING_TILE = 8192  # vocabulary entries scored at a time
 
@@ -111,16 +113,30 @@ def forward(
     return Forward(pools, tables, view.chunks, x, logits, view.next_tokens)
 
 
-def score(model: Model, ends: Any, hidden: jax.Array, next_tokens: jax.Array) -> Scores:
+def score(model: Model, mesh: Mesh, spec: ShardingSpec, ends: Any, hidden: jax.Array, next_tokens: jax.Array) -> Scores:
     """How likely each token's successor was, for prompt_logprobs. Traced.
+
+    Each device of a mesh scores its part of the vocabulary: a tile cut out of all of it would have the compiler gather
+    the table.
 
     Args:
       ends: the parameters without the layers.
     """
     with jax.named_scope("prompt_scoring"):
-        vocab = model.config.vocab_size
-        tile = partial(model.logits_tile, ends, model.norm(ends, hidden))
-        return Scores(*scoring.score(tile, vocab, min(vocab, _SCORING_TILE), next_tokens))
+        table, normed = model.head_table(ends), model.norm(ends, hidden)
+        by_token, whole = spec.resolve(("vocab", None), table.shape, mesh, name="head"), spec.resolve((), (), mesh)
+        axis = by_token[0] if mesh.size > 1 else None
+
+        def score_here(table: jax.Array, normed: jax.Array, next_tokens: jax.Array) -> Scores:
+            tile = partial(model.logits_tile, table, normed)
+            return Scores(*scoring.score(tile, len(table), min(len(table), _SCORING_TILE), next_tokens, axis))
+
+        if axis is None:
+            return score_here(table, normed, next_tokens)
+        everywhere = jax.shard_map(
+            score_here, mesh=mesh, in_specs=(by_token, whole, whole), out_specs=whole, check_vma=False
+        )
+        return everywhere(table, normed, next_tokens)
 
 
 def choose(

@@ -27,7 +27,11 @@ class _Running(NamedTuple):
 
 
 def score(
-    logits_tile: Callable[[jax.Array | int, int], jax.Array], vocab: int, tile: int, next_tokens: jax.Array
+    logits_tile: Callable[[jax.Array | int, int], jax.Array],
+    vocab: int,
+    tile: int,
+    next_tokens: jax.Array,
+    axis: str | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Scores the token that follows each position, with the likeliest alternatives. Traced.
 
@@ -36,6 +40,8 @@ def score(
       vocab: ids in all.
       tile: most ids at a time.
       next_tokens: int32[T] the token asked about at each position.
+      axis: a mesh axis, inside a shard_map over it: vocab and logits_tile are this device's share of the vocabulary,
+        which is split evenly, in order of ids.
 
     Returns:
       (logprob float32[T], top ids int32[T, K], top logprobs float32[T, K]), K = min(MAX_LOGPROBS, vocab); likeliest
@@ -43,6 +49,8 @@ def score(
     """
     (count,) = next_tokens.shape
     keep = min(MAX_LOGPROBS, vocab)
+    first = 0 if axis is None else jax.lax.axis_index(axis) * vocab
+    next_tokens = next_tokens - first
 
     def add(state: _Running, start: jax.Array | int, size: int) -> _Running:
         logits = logits_tile(start, size)
@@ -71,5 +79,17 @@ def score(
         state = jax.lax.fori_loop(0, whole, lambda i, s: add(s, i * tile, tile), state)
     if rest := vocab - whole * tile:
         state = add(state, whole * tile, rest)
+    if axis is not None:
+        state = _merged(jax.lax.all_gather(state._replace(top_ids=state.top_ids + first), axis))
     log_sum = state.peak + jnp.log(state.total)
     return state.target - log_sum, state.top_ids, state.top - log_sum[:, None]
+
+
+def _merged(parts: _Running) -> _Running:
+    """What parts of the vocabulary, along a leading axis and in order of ids, come to together."""
+    peak = parts.peak.max(0)
+    total = (parts.total * jnp.exp(parts.peak - jnp.where(jnp.isneginf(peak), 0.0, peak))).sum(0)
+    count, keep = parts.top.shape[1], min(MAX_LOGPROBS, parts.top.shape[0] * parts.top.shape[2])
+    tops, ids = (leaf.swapaxes(0, 1).reshape(count, -1) for leaf in (parts.top, parts.top_ids))
+    top, places = jax.lax.top_k(tops, keep)
+    return _Running(peak, total, parts.target.max(0), top, jnp.take_along_axis(ids, places, -1))

@@ -94,14 +94,16 @@ class Model:
     def logits(self, params: Params, x: jax.Array) -> jax.Array:
         """Normed x [S, H] -> float32[S, V]."""
         with jax.named_scope("head"):
-            return layers.head(x, self._head_table(params))
+            return layers.head(x, self.head_table(params))
 
-    def logits_tile(self, params: Params, x: jax.Array, start: jax.Array | int, size: int) -> jax.Array:
-        """Normed x [S, H] -> float32[S, size], the logits of tokens start to start + size (at most V)."""
+    def logits_tile(self, table: jax.Array, x: jax.Array, start: jax.Array | int, size: int) -> jax.Array:
+        """Normed x [S, H] -> float32[S, size], the logits of rows start to start + size of (some of) the head's
+        table."""
         with jax.named_scope("head"):
-            return layers.head(x, jax.lax.dynamic_slice_in_dim(self._head_table(params), start, size))
+            return layers.head(x, jax.lax.dynamic_slice_in_dim(table, start, size))
 
-    def _head_table(self, params: Params) -> jax.Array:
+    def head_table(self, params: Params) -> jax.Array:
+        """[V, H] what normed hidden states are multiplied with."""
         piece = params["embed"] if self.config.tie_embeddings else params["head"]
         return piece["tokens"]["table"]
 

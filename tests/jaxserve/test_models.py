@@ -161,7 +161,9 @@ def test_a_tile_of_the_vocabulary_is_a_part_of_the_logits(model):
     whole = model.logits(params, x)
     assert whole.dtype == jnp.float32
     assert whole.shape == (4, 61)
-    np.testing.assert_allclose(model.logits_tile(params, x, jnp.int32(17), 9), whole[:, 17:26], atol=1e-6)
+    np.testing.assert_allclose(
+        model.logits_tile(model.head_table(params), x, jnp.int32(17), 9), whole[:, 17:26], atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
