@@ -14,7 +14,7 @@ from jaxserve.lowering import StagePrograms
 from jaxserve.plan import collectives, cost
 from jaxserve.plan.cost import Collective, Seconds, StageLoad
 from jaxserve.plan.parts import Part, grouped, parts_of
-from jaxserve.plan.whatif import WhatIf, programs
+from jaxserve.plan.whatif import WhatIf, model_of, programs
 from sharding.fit import Held, check_weights
 
 REQUEST = 2048  # tokens of the requests that slots are counted in
@@ -85,12 +85,14 @@ class Plan:
     """Everything that is predicted of a what-if.
 
     Attributes:
+      parameters: numbers that the model has, padding left out.
       padding: logical axis -> (size of the model, size held).
       memory: bytes of a device; what may be used of it.
       slots: that every stage has room for, in whole blocks.
     """
 
     whatif: WhatIf
+    parameters: int
     padding: Mapping[str, tuple[int, int]]
     memory: tuple[int, int]
     block_size: int
@@ -127,6 +129,7 @@ def predict(whatif: WhatIf) -> Plan:
     loads = tuple(_load(stage, each) for stage, each in zip(stages, plans, strict=True))
     return Plan(
         whatif=whatif,
+        parameters=sum(leaf.size for leaf in jax.tree.leaves(model_of(whatif.config).shapes(attention.dtype))),
         padding=whatif.padding(),
         memory=(memory, usable),
         block_size=attention.block_size,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -65,9 +66,15 @@ class WhatIf:
 
     def padding(self) -> dict[str, tuple[int, int]]:
         """Logical axes that the spec pads: size of the model, size held."""
-        counts = models.build(self.config).axis_sizes()
+        counts = model_of(self.config).axis_sizes()
         padded = self.spec.padded(counts, {"tensor": self.engine.tensor})
         return {axis: (count, padded[axis]) for axis, count in counts.items() if padded[axis] != count}
+
+
+@functools.cache
+def model_of(config: ModelConfig) -> models.Model:
+    """The model of a configuration, without parameters; made once for all questions about it."""
+    return models.build(config)
 
 
 def programs(whatif: WhatIf, devices: Sequence[Any] | None = None) -> tuple[StagePrograms, ...]:
@@ -87,7 +94,7 @@ def programs(whatif: WhatIf, devices: Sequence[Any] | None = None) -> tuple[Stag
         meshes = (mesh.abstract(engine.tensor),) * engine.stages
     else:
         meshes = mesh.make_meshes(engine.tensor, engine.stages, devices)
-    model, dtype = models.build(config), jnp.dtype(whatif.dtype)
+    model, dtype = model_of(config), jnp.dtype(whatif.dtype)
     names = {name: axes for name, _, axes, _ in naming.parameters(model, dtype)}
     whatif.spec.check_names(meshes[0], names)
     backend, shape, _ = attention.select(
