@@ -65,15 +65,20 @@ def make_attend(
     spec: ShardingSpec,
     meta: Any,
     layer: int,
+    first_block: jax.Array | int,
 ) -> Callable:
-    """`attend(q, k, v, pool) -> (out, pool)` for one layer of one iteration; on a mesh it is split as the pool is."""
+    """`attend(q, k, v, pool) -> (out, pool)` for one layer of one iteration; on a mesh it is split as the pool is.
+
+    Args:
+      first_block: where the layer's blocks begin in the pool.
+    """
     slopes, scale = config.alibi_slopes, config.attention_scale(layer)
 
-    def attend_here(q, k, v, pool, meta, slopes):
-        return backend.attend(q, k, v, pool, meta, shape, slopes=slopes, scale=scale)
+    def attend_here(q, k, v, pool, meta, slopes, first_block):
+        return backend.attend(q, k, v, pool, meta, shape, slopes=slopes, scale=scale, first_block=first_block)
 
     if mesh.size == 1:
-        return lambda q, k, v, pool: attend_here(q, k, v, pool, meta, slopes)
+        return lambda q, k, v, pool: attend_here(q, k, v, pool, meta, slopes, first_block)
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, pool: Any) -> tuple[jax.Array, Any]:
         def split(axes: tuple[str | None, ...]) -> Any:
@@ -81,14 +86,14 @@ def make_attend(
             return spec.resolve(axes, (mesh.size,) * len(axes), mesh, name="attention", section="pool")
 
         heads, whole = split((None, "heads", None)), split(())
-        pools = jax.tree.map(split, backend.pool_axes(), is_leaf=kv_cache.is_axes)
+        pool_heads = jax.tree.map(split, backend.pool_axes(), is_leaf=kv_cache.is_axes)
         everywhere = jax.shard_map(
             attend_here,
             mesh=mesh,
-            in_specs=(heads, heads, heads, pools, whole, split(("heads",))),
-            out_specs=(heads, pools),
+            in_specs=(heads, heads, heads, pool_heads, whole, split(("heads",)), whole),
+            out_specs=(heads, pool_heads),
             check_vma=False,  # backends start their loops from constants, which it would have them cast
         )
-        return everywhere(q, k, v, pool, meta, slopes)
+        return everywhere(q, k, v, pool, meta, slopes, first_block)
 
     return attend

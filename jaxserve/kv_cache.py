@@ -25,8 +25,8 @@ def is_axes(node: Any) -> bool:
 
 def block_bytes(backend: Backend, shape: AttentionShape, num_layers: int) -> int:
     """Bytes that one block takes on each device, in so many layers."""
-    pool = backend.pool(shape, 1)
-    return num_layers * sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(pool))
+    leaves = jax.tree.leaves(backend.pool(shape, num_layers))
+    return sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in leaves)
 
 
 def head_parts(mesh: Mesh, spec: ShardingSpec) -> int:
@@ -35,8 +35,11 @@ def head_parts(mesh: Mesh, spec: ShardingSpec) -> int:
     return 1 if axis is None else mesh.shape[axis]
 
 
-def layer(backend: Backend, shape: AttentionShape, n_blocks: int, mesh: Mesh, spec: ShardingSpec) -> Any:
-    """One layer's pool on all devices of a mesh: what the backend asks for on each, their heads one after another.
+def pool(backend: Backend, shape: AttentionShape, n_blocks: int, mesh: Mesh, spec: ShardingSpec) -> Any:
+    """A pool on all devices of a mesh: what the backend asks for on each, their heads one after another.
+
+    Args:
+      n_blocks: of all layers that share it.
 
     Returns:
       A pytree of `ShapeDtypeStruct`, each with its sharding.
@@ -51,9 +54,9 @@ def layer(backend: Backend, shape: AttentionShape, n_blocks: int, mesh: Mesh, sp
     return jax.tree.map(whole, backend.pool_axes(), backend.pool(shape, n_blocks), is_leaf=is_axes)
 
 
-def allocate(layers: list[Any]) -> list[Any]:
-    """The zeroed pools that `layer` describes."""
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), layers)
+def allocate(described: Any) -> Any:
+    """The zeroed arrays that `pool` describes."""
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), described)
 
 
 def free_bytes(device: Any) -> int:

@@ -58,10 +58,16 @@ class StagePrograms:
         tree = jax.tree.unflatten(jax.tree.structure(self.model.shapes(dtype)), leaves)
         return self.model.part(tree, self.layers)
 
-    def pools(self, n_blocks: int) -> list[Any]:
-        """The pools of the stage's layers: shapes with shardings."""
-        shape = self.shape
-        return [kv_cache.layer(shape.backend, shape.attention, n_blocks, self.mesh, self.spec)] * len(self.layers)
+    @property
+    def looped(self) -> bool:
+        """Whether the layers are one loop in the program (`Model.layers`)."""
+        on_cpu = self.mesh.devices.flat[0].platform == "cpu"
+        return on_cpu and self.mesh.size == 1 and self.model.config.layers_alike
+
+    def pool(self, n_blocks: int) -> Any:
+        """The pool with so many blocks for each of the stage's layers: shapes with shardings."""
+        shape, total = self.shape, n_blocks * len(self.layers)
+        return kv_cache.pool(shape.backend, shape.attention, total, self.mesh, self.spec)
 
     def state(self) -> RowState:
         """What the stage keeps of each row: shapes with shardings."""
@@ -74,8 +80,8 @@ class StagePrograms:
         return self._whole((bucket, self.model.config.hidden_size), self.shape.attention.dtype)
 
     def lower_forward(self, bucket: int, n_blocks: int) -> Lowered:
-        """One iteration of the stage's layers; arguments (params, pools, tables, history, packed, x)."""
-        layout, state, pools = self.shape.layout(bucket), self.state(), self.pools(n_blocks)
+        """One iteration of the stage's layers; arguments (params, pool, tables, history, packed, x)."""
+        layout, state, pool = self.shape.layout(bucket), self.state(), self.pool(n_blocks)
         make_attend = partial(
             attention.make_attend,
             self.model.config,
@@ -84,12 +90,12 @@ class StagePrograms:
             self.mesh,
             self.spec,
         )
-        step = partial(forward, self.model, self.shape, self.layers, make_attend, layout)
-        kept = jax.tree.map(lambda leaf: leaf.sharding, pools)
+        step = partial(forward, self.model, self.shape, self.layers, self.looped, make_attend, layout, n_blocks)
+        kept = jax.tree.map(lambda leaf: leaf.sharding, pool)
         rest = self.everywhere
         return jax.jit(step, donate_argnums=(1, 2), out_shardings=Forward._make((kept, *[rest] * 5))).lower(
             self.params(),
-            pools,
+            pool,
             state.tables,
             state.history,
             self._whole((layout.size,), jnp.int32),

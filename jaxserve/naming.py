@@ -34,16 +34,18 @@ def parameters(model: models.Model, dtype: jnp.dtype) -> Iterator[Parameter]:
         yield Parameter(jax.tree_util.keystr(path, simple=True, separator="."), shape, names, source)
 
 
-def match(tensors: StoredTensors, model: models.Model, wanted: list[Parameter], directory: Path) -> list[StoredTensor]:
-    """The tensor of each parameter, once names, shapes and dtypes of all are known to be right.
+def match(
+    tensors: StoredTensors, model: models.Model, wanted: list[Parameter], directory: Path
+) -> list[tuple[StoredTensor, ...]]:
+    """The tensor of each parameter, or its three, once names, shapes and dtypes of all are known to be right.
 
     Raises:
       CheckpointError: a tensor is missing, too much, of another shape, or of a dtype that holds no weights.
     """
     name_of = Names(model, tensors.names())
     listing = tensors.files[0] if len(tensors.files) == 1 else directory
-    names = [name_of(parameter.stored.name) for parameter in wanted]
-    missing = [name for name in names if name not in tensors]
+    names = [tuple(map(name_of, parameter.stored.names)) for parameter in wanted]
+    missing = [name for several in names for name in several if name not in tensors]
     if missing:
         raise CheckpointError(f"{listing}: tensor {missing[0]!r} is missing{_and_more(missing)}")
     ignored = {name_of(name) for name in model.no_parameters()}
@@ -51,38 +53,42 @@ def match(tensors: StoredTensors, model: models.Model, wanted: list[Parameter], 
     head_twice = model.config.tie_embeddings and head in tensors
     if head_twice:
         ignored.add(head)
-    extra = sorted(set(tensors.names()) - set(names) - ignored)
+    extra = sorted(set(tensors.names()).difference(*names) - ignored)
     if extra:
         raise CheckpointError(
             f"{tensors[extra[0]].file}: tensor {extra[0]!r}{_and_more(extra)} belongs to nothing in the "
             f"{model.config.family} model of {model.config.num_layers} layers that config.json describes"
         )
-    sources = [tensors[name] for name in names]
-    for parameter, source in zip(wanted, sources, strict=True):
-        _check_shape(parameter, source)
-        if not source.is_float:
-            raise CheckpointError(
-                f"{source.file}: tensor {source.name!r} is stored as {source.values.dtype}; weights are read from "
-                "float32, float16 and bfloat16"
-            )
+    sources = [tuple(tensors[name] for name in several) for several in names]
+    for parameter, several in zip(wanted, sources, strict=True):
+        for source in several:
+            _check(parameter, source)
     if head_twice:
         _check_tied(tensors, head, table)
     return sources
 
 
 class Names:
-    """Full names of tensors: all but the head's share a prefix, and versions of the library differ in it."""
+    """Full names of tensors: all but the head's share a prefix, and versions of the library differ in it.
+
+    Args:
+      names: of the tensors that there are.
+    """
 
     def __init__(self, model: models.Model, names: tuple[str, ...]) -> None:
         tensors = models.family(model.config.family).TENSORS
         self.table: str = tensors["embed"]["tokens"]["table"].name
         self.head: str = tensors["head"]["tokens"]["table"].name
-        found = [name for name in names if name == self.table or name.endswith("." + self.table)]
-        self._prefix = min(found, key=len, default=self.table).removesuffix(self.table)
+        self._prefix = _prefix(self.table, names)
+        self._head_prefix = _prefix(self.head, names)
 
     def __call__(self, name: str) -> str:
-        prefix = self._prefix.removesuffix("transformer.") if name == self.head else self._prefix
-        return prefix + name
+        return (self._head_prefix if name == self.head else self._prefix) + name
+
+
+def _prefix(name: str, names: tuple[str, ...]) -> str:
+    found = [each for each in names if each == name or each.endswith("." + name)]
+    return min(found, key=len, default=name).removesuffix(name)
 
 
 def _and_more(names: list[str]) -> str:
@@ -105,8 +111,15 @@ def _check_tied(tensors: StoredTensors, head: str, table: str) -> None:
         )
 
 
-def _check_shape(parameter: Parameter, source: StoredTensor) -> None:
-    shape = parameter.shape.shape
+def _check(parameter: Parameter, source: StoredTensor) -> None:
+    """Raises CheckpointError for a tensor that cannot be the parameter, or this share of it."""
+    if not source.is_float:
+        raise CheckpointError(
+            f"{source.file}: tensor {source.name!r} is stored as {source.values.dtype}; weights are read from "
+            "float32, float16 and bfloat16"
+        )
+    rows, *columns = parameter.shape.shape
+    shape = (rows // len(parameter.stored.names), *columns)
     wanted = shape[::-1] if parameter.stored.transposed else shape
     have = source.values.shape
     if have == wanted:

@@ -63,14 +63,14 @@ class Forward(NamedTuple):
     """What one iteration of a stage's layers leaves.
 
     Attributes:
-      pools / tables: the donated buffers, updated.
+      pool / tables: the donated buffers, updated.
       chunks: int32[C, 4] the plan's chunks, for the sampler.
       hidden: [T, H] every token's hidden state: what the next stage goes on with, or the last one scores prompts by.
       logits: float32[C, V] after each chunk's last token; of the last stage.
       next_tokens: int32[T] the token after each, for prompt scoring; of the last stage.
     """
 
-    pools: list[Any]
+    pool: Any
     tables: jax.Array
     chunks: jax.Array
     hidden: jax.Array
@@ -82,10 +82,12 @@ def forward(
     model: Model,
     shape: StageShape,
     layers: range,
-    make_attend: Callable[[Any, int], Attend],
+    looped: bool,
+    make_attend: Callable[[Any, int, Any], Attend],
     layout: BatchLayout,
+    n_blocks: int,
     params: Any,
-    pools: list[Any],
+    pool: Any,
     tables: jax.Array,
     history: jax.Array | None,
     packed: jax.Array,
@@ -94,7 +96,9 @@ def forward(
     """One iteration of a stage's layers. Traced.
 
     Args:
-      make_attend: what `backend.prepare` made of the iteration, and a layer -> the layer's attention.
+      looped: whether the layers are one loop (`Model.layers`).
+      make_attend: what `backend.prepare` made of the iteration, a layer and its first block -> the layer's attention.
+      n_blocks: blocks of the pool that each layer has.
       history: of the first stage and the last.
       x: [T, H] the hidden states that the stage before left; None for the first, which embeds the tokens.
     """
@@ -103,14 +107,17 @@ def forward(
     if x is None:
         assert view.tokens is not None
         x = model.embed(params, view.tokens, view.attention.positions)  # [T, H]
-    pools = list(pools)
-    for index, layer in enumerate(layers):
-        x, pools[index] = model.layer(params, layer, x, make_attend(meta, layer), pools[index])
+
+    def attend(index: Any) -> Attend:
+        layer = layers[0] if looped else layers[index]  # looped layers differ in nothing but their weights
+        return make_attend(meta, layer, index * n_blocks)
+
+    x, pool = model.layers(params, layers, x, view.attention.positions, attend, pool, looped=looped)
     if layers.stop < model.config.num_layers:
-        return Forward(pools, tables, view.chunks, x, None, None)
+        return Forward(pool, tables, view.chunks, x, None, None)
     last = jnp.maximum(view.attention.query_offsets[1:] - 1, 0)  # [C]
     logits = model.logits(params, model.norm(params, x[last]))
-    return Forward(pools, tables, view.chunks, x, logits, view.next_tokens)
+    return Forward(pool, tables, view.chunks, x, logits, view.next_tokens)
 
 
 def score(model: Model, mesh: Mesh, spec: ShardingSpec, ends: Any, hidden: jax.Array, next_tokens: jax.Array) -> Scores:

@@ -57,7 +57,7 @@ class StageRunner:
         self._choose: dict[tuple[int, SamplerVariant], Any] = {}
         self._feed: dict[int, Any] = {}
         self._admit: Any = None
-        self.pools: list[Any] = []
+        self.pool: Any = None
         state = batch.empty_state(programs.shape.layout(1), is_first=programs.is_first, is_last=programs.is_last)
         self._state = self.receive(state)
 
@@ -100,7 +100,7 @@ class StageRunner:
             for done, _ in enumerate(threads.map(lambda job: job(), jobs), start=1):
                 progress("compiling", done, len(jobs))
         _give_back_memory()
-        self.pools = kv_cache.allocate(programs.pools(n_blocks))
+        self.pool = kv_cache.allocate(programs.pool(n_blocks))
 
     def _compile_forward(self, bucket: int, n_blocks: int) -> None:
         started = time.perf_counter()
@@ -129,8 +129,8 @@ class StageRunner:
           x: [T, H] hidden states on this stage's devices; None in the first stage.
         """
         state = self._state
-        out = Forward(*self._forward[bucket](self.params, self.pools, state.tables, state.history, packed, x))
-        self.pools, self._state = out.pools, state._replace(tables=out.tables)
+        out = Forward(*self._forward[bucket](self.params, self.pool, state.tables, state.history, packed, x))
+        self.pool, self._state = out.pool, state._replace(tables=out.tables)
         return out
 
     def answer(self, plan: IterationPlan, out: Forward) -> Launched:

@@ -181,7 +181,7 @@ def _start(config: EngineConfig, plan: _Plan, params: Any, progress: Progress, l
         family=model.config.family,
         parameters=sum(leaf.size for leaf in leaves),
         weight_bytes=sum(_bytes_held(runner.params) for runner in runners),
-        pool_bytes=sum(_bytes_held(runner.pools) for runner in runners),
+        pool_bytes=sum(_bytes_held(runner.pool) for runner in runners),
         dtype=str(_compute_dtype(config)),
         attention=shape.backend.name,
         attention_reason=plan.attention_reason,

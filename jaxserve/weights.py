@@ -7,9 +7,9 @@ import json
 import math
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 
 from jaxserve import models, naming, orbax
 from jaxserve.checkpoint import CheckpointError, StoredTensor, StoredTensors, read_config
-from jaxserve.models.schema import ModelConfig
+from jaxserve.models.schema import ModelConfig, Stored
 from jaxserve.naming import Parameter, parameters
 from sharding.spec import ShardingSpec
 
@@ -84,31 +84,24 @@ def load(
     else:
         tensors = StoredTensors(directory)
         sources = naming.match(tensors, model, wanted, directory)
-        leaves, total = [], sum(source.values.nbytes for source in sources)
+        leaves, total = [], sum(source.values.nbytes for several in sources for source in several)
         done = 0
-        for parameter, sharding, source in zip(wanted, shardings, sources, strict=True):
-            order = _head_order(model.config) if parameter.stored.parts else None
-            leaves.append(_place(parameter, source, order, sharding, tensors.release))
-            done += source.values.nbytes
+        for parameter, sharding, several in zip(wanted, shardings, sources, strict=True):
+            leaves.append(_place(parameter, several, model.config.head_dim, sharding, tensors.release))
+            done += sum(source.values.nbytes for source in several)
             if progress is not None:
                 progress("reading weights", done, total)
     return jax.tree.unflatten(jax.tree.structure(model.shapes(dtype)), leaves)
 
 
-def _head_order(config: ModelConfig) -> np.ndarray:
-    """Our row -> stored row of fused q, k and v: ours lie [N, 3, D], stored ones [3, N, D]."""
-    stored = np.arange(3 * config.num_heads * config.head_dim)
-    return stored.reshape(3, config.num_heads, config.head_dim).swapaxes(0, 1).ravel()
-
-
 def _place(
     parameter: Parameter,
-    source: StoredTensor,
-    order: np.ndarray | None,
+    sources: tuple[StoredTensor, ...],
+    head_dim: int,
     sharding: Sharding,
     release: Callable[[StoredTensor], None],
 ) -> jax.Array:
-    shape, dtype = parameter.shape.shape, parameter.shape.dtype
+    shape, dtype, stored = parameter.shape.shape, parameter.shape.dtype, parameter.stored
     read: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
 
     def values(index: tuple[slice, ...] | None) -> np.ndarray:
@@ -116,7 +109,8 @@ def _place(
         bounds = tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
         if bounds not in read:  # copies on several devices are read once
             read[bounds] = _empty(tuple(stop - start for start, stop in bounds), dtype)
-            _fill(read[bounds], source, bounds, parameter.stored.transposed, order, release)
+            for target, part, source in _shares(read[bounds], sources, bounds, stored, head_dim):
+                _copy(target, part, stored.transposed, partial(release, source))
         return read[bounds]
 
     # Waited for, so that what is on its way to an accelerator does not pile up on the host.
@@ -130,32 +124,40 @@ def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return memory[start : start + size].view(dtype).reshape(shape)
 
 
-def _fill(
+def _shares(
     target: np.ndarray,
-    source: StoredTensor,
+    sources: tuple[StoredTensor, ...],
     bounds: tuple[tuple[int, int], ...],
-    transposed: bool,
-    order: np.ndarray | None,
-    release: Callable[[StoredTensor], None],
-) -> None:
-    """Copies and casts the part of a tensor within `bounds` (of ours), a run of stored rows at a time."""
-    start, stop = bounds[0]
-    rows: Any = slice(start, stop) if order is None else order[start:stop]
-    if len(bounds) == 1:
-        target[:] = source.values[rows]
-    elif transposed:
-        start, stop = bounds[1]
-        for first in range(start, stop, _TRANSPOSED):
-            last = min(first + _TRANSPOSED, stop)
-            target[:, first - start : last - start] = source.values[first:last, rows].T
-            release(source)
+    stored: Stored,
+    head_dim: int,
+) -> Iterator[tuple[np.ndarray, np.ndarray, StoredTensor]]:
+    """What of the stored values goes where, for the part of a parameter within `bounds`: views of the same shape."""
+    views = [source.values.T if stored.transposed else source.values for source in sources]
+    (start, stop), *columns = bounds
+    if not stored.regrouped:
+        yield target, views[0][tuple(slice(*each) for each in bounds)], sources[0]
+        return
+    fused = 3 * head_dim
+    assert start % fused == stop % fused == 0, "a head's q, k and v are never cut"
+    inner = (slice(start // fused, stop // fused), ..., *(slice(*column) for column in columns))
+    ours = target.reshape(-1, 3, head_dim, *target.shape[1:])  # [N, 3, D, ...]
+    if stored.parts:
+        theirs = views[0].reshape(3, -1, head_dim, *views[0].shape[1:]).swapaxes(0, 1)
+        yield ours, theirs[inner], sources[0]
     else:
-        assert order is None
-        columns, step = slice(*bounds[1]), max(1, _CHUNK // source.values[:1].nbytes)
-        for first in range(start, stop, step):
-            last = min(first + step, stop)
-            target[first - start : last - start] = source.values[first:last, columns]
-            release(source)
+        for i, (view, source) in enumerate(zip(views, sources, strict=True)):
+            yield ours[:, i], view.reshape(-1, head_dim, *view.shape[1:])[inner], source
+
+
+def _copy(target: np.ndarray, values: np.ndarray, transposed: bool, release: Callable[[], None]) -> None:
+    """Copies and casts stored values, a run of stored rows at a time, each given back once it is read."""
+    if transposed:
+        target, values, step = target.T, values.T, _TRANSPOSED
+    else:
+        step = max(1, _CHUNK // values[:1].nbytes)
+    for first in range(0, len(values), step):
+        target[first : first + step] = values[first : first + step]
+        release()
 
 
 def write_hf(path: str | Path, config: ModelConfig, params: models.Params, dtype: jnp.dtype | None = None) -> None:
@@ -166,20 +168,18 @@ def write_hf(path: str | Path, config: ModelConfig, params: models.Params, dtype
       dtype: what values are stored as; as they are where None.
     """
     directory, model = Path(path), models.build(config)
-    names = naming.Names(model, ("transformer." + model.stored()["embed"]["tokens"]["table"].name,))
+    family = models.family(config.family)
+    name_of = naming.Names(model, (family.PREFIX + model.stored()["embed"]["tokens"]["table"].name,))
     tensors = {}
     for parameter, leaf in zip(parameters(model, jnp.float32), jax.tree.leaves(params), strict=True):
-        values = np.asarray(leaf) if dtype is None else np.asarray(leaf).astype(dtype)
-        if parameter.stored.parts:
-            stored = np.empty_like(values)
-            stored[_head_order(config)] = values
-            values = stored
-        tensors[names(parameter.stored.name)] = np.ascontiguousarray(
-            values.T if parameter.stored.transposed else values
-        )
+        values, stored = np.asarray(leaf) if dtype is None else np.asarray(leaf).astype(dtype), parameter.stored
+        if stored.regrouped:
+            values = values.reshape(-1, 3, config.head_dim, *values.shape[1:]).swapaxes(0, 1).reshape(values.shape)
+        for name, part in zip(stored.names, np.split(values, len(stored.names)), strict=True):
+            tensors[name_of(name)] = np.ascontiguousarray(part.T if stored.transposed else part)
     directory.mkdir(parents=True, exist_ok=True)
     kind = str(next(iter(tensors.values())).dtype)
-    entries = models.family(config.family).hf_config(config) | {"torch_dtype": kind}
+    entries = family.hf_config(config) | {"torch_dtype": kind}
     (directory / "config.json").write_text(json.dumps(entries, indent=2) + "\n", encoding="utf-8")
     file = directory / "model.safetensors"
     save_file(tensors, file, metadata={"format": "pt"})

@@ -93,9 +93,8 @@ class AttentionBatch(NamedTuple):
 
 
 class Backend(Protocol):
-    """What a backend module exports as `BACKEND`. The pool of ONE layer is the unit: donate it and chain it through the
-    unrolled layers. A pool stacked over layers and scanned as xs/ys is copied slice by slice; a scan that must keep its
-    pools in place carries one flat pool of `layers * n_blocks` blocks and offsets the tables by `layer * n_blocks`.
+    """What a backend module exports as `BACKEND`. One pool holds the blocks of all layers, layer after layer:
+    donate it and chain it through them. (A pool with an axis of layers, scanned as xs/ys, is copied slice by slice.)
     """
 
     @property
@@ -119,7 +118,7 @@ class Backend(Protocol):
         ...
 
     def pool(self, shape: AttentionShape, n_blocks: int) -> Any:
-        """Pytree of `ShapeDtypeStruct`: one layer's pool of n_blocks blocks. It may start out holding anything."""
+        """Pytree of `ShapeDtypeStruct`: a pool of n_blocks blocks in all. It may start out holding anything."""
         ...
 
     def pool_axes(self) -> Any:
@@ -142,17 +141,19 @@ class Backend(Protocol):
         *,
         slopes: jax.Array | np.ndarray | None,
         scale: float,
+        first_block: jax.Array | int = 0,
     ) -> tuple[jax.Array, Any]:
         """Writes k and v to their slots, then attends causally.
 
         Args:
           q: [T, N, D] of shape.dtype.
           k, v: [T, K, D] of shape.dtype.
-          pool: this layer's pool; donated by the step's jit it is updated in place.
+          pool: the blocks of all layers; donated by the step's jit it is updated in place.
           meta: what `prepare` returned for this iteration.
           slopes: float32[N] ALiBi slopes, if shape.alibi; the bias of a score is slopes[n] * key position, up to a
             constant per query.
           scale: factor of the scores, typically head_dim ** -0.5.
+          first_block: where this layer's blocks begin: block tables count from it.
 
         Returns:
           (out [T, N, D] of shape.dtype, pool). Rows of out that belong to padding are zeros.

@@ -33,7 +33,7 @@ _BFLOAT16 = np.dtype(jnp.bfloat16)
 
 
 class Pool(NamedTuple):
-    """One layer's keys and values: arrays, their `ShapeDtypeStruct`, or the names of their axes.
+    """Keys and values: arrays, their `ShapeDtypeStruct`, or the names of their axes.
 
     A key block holds its slots innermost, so that scores of neighbouring slots are neighbouring lanes. bfloat16 is held
     as its bits (uint16): XLA's CPU compiler widens a bfloat16 operand of a slice or an update as a whole, pool and all.
@@ -125,8 +125,9 @@ class XlaBackend:
         *,
         slopes: jax.Array | np.ndarray | None,
         scale: float,
+        first_block: jax.Array | int = 0,
     ) -> tuple[jax.Array, Pool]:
-        return _attend(q, k, v, pool, meta, slopes, shape, scale)
+        return _attend(q, k, v, pool, _of_layer(meta, first_block), slopes, shape, scale)
 
 
 @partial(jax.jit, static_argnames=("shape", "scale"))  # traced once for all layers of a program
@@ -155,6 +156,17 @@ def _attend(
         if prompts:
             out = _attend_prompts(queries, out, pool, meta, shape, slopes, scale)
         return out.reshape(q.shape).astype(q.dtype), pool
+
+
+def _of_layer(meta: Meta, first_block: jax.Array | int) -> Meta:
+    """The same work on the blocks of the layer whose first block this is."""
+    decodes, writes = meta.decodes, meta.writes
+    return Meta(
+        decodes._replace(tables=decodes.tables + first_block, slot=decodes.slot.at[:, 0].add(first_block)),
+        writes._replace(block=writes.block + first_block),
+        meta.tiles,
+        meta.tables + first_block,
+    )
 
 
 # What is to be done, as lists: once an iteration.

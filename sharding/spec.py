@@ -28,7 +28,7 @@ class MeshLike(Protocol):
     """What a mesh is asked for: a Mesh, an AbstractMesh, or anything that knows its axes' sizes."""
 
     @property
-    def shape(self) -> Mapping[Any, int]: ...
+    def shape(self) -> Any: ...  # Mapping[str, int]; type checkers take a Mesh's cached_property for nothing narrower
 
     @property
     def axis_names(self) -> tuple[Any, ...]: ...

@@ -28,9 +28,10 @@ def forward(model: Model, params: Params, tokens: jax.Array) -> jax.Array:
         out = jnp.einsum("bnqk,bknd->bqnd", jax.nn.softmax(scores), v)
         return out.reshape(batch * length, config.num_heads, config.head_dim), i
 
-    x = model.embed(params, tokens.reshape(-1), jnp.tile(position, batch))
+    positions = jnp.tile(position, batch)
+    x = model.embed(params, tokens.reshape(-1), positions)
     for i in range(config.num_layers):
-        x, _ = model.layer(params, i, x, attend, i)
+        x, _ = model.layer(params, i, x, positions, attend, i)
     return model.norm(params, x)
 
 

@@ -2,14 +2,15 @@
 
 A family is a module of this folder, named as `model_type` in a checkpoint's config.json. It exports `parse_config` and
 `hf_config`, the NNX modules `Embed`, `Block` and `Head`, the table `AXES` of its parameters' logical axis names, the
-table `TENSORS` of how a checkpoint stores them, and `NO_PARAMETERS`, names of what else a checkpoint may hold.
+table `TENSORS` of how a checkpoint stores them, `PREFIX`, which their names but the head's have there, and
+`NO_PARAMETERS`, names of what else a checkpoint may hold. A table lists every parameter that any configuration has.
 """
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -55,7 +56,7 @@ class Model:
     """A model as functions of its parameters, `{"embed": ..., "layers": [...], "head": ...}` of plain arrays.
 
     The NNX modules are made once, abstractly, and merged with arrays while a caller's function is traced. Shapes: T
-    tokens, S rows whose logits are asked for, H hidden size, V vocabulary.
+    tokens, S rows whose logits are asked for, H hidden size, E width of the token table (mostly H), V vocabulary.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -77,33 +78,68 @@ class Model:
         with jax.named_scope("embed"):
             return nnx.merge(self._embed, params["embed"])(tokens, positions)
 
-    def layer(self, params: Params, i: int, x: jax.Array, attend: layers.Attend, cache: Any) -> tuple[jax.Array, Any]:
-        """Layer i: x [T, H] -> ([T, H], cache as `attend` returned it)."""
-        with jax.named_scope(f"layer_{i}"):
-            return self.block(params["layers"][i], x, attend, cache)
+    def layers(
+        self,
+        params: Params,
+        which: range,
+        x: jax.Array,
+        positions: jax.Array,
+        attend: Callable[[Any], layers.Attend],
+        cache: Any,
+        *,
+        looped: bool,
+    ) -> tuple[jax.Array, Any]:
+        """Layers in a row: x [T, H], positions int32[T] -> ([T, H], cache as the last `attend` returned it).
 
-    def block(self, weights: dict[str, Any], x: jax.Array, attend: layers.Attend, cache: Any) -> tuple[jax.Array, Any]:
+        Args:
+          attend: the attention of a layer, by its place among these; that is an int32[] where they are looped over.
+          looped: one loop over the layers, compiled once, rather than all of them in a row. The program is a sixth of
+            the size and as fast on a CPU; accelerators would wait for the branch to each layer's kernels.
+        """
+        if looped:
+            weights = layers.varying([params["layers"][i] for i in which])
+            with jax.named_scope("layers"):
+                return jax.lax.fori_loop(
+                    0,
+                    len(which),
+                    lambda place, carry: self.block(weights(place), carry[0], positions, attend(place), carry[1]),
+                    (x, cache),
+                )
+        for place, i in enumerate(which):
+            x, cache = self.layer(params, i, x, positions, attend(place), cache)
+        return x, cache
+
+    def layer(
+        self, params: Params, i: int, x: jax.Array, positions: jax.Array, attend: layers.Attend, cache: Any
+    ) -> tuple[jax.Array, Any]:
+        """Layer i: x [T, H], positions int32[T] -> ([T, H], cache as `attend` returned it)."""
+        with jax.named_scope(f"layer_{i}"):
+            return self.block(params["layers"][i], x, positions, attend, cache)
+
+    def block(
+        self, weights: dict[str, Any], x: jax.Array, positions: jax.Array, attend: layers.Attend, cache: Any
+    ) -> tuple[jax.Array, Any]:
         """The same given one layer's weights, for a scan over layers stacked along a leading axis."""
-        return nnx.merge(self._block, weights)(x, attend, cache)
+        return nnx.merge(self._block, weights)(x, positions, attend, cache)
 
     def norm(self, params: Params, x: jax.Array) -> jax.Array:
-        """The last norm: x [T, H] -> [T, H]."""
+        """What stands between the layers and the token table, mostly a norm: x [T, H] -> [T, E]."""
         with jax.named_scope("norm"):
-            return nnx.merge(self._head, params["head"]).norm(x)
+            return nnx.merge(self._head, params["head"])(x)
 
     def logits(self, params: Params, x: jax.Array) -> jax.Array:
-        """Normed x [S, H] -> float32[S, V]."""
+        """Normed x [S, E] -> float32[S, V]."""
         with jax.named_scope("head"):
             return layers.head(x, self.head_table(params))
 
     def logits_tile(self, table: jax.Array, x: jax.Array, start: jax.Array | int, size: int) -> jax.Array:
-        """Normed x [S, H] -> float32[S, size], the logits of rows start to start + size of (some of) the head's
+        """Normed x [S, E] -> float32[S, size], the logits of rows start to start + size of (some of) the head's
         table."""
         with jax.named_scope("head"):
             return layers.head(x, jax.lax.dynamic_slice_in_dim(table, start, size))
 
     def head_table(self, params: Params) -> jax.Array:
-        """[V, H] what normed hidden states are multiplied with."""
+        """[V, E] what normed hidden states are multiplied with."""
         piece = params["embed"] if self.config.tie_embeddings else params["head"]
         return piece["tokens"]["table"]
 
@@ -136,7 +172,7 @@ class Model:
         """The same tree with how a checkpoint stores each parameter: a schema.Stored at each leaf."""
 
         def name(i: int, layer: dict[str, Any]) -> dict[str, Any]:
-            return jax.tree.map(lambda leaf: leaf._replace(name=leaf.name.format(i=i)), layer, is_leaf=is_tuple)
+            return jax.tree.map(lambda leaf: leaf.of_layer(i), layer, is_leaf=is_tuple)
 
         tree = self._table(self._family.TENSORS)
         return tree | {"layers": [name(i, layer) for i, layer in enumerate(tree["layers"])]}
@@ -147,14 +183,16 @@ class Model:
         return frozenset(name.format(i=i) for name in names for i in range(self.config.num_layers))
 
     def _table(self, table: dict[str, Any]) -> Params:
-        head = {name: table["head"][name] for name in self._head_state}
-        return self._tree(table["embed"], table["layer"], head)
+        states = {"embed": self._embed_state, "layer": self._block_state, "head": self._head_state}
+        return self._tree(**{piece: _entries_of(state, table[piece]) for piece, state in states.items()})
 
     def axis_sizes(self) -> dict[str, int]:
         """How many things each logical axis counts; an array may hold several numbers for one (q, k, v of a head)."""
-        config = self.config
-        sizes = {"vocab": config.vocab_size, "embed": config.hidden_size, "heads": config.num_heads}
-        return sizes | {"ffn": config.ffn_size, "positions": config.max_position or 0}
+        axes, shapes = jax.tree.leaves(self.axes(), is_leaf=is_tuple), jax.tree.leaves(self.shapes(jnp.float32))
+        sizes: dict[str, int] = {}
+        for names, leaf in zip(axes, shapes, strict=True):
+            sizes |= zip(names, leaf.shape, strict=True)
+        return sizes | {"heads": self.config.num_heads}
 
     def init(self, seed: int, dtype: jnp.dtype) -> Params:
         """Freshly drawn parameters: weights normal with the configuration's initializer_range, norms 1, biases 0."""
@@ -173,6 +211,14 @@ class Model:
             "layers": [block(keys[2 + i]) for i in range(self.config.num_layers)],
             "head": draw("Head")(keys[1]),
         }
+
+
+def _entries_of(state: dict[str, Any], table: dict[str, Any]) -> dict[str, Any]:
+    """The part of a family's table that speaks of the parameters in `state`."""
+    return {
+        name: _entries_of(below, table[name]) if isinstance(below, dict) else table[name]
+        for name, below in state.items()
+    }
 
 
 def build(config: ModelConfig) -> Model:

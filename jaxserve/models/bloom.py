@@ -70,6 +70,7 @@ TENSORS = {
         "tokens": {"table": Stored("lm_head.weight")},
     },
 }
+PREFIX = "transformer."
 NO_PARAMETERS: tuple[str, ...] = ()
 
 
@@ -132,7 +133,7 @@ class Embed(nnx.Module):
     """tokens [T] -> [T, H]."""
 
     def __init__(self, config: BloomConfig, rngs: nnx.Rngs) -> None:
-        self.tokens = Table(config.vocab_size, config, rngs)
+        self.tokens = Table(config.vocab_size, config.hidden_size, config, rngs)
         self.norm = LayerNorm(config)
 
     def __call__(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
@@ -152,7 +153,7 @@ class Block(nnx.Module):
         self.down = Linear(config.ffn_size, hidden, config, rngs)
         self.config = config
 
-    def __call__(self, x: jax.Array, attend: Attend, cache: Any) -> tuple[jax.Array, Any]:
+    def __call__(self, x: jax.Array, positions: jax.Array, attend: Attend, cache: Any) -> tuple[jax.Array, Any]:
         dtype = x.dtype
         normed = self.attention_norm(x)
         residual = normed if self.config.residual_after_norm else x
@@ -170,4 +171,7 @@ class Head(nnx.Module):
     def __init__(self, config: BloomConfig, rngs: nnx.Rngs) -> None:
         self.norm = LayerNorm(config)
         if not config.tie_embeddings:
-            self.tokens = Table(config.vocab_size, config, rngs)
+            self.tokens = Table(config.vocab_size, config.hidden_size, config, rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.norm(x)

@@ -55,6 +55,7 @@ TENSORS = {
         "tokens": {"table": Stored("lm_head.weight")},
     },
 }
+PREFIX = "transformer."
 # Masks that older versions of the library saved with each layer.
 NO_PARAMETERS = ("h.{i}.attn.bias", "h.{i}.attn.masked_bias")
 
@@ -130,8 +131,8 @@ class Embed(nnx.Module):
 
     def __init__(self, config: GPT2Config, rngs: nnx.Rngs) -> None:
         assert config.max_position is not None
-        self.tokens = Table(config.vocab_size, config, rngs)
-        self.positions = Table(config.max_position, config, rngs)
+        self.tokens = Table(config.vocab_size, config.hidden_size, config, rngs)
+        self.positions = Table(config.max_position, config.hidden_size, config, rngs)
 
     def __call__(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
         return self.tokens(tokens) + self.positions(positions)
@@ -150,7 +151,7 @@ class Block(nnx.Module):
         self.down = Linear(config.ffn_size, hidden, config, rngs)
         self.config = config
 
-    def __call__(self, x: jax.Array, attend: Attend, cache: Any) -> tuple[jax.Array, Any]:
+    def __call__(self, x: jax.Array, positions: jax.Array, attend: Attend, cache: Any) -> tuple[jax.Array, Any]:
         dtype = x.dtype
         out, cache = attend(*split_heads(self.qkv(self.attention_norm(x)), self.config, dtype), cache)
         x = (x + self.out(out.astype(dtype).reshape(len(x), -1))).astype(dtype)
@@ -164,4 +165,7 @@ class Head(nnx.Module):
     def __init__(self, config: GPT2Config, rngs: nnx.Rngs) -> None:
         self.norm = LayerNorm(config)
         if not config.tie_embeddings:
-            self.tokens = Table(config.vocab_size, config, rngs)
+            self.tokens = Table(config.vocab_size, config.hidden_size, config, rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.norm(x)

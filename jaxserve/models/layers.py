@@ -7,12 +7,14 @@ feed-forward size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jaxserve.models.schema import ModelConfig
@@ -32,7 +34,29 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
-def project(x: jax.Array, kernel: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
+@dataclass(frozen=True, slots=True, eq=False)
+class Varying:
+    """The kernel of the layer that a loop is at. `project` branches to that layer's own, so that it is read where it
+    lies; a slice of stacked kernels would be copied first."""
+
+    kernels: Sequence[jax.Array]
+    layer: jax.Array  # int32[]
+
+
+def varying(layers: Sequence[dict[str, Any]]) -> Callable[[jax.Array], dict[str, Any]]:
+    """The weights of one layer as a function of its number int32[], for a loop over `layers`."""
+    stacked = jax.tree.map(lambda *leaves: leaves if leaves[0].ndim > 1 else jnp.stack(leaves), *layers)
+
+    def weights(layer: jax.Array) -> dict[str, Any]:
+        def pick(leaf: Any) -> Any:
+            return Varying(leaf, layer) if isinstance(leaf, tuple) else leaf[layer]
+
+        return jax.tree.map(pick, stacked, is_leaf=lambda node: isinstance(node, tuple))
+
+    return weights
+
+
+def project(x: jax.Array, kernel: jax.Array | Varying, dtype: jnp.dtype | None = None) -> jax.Array:
     """x [T, in], kernel [out, in] -> float32[T, out], summed in float32.
 
     The kernel lies [out, in] for the CPU's sake, where reading it in order is what a matmul of few rows costs; an
@@ -42,6 +66,8 @@ def project(x: jax.Array, kernel: jax.Array, dtype: jnp.dtype | None = None) -> 
       dtype: what an accelerator hands on between its sums and the caller, where partial sums of several devices are
         added up; x's own if None.
     """
+    if isinstance(kernel, Varying):
+        return jax.lax.switch(kernel.layer, [partial(project, kernel=one, dtype=dtype) for one in kernel.kernels], x)
     return jax.lax.platform_dependent(
         x, kernel, cpu=_project_cpu, default=partial(_project, dtype=x.dtype if dtype is None else dtype)
     )
@@ -74,23 +100,26 @@ def _dot(left: jax.Array, right: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
 
 class Linear(nnx.Module):
-    """x [T, in] -> float32[T, out]: kernel [out, in], bias [out]."""
+    """x [T, in] -> float32[T, out]: kernel [out, in], bias [out] or none."""
 
-    def __init__(self, in_features: int, out_features: int, config: ModelConfig, rngs: nnx.Rngs) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, config: ModelConfig, rngs: nnx.Rngs, *, bias: bool = True
+    ) -> None:
         normal = nnx.initializers.normal(config.initializer_range)
         self.kernel = nnx.Param(normal(rngs.params(), (out_features, in_features)))
-        self.bias = nnx.Param(jnp.zeros(out_features))
+        self.bias = nnx.Param(jnp.zeros(out_features)) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return project(x, self.kernel[...]) + self.bias[...].astype(jnp.float32)
+        y = project(x, self.kernel.get_raw_value())
+        return y if self.bias is None else y + self.bias[...].astype(jnp.float32)
 
 
 class LayerNorm(nnx.Module):
-    """x [T, H] -> [T, H] in x's dtype; statistics in float32."""
+    """x [T, H] -> [T, H] in x's dtype; statistics in float32. Scale and bias, or neither."""
 
-    def __init__(self, config: ModelConfig) -> None:
-        self.scale = nnx.Param(jnp.ones(config.hidden_size))
-        self.bias = nnx.Param(jnp.zeros(config.hidden_size))
+    def __init__(self, config: ModelConfig, *, affine: bool = True) -> None:
+        self.scale = nnx.Param(jnp.ones(config.hidden_size)) if affine else None
+        self.bias = nnx.Param(jnp.zeros(config.hidden_size)) if affine else None
         self.eps = config.norm_eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -98,23 +127,25 @@ class LayerNorm(nnx.Module):
         centred = wide - wide.mean(-1, keepdims=True)
         variance = jnp.square(centred).mean(-1, keepdims=True)
         y = centred * jax.lax.rsqrt(variance + self.eps)
-        return (y * self.scale[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)).astype(x.dtype)
+        if self.scale is not None and self.bias is not None:
+            y = y * self.scale[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)
+        return y.astype(x.dtype)
 
 
 class Table(nnx.Module):
-    """Rows by number: table [rows, H]. Serves as embedding and, for the token table, as the head."""
+    """Rows by number: table [rows, E]. Serves as embedding and, for the token table, as the head."""
 
-    def __init__(self, rows: int, config: ModelConfig, rngs: nnx.Rngs) -> None:
+    def __init__(self, rows: int, features: int, config: ModelConfig, rngs: nnx.Rngs) -> None:
         normal = nnx.initializers.normal(config.initializer_range)
-        self.table = nnx.Param(normal(rngs.params(), (rows, config.hidden_size)))
+        self.table = nnx.Param(normal(rngs.params(), (rows, features)))
 
     def __call__(self, index: jax.Array) -> jax.Array:
-        """index [T] -> [T, H]."""
+        """index [T] -> [T, E]."""
         return self.table[...].at[index].get(mode="clip")
 
 
 def head(x: jax.Array, table: jax.Array) -> jax.Array:
-    """x [S, H], table [V, H] -> float32[S, V] logits."""
+    """x [S, E], table [V, E] -> float32[S, V] logits."""
     return project(x, table, jnp.float32)
 
 
@@ -125,3 +156,16 @@ def split_heads(qkv: jax.Array, config: ModelConfig, dtype: jnp.dtype) -> tuple[
     """
     parts = qkv.astype(dtype).reshape(-1, config.num_heads, 3, config.head_dim)  # [T, N, 3, D]
     return parts[:, :, 0], parts[:, :, 1], parts[:, :, 2]
+
+
+def rotate(x: jax.Array, positions: jax.Array, size: int, base: float) -> jax.Array:
+    """Rotary positions (RoFormer, arXiv:2104.09864) in the first `size` numbers of each head: x [T, N, D] -> [T, N, D].
+
+    A number of their first half makes a pair with its counterpart in the second, as in GPT-NeoX; pair i is turned by
+    position / base^(2 i / size).
+    """
+    frequencies = (1 / base ** (np.arange(0, size, 2) / size)).astype(np.float32)
+    angles = positions[:, None, None].astype(jnp.float32) * frequencies  # [T, 1, size / 2]
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    first, second, rest = jnp.split(x, (size // 2, size), axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)

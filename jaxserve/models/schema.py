@@ -45,6 +45,11 @@ class ModelConfig:
         """float32[N] ALiBi slopes, or None for a model that has learned positions."""
         return alibi_slopes(self.num_heads) if self.alibi else None
 
+    @property
+    def layers_alike(self) -> bool:
+        """Whether all layers compute the same function of their weights."""
+        return len({self.attention_scale(layer) for layer in range(self.num_layers)}) == 1
+
     def attention_scale(self, layer: int) -> float:
         """What queries times keys are multiplied with in this layer."""
         return 1.0 / math.sqrt(self.head_dim)
@@ -66,14 +71,31 @@ class Stored(NamedTuple):
     """How a Hugging Face checkpoint stores a parameter.
 
     Attributes:
-      name: of the tensor, without the prefix that all but the head's share; {i} is the layer.
+      name: of the tensor, without the prefix that all but the head's share; {i} is the layer, and {qkv} stands for q, k
+        and v where each is a tensor of its own.
       transposed: whether it lies [in, out] rather than [out, in].
-      parts: whether q, k and v of all heads follow each other, rather than those of each head.
+      parts: whether q, k and v of all heads follow each other in it, rather than those of each head.
     """
 
     name: str
     transposed: bool = False
     parts: bool = False
+
+    def of_layer(self, i: int) -> Stored:
+        """The same for layer i."""
+        return self._replace(name=self.name.replace("{i}", str(i)))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the tensors: one, or those of q, k and v."""
+        if "{qkv}" not in self.name:
+            return (self.name,)
+        return tuple(self.name.replace("{qkv}", part) for part in "qkv")
+
+    @property
+    def regrouped(self) -> bool:
+        """Whether it holds q, k and v in another order than we do, who keep those of a head together."""
+        return self.parts or "{qkv}" in self.name
 
 
 # Names that Hugging Face gives an activation -> ours (jaxserve.models.layers.ACTIVATIONS).

@@ -197,8 +197,9 @@ def _unforeseen(
 
 
 def _copies(stage: StagePrograms, text: str, n_blocks: int) -> Iterator[str]:
-    """Copies of a layer's pool, or of a kernel or a table."""
+    """Copies of the pool of keys or values, or of a kernel or a table."""
     weights = {_arrangement(part.local): part.name for part in parts.grouped(parts.parts_of(stage).values())}
+    n_blocks *= len(stage.layers)
     pool = jax.tree.leaves(stage.shape.backend.pool(stage.shape.attention, n_blocks))
     pools = {(math.prod(leaf.shape), 8 * leaf.dtype.itemsize) for leaf in pool}
     found: Counter[tuple[str, str, int, bool]] = Counter()
@@ -209,7 +210,7 @@ def _copies(stage: StagePrograms, text: str, n_blocks: int) -> Iterator[str]:
         sizes = _sizes(name)
         elements = math.prod(sizes)
         if n_blocks in sizes and (elements, 8 * nbytes // elements) in pools:
-            what = "the pool of a layer"
+            what = "the pool"
         elif _arrangement(sizes) in weights:
             what = f"the weights {weights[_arrangement(sizes)]}"
         else:

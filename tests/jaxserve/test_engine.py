@@ -127,7 +127,8 @@ def assert_within_margin(params, request: Request, expected: list[int], found: l
 def dense_logits(params, tokens: list[int]) -> jax.Array:
     """float32[T, V] of a whole sequence at once, with plain causal attention."""
     model = models.build(BLOOM)
-    x = model.embed(params, jnp.asarray(tokens), jnp.arange(len(tokens)))
+    positions = jnp.arange(len(tokens))
+    x = model.embed(params, jnp.asarray(tokens), positions)
     for layer in range(BLOOM.num_layers):
 
         def attend(q, k, v, cache, layer=layer):
@@ -136,7 +137,7 @@ def dense_logits(params, tokens: list[int]) -> jax.Array:
             mask = jnp.tril(jnp.ones((len(tokens), len(tokens)), bool))
             return jnp.einsum("nts,snd->tnd", jax.nn.softmax(jnp.where(mask, scores, -jnp.inf)), v), cache
 
-        x, _ = model.layer(params, layer, x, attend, None)
+        x, _ = model.layer(params, layer, x, positions, attend, None)
     return model.logits(params, model.norm(params, x))
 
 

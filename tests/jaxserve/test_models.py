@@ -137,19 +137,19 @@ def test_alibi_slopes_of_head_counts_that_are_no_powers_of_two():
 
 
 def test_layers_scanned_equal_layers_unrolled(plain_model):
-    params = plain_model.init(0, jnp.float32)
+    params, positions = plain_model.init(0, jnp.float32), jnp.arange(5)
     attend = dense.attend(plain_model.config, 0)
 
     @jax.jit
     def unrolled(params, x):
         for i in range(plain_model.config.num_layers):
-            x, _ = plain_model.layer(params, i, x, attend, None)
+            x, _ = plain_model.layer(params, i, x, positions, attend, None)
         return x
 
     @jax.jit
     def scanned(params, x):
         stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *params["layers"])
-        return jax.lax.scan(lambda x, weights: plain_model.block(weights, x, attend, None), x, stacked)[0]
+        return jax.lax.scan(lambda x, weights: plain_model.block(weights, x, positions, attend, None), x, stacked)[0]
 
     x = jax.random.normal(jax.random.key(1), (5, 24))
     np.testing.assert_allclose(scanned(params, x), unrolled(params, x), atol=1e-5)

@@ -357,7 +357,7 @@ for size, dtype in ((2, jnp.float32), (8, jnp.bfloat16)):
 @jax.jit
 def run(params):
     x = model.embed(params, jnp.arange(4), jnp.arange(4))
-    x, _ = model.layer(params, 0, x, lambda q, k, v, cache: (q + k * v, cache), None)
+    x, _ = model.layer(params, 0, x, jnp.arange(4), lambda q, k, v, cache: (q + k * v, cache), None)
     return model.logits(params, model.norm(params, x))
 place = weights.on_mesh(model, mesh.make_mesh(4), specs.default(model.config.family))
 np.testing.assert_allclose(run(weights.load(sys.argv[1], model, jnp.float32, place=place)), run(whole), atol=1e-3)
