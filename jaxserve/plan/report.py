@@ -139,6 +139,11 @@ def as_json(plan: Plan, compiled: Sequence[CompiledStage] = ()) -> dict[str, Any
         "family": whatif.config.family,
         "dtype": whatif.dtype,
         "topology": str(whatif.topology),
+        "devices": {
+            "platform": whatif.topology.device.platform,
+            "shape": list(whatif.topology.shape),
+            "chip_devices": whatif.topology.device.chip_devices,
+        },
         "tensor": whatif.engine.tensor,
         "stages": [_stage_json(stage) for stage in plan.stages],
         "replicas": whatif.replicas,

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from jaxserve.plan.predict import BucketPlan, Plan, predict
 from jaxserve.plan.whatif import WhatIf, model_of
 from sharding.spec import PADDABLE, ShardingSpec
 
+_POINT = ("rows", "milliseconds", "tokens_per_second")
 _SHOWN = 20  # of the ranking
 
 
@@ -155,6 +157,20 @@ def show(candidates: Sequence[Candidate], left_out: dict[str, int], out: Console
         table.add_row(f"{latency:.1f}", f"{speed:,.0f}", str(rows), each.label, each.rules)
     out.print("\n[bold]The frontier: none of these is beaten in both[/bold]")
     out.print(table)
+
+
+def as_json(candidate: Candidate) -> dict[str, Any]:
+    """A candidate for programs."""
+    whatif = candidate.plan.whatif
+    return {
+        "tensor": whatif.engine.tensor,
+        "stages": whatif.engine.stages,
+        "replicas": whatif.replicas,
+        "rules": candidate.rules,
+        "slots": candidate.plan.slots,
+        "tokens_per_second": candidate.tokens_per_second,
+        "points": [dict(zip(_POINT, each, strict=True)) for each in candidate.points],
+    }
 
 
 def plot(candidates: Sequence[Candidate], title: str, path: Path) -> None:
