@@ -1,7 +1,9 @@
-"""What every test shares: programs compiled once in a run are not compiled again."""
+"""What every test shares: eight virtual devices, and programs compiled once in a run are not compiled again."""
 
 import jax
 import pytest
+
+jax.config.update("jax_num_cpu_devices", 8)
 
 
 @pytest.fixture(scope="session", autouse=True)

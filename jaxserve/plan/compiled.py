@@ -145,8 +145,8 @@ def _compile(plan: Plan, index: int, stage: StagePrograms, whatif: WhatIf) -> Co
         total=memory.argument_size_in_bytes + beside + elsewhere,
         collectives=exchanges,
         surprises=(
-            *_unforeseen(stage, exchanges, predicted_counts(plan, index)),
-            *_copies(stage, text, plan.slots // plan.block_size),
+            *unforeseen(stage, exchanges, predicted_counts(plan, index)),
+            *copies(stage, text, plan.slots // plan.block_size),
         ),
     )
 
@@ -177,7 +177,7 @@ def _nbytes(array: re.Match[str]) -> int:
     return width * math.prod(int(size) for size in array["sizes"].split(",") if size)
 
 
-def _unforeseen(
+def unforeseen(
     stage: StagePrograms, exchanges: Sequence[Exchange], predicted: Mapping[str, int] | None
 ) -> Iterator[str]:
     """What goes over links and was not predicted."""
@@ -196,7 +196,7 @@ def _unforeseen(
             yield f"{counts[kind]} x {kind} where {predicted.get(kind, 0)} were predicted"
 
 
-def _copies(stage: StagePrograms, text: str, n_blocks: int) -> Iterator[str]:
+def copies(stage: StagePrograms, text: str, n_blocks: int) -> Iterator[str]:
     """Copies of the pool of keys or values, or of a kernel or a table."""
     weights = {_arrangement(part.local): part.name for part in parts.grouped(parts.parts_of(stage).values())}
     n_blocks *= len(stage.layers)
