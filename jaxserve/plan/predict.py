@@ -30,8 +30,8 @@ class StagePlan:
       state: of the rows: tables, histories, sampling parameters.
       pool: for all slots of the plan.
       free: what is left of the memory that may be used.
-      slot_bytes: of one slot.
       collectives: in one iteration; None where the compiler has a choice (see `collectives.predict`).
+      load: what an iteration costs is reckoned from.
     """
 
     layers: tuple[int, int]
@@ -40,9 +40,14 @@ class StagePlan:
     state: int
     pool: int
     free: int
-    slot_bytes: int
     parts: tuple[Part, ...]
     collectives: tuple[Collective, ...] | None
+    load: StageLoad
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot."""
+        return self.load.slot_bytes
 
     @property
     def total(self) -> int:
@@ -126,7 +131,6 @@ def predict(whatif: WhatIf) -> Plan:
         raise ValueError(_no_room(whatif, held[blocks.index(min(blocks))], usable, n_blocks * attention.block_size))
     slots = n_blocks * attention.block_size
     plans = tuple(_with_pool(each, slots, usable) for each in held)
-    loads = tuple(_load(stage, each) for stage, each in zip(stages, plans, strict=True))
     return Plan(
         whatif=whatif,
         parameters=sum(leaf.size for leaf in jax.tree.leaves(model_of(whatif.config).shapes(attention.dtype))),
@@ -135,7 +139,7 @@ def predict(whatif: WhatIf) -> Plan:
         block_size=attention.block_size,
         slots=slots,
         stages=plans,
-        buckets=tuple(_bucket(whatif, loads, tokens) for tokens in whatif.buckets),
+        buckets=tuple(_bucket(whatif, [each.load for each in held], tokens) for tokens in whatif.buckets),
     )
 
 
@@ -161,6 +165,7 @@ def _held(stage: StagePrograms, usable: int, whatif: WhatIf) -> StagePlan:
     check_weights(held, usable, f"{whatif.topology.device.name} device")
     attention = stage.shape.attention
     block = kv_cache.block_bytes(stage.shape.backend, attention, len(stage.layers))
+    sent = collectives.predict(stage, parts)
     return StagePlan(
         layers=(stage.layers.start, stage.layers.stop),
         weights=sum(part.nbytes for part in parts.values()),
@@ -168,9 +173,9 @@ def _held(stage: StagePrograms, usable: int, whatif: WhatIf) -> StagePlan:
         state=_bytes(stage.state()),
         pool=0,
         free=usable,
-        slot_bytes=block // attention.block_size,
         parts=grouped(parts.values()),
-        collectives=collectives.predict(stage, parts),
+        collectives=sent,
+        load=_load(stage, parts, sent or (), block // attention.block_size),
     )
 
 
@@ -179,21 +184,21 @@ def _with_pool(stage: StagePlan, slots: int, usable: int) -> StagePlan:
     return replace(filled, free=usable - filled.total)
 
 
-def _load(stage: StagePrograms, plan: StagePlan) -> StageLoad:
+def _load(stage: StagePrograms, parts: Mapping[str, Part], sent: tuple[Collective, ...], slot_bytes: int) -> StageLoad:
     """What the stage's parameters come to, as the cost model takes it."""
-    config, shape = stage.model.config, stage.shape.attention
-    kernels = [part for part in plan.parts if part.name.endswith(".kernel")]
-    head = collectives.head_table({part.name: part for part in plan.parts}) if stage.is_last else None
-    read = [*[part for part in plan.parts if not part.name.endswith(".table")], *([head] if head else [])]
+    shape = stage.shape.attention
+    kernels = [part for part in parts.values() if part.name.endswith(".kernel")]
+    head = collectives.head_table(parts) if stage.is_last else None
+    read = [*[part for part in parts.values() if not part.name.endswith(".table")], *([head] if head else [])]
     return StageLoad(
         layers=len(stage.layers),
-        weight_bytes=sum(part.count * part.nbytes for part in read),
-        token_ops=2 * sum(part.count * math.prod(part.local) for part in kernels),
+        weight_bytes=sum(part.nbytes for part in read),
+        token_ops=2 * sum(math.prod(part.local) for part in kernels),
         row_ops=2 * math.prod(head.local) if head else 0,
         slot_ops=4 * len(stage.layers) * shape.num_heads * shape.head_dim,
-        slot_bytes=plan.slot_bytes,
-        collectives=plan.collectives or (),
-        hop_bytes=0 if stage.is_last else config.hidden_size * shape.dtype.itemsize,
+        slot_bytes=slot_bytes,
+        collectives=sent,
+        hop_bytes=0 if stage.is_last else stage.model.config.hidden_size * shape.dtype.itemsize,
         tensor=stage.mesh.size,
     )
 

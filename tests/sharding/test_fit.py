@@ -26,7 +26,8 @@ def test_copies_are_named_where_they_are_what_does_not_fit():
     whole = [each._replace(whole=True) for each in SPLIT[1:]] + SPLIT[:1]
     with pytest.raises(
         ValueError,
-        match=r"every device holds a copy of 9.0 MiB of them, above all layers.\*.up.kernel \(8.0 MiB; axes ffn, embed\), "
-        r"head.norm.scale \(1.0 MiB; axes embed\): split one of those axes, or use more stages",
+        match=r"every device holds a copy of 9.0 MiB of them, above all "
+        r"layers.\*.up.kernel \(8.0 MiB; axes ffn, embed\), head.norm.scale \(1.0 MiB; axes embed\): "
+        r"split one of those axes, or use more stages",
     ):
         check_weights(whole, 16 * MIB, "chip")
