@@ -75,16 +75,16 @@ def from_checkpoint(path: str | Path, config: EngineConfig, progress: Progress) 
     started = time.perf_counter()
     model = models.build(weights.read_config(path))
     tokenizer = Tokenizer.from_directory(path)
-    plan = _plan(config, model)
-    params = weights.load(path, model, _compute_dtype(config), place=_place(plan.stages), progress=progress)
-    return _start(config, plan, params, progress, time.perf_counter() - started), tokenizer
+    programs, reason = stage_programs(config, model)
+    params = weights.load(path, model, _compute_dtype(config), place=placement(programs), progress=progress)
+    return _start(config, programs, reason, params, progress, time.perf_counter() - started), tokenizer
 
 
 def from_params(model_config: ModelConfig, params: Any, config: EngineConfig, progress: Progress) -> Started:
     """Compiles every program for weights in memory (see `Engine.from_params`)."""
     model = models.build(model_config)
     check_tree(model.shapes(_compute_dtype(config)), params)
-    return _start(config, _plan(config, model), params, progress, 0.0)
+    return _start(config, *stage_programs(config, model), params, progress, 0.0)
 
 
 def check_tree(expected: Any, params: Any) -> None:
@@ -97,16 +97,15 @@ def check_tree(expected: Any, params: Any) -> None:
             raise ValueError(f"parameter {name} has {have}; the model has {want}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Plan:
-    """What is settled before a weight is read: the stages' programs, and why they attend as they do."""
+def stage_programs(config: EngineConfig, model: models.Model) -> tuple[list[StagePrograms], str]:
+    """What is settled before a weight is read: each stage's layers, devices and programs.
 
-    stages: tuple[StagePrograms, ...]
-    attention_reason: str
+    Returns:
+      (programs, reason): the reason says in words why they attend with the backend they do.
 
-
-def _plan(config: EngineConfig, model: models.Model) -> _Plan:
-    """Raises ValueError where layers, devices, sharding, context or attention do not go together."""
+    Raises:
+      ValueError: layers, devices, sharding, context or attention do not go together.
+    """
     dtype, max_context = _compute_dtype(config), _max_context(config, model.config)
     layers = stages.split(model.config.num_layers, config.stages, config.layers_per_stage)
     meshes = mesh.make_meshes(config.tensor, config.stages)
@@ -134,10 +133,10 @@ def _plan(config: EngineConfig, model: models.Model) -> _Plan:
         StagePrograms(model=model, shape=stage_shape, layers=owned, mesh=devices, spec=spec)
         for owned, devices in zip(layers, meshes, strict=True)
     ]
-    return _Plan(stages=tuple(programs), attention_reason=reason)
+    return programs, reason
 
 
-def _place(programs: Sequence[StagePrograms]) -> weights.Place:
+def placement(programs: Sequence[StagePrograms]) -> weights.Place:
     """Where each parameter is read to; the first of two places for a token table that is the head too."""
     shardings = {
         jax.tree_util.keystr(path, simple=True, separator="."): leaf.sharding
@@ -147,16 +146,23 @@ def _place(programs: Sequence[StagePrograms]) -> weights.Place:
     return lambda name, _shape, _axes: shardings[name]
 
 
-def _start(config: EngineConfig, plan: _Plan, params: Any, progress: Progress, load_seconds: float) -> Started:
+def _start(
+    config: EngineConfig,
+    programs: Sequence[StagePrograms],
+    attention_reason: str,
+    params: Any,
+    progress: Progress,
+    load_seconds: float,
+) -> Started:
     if config.compilation_cache is not None:
         jax.config.update("jax_compilation_cache_dir", config.compilation_cache)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     started = time.perf_counter()
-    model, shape = plan.stages[0].model, plan.stages[0].shape
-    device = plan.stages[0].mesh.devices.flat[0]
+    model, shape = programs[0].model, programs[0].shape
+    device = programs[0].mesh.devices.flat[0]
     sizes = config.buckets or buckets.default_sizes(config.max_rows, config.token_budget)
-    runners = [StageRunner(programs, params, sizes) for programs in plan.stages]
+    runners = [StageRunner(stage, params, sizes) for stage in programs]
     n_blocks = min(_pool_blocks(config, runner) for runner in runners)
     for runner in runners:
         runner.compile(n_blocks, progress)
@@ -177,14 +183,14 @@ def _start(config: EngineConfig, plan: _Plan, params: Any, progress: Progress, l
         device=device.device_kind,
         platform=device.platform,
         tensor=config.tensor,
-        layers_per_stage=tuple(len(programs.layers) for programs in plan.stages),
+        layers_per_stage=tuple(len(stage.layers) for stage in programs),
         family=model.config.family,
         parameters=sum(leaf.size for leaf in leaves),
         weight_bytes=sum(_bytes_held(runner.params) for runner in runners),
         pool_bytes=sum(_bytes_held(runner.pool) for runner in runners),
         dtype=str(_compute_dtype(config)),
         attention=shape.backend.name,
-        attention_reason=plan.attention_reason,
+        attention_reason=attention_reason,
         slots=n_blocks * shape.attention.block_size,
         block_size=shape.attention.block_size,
         max_rows=config.max_rows,

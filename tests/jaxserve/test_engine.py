@@ -1,6 +1,5 @@
 """The engine whole: tiny random models, driven a step at a time so that every run is the same."""
 
-import random
 import threading
 from functools import partial
 
@@ -14,71 +13,13 @@ from jaxserve.engine import Engine, EngineStopped
 from jaxserve.iteration import SamplerVariant
 from jaxserve.request import FinishReason, InvalidRequest, QueueFull, Request, SamplingParams
 from tests.fixtures.tiny import BLOOM, CONFIG, VOCAB, make_engine, opinionated
+from tests.fixtures.traffic import Answers, run, traffic
 
 
 @pytest.fixture(scope="module")
 def params():
     """Random weights, large enough that the model has opinions."""
     return opinionated(0)
-
-
-class Answers:
-    """A sink that keeps what each request was given."""
-
-    def __init__(self) -> None:
-        self.tokens: dict[str, list[int]] = {}
-        self.logprobs: dict[str, list[float]] = {}
-        self.reasons: dict[str, FinishReason] = {}
-        self.calls = 0
-
-    def __call__(self, events) -> None:
-        self.calls += 1
-        for event in events:
-            self.tokens.setdefault(event.request_id, []).extend(event.token_ids)
-            self.logprobs.setdefault(event.request_id, []).extend(event.logprobs)
-            if event.finish_reason is not None:
-                assert event.request_id not in self.reasons
-                self.reasons[event.request_id] = event.finish_reason
-
-
-def run(engine: Engine, arrivals: list[tuple[int, Request]]) -> Answers:
-    """Submits each request before the step of its number and steps until all is done."""
-    answers, step = Answers(), 0
-    arrivals = sorted(arrivals, key=lambda pair: pair[0])
-    while arrivals or engine.load().running or engine.load().waiting:
-        while arrivals and arrivals[0][0] <= step:
-            engine.submit(arrivals.pop(0)[1], answers)
-        engine.step()
-        step += 1
-        assert step < 20_000
-    while engine.step():  # the iteration that was ahead
-        pass
-    return answers
-
-
-def traffic(count: int) -> list[tuple[int, Request]]:
-    """Requests of unlike lengths, parameters and arrivals, half of them behind one of three shared prefixes."""
-    rng = random.Random(7)
-    prefixes = [tuple(rng.randrange(3, VOCAB) for _ in range(length)) for length in (8, 17, 30)]
-    arrivals, step = [], 0
-    for index in range(count):
-        step += rng.choice((0, 0, 1, 3))
-        prompt = tuple(rng.randrange(3, VOCAB) for _ in range(rng.randint(1, 24)))
-        if index % 2:
-            prompt = rng.choice(prefixes) + prompt
-        sampling = SamplingParams(
-            max_tokens=rng.randint(1, 40),
-            temperature=rng.choice((0.0, 0.0, 0.7, 1.0)),
-            top_p=rng.choice((1.0, 0.9)),
-            top_k=rng.choice((0, 5)),
-            repetition_penalty=rng.choice((1.0, 1.0, 1.3)),
-            frequency_penalty=rng.choice((0.0, 0.5)),
-            seed=rng.getrandbits(63),
-            ignore_eos=rng.random() < 0.5,
-        )
-        request = Request(request_id=str(index), prompt=prompt, sampling=sampling, arrival=float(index))
-        arrivals.append((step, request))
-    return arrivals
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,229 @@
+"""One process, many devices: the same answers however a model is laid out, and programs that do no needless work."""
+
+import re
+from collections import Counter
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve import models, startup, weights
+from jaxserve.config import EngineConfig
+from jaxserve.engine import Engine
+from jaxserve.iteration import SamplerVariant
+from jaxserve.lowering import StagePrograms
+from jaxserve.request import Request, SamplingParams
+from tests.fixtures import parity
+from tests.fixtures.tiny import VOCAB
+from tests.fixtures.traffic import Answers, run, traffic
+
+SIZES = {"vocab_size": 104, "hidden_size": 32, "n_embd": 32, "n_head": 8, "n_positions": 96, "eos_token_id": 2}
+CONFIG = EngineConfig(max_rows=4, block_size=4, buckets=(12,), max_context=96)
+SLOTS = {"grow": 160, "reserve": 320}
+REQUESTS = 40
+LAYOUTS = [(tensor, stages) for tensor in (1, 2, 4, 8) for stages in range(1, 9) if 1 < tensor * stages <= 8]
+assert SIZES["vocab_size"] >= VOCAB  # of the traffic
+
+
+def config_of(family: str, num_layers: int) -> models.ModelConfig:
+    return models.parse_config({"model_type": family, "n_layer": num_layers, **SIZES})
+
+
+def settings(policy: str, tensor: int = 1, stages: int = 1, layers_per_stage=None) -> EngineConfig:
+    changes = {"slots": SLOTS[policy], "slot_policy": policy, "tensor": tensor, "stages": stages}
+    fields = {name: getattr(CONFIG, name) for name in EngineConfig.__dataclass_fields__}
+    return EngineConfig(**{**fields, **changes, "layers_per_stage": layers_per_stage})
+
+
+@cache
+def params_of(family: str, num_layers: int):
+    """Random weights, large enough that the model prefers some tokens to others."""
+    tree = models.build(config_of(family, num_layers)).init(0, jnp.float32)
+    return jax.tree.map(lambda leaf: leaf * 4 if leaf.ndim > 1 else leaf, tree)
+
+
+def make(family: str, num_layers: int, config: EngineConfig) -> Engine:
+    return Engine.from_params(config_of(family, num_layers), params_of(family, num_layers), config)
+
+
+@cache
+def alone(family: str, num_layers: int) -> Answers:
+    """What one device answers."""
+    return run(make(family, num_layers, settings("reserve")), traffic(REQUESTS, scored=True))
+
+
+def check_same(engine: Engine, family: str, num_layers: int) -> None:
+    expected, answers = alone(family, num_layers), run(engine, traffic(REQUESTS, scored=True))
+    load = engine.load()
+    assert load.compiled_after_ready == 0
+    assert load.slots_used == 0
+    assert load.cached_tokens > 0
+    different = [name for name, tokens in expected.tokens.items() if answers.tokens[name] != tokens]
+    assert len(different) <= REQUESTS // 40  # a draw or a choice within a hair of the next
+    for name, tokens in expected.tokens.items():
+        pairs = zip(tokens, answers.tokens[name], strict=name not in different)
+        same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(tokens))
+        np.testing.assert_allclose(answers.logprobs[name][:same], expected.logprobs[name][:same], atol=1e-4)
+        np.testing.assert_allclose(answers.prompt_logprobs[name], expected.prompt_logprobs[name], atol=1e-4)
+        if name not in different:
+            assert answers.reasons[name] == expected.reasons[name]
+
+
+@pytest.fixture(scope="module")
+def six() -> Engine:
+    """Three stages of two devices."""
+    return make("bloom", 4, settings("grow", 2, 3, (1, 1, 2)))
+
+
+def test_three_stages_of_two_devices_answer_as_one_device(six) -> None:
+    check_same(six, "bloom", 4)
+
+
+def test_two_stages_of_four_devices_answer_as_one_device() -> None:
+    check_same(make("gpt2", 3, settings("reserve", 4, 2)), "gpt2", 3)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("policy", SLOTS)
+@pytest.mark.parametrize("family", ["bloom", "gpt2"])
+@pytest.mark.parametrize(("tensor", "stages"), LAYOUTS)
+def test_every_layout_of_eight_devices_answers_as_one(family, policy, tensor, stages) -> None:
+    check_same(make(family, 8, settings(policy, tensor, stages)), family, 8)
+
+
+def lowered(family: str, tensor: int = 1, stages: int = 1, num_layers: int = 2, **changes) -> list[StagePrograms]:
+    """The stages' programs; nothing is on a device."""
+    config = models.parse_config({"model_type": family, "n_layer": num_layers, **SIZES, **changes})
+    return startup.stage_programs(settings("grow", tensor, stages), models.build(config))[0]
+
+
+def collectives(compiled: jax.stages.Compiled) -> list[tuple[str, str]]:
+    """Kind and result of every collective of a program."""
+    kinds = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute|collective-broadcast"
+    return re.findall(rf"= (\S+?)(?:\{{[\d,]*\}})? ({kinds})(?:-start)?\(", compiled.as_text() or "")
+
+
+@pytest.mark.parametrize(("family", "bucket"), [("bloom", 12), ("gpt2", 256)])
+def test_a_layer_needs_two_all_reduces_and_nothing_is_gathered_but_logits(family, bucket) -> None:
+    (stage,) = lowered(family, tensor=2)
+    compiled = stage.lower_forward(bucket, 2048).compile()
+    found = Counter(kind for _, kind in collectives(compiled))
+    assert found == {"all-reduce": 2 * 2 + 1, "all-gather": 1}  # one more for the tokens' embeddings
+    (gathered,) = [shape for shape, kind in collectives(compiled) if kind == "all-gather"]
+    assert gathered == f"f32[4,{SIZES['vocab_size']}]"
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    pool = sum(leaf.size // 2 * leaf.dtype.itemsize for leaf in jax.tree.leaves(stage.pool(2048)))
+    assert memory.alias_size_in_bytes >= pool
+    assert memory.temp_size_in_bytes < pool / 2
+
+
+def test_a_stage_in_the_middle_gathers_nothing() -> None:
+    middle = lowered("bloom", tensor=2, stages=3, num_layers=3)[1]
+    assert Counter(kind for _, kind in collectives(middle.lower_forward(12, 64).compile())) == {"all-reduce": 2}
+
+
+def test_scoring_and_choosing_gather_no_weights() -> None:
+    (stage,) = lowered("gpt2", tensor=2, num_layers=1, vocab_size=20_000)
+    for shape, _ in collectives(stage.lower_score(12).compile()):
+        assert "20000" not in shape
+        assert "10000" not in shape
+    assert not collectives(stage.lower_choose(4, SamplerVariant.FULL).compile())
+
+
+def test_a_stage_holds_its_layers_and_no_more(six) -> None:
+    stages = six._pipeline.stages
+    assert [sorted(stage.params["layers"]) for stage in stages] == [[0], [1], [2, 3]]
+    assert [sorted(stage.params) for stage in stages] == [["embed", "layers"], ["layers"], ["embed", "head", "layers"]]
+    assert sorted(stages[2].params["embed"]) == ["tokens"]  # the head; the embedding's norm is the first stage's
+    for index, stage in enumerate(stages):
+        mine = set(jax.devices()[2 * index : 2 * index + 2])
+        for leaf in jax.tree.leaves((stage.params, stage.pool)):
+            assert set(leaf.devices()) == mine
+        kernel = stage.params["layers"][index]["up"]["kernel"]
+        assert kernel.addressable_shards[0].data.shape == (64, 32)
+        for leaf in jax.tree.leaves(stage.pool):
+            assert leaf.addressable_shards[0].data.size * 2 == leaf.size
+            assert leaf.shape[0] * CONFIG.block_size == SLOTS["grow"] * len(stage.params["layers"])
+    assert six.report.layers_per_stage == (1, 1, 2)
+    whole = sum(leaf.nbytes for leaf in jax.tree.leaves(params_of("bloom", 4)))
+    assert whole < six.report.weight_bytes < 1.3 * whole  # the token table twice; norms and some biases on both devices
+
+
+@pytest.mark.parametrize("saved", ["hugging face", "orbax"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_checkpoints_are_read_to_where_they_are_used(tied, saved, tmp_path) -> None:
+    family = "bloom" if tied else "gpt2"
+    entries = {"model_type": family, "n_layer": 3, "tie_word_embeddings": tied, **SIZES}
+    path = parity.write_checkpoint(tmp_path / "model", entries, parity.draw(entries, 0))
+    model = models.build(weights.read_config(path))
+    whole = weights.load(path, model, jnp.dtype("float32"))
+    if saved == "orbax":
+        weights.convert(path, tmp_path / "saved")
+        path = tmp_path / "saved"
+    stages, _ = startup.stage_programs(EngineConfig(tensor=2, stages=2, dtype="float32"), model)
+    params = weights.load(path, model, jnp.dtype("float32"), place=startup.placement(stages))
+    for stage in stages:
+        part = model.part(params, stage.layers)
+        expected = jax.tree.leaves(model.part(whole, stage.layers))
+        for wanted, leaf, value in zip(jax.tree.leaves(stage.params()), jax.tree.leaves(part), expected, strict=True):
+            np.testing.assert_array_equal(leaf, value)
+            is_table = model.config.tie_embeddings and leaf.shape[0] == model.config.vocab_size
+            assert leaf.sharding == wanted.sharding or (is_table and stage.is_last)
+
+
+def test_four_iterations_are_in_flight_and_tokens_go_back_when_they_are_known(six, monkeypatch) -> None:
+    pipeline, order = six._pipeline, []
+    landed = len(pipeline._landed)
+
+    def note(what, call, *args):
+        result = call(*args)
+        order.append(what)
+        return result
+
+    for owner, name in ((pipeline, "launch"), (pipeline, "wait"), (pipeline.stages[0], "feed")):
+        monkeypatch.setattr(owner, name, partial(note, name, getattr(owner, name)))
+    sampling = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+    requests = [(0, Request(request_id=str(i), prompt=(5, 6, 7 + i), sampling=sampling)) for i in range(16)]
+    run(six, requests)
+    in_flight = most = 0
+    for what in order:
+        if what == "feed":
+            landed -= 1
+        elif what == "launch":
+            assert landed == 0  # what has landed was fed first, and nothing else
+            in_flight += 1
+            most = max(most, in_flight)
+        else:
+            in_flight -= 1
+            landed += 1
+    assert most == 4
+
+
+def test_new_weights_reach_every_stage(six) -> None:
+    other = jax.tree.map(lambda leaf: np.asarray(leaf) + 1, params_of("bloom", 4))
+    six.update_params(other)
+    for stage in six._pipeline.stages:
+        expected = jax.tree.leaves(stage.programs.model.part(other, stage.programs.layers))
+        for leaf, value, wanted in zip(
+            jax.tree.leaves(stage.params), expected, jax.tree.leaves(stage.programs.params()), strict=True
+        ):
+            np.testing.assert_array_equal(leaf, value)
+            assert leaf.sharding == wanted.sharding
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tensor": 3}, r"axis 'heads' of size 8 does not divide over mesh axis 'tensor' of size 3"),
+        ({"tensor": 4, "stages": 3}, r"3 stages of 4 devices are 12 devices; there are 8 \(XLA_FLAGS=.*=12"),
+        ({"stages": 4}, r"stages is 4; it must be at least 1 and at most 3, the number of layers"),
+        ({"stages": 2, "layers_per_stage": (3, 1)}, r"layers_per_stage is 3,1, which are 4 layers; the model has 3"),
+        ({"stages": 3, "layers_per_stage": (1, 2)}, r"layers_per_stage is 1,2, which are 2 stages; stages is 3"),
+    ],
+)
+def test_layouts_that_cannot_be_are_refused_before_a_weight_is_read(changes, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        startup.stage_programs(EngineConfig(**changes), models.build(config_of("bloom", 3)))
