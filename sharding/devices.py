@@ -112,7 +112,8 @@ class Topology:
     shape: tuple[int, ...]
 
     def __str__(self) -> str:
-        return f"{self.device.name}:{'x'.join(map(str, self.shape))}"
+        sizes = self.shape[1:] if self.device.platform == "gpu" and self.shape[0] == 1 else self.shape
+        return f"{self.device.name}:{'x'.join(map(str, sizes))}"
 
     @property
     def num_devices(self) -> int:
