@@ -99,6 +99,10 @@ def _spec(family: str, file: str | None) -> Any:
     return default if file in (None, "default") else spec.read(file, default)
 
 
+def _label(file: str | None) -> str:
+    return "default" if file is None else Path(file).name
+
+
 def _plan(args: argparse.Namespace, whatif: WhatIf, out: Console) -> dict[str, Any]:
     import dataclasses
 
@@ -114,7 +118,7 @@ def _plan(args: argparse.Namespace, whatif: WhatIf, out: Console) -> dict[str, A
         ]
         if not args.json:
             out.print(f"[bold]{report.headline(plan)}[/bold]")
-            differences.show(plan, other, (args.sharding or "default", args.against), out)
+            differences.show(plan, other, (_label(args.sharding), _label(args.against)), out)
     elif not args.json:
         report.show(plan, out)
     if args.compile:

@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 
@@ -181,8 +181,7 @@ def unforeseen(
     stage: StagePrograms, exchanges: Sequence[Exchange], predicted: Mapping[str, int] | None
 ) -> Iterator[str]:
     """What goes over links and was not predicted."""
-    every = parts.grouped(parts.parts_of(stage).values())
-    whole = {_arrangement(part.shape): part.name for part in every if len(part.shape) > 1}
+    whole = _kernels(stage, "shape")
     counts: Counter[str] = Counter()
     for each in exchanges:
         counts[each.kind] += each.times
@@ -198,7 +197,7 @@ def unforeseen(
 
 def copies(stage: StagePrograms, text: str, n_blocks: int) -> Iterator[str]:
     """Copies of the pool of keys or values, or of a kernel or a table."""
-    weights = {_arrangement(part.local): part.name for part in parts.grouped(parts.parts_of(stage).values())}
+    weights = _kernels(stage, "local")
     n_blocks *= len(stage.layers)
     pool = jax.tree.leaves(stage.shape.backend.pool(stage.shape.attention, n_blocks))
     pools = {(math.prod(leaf.shape), 8 * leaf.dtype.itemsize) for leaf in pool}
@@ -219,6 +218,16 @@ def copies(stage: StagePrograms, text: str, n_blocks: int) -> Iterator[str]:
     for (what, name, nbytes, loop), count in found.items():
         where = " inside a loop, each time it turns" if loop else ""
         yield f"{count} x copy of {what} as {name} ({nbytes / 2**20:.1f} MiB){where}"
+
+
+def _kernels(stage: StagePrograms, which: Literal["shape", "local"]) -> dict[tuple[int, ...], str]:
+    """Names of the kernels and tables of each size, transposed or not."""
+    names: dict[tuple[int, ...], str] = {}
+    for part in parts.grouped(parts.parts_of(stage).values()):
+        if len(part.shape) > 1:
+            sizes = _arrangement(getattr(part, which))
+            names[sizes] = f"{names[sizes]} or {part.name}" if sizes in names else part.name
+    return names
 
 
 def _sizes(array: str) -> tuple[int, ...]:

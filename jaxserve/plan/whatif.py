@@ -10,7 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxserve import attention, buckets, models, naming
+from jaxserve import attention, buckets, models, naming, weights
 from jaxserve.config import EngineConfig
 from jaxserve.lowering import StagePrograms
 from jaxserve.models.schema import ModelConfig
@@ -95,8 +95,11 @@ def programs(whatif: WhatIf, devices: Sequence[Any] | None = None) -> tuple[Stag
     else:
         meshes = mesh.make_meshes(engine.tensor, engine.stages, devices)
     model, dtype = model_of(config), jnp.dtype(whatif.dtype)
-    names = {name: axes for name, _, axes, _ in naming.parameters(model, dtype)}
-    whatif.spec.check_names(meshes[0], names)
+    parameters = list(naming.parameters(model, dtype))
+    whatif.spec.check_names(meshes[0], {name: axes for name, _, axes, _ in parameters})
+    place = weights.on_mesh(model, meshes[0], whatif.spec)
+    for name, shape, axes, _ in parameters:
+        place(name, shape.shape, axes)
     backend, shape, _ = attention.select(
         config,
         meshes[0],

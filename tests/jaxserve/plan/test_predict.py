@@ -82,8 +82,8 @@ def test_what_a_single_layer_has_otherwise_is_told_apart():
     [
         (
             named("bloom-176b", "v5p:2x4x4", tensor=32),
-            r"axis 'heads' of size 112 does not divide over mesh axis 'tensor' of size 32; it does for tensor = "
-            r"1, 2, 4, 7, 8, 14, 16, 28, 56, 112, or padded to 128, 14% more",
+            r"layers.0.out.kernel: axis 'heads' of size 112 does not divide over mesh axis 'tensor' of size 32; "
+            r"it does for tensor = 1, 2, 4, 7, 8, 14, 16, 28, 56, 112, or padded to 128, 14% more",
         ),
         (
             named("gpt2", "h200:8", tensor=2),
