@@ -11,7 +11,8 @@ from jaxserve.plan.parts import Part
 
 
 def predict(stage: StagePrograms, parts: Mapping[str, Part]) -> tuple[Collective, ...] | None:
-    """The collectives of one iteration of a stage; None where "embed" is split, which leaves the compiler a choice.
+    """The collectives of one iteration of a stage; None where the spec leaves the compiler a choice of them, by splitting
+    "embed" or the hidden states between the layers.
 
     A matmul whose summed axis is split leaves partial sums: one all-reduce of its result. A look-up in a table whose
     rows are split is a sum as well. What is split where the next one needs it whole is gathered; what is whole where
@@ -20,7 +21,7 @@ def predict(stage: StagePrograms, parts: Mapping[str, Part]) -> tuple[Collective
     Args:
       parts: the stage's parameters by name.
     """
-    if any(part.split("embed") for part in parts.values()):
+    if any(part.split("embed") for part in parts.values()) or any(stage.spec.activations.values()):
         return None
     config, item = stage.model.config, stage.shape.attention.dtype.itemsize
     hidden, heads = config.hidden_size * item, config.num_heads * config.head_dim * item

@@ -74,7 +74,7 @@ def show(plan: Plan, out: Console) -> None:
                 size(carried(plan, each, bucket)),
             )
     if any(stage.collectives is None for stage in plan.stages):
-        out.print('\nCollectives: "embed" is split, which leaves the compiler a choice; --compile shows what it takes')
+        out.print('\nCollectives: to split "embed" or activations leaves the compiler a choice; --compile shows it')
     elif table.row_count:
         _section(out, f"Collectives, each over {whatif.engine.tensor} devices", table)
     else:

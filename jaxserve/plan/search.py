@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from jaxserve.plan.whatif import WhatIf, model_of
 from sharding.spec import PADDABLE, ShardingSpec
 
 _POINT = ("rows", "milliseconds", "tokens_per_second")
+_TOO_LARGE = "the weights do not fit"
 _SHOWN = 20  # of the ranking
 
 
@@ -59,34 +61,34 @@ def search(whatif: WhatIf, progress: Callable[[str, int, int], None]) -> tuple[l
       (candidates, the fastest first; why others were left out -> how many).
     """
     questions = list(_questions(whatif))
-    found, left_out = [], dict[str, int]()
+    parameters = jax.tree.leaves(model_of(whatif.config).shapes(jnp.dtype(whatif.dtype)))
+    weights = ITEMSIZE[whatif.dtype] * sum(leaf.size for leaf in parameters)
+    found, left_out = [], Counter[str]()
     for done, (question, rules) in enumerate(questions):
         progress("searching", done, len(questions))
+        if weights > question.engine.tensor * question.engine.stages * whatif.topology.device.memory:
+            left_out[_TOO_LARGE] += 1  # known without laying them out
+            continue
         try:
             plan = predict(question)
         except ValueError as problem:
-            reason = _kind(str(problem))
-            left_out[reason] = left_out.get(reason, 0) + 1
+            left_out[_kind(str(problem))] += 1
             continue
         points = tuple(_points(plan))
         if points:
             found.append(Candidate(plan=plan, rules=rules, points=points))
         else:
-            left_out["no slots for a single row"] = left_out.get("no slots for a single row", 0) + 1
+            left_out["no slots for a single row"] += 1
     progress("searching", len(questions), len(questions))
-    return sorted(found, key=lambda each: -each.tokens_per_second), left_out
+    return sorted(found, key=lambda each: -each.tokens_per_second), dict(left_out)
 
 
 def _questions(whatif: WhatIf) -> Iterator[tuple[WhatIf, str]]:
     devices, rows = whatif.topology.num_devices, whatif.engine.max_rows
-    model = model_of(whatif.config)
-    counts, itemsize = model.axis_sizes(), ITEMSIZE[whatif.dtype]
-    weights = itemsize * sum(leaf.size for leaf in jax.tree.leaves(model.shapes(jnp.dtype(whatif.dtype))))
+    counts = model_of(whatif.config).axis_sizes()
     ladder = {rows, whatif.buckets[-1], *(1 << power for power in range(rows.bit_length()))}
     for tensor, stages in itertools.product(range(1, devices + 1), repeat=2):
         if devices % (tensor * stages) or stages > whatif.config.num_layers:
-            continue
-        if weights > tensor * stages * whatif.topology.device.memory:  # whatever the spec
             continue
         engine = dataclasses.replace(
             whatif.engine, tensor=tensor, stages=stages, layers_per_stage=None, buckets=tuple(sorted(ladder))
@@ -208,7 +210,7 @@ def _kind(problem: str) -> str:
     """The kind of an error, to count by."""
     for sign, kind in (
         ("does not divide", "a size does not divide"),
-        ("the weights take", "the weights do not fit"),
+        ("the weights take", _TOO_LARGE),
         ("no room for keys", "no room for keys and values"),
     ):
         if sign in problem:
