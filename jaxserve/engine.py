@@ -25,6 +25,7 @@ from jaxserve.request import FinishReason, InvalidRequest, QueueFull, Request, T
 from jaxserve.request_state import check_fits
 from jaxserve.stage import Progress
 from jaxserve.streaming import Sink
+from jaxserve.timeline import Timeline
 from jaxserve.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
@@ -357,6 +358,10 @@ class Engine:
     def record(self, recorder: Callable[[IterationRecord], None]) -> None:
         """Has `recorder` called on the engine's thread after every iteration."""
         self._recorders.append(recorder)
+
+    def timeline(self) -> Timeline:
+        """What each stage does, watched in a `with` block, and a trace of it afterwards."""
+        return Timeline(self._pipeline)
 
     def generate(self, prompts: Sequence[str | Sequence[int]], **sampling: Any) -> list[Completion]:
         """Generates for every prompt (text or token ids) and waits for all of them.

@@ -9,7 +9,7 @@ run, and is written to its history there before the row's next iteration.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -19,6 +19,9 @@ from jaxserve.iteration import IterationPlan, IterationResult
 from jaxserve.models import Model, Params
 from jaxserve.programs import StageShape
 from jaxserve.stage import Launched, StageRunner, wait
+
+# Called after a launch with the plan and an output of each stage, which is there when the stage has run.
+Watcher = Callable[[IterationPlan, Sequence[jax.Array]], None]
 
 
 class _Fed(NamedTuple):
@@ -41,6 +44,7 @@ class Pipeline:
         self.stages = tuple(stages)
         self._in_flight: deque[_InFlight] = deque()
         self._landed: list[_Fed] = []
+        self.watchers: list[Watcher] = []
 
     @property
     def model(self) -> Model:
@@ -95,6 +99,8 @@ class Pipeline:
         if first is not last and launched.chosen is not None:
             fed = _Fed(outs[0].chunks, first.receive(launched.chosen))
         self._in_flight.append(_InFlight(plan, launched, fed))
+        for watcher in self.watchers:
+            watcher(plan, [out.hidden for out in outs])
 
     def wait(self) -> tuple[IterationPlan, IterationResult]:
         """Blocks until the oldest iteration has run, and takes its answers."""

@@ -99,7 +99,7 @@ class StageRunner:
         with ThreadPoolExecutor(_COMPILE_THREADS) as threads:
             for done, _ in enumerate(threads.map(lambda job: job(), jobs), start=1):
                 progress("compiling", done, len(jobs))
-        _give_back_memory()
+                _give_back_memory()
         self.pool = kv_cache.allocate(programs.pool(n_blocks))
 
     def _compile_forward(self, bucket: int, n_blocks: int) -> None:
@@ -173,7 +173,7 @@ def wait(launched: Launched) -> IterationResult:
 
 
 def _give_back_memory() -> None:
-    """Returns what compiling has freed to the system, where the C library can: the pool takes its place."""
+    """Returns what compiling has freed to the system, where the C library can."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

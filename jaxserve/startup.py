@@ -77,14 +77,14 @@ def from_checkpoint(path: str | Path, config: EngineConfig, progress: Progress) 
     tokenizer = Tokenizer.from_directory(path)
     programs, reason = stage_programs(config, model)
     params = weights.load(path, model, _compute_dtype(config), place=placement(programs), progress=progress)
-    return _start(config, programs, reason, params, progress, time.perf_counter() - started), tokenizer
+    return start(config, programs, reason, params, progress, time.perf_counter() - started), tokenizer
 
 
 def from_params(model_config: ModelConfig, params: Any, config: EngineConfig, progress: Progress) -> Started:
     """Compiles every program for weights in memory (see `Engine.from_params`)."""
     model = models.build(model_config)
     check_tree(model.shapes(_compute_dtype(config)), params)
-    return _start(config, *stage_programs(config, model), params, progress, 0.0)
+    return start(config, *stage_programs(config, model), params, progress, 0.0)
 
 
 def check_tree(expected: Any, params: Any) -> None:
@@ -146,7 +146,7 @@ def placement(programs: Sequence[StagePrograms]) -> weights.Place:
     return lambda name, _shape, _axes: shardings[name]
 
 
-def _start(
+def start(
     config: EngineConfig,
     programs: Sequence[StagePrograms],
     attention_reason: str,
@@ -154,6 +154,13 @@ def _start(
     progress: Progress,
     load_seconds: float,
 ) -> Started:
+    """Places the weights, compiles every program and measures the buckets.
+
+    Args:
+      programs / attention_reason: what `stage_programs` returned.
+      params: wherever they are.
+      load_seconds: what reading them took, for the report.
+    """
     if config.compilation_cache is not None:
         jax.config.update("jax_compilation_cache_dir", config.compilation_cache)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

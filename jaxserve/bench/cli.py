@@ -1,4 +1,4 @@
-"""The command line of the benchmarks: `jaxserve bench offline | serve | step | host | peers`."""
+"""The command line of the benchmarks: `jaxserve bench offline | serve | step | host | stages | peers`."""
 
 from __future__ import annotations
 
@@ -35,6 +35,10 @@ decodes mixed with a prompt."""
 _HOST = """\
 Measures the host's work for an iteration (schedule, pack, launch, complete) on a model so small that little else is
 left, with few and with very many requests waiting."""
+_STAGES = """\
+Serves a tiny model whose attention sleeps in 1, 2, 4, ... stages of one virtual CPU device each, and compares their
+iterations a second: stages that sleep at the same time show that they work at the same time, on as few cores as there
+are. Needs a C++ compiler."""
 _PEERS = """\
 Times our step against transformers and llama.cpp on the same random-weight checkpoint, in the same dtype, one process
 at a time and in turn, after checking their outputs against ours. Each peer gets a Python environment of its own, which
@@ -57,6 +61,7 @@ def add_arguments(
     offline = _command(commands, "offline", "all requests at once, in this process", _OFFLINE, _run_offline)
     _add_model_flags(offline)
     _add_workload_flags(offline)
+    _add_timeline_flag(offline)
     add_engine_flags(offline)
     offline.set_defaults(max_rows=8)
 
@@ -93,6 +98,17 @@ def add_arguments(
     )
     host.add_argument("--iterations", type=_positive, default=300, metavar="N", help="(default: %(default)s)")
     add_engine_flags(host)
+
+    stages = _command(commands, "stages", "whether stages work at the same time", _STAGES, _run_stages)
+    stages.add_argument(
+        "--counts", type=_integers, default=[1, 2, 4], metavar="N,...", help="numbers of stages (default: 1,2,4)"
+    )
+    stages.add_argument(
+        "--sleep", type=float, default=40.0, metavar="MS", help="sleep of an iteration in all (default: %(default)g)"
+    )
+    stages.add_argument("--iterations", type=_positive, default=200, metavar="N", help="(default: %(default)s)")
+    _add_timeline_flag(stages)
+    add_engine_flags(stages)
 
     peers = _command(commands, "peers", "our step against other engines'", _PEERS, _run_peers)
     _add_model_flags(peers)
@@ -159,6 +175,12 @@ def _add_workload_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_timeline_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--timeline", type=Path, metavar="FILE", help="write when each stage ran which iteration, for ui.perfetto.dev"
+    )
+
+
 def _add_step_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("steps")
     group.add_argument("--steps", type=_positive, default=20, metavar="N", help="of each case (default: %(default)s)")
@@ -184,7 +206,7 @@ def _run_offline(args: argparse.Namespace) -> int:
         vocab_size=model_config.vocab_size,
         seed=args.seed,
     )
-    return offline.run(model, config, workload, _schedulers(args, config), args.out, _console())
+    return offline.run(model, config, workload, _schedulers(args, config), args.timeline, args.out, _console())
 
 
 def _run_serve(args: argparse.Namespace) -> int:
@@ -237,6 +259,13 @@ def _run_host(args: argparse.Namespace) -> int:
     if args.quick:
         rows, waiting, iterations = [4], [0, 20], 20
     return host.run(rows, waiting, iterations, args.engine_config(args), args.out, _console())
+
+
+def _run_stages(args: argparse.Namespace) -> int:
+    from jaxserve.bench import stages
+
+    counts, sleep, iterations = ([1, 2], 4.0, 20) if args.quick else (args.counts, args.sleep, args.iterations)
+    return stages.run(counts, sleep, iterations, args.engine_config(args), args.timeline, args.out, _console())
 
 
 def _run_peers(args: argparse.Namespace) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import queue
@@ -45,10 +46,14 @@ def run(
     config: EngineConfig,
     workload: Workload,
     schedulers: Sequence[SchedulerName],
+    timeline: Path | None,
     out: Path,
     console: Console,
 ) -> int:
     """`jaxserve bench offline`: serves the workload once for each scheduler, and prints, plots and writes the result.
+
+    Args:
+      timeline: where the trace of the last engine goes.
 
     Returns:
       The exit code: 1 when a request failed.
@@ -59,7 +64,10 @@ def run(
         for name in schedulers:
             engine = make_engine(model, dataclasses.replace(config, scheduler=name), bars)
             load.fit(workload, engine.max_context)
-            runs.append(serve_all(engine, workload, name, bars))
+            with engine.timeline() if timeline else contextlib.nullcontext() as seen:
+                runs.append(serve_all(engine, workload, name, bars))
+            if timeline and seen:
+                seen.write(timeline)
             del engine  # its memory, before the next one takes as much
             gc.collect()
     bucket_ms = mean_costs([run.bucket_ms for run in runs])
