@@ -106,7 +106,7 @@ def _label(file: str | None) -> str:
 def _plan(args: argparse.Namespace, whatif: WhatIf, out: Console) -> dict[str, Any]:
     import dataclasses
 
-    from jaxserve.plan import compiled, differences, page, report
+    from jaxserve.plan import compiled, differences, page, report, targets
     from jaxserve.plan.predict import predict
 
     plan, stages, answers = predict(whatif), (), {}
@@ -123,7 +123,7 @@ def _plan(args: argparse.Namespace, whatif: WhatIf, out: Console) -> dict[str, A
         report.show(plan, out)
     if args.compile:
         with starting() as progress:
-            stages = compiled.compile_stages(plan, compiled.topology_devices(whatif.topology), progress)
+            stages = compiled.compile_stages(plan, targets.devices_of(whatif.topology), progress)
         if not args.json:
             report.show_compiled(plan, stages, out)
     answers = report.as_json(plan, stages) | answers

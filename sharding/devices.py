@@ -2,12 +2,12 @@
 
 Peaks are the makers' figures for dense arithmetic, per JAX device, links counted in one direction. Sources:
 
-* TPU: the pages "TPU v4", "TPU v5e", "TPU v5p", "TPU v6e" and "TPU7x" of docs.cloud.google.com/tpu/docs. They give the
-  inter-chip interconnect (ICI) in both directions and over all ports, here it is halved. Float32 at full precision takes
-  six bfloat16 passes. A TPU7x chip is two devices, each half of it; the link between the halves is six ICI links wide.
-* GPU: NVIDIA's datasheets of A100 SXM (40 and 80 GB), H100 SXM and H200 SXM. NVLink is 600 GB/s (A100) and 900 GB/s
-  (H100, H200) in both directions. Float32 is without TF32. Between machines there is one network card a GPU, of 200 Gb/s
-  (A100) or 400 Gb/s, as in NVIDIA's DGX machines and the 1.6 Tb/s of Orca (OSDI'22, section 6).
+* TPU: the pages "TPU v4", "TPU v5e", "TPU v5p", "TPU v6e" and "TPU7x" of docs.cloud.google.com/tpu/docs. They give
+  the inter-chip interconnect (ICI) in both directions and over all ports; here it is halved. Float32 at full precision
+  takes six bfloat16 passes. A TPU7x chip is two devices, each half of it; the link between them is six ICI links wide.
+* GPU: NVIDIA's datasheets of A100 SXM (40 and 80 GB), H100 SXM and H200 SXM; memory as their drivers report it. NVLink
+  is 600 GB/s (A100) and 900 GB/s (H100, H200) in both directions. Float32 is without TF32. Between machines there is
+  one network card a GPU, of 200 Gb/s (A100) or 400 Gb/s, as in DGX machines and in Orca's (OSDI'22, section 6).
 """
 
 from __future__ import annotations
@@ -72,12 +72,12 @@ def _tpu(
 
 
 def _gpu(name: str, *, bf16: float, f32: float, memory: float, bandwidth: float, nvlink: float, nic: float) -> Device:
-    """Tera-operations a second, GB, and GB a second; `nvlink` in both directions, `nic` in one."""
+    """Tera-operations a second, GiB, and GB a second; `nvlink` in both directions, `nic` in one."""
     return Device(
         name=name,
         platform="gpu",
         flops={"bfloat16": bf16 * _TERA, "float32": f32 * _TERA, "int8": 2 * bf16 * _TERA},
-        memory=int(memory * _GB),
+        memory=int(memory * _GIB),
         bandwidth=bandwidth * _GB,
         link=nvlink * _GB / 2,
         network=nic * _GB,
@@ -85,16 +85,15 @@ def _gpu(name: str, *, bf16: float, f32: float, memory: float, bandwidth: float,
     )
 
 
-# The drivers of these GPUs show 40 and 80 GiB, and 141 GB.
 _DEVICES = (
     _tpu("v4", bf16=275, int8=275, memory=32, bandwidth=1200, ici=600, torus=3),
     _tpu("v5e", bf16=197, int8=393, memory=16, bandwidth=819, ici=400, torus=2),
     _tpu("v5p", bf16=459, int8=918, memory=95, bandwidth=2765, ici=1200, torus=3),
     _tpu("v6e", bf16=918, int8=1836, memory=32, bandwidth=1638, ici=800, torus=2),
     _tpu("tpu7x", bf16=2307, int8=2307, memory=192, bandwidth=7380, ici=1200, torus=3, devices=2),
-    _gpu("a100-40g", bf16=312, f32=19.5, memory=40 * 1.073741824, bandwidth=1555, nvlink=600, nic=25),
-    _gpu("a100-80g", bf16=312, f32=19.5, memory=80 * 1.073741824, bandwidth=2039, nvlink=600, nic=25),
-    _gpu("h100", bf16=989, f32=67, memory=80 * 1.073741824, bandwidth=3350, nvlink=900, nic=50),
+    _gpu("a100-40g", bf16=312, f32=19.5, memory=39.4, bandwidth=1555, nvlink=600, nic=25),
+    _gpu("a100-80g", bf16=312, f32=19.5, memory=79.2, bandwidth=2039, nvlink=600, nic=25),
+    _gpu("h100", bf16=989, f32=67, memory=79.1, bandwidth=3350, nvlink=900, nic=50),
     _gpu("h200", bf16=989, f32=67, memory=141, bandwidth=4800, nvlink=900, nic=50),
 )
 DEVICES: Mapping[str, Device] = {device.name: device for device in _DEVICES}

@@ -11,8 +11,9 @@ from jaxserve.plan.parts import Part
 
 
 def predict(stage: StagePrograms, parts: Mapping[str, Part]) -> tuple[Collective, ...] | None:
-    """The collectives of one iteration of a stage; None where the spec leaves the compiler a choice of them, by splitting
-    "embed" or the hidden states between the layers.
+    """The collectives of one iteration of a stage; None where the spec leaves the compiler a choice of them.
+
+    It does by splitting "embed" or the hidden states between the layers.
 
     A matmul whose summed axis is split leaves partial sums: one all-reduce of its result. A look-up in a table whose
     rows are split is a sum as well. What is split where the next one needs it whole is gathered; what is whole where

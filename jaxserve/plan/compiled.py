@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 import time
 from collections import Counter
@@ -16,8 +15,8 @@ import jax
 from jaxserve.lowering import StagePrograms
 from jaxserve.plan import parts
 from jaxserve.plan.predict import Plan
+from jaxserve.plan.targets import compiler_options
 from jaxserve.plan.whatif import WhatIf, programs
-from sharding.devices import Topology
 
 Progress = Callable[[str, int, int], None]
 
@@ -81,28 +80,6 @@ def predicted_counts(plan: Plan, stage: int) -> dict[str, int] | None:
     return dict(counts)
 
 
-def topology_devices(topology: Topology) -> Sequence[Any]:
-    """The devices of a topology, to compile for. Raises ValueError where what compiles for them is not installed."""
-    from jax.experimental import topologies
-
-    shape, device = topology.shape, topology.device
-    try:
-        if device.platform == "tpu":
-            os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # no metadata server: this is no TPU machine
-            os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-            options: dict[str, Any] = {"chip_config_name": "megacore"} if device.name == "v4" else {}
-            if min(shape[:2]) == 1:
-                options["chips_per_host_bounds"] = [1, 1, 1]
-            name = f"{device.name}:{'x'.join(map(str, shape))}"
-            return topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices
-        raise NotImplementedError(f"compiling for {device.platform} without a device")
-    except Exception as problem:
-        raise ValueError(
-            f"cannot compile for {topology}: {str(problem).splitlines()[0]}. TPUs need the libtpu that belongs to this "
-            f"jax: pip install 'jax[tpu]=={jax.__version__}'"
-        ) from problem
-
-
 def compile_stages(plan: Plan, devices: Sequence[Any], progress: Progress) -> tuple[CompiledStage, ...]:
     """Compiles the largest bucket of each stage for devices; stages that compile alike are compiled once.
 
@@ -126,7 +103,9 @@ def _compile(plan: Plan, index: int, stage: StagePrograms, whatif: WhatIf) -> Co
     bucket = whatif.buckets[-1]
     started = time.perf_counter()
     try:
-        program = stage.lower_forward(bucket, plan.slots // plan.block_size).compile()
+        program = stage.lower_forward(bucket, plan.slots // plan.block_size).compile(
+            compiler_options(stage.mesh.devices.flat[0].platform)
+        )
     except RuntimeError as problem:
         raise ValueError(f"stage {index} does not compile: {str(problem).splitlines()[0]}") from problem
     seconds = time.perf_counter() - started
