@@ -34,6 +34,7 @@ class EngineConfig:
       tensor: devices that share each layer (tensor or intra-layer parallelism), the same number in every stage.
       stages: parts that the layers are cut into, each on devices of its own (pipeline or inter-layer parallelism).
       layers_per_stage: how many layers each stage owns; None cuts as evenly as can be.
+      sharding: a TOML file that changes the family's default sharding (`sharding.spec.read`); None changes nothing.
       compilation_cache: folder of the persistent compilation cache; None keeps none.
     """
 
@@ -54,6 +55,7 @@ class EngineConfig:
     tensor: int = 1
     stages: int = 1
     layers_per_stage: tuple[int, ...] | None = None
+    sharding: str | None = None
     compilation_cache: str | None = None
 
     def __post_init__(self) -> None:

@@ -79,6 +79,12 @@ class StagePrograms:
         """What passes over a link: [T, H]."""
         return self._whole((bucket, self.model.config.hidden_size), self.shape.attention.dtype)
 
+    def between_layers(self, bucket: int) -> NamedSharding:
+        """The sharding of hidden states [T, H] between the layers. Raises ValueError where they do not divide."""
+        axes, shape = ("tokens", "embed"), self.hidden(bucket).shape
+        name = f"hidden states of {bucket} tokens"
+        return NamedSharding(self.mesh, self.spec.resolve(axes, shape, self.mesh, name=name, section="activations"))
+
     def lower_forward(self, bucket: int, n_blocks: int) -> Lowered:
         """One iteration of the stage's layers; arguments (params, pool, tables, history, packed, x)."""
         layout, state, pool = self.shape.layout(bucket), self.state(), self.pool(n_blocks)
@@ -90,7 +96,18 @@ class StagePrograms:
             self.mesh,
             self.spec,
         )
-        step = partial(forward, self.model, self.shape, self.layers, self.looped, make_attend, layout, n_blocks)
+        between = partial(jax.lax.with_sharding_constraint, shardings=self.between_layers(bucket))
+        step = partial(
+            forward,
+            self.model,
+            self.shape,
+            self.layers,
+            self.looped,
+            make_attend,
+            between if self.spec.activations else None,
+            layout,
+            n_blocks,
+        )
         kept = jax.tree.map(lambda leaf: leaf.sharding, pool)
         rest = self.everywhere
         return jax.jit(step, donate_argnums=(1, 2), out_shardings=Forward._make((kept, *[rest] * 5))).lower(

@@ -84,6 +84,7 @@ def forward(
     layers: range,
     looped: bool,
     make_attend: Callable[[Any, int, Any], Attend],
+    between: Callable[[jax.Array], jax.Array] | None,
     layout: BatchLayout,
     n_blocks: int,
     params: Any,
@@ -98,6 +99,7 @@ def forward(
     Args:
       looped: whether the layers are one loop (`Model.layers`).
       make_attend: what `backend.prepare` made of the iteration, a layer and its first block -> the layer's attention.
+      between: what becomes of hidden states [T, H] between the layers.
       n_blocks: blocks of the pool that each layer has.
       history: of the first stage and the last.
       x: [T, H] the hidden states that the stage before left; None for the first, which embeds the tokens.
@@ -112,7 +114,7 @@ def forward(
         layer = layers[0] if looped else layers[index]  # looped layers differ in nothing but their weights
         return make_attend(meta, layer, index * n_blocks)
 
-    x, pool = model.layers(params, layers, x, view.attention.positions, attend, pool, looped=looped)
+    x, pool = model.layers(params, layers, x, view.attention.positions, attend, pool, looped=looped, between=between)
     if layers.stop < model.config.num_layers:
         return Forward(pool, tables, view.chunks, x, None, None)
     last = jnp.maximum(view.attention.query_offsets[1:] - 1, 0)  # [C]

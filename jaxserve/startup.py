@@ -23,6 +23,7 @@ from jaxserve.slots import SlotPool
 from jaxserve.stage import Progress, StageRunner
 from jaxserve.tokenizer import Tokenizer
 from sharding import mesh, specs, stages
+from sharding.spec import read as read_spec
 
 _DEFAULT_CONTEXT = 2048  # of models without a limit of their own
 
@@ -110,6 +111,8 @@ def stage_programs(config: EngineConfig, model: models.Model) -> tuple[list[Stag
     layers = stages.split(model.config.num_layers, config.stages, config.layers_per_stage)
     meshes = mesh.make_meshes(config.tensor, config.stages)
     spec = specs.default(model.config.family)
+    if config.sharding is not None:
+        spec = read_spec(config.sharding, spec)
     spec.check_names(meshes[0], {name: axes for name, _, axes, _ in naming.parameters(model, dtype)})
     backend, shape, reason = attention.select(
         model.config,
@@ -133,6 +136,8 @@ def stage_programs(config: EngineConfig, model: models.Model) -> tuple[list[Stag
         StagePrograms(model=model, shape=stage_shape, layers=owned, mesh=devices, spec=spec)
         for owned, devices in zip(layers, meshes, strict=True)
     ]
+    for bucket in _bucket_sizes(config):
+        programs[0].between_layers(bucket)
     return programs, reason
 
 
@@ -168,7 +173,7 @@ def start(
     started = time.perf_counter()
     model, shape = programs[0].model, programs[0].shape
     device = programs[0].mesh.devices.flat[0]
-    sizes = config.buckets or buckets.default_sizes(config.max_rows, config.token_budget)
+    sizes = _bucket_sizes(config)
     runners = [StageRunner(stage, params, sizes) for stage in programs]
     n_blocks = min(_pool_blocks(config, runner) for runner in runners)
     for runner in runners:
@@ -215,6 +220,10 @@ def _bytes_held(tree: Any) -> int:
         len(leaf.devices()) * math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(tree)
     )
+
+
+def _bucket_sizes(config: EngineConfig) -> tuple[int, ...]:
+    return config.buckets or buckets.default_sizes(config.max_rows, config.token_budget)
 
 
 def _compute_dtype(config: EngineConfig) -> jnp.dtype:

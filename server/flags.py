@@ -112,6 +112,9 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         help="how many layers each stage owns (default: as even as can be)",
     )
     group.add_argument(
+        "--sharding", metavar="FILE.toml", help="changes to how the model family is split over the T devices"
+    )
+    group.add_argument(
         "--compilation-cache",
         metavar="DIR|off",
         default=str(default_compilation_cache()),
@@ -139,6 +142,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         tensor=args.tensor,
         stages=args.stages,
         layers_per_stage=args.layers_per_stage,
+        sharding=args.sharding,
         compilation_cache=None if args.compilation_cache == "off" else args.compilation_cache,
     )
 

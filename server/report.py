@@ -70,7 +70,7 @@ def show(report: StartupReport, *, model: str) -> None:
     facts = Table.grid(padding=(0, 2))
     for name, value in (
         ("model", f"{model} ({report.family}, {_count(report.parameters)} parameters, {report.dtype})"),
-        ("device", f"{report.device} ({report.platform})"),
+        ("device", f"{report.device} ({report.platform}){_layout(report)}"),
         ("attention", f"{report.attention}: {report.attention_reason}"),
         ("memory", f"weights {_bytes(report.weight_bytes)}, pool {_bytes(report.pool_bytes)}"),
         ("slots", f"{report.slots:,} in blocks of {report.block_size}"),
@@ -87,6 +87,15 @@ def show(report: StartupReport, *, model: str) -> None:
             str(cost.size), f"{cost.compile_seconds:.2f}", f"{cost.milliseconds:.2f}", f"{cost.tokens_per_second:,.0f}"
         )
     out.print(table)
+
+
+def _layout(report: StartupReport) -> str:
+    """How several devices share the layers."""
+    layers = report.layers_per_stage
+    if len(layers) == 1:
+        return f", {report.tensor} for each layer" if report.tensor > 1 else ""
+    each = f"{report.tensor} device{'s' * (report.tensor > 1)}"
+    return f", {len(layers)} stages of {each} with {', '.join(map(str, layers))} layers"
 
 
 def _count(number: int) -> str:

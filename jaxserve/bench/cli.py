@@ -109,6 +109,7 @@ def add_arguments(
     stages.add_argument("--iterations", type=_positive, default=200, metavar="N", help="(default: %(default)s)")
     _add_timeline_flag(stages)
     add_engine_flags(stages)
+    stages.set_defaults(max_rows=4)
 
     peers = _command(commands, "peers", "our step against other engines'", _PEERS, _run_peers)
     _add_model_flags(peers)

@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import dataclasses
 import shutil
+import statistics
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxserve import models, startup
-from jaxserve.bench import machine, report
+from jaxserve.bench import machine, report, shapes
 from jaxserve.bench.progress import Bars
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
@@ -29,6 +30,7 @@ from pallas_kernels.api import Backend
 
 TARGET = 0.85  # of as many times the throughput of one stage as there are stages
 _PLATFORM = "cpu"
+_WINDOW = 15  # iterations that are timed together
 _TARGET_NAME = "jaxserve_sleep"
 _SOURCE = """\
 #include <chrono>
@@ -71,7 +73,7 @@ class Overlap:
     """What was measured of one number of stages.
 
     Attributes:
-      iterations_per_second: from the end of the first to the end of the last.
+      iterations_per_second: in the median of windows of some iterations, for a machine that has other things to do.
       asleep: share of that time that each stage slept, on average: the rest is bubbles and what is not sleep.
     """
 
@@ -97,31 +99,48 @@ def compile_sleep() -> str | None:
     return None
 
 
-def make_engine(stages: int, num_layers: int, milliseconds: float, config: EngineConfig, bars: Bars) -> Engine:
+def make_engine(
+    stages: int, num_layers: int, milliseconds: float, iterations: int, config: EngineConfig, bars: Bars
+) -> Engine:
     """An engine in whose layers attention sleeps; an iteration sleeps `milliseconds` in all of them together."""
-    entries = {"model_type": "gpt2", "vocab_size": 64, "n_embd": 16, "n_head": 2, "n_positions": 64}
-    model = models.build(models.parse_config({**entries, "n_layer": num_layers}))
-    programs, reason = startup.stage_programs(dataclasses.replace(config, stages=stages), model)
-    shape = programs[0].shape
-    backend = Sleeping(inner=shape.backend, microseconds=round(1e3 * milliseconds / num_layers))
-    shape = dataclasses.replace(shape, backend=backend)
+    rows = _plans(stages) * config.max_rows
+    settings = dataclasses.replace(
+        config,
+        dtype="float32",
+        stages=stages,
+        layers_per_stage=None,
+        scoring=False,
+        buckets=(config.max_rows,),
+        block_size=16,
+        max_context=iterations + 16,
+        slots=rows * (iterations + 32),
+    )
+    model = models.build(models.parse_config({**shapes.SHAPES["tiny"], "n_layer": num_layers}))
+    programs, reason = startup.stage_programs(settings, model)
+    backend = Sleeping(inner=programs[0].shape.backend, microseconds=round(1e3 * milliseconds / num_layers))
+    shape = dataclasses.replace(programs[0].shape, backend=backend)
     programs = [dataclasses.replace(stage, shape=shape) for stage in programs]
-    settings = dataclasses.replace(config, stages=stages)
     params = model.init(0, jnp.float32)
     return Engine(settings, startup.start(settings, programs, reason, params, bars, 0.0), None)
+
+
+def _plans(stages: int) -> int:
+    """Plans of disjoint rows that are in flight."""
+    return 1 if stages == 1 else stages + 1
 
 
 def measure(engine: Engine, milliseconds: float, iterations: int) -> Overlap:
     """Decodes with every row of every plan in flight busy."""
     stages, records = len(engine.report.layers_per_stage), []
-    plans = 1 if stages == 1 else stages + 1
+    plans = _plans(stages)
     sampling = SamplingParams(max_tokens=max(2, iterations // plans), temperature=0.0, ignore_eos=True)
     engine.record(records.append)
     for row in range(plans * engine.config.max_rows):
-        engine.submit(Request(request_id=str(row), prompt=(1 + row,), sampling=sampling), lambda _: None)
+        engine.submit(Request(request_id=str(row), prompt=(1 + row % 100,), sampling=sampling), lambda _: None)
     while engine.step():
         pass
-    per_second = (len(records) - 1) / (records[-1].finished_at - records[0].finished_at)
+    ends = [record.finished_at for record in records]
+    per_second = _WINDOW / statistics.median(end - start for start, end in zip(ends, ends[_WINDOW:], strict=False))
     return Overlap(stages=stages, iterations_per_second=per_second, asleep=per_second * 1e-3 * milliseconds / stages)
 
 
@@ -142,11 +161,11 @@ def run(
     results = []
     with Bars() as bars:
         for count in counts:
-            engine = make_engine(count, counts[-1], milliseconds, config, bars)
+            engine = make_engine(count, counts[-1], milliseconds, iterations, config, bars)
             with engine.timeline() as seen:
                 results.append(measure(engine, milliseconds, iterations))
-    if timeline is not None:
-        seen.write(timeline)
+            if timeline is not None:  # the most stages come last
+                seen.write(timeline)
     table = Table(title=f"iterations that sleep {milliseconds:g} ms in all stages together", title_justify="left")
     for column in ("stages", "iterations/s", "against one stage", "target", "", "each stage asleep"):
         table.add_column(column, justify="right")

@@ -88,6 +88,7 @@ class Model:
         cache: Any,
         *,
         looped: bool,
+        between: Callable[[jax.Array], jax.Array] | None = None,
     ) -> tuple[jax.Array, Any]:
         """Layers in a row: x [T, H], positions int32[T] -> ([T, H], cache as the last `attend` returned it).
 
@@ -95,6 +96,7 @@ class Model:
           attend: the attention of a layer, by its place among these; that is an int32[] where they are looped over.
           looped: one loop over the layers, compiled once, rather than all of them in a row. The program is a sixth of
             the size and as fast on a CPU; accelerators would wait for the branch to each layer's kernels.
+          between: applied to x before each layer, of several in a row.
         """
         if looped:
             weights = layers.varying([params["layers"][i] for i in which])
@@ -106,7 +108,7 @@ class Model:
                     (x, cache),
                 )
         for place, i in enumerate(which):
-            x, cache = self.layer(params, i, x, positions, attend(place), cache)
+            x, cache = self.layer(params, i, x if between is None else between(x), positions, attend(place), cache)
         return x, cache
 
     def layer(
