@@ -36,7 +36,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of `jaxserve plan`."""
     parser.add_argument("--model", required=True, metavar="NAME|FILE|DIR", help="name, config.json or checkpoint")
     parser.add_argument("--topology", required=True, metavar="v5p:2x2x4", help="devices")
-    parser.add_argument("--sharding", metavar="FILE", help="TOML file that changes the family's sharding spec")
     parser.add_argument("--replicas", type=int, metavar="R", default=1, help="copies of the whole (default: 1)")
     parser.add_argument(
         "--context",
