@@ -15,6 +15,8 @@ import jax.numpy as jnp
 from jaxserve.request import MAX_LOGPROBS
 from jaxserve.selection import largest
 
+LogitsTile = Callable[[jax.Array | int, int], jax.Array]
+
 
 class _Running(NamedTuple):
     """What is known of each position's logits after some tiles, all [T] but the last two [T, K]."""
@@ -27,7 +29,7 @@ class _Running(NamedTuple):
 
 
 def score(
-    logits_tile: Callable[[jax.Array | int, int], jax.Array],
+    logits_tile: LogitsTile,
     vocab: int,
     tile: int,
     next_tokens: jax.Array,

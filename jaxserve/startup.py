@@ -77,7 +77,7 @@ def from_checkpoint(path: str | Path, config: EngineConfig, progress: Progress) 
     model = models.build(weights.read_config(path))
     tokenizer = Tokenizer.from_directory(path)
     programs, reason = stage_programs(config, model)
-    params = weights.load(path, model, _compute_dtype(config), place=placement(programs), progress=progress)
+    params = weights.load(path, programs[0].model, _compute_dtype(config), place=placement(programs), progress=progress)
     return start(config, programs, reason, params, progress, time.perf_counter() - started), tokenizer
 
 
@@ -114,8 +114,11 @@ def stage_programs(config: EngineConfig, model: models.Model) -> tuple[list[Stag
     if config.sharding is not None:
         spec = read_spec(config.sharding, spec)
     spec.check_names(meshes[0], {name: axes for name, _, axes, _ in naming.parameters(model, dtype)})
+    counts = model.axis_sizes()
+    if (padded := spec.padded(counts, meshes[0].shape)) != counts:
+        model = models.build(model.config, padded)
     backend, shape, reason = attention.select(
-        model.config,
+        model.held,
         meshes[0],
         spec,
         name=config.attention,
@@ -190,7 +193,7 @@ def start(
         mode=config.scheduler,
         n_stages=config.stages,
     )
-    leaves = jax.tree.leaves(pipeline.params)
+    leaves = jax.tree.leaves(model.unpadded.shapes(shape.attention.dtype))
     report = StartupReport(
         device=device.device_kind,
         platform=device.platform,
