@@ -64,9 +64,17 @@ def free_bytes(device: Any) -> int:
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:
         return int(stats["bytes_limit"] * ACCELERATOR_SHARE) - stats["bytes_in_use"]
+    return int(_available() * _CPU_SHARE)
+
+
+def weight_room(device: Any, devices: int) -> int:
+    """Bytes that weights may take of each of so many devices like this; virtual ones share the memory of their CPU."""
+    return _available() // devices if device.platform == "cpu" else free_bytes(device)
+
+
+def _available() -> int:
     with open("/proc/meminfo") as file:
-        available = next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
-    return int(available * _CPU_SHARE)
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
 
 
 def fitting_blocks(free: int, temporaries: int, bytes_a_block: int, wanted: int) -> int:

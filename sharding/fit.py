@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Protocol
 
 from sharding.spec import pattern
 
 _NAMED = 3  # parameters that an error names
 
 
-class Held(NamedTuple):
+class Held(Protocol):
     """A parameter as each device holds it.
 
     Attributes:
@@ -20,10 +20,14 @@ class Held(NamedTuple):
       whole: whether that is all of it.
     """
 
-    name: str
-    axes: tuple[str, ...]
-    nbytes: int
-    whole: bool
+    @property
+    def name(self) -> str: ...
+    @property
+    def axes(self) -> tuple[str, ...]: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def whole(self) -> bool: ...
 
 
 def check_weights(parameters: Iterable[Held], free: int, device: str) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from jaxserve import kv_cache
 from jaxserve.lowering import StagePrograms
+from jaxserve.parts import Part
 from jaxserve.plan.cost import Collective
-from jaxserve.plan.parts import Part
 
 
 def predict(stage: StagePrograms, parts: Mapping[str, Part]) -> tuple[Collective, ...] | None:
@@ -24,7 +24,7 @@ def predict(stage: StagePrograms, parts: Mapping[str, Part]) -> tuple[Collective
     """
     if any(part.split("embed") for part in parts.values()) or any(stage.spec.activations.values()):
         return None
-    config, item = stage.model.config, stage.shape.attention.dtype.itemsize
+    config, item = stage.model.held, stage.shape.attention.dtype.itemsize
     hidden, heads = config.hidden_size * item, config.num_heads * config.head_dim * item
     keys = config.num_kv_heads * config.head_dim * item
     pool_split = kv_cache.head_parts(stage.mesh, stage.spec) > 1

@@ -12,8 +12,8 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 
+from jaxserve import parts
 from jaxserve.lowering import StagePrograms
-from jaxserve.plan import parts
 from jaxserve.plan.predict import Plan
 from jaxserve.plan.targets import compiler_options
 from jaxserve.plan.whatif import WhatIf, programs

@@ -11,11 +11,11 @@ import jax
 
 from jaxserve import kv_cache
 from jaxserve.lowering import StagePrograms
+from jaxserve.parts import Part, grouped, parts_of
 from jaxserve.plan import collectives, cost
 from jaxserve.plan.cost import Collective, Seconds, StageLoad
-from jaxserve.plan.parts import Part, grouped, parts_of
 from jaxserve.plan.whatif import WhatIf, model_of, programs
-from sharding.fit import Held, check_weights
+from sharding.fit import check_weights
 
 REQUEST = 2048  # tokens of the requests that slots are counted in
 
@@ -149,7 +149,7 @@ def activation_bytes(stage: StagePrograms, parts: Mapping[str, Part], bucket: in
     Hidden states in, out and between, the widest inner state in float32 with its rounded copy, and, in the last stage,
     the logits in part and whole.
     """
-    config, attention = stage.model.config, stage.shape.attention
+    config, attention = stage.model.held, stage.shape.attention
     inner = max(part.local[0] for name, part in parts.items() if name.startswith("layers.") and len(part.local) == 2)
     item = attention.dtype.itemsize
     tokens = bucket * (3 * config.hidden_size * item + inner * (4 + item))
@@ -161,8 +161,7 @@ def activation_bytes(stage: StagePrograms, parts: Mapping[str, Part], bucket: in
 
 def _held(stage: StagePrograms, usable: int, whatif: WhatIf) -> StagePlan:
     parts = parts_of(stage)
-    held = [Held(part.name, part.axes, part.nbytes, part.local == part.shape) for part in parts.values()]
-    check_weights(held, usable, f"{whatif.topology.device.name} device")
+    check_weights(parts.values(), usable, f"{whatif.topology.device.name} device")
     attention = stage.shape.attention
     block = kv_cache.block_bytes(stage.shape.backend, attention, len(stage.layers))
     sent = collectives.predict(stage, parts)

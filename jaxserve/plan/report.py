@@ -10,10 +10,10 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from jaxserve.parts import Part
 from jaxserve.plan import cost
 from jaxserve.plan.compiled import CompiledStage
 from jaxserve.plan.cost import Collective
-from jaxserve.plan.parts import Part
 from jaxserve.plan.predict import REQUEST, Plan, StagePlan
 from sharding.spec import ShardingSpec
 

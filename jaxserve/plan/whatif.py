@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,16 +9,14 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxserve import attention, buckets, models, naming, weights
+from jaxserve import models
 from jaxserve.config import EngineConfig
+from jaxserve.layout import bucket_sizes, lay_out, max_context
 from jaxserve.lowering import StagePrograms
 from jaxserve.models.schema import ModelConfig
-from jaxserve.programs import StageShape
-from sharding import mesh, stages
+from sharding import mesh
 from sharding.devices import Topology
 from sharding.spec import ShardingSpec
-
-_DEFAULT_CONTEXT = 2048
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,12 +46,12 @@ class WhatIf:
     @property
     def max_context(self) -> int:
         """Most tokens of a request."""
-        return self.engine.max_context or self.config.max_position or _DEFAULT_CONTEXT
+        return max_context(self.engine, self.config)
 
     @property
     def buckets(self) -> tuple[int, ...]:
         """Token counts that are compiled."""
-        return self.engine.buckets or buckets.default_sizes(self.engine.max_rows, self.engine.token_budget)
+        return bucket_sizes(self.engine)
 
     def check_devices(self) -> None:
         """Raises ValueError where there are fewer devices than the stages ask for."""
@@ -77,8 +74,8 @@ def model_of(config: ModelConfig) -> models.Model:
     return models.build(config)
 
 
-def programs(whatif: WhatIf, devices: Sequence[Any] | None = None) -> tuple[StagePrograms, ...]:
-    """The programs of each stage.
+def programs(whatif: WhatIf, devices: Sequence[Any] | None = None) -> list[StagePrograms]:
+    """The programs of each stage, as the engine would lay them out.
 
     Args:
       devices: of a topology; None for devices that need not exist, which is enough for shapes and shardings.
@@ -87,45 +84,10 @@ def programs(whatif: WhatIf, devices: Sequence[Any] | None = None) -> tuple[Stag
       ValueError: layers, devices, sharding, context or attention do not go together.
     """
     whatif.check_devices()
-    engine, config = whatif.engine, _padded(whatif)
-    layers = stages.split(config.num_layers, engine.stages, engine.layers_per_stage)
-    meshes: tuple[Any, ...]
+    engine, platform = whatif.engine, whatif.topology.device.platform
     if devices is None:
-        meshes = (mesh.abstract(engine.tensor),) * engine.stages
+        meshes: Sequence[Any] = (mesh.abstract(engine.tensor),) * engine.stages
     else:
         meshes = mesh.make_meshes(engine.tensor, engine.stages, devices)
-    model, dtype = model_of(config), jnp.dtype(whatif.dtype)
-    parameters = list(naming.parameters(model, dtype))
-    whatif.spec.check_names(meshes[0], {name: axes for name, _, axes, _ in parameters})
-    place = weights.on_mesh(model, meshes[0], whatif.spec)
-    for name, shape, axes, _ in parameters:
-        place(name, shape.shape, axes)
-    backend, shape, _ = attention.select(
-        config,
-        meshes[0],
-        whatif.spec,
-        name=engine.attention,
-        dtype=dtype,
-        block_size=engine.block_size,
-        max_context=whatif.max_context,
-        platform=whatif.topology.device.platform,
-    )
-    stage_shape = StageShape(
-        max_rows=engine.max_rows,
-        n_rows=engine.max_rows * (1 if engine.stages == 1 else engine.stages + 1),
-        max_context=whatif.max_context,
-        attention=shape,
-        backend=backend,
-        scoring=engine.scoring,
-    )
-    return tuple(
-        StagePrograms(model=model, shape=stage_shape, layers=owned, mesh=each, spec=whatif.spec)
-        for owned, each in zip(layers, meshes, strict=True)
-    )
-
-
-def _padded(whatif: WhatIf) -> ModelConfig:
-    """The configuration of the padded model: right in its sizes, which is all that a plan looks at."""
-    fields = {"heads": ("num_heads", "num_kv_heads"), "vocab": ("vocab_size",), "ffn": ("ffn_size",)}
-    changed = {field: held for axis, (_, held) in whatif.padding().items() for field in fields[axis]}
-    return dataclasses.replace(whatif.config, **changed)
+    model, dtype = model_of(whatif.config), jnp.dtype(whatif.dtype)
+    return lay_out(engine, model, meshes, whatif.spec, dtype=dtype, platform=platform)[0]

@@ -1,10 +1,21 @@
 """Weights that are more than a device has room for."""
 
+from typing import NamedTuple
+
 import pytest
 
-from sharding.fit import Held, check_weights
+from sharding.fit import check_weights
 
 MIB = 2**20
+
+
+class Held(NamedTuple):
+    name: str
+    axes: tuple[str, ...]
+    nbytes: int
+    whole: bool
+
+
 SPLIT = [
     Held("embed.tokens.table", ("vocab", "embed"), 8 * MIB, False),
     Held("layers.0.up.kernel", ("ffn", "embed"), 4 * MIB, False),

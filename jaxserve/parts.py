@@ -35,6 +35,11 @@ class Part:
     local: tuple[int, ...]
     nbytes: int
 
+    @property
+    def whole(self) -> bool:
+        """Whether each device holds all of it."""
+        return self.local == self.shape
+
     def split(self, axis: str) -> bool:
         """Whether a logical axis of it is split over devices."""
         return any(
