@@ -12,7 +12,7 @@ from rich.text import Text
 
 from jaxserve.parts import Part
 from jaxserve.plan import cost
-from jaxserve.plan.compiled import CompiledStage
+from jaxserve.plan.compiled import CompiledStage, predicted_counts
 from jaxserve.plan.cost import Collective
 from jaxserve.plan.predict import REQUEST, Plan, StagePlan
 from sharding.spec import ShardingSpec
@@ -22,76 +22,72 @@ _STEPS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 def show(plan: Plan, out: Console) -> None:
     """Prints everything that is predicted."""
-    whatif, device = plan.whatif, plan.whatif.topology.device
     out.print(f"[bold]{headline(plan)}[/bold]")
-    for line in spec_lines(whatif.spec):
+    for line in spec_lines(plan.whatif.spec):
         out.print(f"  {escape(line)}")
     for axis, (count, held) in plan.padding.items():
         out.print(f"  {axis} {count:,} is padded to {held:,}, {100 * (held - count) / count:.2g}% more")
+    _show_parameters(plan, out)
+    _show_memory(plan, out)
+    _show_collectives(plan, out)
+    _show_iterations(plan, out)
+    out.print(bottleneck(plan))
 
+
+def _show_parameters(plan: Plan, out: Console) -> None:
     table = _table("parameter", "count", "logical axes", "PartitionSpec", "shape", "on each device", "bytes each")
     for part in {part.name: part for stage in plan.stages for part in stage.parts}.values():
         count = sum(each.count for stage in plan.stages for each in stage.parts if each.name == part.name)
-        table.add_row(
-            part.name,
-            str(count),
-            ", ".join(part.axes),
-            partition(part),
-            shape(part.shape),
-            shape(part.local),
-            size(part.nbytes),
-        )
+        sizes = (partition(part), shape(part.shape), shape(part.local), size(part.nbytes))
+        table.add_row(part.name, str(count), ", ".join(part.axes), *sizes)
     _section(out, "Parameters", table)
 
+
+def _show_memory(plan: Plan, out: Console) -> None:
+    tensor, replicas = plan.whatif.engine.tensor, plan.whatif.replicas
     table = _table("stage", "devices", "layers", "weights", "pool", "activations", "row state", "free", "in use")
     for index, stage in enumerate(plan.stages):
-        first = index * whatif.engine.tensor
         table.add_row(
             str(index),
-            f"{first}-{first + whatif.engine.tensor - 1}",
+            f"{index * tensor}-{(index + 1) * tensor - 1}",
             f"{stage.layers[0]}-{stage.layers[1] - 1}",
             *(size(each) for each in (stage.weights, stage.pool, stage.activations, stage.state, stage.free)),
             f"{100 * stage.total / plan.memory[0]:.1f}%",
         )
     title = f"Memory of each device: {size(plan.memory[0])}, of which {size(plan.memory[1])} may be used"
     _section(out, title, table)
-    out.print(
-        f"{plan.slots:,} slots in blocks of {plan.block_size} fit: {plan.requests:,} requests of {REQUEST:,} tokens"
-        + (f", in each of {whatif.replicas} replicas" if whatif.replicas > 1 else "")
-    )
+    each_one = f", in each of {replicas} replicas" if replicas > 1 else ""
+    fit = f"{plan.requests:,} requests of {REQUEST:,} tokens{each_one}"
+    out.print(f"{plan.slots:,} slots in blocks of {plan.block_size} fit: {fit}")
 
+
+def _show_collectives(plan: Plan, out: Console) -> None:
     bucket = plan.buckets[-1].tokens
     table = _table("stage", "after", "collective", "each iteration", "each layer", f"bytes each (bucket {bucket})")
     for index, stage in enumerate(plan.stages):
         for each in stage.collectives or ():
             a_layer = each.times // (stage.layers[1] - stage.layers[0]) if each.what.startswith("layers") else 0
-            table.add_row(
-                str(index),
-                each.what,
-                each.kind,
-                str(each.times),
-                str(a_layer or "-"),
-                size(carried(plan, each, bucket)),
-            )
+            nbytes = size(carried(plan, each, bucket))
+            table.add_row(str(index), each.what, each.kind, str(each.times), str(a_layer or "-"), nbytes)
     if any(stage.collectives is None for stage in plan.stages):
         out.print('\nCollectives: to split "embed" or activations leaves the compiler a choice; --compile shows it')
     elif table.row_count:
-        _section(out, f"Collectives, each over {whatif.engine.tensor} devices", table)
+        _section(out, f"Collectives, each over {plan.whatif.engine.tensor} devices", table)
     else:
         out.print("\nNo collectives: no stage has more than one device")
 
+
+def _show_iterations(plan: Plan, out: Console) -> None:
+    whatif, device = plan.whatif, plan.whatif.topology.device
     table = _table(
         "bucket", "decodes", "prompt tokens", "ms", "tokens/s", "compute", "memory", "links", "overhead", "bound by"
     )
     for each in plan.buckets:
-        slowest = each.stages[each.slowest]
         table.add_row(
-            str(each.tokens),
-            str(each.decodes),
-            str(each.tokens - each.decodes),
+            *(str(count) for count in (each.tokens, each.decodes, each.tokens - each.decodes)),
             f"{each.milliseconds:.2f}",
             f"{each.tokens_per_second:,.0f}",
-            *(f"{1e3 * seconds:.2f}" for seconds in slowest),
+            *(f"{1e3 * seconds:.2f}" for seconds in each.stages[each.slowest]),
             Text(each.bottleneck, "bold"),
         )
     _section(out, f"Iterations: decodes at context {whatif.context:,}, then prompts; ms of the slowest stage", table)
@@ -101,26 +97,24 @@ def show(plan: Plan, out: Console) -> None:
         f"{whatif.topology.group_bandwidth(whatif.engine.tensor) / 1e9:,.0f} GB/s links, one after the other, and "
         f"{1e6 * cost.LAYER_SECONDS[device.platform]:.0f} us a layer"
     )
-    out.print(bottleneck(plan))
 
 
 def show_compiled(plan: Plan, stages: Sequence[CompiledStage], out: Console) -> None:
     """Prints the compiled programs next to the prediction; what was not foreseen in red."""
     table = _table("stage", "", "predicted", "compiled", "difference")
     for index, (stage, compiled) in enumerate(zip(plan.stages, stages, strict=True)):
-        beside = stage.activations
         for name, predicted, found in (
             ("bytes of each device", stage.total, compiled.total),
-            ("temporaries", beside, compiled.temporaries),
+            ("temporaries", stage.activations, compiled.temporaries),
         ):
-            table.add_row(str(index), name, size(predicted), size(found), f"{100 * (predicted / found - 1):+.1f}%")
-        counts = {} if stage.collectives is None else _counts(stage.collectives)
-        for kind in dict.fromkeys([*counts, *compiled.counts()]):
-            before = "-" if stage.collectives is None else str(counts.get(kind, 0))
+            apart = f"{100 * (predicted / found - 1):+.1f}%" if found else ""
+            table.add_row(str(index), name, size(predicted), size(found), apart)
+        counts = predicted_counts(plan, index)
+        for kind in dict.fromkeys([*(counts or {}), *compiled.counts()]):
+            before = "-" if counts is None else str(counts.get(kind, 0))
             table.add_row(str(index), kind, before, str(compiled.counts().get(kind, 0)), "")
-    _section(
-        out, f"Compiled, bucket {stages[0].bucket} ({sum({id(s): s.seconds for s in stages}.values()):.0f} s)", table
-    )
+    seconds = sum({id(stage): stage.seconds for stage in stages}.values())  # stages alike are compiled once
+    _section(out, f"Compiled, bucket {stages[0].bucket} ({seconds:.0f} s)", table)
     for index, compiled in enumerate(stages):
         for each in compiled.collectives:
             out.print(escape(f"  stage {index}: {each.times} x {each.kind} of {each.arrays}, {size(each.nbytes)} each"))
@@ -265,13 +259,6 @@ def size(nbytes: int) -> str:
         if abs(nbytes) >= step:
             return f"{nbytes / step:.2f} {unit}"
     return f"{nbytes} B"
-
-
-def _counts(collectives: Sequence[Collective]) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for each in collectives:
-        counts[each.kind] = counts.get(each.kind, 0) + each.times
-    return counts
 
 
 def _table(*columns: str) -> Table:
