@@ -258,7 +258,7 @@ def test_new_weights_reach_every_stage(six) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tensor": 3}, r"axis 'heads' of size 8 does not divide over mesh axis 'tensor' of size 3"),
+        ({"tensor": 3}, r"axis 'vocab' of size 104 does not divide over mesh axis 'tensor' of size 3"),
         (
             {"tensor": 4, "stages": 3},
             r"tensor 4 times stages 3 is 12, more devices than there are: 8 \(XLA_FLAGS=.*=12",
