@@ -32,7 +32,7 @@ COMBINATIONS = {
     "pool whole": question(BLOOM, replace(B, pool={"heads": None}), tensor=4),
     "one matmul whole": question(BLOOM, replace(B, parameters={"layers.*.out.*": {"heads": None}}), tensor=4),
     "one layer whole": question(BLOOM, replace(B, parameters={"layers.1.*": {"ffn": None}}), tensor=4),
-    "heads padded": question(BLOOM | {"n_head": 16, "hidden_size": 96}, replace(B, pad=frozenset({"heads"})), tensor=3),
+    "heads padded": question(BLOOM | {"n_head": 6, "hidden_size": 96}, replace(B, pad=frozenset({"heads"})), tensor=4),
     "vocabulary padded": question(BLOOM | {"vocab_size": 1022}, replace(B, pad=frozenset({"vocab"})), tensor=4),
     "positions split": question(GPT2, rules(G, positions="tensor"), tensor=4),
 }
