@@ -69,6 +69,8 @@ class Engine:
         self._stopping = False
         self._failure: BaseException | None = None
         self._iterations = self._prompt_tokens = self._generated_tokens = self._cached_tokens = 0
+        self._host_seconds = self._bucket_seconds = self._padding_seconds = 0.0
+        self._bucket_cost = {cost.size: cost.milliseconds / 1000 for cost in self.report.buckets}
         self._compiled_after_ready = 0
 
     @classmethod
@@ -167,6 +169,10 @@ class Engine:
         decodes = sum(1 for chunk in plan.chunks if chunk.length == 1 and chunk.samples)
         self._iterations += 1
         self._prompt_tokens += plan.num_tokens - decodes
+        cost = self._bucket_cost[plan.bucket]
+        self._host_seconds += timed.schedule_s + timed.pack_s + timed.launch_s + complete_s
+        self._bucket_seconds += cost
+        self._padding_seconds += cost * (plan.bucket - plan.num_tokens) / plan.bucket
         if self._recorders:
             record = IterationRecord(
                 sequence=plan.sequence,
@@ -353,6 +359,9 @@ class Engine:
             generated_tokens=self._generated_tokens,
             cached_tokens=self._cached_tokens,
             preemptions=scheduler.preemptions,
+            host_seconds=self._host_seconds,
+            bucket_seconds=self._bucket_seconds,
+            padding_seconds=self._padding_seconds,
             compiled_after_ready=self._compiled_after_ready,
         )
 

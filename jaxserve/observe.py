@@ -34,7 +34,13 @@ class IterationRecord(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """How busy an engine is, at a glance."""
+    """How busy an engine is, at a glance; from `iterations` on, counted since it started.
+
+    Attributes:
+      host_seconds: the host's work for the iterations (schedule, pack, launch, complete).
+      bucket_seconds: the device's work for them, by the buckets' measured costs.
+      padding_seconds: the part of that spent on padding.
+    """
 
     running: int
     waiting: int
@@ -47,6 +53,9 @@ class Load:
     generated_tokens: int
     cached_tokens: int
     preemptions: int
+    host_seconds: float
+    bucket_seconds: float
+    padding_seconds: float
     compiled_after_ready: int
 
 

@@ -46,12 +46,12 @@ def fingerprint(directory: Path) -> str:
 
 
 def restore(
-    directory: Path, targets: dict[str, jax.ShapeDtypeStruct], saved: dict[str, tuple[int, ...]]
+    directory: Path, targets: dict[str, jax.ShapeDtypeStruct], saved: dict[str, tuple[int, ...]] | None = None
 ) -> dict[str, jax.Array]:
     """Reads arrays by name, each into the dtype and sharding of its target.
 
     Args:
-      saved: the shapes they were saved in; a larger target is filled up with zeros.
+      saved: the shapes they were saved in, where targets are larger and are to be filled up with zeros.
 
     Raises:
       CheckpointError: other names or shapes were saved, or the files are damaged.
@@ -59,6 +59,7 @@ def restore(
     import orbax.checkpoint as ocp
 
     _read_marker(directory)
+    saved = saved or {name: target.shape for name, target in targets.items()}
     folder = directory.resolve() / _ARRAYS
     arrays: dict[str, jax.Array] = {}
     try:

@@ -9,6 +9,7 @@ reuse and preemption.
 from __future__ import annotations
 
 import heapq
+import math
 from bisect import insort
 from collections import deque
 from operator import attrgetter
@@ -191,7 +192,11 @@ class Scheduler:
                 self.pool.publish(state.lease, start + length)
             scored = prompt_logprobs(state, scores[index], result) if index in scores else ()
             reason = None
-            if samples:
+            if samples and math.isnan(logprobs[index]):
+                reason = FinishReason.ERROR
+                error = f"the model's logits for position {start + length} are not finite"
+                events.append(TokenEvent(state.name, finish_reason=reason, error=error))
+            elif samples:
                 token = tokens[index]
                 state.tokens.append(token)
                 reason = state.finish_reason(token, self._eos)

@@ -199,6 +199,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             generated_tokens=load.generated_tokens,
             cached_tokens=load.cached_tokens,
             preemptions=load.preemptions,
+            host_seconds=load.host_seconds,
+            bucket_seconds=load.bucket_seconds,
+            padding_seconds=load.padding_seconds,
             compiled_after_ready=load.compiled_after_ready,
         )
 

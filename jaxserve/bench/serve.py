@@ -100,9 +100,16 @@ def run(
 def _counted(before: dict[str, Any], after: dict[str, Any], sent: wire.Sent) -> dict[str, Any]:
     """What the server counted during the run, and how punctual the load was."""
     counted = {name.replace("_", " "): after[name] - before[name] for name in _COUNTERS}
+    counted["padding waste"] = f"{_share(before, after, 'padding_seconds', 'bucket_seconds'):.1%}"
+    counted["host time an iteration, ms"] = round(1000 * _share(before, after, "host_seconds", "iterations"), 3)
     counted["compiled after ready"] = after["compiled_after_ready"]
     counted["load sent late by at most, ms"] = round(1000 * sent.late, 1)
     return counted
+
+
+def _share(before: dict[str, Any], after: dict[str, Any], part: str, whole: str) -> float:
+    total = after[whole] - before[whole]
+    return (after[part] - before[part]) / total if total else 0.0
 
 
 @contextlib.contextmanager
@@ -168,7 +175,7 @@ def engine_flags(config: EngineConfig) -> list[str]:
             text = "on" if value else "off"
         elif field.name == "compilation_cache":
             text = "off" if value is None else value
-        elif field.name == "buckets":
+        elif field.name in ("buckets", "layers_per_stage"):
             text = ",".join(map(str, value))
         else:
             text = str(value)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import shutil
 import statistics
 import subprocess
@@ -82,6 +83,7 @@ class Overlap:
     asleep: float
 
 
+@functools.cache
 def compile_sleep() -> str | None:
     """Compiles the sleeping call and makes it known to XLA; why that cannot be, in words, or None."""
     compiler = shutil.which("g++") or shutil.which("clang++")

@@ -102,10 +102,10 @@ def parse_config(entries: Mapping[str, Any]) -> BloomConfig:
         max_position=None,
         alibi=True,
         norm_eps=fields.number("layer_norm_epsilon", default=1e-5),
-        activation="gelu_tanh",
+        activation="gelu_new",
         tie_embeddings=fields.flag("tie_word_embeddings", default=True),
         eos_token_ids=fields.tokens("eos_token_id", vocab_size, default=2),
-        bos_token_id=next(iter(fields.tokens("bos_token_id", vocab_size, default=1)), None),
+        bos_token_id=fields.token("bos_token_id", vocab_size, default=1),
         initializer_range=fields.number("initializer_range", default=0.02),
         residual_after_norm=fields.flag("apply_residual_connection_post_layernorm", default=False),
     )

@@ -22,11 +22,11 @@ from jaxserve.models.schema import ModelConfig
 # attend(q [T, N, D], k [T, K, D], v [T, K, D], cache) -> (out [T, N, D], cache)
 Attend = Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
 
-_MANY_ROWS = 256
+_FEW_ROWS, _MANY_ROWS = 4, 256  # between them kernels stand first in a CPU's products (`_project_cpu`)
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": lambda x: nnx.gelu(x, approximate=False),
-    "gelu_tanh": lambda x: nnx.gelu(x, approximate=True),
+    "gelu_new": lambda x: nnx.gelu(x, approximate=True),
     "quick_gelu": lambda x: x * nnx.sigmoid(1.702 * x),
     "relu": nnx.relu,
     "silu": nnx.silu,
@@ -80,17 +80,19 @@ def _project(x: jax.Array, kernel: jax.Array, dtype: jnp.dtype) -> jax.Array:
 def _project_cpu(x: jax.Array, kernel: jax.Array) -> jax.Array:
     """The order of operands that XLA's CPU matmul is fastest with (measured in jax 0.10.2).
 
-    In float32 and up to some 200 rows that is kernel times x: half the time of the reverse at 8 rows, nine tenths at
-    128. XLA would swap the operands to do away with the transpose, hence the barrier. In bfloat16 it is x times kernel,
-    with at least two rows (one is 16 times slower) and float32 sums handed on (bfloat16 ones are 3 to 7 times slower).
-    Either takes two thirds of the time that a kernel [in, out] does at 8 rows, and 5% more or less at 256.
+    For a few to some 200 rows that is kernel times x: half the time of the reverse at 8 rows in float32, five sixths
+    at 32 in bfloat16. XLA would swap the operands to do away with the transpose, hence the barrier. For more rows it
+    is still so by some percent where the result is no wider than x. One row in bfloat16 is made two (it is 16 times
+    slower), and float32 sums are handed on (bfloat16 ones are 3 to 7 times slower). Either order takes two thirds of
+    the time that a kernel [in, out] does at 8 rows, and 5% more or less at 256.
     """
-    if x.dtype == jnp.float32:
-        if x.shape[0] < _MANY_ROWS:
-            return jax.lax.optimization_barrier(_dot(kernel, x, jnp.float32)).T
-        return _dot(x, kernel, jnp.float32)
-    rows = jnp.pad(x, ((0, 1), (0, 0))) if x.shape[0] == 1 else x
-    return _dot(rows, kernel, jnp.float32)[: x.shape[0]]
+    rows, (out_features, in_features) = x.shape[0], kernel.shape
+    few = 1 if x.dtype == jnp.float32 else _FEW_ROWS
+    if few <= rows < _MANY_ROWS or (rows >= _MANY_ROWS and out_features <= in_features):
+        return jax.lax.optimization_barrier(_dot(kernel, x, jnp.float32)).T
+    if rows == 1:
+        return _dot(jnp.pad(x, ((0, 1), (0, 0))), kernel, jnp.float32)[:1]
+    return _dot(x, kernel, jnp.float32)
 
 
 def _dot(left: jax.Array, right: jax.Array, dtype: jnp.dtype) -> jax.Array:

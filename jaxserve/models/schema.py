@@ -102,11 +102,11 @@ class Stored(NamedTuple):
 _ACTIVATION_NAMES = {
     "gelu": "gelu",
     "gelu_python": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "gelu_accurate": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_python_tanh": "gelu_tanh",
+    "gelu_new": "gelu_new",
+    "gelu_fast": "gelu_new",
+    "gelu_accurate": "gelu_new",
+    "gelu_pytorch_tanh": "gelu_new",
+    "gelu_python_tanh": "gelu_new",
     "quick_gelu": "quick_gelu",
     "relu": "relu",
     "silu": "silu",
@@ -177,6 +177,10 @@ class Fields:
                 raise ValueError(f"{name} is {value!r}; it must be a token id or a list of token ids")
         # Ids beyond the vocabulary (and -1) are how some checkpoints say that there is no such token.
         return tuple(token for token in listed if 0 <= token < vocab_size)
+
+    def token(self, name: str, vocab_size: int, *, default: int) -> int | None:
+        """The same for one token: None where there is no such."""
+        return next(iter(self.tokens(name, vocab_size, default=default)), None)
 
     def refuse(self, name: str, *, unless: Any, because: str) -> None:
         """Refuses a value that changes what the model computes and that we do not compute."""

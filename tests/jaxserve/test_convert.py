@@ -15,6 +15,18 @@ from sharding import mesh, specs
 
 GPT2 = {"model_type": "gpt2", "vocab_size": 61, "n_embd": 24, "n_layer": 2, "n_head": 3, "n_positions": 16}
 
+GPT_NEOX = {
+    "model_type": "gpt_neox",
+    "vocab_size": 61,
+    "hidden_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "intermediate_size": 40,
+    "max_position_embeddings": 16,
+}
+OPT = GPT_NEOX | {"model_type": "opt", "ffn_dim": 40, "word_embed_proj_dim": 16}
+BARE = OPT | {"do_layer_norm_before": False, "layer_norm_elementwise_affine": False, "word_embed_proj_dim": 24}
+
 
 @pytest.fixture
 def source(tmp_path) -> Path:
@@ -48,6 +60,16 @@ def test_a_converted_checkpoint_loads_like_its_source_in_any_dtype(source, tmp_p
     ours = weights.load(out, model, dtype, place=place)
     assert same(ours, weights.load(source, model, dtype))
     assert all(leaf.sharding.mesh.axis_names == ("tensor",) for leaf in jax.tree.leaves(ours))
+
+
+@pytest.mark.parametrize("entries", [GPT_NEOX, OPT, BARE], ids=["gpt_neox", "opt", "opt-bare"])
+def test_other_families_are_converted_too(tmp_path, entries):
+    model = models.build(models.parse_config(entries))
+    weights.write_hf(tmp_path / "source", model.config, model.init(0, jnp.float32))
+    weights.convert(tmp_path / "source", tmp_path / "out")
+    assert weights.read_config(tmp_path / "out") == model.config
+    ours = weights.load(tmp_path / "out", model, jnp.float32)
+    assert same(ours, weights.load(tmp_path / "source", model, jnp.float32))
 
 
 def test_values_are_saved_in_the_dtype_asked_for(source, tmp_path):

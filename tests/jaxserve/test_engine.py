@@ -44,6 +44,8 @@ def test_under_load_as_alone(params, alone, policy, slots) -> None:
     assert (load.preemptions > 0) == (policy == "grow")
     assert load.slots_used == 0
     assert load.compiled_after_ready == 0
+    assert load.host_seconds > 0
+    assert 0 <= load.padding_seconds < load.bucket_seconds
     different = [i for i, _ in enumerate(arrivals) if answers.tokens[str(i)] != alone.tokens[str(i)]]
     assert len(different) <= len(arrivals) // 100
     for index in different:

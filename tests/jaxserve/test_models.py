@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve import models
+from jaxserve import models, naming
 from jaxserve.models import layers
 from jaxserve.models.schema import alibi_slopes
 from sharding import specs
@@ -23,13 +23,32 @@ BLOOM = {
     "initializer_range": 0.3,
 }
 GPT2 = BLOOM | {"model_type": "gpt2", "n_embd": 24, "n_positions": 32, "n_inner": 40}
+GPT_NEOX = {
+    "model_type": "gpt_neox",
+    "vocab_size": 61,
+    "hidden_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 3,
+    "intermediate_size": 40,
+    "max_position_embeddings": 32,
+    "initializer_range": 0.3,
+}
+OPT = GPT_NEOX | {"model_type": "opt", "ffn_dim": 40, "init_std": 0.3}
 UNTIED = {"tie_word_embeddings": False}
+NARROW = {"word_embed_proj_dim": 16}
 CONFIGS = {
     "bloom": BLOOM,
     "bloom-untied": BLOOM | UNTIED,
     "bloom-post-norm": BLOOM | {"apply_residual_connection_post_layernorm": True},
     "gpt2": GPT2,
     "gpt2-untied": GPT2 | UNTIED | {"scale_attn_by_inverse_layer_idx": True, "activation_function": "quick_gelu"},
+    "gpt_neox": GPT_NEOX,
+    "gpt_neox-tied": GPT_NEOX
+    | {"tie_word_embeddings": True, "use_parallel_residual": False, "attention_bias": False, "rotary_pct": 1.0},
+    "opt": OPT,
+    "opt-post-norm": OPT | NARROW | UNTIED | {"do_layer_norm_before": False},
+    "opt-without-head": OPT | {"do_layer_norm_before": False},
+    "opt-bare": OPT | {"enable_bias": False, "layer_norm_elementwise_affine": False, "_remove_final_layer_norm": True},
 }
 
 
@@ -38,7 +57,7 @@ def model(request) -> models.Model:
     return models.build(models.parse_config(CONFIGS[request.param]))
 
 
-@pytest.fixture(params=["bloom", "gpt2"])
+@pytest.fixture(params=models.families())
 def plain_model(request) -> models.Model:
     return models.build(models.parse_config(CONFIGS[request.param]))
 
@@ -65,11 +84,18 @@ def test_tables_of_a_family_match_its_parameters(model):
     assert jax.tree.structure(stored, is_leaf=models.is_tuple) == structure
     names = [leaf.name for leaf in jax.tree.leaves(stored, is_leaf=models.is_tuple)]
     assert len(set(names)) == len(names)
-    sizes = model.axis_sizes()
-    for shape, logical in zip(jax.tree.leaves(shapes), jax.tree.leaves(axes, is_leaf=models.is_tuple), strict=True):
-        assert len(shape.shape) == len(logical)
-        assert all(size % sizes[name] == 0 for size, name in zip(shape.shape, logical, strict=True))
-        assert all(name in specs.default(model.config.family).rules for name in logical)
+    sizes, config = model.axis_sizes(), model.config
+    assert (sizes["vocab"], sizes["embed"]) == (config.vocab_size, config.hidden_size)
+    assert (sizes["heads"], sizes["ffn"]) == (config.num_heads, config.ffn_size)
+    rules = specs.default(config.family).rules
+    for parameter in naming.parameters(model, jnp.float32):
+        name, logical, shape = parameter.name, parameter.axes, parameter.shape.shape
+        assert len(shape) == len(logical), f"{name} has axes {logical} and shape {shape}"
+        wrong = [axis for size, axis in zip(shape, logical, strict=True) if size % sizes[axis]]
+        assert not wrong, f"{name} of shape {shape}: {wrong} of axes {logical}, which count {sizes}"
+        assert set(logical) <= set(rules), (
+            f"{name} has axes {logical}; the family's sharding has rules for {list(rules)}"
+        )
 
 
 def test_fresh_parameters_have_the_announced_shapes_and_come_from_the_seed(plain_model):
@@ -118,6 +144,55 @@ def test_entries_that_cannot_be_used_are_refused_in_words(change, message):
         models.parse_config(GPT2 | change)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"intermediate_size": None}, "intermediate_size is missing"),
+        ({"head_dim": 16}, r"head_dim is 16, which is not supported \(the heads share the hidden size\); only 8 is"),
+        ({"rotary_pct": 0.0}, "rotary_pct is 0.0, which rotates 0 of a head's 8 numbers; it must be pairs of them"),
+        ({"rotary_pct": 0.4}, "rotary_pct is 0.4, which rotates 3 of a head's 8 numbers; it must be pairs of them"),
+        ({"rotary_pct": 1.5}, "rotary_pct is 1.5, which rotates 12 of a head's 8 numbers; it must be pairs of them"),
+        ({"rotary_emb_base": 0}, "rotary_emb_base is 0.0; it must be more than 1"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0}},
+            r"^type is 'linear', .* see rope_scaling\); only 'default' is",
+        ),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type is 'yarn', which is not supported .* rope_parameters"),
+        ({"rope_parameters": "default"}, "rope_parameters is 'default'; it must be an object"),
+        ({"rope_theta": 500.0}, r"rope_theta is 500.0, which is not supported \(rotary_emb_base says otherwise\)"),
+        ({"hidden_act": "glu"}, "hidden_act is 'glu'; it must be one of gelu, "),
+        ({"use_parallel_residual": 1}, "use_parallel_residual is 1; it must be true or false"),
+    ],
+)
+def test_rotary_positions_that_cannot_be_computed_are_refused_in_words(change, message):
+    with pytest.raises(ValueError, match=message):
+        models.parse_config(GPT_NEOX | change)
+
+
+def test_both_ways_of_writing_rotary_positions_mean_the_same():
+    old = GPT_NEOX | {"rotary_pct": 0.5, "rotary_emb_base": 500, "rope_scaling": None}
+    new = GPT_NEOX | {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}}
+    both = old | {"rope_theta": 500, "partial_rotary_factor": 0.5}
+    assert models.parse_config(old) == models.parse_config(new) == models.parse_config(both)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ffn_dim": None}, "ffn_dim is missing"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings is 0; it must be a whole number of at least 1"),
+        ({"word_embed_proj_dim": 12.5}, "word_embed_proj_dim is 12.5; it must be a whole number"),
+        ({"do_layer_norm_before": "no"}, "do_layer_norm_before is 'no'; it must be true or false"),
+        ({"enable_bias": 0}, "enable_bias is 0; it must be true or false"),
+        ({"activation_function": "relu6"}, "activation_function is 'relu6'; it must be one of gelu, "),
+        ({"num_attention_heads": 5}, "hidden size 24 does not divide into 5 heads"),
+    ],
+)
+def test_entries_of_an_opt_that_cannot_be_used_are_refused_in_words(change, message):
+    with pytest.raises(ValueError, match=message):
+        models.parse_config(OPT | change)
+
+
 def test_ends_of_a_text_are_read_as_the_library_reads_them():
     def ends(**entries):
         return models.parse_config(BLOOM | entries).eos_token_ids
@@ -157,13 +232,26 @@ def test_layers_scanned_equal_layers_unrolled(plain_model):
 
 def test_a_tile_of_the_vocabulary_is_a_part_of_the_logits(model):
     params = model.init(0, jnp.float32)
-    x = jax.random.normal(jax.random.key(1), (4, 24))
+    x = model.norm(params, jax.random.normal(jax.random.key(1), (4, 24)))
     whole = model.logits(params, x)
     assert whole.dtype == jnp.float32
     assert whole.shape == (4, 61)
     np.testing.assert_allclose(
         model.logits_tile(model.head_table(params), x, jnp.int32(17), 9), whole[:, 17:26], atol=1e-6
     )
+
+
+@pytest.mark.parametrize("size", [2, 6, 8])
+def test_rotated_numbers_are_complex_numbers_turned_by_their_position(size):
+    x, positions = jax.random.normal(jax.random.key(0), (5, 3, 8)), jnp.array([0, 1, 1, 7, 2000])
+    y = np.asarray(layers.rotate(x, positions, size, 100.0))
+    turns = np.exp(1j * np.outer(positions, 100.0 ** -(np.arange(size // 2) * 2 / size)))[:, None]
+    wide = np.asarray(x, np.float64)
+    exact = (wide[..., : size // 2] + 1j * wide[..., size // 2 : size]) * turns
+    np.testing.assert_allclose(y[..., : size // 2], exact.real, atol=5e-4)
+    np.testing.assert_allclose(y[..., size // 2 : size], exact.imag, atol=5e-4)
+    np.testing.assert_array_equal(y[..., size:], x[..., size:])
+    np.testing.assert_array_equal(y[0], x[0])
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

@@ -7,7 +7,17 @@ from jaxserve import Engine, EngineConfig
 from tests.fixtures import parity
 
 TOLERANCE = 1e-3
-CASES = ("bloom-7-heads", "bloom-untied", "bloom-post-norm", "gpt2-4-heads", "gpt2-by-layer")
+CASES = (
+    "bloom-7-heads",
+    "bloom-untied",
+    "bloom-post-norm",
+    "gpt2-4-heads",
+    "gpt2-by-layer",
+    "gpt_neox-4-heads",
+    "gpt_neox-tied",
+    "opt-post-norm",
+    "opt-untied",
+)
 
 
 PADDED = (("bloom-7-heads", 4), ("gpt2-4-heads", 2))  # 7 heads, vocabularies of 101 and 257

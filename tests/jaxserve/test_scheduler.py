@@ -328,6 +328,22 @@ def test_why_a_request_ends(sampling, token, reason):
     assert (event.token_ids, event.logprobs, event.finish_reason) == ((token,), (-0.0,), reason)
 
 
+def test_logits_that_are_not_finite_end_their_request_alone():
+    made = scheduler()
+    made.submit(request("a"))
+    made.submit(request("b"))
+    plan = made.schedule()
+    assert plan is not None
+    result = answer(plan)
+    result.logprobs[0] = np.nan
+    broken, fine = made.complete(plan, result)
+    assert (broken.request_id, broken.finish_reason, broken.token_ids) == ("a", FinishReason.ERROR, ())
+    assert broken.error == "the model's logits for position 4 are not finite"
+    assert (fine.request_id, fine.finish_reason, fine.token_ids) == ("b", None, (7,))
+    assert [event.finish_reason for event in finish(made)][-1] == FinishReason.LENGTH
+    assert made.pool.slots_used == 0
+
+
 def test_a_stop_found_late_discards_one_token():
     made = scheduler(rows=1, eos_token_ids=frozenset({2}))
     made.submit(request("a", 3))

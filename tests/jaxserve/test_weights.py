@@ -20,7 +20,21 @@ from jaxserve.weights import CheckpointError
 
 BLOOM = {"model_type": "bloom", "vocab_size": 61, "hidden_size": 24, "n_layer": 2, "n_head": 3, "eos_token_id": 60}
 GPT2 = {"model_type": "gpt2", "vocab_size": 61, "n_embd": 24, "n_layer": 2, "n_head": 3, "n_positions": 16}
+GPT_NEOX = {
+    "model_type": "gpt_neox",
+    "vocab_size": 61,
+    "hidden_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "intermediate_size": 40,
+    "max_position_embeddings": 16,
+    "rotary_pct": 1.0,
+}
+OPT = GPT_NEOX | {"model_type": "opt", "ffn_dim": 40}
+NARROW = {"word_embed_proj_dim": 16, "do_layer_norm_before": False}
+BARE = {"enable_bias": False, "layer_norm_elementwise_affine": False, "_remove_final_layer_norm": True}
 UNTIED = {"tie_word_embeddings": False}
+MODELS = [BLOOM, BLOOM | UNTIED, GPT2, GPT2 | UNTIED, GPT_NEOX, OPT, OPT | NARROW | UNTIED, OPT | BARE]
 
 
 def random_params(model: models.Model, seed: int = 0) -> models.Params:
@@ -69,7 +83,7 @@ def assert_equal(ours: models.Params, expected: models.Params, dtype=jnp.float32
         )
 
 
-@pytest.mark.parametrize("entries", [BLOOM, BLOOM | UNTIED, GPT2, GPT2 | UNTIED], ids=lambda e: e["model_type"])
+@pytest.mark.parametrize("entries", MODELS, ids=lambda e: e["model_type"])
 def test_what_is_written_is_read(tmp_path, entries):
     model, params = write(tmp_path, entries)
     assert weights.read_config(tmp_path) == model.config
@@ -84,15 +98,16 @@ def test_any_stored_dtype_is_cast_to_the_one_asked_for(tmp_path, stored, dtype):
     assert_equal(weights.load(tmp_path, model, dtype), params, dtype)
 
 
-@pytest.mark.parametrize("prefix", ["", "transformer.", "module.transformer."])
-@pytest.mark.parametrize("entries", [BLOOM, GPT2 | UNTIED], ids=lambda e: e["model_type"])
+@pytest.mark.parametrize("prefix", ["", "{}", "module.{}"])
+@pytest.mark.parametrize("entries", [BLOOM, GPT2 | UNTIED, GPT_NEOX, OPT | UNTIED], ids=lambda e: e["model_type"])
 def test_any_prefix_is_understood(tmp_path, prefix, entries):
     model, params = write(tmp_path, entries)
-    outer = prefix.removesuffix("transformer.")
+    usual = models.family(entries["model_type"]).PREFIX
+    prefix, outer = prefix.format(usual), prefix.removesuffix("{}")
 
     def rename(tensors):
         return {
-            outer + name if name == "lm_head.weight" else prefix + name.removeprefix("transformer."): values
+            prefix + name.removeprefix(usual) if name.startswith(usual) else outer + name: values
             for name, values in tensors.items()
         }
 
@@ -100,21 +115,38 @@ def test_any_prefix_is_understood(tmp_path, prefix, entries):
     assert_equal(weights.load(tmp_path, model, jnp.float32), params)
 
 
-def test_a_sharded_checkpoint_is_read(tmp_path):
-    model, params = write(tmp_path)
+@pytest.mark.parametrize("entries", [BLOOM, OPT], ids=lambda e: e["model_type"])
+def test_a_sharded_checkpoint_is_read(tmp_path, entries):
+    model, params = write(tmp_path, entries)
     shard(tmp_path)
     assert_equal(weights.load(tmp_path, model, jnp.float32), params)
 
 
-def test_masks_and_a_second_copy_of_a_tied_head_mean_nothing(tmp_path):
-    model, params = write(tmp_path, GPT2)
+MASK = np.tri(16, dtype=bool)[None, None]
+MEANINGLESS = [
+    (GPT2, "transformer.h.{i}.attn.", {"bias": MASK, "masked_bias": np.float32([-1e4])}),
+    (GPT_NEOX, "gpt_neox.layers.{i}.attention.", {"bias": MASK, "rotary_emb.inv_freq": np.float32([1, 0.1])}),
+    (OPT, "model.decoder.", {"version": np.float32([3])}),
+]
 
-    def add(tensors):
-        masks = {f"transformer.h.{i}.attn.bias": np.tri(16, dtype=bool)[None, None] for i in range(2)}
-        masks |= {f"transformer.h.{i}.attn.masked_bias": np.float32([-1e4]) for i in range(2)}
-        return tensors | masks | {"lm_head.weight": tensors["transformer.wte.weight"].copy()}
 
-    rewrite(tmp_path, add)
+@pytest.mark.parametrize(("entries", "prefix", "more"), MEANINGLESS, ids=["gpt2", "gpt_neox", "opt"])
+def test_masks_and_the_like_mean_nothing(tmp_path, entries, prefix, more):
+    model, params = write(tmp_path, entries)
+    added = {prefix.format(i=i) + name: values for i in range(2) for name, values in more.items()}
+    rewrite(tmp_path, lambda tensors: tensors | added)
+    assert_equal(weights.load(tmp_path, model, jnp.float32), params)
+
+
+@pytest.mark.parametrize(
+    "entries", [GPT2, GPT_NEOX | {"tie_word_embeddings": True}, OPT], ids=lambda e: e["model_type"]
+)
+def test_a_second_copy_of_a_tied_head_means_nothing(tmp_path, entries):
+    model, params = write(tmp_path, entries)
+    tensors = models.family(entries["model_type"]).TENSORS
+    head, table = (tensors[piece]["tokens"]["table"].name for piece in ("head", "embed"))
+    prefix = models.family(entries["model_type"]).PREFIX
+    rewrite(tmp_path, lambda tensors: tensors | {head: tensors[prefix + table].copy()})
     assert_equal(weights.load(tmp_path, model, jnp.float32), params)
 
 
@@ -341,6 +373,36 @@ def test_a_broken_checkpoint_is_refused_in_one_sentence(tmp_path, breakage):
     assert caught.value.__cause__ is None
 
 
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("layers.1.self_attn.k_proj.weight", None, r"tensor '\S+1.self_attn.k_proj.weight' is missing$"),
+        (
+            "layers.0.self_attn.v_proj.weight",
+            lambda v: v[:12],
+            r"v_proj.weight' has shape \[12, 24\] where .* \[24, 24\]",
+        ),
+        ("layers.0.self_attn.q_proj.bias", lambda v: v[:8], r"q_proj.bias' has shape \[8\] where .* \[24\]"),
+        (
+            "project_in.weight",
+            lambda _: np.zeros((24, 16), np.float32),
+            r"project_in.weight' belongs to nothing in the opt",
+        ),
+    ],
+)
+def test_what_is_wrong_with_one_of_three_tensors_is_told_by_its_name(tmp_path, name, change, message):
+    model, _ = write(tmp_path, OPT)
+    name = "model.decoder." + name
+
+    def alter(tensors):
+        values = tensors.pop(name, None)
+        return tensors if change is None else tensors | {name: change(values)}
+
+    rewrite(tmp_path, alter)
+    with pytest.raises(CheckpointError, match=message):
+        weights.load(tmp_path, model, jnp.float32)
+
+
 _SHARDED = """
 import sys
 import jax, jax.numpy as jnp, numpy as np
@@ -367,9 +429,10 @@ print("equal")
 """
 
 
-@pytest.mark.parametrize("entries", [BLOOM, GPT2 | UNTIED], ids=lambda e: e["model_type"])
+@pytest.mark.parametrize("entries", [BLOOM, GPT2 | UNTIED, GPT_NEOX, OPT | NARROW], ids=lambda e: e["model_type"])
 def test_weights_split_over_eight_devices_equal_the_whole(tmp_path, entries):
-    write(tmp_path, entries | {"vocab_size": 64, "hidden_size": 48, "n_embd": 48, "n_head": 8})
+    heads = {"n_head": 8, "num_attention_heads": 8}
+    write(tmp_path, entries | heads | {"vocab_size": 64, "hidden_size": 48, "n_embd": 48})
     assert in_process(_SHARDED, str(tmp_path), devices=8).split() == ["equal"]
 
 

@@ -191,6 +191,9 @@ class FakeEngine:
                 generated_tokens=self._counted["generated"],
                 cached_tokens=self._counted["cached"],
                 preemptions=0,
+                host_seconds=0.0,
+                bucket_seconds=0.0,
+                padding_seconds=0.0,
                 compiled_after_ready=0,
             )
 

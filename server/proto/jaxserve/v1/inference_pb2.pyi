@@ -194,7 +194,7 @@ class GetLoadRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetLoadResponse(_message.Message):
-    __slots__ = ("running", "max_rows", "waiting", "waiting_tokens", "max_queued_requests", "max_queued_tokens", "slots_used", "slots_cached", "slots_total", "iterations", "prompt_tokens", "generated_tokens", "cached_tokens", "preemptions", "compiled_after_ready")
+    __slots__ = ("running", "max_rows", "waiting", "waiting_tokens", "max_queued_requests", "max_queued_tokens", "slots_used", "slots_cached", "slots_total", "iterations", "prompt_tokens", "generated_tokens", "cached_tokens", "preemptions", "compiled_after_ready", "host_seconds", "bucket_seconds", "padding_seconds")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     MAX_ROWS_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -210,6 +210,9 @@ class GetLoadResponse(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     COMPILED_AFTER_READY_FIELD_NUMBER: _ClassVar[int]
+    HOST_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    BUCKET_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PADDING_SECONDS_FIELD_NUMBER: _ClassVar[int]
     running: int
     max_rows: int
     waiting: int
@@ -225,4 +228,7 @@ class GetLoadResponse(_message.Message):
     cached_tokens: int
     preemptions: int
     compiled_after_ready: int
-    def __init__(self, running: _Optional[int] = ..., max_rows: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., max_queued_requests: _Optional[int] = ..., max_queued_tokens: _Optional[int] = ..., slots_used: _Optional[int] = ..., slots_cached: _Optional[int] = ..., slots_total: _Optional[int] = ..., iterations: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., compiled_after_ready: _Optional[int] = ...) -> None: ...
+    host_seconds: float
+    bucket_seconds: float
+    padding_seconds: float
+    def __init__(self, running: _Optional[int] = ..., max_rows: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., max_queued_requests: _Optional[int] = ..., max_queued_tokens: _Optional[int] = ..., slots_used: _Optional[int] = ..., slots_cached: _Optional[int] = ..., slots_total: _Optional[int] = ..., iterations: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., compiled_after_ready: _Optional[int] = ..., host_seconds: _Optional[float] = ..., bucket_seconds: _Optional[float] = ..., padding_seconds: _Optional[float] = ...) -> None: ...
