@@ -22,12 +22,15 @@ def predict(stage: StagePrograms, parts: Mapping[str, Part]) -> tuple[Collective
     Args:
       parts: the stage's parameters by name.
     """
-    if any(part.split("embed") for part in parts.values()) or any(stage.spec.activations.values()):
+    if any(part.split(axis) for part in parts.values() for axis in ("embed", "word_embed")):
+        return None
+    if any(stage.spec.activations.values()):
         return None
     config, item = stage.model.held, stage.shape.attention.dtype.itemsize
     hidden, heads = config.hidden_size * item, config.num_heads * config.head_dim * item
     keys = config.num_kv_heads * config.head_dim * item
     pool_split = kv_cache.head_parts(stage.mesh, stage.spec) > 1
+    side_by_side = getattr(config, "parallel_residual", False)  # the compiler sends both halves' sums at once
     found: dict[tuple[str, str], Collective] = {}
 
     def add(kind: str, what: str, nbytes: int, times: int = 1, *, per_row: bool = False) -> None:
@@ -37,9 +40,9 @@ def predict(stage: StagePrograms, parts: Mapping[str, Part]) -> tuple[Collective
 
     if stage.is_first:
         tables = [part for part in parts.values() if part.name.startswith("embed.") and part.name.endswith(".table")]
-        summed = sum(part.split(part.axes[0]) for part in tables)
+        summed = sum(part.shape[1] for part in tables if part.split(part.axes[0]))
         if summed:
-            add("all-reduce", "embed", summed * hidden)
+            add("all-reduce", "embed", summed * item)
     for layer in stage.layers:
 
         def split(name: str, axis: str, layer: int = layer) -> bool:
@@ -47,12 +50,16 @@ def predict(stage: StagePrograms, parts: Mapping[str, Part]) -> tuple[Collective
 
         if split("qkv", "heads") and not pool_split:
             add("all-gather", "layers.*.qkv", keys, 3)
-        if split("out", "heads"):
-            add("all-reduce", "layers.*.out", hidden)
-        elif pool_split:
+        attention, ffn = split("out", "heads"), split("up", "ffn") or split("down", "ffn")
+        if pool_split and not attention:
             add("all-gather", "layers.*.attend", heads)
-        if split("up", "ffn") or split("down", "ffn"):
-            add("all-reduce", "layers.*.down", hidden)
+        if attention and ffn and side_by_side:
+            add("all-reduce", "layers.*.out, down", 2 * hidden)
+        else:
+            if attention:
+                add("all-reduce", "layers.*.out", hidden)
+            if ffn:
+                add("all-reduce", "layers.*.down", hidden)
     if stage.is_last and head_table(parts).split("vocab"):
         add("all-gather", "head", config.vocab_size * 4, per_row=True)
     return tuple(found.values())

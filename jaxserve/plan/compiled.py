@@ -21,7 +21,7 @@ from jaxserve.plan.whatif import WhatIf, programs
 Progress = Callable[[str, int, int], None]
 
 _NOTABLE = 2**20  # bytes from which a copy is told
-_KINDS = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all")
+KINDS = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all")
 _INSTRUCTION = re.compile(r"= (?P<shape>\(.*?\)|\S+) (?P<op>[a-z][a-z0-9-]*?)(?P<start>-start)?\(")
 _ARRAY = re.compile(r"(?P<dtype>[a-z]+[0-9]*)\[(?P<sizes>[0-9,]*)\]")
 _WIDTHS = {"pred": 1, "bf16": 2}
@@ -134,7 +134,7 @@ def collectives(text: str) -> list[Exchange]:
     """The collectives in an HLO module, each told once; those in a loop count once, however often it turns."""
     found: Counter[tuple[str, str, int]] = Counter()
     for op, arrays, _ in _instructions(text):
-        if op in _KINDS:
+        if op in KINDS:
             found[op, ", ".join(name for name, _ in arrays), sum(nbytes for _, nbytes in arrays)] += 1
     return [Exchange(*key, count) for key, count in found.items()]
 
@@ -147,7 +147,7 @@ def _instructions(text: str) -> Iterator[tuple[str, list[tuple[str, int]], str]]
             continue
         arrays = [(f"{a['dtype']}[{a['sizes']}]", _nbytes(a)) for a in _ARRAY.finditer(match["shape"])]
         if match["start"] and len(arrays) > 1:
-            arrays = arrays[len(arrays) // 2 :] if match["op"] in _KINDS else arrays[:1]  # (operands, results)
+            arrays = arrays[len(arrays) // 2 :] if match["op"] in KINDS else arrays[:1]  # (operands, results)
         yield match["op"], arrays, line
 
 
@@ -169,7 +169,7 @@ def unforeseen(
                 yield f"{each.times} x {each.kind} of {array}: gathers the weights {whole[_arrangement(_sizes(array))]}"
     if predicted is None:
         return
-    for kind in _KINDS:
+    for kind in KINDS:
         if counts[kind] != predicted.get(kind, 0):
             yield f"{counts[kind]} x {kind} where {predicted.get(kind, 0)} were predicted"
 

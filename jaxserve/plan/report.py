@@ -12,7 +12,7 @@ from rich.text import Text
 
 from jaxserve.parts import Part
 from jaxserve.plan import cost
-from jaxserve.plan.compiled import CompiledStage, predicted_counts
+from jaxserve.plan.compiled import KINDS, CompiledStage, predicted_counts
 from jaxserve.plan.cost import Collective
 from jaxserve.plan.predict import REQUEST, Plan, StagePlan
 from sharding.spec import ShardingSpec
@@ -109,10 +109,12 @@ def show_compiled(plan: Plan, stages: Sequence[CompiledStage], out: Console) -> 
         ):
             apart = f"{100 * (predicted / found - 1):+.1f}%" if found else ""
             table.add_row(str(index), name, size(predicted), size(found), apart)
-        counts = predicted_counts(plan, index)
-        for kind in dict.fromkeys([*(counts or {}), *compiled.counts()]):
-            before = "-" if counts is None else str(counts.get(kind, 0))
-            table.add_row(str(index), kind, before, str(compiled.counts().get(kind, 0)), "")
+        before, after = predicted_counts(plan, index), compiled.counts()
+        for kind in KINDS:
+            if kind in after or kind in (before or {}):
+                table.add_row(
+                    str(index), kind, str(before.get(kind, 0)) if before else "-", str(after.get(kind, 0)), ""
+                )
     seconds = sum({id(stage): stage.seconds for stage in stages}.values())  # stages alike are compiled once
     _section(out, f"Compiled, bucket {stages[0].bucket} ({seconds:.0f} s)", table)
     for index, compiled in enumerate(stages):

@@ -85,8 +85,9 @@ def programs(whatif: WhatIf, devices: Sequence[Any] | None = None) -> list[Stage
     """
     whatif.check_devices()
     engine, platform = whatif.engine, whatif.topology.device.platform
+    meshes: Any
     if devices is None:
-        meshes: Sequence[Any] = (mesh.abstract(engine.tensor),) * engine.stages
+        meshes = (mesh.abstract(engine.tensor),) * engine.stages
     else:
         meshes = mesh.make_meshes(engine.tensor, engine.stages, devices)
     model, dtype = model_of(whatif.config), jnp.dtype(whatif.dtype)

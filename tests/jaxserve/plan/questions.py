@@ -12,6 +12,26 @@ from sharding.spec import ShardingSpec
 
 BLOOM = {"model_type": "bloom", "vocab_size": 1024, "hidden_size": 128, "n_layer": 2, "n_head": 8}
 GPT2 = {"model_type": "gpt2", "vocab_size": 1024, "n_embd": 128, "n_layer": 2, "n_head": 8, "n_positions": 512}
+NEOX = {
+    "model_type": "gpt_neox",
+    "vocab_size": 1024,
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "intermediate_size": 512,
+    "max_position_embeddings": 512,
+}
+OPT = {
+    "model_type": "opt",
+    "vocab_size": 1024,
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "ffn_dim": 512,
+    "max_position_embeddings": 512,
+    "word_embed_proj_dim": 64,
+    "do_layer_norm_before": False,
+}
 SIZES: dict[str, Any] = {"dtype": "float32", "max_rows": 4, "buckets": (8,), "max_context": 256, "slots": 8192}
 
 

@@ -11,7 +11,7 @@ import pytest
 from jaxserve.plan import compiled, targets
 from jaxserve.plan.predict import predict
 from sharding import specs
-from tests.jaxserve.plan.questions import BLOOM, GPT2, question
+from tests.jaxserve.plan.questions import BLOOM, GPT2, NEOX, OPT, question
 
 B, G = specs.default("bloom"), specs.default("gpt2")
 UNTIED = {"tie_word_embeddings": False}
@@ -25,6 +25,9 @@ COMBINATIONS = {
     "one device": question(BLOOM),
     "bloom over 4": question(BLOOM, tensor=4),
     "gpt2 over 8, its head its own": question(GPT2 | UNTIED, tensor=8),
+    "gpt_neox over 4, its halves side by side": question(NEOX | {"use_parallel_residual": True}, tensor=4),
+    "gpt_neox over 4, one after the other": question(NEOX | {"use_parallel_residual": False}, tensor=4),
+    "opt over 4, its table narrow": question(OPT, tensor=4),
     "2 stages of 2": question(BLOOM, tensor=2, stages=2),
     "vocabulary whole": question(BLOOM, rules(B, vocab=None), tensor=4),
     "heads whole": question(BLOOM, rules(B, heads=None), tensor=4),
@@ -32,7 +35,7 @@ COMBINATIONS = {
     "pool whole": question(BLOOM, replace(B, pool={"heads": None}), tensor=4),
     "one matmul whole": question(BLOOM, replace(B, parameters={"layers.*.out.*": {"heads": None}}), tensor=4),
     "one layer whole": question(BLOOM, replace(B, parameters={"layers.1.*": {"ffn": None}}), tensor=4),
-    "heads padded": question(BLOOM | {"n_head": 16, "hidden_size": 96}, replace(B, pad=frozenset({"heads"})), tensor=3),
+    "heads padded": question(BLOOM | {"n_head": 6, "hidden_size": 96}, replace(B, pad=frozenset({"heads"})), tensor=4),
     "vocabulary padded": question(BLOOM | {"vocab_size": 1022}, replace(B, pad=frozenset({"vocab"})), tensor=4),
     "positions split": question(GPT2, rules(G, positions="tensor"), tensor=4),
 }
