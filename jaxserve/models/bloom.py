@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jaxtyping import Float, Int32
 
 from jaxserve.models.layers import ACTIVATIONS, Attend, LayerNorm, Linear, Table, split_heads
 from jaxserve.models.schema import Fields, ModelConfig, Stored, head_size
@@ -136,7 +137,7 @@ class Embed(nnx.Module):
         self.tokens = Table(config.vocab_size, config.hidden_size, config, rngs)
         self.norm = LayerNorm(config)
 
-    def __call__(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
+    def __call__(self, tokens: Int32[jax.Array, " T"], positions: Int32[jax.Array, " T"]) -> Float[jax.Array, "T H"]:
         return self.norm(self.tokens(tokens))
 
 
@@ -153,7 +154,9 @@ class Block(nnx.Module):
         self.down = Linear(config.ffn_size, hidden, config, rngs)
         self.config = config
 
-    def __call__(self, x: jax.Array, positions: jax.Array, attend: Attend, cache: Any) -> tuple[jax.Array, Any]:
+    def __call__(
+        self, x: Float[jax.Array, "T H"], positions: Int32[jax.Array, " T"], attend: Attend, cache: Any
+    ) -> tuple[Float[jax.Array, "T H"], Any]:
         dtype = x.dtype
         normed = self.attention_norm(x)
         residual = normed if self.config.residual_after_norm else x
@@ -173,5 +176,5 @@ class Head(nnx.Module):
         if not config.tie_embeddings:
             self.tokens = Table(config.vocab_size, config.hidden_size, config, rngs)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Float[jax.Array, "T H"]) -> Float[jax.Array, "T E"]:
         return self.norm(x)

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jaxtyping import Float, Int32
 
 from jaxserve.models.layers import ACTIVATIONS, Attend, LayerNorm, Linear, Table, split_heads
 from jaxserve.models.schema import Fields, ModelConfig, Stored, head_size
@@ -134,7 +135,7 @@ class Embed(nnx.Module):
         self.tokens = Table(config.vocab_size, config.hidden_size, config, rngs)
         self.positions = Table(config.max_position, config.hidden_size, config, rngs)
 
-    def __call__(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
+    def __call__(self, tokens: Int32[jax.Array, " T"], positions: Int32[jax.Array, " T"]) -> Float[jax.Array, "T H"]:
         return self.tokens(tokens) + self.positions(positions)
 
 
@@ -151,7 +152,9 @@ class Block(nnx.Module):
         self.down = Linear(config.ffn_size, hidden, config, rngs)
         self.config = config
 
-    def __call__(self, x: jax.Array, positions: jax.Array, attend: Attend, cache: Any) -> tuple[jax.Array, Any]:
+    def __call__(
+        self, x: Float[jax.Array, "T H"], positions: Int32[jax.Array, " T"], attend: Attend, cache: Any
+    ) -> tuple[Float[jax.Array, "T H"], Any]:
         dtype = x.dtype
         out, cache = attend(*split_heads(self.qkv(self.attention_norm(x)), self.config, dtype), cache)
         x = (x + self.out(out.astype(dtype).reshape(len(x), -1))).astype(dtype)
@@ -167,5 +170,5 @@ class Head(nnx.Module):
         if not config.tie_embeddings:
             self.tokens = Table(config.vocab_size, config.hidden_size, config, rngs)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Float[jax.Array, "T H"]) -> Float[jax.Array, "T E"]:
         return self.norm(x)

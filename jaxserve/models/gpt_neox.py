@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Float, Int32
 
 from jaxserve.models.layers import ACTIVATIONS, Attend, LayerNorm, Linear, Table, rotate, split_heads
 from jaxserve.models.schema import Fields, ModelConfig, Stored, head_size
@@ -181,7 +182,7 @@ class Embed(nnx.Module):
     def __init__(self, config: GPTNeoXConfig, rngs: nnx.Rngs) -> None:
         self.tokens = Table(config.vocab_size, config.hidden_size, config, rngs)
 
-    def __call__(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
+    def __call__(self, tokens: Int32[jax.Array, " T"], positions: Int32[jax.Array, " T"]) -> Float[jax.Array, "T H"]:
         return self.tokens(tokens)
 
 
@@ -198,7 +199,9 @@ class Block(nnx.Module):
         self.down = Linear(config.ffn_size, hidden, config, rngs)
         self.config = config
 
-    def __call__(self, x: jax.Array, positions: jax.Array, attend: Attend, cache: Any) -> tuple[jax.Array, Any]:
+    def __call__(
+        self, x: Float[jax.Array, "T H"], positions: Int32[jax.Array, " T"], attend: Attend, cache: Any
+    ) -> tuple[Float[jax.Array, "T H"], Any]:
         dtype, config = x.dtype, self.config
         q, k, v = split_heads(self.qkv(self.attention_norm(x)), config, jnp.float32)
         q, k = (rotate(each, positions, config.rotary_size, config.rotary_base) for each in (q, k))
@@ -217,5 +220,5 @@ class Head(nnx.Module):
         if not config.tie_embeddings:
             self.tokens = Table(config.vocab_size, config.hidden_size, config, rngs)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Float[jax.Array, "T H"]) -> Float[jax.Array, "T E"]:
         return self.norm(x)

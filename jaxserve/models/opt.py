@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jaxtyping import Float, Int32
 
 from jaxserve.models.layers import ACTIVATIONS, Attend, LayerNorm, Linear, Table, split_heads
 from jaxserve.models.schema import Fields, ModelConfig, Stored, head_size
@@ -154,7 +155,7 @@ class Embed(nnx.Module):
         self.project = Linear(words, hidden, config, rngs, bias=False) if words != hidden else None
         self.positions = Table(config.max_position + _OFFSET, hidden, config, rngs)
 
-    def __call__(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
+    def __call__(self, tokens: Int32[jax.Array, " T"], positions: Int32[jax.Array, " T"]) -> Float[jax.Array, "T H"]:
         words, places = self.tokens(tokens), self.positions(positions + _OFFSET)
         return words + places if self.project is None else (self.project(words) + places).astype(places.dtype)
 
@@ -172,7 +173,9 @@ class Block(nnx.Module):
         self.down = Linear(config.ffn_size, hidden, config, rngs, bias=config.bias)
         self.config = config
 
-    def __call__(self, x: jax.Array, positions: jax.Array, attend: Attend, cache: Any) -> tuple[jax.Array, Any]:
+    def __call__(
+        self, x: Float[jax.Array, "T H"], positions: Int32[jax.Array, " T"], attend: Attend, cache: Any
+    ) -> tuple[Float[jax.Array, "T H"], Any]:
         dtype, first = x.dtype, self.config.norm_first
         read = self.attention_norm(x) if first else x
         out, cache = attend(*split_heads(self.qkv(read), self.config, dtype), cache)
@@ -193,6 +196,6 @@ class Head(nnx.Module):
         if not config.tie_embeddings:
             self.tokens = Table(config.vocab_size, words, config, rngs)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Float[jax.Array, "T H"]) -> Float[jax.Array, "T E"]:
         x = x if self.norm is None else self.norm(x)
         return x if self.project is None else self.project(x).astype(x.dtype)
