@@ -10,7 +10,7 @@ import jax
 from flax import nnx
 from jaxtyping import Float, Int32
 
-from jaxserve.models.layers import ACTIVATIONS, Attend, LayerNorm, Linear, Table, split_heads
+from jaxserve.models.layers import ACTIVATIONS, BLOCK_AXES, Attend, LayerNorm, Table, TransformerBlock, split_heads
 from jaxserve.models.schema import Fields, ModelConfig, Stored, head_size
 
 AXES = {
@@ -18,14 +18,7 @@ AXES = {
         "tokens": {"table": ("vocab", "embed")},
         "norm": {"scale": ("embed",), "bias": ("embed",)},
     },
-    "layer": {
-        "attention_norm": {"scale": ("embed",), "bias": ("embed",)},
-        "qkv": {"kernel": ("heads", "embed"), "bias": ("heads",)},
-        "out": {"kernel": ("embed", "heads"), "bias": ("embed",)},
-        "ffn_norm": {"scale": ("embed",), "bias": ("embed",)},
-        "up": {"kernel": ("ffn", "embed"), "bias": ("ffn",)},
-        "down": {"kernel": ("embed", "ffn"), "bias": ("embed",)},
-    },
+    "layer": BLOCK_AXES,
     "head": {
         "norm": {"scale": ("embed",), "bias": ("embed",)},
         "tokens": {"table": ("vocab", "embed")},
@@ -141,17 +134,11 @@ class Embed(nnx.Module):
         return self.norm(self.tokens(tokens))
 
 
-class Block(nnx.Module):
+class Block(TransformerBlock):
     """x [T, H] -> [T, H]: attention, then feed-forward, each with a norm before and a residual around it."""
 
     def __init__(self, config: BloomConfig, rngs: nnx.Rngs) -> None:
-        hidden, inner = config.hidden_size, config.num_heads * config.head_dim
-        self.attention_norm = LayerNorm(config)
-        self.qkv = Linear(hidden, 3 * inner, config, rngs)
-        self.out = Linear(inner, hidden, config, rngs)
-        self.ffn_norm = LayerNorm(config)
-        self.up = Linear(hidden, config.ffn_size, config, rngs)
-        self.down = Linear(config.ffn_size, hidden, config, rngs)
+        super().__init__(config, rngs)
         self.config = config
 
     def __call__(

@@ -140,6 +140,43 @@ class LayerNorm(nnx.Module):
         return y.astype(x.dtype)
 
 
+# Logical axes of a TransformerBlock's parameters.
+BLOCK_AXES = {
+    "attention_norm": {"scale": ("embed",), "bias": ("embed",)},
+    "qkv": {"kernel": ("heads", "embed"), "bias": ("heads",)},
+    "out": {"kernel": ("embed", "heads"), "bias": ("embed",)},
+    "ffn_norm": {"scale": ("embed",), "bias": ("embed",)},
+    "up": {"kernel": ("ffn", "embed"), "bias": ("ffn",)},
+    "down": {"kernel": ("embed", "ffn"), "bias": ("embed",)},
+}
+
+
+class TransformerBlock(nnx.Module):
+    """The layers that a block of any family has; how they are joined is the family's to say.
+
+    Args:
+      attention_bias / ffn_bias: whether the projections of each half have biases.
+      affine_norms: whether the norms have a scale and a bias.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        rngs: nnx.Rngs,
+        *,
+        attention_bias: bool = True,
+        ffn_bias: bool = True,
+        affine_norms: bool = True,
+    ) -> None:
+        hidden, inner = config.hidden_size, config.num_heads * config.head_dim
+        self.attention_norm = LayerNorm(config, affine=affine_norms)
+        self.qkv = Linear(hidden, 3 * inner, config, rngs, bias=attention_bias)
+        self.out = Linear(inner, hidden, config, rngs, bias=attention_bias)
+        self.ffn_norm = LayerNorm(config, affine=affine_norms)
+        self.up = Linear(hidden, config.ffn_size, config, rngs, bias=ffn_bias)
+        self.down = Linear(config.ffn_size, hidden, config, rngs, bias=ffn_bias)
+
+
 class Table(nnx.Module):
     """Rows by number: table [rows, E]. Serves as embedding and, for the token table, as the head."""
 
