@@ -179,7 +179,7 @@ def _apart(x: jax.Array) -> jax.Array:
     return jax.lax.optimization_barrier(x)
 
 
-def _of_block(logits: Float32[jax.Array, "S V"], block: Int32[jax.Array, " S"]) -> Float32[jax.Array, "S {BLOCK}"]:
+def _of_block(logits: Float32[jax.Array, "S V"], block: Int32[jax.Array, " S"]) -> Float32[jax.Array, "S block"]:
     """Logits of one block a row, filled up with -inf."""
     ids = block[:, None] * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
     inside = jnp.take_along_axis(logits, jnp.minimum(ids, logits.shape[1] - 1), -1)

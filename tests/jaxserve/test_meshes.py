@@ -20,6 +20,12 @@ from tests.fixtures.tiny import VOCAB
 from tests.fixtures.traffic import Answers, run, traffic
 
 SIZES = {"vocab_size": 104, "hidden_size": 32, "n_embd": 32, "n_head": 8, "n_positions": 96, "eos_token_id": 2}
+# The same as these families say it; OPT with a token table narrower than its hidden states.
+_NAMED = {"num_attention_heads": 8, "max_position_embeddings": 96}
+OTHERS = {
+    "gpt_neox": {**_NAMED, "intermediate_size": 128, "rotary_pct": 0.5},
+    "opt": {**_NAMED, "ffn_dim": 128, "word_embed_proj_dim": 16},
+}
 CONFIG = EngineConfig(max_rows=4, block_size=4, buckets=(12,), max_context=96)
 SLOTS = {"grow": 160, "reserve": 640}
 REQUESTS = 40
@@ -28,7 +34,8 @@ assert SIZES["vocab_size"] >= VOCAB  # of the traffic
 
 
 def config_of(family: str, num_layers: int) -> models.ModelConfig:
-    return models.parse_config({"model_type": family, "n_layer": num_layers, **SIZES})
+    depth = {"n_layer": num_layers, "num_hidden_layers": num_layers}
+    return models.parse_config({"model_type": family, **depth, **SIZES, **OTHERS.get(family, {})})
 
 
 def settings(policy: str, tensor: int = 1, stages: int = 1, layers_per_stage=None) -> EngineConfig:
@@ -85,9 +92,14 @@ def test_two_stages_of_four_devices_answer_as_one_device() -> None:
     check_same(make("gpt2", 3, settings("grow", 4, 2)), "gpt2", 3)
 
 
+@pytest.mark.parametrize("family", OTHERS)
+def test_two_stages_of_two_devices_answer_as_one_device(family) -> None:
+    check_same(make(family, 2, settings("grow", 2, 2)), family, 2)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("policy", SLOTS)
-@pytest.mark.parametrize("family", ["bloom", "gpt2"])
+@pytest.mark.parametrize("family", models.families())
 @pytest.mark.parametrize(("tensor", "stages"), LAYOUTS)
 def test_every_layout_of_eight_devices_answers_as_one(family, policy, tensor, stages) -> None:
     check_same(make(family, 8, settings(policy, tensor, stages)), family, 8)
