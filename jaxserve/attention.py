@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxserve import kv_cache
+from jaxserve.models import Model
 from jaxserve.models.schema import ModelConfig
 from pallas_kernels import api
 from sharding.spec import ShardingSpec
@@ -58,7 +59,7 @@ def select(
 
 
 def make_attend(
-    config: ModelConfig,
+    model: Model,
     backend: api.Backend,
     shape: api.AttentionShape,
     mesh: Mesh,
@@ -72,7 +73,7 @@ def make_attend(
     Args:
       first_block: where the layer's blocks begin in the pool.
     """
-    slopes, scale = config.alibi_slopes, config.attention_scale(layer)
+    slopes, scale = model.alibi_slopes, model.config.attention_scale(layer)
 
     def attend_here(q, k, v, pool, meta, slopes, first_block):
         return backend.attend(q, k, v, pool, meta, shape, slopes=slopes, scale=scale, first_block=first_block)

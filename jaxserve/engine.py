@@ -319,7 +319,8 @@ class Engine:
           ValueError: the tree or a shape differs.
           RuntimeError: requests are alive; their answers would belong to neither set of weights.
         """
-        startup.check_tree(self._pipeline.params, params)
+        model, dtype = self._pipeline.model, self._pipeline.shape.attention.dtype
+        startup.check_tree(model.unpadded.shapes(dtype), params)
         done = threading.Event()
         refused: list[str] = []
 

@@ -14,7 +14,7 @@ from pallas_kernels.api import AttentionShape, Backend
 from sharding.spec import ShardingSpec
 
 # What is left alone on a device: the runtime's own buffers, fragmentation, other programs on a CPU.
-_ACCELERATOR_SHARE = 0.92
+ACCELERATOR_SHARE = 0.92
 _CPU_SHARE = 0.25
 
 
@@ -63,10 +63,18 @@ def free_bytes(device: Any) -> int:
     """Bytes of the memory of a device (one of `jax.devices()`) that may still be taken."""
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:
-        return int(stats["bytes_limit"] * _ACCELERATOR_SHARE) - stats["bytes_in_use"]
+        return int(stats["bytes_limit"] * ACCELERATOR_SHARE) - stats["bytes_in_use"]
+    return int(_available() * _CPU_SHARE)
+
+
+def weight_room(device: Any, devices: int) -> int:
+    """Bytes that weights may take of each of so many devices like this; virtual ones share the memory of their CPU."""
+    return _available() // devices if device.platform == "cpu" else free_bytes(device)
+
+
+def _available() -> int:
     with open("/proc/meminfo") as file:
-        available = next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
-    return int(available * _CPU_SHARE)
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
 
 
 def fitting_blocks(free: int, temporaries: int, bytes_a_block: int, wanted: int) -> int:

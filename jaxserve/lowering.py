@@ -90,7 +90,7 @@ class StagePrograms:
         layout, state, pool = self.shape.layout(bucket), self.state(), self.pool(n_blocks)
         make_attend = partial(
             attention.make_attend,
-            self.model.config,
+            self.model,
             self.shape.backend,
             self.shape.attention,
             self.mesh,

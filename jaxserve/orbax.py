@@ -5,6 +5,7 @@ Orbax takes 0.8 s to import, which only those wait for who use it.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Iterator
@@ -44,8 +45,13 @@ def fingerprint(directory: Path) -> str:
     return str(_read_marker(directory)["fingerprint"])
 
 
-def restore(directory: Path, targets: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+def restore(
+    directory: Path, targets: dict[str, jax.ShapeDtypeStruct], saved: dict[str, tuple[int, ...]]
+) -> dict[str, jax.Array]:
     """Reads arrays by name, each into the dtype and sharding of its target.
+
+    Args:
+      saved: the shapes they were saved in; a larger target is filled up with zeros.
 
     Raises:
       CheckpointError: other names or shapes were saved, or the files are damaged.
@@ -57,10 +63,13 @@ def restore(directory: Path, targets: dict[str, jax.ShapeDtypeStruct]) -> dict[s
     arrays: dict[str, jax.Array] = {}
     try:
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-            saved = checkpointer.metadata(folder).item_metadata.tree
-            _check(directory, {name: tuple(entry.shape) for name, entry in saved.items()}, targets)
+            found = checkpointer.metadata(folder).item_metadata.tree
+            _check(directory, {name: tuple(entry.shape) for name, entry in found.items()}, saved)
             for group in _groups(targets):
                 restore_args = ocp.checkpoint_utils.construct_restore_args(group)
+                for name, target in group.items():
+                    if target.shape != saved[name]:
+                        restore_args[name] = dataclasses.replace(restore_args[name], strict=False)
                 options = ocp.args.PyTreeRestore(item=group, restore_args=restore_args, partial_restore=True)
                 arrays |= jax.block_until_ready(checkpointer.restore(folder, options))
     except CheckpointError:
@@ -95,14 +104,14 @@ def _read_marker(directory: Path) -> dict:
     return marker
 
 
-def _check(directory: Path, saved: dict[str, tuple[int, ...]], targets: dict[str, jax.ShapeDtypeStruct]) -> None:
-    for name in sorted(saved.keys() | targets.keys()):
+def _check(directory: Path, saved: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]]) -> None:
+    for name in sorted(saved.keys() | wanted.keys()):
         if name not in saved:
             raise CheckpointError(f"{directory}: parameter {name!r} is missing")
-        if name not in targets:
+        if name not in wanted:
             raise CheckpointError(f"{directory}: parameter {name!r} does not belong to the model in config.json")
-        if saved[name] != targets[name].shape:
+        if saved[name] != wanted[name]:
             raise CheckpointError(
                 f"{directory}: parameter {name!r} has shape {list(saved[name])} where config.json asks for "
-                f"{list(targets[name].shape)}"
+                f"{list(wanted[name])}"
             )

@@ -58,11 +58,15 @@ class Pipeline:
 
     @property
     def params(self) -> Params:
-        """The whole model's parameters, each where it is used (the first place of two)."""
+        """The whole model's parameters, each where it is used (the first place of two) and without its padding."""
         tree: Params = {"layers": {}}
         for stage in reversed(self.stages):
             tree |= stage.params | {"layers": stage.params["layers"] | tree["layers"]}
-        return tree
+        shapes = self.model.unpadded.shapes(self.shape.attention.dtype)
+        shapes["layers"] = dict(enumerate(shapes["layers"]))
+        return jax.tree.map(
+            lambda leaf, own: leaf if leaf.shape == own.shape else leaf[tuple(map(slice, own.shape))], tree, shapes
+        )
 
     def replace_params(self, params: Params) -> None:
         """Takes other weights of the same shapes; no iteration may be in flight."""

@@ -138,6 +138,9 @@ def score(model: Model, mesh: Mesh, spec: ShardingSpec, ends: Any, hidden: jax.A
 
         def score_here(table: jax.Array, normed: jax.Array, next_tokens: jax.Array) -> Scores:
             tile = partial(model.logits_tile, table, normed)
+            if model.held.vocab_size > model.config.vocab_size:
+                first = 0 if axis is None else jax.lax.axis_index(axis) * len(table)
+                tile = _of_tokens(tile, model.config.vocab_size - first)
             return Scores(*scoring.score(tile, len(table), min(len(table), _SCORING_TILE), next_tokens, axis))
 
         if axis is None:
@@ -146,6 +149,15 @@ def score(model: Model, mesh: Mesh, spec: ShardingSpec, ends: Any, hidden: jax.A
             score_here, mesh=mesh, in_specs=(by_token, whole, whole), out_specs=whole, check_vma=False
         )
         return everywhere(table, normed, next_tokens)
+
+
+def _of_tokens(tile: scoring.LogitsTile, end: jax.Array | int) -> scoring.LogitsTile:
+    """A tile's logits with those from `end` on, which are padding, at -inf."""
+
+    def logits(start: jax.Array | int, size: int) -> jax.Array:
+        return jnp.where(start + jnp.arange(size) < end, tile(start, size), -jnp.inf)
+
+    return logits
 
 
 def choose(

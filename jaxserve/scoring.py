@@ -16,6 +16,8 @@ from jaxtyping import Float32, Int32
 from jaxserve.request import MAX_LOGPROBS
 from jaxserve.selection import largest
 
+LogitsTile = Callable[[jax.Array | int, int], jax.Array]
+
 
 class _Running(NamedTuple):
     """What is known of each position's logits after some tiles, all [T] but the last two [T, top]."""
@@ -28,7 +30,7 @@ class _Running(NamedTuple):
 
 
 def score(
-    logits_tile: Callable[[jax.Array | int, int], jax.Array],
+    logits_tile: LogitsTile,
     vocab: int,
     tile: int,
     next_tokens: Int32[jax.Array, " T"],

@@ -49,7 +49,7 @@ class StageRunner:
         params: the whole model's, wherever they are; the stage's own part is moved to its devices.
         """
         self.programs = programs
-        self.params = self._placed(params)
+        self.params = self._own(params)
         self.buckets = tuple(buckets)
         self.compile_seconds: dict[int, float] = {}
         self._forward: dict[int, Any] = {}
@@ -61,14 +61,14 @@ class StageRunner:
         state = batch.empty_state(programs.shape.layout(1), is_first=programs.is_first, is_last=programs.is_last)
         self._state = self.receive(state)
 
-    def _placed(self, params: Params) -> Params:
+    def _own(self, params: Params) -> Params:
         wanted = self.programs.params()
         part = self.programs.model.part(params, self.programs.layers)
-        return jax.tree.map(lambda leaf, new: jax.device_put(new.astype(leaf.dtype), leaf.sharding), wanted, part)
+        return jax.tree.map(_placed, part, wanted)
 
     def replace_params(self, params: Params) -> None:
         """Takes the stage's part of other weights of the same shapes."""
-        self.params = self._placed(params)
+        self.params = self._own(params)
 
     def temporaries(self) -> int:
         """Bytes that the largest iteration needs on a device beside its arguments, from the compiled program itself."""
@@ -170,6 +170,13 @@ def wait(launched: Launched) -> IterationResult:
         score_top_ids=score_top_ids,
         score_top_logprobs=score_top_logprobs,
     )
+
+
+def _placed(values: Any, wanted: jax.ShapeDtypeStruct) -> jax.Array:
+    if values.shape != wanted.shape:
+        missing = [(0, size - have) for size, have in zip(wanted.shape, values.shape, strict=True)]
+        values = np.pad(np.asarray(values), missing)
+    return jax.device_put(values.astype(wanted.dtype), wanted.sharding)
 
 
 def _give_back_memory() -> None:

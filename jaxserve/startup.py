@@ -12,20 +12,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxserve import attention, buckets, kv_cache, measure, models, naming, weights
+from jaxserve import buckets, kv_cache, measure, models, weights
 from jaxserve.config import EngineConfig
+from jaxserve.layout import bucket_sizes, lay_out
 from jaxserve.lowering import StagePrograms
 from jaxserve.models.schema import ModelConfig
+from jaxserve.parts import parts_of
 from jaxserve.pipeline import Pipeline
-from jaxserve.programs import StageShape
 from jaxserve.scheduler import Scheduler
 from jaxserve.slots import SlotPool
 from jaxserve.stage import Progress, StageRunner
 from jaxserve.tokenizer import Tokenizer
-from sharding import mesh, specs, stages
+from sharding import mesh, specs
+from sharding.fit import check_weights
 from sharding.spec import read as read_spec
-
-_DEFAULT_CONTEXT = 2048  # of models without a limit of their own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +77,11 @@ def from_checkpoint(path: str | Path, config: EngineConfig, progress: Progress) 
     model = models.build(weights.read_config(path))
     tokenizer = Tokenizer.from_directory(path)
     programs, reason = stage_programs(config, model)
-    params = weights.load(path, model, _compute_dtype(config), place=placement(programs), progress=progress)
+    device = programs[0].mesh.devices.flat[0]
+    for stage in programs:
+        room = kv_cache.weight_room(device, config.tensor * config.stages)
+        check_weights(parts_of(stage).values(), room, f"{device.device_kind} device")
+    params = weights.load(path, programs[0].model, _compute_dtype(config), place=placement(programs), progress=progress)
     return start(config, programs, reason, params, progress, time.perf_counter() - started), tokenizer
 
 
@@ -99,46 +103,12 @@ def check_tree(expected: Any, params: Any) -> None:
 
 
 def stage_programs(config: EngineConfig, model: models.Model) -> tuple[list[StagePrograms], str]:
-    """What is settled before a weight is read: each stage's layers, devices and programs.
-
-    Returns:
-      (programs, reason): the reason says in words why they attend with the backend they do.
-
-    Raises:
-      ValueError: layers, devices, sharding, context or attention do not go together.
-    """
-    dtype, max_context = _compute_dtype(config), _max_context(config, model.config)
-    layers = stages.split(model.config.num_layers, config.stages, config.layers_per_stage)
-    meshes = mesh.make_meshes(config.tensor, config.stages)
-    spec = specs.default(model.config.family)
+    """What is settled before a weight is read: each stage's layers, devices and programs (see `layout.lay_out`)."""
+    meshes, spec = mesh.make_meshes(config.tensor, config.stages), specs.default(model.config.family)
     if config.sharding is not None:
         spec = read_spec(config.sharding, spec)
-    spec.check_names(meshes[0], {name: axes for name, _, axes, _ in naming.parameters(model, dtype)})
-    backend, shape, reason = attention.select(
-        model.config,
-        meshes[0],
-        spec,
-        name=config.attention,
-        dtype=dtype,
-        block_size=config.block_size,
-        max_context=max_context,
-        platform=meshes[0].devices.flat[0].platform,
-    )
-    stage_shape = StageShape(
-        max_rows=config.max_rows,
-        n_rows=config.max_rows * (1 if config.stages == 1 else config.stages + 1),
-        max_context=max_context,
-        attention=shape,
-        backend=backend,
-        scoring=config.scoring,
-    )
-    programs = [
-        StagePrograms(model=model, shape=stage_shape, layers=owned, mesh=devices, spec=spec)
-        for owned, devices in zip(layers, meshes, strict=True)
-    ]
-    for bucket in _bucket_sizes(config):
-        programs[0].between_layers(bucket)
-    return programs, reason
+    platform = meshes[0].devices.flat[0].platform
+    return lay_out(config, model, meshes, spec, dtype=_compute_dtype(config), platform=platform)
 
 
 def placement(programs: Sequence[StagePrograms]) -> weights.Place:
@@ -173,7 +143,7 @@ def start(
     started = time.perf_counter()
     model, shape = programs[0].model, programs[0].shape
     device = programs[0].mesh.devices.flat[0]
-    sizes = _bucket_sizes(config)
+    sizes = bucket_sizes(config)
     runners = [StageRunner(stage, params, sizes) for stage in programs]
     n_blocks = min(_pool_blocks(config, runner) for runner in runners)
     for runner in runners:
@@ -190,7 +160,7 @@ def start(
         mode=config.scheduler,
         n_stages=config.stages,
     )
-    leaves = jax.tree.leaves(pipeline.params)
+    leaves = jax.tree.leaves(model.unpadded.shapes(shape.attention.dtype))
     report = StartupReport(
         device=device.device_kind,
         platform=device.platform,
@@ -222,23 +192,10 @@ def _bytes_held(tree: Any) -> int:
     )
 
 
-def _bucket_sizes(config: EngineConfig) -> tuple[int, ...]:
-    return config.buckets or buckets.default_sizes(config.max_rows, config.token_budget)
-
-
 def _compute_dtype(config: EngineConfig) -> jnp.dtype:
     if config.dtype == "auto":
         return jnp.dtype("float32" if jax.default_backend() == "cpu" else "bfloat16")
     return jnp.dtype(config.dtype)
-
-
-def _max_context(config: EngineConfig, model_config: ModelConfig) -> int:
-    limit = model_config.max_position
-    if config.max_context is None:
-        return limit or _DEFAULT_CONTEXT
-    if limit is not None and config.max_context > limit:
-        raise ValueError(f"max_context is {config.max_context}; this model has positions for {limit} tokens")
-    return config.max_context
 
 
 def _pool_blocks(config: EngineConfig, stage: StageRunner) -> int:

@@ -63,6 +63,7 @@ def load(
     Host memory beyond the parameters that stay on the host is one parameter at a time at most.
 
     Args:
+      model: what it has more of than the checkpoint (`models.build`) is zeros.
       dtype: what the parameters are cast to.
       place: the sharding of each parameter; each device's slice alone is read for it.
 
@@ -70,15 +71,16 @@ def load(
       CheckpointError: the files do not hold this model.
       ValueError: what `place` raises.
     """
-    directory, wanted = Path(path), list(parameters(model, dtype))
-    shardings = [place(parameter.name, parameter.shape.shape, parameter.axes) for parameter in wanted]
+    directory, wanted = Path(path), list(parameters(model.unpadded, dtype))
+    targets = [
+        jax.ShapeDtypeStruct(shape.shape, dtype, sharding=place(name, shape.shape, axes))
+        for name, shape, axes, _ in parameters(model, dtype)
+    ]
     if orbax.is_saved(directory):
-        targets = [
-            jax.ShapeDtypeStruct(parameter.shape.shape, dtype, sharding=sharding)
-            for parameter, sharding in zip(wanted, shardings, strict=True)
-        ]
+        names = [parameter.name for parameter in wanted]
+        shapes = [parameter.shape.shape for parameter in wanted]
         arrays = orbax.restore(
-            directory, {parameter.name: target for parameter, target in zip(wanted, targets, strict=True)}
+            directory, dict(zip(names, targets, strict=True)), saved=dict(zip(names, shapes, strict=True))
         )
         leaves = [arrays[parameter.name] for parameter in wanted]
     else:
@@ -86,8 +88,8 @@ def load(
         sources = naming.match(tensors, model, wanted, directory)
         leaves, total = [], sum(source.values.nbytes for several in sources for source in several)
         done = 0
-        for parameter, sharding, several in zip(wanted, shardings, sources, strict=True):
-            leaves.append(_place(parameter, several, model.config.head_dim, sharding, tensors.release))
+        for parameter, target, several in zip(wanted, targets, sources, strict=True):
+            leaves.append(_place(parameter, several, model.config.head_dim, target, tensors.release))
             done += sum(source.values.nbytes for source in several)
             if progress is not None:
                 progress("reading weights", done, total)
@@ -98,23 +100,29 @@ def _place(
     parameter: Parameter,
     sources: tuple[StoredTensor, ...],
     head_dim: int,
-    sharding: Sharding,
+    wanted: jax.ShapeDtypeStruct,
     release: Callable[[StoredTensor], None],
 ) -> jax.Array:
-    shape, dtype, stored = parameter.shape.shape, parameter.shape.dtype, parameter.stored
+    shape, dtype, stored = wanted.shape, wanted.dtype, parameter.stored
     read: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
 
     def values(index: tuple[slice, ...] | None) -> np.ndarray:
         assert index is not None
         bounds = tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
         if bounds not in read:  # copies on several devices are read once
-            read[bounds] = _empty(tuple(stop - start for start, stop in bounds), dtype)
-            for target, part, source in _shares(read[bounds], sources, bounds, stored, head_dim):
-                _copy(target, part, stored.transposed, partial(release, source))
+            target = read[bounds] = _empty(tuple(stop - start for start, stop in bounds), dtype)
+            sizes = parameter.shape.shape
+            there = tuple((start, min(stop, size)) for (start, stop), size in zip(bounds, sizes, strict=True))
+            if there != bounds:
+                target[:] = 0
+                target = target[tuple(slice(max(0, stop - start)) for start, stop in there)]
+            if target.size:
+                for share, part, source in _shares(target, sources, there, stored, head_dim):
+                    _copy(share, part, stored.transposed, partial(release, source))
         return read[bounds]
 
     # Waited for, so that what is on its way to an accelerator does not pile up on the host.
-    return jax.make_array_from_callback(shape, sharding, values, dtype=dtype).block_until_ready()
+    return jax.make_array_from_callback(shape, wanted.sharding, values, dtype=dtype).block_until_ready()
 
 
 def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

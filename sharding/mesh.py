@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 
 def make_mesh(tensor: int = 1, devices: Sequence[Any] | None = None) -> Mesh:
@@ -39,3 +39,8 @@ def make_meshes(tensor: int, stages: int, devices: Sequence[Any] | None = None) 
             message += f" (XLA_FLAGS=--xla_force_host_platform_device_count={wanted} divides a CPU into virtual ones)"
         raise ValueError(message)
     return tuple(make_mesh(tensor, have[stage * tensor :]) for stage in range(stages))
+
+
+def abstract(tensor: int) -> AbstractMesh:
+    """The mesh of a stage of `tensor` devices that need not exist: enough to lay arrays over them."""
+    return AbstractMesh((tensor,), ("tensor",), axis_types=(AxisType.Auto,))

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 Rules = Mapping[str, str | None]  # logical axis -> mesh axis, or None where every device holds the axis whole
 Section = Literal["parameters", "activations", "pool"]
 
-ACTIVATION_AXES = ("tokens", "embed", "heads", "ffn", "vocab")
+ACTIVATION_AXES = ("tokens", "embed")  # of the hidden states between the layers
 POOL_AXES = ("heads",)
 PADDABLE = ("heads", "vocab", "ffn")  # of these, more can be held than the model has and the answers stay the same
 
@@ -45,7 +45,7 @@ class ShardingSpec:
       rules: of the parameters' axes, and of whatever the sections below do not name.
       parameters: exceptions: a glob over parameter names (`layers.*.qkv.bias`) -> rules. The last glob that matches and
         names an axis wins.
-      activations: of what flows between the layers; an axis that is not named is left to the compiler.
+      activations: of the hidden states between the layers; where no axis is named the compiler decides.
       pool: of the pool of keys and values; an axis that is not named follows `rules`.
       pad: logical axes (of PADDABLE) that may be held in a size rounded up to what divides; see `padded`.
     """

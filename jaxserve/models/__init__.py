@@ -8,6 +8,7 @@ table `TENSORS` of how a checkpoint stores them, `PREFIX`, which their names but
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import pkgutil
 from collections.abc import Callable, Mapping
@@ -16,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Float, Float32, Int32
@@ -61,15 +63,19 @@ class Model:
     tokens, S rows whose logits are asked for, H hidden size, E width of the token table (mostly H), V vocabulary.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, held: ModelConfig) -> None:
+        """Args:
+        held: the configuration with as many heads, tokens and so on as there are parameters for (see `build`).
+        """
         self.config = config
+        self.held = held
         self._family = family(config.family)
         self._embed, self._embed_state = self._split("Embed")
         self._block, self._block_state = self._split("Block")
         self._head, self._head_state = self._split("Head")
 
     def _make(self, piece: str, key: jax.Array) -> nnx.Module:
-        return getattr(self._family, piece)(self.config, rngs=nnx.Rngs(key))
+        return getattr(self._family, piece)(self.held, rngs=nnx.Rngs(key))
 
     def _split(self, piece: str) -> tuple[nnx.GraphDef, dict[str, Any]]:
         graph, state = nnx.split(nnx.eval_shape(lambda: self._make(piece, jax.random.key(0))))
@@ -147,7 +153,7 @@ class Model:
     def logits(self, params: Params, x: Float[jax.Array, "S E"]) -> Float32[jax.Array, "S V"]:
         """Logits of normed x."""
         with jax.named_scope("head"):
-            return layers.head(x, self.head_table(params))
+            return layers.head(x, self.head_table(params))[:, : self.config.vocab_size]
 
     def logits_tile(
         self, table: Float[jax.Array, "V E"], x: Float[jax.Array, "S E"], start: jax.Array | int, size: int
@@ -160,6 +166,17 @@ class Model:
         """What normed hidden states are multiplied with."""
         piece = params["embed"] if self.config.tie_embeddings else params["head"]
         return piece["tokens"]["table"]
+
+    @property
+    def alibi_slopes(self) -> np.ndarray | None:
+        """float32[N] ALiBi slopes of the heads that are held, or None."""
+        slopes = self.config.alibi_slopes
+        return None if slopes is None else np.pad(slopes, (0, self.held.num_heads - len(slopes)))
+
+    @property
+    def unpadded(self) -> Model:
+        """The same with the parameters that the configuration asks for, as a checkpoint has them."""
+        return self if self.held == self.config else Model(self.config, self.config)
 
     def _tree(self, embed: Any, layer: Any, head: Any) -> Params:
         return {"embed": embed, "layers": [layer] * self.config.num_layers, "head": head}
@@ -210,7 +227,7 @@ class Model:
         sizes: dict[str, int] = {}
         for names, leaf in zip(axes, shapes, strict=True):
             sizes |= zip(names, leaf.shape, strict=True)
-        return sizes | {"heads": self.config.num_heads}
+        return sizes | {"heads": self.held.num_heads}
 
     def init(self, seed: int, dtype: DTypeLike) -> Params:
         """Freshly drawn parameters: weights normal with the configuration's initializer_range, norms 1, biases 0."""
@@ -239,6 +256,21 @@ def _entries_of(state: dict[str, Any], table: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def build(config: ModelConfig) -> Model:
-    """The model of a configuration, without parameters."""
-    return Model(config)
+def build(config: ModelConfig, counts: Mapping[str, int] | None = None) -> Model:
+    """The model of a configuration, without parameters.
+
+    Args:
+      counts: by logical axis, how many heads, tokens and feed-forward units to hold where that is more than the
+        configuration has (`ShardingSpec.padded`): their parameters are zeros, at the end, and they change no answer.
+    """
+    if counts is None:
+        return Model(config, config)
+    assert config.num_kv_heads == config.num_heads
+    held = dataclasses.replace(
+        config,
+        num_heads=counts["heads"],
+        num_kv_heads=counts["heads"],
+        vocab_size=counts["vocab"],
+        ffn_size=counts["ffn"],
+    )
+    return Model(config, held)

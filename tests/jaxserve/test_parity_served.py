@@ -20,10 +20,23 @@ CASES = (
 )
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_the_engine_answers_like_the_library(name, tmp_path) -> None:
+PADDED = (("bloom-7-heads", 4), ("gpt2-4-heads", 2))  # 7 heads, vocabularies of 101 and 257
+
+
+@pytest.mark.parametrize(("name", "tensor"), [*((name, 1) for name in CASES), *PADDED])
+def test_the_engine_answers_like_the_library(name, tensor, tmp_path) -> None:
     case = parity.read(parity.FOLDER / f"{name}.json")
-    config = EngineConfig(max_rows=3, block_size=4, slots=512, buckets=(8,), max_context=96, dtype="float32")
+    (tmp_path / "pad.toml").write_text("[pad]\nheads = true\nvocab = true\n")
+    config = EngineConfig(
+        max_rows=3,
+        block_size=4,
+        slots=512,
+        buckets=(8,),
+        max_context=96,
+        dtype="float32",
+        tensor=tensor,
+        sharding=str(tmp_path / "pad.toml") if tensor > 1 else None,
+    )
     with Engine.from_checkpoint(case.write(tmp_path / "model"), config) as engine:
         completions = engine.generate(
             [answer.prompt_tokens for answer in case.answers],

@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxserve import models, weights
+from jaxserve import kv_cache, models, weights
+from jaxserve.config import EngineConfig
+from jaxserve.engine import Engine
 from jaxserve.weights import CheckpointError
 
 BLOOM = {"model_type": "bloom", "vocab_size": 61, "hidden_size": 24, "n_layer": 2, "n_head": 3, "eos_token_id": 60}
@@ -471,3 +473,11 @@ def in_process(program: str, *arguments: str, devices: int = 1) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def test_weights_that_do_not_fit_are_refused_before_one_is_read(tmp_path, monkeypatch):
+    write(tmp_path, BLOOM)
+    monkeypatch.setattr(kv_cache, "weight_room", lambda _device, _devices: 1000)
+    monkeypatch.setattr(weights, "load", lambda *_args, **_kwargs: pytest.fail("weights were read"))
+    with pytest.raises(ValueError, match=r"the weights take .* of each cpu device, which has room for 0\.0 MiB"):
+        Engine.from_checkpoint(tmp_path, EngineConfig(slots=128))

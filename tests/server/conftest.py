@@ -1,6 +1,10 @@
 import asyncio
 import contextlib
+import json
+import shutil
+import subprocess
 from collections.abc import AsyncIterator, Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -11,6 +15,9 @@ from server.grpc_server import GrpcServer
 from server.proto.jaxserve.v1 import inference_pb2 as pb
 from server.proto.jaxserve.v1.inference_pb2_grpc import InferenceStub
 from tests.server.fake_engine import WAIT_SECONDS, FakeEngine, byte_tokenizer
+
+FOREIGN = Path(__file__).parent / "foreign"
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="session")
@@ -66,5 +73,42 @@ def serve(tokenizer: Tokenizer) -> Callable[..., None]:
                 await scenario(it)
 
         asyncio.run(bounded())
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def foreign_client(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Coroutine[Any, Any, Any]]:
+    """Runs the JavaScript client, its libraries installed as its lock file says: `await foreign_client(address, n)`
+    tells what it found, where n tokens are more than the server generates in 0.3 seconds."""
+    npm = shutil.which("npm")
+    if npm is None or shutil.which("node") is None:
+        pytest.skip("node and npm are not installed")
+    folder = tmp_path_factory.mktemp("foreign")
+    for path in FOREIGN.iterdir():
+        if path.is_file():
+            shutil.copy(path, folder)
+    installed = subprocess.run(
+        [npm, "ci", "--ignore-scripts", "--no-audit", "--no-fund"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    if installed.returncode != 0 and any(
+        word in installed.stderr for word in ("ENOTFOUND", "EAI_AGAIN", "ECONNREFUSED")
+    ):
+        pytest.skip("npm cannot reach a registry")
+    assert installed.returncode == 0, installed.stderr
+
+    async def run(address: str, tokens: int) -> Any:
+        process = await asyncio.create_subprocess_exec(
+            *("node", str(folder / "client.js"), address, str(ROOT), str(tokens)),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        out, errors = await process.communicate()
+        assert process.returncode == 0, errors.decode()
+        return json.loads(out)
 
     return run

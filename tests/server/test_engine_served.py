@@ -3,7 +3,8 @@
 import asyncio
 import contextlib
 import json
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from server import cli, flags
 from server.grpc_server import GrpcServer
 from server.proto.jaxserve.v1 import inference_pb2 as pb
 from server.proto.jaxserve.v1.inference_pb2_grpc import InferenceStub
-from tests.server.fake_engine import EOS, VOCAB_SIZE, byte_tokenizer
+from tests.server.fake_engine import EOS, VOCAB_SIZE, WAIT_SECONDS, byte_tokenizer
 
 SMALL = ["--buckets", "4,16", "--slots", "512", "--max-rows", "4", "--max-context", "64", "--compilation-cache", "off"]
 FIELDS: dict[str, Any] = {"max_tokens": 12, "seed": 11, "ignore_eos": True, "logprobs": 2, "prompt_logprobs": 0}
@@ -60,12 +61,20 @@ def completed(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> lis
 
 
 @contextlib.contextmanager
-def engine_of(model: Path) -> Iterator[Any]:
+def engine_of(model: Path, *more: str) -> Iterator[Any]:
     from jaxserve.engine import Engine
 
-    args = cli.parser(with_bench=False).parse_args(["serve", "--model", str(model), *SMALL])
+    args = cli.parser(with_bench=False).parse_args(["serve", "--model", str(model), *SMALL, *more])
     with Engine.from_checkpoint(model, flags.engine_config(args)) as engine:
         yield engine
+
+
+def await_idle(engine: Any) -> None:
+    """Returns once the engine has taken in that its callers have gone: it holds no request and no slot."""
+    until = time.monotonic() + WAIT_SECONDS
+    while engine.load().running or engine.load().slots_used:
+        assert time.monotonic() < until
+        time.sleep(0.01)
 
 
 def test_lines_have_what_they_asked_for(completed: list[dict[str, Any]]) -> None:
@@ -107,7 +116,7 @@ def test_the_server_answers_as_the_command_does(checkpoint: Path, completed: lis
 
     with engine_of(checkpoint) as engine:
         asyncio.run(scenario(engine))
-        assert engine.load().running == 0
+        await_idle(engine)
         assert engine.load().slots_used == 0
 
 
@@ -121,3 +130,20 @@ def test_a_converted_checkpoint_serves_alike(
     assert capfd.readouterr().out == completed[0]["text"] + "\n"
     assert cli.main(["convert", str(checkpoint), str(tmp_path / "orbax")]) == 2
     assert "exists and is not an empty directory" in capfd.readouterr().err
+
+
+def test_a_javascript_client_of_the_real_engine(checkpoint: Path, foreign_client: Callable[..., Any]) -> None:
+    async def scenario(engine: Any) -> None:
+        server = GrpcServer(engine, name="tiny", version="0")
+        port = await server.start("127.0.0.1", 0)
+        found = await foreign_client(f"127.0.0.1:{port}", 16_000)
+        assert (found["whole"]["code"], found["whole"]["usage"]["prompt_tokens"]) == ("OK", 12)
+        assert [found[name]["code"] for name in ("cancelled", "late")] == ["CANCELLED", "DEADLINE_EXCEEDED"]
+        assert found["refused"]["code"] == "INVALID_ARGUMENT"
+        await server.service.idle()
+        assert await server.drain(10) == 0
+
+    with engine_of(checkpoint, "--buckets", "16", "--max-context", "16384", "--slots", "32768") as engine:
+        asyncio.run(scenario(engine))
+        await_idle(engine)
+        assert 0 < engine.load().generated_tokens < 16_000

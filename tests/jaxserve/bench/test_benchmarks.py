@@ -3,11 +3,12 @@
 import argparse
 import dataclasses
 import json
+from itertools import pairwise
 
 import jax
 import pytest
 
-from jaxserve.bench import cli, host, offline, serve, shapes, step
+from jaxserve.bench import cli, host, offline, serve, shapes, stages, step
 from jaxserve.bench.progress import Bars
 from jaxserve.bench.step import Case
 from jaxserve.config import EngineConfig
@@ -96,6 +97,26 @@ def test_steps_are_timed(tmp_path):
     result = json.loads((tmp_path / "step.json").read_text())
     assert [len(entry["milliseconds"]) for entry in result["steps"]["float32"]] == [3, 3, 3]
     assert result["memory"]["float32"]["pool"] > 0
+
+
+def test_stages_are_timed_and_traced(tmp_path):
+    if (refusal := stages.compile_sleep()) is not None:
+        pytest.skip(refusal)
+    trace = tmp_path / "trace.json"
+    assert bench("stages", "--quick", "--timeline", str(trace), "--out", str(tmp_path)) == 0
+    result = json.loads((tmp_path / "stages.json").read_text())
+    assert [entry["stages"] for entry in result["results"]] == [1, 2]
+    assert all(entry["iterations_per_second"] > 0 for entry in result["results"])
+    events = json.loads(trace.read_text())["traceEvents"]
+    names = [event["args"]["name"] for event in events if event["name"] == "thread_name"]
+    assert names == ["stage 0: layers 0 to 0, 1 device", "stage 1: layers 1 to 1, 1 device"]
+    tracks = [[event for event in events if event["ph"] == "X" and event["tid"] == stage] for stage in (0, 1)]
+    assert [each["name"] for each in tracks[0]] == [each["name"] for each in tracks[1]]
+    for track in tracks:
+        for before, after in pairwise(track):
+            assert before["ts"] + before["dur"] <= after["ts"] + 1e-3
+    for first, second in zip(*tracks, strict=True):
+        assert first["ts"] + first["dur"] <= second["ts"] + 1e-3
 
 
 def test_synthetic_plans_own_their_blocks_and_advance():

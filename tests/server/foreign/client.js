@@ -1,9 +1,11 @@
 // Streams from a jaxserve server, cancels, and runs into a deadline; prints what happened as one JSON object.
-// Usage: node client.js HOST:PORT PATH_OF_REPOSITORY
+// Usage: node client.js HOST:PORT PATH_OF_REPOSITORY TOKENS
+// TOKENS is more than the server can generate in 0.3 seconds.
 const grpc = require("@grpc/grpc-js");
 const loader = require("@grpc/proto-loader");
 
-const [address, root] = process.argv.slice(2);
+const [address, root, tokens] = process.argv.slice(2);
+const endless = { prompt: "ab", max_tokens: Number(tokens), ignore_eos: true };
 const definition = loader.loadSync("server/proto/jaxserve/v1/inference.proto", {
   includeDirs: [root],
   keepCase: true,
@@ -31,8 +33,8 @@ const text = (messages) => messages.map((message) => message.text).join("");
 async function main() {
   const whole = await read({ prompt: "héllo €! ", max_tokens: 24 });
   const last = whole.messages.at(-1);
-  const cancelled = await read({ prompt: "ab", max_tokens: 1000000 }, { cancelAfter: 2 });
-  const late = await read({ prompt: "ab", max_tokens: 1000000 }, { deadline: 300 });
+  const cancelled = await read(endless, { cancelAfter: 2 });
+  const late = await read(endless, { deadline: 300 });
   const refused = await read({ prompt: "ab", top_p: 7 });
   console.log(
     JSON.stringify({

@@ -1,0 +1,63 @@
+"""What the compiler will send between the devices of a stage, from the spec alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from jaxserve import kv_cache
+from jaxserve.lowering import StagePrograms
+from jaxserve.parts import Part
+from jaxserve.plan.cost import Collective
+
+
+def predict(stage: StagePrograms, parts: Mapping[str, Part]) -> tuple[Collective, ...] | None:
+    """The collectives of one iteration of a stage; None where the spec leaves the compiler a choice of them.
+
+    It does by splitting "embed" or the hidden states between the layers.
+
+    A matmul whose summed axis is split leaves partial sums: one all-reduce of its result. A look-up in a table whose
+    rows are split is a sum as well. What is split where the next one needs it whole is gathered; what is whole where
+    the next one has it split is cut without a word.
+
+    Args:
+      parts: the stage's parameters by name.
+    """
+    if any(part.split("embed") for part in parts.values()) or any(stage.spec.activations.values()):
+        return None
+    config, item = stage.model.held, stage.shape.attention.dtype.itemsize
+    hidden, heads = config.hidden_size * item, config.num_heads * config.head_dim * item
+    keys = config.num_kv_heads * config.head_dim * item
+    pool_split = kv_cache.head_parts(stage.mesh, stage.spec) > 1
+    found: dict[tuple[str, str], Collective] = {}
+
+    def add(kind: str, what: str, nbytes: int, times: int = 1, *, per_row: bool = False) -> None:
+        known = found.get((kind, what))
+        times += known.times if known else 0
+        found[kind, what] = Collective(kind, what, nbytes, per_row, stage.mesh.size, times)
+
+    if stage.is_first:
+        tables = [part for part in parts.values() if part.name.startswith("embed.") and part.name.endswith(".table")]
+        summed = sum(part.split(part.axes[0]) for part in tables)
+        if summed:
+            add("all-reduce", "embed", summed * hidden)
+    for layer in stage.layers:
+
+        def split(name: str, axis: str, layer: int = layer) -> bool:
+            return parts[f"layers.{layer}.{name}.kernel"].split(axis)
+
+        if split("qkv", "heads") and not pool_split:
+            add("all-gather", "layers.*.qkv", keys, 3)
+        if split("out", "heads"):
+            add("all-reduce", "layers.*.out", hidden)
+        elif pool_split:
+            add("all-gather", "layers.*.attend", heads)
+        if split("up", "ffn") or split("down", "ffn"):
+            add("all-reduce", "layers.*.down", hidden)
+    if stage.is_last and head_table(parts).split("vocab"):
+        add("all-gather", "head", config.vocab_size * 4, per_row=True)
+    return tuple(found.values())
+
+
+def head_table(parts: Mapping[str, Part]) -> Part:
+    """The parameter that makes logits: a table of the head's own, or the embedding's."""
+    return parts.get("head.tokens.table") or parts["embed.tokens.table"]

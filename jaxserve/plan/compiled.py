@@ -1,0 +1,220 @@
+"""The answer to a what-if from the compiled programs: what the engine would run, for devices that are not there."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import jax
+
+from jaxserve import parts
+from jaxserve.lowering import StagePrograms
+from jaxserve.plan.predict import Plan
+from jaxserve.plan.targets import compiler_options
+from jaxserve.plan.whatif import WhatIf, programs
+
+Progress = Callable[[str, int, int], None]
+
+_NOTABLE = 2**20  # bytes from which a copy is told
+_KINDS = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all")
+_INSTRUCTION = re.compile(r"= (?P<shape>\(.*?\)|\S+) (?P<op>[a-z][a-z0-9-]*?)(?P<start>-start)?\(")
+_ARRAY = re.compile(r"(?P<dtype>[a-z]+[0-9]*)\[(?P<sizes>[0-9,]*)\]")
+_WIDTHS = {"pred": 1, "bf16": 2}
+
+
+class Exchange(NamedTuple):
+    """Collectives of one kind and result in a compiled program.
+
+    Attributes:
+      arrays: the results, as the program writes them: bf16[64,14336].
+      nbytes: of one of them, on each device.
+    """
+
+    kind: str
+    arrays: str
+    nbytes: int
+    times: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompiledStage:
+    """What the compiler made of a stage's largest bucket, in bytes of one device.
+
+    Attributes:
+      seconds: that it took.
+      arguments: weights, pool and what else goes in.
+      temporaries: what the program needs beside its arguments, results that take a new place included.
+      total: both, and the row state that other programs hold.
+      surprises: in words: what the prediction did not have.
+    """
+
+    bucket: int
+    seconds: float
+    arguments: int
+    temporaries: int
+    total: int
+    collectives: tuple[Exchange, ...]
+    surprises: tuple[str, ...]
+
+    def counts(self) -> dict[str, int]:
+        """Collectives by kind."""
+        found: Counter[str] = Counter()
+        for each in self.collectives:
+            found[each.kind] += each.times
+        return dict(found)
+
+
+def predicted_counts(plan: Plan, stage: int) -> dict[str, int] | None:
+    """Collectives by kind, as predicted; None where they are not."""
+    predicted = plan.stages[stage].collectives
+    if predicted is None:
+        return None
+    counts: Counter[str] = Counter()
+    for each in predicted:
+        counts[each.kind] += each.times
+    return dict(counts)
+
+
+def compile_stages(plan: Plan, devices: Sequence[Any], progress: Progress) -> tuple[CompiledStage, ...]:
+    """Compiles the largest bucket of each stage for devices; stages that compile alike are compiled once.
+
+    Raises:
+      ValueError: the compiler refuses, with its first words.
+    """
+    whatif, made = plan.whatif, []
+    stages = programs(whatif, devices)
+    known: dict[tuple[int, bool, bool], CompiledStage] = {}
+    for index, stage in enumerate(stages):
+        progress("compiling", index, len(stages))
+        alike = (len(stage.layers), stage.is_first, stage.is_last)
+        if alike not in known:
+            known[alike] = _compile(plan, index, stage, whatif)
+        made.append(known[alike])
+    progress("compiling", len(stages), len(stages))
+    return tuple(made)
+
+
+def _compile(plan: Plan, index: int, stage: StagePrograms, whatif: WhatIf) -> CompiledStage:
+    bucket = whatif.buckets[-1]
+    started = time.perf_counter()
+    try:
+        program = stage.lower_forward(bucket, plan.slots // plan.block_size).compile(
+            compiler_options(stage.mesh.devices.flat[0].platform)
+        )
+    except RuntimeError as problem:
+        raise ValueError(f"stage {index} does not compile: {str(problem).splitlines()[0]}") from problem
+    seconds = time.perf_counter() - started
+    memory, text = program.memory_analysis(), program.as_text()
+    assert memory is not None
+    assert text is not None
+    state = stage.state()
+    elsewhere = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.sampling))
+    beside = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    exchanges = tuple(collectives(text))
+    return CompiledStage(
+        bucket=bucket,
+        seconds=seconds,
+        arguments=memory.argument_size_in_bytes,
+        temporaries=beside,
+        total=memory.argument_size_in_bytes + beside + elsewhere,
+        collectives=exchanges,
+        surprises=(
+            *unforeseen(stage, exchanges, predicted_counts(plan, index)),
+            *copies(stage, text, plan.slots // plan.block_size),
+        ),
+    )
+
+
+def collectives(text: str) -> list[Exchange]:
+    """The collectives in an HLO module, each told once; those in a loop count once, however often it turns."""
+    found: Counter[tuple[str, str, int]] = Counter()
+    for op, arrays, _ in _instructions(text):
+        if op in _KINDS:
+            found[op, ", ".join(name for name, _ in arrays), sum(nbytes for _, nbytes in arrays)] += 1
+    return [Exchange(*key, count) for key, count in found.items()]
+
+
+def _instructions(text: str) -> Iterator[tuple[str, list[tuple[str, int]], str]]:
+    """(operation, [(array, bytes), ...] of its result, the whole line) of each instruction."""
+    for line in text.splitlines():
+        match = _INSTRUCTION.search(line)
+        if match is None:
+            continue
+        arrays = [(f"{a['dtype']}[{a['sizes']}]", _nbytes(a)) for a in _ARRAY.finditer(match["shape"])]
+        if match["start"] and len(arrays) > 1:
+            arrays = arrays[len(arrays) // 2 :] if match["op"] in _KINDS else arrays[:1]  # (operands, results)
+        yield match["op"], arrays, line
+
+
+def _nbytes(array: re.Match[str]) -> int:
+    width = _WIDTHS.get(array["dtype"]) or max(int(re.sub(r"\D", "", array["dtype"]) or 8) // 8, 1)
+    return width * math.prod(int(size) for size in array["sizes"].split(",") if size)
+
+
+def unforeseen(
+    stage: StagePrograms, exchanges: Sequence[Exchange], predicted: Mapping[str, int] | None
+) -> Iterator[str]:
+    """What goes over links and was not predicted."""
+    whole = _kernels(stage, "shape")
+    counts: Counter[str] = Counter()
+    for each in exchanges:
+        counts[each.kind] += each.times
+        for array in each.arrays.split(", "):
+            if each.kind != "all-reduce" and _arrangement(_sizes(array)) in whole:
+                yield f"{each.times} x {each.kind} of {array}: gathers the weights {whole[_arrangement(_sizes(array))]}"
+    if predicted is None:
+        return
+    for kind in _KINDS:
+        if counts[kind] != predicted.get(kind, 0):
+            yield f"{counts[kind]} x {kind} where {predicted.get(kind, 0)} were predicted"
+
+
+def copies(stage: StagePrograms, text: str, n_blocks: int) -> Iterator[str]:
+    """Copies of the pool of keys or values, or of a kernel or a table."""
+    weights = _kernels(stage, "local")
+    n_blocks *= len(stage.layers)
+    pool = jax.tree.leaves(stage.shape.backend.pool(stage.shape.attention, n_blocks))
+    pools = {(math.prod(leaf.shape), 8 * leaf.dtype.itemsize) for leaf in pool}
+    found: Counter[tuple[str, str, int, bool]] = Counter()
+    for op, arrays, line in _instructions(text):
+        if op not in ("copy", "transpose") or not arrays or arrays[0][1] < _NOTABLE:
+            continue
+        name, nbytes = arrays[0]
+        sizes = _sizes(name)
+        elements = math.prod(sizes)
+        if n_blocks in sizes and (elements, 8 * nbytes // elements) in pools:
+            what = "the pool"
+        elif _arrangement(sizes) in weights:
+            what = f"the weights {weights[_arrangement(sizes)]}"
+        else:
+            continue
+        found[what, name, nbytes, "while" in line] += 1
+    for (what, name, nbytes, loop), count in found.items():
+        where = " inside a loop, each time it turns" if loop else ""
+        yield f"{count} x copy of {what} as {name} ({nbytes / 2**20:.1f} MiB){where}"
+
+
+def _kernels(stage: StagePrograms, which: Literal["shape", "local"]) -> dict[tuple[int, ...], str]:
+    """Names of the kernels and tables of each size, transposed or not."""
+    names: dict[tuple[int, ...], str] = {}
+    for part in parts.grouped(parts.parts_of(stage).values()):
+        if len(part.shape) > 1:
+            sizes = _arrangement(getattr(part, which))
+            names[sizes] = f"{names[sizes]} or {part.name}" if sizes in names else part.name
+    return names
+
+
+def _sizes(array: str) -> tuple[int, ...]:
+    match = _ARRAY.match(array)
+    assert match is not None
+    return tuple(int(size) for size in match["sizes"].split(",") if size)
+
+
+def _arrangement(sizes: Sequence[int]) -> tuple[int, ...]:
+    """The sizes that a transposed copy has too."""
+    return tuple(sorted(size for size in sizes if size > 1))

@@ -1,0 +1,90 @@
+"""Two plans side by side, differences only."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from jaxserve.plan.predict import Plan
+from jaxserve.plan.report import partition, shape, size
+
+
+class Fact(NamedTuple):
+    """One thing a plan says: in words, and as a number where it is one."""
+
+    text: str
+    number: float | None = None
+
+
+class Difference(NamedTuple):
+    """What two plans say differently; a side that has no such thing is None."""
+
+    what: str
+    ours: Fact | None
+    theirs: Fact | None
+
+    @property
+    def change(self) -> str:
+        """From ours to theirs, in percent, where both are numbers."""
+        if self.ours is None or self.theirs is None or not self.ours.number or self.theirs.number is None:
+            return ""
+        return f"{100 * (self.theirs.number / self.ours.number - 1):+.1f}%"
+
+
+def differences(ours: Plan, theirs: Plan) -> list[Difference]:
+    """What the plans say differently, in the order in which a plan is told."""
+    one, other = _facts(ours), _facts(theirs)
+    return [
+        Difference(what, one.get(what), other.get(what))
+        for what in dict.fromkeys([*one, *other])
+        if (one.get(what) or Fact("-")).text != (other.get(what) or Fact("-")).text
+    ]
+
+
+def show(ours: Plan, theirs: Plan, names: tuple[str, str], out: Console) -> None:
+    """Prints the differences of two plans under the names of their specs."""
+    found = differences(ours, theirs)
+    if not found:
+        out.print(f"\n{names[0]} and {names[1]} come to the same")
+        return
+    table = Table("", *names, "change", box=None, padding=(0, 2, 0, 0))
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for each in found:
+        table.add_row(
+            escape(each.what), *(side.text if side else "-" for side in (each.ours, each.theirs)), each.change
+        )
+    out.print(f"\n[bold]{names[1]} against {names[0]}, differences only[/bold]")
+    out.print(table)
+
+
+def _facts(plan: Plan) -> dict[str, Fact]:
+    spec = plan.whatif.spec
+    sections = {"[axes]": spec.rules, "[activations]": spec.activations, "[pool]": spec.pool}
+    sections |= {f'[parameters."{glob}"]': rules for glob, rules in spec.parameters.items()}
+    facts = {
+        f"{title} {axis}": Fact(target or "none") for title, rules in sections.items() for axis, target in rules.items()
+    }
+    for axis, (count, held) in plan.padding.items():
+        facts[f"{axis} padded"] = Fact(f"{count:,} to {held:,}")
+    for part in {part.name: part for stage in plan.stages for part in stage.parts}.values():
+        facts[part.name] = Fact(f"{partition(part)} {shape(part.local)}, {size(part.nbytes)}", part.nbytes)
+    for index, stage in enumerate(plan.stages):
+        for name in ("weights", "pool", "activations", "state"):
+            facts[f"stage {index}: {name}"] = Fact(size(getattr(stage, name)), getattr(stage, name))
+        for each in stage.collectives or ():
+            unit = "row" if each.per_row else "token"
+            facts[f"stage {index}: {each.kind} after {each.what}"] = Fact(
+                f"{each.times} x {size(each.nbytes)} a {unit}", each.times * each.nbytes
+            )
+    facts["slots"] = Fact(f"{plan.slots:,}", plan.slots)
+    facts["requests of 2,048 tokens"] = Fact(f"{plan.requests:,}", plan.requests)
+    for bucket in plan.buckets:
+        facts[f"bucket {bucket.tokens}: ms"] = Fact(f"{bucket.milliseconds:.2f}", bucket.milliseconds)
+        speed = bucket.tokens_per_second
+        facts[f"bucket {bucket.tokens}: tokens/s"] = Fact(f"{speed:,.0f}", speed)
+        facts[f"bucket {bucket.tokens}: bound by"] = Fact(bucket.bottleneck)
+    return facts

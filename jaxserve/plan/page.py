@@ -1,0 +1,25 @@
+"""A plan as a page with a picture. The page holds everything: it can be mailed, and opens without a network."""
+
+from __future__ import annotations
+
+import html
+import json
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+
+def write(path: Path, headline: str, summary: str, plan: dict[str, Any]) -> None:
+    """Writes the page of a plan.
+
+    Args:
+      headline: the question in one line.
+      summary: what to look at first, in a sentence.
+      plan: `report.as_json`.
+    """
+    text = resources.files("jaxserve.plan").joinpath("page.html").read_text(encoding="utf-8")
+    data = json.dumps(plan).replace("</", "<\\/")  # a script element ends at the first </script>
+    for mark, value in (("HEADLINE", html.escape(headline)), ("SUMMARY", html.escape(summary)), ("PLAN", data)):
+        text = text.replace(f"%%{mark}%%", value)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")

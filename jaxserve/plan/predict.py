@@ -1,0 +1,230 @@
+"""The answer to a what-if without compiling: bytes, slots, collectives, milliseconds. No device, no array."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+
+from jaxserve import kv_cache
+from jaxserve.lowering import StagePrograms
+from jaxserve.parts import Part, grouped, parts_of
+from jaxserve.plan import collectives, cost
+from jaxserve.plan.cost import Collective, Seconds, StageLoad
+from jaxserve.plan.whatif import WhatIf, model_of, programs
+from sharding.fit import check_weights
+
+REQUEST = 2048  # tokens of the requests that slots are counted in
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagePlan:
+    """One stage: what each of its devices holds, in bytes.
+
+    Attributes:
+      layers: first layer, one past the last.
+      activations: what the largest bucket needs beside weights, pool and state.
+      state: of the rows: tables, histories, sampling parameters.
+      pool: for all slots of the plan.
+      free: what is left of the memory that may be used.
+      collectives: in one iteration; None where the compiler has a choice (see `collectives.predict`).
+      load: what an iteration costs is reckoned from.
+    """
+
+    layers: tuple[int, int]
+    weights: int
+    activations: int
+    state: int
+    pool: int
+    free: int
+    parts: tuple[Part, ...]
+    collectives: tuple[Collective, ...] | None
+    load: StageLoad
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot."""
+        return self.load.slot_bytes
+
+    @property
+    def total(self) -> int:
+        """Bytes in use on each device."""
+        return self.weights + self.activations + self.state + self.pool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketPlan:
+    """One iteration of a bucket filled with decodes and then prompt tokens.
+
+    Attributes:
+      stages: where the time of each stage goes.
+      tokens_per_second: with every stage busy, all replicas together; prompt tokens count as well.
+    """
+
+    tokens: int
+    decodes: int
+    stages: tuple[Seconds, ...]
+    tokens_per_second: float
+
+    @property
+    def milliseconds(self) -> float:
+        """Of one iteration through all stages."""
+        return 1e3 * sum(stage.total for stage in self.stages)
+
+    @property
+    def slowest(self) -> int:
+        """The stage that sets the pace."""
+        return max(range(len(self.stages)), key=lambda stage: self.stages[stage].total)
+
+    @property
+    def bottleneck(self) -> str:
+        """What most of the time of the slowest stage goes to: compute, memory, links or overhead."""
+        return self.stages[self.slowest].bottleneck
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Everything that is predicted of a what-if.
+
+    Attributes:
+      parameters: numbers that the model has, padding left out.
+      padding: logical axis -> (size of the model, size held).
+      memory: bytes of a device; what may be used of it.
+      slots: that every stage has room for, in whole blocks.
+    """
+
+    whatif: WhatIf
+    parameters: int
+    padding: Mapping[str, tuple[int, int]]
+    memory: tuple[int, int]
+    block_size: int
+    slots: int
+    stages: tuple[StagePlan, ...]
+    buckets: tuple[BucketPlan, ...]
+
+    @property
+    def requests(self) -> int:
+        """Requests of 2,048 tokens that the slots of one replica hold at once."""
+        return self.slots // REQUEST
+
+
+def predict(whatif: WhatIf) -> Plan:
+    """Predicts what the engine would hold and how fast it would be.
+
+    Raises:
+      ValueError: in words, for what cannot be (`programs`), and for weights that do not fit (`check_weights`).
+    """
+    stages = programs(whatif)
+    attention = stages[0].shape.attention
+    memory = whatif.topology.device.memory
+    usable = int(memory * kv_cache.ACCELERATOR_SHARE)
+    held = [_held(stage, usable, whatif) for stage in stages]
+    blocks = [
+        (usable - each.weights - each.activations - each.state) // (each.slot_bytes * attention.block_size)
+        for each in held
+    ]
+    n_blocks = min(blocks) if whatif.engine.slots is None else whatif.engine.slots // attention.block_size
+    if n_blocks < 1 or n_blocks > min(blocks):
+        raise ValueError(_no_room(whatif, held[blocks.index(min(blocks))], usable, n_blocks * attention.block_size))
+    slots = n_blocks * attention.block_size
+    plans = tuple(_with_pool(each, slots, usable) for each in held)
+    return Plan(
+        whatif=whatif,
+        parameters=sum(leaf.size for leaf in jax.tree.leaves(model_of(whatif.config).shapes(attention.dtype))),
+        padding=whatif.padding(),
+        memory=(memory, usable),
+        block_size=attention.block_size,
+        slots=slots,
+        stages=plans,
+        buckets=tuple(_bucket(whatif, [each.load for each in held], tokens) for tokens in whatif.buckets),
+    )
+
+
+def activation_bytes(stage: StagePrograms, parts: Mapping[str, Part], bucket: int) -> int:
+    """Bytes of a device that one iteration needs beside its arguments, at its widest point.
+
+    Hidden states in, out and between, the widest inner state in float32 with its rounded copy, and, in the last stage,
+    the logits in part and whole.
+    """
+    config, attention = stage.model.held, stage.shape.attention
+    inner = max(part.local[0] for name, part in parts.items() if name.startswith("layers.") and len(part.local) == 2)
+    item = attention.dtype.itemsize
+    tokens = bucket * (3 * config.hidden_size * item + inner * (4 + item))
+    if not stage.is_last:
+        return tokens
+    rows = min(bucket, stage.shape.max_rows)
+    return tokens + 4 * rows * (config.vocab_size + collectives.head_table(parts).local[0])
+
+
+def _held(stage: StagePrograms, usable: int, whatif: WhatIf) -> StagePlan:
+    parts = parts_of(stage)
+    check_weights(parts.values(), usable, f"{whatif.topology.device.name} device")
+    attention = stage.shape.attention
+    block = kv_cache.block_bytes(stage.shape.backend, attention, len(stage.layers))
+    sent = collectives.predict(stage, parts)
+    return StagePlan(
+        layers=(stage.layers.start, stage.layers.stop),
+        weights=sum(part.nbytes for part in parts.values()),
+        activations=activation_bytes(stage, parts, whatif.buckets[-1]),
+        state=_bytes(stage.state()),
+        pool=0,
+        free=usable,
+        parts=grouped(parts.values()),
+        collectives=sent,
+        load=_load(stage, parts, sent or (), block // attention.block_size),
+    )
+
+
+def _with_pool(stage: StagePlan, slots: int, usable: int) -> StagePlan:
+    filled = replace(stage, pool=slots * stage.slot_bytes)
+    return replace(filled, free=usable - filled.total)
+
+
+def _load(stage: StagePrograms, parts: Mapping[str, Part], sent: tuple[Collective, ...], slot_bytes: int) -> StageLoad:
+    """What the stage's parameters come to, as the cost model takes it."""
+    shape = stage.shape.attention
+    kernels = [part for part in parts.values() if part.name.endswith(".kernel")]
+    head = collectives.head_table(parts) if stage.is_last else None
+    read = [*[part for part in parts.values() if not part.name.endswith(".table")], *([head] if head else [])]
+    return StageLoad(
+        layers=len(stage.layers),
+        weight_bytes=sum(part.nbytes for part in read),
+        token_ops=2 * sum(math.prod(part.local) for part in kernels),
+        row_ops=2 * math.prod(head.local) if head else 0,
+        slot_ops=4 * len(stage.layers) * shape.num_heads * shape.head_dim,
+        slot_bytes=slot_bytes,
+        collectives=sent,
+        hop_bytes=0 if stage.is_last else stage.model.config.hidden_size * shape.dtype.itemsize,
+        tensor=stage.mesh.size,
+    )
+
+
+def _bucket(whatif: WhatIf, loads: Sequence[StageLoad], tokens: int) -> BucketPlan:
+    """An iteration of as many decodes as there are rows, and prompts in what room is left."""
+    context = min(whatif.context, whatif.max_context - 1)
+    decodes = min(tokens, whatif.engine.max_rows)
+    chunks = [(context, 1)] * decodes
+    for start in range(decodes, tokens, whatif.max_context):
+        chunks.append((0, min(whatif.max_context, tokens - start)))
+    work = cost.work(chunks)
+    stages = tuple(cost.stage_seconds(load, whatif.topology, work, dtype=whatif.dtype) for load in loads)
+    pace = max(stage.total for stage in stages)
+    return BucketPlan(tokens=tokens, decodes=decodes, stages=stages, tokens_per_second=whatif.replicas * tokens / pace)
+
+
+def _no_room(whatif: WhatIf, stage: StagePlan, usable: int, slots: int) -> str:
+    used = stage.weights + stage.activations + stage.state
+    asked = f"; {slots} slots take {slots * stage.slot_bytes / 2**30:.2f} GiB" if slots > 0 else ""
+    return (
+        f"no room for keys and values: of {usable / 2**30:.2f} GiB that may be used of a {whatif.topology.device.name} "
+        f"device, weights take {stage.weights / 2**30:.2f} GiB and one iteration {(used - stage.weights) / 2**30:.2f} "
+        f"GiB{asked}; use more devices, fewer rows or smaller buckets"
+    )
+
+
+def _bytes(tree: Any) -> int:
+    """On each device, of shapes with shardings."""
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

@@ -1,0 +1,274 @@
+"""A plan told to people, as tables, and to programs, as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from jaxserve.parts import Part
+from jaxserve.plan import cost
+from jaxserve.plan.compiled import CompiledStage, predicted_counts
+from jaxserve.plan.cost import Collective
+from jaxserve.plan.predict import REQUEST, Plan, StagePlan
+from sharding.spec import ShardingSpec
+
+_STEPS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+
+
+def show(plan: Plan, out: Console) -> None:
+    """Prints everything that is predicted."""
+    out.print(f"[bold]{headline(plan)}[/bold]")
+    for line in spec_lines(plan.whatif.spec):
+        out.print(f"  {escape(line)}")
+    for axis, (count, held) in plan.padding.items():
+        out.print(f"  {axis} {count:,} is padded to {held:,}, {100 * (held - count) / count:.2g}% more")
+    _show_parameters(plan, out)
+    _show_memory(plan, out)
+    _show_collectives(plan, out)
+    _show_iterations(plan, out)
+    out.print(bottleneck(plan))
+
+
+def _show_parameters(plan: Plan, out: Console) -> None:
+    table = _table("parameter", "count", "logical axes", "PartitionSpec", "shape", "on each device", "bytes each")
+    for part in {part.name: part for stage in plan.stages for part in stage.parts}.values():
+        count = sum(each.count for stage in plan.stages for each in stage.parts if each.name == part.name)
+        sizes = (partition(part), shape(part.shape), shape(part.local), size(part.nbytes))
+        table.add_row(part.name, str(count), ", ".join(part.axes), *sizes)
+    _section(out, "Parameters", table)
+
+
+def _show_memory(plan: Plan, out: Console) -> None:
+    tensor, replicas = plan.whatif.engine.tensor, plan.whatif.replicas
+    table = _table("stage", "devices", "layers", "weights", "pool", "activations", "row state", "free", "in use")
+    for index, stage in enumerate(plan.stages):
+        table.add_row(
+            str(index),
+            f"{index * tensor}-{(index + 1) * tensor - 1}",
+            f"{stage.layers[0]}-{stage.layers[1] - 1}",
+            *(size(each) for each in (stage.weights, stage.pool, stage.activations, stage.state, stage.free)),
+            f"{100 * stage.total / plan.memory[0]:.1f}%",
+        )
+    title = f"Memory of each device: {size(plan.memory[0])}, of which {size(plan.memory[1])} may be used"
+    _section(out, title, table)
+    each_one = f", in each of {replicas} replicas" if replicas > 1 else ""
+    fit = f"{plan.requests:,} requests of {REQUEST:,} tokens{each_one}"
+    out.print(f"{plan.slots:,} slots in blocks of {plan.block_size} fit: {fit}")
+
+
+def _show_collectives(plan: Plan, out: Console) -> None:
+    bucket = plan.buckets[-1].tokens
+    table = _table("stage", "after", "collective", "each iteration", "each layer", f"bytes each (bucket {bucket})")
+    for index, stage in enumerate(plan.stages):
+        for each in stage.collectives or ():
+            a_layer = each.times // (stage.layers[1] - stage.layers[0]) if each.what.startswith("layers") else 0
+            nbytes = size(carried(plan, each, bucket))
+            table.add_row(str(index), each.what, each.kind, str(each.times), str(a_layer or "-"), nbytes)
+    if any(stage.collectives is None for stage in plan.stages):
+        out.print('\nCollectives: to split "embed" or activations leaves the compiler a choice; --compile shows it')
+    elif table.row_count:
+        _section(out, f"Collectives, each over {plan.whatif.engine.tensor} devices", table)
+    else:
+        out.print("\nNo collectives: no stage has more than one device")
+
+
+def _show_iterations(plan: Plan, out: Console) -> None:
+    whatif, device = plan.whatif, plan.whatif.topology.device
+    table = _table(
+        "bucket", "decodes", "prompt tokens", "ms", "tokens/s", "compute", "memory", "links", "overhead", "bound by"
+    )
+    for each in plan.buckets:
+        table.add_row(
+            *(str(count) for count in (each.tokens, each.decodes, each.tokens - each.decodes)),
+            f"{each.milliseconds:.2f}",
+            f"{each.tokens_per_second:,.0f}",
+            *(f"{1e3 * seconds:.2f}" for seconds in each.stages[each.slowest]),
+            Text(each.bottleneck, "bold"),
+        )
+    _section(out, f"Iterations: decodes at context {whatif.context:,}, then prompts; ms of the slowest stage", table)
+    out.print(
+        f"Roofline: {100 * cost.EFFICIENCY:.0f}% of {device.flops[whatif.dtype] / 1e12:,.0f} TFLOP/s ({whatif.dtype}), "
+        f"of {device.bandwidth / 1e9:,.0f} GB/s memory and of "
+        f"{whatif.topology.group_bandwidth(whatif.engine.tensor) / 1e9:,.0f} GB/s links, one after the other, and "
+        f"{1e6 * cost.LAYER_SECONDS[device.platform]:.0f} us a layer"
+    )
+
+
+def show_compiled(plan: Plan, stages: Sequence[CompiledStage], out: Console) -> None:
+    """Prints the compiled programs next to the prediction; what was not foreseen in red."""
+    table = _table("stage", "", "predicted", "compiled", "difference")
+    for index, (stage, compiled) in enumerate(zip(plan.stages, stages, strict=True)):
+        for name, predicted, found in (
+            ("bytes of each device", stage.total, compiled.total),
+            ("temporaries", stage.activations, compiled.temporaries),
+        ):
+            apart = f"{100 * (predicted / found - 1):+.1f}%" if found else ""
+            table.add_row(str(index), name, size(predicted), size(found), apart)
+        counts = predicted_counts(plan, index)
+        for kind in dict.fromkeys([*(counts or {}), *compiled.counts()]):
+            before = "-" if counts is None else str(counts.get(kind, 0))
+            table.add_row(str(index), kind, before, str(compiled.counts().get(kind, 0)), "")
+    seconds = sum({id(stage): stage.seconds for stage in stages}.values())  # stages alike are compiled once
+    _section(out, f"Compiled, bucket {stages[0].bucket} ({seconds:.0f} s)", table)
+    for index, compiled in enumerate(stages):
+        for each in compiled.collectives:
+            out.print(escape(f"  stage {index}: {each.times} x {each.kind} of {each.arrays}, {size(each.nbytes)} each"))
+    surprises = [(index, text) for index, stage in enumerate(stages) for text in stage.surprises]
+    if not surprises:
+        out.print("[green]Nothing unexpected: no gathers of weights, no copies of weights or pool[/green]")
+    for index, text in surprises:
+        out.print(f"[bold red]unexpected in stage {index}:[/bold red] [red]{escape(text)}[/red]")
+
+
+def as_json(plan: Plan, compiled: Sequence[CompiledStage] = ()) -> dict[str, Any]:
+    """Everything that is predicted, and what was compiled where it was. Bytes, milliseconds, tokens a second."""
+    whatif = plan.whatif
+    return {
+        "model": whatif.name,
+        "family": whatif.config.family,
+        "dtype": whatif.dtype,
+        "topology": str(whatif.topology),
+        "devices": {
+            "platform": whatif.topology.device.platform,
+            "shape": list(whatif.topology.shape),
+            "chip_devices": whatif.topology.device.chip_devices,
+        },
+        "tensor": whatif.engine.tensor,
+        "stages": [_stage_json(stage) for stage in plan.stages],
+        "replicas": whatif.replicas,
+        "spec": {
+            "axes": dict(whatif.spec.rules),
+            "parameters": {glob: dict(rules) for glob, rules in whatif.spec.parameters.items()},
+            "activations": dict(whatif.spec.activations),
+            "pool": dict(whatif.spec.pool),
+            "pad": sorted(whatif.spec.pad),
+        },
+        "padding": {axis: list(sizes) for axis, sizes in plan.padding.items()},
+        "memory": plan.memory[0],
+        "usable_memory": plan.memory[1],
+        "block_size": plan.block_size,
+        "slots": plan.slots,
+        "requests_of_2048": plan.requests,
+        "context": whatif.context,
+        "buckets": [
+            {
+                "tokens": bucket.tokens,
+                "decodes": bucket.decodes,
+                "milliseconds": bucket.milliseconds,
+                "tokens_per_second": bucket.tokens_per_second,
+                "bottleneck": bucket.bottleneck,
+                "stages": [{name: 1e3 * value for name, value in each._asdict().items()} for each in bucket.stages],
+            }
+            for bucket in plan.buckets
+        ],
+    } | ({"compiled": [_compiled_json(stage) for stage in compiled]} if compiled else {})
+
+
+def _stage_json(stage: StagePlan) -> dict[str, Any]:
+    names = ("name", "count", "axes", "partition", "shape", "local", "nbytes")
+    collectives = None
+    if stage.collectives is not None:
+        collectives = [each._asdict() for each in stage.collectives]
+    return {
+        "layers": list(stage.layers),
+        "weights": stage.weights,
+        "pool": stage.pool,
+        "activations": stage.activations,
+        "state": stage.state,
+        "free": stage.free,
+        "slot_bytes": stage.slot_bytes,
+        "parameters": [{name: getattr(part, name) for name in names} for part in stage.parts],
+        "collectives": collectives,
+    }
+
+
+def _compiled_json(stage: CompiledStage) -> dict[str, Any]:
+    return {
+        "bucket": stage.bucket,
+        "seconds": stage.seconds,
+        "arguments": stage.arguments,
+        "temporaries": stage.temporaries,
+        "total": stage.total,
+        "collectives": [each._asdict() for each in stage.collectives],
+        "surprises": list(stage.surprises),
+    }
+
+
+def headline(plan: Plan) -> str:
+    """The question in one line."""
+    whatif = plan.whatif
+    stages = ", ".join(str(stage.layers[1] - stage.layers[0]) for stage in plan.stages)
+    layout = f"tensor {whatif.engine.tensor}, stages {whatif.engine.stages}"
+    layout += f" (layers {stages})" if whatif.engine.stages > 1 else ""
+    layout += f", replicas {whatif.replicas}" if whatif.replicas > 1 else ""
+    model = f"{whatif.name} ({whatif.config.family}, {plan.parameters / 1e9:.3g} G parameters, {whatif.dtype})"
+    return f"{model} on {whatif.topology} ({whatif.topology.num_devices} devices): {layout}"
+
+
+def spec_lines(spec: ShardingSpec) -> list[str]:
+    """A spec in words, a line a section."""
+    sections = {"axes": spec.rules, **{f'parameters."{glob}"': rules for glob, rules in spec.parameters.items()}}
+    sections |= {"activations": spec.activations, "pool": spec.pool}
+    lines = [f"{title}: {rules_text(rules)}" for title, rules in sections.items() if rules]
+    return lines + ([f"pad: {', '.join(sorted(spec.pad))}"] if spec.pad else [])
+
+
+def rules_text(rules: Mapping[str, str | None]) -> str:
+    """heads -> tensor, embed -> none."""
+    return ", ".join(f"{axis} -> {target or 'none'}" for axis, target in rules.items())
+
+
+def bottleneck(plan: Plan) -> str:
+    """One sentence: what to look at first."""
+    full = next((each for each in plan.buckets if each.decodes == plan.whatif.engine.max_rows), plan.buckets[-1])
+    seconds = full.stages[full.slowest]
+    share = getattr(seconds, full.bottleneck) / seconds.total
+    where = f" of stage {full.slowest}" if len(full.stages) > 1 else ""
+    what = {
+        "compute": "arithmetic: more devices or a faster kind would help",
+        "memory": "reading weights and keys from memory: more rows would use the same reads for more tokens",
+        "links": "links between devices: a smaller tensor size and more stages would send less",
+        "overhead": "starting layers: fewer stages would not help, more rows would",
+    }[full.bottleneck]
+    return f"Bottleneck with {full.decodes} rows decoding: {100 * share:.0f}% of the time{where} goes to {what}"
+
+
+def carried(plan: Plan, collective: Collective, bucket: int) -> int:
+    """Bytes of the result of a collective in a bucket."""
+    return collective.nbytes * (min(bucket, plan.whatif.engine.max_rows) if collective.per_row else bucket)
+
+
+def partition(part: Part) -> str:
+    """(tensor, -)."""
+    return f"({', '.join(target or '-' for target in part.partition)})"
+
+
+def shape(sizes: Sequence[int]) -> str:
+    """15680 x 14336."""
+    return " x ".join(map(str, sizes)) or "scalar"
+
+
+def size(nbytes: int) -> str:
+    """Bytes in the unit that suits them."""
+    for step, unit in _STEPS:
+        if abs(nbytes) >= step:
+            return f"{nbytes / step:.2f} {unit}"
+    return f"{nbytes} B"
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in columns:
+        words = column in ("parameter", "logical axes", "PartitionSpec", "after", "collective", "", "bound by")
+        table.add_column(column, justify="left" if words else "right", no_wrap=True)
+    return table
+
+
+def _section(out: Console, title: str, table: Table) -> None:
+    out.print(f"\n[bold]{title}[/bold]")
+    out.print(table)

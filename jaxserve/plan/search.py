@@ -1,0 +1,225 @@
+"""All ways to lay a model over a set of devices, ranked by predicted throughput, and the frontier to choose from."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import StrMethodFormatter
+from rich.console import Console
+from rich.table import Table
+
+from jaxserve.plan.cost import ITEMSIZE
+from jaxserve.plan.predict import BucketPlan, Plan, predict
+from jaxserve.plan.whatif import WhatIf, model_of
+from sharding.spec import PADDABLE, ShardingSpec
+
+_POINT = ("rows", "milliseconds", "tokens_per_second")
+_TOO_LARGE = "the weights do not fit"
+_SHOWN = 20  # of the ranking
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One way that fits.
+
+    Attributes:
+      rules: what it changes of the spec, in words.
+      points: (rows, ms between a request's tokens, tokens a second of all replicas), for each number of rows that the
+        slots hold at the what-if's context, rising.
+    """
+
+    plan: Plan
+    rules: str
+    points: tuple[tuple[int, float, float], ...]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """With as many rows as fit."""
+        return self.points[-1][2]
+
+    @property
+    def label(self) -> str:
+        """tensor x stages x replicas."""
+        engine = self.plan.whatif.engine
+        return f"{engine.tensor} x {engine.stages} x {self.plan.whatif.replicas}"
+
+
+def search(whatif: WhatIf, progress: Callable[[str, int, int], None]) -> tuple[list[Candidate], dict[str, int]]:
+    """Tries all (tensor, stages), the rest of the devices being replicas, with all choices of rules.
+
+    Returns:
+      (candidates, the fastest first; why others were left out -> how many).
+    """
+    questions = list(_questions(whatif))
+    parameters = jax.tree.leaves(model_of(whatif.config).shapes(jnp.dtype(whatif.dtype)))
+    weights = ITEMSIZE[whatif.dtype] * sum(leaf.size for leaf in parameters)
+    found, left_out = [], Counter[str]()
+    for done, (question, rules) in enumerate(questions):
+        progress("searching", done, len(questions))
+        if weights > question.engine.tensor * question.engine.stages * whatif.topology.device.memory:
+            left_out[_TOO_LARGE] += 1  # known without laying them out
+            continue
+        try:
+            plan = predict(question)
+        except ValueError as problem:
+            left_out[_kind(str(problem))] += 1
+            continue
+        points = tuple(_points(plan))
+        if points:
+            found.append(Candidate(plan=plan, rules=rules, points=points))
+        else:
+            left_out["no slots for a single row"] += 1
+    progress("searching", len(questions), len(questions))
+    return sorted(found, key=lambda each: -each.tokens_per_second), dict(left_out)
+
+
+def _questions(whatif: WhatIf) -> Iterator[tuple[WhatIf, str]]:
+    devices, rows = whatif.topology.num_devices, whatif.engine.max_rows
+    counts = model_of(whatif.config).axis_sizes()
+    ladder = {rows, whatif.buckets[-1], *(1 << power for power in range(rows.bit_length()))}
+    for tensor, stages in itertools.product(range(1, devices + 1), repeat=2):
+        if devices % (tensor * stages) or stages > whatif.config.num_layers:
+            continue
+        engine = dataclasses.replace(
+            whatif.engine, tensor=tensor, stages=stages, layers_per_stage=None, buckets=tuple(sorted(ladder))
+        )
+        laid = dataclasses.replace(whatif, engine=engine, replicas=devices // (tensor * stages))
+        for spec, rules in _specs(whatif.spec, counts, tensor) if tensor > 1 else [(whatif.spec, "")]:
+            yield dataclasses.replace(laid, spec=spec), rules
+
+
+def _specs(base: ShardingSpec, counts: Mapping[str, int], tensor: int) -> Iterator[tuple[ShardingSpec, str]]:
+    """The spec with each of its split axes split, padded where it does not divide, or whole."""
+    axes = [axis for axis in PADDABLE if base.rules.get(axis) is not None]
+    ways = [("padded" if counts[axis] % tensor else "", "none") for axis in axes]
+    for choice in itertools.product(*ways):
+        chosen = dict(zip(axes, choice, strict=True))
+        changed = ", ".join(f"{axis} {how}" for axis, how in chosen.items() if how)
+        rules = {**base.rules, **{axis: None for axis, how in chosen.items() if how == "none"}}
+        pad = base.pad | {axis for axis, how in chosen.items() if how == "padded"}
+        yield dataclasses.replace(base, rules=rules, pad=pad), changed
+
+
+def _points(plan: Plan) -> Iterator[tuple[int, float, float]]:
+    """Rows in every batch in flight, while the slots last."""
+    stages = plan.whatif.engine.stages
+    batches = 1 if stages == 1 else stages + 1
+    for bucket in plan.buckets:
+        if bucket.tokens > plan.whatif.engine.max_rows:
+            break
+        if batches * bucket.tokens * (plan.whatif.context + 1) <= plan.slots:
+            yield bucket.tokens, 1e3 * stages * _pace(bucket), bucket.tokens_per_second
+
+
+def _pace(bucket: BucketPlan) -> float:
+    return bucket.stages[bucket.slowest].total
+
+
+def frontier(candidates: Sequence[Candidate]) -> list[tuple[Candidate, tuple[int, float, float]]]:
+    """The points that no other beats in both latency and throughput, the lowest latency first."""
+    points = [(each, point) for each in candidates for point in each.points]
+    best, kept = 0.0, []
+    for each, point in sorted(points, key=lambda pair: (pair[1][1], -pair[1][2])):
+        if point[2] > best:
+            best = point[2]
+            kept.append((each, point))
+    return kept
+
+
+def show(candidates: Sequence[Candidate], left_out: dict[str, int], out: Console) -> None:
+    """Prints the ranking and the frontier."""
+    table = _table(
+        "rank", "tensor x stages x replicas", "rules", "rows", "tokens/s", "ms a token", "bound by", "requests"
+    )
+    for rank, each in enumerate(candidates[:_SHOWN], start=1):
+        rows, latency, speed = each.points[-1]
+        bucket = next(bucket for bucket in each.plan.buckets if bucket.tokens == rows)
+        requests = f"{each.plan.requests * each.plan.whatif.replicas:,}"
+        table.add_row(
+            str(rank), each.label, each.rules, str(rows), f"{speed:,.0f}", f"{latency:.1f}", bucket.bottleneck, requests
+        )
+    out.print("\n[bold]All that fit, by predicted tokens/s with as many rows as there are slots for[/bold]")
+    out.print(table)
+    if len(candidates) > _SHOWN:
+        out.print(f"and {len(candidates) - _SHOWN} slower ones")
+    for reason, count in sorted(left_out.items(), key=lambda item: -item[1]):
+        out.print(f"left out: {count} ({reason})")
+    table = _table("ms a token", "tokens/s", "rows", "tensor x stages x replicas", "rules")
+    for each, (rows, latency, speed) in frontier(candidates):
+        table.add_row(f"{latency:.1f}", f"{speed:,.0f}", str(rows), each.label, each.rules)
+    out.print("\n[bold]The frontier: none of these is beaten in both[/bold]")
+    out.print(table)
+
+
+def as_json(candidate: Candidate) -> dict[str, Any]:
+    """A candidate for programs."""
+    whatif = candidate.plan.whatif
+    return {
+        "tensor": whatif.engine.tensor,
+        "stages": whatif.engine.stages,
+        "replicas": whatif.replicas,
+        "rules": candidate.rules,
+        "slots": candidate.plan.slots,
+        "tokens_per_second": candidate.tokens_per_second,
+        "points": [dict(zip(_POINT, each, strict=True)) for each in candidate.points],
+    }
+
+
+def plot(candidates: Sequence[Candidate], title: str, path: Path) -> None:
+    """Draws throughput over latency: the best rules of each (tensor, stages), and the frontier of all."""
+    figure = Figure(figsize=(8.5, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axis = figure.subplots()
+    drawn: set[str] = set()
+    for each in candidates:
+        if each.label not in drawn and len(drawn) < 12:
+            drawn.add(each.label)
+            axis.plot(*_curve(each.points), marker=".", linewidth=1, alpha=0.8, label=each.label)
+    best = [point for _, point in frontier(candidates)]
+    axis.plot(*_curve(best), color="black", linewidth=3, alpha=0.25, label="frontier", zorder=0)
+    axis.set_xscale("log")
+    axis.set_yscale("log")
+    for scale in (axis.xaxis, axis.yaxis):
+        scale.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+        scale.set_minor_formatter(StrMethodFormatter("{x:,.0f}"))
+    axis.tick_params(which="both", labelsize=7)
+    axis.set_xlabel("ms between a request's tokens (predicted)")
+    axis.set_ylabel("tokens/s (predicted)")
+    axis.set_title(title, fontsize=10)
+    axis.grid(alpha=0.3, which="both")
+    axis.legend(fontsize=8, title="tensor x stages x replicas", title_fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+
+
+def _curve(points: Sequence[tuple[int, float, float]]) -> tuple[list[float], list[float]]:
+    return [latency for _, latency, _ in points], [speed for _, _, speed in points]
+
+
+def _kind(problem: str) -> str:
+    """The kind of an error, to count by."""
+    for sign, kind in (
+        ("does not divide", "a size does not divide"),
+        ("the weights take", _TOO_LARGE),
+        ("no room for keys", "no room for keys and values"),
+    ):
+        if sign in problem:
+            return kind
+    return problem.splitlines()[0]
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in columns:
+        table.add_column(column, justify="left" if column in ("rules", "bound by") else "right", no_wrap=True)
+    return table

@@ -1,0 +1,93 @@
+"""A question to `jaxserve plan`: a model, devices, a sharding; and what the engine would compile for it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxserve import models
+from jaxserve.config import EngineConfig
+from jaxserve.layout import bucket_sizes, lay_out, max_context
+from jaxserve.lowering import StagePrograms
+from jaxserve.models.schema import ModelConfig
+from sharding import mesh
+from sharding.devices import Topology
+from sharding.spec import ShardingSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WhatIf:
+    """Everything that a prediction depends on.
+
+    Attributes:
+      name: what to call the model.
+      engine: the engine's settings, as `jaxserve serve` takes them: tensor, stages, rows, buckets, slots, dtype.
+      replicas: copies of the whole, each on devices of its own.
+      context: positions that each decoding row has behind it in the predicted iterations.
+    """
+
+    name: str
+    config: ModelConfig
+    topology: Topology
+    engine: EngineConfig
+    spec: ShardingSpec
+    replicas: int = 1
+    context: int = 1024
+
+    @property
+    def dtype(self) -> str:
+        """Of weights and activations."""
+        return "bfloat16" if self.engine.dtype == "auto" else self.engine.dtype
+
+    @property
+    def max_context(self) -> int:
+        """Most tokens of a request."""
+        return max_context(self.engine, self.config)
+
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        """Token counts that are compiled."""
+        return bucket_sizes(self.engine)
+
+    def check_devices(self) -> None:
+        """Raises ValueError where there are fewer devices than the stages ask for."""
+        asked, have = self.engine.tensor * self.engine.stages * self.replicas, self.topology.num_devices
+        if asked > have:
+            parts = f"tensor {self.engine.tensor} x stages {self.engine.stages}"
+            parts += f" x replicas {self.replicas}" if self.replicas > 1 else ""
+            raise ValueError(f"{parts} are {asked} devices; {self.topology} has {have}")
+
+    def padding(self) -> dict[str, tuple[int, int]]:
+        """Logical axes that the spec pads: size of the model, size held."""
+        counts = model_of(self.config).axis_sizes()
+        padded = self.spec.padded(counts, {"tensor": self.engine.tensor})
+        return {axis: (count, padded[axis]) for axis, count in counts.items() if padded[axis] != count}
+
+
+@functools.cache
+def model_of(config: ModelConfig) -> models.Model:
+    """The model of a configuration, without parameters; made once for all questions about it."""
+    return models.build(config)
+
+
+def programs(whatif: WhatIf, devices: Sequence[Any] | None = None) -> list[StagePrograms]:
+    """The programs of each stage, as the engine would lay them out.
+
+    Args:
+      devices: of a topology; None for devices that need not exist, which is enough for shapes and shardings.
+
+    Raises:
+      ValueError: layers, devices, sharding, context or attention do not go together.
+    """
+    whatif.check_devices()
+    engine, platform = whatif.engine, whatif.topology.device.platform
+    if devices is None:
+        meshes: Sequence[Any] = (mesh.abstract(engine.tensor),) * engine.stages
+    else:
+        meshes = mesh.make_meshes(engine.tensor, engine.stages, devices)
+    model, dtype = model_of(whatif.config), jnp.dtype(whatif.dtype)
+    return lay_out(engine, model, meshes, whatif.spec, dtype=dtype, platform=platform)[0]

@@ -1,0 +1,176 @@
+"""What devices can do, and sets of them by name: `v5p:2x2x4`, `a100-80g:2x8`, `h200:8`. No jax.
+
+Peaks are the makers' figures for dense arithmetic, per JAX device, links counted in one direction. Sources:
+
+* TPU: the pages "TPU v4", "TPU v5e", "TPU v5p", "TPU v6e" and "TPU7x" of docs.cloud.google.com/tpu/docs. They give
+  the inter-chip interconnect (ICI) in both directions and over all ports; here it is halved. Float32 at full precision
+  takes six bfloat16 passes. A TPU7x chip is two devices, each half of it; the link between them is six ICI links wide.
+* GPU: NVIDIA's datasheets of A100 SXM (40 and 80 GB), H100 SXM and H200 SXM; memory as their drivers report it. NVLink
+  is 600 GB/s (A100) and 900 GB/s (H100, H200) in both directions. Float32 is without TF32. Between machines there is
+  one network card a GPU, of 200 Gb/s (A100) or 400 Gb/s, as in DGX machines and in Orca's (OSDI'22, section 6).
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+_GB, _GIB, _TERA = 10**9, 2**30, 10**12
+_F32_PASSES = 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """One JAX device.
+
+    Attributes:
+      flops: peak operations a second by dtype: bfloat16, float32, int8. A multiply-add is two.
+      memory: bytes.
+      bandwidth: bytes a second of that memory.
+      link: bytes a second that one link carries in one direction (TPU: an ICI port; GPU: all of NVLink).
+      network: bytes a second to other machines; 0 where links reach everywhere (a TPU slice).
+      dimensions: of the topology: 2 or 3 for a torus of chips, 2 for machines x GPUs.
+      chip_devices: devices of a chip.
+      ring: chips along an axis from which on its ends are joined.
+    """
+
+    name: str
+    platform: Literal["tpu", "gpu"]
+    flops: Mapping[str, float]
+    memory: int
+    bandwidth: float
+    link: float
+    network: float = 0.0
+    dimensions: int
+    chip_devices: int = 1
+    ring: int = 0
+
+
+def _tpu(
+    name: str, *, bf16: float, int8: float, memory: float, bandwidth: float, ici: float, torus: int, devices: int = 1
+) -> Device:
+    """Tera-operations a second, GiB, and GB a second, each of a chip; `ici` in both directions over all ports."""
+    ports = 2 * torus
+    return Device(
+        name=name,
+        platform="tpu",
+        flops={
+            "bfloat16": bf16 * _TERA / devices,
+            "float32": bf16 * _TERA / devices / _F32_PASSES,
+            "int8": int8 * _TERA / devices,
+        },
+        memory=int(memory * _GIB / devices),
+        bandwidth=bandwidth * _GB / devices,
+        link=ici * _GB / 2 / ports / devices,
+        dimensions=torus,
+        chip_devices=devices,
+        ring=4 if torus == 3 else 16,
+    )
+
+
+def _gpu(name: str, *, bf16: float, f32: float, memory: float, bandwidth: float, nvlink: float, nic: float) -> Device:
+    """Tera-operations a second, GiB, and GB a second; `nvlink` in both directions, `nic` in one."""
+    return Device(
+        name=name,
+        platform="gpu",
+        flops={"bfloat16": bf16 * _TERA, "float32": f32 * _TERA, "int8": 2 * bf16 * _TERA},
+        memory=int(memory * _GIB),
+        bandwidth=bandwidth * _GB,
+        link=nvlink * _GB / 2,
+        network=nic * _GB,
+        dimensions=2,
+    )
+
+
+_DEVICES = (
+    _tpu("v4", bf16=275, int8=275, memory=32, bandwidth=1200, ici=600, torus=3),
+    _tpu("v5e", bf16=197, int8=393, memory=16, bandwidth=819, ici=400, torus=2),
+    _tpu("v5p", bf16=459, int8=918, memory=95, bandwidth=2765, ici=1200, torus=3),
+    _tpu("v6e", bf16=918, int8=1836, memory=32, bandwidth=1638, ici=800, torus=2),
+    _tpu("tpu7x", bf16=2307, int8=2307, memory=192, bandwidth=7380, ici=1200, torus=3, devices=2),
+    _gpu("a100-40g", bf16=312, f32=19.5, memory=39.4, bandwidth=1555, nvlink=600, nic=25),
+    _gpu("a100-80g", bf16=312, f32=19.5, memory=79.2, bandwidth=2039, nvlink=600, nic=25),
+    _gpu("h100", bf16=989, f32=67, memory=79.1, bandwidth=3350, nvlink=900, nic=50),
+    _gpu("h200", bf16=989, f32=67, memory=141, bandwidth=4800, nvlink=900, nic=50),
+)
+DEVICES: Mapping[str, Device] = {device.name: device for device in _DEVICES}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Topology:
+    """A set of like devices.
+
+    Attributes:
+      shape: of a TPU, chips along each axis of the torus; of GPUs, (machines, GPUs of each).
+    """
+
+    device: Device
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        sizes = self.shape[1:] if self.device.platform == "gpu" and self.shape[0] == 1 else self.shape
+        return f"{self.device.name}:{'x'.join(map(str, sizes))}"
+
+    @property
+    def num_devices(self) -> int:
+        """JAX devices."""
+        return math.prod(self.shape) * self.device.chip_devices
+
+    def group_bandwidth(self, size: int) -> float:
+        """Bytes a second that each of a group of neighbours can send to the others in a collective over all of them.
+
+        The group is the first `size` devices in the order that jax lists them (the first axis runs fastest). On a torus
+        every axis the group spans adds a link, or two if the axis is a closed ring. GPUs of several machines are held
+        up by the cards that join those.
+        """
+        device = self.device
+        if device.platform == "gpu":
+            inside = self.shape[-1]
+            return device.link if size <= inside else min(device.link, inside * device.network)
+        if size <= device.chip_devices:
+            return 6 * device.link * device.chip_devices
+        chips, links = size // device.chip_devices, 0
+        for length in self.shape:
+            span = math.gcd(chips, length)
+            chips //= span
+            if span > 1:
+                links += 2 if span == length and length % device.ring == 0 else 1
+        return max(links, 1) * device.link
+
+    def hop_bandwidth(self, size: int) -> float:
+        """Bytes a second from a device to the one `size` places further, its like in the next stage."""
+        device = self.device
+        if device.platform == "gpu" and self.shape[0] > 1 and size * 2 > self.shape[-1]:
+            return device.network
+        return device.link
+
+
+def parse(text: str) -> Topology:
+    """The topology that `v5p:2x2x4`, `a100-80g:2x8` or `h200:8` names.
+
+    Raises:
+      ValueError: no such device, with the near miss, or a shape that it does not come in.
+    """
+    name, _, sizes = text.lower().partition(":")
+    if name not in DEVICES:
+        close = difflib.get_close_matches(name, DEVICES, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(DEVICES)}"
+        raise ValueError(f"topology {text!r}: device {name!r} is not known; {hint}")
+    device = DEVICES[name]
+    parts = sizes.split("x") if sizes else []
+    if not parts or not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise ValueError(f"topology {text!r}: write {name}:{_example(device)}, chips along each axis or GPUs")
+    shape = tuple(int(part) for part in parts)
+    if device.platform == "gpu" and len(shape) == 1:
+        shape = (1, *shape)
+    if len(shape) != device.dimensions:
+        what = "machines x GPUs" if device.platform == "gpu" else f"chips along {device.dimensions} axes"
+        raise ValueError(f"topology {text!r}: {name} comes in {what}, such as {name}:{_example(device)}")
+    return Topology(device=device, shape=shape)
+
+
+def _example(device: Device) -> str:
+    return "2x8 or 8" if device.platform == "gpu" else "x".join(["2", "2", "4"][: device.dimensions])

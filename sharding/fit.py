@@ -1,0 +1,66 @@
+"""Whether a model's weights fit under a spec, and what to say if they do not. Nothing here has an array."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from sharding.spec import pattern
+
+_NAMED = 3  # parameters that an error names
+
+
+class Held(Protocol):
+    """A parameter as each device holds it.
+
+    Attributes:
+      name: layers.3.qkv.kernel.
+      axes: logical name of each axis.
+      nbytes: on each device.
+      whole: whether that is all of it.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def axes(self) -> tuple[str, ...]: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def whole(self) -> bool: ...
+
+
+def check_weights(parameters: Iterable[Held], free: int, device: str) -> None:
+    """Refuses weights that are more than a device has room for.
+
+    Args:
+      free: bytes of a device that weights may take.
+      device: what to call one.
+
+    Raises:
+      ValueError: they take more; where most of it is held whole by every device, the message says what that is.
+    """
+    held = list(parameters)
+    total = sum(each.nbytes for each in held)
+    if total <= free:
+        return
+    copies: dict[str, int] = {}
+    axes: dict[str, tuple[str, ...]] = {}
+    for each in held:
+        if each.whole:
+            glob = pattern(each.name)
+            copies[glob] = copies.get(glob, 0) + each.nbytes
+            axes[glob] = each.axes
+    message = f"the weights take {_size(total)} of each {device}, which has room for {_size(free)}"
+    if 2 * sum(copies.values()) > total:
+        largest = sorted(copies, key=lambda name: copies[name], reverse=True)[:_NAMED]
+        named = ", ".join(f"{name} ({_size(copies[name])}; axes {', '.join(axes[name])})" for name in largest)
+        raise ValueError(
+            f"{message}; every device holds a copy of {_size(sum(copies.values()))} of them, above all {named}: "
+            "split one of those axes, or use more stages"
+        )
+    raise ValueError(f"{message}; use more devices (a larger tensor size, or more stages) or a narrower dtype")
+
+
+def _size(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"

@@ -1,0 +1,127 @@
+"""Predictions against what the compiler makes of the engine's own programs."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+
+import jax
+import pytest
+
+from jaxserve.plan import compiled, targets
+from jaxserve.plan.predict import predict
+from sharding import specs
+from tests.jaxserve.plan.questions import BLOOM, GPT2, question
+
+B, G = specs.default("bloom"), specs.default("gpt2")
+UNTIED = {"tie_word_embeddings": False}
+
+
+def rules(spec, **changed):
+    return replace(spec, rules={**spec.rules, **changed})
+
+
+COMBINATIONS = {
+    "one device": question(BLOOM),
+    "bloom over 4": question(BLOOM, tensor=4),
+    "gpt2 over 8, its head its own": question(GPT2 | UNTIED, tensor=8),
+    "2 stages of 2": question(BLOOM, tensor=2, stages=2),
+    "vocabulary whole": question(BLOOM, rules(B, vocab=None), tensor=4),
+    "heads whole": question(BLOOM, rules(B, heads=None), tensor=4),
+    "feed-forward whole": question(GPT2, rules(G, ffn=None), tensor=2),
+    "pool whole": question(BLOOM, replace(B, pool={"heads": None}), tensor=4),
+    "one matmul whole": question(BLOOM, replace(B, parameters={"layers.*.out.*": {"heads": None}}), tensor=4),
+    "one layer whole": question(BLOOM, replace(B, parameters={"layers.1.*": {"ffn": None}}), tensor=4),
+    "heads padded": question(BLOOM | {"n_head": 16, "hidden_size": 96}, replace(B, pad=frozenset({"heads"})), tensor=3),
+    "vocabulary padded": question(BLOOM | {"vocab_size": 1022}, replace(B, pad=frozenset({"vocab"})), tensor=4),
+    "positions split": question(GPT2, rules(G, positions="tensor"), tensor=4),
+}
+
+
+@pytest.mark.parametrize("whatif", COMBINATIONS.values(), ids=COMBINATIONS.keys())
+def test_bytes_within_3_percent_and_collectives_equal(whatif):
+    plan = predict(whatif)
+    stages = compiled.compile_stages(plan, jax.devices(), lambda *_: None)
+    assert len(stages) == whatif.engine.stages
+    for index, (predicted, found) in enumerate(zip(plan.stages, stages, strict=True)):
+        assert predicted.total == pytest.approx(found.total, rel=0.03)
+        assert compiled.predicted_counts(plan, index) == found.counts()
+        assert not found.surprises
+
+
+def test_a_split_embedding_is_left_to_the_compiler():
+    whatif = question(BLOOM, rules(B, vocab=None, heads=None, ffn=None, embed="tensor"), tensor=4)
+    plan = predict(whatif)
+    assert plan.stages[0].collectives is None
+    (stage,) = compiled.compile_stages(plan, jax.devices(), lambda *_: None)
+    assert stage.total == pytest.approx(plan.stages[0].total, rel=0.03)
+    assert stage.counts()["all-reduce"] > 4
+
+
+HLO = """
+  %a = f32[8,128]{1,0} all-reduce(%x), replica_groups={{0,1}}
+  %b = (f32[4]{0}, f32[8]{0}) all-gather-start(%y), dimensions={0}
+  %c = f32[8]{0} all-gather-done(%b)
+  ROOT %d = (f32[8,128]{1,0}, bf16[2,2]{1,0:T(8,128)(2,1)}) all-reduce(%p, %q)
+  %e = f32[8,128]{1,0} all-reduce(%z), to_apply=%add
+"""
+
+
+def test_collectives_are_found_in_a_module():
+    assert compiled.collectives(HLO) == [
+        compiled.Exchange("all-reduce", "f32[8,128]", 4096, 2),
+        compiled.Exchange("all-gather", "f32[8]", 32, 1),
+        compiled.Exchange("all-reduce", "f32[8,128], bf16[2,2]", 4104, 1),
+    ]
+
+
+def programs_of(whatif):
+    return compiled.programs(whatif)[0]
+
+
+def test_gathered_weights_and_copied_pools_are_told():
+    stage = programs_of(question(BLOOM | {"hidden_size": 1024}, tensor=4))
+    gathers = [compiled.Exchange("all-gather", "f32[3072,1024]", 12 * 2**20, 2)]
+    assert list(compiled.unforeseen(stage, gathers, {"all-reduce": 5})) == [
+        "2 x all-gather of f32[3072,1024]: gathers the weights layers.*.qkv.kernel",
+        "0 x all-reduce where 5 were predicted",
+        "2 x all-gather where 0 were predicted",
+    ]
+    text = """
+      %a = f32[256,2,128,64]{2,3,1,0} copy(%pool), metadata={op_name="jit(forward)/layer_0/while/body/reshape"}
+      %b = f32[1024,1024]{0,1} copy(%kernel), metadata={op_name="jit(forward)/layer_0/up"}
+      %c = f32[8,1024]{0,1} copy(%x)
+    """
+    assert list(compiled.copies(stage, text, 128)) == [
+        "1 x copy of the pool as f32[256,2,128,64] (16.0 MiB) inside a loop, each time it turns",
+        "1 x copy of the weights layers.*.down.kernel or layers.*.up.kernel as f32[1024,1024] (4.0 MiB)",
+    ]
+
+
+TPU = importlib.util.find_spec("libtpu") is not None
+GPU = importlib.util.find_spec("jax_cuda12_plugin") is not None
+tpu = pytest.mark.skipif(
+    not TPU, reason="libtpu is not installed; pip install 'jax[tpu]' of this jax's version brings it"
+)
+gpu = pytest.mark.skipif(not GPU, reason="no CUDA wheels are installed; pip install 'jax[cuda12]' brings them")
+
+
+@pytest.mark.parametrize(
+    "topology",
+    [pytest.param(name, marks=tpu) for name in ("v5e:2x2", "v4:2x2x1", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")]
+    + [pytest.param(name, marks=gpu) for name in ("a100-40g:4", "a100-80g:2x4", "h100:4", "h200:8")],
+)
+def test_collectives_are_those_of_accelerators(topology):
+    whatif = question(BLOOM | {"hidden_size": 1024}, topology=topology, tensor=4, dtype="bfloat16")
+    plan = predict(whatif)
+    (stage,) = compiled.compile_stages(plan, targets.devices_of(whatif.topology), lambda *_: None)
+    assert stage.counts() == compiled.predicted_counts(plan, 0)
+    if topology.startswith(("a100", "h")):  # on a TPU the plain-JAX attention copies the pool
+        assert plan.stages[0].total == pytest.approx(stage.total, rel=0.03)
+        assert not stage.surprises
+
+
+@pytest.mark.skipif(TPU, reason="libtpu is installed")
+def test_what_is_missing_to_compile_is_told():
+    with pytest.raises(ValueError, match=r"cannot compile for v5e:2x2: .* pip install 'jax\[tpu\]=="):
+        targets.devices_of(question(BLOOM, topology="v5e:2x2").topology)

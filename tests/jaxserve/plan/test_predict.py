@@ -1,0 +1,179 @@
+"""What is predicted: numbers that can be reckoned by hand, and errors in words."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from jaxserve import models
+from jaxserve.config import EngineConfig
+from jaxserve.plan import known
+from jaxserve.plan.predict import predict
+from jaxserve.plan.whatif import WhatIf
+from sharding import devices, specs
+from tests.jaxserve.plan.questions import BLOOM, GPT2, question
+
+
+def named(name: str, topology: str, spec=None, **settings) -> WhatIf:
+    _, config = known.find(name)
+    return WhatIf(
+        name=name,
+        config=config,
+        topology=devices.parse(topology),
+        engine=EngineConfig(**settings),
+        spec=spec or specs.default(config.family),
+    )
+
+
+def test_bloom_176b_on_16_devices():
+    plan = predict(named("bloom-176b", "v5p:2x2x4", tensor=16))
+    assert plan.parameters == 176_247_271_424
+    (stage,) = plan.stages
+    table, layer = 250_880 * 14336, 12 * 14336**2
+    assert stage.weights == pytest.approx(2 * (table + 70 * layer) / 16, rel=0.001)
+    assert stage.slot_bytes == 2 * 2 * 70 * 14336 // 16
+    assert stage.pool == plan.slots * stage.slot_bytes
+    assert stage.total + stage.free == plan.memory[1]
+    assert 0 <= stage.free < plan.block_size * stage.slot_bytes
+    assert plan.requests == plan.slots // 2048
+    found = {(each.kind, each.what): each.times for each in stage.collectives or ()}
+    assert found == {
+        ("all-reduce", "embed"): 1,
+        ("all-reduce", "layers.*.out"): 70,
+        ("all-reduce", "layers.*.down"): 70,
+        ("all-gather", "head"): 1,
+    }
+    qkv = next(part for part in stage.parts if part.name == "layers.*.qkv.kernel")
+    assert (qkv.count, qkv.partition, qkv.local) == (70, ("tensor", None), (2688, 14336))
+
+
+def test_stages_hold_their_own_layers_and_ends():
+    plan = predict(question(BLOOM, tensor=2, stages=2))
+    first, last = plan.stages
+    assert first.layers, last.layers == ((0, 1), (1, 2))
+    names = [{part.name for part in stage.parts} for stage in plan.stages]
+    assert "embed.norm.scale" in names[0] - names[1]
+    assert "head.norm.scale" in names[1] - names[0]
+    assert "embed.tokens.table" in names[0] & names[1]  # it is the head as well
+    assert first.load.hop_bytes > last.load.hop_bytes == 0
+
+
+def test_heads_and_vocabulary_are_padded_on_request():
+    spec = replace(specs.default("bloom"), pad=frozenset({"heads", "vocab"}))
+    plan = predict(named("bloom-176b", "v5p:2x4x4", spec, tensor=32))
+    assert plan.padding == {"heads": (112, 128)}  # 250,880 tokens divide
+    qkv = next(part for part in plan.stages[0].parts if part.name == "layers.*.qkv.kernel")
+    assert qkv.shape == (3 * 128 * 128, 14336)
+    assert plan.parameters == 176_247_271_424
+
+
+def test_what_a_single_layer_has_otherwise_is_told_apart():
+    spec = replace(specs.default("bloom"), parameters={"layers.1.up.*": {"ffn": None}})
+    parts = {part.name: part for part in predict(question(BLOOM, spec, tensor=4)).stages[0].parts}
+    assert parts["layers.*.up.kernel"].count == parts["layers.1.up.kernel"].count == 1
+    assert parts["layers.1.up.kernel"].local == (512, 128)
+
+
+@pytest.mark.parametrize(
+    ("whatif", "message"),
+    [
+        (
+            named("bloom-176b", "v5p:2x4x4", tensor=32),
+            r"layers.0.out.kernel: axis 'heads' of size 112 does not divide over mesh axis 'tensor' of size 32; "
+            r"it does for tensor = 1, 2, 4, 7, 8, 14, 16, 28, 56, 112, or padded to 128, 14% more",
+        ),
+        (
+            named("gpt2", "h200:8", tensor=2),
+            r"embed.tokens.table: axis 'vocab' of size 50257 .* tensor = 1, 29, or padded",
+        ),
+        (named("bloom-176b", "v5p:2x2x4", tensor=32), r"tensor 32 x stages 1 are 32 devices; v5p:2x2x4 has 16"),
+        (named("bloom-176b", "h200:8", tensor=1), r"the weights take 328.\d GiB of each h200 device.*more stages"),
+        (named("bloom-176b", "a100-40g:8", tensor=8), r"the weights take 41.\d GiB of each .*; use more devices"),
+        (
+            named("bloom-7b1", "v5e:1x1", buckets=(2**17,)),
+            r"no room for keys and values: of 14.72 GiB .* weights take 13.\d+ GiB",
+        ),
+        (question(BLOOM, slots=10**9), r"1000000000 slots|no room for keys and values.*; \d+ slots take"),
+        (question(BLOOM, tensor=2, stages=3), r"at most 2, the number of layers"),
+        (question(BLOOM, tensor=2, stages=2, layers_per_stage=(2, 0 + 1)), r"3 layers; the model has 2"),
+        (
+            question(BLOOM, replace(specs.default("bloom"), activations={"tokens": "tensro"}), tensor=2),
+            r"\[activations\]: logical axis 'tokens' goes to 'tensro', .*'tensor'\?",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_in_words(whatif, message):
+    with pytest.raises(ValueError, match=message):
+        predict(whatif)
+
+
+def test_buckets_are_filled_with_decodes_and_then_prompts():
+    plan = predict(named("bloom-176b", "h200:8", tensor=8, max_rows=8, buckets=(4, 8, 4096)))
+    assert [bucket.decodes for bucket in plan.buckets] == [4, 8, 8]
+    assert plan.buckets[0].bottleneck == "memory"
+    assert plan.buckets[2].bottleneck == "compute"
+    double = predict(replace(plan.whatif, topology=devices.parse("h200:2x8"), replicas=2))
+    assert double.buckets[1].milliseconds == plan.buckets[1].milliseconds
+    assert double.buckets[1].tokens_per_second == 2 * plan.buckets[1].tokens_per_second
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("bloom-560m", 0.559),
+        ("bloom-7b1", 7.07),
+        ("gpt2", 0.124),
+        ("gpt2-xl", 1.56),
+        ("gpt3-13b", 12.9),
+        ("gpt3-341b", 341),
+    ],
+)
+def test_known_models_have_their_published_sizes(name, billions):
+    plan = predict(
+        named(
+            name, "tpu7x:4x4x4", replace(specs.default(known.find(name)[1].family), pad=frozenset({"vocab"})), stages=12
+        )
+    )
+    assert plan.parameters / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+@pytest.mark.parametrize("name", known.KNOWN)
+def test_every_known_model_is_read(name):
+    if known.KNOWN[name]["model_type"] in models.families():
+        assert known.find(name)[1].num_layers >= 12
+
+
+def test_a_model_is_found_by_name_file_or_directory(tmp_path):
+    assert known.find("gpt2")[1].num_layers == 12
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "config.json").write_text(
+        '{"model_type": "gpt2", "n_layer": 3, "n_embd": 8, "n_head": 2, "vocab_size": 9, "n_positions": 8}'
+    )
+    assert known.find(str(folder / "config.json")) == known.find(str(folder))
+    name, config = known.find(str(folder))
+    assert (name, config.num_layers) == ("mine", 3)
+    with pytest.raises(ValueError, match=r"model 'bloom-176' is neither .*; did you mean bloom-176b\?"):
+        known.find("bloom-176")
+    with pytest.raises(ValueError, match=r"model 'x' is neither .*; the known ones are bloom-560m"):
+        known.find("x")
+
+
+def test_no_device_is_started():
+    program = """
+from tests.jaxserve.plan.questions import BLOOM, question
+from jaxserve.plan.predict import predict
+from jax._src import xla_bridge
+predict(question(BLOOM, tensor=4))
+print(list(xla_bridge._backends))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_gpt2_positions_are_held_whole():
+    parts = {part.name: part for part in predict(question(GPT2, tensor=4)).stages[0].parts}
+    assert parts["embed.positions.table"].local == parts["embed.positions.table"].shape == (512, 128)

@@ -1,0 +1,141 @@
+"""How plans are told: tables, JSON, differences, search, page."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import re
+
+import pytest
+from rich.console import Console
+
+from jaxserve.plan import differences, page, report, search
+from jaxserve.plan.compiled import CompiledStage, Exchange
+from jaxserve.plan.predict import predict
+from sharding import specs
+from tests.jaxserve.plan.questions import BLOOM, question
+
+SPEC = specs.default("bloom")
+WHOLE = dataclasses.replace(SPEC, rules={**SPEC.rules, "vocab": None})
+
+
+def printed(show, *arguments) -> str:
+    out = Console(file=io.StringIO(), width=200)
+    show(*arguments, out)
+    return out.file.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return predict(question(BLOOM, tensor=4, stages=2))
+
+
+def test_a_plan_is_told_as_tables(plan):
+    text = printed(report.show, plan)
+    assert re.search(r"layers\.\*\.qkv\.kernel +2 +heads, embed +\(tensor, -\) +384 x 128 +96 x 128 +48\.00 KiB", text)
+    assert re.search(r"0 +0-3 +0-0 ", text)
+    assert "8,192 slots in blocks of 64 fit: 4 requests of 2,048 tokens" in text
+    assert re.search(r"1 +layers\.\*\.down +all-reduce +1 +1 +4\.00 KiB", text)
+    assert re.search(r"Roofline: 57% of 7[67] TFLOP/s \(float32\)", text)
+    assert "Bottleneck with 4 rows decoding" in text
+
+
+def test_a_plan_is_json(plan):
+    told = json.loads(json.dumps(report.as_json(plan)))
+    assert told["slots"] == 8192
+    assert told["stages"][1]["collectives"][-1]["kind"] == "all-gather"
+    assert told["stages"][0]["parameters"][0]["axes"] == ["embed"]
+    assert set(told["buckets"][0]["stages"][0]) == {"compute", "memory", "links", "overhead"}
+    assert "compiled" not in told
+
+
+def compiled(*surprises: str) -> CompiledStage:
+    found = (Exchange("all-reduce", "f32[8,128]", 4096, 3),)
+    return CompiledStage(
+        bucket=8, seconds=1.0, arguments=4, temporaries=2, total=6, collectives=found, surprises=surprises
+    )
+
+
+def test_a_compiled_program_stands_next_to_the_prediction(plan):
+    text = printed(report.show_compiled, plan, [compiled(), compiled()])
+    assert re.search(r"0 +all-reduce +3 +3", text)
+    assert re.search(r"1 +all-gather +1 +0", text)
+    assert "stage 0: 3 x all-reduce of f32[8,128], 4.00 KiB each" in text
+    assert "Nothing unexpected" in text
+    out = Console(file=io.StringIO(), width=200, force_terminal=True, highlight=False, color_system="standard")
+    report.show_compiled(plan, [compiled("2 x copy of the pool as u16[4]"), compiled()], out)
+    assert "\x1b[31m2 x copy of the pool as u16[4]\x1b[0m" in out.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_two_specs_are_told_by_their_differences():
+    ours, theirs = (predict(question(BLOOM, spec, tensor=4)) for spec in (SPEC, WHOLE))
+    found = {each.what: each for each in differences.differences(ours, theirs)}
+    assert found["[axes] vocab"] == differences.Difference("[axes] vocab", ("tensor", None), ("none", None))
+    assert found["stage 0: all-gather after head"].theirs is None
+    assert found["embed.tokens.table"].change == "+300.0%"
+    assert "layers.*.up.kernel" not in found
+    text = printed(differences.show, ours, theirs, ("default", "my.toml"))
+    assert re.search(r"\[axes\] vocab +tensor +none", text)
+    assert "default and same.toml come to the same" in printed(differences.show, ours, ours, ("default", "same.toml"))
+
+
+@pytest.fixture(scope="module")
+def found():
+    return search.search(question(BLOOM, topology="h200:6", slots=None), lambda *_: None)
+
+
+def test_a_search_tries_every_way(found):
+    candidates, left_out = found
+    layouts = {each.label for each in candidates}
+    assert layouts == {"1 x 1 x 6", "1 x 2 x 3", "2 x 1 x 3", "2 x 2 x 1", "3 x 1 x 2", "3 x 2 x 1", "6 x 1 x 1"} - {
+        "2 x 2 x 1"
+    }
+    assert not left_out
+    assert {each.rules for each in candidates if each.label == "2 x 1 x 3"} >= {
+        "",
+        "heads none",
+        "vocab none, ffn none",
+    }
+    assert "heads padded, vocab padded, ffn padded" in {each.rules for each in candidates if each.label == "3 x 1 x 2"}
+    speeds = [each.tokens_per_second for each in candidates]
+    assert speeds == sorted(speeds, reverse=True)
+
+
+def test_nothing_beats_the_frontier(found):
+    candidates, _ = found
+    points = [point for each in candidates for point in each.points]
+    edge = [point for _, point in search.frontier(candidates)]
+    for _, latency, speed in edge:
+        assert not any(other[1] < latency and other[2] > speed for other in points)
+    assert max(point[2] for point in points) == edge[-1][2]
+    assert min(point[1] for point in points) == edge[0][1]
+
+
+def test_a_search_is_told_and_drawn(found, tmp_path):
+    candidates, left_out = found
+    text = printed(search.show, candidates, left_out)
+    assert re.search(r"1 +\d x \d x \d", text)
+    search.plot(candidates, "a title", tmp_path / "plots" / "frontier.png")
+    assert (tmp_path / "plots" / "frontier.png").read_bytes().startswith(b"\x89PNG")
+    assert json.dumps([search.as_json(each) for each in candidates])
+
+
+def test_what_does_not_fit_is_counted():
+    whatif = question(BLOOM | {"hidden_size": 8192, "n_layer": 40, "n_head": 64}, topology="v5e:2x2", slots=None)
+    candidates, left_out = search.search(whatif, lambda *_: None)
+    assert not candidates
+    assert set(left_out) <= {"the weights do not fit", "no room for keys and values"}
+
+
+def test_a_page_holds_everything(plan, tmp_path):
+    told = report.as_json(plan)
+    told["model"] = "</script><b>"
+    page.write(tmp_path / "new" / "page.html", "a <headline>", "a summary", told)
+    text = (tmp_path / "new" / "page.html").read_text()
+    assert "<h1>a &lt;headline&gt;</h1>" in text
+    assert "%%" not in text
+    assert not re.search(r"(src|href)=", text)
+    embedded = re.search(r'<script type="application/json" id="plan">(.*?)</script>', text, re.DOTALL)
+    assert embedded is not None
+    assert json.loads(embedded[1]) == json.loads(json.dumps(told))
