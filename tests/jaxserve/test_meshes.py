@@ -33,6 +33,7 @@ SIZES = {  # by the names of all families
     "intermediate_size": 64,
     "ffn_dim": 64,
     "rotary_pct": 0.5,
+    "word_embed_proj_dim": 16,
 }
 CONFIG = EngineConfig(max_rows=4, block_size=4, slots=200, buckets=(12,), max_context=96)
 REQUESTS = 40
@@ -94,6 +95,11 @@ def test_three_stages_of_two_devices_answer_as_one_device(six) -> None:
 
 def test_two_stages_of_four_devices_answer_as_one_device() -> None:
     check_same(make("gpt2", 3, settings("grow", 4, 2)), "gpt2", 3)
+
+
+@pytest.mark.parametrize("family", ["gpt_neox", "opt"])
+def test_two_stages_of_two_devices_answer_as_one_device(family) -> None:
+    check_same(make(family, 2, settings("grow", 2, 2)), family, 2)
 
 
 def test_other_rules_for_parameters_activations_and_pool_answer_the_same(tmp_path) -> None:
