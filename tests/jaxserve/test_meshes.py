@@ -258,7 +258,10 @@ def test_new_weights_reach_every_stage(six) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tensor": 3}, r"axis 'heads' of size 8 does not divide over mesh axis 'tensor' of size 3"),
+        (
+            {"tensor": 3},
+            r"embed.tokens.table: axis 'vocab' of size 104 does not divide over mesh axis 'tensor' of size 3",
+        ),
         ({"tensor": 4, "stages": 3}, r"3 stages of 4 devices are 12 devices; there are 8 \(XLA_FLAGS=.*=12"),
         ({"tensor": 8, "sharding": "rules.toml", "buckets": (12, 20)}, r"hidden states of 12 tokens: axis 'tokens' of"),
         ({"stages": 4}, r"stages is 4; it must be at least 1 and at most 3, the number of layers"),
