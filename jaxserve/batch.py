@@ -14,6 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Int32
 
 from jaxserve import sampler
 from jaxserve.iteration import Admission, IterationPlan, max_chunks, max_table_changes
@@ -112,8 +113,11 @@ def _split(packed, layout: BatchLayout):
 
 
 def unpack(
-    packed: jax.Array, layout: BatchLayout, tables: jax.Array, history: jax.Array | None
-) -> tuple[BatchView, jax.Array]:
+    packed: Int32[jax.Array, " {layout.size}"],
+    layout: BatchLayout,
+    tables: Int32[jax.Array, "rows max_blocks"],
+    history: Int32[jax.Array, "rows max_context"] | None,
+) -> tuple[BatchView, Int32[jax.Array, "rows max_blocks"]]:
     """The device's view of a packed plan, and the tables with its changes made. Traced."""
     chunks, changes = _split(packed, layout)
     rows, starts, lengths = chunks[:, 0], chunks[:, 1], chunks[:, 2]
@@ -152,7 +156,7 @@ class SamplePoints(NamedTuple):
     samples: jax.Array
 
 
-def sample_points(chunks: jax.Array) -> SamplePoints:
+def sample_points(chunks: Int32[jax.Array, "C 4"]) -> SamplePoints:
     """Where the tokens sampled after these chunks (`BatchView.chunks`) go. Traced."""
     return SamplePoints(chunks[:, 0], chunks[:, 1] + chunks[:, 2], chunks[:, 3] != 0)
 
@@ -183,7 +187,7 @@ def admission_size(layout: BatchLayout) -> int:
     return 1 + layout.max_blocks + layout.max_context + sum(leaf.size for leaf in jax.tree.leaves(sampling))
 
 
-def admit(state: RowState, packed: jax.Array, layout: BatchLayout) -> RowState:
+def admit(state: RowState, packed: Int32[jax.Array, " size"], layout: BatchLayout) -> RowState:
     """Writes what a stage keeps of a packed admission into its row. Traced; the state is donated."""
     row, blocks, tokens, sampling = jnp.split(packed, np.cumsum([1, layout.max_blocks, layout.max_context]))
     row = row[0]
@@ -200,8 +204,10 @@ def admit(state: RowState, packed: jax.Array, layout: BatchLayout) -> RowState:
     return RowState(history, tables, sampler.RowSampling(*fields))
 
 
-def write_tokens(history: jax.Array, chunks: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Writes the tokens chosen after these chunks, int32[C], into the rows' histories. Traced."""
+def write_tokens(
+    history: Int32[jax.Array, "rows max_context"], chunks: Int32[jax.Array, "C 4"], tokens: Int32[jax.Array, " C"]
+) -> Int32[jax.Array, "rows max_context"]:
+    """Writes the tokens chosen after these chunks into the rows' histories. Traced."""
     points = sample_points(chunks)
     written = jnp.where(points.samples, points.rows, history.shape[0])  # no such row: dropped
     return history.at[written, points.positions].set(tokens, mode="drop")

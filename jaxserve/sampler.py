@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.random import threefry_2x32
+from jaxtyping import Float32, Int32, UInt32
 
 from jaxserve import selection
 from jaxserve.iteration import SamplerVariant
@@ -114,15 +115,20 @@ def empty_rows(rows: int) -> RowSampling:
 
 
 def sample(
-    logits: jax.Array, rows: RowSampling, positions: jax.Array, history: jax.Array, *, variant: SamplerVariant
+    logits: Float32[jax.Array, "S V"],
+    rows: RowSampling,
+    positions: Int32[jax.Array, " S"],
+    history: Int32[jax.Array, "S max_context"],
+    *,
+    variant: SamplerVariant,
 ) -> SampleOutput:
     """Chooses the next token of each row.
 
     Args:
-      logits: float32[S, V] of the model.
+      logits: of the model.
       rows: parameters of these S rows.
-      positions: int32[S] where the new token will stand.
-      history: int32[S, max_context]; tokens at positions below the row's own are valid. Read by FULL only.
+      positions: where the new token will stand.
+      history: tokens at positions below the row's own are valid. Read by FULL only.
       variant: which rules any of these rows needs; a lesser row gets the same token from a greater variant.
     """
     with jax.named_scope("sampler"):
@@ -151,14 +157,13 @@ def sample(
         return SampleOutput(tokens, logprobs, top_ids, top - log_sum)
 
 
-def uniform(seed: jax.Array, sample_index: jax.Array, positions: jax.Array) -> jax.Array:
-    """The one random number of each row: float32[S] in [0, 1), multiples of 2**-24.
+def uniform(
+    seed: UInt32[jax.Array, "S 2"], sample_index: Int32[jax.Array, " S"], positions: Int32[jax.Array, " S"]
+) -> Float32[jax.Array, " S"]:
+    """The one random number of each row: in [0, 1), multiples of 2**-24.
 
     Threefry-2x32 (Salmon et al., SC'11) of (position, 0), under the key that it makes of (sample_index, PURPOSE) under
     the seed.
-
-    Args:
-      seed: uint32[S, 2]; sample_index: int32[S]; positions: int32[S].
     """
 
     def bits(seed, index, position):
@@ -174,26 +179,35 @@ def _apart(x: jax.Array) -> jax.Array:
     return jax.lax.optimization_barrier(x)
 
 
-def _of_block(logits: jax.Array, block: jax.Array) -> jax.Array:
-    """float32[S, BLOCK] logits of one block a row (int32[S]), filled up with -inf."""
+def _of_block(logits: Float32[jax.Array, "S V"], block: Int32[jax.Array, " S"]) -> Float32[jax.Array, "S block"]:
+    """Logits of one block a row, filled up with -inf."""
     ids = block[:, None] * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
     inside = jnp.take_along_axis(logits, jnp.minimum(ids, logits.shape[1] - 1), -1)
     return jnp.where(ids < logits.shape[1], inside, -jnp.inf)
 
 
-def _first_of_peak(logits: jax.Array, block_max: jax.Array, peak: jax.Array) -> jax.Array:
-    """int32[S] lowest id of the largest logit, by the block that holds it: an argmax over V is slow on a CPU."""
+def _first_of_peak(
+    logits: Float32[jax.Array, "S V"], block_max: Float32[jax.Array, "S blocks"], peak: Float32[jax.Array, "S 1"]
+) -> Int32[jax.Array, " S"]:
+    """Lowest id of the largest logit, by the block that holds it: an argmax over V is slow on a CPU."""
     block = jnp.argmax(block_max >= peak, -1).astype(jnp.int32)
     return block * BLOCK + jnp.argmax(_of_block(logits, block) >= peak, -1).astype(jnp.int32)
 
 
-def _weigh(peak: jax.Array, temperature: jax.Array, logits: jax.Array) -> jax.Array:
-    """Unnormalised probabilities of [S, n] logits; the likeliest token of a row has exactly 1."""
+def _weigh(
+    peak: Float32[jax.Array, "S 1"], temperature: Float32[jax.Array, "S 1"], logits: Float32[jax.Array, "S n"]
+) -> Float32[jax.Array, "S n"]:
+    """Unnormalised probabilities; the likeliest token of a row has exactly 1."""
     return jnp.exp((logits - peak) / temperature)
 
 
-def _floor(logits: jax.Array, peak: jax.Array, temperature: jax.Array, rows: RowSampling) -> jax.Array:
-    """float32[S, 1] logit that a token needs to stay. Greedy rows have none, so that they cost nobody a search."""
+def _floor(
+    logits: Float32[jax.Array, "S V"],
+    peak: Float32[jax.Array, "S 1"],
+    temperature: Float32[jax.Array, "S 1"],
+    rows: RowSampling,
+) -> Float32[jax.Array, "S 1"]:
+    """The logit that a token needs to stay. Greedy rows have none, so that they cost nobody a search."""
     drawn = rows.temperature > 0
     top_k, top_p = jnp.where(drawn, rows.top_k, 0), jnp.where(drawn, rows.top_p, 1.0)
     weigh = partial(_weigh, _apart(peak), temperature)
@@ -206,9 +220,12 @@ def _floor(logits: jax.Array, peak: jax.Array, temperature: jax.Array, rows: Row
 
 
 def _draw(
-    logits: jax.Array, weigh: Callable[[jax.Array], jax.Array], floor: jax.Array | None, uniforms: jax.Array
-) -> jax.Array:
-    """int32[S] tokens by the inverse of the cumulative distribution."""
+    logits: Float32[jax.Array, "S V"],
+    weigh: Callable[[jax.Array], jax.Array],
+    floor: Float32[jax.Array, "S 1"] | None,
+    uniforms: Float32[jax.Array, " S"],
+) -> Int32[jax.Array, " S"]:
+    """Tokens by the inverse of the cumulative distribution."""
 
     def kept(logits):
         return weigh(logits) if floor is None else jnp.where(logits >= floor, weigh(logits), 0.0)
@@ -222,8 +239,10 @@ def _draw(
     return block * BLOCK + _first_beyond(jnp.cumsum(weights, -1), weights, target - before)
 
 
-def _first_beyond(cumulative: jax.Array, parts: jax.Array, target: jax.Array) -> jax.Array:
-    """int32[S] first index whose cumulative sum passes the target, of parts above zero; the last such if none does."""
+def _first_beyond(
+    cumulative: Float32[jax.Array, "S n"], parts: Float32[jax.Array, "S n"], target: Float32[jax.Array, "S 1"]
+) -> Int32[jax.Array, " S"]:
+    """First index whose cumulative sum passes the target, of parts above zero; the last such if none does."""
     index = jnp.arange(parts.shape[-1], dtype=jnp.int32)
     some = parts > 0
     beyond = some & (cumulative > target)
@@ -231,8 +250,13 @@ def _first_beyond(cumulative: jax.Array, parts: jax.Array, target: jax.Array) ->
     return jnp.where(beyond.any(-1), jnp.argmax(beyond, -1).astype(jnp.int32), last)
 
 
-def _penalise(logits: jax.Array, rows: RowSampling, positions: jax.Array, history: jax.Array) -> jax.Array:
-    """[S, V] logits after the penalties and logit_bias."""
+def _penalise(
+    logits: Float32[jax.Array, "S V"],
+    rows: RowSampling,
+    positions: Int32[jax.Array, " S"],
+    history: Int32[jax.Array, "S max_context"],
+) -> Float32[jax.Array, "S V"]:
+    """Logits after the penalties and logit_bias."""
     count, vocab = logits.shape
     lane = jnp.arange(count)[:, None]
 

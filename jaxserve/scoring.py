@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Float32, Int32
 
 from jaxserve.request import MAX_LOGPROBS
 from jaxserve.selection import largest
@@ -19,7 +20,7 @@ LogitsTile = Callable[[jax.Array | int, int], jax.Array]
 
 
 class _Running(NamedTuple):
-    """What is known of each position's logits after some tiles, all [T] but the last two [T, K]."""
+    """What is known of each position's logits after some tiles, all [T] but the last two [T, top]."""
 
     peak: jax.Array
     total: jax.Array  # sum of exp(logit - peak)
@@ -32,22 +33,22 @@ def score(
     logits_tile: LogitsTile,
     vocab: int,
     tile: int,
-    next_tokens: jax.Array,
+    next_tokens: Int32[jax.Array, " T"],
     axis: str | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[Float32[jax.Array, " T"], Int32[jax.Array, "T top"], Float32[jax.Array, "T top"]]:
     """Scores the token that follows each position, with the likeliest alternatives. Traced.
 
     Args:
       logits_tile: (start, size) -> float32[T, size] logits of ids start:start+size; start may be traced.
       vocab: ids in all.
       tile: most ids at a time.
-      next_tokens: int32[T] the token asked about at each position.
+      next_tokens: the token asked about at each position.
       axis: a mesh axis, inside a shard_map over it: vocab and logits_tile are this device's share of the vocabulary,
         which is split evenly, in order of ids.
 
     Returns:
-      (logprob float32[T], top ids int32[T, K], top logprobs float32[T, K]), K = min(MAX_LOGPROBS, vocab); likeliest
-      first, the lower id first among equals. An id outside the vocabulary has logprob -inf.
+      (logprobs, top ids, top logprobs), top = min(MAX_LOGPROBS, vocab) in all; likeliest first, the lower id first
+      among equals. An id outside the vocabulary has logprob -inf.
     """
     (count,) = next_tokens.shape
     keep = min(MAX_LOGPROBS, vocab)

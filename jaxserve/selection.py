@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Bool, Float32, Int32
 
 FEW = 64  # tokens among which a limit is looked up in order
 
@@ -20,8 +21,10 @@ _BLOCK = 32  # ids whose maximum is taken first when looking for the largest few
 _SMALLEST_NORMAL = float(np.finfo(np.float32).smallest_normal)
 
 
-def block_reduce(values: jax.Array, block: int, operator: Callable[[Any, Any], Any]) -> jax.Array:
-    """Reduces each run of `block` values of float32[S, n], the last one as far as it goes: [S, ceil(n / block)].
+def block_reduce(
+    values: Float32[jax.Array, "S n"], block: int, operator: Callable[[Any, Any], Any]
+) -> Float32[jax.Array, "S blocks"]:
+    """Reduces each run of `block` values, the last one as far as it goes.
 
     Args:
       operator: jax.lax.add or jax.lax.max.
@@ -34,8 +37,10 @@ def block_reduce(values: jax.Array, block: int, operator: Callable[[Any, Any], A
     return jax.lax.reduce_window(values, start, operator, window, window, ((0, 0), (0, -size % block)))
 
 
-def largest(values: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """The `count` largest of each row of float32[S, n]: (values, ids int32) [S, count], the lower id first of equals.
+def largest(
+    values: Float32[jax.Array, "S n"], count: int
+) -> tuple[Float32[jax.Array, "S {count}"], Int32[jax.Array, "S {count}"]]:
+    """The `count` largest of each row: (values, ids), the lower id first of equals.
 
     They lie in the `count` blocks with the largest maxima, so only those blocks are looked through.
     """
@@ -60,15 +65,19 @@ def _top_k(values: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     return jax.lax.optimization_barrier(top), jax.lax.optimization_barrier(places)
 
 
-def floor(logits: jax.Array, weigh: Callable[[jax.Array], jax.Array], top_k: jax.Array, top_p: jax.Array) -> jax.Array:
-    """float32[S, 1] logit that a token needs to stay under top_k, and under top_p over what top_k leaves; exact.
+def floor(
+    logits: Float32[jax.Array, "S V"],
+    weigh: Callable[[jax.Array], jax.Array],
+    top_k: Int32[jax.Array, " S"],
+    top_p: Float32[jax.Array, " S"],
+) -> Float32[jax.Array, "S 1"]:
+    """The logit that a token needs to stay under top_k, and under top_p over what top_k leaves; exact.
 
     Tokens as likely as the last one that stays, stay; where both are off, it is -inf.
 
     Args:
-      logits: float32[S, V].
-      weigh: from float32[S, n] logits to their unnormalised probabilities, of the same order, 0 for -inf.
-      top_k: int32[S], 0 is off; top_p: float32[S], 1 is off.
+      weigh: from logits [S, n] to their unnormalised probabilities, of the same order, 0 for -inf.
+      top_k: 0 is off; top_p: 1 is off.
     """
     vocab = logits.shape[1]
     has_k, has_p = (top_k > 0)[:, None], (top_p < 1)[:, None]
@@ -113,15 +122,18 @@ def once_if(condition: jax.Array, compute: Callable[[], Any], otherwise: Any) ->
     return result
 
 
-def _total(parts: jax.Array) -> jax.Array:
-    """float32[S, 1] sum of each row of [S, n], in two levels for the sake of rounding."""
+def _total(parts: Float32[jax.Array, "S n"]) -> Float32[jax.Array, "S 1"]:
+    """Sum of each row, in two levels for the sake of rounding."""
     return block_reduce(parts, 128, jax.lax.add).sum(-1, keepdims=True)
 
 
 def _reach(
-    top: jax.Array, parts: jax.Array, target: jax.Array, above: jax.Array | float
-) -> tuple[jax.Array, jax.Array]:
-    """The first of [S, n] descending values at which the parts so far reach the target [S, 1], and whether one does."""
+    top: Float32[jax.Array, "S n"],
+    parts: Float32[jax.Array, "S n"],
+    target: Float32[jax.Array, "S 1"],
+    above: Float32[jax.Array, "S 1"] | float,
+) -> tuple[Float32[jax.Array, "S 1"], Bool[jax.Array, "S 1"]]:
+    """The first of descending values at which the parts so far reach the target, and whether one does."""
     reached = above + jnp.cumsum(parts, -1) >= target
     first = jnp.take_along_axis(top, jnp.argmax(reached, -1, keepdims=True), -1)
     return first, reached.any(-1, keepdims=True)
@@ -137,23 +149,21 @@ class _Bracket(NamedTuple):
 
 
 def _search(
-    logits: jax.Array,
-    parts: jax.Array | float,
+    logits: Float32[jax.Array, "S V"],
+    parts: Float32[jax.Array, "S V"] | float,
     weigh: Callable[[jax.Array], jax.Array],
-    target: jax.Array,
-    low: jax.Array,
-    high: jax.Array,
-    done: jax.Array,
-) -> jax.Array:
-    """The largest logit of each row, [S, 1], such that the parts of the logits from there on reach the target.
+    target: Float32[jax.Array, "S 1"],
+    low: Float32[jax.Array, "S 1"],
+    high: Float32[jax.Array, "S 1"],
+    done: Bool[jax.Array, "S 1"],
+) -> Float32[jax.Array, "S 1"]:
+    """The largest logit of each row such that the parts of the logits from there on reach the target.
 
     Args:
-      logits: float32[S, V].
-      parts: float32[S, V] what each counts, or one number for all.
+      parts: what each counts, or one number for all.
       weigh: from logits to parts: rising.
-      target: float32[S, 1].
-      low / high: float32[S, 1] the least and the most that the logit can be.
-      done: bool[S, 1]; rows that need no search, and get any value.
+      low / high: the least and the most that the logit can be.
+      done: rows that need no search, and get any value.
     """
 
     def reached(key):

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
+from jaxtyping import Float, Float32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,31 +133,30 @@ class Backend(Protocol):
 
     def attend(
         self,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
+        q: Float[jax.Array, "T N D"],
+        k: Float[jax.Array, "T K D"],
+        v: Float[jax.Array, "T K D"],
         pool: Any,
         meta: Any,
         shape: AttentionShape,
         *,
-        slopes: jax.Array | np.ndarray | None,
+        slopes: Float32[jax.Array | np.ndarray, " N"] | None,
         scale: float,
         first_block: jax.Array | int = 0,
-    ) -> tuple[jax.Array, Any]:
+    ) -> tuple[Float[jax.Array, "T N D"], Any]:
         """Writes k and v to their slots, then attends causally.
 
         Args:
-          q: [T, N, D] of shape.dtype.
-          k, v: [T, K, D] of shape.dtype.
+          q, k, v: of shape.dtype.
           pool: the blocks of all layers; donated by the step's jit it is updated in place.
           meta: what `prepare` returned for this iteration.
-          slopes: float32[N] ALiBi slopes, if shape.alibi; the bias of a score is slopes[n] * key position, up to a
+          slopes: ALiBi slopes, if shape.alibi; the bias of a score is slopes[n] * key position, up to a
             constant per query.
           scale: factor of the scores, typically head_dim ** -0.5.
           first_block: where this layer's blocks begin: block tables count from it.
 
         Returns:
-          (out [T, N, D] of shape.dtype, pool). Rows of out that belong to padding are zeros.
+          (out of shape.dtype, pool). Rows of out that belong to padding are zeros.
         """
         ...
 

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import Bool, Float, Float32, Int32
 
 from pallas_kernels.api import AttentionBatch, AttentionShape
 
@@ -116,17 +117,17 @@ class XlaBackend:
 
     def attend(
         self,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
+        q: Float[jax.Array, "T N D"],
+        k: Float[jax.Array, "T K D"],
+        v: Float[jax.Array, "T K D"],
         pool: Pool,
         meta: Meta,
         shape: AttentionShape,
         *,
-        slopes: jax.Array | np.ndarray | None,
+        slopes: Float32[jax.Array | np.ndarray, " N"] | None,
         scale: float,
         first_block: jax.Array | int = 0,
-    ) -> tuple[jax.Array, Pool]:
+    ) -> tuple[Float[jax.Array, "T N D"], Pool]:
         return _attend(q, k, v, pool, _of_layer(meta, first_block), slopes, shape, scale)
 
 
@@ -195,8 +196,10 @@ def _decodes(batch: AttentionBatch, shape: AttentionShape) -> Decodes:
     return Decodes(jnp.sum(single, dtype=jnp.int32), batch.query_offsets[order], kv_len, tables, slot)
 
 
-def _pieces(counts: jax.Array, most: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Pieces of all chunks, counts int32[C] of them, as a list: (total, chunk [most], place in its chunk [most])."""
+def _pieces(
+    counts: Int32[jax.Array, " C"], most: int
+) -> tuple[Int32[jax.Array, ""], Int32[jax.Array, " {most}"], Int32[jax.Array, " {most}"]]:
+    """Pieces of all chunks as a list: (total, chunk, place in its chunk)."""
     ends = jnp.cumsum(counts, dtype=jnp.int32)
     piece = jnp.arange(most, dtype=jnp.int32)
     chunk = jnp.sum(ends <= piece[:, None], axis=1, dtype=jnp.int32)
@@ -204,8 +207,8 @@ def _pieces(counts: jax.Array, most: int) -> tuple[jax.Array, jax.Array, jax.Arr
     return ends[-1], chunk, piece - (ends - counts)[chunk]
 
 
-def _long(batch: AttentionBatch) -> jax.Array:
-    """int32[C]: lengths of the chunks longer than one, 0 for the others."""
+def _long(batch: AttentionBatch) -> Int32[jax.Array, " C"]:
+    """Lengths of the chunks longer than one, 0 for the others."""
     lengths = jnp.diff(batch.query_offsets)
     return jnp.where(lengths > 1, lengths, 0)
 
@@ -235,7 +238,7 @@ def _query_tiles(batch: AttentionBatch) -> Tiles:
 # Writing.
 
 
-def _stored(x: jax.Array, shape: AttentionShape) -> jax.Array:
+def _stored(x: Float[jax.Array, "T K D"], shape: AttentionShape) -> jax.Array:
     x = x.astype(shape.pool_dtype)
     return lax.bitcast_convert_type(x, jnp.uint16) if shape.pool_dtype == _BFLOAT16 else x
 
@@ -291,7 +294,12 @@ def _loaded(x: jax.Array) -> jax.Array:
     return x.astype(jnp.float32)
 
 
-def _contract(pool: jax.Array, blocks: jax.Array, weights: jax.Array, held: jax.Array | None = None) -> jax.Array:
+def _contract(
+    pool: jax.Array,
+    blocks: Int32[jax.Array, " B"],
+    weights: Float32[jax.Array, "B K G R"],
+    held: Bool[jax.Array, "B R"] | None = None,
+) -> Float32[jax.Array, "B K G lanes"]:
     """sum over r of weights[b, k, g, r] * pool[blocks[b], k, r, :], for one query per row.
 
     A batched dot would copy each block out of the pool before it multiplies; sums of slices fuse with the read. Terms
@@ -299,12 +307,7 @@ def _contract(pool: jax.Array, blocks: jax.Array, weights: jax.Array, held: jax.
 
     Args:
       pool: [n_blocks, K, R, lanes], float32 or the bits of bfloat16.
-      blocks: int32[B].
-      weights: float32[B, K, G, R].
-      held: bool[B, R]: rows r that may be read; the others may hold NaN.
-
-    Returns:
-      float32[B, K, G, lanes].
+      held: rows r that may be read; the others may hold NaN.
     """
     n_blocks, heads, reduced, lanes = pool.shape
     sums = next((n for n in range(_PARTIAL_SUMS, reduced) if reduced % n == 0), reduced)
@@ -321,14 +324,14 @@ def _contract(pool: jax.Array, blocks: jax.Array, weights: jax.Array, held: jax.
 
 
 def _attend_decodes(
-    q: jax.Array,  # float32[T, K, G, D]
-    out: jax.Array,
+    q: Float32[jax.Array, "T K G D"],
+    out: Float32[jax.Array, "T K G D"],
     pool: Pool,
     decodes: Decodes,
     shape: AttentionShape,
-    slopes: jax.Array | None,  # float32[K, G, 1]
+    slopes: Float32[jax.Array, "K G 1"] | None,
     scale: float,
-) -> jax.Array:
+) -> Float32[jax.Array, "T K G D"]:
     n_tokens, heads, group, dim = q.shape
     n_chunks, size = decodes.token.shape[0], shape.block_size
     rows, blocks = _decode_step(n_chunks, shape)
@@ -368,14 +371,14 @@ def _attend_decodes(
 
 
 def _attend_prompts(
-    q: jax.Array,  # float32[T, K, G, D]
-    out: jax.Array,
+    q: Float32[jax.Array, "T K G D"],
+    out: Float32[jax.Array, "T K G D"],
     pool: Pool,
     meta: Meta,
     shape: AttentionShape,
-    slopes: jax.Array | None,  # float32[K, G, 1]
+    slopes: Float32[jax.Array, "K G 1"] | None,
     scale: float,
-) -> jax.Array:
+) -> Float32[jax.Array, "T K G D"]:
     n_tokens, heads, group, dim = q.shape
     size, tiles = shape.block_size, meta.tiles
     tile = min(_QUERY_TILE, n_tokens)

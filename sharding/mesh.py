@@ -34,7 +34,7 @@ def make_meshes(tensor: int, stages: int, devices: Sequence[Any] | None = None) 
     have = list(jax.devices() if devices is None else devices)
     wanted = tensor * stages
     if wanted > len(have):
-        message = f"{stages} stages of {tensor} devices are {wanted} devices; there are {len(have)}"
+        message = f"tensor {tensor} times stages {stages} is {wanted}, more devices than there are: {len(have)}"
         if have[0].platform == "cpu":
             message += f" (XLA_FLAGS=--xla_force_host_platform_device_count={wanted} divides a CPU into virtual ones)"
         raise ValueError(message)

@@ -1,9 +1,22 @@
-"""What every test shares: eight virtual devices, and programs compiled once in a run are not compiled again."""
+"""What every test shares: eight virtual devices, shapes checked, and programs compiled once in a run not compiled
+again."""
 
 import jax
 import pytest
+from jaxtyping import install_import_hook
 
 jax.config.update("jax_num_cpu_devices", 8)
+
+# Before anything imports them: their functions hold arguments and results to their annotations.
+SHAPE_CHECKED = (
+    "jaxserve.models",
+    "jaxserve.sampler",
+    "jaxserve.selection",
+    "jaxserve.scoring",
+    "jaxserve.batch",
+    "pallas_kernels.xla",
+)
+install_import_hook(SHAPE_CHECKED, "beartype.beartype")
 
 
 @pytest.fixture(scope="session", autouse=True)

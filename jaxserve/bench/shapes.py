@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve import models
-from jaxserve.models.layers import ModelConfig
+from jaxserve.models.schema import ModelConfig
 
 # As a Hugging Face config.json would say it.
 SHAPES: dict[str, dict[str, Any]] = {
@@ -30,6 +30,28 @@ SHAPES: dict[str, dict[str, Any]] = {
         "n_positions": 1024,
         "layer_norm_epsilon": 1e-5,
         "activation_function": "gelu_new",
+    },
+    "pythia-160m": {
+        "model_type": "gpt_neox",
+        "architectures": ["GPTNeoXForCausalLM"],
+        "vocab_size": 50_304,
+        "hidden_size": 768,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "intermediate_size": 3072,
+        "max_position_embeddings": 2048,
+        "layer_norm_eps": 1e-5,
+        "rotary_pct": 0.25,
+    },
+    "opt-125m": {
+        "model_type": "opt",
+        "architectures": ["OPTForCausalLM"],
+        "vocab_size": 50_272,
+        "hidden_size": 768,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "ffn_dim": 3072,
+        "max_position_embeddings": 2048,
     },
     "tiny": {  # so small that only the host's work is left
         "model_type": "bloom",

@@ -19,6 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Float, Float32, Int32
 
 from jaxserve.models import layers
 from jaxserve.models.schema import ModelConfig
@@ -79,8 +81,10 @@ class Model:
         graph, state = nnx.split(nnx.eval_shape(lambda: self._make(piece, jax.random.key(0))))
         return graph, nnx.to_pure_dict(state)
 
-    def embed(self, params: Params, tokens: jax.Array, positions: jax.Array) -> jax.Array:
-        """tokens int32[T], positions int32[T] -> [T, H]."""
+    def embed(
+        self, params: Params, tokens: Int32[jax.Array, " T"], positions: Int32[jax.Array, " T"]
+    ) -> Float[jax.Array, "T H"]:
+        """What the first layer reads."""
         with jax.named_scope("embed"):
             return nnx.merge(self._embed, params["embed"])(tokens, positions)
 
@@ -88,15 +92,15 @@ class Model:
         self,
         params: Params,
         which: range,
-        x: jax.Array,
-        positions: jax.Array,
+        x: Float[jax.Array, "T H"],
+        positions: Int32[jax.Array, " T"],
         attend: Callable[[Any], layers.Attend],
         cache: Any,
         *,
         looped: bool,
         between: Callable[[jax.Array], jax.Array] | None = None,
-    ) -> tuple[jax.Array, Any]:
-        """Layers in a row: x [T, H], positions int32[T] -> ([T, H], cache as the last `attend` returned it).
+    ) -> tuple[Float[jax.Array, "T H"], Any]:
+        """Layers in a row, and the cache as the last `attend` returned it.
 
         Args:
           attend: the attention of a layer, by its place among these; that is an int32[] where they are looped over.
@@ -118,36 +122,48 @@ class Model:
         return x, cache
 
     def layer(
-        self, params: Params, i: int, x: jax.Array, positions: jax.Array, attend: layers.Attend, cache: Any
-    ) -> tuple[jax.Array, Any]:
-        """Layer i: x [T, H], positions int32[T] -> ([T, H], cache as `attend` returned it)."""
+        self,
+        params: Params,
+        i: int,
+        x: Float[jax.Array, "T H"],
+        positions: Int32[jax.Array, " T"],
+        attend: layers.Attend,
+        cache: Any,
+    ) -> tuple[Float[jax.Array, "T H"], Any]:
+        """Layer i, and the cache as `attend` returned it."""
         with jax.named_scope(f"layer_{i}"):
             return self.block(params["layers"][i], x, positions, attend, cache)
 
     def block(
-        self, weights: dict[str, Any], x: jax.Array, positions: jax.Array, attend: layers.Attend, cache: Any
-    ) -> tuple[jax.Array, Any]:
+        self,
+        weights: dict[str, Any],
+        x: Float[jax.Array, "T H"],
+        positions: Int32[jax.Array, " T"],
+        attend: layers.Attend,
+        cache: Any,
+    ) -> tuple[Float[jax.Array, "T H"], Any]:
         """The same given one layer's weights, for a scan over layers stacked along a leading axis."""
         return nnx.merge(self._block, weights)(x, positions, attend, cache)
 
-    def norm(self, params: Params, x: jax.Array) -> jax.Array:
-        """What stands between the layers and the token table, mostly a norm: x [T, H] -> [T, E]."""
+    def norm(self, params: Params, x: Float[jax.Array, "T H"]) -> Float[jax.Array, "T E"]:
+        """What stands between the layers and the token table, mostly a norm."""
         with jax.named_scope("norm"):
             return nnx.merge(self._head, params["head"])(x)
 
-    def logits(self, params: Params, x: jax.Array) -> jax.Array:
-        """Normed x [S, E] -> float32[S, V]."""
+    def logits(self, params: Params, x: Float[jax.Array, "S E"]) -> Float32[jax.Array, "S V"]:
+        """Logits of normed x."""
         with jax.named_scope("head"):
             return layers.head(x, self.head_table(params))[:, : self.config.vocab_size]
 
-    def logits_tile(self, table: jax.Array, x: jax.Array, start: jax.Array | int, size: int) -> jax.Array:
-        """Normed x [S, E] -> float32[S, size], the logits of rows start to start + size of (some of) the head's
-        table."""
+    def logits_tile(
+        self, table: Float[jax.Array, "V E"], x: Float[jax.Array, "S E"], start: jax.Array | int, size: int
+    ) -> Float32[jax.Array, "S {size}"]:
+        """Logits of normed x from rows start to start + size of (some of) the head's table."""
         with jax.named_scope("head"):
             return layers.head(x, jax.lax.dynamic_slice_in_dim(table, start, size))
 
-    def head_table(self, params: Params) -> jax.Array:
-        """[V, E] what normed hidden states are multiplied with."""
+    def head_table(self, params: Params) -> Float[jax.Array, "V E"]:
+        """What normed hidden states are multiplied with."""
         piece = params["embed"] if self.config.tie_embeddings else params["head"]
         return piece["tokens"]["table"]
 
@@ -178,7 +194,7 @@ class Model:
             part["embed"] = tree["embed"]
         return part
 
-    def shapes(self, dtype: jnp.dtype) -> Params:
+    def shapes(self, dtype: DTypeLike) -> Params:
         """The parameters' shapes: jax.ShapeDtypeStruct at the leaves."""
         tree = self._tree(self._embed_state, self._block_state, self._head_state)
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), tree)
@@ -213,7 +229,7 @@ class Model:
             sizes |= zip(names, leaf.shape, strict=True)
         return sizes | {"heads": self.held.num_heads}
 
-    def init(self, seed: int, dtype: jnp.dtype) -> Params:
+    def init(self, seed: int, dtype: DTypeLike) -> Params:
         """Freshly drawn parameters: weights normal with the configuration's initializer_range, norms 1, biases 0."""
 
         def draw(piece: str):

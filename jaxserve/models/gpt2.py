@@ -8,8 +8,9 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jaxtyping import Float, Int32
 
-from jaxserve.models.layers import ACTIVATIONS, Attend, LayerNorm, Linear, Table, split_heads
+from jaxserve.models.layers import ACTIVATIONS, BLOCK_AXES, Attend, LayerNorm, Table, TransformerBlock, split_heads
 from jaxserve.models.schema import Fields, ModelConfig, Stored, head_size
 
 AXES = {
@@ -17,14 +18,7 @@ AXES = {
         "tokens": {"table": ("vocab", "embed")},
         "positions": {"table": ("positions", "embed")},
     },
-    "layer": {
-        "attention_norm": {"scale": ("embed",), "bias": ("embed",)},
-        "qkv": {"kernel": ("heads", "embed"), "bias": ("heads",)},
-        "out": {"kernel": ("embed", "heads"), "bias": ("embed",)},
-        "ffn_norm": {"scale": ("embed",), "bias": ("embed",)},
-        "up": {"kernel": ("ffn", "embed"), "bias": ("ffn",)},
-        "down": {"kernel": ("embed", "ffn"), "bias": ("embed",)},
-    },
+    "layer": BLOCK_AXES,
     "head": {
         "norm": {"scale": ("embed",), "bias": ("embed",)},
         "tokens": {"table": ("vocab", "embed")},
@@ -134,24 +128,20 @@ class Embed(nnx.Module):
         self.tokens = Table(config.vocab_size, config.hidden_size, config, rngs)
         self.positions = Table(config.max_position, config.hidden_size, config, rngs)
 
-    def __call__(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
+    def __call__(self, tokens: Int32[jax.Array, " T"], positions: Int32[jax.Array, " T"]) -> Float[jax.Array, "T H"]:
         return self.tokens(tokens) + self.positions(positions)
 
 
-class Block(nnx.Module):
+class Block(TransformerBlock):
     """x [T, H] -> [T, H]: attention, then feed-forward, each with a norm before and a residual around it."""
 
     def __init__(self, config: GPT2Config, rngs: nnx.Rngs) -> None:
-        hidden, inner = config.hidden_size, config.num_heads * config.head_dim
-        self.attention_norm = LayerNorm(config)
-        self.qkv = Linear(hidden, 3 * inner, config, rngs)
-        self.out = Linear(inner, hidden, config, rngs)
-        self.ffn_norm = LayerNorm(config)
-        self.up = Linear(hidden, config.ffn_size, config, rngs)
-        self.down = Linear(config.ffn_size, hidden, config, rngs)
+        super().__init__(config, rngs)
         self.config = config
 
-    def __call__(self, x: jax.Array, positions: jax.Array, attend: Attend, cache: Any) -> tuple[jax.Array, Any]:
+    def __call__(
+        self, x: Float[jax.Array, "T H"], positions: Int32[jax.Array, " T"], attend: Attend, cache: Any
+    ) -> tuple[Float[jax.Array, "T H"], Any]:
         dtype = x.dtype
         out, cache = attend(*split_heads(self.qkv(self.attention_norm(x)), self.config, dtype), cache)
         x = (x + self.out(out.astype(dtype).reshape(len(x), -1))).astype(dtype)
@@ -167,5 +157,5 @@ class Head(nnx.Module):
         if not config.tie_embeddings:
             self.tokens = Table(config.vocab_size, config.hidden_size, config, rngs)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Float[jax.Array, "T H"]) -> Float[jax.Array, "T E"]:
         return self.norm(x)

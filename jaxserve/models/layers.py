@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Float, Float32, Int32
 
 from jaxserve.models.schema import ModelConfig
 
@@ -39,8 +41,8 @@ class Varying:
     """The kernel of the layer that a loop is at. `project` branches to that layer's own, so that it is read where it
     lies; a slice of stacked kernels would be copied first."""
 
-    kernels: Sequence[jax.Array]
-    layer: jax.Array  # int32[]
+    kernels: Sequence[Float[jax.Array, "out in"]]
+    layer: Int32[jax.Array, ""]
 
 
 def varying(layers: Sequence[dict[str, Any]]) -> Callable[[jax.Array], dict[str, Any]]:
@@ -56,8 +58,10 @@ def varying(layers: Sequence[dict[str, Any]]) -> Callable[[jax.Array], dict[str,
     return weights
 
 
-def project(x: jax.Array, kernel: jax.Array | Varying, dtype: jnp.dtype | None = None) -> jax.Array:
-    """x [T, in], kernel [out, in] -> float32[T, out], summed in float32.
+def project(
+    x: Float[jax.Array, "T in"], kernel: Float[jax.Array, "out in"] | Varying, dtype: DTypeLike | None = None
+) -> Float32[jax.Array, "T out"]:
+    """x times the kernel, summed in float32.
 
     The kernel lies [out, in] for the CPU's sake, where reading it in order is what a matmul of few rows costs; an
     accelerator takes either order.
@@ -73,7 +77,7 @@ def project(x: jax.Array, kernel: jax.Array | Varying, dtype: jnp.dtype | None =
     )
 
 
-def _project(x: jax.Array, kernel: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def _project(x: jax.Array, kernel: jax.Array, dtype: DTypeLike) -> jax.Array:
     return _dot(x, kernel, dtype).astype(jnp.float32)
 
 
@@ -95,8 +99,10 @@ def _project_cpu(x: jax.Array, kernel: jax.Array) -> jax.Array:
     return _dot(x, kernel, jnp.float32)
 
 
-def _dot(left: jax.Array, right: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """left [M, K], right [N, K] -> [M, N]. The precision is explicit: a default float32 may mean TF32 or bfloat16."""
+def _dot(
+    left: Float[jax.Array, "rows in"], right: Float[jax.Array, "columns in"], dtype: DTypeLike
+) -> Float[jax.Array, "rows columns"]:
+    """left times right, transposed. The precision is explicit: a default float32 may mean TF32 or bfloat16."""
     precision = jax.lax.Precision.HIGHEST if left.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     return jax.lax.dot_general(left, right, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=dtype)
 
@@ -111,7 +117,7 @@ class Linear(nnx.Module):
         self.kernel = nnx.Param(normal(rngs.params(), (out_features, in_features)))
         self.bias = nnx.Param(jnp.zeros(out_features)) if bias else None
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Float[jax.Array, "T in"]) -> Float32[jax.Array, "T out"]:
         y = project(x, self.kernel.get_raw_value())
         return y if self.bias is None else y + self.bias[...].astype(jnp.float32)
 
@@ -124,7 +130,7 @@ class LayerNorm(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(config.hidden_size)) if affine else None
         self.eps = config.norm_eps
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Float[jax.Array, "T H"]) -> Float[jax.Array, "T H"]:
         wide = x.astype(jnp.float32)
         centred = wide - wide.mean(-1, keepdims=True)
         variance = jnp.square(centred).mean(-1, keepdims=True)
@@ -134,6 +140,43 @@ class LayerNorm(nnx.Module):
         return y.astype(x.dtype)
 
 
+# Logical axes of a TransformerBlock's parameters.
+BLOCK_AXES = {
+    "attention_norm": {"scale": ("embed",), "bias": ("embed",)},
+    "qkv": {"kernel": ("heads", "embed"), "bias": ("heads",)},
+    "out": {"kernel": ("embed", "heads"), "bias": ("embed",)},
+    "ffn_norm": {"scale": ("embed",), "bias": ("embed",)},
+    "up": {"kernel": ("ffn", "embed"), "bias": ("ffn",)},
+    "down": {"kernel": ("embed", "ffn"), "bias": ("embed",)},
+}
+
+
+class TransformerBlock(nnx.Module):
+    """The layers that a block of any family has; how they are joined is the family's to say.
+
+    Args:
+      attention_bias / ffn_bias: whether the projections of each half have biases.
+      affine_norms: whether the norms have a scale and a bias.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        rngs: nnx.Rngs,
+        *,
+        attention_bias: bool = True,
+        ffn_bias: bool = True,
+        affine_norms: bool = True,
+    ) -> None:
+        hidden, inner = config.hidden_size, config.num_heads * config.head_dim
+        self.attention_norm = LayerNorm(config, affine=affine_norms)
+        self.qkv = Linear(hidden, 3 * inner, config, rngs, bias=attention_bias)
+        self.out = Linear(inner, hidden, config, rngs, bias=attention_bias)
+        self.ffn_norm = LayerNorm(config, affine=affine_norms)
+        self.up = Linear(hidden, config.ffn_size, config, rngs, bias=ffn_bias)
+        self.down = Linear(config.ffn_size, hidden, config, rngs, bias=ffn_bias)
+
+
 class Table(nnx.Module):
     """Rows by number: table [rows, E]. Serves as embedding and, for the token table, as the head."""
 
@@ -141,18 +184,19 @@ class Table(nnx.Module):
         normal = nnx.initializers.normal(config.initializer_range)
         self.table = nnx.Param(normal(rngs.params(), (rows, features)))
 
-    def __call__(self, index: jax.Array) -> jax.Array:
-        """index [T] -> [T, E]."""
+    def __call__(self, index: Int32[jax.Array, " T"]) -> Float[jax.Array, "T E"]:
         return self.table[...].at[index].get(mode="clip")
 
 
-def head(x: jax.Array, table: jax.Array) -> jax.Array:
-    """x [S, E], table [V, E] -> float32[S, V] logits."""
+def head(x: Float[jax.Array, "S E"], table: Float[jax.Array, "V E"]) -> Float32[jax.Array, "S V"]:
+    """Logits."""
     return project(x, table, jnp.float32)
 
 
-def split_heads(qkv: jax.Array, config: ModelConfig, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """[T, N * 3 * D] -> q, k, v, each [T, N, D].
+def split_heads(
+    qkv: Float[jax.Array, "T columns"], config: ModelConfig, dtype: DTypeLike
+) -> tuple[Float[jax.Array, "T N D"], Float[jax.Array, "T N D"], Float[jax.Array, "T N D"]]:
+    """q, k and v out of columns that lie [N, 3, D].
 
     A head's q, k and v stand together, so a device that holds some of the columns holds whole heads.
     """
@@ -160,8 +204,10 @@ def split_heads(qkv: jax.Array, config: ModelConfig, dtype: jnp.dtype) -> tuple[
     return parts[:, :, 0], parts[:, :, 1], parts[:, :, 2]
 
 
-def rotate(x: jax.Array, positions: jax.Array, size: int, base: float) -> jax.Array:
-    """Rotary positions (RoFormer, arXiv:2104.09864) in the first `size` numbers of each head: x [T, N, D] -> [T, N, D].
+def rotate(
+    x: Float[jax.Array, "T N D"], positions: Int32[jax.Array, " T"], size: int, base: float
+) -> Float[jax.Array, "T N D"]:
+    """Rotary positions (RoFormer, arXiv:2104.09864) in the first `size` numbers of each head.
 
     A number of their first half makes a pair with its counterpart in the second, as in GPT-NeoX; pair i is turned by
     position / base^(2 i / size).

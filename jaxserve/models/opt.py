@@ -8,8 +8,18 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jaxtyping import Float, Int32
 
-from jaxserve.models.layers import ACTIVATIONS, Attend, LayerNorm, Linear, Table, split_heads
+from jaxserve.models.layers import (
+    ACTIVATIONS,
+    BLOCK_AXES,
+    Attend,
+    LayerNorm,
+    Linear,
+    Table,
+    TransformerBlock,
+    split_heads,
+)
 from jaxserve.models.schema import Fields, ModelConfig, Stored, head_size
 
 _OFFSET = 2  # rows of the position table before that of position 0; the library leaves them unused
@@ -20,14 +30,7 @@ AXES = {
         "project": {"kernel": ("embed", "word_embed")},
         "positions": {"table": ("positions", "embed")},
     },
-    "layer": {
-        "attention_norm": {"scale": ("embed",), "bias": ("embed",)},
-        "qkv": {"kernel": ("heads", "embed"), "bias": ("heads",)},
-        "out": {"kernel": ("embed", "heads"), "bias": ("embed",)},
-        "ffn_norm": {"scale": ("embed",), "bias": ("embed",)},
-        "up": {"kernel": ("ffn", "embed"), "bias": ("ffn",)},
-        "down": {"kernel": ("embed", "ffn"), "bias": ("embed",)},
-    },
+    "layer": BLOCK_AXES,
     "head": {
         "norm": {"scale": ("embed",), "bias": ("embed",)},
         "project": {"kernel": ("word_embed", "embed")},
@@ -154,25 +157,23 @@ class Embed(nnx.Module):
         self.project = Linear(words, hidden, config, rngs, bias=False) if words != hidden else None
         self.positions = Table(config.max_position + _OFFSET, hidden, config, rngs)
 
-    def __call__(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
+    def __call__(self, tokens: Int32[jax.Array, " T"], positions: Int32[jax.Array, " T"]) -> Float[jax.Array, "T H"]:
         words, places = self.tokens(tokens), self.positions(positions + _OFFSET)
         return words + places if self.project is None else (self.project(words) + places).astype(places.dtype)
 
 
-class Block(nnx.Module):
+class Block(TransformerBlock):
     """x [T, H] -> [T, H]: attention, then feed-forward, each with a residual around it and a norm before or after."""
 
     def __init__(self, config: OPTConfig, rngs: nnx.Rngs) -> None:
-        hidden, inner = config.hidden_size, config.num_heads * config.head_dim
-        self.attention_norm = LayerNorm(config, affine=config.affine_norms)
-        self.qkv = Linear(hidden, 3 * inner, config, rngs, bias=config.bias)
-        self.out = Linear(inner, hidden, config, rngs, bias=config.bias)
-        self.ffn_norm = LayerNorm(config, affine=config.affine_norms)
-        self.up = Linear(hidden, config.ffn_size, config, rngs, bias=config.bias)
-        self.down = Linear(config.ffn_size, hidden, config, rngs, bias=config.bias)
+        super().__init__(
+            config, rngs, attention_bias=config.bias, ffn_bias=config.bias, affine_norms=config.affine_norms
+        )
         self.config = config
 
-    def __call__(self, x: jax.Array, positions: jax.Array, attend: Attend, cache: Any) -> tuple[jax.Array, Any]:
+    def __call__(
+        self, x: Float[jax.Array, "T H"], positions: Int32[jax.Array, " T"], attend: Attend, cache: Any
+    ) -> tuple[Float[jax.Array, "T H"], Any]:
         dtype, first = x.dtype, self.config.norm_first
         read = self.attention_norm(x) if first else x
         out, cache = attend(*split_heads(self.qkv(read), self.config, dtype), cache)
@@ -193,6 +194,6 @@ class Head(nnx.Module):
         if not config.tie_embeddings:
             self.tokens = Table(config.vocab_size, words, config, rngs)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Float[jax.Array, "T H"]) -> Float[jax.Array, "T E"]:
         x = x if self.norm is None else self.norm(x)
         return x if self.project is None else self.project(x).astype(x.dtype)
