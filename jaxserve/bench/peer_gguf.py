@@ -44,6 +44,8 @@ def main(checkpoint: str, out: str, dtype: str) -> None:
 
     folder = Path(checkpoint)
     config = json.loads((folder / "config.json").read_text())
+    if config["model_type"] not in ("bloom", "gpt2"):
+        raise SystemExit(f"{checkpoint} is a {config['model_type']} model; only bloom and gpt2 are written as GGUF")
     bloom = config["model_type"] == "bloom"
     heads = config["n_head"]
     hidden = config["hidden_size" if bloom else "n_embd"]
