@@ -34,7 +34,7 @@ def alone(params) -> Answers:
     return answers
 
 
-@pytest.mark.parametrize(("policy", "slots"), [("reserve", 320), ("grow", 200)])
+@pytest.mark.parametrize(("policy", "slots"), [("reserve", 320), ("grow", 112)])
 def test_under_load_as_alone(params, alone, policy, slots) -> None:
     engine = make_engine(params, slot_policy=policy, slots=slots)
     arrivals = traffic(200)
