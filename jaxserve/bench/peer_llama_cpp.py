@@ -75,7 +75,7 @@ class Session:
     """A context of the library: the cache of some sequences, and batches over it."""
 
     def __init__(self, library, model, job: dict, settings: Settings, *, sequences: int, length: int) -> None:
-        self.library = library
+        self.llama = library
         self.vocabulary = library.llama_vocab_n_tokens(library.llama_model_get_vocab(model))
         params = library.llama_context_default_params()
         params.n_ctx = sequences * (-(-length // 256) * 256)
@@ -101,22 +101,22 @@ class Session:
             batch.n_seq_id[index] = 1
             batch.seq_id[index][0] = token.sequence
             batch.logits[index] = token.wanted
-        code = self.library.llama_decode(self.context, batch)
+        code = self.llama.llama_decode(self.context, batch)
         if code != 0:
             sys.exit(f"llama_decode failed with code {code}")
         wanted = sum(token.wanted for token in tokens)
         if not wanted:
             return np.empty((0, self.vocabulary), np.float32)
-        logits = self.library.llama_get_logits(self.context)
+        logits = self.llama.llama_get_logits(self.context)
         return np.ctypeslib.as_array(logits, shape=(wanted, self.vocabulary))
 
     def forget(self, sequence: int) -> None:
         """Empties a sequence."""
-        self.library.llama_memory_seq_rm(self.library.llama_get_memory(self.context), sequence, -1, -1)
+        self.llama.llama_memory_seq_rm(self.llama.llama_get_memory(self.context), sequence, -1, -1)
 
     def close(self) -> None:
-        self.library.llama_batch_free(self.batch)
-        self.library.llama_free(self.context)
+        self.llama.llama_batch_free(self.batch)
+        self.llama.llama_free(self.context)
 
 
 def prompt(tokens: list[int], sequence: int) -> list[Token]:

@@ -10,7 +10,15 @@ import jax
 from flax import nnx
 from jaxtyping import Float, Int32
 
-from jaxserve.models.layers import ACTIVATIONS, BLOCK_AXES, Attend, LayerNorm, Table, TransformerBlock, split_heads
+from jaxserve.models.layers import (
+    ACTIVATIONS,
+    BLOCK_AXES,
+    Attend,
+    NormedHead,
+    Table,
+    TransformerBlock,
+    split_heads,
+)
 from jaxserve.models.schema import Fields, ModelConfig, Stored, head_size
 
 AXES = {
@@ -149,13 +157,4 @@ class Block(TransformerBlock):
         return (x + self.down(inner)).astype(dtype), cache
 
 
-class Head(nnx.Module):
-    """The last norm and, where it is not the token table, the table of the head."""
-
-    def __init__(self, config: GPT2Config, rngs: nnx.Rngs) -> None:
-        self.norm = LayerNorm(config)
-        if not config.tie_embeddings:
-            self.tokens = Table(config.vocab_size, config.hidden_size, config, rngs)
-
-    def __call__(self, x: Float[jax.Array, "T H"]) -> Float[jax.Array, "T E"]:
-        return self.norm(x)
+Head = NormedHead

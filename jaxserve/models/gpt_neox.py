@@ -15,7 +15,7 @@ from jaxserve.models.layers import (
     ACTIVATIONS,
     BLOCK_AXES,
     Attend,
-    LayerNorm,
+    NormedHead,
     Table,
     TransformerBlock,
     rotate,
@@ -208,13 +208,4 @@ class Block(TransformerBlock):
         return (attended + self.down(inner)).astype(dtype), cache
 
 
-class Head(nnx.Module):
-    """The last norm and, where it is not the token table, the table of the head."""
-
-    def __init__(self, config: GPTNeoXConfig, rngs: nnx.Rngs) -> None:
-        self.norm = LayerNorm(config)
-        if not config.tie_embeddings:
-            self.tokens = Table(config.vocab_size, config.hidden_size, config, rngs)
-
-    def __call__(self, x: Float[jax.Array, "T H"]) -> Float[jax.Array, "T E"]:
-        return self.norm(x)
+Head = NormedHead

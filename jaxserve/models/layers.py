@@ -188,6 +188,18 @@ class Table(nnx.Module):
         return self.table[...].at[index].get(mode="clip")
 
 
+class NormedHead(nnx.Module):
+    """The last norm and, where it is not the token table, the table of the head."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
+        self.norm = LayerNorm(config)
+        if not config.tie_embeddings:
+            self.tokens = Table(config.vocab_size, config.hidden_size, config, rngs)
+
+    def __call__(self, x: Float[jax.Array, "T H"]) -> Float[jax.Array, "T E"]:
+        return self.norm(x)
+
+
 def head(x: Float[jax.Array, "S E"], table: Float[jax.Array, "V E"]) -> Float32[jax.Array, "S V"]:
     """Logits."""
     return project(x, table, jnp.float32)
