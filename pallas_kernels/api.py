@@ -29,7 +29,8 @@ class AttentionShape:
         n // (num_heads // num_kv_heads).
       head_dim: D.
       dtype: of queries, keys, values and outputs; float32 or bfloat16.
-      pool_dtype: of the keys and values held in the pool.
+      pool_dtype: of the keys and values held in the pool; int8 stands for `int8.quantize`, whose scales the pool holds
+        beside them.
       alibi: whether scores carry an ALiBi bias (Press et al., 2022).
       block_size: slots in a block; 0 while none has been chosen (see `with_blocks`).
       max_blocks: blocks in a row's table; 0 while none has been chosen.

@@ -1,0 +1,29 @@
+"""Eight-bit keys and values: one scale for each slot and head, so that a token's rounding depends on nothing but itself
+(per-token symmetric quantization, as in Xiao et al., SmoothQuant, 2023, section 3)."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Float, Float32, Int8
+
+_MOST = 127.0
+
+
+def quantize(x: Float[jax.Array, "*N D"]) -> tuple[Int8[jax.Array, "*N D"], Float32[jax.Array, "*N"]]:
+    """Rounds vectors to eight bits.
+
+    Returns:
+      (values, scales): x is about values * scales; the largest entry of a vector becomes 127. A vector of zeros has
+      scale 0, one with an entry that is not finite has a scale of NaN.
+    """
+    x = x.astype(jnp.float32)
+    most = jnp.max(jnp.abs(x), axis=-1)
+    scales = jnp.where(jnp.isfinite(most), most / _MOST, jnp.nan)
+    values = jnp.round(x / jnp.where(scales > 0, scales, 1)[..., None])
+    return jnp.nan_to_num(values).astype(jnp.int8), scales
+
+
+def dequantize(values: Int8[jax.Array, "*N D"], scales: Float32[jax.Array, "*N"]) -> Float32[jax.Array, "*N D"]:
+    """What `quantize` stands for."""
+    return values.astype(jnp.float32) * scales[..., None]
