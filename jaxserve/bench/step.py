@@ -137,9 +137,10 @@ def measure(
                 model_config, params = shapes.random_params(str(model), "float32" if dtype == "auto" else dtype)
             assert model_config is not None
             started = startup.from_params(model_config, params, settings, progress)
-        params, model_config = started.pipeline.params, started.pipeline.model.config
+        pipeline = started.replicas[0].pipeline
+        params, model_config = pipeline.params, pipeline.model.config
         for done, case in enumerate(group, start=1):
-            results[case] = Steps(case=case, milliseconds=time_case(started.pipeline, case, steps))
+            results[case] = Steps(case=case, milliseconds=time_case(pipeline, case, steps))
             progress(f"timing steps ({max_rows} rows, {started.report.dtype})", done, len(group))
         memory = memory or Memory(
             peak_rss=machine.peak_rss(), weights=started.report.weight_bytes, pool=started.report.pool_bytes
