@@ -87,7 +87,7 @@ def make_attend(
             return spec.resolve(axes, (mesh.size,) * len(axes), mesh, name="attention", section="pool")
 
         heads, whole = split((None, "heads", None)), split(())
-        pool_heads = jax.tree.map(split, backend.pool_axes(), is_leaf=kv_cache.is_axes)
+        pool_heads = jax.tree.map(split, backend.pool_axes(shape), is_leaf=kv_cache.is_axes)
         everywhere = jax.shard_map(
             attend_here,
             mesh=mesh,

@@ -15,6 +15,7 @@ SHAPE_CHECKED = (
     "jaxserve.scoring",
     "jaxserve.batch",
     "pallas_kernels.xla",
+    "pallas_kernels.xla_work",
     "pallas_kernels.int8",
 )
 install_import_hook(SHAPE_CHECKED, "beartype.beartype")
