@@ -52,7 +52,7 @@ def pool(backend: Backend, shape: AttentionShape, n_blocks: int, mesh: Mesh, spe
         split = spec.resolve(axes, sizes, mesh, name="the pool", section="pool")
         return jax.ShapeDtypeStruct(sizes, part.dtype, sharding=NamedSharding(mesh, split))
 
-    return jax.tree.map(whole, backend.pool_axes(), backend.pool(shape, n_blocks), is_leaf=is_axes)
+    return jax.tree.map(whole, backend.pool_axes(shape), backend.pool(shape, n_blocks), is_leaf=is_axes)
 
 
 def allocate(described: Any) -> Any:

@@ -107,7 +107,7 @@ class Replica:
 
     def _launch(self, plan: IterationPlan) -> None:
         scheduled = time.perf_counter()
-        packed = batch.pack(plan, self.pipeline.shape.layout(plan.bucket))
+        packed = batch.pack(plan, self.pipeline.shape.layout(plan.bucket), self.scheduler.pool.n_blocks)
         ready = time.perf_counter()
         self.pipeline.launch(plan, packed)
         self._cached_tokens += self.scheduler.pool.block_size * sum(len(a.blocks) for a in plan.admissions)

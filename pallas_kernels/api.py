@@ -123,7 +123,7 @@ class Backend(Protocol):
         """Pytree of `ShapeDtypeStruct`: a pool of n_blocks blocks in all. It may start out holding anything."""
         ...
 
-    def pool_axes(self) -> Any:
+    def pool_axes(self, shape: AttentionShape) -> Any:
         """The same pytree with a tuple of names at each leaf: "heads" for the axis that holds key heads, or parts of
         them, one after another; None for the others."""
         ...

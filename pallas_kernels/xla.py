@@ -8,6 +8,7 @@ and Gimelshein, 2018): a block that a mask empties leaves maximum, sum and accum
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,68 +18,36 @@ import numpy as np
 from jax import lax
 from jaxtyping import Bool, Float, Float32, Int32
 
+from pallas_kernels import int8
 from pallas_kernels.api import AttentionBatch, AttentionShape
+from pallas_kernels.xla_work import Decodes, Meta, Writes, decode_step, of_layer, prepare, query_tile
 
-# Decode rows served together, and the slots of one row and of all rows that a loop step visits at most. A step of this
-# size is long against the cost of starting its kernels, and XLA shares it between two cores.
-_ROWS, _ROW_SLOTS, _STEP_SLOTS = 8, 128, 512
-# Queries of a prompt chunk served together, and the slots they visit in a loop step at most.
-_QUERY_TILE, _TILE_SLOTS = 128, 128
+# Slots that the queries of a tile visit in a loop step at most.
+_TILE_SLOTS = 128
 # Partial sums that `_contract` keeps. XLA recomputes a producer inside each of up to 15 consumers; from 16 on it
 # stores it, which is what makes the contraction one pass over the pool.
 _PARTIAL_SUMS = 16
 # Stands for minus infinity where a difference of two of them must not be NaN.
 _LOWEST = -1e30
 _HIGHEST = lax.Precision.HIGHEST
-_BFLOAT16 = np.dtype(jnp.bfloat16)
+_BFLOAT16, _INT8 = np.dtype(jnp.bfloat16), np.dtype(np.int8)
 
 
 class Pool(NamedTuple):
-    """Keys and values: arrays, their `ShapeDtypeStruct`, or the names of their axes.
+    """Keys and values: arrays, their `ShapeDtypeStruct`, or something else about each.
 
     A key block holds its slots innermost, so that scores of neighbouring slots are neighbouring lanes. bfloat16 is held
     as its bits (uint16): XLA's CPU compiler widens a bfloat16 operand of a slice or an update as a whole, pool and all.
+    Scales belong to int8 (`int8.quantize`) and are None otherwise.
     """
 
     keys: Any  # [n_blocks, K, D, block_size]
     values: Any  # [n_blocks, K, block_size, D]
+    key_scales: Any = None  # float32[n_blocks, K, block_size]
+    value_scales: Any = None  # likewise
 
 
-class Decodes(NamedTuple):
-    """Chunks of length 1, longest context first; the first `total` entries count, the others have kv_len 0."""
-
-    total: jax.Array  # int32[]
-    token: jax.Array  # int32[C], flat token
-    kv_len: jax.Array  # int32[C]
-    tables: jax.Array  # int32[C, columns]; every entry names a block that may be read
-    slot: jax.Array  # int32[C, 2], block and slot in it that the token is written to
-
-
-class Writes(NamedTuple):
-    """Blocks that longer chunks write, whole or in part; the first `total` entries count."""
-
-    total: jax.Array  # int32[]
-    block: jax.Array  # int32[n]
-    token: jax.Array  # int32[n], flat token of the block's slot 0; it may lie outside the chunk and the batch
-    start: jax.Array  # int32[n], first flat token of the chunk
-    end: jax.Array  # int32[n], one past its last
-
-
-class Tiles(NamedTuple):
-    """Queries of longer chunks in runs of at most a tile; the first `total` entries count."""
-
-    total: jax.Array  # int32[]
-    start: jax.Array  # int32[n], first flat token
-    end: jax.Array  # int32[n], one past the last
-    last: jax.Array  # int32[n], position of the last
-    chunk: jax.Array  # int32[n]
-
-
-class Meta(NamedTuple):
-    decodes: Decodes
-    writes: Writes
-    tiles: Tiles
-    tables: jax.Array  # int32[C, max_blocks]
+_SLOT_AXIS = Pool(keys=3, values=2, key_scales=2, value_scales=2)
 
 
 class XlaBackend:
@@ -86,9 +55,10 @@ class XlaBackend:
     platforms = None
 
     def supports(self, shape: AttentionShape) -> str | None:
-        for what, dtype in (("queries", shape.dtype), ("pool", shape.pool_dtype)):
-            if dtype not in (np.float32, _BFLOAT16):
-                return f"{what} of {dtype}; it serves float32 and bfloat16"
+        if shape.dtype not in (np.float32, _BFLOAT16):
+            return f"queries of {shape.dtype}; it serves float32 and bfloat16"
+        if shape.pool_dtype not in (np.float32, _BFLOAT16, _INT8):
+            return f"pool of {shape.pool_dtype}; it serves float32, bfloat16 and int8"
         return None
 
     def default_block_size(self, shape: AttentionShape) -> int:
@@ -102,18 +72,22 @@ class XlaBackend:
     def pool(self, shape: AttentionShape, n_blocks: int) -> Pool:
         heads, dim, size = shape.num_kv_heads, shape.head_dim, shape.block_size
         dtype = np.uint16 if shape.pool_dtype == _BFLOAT16 else shape.pool_dtype
+        scales = jax.ShapeDtypeStruct((n_blocks, heads, size), np.float32) if dtype == _INT8 else None
         return Pool(
             keys=jax.ShapeDtypeStruct((n_blocks, heads, dim, size), dtype),
             values=jax.ShapeDtypeStruct((n_blocks, heads, size, dim), dtype),
+            key_scales=scales,
+            value_scales=scales,
         )
 
-    def pool_axes(self) -> Pool:
+    def pool_axes(self, shape: AttentionShape) -> Pool:
         axes = (None, "heads", None, None)
-        return Pool(keys=axes, values=axes)
+        scales = axes[:3] if shape.pool_dtype == _INT8 else None
+        return Pool(keys=axes, values=axes, key_scales=scales, value_scales=scales)
 
     def prepare(self, batch: AttentionBatch, shape: AttentionShape) -> Meta:
         with jax.named_scope("attention_prepare"):
-            return Meta(_decodes(batch, shape), _writes(batch, shape), _query_tiles(batch), batch.block_tables)
+            return prepare(batch, shape)
 
     def attend(
         self,
@@ -128,7 +102,7 @@ class XlaBackend:
         scale: float,
         first_block: jax.Array | int = 0,
     ) -> tuple[Float[jax.Array, "T N D"], Pool]:
-        return _attend(q, k, v, pool, _of_layer(meta, first_block), slopes, shape, scale)
+        return _attend(q, k, v, pool, of_layer(meta, first_block), slopes, shape, scale)
 
 
 @partial(jax.jit, static_argnames=("shape", "scale"))  # traced once for all layers of a program
@@ -144,10 +118,10 @@ def _attend(
 ) -> tuple[jax.Array, Pool]:
     prompts = q.shape[0] > 1  # a bucket of one token holds no longer chunk
     with jax.named_scope("attention_write"):
-        k, v = _stored(k, shape), _stored(v, shape)
-        pool = _write_decodes(k, v, pool, meta.decodes)
+        new = _stored(k, v, shape)
+        pool = _write_decodes(new, pool, meta.decodes)
         if prompts:
-            pool = _write_prompts(k, v, pool, meta.writes)
+            pool = _write_prompts(new, pool, meta.writes)
     with jax.named_scope("attention_attend"):
         if slopes is not None:
             slopes = slopes.astype(jnp.float32).reshape(shape.num_kv_heads, shape.group, 1)
@@ -159,122 +133,59 @@ def _attend(
         return out.reshape(q.shape).astype(q.dtype), pool
 
 
-def _of_layer(meta: Meta, first_block: jax.Array | int) -> Meta:
-    """The same work on the blocks of the layer whose first block this is."""
-    decodes, writes = meta.decodes, meta.writes
-    return Meta(
-        decodes._replace(tables=decodes.tables + first_block, slot=decodes.slot.at[:, 0].add(first_block)),
-        writes._replace(block=writes.block + first_block),
-        meta.tiles,
-        meta.tables + first_block,
-    )
-
-
-# What is to be done, as lists: once an iteration.
-
-
-def _decode_step(n_chunks: int, shape: AttentionShape) -> tuple[int, int]:
-    """(rows, blocks of each row) that a step of the decode loop visits."""
-    rows = min(_ROWS, n_chunks)
-    blocks = min(_ROW_SLOTS, _STEP_SLOTS // rows) // shape.block_size
-    return rows, max(1, min(blocks, shape.max_blocks))
-
-
-def _decodes(batch: AttentionBatch, shape: AttentionShape) -> Decodes:
-    size = shape.block_size
-    single = jnp.diff(batch.query_offsets) == 1
-    kv_len = jnp.where(single, batch.kv_lens, 0)
-    order = jnp.argsort(-kv_len, stable=True)  # rows of like length share a group
-    kv_len, tables = kv_len[order], batch.block_tables[order]
-    column = (kv_len - 1) // size
-    block = jnp.take_along_axis(tables, column[:, None], axis=1, mode="clip")
-    slot = jnp.concatenate([block, (kv_len - 1 - column * size)[:, None]], axis=1)
-    _, blocks = _decode_step(kv_len.shape[0], shape)
-    in_use = jnp.arange(shape.max_blocks) * size < kv_len[:, None]
-    tables = jnp.where(in_use, tables, tables[0, 0])
-    tables = jnp.pad(tables, ((0, 0), (0, -shape.max_blocks % blocks)), mode="edge")
-    return Decodes(jnp.sum(single, dtype=jnp.int32), batch.query_offsets[order], kv_len, tables, slot)
-
-
-def _pieces(
-    counts: Int32[jax.Array, " C"], most: int
-) -> tuple[Int32[jax.Array, ""], Int32[jax.Array, " {most}"], Int32[jax.Array, " {most}"]]:
-    """Pieces of all chunks as a list: (total, chunk, place in its chunk)."""
-    ends = jnp.cumsum(counts, dtype=jnp.int32)
-    piece = jnp.arange(most, dtype=jnp.int32)
-    chunk = jnp.sum(ends <= piece[:, None], axis=1, dtype=jnp.int32)
-    chunk = jnp.minimum(chunk, counts.shape[0] - 1)
-    return ends[-1], chunk, piece - (ends - counts)[chunk]
-
-
-def _long(batch: AttentionBatch) -> Int32[jax.Array, " C"]:
-    """Lengths of the chunks longer than one, 0 for the others."""
-    lengths = jnp.diff(batch.query_offsets)
-    return jnp.where(lengths > 1, lengths, 0)
-
-
-def _writes(batch: AttentionBatch, shape: AttentionShape) -> Writes:
-    size, long = shape.block_size, _long(batch)
-    begin = batch.kv_lens - long  # position of each chunk's first token
-    first = begin // size
-    counts = jnp.where(long > 0, -(-batch.kv_lens // size) - first, 0)
-    most = batch.positions.shape[0] // size + 2 * long.shape[0]
-    total, chunk, which = _pieces(counts, most)
-    column = first[chunk] + which
-    start, end = batch.query_offsets[chunk], batch.query_offsets[chunk + 1]
-    block = jnp.take_along_axis(batch.block_tables[chunk], column[:, None], axis=1, mode="clip")[:, 0]
-    return Writes(total, block, start + column * size - begin[chunk], start, end)
-
-
-def _query_tiles(batch: AttentionBatch) -> Tiles:
-    long, n_tokens = _long(batch), batch.positions.shape[0]
-    tile = min(_QUERY_TILE, n_tokens)
-    total, chunk, which = _pieces(-(-long // tile), n_tokens // tile + long.shape[0])
-    start, chunk_end = batch.query_offsets[chunk] + which * tile, batch.query_offsets[chunk + 1]
-    end = jnp.minimum(start + tile, chunk_end)
-    return Tiles(total, start, end, batch.kv_lens[chunk] - 1 - (chunk_end - end), chunk)
-
-
 # Writing.
 
 
-def _stored(x: Float[jax.Array, "T K D"], shape: AttentionShape) -> jax.Array:
-    x = x.astype(shape.pool_dtype)
-    return lax.bitcast_convert_type(x, jnp.uint16) if shape.pool_dtype == _BFLOAT16 else x
+def _stored(k: Float[jax.Array, "T K D"], v: Float[jax.Array, "T K D"], shape: AttentionShape) -> Pool:
+    """Keys and values of tokens as the pool holds them; T in the place of blocks and slots."""
+    if shape.pool_dtype == _INT8:
+        (keys, key_scales), (values, value_scales) = int8.quantize(k), int8.quantize(v)
+        return Pool(keys, values, key_scales, value_scales)
+    k, v = k.astype(shape.pool_dtype), v.astype(shape.pool_dtype)
+    if shape.pool_dtype == _BFLOAT16:
+        k, v = (lax.bitcast_convert_type(x, jnp.uint16) for x in (k, v))
+    return Pool(k, v)
 
 
-def _write_decodes(k: jax.Array, v: jax.Array, pool: Pool, decodes: Decodes) -> Pool:
+def _each(change: Callable[..., jax.Array], *pools: Pool) -> Pool:
+    """`change` of the like parts of pools, where they have that part."""
+    return Pool._make(None if parts[0] is None else change(*parts) for parts in zip(*pools, strict=True))
+
+
+def _write_decodes(new: Pool, pool: Pool, decodes: Decodes) -> Pool:
     def write(i: jax.Array, pool: Pool) -> Pool:
         block, slot, token = decodes.slot[i, 0], decodes.slot[i, 1], decodes.token[i]
-        key = lax.dynamic_slice_in_dim(k, token, 1)[..., None]  # [1, K, D, 1]
-        value = lax.dynamic_slice_in_dim(v, token, 1)[:, :, None]  # [1, K, 1, D]
-        return Pool(
-            lax.dynamic_update_slice(pool.keys, key, (block, 0, 0, slot)),
-            lax.dynamic_update_slice(pool.values, value, (block, 0, slot, 0)),
-        )
+
+        def put(held: jax.Array, new: jax.Array, slot_axis: int) -> jax.Array:
+            one = jnp.expand_dims(lax.dynamic_slice_in_dim(new, token, 1), slot_axis)
+            place = [block, *[0] * (held.ndim - 1)]
+            place[slot_axis] = slot
+            return lax.dynamic_update_slice(held, one, place)
+
+        return _each(put, pool, new, _SLOT_AXIS)
 
     return lax.fori_loop(0, decodes.total, write, pool)
 
 
-def _write_prompts(k: jax.Array, v: jax.Array, pool: Pool, writes: Writes) -> Pool:
+def _write_prompts(new: Pool, pool: Pool, writes: Writes) -> Pool:
     size = pool.values.shape[2]
     # With room for a block that begins or ends outside the batch, and turned as the pool holds them, once for all
     # blocks; a padding that XLA merges with the turn takes four times as long.
-    k, v = lax.optimization_barrier([jnp.pad(x, ((size, size), (0, 0), (0, 0))) for x in (k, v)])
-    keys, values = k.transpose(1, 2, 0), v.swapaxes(0, 1)
+    new = lax.optimization_barrier(jax.tree.map(lambda x: jnp.pad(x, [(size, size)] + [(0, 0)] * (x.ndim - 1)), new))
+    new = _each(lambda x, slot_axis: jnp.moveaxis(x, 0, slot_axis - 1), new, _SLOT_AXIS)
 
     def write(i: jax.Array, pool: Pool) -> Pool:
         block, first = writes.block[i], writes.token[i]
         token = first + jnp.arange(size)
         mine = (token >= writes.start[i]) & (token < writes.end[i])
 
-        def merge(held: jax.Array, new: jax.Array, mine: jax.Array) -> jax.Array:
+        def merge(held: jax.Array, new: jax.Array, slot_axis: int) -> jax.Array:
+            one = lax.dynamic_slice_in_dim(new, first + size, size, axis=slot_axis - 1)[None]
             old = lax.dynamic_index_in_dim(held, block)
-            return lax.dynamic_update_index_in_dim(held, jnp.where(mine, new, old), block, 0)
+            here = mine.reshape(-1, *[1] * (held.ndim - 1 - slot_axis))
+            return lax.dynamic_update_index_in_dim(held, jnp.where(here, one, old), block, 0)
 
-        key = lax.dynamic_slice_in_dim(keys, first + size, size, axis=2)[None]  # [1, K, D, size]
-        value = lax.dynamic_slice_in_dim(values, first + size, size, axis=1)[None]  # [1, K, size, D]
-        return Pool(merge(pool.keys, key, mine), merge(pool.values, value, mine[:, None]))
+        return _each(merge, pool, new, _SLOT_AXIS)
 
     return lax.fori_loop(0, writes.total, write, pool)
 
@@ -306,7 +217,7 @@ def _contract(
     of neighbouring r are added while the block streams by, in 16 partial sums, and those are added up at the end.
 
     Args:
-      pool: [n_blocks, K, R, lanes], float32 or the bits of bfloat16.
+      pool: [n_blocks, K, R, lanes], float32, the bits of bfloat16, or int8 without its scales.
       held: rows r that may be read; the others may hold NaN.
     """
     n_blocks, heads, reduced, lanes = pool.shape
@@ -334,7 +245,7 @@ def _attend_decodes(
 ) -> Float32[jax.Array, "T K G D"]:
     n_tokens, heads, group, dim = q.shape
     n_chunks, size = decodes.token.shape[0], shape.block_size
-    rows, blocks = _decode_step(n_chunks, shape)
+    rows, blocks = decode_step(n_chunks, shape)
 
     def attend(i: jax.Array, out: jax.Array) -> jax.Array:
         first = jnp.minimum(i * rows, n_chunks - rows)
@@ -349,6 +260,8 @@ def _attend_decodes(
             position = (j * blocks * size + jnp.arange(blocks * size)).reshape(blocks, 1, 1, size)
             held = position < kv_len[:, None, None, None, None]  # [rows, blocks, 1, 1, size]
             scores = _contract(pool.keys, block, queries).reshape(rows, blocks, heads, group, size) * scale
+            if pool.key_scales is not None:
+                scores *= _rows(pool.key_scales, block).reshape(rows, blocks, heads, 1, size)
             if slopes is not None:
                 back = position - (kv_len - 1)[:, None, None, None, None]
                 scores += slopes * back.astype(jnp.float32)
@@ -356,11 +269,16 @@ def _attend_decodes(
             raised = jnp.maximum(maximum, scores.max(-1, keepdims=True).max(1))
             weights = jnp.where(held, jnp.exp(scores - raised[:, None]), 0)
             shrink = jnp.exp(maximum - raised)
-            new = _contract(pool.values, block, weights.reshape(-1, heads, group, size), held.reshape(-1, size))
+            total = total * shrink + weights.sum(-1, keepdims=True).sum(1)
+            readable: jax.Array | None = held.reshape(-1, size)
+            if pool.value_scales is not None:  # it is they that may be NaN
+                value_scales = _rows(pool.value_scales, block).reshape(rows, blocks, heads, 1, size)
+                weights, readable = jnp.where(held, weights * value_scales, 0), None
+            new = _contract(pool.values, block, weights.reshape(-1, heads, group, size), readable)
             acc = acc * shrink
             for b in range(blocks):
                 acc += new.reshape(rows, blocks, heads, group, dim)[:, b]
-            return raised, total * shrink + weights.sum(-1, keepdims=True).sum(1), acc
+            return raised, total, acc
 
         _, total, acc = lax.fori_loop(0, -(-kv_len[0] // (blocks * size)), step, _empty((rows, heads, group), dim))
         # Rows past the last decode aim past the last token, where nothing is written.
@@ -381,14 +299,21 @@ def _attend_prompts(
 ) -> Float32[jax.Array, "T K G D"]:
     n_tokens, heads, group, dim = q.shape
     size, tiles = shape.block_size, meta.tiles
-    tile = min(_QUERY_TILE, n_tokens)
+    tile = query_tile(n_tokens)
     blocks = min(max(1, _TILE_SLOTS // size), shape.max_blocks)
-    # Products of bfloat16 are exact in float32, and many CPUs and all accelerators multiply them faster.
-    dtype = jnp.bfloat16 if shape.dtype == shape.pool_dtype == _BFLOAT16 else jnp.float32
+    # Products of bfloat16, which holds every int8, are exact in float32, and many CPUs and all accelerators multiply
+    # them faster.
+    narrow = shape.dtype == _BFLOAT16 and shape.pool_dtype in (_BFLOAT16, _INT8)
+    dtype = jnp.bfloat16 if narrow else jnp.float32
     dot = partial(jnp.einsum, precision=_HIGHEST, preferred_element_type=jnp.float32)
 
-    def operand(bits: jax.Array) -> jax.Array:
-        return lax.bitcast_convert_type(bits, dtype) if dtype == jnp.bfloat16 else _loaded(bits)
+    def operand(stored: jax.Array) -> jax.Array:
+        if not narrow:
+            return _loaded(stored)
+        return lax.bitcast_convert_type(stored, dtype) if stored.dtype == jnp.uint16 else stored.astype(dtype)
+
+    def scales(held: jax.Array, block: jax.Array) -> jax.Array:
+        return _rows(held, block).swapaxes(0, 1).reshape(heads, 1, 1, -1)  # [K, 1, 1, slots]
 
     def attend(i: jax.Array, out: jax.Array) -> jax.Array:
         start, end, last = tiles.start[i], tiles.end[i], tiles.last[i]
@@ -409,6 +334,8 @@ def _attend_prompts(
             # A slot nobody wrote may hold NaN, and 0 * NaN is NaN.
             values = jnp.where((key_position <= last)[:, None], values, 0)
             scores = dot("kqd,kds->kqs", query, operand(keys)).reshape(heads, group, tile, -1) * scale
+            if pool.key_scales is not None:
+                scores *= scales(pool.key_scales, block)
             if slopes is not None:
                 scores += slopes[..., None] * (key_position - last).astype(jnp.float32)
             visible = key_position <= position[:, None]  # [tile, slots]
@@ -416,9 +343,12 @@ def _attend_prompts(
             raised = jnp.maximum(maximum, scores.max(-1, keepdims=True))
             weights = jnp.where(visible, jnp.exp(scores - raised), 0)
             shrink = jnp.exp(maximum - raised)
+            total = total * shrink + weights.sum(-1, keepdims=True)
+            if pool.value_scales is not None:
+                weights = jnp.where(visible, weights * scales(pool.value_scales, block), 0)
             new = dot("kqs,ksd->kqd", weights.reshape(heads, group * tile, -1).astype(dtype), operand(values))
             acc = acc * shrink + new.reshape(acc.shape)
-            return raised, total * shrink + weights.sum(-1, keepdims=True), acc
+            return raised, total, acc
 
         _, total, acc = lax.fori_loop(0, last // (blocks * size) + 1, step, _empty((heads, group, tile), dim))
         new = (acc / jnp.where(total > 0, total, 1)).transpose(2, 0, 1, 3)  # [tile, K, G, D]

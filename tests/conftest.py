@@ -15,9 +15,14 @@ SHAPE_CHECKED = (
     "jaxserve.scoring",
     "jaxserve.batch",
     "pallas_kernels.xla",
+    "pallas_kernels.xla_work",
     "pallas_kernels.int8",
 )
 install_import_hook(SHAPE_CHECKED, "beartype.beartype")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--seed", type=int, metavar="N", help="repeat the random inputs of a failed conformance test")
 
 
 @pytest.fixture(scope="session", autouse=True)
