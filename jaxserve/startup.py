@@ -156,9 +156,11 @@ def start(
         max_rows=config.max_rows,
         max_context=shape.max_context,
         token_budget=config.token_budget,
+        target_tpot=config.target_tpot,
         eos_token_ids=frozenset(model.config.eos_token_ids),
         mode=config.scheduler,
         n_stages=config.stages,
+        in_flight=config.in_flight,
     )
     leaves = jax.tree.leaves(model.unpadded.shapes(shape.attention.dtype))
     report = StartupReport(
