@@ -20,7 +20,7 @@ from jaxserve.models.schema import ModelConfig
 from jaxserve.parts import parts_of
 from jaxserve.pipeline import Pipeline
 from jaxserve.scheduler import Scheduler
-from jaxserve.slots import SlotPool
+from jaxserve.scheduling import make_scheduler
 from jaxserve.stage import Progress, StageRunner
 from jaxserve.tokenizer import Tokenizer
 from sharding import mesh, specs
@@ -150,17 +150,13 @@ def start(
         runner.compile(n_blocks, progress)
     pipeline = Pipeline(runners)
     costs = measure.bucket_costs(pipeline, n_blocks, progress)
-    scheduler = Scheduler(
-        SlotPool(n_blocks, shape.attention.block_size, policy=config.slot_policy, prefix_cache=config.prefix_cache),
-        buckets.BucketLadder(costs),
-        max_rows=config.max_rows,
+    scheduler = make_scheduler(
+        config,
+        costs,
+        n_blocks=n_blocks,
+        block_size=shape.attention.block_size,
         max_context=shape.max_context,
-        token_budget=config.token_budget,
-        target_tpot=config.target_tpot,
         eos_token_ids=frozenset(model.config.eos_token_ids),
-        mode=config.scheduler,
-        n_stages=config.stages,
-        in_flight=config.in_flight,
     )
     leaves = jax.tree.leaves(model.unpadded.shapes(shape.attention.dtype))
     report = StartupReport(
