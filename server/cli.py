@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata
 
-from server import client, convert, flags, generate, plan, serve, simulate
+from server import client, convert, flags, generate, plan, serve, simulate, size
 from server.report import UserError, say
 
 _DESCRIPTION = """\
@@ -41,6 +41,7 @@ _COMMANDS: tuple[tuple[str, str, str, Callable[[argparse.ArgumentParser], None],
     ("client", "stream a completion from a running server", client.HELP, client.add_flags, client.run),
     ("plan", "what a model would take and do on devices", plan.HELP, plan.add_flags, plan.run),
     ("simulate", "serve traffic on a virtual clock", simulate.HELP, simulate.add_flags, simulate.run),
+    ("size", "what serves given traffic in time, at what cost", size.HELP, size.add_flags, size.run),
     ("convert", "rewrite a checkpoint as Orbax", convert.HELP, convert.add_flags, convert.run),
 )
 

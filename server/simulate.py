@@ -50,7 +50,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="what clients give as max_tokens, where it is more than they use (default: exactly what they use)",
     )
     group.add_argument(
-        "--urgent", type=_share, default=0.1, metavar="X", help="share served with priority (default: %(default)s)"
+        "--urgent", type=share, default=0.1, metavar="X", help="share served with priority (default: %(default)s)"
     )
     group.add_argument("--plot", type=Path, metavar="FILE", help="draw the result (.png, .svg)")
     group.add_argument("--json", action="store_true", help="print JSON instead of tables")
@@ -173,11 +173,12 @@ def _slo(text: str) -> dict[str, float]:
     return found
 
 
-def _share(text: str) -> float:
+def share(text: str) -> float:
+    """A number from 0 to below 1."""
     try:
-        share = float(text)
+        found = float(text)
     except ValueError:
-        share = -1.0
-    if not 0 <= share < 1:
+        found = -1.0
+    if not 0 <= found < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no share; write a number from 0 to below 1, such as 0.1")
-    return share
+    return found
