@@ -32,7 +32,11 @@ class BucketCost:
 
 
 class BucketLadder:
-    """Compiled token counts, ascending, with their measured cost."""
+    """Compiled token counts, ascending, with their measured cost.
+
+    Attributes:
+      prices: milliseconds of each, never falling: a larger bucket that measured faster is noise.
+    """
 
     def __init__(self, costs: Sequence[BucketCost]) -> None:
         if not costs:
@@ -44,8 +48,7 @@ class BucketLadder:
         for cost in costs:
             if not cost.milliseconds > 0:
                 raise ValueError(f"bucket {cost.size} costs {cost.milliseconds} ms; a cost must be above 0")
-        # A larger bucket that measured faster is noise: choices are made on costs that never fall.
-        self._price = tuple(accumulate((cost.milliseconds for cost in costs), max))
+        self.prices = tuple(accumulate((cost.milliseconds for cost in costs), max))
 
     @property
     def largest(self) -> int:
@@ -76,7 +79,7 @@ class BucketLadder:
 
         `decodes` is at most `budget`, and `budget` is a result of `limit`.
         """
-        sizes, price = self.sizes, self._price
+        sizes, price = self.sizes, self.prices
         top = max(bisect_right(sizes, budget) - 1, 0)
         left = decodes + prompt_tokens
         holds_all = bisect_left(sizes, left)

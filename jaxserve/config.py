@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -26,6 +27,8 @@ class EngineConfig:
         `grow` allocates as tokens come and preempts the latest arrival under pressure.
       buckets: compiled token counts, ascending; None measures a ladder at start.
       token_budget: most tokens one iteration may carry; None is the largest bucket.
+      target_tpot: seconds between a request's tokens to aim at; the token budget then follows the load (see
+        `pacing.Pace`), below `token_budget`. None leaves it fixed.
       prefix_cache: whether full blocks of finished prompts are reused.
       max_context: most tokens (prompt and generated) of one request; None is the model's own limit, or 2,048
         for a model without one.
@@ -37,6 +40,9 @@ class EngineConfig:
       tensor: devices that share each layer (tensor or intra-layer parallelism), the same number in every stage.
       stages: parts that the layers are cut into, each on devices of its own (pipeline or inter-layer parallelism).
       replicas: copies of the whole model, each on devices of its own, behind one door.
+      in_flight: iterations launched before the oldest has answered; None is one more than stages, so that no device
+        waits for the host. With several stages their rows are disjoint, and as many as there are stages have a row
+        wait less for its next token.
       layers_per_stage: how many layers each stage owns; None cuts as evenly as can be.
       sharding: a TOML file that changes the family's default sharding (`sharding.spec.read`); None changes nothing.
       compilation_cache: folder of the persistent compilation cache; None keeps none.
@@ -50,6 +56,7 @@ class EngineConfig:
     slot_policy: SlotPolicyName = "grow"
     buckets: tuple[int, ...] | None = None
     token_budget: int | None = None
+    target_tpot: float | None = None
     prefix_cache: bool = True
     max_context: int | None = None
     max_queued_requests: int = 1024
@@ -60,6 +67,7 @@ class EngineConfig:
     tensor: int = 1
     stages: int = 1
     replicas: int = 1
+    in_flight: int | None = None
     layers_per_stage: tuple[int, ...] | None = None
     sharding: str | None = None
     compilation_cache: str | None = None
@@ -75,11 +83,17 @@ class EngineConfig:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(get_args(choices))}")
         for name in ("max_rows", "max_queued_requests", "max_queued_tokens", "tensor", "stages", "replicas"):
             _at_least_one(name, getattr(self, name))
-        for name in ("slots", "block_size", "token_budget", "max_context"):
+        for name in ("slots", "block_size", "token_budget", "max_context", "in_flight"):
             if getattr(self, name) is not None:
                 _at_least_one(name, getattr(self, name))
         for count in self.layers_per_stage or ():
             _at_least_one("layers_per_stage", count)
+        if self.target_tpot is not None and not 0 < self.target_tpot < math.inf:
+            raise ValueError(f"target_tpot is {self.target_tpot!r}; it must be above 0 seconds")
+        if self.in_flight is not None and self.in_flight > self.stages + 1:
+            raise ValueError(
+                f"in_flight is {self.in_flight}; more than stages + 1 ({self.stages + 1}) would only wait in line"
+            )
         if self.buckets is not None:
             if not self.buckets:
                 raise ValueError("buckets is empty; give at least one token count, or leave it out to measure a ladder")

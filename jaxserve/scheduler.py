@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple
 
 from jaxserve.buckets import BucketLadder
 from jaxserve.iteration import Admission, Chunk, IterationPlan, IterationResult, SamplerVariant, TableChange
+from jaxserve.pacing import Pace
 from jaxserve.request import FinishReason, Request, TokenEvent
 from jaxserve.request_state import (
     CLOSING,
@@ -64,12 +65,15 @@ _by_key = attrgetter("key")
 class Scheduler:
     """Decides every iteration. Not thread safe: one thread calls everything.
 
-    The loop: `plan = schedule()`, launch it, and `complete(plan, result)` in the order of launches; up to
-    `n_stages + 1` plans are in flight. With one stage, they may hold the same rows, because the device feeds a row's
-    newest token back to itself; with more stages their rows are disjoint (Orca's RUNNING requests are not selected).
+    The loop: `plan = schedule()`, launch it, and `complete(plan, result)` in the order of launches; up to `in_flight`
+    plans (by default `n_stages + 1`) are under way. With one stage, they may hold the same rows, because the device
+    feeds a row's newest token back to itself; with more stages their rows are disjoint (Orca's RUNNING requests are not
+    selected).
 
     Within a priority class, admission follows arrival, and so do the tokens that a plan has left for prompts. Decodes
     go before them. A key that never changes orders everything: arrival minus priority times PRIORITY_SECONDS.
+
+    With a `target_tpot` (seconds between a request's tokens) the token budget follows the load: see `pacing.Pace`.
 
     `mode="request"` is the baseline that Orca compares itself with: a batch is formed when no row is in use, nobody
     joins it later, and what it answers is held back until all of it has finished.
@@ -83,19 +87,28 @@ class Scheduler:
         max_rows: int,
         max_context: int,
         token_budget: int | None = None,
+        target_tpot: float | None = None,
         eos_token_ids: frozenset[int] = frozenset(),
         mode: Literal["iteration", "request"] = "iteration",
         n_stages: int = 1,
+        in_flight: int | None = None,
     ) -> None:
+        most = in_flight or n_stages + 1
+        if not 1 <= most <= n_stages + 1:
+            raise ValueError(f"in_flight is {in_flight}; with {n_stages} stages it must be from 1 to {n_stages + 1}")
         self.pool = pool
         self._ladder = ladder
         self._max_rows = max_rows
         self._max_context = max_context
         self._budget = ladder.limit(token_budget)
         self._eos = eos_token_ids
-        self._n_stages = n_stages
+        self._most_in_flight = most
         self._exclusive = n_stages > 1  # rows of plans in flight are disjoint
-        self._free_rows = list(range((n_stages + 1) * max_rows if self._exclusive else max_rows))
+        batches = most if self._exclusive else 1
+        self._free_rows = list(range(batches * max_rows))
+        self._pace = None
+        if target_tpot is not None:
+            self._pace = Pace(ladder, target_tpot=target_tpot, limit=self._budget, batches=batches)
         self._live: dict[str, RequestState] = {}
         self._waiting: WaitingQueue[RequestState] = WaitingQueue()
         self._running: list[RequestState] = []  # by key
@@ -164,8 +177,10 @@ class Scheduler:
 
     def schedule(self) -> IterationPlan | None:
         """The next iteration, to be launched at once; None when nothing can run before a plan in flight completes."""
-        if len(self._in_flight) > self._n_stages:
+        if len(self._in_flight) >= self._most_in_flight:
             return None
+        if self._pace is not None:
+            self._budget = self._paced(self._pace)
         draft = _Draft()
         may_admit = self._choose(draft)
         if may_admit:
@@ -215,6 +230,10 @@ class Scheduler:
     def take_held(self) -> list[TokenEvent]:
         """Events that no plan in flight will bring: those of a request-level batch whose last request was aborted."""
         return [] if self._in_flight else self._hold([])
+
+    def _paced(self, pace: Pace) -> int:
+        begun = [state.length for state in self._running if state.length - state.computed > 1]
+        return pace.budget(len(self._running) - len(begun), sum(begun) + self.waiting_tokens)
 
     def _choose(self, draft: _Draft) -> bool:
         """Draft the decodes, find the rows that prompts can be continued on; whether anybody may join."""

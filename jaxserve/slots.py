@@ -94,6 +94,11 @@ class SlotPool:
         """Slots in blocks that some request holds or was promised."""
         return (self.n_blocks - self.num_available + self._set_aside) * self.block_size
 
+    @property
+    def slots_held(self) -> int:
+        """Slots in blocks that some request holds, those only promised left out."""
+        return (self.n_blocks - self.num_available) * self.block_size
+
     def blocks_for(self, length: int) -> int:
         """Blocks that `length` tokens fill, the last one maybe in part."""
         return -(-length // self.block_size)
@@ -136,7 +141,7 @@ class SlotPool:
     def shortage(self, lease: Lease, length: int) -> int:
         """Blocks that are missing before `lease` can cover `length` positions without taking any back."""
         need = self.blocks_for(length) - len(lease.blocks) - lease._set_aside
-        return max(need - (self.num_available - self._set_aside), 0)
+        return max(need - (self.num_available - self._set_aside), 0) if need > 0 else 0
 
     def extend(self, lease: Lease, length: int, candidates: Iterable[Lease] = ()) -> list[Lease]:
         """Make `lease` cover `length` positions.
@@ -156,10 +161,10 @@ class SlotPool:
             else:
                 raise AssertionError(f"{length} positions do not fit the pool with all candidates released")
         need = self.blocks_for(length) - len(lease.blocks)
-        for _ in range(need):
-            block = self._take()
+        taken = self._take(need)
+        for block in taken:
             self._references[block] = 1
-            lease.blocks.append(block)
+        lease.blocks += taken
         promised = min(need, lease._set_aside)
         lease._set_aside -= promised
         self._set_aside -= promised
@@ -238,12 +243,20 @@ class SlotPool:
             digests.append(hashlib.sha256(parent + tokens.tobytes()).digest())
         return digests
 
-    def _take(self) -> int:
-        if self._free:
-            return self._free.pop()
-        block, _ = self._idle.popitem(last=False)
-        digest = self._digest_of[block]
-        assert digest is not None
-        del self._block_of[digest]
-        self._digest_of[block] = None
-        return block
+    def _take(self, count: int) -> list[int]:
+        """So many available blocks; what is cached in them is forgotten where there are no others."""
+        free = self._free
+        if count <= len(free):
+            taken = free[: -count - 1 : -1]
+            del free[len(free) - count :]
+            return taken
+        taken = free[::-1]
+        free.clear()
+        while len(taken) < count:
+            block, _ = self._idle.popitem(last=False)
+            digest = self._digest_of[block]
+            assert digest is not None
+            del self._block_of[digest]
+            self._digest_of[block] = None
+            taken.append(block)
+        return taken

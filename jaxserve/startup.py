@@ -20,8 +20,7 @@ from jaxserve.models.schema import ModelConfig
 from jaxserve.parts import parts_of
 from jaxserve.pipeline import Pipeline
 from jaxserve.replica import Replica
-from jaxserve.scheduler import Scheduler
-from jaxserve.slots import SlotPool
+from jaxserve.scheduling import make_scheduler
 from jaxserve.stage import Progress, StageRunner
 from jaxserve.tokenizer import Tokenizer
 from sharding import mesh, specs
@@ -163,15 +162,13 @@ def start(
     pipelines = [Pipeline(stages) for stages in pipelines]
     costs = measure.bucket_costs(pipelines[0], n_blocks, progress)
     schedulers = [
-        Scheduler(
-            SlotPool(n_blocks, shape.attention.block_size, policy=config.slot_policy, prefix_cache=config.prefix_cache),
-            buckets.BucketLadder(costs),
-            max_rows=config.max_rows,
+        make_scheduler(
+            config,
+            costs,
+            n_blocks=n_blocks,
+            block_size=shape.attention.block_size,
             max_context=shape.max_context,
-            token_budget=config.token_budget,
             eos_token_ids=frozenset(model.config.eos_token_ids),
-            mode=config.scheduler,
-            n_stages=config.stages,
         )
         for _ in replicas
     ]

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata
 
-from server import client, convert, flags, generate, plan, serve
+from server import client, convert, flags, generate, plan, serve, simulate, size
 from server.report import UserError, say
 
 _DESCRIPTION = """\
@@ -22,6 +22,8 @@ Serves BLOOM and GPT-family language models, scheduling the work one iteration a
   jaxserve bench offline --model DIR                    measure throughput
   jaxserve plan --model bloom-176b --topology h200:8 --tensor 8
                                                         what it would take, without a device
+  jaxserve simulate --trace FILE --model bloom-176b --topology h200:8 --tensor 8
+                                                        recorded traffic on them, on a virtual clock
   jaxserve convert DIR OUT                              rewrite a checkpoint for faster loading
 
 DIR is a Hugging Face directory (config.json, model.safetensors or its shards, tokenizer.json)."""
@@ -38,6 +40,8 @@ _COMMANDS: tuple[tuple[str, str, str, Callable[[argparse.ArgumentParser], None],
     ("generate", "complete one prompt, or a file of them", generate.HELP, generate.add_flags, generate.run),
     ("client", "stream a completion from a running server", client.HELP, client.add_flags, client.run),
     ("plan", "what a model would take and do on devices", plan.HELP, plan.add_flags, plan.run),
+    ("simulate", "serve traffic on a virtual clock", simulate.HELP, simulate.add_flags, simulate.run),
+    ("size", "what serves given traffic in time, at what cost", size.HELP, size.add_flags, size.run),
     ("convert", "rewrite a checkpoint as Orbax", convert.HELP, convert.add_flags, convert.run),
 )
 

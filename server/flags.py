@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any, get_args
@@ -60,6 +61,13 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--token-budget", type=int, metavar="N", help="most tokens of one iteration (default: the largest bucket)"
+    )
+    group.add_argument(
+        "--target-tpot",
+        type=duration,
+        metavar="100ms",
+        help="time between a request's tokens to aim at: iterations carry as many prompt tokens as the load asks for "
+        "and this leaves room for (default: as many as the token budget allows)",
     )
     group.add_argument(
         "--prefix-cache",
@@ -121,6 +129,13 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         "compute for it, cached prefixes considered (default: %(default)s)",
     )
     group.add_argument(
+        "--in-flight",
+        type=int,
+        metavar="N",
+        help="iterations launched before the oldest has answered (default: one more than stages; as many as stages "
+        "shortens the time between tokens where devices take much longer than the host)",
+    )
+    group.add_argument(
         "--layers-per-stage",
         type=_layers,
         metavar="20,25,25",
@@ -148,6 +163,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         slot_policy=args.slot_policy,
         buckets=args.buckets,
         token_budget=args.token_budget,
+        target_tpot=args.target_tpot,
         prefix_cache=args.prefix_cache == "on",
         max_context=args.max_context,
         max_queued_requests=args.max_queued_requests,
@@ -158,6 +174,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         tensor=args.tensor,
         stages=args.stages,
         replicas=args.replicas,
+        in_flight=args.in_flight,
         layers_per_stage=args.layers_per_stage,
         sharding=args.sharding,
         compilation_cache=None if args.compilation_cache == "off" else args.compilation_cache,
@@ -219,6 +236,20 @@ def _buckets(text: str) -> tuple[int, ...] | None:
         return tuple(_integers(text))
     except argparse.ArgumentTypeError:
         raise argparse.ArgumentTypeError(f"{text!r} is neither auto nor a list such as 16,32,64") from None
+
+
+def duration(text: str) -> float:
+    """Seconds of `1.5s` or `100ms`."""
+    for unit, scale in (("ms", 1e-3), ("s", 1.0)):
+        if text.endswith(unit):
+            try:
+                seconds = float(text.removesuffix(unit)) * scale
+            except ValueError:
+                break
+            if 0 < seconds < math.inf:
+                return seconds
+            break
+    raise argparse.ArgumentTypeError(f"{text!r} is no time above 0 such as 100ms or 1.5s")
 
 
 def _layers(text: str) -> tuple[int, ...]:

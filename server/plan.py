@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing runs: a device that is there may be busy
     out = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
     with mending():
-        whatif = _whatif(args)
+        whatif = make_whatif(args, context=args.context)
         answers = _search(args, whatif, out) if args.search else _plan(args, whatif, out)
     if args.json:
         json.dump(answers, sys.stdout, indent=1)
@@ -71,7 +71,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _whatif(args: argparse.Namespace) -> WhatIf:
+def make_whatif(args: argparse.Namespace, *, context: int = 1024) -> WhatIf:
+    """The question that the flags ask. Raises ValueError for a name or a setting that cannot be."""
     from sharding import devices
 
     topology, engine = devices.parse(args.topology), flags.engine_config(args)
@@ -85,7 +86,7 @@ def _whatif(args: argparse.Namespace) -> WhatIf:
         topology=topology,
         engine=engine,
         spec=_spec(config.family, args.sharding),
-        context=args.context,
+        context=context,
     )
 
 

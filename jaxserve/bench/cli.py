@@ -1,4 +1,4 @@
-"""The command line of the benchmarks: `jaxserve bench offline | serve | step | host | stages | peers | accuracy`."""
+"""The command line of `jaxserve bench`: offline, serve, step, host, stages, simulate, peers, accuracy."""
 
 from __future__ import annotations
 
@@ -39,6 +39,11 @@ _STAGES = """\
 Serves a tiny model whose attention sleeps in 1, 2, 4, ... stages of one virtual CPU device each, and compares their
 iterations a second: stages that sleep at the same time show that they work at the same time, on as few cores as there
 are. Needs a C++ compiler."""
+_SIMULATE = """\
+Serves Poisson arrivals at several loads with an engine in this process, and the same arrivals with the simulator: the
+engine's scheduler on a virtual clock, with the costs that the engine measured of its buckets and its host's median
+times. Throughput and latencies are to agree within 10%. Buckets are measured once, at the start: leave the machine
+alone meanwhile."""
 _PEERS = """\
 Times our step against transformers and llama.cpp on the same random-weight checkpoint, in the same dtype, one process
 at a time and in turn, after checking their outputs against ours. Each peer gets a Python environment of its own, which
@@ -118,6 +123,19 @@ def add_arguments(
     add_engine_flags(stages)
     stages.set_defaults(max_rows=4)
 
+    simulate = _command(commands, "simulate", "the simulator held to an engine", _SIMULATE, _run_simulate)
+    _add_model_flags(simulate)
+    _add_sizes(simulate)
+    simulate.add_argument(
+        "--loads",
+        type=_shares,
+        default=[0.3, 0.5, 0.7, 0.9, 1.1],
+        metavar="X,...",
+        help="rates, as shares of what is served with everything waiting (default: 0.3,0.5,0.7,0.9,1.1)",
+    )
+    add_engine_flags(simulate)
+    simulate.set_defaults(max_rows=8)
+
     peers = _command(commands, "peers", "our step against other engines'", _PEERS, _run_peers)
     _add_model_flags(peers)
     _add_step_flags(peers)
@@ -179,6 +197,13 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_workload_flags(parser: argparse.ArgumentParser) -> None:
+    group = _add_sizes(parser)
+    group.add_argument(
+        "--compare-schedulers", action="store_true", help="serve it twice, by iteration and by request-level batching"
+    )
+
+
+def _add_sizes(parser: argparse.ArgumentParser) -> Any:
     group = parser.add_argument_group("workload")
     group.add_argument("--requests", type=_positive, metavar="N", help="(default: 200; of a trace: all)")
     group.add_argument("--prompt", default="32:256", metavar="LOW:HIGH", help="prompt tokens (default: %(default)s)")
@@ -186,9 +211,7 @@ def _add_workload_flags(parser: argparse.ArgumentParser) -> None:
         "--output", default="1:128", metavar="LOW:HIGH", help="tokens to generate (default: %(default)s)"
     )
     group.add_argument("--seed", type=int, default=0, metavar="N", help="of the workload (default: %(default)s)")
-    group.add_argument(
-        "--compare-schedulers", action="store_true", help="serve it twice, by iteration and by request-level batching"
-    )
+    return group
 
 
 def _add_timeline_flag(parser: argparse.ArgumentParser) -> None:
@@ -209,19 +232,11 @@ def _add_step_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_offline(args: argparse.Namespace) -> int:
-    from jaxserve import weights
-    from jaxserve.bench import load, offline, shapes
+    from jaxserve.bench import offline
 
     model = _model(args)
     config = args.engine_config(args)
-    model_config = weights.read_config(model) if isinstance(model, Path) else shapes.config_of(model)
-    workload = load.uniform(
-        requests=args.requests or (12 if args.quick else 200),
-        prompt=load.Range.parse("4:16" if args.quick else args.prompt),
-        output=load.Range.parse("1:8" if args.quick else args.output),
-        vocab_size=model_config.vocab_size,
-        seed=args.seed,
-    )
+    workload = _uniform(args, _vocab_size(model))
     return offline.run(model, config, workload, _schedulers(args, config), args.timeline, args.out, _console())
 
 
@@ -248,13 +263,7 @@ def _run_serve(args: argparse.Namespace) -> int:
                 limit=args.requests,
                 speed=args.speed,
             )
-        workload = load.uniform(
-            requests=args.requests or (12 if args.quick else 200),
-            prompt=load.Range.parse("4:16" if args.quick else args.prompt),
-            output=load.Range.parse("1:8" if args.quick else args.output),
-            vocab_size=vocab_size,
-            seed=args.seed,
-        )
+        workload = _uniform(args, vocab_size)
         load.fit(workload, max_context)
         return load.poisson(workload, rate=args.rate or (50.0 if args.quick else 1.0), seed=args.seed)
 
@@ -282,6 +291,14 @@ def _run_stages(args: argparse.Namespace) -> int:
 
     counts, sleep, iterations = ([1, 2], 4.0, 20) if args.quick else (args.counts, args.sleep, args.iterations)
     return stages.run(counts, sleep, iterations, args.engine_config(args), args.timeline, args.out, _console())
+
+
+def _run_simulate(args: argparse.Namespace) -> int:
+    from jaxserve.bench import reality
+
+    model, config = _model(args), args.engine_config(args)
+    loads = [0.5] if args.quick else args.loads
+    return reality.run(model, config, _uniform(args, _vocab_size(model)), loads, args.seed, args.out, _console())
 
 
 def _run_peers(args: argparse.Namespace) -> int:
@@ -324,6 +341,26 @@ def _run_accuracy(args: argparse.Namespace) -> int:
     )
 
 
+def _uniform(args: argparse.Namespace, vocab_size: int) -> Any:
+    """The workload that the flags describe, all at once."""
+    from jaxserve.bench import load
+
+    return load.uniform(
+        requests=args.requests or (12 if args.quick else 200),
+        prompt=load.Range.parse("4:16" if args.quick else args.prompt),
+        output=load.Range.parse("1:8" if args.quick else args.output),
+        vocab_size=vocab_size,
+        seed=args.seed,
+    )
+
+
+def _vocab_size(model: Path | str) -> int:
+    from jaxserve import weights
+    from jaxserve.bench import shapes
+
+    return (weights.read_config(model) if isinstance(model, Path) else shapes.config_of(model)).vocab_size
+
+
 def _model(args: argparse.Namespace) -> Path | str:
     """A checkpoint directory as a path, or a shape by its name."""
     if args.model is not None:
@@ -355,6 +392,16 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
     return int(text)
+
+
+def _shares(text: str) -> list[float]:
+    try:
+        shares = [float(part) for part in text.split(",")]
+    except ValueError:
+        shares = []
+    if not shares or min(shares) <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers above 0 such as 0.5,0.9")
+    return shares
 
 
 def _integers(text: str) -> list[int]:

@@ -175,6 +175,8 @@ def engine_flags(config: EngineConfig) -> list[str]:
             text = "on" if value else "off"
         elif field.name == "compilation_cache":
             text = "off" if value is None else value
+        elif field.name == "target_tpot":
+            text = f"{value}s"
         elif field.name in ("buckets", "layers_per_stage"):
             text = ",".join(map(str, value))
         else:

@@ -6,7 +6,8 @@ A device spends on a stage
 
 The three are added rather than overlapped: a layer is a chain of kernels, each bound by one of them. Efficiency 0.57
 and 55 us a layer fit Orca's published microbenchmark (OSDI'22: 101B on 8 A100-40GB, prompts of 128, 32 tokens, batches
-of 1 to 32) within 4% and serve for every GPU. For TPUs both are assumptions: there a layer launches nothing.
+of 1 to 32) within 4% and serve for every GPU. (Least squares, in `simulate.orca`, give 0.61 and 82 us: six points read
+off a figure hardly tell the two apart.) For TPUs both are assumptions: there a layer launches nothing.
 """
 
 from __future__ import annotations
@@ -17,9 +18,25 @@ from typing import NamedTuple
 
 from sharding.devices import Topology
 
-EFFICIENCY = 0.57
-LAYER_SECONDS = {"gpu": 55e-6, "tpu": 10e-6}
 ITEMSIZE = {"bfloat16": 2, "float32": 4}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """How far devices stay behind their peaks.
+
+    Attributes:
+      efficiency: share of each peak that is reached.
+      layer_seconds: what a layer costs beside its work.
+      overlapped: arithmetic and memory are busy at the same time, so that only the longer of the two counts.
+    """
+
+    efficiency: float
+    layer_seconds: float
+    overlapped: bool = False
+
+
+FITS = {"gpu": Fit(efficiency=0.57, layer_seconds=55e-6), "tpu": Fit(efficiency=0.57, layer_seconds=10e-6)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +103,7 @@ class StageLoad:
 
 
 class Seconds(NamedTuple):
-    """Where the time of one stage goes."""
+    """Where the time of one stage goes; what is hidden behind something else is 0."""
 
     compute: float
     memory: float
@@ -129,19 +146,30 @@ def work(chunks: Iterable[tuple[int, int]], bucket: int | None = None) -> Work:
     return Work(max(tokens, bucket or 0), rows, slots, pairs)
 
 
-def stage_seconds(load: StageLoad, topology: Topology, work: Work, *, dtype: str = "bfloat16") -> Seconds:
-    """Seconds of one stage of an iteration. Stages of a pipeline work on different iterations at the same time."""
+def stage_seconds(
+    load: StageLoad, topology: Topology, work: Work, *, dtype: str = "bfloat16", fit: Fit | None = None
+) -> Seconds:
+    """Seconds of one stage of an iteration. Stages of a pipeline work on different iterations at the same time.
+
+    Args:
+      fit: None takes the one of the topology's platform.
+    """
     device = topology.device
+    fit = fit or FITS[device.platform]
     ops = load.token_ops * work.tokens + load.row_ops * work.rows + load.slot_ops * work.pairs
     read = load.weight_bytes + load.slot_bytes * work.slots
     links = sum(
         each.sent(work.tokens, work.rows) / topology.group_bandwidth(each.group) for each in load.collectives
     ) + load.hop_bytes * work.tokens / topology.hop_bandwidth(load.tensor)
+    compute = ops / device.flops[dtype] / fit.efficiency
+    memory = read / device.bandwidth / fit.efficiency
+    if fit.overlapped:
+        compute, memory = (compute, 0.0) if compute >= memory else (0.0, memory)
     return Seconds(
-        compute=ops / device.flops[dtype] / EFFICIENCY,
-        memory=read / device.bandwidth / EFFICIENCY,
-        links=links / EFFICIENCY,
-        overhead=load.layers * LAYER_SECONDS[device.platform],
+        compute=compute,
+        memory=memory,
+        links=links / fit.efficiency,
+        overhead=load.layers * fit.layer_seconds,
     )
 
 

@@ -91,11 +91,12 @@ def _show_iterations(plan: Plan, out: Console) -> None:
             Text(each.bottleneck, "bold"),
         )
     _section(out, f"Iterations: decodes at context {whatif.context:,}, then prompts; ms of the slowest stage", table)
+    fit = cost.FITS[device.platform]
     out.print(
-        f"Roofline: {100 * cost.EFFICIENCY:.0f}% of {device.flops[whatif.dtype] / 1e12:,.0f} TFLOP/s ({whatif.dtype}), "
+        f"Roofline: {100 * fit.efficiency:.0f}% of {device.flops[whatif.dtype] / 1e12:,.0f} TFLOP/s ({whatif.dtype}), "
         f"of {device.bandwidth / 1e9:,.0f} GB/s memory and of "
         f"{whatif.topology.group_bandwidth(whatif.engine.tensor) / 1e9:,.0f} GB/s links, one after the other, and "
-        f"{1e6 * cost.LAYER_SECONDS[device.platform]:.0f} us a layer"
+        f"{1e6 * fit.layer_seconds:.0f} us a layer"
     )
 
 

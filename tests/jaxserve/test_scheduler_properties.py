@@ -194,7 +194,9 @@ class Client:
 class World:
     """A scheduler, its device and its clients."""
 
-    def __init__(self, policy, mode, n_stages, max_rows, block_size, slots, sizes, budget, cache, growth) -> None:
+    def __init__(
+        self, policy, mode, n_stages, max_rows, block_size, slots, sizes, budget, cache, growth, *, target=None, ahead=1
+    ) -> None:
         costs = [BucketCost(size=size, compile_seconds=0.0, milliseconds=10.0 + size) for size in sorted(sizes)]
         pool = SlotPool(-(-slots // block_size), block_size, policy=policy, prefix_cache=cache)
         pool.growth_tokens = growth
@@ -204,10 +206,13 @@ class World:
             max_rows=max_rows,
             max_context=MAX_CONTEXT,
             token_budget=budget,
+            target_tpot=target,
             eos_token_ids=EOS,
             mode=mode,
             n_stages=n_stages,
+            in_flight=n_stages + ahead,
         )
+        self.most_in_flight = n_stages + ahead
         self.n_stages, self.by_request, self.max_rows = n_stages, mode == "request", max_rows
         self.device = Device(block_size)
         self.clients: dict[str, Client] = {}
@@ -312,7 +317,7 @@ class World:
         assert plan.sampler == max(variants, default=None)
         if self.n_stages > 1:
             assert set(rows).isdisjoint(chunk.row for other, _ in self.in_flight for chunk in other.chunks)
-            assert max(rows) < (self.n_stages + 1) * self.max_rows
+            assert max(rows) < self.most_in_flight * self.max_rows
         else:
             assert max(rows) < self.max_rows
 
@@ -350,7 +355,7 @@ class World:
     def step(self) -> bool:
         """What an engine does in one turn; False when there is nothing to do."""
         launched = self.launch()
-        if self.in_flight and (not launched or len(self.in_flight) > self.n_stages):
+        if self.in_flight and (not launched or len(self.in_flight) >= self.most_in_flight):
             self.complete()
         elif not launched:
             return False
@@ -364,7 +369,7 @@ class World:
         assert not self.clients, "somebody never got an answer"
         assert not self.scheduler.has_work
         assert self.scheduler.pool.slots_used == 0
-        rows = (self.n_stages + 1) * self.max_rows if self.n_stages > 1 else self.max_rows
+        rows = self.most_in_flight * self.max_rows if self.n_stages > 1 else self.max_rows
         assert sorted(self.scheduler._free_rows) == list(range(rows))
 
 
@@ -402,9 +407,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget=st.sampled_from([None, None, None, 1, 2, 3, 5, 12]),
         cache=st.sampled_from([True, True, False]),
         growth=st.sampled_from([0, 1, 3, 16]),
+        tpot=st.sampled_from([None, None, 0.001, 0.05, 1.0]),
+        ahead=st.sampled_from([0, 1, 1]),
     )
-    def begin(self, policy, mode, n_stages, max_rows, block_size, slots, sizes, budget, cache, growth):
-        self.world = World(policy, mode, n_stages, max_rows, block_size, slots, sizes, budget, cache, growth)
+    def begin(self, tpot, ahead, **settings):
+        self.world = World(**settings, target=tpot, ahead=ahead)
         self.count = 0
 
     @rule(requests=st.lists(REQUESTS, min_size=1, max_size=4))

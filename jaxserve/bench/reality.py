@@ -1,0 +1,166 @@
+"""The simulator held to an engine: the same arrivals served by one in this process and by its scheduler on a virtual
+clock, with the costs that the engine measured of its buckets."""
+
+from __future__ import annotations
+
+import dataclasses
+import queue
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from jaxserve.bench import load, machine, report
+from jaxserve.bench.load import Workload
+from jaxserve.bench.offline import benchmark_config, make_engine, make_request
+from jaxserve.bench.progress import Bars
+from jaxserve.bench.report import Distribution, Outcome
+from jaxserve.config import EngineConfig
+from jaxserve.engine import Engine, IterationRecord
+from jaxserve.request import TokenEvent
+from jaxserve.simulate.clock import Arrival, Host
+from jaxserve.simulate.system import System
+
+WITHIN = 0.10  # of the measured figure, where the simulated one is to lie
+# Of the measured and the simulated outcomes of a load: name -> figure.
+FIGURES: dict[str, Callable[[report.RunReport, Distribution], float]] = {
+    "generated tokens/s": lambda run, _: run.tokens_per_second,
+    "latency p50, ms": lambda _, latency: latency.p50,
+    "latency p95, ms": lambda _, latency: latency.p95,
+    "ms/token p50": lambda run, _: run.normalised_ms.p50 if run.normalised_ms else 0.0,
+    "first token p50, ms": lambda run, _: run.first_token_ms.p50 if run.first_token_ms else 0.0,
+}
+JUDGED = ("generated tokens/s", "latency p50, ms", "latency p95, ms")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """One load, both ways: figure -> (measured, simulated).
+
+    Attributes:
+      share: of the rate that the engine serves with everything waiting.
+      iterations: (launched by the engine, by the simulator).
+    """
+
+    share: float
+    rate: float
+    figures: dict[str, tuple[float, float]]
+    iterations: tuple[int, int]
+
+    @property
+    def holds(self) -> bool:
+        """Whether the simulated figures that count are near enough."""
+        return all(abs(ours / theirs - 1) <= WITHIN for theirs, ours in map(self.figures.__getitem__, JUDGED))
+
+
+def run(
+    model: Path | str,
+    config: EngineConfig,
+    workload: Workload,
+    shares: Sequence[float],
+    seed: int,
+    out: Path,
+    console: Console,
+) -> int:
+    """`jaxserve bench simulate`: serves the workload at each load, prints and writes both sides; returns 0."""
+    # Each load serves the same prompts: none is to find what an earlier one has computed.
+    config = dataclasses.replace(benchmark_config(config, workload), prefix_cache=False)
+    with Bars() as bars:
+        engine = make_engine(model, config, bars)
+        load.fit(workload, engine.max_context)
+        with engine:
+            records: list[IterationRecord] = []
+            engine.record(records.append)
+            warm = _serve(engine, workload, bars, "everything at once")
+            capacity = report.summarise("", warm).requests_per_second
+            system = system_of(engine, records)
+            loads = []
+            for share in shares:
+                arriving = load.poisson(workload, rate=share * capacity, seed=seed)
+                records.clear()
+                measured = _serve(engine, arriving, bars, f"{share:.0%} of capacity")
+                loads.append(_compare(system, arriving, measured, share, share * capacity, len(records)))
+    table = Table(title=f"{model}: {workload.name}, {config.max_rows} rows; measured / simulated", title_justify="left")
+    for column in ("load", "requests/s", *FIGURES, "iterations", f"within {WITHIN:.0%}"):
+        table.add_column(column, justify="right")
+    for each in loads:
+        cells = [f"{theirs:.1f} / {ours:.1f} ({ours / theirs - 1:+.1%})" for theirs, ours in each.figures.values()]
+        verdict = "yes" if each.holds else "no"
+        iterations = f"{each.iterations[0]} / {each.iterations[1]}"
+        table.add_row(f"{each.share:.0%}", f"{each.rate:.2f}", *cells, iterations, verdict)
+    console.print(table)
+    host = system.host or Host()
+    costs = ", ".join(f"{cost.size}: {cost.milliseconds:.2f}" for cost in system.costs)
+    console.print(f"ms by bucket: {costs}; host ms: {1e3 * host.launch:.2f} to launch, {1e3 * host.complete:.2f} after")
+    result = {"benchmark": "simulate", "environment": machine.environment(), "workload": workload.name}
+    result |= {"capacity": capacity, "buckets": list(system.costs), "host": host._asdict(), "loads": loads}
+    report.write_json(out / "simulate.json", result)
+    console.print(f"written: {out / 'simulate.json'}", highlight=False)
+    return 0
+
+
+def system_of(engine: Engine, records: Sequence[IterationRecord]) -> System:
+    """An engine as the simulator sees it: its settings, its table of bucket costs, and its host's median times.
+
+    With several stages the table has the time between iterations that follow each other, so each stage takes that long.
+    """
+    seconds = {cost.size: cost.milliseconds / 1000 for cost in engine.report.buckets}
+    stages = engine.config.stages
+    launch = statistics.median(record.schedule_s + record.pack_s + record.launch_s for record in records)
+    return System(
+        config=engine.config,
+        seconds=lambda plan: [seconds[plan.bucket]] * stages,
+        costs=engine.report.buckets,
+        slots=engine.report.slots,
+        block_size=engine.report.block_size,
+        max_context=engine.max_context,
+        host=Host(launch=launch, complete=statistics.median(record.complete_s for record in records)),
+    )
+
+
+def _serve(engine: Engine, workload: Workload, bars: Bars, name: str) -> list[Outcome]:
+    """Hands every job in at its time, whether or not earlier ones have ended, and waits for the last."""
+    outcomes: dict[str, Outcome] = {}
+    ended: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def sink(events: Sequence[TokenEvent]) -> None:
+        now = time.monotonic()
+        for event in events:
+            outcomes[event.request_id].token_times.extend([now] * len(event.token_ids))
+            if event.finish_reason is not None:
+                ended.put(event.request_id)
+
+    requests = [make_request(str(index), job, 0.0) for index, job in enumerate(workload.jobs)]
+    started = time.monotonic()
+    for job, request in zip(workload.jobs, requests, strict=True):
+        if (early := started + job.arrival - time.monotonic()) > 0:
+            time.sleep(early)
+        now = time.monotonic()
+        outcomes[request.request_id] = Outcome(arrival=now, prompt_tokens=len(job.prompt))
+        engine.submit(dataclasses.replace(request, arrival=now), sink)
+    for done in range(1, len(requests) + 1):
+        ended.get()
+        bars(name, done, len(requests))
+    return list(outcomes.values())
+
+
+def _compare(
+    system: System, workload: Workload, measured: Sequence[Outcome], share: float, rate: float, iterations: int
+) -> Load:
+    start = measured[0].arrival
+    coming = [
+        Arrival(outcome.arrival - start, job.prompt, job.max_tokens, job.max_tokens)
+        for job, outcome in zip(workload.jobs, measured, strict=True)
+    ]
+    served = system.serve(coming)
+    sides = []
+    for outcomes in (measured, served.outcomes):
+        latency = Distribution.of(1e3 * (each.token_times[-1] - each.arrival) for each in outcomes)
+        assert latency is not None
+        sides.append((report.summarise("", outcomes), latency))
+    figures = {name: (figure(*sides[0]), figure(*sides[1])) for name, figure in FIGURES.items()}
+    return Load(share=share, rate=rate, figures=figures, iterations=(iterations, sum(served.sizes.values())))

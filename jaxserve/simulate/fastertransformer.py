@@ -1,0 +1,46 @@
+"""FasterTransformer behind a request-level scheduler, as Orca measured it (OSDI'22, section 6): the baseline.
+
+A batch is formed of who waits when the engine is idle. Its first iteration treats every prompt as if it were the
+shortest; longer ones then advance a token an iteration, like answers. Nobody leaves before all have finished.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jaxserve.bench.report import Outcome
+from jaxserve.plan.cost import Work
+from jaxserve.simulate.clock import Arrival
+from jaxserve.simulate.roofline import Roofline
+
+
+def iterations(batch: Sequence[Arrival]) -> int:
+    """Iterations that a batch takes."""
+    shortest = min(len(each.prompt) for each in batch)
+    return max(len(each.prompt) - shortest + each.output for each in batch)
+
+
+def batch_seconds(batch: Sequence[Arrival], roofline: Roofline) -> float:
+    """Seconds that a batch takes through all stages; in one micro-batch, no two stages work at the same time."""
+    count, shortest = len(batch), min(len(each.prompt) for each in batch)
+    pairs = count * shortest * (shortest + 1) // 2
+    total = sum(roofline.seconds(Work(count * shortest, count, count * shortest, pairs)))
+    for length in range(shortest + 1, shortest + iterations(batch)):
+        total += sum(roofline.seconds(Work(count, count, count * length, count * length)))
+    return total
+
+
+def run(coming: Sequence[Arrival], roofline: Roofline, *, max_batch: int) -> list[Outcome]:
+    """Serves every arrival (ascending in time), in batches of at most `max_batch`."""
+    outcomes: list[Outcome] = []
+    now = 0.0
+    while len(outcomes) < len(coming):
+        first = len(outcomes)
+        now = max(now, coming[first].time)
+        batch = [each for each in coming[first : first + max_batch] if each.time <= now]
+        now += batch_seconds(batch, roofline)
+        outcomes += (
+            Outcome(arrival=each.time, prompt_tokens=len(each.prompt), token_times=[now] * each.output)
+            for each in batch
+        )
+    return outcomes

@@ -1,0 +1,273 @@
+"""`jaxserve simulate --paper orca`: the paper's figure 10 predicted, with its published points, and ours beside it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter, StrMethodFormatter
+from rich.console import Console
+from rich.table import Table
+
+from jaxserve.plan.cost import Fit
+from jaxserve.simulate import orca
+from jaxserve.simulate.orca import OBJECTIVE, QUICK, SETUPS, Point, Serve, Setup
+
+FT, OURS = "FasterTransformer", "jaxserve"
+PUBLISHED = {"FT 101B peak": 0.49, "Orca 175B": 6.81, "FT 175B": 0.185, "Orca / FT 175B": 36.9}
+_MODEL = "175B"  # of the headline
+_COLORS = {FT: "#c23b22", OURS: "#1b5e20"}
+_ORCA_COLORS = {8: "#9ecae1", 16: "#6baed6", 32: "#2171b5", 64: "#807dba", 128: "#bcbddc"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curves:
+    """One model under one fit.
+
+    Attributes:
+      systems: name -> a curve for each seed.
+    """
+
+    setup: Setup
+    fit: Fit
+    systems: dict[str, list[list[Point]]]
+
+    def at(self, name: str, objective: float) -> list[float]:
+        """Requests a second at a latency, for each seed; of FasterTransformer with its better batch size."""
+        if name != FT:
+            return [orca.throughput_at(points, objective) for points in self.systems[name]]
+        both = [[orca.throughput_at(p, objective) for p in self.systems[f"{FT} {batch}"]] for batch in (1, 8)]
+        return [max(pair) for pair in zip(*both, strict=True)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Paper:
+    """Everything that was simulated.
+
+    Attributes:
+      fits: (fit, seconds predicted / published for each batch of the microbenchmark); added first, then overlapped.
+      peaks: FT 101B with everybody waiting from the start, requests a second, by fit.
+      curves: by fit, the headline's model first in each.
+    """
+
+    requests: int
+    seeds: int
+    fits: tuple[tuple[Fit, tuple[float, ...]], ...]
+    peaks: tuple[float, ...]
+    curves: tuple[list[Curves], ...] = field(default=())
+
+
+def run(requests: int, seeds: int, progress: Callable[[str, int, int], None]) -> Paper:
+    """Simulates everything; the other models with one seed, and with arithmetic and memory added only."""
+    fits = [orca.fitted(overlapped=overlapped) for overlapped in (False, True)]
+    small = SETUPS["101B"]
+    met = [
+        tuple(orca.microbenchmark(small, batch, fit) / seconds for batch, seconds in orca.MICROBENCHMARK.items())
+        for fit in fits
+    ]
+    peaks = [
+        max(
+            orca.point(orca.fastertransformer_of(small, fit, batch), 1e3, requests=requests, seed=0).throughput
+            for batch in (1, 8)
+        )
+        for fit in fits
+    ]
+    asked = [(fits[0], SETUPS[_MODEL], (8, 16, 32, 64, 128), seeds), (fits[1], SETUPS[_MODEL], (32,), seeds)]
+    asked += [(fits[0], setup, (8, 16, 32), 1) for setup in SETUPS.values() if setup.name != _MODEL]
+    todo = sum((3 + len(rows)) * count for _, _, rows, count in asked)
+    done, curves = 0, ([], [])
+    for fit, setup, rows, count in asked:
+        systems = _systems(setup, fit, rows)
+        drawn: dict[str, list[list[Point]]] = {name: [] for name in systems}
+        objectives = (QUICK, OBJECTIVE) if setup.name == _MODEL else (orca.objective_of(setup, fit),)
+        for name, (serve, start) in systems.items():
+            for seed in range(count):
+                progress("simulating", done, todo)
+                drawn[name].append(orca.curve(serve, start, objectives, requests=requests, seed=seed))
+                done += 1
+        curves[fit.overlapped].append(Curves(setup=setup, fit=fit, systems=drawn))
+    progress("simulating", todo, todo)
+    return Paper(
+        requests=requests,
+        seeds=seeds,
+        fits=tuple(zip(fits, met, strict=True)),
+        peaks=tuple(peaks),
+        curves=curves,
+    )
+
+
+def _systems(setup: Setup, fit: Fit, rows: Sequence[int]) -> dict[str, tuple[Serve, float]]:
+    """Systems by name, and the rate at which the curve of each begins."""
+    systems = {f"{FT} {batch}": (orca.fastertransformer_of(setup, fit, batch), 0.04) for batch in (1, 8)}
+    systems |= {f"Orca {count}": (orca.orca_of(setup, fit, count), 1.2) for count in rows}
+    return systems | {OURS: (orca.ours_of(setup, fit), 1.2)}
+
+
+def implied_slowdown(curves: Curves) -> float:
+    """How much slower FasterTransformer's engine would have to be than Orca's for the published rate of 175B.
+
+    With every time s times as long, the same trace in slower motion is served at 1/s of the rate with s times the
+    latency.
+    """
+
+    def rate(slowdown: float) -> float:
+        return statistics.fmean(curves.at(FT, OBJECTIVE / slowdown)) / slowdown
+
+    low, high = 0.5, 2.0
+    for _ in range(30):
+        middle = (low + high) / 2
+        low, high = (middle, high) if rate(middle) > PUBLISHED["FT 175B"] else (low, middle)
+    return low
+
+
+def headline(paper: Paper) -> list[dict[str, Any]]:
+    """Figures of 175B: for each way of joining times, what is predicted and what was published or asked for."""
+    rows = []
+    for index, group in enumerate(paper.curves):
+        curves = group[0]
+        orca32, baseline = (statistics.fmean(curves.at(name, OBJECTIVE)) for name in ("Orca 32", FT))
+        ours = {at: statistics.fmean(curves.at(OURS, at)) for at in (OBJECTIVE, QUICK)}
+        quick = statistics.fmean(curves.at("Orca 32", QUICK))
+        rows.append(
+            {
+                "overlapped": curves.fit.overlapped,
+                "FT 101B peak": paper.peaks[index],
+                "FT 175B": baseline,
+                "Orca 175B": orca32,
+                "Orca / FT 175B": orca32 / baseline,
+                "FT slowdown implied": implied_slowdown(curves),
+                "jaxserve 175B": ours[OBJECTIVE],
+                "jaxserve / Orca 32 at 190 ms": ours[OBJECTIVE] / orca32,
+                "jaxserve / Orca 32 at 100 ms": ours[QUICK] / quick,
+            }
+        )
+    return rows
+
+
+def show(paper: Paper, out: Console) -> None:
+    """Prints the fits, the headline, and requests a second at each objective."""
+    table = Table("", "efficiency", "us a layer", *(f"batch {batch}" for batch in orca.MICROBENCHMARK), **_PLAIN)
+    for fit, met in paper.fits:
+        how = "longer of arithmetic and memory" if fit.overlapped else "arithmetic + memory"
+        layer = f"{1e6 * fit.layer_seconds:.0f}"
+        table.add_row(how, f"{fit.efficiency:.3f}", layer, *(f"{100 * share - 100:+.1f}%" for share in met))
+    _section(out, "Fitted on the microbenchmark of 101B: predicted against published", table)
+    rows = headline(paper)
+    table = Table("", "published", "arithmetic + memory", "longer of the two", **_PLAIN)
+    for name in list(rows[0])[1:]:
+        published = PUBLISHED.get(name)
+        cells = [f"{row[name]:.3g}" + (f" ({row[name] / published - 1:+.1%})" if published else "") for row in rows]
+        table.add_row(name, "" if published is None else f"{published:g}", *cells)
+    _section(out, f"Requests a second (175B: at {1e3 * OBJECTIVE:.0f} ms a token), and ratios", table)
+    for group in paper.curves:
+        for curves in group:
+            _show_curves(curves, out)
+    out.print(f"{paper.requests:,} requests a trace, {paper.seeds} seeds (models other than {_MODEL}: 1)")
+
+
+def _show_curves(curves: Curves, out: Console) -> None:
+    headlined = curves.setup.name == _MODEL
+    objectives = (QUICK, OBJECTIVE) if headlined else (orca.objective_of(curves.setup, curves.fit),)
+    table = Table("", *(f"at {1e3 * each:.0f} ms a token" for each in objectives), **_PLAIN)
+    for name in [FT, *(name for name in curves.systems if not name.startswith(FT))]:
+        cells = []
+        for objective in objectives:
+            found = curves.at(name, objective)
+            spread = f" ({min(found):.2f} to {max(found):.2f})" if len(found) > 1 else ""
+            cells.append(f"{statistics.fmean(found):.2f}{spread}")
+        table.add_row(name, *cells)
+    how = "longer of arithmetic and memory" if curves.fit.overlapped else "arithmetic + memory"
+    _section(out, f"{curves.setup.name}, {how}: requests a second (mean, and range over seeds)", table)
+
+
+def as_json(paper: Paper) -> dict[str, Any]:
+    """Everything, for programs."""
+    return {
+        "requests": paper.requests,
+        "seeds": paper.seeds,
+        "fits": [
+            {"overlapped": fit.overlapped, "efficiency": fit.efficiency, "layer_seconds": fit.layer_seconds, "met": met}
+            for fit, met in paper.fits
+        ],
+        "published": PUBLISHED,
+        "headline": headline(paper),
+        "curves": [
+            {
+                "model": curves.setup.name,
+                "overlapped": curves.fit.overlapped,
+                "systems": {
+                    name: [[point._asdict() for point in points] for points in seeds]
+                    for name, seeds in curves.systems.items()
+                },
+            }
+            for group in paper.curves
+            for curves in group
+        ],
+    }
+
+
+def plot(paper: Paper, path: Path) -> None:
+    """Draws latency over throughput like the paper's figure 10: a panel a model, published points as stars."""
+    figure = Figure(figsize=(11, 8), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = dict(zip(SETUPS, figure.subplots(2, 2).flat, strict=True))
+    for curves in reversed([curves for group in paper.curves for curves in group]):
+        _draw(axes[curves.setup.name], curves)
+    for name, axis in axes.items():
+        axis.set(xscale="log", yscale="log", ylim=(25, 1000), xlim=(0.03, 60 if name == "13B" else 25))
+        axis.set_title(f"{name}: {SETUPS[name].stages} x {SETUPS[name].tensor} A100-40GB", fontsize=10)
+        axis.set_xlabel("requests/s served")
+        axis.set_ylabel("median normalised latency, ms/token")
+        for scale in (axis.xaxis, axis.yaxis):
+            scale.set_major_formatter(StrMethodFormatter("{x:g}"))
+            scale.set_minor_formatter(NullFormatter())
+        axis.grid(alpha=0.3, which="both")
+    _star(axes["101B"], PUBLISHED["FT 101B peak"], None, "FT peak 0.49")
+    _star(axes[_MODEL], PUBLISHED["FT 175B"], 1e3 * OBJECTIVE, "FT 0.185")
+    _star(axes[_MODEL], PUBLISHED["Orca 175B"], 1e3 * OBJECTIVE, "Orca 6.81")
+    axes[_MODEL].axhline(1e3 * OBJECTIVE, color="black", linewidth=0.6)
+    handles = {
+        label: line for axis in axes.values() for line, label in zip(*axis.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=5, fontsize=9)
+    figure.suptitle(
+        "Orca's evaluation, simulated. Stars: published. Dashed: arithmetic and memory overlapped", fontsize=11
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
+def _draw(axis: Any, curves: Curves) -> None:
+    style = "--" if curves.fit.overlapped else "-"
+    for name, seeds in curves.systems.items():
+        family, _, count = name.partition(" ")
+        color = _COLORS.get(family) or _ORCA_COLORS[int(count)]
+        label = None if curves.fit.overlapped else f"{name}{' (max batch)' if family == 'Orca' else ''}"
+        xs, ys = [p.throughput for p in seeds[0]], [1e3 * p.latency for p in seeds[0]]
+        alpha = 0.5 if name.endswith(f"{FT} 8") else 1.0
+        width = 2.4 if name == OURS else 1.4
+        axis.plot(xs, ys, style, color=color, linewidth=width, alpha=alpha, marker=".", markersize=4, label=label)
+
+
+def _star(axis: Any, x: float, y: float | None, text: str) -> None:
+    if y is None:
+        axis.axvline(x, color="black", linestyle=":", linewidth=1)
+        axis.annotate(text, (x, 600), textcoords="offset points", xytext=(4, 0), fontsize=8)
+        return
+    axis.plot([x], [y], "*", color="black", markersize=11, zorder=5)
+    axis.annotate(text, (x, y), textcoords="offset points", xytext=(5, 6), fontsize=8)
+
+
+_PLAIN: dict[str, Any] = {"box": None, "padding": (0, 2, 0, 0)}
+
+
+def _section(out: Console, title: str, table: Table) -> None:
+    for column in table.columns[1:]:
+        column.justify = "right"
+    out.print(f"\n[bold]{title}[/bold]")
+    out.print(table)

@@ -1,0 +1,241 @@
+"""`jaxserve size`: which mesh, copies, slots, rows and buckets serve recorded traffic in time, and at what cost."""
+
+from __future__ import annotations
+
+import dataclasses
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import StrMethodFormatter
+from rich.console import Console
+from rich.table import Table
+
+from jaxserve.bench.load import Workload
+from jaxserve.bench.report import Distribution
+from jaxserve.config import EngineConfig
+from jaxserve.plan.predict import Plan
+from jaxserve.plan.search import search
+from jaxserve.plan.whatif import WhatIf
+from jaxserve.simulate.clock import Arrival, arrivals
+from jaxserve.simulate.ladder import best_ladder
+from jaxserve.simulate.replay import system_of
+from jaxserve.simulate.system import Objective, Served, System, tpot
+
+_ROWS = 256  # most that are tried
+_GRID = (1, 2, 4, 8, *range(16, 1025, 16))  # tokens of the buckets that a ladder is chosen from
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sized:
+    """A layout and what it takes of it.
+
+    Attributes:
+      rules: what the sharding changes, in words.
+      enough: whether the share asked for was served in time; if not, `replicas` is as many as there are devices for.
+      share: of the requests that were.
+    """
+
+    plan: Plan
+    rules: str
+    replicas: int
+    config: EngineConfig
+    enough: bool
+    share: float
+    served: Served
+
+    @property
+    def devices(self) -> int:
+        """In use."""
+        return self.config.tensor * self.config.stages * self.replicas
+
+    @property
+    def device_hours(self) -> float:
+        """For a million generated tokens."""
+        return self.devices * self.served.duration / 3600 / self.served.generated * 1e6
+
+    @property
+    def device_hours_total(self) -> float:
+        """For a million tokens of prompts and answers."""
+        total = self.served.generated + sum(each.prompt_tokens for each in self.served.outcomes)
+        return self.device_hours * self.served.generated / total
+
+
+def size(
+    whatif: WhatIf,
+    workload: Workload,
+    objective: Objective,
+    *,
+    share: float,
+    buckets: int,
+    progress: Callable[[str, int, int], None],
+) -> list[Sized]:
+    """Every layout of the topology's devices that holds the model, the cheapest that is in time first.
+
+    For each, the fewest replicas with which `share` of the requests meet the objective are looked for, with many rows
+    and a fine ladder; then it gets as many rows as were used and the ladder of at most `buckets` that suits its
+    iterations best, and is served again. Where that is not enough any more, a replica is added.
+    """
+    engine = dataclasses.replace(
+        whatif.engine, max_rows=_ROWS, buckets=None, token_budget=None, target_tpot=objective.tpot, in_flight=None
+    )
+    candidates, left_out = search(dataclasses.replace(whatif, engine=engine), progress)
+    if not candidates:
+        reasons = ", ".join(f"{count} x {reason}" for reason, count in left_out.items())
+        raise ValueError(
+            f"{whatif.name} does not fit on {whatif.topology} in any way{': ' if reasons else ''}{reasons}"
+        )
+    layouts = {(each.plan.whatif.engine.tensor, each.plan.whatif.engine.stages): each for each in reversed(candidates)}
+    coming, found = arrivals(workload), []
+    for done, each in enumerate(layouts.values()):
+        progress("simulating", done, len(layouts))
+        in_flight = each.plan.whatif.engine.stages if each.plan.whatif.engine.stages > 1 else None
+        config = dataclasses.replace(each.plan.whatif.engine, buckets=_GRID, in_flight=in_flight)
+        found.append(_sized(each.plan, each.rules, config, coming, objective, share, buckets))
+    progress("simulating", len(layouts), len(layouts))
+    return sorted(found, key=lambda each: (not each.enough, each.device_hours if each.enough else -each.share))
+
+
+def _sized(
+    plan: Plan,
+    rules: str,
+    config: EngineConfig,
+    coming: Sequence[Arrival],
+    objective: Objective,
+    share: float,
+    buckets: int,
+) -> Sized:
+    most = plan.whatif.topology.num_devices // (config.tensor * config.stages)
+    rough = _system(plan, config)
+
+    def serve(system: System, replicas: int) -> tuple[float, Served]:
+        served = dataclasses.replace(system, replicas=replicas).serve(coming)
+        return objective.share(served.outcomes), served
+
+    low, high, kept = 1, most, serve(rough, most)
+    if kept[0] >= share:
+        while low < high:  # the fewest that are enough
+            middle = (low + high) // 2
+            tried = serve(rough, middle)
+            if tried[0] >= share:
+                high, kept = middle, tried
+            else:
+                low = middle + 1
+    replicas, seconds = high, {bucket.size: bucket.milliseconds for bucket in rough.costs}
+    while True:
+        rows = -(-kept[1].rows // 8) * 8
+        sizes = Counter[int]()
+        for tokens, count in kept[1].sizes.items():
+            sizes[_GRID[bisect_left(_GRID, tokens)]] += count
+        ladder = best_ladder(sizes, seconds.__getitem__, buckets)
+        tuned = dataclasses.replace(config, max_rows=rows, buckets=ladder)
+        reached, served = serve(_system(plan, tuned), replicas)
+        if reached >= share or replicas == most:
+            break
+        replicas += 1
+        kept = serve(rough, replicas)
+    return Sized(
+        plan=plan,
+        rules=rules,
+        replicas=replicas,
+        config=tuned,
+        enough=reached >= share,
+        share=reached,
+        served=served,
+    )
+
+
+def _system(plan: Plan, config: EngineConfig) -> System:
+    return system_of(dataclasses.replace(plan, whatif=dataclasses.replace(plan.whatif, engine=config)), replicas=1)
+
+
+def as_json(sized: Sized, price: float | None) -> dict[str, Any]:
+    """A layout for programs."""
+    first = Distribution.of(1e3 * each.first_token for each in sized.served.outcomes if each.token_times)
+    between = Distribution.of(1e3 * tpot(each) for each in sized.served.outcomes if len(each.token_times) > 1)
+    return {
+        "tensor": sized.config.tensor,
+        "stages": sized.config.stages,
+        "rules": sized.rules,
+        "replicas": sized.replicas,
+        "devices": sized.devices,
+        "enough": sized.enough,
+        "in_time": sized.share,
+        "slots": sized.plan.slots,
+        "rows": sized.config.max_rows,
+        "buckets": sized.config.buckets,
+        "ttft_p95_ms": first and first.p95,
+        "tpot_p95_ms": between and between.p95,
+        "use": sized.served.use,
+        "padding": 1 - sized.served.carried / sized.served.padded,
+        "device_hours_per_million": sized.device_hours,
+        "device_hours_per_million_total": sized.device_hours_total,
+        "cost_per_million": None if price is None else price * sized.device_hours,
+        "cost_per_million_total": None if price is None else price * sized.device_hours_total,
+    }
+
+
+def show(found: Sequence[Sized], price: float | None, out: Console) -> None:
+    """Prints a row a layout, the best one first, and how to start it."""
+    cost = "device hours" if price is None else "cost"
+    columns = ("tensor x stages x replicas", "devices", "in time", "ttft p95 ms", "tpot p95 ms", "slots", "rows")
+    columns += ("in use", "padding", f"{cost} / M generated", f"{cost} / M tokens", "buckets")
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in columns:
+        table.add_column(column, justify="left" if column == "buckets" else "right")
+    scale = 1.0 if price is None else price
+    for each in found:
+        told = as_json(each, price)
+        layout = f"{each.config.tensor} x {each.config.stages} x {each.replicas}"
+        table.add_row(
+            layout + (f" ({each.rules})" if each.rules else ""),
+            str(each.devices),
+            f"{each.share:.1%}" + ("" if each.enough else " (too few)"),
+            *("-" if told[name] is None else f"{told[name]:,.0f}" for name in ("ttft_p95_ms", "tpot_p95_ms")),
+            f"{each.plan.slots:,}",
+            str(each.config.max_rows),
+            f"{told['use']:.0%}",
+            f"{told['padding']:.1%}",
+            f"{scale * each.device_hours:,.2f}",
+            f"{scale * each.device_hours_total:,.3f}",
+            ",".join(map(str, each.config.buckets or ())),
+        )
+    out.print(table)
+    best = found[0]
+    if not best.enough:
+        out.print("[bold]no layout serves the share asked for in time: take more or faster devices[/bold]")
+        return
+    config = best.config
+    flags = f"--tensor {config.tensor} --stages {config.stages} --max-rows {config.max_rows}"
+    flags += (
+        f" --buckets {','.join(map(str, config.buckets or ()))} --target-tpot {1e3 * (config.target_tpot or 0):g}ms"
+    )
+    flags += f" --in-flight {config.in_flight}" if config.in_flight else ""
+    out.print(f"the cheapest in time, {best.replicas} of: jaxserve serve --model ... {flags}")
+
+
+def plot(found: Sequence[Sized], objective: Objective, price: float | None, title: str, path: Path) -> None:
+    """Draws what each layout costs and how many requests it serves in time."""
+    figure = Figure(figsize=(8.5, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axis = figure.subplots()
+    scale = 1.0 if price is None else price
+    for each in found:
+        label = f"{each.config.tensor} x {each.config.stages} x {each.replicas}"
+        x, y = scale * each.device_hours, 100 * each.share
+        axis.plot([x], [y], "o" if each.enough else "x", color="#1b5e20" if each.enough else "#c23b22", markersize=8)
+        axis.annotate(label, (x, y), textcoords="offset points", xytext=(7, -3), fontsize=9)
+    axis.set_xlabel(f"{'device hours' if price is None else 'cost'} of a million generated tokens")
+    axis.set_ylabel(f"% of requests in time ({objective})")
+    axis.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+    axis.set_ylim(min(0.9 * 100 * min(each.share for each in found), 90), 101)
+    axis.margins(x=0.15)
+    axis.set_title(f"{title}\ntensor x stages x replicas; cross: not enough", fontsize=10)
+    axis.grid(alpha=0.3)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,177 @@
+"""An engine without its devices: what its settings, a model's loads and a topology come to, serving arrivals."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from jaxserve.bench.report import Outcome
+from jaxserve.buckets import BucketCost
+from jaxserve.config import EngineConfig
+from jaxserve.iteration import IterationPlan
+from jaxserve.scheduler import Scheduler
+from jaxserve.scheduling import make_scheduler
+from jaxserve.simulate import clock
+from jaxserve.simulate.clock import EOS, Arrival, Device, Host, StageSeconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class System:
+    """Everything that decides how arrivals are served.
+
+    Attributes:
+      seconds: of an iteration in each stage.
+      costs: of the buckets.
+      slots: of each replica.
+      replicas: copies of the whole, which arrivals go to in turn.
+    """
+
+    config: EngineConfig
+    seconds: StageSeconds
+    costs: tuple[BucketCost, ...]
+    slots: int
+    block_size: int
+    max_context: int
+    host: Host | None = None
+    replicas: int = 1
+
+    def serve(self, coming: Sequence[Arrival]) -> Served:
+        """Serves every arrival (ascending in time)."""
+        served = Served(slots=self.slots, stages=self.config.stages * self.replicas)
+        for replica in range(self.replicas):
+            share = coming[replica :: self.replicas]
+            if not share:
+                continue
+            scheduler = make_scheduler(
+                self.config,
+                self.costs,
+                n_blocks=self.slots // self.block_size,
+                block_size=self.block_size,
+                max_context=self.max_context,
+                eos_token_ids=frozenset({EOS}),
+            )
+            device = Device(self.seconds, self.config.stages)
+            watcher = _Watcher(served, scheduler)
+            most = self.config.in_flight or self.config.stages + 1
+            served.outcomes += clock.run(
+                share, scheduler, device, in_flight=most, host=self.host, watch=watcher.launched
+            )
+            served.preemptions += scheduler.preemptions
+            served.busy += sum(device.busy)
+            served.series = served.series or watcher.series
+        return served
+
+
+@dataclass(slots=True, kw_only=True)
+class Served:
+    """What came of it, all replicas together.
+
+    Attributes:
+      stages: of all replicas.
+      sizes: iterations by the tokens in them, padding left out.
+      rows: most requests in an iteration.
+      padded / carried: tokens of buckets, and of those that were not padding.
+      cached: prompt tokens found in the prefix cache.
+      held / promised: slots with a request's tokens, and those with what is set aside for it, times seconds.
+      seconds: that these were watched for.
+      busy: seconds that all stages worked.
+      series: of the first replica, (time, slots held, slots held and promised) a few hundred times.
+    """
+
+    slots: int
+    stages: int
+    outcomes: list[Outcome] = field(default_factory=list)
+    sizes: Counter[int] = field(default_factory=Counter)
+    rows: int = 0
+    padded: int = 0
+    carried: int = 0
+    cached: int = 0
+    held: float = 0.0
+    promised: float = 0.0
+    seconds: float = 0.0
+    busy: float = 0.0
+    preemptions: int = 0
+    series: list[tuple[float, int, int]] = field(default_factory=list)
+
+    @property
+    def duration(self) -> float:
+        """Seconds from the first arrival to the last token."""
+        served = [each for each in self.outcomes if each.token_times]
+        if not served:
+            return 0.0
+        return max(each.token_times[-1] for each in served) - min(each.arrival for each in self.outcomes)
+
+    @property
+    def generated(self) -> int:
+        """Tokens."""
+        return sum(len(each.token_times) for each in self.outcomes)
+
+    @property
+    def use(self) -> float:
+        """Share of the time that a stage works."""
+        return self.busy / self.stages / self.duration if self.duration else 0.0
+
+
+class _Watcher:
+    """Adds up what each iteration of a replica carried, and how full the pool was meanwhile."""
+
+    def __init__(self, served: Served, scheduler: Scheduler) -> None:
+        self._served = served
+        self._pool = scheduler.pool
+        self._before = 0.0
+        self._every = 1
+        self._count = 0
+        self.series: list[tuple[float, int, int]] = []
+
+    def launched(self, plan: IterationPlan, landing: float) -> None:
+        served, pool = self._served, self._pool
+        tokens, held, promised = plan.num_tokens, pool.slots_held, pool.slots_used
+        served.sizes[tokens] += 1
+        served.rows = max(served.rows, len(plan.chunks))
+        served.padded += plan.bucket
+        served.carried += tokens
+        served.cached += pool.block_size * sum(len(each.blocks) for each in plan.admissions)
+        span, self._before = landing - self._before, landing
+        served.held += span * held
+        served.promised += span * promised
+        served.seconds += span
+        self._count += 1
+        if self._count % self._every == 0:
+            self.series.append((landing, held, promised))
+            if len(self.series) == 1000:
+                self.series, self._every = self.series[1::2], 2 * self._every
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objective:
+    """What a request has to meet to count, in seconds.
+
+    Attributes:
+      ttft: from arrival to the first token.
+      tpot: between tokens, the mean over the request.
+    """
+
+    ttft: float
+    tpot: float
+
+    def __str__(self) -> str:
+        return f"ttft {1e3 * self.ttft:g} ms, tpot {1e3 * self.tpot:g} ms"
+
+    def met(self, outcome: Outcome) -> bool:
+        """Whether a request was served in time."""
+        if outcome.error is not None or not outcome.token_times:
+            return False
+        return outcome.first_token <= self.ttft and tpot(outcome) <= self.tpot
+
+    def share(self, outcomes: Sequence[Outcome]) -> float:
+        """Share of requests that were."""
+        return float(np.mean([self.met(each) for each in outcomes]))
+
+
+def tpot(outcome: Outcome) -> float:
+    """Mean seconds between the tokens of a request; 0 of a single one."""
+    times = outcome.token_times
+    return (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 0.0
