@@ -62,7 +62,6 @@ def add_trace_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("traffic and devices")
     group.add_argument("--model", metavar="NAME|FILE|DIR", help="name, config.json or checkpoint")
     group.add_argument("--topology", metavar="h100:8", help="devices")
-    group.add_argument("--replicas", type=int, metavar="R", default=1, help="copies of the whole (default: 1)")
     group.add_argument(
         "--slo",
         type=_slo,
@@ -81,7 +80,7 @@ def add_trace_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Returns 0."""
-    for name in ("requests", "seeds", "replicas", "client_max_tokens"):
+    for name in ("requests", "seeds", "client_max_tokens"):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
