@@ -18,7 +18,6 @@ from pallas_kernels import int8, tpu_decodes, tpu_prompts
 from pallas_kernels.api import AttentionBatch, AttentionShape
 from pallas_kernels.tpu_layout import (
     BFLOAT16,
-    CORES,
     INT8,
     LANES,
     Pool,
@@ -30,7 +29,7 @@ from pallas_kernels.tpu_layout import (
 )
 
 _MOST_SLOTS = 128  # of a block, by default
-_BUFFER_BYTES = 8 * 2**20  # of keys and values on their way to the decode kernel; v4 has 16 MiB of such memory a core
+_BUFFER_BYTES = 7 * 2**20  # of keys and values on their way to a kernel, which has 16 MiB in all
 
 
 class Geometry(NamedTuple):
@@ -63,9 +62,11 @@ class TpuBackend:
     """The backend.
 
     Attributes:
+      cut: how to cut the work; None for what is best known for the shape.
       interpret: `pltpu.InterpretParams` where there is no TPU to run on.
     """
 
+    cut: Geometry | None = None
     interpret: Any = False
 
     @property
@@ -112,6 +113,8 @@ class TpuBackend:
 
     def geometry(self, shape: AttentionShape, n_tokens: int) -> Geometry:
         """How the kernels cut the work of a bucket."""
+        if self.cut is not None:
+            return self.cut
         size = shape.block_size
         unit_slots = size * max(1, _MOST_SLOTS // size)
         units = max(1, min(4, _BUFFER_BYTES // (2 * unit_slots * _slot_bytes(shape))))

@@ -11,10 +11,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -74,6 +75,22 @@ def slopes_of_rows(slopes: jax.Array, shape: AttentionShape) -> jax.Array:
     return jnp.broadcast_to(rows, (len(groups), one.rows, LANES))
 
 
+class _Scratch(NamedTuple):
+    """What a core works in; `units` places, or twice as many, for what comes in and goes out."""
+
+    blocks: Pool  # [2, units, 2, slots, lanes] and [2, units, slots / block_size, 2, scale_rows, block_size]
+    new: Pool  # [units, 2, slot_tile, lanes] and [units, 2, scale_rows, block_size]
+    rows: Any  # [2 * units, ...]
+    out: Any  # [units, group, lanes]
+    maximum: Any  # [groups, rows, 128], the same in all lanes; likewise the sum
+    total: Any
+    acc: Any  # [groups, rows, lanes of a group]
+    block_sems: Any  # [2, units]
+    row_sems: Any  # [2 * units]
+    out_sems: Any  # [units]; likewise the other
+    new_sems: Any
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kernel:
     """The kernel's static side; `__call__` is its body."""
@@ -83,18 +100,13 @@ class _Kernel:
     units: int
     slots: int
 
-    def __call__(self, bounds, kv_lens, tables, first_block, rows, *refs):
-        shape = self.shape
-        has_scales, size = shape.pool_dtype == jnp.int8, shape.block_size
-        refs = iter(refs)
-        slopes = next(refs) if shape.alibi else None
-        for _ in range(1 + has_scales):
-            next(refs)  # the pool as an operand: the result aliases it
-        out, kv = next(refs), next(refs)
-        scales = next(refs) if has_scales else None
-        kv_buf, row_buf, out_buf, new_buf = (next(refs) for _ in range(4))
-        scale_buf, new_scale_buf = (next(refs), next(refs)) if has_scales else (None, None)
-        maximum, total, acc, kv_sems, row_sems, out_sems, new_sems = refs
+    def __call__(
+        self, bounds, kv_lens, tables, first_block, rows, slopes, _pool: Pool, out, pool: Pool, scratch: _Scratch
+    ):
+        shape, size = self.shape, self.shape.block_size
+        kv_buf, scale_buf = scratch.blocks
+        new_buf, new_scale_buf = scratch.new
+        row_buf, out_buf, maximum, total, acc = scratch.rows, scratch.out, scratch.maximum, scratch.total, scratch.acc
         groups, units, group = head_groups(shape), self.units, shape.group
         core = pl.program_id(0)
         low, high = bounds[core], bounds[core + 1]
@@ -117,7 +129,7 @@ class _Kernel:
             @pl.when((row < high) & (step == 0))
             def _():
                 ring = lax.rem(row - low, 2 * units)
-                act(pltpu.make_async_copy(rows.at[row], row_buf.at[ring], row_sems.at[ring]))
+                act(pltpu.make_async_copy(rows.at[row], row_buf.at[ring], scratch.row_sems.at[ring]))
 
             for b in range(blocks):
                 column = step * blocks + b
@@ -125,10 +137,10 @@ class _Kernel:
                 @pl.when((row < high) & (column * size < kv_lens[row]))
                 def _(b=b, column=column):
                     block = block_of(row, column)
-                    sem = kv_sems.at[side, unit]
-                    act(pltpu.make_async_copy(kv.at[block], kv_buf.at[side, unit, :, pl.ds(b * size, size)], sem))
-                    if scales is not None:
-                        act(pltpu.make_async_copy(scales.at[block], scale_buf.at[side, unit, b], sem))
+                    sem = scratch.block_sems.at[side, unit]
+                    act(pltpu.make_async_copy(pool.kv.at[block], kv_buf.at[side, unit, :, pl.ds(b * size, size)], sem))
+                    if pool.scales is not None:
+                        act(pltpu.make_async_copy(pool.scales.at[block], scale_buf.at[side, unit, b], sem))
 
         def start(side, row, step):
             for unit in range(units):
@@ -139,7 +151,7 @@ class _Kernel:
         def of_ring(row, act):
             """Lets `act` have every copy that takes a row's results out."""
             ring = lax.rem(row - low, units)
-            act(pltpu.make_async_copy(out_buf.at[ring], out.at[row], out_sems.at[ring]))
+            act(pltpu.make_async_copy(out_buf.at[ring], out.at[row], scratch.out_sems.at[ring]))
             of_new(row, act)
 
         def of_new(row, act):
@@ -148,9 +160,9 @@ class _Kernel:
             block = block_of(row, lax.div(last, size))
             inside = lax.rem(last, size)
             place = pl.ds(pl.multiple_of(inside - lax.rem(inside, tile), tile), tile)
-            act(pltpu.make_async_copy(new_buf.at[ring], kv.at[block, :, place], new_sems.at[ring]))
-            if scales is not None:
-                act(pltpu.make_async_copy(new_scale_buf.at[ring], scales.at[block], new_sems.at[ring]))
+            act(pltpu.make_async_copy(new_buf.at[ring], pool.kv.at[block, :, place], scratch.new_sems.at[ring]))
+            if pool.scales is not None:
+                act(pltpu.make_async_copy(new_scale_buf.at[ring], pool.scales.at[block], scratch.new_sems.at[ring]))
 
         def add_token(side, row, step, unit):
             """Puts the row's token into its slot, here and in the pool, and zeros in place of values after it."""
@@ -173,7 +185,7 @@ class _Kernel:
                 kv_buf[side, unit, 1, place] = jnp.zeros((tile, kv_buf.shape[-1]), kv_buf.dtype)
 
             lax.fori_loop(lax.div(first, tile) + 1, slots // tile, clear, None)
-            if scales is not None:
+            if scale_buf is not None:
                 self._add_scales(scale_buf, new_scale_buf, token, side, unit, ring, slot)
             of_new(row, lambda copy: copy.start())
 
@@ -224,7 +236,7 @@ class _Kernel:
                 for j in range(group):
                     mine = jnp.sum(jnp.where(masks[which][j], result, 0.0), axis=0, keepdims=True)
                     out_buf[ring, j : j + 1, place.start : place.start + place.lanes] = mine
-            act = pltpu.make_async_copy(out_buf.at[ring], out.at[row], out_sems.at[ring])
+            act = pltpu.make_async_copy(out_buf.at[ring], out.at[row], scratch.out_sems.at[ring])
             act.start()
 
         def iteration(i, carry):
@@ -345,55 +357,49 @@ def attend(
     Returns:
       (float32[C, group, lanes], pool); rows past the last decode hold anything.
     """
-    n_chunks, has_scales = rows.shape[0], pool.scales is not None
-    lanes, size, dtype = lanes_of(shape), shape.block_size, shape.pool_dtype
+    n_chunks, lanes, size, dtype = rows.shape[0], lanes_of(shape), shape.block_size, shape.pool_dtype
     groups = head_groups(shape)
-    tile, blocks = slot_tile(dtype), slots // size
-    anywhere, vmem = pl.BlockSpec(memory_space=pl.ANY), pl.BlockSpec(memory_space=pltpu.VMEM)
-    operands = [rows]
-    in_specs = [anywhere]
-    if shape.alibi:
-        assert slopes is not None
-        operands.append(slopes_of_rows(slopes, shape))
-        in_specs.append(vmem)
-    leaves = [pool.kv] + ([pool.scales] if has_scales else [])
-    n_scalars = 4
-    aliases = {n_scalars + len(operands) + i: 1 + i for i in range(len(leaves))}
     state = (len(groups), groups[0].rows)
-    scratch = [
-        pltpu.VMEM((2, units, 2, slots, lanes), dtype),
-        pltpu.VMEM((2 * units, *rows.shape[1:]), jnp.float32),
-        pltpu.VMEM((units, shape.group, lanes), jnp.float32),
-        pltpu.VMEM((units, 2, tile, lanes), dtype),
-    ]
-    if has_scales:
-        scratch += [
-            pltpu.VMEM((2, units, blocks, 2, scale_rows(shape), size), jnp.float32),
-            pltpu.VMEM((units, 2, scale_rows(shape), size), jnp.float32),
-        ]
-    scratch += [
-        pltpu.VMEM((*state, LANES), jnp.float32),
-        pltpu.VMEM((*state, LANES), jnp.float32),
-        pltpu.VMEM((*state, groups[0].lanes), jnp.float32),
-        pltpu.SemaphoreType.DMA((2, units)),
-        pltpu.SemaphoreType.DMA((2 * units,)),
-        pltpu.SemaphoreType.DMA((units,)),
-        pltpu.SemaphoreType.DMA((units,)),
-    ]
-    out, *leaves = pl.pallas_call(
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    pool_specs = jax.tree.map(lambda _: anywhere, pool)
+
+    def scratch(*sizes: int, dtype: Any = np.float32) -> Any:
+        return pltpu.VMEM(sizes, dtype)
+
+    def scales(*sizes: int) -> Any:
+        return None if pool.scales is None else scratch(*sizes, 2, scale_rows(shape), size)
+
+    slopes = None if slopes is None else slopes_of_rows(slopes, shape)
+    n_before = 5 + (slopes is not None)  # operands before the pool
+    return pl.pallas_call(
         _Kernel(shape=shape, scale=scale, units=units, slots=slots),
-        out_shape=[jax.ShapeDtypeStruct((n_chunks, shape.group, lanes), jnp.float32)]
-        + [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves],
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=n_scalars,
-            grid=(CORES,),
-            in_specs=in_specs + [anywhere] * len(leaves),
-            out_specs=[anywhere] * (1 + len(leaves)),
-            scratch_shapes=scratch,
+        out_shape=(
+            jax.ShapeDtypeStruct((n_chunks, shape.group, lanes), jnp.float32),
+            jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), pool),
         ),
-        input_output_aliases=aliases,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=4,
+            grid=(CORES,),
+            in_specs=(anywhere, None if slopes is None else pl.BlockSpec(memory_space=pltpu.VMEM), pool_specs),
+            out_specs=(anywhere, pool_specs),
+            scratch_shapes=[
+                _Scratch(
+                    blocks=Pool(scratch(2, units, 2, slots, lanes, dtype=dtype), scales(2, units, slots // size)),
+                    new=Pool(scratch(units, 2, slot_tile(dtype), lanes, dtype=dtype), scales(units)),
+                    rows=scratch(2 * units, *rows.shape[1:]),
+                    out=scratch(units, shape.group, lanes),
+                    maximum=scratch(*state, LANES),
+                    total=scratch(*state, LANES),
+                    acc=scratch(*state, groups[0].lanes),
+                    block_sems=pltpu.SemaphoreType.DMA((2, units)),
+                    row_sems=pltpu.SemaphoreType.DMA((2 * units,)),
+                    out_sems=pltpu.SemaphoreType.DMA((units,)),
+                    new_sems=pltpu.SemaphoreType.DMA((units,)),
+                )
+            ],
+        ),
+        input_output_aliases={n_before + i: 1 + i for i in range(len(jax.tree.leaves(pool)))},
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
         interpret=interpret,
         name="attention_decodes",
-    )(bounds, kv_lens, tables, first_block, *operands, *leaves)
-    return out, Pool(*leaves)
+    )(bounds, kv_lens, tables, first_block, rows, slopes, pool)

@@ -7,13 +7,13 @@ the tile's result at the end. Copies run one step ahead of the sums, across step
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -49,6 +49,21 @@ def out_lanes(shape: AttentionShape) -> int:
 # Attending.
 
 
+class _Scratch(NamedTuple):
+    """What a core works in: two places for what comes in and goes out; a head's queries and its softmax."""
+
+    blocks: Pool  # [2, 2, slots, window] and [2, slots / block_size, 2, scale_rows, block_size]
+    queries: Any  # [2, group, tile, out_lanes]; likewise the results
+    out: Any
+    query: Any  # [rows, window]
+    maximum: Any  # [rows, 128], the same in all lanes; likewise the sum
+    total: Any
+    acc: Any  # [rows, window]
+    block_sems: Any  # [2]; likewise the others
+    query_sems: Any
+    out_sems: Any
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Attend:
     """The kernel's static side; `__call__` is its body."""
@@ -58,16 +73,14 @@ class _Attend:
     tile: int
     slots: int
 
-    def __call__(self, bounds, offsets, kv_lens, tables, first_block, tile_chunks, *refs):
+    def __call__(
+        self, bounds, offsets, kv_lens, tables, first_block, tile_chunks, slopes, q, pool: Pool, out, scratch: _Scratch
+    ):
         shape, tile, slots = self.shape, self.tile, self.slots
-        has_scales, size, dim, group = shape.pool_dtype == jnp.int8, shape.block_size, shape.head_dim, shape.group
-        refs = iter(refs)
-        slopes = next(refs) if shape.alibi else None
-        q, kv = next(refs), next(refs)
-        scales = next(refs) if has_scales else None
-        out, kv_buf = next(refs), next(refs)
-        scale_buf = next(refs) if has_scales else None
-        q_buf, out_buf, query, maximum, total, acc, kv_sems, q_sems, out_sems = refs
+        size, dim, group = shape.block_size, shape.head_dim, shape.group
+        kv_buf, scale_buf = scratch.blocks
+        q_buf, out_buf, query = scratch.queries, scratch.out, scratch.query
+        maximum, total, acc = scratch.maximum, scratch.total, scratch.acc
         blocks, heads, rows, lanes = slots // size, shape.num_kv_heads, group * tile, window(shape)
         operand = operand_dtype(shape)
         n_decodes, n_tokens = bounds[0], bounds[1]
@@ -106,18 +119,18 @@ class _Attend:
                 @pl.when(column * size <= last)
                 def _(b=b, column=column):
                     block = tables[chunk * shape.max_blocks + column] + first_block[0]
-                    source = kv.at[block, :, :, pl.ds(lane_of(head), lanes)]
-                    act(pltpu.make_async_copy(source, kv_buf.at[side, :, pl.ds(b * size, size)], kv_sems.at[side]))
-                    if scales is not None:
-                        act(pltpu.make_async_copy(scales.at[block], scale_buf.at[side, b], kv_sems.at[side]))
+                    source, sem = pool.kv.at[block, :, :, pl.ds(lane_of(head), lanes)], scratch.block_sems.at[side]
+                    act(pltpu.make_async_copy(source, kv_buf.at[side, :, pl.ds(b * size, size)], sem))
+                    if pool.scales is not None:
+                        act(pltpu.make_async_copy(pool.scales.at[block], scale_buf.at[side, b], sem))
 
         def of_queries(side, at, head):
             place = pl.ds(pl.multiple_of(at * tile, tile), tile)
-            return pltpu.make_async_copy(q.at[head, :, place], q_buf.at[side], q_sems.at[side])
+            return pltpu.make_async_copy(q.at[head, :, place], q_buf.at[side], scratch.query_sems.at[side])
 
         def of_results(side, at, head):
             place = pl.ds(pl.multiple_of(at * tile, tile), tile)
-            return pltpu.make_async_copy(out_buf.at[side], out.at[head, :, place], out_sems.at[side])
+            return pltpu.make_async_copy(out_buf.at[side], out.at[head, :, place], scratch.out_sems.at[side])
 
         def begin_chunk(turn, head):
             """The head's queries, moved to its lanes of the window; an empty softmax."""
@@ -142,7 +155,7 @@ class _Attend:
             slot = lax.broadcasted_iota(jnp.int32, values.shape, 0) + step * slots
             values = jnp.where(slot <= last, values.astype(jnp.float32), 0.0).astype(operand)
             scores = dot(query[...], keys, transposed=True) * self.scale  # [rows, slots]
-            if has_scales:
+            if scale_buf is not None:
                 scores *= self._scales_of(scale_buf, side, 0, head)
             position = lax.broadcasted_iota(jnp.int32, scores.shape, 1) + step * slots
             if slopes is not None:
@@ -156,7 +169,7 @@ class _Attend:
             maximum[...] = jnp.broadcast_to(raised, maximum.shape)
             added = total[:, :1] * shrink + jnp.sum(weights, axis=1, keepdims=True)
             total[...] = jnp.broadcast_to(added, total.shape)
-            if has_scales:
+            if scale_buf is not None:
                 weights = jnp.where(visible, weights * self._scales_of(scale_buf, side, 1, head), 0.0)
             acc[...] = acc[...] * shrink + dot(weights.astype(operand), values)
 
@@ -274,39 +287,67 @@ def attend(
     Returns:
       float32 of the same shape; tokens that are not of these chunks hold anything.
     """
-    has_scales, size, lanes = pool.scales is not None, shape.block_size, window(shape)
-    rows = shape.group * tile
+    size, lanes, rows = shape.block_size, window(shape), shape.group * tile
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
-    operands, in_specs = [], []
-    if shape.alibi:
-        operands, in_specs = [slopes], [pl.BlockSpec(memory_space=pltpu.SMEM)]
-    operands += [q, pool.kv] + ([pool.scales] if has_scales else [])
-    in_specs += [anywhere] * (2 + has_scales)
-    scratch = [pltpu.VMEM((2, 2, slots, lanes), shape.pool_dtype)]
-    if has_scales:
-        scratch.append(pltpu.VMEM((2, slots // size, 2, scale_rows(shape), size), jnp.float32))
-    scratch += [
-        pltpu.VMEM((2, shape.group, tile, out_lanes(shape)), q.dtype),
-        pltpu.VMEM((2, shape.group, tile, out_lanes(shape)), jnp.float32),
-        pltpu.VMEM((rows, lanes), operand_dtype(shape)),
-        pltpu.VMEM((rows, LANES), jnp.float32),
-        pltpu.VMEM((rows, LANES), jnp.float32),
-        pltpu.VMEM((rows, lanes), jnp.float32),
-        *[pltpu.SemaphoreType.DMA((2,))] * 3,
-    ]
+
+    def scratch(*sizes: int, dtype: Any = np.float32) -> Any:
+        return pltpu.VMEM(sizes, dtype)
+
+    scales = None if pool.scales is None else scratch(2, slots // size, 2, scale_rows(shape), size)
     return pl.pallas_call(
         _Attend(shape=shape, scale=scale, tile=tile, slots=slots),
         out_shape=jax.ShapeDtypeStruct(q.shape, jnp.float32),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=6, grid=(CORES,), in_specs=in_specs, out_specs=anywhere, scratch_shapes=scratch
+            num_scalar_prefetch=6,
+            grid=(CORES,),
+            in_specs=(
+                None if slopes is None else pl.BlockSpec(memory_space=pltpu.SMEM),
+                anywhere,
+                jax.tree.map(lambda _: anywhere, pool),
+            ),
+            out_specs=anywhere,
+            scratch_shapes=[
+                _Scratch(
+                    blocks=Pool(scratch(2, 2, slots, lanes, dtype=shape.pool_dtype), scales),
+                    queries=scratch(2, shape.group, tile, out_lanes(shape), dtype=q.dtype),
+                    out=scratch(2, shape.group, tile, out_lanes(shape)),
+                    query=scratch(rows, lanes, dtype=operand_dtype(shape)),
+                    maximum=scratch(rows, LANES),
+                    total=scratch(rows, LANES),
+                    acc=scratch(rows, lanes),
+                    block_sems=pltpu.SemaphoreType.DMA((2,)),
+                    query_sems=pltpu.SemaphoreType.DMA((2,)),
+                    out_sems=pltpu.SemaphoreType.DMA((2,)),
+                )
+            ],
         ),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
         interpret=interpret,
         name="attention_prompts",
-    )(bounds, offsets, kv_lens, tables, first_block, tile_chunks, *operands)
+    )(bounds, offsets, kv_lens, tables, first_block, tile_chunks, slopes, q, pool)
 
 
 # Writing.
+
+
+class _Writing(NamedTuple):
+    """What is worked in: two places for a block's new slots and for the block."""
+
+    given: Pool  # [2, 2, block_size + slot_tile, lanes] and [2, 2, scale_rows, block_size in whole tiles + 128]
+    block: Pool  # [2, 2, block_size, lanes] and [2, 2, scale_rows, block_size]
+    in_sems: Any  # [2]; likewise the other
+    out_sems: Any
+
+
+class _Leaf(NamedTuple):
+    """Keys and values, or their scales, wherever they are."""
+
+    new: Any
+    pool: Any
+    given: Any
+    block: Any
+    axis: int  # of a half's slots
+    multiple: int  # where on that axis a copy may begin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -315,12 +356,15 @@ class _Write:
 
     shape: AttentionShape
 
-    def __call__(self, bounds, offsets, kv_lens, tables, first_block, *refs):
+    def __call__(
+        self, bounds, offsets, kv_lens, tables, first_block, new: Pool, _pool: Pool, pool: Pool, scratch: _Writing
+    ):
         shape, size = self.shape, self.shape.block_size
-        has_scales = shape.pool_dtype == jnp.int8
-        n_leaves = 1 + has_scales
-        news, pools, bufs = refs[:n_leaves], refs[2 * n_leaves : 3 * n_leaves], refs[3 * n_leaves : -2]
-        in_sems, out_sems = refs[-2:]
+        leaves = [
+            _Leaf(*leaf, axis, slot_tile(shape.pool_dtype) if axis == 0 else LANES)
+            for axis, leaf in enumerate(zip(new, pool, scratch.given, scratch.block, strict=True))
+            if leaf[0] is not None
+        ]
         first_chunk, end_chunk = bounds[2], bounds[3]
 
         def after(chunk, column):
@@ -343,36 +387,34 @@ class _Write:
 
         def reads(side, chunk, column, act):
             block, token, begin, end = place(chunk, column)
-            for which, new in enumerate(news):
-                multiple = slot_tile(new.dtype) if which == 0 else LANES
-                length = bufs[2 * which].shape[2 + which]
-                aligned = pl.ds(pl.multiple_of(token - lax.rem(token, multiple), multiple), length)
-                source = new.at[:, aligned] if which == 0 else new.at[:, :, aligned]
-                act(pltpu.make_async_copy(source, bufs[2 * which].at[side], in_sems.at[side]))
+            for leaf in leaves:
+                length = leaf.given.shape[2 + leaf.axis]
+                aligned = pl.ds(pl.multiple_of(token - lax.rem(token, leaf.multiple), leaf.multiple), length)
+                source = leaf.new.at[:, aligned] if leaf.axis == 0 else leaf.new.at[:, :, aligned]
+                act(pltpu.make_async_copy(source, leaf.given.at[side], scratch.in_sems.at[side]))
 
                 @pl.when((begin > 0) | (end < size))
-                def _(which=which):
-                    act(pltpu.make_async_copy(pools[which].at[block], bufs[2 * which + 1].at[side], in_sems.at[side]))
+                def _(leaf=leaf):
+                    act(pltpu.make_async_copy(leaf.pool.at[block], leaf.block.at[side], scratch.in_sems.at[side]))
 
         def writes(side, chunk, column, act):
             block = place(chunk, column)[0]
-            for which, pool in enumerate(pools):
-                act(pltpu.make_async_copy(bufs[2 * which + 1].at[side], pool.at[block], out_sems.at[side]))
+            for leaf in leaves:
+                act(pltpu.make_async_copy(leaf.block.at[side], leaf.pool.at[block], scratch.out_sems.at[side]))
 
         def merge(side, chunk, column):
             _, token, begin, end = place(chunk, column)
-            for which, new in enumerate(news):
-                multiple = slot_tile(new.dtype) if which == 0 else LANES
-                shift = lax.rem(token, multiple)
+            for leaf in leaves:
+                shift = lax.rem(token, leaf.multiple)
                 for half in range(2):
-                    given = bufs[2 * which][side, half].astype(jnp.float32)
-                    length = given.shape[which]
-                    given = pltpu.roll(given, lax.rem(length - shift, length), which)
-                    given = given[:size] if which == 0 else given[:, :size]
-                    index = lax.broadcasted_iota(jnp.int32, given.shape, which)
-                    held = bufs[2 * which + 1][side, half]
-                    mine = (index >= begin) & (index < end)
-                    bufs[2 * which + 1][side, half] = jnp.where(mine, given, held.astype(jnp.float32)).astype(held.dtype)
+                    given = leaf.given[side, half].astype(jnp.float32)
+                    length = given.shape[leaf.axis]
+                    given = pltpu.roll(given, lax.rem(length - shift, length), leaf.axis)
+                    given = given[:size] if leaf.axis == 0 else given[:, :size]
+                    index = lax.broadcasted_iota(jnp.int32, given.shape, leaf.axis)
+                    held = leaf.block[side, half]
+                    merged = jnp.where((index >= begin) & (index < end), given, held.astype(jnp.float32))
+                    leaf.block[side, half] = merged.astype(held.dtype)
 
         def serve(carry):
             turn, chunk, column = carry
@@ -423,28 +465,33 @@ def write(
         [2, scale_rows, tokens], with a block before them and room for any block that begins among them.
       bounds: int32[4]. The last two are the chunks to write, from and to.
     """
-    size = shape.block_size
-    new_leaves, leaves = [[leaf for leaf in tree if leaf is not None] for tree in (new, pool)]
+    size, dtype, lanes, rows = shape.block_size, shape.pool_dtype, lanes_of(shape), scale_rows(shape)
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
-    tile = slot_tile(new.kv.dtype)
-    scratch = [
-        pltpu.VMEM((2, 2, size + tile, lanes_of(shape)), new.kv.dtype),
-        pltpu.VMEM((2, 2, size, lanes_of(shape)), shape.pool_dtype),
-    ]
-    if len(leaves) > 1:
-        width = round_up(size, LANES) + LANES
-        scratch += [pltpu.VMEM((2, 2, scale_rows(shape), n), jnp.float32) for n in (width, size)]
-    leaves = pl.pallas_call(
+    specs = jax.tree.map(lambda _: anywhere, pool)
+    n_leaves = len(jax.tree.leaves(pool))
+    given = pltpu.VMEM((2, 2, size + slot_tile(dtype), lanes), dtype)
+    block = pltpu.VMEM((2, 2, size, lanes), dtype)
+    given_scales = block_scales = None
+    if pool.scales is not None:
+        given_scales = pltpu.VMEM((2, 2, rows, round_up(size, LANES) + LANES), jnp.float32)
+        block_scales = pltpu.VMEM((2, 2, rows, size), jnp.float32)
+    return pl.pallas_call(
         _Write(shape=shape),
-        out_shape=[jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves],
+        out_shape=(jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), pool),),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=5,
-            in_specs=[anywhere] * (2 * len(leaves)),
-            out_specs=[anywhere] * len(leaves),
-            scratch_shapes=[*scratch, *[pltpu.SemaphoreType.DMA((2,))] * 2],
+            in_specs=(specs, specs),
+            out_specs=(specs,),
+            scratch_shapes=[
+                _Writing(
+                    given=Pool(given, given_scales),
+                    block=Pool(block, block_scales),
+                    in_sems=pltpu.SemaphoreType.DMA((2,)),
+                    out_sems=pltpu.SemaphoreType.DMA((2,)),
+                )
+            ],
         ),
-        input_output_aliases={5 + len(leaves) + i: i for i in range(len(leaves))},
+        input_output_aliases={5 + n_leaves + i: i for i in range(n_leaves)},
         interpret=interpret,
         name="attention_write",
-    )(bounds, offsets, kv_lens, tables, first_block, *new_leaves, *leaves)
-    return Pool(*leaves)
+    )(bounds, offsets, kv_lens, tables, first_block, new, pool)[0]
