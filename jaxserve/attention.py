@@ -24,24 +24,28 @@ def select(
     *,
     name: str,
     dtype: np.dtype,
+    pool_dtype: np.dtype | None,
     block_size: int | None,
     max_context: int,
     platform: str,
 ) -> tuple[api.Backend, api.AttentionShape, str]:
     """Picks the backend and the block size for a model.
 
+    Args:
+      pool_dtype: what keys and values are held in; None takes the backend's choice.
+
     Returns:
       (backend, shape, reason): the shape is that of one device of the mesh; the reason says in words why this backend.
 
     Raises:
-      ValueError: the heads do not divide over the mesh, or the named backend, or every backend, refuses this model or
-        block size; the message has the reason.
+      ValueError: the heads do not divide over the mesh, or the named backend, or every backend, refuses this model,
+        block size or pool; the message has the reason.
     """
     for heads in (config.num_heads, config.num_kv_heads):
         spec.resolve(("heads",), (heads,), mesh, name="attention", section="pool")
     parts = kv_cache.head_parts(mesh, spec)
 
-    def shape_in(pool_dtype: np.dtype) -> api.AttentionShape:
+    def shape_with(pool_dtype: np.dtype) -> api.AttentionShape:
         return api.AttentionShape(
             num_heads=config.num_heads // parts,
             num_kv_heads=config.num_kv_heads // parts,
@@ -51,8 +55,8 @@ def select(
             alibi=config.alibi,
         )
 
-    backend = api.select(name, shape_in(dtype), platform).backend
-    shape = shape_in(backend.default_pool_dtype(dtype, platform))
+    backend = api.select(name, shape_with(pool_dtype or dtype), platform).backend
+    shape = shape_with(pool_dtype or backend.default_pool_dtype(dtype, platform))
     shape = shape.with_blocks(block_size or backend.default_block_size(shape), max_context)
     backend, reason = api.select(name, shape, platform)
     return backend, shape, reason

@@ -92,10 +92,13 @@ class PackedPlan(NamedTuple):
     admissions: tuple[np.ndarray, ...]
 
 
-def pack(plan: IterationPlan, layout: BatchLayout) -> PackedPlan:
+def pack(plan: IterationPlan, layout: BatchLayout, n_blocks: int) -> PackedPlan:
     """Packs a plan: its chunks and table changes into int32[layout.size], and each admission.
 
     Room left over holds empty chunks (length 0) and changes of a row that does not exist, which the device drops.
+
+    Args:
+      n_blocks: blocks of the pool. Devices do not check what a block table names, so it is checked here.
     """
     packed = np.zeros(layout.size, np.int32)
     chunks, changes = _split(packed, layout)
@@ -103,8 +106,22 @@ def pack(plan: IterationPlan, layout: BatchLayout) -> PackedPlan:
     changes[:, 0] = layout.n_rows
     if plan.table_changes:
         changes[: len(plan.table_changes)] = np.array(plan.table_changes, np.int32)
+    _check_tables(plan, changes[: len(plan.table_changes)], layout, n_blocks)
     admissions = tuple(pack_admission(admission, layout) for admission in plan.admissions)
     return PackedPlan(packed, admissions)
+
+
+def _check_tables(plan: IterationPlan, changes: np.ndarray, layout: BatchLayout, n_blocks: int) -> None:
+    """Raises AssertionError where a plan has a block table name what is not there."""
+    there = f"there are {layout.n_rows} rows of {layout.max_blocks} entries and {n_blocks} blocks"
+    wild = ((changes < 0) | (changes >= (layout.n_rows, layout.max_blocks, n_blocks))).any(axis=1)
+    if wild.any():
+        row, column, block = changes[wild.argmax()].tolist()
+        raise AssertionError(f"plan {plan.sequence} sets entry {column} of row {row} to block {block}; {there}")
+    for admission in plan.admissions:
+        for block in admission.blocks:
+            if not 0 <= block < n_blocks:
+                raise AssertionError(f"plan {plan.sequence} gives row {admission.row} block {block}; {there}")
 
 
 def _split(packed, layout: BatchLayout):

@@ -8,6 +8,7 @@ from typing import Literal, get_args
 SlotPolicyName = Literal["reserve", "grow"]
 SchedulerName = Literal["iteration", "request"]
 DtypeName = Literal["auto", "float32", "bfloat16"]
+CacheDtypeName = Literal["auto", "float32", "bfloat16", "int8"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,6 +17,8 @@ class EngineConfig:
 
     Attributes:
       dtype: compute dtype of weights and activations; `auto` is float32 on a CPU and bfloat16 elsewhere.
+      kv_cache_dtype: what keys and values are held in; `auto` is the attention backend's choice, `int8` takes half the
+        memory of bfloat16 (one scale a token and head, `pallas_kernels.int8`).
       max_rows: requests in one batch at most (Orca's max batch size, OSDI'22 section 4.2).
       slots: tokens the KV pool holds; None sizes the pool from the device's memory.
       block_size: slots in a block; None takes the attention backend's choice.
@@ -39,6 +42,7 @@ class EngineConfig:
     """
 
     dtype: DtypeName = "auto"
+    kv_cache_dtype: CacheDtypeName = "auto"
     max_rows: int = 16
     slots: int | None = None
     block_size: int | None = None
@@ -59,7 +63,12 @@ class EngineConfig:
     compilation_cache: str | None = None
 
     def __post_init__(self) -> None:
-        for name, choices in (("dtype", DtypeName), ("slot_policy", SlotPolicyName), ("scheduler", SchedulerName)):
+        for name, choices in (
+            ("dtype", DtypeName),
+            ("kv_cache_dtype", CacheDtypeName),
+            ("slot_policy", SlotPolicyName),
+            ("scheduler", SchedulerName),
+        ):
             if getattr(self, name) not in get_args(choices):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(get_args(choices))}")
         for name in ("max_rows", "max_queued_requests", "max_queued_tokens", "tensor", "stages"):

@@ -135,7 +135,7 @@ class Engine:
 
     def _launch(self, plan: IterationPlan) -> None:
         scheduled = time.perf_counter()
-        packed = batch.pack(plan, self._pipeline.shape.layout(plan.bucket))
+        packed = batch.pack(plan, self._pipeline.shape.layout(plan.bucket), self._scheduler.pool.n_blocks)
         ready = time.perf_counter()
         self._pipeline.launch(plan, packed)
         self._cached_tokens += self.report.block_size * sum(len(a.blocks) for a in plan.admissions)

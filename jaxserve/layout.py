@@ -50,6 +50,7 @@ def lay_out(
         spec,
         name=config.attention,
         dtype=dtype,
+        pool_dtype=None if config.kv_cache_dtype == "auto" else jnp.dtype(config.kv_cache_dtype),
         block_size=config.block_size,
         max_context=context,
         platform=platform,

@@ -26,7 +26,7 @@ def bucket_costs(pipeline: Pipeline, n_blocks: int, progress: Progress) -> list[
     buckets = stages[0].buckets
     for done, bucket in enumerate(buckets, start=1):
         plan = _full_plan(pipeline.shape, bucket, n_blocks)
-        packed = pack(plan, pipeline.shape.layout(bucket))
+        packed = pack(plan, pipeline.shape.layout(bucket), n_blocks)
         finished = [time.perf_counter()]
         for _ in range(len(stages) + _RUNS):
             while pipeline.in_flight < len(stages):

@@ -47,6 +47,7 @@ class StartupReport:
     weight_bytes: int
     pool_bytes: int
     dtype: str
+    kv_cache_dtype: str
     attention: str
     attention_reason: str
     slots: int
@@ -171,6 +172,7 @@ def start(
         weight_bytes=sum(_bytes_held(runner.params) for runner in runners),
         pool_bytes=sum(_bytes_held(runner.pool) for runner in runners),
         dtype=str(_compute_dtype(config)),
+        kv_cache_dtype=str(shape.attention.pool_dtype),
         attention=shape.backend.name,
         attention_reason=attention_reason,
         slots=n_blocks * shape.attention.block_size,

@@ -73,7 +73,7 @@ def show(report: StartupReport, *, model: str) -> None:
         ("device", f"{report.device} ({report.platform}){_layout(report)}"),
         ("attention", f"{report.attention}: {report.attention_reason}"),
         ("memory", f"weights {_bytes(report.weight_bytes)}, pool {_bytes(report.pool_bytes)}"),
-        ("slots", f"{report.slots:,} in blocks of {report.block_size}"),
+        ("slots", f"{report.slots:,} in blocks of {report.block_size}, {report.kv_cache_dtype}"),
         ("batch", f"{report.max_rows} rows of up to {report.max_context:,} tokens"),
         ("start", f"load {report.load_seconds:.1f} s, compile and measure {report.compile_seconds:.1f} s"),
     ):

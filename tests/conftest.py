@@ -21,6 +21,10 @@ SHAPE_CHECKED = (
 install_import_hook(SHAPE_CHECKED, "beartype.beartype")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--seed", type=int, metavar="N", help="repeat the random inputs of a failed conformance test")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _compile_once(tmp_path_factory: pytest.TempPathFactory) -> None:
     jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compilation-cache")))

@@ -28,7 +28,6 @@ from jaxserve.bench import machine, report, shapes
 from jaxserve.bench.progress import Bars
 from jaxserve.config import DtypeName, EngineConfig
 from jaxserve.iteration import Admission, Chunk, IterationPlan, SamplerVariant
-from jaxserve.pipeline import Pipeline
 from jaxserve.request import SamplingParams
 from jaxserve.stage import Progress
 
@@ -139,7 +138,7 @@ def measure(
             started = startup.from_params(model_config, params, settings, progress)
         params, model_config = started.pipeline.params, started.pipeline.model.config
         for done, case in enumerate(group, start=1):
-            results[case] = Steps(case=case, milliseconds=time_case(started.pipeline, case, steps))
+            results[case] = Steps(case=case, milliseconds=time_case(started, case, steps))
             progress(f"timing steps ({max_rows} rows, {started.report.dtype})", done, len(group))
         memory = memory or Memory(
             peak_rss=machine.peak_rss(), weights=started.report.weight_bytes, pool=started.report.pool_bytes
@@ -150,13 +149,14 @@ def measure(
     return [results[case] for case in cases], memory
 
 
-def time_case(pipeline: Pipeline, case: Case, steps: int) -> list[float]:
+def time_case(started: startup.Started, case: Case, steps: int) -> list[float]:
     """Milliseconds between the completions of consecutive steps, the next always launched ahead as the engine does."""
+    pipeline, n_blocks = started.pipeline, started.scheduler.pool.n_blocks
     layout = pipeline.shape.layout(case.tokens)
     finished = []
     for index in range(WARM_UP + steps):
         plan = make_plan(case, index, WARM_UP + steps, layout.block_size, pipeline.model.config.vocab_size)
-        pipeline.launch(plan, pack(plan, layout))
+        pipeline.launch(plan, pack(plan, layout, n_blocks))
         if not pipeline.has_room:
             pipeline.wait()
             finished.append(time.perf_counter())

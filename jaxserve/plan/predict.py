@@ -101,6 +101,7 @@ class Plan:
     padding: Mapping[str, tuple[int, int]]
     memory: tuple[int, int]
     block_size: int
+    kv_cache_dtype: str
     slots: int
     stages: tuple[StagePlan, ...]
     buckets: tuple[BucketPlan, ...]
@@ -137,6 +138,7 @@ def predict(whatif: WhatIf) -> Plan:
         padding=whatif.padding(),
         memory=(memory, usable),
         block_size=attention.block_size,
+        kv_cache_dtype=str(attention.pool_dtype),
         slots=slots,
         stages=plans,
         buckets=tuple(_bucket(whatif, [each.load for each in held], tokens) for tokens in whatif.buckets),

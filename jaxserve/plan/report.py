@@ -58,7 +58,7 @@ def _show_memory(plan: Plan, out: Console) -> None:
     _section(out, title, table)
     each_one = f", in each of {replicas} replicas" if replicas > 1 else ""
     fit = f"{plan.requests:,} requests of {REQUEST:,} tokens{each_one}"
-    out.print(f"{plan.slots:,} slots in blocks of {plan.block_size} fit: {fit}")
+    out.print(f"{plan.slots:,} slots in blocks of {plan.block_size}, {plan.kv_cache_dtype}, fit: {fit}")
 
 
 def _show_collectives(plan: Plan, out: Console) -> None:
@@ -154,6 +154,7 @@ def as_json(plan: Plan, compiled: Sequence[CompiledStage] = ()) -> dict[str, Any
         "memory": plan.memory[0],
         "usable_memory": plan.memory[1],
         "block_size": plan.block_size,
+        "kv_cache_dtype": plan.kv_cache_dtype,
         "slots": plan.slots,
         "requests_of_2048": plan.requests,
         "context": whatif.context,

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import int8
+from tests.pallas_kernels.conftest import as_held, clear_of_ties
 
 
 def test_every_entry_is_within_half_a_step():
@@ -22,3 +24,11 @@ def test_zeros_stay_zeros_and_what_is_not_finite_stays_so():
     np.testing.assert_array_equal(back[0], 0)
     assert np.isnan(back[1:3]).all()
     np.testing.assert_allclose(back[3], [3.0, -1.5], rtol=0.01)
+
+
+def test_the_judge_rounds_as_the_pool_does(seed):
+    x = clear_of_ties(np.random.default_rng(seed).standard_normal((500, 3, 80)).astype(np.float32))
+    values, scales = jax.jit(int8.quantize)(x)
+    np.testing.assert_array_equal(
+        np.asarray(values, np.float64) * np.asarray(scales)[..., None], as_held(x, np.dtype(np.int8)), f"seed {seed}"
+    )

@@ -125,3 +125,11 @@ def test_the_same_code_lowers_for_every_platform(pool_dtype):
     step, *arguments = step_arguments(pool_dtype)
     platforms = ("cpu", "cuda", "tpu")
     assert jax.export.export(jax.jit(step, donate_argnums=1), platforms=platforms)(*arguments).platforms == platforms
+
+
+@pytest.mark.parametrize(("dim", "pool"), [(5, "float32"), (8, "int8"), (20, "bfloat16")])
+def test_serves_heads_of_any_size(harness, dim, pool):
+    h = harness("xla", dim=dim, pool=pool)
+    a, b = h.add_row(), h.add_row()
+    h.check([(a, 9), (b, 12)])
+    h.check([(a, 1), (b, 5)])

@@ -68,13 +68,14 @@ def test_help_and_version_need_no_jax() -> None:
 @pytest.mark.parametrize("command", [["serve"], ["generate", "--prompt", "a"], ["bench", "offline"]])
 def test_engine_flags_are_the_same_for_every_command(command: list[str]) -> None:
     given = (
-        "--dtype bfloat16 --max-rows 3 --slots 640 --block-size 16 --slot-policy reserve --buckets 8,64 "
-        "--token-budget 32 --prefix-cache off --max-context 100 --max-queued-requests 5 --max-queued-tokens 600 "
-        "--scheduler request --no-scoring --attention xla --compilation-cache off"
+        "--dtype bfloat16 --kv-cache-dtype int8 --max-rows 3 --slots 640 --block-size 16 --slot-policy reserve "
+        "--buckets 8,64 --token-budget 32 --prefix-cache off --max-context 100 --max-queued-requests 5 "
+        "--max-queued-tokens 600 --scheduler request --no-scoring --attention xla --compilation-cache off"
     )
     args = cli.parser(with_bench=True).parse_args([*command, *given.split()])
     config = cli.flags.engine_config(args)
     assert (config.dtype, config.max_rows, config.slots, config.block_size) == ("bfloat16", 3, 640, 16)
+    assert config.kv_cache_dtype == "int8"
     assert (config.slot_policy, config.buckets, config.token_budget) == ("reserve", (8, 64), 32)
     assert (config.prefix_cache, config.max_context, config.scheduler) == (False, 100, "request")
     assert (config.max_queued_requests, config.max_queued_tokens) == (5, 600)

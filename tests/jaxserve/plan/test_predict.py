@@ -49,6 +49,16 @@ def test_bloom_176b_on_16_devices():
     assert (qkv.count, qkv.partition, qkv.local) == (70, ("tensor", None), (2688, 14336))
 
 
+def test_an_int8_pool_holds_nearly_twice_as_many_slots():
+    plan, half = (
+        predict(named("bloom-176b", "v5p:2x2x4", tensor=16, kv_cache_dtype=dtype)) for dtype in ("bfloat16", "int8")
+    )
+    heads = 70 * 112 // 16
+    assert plan.stages[0].slot_bytes == 2 * heads * 2 * 128
+    assert half.stages[0].slot_bytes == 2 * heads * (128 + 4)  # and a float32 scale
+    assert half.slots / plan.slots == pytest.approx(256 / 132, rel=0.001)
+
+
 def test_stages_hold_their_own_layers_and_ends():
     plan = predict(question(BLOOM, tensor=2, stages=2))
     first, last = plan.stages

@@ -1,0 +1,62 @@
+"""The backends that the conformance suite runs, and how much of it each takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+
+from pallas_kernels import api
+from pallas_kernels.api import Backend
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """A backend as it can be run here.
+
+    Attributes:
+      make: an instance, in its interpreter where there is no device.
+      block_sizes: legal ones; the first serves wherever the size is not the question.
+      slow: whether it takes `thinned` cases and shorter contexts, as interpreters do.
+    """
+
+    make: Callable[[], Backend]
+    block_sizes: tuple[int, ...]
+    slow: bool = False
+
+
+SUBJECTS = {
+    "xla": Subject(make=lambda: api.load("xla"), block_sizes=(8, 1, 2, 16, 32, 64)),
+}
+
+
+@cache
+def backend(name: str) -> Backend:
+    """One instance for all tests, so that its programs are traced once."""
+    return SUBJECTS[name].make()
+
+
+def thinned(cases: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """The first cases in which every value of every parameter occurs."""
+    seen: set[tuple[int, Any]] = set()
+    kept = []
+    for case in cases:
+        values = set(enumerate(case))
+        if not values <= seen:
+            kept.append(case)
+            seen |= values
+    return kept
+
+
+def over_subjects(names: str = "", cases: Sequence[tuple[Any, ...]] = ((),)) -> pytest.MarkDecorator:
+    """Parametrizes a test over `subject` and, for each, over the cases: tuples of values for `names`, which
+    spaces part."""
+    parameters = [
+        (subject, *case)
+        for subject, how in SUBJECTS.items()
+        for case in (thinned(cases) if how.slow and names else cases)
+    ]
+    return pytest.mark.parametrize(("subject", *names.split()), parameters)
