@@ -116,8 +116,9 @@ class TpuBackend:
         if self.cut is not None:
             return self.cut
         size = shape.block_size
-        unit_slots = size * max(1, _MOST_SLOTS // size)
-        units = max(1, min(4, _BUFFER_BYTES // (2 * unit_slots * _slot_bytes(shape))))
+        room = _BUFFER_BYTES // (2 * _slot_bytes(shape))  # slots of a step that fit in
+        unit_slots = size * max(1, min(_MOST_SLOTS, room) // size)
+        units = max(1, min(4, room // unit_slots))
         tile = min(max(16, 256 // shape.group // 16 * 16), round_up(n_tokens, 16))
         return Geometry(units, unit_slots, tile, size * max(1, 256 // size))
 
