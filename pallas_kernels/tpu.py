@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Float32
 
-from pallas_kernels import int8, tpu_decodes, tpu_prompts
+from pallas_kernels import int8, tpu_cuts, tpu_decodes, tpu_prompts
 from pallas_kernels.api import AttentionBatch, AttentionShape
+from pallas_kernels.tpu_cuts import Cut, largest_block, slot_bytes
 from pallas_kernels.tpu_layout import (
     BFLOAT16,
     INT8,
@@ -29,27 +30,12 @@ from pallas_kernels.tpu_layout import (
 )
 
 _MOST_SLOTS = 128  # of a block, by default
-_BUFFER_BYTES = 7 * 2**20  # of keys and values on their way to a kernel, which has 16 MiB in all
-
-
-class Geometry(NamedTuple):
-    """How the kernels cut their work.
-
-    Attributes:
-      units / unit_slots: pieces of rows that a step of the decode kernel takes, and the slots of each.
-      tile / tile_slots: flat tokens that share a step of the prompt kernel, and the slots that it visits.
-    """
-
-    units: int
-    unit_slots: int
-    tile: int
-    tile_slots: int
 
 
 class Meta(NamedTuple):
     """What all layers share; see the kernels for what they read in it."""
 
-    decode_bounds: jax.Array  # int32[2 * CORES + 1]
+    decode_bounds: jax.Array  # int32[2 * cores + 1]
     prompt_bounds: jax.Array  # int32[4]
     offsets: jax.Array  # int32[C + 1]
     kv_lens: jax.Array  # int32[C + 1]
@@ -66,7 +52,7 @@ class TpuBackend:
       interpret: `pltpu.InterpretParams` where there is no TPU to run on.
     """
 
-    cut: Geometry | None = None
+    cut: Cut | None = None
     interpret: Any = False
 
     @property
@@ -85,14 +71,13 @@ class TpuBackend:
         tile, size = slot_tile(shape.pool_dtype), shape.block_size
         if size % tile:
             return f"blocks of {size} slots; with a pool of {shape.pool_dtype} it serves multiples of {tile}"
-        most = _BUFFER_BYTES // (2 * _slot_bytes(shape)) // tile * tile
-        if max(size, tile) > most:
-            return f"blocks of {size} slots; of {_slot_bytes(shape)} bytes each it serves at most {most}"
+        if max(size, tile) > largest_block(shape):
+            return f"blocks of {size} slots; of {slot_bytes(shape)} bytes each it serves at most {largest_block(shape)}"
         return None
 
     def default_block_size(self, shape: AttentionShape) -> int:
         size = _MOST_SLOTS
-        while size > slot_tile(shape.pool_dtype) and 2 * size * _slot_bytes(shape) > _BUFFER_BYTES:
+        while size > max(slot_tile(shape.pool_dtype), largest_block(shape)):
             size //= 2
         return size
 
@@ -111,20 +96,9 @@ class TpuBackend:
             kv=(None, None, None, "heads"), scales=(None, None, "heads", None) if shape.pool_dtype == INT8 else None
         )
 
-    def geometry(self, shape: AttentionShape, n_tokens: int) -> Geometry:
-        """How the kernels cut the work of a bucket."""
-        if self.cut is not None:
-            return self.cut
-        size = shape.block_size
-        room = _BUFFER_BYTES // (2 * _slot_bytes(shape))  # slots of a step that fit in
-        unit_slots = size * max(1, min(_MOST_SLOTS, room) // size)
-        units = max(1, min(4, room // unit_slots))
-        tile = min(max(16, 256 // shape.group // 16 * 16), round_up(n_tokens, 16))
-        return Geometry(units, unit_slots, tile, size * max(1, 256 // size))
-
     def prepare(self, batch: AttentionBatch, shape: AttentionShape) -> Meta:
         with jax.named_scope("attention_prepare"):
-            return _prepare(batch, shape, self.geometry(shape, batch.positions.shape[0]))
+            return _prepare(batch, shape, self.cut or tpu_cuts.cut(shape, batch.positions.shape[0]))
 
     def attend(
         self,
@@ -140,7 +114,7 @@ class TpuBackend:
         first_block: jax.Array | int = 0,
     ) -> tuple[Float[jax.Array, "T N D"], Pool]:
         n_tokens, n_chunks = q.shape[0], min(q.shape[0], meta.kv_lens.shape[0] - 1)
-        cut = self.geometry(shape, n_tokens)
+        cut = self.cut or tpu_cuts.cut(shape, n_tokens)
         slopes = None if slopes is None else jnp.asarray(slopes, jnp.float32)
         first_block = jnp.asarray(first_block, jnp.int32).reshape(1)
         walk = (meta.kv_lens, meta.tables, first_block)
@@ -180,24 +154,22 @@ class TpuBackend:
             return out.astype(q.dtype), pool
 
 
-def _slot_bytes(shape: AttentionShape) -> int:
-    return 2 * lanes_of(shape) * shape.pool_dtype.itemsize
-
-
-def _prepare(batch: AttentionBatch, shape: AttentionShape, cut: Geometry) -> Meta:
+def _prepare(batch: AttentionBatch, shape: AttentionShape, cut: Cut) -> Meta:
     offsets, kv_lens, n_tokens = batch.query_offsets, batch.kv_lens, batch.positions.shape[0]
     lengths = jnp.diff(offsets)
     is_decode = jnp.cumprod(lengths == 1, dtype=jnp.int32)
     n_decodes, n_chunks = jnp.sum(is_decode), jnp.sum(lengths > 0, dtype=jnp.int32)
     ends = jnp.cumsum(-(-kv_lens // cut.unit_slots) * is_decode, dtype=jnp.int32)  # in units
-    split = jnp.minimum(jnp.sum((2 * ends <= ends[-1]), dtype=jnp.int32), n_decodes)
-    first_half = jnp.where(split > 0, ends[split - 1], 0)
+    parts = tpu_cuts.cores(shape)
+    begins = [jnp.sum(parts * ends < part * ends[-1], dtype=jnp.int32) for part in range(1, parts)]
+    begins = jnp.minimum(jnp.stack([jnp.int32(0), *begins, n_decodes]), n_decodes)  # rows
+    units = jnp.diff(jnp.pad(ends, (1, 0))[begins])
     tile = jnp.arange(-(-n_tokens // cut.tile), dtype=jnp.int32)
     first = jnp.maximum(tile * cut.tile, n_decodes)
     last = jnp.minimum((tile + 1) * cut.tile, offsets[-1]) - 1
     tile_chunks = batch.token_chunk[jnp.clip(jnp.stack([first, last], axis=1), 0, n_tokens - 1)]
     return Meta(
-        decode_bounds=jnp.stack([jnp.int32(0), split, n_decodes, first_half, ends[-1] - first_half]),
+        decode_bounds=jnp.concatenate([begins, units]),
         prompt_bounds=jnp.stack([n_decodes, offsets[-1], n_decodes, n_chunks]),
         offsets=offsets,
         kv_lens=jnp.pad(kv_lens, (0, 1)),

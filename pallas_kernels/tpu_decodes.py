@@ -21,8 +21,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.api import AttentionShape
+from pallas_kernels.tpu_cuts import cores
 from pallas_kernels.tpu_layout import (
-    CORES,
     LANES,
     LOWEST,
     SUBLANES,
@@ -277,7 +277,7 @@ class _Kernel:
 
             return ahead, cursor
 
-        n_units = bounds[3 + core]
+        n_units = bounds[cores(shape) + 1 + core]
         first = (low, jnp.int32(0))
         ahead = start(0, *first)
         lax.fori_loop(0, lax.div(n_units + units - 1, units), iteration, (ahead, first))
@@ -349,7 +349,7 @@ def attend(
     Args:
       rows: float32[C, group + 2 or + 4, lanes]. Queries, key and value of each row's token; their scales, if any,
         repeated along the lanes of their head.
-      bounds: int32[2 * CORES + 1]. Rows from which on each core works, the end, and the units of each.
+      bounds: int32[2 * cores + 1]. Rows from which on each core works, the end, and the units of each.
       kv_lens: int32[C + 1]. The last is never a row's.
       tables: int32[C * max_blocks].
       slopes: ALiBi slopes [N], if shape.alibi.
@@ -379,7 +379,7 @@ def attend(
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
-            grid=(CORES,),
+            grid=(cores(shape),),
             in_specs=(anywhere, None if slopes is None else pl.BlockSpec(memory_space=pltpu.VMEM), pool_specs),
             out_specs=(anywhere, pool_specs),
             scratch_shapes=[

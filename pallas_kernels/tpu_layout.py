@@ -13,7 +13,6 @@ from jax import lax
 from pallas_kernels.api import AttentionShape
 
 LANES, SUBLANES = 128, 8
-CORES = 2  # that share the work where a chip's cores are one device; a lone core takes one half after the other
 # Stands for minus infinity where a difference of two of them must not be NaN.
 LOWEST = -1e30
 BFLOAT16, INT8 = np.dtype(jnp.bfloat16), np.dtype(np.int8)

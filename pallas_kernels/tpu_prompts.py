@@ -19,8 +19,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.api import AttentionShape
+from pallas_kernels.tpu_cuts import cores
 from pallas_kernels.tpu_layout import (
-    CORES,
     LANES,
     LOWEST,
     Pool,
@@ -104,7 +104,7 @@ class _Attend:
             more_chunks = chunk < tile_chunks[2 * at + 1]
             more_heads = head + 1 < heads
             new_head = jnp.logical_not(more_steps | more_chunks)
-            next_at = jnp.where(new_head & jnp.logical_not(more_heads), at + CORES, at)
+            next_at = jnp.where(new_head & jnp.logical_not(more_heads), at + cores(shape), at)
             in_range = jnp.minimum(next_at, tile_chunks.shape[0] // 2 - 1)
             next_head = jnp.where(new_head, jnp.where(more_heads, head + 1, 0), head)
             next_chunk = jnp.where(more_steps, chunk, jnp.where(more_chunks, chunk + 1, tile_chunks[2 * in_range]))
@@ -299,7 +299,7 @@ def attend(
         out_shape=jax.ShapeDtypeStruct(q.shape, jnp.float32),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=6,
-            grid=(CORES,),
+            grid=(cores(shape),),
             in_specs=(
                 None if slopes is None else pl.BlockSpec(memory_space=pltpu.SMEM),
                 anywhere,

@@ -8,27 +8,14 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import api
-from pallas_kernels.tpu import BACKEND, Geometry, TpuBackend
-from pallas_kernels.tpu_layout import lanes_of
+from pallas_kernels.tpu import TpuBackend
+from pallas_kernels.tpu_cuts import Cut
 
 # A copy takes place when it is waited for, or as soon as it starts and under the eye of a detector of races; what
 # nobody wrote is NaN.
 LATE = pltpu.InterpretParams(dma_execution_mode="on_wait", uninitialized_memory="nan")
 WATCHED = pltpu.InterpretParams(dma_execution_mode="eager", detect_races=True, uninitialized_memory="nan")
 RACE = "RACE DETECTED"
-
-
-def shape(heads, dim, pool, *, kv_heads=None, dtype="bfloat16", block=0):
-    return api.AttentionShape(
-        num_heads=heads,
-        num_kv_heads=kv_heads or heads,
-        head_dim=dim,
-        dtype=jnp.dtype(dtype),
-        pool_dtype=jnp.dtype(pool),
-        alibi=True,
-        block_size=block,
-    )
 
 
 def mixed(h) -> bool:
@@ -44,9 +31,9 @@ def mixed(h) -> bool:
     return right
 
 
-def small(block: int) -> Geometry:
+def small(block: int) -> Cut:
     """Two units of two blocks and small tiles: every loop turns."""
-    return Geometry(units=2, unit_slots=2 * block, tile=32, tile_slots=2 * block)
+    return Cut(units=2, unit_slots=2 * block, tile=32, tile_slots=2 * block)
 
 
 @pytest.mark.parametrize(
@@ -60,9 +47,7 @@ def small(block: int) -> Geometry:
 def test_copies_are_waited_for(harness, heads, kv_heads, dim, dtype, pool, block):
     backend = TpuBackend(cut=small(block), interpret=LATE)
     assert mixed(
-        harness(
-            backend, heads=heads, kv_heads=kv_heads, dim=dim, dtype=dtype, pool=pool, block=block, bucket=4 * block
-        )
+        harness(backend, heads=heads, kv_heads=kv_heads, dim=dim, dtype=dtype, pool=pool, block=block, bucket=4 * block)
     )
 
 
