@@ -243,10 +243,10 @@ class _Kernel:
             ahead, cursor = carry
             side = lax.rem(i, 2)
             ahead = start(1 - side, *ahead)
-            here = []
-            for _ in range(units):
-                here.append(cursor)
-                cursor = after(*cursor)
+            here = [cursor]
+            while len(here) <= units:
+                here.append(after(*here[-1]))
+            cursor = here.pop()
             for unit, (row, step) in enumerate(here):
                 each_copy(side, row, step, unit, lambda copy: copy.wait())
                 ends = (row < high) & ((step + 1) * slots >= kv_lens[row])

@@ -23,8 +23,9 @@ Progress = Callable[[str, int, int], None]
 _NOTABLE = 2**20  # bytes from which a copy is told
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all")
 _INSTRUCTION = re.compile(r"= (?P<shape>\(.*?\)|\S+) (?P<op>[a-z][a-z0-9-]*?)(?P<start>-start)?\(")
-# A copy into a TPU's vector memory (space 1): what a matmul will read, fetched ahead of it.
-_FETCH = re.compile(r"= \(?[a-z0-9]+\[[0-9,]*\]\{[^}]*S\(1\)")
+# A copy into a TPU's memory for vectors (1), or the one that v4 has beside it (3): what a matmul will read, fetched
+# ahead of it.
+_FETCH = re.compile(r"= \(?[a-z0-9]+\[[0-9,]*\]\{[^}]*S\([13]\)")
 _ARRAY = re.compile(r"(?P<dtype>[a-z]+[0-9]*)\[(?P<sizes>[0-9,]*)\]")
 _WIDTHS = {"pred": 1, "bf16": 2}
 
