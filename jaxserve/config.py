@@ -36,6 +36,7 @@ class EngineConfig:
       attention: name of the attention backend, or `auto`.
       tensor: devices that share each layer (tensor or intra-layer parallelism), the same number in every stage.
       stages: parts that the layers are cut into, each on devices of its own (pipeline or inter-layer parallelism).
+      replicas: copies of the whole model, each on devices of its own, behind one door.
       layers_per_stage: how many layers each stage owns; None cuts as evenly as can be.
       sharding: a TOML file that changes the family's default sharding (`sharding.spec.read`); None changes nothing.
       compilation_cache: folder of the persistent compilation cache; None keeps none.
@@ -58,6 +59,7 @@ class EngineConfig:
     attention: str = "auto"
     tensor: int = 1
     stages: int = 1
+    replicas: int = 1
     layers_per_stage: tuple[int, ...] | None = None
     sharding: str | None = None
     compilation_cache: str | None = None
@@ -71,7 +73,7 @@ class EngineConfig:
         ):
             if getattr(self, name) not in get_args(choices):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(get_args(choices))}")
-        for name in ("max_rows", "max_queued_requests", "max_queued_tokens", "tensor", "stages"):
+        for name in ("max_rows", "max_queued_requests", "max_queued_tokens", "tensor", "stages", "replicas"):
             _at_least_one(name, getattr(self, name))
         for name in ("slots", "block_size", "token_budget", "max_context"):
             if getattr(self, name) is not None:

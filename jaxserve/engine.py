@@ -1,77 +1,46 @@
-"""The engine: requests go in, an iteration at a time is planned, launched and completed, events come out.
+"""The engine: one or several replicas of a model behind one door.
 
-One thread owns the loop and never awaits; callers on other threads leave their calls in a mailbox and get whole
-iterations back (one call of a sink with all of its requests' events), never single tokens.
+Requests go in, an iteration at a time is planned, launched and completed by the replica that took them, events come
+out.
 """
 
 from __future__ import annotations
 
-import logging
 import threading
-import time
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
-from jaxserve import batch, startup, streaming
+from jaxserve import startup, streaming
 from jaxserve.completion import Completion, Delta
 from jaxserve.config import EngineConfig
-from jaxserve.iteration import IterationPlan
 from jaxserve.models.schema import ModelConfig
-from jaxserve.observe import IterationRecord, Load, compilations
-from jaxserve.request import FinishReason, InvalidRequest, QueueFull, Request, TokenEvent
-from jaxserve.request_state import check_fits
+from jaxserve.observe import IterationRecord, Load, total
+from jaxserve.replica import Replica
+from jaxserve.request import InvalidRequest, QueueFull, Request
+from jaxserve.request_state import check_fits, lease_of
 from jaxserve.stage import Progress
 from jaxserve.streaming import Sink
 from jaxserve.timeline import Timeline
 from jaxserve.tokenizer import Tokenizer
 
-_log = logging.getLogger(__name__)
-
-
-class EngineStopped(RuntimeError):
-    """The engine has been stopped, or has failed, and takes no more requests."""
-
-
-class _Timed(NamedTuple):
-    """Host times of a plan on its way through the device."""
-
-    waiting: int
-    schedule_s: float
-    pack_s: float
-    launch_s: float
-
 
 class Engine:
-    """A model, compiled and ready, and the loop that serves requests with it.
+    """A model, compiled and ready to serve requests.
 
-    Make one with `from_checkpoint` or `from_params`; `start` it (or use it in a `with` block) to have its thread run
-    the loop, or call `step` yourself.
+    Make one with `from_checkpoint` or `from_params`; `start` it (or use it in a `with` block) to have threads run the
+    loops, or call `step` yourself.
     """
 
     def __init__(self, config: EngineConfig, started: startup.Started, tokenizer: Tokenizer | None) -> None:
         self.config = config
         self.report = started.report
         self.tokenizer = tokenizer
-        self.model_config: ModelConfig = started.pipeline.model.config
+        self.model_config: ModelConfig = started.replicas[0].pipeline.model.config
         self.max_context = started.report.max_context
-        self._scheduler = started.scheduler
-        self._pipeline = started.pipeline
-        self._timed: deque[_Timed] = deque()
-        self._recorders: list[Callable[[IterationRecord], None]] = []
-        self._sinks: dict[str, Sink] = {}
-        self._mail: deque[Callable[[], None]] = deque()
-        self._mailed_requests = self._mailed_tokens = 0
-        self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
-        self._stopping = False
-        self._failure: BaseException | None = None
-        self._iterations = self._prompt_tokens = self._generated_tokens = self._cached_tokens = 0
-        self._host_seconds = self._bucket_seconds = self._padding_seconds = 0.0
-        self._bucket_cost = {cost.size: cost.milliseconds / 1000 for cost in self.report.buckets}
-        self._compiled_after_ready = 0
+        self._replicas = started.replicas
+        self._door = threading.Lock()
+        self._changing_weights = False
 
     @classmethod
     def from_checkpoint(
@@ -105,136 +74,26 @@ class Engine:
         config = config or EngineConfig()
         return cls(config, startup.from_params(model_config, params, config, progress), tokenizer)
 
-    # The loop
-
     def step(self) -> bool:
-        """One turn: takes the mail, launches as far ahead as it may, completes the oldest iteration.
+        """One turn of every replica's loop (see `Replica.step`), for who does without its thread.
 
         Returns:
           Whether there was anything to do.
         """
-        compiled = compilations()
-        self._take_mail()
-        while self._pipeline.has_room and (plan := self._plan()) is not None:
-            self._launch(plan)
-        if not self._pipeline.in_flight:
-            self._publish(self._scheduler.take_held())
-            return False
-        started = time.perf_counter()
-        plan, result = self._pipeline.wait()
-        landed = time.perf_counter()
-        events = self._scheduler.complete(plan, result)
-        self._publish(events)
-        self._record(plan, landed - started, time.perf_counter() - landed)
-        self._compiled_after_ready += compilations() - compiled
-        return True
-
-    def _plan(self) -> IterationPlan | None:
-        self._schedule_started = time.perf_counter()
-        return self._scheduler.schedule()
-
-    def _launch(self, plan: IterationPlan) -> None:
-        scheduled = time.perf_counter()
-        packed = batch.pack(plan, self._pipeline.shape.layout(plan.bucket), self._scheduler.pool.n_blocks)
-        ready = time.perf_counter()
-        self._pipeline.launch(plan, packed)
-        self._cached_tokens += self.report.block_size * sum(len(a.blocks) for a in plan.admissions)
-        self._timed.append(
-            _Timed(
-                self._scheduler.num_waiting,
-                scheduled - self._schedule_started,
-                ready - scheduled,
-                time.perf_counter() - ready,
-            )
-        )
-
-    def _publish(self, events: Iterable[TokenEvent]) -> None:
-        by_sink: dict[Sink, list[TokenEvent]] = {}
-        for event in events:
-            sink = self._sinks.get(event.request_id)
-            if sink is None:
-                continue
-            by_sink.setdefault(sink, []).append(event)
-            self._generated_tokens += len(event.token_ids)
-            if event.finish_reason is not None:
-                del self._sinks[event.request_id]
-        for sink, theirs in by_sink.items():
-            try:
-                sink(theirs)
-            except Exception:
-                _log.exception("a caller's sink failed; the other callers are served on")
-
-    def _record(self, plan: IterationPlan, wait_s: float, complete_s: float) -> None:
-        timed = self._timed.popleft()
-        decodes = sum(1 for chunk in plan.chunks if chunk.length == 1 and chunk.samples)
-        self._iterations += 1
-        self._prompt_tokens += plan.num_tokens - decodes
-        cost = self._bucket_cost[plan.bucket]
-        self._host_seconds += timed.schedule_s + timed.pack_s + timed.launch_s + complete_s
-        self._bucket_seconds += cost
-        self._padding_seconds += cost * (plan.bucket - plan.num_tokens) / plan.bucket
-        if self._recorders:
-            record = IterationRecord(
-                sequence=plan.sequence,
-                bucket=plan.bucket,
-                num_tokens=plan.num_tokens,
-                decodes=decodes,
-                prompt_tokens=plan.num_tokens - decodes,
-                waiting=timed.waiting,
-                schedule_s=timed.schedule_s,
-                pack_s=timed.pack_s,
-                launch_s=timed.launch_s,
-                wait_s=wait_s,
-                complete_s=complete_s,
-                finished_at=time.monotonic(),
-            )
-            for recorder in self._recorders:
-                recorder(record)
-
-    def _take_mail(self) -> None:
-        with self._changed:
-            while self._mail:
-                self._mail.popleft()()
-            self._mailed_requests = self._mailed_tokens = 0
-
-    def _run(self) -> None:
-        try:
-            while not self._stopping:
-                if not self.step():
-                    with self._changed:
-                        self._changed.wait_for(lambda: self._mail or self._stopping)
-        except BaseException as failure:
-            _log.exception("the engine failed; every request is ended")
-            self._failure = failure
-            self._end_all(FinishReason.ERROR, f"the engine failed: {failure}")
-        else:
-            self._end_all(FinishReason.ABORTED, "the engine was stopped")
-
-    def _end_all(self, reason: FinishReason, error: str) -> None:
-        with self._changed:
-            self._stopping = True
-            while self._mail:
-                self._mail.popleft()()
-        self._publish([TokenEvent(request_id, finish_reason=reason, error=error) for request_id in list(self._sinks)])
-
-    # What callers use, from any thread
+        busy = [replica.step() for replica in self._replicas]
+        return any(busy)
 
     def start(self) -> None:
-        """Starts the engine's thread, unless it runs already."""
-        with self._changed:
-            if self._thread is None and not self._stopping:
-                self._thread = threading.Thread(target=self._run, name="jaxserve-engine", daemon=True)
-                self._thread.start()
+        """Starts the threads of the replicas, unless they run already."""
+        for replica in self._replicas:
+            replica.start()
 
     def stop(self) -> None:
-        """Ends every request (FinishReason.ABORTED) and the thread. The engine cannot be started again."""
-        with self._changed:
-            self._stopping = True
-            self._changed.notify_all()
-        if self._thread is None:
-            self._end_all(FinishReason.ABORTED, "the engine was stopped")
-        elif self._thread is not threading.current_thread():
-            self._thread.join()
+        """Ends every request (FinishReason.ABORTED) and the threads. The engine cannot be started again."""
+        for replica in self._replicas:
+            replica.ask_to_stop()
+        for replica in self._replicas:
+            replica.join()
 
     def __enter__(self) -> Self:
         self.start()
@@ -245,11 +104,11 @@ class Engine:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether requests are being served: the thread runs and has not failed."""
-        return self._failure is None and not self._stopping and self._thread is not None and self._thread.is_alive()
+        """Whether requests are being served, by every replica: threads run and none has failed."""
+        return all(replica.is_healthy for replica in self._replicas)
 
     def submit(self, request: Request, sink: Sink) -> None:
-        """Hands a request in. Its events come to `sink`, called on the engine's thread once an iteration with all of
+        """Hands a request in. Its events come to `sink`, called on the replica's thread once an iteration with all of
         the events for requests that share the sink; the last event of a request has a finish_reason.
 
         Raises:
@@ -258,30 +117,30 @@ class Engine:
           EngineStopped: the engine was stopped or has failed.
         """
         self.check(request)
-        with self._changed:
-            if self._stopping:
-                raise EngineStopped(
-                    "the engine takes no more requests" if self._failure is None else "the engine has failed"
-                )
-            if request.request_id in self._sinks:
+        with self._door:
+            if any(replica.holds(request.request_id) for replica in self._replicas):
                 raise InvalidRequest("request_id", f"is {request.request_id!r}, which names a request that is alive")
-            requests = self._scheduler.num_waiting + self._mailed_requests
-            tokens = self._scheduler.waiting_tokens + self._mailed_tokens
+            if self._changing_weights:
+                raise QueueFull("the weights are being replaced; no request is taken until they are")
+            requests = sum(replica.num_waiting for replica in self._replicas)
+            tokens = sum(replica.waiting_tokens for replica in self._replicas)
             if requests + 1 > self.config.max_queued_requests:
                 raise QueueFull(f"{requests} requests are waiting, as many as may (max_queued_requests)")
             if tokens + len(request.prompt) > self.config.max_queued_tokens and requests:
                 most, new = self.config.max_queued_tokens, len(request.prompt)
                 raise QueueFull(f"{tokens} tokens are waiting; {new} more are over max_queued_tokens ({most})")
-            self._mailed_requests += 1
-            self._mailed_tokens += len(request.prompt)
-            self._sinks[request.request_id] = sink
-            self._post(partial(self._admit, request))
+            replica, cached = self._choose(request)
+            replica.submit(request, sink, cached=cached)
 
-    def _admit(self, request: Request) -> None:
-        try:
-            self._scheduler.submit(request)
-        except ValueError as refusal:
-            self._publish([TokenEvent(request.request_id, finish_reason=FinishReason.ERROR, error=str(refusal))])
+    def _choose(self, request: Request) -> tuple[Replica, int]:
+        """The replica with the least left to compute once it has the request, and the tokens of its prompt that are
+        found in that one's prefix cache."""
+        if len(self._replicas) == 1:
+            return self._replicas[0], 0
+        serving = [replica for replica in self._replicas if replica.takes_requests] or self._replicas[:1]
+        lease = lease_of(request)
+        cached = [replica.scheduler.pool.cached_tokens(lease) for replica in serving]
+        return min(zip(serving, cached, strict=True), key=lambda candidate: candidate[0].owed_tokens - candidate[1])
 
     def check(self, request: Request) -> None:
         """Raises InvalidRequest, naming the field, for a request that this engine can never serve."""
@@ -303,75 +162,44 @@ class Engine:
     def abort(self, request_id: str) -> None:
         """Ends a request within one iteration and gives its slots back; its last event says ABORTED. A request that
         is not alive is left alone."""
-        with self._changed:
-            if request_id in self._sinks:
-                self._post(partial(self._abort, request_id))
-
-    def _abort(self, request_id: str) -> None:
-        event = self._scheduler.abort(request_id)
-        if event is not None:
-            self._publish([event])
+        for replica in self._replicas:
+            replica.abort(request_id)
 
     def update_params(self, params: Any) -> None:
-        """Replaces the weights by others of the same shapes and forgets cached prefixes. Blocks until it is done.
+        """Replaces the weights by others of the same shapes and forgets cached prefixes. Blocks until it is done;
+        requests that come meanwhile are refused (QueueFull).
 
         Raises:
           ValueError: the tree or a shape differs.
           RuntimeError: requests are alive; their answers would belong to neither set of weights.
         """
-        model, dtype = self._pipeline.model, self._pipeline.shape.attention.dtype
-        startup.check_tree(model.unpadded.shapes(dtype), params)
-        done = threading.Event()
-        refused: list[str] = []
-
-        def swap() -> None:
-            if self._sinks or self._pipeline.in_flight:
-                refused.append(f"{len(self._sinks)} requests are alive; wait for them or abort them first")
-            else:
-                self._pipeline.replace_params(params)
-                self._scheduler.flush_prefix_cache()
-            done.set()
-
-        with self._changed:
-            self._post(swap)
-        if self._thread is None:
-            self._take_mail()
-        done.wait()
-        if refused:
-            raise RuntimeError(refused[0])
-
-    def _post(self, call: Callable[[], None]) -> None:
-        self._mail.append(call)
-        self._changed.notify_all()
+        pipeline = self._replicas[0].pipeline
+        startup.check_tree(pipeline.model.unpadded.shapes(pipeline.shape.attention.dtype), params)
+        with self._door:
+            if self._changing_weights:
+                raise RuntimeError("the weights are being replaced by another call")
+            if alive := sum(replica.num_alive for replica in self._replicas):
+                raise RuntimeError(f"{alive} requests are alive; wait for them or abort them first")
+            self._changing_weights = True
+        try:
+            for replica in self._replicas:
+                replica.replace_params(params)
+        finally:
+            with self._door:
+                self._changing_weights = False
 
     def load(self) -> Load:
-        """How busy the engine is. Cheap."""
-        scheduler, pool = self._scheduler, self._scheduler.pool
-        return Load(
-            running=scheduler.num_running,
-            waiting=scheduler.num_waiting + self._mailed_requests,
-            waiting_tokens=scheduler.waiting_tokens + self._mailed_tokens,
-            slots_used=pool.slots_used,
-            slots_cached=pool.num_cached * pool.block_size,
-            slots_total=pool.n_slots,
-            iterations=self._iterations,
-            prompt_tokens=self._prompt_tokens,
-            generated_tokens=self._generated_tokens,
-            cached_tokens=self._cached_tokens,
-            preemptions=scheduler.preemptions,
-            host_seconds=self._host_seconds,
-            bucket_seconds=self._bucket_seconds,
-            padding_seconds=self._padding_seconds,
-            compiled_after_ready=self._compiled_after_ready,
-        )
+        """How busy the engine is, all replicas together. Cheap."""
+        return total(replica.load() for replica in self._replicas)
 
     def record(self, recorder: Callable[[IterationRecord], None]) -> None:
-        """Has `recorder` called on the engine's thread after every iteration."""
-        self._recorders.append(recorder)
+        """Has `recorder` called after every iteration, on the thread of the replica that ran it."""
+        for replica in self._replicas:
+            replica.recorders.append(recorder)
 
     def timeline(self) -> Timeline:
         """What each stage does, watched in a `with` block, and a trace of it afterwards."""
-        return Timeline(self._pipeline)
+        return Timeline([replica.pipeline for replica in self._replicas])
 
     def generate(self, prompts: Sequence[str | Sequence[int]], **sampling: Any) -> list[Completion]:
         """Generates for every prompt (text or token ids) and waits for all of them.

@@ -16,6 +16,7 @@ from sharding.spec import ShardingSpec
 # What is left alone on a device: the runtime's own buffers, fragmentation, other programs on a CPU.
 ACCELERATOR_SHARE = 0.92
 _CPU_SHARE = 0.25
+_GPU_POOL_SHARE = 0.99  # of what jax has set aside on a GPU, which leaves the runtime its part already
 
 
 def is_axes(node: Any) -> bool:
@@ -63,7 +64,8 @@ def free_bytes(device: Any) -> int:
     """Bytes of the memory of a device (one of `jax.devices()`) that may still be taken."""
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:
-        return int(stats["bytes_limit"] * ACCELERATOR_SHARE) - stats["bytes_in_use"]
+        share = _GPU_POOL_SHARE if device.platform == "gpu" else ACCELERATOR_SHARE
+        return int(stats["bytes_limit"] * share) - stats["bytes_in_use"]
     return int(_available() * _CPU_SHARE)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -10,7 +12,7 @@ import jax
 
 
 class IterationRecord(NamedTuple):
-    """What one iteration carried and what its host work cost (seconds); for benchmarks and live views.
+    """What one iteration of a replica carried and what its host work cost (seconds); for benchmarks and live views.
 
     Attributes:
       waiting: requests that waited for a row when it was planned.
@@ -18,6 +20,7 @@ class IterationRecord(NamedTuple):
       finished_at: monotonic seconds.
     """
 
+    replica: int
     sequence: int
     bucket: int
     num_tokens: int
@@ -34,7 +37,7 @@ class IterationRecord(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """How busy an engine is, at a glance; from `iterations` on, counted since it started.
+    """How busy a replica is, or an engine, at a glance; from `iterations` on, counted since it started.
 
     Attributes:
       host_seconds: the host's work for the iterations (schedule, pack, launch, complete).
@@ -57,6 +60,14 @@ class Load:
     bucket_seconds: float
     padding_seconds: float
     compiled_after_ready: int
+
+
+def total(loads: Iterable[Load]) -> Load:
+    """The loads of several replicas as one."""
+    each = [dataclasses.astuple(load) for load in loads]
+    return Load(
+        **dict(zip((field.name for field in dataclasses.fields(Load)), map(sum, zip(*each, strict=True)), strict=True))
+    )
 
 
 # Compilations of this process by the thread they ran on.

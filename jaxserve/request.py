@@ -29,6 +29,10 @@ class QueueFull(Exception):
     """The queue holds as many requests or tokens as it may; the request can be tried again later."""
 
 
+class EngineStopped(RuntimeError):
+    """The engine has been stopped, or has failed, and takes no more requests."""
+
+
 class FinishReason(enum.Enum):
     """Why a request ended. The first three are answers; the others are endings without one."""
 

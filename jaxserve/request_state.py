@@ -54,7 +54,6 @@ class RequestState:
     def of(cls, request: Request, key: tuple[float, int], eos_token_ids: frozenset[int]) -> RequestState:
         """The state in which `request` begins to wait."""
         sampling = request.sampling
-        tokens = list(request.prompt)
         endings = frozenset() if sampling.ignore_eos else eos_token_ids
         if sampling.stop_token_ids:
             endings = endings.union(sampling.stop_token_ids)
@@ -62,8 +61,8 @@ class RequestState:
             variant = SamplerVariant.FULL
         else:
             variant = SamplerVariant.TRUNCATED if sampling.is_truncated else SamplerVariant.PLAIN
-        score_end = len(tokens) - 1 if sampling.prompt_logprobs is not None else 0
-        lease = Lease(tokens=tokens, max_length=request.max_length, salt=request.cache_salt, takes_hits=not score_end)
+        lease = lease_of(request)
+        tokens = lease.tokens
         return cls(
             name=request.request_id,
             request=request,
@@ -74,7 +73,7 @@ class RequestState:
             endings=endings,
             variant=variant,
             length=len(tokens),
-            score_end=score_end,
+            score_end=len(tokens) - 1 if sampling.prompt_logprobs is not None else 0,
         )
 
     def finish_reason(self, token: int, eos_token_ids: frozenset[int]) -> FinishReason | None:
@@ -83,6 +82,16 @@ class RequestState:
             is_eos = token in eos_token_ids and not self.request.sampling.ignore_eos
             return FinishReason.EOS if is_eos else FinishReason.STOP
         return FinishReason.LENGTH if len(self.tokens) == self.limit else None
+
+
+def lease_of(request: Request) -> Lease:
+    """What `request` asks of a slot pool, nothing of it granted yet. A prompt to be scored is computed whole."""
+    return Lease(
+        tokens=list(request.prompt),
+        max_length=request.max_length,
+        salt=request.cache_salt,
+        takes_hits=request.sampling.prompt_logprobs is None or len(request.prompt) == 1,
+    )
 
 
 class Scores(NamedTuple):

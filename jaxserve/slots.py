@@ -98,6 +98,10 @@ class SlotPool:
         """Blocks that `length` tokens fill, the last one maybe in part."""
         return -(-length // self.block_size)
 
+    def cached_tokens(self, lease: Lease) -> int:
+        """Tokens of `lease` that the prefix cache holds now. From any thread."""
+        return len(self._match(lease)) * self.block_size
+
     def can_admit(self, lease: Lease) -> bool:
         """Whether `admit(lease)` has the blocks it needs."""
         hits = self._match(lease)

@@ -19,6 +19,7 @@ from jaxserve.lowering import StagePrograms
 from jaxserve.models.schema import ModelConfig
 from jaxserve.parts import parts_of
 from jaxserve.pipeline import Pipeline
+from jaxserve.replica import Replica
 from jaxserve.scheduler import Scheduler
 from jaxserve.slots import SlotPool
 from jaxserve.stage import Progress, StageRunner
@@ -35,13 +36,17 @@ class StartupReport:
     Attributes:
       tensor: devices of each stage.
       layers_per_stage: one number a stage.
+      replicas: copies of all this.
       weight_bytes / pool_bytes: on all devices together.
+      slots: of each replica.
+      buckets: as measured on the first replica.
     """
 
     device: str
     platform: str
     tensor: int
     layers_per_stage: tuple[int, ...]
+    replicas: int
     family: str
     parameters: int
     weight_bytes: int
@@ -63,8 +68,7 @@ class StartupReport:
 class Started:
     """What an engine is made of."""
 
-    pipeline: Pipeline
-    scheduler: Scheduler
+    replicas: tuple[Replica, ...]
     report: StartupReport
 
 
@@ -77,13 +81,14 @@ def from_checkpoint(path: str | Path, config: EngineConfig, progress: Progress) 
     started = time.perf_counter()
     model = models.build(weights.read_config(path))
     tokenizer = Tokenizer.from_directory(path)
-    programs, reason = stage_programs(config, model)
+    replicas, reason = stage_programs(config, model)
+    programs = replicas[0]
     device = programs[0].mesh.devices.flat[0]
     for stage in programs:
-        room = kv_cache.weight_room(device, config.tensor * config.stages)
+        room = kv_cache.weight_room(device, _num_devices(config))
         check_weights(parts_of(stage).values(), room, f"{device.device_kind} device")
     params = weights.load(path, programs[0].model, _compute_dtype(config), place=placement(programs), progress=progress)
-    return start(config, programs, reason, params, progress, time.perf_counter() - started), tokenizer
+    return start(config, replicas, reason, params, progress, time.perf_counter() - started), tokenizer
 
 
 def from_params(model_config: ModelConfig, params: Any, config: EngineConfig, progress: Progress) -> Started:
@@ -103,13 +108,18 @@ def check_tree(expected: Any, params: Any) -> None:
             raise ValueError(f"parameter {name} has {have}; the model has {want}")
 
 
-def stage_programs(config: EngineConfig, model: models.Model) -> tuple[list[StagePrograms], str]:
-    """What is settled before a weight is read: each stage's layers, devices and programs (see `layout.lay_out`)."""
-    meshes, spec = mesh.make_meshes(config.tensor, config.stages), specs.default(model.config.family)
+def stage_programs(config: EngineConfig, model: models.Model) -> tuple[list[list[StagePrograms]], str]:
+    """What is settled before a weight is read: the layers, devices and programs of each replica's stages, and why they
+    attend as they do (see `layout.lay_out`)."""
+    spec = specs.default(model.config.family)
     if config.sharding is not None:
         spec = read_spec(config.sharding, spec)
-    platform = meshes[0].devices.flat[0].platform
-    return lay_out(config, model, meshes, spec, dtype=_compute_dtype(config), platform=platform)
+    replicas, reason = [], ""
+    for meshes in mesh.make_meshes(config.tensor, config.stages, config.replicas):
+        platform = meshes[0].devices.flat[0].platform
+        programs, reason = lay_out(config, model, meshes, spec, dtype=_compute_dtype(config), platform=platform)
+        replicas.append(programs)
+    return replicas, reason
 
 
 def placement(programs: Sequence[StagePrograms]) -> weights.Place:
@@ -124,7 +134,7 @@ def placement(programs: Sequence[StagePrograms]) -> weights.Place:
 
 def start(
     config: EngineConfig,
-    programs: Sequence[StagePrograms],
+    replicas: Sequence[Sequence[StagePrograms]],
     attention_reason: str,
     params: Any,
     progress: Progress,
@@ -133,7 +143,7 @@ def start(
     """Places the weights, compiles every program and measures the buckets.
 
     Args:
-      programs / attention_reason: what `stage_programs` returned.
+      replicas / attention_reason: what `stage_programs` returned.
       params: wherever they are.
       load_seconds: what reading them took, for the report.
     """
@@ -142,31 +152,36 @@ def start(
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     started = time.perf_counter()
-    model, shape = programs[0].model, programs[0].shape
-    device = programs[0].mesh.devices.flat[0]
+    first = replicas[0][0]
+    model, shape, device = first.model, first.shape, first.mesh.devices.flat[0]
     sizes = bucket_sizes(config)
-    runners = [StageRunner(stage, params, sizes) for stage in programs]
+    pipelines = [[StageRunner(stage, params, sizes) for stage in programs] for programs in replicas]
+    runners = [runner for stages in pipelines for runner in stages]
     n_blocks = min(_pool_blocks(config, runner) for runner in runners)
     for runner in runners:
         runner.compile(n_blocks, progress)
-    pipeline = Pipeline(runners)
-    costs = measure.bucket_costs(pipeline, n_blocks, progress)
-    scheduler = Scheduler(
-        SlotPool(n_blocks, shape.attention.block_size, policy=config.slot_policy, prefix_cache=config.prefix_cache),
-        buckets.BucketLadder(costs),
-        max_rows=config.max_rows,
-        max_context=shape.max_context,
-        token_budget=config.token_budget,
-        eos_token_ids=frozenset(model.config.eos_token_ids),
-        mode=config.scheduler,
-        n_stages=config.stages,
-    )
+    pipelines = [Pipeline(stages) for stages in pipelines]
+    costs = measure.bucket_costs(pipelines[0], n_blocks, progress)
+    schedulers = [
+        Scheduler(
+            SlotPool(n_blocks, shape.attention.block_size, policy=config.slot_policy, prefix_cache=config.prefix_cache),
+            buckets.BucketLadder(costs),
+            max_rows=config.max_rows,
+            max_context=shape.max_context,
+            token_budget=config.token_budget,
+            eos_token_ids=frozenset(model.config.eos_token_ids),
+            mode=config.scheduler,
+            n_stages=config.stages,
+        )
+        for _ in replicas
+    ]
     leaves = jax.tree.leaves(model.unpadded.shapes(shape.attention.dtype))
     report = StartupReport(
         device=device.device_kind,
         platform=device.platform,
         tensor=config.tensor,
-        layers_per_stage=tuple(len(stage.layers) for stage in programs),
+        layers_per_stage=tuple(len(stage.layers) for stage in replicas[0]),
+        replicas=len(replicas),
         family=model.config.family,
         parameters=sum(leaf.size for leaf in leaves),
         weight_bytes=sum(_bytes_held(runner.params) for runner in runners),
@@ -183,7 +198,13 @@ def start(
         load_seconds=load_seconds,
         compile_seconds=time.perf_counter() - started,
     )
-    return Started(pipeline=pipeline, scheduler=scheduler, report=report)
+    parts = enumerate(zip(pipelines, schedulers, strict=True))
+    made = tuple(Replica(index, pipeline, scheduler, costs) for index, (pipeline, scheduler) in parts)
+    return Started(replicas=made, report=report)
+
+
+def _num_devices(config: EngineConfig) -> int:
+    return config.tensor * config.stages * config.replicas
 
 
 def _bytes_held(tree: Any) -> int:
@@ -212,7 +233,7 @@ def _pool_blocks(config: EngineConfig, stage: StageRunner) -> int:
     full_rows = programs.shape.n_rows * shape.max_blocks
     on_cpu = device.platform == "cpu"  # whose virtual devices share its memory
     return kv_cache.fitting_blocks(
-        free=kv_cache.free_bytes(device) // (config.tensor * config.stages if on_cpu else 1),
+        free=kv_cache.free_bytes(device) // (_num_devices(config) if on_cpu else 1),
         temporaries=stage.temporaries(),
         bytes_a_block=kv_cache.block_bytes(programs.shape.backend, shape, len(programs.layers)),
         wanted=full_rows if on_cpu else 2**31 - 1,

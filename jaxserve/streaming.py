@@ -44,8 +44,8 @@ def generate(engine: TakesRequests, prompts: Sequence[Prompt], sampling: Mapping
     engine.start()
     events: queue.SimpleQueue[list[TokenEvent]] = queue.SimpleQueue()
     unsent, alive = list(reversed(requests)), set()
-    # A few more than fit a batch are kept waiting, so that the queue's bounds hold for long lists too.
-    most_alive = min(2 * engine.config.max_rows, engine.config.max_queued_requests)
+    # A few more than fit the batches are kept waiting, so that the queue's bounds hold for long lists too.
+    most_alive = min(2 * engine.config.max_rows * engine.config.replicas, engine.config.max_queued_requests)
     try:
         while unsent or alive:
             while unsent and len(alive) < most_alive:

@@ -6,7 +6,7 @@ import json
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -18,8 +18,9 @@ from jaxserve.pipeline import Pipeline
 
 
 class Slice(NamedTuple):
-    """One iteration in one stage. Times in seconds of `time.perf_counter`."""
+    """One iteration in one stage of a replica. Times in seconds of `time.perf_counter`."""
 
+    replica: int
     stage: int
     sequence: int
     start: float
@@ -34,7 +35,57 @@ class _Launch(NamedTuple):
 
 
 class Timeline:
-    """Watches a pipeline while in a `with` block.
+    """Watches the pipelines of all replicas while in a `with` block."""
+
+    def __init__(self, pipelines: Sequence[Pipeline]) -> None:
+        self._watched = [_Watched(pipeline) for pipeline in pipelines]
+
+    def __enter__(self) -> Self:
+        for each in self._watched:
+            each.begin()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for each in self._watched:
+            each.end()
+
+    def slices(self) -> list[Slice]:
+        """What has run, by replica and stage and in order; after the `with` block."""
+        return [Slice(replica, *part) for replica, each in enumerate(self._watched) for part in each.slices()]
+
+    def write(self, path: str | Path) -> None:
+        """Writes the trace: a process a replica, one track a stage, one slice an iteration."""
+        slices = self.slices()
+        first = min((each.start for each in slices), default=0.0)
+        events: list[dict] = []
+        for replica, each in enumerate(self._watched):
+            name = "jaxserve" if len(self._watched) == 1 else f"replica {replica}"
+            events.append({"ph": "M", "name": "process_name", "pid": replica, "args": {"name": name}})
+            for index, stage in enumerate(each.pipeline.stages):
+                layers, devices = stage.programs.layers, stage.programs.mesh.size
+                name = f"stage {index}: layers {layers.start} to {layers.stop - 1}"
+                name += f", {devices} device{'s' * (devices > 1)}"
+                events.append({"ph": "M", "name": "thread_name", "pid": replica, "tid": index, "args": {"name": name}})
+        for replica, stage, sequence, start, end in slices:
+            launch = self._watched[replica].launches[sequence]
+            events.append(
+                {
+                    "ph": "X",
+                    "name": f"iteration {sequence}",
+                    "pid": replica,
+                    "tid": stage,
+                    "ts": 1e6 * (start - first),
+                    "dur": 1e6 * (end - start),
+                    "args": {"bucket": launch.bucket, "tokens": launch.tokens, "decodes": launch.decodes},
+                }
+            )
+        Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
+
+
+class _Watched:
+    """What the stages of one pipeline do.
 
     A device runs what it is given in order, so an iteration starts in a stage when its input is there (for the first
     stage: when it is launched) and the iteration before it has left; it ends when its output is there, which a thread a
@@ -42,8 +93,8 @@ class Timeline:
     """
 
     def __init__(self, pipeline: Pipeline) -> None:
-        self._pipeline = pipeline
-        self._launches: dict[int, _Launch] = {}
+        self.pipeline = pipeline
+        self.launches: dict[int, _Launch] = {}
         self._ends: list[dict[int, float]] = [{} for _ in pipeline.stages]
         self._queues = [queue.SimpleQueue() for _ in pipeline.stages]
         self._threads = [
@@ -51,16 +102,13 @@ class Timeline:
             for stage in range(len(pipeline.stages))
         ]
 
-    def __enter__(self) -> Self:
+    def begin(self) -> None:
         for thread in self._threads:
             thread.start()
-        self._pipeline.watchers.append(self._launched)
-        return self
+        self.pipeline.watchers.append(self._launched)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._pipeline.watchers.remove(self._launched)
+    def end(self) -> None:
+        self.pipeline.watchers.remove(self._launched)
         for waiting in self._queues:
             waiting.put(None)
         for thread in self._threads:
@@ -68,7 +116,7 @@ class Timeline:
 
     def _launched(self, plan: IterationPlan, outputs: Sequence[jax.Array]) -> None:
         decodes = sum(chunk.length == 1 and chunk.samples for chunk in plan.chunks)
-        self._launches[plan.sequence] = _Launch(plan.bucket, plan.num_tokens, decodes, time.perf_counter())
+        self.launches[plan.sequence] = _Launch(plan.bucket, plan.num_tokens, decodes, time.perf_counter())
         for waiting, output in zip(self._queues, outputs, strict=True):
             waiting.put((plan.sequence, output))
 
@@ -78,37 +126,12 @@ class Timeline:
             output.block_until_ready()
             self._ends[stage][sequence] = time.perf_counter()
 
-    def slices(self) -> list[Slice]:
-        """What has run, by stage and in order; after the `with` block."""
-        found, arrived = [], {sequence: launch.at for sequence, launch in self._launches.items()}
+    def slices(self) -> Iterator[tuple[int, int, float, float]]:
+        """(stage, sequence, start, end) of what has run."""
+        arrived = {sequence: launch.at for sequence, launch in self.launches.items()}
         for stage, ends in enumerate(self._ends):
             before = 0.0
             for sequence, end in ends.items():
-                found.append(Slice(stage, sequence, max(before, arrived[sequence]), end))
+                yield stage, sequence, max(before, arrived[sequence]), end
                 before = end
             arrived = ends
-        return found
-
-    def write(self, path: str | Path) -> None:
-        """Writes the trace: one track a stage, one slice an iteration."""
-        slices = self.slices()
-        first = min((each.start for each in slices), default=0.0)
-        events: list[dict] = [{"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "jaxserve"}}]
-        for index, stage in enumerate(self._pipeline.stages):
-            layers, devices = stage.programs.layers, stage.programs.mesh.size
-            name = f"stage {index}: layers {layers.start} to {layers.stop - 1}, {devices} device{'s' * (devices > 1)}"
-            events.append({"ph": "M", "name": "thread_name", "pid": 0, "tid": index, "args": {"name": name}})
-        for stage, sequence, start, end in slices:
-            launch = self._launches[sequence]
-            events.append(
-                {
-                    "ph": "X",
-                    "name": f"iteration {sequence}",
-                    "pid": 0,
-                    "tid": stage,
-                    "ts": 1e6 * (start - first),
-                    "dur": 1e6 * (end - start),
-                    "args": {"bucket": launch.bucket, "tokens": launch.tokens, "decodes": launch.decodes},
-                }
-            )
-        Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")

@@ -113,6 +113,14 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         help="parts the layers are cut into, each on T devices of its own (default: %(default)s)",
     )
     group.add_argument(
+        "--replicas",
+        type=int,
+        metavar="R",
+        default=_DEFAULT.replicas,
+        help="copies of the model, each on T x S devices of its own; a request goes to the one with the least left to "
+        "compute for it, cached prefixes considered (default: %(default)s)",
+    )
+    group.add_argument(
         "--layers-per-stage",
         type=_layers,
         metavar="20,25,25",
@@ -149,6 +157,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         attention=args.attention,
         tensor=args.tensor,
         stages=args.stages,
+        replicas=args.replicas,
         layers_per_stage=args.layers_per_stage,
         sharding=args.sharding,
         compilation_cache=None if args.compilation_cache == "off" else args.compilation_cache,

@@ -36,7 +36,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of `jaxserve plan`."""
     parser.add_argument("--model", required=True, metavar="NAME|FILE|DIR", help="name, config.json or checkpoint")
     parser.add_argument("--topology", required=True, metavar="v5p:2x2x4", help="devices")
-    parser.add_argument("--replicas", type=int, metavar="R", default=1, help="copies of the whole (default: 1)")
     parser.add_argument(
         "--context",
         type=int,
@@ -59,8 +58,8 @@ def run(args: argparse.Namespace) -> int:
     """Returns 0."""
     if args.plot is not None and not args.search:
         raise UserError("--plot draws what --search finds; give both")
-    if args.replicas < 1 or args.context < 1:
-        raise UserError("--replicas and --context must be at least 1")
+    if args.context < 1:
+        raise UserError(f"--context is {args.context}; it must be at least 1")
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing runs: a device that is there may be busy
     out = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
     with mending():
@@ -86,7 +85,6 @@ def _whatif(args: argparse.Namespace) -> WhatIf:
         topology=topology,
         engine=engine,
         spec=_spec(config.family, args.sharding),
-        replicas=args.replicas,
         context=args.context,
     )
 

@@ -68,13 +68,14 @@ def show(report: StartupReport, *, model: str) -> None:
     """Prints what an engine settled on while it started."""
     out = console()
     facts = Table.grid(padding=(0, 2))
+    each = ", in each replica" if report.replicas > 1 else ""
     for name, value in (
         ("model", f"{model} ({report.family}, {_count(report.parameters)} parameters, {report.dtype})"),
         ("device", f"{report.device} ({report.platform}){_layout(report)}"),
         ("attention", f"{report.attention}: {report.attention_reason}"),
         ("memory", f"weights {_bytes(report.weight_bytes)}, pool {_bytes(report.pool_bytes)}"),
-        ("slots", f"{report.slots:,} in blocks of {report.block_size}, {report.kv_cache_dtype}"),
-        ("batch", f"{report.max_rows} rows of up to {report.max_context:,} tokens"),
+        ("slots", f"{report.slots:,} in blocks of {report.block_size}, {report.kv_cache_dtype}{each}"),
+        ("batch", f"{report.max_rows} rows of up to {report.max_context:,} tokens{each}"),
         ("start", f"load {report.load_seconds:.1f} s, compile and measure {report.compile_seconds:.1f} s"),
     ):
         facts.add_row(name, value)
@@ -90,12 +91,13 @@ def show(report: StartupReport, *, model: str) -> None:
 
 
 def _layout(report: StartupReport) -> str:
-    """How several devices share the layers."""
+    """How several devices share the work."""
     layers = report.layers_per_stage
+    copies = f", {report.replicas} replicas" if report.replicas > 1 else ""
     if len(layers) == 1:
-        return f", {report.tensor} for each layer" if report.tensor > 1 else ""
+        return copies + (f", {report.tensor} for each layer" if report.tensor > 1 else "")
     each = f"{report.tensor} device{'s' * (report.tensor > 1)}"
-    return f", {len(layers)} stages of {each} with {', '.join(map(str, layers))} layers"
+    return f"{copies}, {len(layers)} stages of {each} with {', '.join(map(str, layers))} layers"
 
 
 def _count(number: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +14,10 @@ from server.report import UserError, show, starting
 
 if TYPE_CHECKING:
     from jaxserve.engine import Engine
+
+
+# How much of a GPU jax sets aside: the rest is the driver's and the collectives'. jax's own choice is 0.75.
+_GPU_MEMORY = "0.93"
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
@@ -40,6 +45,7 @@ def load_engine(args: argparse.Namespace) -> Engine:
     path = model_directory(args)
     with mending():
         config = flags.engine_config(args)  # before jax is imported: a wrong flag is told at once
+        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", _GPU_MEMORY)
         from jaxserve.engine import Engine
 
         with starting() as report:

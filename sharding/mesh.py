@@ -1,4 +1,4 @@
-"""The devices of a model as meshes: one for each stage."""
+"""The devices of a model as meshes: one for each stage of each replica."""
 
 from __future__ import annotations
 
@@ -25,20 +25,24 @@ def make_mesh(tensor: int = 1, devices: Sequence[Any] | None = None) -> Mesh:
     return Mesh(np.array(have[:tensor]), ("tensor",), axis_types=(AxisType.Auto,))
 
 
-def make_meshes(tensor: int, stages: int, devices: Sequence[Any] | None = None) -> tuple[Mesh, ...]:
-    """A mesh of `tensor` devices for each stage, each over the devices that follow the stage's before it.
+def make_meshes(
+    tensor: int, stages: int, replicas: int = 1, devices: Sequence[Any] | None = None
+) -> tuple[tuple[Mesh, ...], ...]:
+    """For each replica a mesh of `tensor` devices for each stage, each over the devices that follow the one's before.
 
     Raises:
       ValueError: there are fewer devices.
     """
     have = list(jax.devices() if devices is None else devices)
-    wanted = tensor * stages
+    wanted = tensor * stages * replicas
     if wanted > len(have):
-        message = f"tensor {tensor} times stages {stages} is {wanted}, more devices than there are: {len(have)}"
+        product = f"tensor {tensor} times stages {stages}" + f" times replicas {replicas}" * (replicas > 1)
+        message = f"{product} is {wanted}, more devices than there are: {len(have)}"
         if have[0].platform == "cpu":
             message += f" (XLA_FLAGS=--xla_force_host_platform_device_count={wanted} divides a CPU into virtual ones)"
         raise ValueError(message)
-    return tuple(make_mesh(tensor, have[stage * tensor :]) for stage in range(stages))
+    parts = [make_mesh(tensor, have[first:]) for first in range(0, wanted, tensor)]
+    return tuple(tuple(parts[first : first + stages]) for first in range(0, len(parts), stages))
 
 
 def abstract(tensor: int) -> AbstractMesh:

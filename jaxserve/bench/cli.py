@@ -1,4 +1,4 @@
-"""The command line of the benchmarks: `jaxserve bench offline | serve | step | host | stages | peers`."""
+"""The command line of the benchmarks: `jaxserve bench offline | serve | step | host | stages | peers | accuracy`."""
 
 from __future__ import annotations
 
@@ -44,6 +44,13 @@ Times our step against transformers and llama.cpp on the same random-weight chec
 at a time and in turn, after checking their outputs against ours. Each peer gets a Python environment of its own, which
 is made on first use with pip (llama.cpp is compiled: a C++ compiler is needed) and kept in --env-dir. Which index pip
 uses is pip's own setting, for instance PIP_EXTRA_INDEX_URL for CPU builds of torch."""
+_ACCURACY = """\
+Compares the answers of one checkpoint at full width and with eight bits: the perplexity of a text, read in windows of
+256 tokens that overlap by half, and greedy continuations of passages from it. By default the demo model on the text
+that was held out of its training, which comes out of a Debian package (apt-get download).
+
+  jaxserve bench accuracy
+  jaxserve bench accuracy --model DIR --text FILE --dtype bfloat16"""
 
 
 def add_arguments(
@@ -120,6 +127,14 @@ def add_arguments(
         "--env-dir", type=Path, metavar="DIR", help="where environments are kept (default: in your cache folder)"
     )
     add_engine_flags(peers)
+
+    accuracy = _command(commands, "accuracy", "what fewer bits cost in answers", _ACCURACY, _run_accuracy)
+    accuracy.add_argument("--model", type=Path, metavar="DIR", help="a checkpoint directory (default: the demo model)")
+    accuracy.add_argument("--text", type=Path, metavar="FILE", help="UTF-8 text (default: held out of the demo's)")
+    accuracy.add_argument(
+        "--passages", type=_positive, default=200, metavar="N", help="that are continued (default: %(default)s)"
+    )
+    add_engine_flags(accuracy)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -291,6 +306,21 @@ def _run_peers(args: argparse.Namespace) -> int:
         compilation_cache=config.compilation_cache,
         out=args.out,
         console=_console(),
+    )
+
+
+def _run_accuracy(args: argparse.Namespace) -> int:
+    from jaxserve.bench import accuracy
+    from jaxserve.demo import DEMO_MODEL
+
+    return accuracy.run(
+        args.model or DEMO_MODEL,
+        args.text,
+        8 if args.quick else args.passages,
+        2 * accuracy.WINDOW if args.quick else None,
+        args.engine_config(args),
+        args.out,
+        _console(),
     )
 
 

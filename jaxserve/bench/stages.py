@@ -110,6 +110,7 @@ def make_engine(
         config,
         dtype="float32",
         stages=stages,
+        replicas=1,
         layers_per_stage=None,
         scoring=False,
         buckets=(config.max_rows,),
@@ -118,12 +119,12 @@ def make_engine(
         slots=rows * (iterations + 32),
     )
     model = models.build(models.parse_config({**shapes.SHAPES["tiny"], "n_layer": num_layers}))
-    programs, reason = startup.stage_programs(settings, model)
+    (programs,), reason = startup.stage_programs(settings, model)
     backend = Sleeping(inner=programs[0].shape.backend, microseconds=round(1e3 * milliseconds / num_layers))
     shape = dataclasses.replace(programs[0].shape, backend=backend)
     programs = [dataclasses.replace(stage, shape=shape) for stage in programs]
     params = model.init(0, jnp.float32)
-    return Engine(settings, startup.start(settings, programs, reason, params, bars, 0.0), None)
+    return Engine(settings, startup.start(settings, [programs], reason, params, bars, 0.0), None)
 
 
 def _plans(stages: int) -> int:

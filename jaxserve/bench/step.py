@@ -28,6 +28,7 @@ from jaxserve.bench import machine, report, shapes
 from jaxserve.bench.progress import Bars
 from jaxserve.config import DtypeName, EngineConfig
 from jaxserve.iteration import Admission, Chunk, IterationPlan, SamplerVariant
+from jaxserve.replica import Replica
 from jaxserve.request import SamplingParams
 from jaxserve.stage import Progress
 
@@ -125,6 +126,7 @@ def measure(
             config,
             dtype=dtype,
             max_rows=max_rows,
+            replicas=1,
             buckets=tuple(sorted({case.tokens for case in group})),
             slots=max(case.slots(WARM_UP + steps) for case in group),
             scoring=False,
@@ -136,22 +138,23 @@ def measure(
                 model_config, params = shapes.random_params(str(model), "float32" if dtype == "auto" else dtype)
             assert model_config is not None
             started = startup.from_params(model_config, params, settings, progress)
-        params, model_config = started.pipeline.params, started.pipeline.model.config
+        (replica,) = started.replicas
+        params, model_config = replica.pipeline.params, replica.pipeline.model.config
         for done, case in enumerate(group, start=1):
-            results[case] = Steps(case=case, milliseconds=time_case(started, case, steps))
+            results[case] = Steps(case=case, milliseconds=time_case(replica, case, steps))
             progress(f"timing steps ({max_rows} rows, {started.report.dtype})", done, len(group))
         memory = memory or Memory(
             peak_rss=machine.peak_rss(), weights=started.report.weight_bytes, pool=started.report.pool_bytes
         )
-        del started  # its pool, before the next one is allocated
+        del started, replica  # its pool, before the next one is allocated
         gc.collect()
     assert memory is not None
     return [results[case] for case in cases], memory
 
 
-def time_case(started: startup.Started, case: Case, steps: int) -> list[float]:
+def time_case(replica: Replica, case: Case, steps: int) -> list[float]:
     """Milliseconds between the completions of consecutive steps, the next always launched ahead as the engine does."""
-    pipeline, n_blocks = started.pipeline, started.scheduler.pool.n_blocks
+    pipeline, n_blocks = replica.pipeline, replica.scheduler.pool.n_blocks
     layout = pipeline.shape.layout(case.tokens)
     finished = []
     for index in range(WARM_UP + steps):

@@ -214,7 +214,9 @@ def _bucket(whatif: WhatIf, loads: Sequence[StageLoad], tokens: int) -> BucketPl
     work = cost.work(chunks)
     stages = tuple(cost.stage_seconds(load, whatif.topology, work, dtype=whatif.dtype) for load in loads)
     pace = max(stage.total for stage in stages)
-    return BucketPlan(tokens=tokens, decodes=decodes, stages=stages, tokens_per_second=whatif.replicas * tokens / pace)
+    return BucketPlan(
+        tokens=tokens, decodes=decodes, stages=stages, tokens_per_second=whatif.engine.replicas * tokens / pace
+    )
 
 
 def _no_room(whatif: WhatIf, stage: StagePlan, usable: int, slots: int) -> str:

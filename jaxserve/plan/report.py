@@ -44,7 +44,7 @@ def _show_parameters(plan: Plan, out: Console) -> None:
 
 
 def _show_memory(plan: Plan, out: Console) -> None:
-    tensor, replicas = plan.whatif.engine.tensor, plan.whatif.replicas
+    tensor, replicas = plan.whatif.engine.tensor, plan.whatif.engine.replicas
     table = _table("stage", "devices", "layers", "weights", "pool", "activations", "row state", "free", "in use")
     for index, stage in enumerate(plan.stages):
         table.add_row(
@@ -142,7 +142,7 @@ def as_json(plan: Plan, compiled: Sequence[CompiledStage] = ()) -> dict[str, Any
         },
         "tensor": whatif.engine.tensor,
         "stages": [_stage_json(stage) for stage in plan.stages],
-        "replicas": whatif.replicas,
+        "replicas": whatif.engine.replicas,
         "spec": {
             "axes": dict(whatif.spec.rules),
             "parameters": {glob: dict(rules) for glob, rules in whatif.spec.parameters.items()},
@@ -208,7 +208,7 @@ def headline(plan: Plan) -> str:
     stages = ", ".join(str(stage.layers[1] - stage.layers[0]) for stage in plan.stages)
     layout = f"tensor {whatif.engine.tensor}, stages {whatif.engine.stages}"
     layout += f" (layers {stages})" if whatif.engine.stages > 1 else ""
-    layout += f", replicas {whatif.replicas}" if whatif.replicas > 1 else ""
+    layout += f", replicas {whatif.engine.replicas}" if whatif.engine.replicas > 1 else ""
     model = f"{whatif.name} ({whatif.config.family}, {plan.parameters / 1e9:.3g} G parameters, {whatif.dtype})"
     return f"{model} on {whatif.topology} ({whatif.topology.num_devices} devices): {layout}"
 

@@ -51,7 +51,7 @@ class Candidate:
     def label(self) -> str:
         """tensor x stages x replicas."""
         engine = self.plan.whatif.engine
-        return f"{engine.tensor} x {engine.stages} x {self.plan.whatif.replicas}"
+        return f"{engine.tensor} x {engine.stages} x {engine.replicas}"
 
 
 def search(whatif: WhatIf, progress: Callable[[str, int, int], None]) -> tuple[list[Candidate], dict[str, int]]:
@@ -91,9 +91,14 @@ def _questions(whatif: WhatIf) -> Iterator[tuple[WhatIf, str]]:
         if devices % (tensor * stages) or stages > whatif.config.num_layers:
             continue
         engine = dataclasses.replace(
-            whatif.engine, tensor=tensor, stages=stages, layers_per_stage=None, buckets=tuple(sorted(ladder))
+            whatif.engine,
+            tensor=tensor,
+            stages=stages,
+            replicas=devices // (tensor * stages),
+            layers_per_stage=None,
+            buckets=tuple(sorted(ladder)),
         )
-        laid = dataclasses.replace(whatif, engine=engine, replicas=devices // (tensor * stages))
+        laid = dataclasses.replace(whatif, engine=engine)
         for spec, rules in _specs(whatif.spec, counts, tensor) if tensor > 1 else [(whatif.spec, "")]:
             yield dataclasses.replace(laid, spec=spec), rules
 
@@ -144,7 +149,7 @@ def show(candidates: Sequence[Candidate], left_out: dict[str, int], out: Console
     for rank, each in enumerate(candidates[:_SHOWN], start=1):
         rows, latency, speed = each.points[-1]
         bucket = next(bucket for bucket in each.plan.buckets if bucket.tokens == rows)
-        requests = f"{each.plan.requests * each.plan.whatif.replicas:,}"
+        requests = f"{each.plan.requests * each.plan.whatif.engine.replicas:,}"
         table.add_row(
             str(rank), each.label, each.rules, str(rows), f"{speed:,.0f}", f"{latency:.1f}", bucket.bottleneck, requests
         )
@@ -167,7 +172,7 @@ def as_json(candidate: Candidate) -> dict[str, Any]:
     return {
         "tensor": whatif.engine.tensor,
         "stages": whatif.engine.stages,
-        "replicas": whatif.replicas,
+        "replicas": whatif.engine.replicas,
         "rules": candidate.rules,
         "slots": candidate.plan.slots,
         "tokens_per_second": candidate.tokens_per_second,

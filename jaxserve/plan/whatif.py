@@ -26,7 +26,6 @@ class WhatIf:
     Attributes:
       name: what to call the model.
       engine: the engine's settings, as `jaxserve serve` takes them: tensor, stages, rows, buckets, slots, dtype.
-      replicas: copies of the whole, each on devices of its own.
       context: positions that each decoding row has behind it in the predicted iterations.
     """
 
@@ -35,7 +34,6 @@ class WhatIf:
     topology: Topology
     engine: EngineConfig
     spec: ShardingSpec
-    replicas: int = 1
     context: int = 1024
 
     @property
@@ -55,10 +53,11 @@ class WhatIf:
 
     def check_devices(self) -> None:
         """Raises ValueError where there are fewer devices than the stages ask for."""
-        asked, have = self.engine.tensor * self.engine.stages * self.replicas, self.topology.num_devices
+        replicas = self.engine.replicas
+        asked, have = self.engine.tensor * self.engine.stages * replicas, self.topology.num_devices
         if asked > have:
             parts = f"tensor {self.engine.tensor} x stages {self.engine.stages}"
-            parts += f" x replicas {self.replicas}" if self.replicas > 1 else ""
+            parts += f" x replicas {replicas}" if replicas > 1 else ""
             raise ValueError(f"{parts} are {asked} devices; {self.topology} has {have}")
 
     def padding(self) -> dict[str, tuple[int, int]]:
@@ -89,6 +88,6 @@ def programs(whatif: WhatIf, devices: Sequence[Any] | None = None) -> list[Stage
     if devices is None:
         meshes = (mesh.abstract(engine.tensor),) * engine.stages
     else:
-        meshes = mesh.make_meshes(engine.tensor, engine.stages, devices)
+        (meshes,) = mesh.make_meshes(engine.tensor, engine.stages, devices=devices)
     model, dtype = model_of(whatif.config), jnp.dtype(whatif.dtype)
     return lay_out(engine, model, meshes, whatif.spec, dtype=dtype, platform=platform)[0]

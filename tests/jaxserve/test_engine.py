@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from jaxserve import models, sampler, startup
-from jaxserve.engine import Engine, EngineStopped
+from jaxserve.engine import Engine
 from jaxserve.iteration import SamplerVariant
-from jaxserve.request import FinishReason, InvalidRequest, QueueFull, Request, SamplingParams
+from jaxserve.request import EngineStopped, FinishReason, InvalidRequest, QueueFull, Request, SamplingParams
 from tests.fixtures.tiny import BLOOM, CONFIG, VOCAB, make_engine, opinionated
 from tests.fixtures.traffic import Answers, run, traffic
 
@@ -122,7 +122,7 @@ def test_prompt_logprobs_and_alternatives(params) -> None:
 def test_the_next_iteration_is_launched_before_the_tokens_of_this_one_are_read(params, monkeypatch) -> None:
     engine = make_engine(params)
     order = []
-    pipeline = engine._pipeline
+    pipeline = engine._replicas[0].pipeline
     launch, wait = pipeline.launch, pipeline.wait
     monkeypatch.setattr(
         pipeline, "launch", lambda plan, packed: (order.append(("launch", plan.sequence)), launch(plan, packed))
@@ -144,7 +144,7 @@ def test_the_next_iteration_is_launched_before_the_tokens_of_this_one_are_read(p
 
 def test_no_iteration_copies_the_pool(params) -> None:
     engine = make_engine(params)
-    for program in engine._pipeline.stages[0]._forward.values():
+    for program in engine._replicas[0].pipeline.stages[0]._forward.values():
         memory = program.memory_analysis()
         assert memory.alias_size_in_bytes >= engine.report.pool_bytes
         assert memory.temp_size_in_bytes < engine.report.pool_bytes / 4
@@ -258,7 +258,9 @@ def test_threaded_engine_serves_and_stops(params) -> None:
 
 def test_a_failing_device_ends_every_request_and_says_so(params, monkeypatch, caplog) -> None:
     engine, events, done = make_engine(params), [], threading.Event()
-    monkeypatch.setattr(engine._pipeline, "launch", lambda *_: (_ for _ in ()).throw(RuntimeError("device lost")))
+    monkeypatch.setattr(
+        engine._replicas[0].pipeline, "launch", lambda *_: (_ for _ in ()).throw(RuntimeError("device lost"))
+    )
     with engine:
         engine.submit(
             Request(request_id="a", prompt=(5,), sampling=SamplingParams(max_tokens=4)),

@@ -116,7 +116,7 @@ def test_other_rules_for_parameters_activations_and_pool_answer_the_same(tmp_pat
     (tmp_path / "rules.toml").write_text(rules)
     engine = make("gpt2", 3, settings("grow", 2, sharding=str(tmp_path / "rules.toml")))
     check_same(engine, "gpt2", 3)
-    (stage,) = engine._pipeline.stages
+    (stage,) = engine._replicas[0].pipeline.stages
     for leaf in jax.tree.leaves((stage.params["embed"], stage.params["layers"][1]["up"], stage.pool)):
         assert leaf.is_fully_replicated
     assert not stage.params["layers"][0]["up"]["kernel"].is_fully_replicated
@@ -133,7 +133,7 @@ def test_every_layout_of_eight_devices_answers_as_one(family, policy, tensor, st
 def lowered(family: str, tensor: int = 1, stages: int = 1, num_layers: int = 2, **changes) -> list[StagePrograms]:
     """The stages' programs; nothing is on a device."""
     config = dataclasses.replace(config_of(family, num_layers), **changes)
-    return startup.stage_programs(settings("grow", tensor, stages), models.build(config))[0]
+    return startup.stage_programs(settings("grow", tensor, stages), models.build(config))[0][0]
 
 
 def collectives(compiled: jax.stages.Compiled) -> list[tuple[str, str]]:
@@ -171,7 +171,7 @@ def test_scoring_and_choosing_gather_no_weights() -> None:
 
 
 def test_a_stage_holds_its_layers_and_no_more(six) -> None:
-    stages = six._pipeline.stages
+    stages = six._replicas[0].pipeline.stages
     assert [sorted(stage.params["layers"]) for stage in stages] == [[0], [1], [2, 3]]
     assert [sorted(stage.params) for stage in stages] == [["embed", "layers"], ["layers"], ["embed", "head", "layers"]]
     assert sorted(stages[2].params["embed"]) == ["tokens"]  # the head; the embedding's norm is the first stage's
@@ -209,7 +209,7 @@ def test_checkpoints_are_read_to_where_they_are_used(family, changes, saved, tmp
         path = tmp_path / "saved"
     (tmp_path / "pad.toml").write_text("[pad]\nheads = true\nvocab = true\nffn = true\n")
     config = EngineConfig(tensor=2, stages=2, dtype="float32", sharding=str(tmp_path / "pad.toml"))
-    stages, _ = startup.stage_programs(config, model)
+    (stages,), _ = startup.stage_programs(config, model)
     params = weights.load(path, stages[0].model, dtype, place=startup.placement(stages))
     for stage in stages:
         part = model.part(params, stage.layers)
@@ -222,7 +222,7 @@ def test_checkpoints_are_read_to_where_they_are_used(family, changes, saved, tmp
 
 
 def test_four_iterations_are_in_flight_and_tokens_go_back_when_they_are_known(six, monkeypatch) -> None:
-    pipeline, order = six._pipeline, []
+    pipeline, order = six._replicas[0].pipeline, []
     landed = len(pipeline._landed)
 
     def note(what, call, *args):
@@ -252,7 +252,7 @@ def test_four_iterations_are_in_flight_and_tokens_go_back_when_they_are_known(si
 def test_new_weights_reach_every_stage(six) -> None:
     other = jax.tree.map(lambda leaf: np.asarray(leaf) + 1, params_of("bloom", 4))
     six.update_params(other)
-    for stage in six._pipeline.stages:
+    for stage in six._replicas[0].pipeline.stages:
         expected = jax.tree.leaves(stage.programs.model.part(other, stage.programs.layers))
         for leaf, value, wanted in zip(
             jax.tree.leaves(stage.params), expected, jax.tree.leaves(stage.programs.params()), strict=True

@@ -310,3 +310,19 @@ def test_a_second_signal_ends_at_once() -> None:
         assert process.wait(WAIT_SECONDS) == 128 + signal.SIGTERM
         with pytest.raises(grpc.RpcError):
             next(call)
+
+
+@pytest.mark.parametrize("chosen", [None, "0.5"])
+def test_most_of_a_gpu_is_set_aside_unless_the_user_says_how_much(monkeypatch, chosen):
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+    if chosen:
+        monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", chosen)
+    seen = []
+
+    def load(*_, **__):
+        seen.append(os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"])
+        raise ValueError("seen enough")
+
+    monkeypatch.setattr("jaxserve.engine.Engine.from_checkpoint", load)
+    assert cli.main(["generate", "--prompt", "a"]) == 2
+    assert seen == [chosen or "0.93"]

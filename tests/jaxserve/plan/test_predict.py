@@ -124,7 +124,9 @@ def test_buckets_are_filled_with_decodes_and_then_prompts():
     assert [bucket.decodes for bucket in plan.buckets] == [4, 8, 8]
     assert plan.buckets[0].bottleneck == "memory"
     assert plan.buckets[2].bottleneck == "compute"
-    double = predict(replace(plan.whatif, topology=devices.parse("h200:2x8"), replicas=2))
+    double = predict(
+        replace(plan.whatif, topology=devices.parse("h200:2x8"), engine=replace(plan.whatif.engine, replicas=2))
+    )
     assert double.buckets[1].milliseconds == plan.buckets[1].milliseconds
     assert double.buckets[1].tokens_per_second == 2 * plan.buckets[1].tokens_per_second
 
