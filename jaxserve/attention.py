@@ -53,6 +53,7 @@ def select(
             dtype=dtype,
             pool_dtype=pool_dtype,
             alibi=config.alibi,
+            device_kind=mesh.devices.flat[0].device_kind if isinstance(mesh, Mesh) else "",
         )
 
     backend = api.select(name, shape_with(pool_dtype or dtype), platform).backend

@@ -34,6 +34,7 @@ class AttentionShape:
       alibi: whether scores carry an ALiBi bias (Press et al., 2022).
       block_size: slots in a block; 0 while none has been chosen (see `with_blocks`).
       max_blocks: blocks in a row's table; 0 while none has been chosen.
+      device_kind: what JAX calls the device, for backends that know several; empty where it is not known.
     """
 
     num_heads: int
@@ -44,6 +45,7 @@ class AttentionShape:
     alibi: bool
     block_size: int = 0
     max_blocks: int = 0
+    device_kind: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", np.dtype(self.dtype))
@@ -169,6 +171,7 @@ class Selection(NamedTuple):
 
 # Name -> module, best first: `auto` takes the first one that runs on the platform and supports the shape.
 _MODULES: Mapping[str, str] = {
+    "tpu": "pallas_kernels.tpu",
     "xla": "pallas_kernels.xla",
 }
 

@@ -23,6 +23,9 @@ Progress = Callable[[str, int, int], None]
 _NOTABLE = 2**20  # bytes from which a copy is told
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all")
 _INSTRUCTION = re.compile(r"= (?P<shape>\(.*?\)|\S+) (?P<op>[a-z][a-z0-9-]*?)(?P<start>-start)?\(")
+# A copy into a TPU's memory for vectors (1), or the one that v4 has beside it (3): what a matmul will read, fetched
+# ahead of it.
+_FETCH = re.compile(r"= \(?[a-z0-9]+\[[0-9,]*\]\{[^}]*S\([13]\)")
 _ARRAY = re.compile(r"(?P<dtype>[a-z]+[0-9]*)\[(?P<sizes>[0-9,]*)\]")
 _WIDTHS = {"pred": 1, "bf16": 2}
 
@@ -182,7 +185,7 @@ def copies(stage: StagePrograms, text: str, n_blocks: int) -> Iterator[str]:
     pools = {(math.prod(leaf.shape), 8 * leaf.dtype.itemsize) for leaf in pool}
     found: Counter[tuple[str, str, int, bool]] = Counter()
     for op, arrays, line in _instructions(text):
-        if op not in ("copy", "transpose") or not arrays or arrays[0][1] < _NOTABLE:
+        if op not in ("copy", "transpose") or not arrays or arrays[0][1] < _NOTABLE or _FETCH.search(line):
             continue
         name, nbytes = arrays[0]
         sizes = _sizes(name)

@@ -1,0 +1,237 @@
+"""Ragged attention on TPUs: Mosaic kernels over a pool whose blocks are operands of matmuls as they lie.
+
+Leading chunks of length 1 (decodes) are served by one kernel that writes their tokens on the way (`tpu_decodes`), all
+others by two (`tpu_prompts`). What each kernel does is told by data: one without work costs its launch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Float32
+
+from pallas_kernels import int8, tpu_cuts, tpu_decodes, tpu_prompts
+from pallas_kernels.api import AttentionBatch, AttentionShape
+from pallas_kernels.tpu_cuts import Cut, largest_block, slot_bytes
+from pallas_kernels.tpu_layout import (
+    BFLOAT16,
+    INT8,
+    LANES,
+    Pool,
+    lanes_of,
+    operand_dtype,
+    round_up,
+    scale_rows,
+    slot_tile,
+)
+
+_MOST_SLOTS = 128  # of a block, by default
+
+
+class Meta(NamedTuple):
+    """What all layers share; see the kernels for what they read in it."""
+
+    decode_bounds: jax.Array  # int32[2 * cores + 1]
+    prompt_bounds: jax.Array  # int32[4]
+    offsets: jax.Array  # int32[C + 1]
+    kv_lens: jax.Array  # int32[C + 1]
+    tables: jax.Array  # int32[C * max_blocks]
+    tile_chunks: jax.Array  # int32[2 * tiles]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TpuBackend:
+    """The backend.
+
+    Attributes:
+      cut: how to cut the work; None for what is best known for the shape.
+      interpret: `pltpu.InterpretParams` where there is no TPU to run on.
+    """
+
+    cut: Cut | None = None
+    interpret: Any = False
+
+    @property
+    def name(self) -> str:
+        return "tpu"
+
+    @property
+    def platforms(self) -> frozenset[str] | None:
+        return frozenset({"tpu"})
+
+    def supports(self, shape: AttentionShape) -> str | None:
+        if shape.dtype not in (np.float32, BFLOAT16):
+            return f"queries of {shape.dtype}; it serves float32 and bfloat16"
+        if shape.pool_dtype not in (np.float32, BFLOAT16, INT8):
+            return f"pool of {shape.pool_dtype}; it serves float32, bfloat16 and int8"
+        tile, size = slot_tile(shape.pool_dtype), shape.block_size
+        if size % tile:
+            return f"blocks of {size} slots; with a pool of {shape.pool_dtype} it serves multiples of {tile}"
+        if max(size, tile) > largest_block(shape):
+            return f"blocks of {size} slots; of {slot_bytes(shape)} bytes each it serves at most {largest_block(shape)}"
+        return None
+
+    def default_block_size(self, shape: AttentionShape) -> int:
+        size = _MOST_SLOTS
+        while size > max(slot_tile(shape.pool_dtype), largest_block(shape)):
+            size //= 2
+        return size
+
+    def default_pool_dtype(self, dtype: np.dtype, platform: str) -> np.dtype:
+        del platform
+        return np.dtype(dtype)
+
+    def pool(self, shape: AttentionShape, n_blocks: int) -> Pool:
+        size, scales = shape.block_size, None
+        if shape.pool_dtype == INT8:
+            scales = jax.ShapeDtypeStruct((n_blocks, 2, scale_rows(shape), size), np.float32)
+        return Pool(jax.ShapeDtypeStruct((n_blocks, 2, size, lanes_of(shape)), shape.pool_dtype), scales)
+
+    def pool_axes(self, shape: AttentionShape) -> Pool:
+        return Pool(
+            kv=(None, None, None, "heads"), scales=(None, None, "heads", None) if shape.pool_dtype == INT8 else None
+        )
+
+    def prepare(self, batch: AttentionBatch, shape: AttentionShape) -> Meta:
+        with jax.named_scope("attention_prepare"):
+            return _prepare(batch, shape, self.cut or tpu_cuts.cut(shape, batch.positions.shape[0]))
+
+    def attend(
+        self,
+        q: Float[jax.Array, "T N D"],
+        k: Float[jax.Array, "T K D"],
+        v: Float[jax.Array, "T K D"],
+        pool: Pool,
+        meta: Meta,
+        shape: AttentionShape,
+        *,
+        slopes: Float32[jax.Array | np.ndarray, " N"] | None,
+        scale: float,
+        first_block: jax.Array | int = 0,
+    ) -> tuple[Float[jax.Array, "T N D"], Pool]:
+        n_tokens, n_chunks = q.shape[0], min(q.shape[0], meta.kv_lens.shape[0] - 1)
+        cut = self.cut or tpu_cuts.cut(shape, n_tokens)
+        slopes = None if slopes is None else jnp.asarray(slopes, jnp.float32)
+        first_block = jnp.asarray(first_block, jnp.int32).reshape(1)
+        walk = (meta.kv_lens, meta.tables, first_block)
+        static: dict[str, Any] = {"shape": shape, "interpret": self.interpret}
+        with jax.named_scope("attention_write"):
+            new = _new(k, v, shape)
+            if n_tokens > 1:  # a bucket of one token holds no longer chunk
+                around = _with_room(new, shape)
+                pool = tpu_prompts.write(around, pool, meta.prompt_bounds, meta.offsets, *walk, **static)
+        with jax.named_scope("attention_attend"):
+            static |= {"scale": scale}
+            rows = _decode_rows(q[:n_chunks], new, shape)
+            out, pool = tpu_decodes.attend(
+                rows, pool, meta.decode_bounds, *walk, slopes, units=cut.units, slots=cut.unit_slots, **static
+            )
+            out = _by_head(out[..., : shape.num_kv_heads * shape.head_dim], shape)
+            token = jnp.arange(n_tokens)[:, None, None]
+            out = jnp.pad(out, ((0, n_tokens - n_chunks), (0, 0), (0, 0)))
+            rest: Any = 0.0
+            if n_tokens > 1:
+                queries = _tiles(q, shape, cut.tile)
+                rest = tpu_prompts.attend(
+                    queries,
+                    pool,
+                    meta.prompt_bounds,
+                    meta.offsets,
+                    *walk,
+                    meta.tile_chunks,
+                    slopes,
+                    tile=cut.tile,
+                    slots=cut.tile_slots,
+                    **static,
+                )[:, :, :n_tokens, : shape.head_dim]
+                rest = rest.transpose(2, 0, 1, 3).reshape(q.shape)
+            n_decodes, in_use = meta.prompt_bounds[0], meta.prompt_bounds[1]
+            out = jnp.where(token < n_decodes, out, jnp.where(token < in_use, rest, 0.0))
+            return out.astype(q.dtype), pool
+
+
+def _prepare(batch: AttentionBatch, shape: AttentionShape, cut: Cut) -> Meta:
+    offsets, kv_lens, n_tokens = batch.query_offsets, batch.kv_lens, batch.positions.shape[0]
+    lengths = jnp.diff(offsets)
+    is_decode = jnp.cumprod(lengths == 1, dtype=jnp.int32)
+    n_decodes, n_chunks = jnp.sum(is_decode), jnp.sum(lengths > 0, dtype=jnp.int32)
+    ends = jnp.cumsum(-(-kv_lens // cut.unit_slots) * is_decode, dtype=jnp.int32)  # in units
+    parts = tpu_cuts.cores(shape)
+    begins = [jnp.sum(parts * ends < part * ends[-1], dtype=jnp.int32) for part in range(1, parts)]
+    begins = jnp.minimum(jnp.stack([jnp.int32(0), *begins, n_decodes]), n_decodes)  # rows
+    units = jnp.diff(jnp.pad(ends, (1, 0))[begins])
+    tile = jnp.arange(-(-n_tokens // cut.tile), dtype=jnp.int32)
+    first = jnp.maximum(tile * cut.tile, n_decodes)
+    last = jnp.minimum((tile + 1) * cut.tile, offsets[-1]) - 1
+    tile_chunks = batch.token_chunk[jnp.clip(jnp.stack([first, last], axis=1), 0, n_tokens - 1)]
+    return Meta(
+        decode_bounds=jnp.concatenate([begins, units]),
+        prompt_bounds=jnp.stack([n_decodes, offsets[-1], n_decodes, n_chunks]),
+        offsets=offsets,
+        kv_lens=jnp.pad(kv_lens, (0, 1)),
+        tables=batch.block_tables.reshape(-1),
+        tile_chunks=tile_chunks.reshape(-1),
+    )
+
+
+# Arranging queries, keys and values as the kernels read them.
+
+
+def _new(k: jax.Array, v: jax.Array, shape: AttentionShape) -> Pool:
+    """Keys and values of the flat tokens: [2, T, K, D] as the pool holds them, and their scales [2, T, K]."""
+    kv = jnp.stack([k, v])
+    if shape.pool_dtype == INT8:
+        return Pool(*int8.quantize(kv))
+    return Pool(kv.astype(shape.pool_dtype))
+
+
+def _packed(x: jax.Array, shape: AttentionShape) -> jax.Array:
+    """[..., K, D] as [..., lanes]."""
+    x = x.reshape(*x.shape[:-2], -1)
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, lanes_of(shape) - x.shape[-1])])
+
+
+def _decode_rows(q: jax.Array, new: Pool, shape: AttentionShape) -> jax.Array:
+    """float32[C, group + 2 or + 4, lanes] (see `tpu_decodes.attend`)."""
+    n_chunks = len(q)
+    queries = q.reshape(n_chunks, shape.num_kv_heads, shape.group, shape.head_dim).swapaxes(1, 2)
+    parts = [_packed(queries, shape), _packed(new.kv[:, :n_chunks], shape).swapaxes(0, 1)]
+    if new.scales is not None:
+        scales = jnp.repeat(new.scales[:, :n_chunks, :, None], shape.head_dim, axis=-1)
+        parts.append(_packed(scales, shape).swapaxes(0, 1))
+    return jnp.concatenate([part.astype(jnp.float32) for part in parts], axis=1)
+
+
+def _by_head(out: jax.Array, shape: AttentionShape) -> jax.Array:
+    """[C, group, K * D] as [C, N, D]."""
+    out = out.reshape(len(out), shape.group, shape.num_kv_heads, shape.head_dim).swapaxes(1, 2)
+    return out.reshape(len(out), shape.num_heads, shape.head_dim)
+
+
+def _with_room(new: Pool, shape: AttentionShape) -> Pool:
+    """As `tpu_prompts.write` reads them."""
+    size, n_tokens = shape.block_size, new.kv.shape[1]
+    tile = slot_tile(shape.pool_dtype)
+    length = round_up(size + n_tokens + size + tile, tile)
+    kv = jnp.pad(_packed(new.kv, shape), ((0, 0), (size, length - size - n_tokens), (0, 0)))
+    if new.scales is None:
+        return Pool(kv)
+    scales = new.scales.swapaxes(1, 2)  # [2, K, T]
+    length = round_up(size + n_tokens + round_up(size, LANES) + LANES, LANES)
+    room = (0, scale_rows(shape) - scales.shape[1]), (size, length - size - n_tokens)
+    return Pool(kv, jnp.pad(scales, ((0, 0), *room)))
+
+
+def _tiles(q: jax.Array, shape: AttentionShape, tile: int) -> jax.Array:
+    """[K, group, T in whole tiles, lanes of a head]."""
+    n_tokens = len(q)
+    q = q.reshape(n_tokens, shape.num_kv_heads, shape.group, shape.head_dim).transpose(1, 2, 0, 3)
+    room = (0, round_up(n_tokens, tile) - n_tokens), (0, tpu_prompts.out_lanes(shape) - shape.head_dim)
+    return jnp.pad(q, ((0, 0), (0, 0), *room)).astype(operand_dtype(shape))
+
+
+BACKEND = TpuBackend()

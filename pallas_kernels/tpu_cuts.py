@@ -1,0 +1,98 @@
+"""How the TPU kernels cut their work: a table by device and shape, which `python -m pallas_kernels.tune` fills, and a
+rule for what is not in it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from pallas_kernels.api import AttentionShape
+from pallas_kernels.tpu_layout import lanes_of, round_up, slot_tile
+
+# Keys and values on their way to a kernel, twice: a kernel has 16 MiB for these and for what it works in.
+BUFFER_BYTES = 7 * 2**20
+# Devices whose chip has two cores that a program divides its work over; on others, a lone core does all.
+_TWO_CORES = ("TPU v4", "TPU v5", "TPU v5p")
+
+
+class Cut(NamedTuple):
+    """Sizes of the kernels' steps.
+
+    Attributes:
+      units / unit_slots: pieces of rows that a step of the decode kernel takes, and the slots of each.
+      tile / tile_slots: flat tokens that share a step of the prompt kernel, and the slots that it visits.
+    """
+
+    units: int
+    unit_slots: int
+    tile: int
+    tile_slots: int
+
+
+class Key(NamedTuple):
+    """What the best sizes depend on: the device as JAX names it, and what it reads for a slot."""
+
+    device_kind: str
+    head_dim: int
+    group: int
+    lanes: int
+    pool_dtype: str
+
+
+# Empty until there was a TPU to measure on.
+MEASURED: Mapping[Key, Cut] = {}
+
+
+def key(shape: AttentionShape) -> Key:
+    return Key(shape.device_kind, shape.head_dim, shape.group, lanes_of(shape), str(shape.pool_dtype))
+
+
+def cut(shape: AttentionShape, n_tokens: int) -> Cut:
+    """The sizes for a bucket of so many tokens."""
+    return fitted(MEASURED.get(key(shape), _by_rule(shape)), shape, n_tokens)
+
+
+def fitted(wanted: Cut, shape: AttentionShape, n_tokens: int) -> Cut:
+    """The same in whole blocks, with tiles no larger than the bucket."""
+    size = shape.block_size
+    return Cut(
+        units=wanted.units,
+        unit_slots=max(1, wanted.unit_slots // size) * size,
+        tile=min(wanted.tile, round_up(n_tokens, 16)),
+        tile_slots=max(1, wanted.tile_slots // size) * size,
+    )
+
+
+def _by_rule(shape: AttentionShape) -> Cut:
+    """As many bytes in flight as there is room for, four units at most; matmuls of 256 rows."""
+    room = BUFFER_BYTES // (2 * slot_bytes(shape))  # slots of a step that fit in
+    slots = max(shape.block_size, min(128, room))
+    return Cut(max(1, min(4, room // slots)), slots, max(16, 256 // shape.group // 16 * 16), 256)
+
+
+def candidates(shape: AttentionShape) -> Iterator[Cut]:
+    """What is worth timing; some may ask for more memory than the device has, and do not compile."""
+    sizes = itertools.product((1, 2, 4, 8), (64, 128, 256, 512), (64, 128, 256, 512), (128, 256, 512, 1024))
+    seen: set[Cut] = set()
+    for units, slots, tile, tile_slots in sizes:
+        one = fitted(Cut(units, slots, tile, tile_slots), shape, tile)
+        if one not in seen and 2 * one.units * one.unit_slots * slot_bytes(shape) <= 2 * BUFFER_BYTES:
+            seen.add(one)
+            yield one
+
+
+def slot_bytes(shape: AttentionShape) -> int:
+    """Bytes of a slot's keys and values."""
+    return 2 * lanes_of(shape) * shape.pool_dtype.itemsize
+
+
+def largest_block(shape: AttentionShape) -> int:
+    """Slots of a block that the kernels have room for; none if fewer than memory holds together."""
+    tile = slot_tile(shape.pool_dtype)
+    return BUFFER_BYTES // (2 * slot_bytes(shape)) // tile * tile
+
+
+def cores(shape: AttentionShape) -> int:
+    """Among how many cores the kernels divide their work."""
+    return 2 if shape.device_kind in _TWO_CORES else 1

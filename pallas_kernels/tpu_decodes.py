@@ -1,0 +1,405 @@
+"""The Mosaic kernel for chunks of length 1: writes each row's token to its slot and attends to the row's blocks.
+
+The rows' contexts are cut into units of so many slots and walked as one sequence, row after row, `units` of them at a
+time: their blocks are fetched while the ones before are computed, so the queue of copies is as deep for many short
+rows as for one long one. The units of an iteration are summed up on their own, chains of matmuls that the compiler
+interleaves, and then merged into their rows' running softmax in order: a row's result does not depend on its company.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.api import AttentionShape
+from pallas_kernels.tpu_cuts import cores
+from pallas_kernels.tpu_layout import (
+    LANES,
+    LOWEST,
+    SUBLANES,
+    Pool,
+    dot,
+    lanes_of,
+    operand_dtype,
+    packed_heads,
+    round_up,
+    scale_rows,
+    slot_tile,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadGroup:
+    """Key heads whose queries share a matmul, as rows that are zero outside their own head's lanes.
+
+    Row j * heads + h of a group holds query head j of those that share key head first + h.
+    """
+
+    first: int
+    heads: int
+    start: int  # of the group's lanes
+    lanes: int
+    rows: int
+
+
+def head_groups(shape: AttentionShape) -> tuple[HeadGroup, ...]:
+    """As few heads as fill the sublanes of a register, and whole lane tiles."""
+    packed, all_heads = packed_heads(shape.head_dim), shape.num_kv_heads
+    heads = min(all_heads, packed * math.ceil(max(1, SUBLANES // shape.group) / packed))
+    rows = round_up(heads * shape.group, SUBLANES)
+    groups = []
+    for first in range(0, all_heads, heads):
+        start = first * shape.head_dim
+        end = lanes_of(shape) if first + heads >= all_heads else start + heads * shape.head_dim
+        groups.append(HeadGroup(first=first, heads=heads, start=start, lanes=end - start, rows=rows))
+    return tuple(groups)
+
+
+def slopes_of_rows(slopes: jax.Array, shape: AttentionShape) -> jax.Array:
+    """ALiBi slopes [N] as the groups have their rows: float32[groups, rows, 128], the same in all lanes."""
+    groups = head_groups(shape)
+    one = groups[0]
+    by_head = slopes.astype(jnp.float32).reshape(shape.num_kv_heads, shape.group)
+    by_head = jnp.pad(by_head, ((0, len(groups) * one.heads - shape.num_kv_heads), (0, 0)))
+    rows = by_head.reshape(len(groups), one.heads, shape.group).swapaxes(1, 2).reshape(len(groups), -1, 1)
+    rows = jnp.pad(rows, ((0, 0), (0, one.rows - rows.shape[1]), (0, 0)))
+    return jnp.broadcast_to(rows, (len(groups), one.rows, LANES))
+
+
+class _Scratch(NamedTuple):
+    """What a core works in; `units` places, or twice as many, for what comes in and goes out."""
+
+    blocks: Pool  # [2, units, 2, slots, lanes] and [2, units, slots / block_size, 2, scale_rows, block_size]
+    new: Pool  # [units, 2, slot_tile, lanes] and [units, 2, scale_rows, block_size]
+    rows: Any  # [2 * units, ...]
+    out: Any  # [units, group, lanes]
+    maximum: Any  # [groups, rows, 128], the same in all lanes; likewise the sum
+    total: Any
+    acc: Any  # [groups, rows, lanes of a group]
+    block_sems: Any  # [2, units]
+    row_sems: Any  # [2 * units]
+    out_sems: Any  # [units]; likewise the other
+    new_sems: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kernel:
+    """The kernel's static side; `__call__` is its body."""
+
+    shape: AttentionShape
+    scale: float
+    units: int
+    slots: int
+
+    def __call__(
+        self, bounds, kv_lens, tables, first_block, rows, slopes, _pool: Pool, out, pool: Pool, scratch: _Scratch
+    ):
+        shape, size = self.shape, self.shape.block_size
+        kv_buf, scale_buf = scratch.blocks
+        new_buf, new_scale_buf = scratch.new
+        row_buf, out_buf, maximum, total, acc = scratch.rows, scratch.out, scratch.maximum, scratch.total, scratch.acc
+        groups, units, group = head_groups(shape), self.units, shape.group
+        core = pl.program_id(0)
+        low, high = bounds[core], bounds[core + 1]
+        slots, tile = self.slots, slot_tile(shape.pool_dtype)
+        blocks = slots // size
+        max_blocks = shape.max_blocks
+        operand = operand_dtype(shape)
+
+        def after(row, step):
+            """The unit after this one; past the last row it stays there."""
+            ends = (step + 1) * slots >= kv_lens[row]
+            return jnp.where(ends, jnp.minimum(row + 1, high), row), jnp.where(ends, 0, step + 1)
+
+        def block_of(row, column):
+            return tables[row * max_blocks + column] + first_block[0]
+
+        def each_copy(side, row, step, unit, act):
+            """Lets `act` have every copy that brings a unit in."""
+
+            @pl.when((row < high) & (step == 0))
+            def _():
+                ring = lax.rem(row - low, 2 * units)
+                act(pltpu.make_async_copy(rows.at[row], row_buf.at[ring], scratch.row_sems.at[ring]))
+
+            for b in range(blocks):
+                column = step * blocks + b
+
+                @pl.when((row < high) & (column * size < kv_lens[row]))
+                def _(b=b, column=column):
+                    block = block_of(row, column)
+                    sem = scratch.block_sems.at[side, unit]
+                    act(pltpu.make_async_copy(pool.kv.at[block], kv_buf.at[side, unit, :, pl.ds(b * size, size)], sem))
+                    if pool.scales is not None:
+                        act(pltpu.make_async_copy(pool.scales.at[block], scale_buf.at[side, unit, b], sem))
+
+        def start(side, row, step):
+            for unit in range(units):
+                each_copy(side, row, step, unit, lambda copy: copy.start())
+                row, step = after(row, step)
+            return row, step
+
+        def of_ring(row, act):
+            """Lets `act` have every copy that takes a row's results out."""
+            ring = lax.rem(row - low, units)
+            act(pltpu.make_async_copy(out_buf.at[ring], out.at[row], scratch.out_sems.at[ring]))
+            of_new(row, act)
+
+        def of_new(row, act):
+            ring = lax.rem(row - low, units)
+            last = kv_lens[row] - 1
+            block = block_of(row, lax.div(last, size))
+            inside = lax.rem(last, size)
+            place = pl.ds(pl.multiple_of(inside - lax.rem(inside, tile), tile), tile)
+            act(pltpu.make_async_copy(new_buf.at[ring], pool.kv.at[block, :, place], scratch.new_sems.at[ring]))
+            if pool.scales is not None:
+                act(pltpu.make_async_copy(new_scale_buf.at[ring], pool.scales.at[block], scratch.new_sems.at[ring]))
+
+        def add_token(side, row, step, unit):
+            """Puts the row's token into its slot, here and in the pool, and zeros in place of values after it."""
+            ring = lax.rem(row - low, units)
+            slot = kv_lens[row] - 1 - step * slots
+            first = pl.multiple_of(slot - lax.rem(slot, tile), tile)
+            index = lax.broadcasted_iota(jnp.int32, (tile, kv_buf.shape[-1]), 0) + first
+            token = row_buf[lax.rem(row - low, 2 * units)]  # [R, lanes]
+            for half in range(2):
+                held = kv_buf[side, unit, half, pl.ds(first, tile)].astype(jnp.float32)
+                new = jnp.where(index == slot, token[group + half : group + half + 1], held)
+                if half == 1:
+                    new = jnp.where(index > slot, 0.0, new)  # nobody wrote them: they may be NaN, and 0 * NaN is NaN
+                new = new.astype(kv_buf.dtype)
+                kv_buf[side, unit, half, pl.ds(first, tile)] = new
+                new_buf[ring, half] = new
+
+            def clear(i, _):
+                place = pl.ds(pl.multiple_of(i * tile, tile), tile)
+                kv_buf[side, unit, 1, place] = jnp.zeros((tile, kv_buf.shape[-1]), kv_buf.dtype)
+
+            lax.fori_loop(lax.div(first, tile) + 1, slots // tile, clear, None)
+            if scale_buf is not None:
+                self._add_scales(scale_buf, new_scale_buf, token, side, unit, ring, slot)
+            of_new(row, lambda copy: copy.start())
+
+        def query(row, place, masks):
+            token = row_buf[lax.rem(row - low, 2 * units)]
+            lanes = slice(place.start, place.start + place.lanes)
+            q = jnp.zeros((place.rows, place.lanes), jnp.float32)
+            for j in range(group):
+                q = jnp.where(masks[j], token[j : j + 1, lanes], q)
+            return q.astype(operand)
+
+        def summed(side, row, step, unit, which, masks):
+            """Maximum, sum and weighted values of a unit by itself."""
+            place = groups[which]
+            lanes = pl.ds(place.start, place.lanes)
+            keys = kv_buf[side, unit, 0, :, lanes].astype(operand)
+            scores = dot(query(row, place, masks), keys, transposed=True) * self.scale  # [rows, slots]
+            if scale_buf is not None:
+                scores *= self._scales_of_rows(scale_buf, side, unit, 0, place)
+            position = lax.broadcasted_iota(jnp.int32, scores.shape, 1) + step * slots
+            if slopes is not None:
+                scores += slopes[which][:, :1] * (position - (kv_lens[row] - 1)).astype(jnp.float32)
+            held = position < kv_lens[row]
+            scores = jnp.where(held, scores, LOWEST)
+            most = jnp.max(scores, axis=1, keepdims=True)
+            weights = jnp.where(held, jnp.exp(scores - most), 0.0)
+            sums = jnp.sum(weights, axis=1, keepdims=True)
+            if scale_buf is not None:
+                weights = jnp.where(held, weights * self._scales_of_rows(scale_buf, side, unit, 1, place), 0.0)
+            values = kv_buf[side, unit, 1, :, lanes].astype(operand)
+            return most, sums, dot(weights.astype(operand), values)
+
+        def merge(step, which, most, sums, new):
+            lanes = groups[which].lanes
+            began = step > 0
+            old = jnp.where(began, maximum[which][:, :1], LOWEST)
+            raised = jnp.maximum(old, most)
+            shrink, grow = jnp.where(began, jnp.exp(old - raised), 0.0), jnp.exp(most - raised)
+            maximum[which] = jnp.broadcast_to(raised, maximum.shape[1:])
+            before = jnp.where(began, total[which][:, :1] * shrink, 0.0)
+            total[which] = jnp.broadcast_to(before + sums * grow, total.shape[1:])
+            acc[which, :, :lanes] = jnp.where(began, acc[which, :, :lanes] * shrink, 0.0) + new * grow
+
+        def finish(row, masks):
+            ring = lax.rem(row - low, units)
+            for which, place in enumerate(groups):
+                result = acc[which, :, : place.lanes] / total[which][:, :1]
+                for j in range(group):
+                    mine = jnp.sum(jnp.where(masks[which][j], result, 0.0), axis=0, keepdims=True)
+                    out_buf[ring, j : j + 1, place.start : place.start + place.lanes] = mine
+            act = pltpu.make_async_copy(out_buf.at[ring], out.at[row], scratch.out_sems.at[ring])
+            act.start()
+
+        def iteration(i, carry):
+            ahead, cursor = carry
+            side = lax.rem(i, 2)
+            ahead = start(1 - side, *ahead)
+            here = [cursor]
+            while len(here) <= units:
+                here.append(after(*here[-1]))
+            cursor = here.pop()
+            for unit, (row, step) in enumerate(here):
+                each_copy(side, row, step, unit, lambda copy: copy.wait())
+                ends = (row < high) & ((step + 1) * slots >= kv_lens[row])
+
+                @pl.when(ends & (row - low >= units))
+                def _(row=row):
+                    of_ring(row - units, lambda copy: copy.wait())
+
+                @pl.when(ends)
+                def _(row=row, step=step, unit=unit):
+                    add_token(side, row, step, unit)
+
+            masks = [self._masks(place) for place in groups]
+            partials = [
+                [summed(side, row, step, unit, which, masks[which]) for which in range(len(groups))]
+                for unit, (row, step) in enumerate(here)
+            ]
+            for (row, step), parts in zip(here, partials, strict=True):
+
+                @pl.when(row < high)
+                def _(row=row, step=step, parts=parts):
+                    for which, part in enumerate(parts):
+                        merge(step, which, *part)
+
+                @pl.when((row < high) & ((step + 1) * slots >= kv_lens[row]))
+                def _(row=row):
+                    finish(row, masks)
+
+            return ahead, cursor
+
+        n_units = bounds[cores(shape) + 1 + core]
+        first = (low, jnp.int32(0))
+        ahead = start(0, *first)
+        lax.fori_loop(0, lax.div(n_units + units - 1, units), iteration, (ahead, first))
+        for back in range(units):
+
+            @pl.when(high - low > back)
+            def _(back=back):
+                of_ring(high - 1 - back, lambda copy: copy.wait())
+
+    def _masks(self, place: HeadGroup) -> list[jax.Array]:
+        """For each query head of a key head, the lanes that its rows read: bool[rows, lanes]."""
+        dim = self.shape.head_dim
+        row = lax.broadcasted_iota(jnp.int32, (place.rows, place.lanes), 0)
+        lane = lax.broadcasted_iota(jnp.int32, (place.rows, place.lanes), 1)
+        masks = []
+        for j in range(self.shape.group):
+            head = row - j * place.heads
+            masks.append((head >= 0) & (head < place.heads) & (lane >= head * dim) & (lane < (head + 1) * dim))
+        return masks
+
+    def _scales_of_rows(self, scale_buf: Any, side: jax.Array, unit: int, half: int, place: HeadGroup) -> jax.Array:
+        """The scales of a unit's slots, for each row those of its head: float32[rows, slots]."""
+        blocks = self.slots // self.shape.block_size
+        heads = slice(place.first, min(place.first + place.heads, scale_buf.shape[-2]))
+        by_head = jnp.concatenate([scale_buf[side, unit, b, half, heads] for b in range(blocks)], axis=1)
+        row = lax.broadcasted_iota(jnp.int32, (place.rows, self.slots), 0)
+        scales = jnp.zeros((place.rows, self.slots), jnp.float32)
+        for head in range(by_head.shape[0]):
+            for j in range(self.shape.group):
+                scales = jnp.where(row == j * place.heads + head, by_head[head : head + 1], scales)
+        return scales
+
+    def _add_scales(self, scale_buf, new_scale_buf, token, side, unit, ring, slot) -> None:
+        """Puts the scales of a row's token to those of its block, here and where they go out from."""
+        size = self.shape.block_size
+        block, inside = lax.div(slot, size), lax.rem(slot, size)
+        rows, lanes = scale_buf.shape[-2], token.shape[1]
+        head = lax.broadcasted_iota(jnp.int32, (rows, lanes), 0)
+        lane = lax.broadcasted_iota(jnp.int32, (rows, lanes), 1)
+        first = lane == head * self.shape.head_dim  # of a head's lanes, which all hold its scale
+        for half in range(2):
+            given = token[self.shape.group + 2 + half : self.shape.group + 3 + half]
+            column = jnp.sum(jnp.where(first, given, 0.0), axis=1, keepdims=True)
+            held = scale_buf[side, unit, block, half]
+            index = lax.broadcasted_iota(jnp.int32, held.shape, 1)
+            new = jnp.where(index == inside, column, held)
+            scale_buf[side, unit, block, half] = new
+            new_scale_buf[ring, half] = new
+
+
+@partial(jax.jit, static_argnames=("shape", "scale", "units", "slots", "interpret"))
+def attend(
+    rows: jax.Array,
+    pool: Pool,
+    bounds: jax.Array,
+    kv_lens: jax.Array,
+    tables: jax.Array,
+    first_block: jax.Array,
+    slopes: jax.Array | None,
+    *,
+    shape: AttentionShape,
+    scale: float,
+    units: int,
+    slots: int,
+    interpret: Any,
+) -> tuple[jax.Array, Pool]:
+    """Writes and attends.
+
+    Args:
+      rows: float32[C, group + 2 or + 4, lanes]. Queries, key and value of each row's token; their scales, if any,
+        repeated along the lanes of their head.
+      bounds: int32[2 * cores + 1]. Rows from which on each core works, the end, and the units of each.
+      kv_lens: int32[C + 1]. The last is never a row's.
+      tables: int32[C * max_blocks].
+      slopes: ALiBi slopes [N], if shape.alibi.
+
+    Returns:
+      (float32[C, group, lanes], pool); rows past the last decode hold anything.
+    """
+    n_chunks, lanes, size, dtype = rows.shape[0], lanes_of(shape), shape.block_size, shape.pool_dtype
+    groups = head_groups(shape)
+    state = (len(groups), groups[0].rows)
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    pool_specs = jax.tree.map(lambda _: anywhere, pool)
+
+    def scratch(*sizes: int, dtype: Any = np.float32) -> Any:
+        return pltpu.VMEM(sizes, dtype)
+
+    def scales(*sizes: int) -> Any:
+        return None if pool.scales is None else scratch(*sizes, 2, scale_rows(shape), size)
+
+    slopes = None if slopes is None else slopes_of_rows(slopes, shape)
+    n_before = 5 + (slopes is not None)  # operands before the pool
+    return pl.pallas_call(
+        _Kernel(shape=shape, scale=scale, units=units, slots=slots),
+        out_shape=(
+            jax.ShapeDtypeStruct((n_chunks, shape.group, lanes), jnp.float32),
+            jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), pool),
+        ),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=4,
+            grid=(cores(shape),),
+            in_specs=(anywhere, None if slopes is None else pl.BlockSpec(memory_space=pltpu.VMEM), pool_specs),
+            out_specs=(anywhere, pool_specs),
+            scratch_shapes=[
+                _Scratch(
+                    blocks=Pool(scratch(2, units, 2, slots, lanes, dtype=dtype), scales(2, units, slots // size)),
+                    new=Pool(scratch(units, 2, slot_tile(dtype), lanes, dtype=dtype), scales(units)),
+                    rows=scratch(2 * units, *rows.shape[1:]),
+                    out=scratch(units, shape.group, lanes),
+                    maximum=scratch(*state, LANES),
+                    total=scratch(*state, LANES),
+                    acc=scratch(*state, groups[0].lanes),
+                    block_sems=pltpu.SemaphoreType.DMA((2, units)),
+                    row_sems=pltpu.SemaphoreType.DMA((2 * units,)),
+                    out_sems=pltpu.SemaphoreType.DMA((units,)),
+                    new_sems=pltpu.SemaphoreType.DMA((units,)),
+                )
+            ],
+        ),
+        input_output_aliases={n_before + i: 1 + i for i in range(len(jax.tree.leaves(pool)))},
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
+        interpret=interpret,
+        name="attention_decodes",
+    )(bounds, kv_lens, tables, first_block, rows, slopes, pool)

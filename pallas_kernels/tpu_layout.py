@@ -1,0 +1,65 @@
+"""How the Mosaic kernels hold keys and values, and the arithmetic that they share."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels.api import AttentionShape
+
+LANES, SUBLANES = 128, 8
+# Stands for minus infinity where a difference of two of them must not be NaN.
+LOWEST = -1e30
+BFLOAT16, INT8 = np.dtype(jnp.bfloat16), np.dtype(np.int8)
+
+
+class Pool(NamedTuple):
+    """Arrays, their `ShapeDtypeStruct`, or the names of their axes.
+
+    A slot is a row of a matmul's operand: its key heads, or its value heads, lie side by side along the lanes. Scales
+    belong to int8 (`int8.quantize`), a row a head, and are None otherwise.
+    """
+
+    kv: Any  # [n_blocks, 2, block_size, lanes]
+    scales: Any = None  # float32[n_blocks, 2, scale_rows, block_size]
+
+
+def round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def lanes_of(shape: AttentionShape) -> int:
+    """Lanes of a slot: all key heads, and zeros up to a whole lane tile."""
+    return round_up(shape.num_kv_heads * shape.head_dim, LANES)
+
+
+def scale_rows(shape: AttentionShape) -> int:
+    """Rows of a block's scales: a key head each, and zeros up to whole registers."""
+    return round_up(shape.num_kv_heads, SUBLANES)
+
+
+def slot_tile(dtype: np.dtype) -> int:
+    """Slots that memory holds together: copies begin and end between two of them."""
+    return SUBLANES * 4 // dtype.itemsize
+
+
+def packed_heads(head_dim: int) -> int:
+    """Fewest heads that fill whole lane tiles."""
+    return LANES // math.gcd(LANES, head_dim)
+
+
+def operand_dtype(shape: AttentionShape) -> np.dtype:
+    """What matmuls read: products of bfloat16 and of int8 are exact in bfloat16 operands."""
+    return BFLOAT16 if shape.dtype == BFLOAT16 and shape.pool_dtype in (BFLOAT16, INT8) else np.dtype(np.float32)
+
+
+def dot(left: jax.Array, right: jax.Array, *, transposed: bool = False) -> jax.Array:
+    """left [M, K] times right [K, N], or [N, K] transposed, summed in float32."""
+    precision = lax.Precision.HIGHEST if left.dtype == jnp.float32 else lax.Precision.DEFAULT
+    contracted = (((1,), (1 if transposed else 0,)), ((), ()))
+    return lax.dot_general(left, right, contracted, precision=precision, preferred_element_type=jnp.float32)

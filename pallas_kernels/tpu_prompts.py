@@ -1,0 +1,497 @@
+"""The Mosaic kernels for chunks longer than 1: one writes their tokens to the blocks, one attends to them.
+
+Queries are taken in tiles of the flat tokens, whatever chunks they belong to, so that no copy begins inside a register.
+A tile is served one key head at a time, and for each the chunks in it one after another: their rows are picked out of
+the tile's result at the end. Copies run one step ahead of the sums, across steps, chunks, heads and tiles.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.api import AttentionShape
+from pallas_kernels.tpu_cuts import cores
+from pallas_kernels.tpu_layout import (
+    LANES,
+    LOWEST,
+    Pool,
+    dot,
+    lanes_of,
+    operand_dtype,
+    round_up,
+    scale_rows,
+    slot_tile,
+)
+
+
+def window(shape: AttentionShape) -> int:
+    """Lanes that hold all of a head wherever it begins, in whole lane tiles."""
+    dim = shape.head_dim
+    starts = range(0, shape.num_kv_heads * dim, dim)
+    widest = max(round_up(start + dim, LANES) - start // LANES * LANES for start in starts)
+    return min(widest, lanes_of(shape))
+
+
+def out_lanes(shape: AttentionShape) -> int:
+    """Lanes of a head by itself."""
+    return round_up(shape.head_dim, LANES)
+
+
+# Attending.
+
+
+class _Scratch(NamedTuple):
+    """What a core works in: two places for what comes in and goes out; a head's queries and its softmax."""
+
+    blocks: Pool  # [2, 2, slots, window] and [2, slots / block_size, 2, scale_rows, block_size]
+    queries: Any  # [2, group, tile, out_lanes]; likewise the results
+    out: Any
+    query: Any  # [rows, window]
+    maximum: Any  # [rows, 128], the same in all lanes; likewise the sum
+    total: Any
+    acc: Any  # [rows, window]
+    block_sems: Any  # [2]; likewise the others
+    query_sems: Any
+    out_sems: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Attend:
+    """The kernel's static side; `__call__` is its body."""
+
+    shape: AttentionShape
+    scale: float
+    tile: int
+    slots: int
+
+    def __call__(
+        self, bounds, offsets, kv_lens, tables, first_block, tile_chunks, slopes, q, pool: Pool, out, scratch: _Scratch
+    ):
+        shape, tile, slots = self.shape, self.tile, self.slots
+        size, dim, group = shape.block_size, shape.head_dim, shape.group
+        kv_buf, scale_buf = scratch.blocks
+        q_buf, out_buf, query = scratch.queries, scratch.out, scratch.query
+        maximum, total, acc = scratch.maximum, scratch.total, scratch.acc
+        blocks, heads, rows, lanes = slots // size, shape.num_kv_heads, group * tile, window(shape)
+        operand = operand_dtype(shape)
+        n_decodes, n_tokens = bounds[0], bounds[1]
+        first_tile, end_tile = lax.div(n_decodes, tile) + pl.program_id(0), lax.div(n_tokens + tile - 1, tile)
+        end_tile = jnp.where(n_tokens > n_decodes, end_tile, 0)
+
+        def lane_of(head):
+            """Where the window begins that holds a head."""
+            aligned = lax.div(head * dim, LANES) * LANES
+            return pl.multiple_of(jnp.minimum(aligned, lanes_of(shape) - lanes), LANES)
+
+        def part_of(at, chunk):
+            """A chunk's tokens in a tile: [begin, end) there, and the position of the last."""
+            begin = jnp.maximum(offsets[chunk] - at * tile, 0)
+            end = jnp.minimum(offsets[chunk + 1], (at + 1) * tile)
+            return begin, end - at * tile, kv_lens[chunk] - 1 - (offsets[chunk + 1] - end)
+
+        def after(at, head, chunk, step):
+            """The step after this one: the next blocks, or chunk, or head, or tile."""
+            more_steps = (step + 1) * slots <= part_of(at, chunk)[2]
+            more_chunks = chunk < tile_chunks[2 * at + 1]
+            more_heads = head + 1 < heads
+            new_head = jnp.logical_not(more_steps | more_chunks)
+            next_at = jnp.where(new_head & jnp.logical_not(more_heads), at + cores(shape), at)
+            in_range = jnp.minimum(next_at, tile_chunks.shape[0] // 2 - 1)
+            next_head = jnp.where(new_head, jnp.where(more_heads, head + 1, 0), head)
+            next_chunk = jnp.where(more_steps, chunk, jnp.where(more_chunks, chunk + 1, tile_chunks[2 * in_range]))
+            return next_at, next_head, next_chunk, jnp.where(more_steps, step + 1, 0)
+
+        def each_copy(side, at, head, chunk, step, act):
+            """Lets `act` have every copy that brings a step's blocks in."""
+            last = part_of(at, chunk)[2]
+            for b in range(blocks):
+                column = step * blocks + b
+
+                @pl.when(column * size <= last)
+                def _(b=b, column=column):
+                    block = tables[chunk * shape.max_blocks + column] + first_block[0]
+                    source, sem = pool.kv.at[block, :, :, pl.ds(lane_of(head), lanes)], scratch.block_sems.at[side]
+                    act(pltpu.make_async_copy(source, kv_buf.at[side, :, pl.ds(b * size, size)], sem))
+                    if pool.scales is not None:
+                        act(pltpu.make_async_copy(pool.scales.at[block], scale_buf.at[side, b], sem))
+
+        def of_queries(side, at, head):
+            place = pl.ds(pl.multiple_of(at * tile, tile), tile)
+            return pltpu.make_async_copy(q.at[head, :, place], q_buf.at[side], scratch.query_sems.at[side])
+
+        def of_results(side, at, head):
+            place = pl.ds(pl.multiple_of(at * tile, tile), tile)
+            return pltpu.make_async_copy(out_buf.at[side], out.at[head, :, place], scratch.out_sems.at[side])
+
+        def begin_chunk(turn, head):
+            """The head's queries, moved to its lanes of the window; an empty softmax."""
+            queries = q_buf[lax.rem(turn, 2)].astype(jnp.float32).reshape(rows, out_lanes(shape))
+            if lanes > out_lanes(shape):
+                queries = jnp.concatenate([queries, jnp.zeros((rows, lanes - out_lanes(shape)), jnp.float32)], axis=1)
+            query[...] = _turn(queries, head * dim - lane_of(head), dim).astype(operand)
+            maximum[...] = jnp.full(maximum.shape, LOWEST, jnp.float32)
+            total[...] = jnp.zeros(total.shape, jnp.float32)
+            acc[...] = jnp.zeros(acc.shape, jnp.float32)
+
+        def positions(at, chunk):
+            """Of each row's token, -1 outside the chunk: int32[rows, 1]."""
+            begin, end, last = part_of(at, chunk)
+            token = lax.broadcasted_iota(jnp.int32, (group, tile, 1), 1).reshape(rows, 1)
+            return jnp.where((token >= begin) & (token < end), last - (end - 1 - token), -1)
+
+        def add_step(side, at, head, chunk, step):
+            last = part_of(at, chunk)[2]
+            keys, values = kv_buf[side, 0].astype(operand), kv_buf[side, 1]
+            # A slot that nobody wrote may hold NaN, and 0 * NaN is NaN.
+            slot = lax.broadcasted_iota(jnp.int32, values.shape, 0) + step * slots
+            values = jnp.where(slot <= last, values.astype(jnp.float32), 0.0).astype(operand)
+            scores = dot(query[...], keys, transposed=True) * self.scale  # [rows, slots]
+            if scale_buf is not None:
+                scores *= self._scales_of(scale_buf, side, 0, head)
+            position = lax.broadcasted_iota(jnp.int32, scores.shape, 1) + step * slots
+            if slopes is not None:
+                scores += self._slopes_of(slopes, head) * (position - last).astype(jnp.float32)
+            visible = position <= positions(at, chunk)
+            scores = jnp.where(visible, scores, LOWEST)
+            old = maximum[:, :1]
+            raised = jnp.maximum(old, jnp.max(scores, axis=1, keepdims=True))
+            weights = jnp.where(visible, jnp.exp(scores - raised), 0.0)
+            shrink = jnp.exp(old - raised)
+            maximum[...] = jnp.broadcast_to(raised, maximum.shape)
+            added = total[:, :1] * shrink + jnp.sum(weights, axis=1, keepdims=True)
+            total[...] = jnp.broadcast_to(added, total.shape)
+            if scale_buf is not None:
+                weights = jnp.where(visible, weights * self._scales_of(scale_buf, side, 1, head), 0.0)
+            acc[...] = acc[...] * shrink + dot(weights.astype(operand), values)
+
+        def end_chunk(turn, at, head, chunk):
+            """Puts the chunk's rows among the tile's."""
+            side, sums = lax.rem(turn, 2), total[:, :1]
+            result = acc[...] / jnp.where(sums > 0, sums, 1.0)
+            result = _turn(result, lane_of(head) - head * dim, dim)[:, : out_lanes(shape)]
+            mine = positions(at, chunk) >= 0
+            out_buf[side] = jnp.where(mine, result, out_buf[side].reshape(result.shape)).reshape(out_buf.shape[1:])
+
+        def serve_step(carry):
+            side, turn, at, head, chunk, step = carry
+            following = after(at, head, chunk, step)
+            new_turn = (following[0] != at) | (following[1] != head)
+
+            @pl.when(following[0] < end_tile)
+            def _():
+                each_copy(1 - side, *following, lambda copy: copy.start())
+
+            @pl.when((following[0] < end_tile) & new_turn)
+            def _():
+                of_queries(1 - lax.rem(turn, 2), following[0], following[1]).start()
+
+            first_chunk = chunk == tile_chunks[2 * at]
+
+            @pl.when(first_chunk & (step == 0))
+            def _():
+                of_queries(lax.rem(turn, 2), at, head).wait()
+
+            @pl.when(first_chunk & (step == 0) & (turn >= 2))
+            def _():
+                of_results(lax.rem(turn, 2), at, head).wait()  # of the turn before last, as large
+
+            @pl.when(step == 0)
+            def _():
+                begin_chunk(turn, head)
+
+            each_copy(side, at, head, chunk, step, lambda copy: copy.wait())
+            add_step(side, at, head, chunk, step)
+
+            @pl.when(following[3] == 0)
+            def _():
+                end_chunk(turn, at, head, chunk)
+
+            @pl.when(new_turn)
+            def _():
+                of_results(lax.rem(turn, 2), at, head).start()
+
+            return 1 - side, turn + new_turn.astype(jnp.int32), *following
+
+        @pl.when(first_tile < end_tile)
+        def _():
+            begin = (first_tile, jnp.int32(0), tile_chunks[2 * first_tile], jnp.int32(0))
+            of_queries(0, *begin[:2]).start()
+            each_copy(0, *begin, lambda copy: copy.start())
+            carry = (jnp.int32(0), jnp.int32(0), *begin)
+            turns = lax.while_loop(lambda carry: carry[2] < end_tile, serve_step, carry)[1]
+            for back in range(2):
+
+                @pl.when(turns > back)
+                def _(back=back):
+                    of_results(lax.rem(turns - 1 - back, 2), first_tile, 0).wait()
+
+    def _scales_of(self, scale_buf: Any, side: jax.Array, half: int, head: jax.Array) -> jax.Array:
+        """The scales of a head's slots: float32[1, slots]."""
+        blocks = self.slots // self.shape.block_size
+        return jnp.concatenate([scale_buf[side, b, half, pl.ds(head, 1)] for b in range(blocks)], axis=1)
+
+    def _slopes_of(self, slopes: Any, head: jax.Array) -> jax.Array:
+        """The slopes of a tile's rows: float32[group * tile, 1], or the one of all."""
+        group, tile = self.shape.group, self.tile
+        if group == 1:
+            return slopes[head]
+        member = lax.broadcasted_iota(jnp.int32, (group, tile, 1), 0).reshape(group * tile, 1)
+        by_row = jnp.zeros(member.shape, jnp.float32)
+        for j in range(group):
+            by_row = jnp.where(member == j, slopes[head * group + j], by_row)
+        return by_row
+
+
+def _turn(x: jax.Array, lanes: jax.Array, head_dim: int) -> jax.Array:
+    """x moved to the right by so many lanes, or to the left."""
+    if head_dim % LANES == 0:
+        return x
+    return pltpu.roll(x, lax.rem(lanes + x.shape[1], x.shape[1]), 1)
+
+
+@partial(jax.jit, static_argnames=("shape", "scale", "tile", "slots", "interpret"))
+def attend(
+    q: jax.Array,
+    pool: Pool,
+    bounds: jax.Array,
+    offsets: jax.Array,
+    kv_lens: jax.Array,
+    tables: jax.Array,
+    first_block: jax.Array,
+    tile_chunks: jax.Array,
+    slopes: jax.Array | None,
+    *,
+    shape: AttentionShape,
+    scale: float,
+    tile: int,
+    slots: int,
+    interpret: Any,
+) -> jax.Array:
+    """Attention of the chunks past the decodes, whose keys and values are in the pool.
+
+    Args:
+      q: [K, group, T in whole tiles, out_lanes]: queries by head, zeros past head_dim.
+      bounds: int32[2]. Flat tokens where these chunks begin and end.
+      tile_chunks: int32[2 * tiles]. First and last of these chunks in each tile.
+      slopes: float32[N], if shape.alibi.
+
+    Returns:
+      float32 of the same shape; tokens that are not of these chunks hold anything.
+    """
+    size, lanes, rows = shape.block_size, window(shape), shape.group * tile
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+
+    def scratch(*sizes: int, dtype: Any = np.float32) -> Any:
+        return pltpu.VMEM(sizes, dtype)
+
+    scales = None if pool.scales is None else scratch(2, slots // size, 2, scale_rows(shape), size)
+    return pl.pallas_call(
+        _Attend(shape=shape, scale=scale, tile=tile, slots=slots),
+        out_shape=jax.ShapeDtypeStruct(q.shape, jnp.float32),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=6,
+            grid=(cores(shape),),
+            in_specs=(
+                None if slopes is None else pl.BlockSpec(memory_space=pltpu.SMEM),
+                anywhere,
+                jax.tree.map(lambda _: anywhere, pool),
+            ),
+            out_specs=anywhere,
+            scratch_shapes=[
+                _Scratch(
+                    blocks=Pool(scratch(2, 2, slots, lanes, dtype=shape.pool_dtype), scales),
+                    queries=scratch(2, shape.group, tile, out_lanes(shape), dtype=q.dtype),
+                    out=scratch(2, shape.group, tile, out_lanes(shape)),
+                    query=scratch(rows, lanes, dtype=operand_dtype(shape)),
+                    maximum=scratch(rows, LANES),
+                    total=scratch(rows, LANES),
+                    acc=scratch(rows, lanes),
+                    block_sems=pltpu.SemaphoreType.DMA((2,)),
+                    query_sems=pltpu.SemaphoreType.DMA((2,)),
+                    out_sems=pltpu.SemaphoreType.DMA((2,)),
+                )
+            ],
+        ),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
+        interpret=interpret,
+        name="attention_prompts",
+    )(bounds, offsets, kv_lens, tables, first_block, tile_chunks, slopes, q, pool)
+
+
+# Writing.
+
+
+class _Writing(NamedTuple):
+    """What is worked in: two places for a block's new slots and for the block."""
+
+    given: Pool  # [2, 2, block_size + slot_tile, lanes] and [2, 2, scale_rows, block_size in whole tiles + 128]
+    block: Pool  # [2, 2, block_size, lanes] and [2, 2, scale_rows, block_size]
+    in_sems: Any  # [2]; likewise the other
+    out_sems: Any
+
+
+class _Leaf(NamedTuple):
+    """Keys and values, or their scales, wherever they are."""
+
+    new: Any
+    pool: Any
+    given: Any
+    block: Any
+    axis: int  # of a half's slots
+    multiple: int  # where on that axis a copy may begin
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Write:
+    """The kernel's static side; `__call__` is its body."""
+
+    shape: AttentionShape
+
+    def __call__(
+        self, bounds, offsets, kv_lens, tables, first_block, new: Pool, _pool: Pool, pool: Pool, scratch: _Writing
+    ):
+        shape, size = self.shape, self.shape.block_size
+        leaves = [
+            _Leaf(*leaf, axis, slot_tile(shape.pool_dtype) if axis == 0 else LANES)
+            for axis, leaf in enumerate(zip(new, pool, scratch.given, scratch.block, strict=True))
+            if leaf[0] is not None
+        ]
+        first_chunk, end_chunk = bounds[2], bounds[3]
+
+        def after(chunk, column):
+            more = (column + 1) * size < kv_lens[chunk]
+            chunk = jnp.where(more, chunk, chunk + 1)
+            return chunk, jnp.where(more, column + 1, first_column(chunk))
+
+        def first_column(chunk):
+            return lax.div(start_of(chunk), size)
+
+        def start_of(chunk):
+            """Position of a chunk's first token."""
+            return kv_lens[chunk] - (offsets[chunk + 1] - offsets[chunk])
+
+        def place(chunk, column):
+            """(block, flat token of its slot 0 shifted by a block, first slot of the chunk, end of its slots)."""
+            begin = start_of(chunk) - column * size
+            block = tables[chunk * shape.max_blocks + column] + first_block[0]
+            return block, offsets[chunk] - begin + size, jnp.maximum(begin, 0), kv_lens[chunk] - column * size
+
+        def reads(side, chunk, column, act):
+            block, token, begin, end = place(chunk, column)
+            for leaf in leaves:
+                length = leaf.given.shape[2 + leaf.axis]
+                aligned = pl.ds(pl.multiple_of(token - lax.rem(token, leaf.multiple), leaf.multiple), length)
+                source = leaf.new.at[:, aligned] if leaf.axis == 0 else leaf.new.at[:, :, aligned]
+                act(pltpu.make_async_copy(source, leaf.given.at[side], scratch.in_sems.at[side]))
+
+                @pl.when((begin > 0) | (end < size))
+                def _(leaf=leaf):
+                    act(pltpu.make_async_copy(leaf.pool.at[block], leaf.block.at[side], scratch.in_sems.at[side]))
+
+        def writes(side, chunk, column, act):
+            block = place(chunk, column)[0]
+            for leaf in leaves:
+                act(pltpu.make_async_copy(leaf.block.at[side], leaf.pool.at[block], scratch.out_sems.at[side]))
+
+        def merge(side, chunk, column):
+            _, token, begin, end = place(chunk, column)
+            for leaf in leaves:
+                shift = lax.rem(token, leaf.multiple)
+                for half in range(2):
+                    given = leaf.given[side, half].astype(jnp.float32)
+                    length = given.shape[leaf.axis]
+                    given = pltpu.roll(given, lax.rem(length - shift, length), leaf.axis)
+                    given = given[:size] if leaf.axis == 0 else given[:, :size]
+                    index = lax.broadcasted_iota(jnp.int32, given.shape, leaf.axis)
+                    held = leaf.block[side, half]
+                    merged = jnp.where((index >= begin) & (index < end), given, held.astype(jnp.float32))
+                    leaf.block[side, half] = merged.astype(held.dtype)
+
+        def serve(carry):
+            turn, chunk, column = carry
+            side, following = lax.rem(turn, 2), after(chunk, column)
+
+            @pl.when((turn > 0) & (following[0] < end_chunk))
+            def _():
+                writes(1 - side, chunk, column, lambda copy: copy.wait())  # of the turn before, as large
+
+            @pl.when(following[0] < end_chunk)
+            def _():
+                reads(1 - side, *following, lambda copy: copy.start())
+
+            reads(side, chunk, column, lambda copy: copy.wait())
+            merge(side, chunk, column)
+            writes(side, chunk, column, lambda copy: copy.start())
+            return turn + 1, *following
+
+        @pl.when(first_chunk < end_chunk)
+        def _():
+            begin = (first_chunk, first_column(first_chunk))
+            reads(0, *begin, lambda copy: copy.start())
+            turns = lax.while_loop(lambda carry: carry[1] < end_chunk, serve, (jnp.int32(0), *begin))[0]
+            writes(lax.rem(turns - 1, 2), *begin, lambda copy: copy.wait())
+
+            @pl.when(turns > 1)
+            def _():
+                writes(lax.rem(turns, 2), *begin, lambda copy: copy.wait())
+
+
+@partial(jax.jit, static_argnames=("shape", "interpret"))
+def write(
+    new: Pool,
+    pool: Pool,
+    bounds: jax.Array,
+    offsets: jax.Array,
+    kv_lens: jax.Array,
+    tables: jax.Array,
+    first_block: jax.Array,
+    *,
+    shape: AttentionShape,
+    interpret: Any,
+) -> Pool:
+    """Writes the tokens of chunks to their blocks.
+
+    Args:
+      new: keys and values of the flat tokens as the pool has those of slots, [2, tokens, lanes] and, of int8, float32
+        [2, scale_rows, tokens], with a block before them and room for any block that begins among them.
+      bounds: int32[4]. The last two are the chunks to write, from and to.
+    """
+    size, dtype, lanes, rows = shape.block_size, shape.pool_dtype, lanes_of(shape), scale_rows(shape)
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    specs = jax.tree.map(lambda _: anywhere, pool)
+    n_leaves = len(jax.tree.leaves(pool))
+    given = pltpu.VMEM((2, 2, size + slot_tile(dtype), lanes), dtype)
+    block = pltpu.VMEM((2, 2, size, lanes), dtype)
+    given_scales = block_scales = None
+    if pool.scales is not None:
+        given_scales = pltpu.VMEM((2, 2, rows, round_up(size, LANES) + LANES), jnp.float32)
+        block_scales = pltpu.VMEM((2, 2, rows, size), jnp.float32)
+    return pl.pallas_call(
+        _Write(shape=shape),
+        out_shape=(jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), pool),),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=5,
+            in_specs=(specs, specs),
+            out_specs=(specs,),
+            scratch_shapes=[
+                _Writing(
+                    given=Pool(given, given_scales),
+                    block=Pool(block, block_scales),
+                    in_sems=pltpu.SemaphoreType.DMA((2,)),
+                    out_sems=pltpu.SemaphoreType.DMA((2,)),
+                )
+            ],
+        ),
+        input_output_aliases={5 + n_leaves + i: i for i in range(n_leaves)},
+        interpret=interpret,
+        name="attention_write",
+    )(bounds, offsets, kv_lens, tables, first_block, new, pool)[0]

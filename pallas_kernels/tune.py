@@ -1,0 +1,164 @@
+"""Times the ways of cutting the TPU kernels' work on the TPU at hand, and prints the table for `tpu_cuts.MEASURED`.
+
+python -m pallas_kernels.tune [--heads 7 --kv-heads 7 --head-dim 128 --pool bfloat16]
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import tpu_cuts
+from pallas_kernels.api import AttentionBatch, AttentionShape
+from pallas_kernels.tpu import BACKEND, TpuBackend
+from pallas_kernels.tpu_cuts import Cut
+
+# heads, key heads, head_dim, pool: those of the models served, whole and split over devices.
+SHAPES = [
+    (heads, heads, dim, pool)
+    for heads, dim in ((7, 128), (14, 128), (32, 128), (16, 64), (32, 80), (16, 96), (16, 256))
+    for pool in ("bfloat16", "int8")
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """An iteration to time: rows that decode at some context, and prompts of some length that begin.
+
+    Attributes:
+      weight: of its seconds in the sum that is made small.
+    """
+
+    decodes: int
+    context: int
+    prompts: int
+    length: int
+    weight: float
+
+
+# Which sizes a load is about: those of decodes, or those of prompts.
+DECODING = (
+    Load(decodes=64, context=128, prompts=0, length=0, weight=1.0),
+    Load(decodes=16, context=2048, prompts=0, length=0, weight=1.0),
+)
+PROMPTING = (
+    Load(decodes=0, context=0, prompts=1, length=1024, weight=1.0),
+    Load(decodes=0, context=0, prompts=8, length=120, weight=0.5),
+)
+
+Timer = Callable[[AttentionShape, Cut, Load], float]
+
+
+def best(shape: AttentionShape, timer: Timer) -> Cut:
+    """The cut of a shape with the least weighted seconds: the sizes for decodes and those for prompts do not meet, so
+    they are chosen one after the other. Cuts for which the timer raises RuntimeError (they do not compile) are left
+    out; raises ValueError if none is left."""
+    found = tpu_cuts.cut(shape, 2**20)
+    for loads, names in ((DECODING, ("units", "unit_slots")), (PROMPTING, ("tile", "tile_slots"))):
+        varied = {tuple(getattr(cut, name) for name in names) for cut in tpu_cuts.candidates(shape)}
+        cuts = [found._replace(**dict(zip(names, values, strict=True))) for values in sorted(varied)]
+        timed = list(_timed(shape, cuts, loads, timer))
+        if not timed:
+            raise ValueError(f"no way of cutting {shape} compiles")
+        found = min(timed)[1]
+    return found
+
+
+def _timed(
+    shape: AttentionShape, cuts: Iterable[Cut], loads: Sequence[Load], timer: Timer
+) -> Iterator[tuple[float, Cut]]:
+    for cut in cuts:
+        try:
+            yield sum(load.weight * timer(shape, cut, load) for load in loads), cut
+        except RuntimeError:
+            continue
+
+
+def seconds(shape: AttentionShape, cut: Cut, load: Load) -> float:
+    """What an iteration's attention takes on the default device: the least of five turns of ten."""
+    backend, batch, n_blocks = TpuBackend(cut=cut), *_batch(shape, load)
+    n_tokens = len(batch.positions)
+    key = jax.random.key(0)
+    q, k, v = (
+        jax.random.normal(key, (n_tokens, heads, shape.head_dim), shape.dtype)
+        for heads in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
+    )
+    pool = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), backend.pool(shape, n_blocks))
+    slopes = jnp.ones(shape.num_heads) if shape.alibi else None
+
+    @partial(jax.jit, donate_argnums=0)
+    def turns(pool):
+        meta = backend.prepare(batch, shape)
+
+        def turn(_, carry):
+            out, pool = carry
+            return backend.attend(out, k, v, pool, meta, shape, slopes=slopes, scale=1.0)
+
+        return jax.lax.fori_loop(0, 10, turn, (q, pool))
+
+    taken = []
+    for _ in range(6):  # the first one compiles
+        started = time.perf_counter()
+        out, pool = jax.block_until_ready(turns(pool))
+        del out
+        taken.append((time.perf_counter() - started) / 10)
+    return min(taken[1:])
+
+
+def _batch(shape: AttentionShape, load: Load) -> tuple[AttentionBatch, int]:
+    lengths = np.array([1] * load.decodes + [load.length] * load.prompts, np.int32)
+    kv_lens = np.array([load.context] * load.decodes + [load.length] * load.prompts, np.int32)
+    columns = -(-kv_lens // shape.block_size)
+    firsts = np.cumsum(columns) - columns
+    tables = firsts[:, None] + np.minimum(np.arange(shape.max_blocks), columns[:, None] - 1)
+    starts = np.repeat(kv_lens - lengths - (np.cumsum(lengths) - lengths), lengths)
+    arrays = (
+        np.concatenate([[0], np.cumsum(lengths)]),
+        kv_lens,
+        tables,
+        np.repeat(np.arange(len(lengths)), lengths),
+        np.arange(lengths.sum()) + starts,
+    )
+    return AttentionBatch(*(jnp.asarray(array, jnp.int32) for array in arrays)), int(columns.sum())
+
+
+def shape_of(heads: int, kv_heads: int, head_dim: int, pool: str, device_kind: str) -> AttentionShape:
+    shape = AttentionShape(
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        dtype=jnp.dtype(jnp.bfloat16),
+        pool_dtype=jnp.dtype(pool),
+        alibi=True,
+        device_kind=device_kind,
+    )
+    return shape.with_blocks(BACKEND.default_block_size(shape), 2048)
+
+
+def main(arguments: Sequence[str] | None = None, timer: Timer = seconds) -> None:
+    parser = argparse.ArgumentParser(prog="python -m pallas_kernels.tune", description=__doc__)
+    parser.add_argument("--heads", type=int, help="query heads on a device; all shapes of the table if not given")
+    parser.add_argument("--kv-heads", type=int, help="key heads; as many as query heads if not given")
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--pool", default="bfloat16")
+    asked = parser.parse_args(arguments)
+    device = jax.devices()[0]
+    if timer is seconds and device.platform != "tpu":
+        parser.error(f"there is no TPU here to time on; the first device is {device.device_kind}")
+    shapes = SHAPES
+    if asked.heads is not None:
+        shapes = [(asked.heads, asked.kv_heads or asked.heads, asked.head_dim, asked.pool)]
+    for each in shapes:
+        shape = shape_of(*each, device.device_kind)
+        print(f"    {tpu_cuts.key(shape)}: {best(shape, timer)},", flush=True)
+
+
+if __name__ == "__main__":
+    main()

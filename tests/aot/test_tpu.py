@@ -1,0 +1,145 @@
+"""The TPU kernels, and a whole step of BLOOM-176B, compiled for TPUs that are not there."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import SingleDeviceSharding
+
+from jaxserve import models
+from jaxserve.config import EngineConfig
+from jaxserve.plan import compiled, targets
+from jaxserve.plan.predict import predict
+from jaxserve.plan.whatif import WhatIf
+from pallas_kernels.api import AttentionBatch, AttentionShape
+from pallas_kernels.tpu import BACKEND
+from pallas_kernels.tpu_layout import round_up
+from sharding import devices, specs
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason=f"libtpu is not installed; pip install 'jax[tpu]=={jax.__version__}' brings it (make test-aot does)",
+)
+
+GENERATIONS = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
+BLOOM_176B = {"model_type": "bloom", "vocab_size": 250880, "hidden_size": 14336, "n_layer": 70, "n_head": 112}
+# heads, key heads, head_dim, queries, pool
+SHAPES = [
+    (7, 7, 128, "bfloat16", "bfloat16"),
+    (7, 7, 128, "bfloat16", "int8"),
+    (14, 14, 128, "bfloat16", "bfloat16"),
+    (14, 14, 64, "float32", "float32"),
+    (16, 16, 64, "bfloat16", "int8"),
+    (32, 32, 80, "bfloat16", "bfloat16"),
+    (16, 16, 96, "float32", "int8"),
+    (32, 32, 96, "float32", "bfloat16"),
+    (32, 32, 128, "bfloat16", "bfloat16"),
+    (1, 1, 256, "bfloat16", "bfloat16"),
+    (32, 32, 256, "float32", "float32"),
+    (16, 1, 64, "bfloat16", "bfloat16"),
+    (32, 8, 128, "bfloat16", "int8"),
+]
+# Tokens, rows, context: one of decodes only, a mixed one, a large one.
+DECODES, MIXED, LARGE = (16, 16, 2048), (256, 16, 2048), (2048, 512, 32768)
+CASES = [(*shape, MIXED) for shape in SHAPES] + [(*SHAPES[0], DECODES), (*SHAPES[8], LARGE)]
+
+
+def compiled_attention(device, shape: AttentionShape, n_tokens: int, rows: int, n_blocks: int):
+    place = SingleDeviceSharding(device)
+
+    def like(sizes, dtype=jnp.int32) -> Any:
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=place)
+
+    def step(q, k, v, pool, batch, slopes):
+        meta = BACKEND.prepare(batch, shape)
+        return BACKEND.attend(q, k, v, pool, meta, shape, slopes=slopes, scale=shape.head_dim**-0.5)
+
+    q = like((n_tokens, shape.num_heads, shape.head_dim), shape.dtype)
+    k = like((n_tokens, shape.num_kv_heads, shape.head_dim), shape.dtype)
+    pool = jax.tree.map(lambda leaf: like(leaf.shape, leaf.dtype), BACKEND.pool(shape, n_blocks))
+    batch = AttentionBatch(
+        *map(like, ((rows + 1,), (rows,), (rows, shape.max_blocks), (n_tokens,), (n_tokens,))),
+    )
+    slopes = like((shape.num_heads,), jnp.float32) if shape.alibi else None
+    return jax.jit(step, donate_argnums=3).lower(q, k, k, pool, batch, slopes).compile()
+
+
+@pytest.mark.parametrize("generation", GENERATIONS)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "dtype", "pool", "bucket"), CASES)
+def test_the_kernels_compile(tell, generation, heads, kv_heads, dim, dtype, pool, bucket):
+    n_tokens, rows, context = bucket
+    shape = AttentionShape(
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=dim,
+        dtype=jnp.dtype(dtype),
+        pool_dtype=jnp.dtype(pool),
+        alibi=heads % 2 == 1 or dim == 64,
+    )
+    shape = shape.with_blocks(BACKEND.default_block_size(shape), context)
+    assert BACKEND.supports(shape) is None
+    n_blocks = 64
+    started = time.perf_counter()
+    program = compiled_attention(
+        targets.devices_of(devices.parse(GENERATIONS[generation]))[0], shape, n_tokens, rows, n_blocks
+    )
+    seconds = time.perf_counter() - started
+    memory = program.memory_analysis()
+    assert memory is not None
+    leaves = jax.tree.leaves(BACKEND.pool(shape, n_blocks))
+    pool_bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+    new_bytes = n_tokens * shape.num_heads * round_up(dim, 128) * 4
+    assert memory.alias_size_in_bytes == pool_bytes
+    assert memory.temp_size_in_bytes < 12 * new_bytes + 2**20  # queries, keys, values and results, arranged
+    tell(
+        "attention kernels, compiled without a device",
+        device=generation,
+        heads=heads if heads == kv_heads else f"{heads}/{kv_heads}",
+        head_dim=dim,
+        queries=dtype,
+        pool=pool,
+        tokens=n_tokens,
+        rows=rows,
+        block=shape.block_size,
+        temporaries=f"{memory.temp_size_in_bytes / 2**20:.2f} MiB",
+        seconds=f"{seconds:.1f}",
+    )
+
+
+@pytest.mark.parametrize("topology", ["v4:2x2x4", "v5p:2x2x4", "v6e:4x4"])
+def test_a_step_of_bloom_176b(tell, topology):
+    """A mixed iteration over 16 devices: two all-reduces a layer and one of the embedding, the logits gathered; nothing
+    else moves, and what the program needs beside weights and pool is small."""
+    whatif = WhatIf(
+        name="bloom-176b",
+        config=models.parse_config(BLOOM_176B),
+        topology=devices.parse(topology),
+        engine=EngineConfig(
+            tensor=16, dtype="bfloat16", max_rows=16, buckets=(256,), max_context=2048, slots=16 * 2048
+        ),
+        spec=specs.default("bloom"),
+    )
+    plan = predict(whatif)
+    (stage,) = compiled.compile_stages(plan, targets.devices_of(whatif.topology), lambda *_: None)
+    held = plan.stages[0].weights + plan.stages[0].pool
+    tell(
+        "BLOOM-176B over 16 devices, 256 tokens of 16 rows, 32,768 slots, compiled without a device",
+        devices=topology,
+        weights_and_pool=f"{held / 2**30:.2f} GiB",
+        total=f"{stage.total / 2**30:.2f} GiB",
+        more=f"{stage.total / held - 1:.2%}",
+        temporaries=f"{stage.temporaries / 2**20:.1f} MiB",
+        **stage.counts(),
+        seconds=f"{stage.seconds:.0f}",
+    )
+    assert stage.total <= 1.02 * held
+    assert stage.temporaries < 256 * 2**20
+    assert stage.counts() == {"all-reduce": 2 * 70 + 1, "all-gather": 1}
+    assert {each.arrays for each in stage.collectives} == {"bf16[256,14336]", "f32[16,15680,16]"}
+    assert stage.surprises == ()

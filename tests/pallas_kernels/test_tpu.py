@@ -1,0 +1,88 @@
+"""The TPU kernels in an interpreter that knows of copies and semaphores: right, free of races, and waiting for every
+copy; and proof that the interpreter would tell. (tests/aot compiles them for TPUs.)"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.tpu import TpuBackend
+from pallas_kernels.tpu_cuts import Cut
+
+# A copy takes place when it is waited for, or as soon as it starts and under the eye of a detector of races; what
+# nobody wrote is NaN.
+LATE = pltpu.InterpretParams(dma_execution_mode="on_wait", uninitialized_memory="nan")
+WATCHED = pltpu.InterpretParams(dma_execution_mode="eager", detect_races=True, uninitialized_memory="nan")
+RACE = "RACE DETECTED"
+
+
+def mixed(h) -> bool:
+    """Whether iterations of prompts, of decodes and of both are as the oracle has them: rows of one unit and of
+    several, chunks that begin and end inside tiles and blocks, an empty iteration."""
+    a, b, c = (h.add_row() for _ in range(3))
+    long = 3 * h.shape.block_size
+    right = True
+    for chunks in ([(a, 5), (b, long + 1), (c, 1)], [(a, 1), (b, 1), (c, 7)], [], [(c, 1), (b, 1), (a, 1)]):
+        for out, expected in zip(*h.step(chunks), strict=True):
+            bound = 2e-2 if h.shape.dtype == jnp.bfloat16 else 2e-5
+            right &= bool(np.allclose(out, expected, rtol=bound, atol=bound))
+    return right
+
+
+def small(block: int) -> Cut:
+    """Two units of two blocks and small tiles: every loop turns."""
+    return Cut(units=2, unit_slots=2 * block, tile=32, tile_slots=2 * block)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "dtype", "pool", "block"),
+    [
+        (3, 3, 128, "float32", "float32", 8),
+        (9, 3, 96, "bfloat16", "bfloat16", 16),
+        (10, 10, 80, "bfloat16", "int8", 32),
+    ],
+)
+def test_copies_are_waited_for(harness, heads, kv_heads, dim, dtype, pool, block):
+    backend = TpuBackend(cut=small(block), interpret=LATE)
+    assert mixed(
+        harness(backend, heads=heads, kv_heads=kv_heads, dim=dim, dtype=dtype, pool=pool, block=block, bucket=4 * block)
+    )
+
+
+@pytest.mark.parametrize("pool", ["float32", "int8"])
+def test_no_races(harness, capfd, pool):
+    block = 32 if pool == "int8" else 8
+    backend = TpuBackend(cut=small(block), interpret=WATCHED)
+    assert mixed(harness(backend, heads=2, dim=64, pool=pool, block=block, bucket=4 * block))
+    assert RACE not in capfd.readouterr().out
+
+
+class Unwaited:
+    """A copy that nobody waits for."""
+
+    def __init__(self, copy):
+        self.start = copy.start
+
+    def wait(self):
+        pass
+
+
+@pytest.mark.parametrize("interpret", [LATE, WATCHED], ids=["late", "watched"])
+def test_a_missing_wait_is_caught(harness, monkeypatch, capfd, interpret):
+    """The canary: a kernel whose blocks nobody waits for gives NaN where copies come late, and a race where they are
+    watched."""
+    make, block, dim = pltpu.make_async_copy, 8, 16
+
+    def broken(source, target, sem):
+        copy = make(source, target, sem)
+        return Unwaited(copy) if target.shape == (2, block, 128) else copy
+
+    h = harness(TpuBackend(cut=small(block), interpret=interpret), heads=1, dim=dim, block=block, bucket=4 * block)
+    monkeypatch.setattr(pltpu, "make_async_copy", broken)
+    right = mixed(h)
+    if interpret is LATE:
+        assert not right
+    else:
+        assert RACE in capfd.readouterr().out
