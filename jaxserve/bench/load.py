@@ -12,6 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
+_AZURE_LINE = "a line looks like 2023-11-16 18:15:46.68,374,44"
+_MOONCAKE_LINE = 'a line looks like {"timestamp": 1000, "input_length": 600, "output_length": 5, "hash_ids": [7, 8]}'
 MOONCAKE_BLOCK = 512  # tokens behind one entry of hash_ids (Mooncake, FAST'25, section 4)
 
 
@@ -212,7 +214,9 @@ def _read_azure(file: Iterator[str], path: Path) -> Iterator[_Line]:
                 output_length=max(1, int(row["GeneratedTokens"])),
             )
         except (ValueError, TypeError) as error:
-            raise ValueError(f"{path}, line {number}: not a request of an Azure trace: {error}") from None
+            raise ValueError(
+                f"{path}, line {number}: not a request of an Azure trace: {error}; {_AZURE_LINE}"
+            ) from None
 
 
 def _read_mooncake(file: Iterator[str], path: Path) -> Iterator[_Line]:
@@ -228,4 +232,6 @@ def _read_mooncake(file: Iterator[str], path: Path) -> Iterator[_Line]:
                 blocks=tuple(int(block) for block in record.get("hash_ids", ())),
             )
         except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"{path}, line {number}: not a request of a Mooncake trace: {error!r}") from None
+            raise ValueError(
+                f"{path}, line {number}: not a request of a Mooncake trace: {error!r}; {_MOONCAKE_LINE}"
+            ) from None

@@ -145,6 +145,7 @@ def figures(replay: Replay, objective: Objective) -> dict[str, Any]:
         "tokens_per_second": served.generated / duration if duration else 0.0,
         "ttft_ms": _spread(1e3 * each.first_token for each in good),
         "tpot_ms": _spread(1e3 * tpot(each) for each in good if len(each.token_times) > 1),
+        "gap_ms": _spread(1e3 * gap for each in good for gap in np.diff(each.token_times)),
         "in_time": share,
         "goodput": share * len(served.outcomes) / duration if duration else 0.0,
         "slots_held": served.held / served.seconds / served.slots if served.seconds else 0.0,
@@ -159,7 +160,16 @@ def figures(replay: Replay, objective: Objective) -> dict[str, Any]:
 
 def show(told: Sequence[dict[str, Any]], objective: Objective, slots: int, out: Console) -> None:
     """Prints a row a policy, and the two classes where there are any."""
-    columns = ("policy", "tokens/s", "ttft ms p50 / p95", "tpot ms p50 / p95", "in time", "goodput/s", "refused")
+    columns = (
+        "policy",
+        "tokens/s",
+        "ttft ms p50 / p95",
+        "tpot ms p50 / p95",
+        "gap ms p99",
+        "in time",
+        "goodput/s",
+        "refused",
+    )
     columns += ("slots held", "and promised", "cached", "preempted", "padding", "in use")
     table = _table(*columns)
     for each in told:
@@ -168,6 +178,7 @@ def show(told: Sequence[dict[str, Any]], objective: Objective, slots: int, out: 
             f"{each['tokens_per_second']:,.0f}",
             _p50_p95(each["ttft_ms"]),
             _p50_p95(each["tpot_ms"]),
+            _DASH if each["gap_ms"] is None else f"{each['gap_ms']['p99']:,.0f}",
             f"{each['in_time']:.1%}",
             f"{each['goodput']:.2f}",
             str(each["refused"]),
@@ -186,8 +197,8 @@ def show(told: Sequence[dict[str, Any]], objective: Objective, slots: int, out: 
         for refusal in each["refusals"]:
             out.print(f"{each['policy']}: refused: {refusal}", markup=False)
     out.print(
-        f"in time: {objective}; goodput: requests a second that were. Slots: shares of {slots:,}, over time; "
-        "in use: of the stages' time"
+        f"tpot: mean between a request's tokens; gap: any two; in time: {objective}; goodput: requests a second that were. "
+        f"Slots: shares of {slots:,}, over time; in use: of the stages' time"
     )
 
 
@@ -207,11 +218,14 @@ def plot(replays: Sequence[Replay], objective: Objective, title: str, path: Path
             slots.plot(times, held, linewidth=1, label=name)
     for axis, limit, what in (
         (first, objective.ttft, "time to first token"),
-        (between, objective.tpot, "time between"),
+        (between, objective.tpot, "time between tokens, mean of each request"),
     ):
         axis.axvline(1e3 * limit, color="black", linewidth=0.8, linestyle=":")
         axis.set(xscale="log", xlabel="ms", ylabel="share of requests", title=what)
-        axis.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+        for formatter in (axis.xaxis.set_major_formatter, axis.xaxis.set_minor_formatter):
+            formatter(StrMethodFormatter("{x:,g}"))
+        axis.tick_params(which="minor", labelsize=6, rotation=90)
+        axis.tick_params(which="major", labelsize=8)
     slots.set(xlabel="seconds", ylabel="slots", title="slots held", ylim=(0, None))
     slots.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     for axis in (first, between, slots):

@@ -12,7 +12,6 @@ from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import StrMethodFormatter
 from rich.console import Console
 from rich.table import Table
 
@@ -220,22 +219,22 @@ def show(found: Sequence[Sized], price: float | None, out: Console) -> None:
 
 
 def plot(found: Sequence[Sized], objective: Objective, price: float | None, title: str, path: Path) -> None:
-    """Draws what each layout costs and how many requests it serves in time."""
-    figure = Figure(figsize=(8.5, 5), layout="constrained")
+    """Draws what a million generated tokens cost with each layout, and how much is in time."""
+    figure = Figure(figsize=(9, 1.6 + 0.42 * len(found)), layout="constrained")
     FigureCanvasAgg(figure)
     axis = figure.subplots()
     scale = 1.0 if price is None else price
-    for each in found:
-        label = f"{each.config.tensor} x {each.config.stages} x {each.replicas}"
-        x, y = scale * each.device_hours, 100 * each.share
-        axis.plot([x], [y], "o" if each.enough else "x", color="#1b5e20" if each.enough else "#c23b22", markersize=8)
-        axis.annotate(label, (x, y), textcoords="offset points", xytext=(7, -3), fontsize=9)
+    labels = [f"{each.config.tensor} x {each.config.stages} x {each.replicas}" for each in found]
+    colors = ["#1b5e20" if each.enough else "#c23b22" for each in found]
+    bars = axis.barh(range(len(found)), [scale * each.device_hours for each in found], color=colors)
+    told = [f"{each.share:.1%} in time, {each.served.use:.0%} busy" for each in found]
+    axis.bar_label(bars, told, fontsize=8, padding=4)
+    axis.set_yticks(range(len(found)), labels, fontsize=9)
+    axis.invert_yaxis()
+    axis.margins(x=0.3)
     axis.set_xlabel(f"{'device hours' if price is None else 'cost'} of a million generated tokens")
-    axis.set_ylabel(f"% of requests in time ({objective})")
-    axis.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
-    axis.set_ylim(min(0.9 * 100 * min(each.share for each in found), 90), 101)
-    axis.margins(x=0.15)
-    axis.set_title(f"{title}\ntensor x stages x replicas; cross: not enough", fontsize=10)
-    axis.grid(alpha=0.3)
+    axis.set_ylabel("tensor x stages x replicas")
+    axis.set_title(f"{title}\n{objective}; red: not enough", fontsize=10)
+    axis.grid(alpha=0.3, axis="x")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)

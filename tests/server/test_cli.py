@@ -71,6 +71,10 @@ def test_engine_flags_are_the_same_for_every_command(command: list[str]) -> None
         "--dtype bfloat16 --kv-cache-dtype int8 --max-rows 3 --slots 640 --block-size 16 --slot-policy reserve "
         "--buckets 8,64 --token-budget 32 --prefix-cache off --max-context 100 --max-queued-requests 5 "
         "--max-queued-tokens 600 --scheduler request --no-scoring --attention xla --compilation-cache off"
+        "--dtype bfloat16 --max-rows 3 --slots 640 --block-size 16 --slot-policy reserve --buckets 8,64 "
+        "--token-budget 32 --target-tpot 80ms --prefix-cache off --max-context 100 --max-queued-requests 5 "
+        "--max-queued-tokens 600 --scheduler request --no-scoring --attention xla --stages 2 --in-flight 2 "
+        "--compilation-cache off"
     )
     args = cli.parser(with_bench=True).parse_args([*command, *given.split()])
     config = cli.flags.engine_config(args)
@@ -79,6 +83,7 @@ def test_engine_flags_are_the_same_for_every_command(command: list[str]) -> None
     assert (config.slot_policy, config.buckets, config.token_budget) == ("reserve", (8, 64), 32)
     assert (config.prefix_cache, config.max_context, config.scheduler) == (False, 100, "request")
     assert (config.max_queued_requests, config.max_queued_tokens) == (5, 600)
+    assert (config.target_tpot, config.stages, config.in_flight) == (0.08, 2, 2)
     assert (config.scoring, config.attention, config.compilation_cache) == (False, "xla", None)
 
 
@@ -89,6 +94,7 @@ def test_engine_flags_are_the_same_for_every_command(command: list[str]) -> None
         ("generate --prompt a --model /no/such/dir", "--model /no/such/dir is not a directory"),
         ("serve --max-rows 0", "max_rows is 0"),
         ("serve --buckets 32,16", "buckets are (32, 16)"),
+        ("serve --in-flight 3", "in_flight is 3; more than stages + 1 (2)"),
         ("serve --port 70000", "--port 70000"),
         ("serve --host not.a.host.invalid", "cannot listen on not.a.host.invalid:50051"),
         ("generate --input /no/such/file", "cannot open /no/such/file: No such file or directory"),

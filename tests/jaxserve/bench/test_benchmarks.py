@@ -45,6 +45,16 @@ def test_offline_compares_schedulers(tmp_path, capsys):
     assert (tmp_path / "offline.png").stat().st_size > 0
 
 
+def test_the_simulator_serves_what_the_engine_served(tmp_path, capsys):
+    assert bench("simulate", "--quick", "--out", str(tmp_path)) == 0
+    assert "measured / simulated" in capsys.readouterr().out
+    result = json.loads((tmp_path / "simulate.json").read_text())
+    (load,) = result["loads"]
+    assert load["share"] == 0.5
+    assert all(measured > 0 and simulated > 0 for measured, simulated in load["figures"].values())
+    assert [bucket["size"] for bucket in result["buckets"]] == [3, 8]
+
+
 def test_a_workload_that_cannot_fit_is_refused_in_words(tmp_path, capsys):
     model = ("--shape", "tiny", "--requests", "3", "--prompt", "140", "--output", "1")
     assert bench("offline", *model, "--out", str(tmp_path)) == 2

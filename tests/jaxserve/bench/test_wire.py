@@ -138,7 +138,9 @@ def test_an_address_where_nobody_answers():
 
 def test_engine_flags_describe_a_configuration():
     assert serve.engine_flags(EngineConfig()) == ["--compilation-cache", "off"]
-    config = EngineConfig(max_rows=8, buckets=(16, 32), prefix_cache=False, scoring=False, compilation_cache="/tmp/x")
+    config = EngineConfig(
+        max_rows=8, buckets=(16, 32), target_tpot=0.1, prefix_cache=False, scoring=False, compilation_cache="/tmp/x"
+    )
     assert " ".join(serve.engine_flags(config)) == (
-        "--max-rows 8 --buckets 16,32 --prefix-cache off --no-scoring --compilation-cache /tmp/x"
+        "--max-rows 8 --buckets 16,32 --target-tpot 0.1s --prefix-cache off --no-scoring --compilation-cache /tmp/x"
     )

@@ -1,0 +1,123 @@
+"""The virtual clock against queues worked out by hand, and the rules of who may be in flight."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from jaxserve.bench import load
+from jaxserve.buckets import BucketCost, BucketLadder
+from jaxserve.scheduler import Scheduler
+from jaxserve.simulate import clock
+from jaxserve.simulate.clock import EOS, Arrival, Device, Host
+from jaxserve.slots import SlotPool
+
+
+def arrival(time, prompt=4, output=1, *, limit=None, priority=0) -> Arrival:
+    return Arrival(time, np.zeros(prompt, np.int32), output, limit or output, priority)
+
+
+def scheduler(*, rows=1, stages=1, sizes=(64,), **more) -> Scheduler:
+    costs = [BucketCost(size=n, compile_seconds=0.0, milliseconds=1.0) for n in sizes]
+    pool = SlotPool(4096, 1, policy="reserve", prefix_cache=False)
+    return Scheduler(pool, BucketLadder(costs), max_rows=rows, max_context=512, n_stages=stages, **more)
+
+
+def run(coming, made, seconds, *, stages=1, in_flight=1, **more):
+    device = Device(lambda _: [seconds] * stages, stages)
+    return clock.run(coming, made, device, in_flight=in_flight, **more)
+
+
+def test_a_server_of_constant_time_queues_as_by_hand():
+    # One row, one token each: served in turn, 2 s each.
+    outcomes = run([arrival(t) for t in (0.0, 0.5, 1.0, 7.0)], scheduler(), 2.0)
+    assert [each.token_times for each in outcomes] == [[2.0], [4.0], [6.0], [9.0]]
+
+
+def test_poisson_arrivals_at_one_server_wait_as_queueing_theory_says():
+    # M/D/1: the mean wait is rho / (2 (1 - rho)) service times (Pollaczek-Khinchine).
+    workload = load.uniform(
+        requests=20_000, prompt=load.Range(low=4, high=4), output=load.Range(low=1, high=1), vocab_size=1, seed=0
+    )
+    coming = clock.arrivals(load.poisson(workload, rate=0.6, seed=2))
+    outcomes = run(coming, scheduler(), 1.0)
+    waits = [each.token_times[0] - each.arrival - 1.0 for each in outcomes]
+    assert np.mean(waits) == pytest.approx(0.6 / (2 * 0.4), rel=0.05)
+
+
+def test_tokens_come_an_iteration_apart_and_who_arrives_joins_the_next():
+    outcomes = run([arrival(0.0, output=4), arrival(0.5, output=2)], scheduler(rows=2), 1.0)
+    assert outcomes[0].token_times == [1.0, 2.0, 3.0, 4.0]
+    assert outcomes[1].token_times == [2.0, 3.0]
+
+
+def test_an_iteration_ahead_is_launched_before_who_arrives_meanwhile_is_seen():
+    outcomes = run([arrival(0.0, output=4), arrival(0.5, output=1)], scheduler(rows=2), 1.0, in_flight=2)
+    assert outcomes[0].token_times == [1.0, 2.0, 3.0, 4.0]  # nothing between them
+    assert outcomes[1].token_times == [3.0]
+
+
+def test_batches_of_two_stages_overlap_and_one_batch_a_stage_is_in_flight():
+    coming = [arrival(0.0, output=3), arrival(0.0, output=3)]
+    outcomes = run(coming, scheduler(rows=1, stages=2), 1.0, stages=2, in_flight=2)
+    # While one is in the second stage the other is in the first.
+    assert [each.token_times for each in outcomes] == [[2.0, 4.0, 6.0], [3.0, 5.0, 7.0]]
+    outcomes = run(coming, scheduler(rows=1, stages=2), 1.0, stages=2, in_flight=1)
+    assert outcomes[0].token_times == [2.0, 4.0, 6.0]  # a request is never twice in flight
+    assert outcomes[1].token_times == [8.0, 10.0, 12.0]
+
+
+def test_with_more_stages_no_request_is_in_two_batches_in_flight():
+    flying: list[tuple[float, set[int]]] = []
+    now = 0.0
+
+    def watch(plan, landing):
+        nonlocal now
+        rows = {chunk.row for chunk in plan.chunks}
+        earlier = [others for done, others in flying if done > landing - 3.0]
+        assert all(rows.isdisjoint(others) for others in earlier)
+        assert len(earlier) < 3
+        flying.append((landing, rows))
+
+    coming = [arrival(0.1 * index, prompt=8, output=1 + index % 7) for index in range(40)]
+    outcomes = run(coming, scheduler(rows=3, stages=3), 1.0, stages=3, in_flight=3, watch=watch)
+    assert [len(each.token_times) for each in outcomes] == [1 + index % 7 for index in range(40)]
+
+
+def test_a_polling_host_sees_who_arrives_while_it_has_room():
+    coming = [arrival(0.0, output=2), arrival(0.5, output=1)]
+    blocked = run(coming, scheduler(rows=1, stages=2), 1.0, stages=2, in_flight=2)
+    polled = run(coming, scheduler(rows=1, stages=2), 1.0, stages=2, in_flight=2, host=Host(polls=True))
+    assert blocked[1].token_times == [5.0]  # seen when the first iteration lands, at 2; behind the next one
+    assert polled[1].token_times == [3.0]  # launched at 0.5, in the first stage at 1
+
+
+def test_the_hosts_time_is_spent_before_and_after():
+    outcomes = run([arrival(0.0, output=2)], scheduler(), 1.0, host=Host(launch=0.25, complete=0.5))
+    assert outcomes[0].token_times == [1.75, 3.5]
+    ahead = run([arrival(0.0, output=3)], scheduler(), 1.0, host=Host(launch=0.25, complete=0.5), in_flight=2)
+    assert ahead[0].token_times == [1.75, 2.75, 3.75]  # behind the device's back
+
+
+def test_a_request_that_ends_before_its_limit_reserves_all_of_it():
+    made = scheduler(rows=4, eos_token_ids=frozenset({EOS}))
+    held = []
+    coming = [arrival(0.0, prompt=4, output=3, limit=100)]
+    outcomes = run(coming, made, 1.0, watch=lambda _plan, _landing: held.append(made.pool.slots_used))
+    assert outcomes[0].token_times == [1.0, 2.0, 3.0]
+    assert held == [104, 104, 104]
+
+
+def test_what_can_never_fit_is_refused_by_name():
+    outcomes = run([arrival(0.0, prompt=600), arrival(1.0)], scheduler(), 1.0)
+    assert "a request may hold 512" in str(outcomes[0].error)
+    assert outcomes[1].token_times == [2.0]
+
+
+def test_no_jax_is_needed():
+    modules = "clock, fastertransformer, orca, paper, system, ladder"
+    program = f"import sys; from jaxserve.simulate import {modules}; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

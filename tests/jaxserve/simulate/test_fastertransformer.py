@@ -1,0 +1,52 @@
+"""The baseline's batches: how many iterations, what each carries, and who waits for whom."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jaxserve.plan.cost import Work
+from jaxserve.simulate import fastertransformer
+from jaxserve.simulate.clock import Arrival
+
+
+class Counted:
+    """A roofline of one stage that takes a second an iteration and remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[Work] = []
+
+    def seconds(self, work: Work) -> list[float]:
+        self.asked.append(work)
+        return [1.0]
+
+
+def batch(*sizes: tuple[int, int], time=0.0) -> list[Arrival]:
+    return [Arrival(time, np.zeros(prompt, np.int32), output, output) for prompt, output in sizes]
+
+
+def test_a_batch_takes_the_longest_prompt_beyond_the_shortest_and_its_answer():
+    assert fastertransformer.iterations(batch((5, 3))) == 3
+    assert fastertransformer.iterations(batch((4, 10), (9, 2))) == 10  # max(0 + 10, 5 + 2)
+    assert fastertransformer.iterations(batch((4, 1), (9, 2), (20, 1))) == 17  # the longest prompt crawls
+
+
+def test_the_first_iteration_takes_every_prompt_for_the_shortest():
+    roofline = Counted()
+    assert fastertransformer.batch_seconds(batch((4, 3), (6, 2)), roofline) == 4.0
+    first, *rest = roofline.asked
+    assert first == Work(tokens=8, rows=2, slots=8, pairs=2 * (1 + 2 + 3 + 4))
+    # Then a token each at positions 4, 5, 6; who has finished stays to the end.
+    assert rest == [Work(2, 2, 2 * length, 2 * length) for length in (5, 6, 7)]
+
+
+def test_nobody_joins_or_leaves_a_batch():
+    coming = [*batch((4, 1), (4, 5)), *batch((4, 2), time=1.0)]
+    outcomes = fastertransformer.run(coming, Counted(), max_batch=8)
+    assert [each.token_times[-1] for each in outcomes] == [5.0, 5.0, 7.0]
+    assert [len(each.token_times) for each in outcomes] == [1, 5, 2]
+
+
+def test_a_batch_holds_who_has_arrived_and_no_more_than_it_may():
+    coming = [*batch((4, 1), (4, 1), (4, 1)), *batch((4, 1), time=10.0)]
+    outcomes = fastertransformer.run(coming, Counted(), max_batch=2)
+    assert [each.token_times[-1] for each in outcomes] == [1.0, 1.0, 2.0, 11.0]

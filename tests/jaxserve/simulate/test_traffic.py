@@ -1,0 +1,204 @@
+"""Recorded traffic through the simulator, and what is sized by it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxserve.bench import load
+from jaxserve.bench.report import Outcome
+from jaxserve.buckets import BucketCost
+from jaxserve.config import EngineConfig
+from jaxserve.simulate import replay
+from jaxserve.simulate.system import Objective, System, tpot
+from server import cli
+
+REAL = Path(os.environ.get("JAXSERVE_TRACES", "/nowhere"))
+MODEL = ["--model", "bloom-560m", "--topology", "h100:2", "--max-rows", "4", "--buckets", "4,16,64", "--slots", "4096"]
+
+
+@pytest.fixture(autouse=True)
+def _on_a_cpu(monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+
+
+@pytest.fixture
+def azure(tmp_path) -> Path:
+    rows = [f"2023-11-16 18:15:{second:02d}.5,{60 + 7 * second},{3 + second % 9}" for second in range(30)]
+    path = tmp_path / "azure.csv"
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "\n".join(rows) + "\n")
+    return path
+
+
+@pytest.fixture
+def mooncake(tmp_path) -> Path:
+    lines = [
+        {"timestamp": 2000 * index, "input_length": 1100 + index, "output_length": 4, "hash_ids": [1, 2, 100 + index]}
+        for index in range(12)
+    ]
+    path = tmp_path / "mooncake.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def system(**config) -> System:
+    settings = EngineConfig(**{"max_rows": 2, "buckets": (2, 8, 32), **config})
+    costs = tuple(BucketCost(size=n, compile_seconds=0.0, milliseconds=10.0 * n) for n in (2, 8, 32))
+    return System(
+        config=settings,
+        seconds=lambda plan: [0.01 * plan.bucket],
+        costs=costs,
+        slots=128,
+        block_size=4,
+        max_context=64,
+    )
+
+
+def workload(count=8, prompt="8", output="4", rate=4.0) -> load.Workload:
+    jobs = load.uniform(
+        requests=count,
+        prompt=load.Range.parse(prompt),
+        output=load.Range.parse(output),
+        vocab_size=9,
+        seed=0,
+    )
+    return load.poisson(jobs, rate=rate, seed=0)
+
+
+def compared(made: System, policies, **more) -> list[replay.Replay]:
+    settings = {"max_tokens": None, "seed": 0, "progress": lambda *_: None, **more}
+    return replay.compare(made, workload(), policies, **settings)
+
+
+def test_every_policy_serves_every_token():
+    policies = replay.policies(system(), Objective(ttft=1.0, tpot=0.1), 0.5)
+    names = [policy.name for policy in policies]
+    assert names == ["reserve", "grow", "no prefix cache", "budget 8", "tpot 100 ms", "50% urgent"]
+    for each in compared(system(), policies):
+        assert [len(outcome.token_times) for outcome in each.served.outcomes] == [4] * 8
+        assert each.served.sizes.total() > 8
+
+
+def test_replicas_share_the_arrivals():
+    one, two = (
+        compared(dataclasses.replace(system(), replicas=count), [replay.Policy(name="", changes={})])[0].served
+        for count in (1, 2)
+    )
+    assert len(one.outcomes) == len(two.outcomes) == 8
+    assert two.duration < one.duration
+
+
+def test_urgent_requests_do_not_wait_behind_the_others():
+    coming = workload(count=40, rate=1000.0)
+    (found,) = replay.compare(
+        system(),
+        coming,
+        [replay.Policy(name="", changes={}, urgent=0.2)],
+        max_tokens=None,
+        seed=1,
+        progress=lambda *_: None,
+    )
+    firsts = [np.mean([each.first_token for each in found.of(urgent=urgent)]) for urgent in (True, False)]
+    assert firsts[0] < firsts[1] / 2
+
+
+def test_a_reservation_of_what_clients_ask_for_holds_more_than_what_they_use():
+    policies = [replay.Policy(name=name, changes={"slot_policy": name}) for name in ("reserve", "grow")]
+    reserve, grow = (each.served for each in compared(system(), policies, max_tokens=50))
+    assert reserve.promised > 2 * reserve.held
+    assert grow.promised < 1.5 * grow.held
+    assert [len(each.token_times) for each in reserve.outcomes] == [4] * 8  # they end where they ended
+
+
+def test_an_objective_needs_both_of_its_times():
+    objective = Objective(ttft=1.0, tpot=0.5)
+    outcomes = [
+        Outcome(arrival=0.0, prompt_tokens=1, token_times=times)
+        for times in ([1.0], [1.1], [0.5, 1.0, 1.5], [0.5, 1.0, 1.6], [])
+    ]
+    assert [objective.met(each) for each in outcomes] == [True, False, True, False, False]
+    assert objective.share(outcomes) == pytest.approx(0.4)
+    assert tpot(outcomes[0]) == 0.0
+
+
+def test_a_trace_is_simulated(azure, capsys, tmp_path):
+    plot = tmp_path / "plot.png"
+    assert cli.main(["simulate", "--trace", str(azure), *MODEL, "--plot", str(plot)]) == 0
+    told = capsys.readouterr()
+    assert "30 requests of azure.csv, 29 s; bloom-560m" in told.out
+    assert "10% urgent, others:" in told.out
+    assert plot.stat().st_size > 10_000
+
+
+def test_shared_prefixes_are_found_again(mooncake, capsys):
+    assert cli.main(["simulate", "--trace", str(mooncake), *MODEL, "--json", "--urgent", "0"]) == 0
+    told = {each["policy"]: each for each in json.loads(capsys.readouterr().out)["policies"]}
+    assert told["grow"]["cached_tokens"] == 11 * 1024
+    assert told["no prefix cache"]["cached_tokens"] == 0
+    assert told["grow"]["in_time"] == 1.0
+
+
+def test_traffic_is_sized(azure, capsys, tmp_path):
+    plot = tmp_path / "plot.png"
+    flags = ["--price", "2.5", "--compile-time", "24s", "--speed", "4", "--plot", str(plot)]
+    assert cli.main(["size", "--trace", str(azure), *MODEL[:4], *flags]) == 0
+    told = capsys.readouterr().out
+    assert "95% of the requests: ttft 1000 ms, tpot 100 ms; at most 4 buckets; 2.5 for an hour of a device" in told
+    assert "the cheapest in time, 1 of: jaxserve serve --model ... --tensor 1 --stages 1 --max-rows" in told
+    assert plot.stat().st_size > 5_000
+
+
+def test_too_little_is_said_to_be_too_little(azure, capsys):
+    asked = ["size", "--trace", str(azure), *MODEL[:3], "v5e:1x1", "--slo", "ttft=1ms,tpot=1ms", "--json"]
+    assert cli.main(asked) == 1
+    (layout,) = json.loads(capsys.readouterr().out)["layouts"]
+    assert not layout["enough"]
+    assert layout["cost_per_million"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["simulate", "--trace", "FILE"], "--trace needs --model and --topology"),
+        (["simulate", "--trace", "missing", *MODEL], "missing: the trace cannot be read"),
+        (["simulate", "--trace", "FILE", *MODEL, "--requests", "0"], "--requests is 0; it must be at least 1"),
+        (["size", "--trace", "FILE", *MODEL, "--price", "0"], "--price is 0; it must be above 0"),
+        (["size", "--trace", "FILE", *MODEL, "--compile-time", "1s"], "less than one bucket takes"),
+    ],
+)
+def test_mistakes_are_told(arguments, message, azure, capsys):
+    assert cli.main([str(azure) if each == "FILE" else each for each in arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_wrong_line_is_named(azure, capsys):
+    lines = azure.read_text().splitlines()
+    lines[4] = "2023-11-16 18:15:03.5,many,5"
+    azure.write_text("\n".join(lines))
+    assert cli.main(["simulate", "--trace", str(azure), *MODEL]) == 2
+    told = capsys.readouterr().err
+    assert f"{azure}, line 5: not a request of an Azure trace" in told
+    assert "2023-11-16 18:15:46.68,374,44" in told  # what would be right
+
+
+@pytest.mark.parametrize("wrong", ["ttft=1s", "ttft=1s,tpot=fast", "ttft=1s,tpot=0ms", "ttft=1s,ttft=2s"])
+def test_a_wrong_objective_is_told(wrong, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["simulate", "--trace", "x", "--slo", wrong])
+    assert "ttft=1s,tpot=100ms" in capsys.readouterr().err or wrong.endswith(("fast", "0ms"))
+
+
+@pytest.mark.parametrize("name", ["azure_conv_first_half.csv", "mooncake_conversation_head.jsonl"])
+def test_real_traffic_is_served(name):
+    if not (REAL / name).is_file():
+        pytest.skip("the published traces are not here")
+    work = load.read_trace(REAL / name, max_context=64, vocab_size=256, seed=0, limit=200)
+    (found,) = replay.compare(
+        system(), work, [replay.Policy(name="", changes={})], max_tokens=None, seed=0, progress=lambda *_: None
+    )
+    assert all(each.error is None for each in found.served.outcomes)
