@@ -97,5 +97,5 @@ gpu_device_info {{
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
-device_description_str: "{device.name}"
+device_description_str: "NVIDIA {device.name.upper()}"
 """
