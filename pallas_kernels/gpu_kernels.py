@@ -295,6 +295,8 @@ def tile_kernel(
             acc = acc / jnp.where(total > 0, total, 1)[:, None]
             plgpu.store(out.at[tokens, all_heads, dims], acc.astype(out.dtype), mask=inside)
         else:
+            heads = head * shape.group + row  # of one query: the interpreter wants places that differ, masked or not
+            all_heads = jnp.broadcast_to(heads[:, None], dims.shape)
             plgpu.store(parts.acc.at[item, which, all_heads, dims], acc, mask=inside)
             plgpu.store(parts.maximum.at[item, which, heads], maximum, mask=row < n_rows)
             plgpu.store(parts.total.at[item, which, heads], total, mask=row < n_rows)
