@@ -4,9 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUN_STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
+GPU_VENV := .venv-gpu
+GPU_STAMP := $(GPU_VENV)/.installed
+# Wheels that compile for GPUs are for Python 3.12 and later; a pyenv shim may stand for a version that is not active.
+PYTHON312 = $(firstword $(foreach python,$(shell command -v python3.12) $(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python3.12),\
+  $(shell $(python) -c "print('$(python)')" 2>/dev/null)))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv serve test lint proto demo-model clean
+.PHONY: help venv serve test test-aot test-aot-gpu lint proto demo-model clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -31,6 +36,21 @@ serve: $(RUN_STAMP) ## serve the built-in demo model (ARGS="--port 50052" adds f
 test: $(DEV_STAMP) ## run the test suite (ARGS="-k sampler" selects)
 	$(BIN)/python -m pytest $(ARGS)
 
+test-aot: test-aot-gpu ## compile kernels and steps for accelerators that are not there
+
+ifneq ($(PYTHON312),)
+test-aot-gpu: $(GPU_STAMP)
+	JAX_PLATFORMS=cpu $(GPU_VENV)/bin/python -m pytest tests/aot/test_gpu.py $(ARGS)
+else
+test-aot-gpu:
+	@echo "not compiled for GPUs: that takes Python 3.12, and there is no python3.12 here"
+endif
+
+$(GPU_STAMP): requirements-aot-gpu.txt
+	test -x $(GPU_VENV)/bin/python || $(PYTHON312) -m venv $(GPU_VENV)
+	$(GPU_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-aot-gpu.txt
+	touch $@
+
 lint: $(DEV_STAMP) ## ruff and pyright
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -43,4 +63,4 @@ demo-model: $(DEV_STAMP) ## train the demo model again
 	$(BIN)/python -m jaxserve.demo.train
 
 clean: ## remove the environment and build products
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(GPU_VENV) build dist *.egg-info
