@@ -6,9 +6,14 @@ RUN_STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
 TPU_VENV := .venv-tpu
 TPU_STAMP := $(TPU_VENV)/.installed
+GPU_VENV := .venv-gpu
+GPU_STAMP := $(GPU_VENV)/.installed
+# Wheels that compile for GPUs are for Python 3.12 and later; a pyenv shim may stand for a version that is not active.
+PYTHON312 = $(firstword $(foreach python,$(shell command -v python3.12) $(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python3.12),\
+  $(shell $(python) -c "print('$(python)')" 2>/dev/null)))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv serve test test-aot lint proto demo-model clean
+.PHONY: help venv serve test test-aot test-aot-tpu test-aot-gpu lint proto demo-model clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -33,6 +38,8 @@ serve: $(RUN_STAMP) ## serve the built-in demo model (ARGS="--port 50052" adds f
 test: $(DEV_STAMP) ## run the test suite (ARGS="-k sampler" selects)
 	$(BIN)/python -m pytest $(ARGS)
 
+test-aot: test-aot-tpu test-aot-gpu ## compile kernels and steps for accelerators that are not there
+
 # The compilers for TPUs come with libtpu, in an environment of their own: its plugin would be loaded by every start.
 $(TPU_STAMP): requirements-dev.txt
 	test -x $(TPU_VENV)/bin/python || $(PYTHON) -m venv $(TPU_VENV)
@@ -40,8 +47,21 @@ $(TPU_STAMP): requirements-dev.txt
 	$(TPU_VENV)/bin/python -m pip install --quiet --disable-pip-version-check "jax[tpu]==$$(sed -n 's/^jax==//p' requirements-dev.txt)"
 	touch $@
 
-test-aot: $(TPU_STAMP) ## compile for accelerators that are not there (ARGS="-k v5e" selects)
+test-aot-tpu: $(TPU_STAMP)
 	$(TPU_VENV)/bin/python -m pytest tests/aot/test_tpu.py $(ARGS)
+
+ifneq ($(PYTHON312),)
+test-aot-gpu: $(GPU_STAMP)
+	JAX_PLATFORMS=cpu $(GPU_VENV)/bin/python -m pytest tests/aot/test_gpu.py $(ARGS)
+else
+test-aot-gpu:
+	@echo "not compiled for GPUs: that takes Python 3.12, and there is no python3.12 here"
+endif
+
+$(GPU_STAMP): requirements-aot-gpu.txt
+	test -x $(GPU_VENV)/bin/python || $(PYTHON312) -m venv $(GPU_VENV)
+	$(GPU_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-aot-gpu.txt
+	touch $@
 
 lint: $(DEV_STAMP) ## ruff and pyright
 	$(BIN)/ruff check .
@@ -55,4 +75,4 @@ demo-model: $(DEV_STAMP) ## train the demo model again
 	$(BIN)/python -m jaxserve.demo.train
 
 clean: ## remove the environment and build products
-	rm -rf $(VENV) $(TPU_VENV) build dist *.egg-info
+	rm -rf $(VENV) $(TPU_VENV) $(GPU_VENV) build dist *.egg-info

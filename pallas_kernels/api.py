@@ -172,6 +172,7 @@ class Selection(NamedTuple):
 # Name -> module, best first: `auto` takes the first one that runs on the platform and supports the shape.
 _MODULES: Mapping[str, str] = {
     "tpu": "pallas_kernels.tpu",
+    "gpu": "pallas_kernels.gpu",
     "xla": "pallas_kernels.xla",
 }
 

@@ -15,6 +15,8 @@ SHAPE_CHECKED = (
     "jaxserve.scoring",
     "jaxserve.batch",
     "pallas_kernels.xla",
+    "pallas_kernels.gpu",
+    "pallas_kernels.gpu_kernels",
     "pallas_kernels.xla_work",
     "pallas_kernels.int8",
 )

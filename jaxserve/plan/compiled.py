@@ -15,7 +15,7 @@ import jax
 from jaxserve import parts
 from jaxserve.lowering import StagePrograms
 from jaxserve.plan.predict import Plan
-from jaxserve.plan.targets import compiler_options
+from jaxserve.plan.targets import compiler_options, lowering
 from jaxserve.plan.whatif import WhatIf, programs
 
 Progress = Callable[[str, int, int], None]
@@ -106,9 +106,9 @@ def _compile(plan: Plan, index: int, stage: StagePrograms, whatif: WhatIf) -> Co
     bucket = whatif.buckets[-1]
     started = time.perf_counter()
     try:
-        program = stage.lower_forward(bucket, plan.slots // plan.block_size).compile(
-            compiler_options(stage.mesh.devices.flat[0].platform)
-        )
+        with lowering(stage.mesh):
+            lowered = stage.lower_forward(bucket, plan.slots // plan.block_size)
+        program = lowered.compile(compiler_options(stage.mesh.devices.flat[0].platform))
     except RuntimeError as problem:
         raise ValueError(f"stage {index} does not compile: {str(problem).splitlines()[0]}") from problem
     seconds = time.perf_counter() - started

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import Mesh
 
 from sharding.devices import Device, Topology
 
@@ -40,6 +42,11 @@ def devices_of(topology: Topology) -> Sequence[Any]:
             f"cannot compile for {topology}: {str(problem).splitlines()[0]}. What compiles for it comes with "
             f"pip install 'jax[{package}]=={jax.__version__}'"
         ) from problem
+
+
+def lowering(mesh: Mesh) -> AbstractContextManager[Any]:
+    """Within it, kernels that ask what device they are lowered for are told that of the mesh, not the one here."""
+    return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
 
 
 def compiler_options(platform: str) -> dict[str, Any]:
@@ -97,5 +104,5 @@ gpu_device_info {{
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
-device_description_str: "{device.name}"
+device_description_str: "NVIDIA {device.name.upper()}"
 """

@@ -11,6 +11,7 @@ import pytest
 
 from pallas_kernels import api
 from pallas_kernels.api import Backend
+from pallas_kernels.gpu import GpuBackend
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,7 @@ class Subject:
 
 SUBJECTS = {
     "xla": Subject(make=lambda: api.load("xla"), block_sizes=(8, 1, 2, 16, 32, 64)),
+    "gpu": Subject(make=lambda: GpuBackend(interpret=True), block_sizes=(16, 1, 64), slow=True),
 }
 
 

@@ -69,12 +69,9 @@ def test_help_and_version_need_no_jax() -> None:
 def test_engine_flags_are_the_same_for_every_command(command: list[str]) -> None:
     given = (
         "--dtype bfloat16 --kv-cache-dtype int8 --max-rows 3 --slots 640 --block-size 16 --slot-policy reserve "
-        "--buckets 8,64 --token-budget 32 --prefix-cache off --max-context 100 --max-queued-requests 5 "
-        "--max-queued-tokens 600 --scheduler request --no-scoring --attention xla --compilation-cache off"
-        "--dtype bfloat16 --max-rows 3 --slots 640 --block-size 16 --slot-policy reserve --buckets 8,64 "
-        "--token-budget 32 --target-tpot 80ms --prefix-cache off --max-context 100 --max-queued-requests 5 "
-        "--max-queued-tokens 600 --scheduler request --no-scoring --attention xla --stages 2 --in-flight 2 "
-        "--compilation-cache off"
+        "--buckets 8,64 --token-budget 32 --target-tpot 80ms --prefix-cache off --max-context 100 "
+        "--max-queued-requests 5 --max-queued-tokens 600 --scheduler request --no-scoring --attention xla "
+        "--tensor 4 --stages 2 --replicas 3 --in-flight 2 --compilation-cache off"
     )
     args = cli.parser(with_bench=True).parse_args([*command, *given.split()])
     config = cli.flags.engine_config(args)
@@ -83,7 +80,8 @@ def test_engine_flags_are_the_same_for_every_command(command: list[str]) -> None
     assert (config.slot_policy, config.buckets, config.token_budget) == ("reserve", (8, 64), 32)
     assert (config.prefix_cache, config.max_context, config.scheduler) == (False, 100, "request")
     assert (config.max_queued_requests, config.max_queued_tokens) == (5, 600)
-    assert (config.target_tpot, config.stages, config.in_flight) == (0.08, 2, 2)
+    assert (config.tensor, config.stages, config.replicas) == (4, 2, 3)
+    assert (config.target_tpot, config.in_flight) == (0.08, 2)
     assert (config.scoring, config.attention, config.compilation_cache) == (False, "xla", None)
 
 

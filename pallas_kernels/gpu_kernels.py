@@ -1,0 +1,323 @@
+"""What `gpu.py` runs on the device. A program of a grid is one call of a kernel; refs are whole arrays."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_kernels.api import AttentionShape
+
+# Numbers of a tile of keys that a program of a decode holds in registers, with as many values and sums.
+LANE_NUMBERS = 4096
+LEAST_DOT = 16  # rows, columns and depth of a product
+_LOWEST = -1e30  # stands for minus infinity where a difference of two of them must not be NaN
+_LOG2_E = math.log2(math.e)
+
+
+class Pool(NamedTuple):
+    """Keys and values: arrays, their `ShapeDtypeStruct`, or the names of their axes. Scales belong to int8
+    (`int8.quantize`) and are None otherwise."""
+
+    keys: Any  # [n_blocks, K, block_size, D]
+    values: Any  # likewise
+    key_scales: Any = None  # float32[n_blocks, K, block_size]
+    value_scales: Any = None  # likewise
+
+
+class Context(NamedTuple):
+    """What the queries of a layer attend to."""
+
+    pool: Pool
+    tables: Any  # int32[C, max_blocks]
+    first_block: Any  # int32[1]
+    slopes: Any  # float32[N] or None
+
+
+class Parts(NamedTuple):
+    """Softmax over parts of contexts, [items, parts, ...]: sums of weighted values, the scores' maximum (to the base
+    2) and the weights' sum."""
+
+    acc: Any  # float32[items, parts, N, D]
+    maximum: Any  # float32[items, parts, N]
+    total: Any  # likewise
+
+
+class Tiling(NamedTuple):
+    """How a product kernel divides its work: rows (queries times heads of a group) and slots of a tile."""
+
+    rows: int
+    slots: int
+    warps: int
+    stages: int
+
+
+def power_of_two(n: int) -> int:
+    """The power of two from n on."""
+    return 1 << (n - 1).bit_length()
+
+
+def width(shape: AttentionShape) -> int:
+    """D as tiles have it."""
+    return max(power_of_two(shape.head_dim), LEAST_DOT)
+
+
+def is_exact(shape: AttentionShape) -> bool:
+    """Whether products must be of float32: tensor cores would round its operands."""
+    return shape.dtype == np.float32 or shape.pool_dtype == np.float32
+
+
+# Writing.
+
+
+def write_kernel(stored: Pool, slots: Any, first_block: Any, _: Pool, pool: Pool, out: Any, *, shape: AttentionShape):
+    """One token: its keys and values, or zeros in the place of its output if it is padding."""
+    token = pl.program_id(0)
+    block, slot = slots[token, 0], slots[token, 1]
+    dims = jnp.arange(width(shape))
+    most = max(LANE_NUMBERS // len(dims), 1)
+
+    def runs(heads: int) -> list[jax.Array]:
+        size = min(power_of_two(heads), most)
+        return [first + jnp.arange(size) for first in range(0, heads, size)]
+
+    @pl.when(block >= 0)
+    def _write() -> None:
+        place = block + first_block[0]
+        for heads in runs(shape.num_kv_heads):
+            grid, inside = _grid(heads, dims, shape.num_kv_heads, shape.head_dim)
+            for new, held in ((stored.keys, pool.keys), (stored.values, pool.values)):
+                value = plgpu.load(new.at[token, *grid], mask=inside)
+                plgpu.store(held.at[place, grid[0], slot, grid[1]], value, mask=inside)
+            if pool.key_scales is not None:
+                for new, held in ((stored.key_scales, pool.key_scales), (stored.value_scales, pool.value_scales)):
+                    some = heads < shape.num_kv_heads
+                    plgpu.store(held.at[place, heads, slot], plgpu.load(new.at[token, heads], mask=some), mask=some)
+
+    @pl.when(block < 0)
+    def _clear() -> None:
+        for heads in runs(shape.num_heads):
+            grid, inside = _grid(heads, dims, shape.num_heads, shape.head_dim)
+            plgpu.store(out.at[token, *grid], jnp.zeros(inside.shape, out.dtype), mask=inside)
+
+
+def _grid(
+    rows: jax.Array, columns: jax.Array, n_rows: jax.Array | int, n_columns: int
+) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+    """Indices of rows times columns, and which of them are among the first n_rows and n_columns."""
+    some = n_columns < len(columns)
+    rows, columns = jnp.broadcast_arrays(rows[:, None], columns[None, :])
+    inside = rows < n_rows
+    return (rows, columns), inside & (columns < n_columns) if some else inside
+
+
+# Attending.
+
+
+class _Part(NamedTuple):
+    """What one program computes: queries start to start + n_queries of a chunk, over some tiles of its context."""
+
+    start: jax.Array
+    n_queries: jax.Array
+    last: jax.Array  # position of the last query
+    chunk: jax.Array
+    first_tile: jax.Array
+    end_tile: jax.Array
+
+
+def _part(items: Any, item: jax.Array, which: jax.Array | int, n_parts: jax.Array | int, slots: int) -> _Part:
+    start, count, last, chunk = (items[item, i] for i in range(4))
+    tiles = lax.div(last, slots) + 1
+    each = lax.div(tiles + (n_parts - 1), n_parts)
+    first = which * each
+    return _Part(start, count, last, chunk, first, jnp.where(count > 0, jnp.minimum(first + each, tiles), 0))
+
+
+class _Tile(NamedTuple):
+    """Some slots of a context. What lies behind the last query is zeros: a slot nobody wrote may hold NaN, and 0 * NaN
+    is NaN."""
+
+    position: jax.Array  # int32[slots]
+    keys: jax.Array  # [slots, D]
+    values: jax.Array  # likewise
+    key_scales: jax.Array | None  # float32[slots]
+    value_scales: jax.Array | None  # likewise
+
+
+def _tile(
+    i: jax.Array,
+    part: _Part,
+    head: jax.Array,
+    context: Context,
+    slots: int,
+    shape: AttentionShape,
+) -> _Tile:
+    pool = context.pool
+    position = i * slots + jnp.arange(slots)
+    held = position <= part.last
+    column = jnp.where(held, lax.div(position, shape.block_size), 0)
+    block = plgpu.load(context.tables.at[part.chunk, column]) + context.first_block[0]
+    slot = lax.rem(position, shape.block_size)
+    (_, dims), inside = _grid(position, jnp.arange(width(shape)), part.last + 1, shape.head_dim)
+    blocks, places = (jnp.broadcast_to(x[:, None], dims.shape) for x in (block, slot))
+    keys, values = (
+        plgpu.load(x.at[blocks, head, places, dims], mask=inside, other=0) for x in (pool.keys, pool.values)
+    )
+    key_scales, value_scales = (
+        None if x is None else plgpu.load(x.at[block, head, slot], mask=held, other=0)
+        for x in (pool.key_scales, pool.value_scales)
+    )
+    return _Tile(position, keys, values, key_scales, value_scales)
+
+
+def lanes_kernel(
+    q: Any,
+    context: Context,
+    items: Any,
+    _: Any,
+    out: Any,
+    parts: Parts | None,
+    *,
+    tiling: Tiling,
+    shape: AttentionShape,
+    scale: float,
+):
+    """One query of one head. Each slot of a tile is a softmax of its own, over every slots-th position, so that threads
+    exchange no more than their shares of a score until the end."""
+    item, head, which = (pl.program_id(i) for i in range(3))
+    part = _part(items, item, which, pl.num_programs(2), tiling.slots)
+
+    @pl.when(part.first_tile < part.end_tile)
+    def _attend() -> None:
+        dims = jnp.arange(width(shape))
+        some = dims < shape.head_dim
+        query = plgpu.load(q.at[part.start, head, dims], mask=some, other=0).astype(jnp.float32) * scale
+        slope = None if context.slopes is None else context.slopes[head] * _LOG2_E
+
+        def step(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            maximum, total, acc = carry  # [slots], [slots], [slots, D]
+            tile = _tile(i, part, head, context, tiling.slots, shape)
+            scores = jnp.sum(tile.keys.astype(jnp.float32) * query[None, :], axis=1)
+            if tile.key_scales is not None:
+                scores *= tile.key_scales
+            if slope is not None:
+                scores += slope * (tile.position - part.last).astype(jnp.float32)
+            held = tile.position <= part.last
+            scores = jnp.where(held, scores, _LOWEST)
+            raised = jnp.maximum(maximum, scores)
+            shrink, weights = jnp.exp2(maximum - raised), jnp.where(held, jnp.exp2(scores - raised), 0)
+            total = total * shrink + weights
+            if tile.value_scales is not None:
+                weights *= tile.value_scales
+            return raised, total, acc * shrink[:, None] + weights[:, None] * tile.values.astype(jnp.float32)
+
+        empty = _empty(tiling.slots, width(shape))
+        maximum, total, acc = lax.fori_loop(part.first_tile, part.end_tile, step, empty)
+        highest = jnp.max(maximum, axis=0)
+        share = jnp.exp2(maximum - highest)
+        total, acc = jnp.sum(total * share, axis=0), jnp.sum(acc * share[:, None], axis=0)
+        if parts is None:
+            plgpu.store(out.at[part.start, head, dims], (acc / total).astype(out.dtype), mask=some)
+        else:
+            plgpu.store(parts.acc.at[item, which, head, dims], acc, mask=some)
+            parts.maximum[item, which, head] = highest
+            parts.total[item, which, head] = total
+
+
+def _empty(rows: int, columns: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Maximum, sum and accumulator of a softmax over nothing."""
+    return (
+        jnp.full((rows,), _LOWEST, jnp.float32),
+        jnp.zeros((rows,), jnp.float32),
+        jnp.zeros((rows, columns), jnp.float32),
+    )
+
+
+def tile_kernel(
+    q: Any,
+    context: Context,
+    items: Any,
+    _: Any,
+    out: Any,
+    parts: Parts | None,
+    *,
+    tiling: Tiling,
+    shape: AttentionShape,
+    scale: float,
+):
+    """Some queries of one chunk with all heads that share a key head: a tile's rows."""
+    item, head, which = (pl.program_id(i) for i in range(3))
+    part = _part(items, item, which, pl.num_programs(2), tiling.slots)
+    dtype, precision = (jnp.float32, lax.Precision.HIGHEST) if is_exact(shape) else (jnp.bfloat16, None)
+    dot = partial(lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
+
+    @pl.when(part.first_tile < part.end_tile)
+    def _attend() -> None:
+        row = jnp.arange(tiling.rows)
+        of_chunk = lax.div(row, shape.group)
+        position = part.last + 1 - part.n_queries + of_chunk
+        n_rows = part.n_queries * shape.group
+        heads = head * shape.group + lax.rem(row, shape.group)
+        (_, dims), inside = _grid(row, jnp.arange(width(shape)), n_rows, shape.head_dim)
+        tokens, all_heads = (jnp.broadcast_to(x[:, None], dims.shape) for x in (part.start + of_chunk, heads))
+        query = plgpu.load(q.at[tokens, all_heads, dims], mask=inside, other=0).astype(dtype)
+        slope = None if context.slopes is None else plgpu.load(context.slopes.at[heads]) * _LOG2_E
+
+        def step(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            maximum, total, acc = carry  # [rows], [rows], [rows, D]
+            tile = _tile(i, part, head, context, tiling.slots, shape)
+            scores = dot(query, tile.keys.astype(dtype), (((1,), (1,)), ((), ()))) * scale
+            if tile.key_scales is not None:
+                scores *= tile.key_scales[None, :]
+            if slope is not None:
+                scores += slope[:, None] * (tile.position - part.last).astype(jnp.float32)[None, :]
+            visible = tile.position[None, :] <= position[:, None]
+            scores = jnp.where(visible, scores, _LOWEST)
+            raised = jnp.maximum(maximum, jnp.max(scores, axis=1))
+            shrink = jnp.exp2(maximum - raised)
+            weights = jnp.where(visible, jnp.exp2(scores - raised[:, None]), 0)
+            total = total * shrink + jnp.sum(weights, axis=1)
+            if tile.value_scales is not None:
+                weights *= tile.value_scales[None, :]
+            new = dot(weights.astype(dtype), tile.values.astype(dtype), (((1,), (0,)), ((), ())))
+            return raised, total, acc * shrink[:, None] + new
+
+        empty = _empty(tiling.rows, width(shape))
+        maximum, total, acc = lax.fori_loop(part.first_tile, part.end_tile, step, empty)
+        if parts is None:
+            acc = acc / jnp.where(total > 0, total, 1)[:, None]
+            plgpu.store(out.at[tokens, all_heads, dims], acc.astype(out.dtype), mask=inside)
+        else:
+            heads = head * shape.group + row  # of one query: the interpreter wants places that differ, masked or not
+            all_heads = jnp.broadcast_to(heads[:, None], dims.shape)
+            plgpu.store(parts.acc.at[item, which, all_heads, dims], acc, mask=inside)
+            plgpu.store(parts.maximum.at[item, which, heads], maximum, mask=row < n_rows)
+            plgpu.store(parts.total.at[item, which, heads], total, mask=row < n_rows)
+
+
+def combine_kernel(parts: Parts, items: Any, _: Any, out: Any, __: None, *, tiling: Tiling, shape: AttentionShape):
+    """The parts of one query of one head."""
+    item, head = pl.program_id(0), pl.program_id(1)
+    n_parts = parts.total.shape[1]
+    part = _part(items, item, 0, n_parts, tiling.slots)
+
+    @pl.when(part.n_queries > 0)
+    def _combine() -> None:
+        which = jnp.arange(n_parts)
+        tiles = lax.div(part.last, tiling.slots) + 1
+        used = which * part.end_tile < tiles  # the first part's tiles are as many as any other's
+        maximum = plgpu.load(parts.maximum.at[item, which, head], mask=used, other=_LOWEST)
+        total = plgpu.load(parts.total.at[item, which, head], mask=used, other=0)
+        share = jnp.exp2(maximum - jnp.max(maximum, axis=0))
+        dims = jnp.arange(width(shape))
+        grid, inside = _grid(which, dims, n_parts, shape.head_dim)
+        acc = plgpu.load(parts.acc.at[item, grid[0], head, grid[1]], mask=inside & used[:, None], other=0)
+        acc = jnp.sum(acc * share[:, None], axis=0) / jnp.sum(total * share, axis=0)
+        plgpu.store(out.at[part.start, head, dims], acc.astype(out.dtype), mask=dims < shape.head_dim)

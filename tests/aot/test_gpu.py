@@ -1,0 +1,192 @@
+"""What the compilers for A100 and H200 make of the kernels and of whole steps; no device is asked for."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.config import EngineConfig
+from jaxserve.lowering import StagePrograms
+from jaxserve.plan import compiled, known, targets
+from jaxserve.plan.whatif import WhatIf, programs
+from pallas_kernels import api, gpu
+from sharding import devices, mesh, specs
+
+WHEELS = ("jax_cuda12_plugin", "nvidia.cuda_nvcc")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("nvidia") is None or not all(map(importlib.util.find_spec, WHEELS)),
+    reason="jax-cuda12-plugin, jax-cuda12-pjrt and nvidia-cuda-nvcc-cu12 are not installed; make test-aot-gpu does it",
+)
+DEVICES = ("a100-80g:1", "h200:1")
+LAYERS, BLOCKS = 3, 1031  # a number of blocks that no other dimension has
+
+# Heads, key heads, head_dim, dtype of queries, of the pool.
+MODELS = [
+    (1, 1, 64, "bfloat16", "bfloat16"),
+    (7, 7, 128, "bfloat16", "int8"),
+    (14, 14, 128, "bfloat16", "bfloat16"),
+    (16, 16, 64, "bfloat16", "bfloat16"),
+    (32, 32, 128, "bfloat16", "bfloat16"),
+    (4, 2, 80, "bfloat16", "bfloat16"),
+    (6, 2, 96, "bfloat16", "int8"),
+    (3, 3, 256, "bfloat16", "bfloat16"),
+    (2, 2, 128, "float32", "float32"),
+    (2, 1, 256, "float32", "int8"),
+    (3, 3, 96, "float32", "bfloat16"),
+]
+DECODE, MIXED = (8, 8), (512, 32)  # tokens, chunks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """What the assembler says of a kernel; shared memory in bytes."""
+
+    name: str
+    registers: int
+    spilled: int
+    shared: int
+
+
+def kernels(dump: Path) -> list[Kernel]:
+    """The Pallas kernels of a compilation that was dumped."""
+    (thunks,) = dump.glob("*.thunk_sequence.txt")
+    shared = dict(re.findall(r"(\w+_kernel\w*) grid: .*shared_memory: (\d+)", thunks.read_text()))
+    (package,) = importlib.util.find_spec("nvidia.cuda_nvcc").submodule_search_locations  # type: ignore[union-attr]
+    found = []
+    for path in sorted(dump.glob("*.ptx")):
+        text = path.read_text()
+        (name,) = re.findall(r"\.entry (\w+)\(", text) or [""]
+        if name not in shared:
+            continue
+        target = re.findall(r"\.target (\w+)", text)[0]
+        command = [f"{package}/bin/ptxas", "-v", "--gpu-name", target, str(path), "-o", "/dev/null"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        registers, spilled = re.findall(r"Used (\d+) registers", said), re.findall(r"(\d+) bytes spill stores", said)
+        found.append(Kernel(name=name, registers=int(registers[0]), spilled=int(spilled[0]), shared=int(shared[name])))
+    return found
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "dtype", "pool"), MODELS)
+@pytest.mark.parametrize("size", [DECODE, MIXED], ids=["decode", "mixed"])
+def test_kernels_fit_and_the_pool_is_never_copied(
+    device, heads, kv_heads, dim, dtype, pool, size, tmp_path, tell
+) -> None:
+    bucket, chunks = size
+    shape = api.AttentionShape(
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=dim,
+        dtype=jnp.dtype(dtype),
+        pool_dtype=jnp.dtype(pool),
+        alibi=heads != 7,
+    ).with_blocks(32, 2048)
+    one = mesh.make_meshes(1, 1, targets.devices_of(devices.parse(device)))[0]
+    everywhere = jax.sharding.NamedSharding(one, specs.default("bloom").resolve((), (), one))
+
+    def abstract(dims, dtype=jnp.int32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(dims, dtype, sharding=everywhere)
+
+    def step(q, k, v, pool, batch):
+        meta = gpu.BACKEND.prepare(batch, shape)
+        slopes = np.ones(heads, np.float32) if shape.alibi else None
+        for layer in range(LAYERS):
+            first = layer * BLOCKS
+            q, pool = gpu.BACKEND.attend(q, k, v, pool, meta, shape, slopes=slopes, scale=0.1, first_block=first)
+        return q, pool
+
+    held = jax.tree.map(lambda leaf: abstract(leaf.shape, leaf.dtype), gpu.BACKEND.pool(shape, LAYERS * BLOCKS))
+    batch = api.AttentionBatch(
+        *map(abstract, ((chunks + 1,), (chunks,), (chunks, shape.max_blocks), (bucket,), (bucket,)))
+    )
+    q, k = (abstract((bucket, n, dim), shape.dtype) for n in (heads, kv_heads))
+    with targets.lowering(one):
+        lowered = jax.jit(step, donate_argnums=3).lower(q, k, k, held, batch)
+    dumped = {"xla_dump_to": str(tmp_path), "xla_gpu_dump_llvmir": True, "xla_dump_emitter_re": ".*"}
+    program = lowered.compile(targets.compiler_options("gpu") | dumped)
+
+    memory, leaves = program.memory_analysis(), jax.tree.leaves(held)
+    assert memory.alias_size_in_bytes == sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    assert memory.temp_size_in_bytes < 2**24
+    pools = tuple(f"[{','.join(map(str, leaf.shape))}]" for leaf in leaves)
+    made = {op for shape, op in re.findall(r"= (\S+) ([a-z][\w-]*)\(", program.as_text()) if shape.endswith(pools)}
+    assert made <= {"parameter", "get-tuple-element", "bitcast", "custom-call"}
+    found = kernels(tmp_path)
+    wanted = 2 + (kv_heads * chunks < 1024) + (size == MIXED)  # write, decodes, their parts combined, prompts
+    assert len(found) >= wanted
+    for kernel in found:
+        tell(
+            "kernels for GPUs (shared memory and spilled registers in bytes)",
+            device=device,
+            heads=f"{heads}/{kv_heads} x {dim}",
+            queries=dtype,
+            pool=pool,
+            tokens=bucket,
+            kernel=kernel.name,
+            registers=kernel.registers,
+            spilled=kernel.spilled,
+            shared=kernel.shared,
+        )
+        assert kernel.spilled == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "bucket"),
+    [
+        ("bloom-560m", "a100-80g:1", 8),
+        ("bloom-560m", "h200:1", 512),
+        ("bloom-7b1", "a100-80g:1", 32),
+        ("bloom-7b1", "h200:1", 32),
+        ("gpt2-xl", "h200:1", 32),
+    ],
+)
+def test_a_whole_step_is_a_dozen_kernels_a_layer(name, device, bucket, tell) -> None:
+    rows, config = 32, known.find(name)[1]
+    engine = EngineConfig(max_rows=rows, buckets=(bucket,), max_context=1024, slots=rows * 1024)
+    whatif = WhatIf(
+        name=name,
+        config=config,
+        topology=devices.parse(device),
+        engine=engine,
+        spec=specs.default(config.family),
+    )
+    (stage,) = programs(whatif, targets.devices_of(whatif.topology))
+    assert stage.shape.backend.name == "gpu"
+    text, temporaries, seconds = compile_step(stage, bucket, rows * 1024 // stage.shape.attention.block_size)
+    entry = text[text.index("\nENTRY ") :]
+    n_kernels = len(re.findall(r" (?:fusion|custom-call|copy|transpose|convert|reduce|dot)\(", entry))
+    tell(
+        "steps for GPUs",
+        model=name,
+        device=device,
+        tokens=bucket,
+        layers=config.num_layers,
+        kernels=n_kernels,
+        temporaries=f"{temporaries / 2**20:.1f} MiB",
+        seconds=f"{seconds:.0f}",
+    )
+    assert n_kernels <= 13 * config.num_layers + 30
+    assert temporaries < 64 * 2**20
+
+
+def compile_step(stage: StagePrograms, bucket: int, n_blocks: int) -> tuple[str, int, float]:
+    """A step's compiled program, its bytes beside arguments and results, and the seconds it took; nothing large is
+    copied."""
+    started = time.perf_counter()
+    with targets.lowering(stage.mesh):
+        lowered = stage.lower_forward(bucket, n_blocks)
+    program = lowered.compile(targets.compiler_options("gpu"))
+    text, memory = program.as_text(), program.memory_analysis()
+    assert text is not None
+    assert memory is not None
+    assert not list(compiled.copies(stage, text, n_blocks))
+    return text, memory.temp_size_in_bytes, time.perf_counter() - started
