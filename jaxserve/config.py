@@ -35,6 +35,8 @@ class EngineConfig:
       max_queued_requests / max_queued_tokens: what may wait before a request is refused at the door.
       scheduler: `iteration`, or `request` for request-level batching in the same engine (the baseline Orca compares
         itself with).
+      deterministic: whether an answer is the same to the bit whatever else is served: one bucket, prompts cut at fixed
+        positions, one sampler, nothing preempted (slot policy `reserve`), prefixes reused where prompts are cut only.
       scoring: whether prompt_logprobs is served (a second program per bucket).
       attention: name of the attention backend, or `auto`.
       tensor: devices that share each layer (tensor or intra-layer parallelism), the same number in every stage.
@@ -62,6 +64,7 @@ class EngineConfig:
     max_queued_requests: int = 1024
     max_queued_tokens: int = 1_048_576
     scheduler: SchedulerName = "iteration"
+    deterministic: bool = False
     scoring: bool = True
     attention: str = "auto"
     tensor: int = 1
@@ -94,6 +97,8 @@ class EngineConfig:
             raise ValueError(
                 f"in_flight is {self.in_flight}; more than stages + 1 ({self.stages + 1}) would only wait in line"
             )
+        if self.deterministic:
+            self._check_deterministic()
         if self.buckets is not None:
             if not self.buckets:
                 raise ValueError("buckets is empty; give at least one token count, or leave it out to measure a ladder")
@@ -105,6 +110,13 @@ class EngineConfig:
                 raise ValueError(
                     f"token_budget is {self.token_budget}, more than the largest bucket {self.buckets[-1]}"
                 )
+
+    def _check_deterministic(self) -> None:
+        for name, allowed in (("slot_policy", "reserve"), ("scheduler", "iteration"), ("target_tpot", None)):
+            if getattr(self, name) != allowed:
+                raise ValueError(f"{name} is {getattr(self, name)}; with deterministic it must be {allowed}")
+        if self.buckets is not None and len(self.buckets) > 1:
+            raise ValueError(f"buckets are {self.buckets}; with deterministic there is one: another rounds otherwise")
 
 
 def _at_least_one(name: str, value: int) -> None:

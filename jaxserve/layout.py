@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxserve import attention, buckets, models, naming, weights
+from jaxserve import attention, buckets, models, naming, scheduling, weights
 from jaxserve.config import EngineConfig
 from jaxserve.lowering import StagePrograms
 from jaxserve.models import Model
@@ -69,12 +69,14 @@ def lay_out(
     ]
     for bucket in bucket_sizes(config):
         programs[0].between_layers(bucket)
+    scheduling.fixed_chunk(config, bucket_sizes(config), attended.block_size)
     return programs, reason
 
 
 def bucket_sizes(config: EngineConfig) -> tuple[int, ...]:
     """Token counts that are compiled."""
-    return config.buckets or buckets.default_sizes(config.max_rows, config.token_budget)
+    sizes = config.buckets or buckets.default_sizes(config.max_rows, config.token_budget)
+    return sizes[-1:] if config.deterministic else sizes
 
 
 def max_context(config: EngineConfig, model_config: ModelConfig) -> int:

@@ -49,9 +49,8 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--slot-policy",
         choices=get_args(SlotPolicyName),
-        default=_DEFAULT.slot_policy,
         help="reserve: set a request's worst case aside when it starts, never preempt; grow: take slots as tokens "
-        "come, preempt the latest arrival when they run out (default: %(default)s)",
+        "come, preempt the latest arrival when they run out (default: grow; reserve with --deterministic)",
     )
     group.add_argument(
         "--buckets",
@@ -100,6 +99,11 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         choices=get_args(SchedulerName),
         default=_DEFAULT.scheduler,
         help="request batches whole requests, for comparison (default: %(default)s)",
+    )
+    group.add_argument(
+        "--deterministic",
+        action="store_true",
+        help="answers that are the same to the bit whatever else is served; one bucket serves all iterations",
     )
     group.add_argument("--no-scoring", action="store_true", help="leave prompt_logprobs out; less is compiled at start")
     group.add_argument(
@@ -160,7 +164,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         max_rows=args.max_rows,
         slots=args.slots,
         block_size=args.block_size,
-        slot_policy=args.slot_policy,
+        slot_policy=args.slot_policy or ("reserve" if args.deterministic else _DEFAULT.slot_policy),
         buckets=args.buckets,
         token_budget=args.token_budget,
         target_tpot=args.target_tpot,
@@ -169,6 +173,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         max_queued_requests=args.max_queued_requests,
         max_queued_tokens=args.max_queued_tokens,
         scheduler=args.scheduler,
+        deterministic=args.deterministic,
         scoring=not args.no_scoring,
         attention=args.attention,
         tensor=args.tensor,

@@ -81,6 +81,7 @@ def test_engine_flags_are_the_same_for_every_command(command: list[str]) -> None
     assert (config.prefix_cache, config.max_context, config.scheduler) == (False, 100, "request")
     assert (config.max_queued_requests, config.max_queued_tokens) == (5, 600)
     assert (config.tensor, config.stages, config.replicas) == (4, 2, 3)
+    assert not config.deterministic
     assert (config.target_tpot, config.in_flight) == (0.08, 2)
     assert (config.scoring, config.attention, config.compilation_cache) == (False, "xla", None)
 
