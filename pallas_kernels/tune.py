@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
@@ -81,9 +81,9 @@ def _timed(
             continue
 
 
-def seconds(shape: AttentionShape, cut: Cut, load: Load) -> float:
+def seconds(shape: AttentionShape, cut: Cut, load: Load, backend: TpuBackend = BACKEND) -> float:
     """What an iteration's attention takes on the default device: the least of five turns of ten."""
-    backend, batch, n_blocks = TpuBackend(cut=cut), *_batch(shape, load)
+    backend, (batch, n_blocks) = replace(backend, cut=cut), _batch(shape, load)
     n_tokens = len(batch.positions)
     key = jax.random.key(0)
     q, k, v = (

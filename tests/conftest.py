@@ -14,6 +14,7 @@ SHAPE_CHECKED = (
     "jaxserve.selection",
     "jaxserve.scoring",
     "jaxserve.batch",
+    "pallas_kernels.tpu",
     "pallas_kernels.xla",
     "pallas_kernels.gpu",
     "pallas_kernels.gpu_kernels",
