@@ -223,7 +223,9 @@ def lines(result: dict[str, Any]) -> list[str]:
     told += ["", f"{'step':46} {'ms':>9} {'floor':>9} {'reached':>8} {'target':>7} {'transformers':>13}"]
     for step in result["steps"]:
         wanted = f"{step['target']:.0%}" if step["target"] else ""
-        told.append(f"{step['name']:46} {step['ms']:9.3f} {step['floor ms']:9.3f} {step['reached']:8.1%} {wanted:>7}")
+        beside = "" if isinstance(theirs, str) else f" {theirs['ms'][step['name']]:13.3f}"
+        shares = f"{step['floor ms']:9.3f} {step['reached']:8.1%} {wanted:>7}"
+        told.append(f"{step['name']:46} {step['ms']:9.3f} {shares}{beside}")
     told += ["", *(f"{each['name']:46} {each['ms']:9.3f} ms" for each in result["choice of tokens"])]
     return [*told, f"transformers: {theirs if isinstance(theirs, str) else theirs['version']}"]
 

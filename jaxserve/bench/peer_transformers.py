@@ -22,12 +22,12 @@ def main(path: str) -> None:
     torch.set_num_threads(job["threads"])
     torch.manual_seed(0)
     dtype, device = getattr(torch, job["dtype"]), "cuda" if torch.cuda.is_available() else "cpu"
-    with torch.device(device):
-        if "entries" in job:  # of a config.json: weights are drawn
+    if "entries" in job:  # of a config.json: weights are drawn
+        with torch.device(device):
             config = transformers.AutoConfig.for_model(**job["entries"])
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-        else:
-            model = transformers.AutoModelForCausalLM.from_pretrained(job["model"], dtype=dtype).to(device).eval()
+    else:
+        model = transformers.AutoModelForCausalLM.from_pretrained(job["model"], dtype=dtype).to(device).eval()
     result: dict[str, Any] = {"version": f"transformers {transformers.__version__}, torch {torch.__version__}"}
     with torch.inference_mode():
         if "sequences" in job:

@@ -43,6 +43,9 @@ def test_parts_of_a_context_are_put_together(harness, heads, kv_heads):
     h.check([(c, 3), (a, 1)])  # tokens of a chunk that go alone
 
 
+prepare = jax.jit(GpuBackend().prepare, static_argnums=1)
+
+
 def tiles_of(lengths: list[int], kv_lens: list[int], bucket: int) -> list[tuple[int, ...]]:
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     batch = AttentionBatch(
@@ -50,7 +53,7 @@ def tiles_of(lengths: list[int], kv_lens: list[int], bucket: int) -> list[tuple[
         jnp.zeros(bucket, jnp.int32),
         jnp.zeros(bucket, jnp.int32),
     )
-    items = GpuBackend().prepare(batch, SHAPE).prompts
+    items = prepare(batch, SHAPE).prompts
     assert items is not None
     return [tuple(item) for item in items.tolist() if item[1]]
 
@@ -70,7 +73,7 @@ def test_a_full_bucket_has_room_for_all_its_tiles():
 
 def test_a_bucket_of_no_more_tokens_than_rows_has_no_tiles():
     batch = AttentionBatch(*(jnp.zeros(n, jnp.int32) for n in ((9,), (8,), (8, 64), (8,), (8,))))
-    assert GpuBackend().prepare(batch, SHAPE).prompts is None
+    assert prepare(batch, SHAPE).prompts is None
 
 
 def test_refusals():
