@@ -23,6 +23,7 @@ from jaxserve.scheduler import Scheduler
 from jaxserve.slots import SlotPool
 from jaxserve.stage import Progress, StageRunner
 from jaxserve.tokenizer import Tokenizer
+from jaxserve.weights import is_matrix
 from sharding import mesh, specs
 from sharding.fit import check_weights
 from sharding.spec import read as read_spec
@@ -47,6 +48,7 @@ class StartupReport:
     weight_bytes: int
     pool_bytes: int
     dtype: str
+    quantize: str | None
     kv_cache_dtype: str
     attention: str
     attention_reason: str
@@ -82,7 +84,14 @@ def from_checkpoint(path: str | Path, config: EngineConfig, progress: Progress) 
     for stage in programs:
         room = kv_cache.weight_room(device, config.tensor * config.stages)
         check_weights(parts_of(stage).values(), room, f"{device.device_kind} device")
-    params = weights.load(path, programs[0].model, _compute_dtype(config), place=placement(programs), progress=progress)
+    params = weights.load(
+        path,
+        programs[0].model,
+        _compute_dtype(config),
+        place=placement(programs),
+        int8=programs[0].int8,
+        progress=progress,
+    )
     return start(config, programs, reason, params, progress, time.perf_counter() - started), tokenizer
 
 
@@ -95,8 +104,10 @@ def from_params(model_config: ModelConfig, params: Any, config: EngineConfig, pr
 
 def check_tree(expected: Any, params: Any) -> None:
     """Raises ValueError, naming the parameter, where a tree of weights has other names or shapes than expected."""
-    wanted = {jax.tree_util.keystr(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(expected)}
-    given = {jax.tree_util.keystr(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    wanted, given = (
+        {jax.tree_util.keystr(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_matrix)}
+        for tree in (expected, params)
+    )
     for name in wanted.keys() | given.keys():
         if wanted.get(name) != given.get(name):
             have, want = given.get(name, "no value"), wanted.get(name, "no such parameter")
@@ -114,12 +125,9 @@ def stage_programs(config: EngineConfig, model: models.Model) -> tuple[list[Stag
 
 def placement(programs: Sequence[StagePrograms]) -> weights.Place:
     """Where each parameter is read to; the first of two places for a token table that is the head too."""
-    shardings = {
-        jax.tree_util.keystr(path, simple=True, separator="."): leaf.sharding
-        for stage in reversed(programs)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(stage.params())
-    }
-    return lambda name, _shape, _axes: shardings[name]
+    meshes = {name: stage.mesh for stage in reversed(programs) for name in parts_of(stage)}
+    places = {name: weights.on_mesh(programs[0].model, mesh, programs[0].spec) for name, mesh in meshes.items()}
+    return lambda name, shape, axes: places[name](name, shape, axes)
 
 
 def start(
@@ -172,6 +180,7 @@ def start(
         weight_bytes=sum(_bytes_held(runner.params) for runner in runners),
         pool_bytes=sum(_bytes_held(runner.pool) for runner in runners),
         dtype=str(_compute_dtype(config)),
+        quantize=config.quantize,
         kv_cache_dtype=str(shape.attention.pool_dtype),
         attention=shape.backend.name,
         attention_reason=attention_reason,
