@@ -320,7 +320,7 @@ class Engine:
           RuntimeError: requests are alive; their answers would belong to neither set of weights.
         """
         model, dtype = self._pipeline.model, self._pipeline.shape.attention.dtype
-        startup.check_tree(model.unpadded.shapes(dtype), params)
+        startup.check_tree(model.unpadded.shapes(dtype), params, int8=self.config.quantize == "int8")
         done = threading.Event()
         refused: list[str] = []
 

@@ -34,7 +34,7 @@ def quantize(matrix: np.ndarray | jax.Array, dtype: DTypeLike, numpy: ModuleType
     scales = (numpy.abs(wide).max(axis=1) * _STEP).astype(dtype)
     steps = scales.astype(np.float32)
     values = numpy.round(wide / numpy.where(steps > 0, steps, 1)[:, None])
-    return Quantized(numpy.clip(values, -127, 127).astype(np.int8), scales)
+    return Quantized(numpy.clip(numpy.nan_to_num(values), -127, 127).astype(np.int8), scales)
 
 
 def on_devices(matrix: jax.Array, wanted: Quantized) -> Quantized:

@@ -98,14 +98,19 @@ def from_checkpoint(path: str | Path, config: EngineConfig, progress: Progress) 
 def from_params(model_config: ModelConfig, params: Any, config: EngineConfig, progress: Progress) -> Started:
     """Compiles every program for weights in memory (see `Engine.from_params`)."""
     model = models.build(model_config)
-    check_tree(model.shapes(_compute_dtype(config)), params)
+    check_tree(model.shapes(_compute_dtype(config)), params, int8=config.quantize == "int8")
     return start(config, *stage_programs(config, model), params, progress, 0.0)
 
 
-def check_tree(expected: Any, params: Any) -> None:
-    """Raises ValueError, naming the parameter, where a tree of weights has other names or shapes than expected."""
+def check_tree(expected: Any, params: Any, *, int8: bool = False) -> None:
+    """Raises ValueError, naming the parameter, where a tree of weights has other names or shapes than expected.
+
+    Args:
+      int8: whether matrices may be in eight bits already.
+    """
+    is_leaf = is_matrix if int8 else None
     wanted, given = (
-        {jax.tree_util.keystr(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_matrix)}
+        {jax.tree_util.keystr(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf)}
         for tree in (expected, params)
     )
     for name in wanted.keys() | given.keys():
