@@ -9,6 +9,7 @@ from typing import Literal, get_args
 SlotPolicyName = Literal["reserve", "grow"]
 SchedulerName = Literal["iteration", "request"]
 DtypeName = Literal["auto", "float32", "bfloat16"]
+QuantizeName = Literal["int8"]
 CacheDtypeName = Literal["auto", "float32", "bfloat16", "int8"]
 
 
@@ -18,6 +19,8 @@ class EngineConfig:
 
     Attributes:
       dtype: compute dtype of weights and activations; `auto` is float32 on a CPU and bfloat16 elsewhere.
+      quantize: `int8` holds matrices in eight bits, half the memory of bfloat16 (`jaxserve.quantize`); None holds them
+        in dtype.
       kv_cache_dtype: what keys and values are held in; `auto` is the attention backend's choice, `int8` takes half the
         memory of bfloat16 (one scale a token and head, `pallas_kernels.int8`).
       max_rows: requests in one batch at most (Orca's max batch size, OSDI'22 section 4.2).
@@ -51,6 +54,7 @@ class EngineConfig:
     """
 
     dtype: DtypeName = "auto"
+    quantize: QuantizeName | None = None
     kv_cache_dtype: CacheDtypeName = "auto"
     max_rows: int = 16
     slots: int | None = None
@@ -84,6 +88,8 @@ class EngineConfig:
         ):
             if getattr(self, name) not in get_args(choices):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(get_args(choices))}")
+        if self.quantize not in (None, *get_args(QuantizeName)):
+            raise ValueError(f"quantize is {self.quantize!r}; it must be {', '.join(get_args(QuantizeName))} or None")
         for name in ("max_rows", "max_queued_requests", "max_queued_tokens", "tensor", "stages", "replicas"):
             _at_least_one(name, getattr(self, name))
         for name in ("slots", "block_size", "token_budget", "max_context", "in_flight"):

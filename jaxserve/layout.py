@@ -64,7 +64,9 @@ def lay_out(
         scoring=config.scoring,
     )
     programs = [
-        StagePrograms(model=model, shape=stage_shape, layers=owned, mesh=each, spec=spec)
+        StagePrograms(
+            model=model, shape=stage_shape, layers=owned, mesh=each, spec=spec, int8=config.quantize == "int8"
+        )
         for owned, each in zip(layers, meshes, strict=True)
     ]
     for bucket in bucket_sizes(config):

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import Any, get_args
 
-from jaxserve.config import CacheDtypeName, DtypeName, EngineConfig, SchedulerName, SlotPolicyName
+from jaxserve.config import CacheDtypeName, DtypeName, EngineConfig, QuantizeName, SchedulerName, SlotPolicyName
 
 _DEFAULT = EngineConfig()
 
@@ -22,6 +22,11 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         choices=get_args(DtypeName),
         default=_DEFAULT.dtype,
         help="dtype of weights and arithmetic; auto: float32 on a CPU, bfloat16 elsewhere (default: %(default)s)",
+    )
+    group.add_argument(
+        "--quantize",
+        choices=get_args(QuantizeName),
+        help="round weights as they are loaded; int8: half the memory of bfloat16 (default: weights as --dtype says)",
     )
     group.add_argument(
         "--kv-cache-dtype",
@@ -160,6 +165,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     """The configuration the engine flags describe. Raises ValueError naming a setting that cannot be."""
     return EngineConfig(
         dtype=args.dtype,
+        quantize=args.quantize,
         kv_cache_dtype=args.kv_cache_dtype,
         max_rows=args.max_rows,
         slots=args.slots,
