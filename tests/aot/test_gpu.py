@@ -176,6 +176,7 @@ def test_a_whole_step_is_a_dozen_kernels_a_layer(name, device, bucket, tell) -> 
         seconds=f"{seconds:.0f}",
     )
     assert n_kernels <= 13 * config.num_layers + 30
+    assert " while(" not in entry
     assert temporaries < 64 * 2**20
 
 
