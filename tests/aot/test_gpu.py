@@ -90,7 +90,7 @@ def test_kernels_fit_and_the_pool_is_never_copied(
         pool_dtype=jnp.dtype(pool),
         alibi=heads != 7,
     ).with_blocks(32, 2048)
-    one = mesh.make_meshes(1, 1, targets.devices_of(devices.parse(device)))[0]
+    one = mesh.make_meshes(1, 1, devices=targets.devices_of(devices.parse(device)))[0][0]
     everywhere = jax.sharding.NamedSharding(one, specs.default("bloom").resolve((), (), one))
 
     def abstract(dims, dtype=jnp.int32) -> jax.ShapeDtypeStruct:
