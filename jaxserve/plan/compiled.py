@@ -26,7 +26,7 @@ _INSTRUCTION = re.compile(r"= (?P<shape>\(.*?\)|\S+) (?P<op>[a-z][a-z0-9-]*?)(?P
 # A copy into a TPU's memory for vectors (1), or the one that v4 has beside it (3): what a matmul will read, fetched
 # ahead of it.
 _FETCH = re.compile(r"= \(?[a-z0-9]+\[[0-9,]*\]\{[^}]*S\([13]\)")
-_COMPUTATION = re.compile(r"(ENTRY )?%?(?P<name>[\w.-]+) \(.*\{$")
+_COMPUTATION = re.compile(r"\s*(ENTRY )?%?(?P<name>[\w.-]+) \(.*\{$")
 _FUSED = re.compile(r" fusion\(.*calls=%?([\w.-]+)")
 _ARRAY = re.compile(r"(?P<dtype>[a-z]+[0-9]*)\[(?P<sizes>[0-9,]*)\]")
 _WIDTHS = {"pred": 1, "bf16": 2}
