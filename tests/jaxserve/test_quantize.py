@@ -78,7 +78,7 @@ def test_what_is_read_is_what_memory_would_be_rounded_to(family, saved, tmp_path
     config = EngineConfig(
         tensor=4, stages=2, dtype="bfloat16", quantize="int8", sharding=str(tmp_path / "pad.toml"), max_context=96
     )
-    stages, _ = startup.stage_programs(config, model)
+    (stages,), _ = startup.stage_programs(config, model)
     monkeypatch.setattr(weights, "_CHUNK", 1000)
     params = weights.load(path, stages[0].model, dtype, place=startup.placement(stages), int8=True)
     for stage in stages:
@@ -136,7 +136,7 @@ def test_no_iteration_widens_a_whole_matrix() -> None:
     wide = {"model_type": "bloom", "vocab_size": 4099, "hidden_size": 384, "n_layer": 2, "n_head": 3}
     config = models.parse_config(wide)
     settings = EngineConfig(max_rows=4, buckets=(4, 12), max_context=96, quantize="int8")
-    (stage,), _ = startup.stage_programs(settings, models.build(config))
+    ((stage,),), _ = startup.stage_programs(settings, models.build(config))
     sizes = {leaf.shape for leaf in jax.tree.leaves(stage.params()) if len(leaf.shape) == 2}
     assert (1536, 384) in sizes
     for bucket in (4, 12):
@@ -157,9 +157,9 @@ def test_several_devices_answer_as_one_and_gather_no_weights() -> None:
     assert sum(answers.tokens[name] != tokens for name, tokens in expected.tokens.items()) <= 1
     for name, scores in expected.prompt_logprobs.items():
         np.testing.assert_allclose(answers.prompt_logprobs[name], scores, atol=1e-3)
-    gathered = re.findall(r"= \(?(\S+) all-gather", two._pipeline.stages[0]._forward[12].as_text())
+    gathered = re.findall(r"= \(?(\S+) all-gather", two._replicas[0].pipeline.stages[0]._forward[12].as_text())
     assert all("s8[" not in shape for shape in gathered)
-    up, down = (two._pipeline.stages[0].params["layers"][0][name]["kernel"] for name in ("up", "down"))
+    up, down = (two._replicas[0].pipeline.stages[0].params["layers"][0][name]["kernel"] for name in ("up", "down"))
     assert {part.data.shape for part in up.scales.addressable_shards} == {(up.shape[0] // 2,)}
     assert {part.data.shape for part in down.scales.addressable_shards} == {(down.shape[0],)}
     assert {part.data.shape for part in down.values.addressable_shards} == {(down.shape[0], down.shape[1] // 2)}
@@ -174,7 +174,7 @@ def test_weights_in_memory_are_rounded_and_replaced() -> None:
     after = run(engine, traffic(3)).logprobs
     assert after != before
     assert after == run(make_engine(other, quantize="int8", buckets=(12,), slots=320), traffic(3)).logprobs
-    rounded = engine._pipeline.params  # in eight bits already: taken as it is
+    rounded = engine._replicas[0].pipeline.params  # in eight bits already: taken as it is
     assert after == run(Engine.from_params(BLOOM, rounded, engine.config), traffic(3)).logprobs
     with pytest.raises(ValueError, match=r"kernel.*the model has"):
         make_engine(rounded)
