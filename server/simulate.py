@@ -43,7 +43,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--seeds", type=int, default=3, metavar="N", help="traces of each rate (default: %(default)s)")
     add_trace_flags(parser)
     group = parser.add_argument_group("policies")
-    group.add_argument("--replicas", type=int, metavar="R", default=1, help="copies of the whole (default: 1)")
     group.add_argument(
         "--client-max-tokens",
         type=int,
@@ -119,7 +118,7 @@ def _trace(args: argparse.Namespace, out: Console) -> dict[str, Any]:
     from jaxserve.simulate import replay
 
     plan = predict(whatif)
-    system = replay.system_of(plan, replicas=args.replicas)
+    system = replay.system_of(plan, replicas=whatif.engine.replicas)
     objective = make_objective(args)
     with starting() as progress:
         replays = replay.compare(

@@ -60,7 +60,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--plot", type=Path, metavar="FILE", help="draw the result (.png, .svg)")
     group.add_argument("--json", action="store_true", help="print JSON instead of tables")
     flags.add_engine_flags(parser)
-    parser.set_defaults(replicas=1)
 
 
 def run(args: argparse.Namespace) -> int:
