@@ -118,7 +118,7 @@ def _trace(args: argparse.Namespace, out: Console) -> dict[str, Any]:
     from jaxserve.simulate import replay
 
     plan = predict(whatif)
-    system = replay.system_of(plan, replicas=args.replicas)
+    system = replay.system_of(plan, replicas=whatif.engine.replicas)
     objective = make_objective(args)
     with starting() as progress:
         replays = replay.compare(

@@ -137,6 +137,7 @@ def system_of(engine: Engine, records: Sequence[IterationRecord]) -> System:
         slots=engine.report.slots,
         block_size=engine.report.block_size,
         max_context=engine.max_context,
+        replicas=engine.report.replicas,
         host=Host(launch=launch, complete=statistics.median(record.complete_s for record in records)),
     )
 
