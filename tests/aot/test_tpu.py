@@ -46,7 +46,7 @@ SHAPES = [
     (32, 8, 128, "bfloat16", "int8"),
 ]
 # Tokens, rows, context: one of decodes only, a mixed one, one of the most rows and the longest contexts.
-DECODES, MIXED, LARGE = (16, 16, 2048), (256, 16, 2048), (2048, 512, 32768)
+DECODES, MIXED, LARGE = (16, 16, 2048), (256, 16, 2048), (512, 512, 32768)
 CASES = [(*shape, MIXED) for shape in SHAPES] + [(*SHAPES[0], DECODES), (*SHAPES[8], LARGE)]
 
 
