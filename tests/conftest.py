@@ -17,8 +17,6 @@ SHAPE_CHECKED = (
     "pallas_kernels.tpu",
     "pallas_kernels.xla",
     "pallas_kernels.gpu",
-    "pallas_kernels.gpu_kernels",
-    "pallas_kernels.xla_work",
     "pallas_kernels.int8",
 )
 install_import_hook(SHAPE_CHECKED, "beartype.beartype")

@@ -19,7 +19,7 @@ from jaxserve.plan.predict import predict
 from jaxserve.plan.whatif import WhatIf
 from pallas_kernels.api import AttentionBatch, AttentionShape
 from pallas_kernels.tpu import BACKEND
-from pallas_kernels.tpu_layout import round_up
+from pallas_kernels.tpu.layout import round_up
 from sharding import devices, specs
 
 pytestmark = pytest.mark.skipif(

@@ -14,7 +14,7 @@ from pallas_kernels import api
 from pallas_kernels.api import Backend
 from pallas_kernels.gpu import GpuBackend
 from pallas_kernels.tpu import TpuBackend
-from pallas_kernels.tpu_cuts import Cut
+from pallas_kernels.tpu.cuts import Cut
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

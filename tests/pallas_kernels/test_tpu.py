@@ -11,7 +11,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.tpu import TpuBackend
-from pallas_kernels.tpu_cuts import Cut, cores
+from pallas_kernels.tpu.cuts import Cut, cores
 
 # A copy takes place when it is waited for, or as soon as it starts and under the eye of a detector of races; what
 # nobody wrote is NaN.
