@@ -176,6 +176,20 @@ def test_long_context_with_alibi(harness, subject):
     h.check([(a, 1), (b, 1)])
 
 
+@pytest.mark.exhaustive
+@over_subjects("pool", [("float32",), ("int8",)])
+def test_a_context_of_32k(harness, subject, pool):
+    if SUBJECTS[subject].slow:
+        pytest.skip(f"{subject} runs in an interpreter: an hour")
+    h = harness(subject, heads=1, pool=pool, block=64, max_blocks=512, n_blocks=520, bucket=1024)
+    a, b = h.add_row(), h.add_row()
+    for _ in range(31):
+        h.check([(a, 1024)])
+    h.check([(b, 1), (a, 1022)])
+    h.check([(a, 1), (b, 1)])
+    h.check([(a, 1)])  # the table is full to its last slot
+
+
 @over_subjects("pool", [("float32",), ("bfloat16",), ("int8",)])
 def test_other_rows_poison_nothing(harness, subject, pool):
     """A row whose keys and values are NaN leaves every other row's result finite and right, before and after its
