@@ -220,10 +220,16 @@ def lines(result: dict[str, Any]) -> list[str]:
         shares = f"{kernel['of bandwidth']:13.1%} {kernel['of matmul']:10.1%}"
         told.append(f"{kernel['name']:46} {kernel['ms']:9.4f} {shares} {wanted:>7}")
     theirs = result["transformers"]
-    told += ["", f"{'step':46} {'ms':>9} {'floor':>9} {'reached':>8} {'target':>7} {'transformers':>13}"]
+    told += [
+        "",
+        f"{'step':46} {'ms':>9} {'floor':>9} {'reached':>8} {'target':>7} {'transformers':>13} {'continuous':>11}",
+    ]
     for step in result["steps"]:
         wanted = f"{step['target']:.0%}" if step["target"] else ""
-        beside = "" if isinstance(theirs, str) else f" {theirs['ms'][step['name']]:13.3f}"
+        beside = ""
+        if not isinstance(theirs, str):
+            continuous = theirs["continuous ms"].get(step["name"])
+            beside = f" {theirs['ms'][step['name']]:13.3f}" + (f" {continuous:11.3f}" if continuous else "")
         shares = f"{step['floor ms']:9.3f} {step['reached']:8.1%} {wanted:>7}"
         told.append(f"{step['name']:46} {step['ms']:9.3f} {shares}{beside}")
     told += ["", *(f"{each['name']:46} {each['ms']:9.3f} ms" for each in result["choice of tokens"])]

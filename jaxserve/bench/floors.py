@@ -92,16 +92,18 @@ def time_model(model: Model, steps: int) -> list[dict[str, Any]]:
 
 
 def time_transformers(models: Sequence[Model], steps: int) -> dict[str, Any] | str:
-    """The same steps by the transformers library, if it is installed here: static batches, one process a model."""
+    """The same steps by the transformers library, if it is installed here, one process a model: static batches, and
+    decodes by its continuous batching, which it does not have for BLOOM."""
     if not all(map(importlib.util.find_spec, ("torch", "transformers"))):
         return "not installed"
-    result: dict[str, Any] = {"ms": {}}
+    result: dict[str, Any] = {"ms": {}, "continuous ms": {}}
     for model in models:
         job = {
             "entries": shapes.SHAPES[model.shape],
             "dtype": "bfloat16",
             "cases": [dataclasses.asdict(case) for case in model.cases],
             "steps": steps,
+            "continuous": True,
             "threads": machine.usable_cores(),
         }
         with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
@@ -113,6 +115,9 @@ def time_transformers(models: Sequence[Model], steps: int) -> dict[str, Any] | s
         result["version"] = said["version"]
         for case, times in zip(model.cases, said["milliseconds"], strict=True):
             result["ms"][f"{model.shape} {case.name}"] = statistics.median(times)
+        decodes = [case for case in model.cases if not case.prompt]
+        for case, ms in zip(decodes, said.get("continuous", []), strict=False):
+            result["continuous ms"][f"{model.shape} {case.name}"] = ms
     return result
 
 

@@ -34,6 +34,12 @@ def main(path: str) -> None:
             result["scores"] = check(torch, model, job["sequences"], job["prompt_length"])
         else:
             result["milliseconds"] = [time_case(torch, model, case, job["steps"]) for case in job["cases"]]
+    # Outside of inference mode, which the thread that generates is not in. Models that cannot set their attention,
+    # BLOOM among them, would answer without their context.
+    if job.get("continuous") and model._can_set_attn_implementation():
+        decodes = [case for case in job["cases"] if not case["prompt"]]
+        model.set_attn_implementation("sdpa")
+        result["continuous"] = [time_continuous(torch, transformers, model, case, job["steps"]) for case in decodes]
     result["peak_rss"] = peak_rss()
     print(json.dumps(result))
 
@@ -58,6 +64,23 @@ def time_case(torch, model, case: dict, steps: int) -> list[float]:
             last.tolist()  # the tokens must be there before the next step
         times.append(1000 * (time.perf_counter() - started))
     return times[WARM_UP:]
+
+
+def time_continuous(torch, transformers, model, case: dict, steps: int) -> float:
+    """Milliseconds of a step of the library's continuous batching: what so many tokens more of each row take."""
+    prompts = torch.randint(model.config.vocab_size, (case["decodes"], case["context"])).tolist()
+
+    def seconds(tokens: int) -> float:
+        settings = transformers.GenerationConfig(
+            max_new_tokens=tokens, do_sample=False, eos_token_id=-1, pad_token_id=0
+        )
+        started = time.perf_counter()
+        answers = model.generate_batch(inputs=prompts, generation_config=settings, progress_bar=False)
+        assert [len(answer.generated_tokens) for answer in answers.values()] == [tokens] * len(prompts)
+        return time.perf_counter() - started
+
+    seconds(WARM_UP)
+    return 1000 * (seconds(WARM_UP + steps) - seconds(WARM_UP)) / steps
 
 
 def check(torch, model, sequences: list[list[int]], prompt_length: int) -> list[dict]:

@@ -12,7 +12,7 @@ from pallas_kernels.xla import XlaBackend
 STEPS = {
     "steps": [{"name": "a step", "ms": 2.0, "nbytes": 10, "flops": 10, "prefill": False, "wanted": True}],
     "choice of tokens": [{"name": "sorting", "ms": 1.0}],
-    "transformers": {"version": "transformers 0", "ms": {"a step": 3.0}},
+    "transformers": {"version": "transformers 0", "ms": {"a step": 3.0}, "continuous ms": {"a step": 4.0}},
 }
 
 
