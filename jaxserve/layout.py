@@ -53,6 +53,7 @@ def lay_out(
         pool_dtype=None if config.kv_cache_dtype == "auto" else jnp.dtype(config.kv_cache_dtype),
         block_size=config.block_size,
         max_context=context,
+        max_rows=config.max_rows,
         platform=platform,
     )
     stage_shape = StageShape(

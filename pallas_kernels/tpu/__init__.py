@@ -31,6 +31,8 @@ from pallas_kernels.tpu.layout import (
 )
 
 _MOST_SLOTS = 128  # of a block, by default
+# Bytes of block tables that fit into the scalar memory of a core, which has 1 MiB on every generation.
+_MOST_TABLES = 960 * 1024
 
 
 class Meta(NamedTuple):
@@ -74,6 +76,11 @@ class TpuBackend:
             return f"blocks of {size} slots; with a pool of {shape.pool_dtype} it serves multiples of {tile}"
         if max(size, tile) > largest_block(shape):
             return f"blocks of {size} slots; of {slot_bytes(shape)} bytes each it serves at most {largest_block(shape)}"
+        if (tables := 4 * shape.max_rows * shape.max_blocks) > _MOST_TABLES:
+            return (
+                f"block tables of {shape.max_rows} rows x {shape.max_blocks} blocks; scalar memory holds "
+                f"{_MOST_TABLES // 1024} KiB of them, not {tables // 1024}: it serves fewer rows or shorter contexts"
+            )
         return None
 
     def default_block_size(self, shape: AttentionShape) -> int:

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels import api
+from pallas_kernels.api import AttentionShape
 from pallas_kernels.tpu import TpuBackend
 from pallas_kernels.tpu.cuts import Cut, cores
 
@@ -76,3 +78,22 @@ def test_a_missing_wait_is_caught(harness, monkeypatch, capfd, interpret):
         assert not right
     else:
         assert RACE in capfd.readouterr().out
+
+
+def test_tables_that_scalar_memory_cannot_hold_are_refused():
+    wide = AttentionShape(
+        num_heads=32,
+        num_kv_heads=32,
+        head_dim=256,
+        dtype=np.dtype("float32"),
+        pool_dtype=np.dtype("float32"),
+        alibi=True,
+        max_rows=512,
+    )
+    backend = TpuBackend()
+    shape = wide.with_blocks(backend.default_block_size(wide), 32768)
+    assert "block tables of 512 rows x 1024 blocks" in (backend.supports(shape) or "")
+    assert backend.supports(replace(shape, max_rows=128)) is None
+    assert api.select("auto", shape, "tpu").backend.name == "xla"
+    with pytest.raises(ValueError, match="scalar memory holds 960 KiB of them, not 2048"):
+        api.select("tpu", shape, "tpu")
