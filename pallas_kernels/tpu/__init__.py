@@ -40,7 +40,7 @@ class Meta(NamedTuple):
 
     decode_bounds: jax.Array  # int32[2 * cores + 1]
     prompt_bounds: jax.Array  # int32[4]
-    offsets: jax.Array  # int32[C + 1]
+    offsets: jax.Array  # int32[C + 2]: kernels look one chunk past the last, which is empty
     kv_lens: jax.Array  # int32[C + 1]
     tables: jax.Array  # int32[C * max_blocks]
     tile_chunks: jax.Array  # int32[2 * tiles]
@@ -179,7 +179,7 @@ def _prepare(batch: AttentionBatch, shape: AttentionShape, cut: Cut) -> Meta:
     return Meta(
         decode_bounds=jnp.concatenate([begins, units]),
         prompt_bounds=jnp.stack([n_decodes, offsets[-1], n_decodes, n_chunks]),
-        offsets=offsets,
+        offsets=jnp.pad(offsets, (0, 1), mode="edge"),
         kv_lens=jnp.pad(kv_lens, (0, 1)),
         tables=batch.block_tables.reshape(-1),
         tile_chunks=tile_chunks.reshape(-1),

@@ -126,6 +126,14 @@ def test_length_one_prompt_pieces_among_longer_chunks(harness, subject):
 
 
 @over_subjects()
+def test_as_many_chunks_as_there_may_be(harness, subject):
+    h = harness(subject)
+    rows = [h.add_row() for _ in range(h.most_chunks)]
+    h.check([(r, 3) for r in rows])
+    h.check([(r, 1) for r in rows])
+
+
+@over_subjects()
 def test_empty_iteration_and_full_bucket(harness, subject):
     h = harness(subject)
     assert h.step([]) == ([], [])
