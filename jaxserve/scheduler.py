@@ -357,8 +357,9 @@ class Scheduler:
                 state.scored = last
             flat += length
             if samples:
-                if state.variant > sampler:
-                    sampler = state.variant
+                variant = state.variant if self._fixed_chunk is None else SamplerVariant.FULL
+                if variant > sampler:
+                    sampler = variant
                 state.length += 1
                 if state.length == state.limit:
                     state.phase = CLOSING
@@ -372,9 +373,7 @@ class Scheduler:
             admissions=tuple(draft.admissions),
             chunks=tuple(draft.chunks),
             table_changes=tuple(draft.changes),
-            sampler=None
-            if sampler < 0
-            else SamplerVariant(sampler if self._fixed_chunk is None else max(SamplerVariant)),
+            sampler=None if sampler < 0 else SamplerVariant(sampler),
             scoring=bool(scores),
         )
         self._in_flight.append(_Launched(self._sequence, draft.states, scores))

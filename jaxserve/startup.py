@@ -16,11 +16,11 @@ from jaxserve import buckets, kv_cache, measure, models, weights
 from jaxserve.config import EngineConfig
 from jaxserve.layout import bucket_sizes, lay_out
 from jaxserve.lowering import StagePrograms
+from jaxserve.make_scheduler import make_scheduler
 from jaxserve.models.schema import ModelConfig
 from jaxserve.parts import parts_of
 from jaxserve.pipeline import Pipeline
 from jaxserve.replica import Replica
-from jaxserve.scheduling import make_scheduler
 from jaxserve.stage import Progress, StageRunner
 from jaxserve.tokenizer import Tokenizer
 from jaxserve.weights import is_matrix

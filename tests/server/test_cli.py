@@ -81,9 +81,19 @@ def test_engine_flags_are_the_same_for_every_command(command: list[str]) -> None
     assert (config.prefix_cache, config.max_context, config.scheduler) == (False, 100, "request")
     assert (config.max_queued_requests, config.max_queued_tokens) == (5, 600)
     assert (config.tensor, config.stages, config.replicas) == (4, 2, 3)
-    assert not config.deterministic
     assert (config.target_tpot, config.in_flight) == (0.08, 2)
     assert (config.scoring, config.attention, config.compilation_cache) == (False, "xla", None)
+
+
+@pytest.mark.parametrize("command", [["serve"], ["generate", "--prompt", "a"], ["bench", "offline"]])
+def test_deterministic_takes_the_slot_policy_it_needs(command: list[str]) -> None:
+    parser = cli.parser(with_bench=True)
+    config = cli.flags.engine_config(parser.parse_args([*command, "--deterministic"]))
+    assert (config.deterministic, config.slot_policy) == (True, "reserve")
+    config = cli.flags.engine_config(parser.parse_args(command))
+    assert (config.deterministic, config.slot_policy) == (False, "grow")
+    with pytest.raises(ValueError, match="slot_policy is grow; with deterministic it must be reserve"):
+        cli.flags.engine_config(parser.parse_args([*command, "--deterministic", "--slot-policy", "grow"]))
 
 
 @pytest.mark.parametrize(
