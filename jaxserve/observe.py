@@ -10,20 +10,21 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jaxserve.iteration import IterationPlan
+
 
 class IterationRecord(NamedTuple):
     """What one iteration of a replica carried and what its host work cost (seconds); for benchmarks and live views.
 
     Attributes:
+      plan: what it carried.
       waiting: requests that waited for a row when it was planned.
       wait_s: time the host spent blocked on the device.
       finished_at: monotonic seconds.
     """
 
     replica: int
-    sequence: int
-    bucket: int
-    num_tokens: int
+    plan: IterationPlan
     decodes: int
     prompt_tokens: int
     waiting: int
@@ -33,6 +34,16 @@ class IterationRecord(NamedTuple):
     wait_s: float
     complete_s: float
     finished_at: float
+
+    @property
+    def bucket(self) -> int:
+        """Tokens that the compiled program carried, padding included."""
+        return self.plan.bucket
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed, padding left out."""
+        return self.plan.num_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -161,9 +161,7 @@ class Replica:
         if self.recorders:
             record = IterationRecord(
                 replica=self.index,
-                sequence=plan.sequence,
-                bucket=plan.bucket,
-                num_tokens=plan.num_tokens,
+                plan=plan,
                 decodes=decodes,
                 prompt_tokens=plan.num_tokens - decodes,
                 waiting=timed.waiting,
@@ -344,7 +342,7 @@ class Replica:
             waiting=self.num_waiting,
             waiting_tokens=self.waiting_tokens,
             slots_used=pool.slots_used,
-            slots_cached=pool.num_cached * pool.block_size,
+            slots_cached=pool.slots_cached,
             slots_total=pool.n_slots,
             iterations=self._iterations,
             prompt_tokens=self._prompt_tokens,

@@ -17,6 +17,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from jaxserve.config import EngineConfig
+from jaxserve.observe import Load
 from jaxserve.request import Alternatives, FinishReason, InvalidRequest, QueueFull, Request, TokenEvent
 from jaxserve.tokenizer import Tokenizer
 
@@ -179,9 +180,9 @@ class FakeEngine:
             self._aborts.append(request_id)
             self._changed.notify_all()
 
-    def load(self) -> SimpleNamespace:
+    def load(self) -> Load:
         with self._changed:
-            return SimpleNamespace(
+            return Load(
                 running=len(self._running),
                 waiting=len(self._waiting),
                 waiting_tokens=sum(len(each.request.prompt) for each in self._waiting),
