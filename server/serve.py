@@ -14,6 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from server import settings
 from server.report import UserError, console, say
 from server.start import add_model_flags, load_engine, model_directory, profiling
 
@@ -45,11 +46,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default=30.0,
         help="how long running requests may go on after SIGTERM (default: %(default)g)",
     )
+    settings.add_flags(parser)
     add_model_flags(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Serves until a signal. Returns 0 once drained."""
+    if args.print_config:
+        print(settings.as_toml(args.settings), end="")
+        return 0
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     if not 0 <= args.port <= 65535:
         raise UserError(f"--port {args.port} is not a port; it must be from 0 to 65535")
