@@ -14,8 +14,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from server import auth, settings, tls
 from server.report import UserError, console, say
-from server.start import add_model_flags, load_engine, model_directory, profiling
+from server.start import add_model_flags, load_engine, mending, model_directory, profiling
 
 if TYPE_CHECKING:
     from jaxserve.engine import Engine
@@ -45,16 +46,30 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default=30.0,
         help="how long running requests may go on after SIGTERM (default: %(default)g)",
     )
+    settings.add_flags(parser)
+    parser.add_argument(
+        "--api-keys",
+        type=Path,
+        metavar="FILE.toml",
+        help="ask every caller for one of these keys (default: ask for none); read again when it changes",
+    )
+    tls.add_flags(parser)
     add_model_flags(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Serves until a signal. Returns 0 once drained."""
+    if args.print_config:
+        print(settings.as_toml(args.settings), end="")
+        return 0
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     if not 0 <= args.port <= 65535:
         raise UserError(f"--port {args.port} is not a port; it must be from 0 to 65535")
     if not args.drain_seconds >= 0:
         raise UserError(f"--drain-seconds {args.drain_seconds} is negative")
+    with mending():
+        args.tls = tls.from_flags(args)
+        args.keys = auth.ApiKeys(args.api_keys) if args.api_keys is not None else None
     name = model_directory(args).resolve().name
     _check_free(args.host, args.port)  # now rather than after minutes of loading
     engine = load_engine(args)

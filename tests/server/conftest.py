@@ -1,6 +1,7 @@
 import asyncio
 import contextlib
 import json
+import os
 import shutil
 import subprocess
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -11,6 +12,7 @@ import grpc
 import pytest
 
 from jaxserve.tokenizer import Tokenizer
+from server import settings
 from server.grpc_server import GrpcServer
 from server.proto.jaxserve.v1 import inference_pb2 as pb
 from server.proto.jaxserve.v1.inference_pb2_grpc import InferenceStub
@@ -23,6 +25,13 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="session")
 def tokenizer() -> Tokenizer:
     return byte_tokenizer()
+
+
+@pytest.fixture(autouse=True)
+def no_settings_of_yours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Settings in the environment of whoever runs the tests are not the tests'."""
+    for name in [name for name in os.environ if name.startswith(settings.PREFIX)]:
+        monkeypatch.delenv(name)
 
 
 class Served:
