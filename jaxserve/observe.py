@@ -51,6 +51,8 @@ class Load:
     """How busy a replica is, or an engine, at a glance; from `iterations` on, counted since it started.
 
     Attributes:
+      owed_tokens: that the live requests may still have computed: prompts that are not cached, and what they may
+        generate.
       host_seconds: the host's work for the iterations (schedule, pack, launch, complete).
       bucket_seconds: the device's work for them, by the buckets' measured costs.
       padding_seconds: the part of that spent on padding.
@@ -59,6 +61,7 @@ class Load:
     running: int
     waiting: int
     waiting_tokens: int
+    owed_tokens: int
     slots_used: int
     slots_cached: int
     slots_total: int

@@ -174,6 +174,7 @@ class TokenEvent(NamedTuple):
         is left out. Empty unless asked for.
       finish_reason: None while the request goes on.
       cached_tokens: prompt tokens served from the prefix cache.
+      started: monotonic seconds at which it was first given a row; in its first event only.
       error: what went wrong, with FinishReason.ERROR.
     """
 
@@ -184,6 +185,7 @@ class TokenEvent(NamedTuple):
     prompt_logprobs: tuple[tuple[float, Alternatives | None], ...] = ()
     finish_reason: FinishReason | None = None
     cached_tokens: int = 0
+    started: float | None = None
     error: str | None = None
 
 

@@ -93,11 +93,11 @@ def _join(host: str, port: int) -> str:
 
 
 async def _serve(engine: Engine, args: argparse.Namespace, name: str) -> None:
-    from server.grpc_server import GrpcServer
+    from server.surface import Surface
 
-    server = GrpcServer(engine, name=name, version=metadata.version("jaxserve"))
+    surface = Surface(engine, name=name, version=metadata.version("jaxserve"))
     try:
-        port = await server.start(args.host, args.port)
+        port = await surface.start(args.host, args.port)
     except RuntimeError as problem:
         raise UserError(f"cannot listen on {_join(args.host, args.port)}: {problem}") from None
     stopping = asyncio.Event()
@@ -106,9 +106,9 @@ async def _serve(engine: Engine, args: argparse.Namespace, name: str) -> None:
         loop.add_signal_handler(number, _on_signal, number, stopping)
     _greet(args.host, port)
     await stopping.wait()
-    if server.service.num_alive:
-        say(f"draining {server.service.num_alive} requests, at most {args.drain_seconds:g} s (again to end at once)")
-    left = await server.drain(args.drain_seconds)
+    if surface.door.num_alive:
+        say(f"draining {surface.door.num_alive} requests, at most {args.drain_seconds:g} s (again to end at once)")
+    left = await surface.drain(args.drain_seconds)
     say(f"stopped; {left} requests were cut short" if left else "stopped")
 
 

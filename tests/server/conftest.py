@@ -13,9 +13,9 @@ import pytest
 
 from jaxserve.tokenizer import Tokenizer
 from server import settings
-from server.grpc_server import GrpcServer
 from server.proto.jaxserve.v1 import inference_pb2 as pb
 from server.proto.jaxserve.v1.inference_pb2_grpc import InferenceStub
+from server.surface import Surface
 from tests.server.fake_engine import WAIT_SECONDS, FakeEngine, byte_tokenizer
 
 FOREIGN = Path(__file__).parent / "foreign"
@@ -37,8 +37,8 @@ def no_settings_of_yours(monkeypatch: pytest.MonkeyPatch) -> None:
 class Served:
     """A server on a fake engine, and a client of it."""
 
-    def __init__(self, engine: FakeEngine, server: GrpcServer, address: str, channel: grpc.aio.Channel) -> None:
-        self.engine, self.server, self.address, self.channel = engine, server, address, channel
+    def __init__(self, engine: FakeEngine, surface: Surface, address: str, channel: grpc.aio.Channel) -> None:
+        self.engine, self.surface, self.address, self.channel = engine, surface, address, channel
         self.stub: Any = InferenceStub(channel)
 
     async def step(self, iterations: int = 1) -> None:
@@ -54,15 +54,15 @@ class Served:
 @contextlib.asynccontextmanager
 async def served(engine: FakeEngine) -> AsyncIterator[Served]:
     with engine:
-        server = GrpcServer(engine, name="echo", version="1.2.3", health_seconds=0.01)  # pyright: ignore[reportArgumentType]
-        port = await server.start("127.0.0.1", 0)
+        surface = Surface(engine, name="echo", version="1.2.3", health_seconds=0.01)  # pyright: ignore[reportArgumentType]
+        port = await surface.start("127.0.0.1", 0)
         address = f"127.0.0.1:{port}"
         async with grpc.aio.insecure_channel(address) as channel:
             try:
-                yield Served(engine, server, address, channel)
+                yield Served(engine, surface, address, channel)
             finally:
                 engine.release()
-                await server.stop()
+                await surface.stop()
 
 
 async def collect(call: Any) -> list[pb.GenerateResponse]:

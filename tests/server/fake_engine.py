@@ -7,6 +7,7 @@ are the bytes of UTF-8, 256 ends the sequence. So "ab" answers "ababab...", and 
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -186,6 +187,7 @@ class FakeEngine:
                 running=len(self._running),
                 waiting=len(self._waiting),
                 waiting_tokens=sum(len(each.request.prompt) for each in self._waiting),
+                owed_tokens=sum(each.request.max_length - each.generated for each in self._all()),
                 slots_used=sum(len(each.request.prompt) + each.generated for each in self._running),
                 slots_cached=0,
                 slots_total=self.slots_total,
@@ -199,6 +201,9 @@ class FakeEngine:
                 padding_seconds=0.0,
                 compiled_after_ready=0,
             )
+
+    def loads(self) -> list[SimpleNamespace]:
+        return [self.load()]
 
     # The loop
 
@@ -280,6 +285,7 @@ class FakeEngine:
             prompt_logprobs=scored,
             finish_reason=reason,
             cached_tokens=each.cached,
+            started=time.monotonic() if index == 0 else None,
         )
 
     @staticmethod

@@ -32,7 +32,7 @@ def test_a_cancelled_call_gives_its_slots_back_within_one_iteration(serve: Serve
         call.cancel()
         await it.until(lambda: it.engine.load().slots_used == 0)
         assert it.engine.iterations == 1
-        await it.server.service.idle()
+        await it.surface.door.idle()
 
     serve(scenario, held=True)
 
@@ -56,7 +56,7 @@ def test_a_deadline_gives_the_slots_back(serve: Serve, streams: bool) -> None:
             await (collect(call) if streams else call)
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         await it.until(lambda: len(it.engine.aborted) == 1)
-        await it.server.service.idle()
+        await it.surface.door.idle()
 
     serve(scenario, held=True)
 
@@ -76,7 +76,7 @@ def test_a_reader_who_stops_reading_delays_nobody_and_can_still_be_ended(
             assert other.text == "xy" * 1000
             if timeout is None:
                 call.cancel()
-            await it.server.service.idle()
+            await it.surface.door.idle()
             await it.until(lambda: it.engine.load().slots_used == 0)
             assert len(it.engine.aborted) == 1
 
@@ -148,7 +148,7 @@ def test_drain_refuses_new_calls_and_lets_running_ones_finish(serve: Serve) -> N
         await it.until(lambda: it.engine.load().waiting == 1)
         watch = HealthStub(it.channel).Watch(HealthCheckRequest())
         assert (await watch.read()).status == HealthCheckResponse.SERVING
-        draining = asyncio.create_task(it.server.drain(WAIT_SECONDS))
+        draining = asyncio.create_task(it.surface.drain(WAIT_SECONDS))
         assert (await watch.read()).status == HealthCheckResponse.NOT_SERVING
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await it.stub.Generate(pb.GenerateRequest(prompt="abc"))
@@ -168,7 +168,7 @@ def test_drain_cuts_short_what_does_not_end_in_time(serve: Serve) -> None:
         await it.until(lambda: it.engine.load().waiting == 1)
         await it.step()
         assert (await call.read()).text == "a"
-        assert await it.server.drain(0.01) == 1
+        assert await it.surface.drain(0.01) == 1
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call.read()
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE

@@ -1,0 +1,235 @@
+"""The front door: what all protocols share between a call's fields and the engine.
+
+The engine's thread hands over a whole iteration at once (one wake-up of the event loop); here its events are sorted
+into one mailbox a call. A mailbox never holds more than its requests generate, and a handler takes all that is in it at
+once, so a reader who is slow costs neither memory nor anybody else's time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import logging
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from jaxserve.completion import Assembler, parse_request
+from jaxserve.request import InvalidRequest, QueueFull, Request, TokenEvent
+from server import errors
+from server.generation import Call, Generation, Observer
+
+if TYPE_CHECKING:
+    from jaxserve.engine import Engine
+    from jaxserve.tokenizer import Tokenizer
+
+_Result = TypeVar("_Result")
+
+_log = logging.getLogger(__name__)
+
+_LONG_TEXT = 10_000  # characters; more is tokenised off the event loop (about a millisecond's work)
+_LONGEST_ID = 256  # characters of a caller's own name of a call
+_FAILED = "the engine has failed"
+
+
+class Door:
+    """One engine's door, for every protocol. Make and use it on the event loop that serves.
+
+    Args:
+      engine: started, or to be started.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.observers: list[Observer] = []
+        self._loop = asyncio.get_running_loop()
+        self._alive: dict[str, Generation] = {}  # by the engine's name of a request it has not ended yet
+        self._generations: set[Generation] = set()
+        self._numbers = itertools.count()
+        self._closed: str | None = None
+        self._sink = self._deliver  # one object for all requests: the engine groups events by it
+        self._emptied = asyncio.Event()
+
+    # From the engine's thread to the calls
+
+    def _deliver(self, events: list[TokenEvent]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody is left to hear
+            self._loop.call_soon_threadsafe(self._sort, events)
+
+    def _sort(self, events: list[TokenEvent]) -> None:
+        for event in events:
+            generation = self._alive.get(event.request_id)
+            if generation is not None:
+                if event.finish_reason is not None:
+                    del self._alive[event.request_id]
+                generation.put(event)
+
+    def _leave(self, request_id: str) -> None:
+        """Ends a request in the engine, unless the engine has ended it."""
+        if self._alive.pop(request_id, None) is not None:
+            self.engine.abort(request_id)
+
+    # Open and closed
+
+    @property
+    def closed(self) -> str | None:
+        """Why no call is taken, if none is."""
+        return _FAILED if self._closed is None and not self.engine.is_healthy else self._closed
+
+    def close(self, message: str) -> None:
+        """Refuses new calls from now on (UNAVAILABLE); those under way go on."""
+        self._closed = message
+
+    def fail_all(self, message: str) -> None:
+        """Ends every call under way with UNAVAILABLE."""
+        for generation in self._generations:
+            generation.fail(errors.unavailable(message))
+
+    @property
+    def num_alive(self) -> int:
+        """Requests of the calls under way."""
+        return sum(len(generation.requests) for generation in self._generations)
+
+    async def idle(self) -> None:
+        """Waits until no call is under way."""
+        while self._generations:
+            self._emptied.clear()
+            await self._emptied.wait()
+
+    # The life of a call
+
+    @contextlib.contextmanager
+    def answering(self, call_id: str) -> Iterator[None]:
+        """Turns whatever goes wrong inside into a refusal of this call and no other."""
+        try:
+            yield
+        except errors.Refusal:
+            raise
+        except InvalidRequest as problem:
+            raise errors.invalid(problem.field, str(problem)) from problem
+        except QueueFull as problem:
+            raise errors.queue_full(str(problem)) from problem
+        except Exception as problem:
+            if not self.engine.is_healthy:
+                raise errors.unavailable(_FAILED) from problem
+            _log.exception("request %r failed", call_id, exc_info=problem)
+            raise errors.failed(call_id) from problem
+
+    @contextlib.asynccontextmanager
+    async def generate(
+        self,
+        prompts: Sequence[Mapping[str, Any]],
+        call: Call,
+        *,
+        samples: int = 1,
+        special_tokens: bool = True,
+        adjust: Callable[[Request], Request] = lambda request: request,
+    ) -> AsyncIterator[Generation]:
+        """Has the engine work on a call's requests for as long as the block lasts, however it ends.
+
+        Args:
+          prompts: fields of each prompt, as `parse_request` takes them.
+          samples: requests of each prompt, next to each other in the generation.
+          special_tokens: whether the tokenizer adds what the model was trained to see at a text's ends.
+          adjust: what is still to be done with a request when its prompt has become tokens.
+
+        Raises:
+          InvalidRequest, QueueFull, Refusal: before anything is generated.
+        """
+        self._check_open(call)
+        requests = await aside(
+            sum(len(fields.get("prompt") or fields.get("prompt_token_ids") or ()) for fields in prompts),
+            lambda: [adjust(self._parse(fields, call, special_tokens)) for fields in prompts],
+        )
+        requests = [
+            dataclasses.replace(
+                request,
+                request_id=str(next(self._numbers)),  # the engine's own: two callers may send the same one
+                sampling=dataclasses.replace(request.sampling, sample_index=index),
+            )
+            for request in requests
+            for index in range(samples)
+        ]
+        eos = self.engine.model_config.eos_token_ids
+        assemblers = [Assembler(request, self.engine.tokenizer, eos) for request in requests]
+        with self._submitted(Generation(requests, assemblers, self.observers, self._leave), call) as generation:
+            yield generation
+
+    def _check_open(self, call: Call) -> None:
+        """A queue that is full is noticed here before any text is tokenised; `submit` decides, in one step."""
+        if len(call.id) > _LONGEST_ID:
+            raise errors.invalid("request_id", f"is longer than {_LONGEST_ID} characters")
+        if self.closed is not None:
+            raise errors.unavailable(self.closed)
+        load, config = self.engine.load(), self.engine.config
+        if load.waiting >= config.max_queued_requests or load.waiting_tokens >= config.max_queued_tokens:
+            raise QueueFull(f"{load.waiting} requests with {load.waiting_tokens} tokens are waiting")
+
+    def _parse(self, fields: Mapping[str, Any], call: Call, special_tokens: bool) -> Request:
+        return parse_request(
+            fields,
+            request_id="",
+            tokenizer=self.engine.tokenizer,
+            special_tokens=special_tokens,
+            priority=call.priority,
+            arrival=call.arrival,
+            cache_salt=call.cache_salt,
+        )
+
+    @contextlib.contextmanager
+    def _submitted(self, generation: Generation, call: Call) -> Iterator[Generation]:
+        started = []
+        self._generations.add(generation)
+        try:
+            for request in generation.requests:
+                self._alive[request.request_id] = generation
+                try:
+                    self.engine.submit(request, self._sink)
+                except BaseException:
+                    del self._alive[request.request_id]
+                    raise
+                started.append(request)
+                for observer in self.observers:
+                    observer.started(call, request)
+            yield generation
+        finally:
+            for request in started:
+                self._leave(request.request_id)
+            self._generations.remove(generation)
+            if not self._generations:
+                self._emptied.set()
+            for index, request in enumerate(started):
+                for observer in self.observers:
+                    observer.ended(request, generation.completion(index))
+
+    # Text and tokens
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The checkpoint's. Raises Refusal if it has none."""
+        if self.engine.tokenizer is None:
+            raise errors.Refusal(errors.Kind.UNSUPPORTED, "this checkpoint has no tokenizer")
+        return self.engine.tokenizer
+
+    async def tokenize(self, text: str, *, special_tokens: bool = True, field: str = "text") -> list[int]:
+        """Token ids of a text. Raises Refusal, naming the field, for what has none."""
+        try:
+            return await aside(len(text), self.tokenizer.encode, text, special_tokens=special_tokens)
+        except ValueError as problem:
+            raise errors.invalid(field, str(problem)) from problem
+
+    async def detokenize(self, token_ids: Sequence[int], *, field: str = "token_ids") -> str:
+        """The text of token ids. Raises Refusal, naming the field, for ids outside the vocabulary."""
+        tokenizer, vocab_size = self.tokenizer, self.engine.model_config.vocab_size
+        for token in token_ids:
+            if not 0 <= token < vocab_size:
+                raise errors.invalid(field, f"has token id {token}; the vocabulary has {vocab_size}")
+        return await aside(len(token_ids), tokenizer.decode, token_ids)
+
+
+async def aside(size: int, work: Callable[..., _Result], *args: Any, **kwargs: Any) -> _Result:
+    """Does work on a text, and off the event loop if the text is long."""
+    if size <= _LONG_TEXT:
+        return work(*args, **kwargs)
+    return await asyncio.to_thread(work, *args, **kwargs)

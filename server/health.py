@@ -1,0 +1,73 @@
+"""Health that is true: it follows the iterations that engines complete, not what they say of themselves."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+_LEAST_SECONDS = 2.0
+_COSTS = 4  # an iteration may take this many times what its bucket was measured to take
+
+
+class ReplicaLoad(Protocol):
+    """The part of `jaxserve.observe.Load` that shows life."""
+
+    @property
+    def running(self) -> int: ...
+    @property
+    def waiting(self) -> int: ...
+    @property
+    def iterations(self) -> int: ...
+
+
+class WatchedEngine(Protocol):
+    """The part of `jaxserve.engine.Engine` that is watched."""
+
+    @property
+    def is_healthy(self) -> bool: ...
+    def loads(self) -> Sequence[ReplicaLoad]: ...
+
+
+class Watchdog:
+    """Says whether an engine serves; to be asked every `interval` seconds.
+
+    A replica that has work and completes no iteration within the deadline is wedged, and serves again once it completes
+    one. The time counted is the watchdog's own: a process that was stopped as a whole, or a machine that slept, is not
+    taken for a wedged engine.
+
+    Args:
+      slowest: seconds that an iteration of the largest bucket was measured to take.
+      interval: seconds between two questions, as intended.
+      clock: monotonic seconds.
+    """
+
+    def __init__(
+        self, engine: WatchedEngine, *, slowest: float, interval: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.deadline = max(_LEAST_SECONDS, _COSTS * slowest)
+        self._engine, self._interval, self._clock = engine, interval, clock
+        self._asked = clock()
+        self._iterations: list[int] = []
+        self._still: list[float] = []  # seconds that each replica had work and did none
+
+    def problem(self) -> str | None:
+        """What keeps the engine from serving, or None."""
+        now = self._clock()
+        passed = min(now - self._asked, 2 * self._interval)
+        self._asked = now
+        if not self._engine.is_healthy:
+            return "the engine has failed"
+        loads = self._engine.loads()
+        before = self._iterations or [-1] * len(loads)
+        still = self._still or [0.0] * len(loads)
+        self._iterations = [load.iterations for load in loads]
+        self._still = [
+            seconds + passed if load.iterations == last and load.running + load.waiting else 0.0
+            for load, last, seconds in zip(loads, before, still, strict=True)
+        ]
+        worst = max(self._still)
+        if worst <= self.deadline:
+            return None
+        which = f"replica {self._still.index(worst)}" if len(loads) > 1 else "the engine"
+        return f"{which} has completed no iteration for {worst:.1f} s though it has work"
