@@ -15,7 +15,10 @@ from typing import TYPE_CHECKING, Any
 from jaxserve.observe import IterationRecord
 
 if TYPE_CHECKING:
+    from jaxserve.completion import Completion
     from jaxserve.engine import Engine
+    from jaxserve.request import Request
+    from server.generation import Call
 
 KEPT = 512  # iterations
 _WINDOW = 60.0  # seconds that latencies and rates look back
@@ -24,7 +27,7 @@ _QUANTILES = (0.5, 0.95, 0.99)
 
 
 class Live:
-    """A ring of the engine's last iterations.
+    """A ring of the engine's last iterations, and an observer (`server.generation.Observer`) of its requests.
 
     Args:
       engine: its iterations are recorded from now on.
@@ -35,15 +38,28 @@ class Live:
         self._numbers = itertools.count()
         self._ring: deque[tuple[int, IterationRecord]] = deque(maxlen=KEPT)
         self._latencies = {name: deque[tuple[float, float]](maxlen=_SAMPLES) for name in ("first_token", "gap")}
+        self._first_tokens: dict[str, float] = {}
         self._generated: deque[tuple[float, int]] = deque()
         engine.record(self._append)
 
     def _append(self, record: IterationRecord) -> None:
         self._ring.append((next(self._numbers), record))
 
-    def observe(self, latency: str, seconds: float) -> None:
-        """Takes in a request's time to its first token (`first_token`), or between two of its tokens (`gap`)."""
-        self._latencies[latency].append((time.monotonic(), seconds))
+    def started(self, call: Call, request: Request) -> None:
+        """The engine has taken a request; nothing is known of its latencies yet."""
+
+    def first_token(self, request: Request) -> None:
+        """A request's first token has come."""
+        now = time.monotonic()
+        self._first_tokens[request.request_id] = now
+        self._latencies["first_token"].append((now, now - request.arrival))
+
+    def ended(self, request: Request, completion: Completion) -> None:
+        """A request is over: the mean time between its tokens is known."""
+        now = time.monotonic()
+        first = self._first_tokens.pop(request.request_id, now)
+        if (gaps := len(completion.token_ids) - 1) > 0:
+            self._latencies["gap"].append((now, (now - first) / gaps))
 
     def since(self, number: int) -> dict[str, Any]:
         """What a watcher who has seen the iterations before `number` shows next, as JSON-able data.
@@ -52,8 +68,9 @@ class Live:
           `next`: the number to ask with next; smaller than `number` if that is not of this server, and then all that
           is kept is there. `iterations`: lists of replica, sequence, bucket, requests waiting, seconds (monotonic) at
           which it finished, its chunks as [row, start, length, samples], and the rows that requests took in it as
-          [row, request id]. `load`: the fields of `Engine.load`. `latencies`: seconds at the quantiles 0.5, 0.95 and
-          0.99 over the last minute, or null where nothing was seen.
+          [row, request id]. `load`: the fields of `Engine.load`. `latencies`: of the requests of the last minute, seconds
+          to the first token (`first_token`) and on average between tokens (`gap`), at the quantiles 0.5, 0.95 and
+          0.99, or null where nothing was seen.
         """
         kept = self._ring.copy()
         ahead = kept[-1][0] + 1 if kept else 0

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from jaxserve.completion import Completion
 from jaxserve.iteration import Admission, Chunk, IterationPlan
 from jaxserve.observe import IterationRecord
-from jaxserve.request import SamplingParams
+from jaxserve.request import Request, SamplingParams
 from server import live as live_module
 from server.live import Live
 from server.top import Board
@@ -96,14 +97,21 @@ def test_latencies_and_rates_are_of_the_last_minute(engine: Recorded, monkeypatc
     clock = SimpleNamespace(now=1000.0)
     monkeypatch.setattr(live_module.time, "monotonic", lambda: clock.now)
     live = Live(engine)  # pyright: ignore[reportArgumentType]
-    live.observe("gap", 9.0)
-    clock.now += 61
-    for milliseconds in range(100):
-        live.observe("gap", milliseconds / 1000)
+    end = Completion(request_id="", text="", token_ids=(7, 7, 7), finish_reason=None)
+    for index, seconds in enumerate([9.0, *(milliseconds / 1000 for milliseconds in range(100))]):
+        request = Request(request_id=str(index), prompt=(1,), sampling=SamplingParams(), arrival=clock.now)
+        clock.now += 0.25
+        live.first_token(request)
+        clock.now += 2 * seconds
+        live.ended(request, end)
+        if seconds == 9.0:
+            clock.now += 61
+    live.ended(request, Completion(request_id="", text="", token_ids=(), finish_reason=None))  # it counts for nothing
     load = engine.load()
     monkeypatch.setattr(engine, "load", lambda: load)
     told = live.since(0)
-    assert told["latencies"] == {"first_token": None, "gap": [0.05, 0.095, 0.099]}
+    assert told["latencies"]["first_token"] == [0.25, 0.25, 0.25]
+    assert told["latencies"]["gap"] == pytest.approx([0.05, 0.095, 0.099])
     assert told["tokens_per_second"] == 0
     clock.now += 0.5
     monkeypatch.setattr(engine, "load", lambda: live_module.dataclasses.replace(load, generated_tokens=40))
