@@ -68,9 +68,9 @@ class Live:
           `next`: the number to ask with next; smaller than `number` if that is not of this server, and then all that
           is kept is there. `iterations`: lists of replica, sequence, bucket, requests waiting, seconds (monotonic) at
           which it finished, its chunks as [row, start, length, samples], and the rows that requests took in it as
-          [row, request id]. `load`: the fields of `Engine.load`. `latencies`: of the requests of the last minute, seconds
-          to the first token (`first_token`) and on average between tokens (`gap`), at the quantiles 0.5, 0.95 and
-          0.99, or null where nothing was seen.
+          [row, request id]. `load`: the fields of `Engine.load`. `latencies`: of the requests of the last minute,
+          seconds to the first token (`first_token`) and on average between tokens (`gap`), at the quantiles 0.5,
+          0.95 and 0.99, or null where nothing was seen.
         """
         kept = self._ring.copy()
         ahead = kept[-1][0] + 1 if kept else 0
