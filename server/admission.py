@@ -11,35 +11,21 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from server import errors
 from server.auth import Tenant
 
+if TYPE_CHECKING:
+    from jaxserve.engine import Engine
+    from jaxserve.observe import Load
+
 _SAMPLE_SECONDS = 0.25  # at least, between looks at the engine's counters
 _OLD_SECONDS = 5.0  # a look that is older is not compared with
 _SMOOTHING = 0.3  # weight of the newest sample
+_SMOOTHING_ENDS = 0.05  # likewise of the newest answer
 _CONTENDED = 0.5  # a queue fuller than this is shared out among tenants
 _SHORTEST_RETRY, _LONGEST_RETRY = 0.1, 60.0  # seconds
-
-
-class EngineLoad(Protocol):
-    """The part of `jaxserve.observe.Load` that decides."""
-
-    @property
-    def running(self) -> int: ...
-    @property
-    def waiting(self) -> int: ...
-    @property
-    def waiting_tokens(self) -> int: ...
-    @property
-    def owed_tokens(self) -> int: ...
-    @property
-    def prompt_tokens(self) -> int: ...
-    @property
-    def generated_tokens(self) -> int: ...
-    @property
-    def iterations(self) -> int: ...
 
 
 class Ticket:
@@ -84,54 +70,56 @@ class Admission:
     """The judge of calls to one engine.
 
     Args:
-      load: the engine's own counts, cheap to ask for.
-      max_rows: requests that the engine works on at once.
-      max_requests / max_tokens: that may wait.
-      decode_seconds: of one iteration of `max_rows` decodes, as measured at start.
-      prompt_rate: prompt tokens a second at best, likewise.
-      tenants: all that there are; None or one shares with nobody.
+      engine: its bounds, the costs it measured at start, and its counts decide.
+      tenants: all that there are; who is alone shares with nobody.
       clock: monotonic seconds.
     """
 
     def __init__(
         self,
-        load: Callable[[], EngineLoad],
+        engine: Engine,
         *,
-        max_rows: int,
-        max_requests: int,
-        max_tokens: int,
-        decode_seconds: float,
-        prompt_rate: float,
         tenants: Callable[[], dict[str, Tenant]] = dict,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.reserved_requests = self.reserved_tokens = 0  # granted, and not yet counted by the engine
-        self.prompt_rate = prompt_rate
-        self._load, self._tenants, self._clock = load, tenants, clock
-        self._max_rows, self._max_requests, self._max_tokens = max_rows, max_requests, max_tokens
+        self._load, self._tenants, self._clock = engine.load, tenants, clock
+        self._max_rows = engine.config.max_rows * engine.config.replicas
+        self._max_requests, self._max_tokens = engine.config.max_queued_requests, engine.config.max_queued_tokens
         self._waiting: dict[str, list[int]] = defaultdict(lambda: [0, 0])  # tenant -> requests, tokens
-        self._buckets: dict[str, tuple[float, float]] = {}  # tenant -> (when, how many could come at once then)
-        self._decode_seconds = decode_seconds
-        self._tokens_per_second = max_rows / decode_seconds
+        self._rates: dict[str, tuple[float, float]] = {}  # tenant -> (when, how many could come at once then)
+        costs = engine.report.buckets
+        decodes = next((cost for cost in costs if cost.size >= engine.config.max_rows), costs[-1])
+        self._decode_seconds = decodes.milliseconds / 1000  # of one iteration of a full batch
+        self.prompt_rate = max(cost.tokens_per_second for cost in costs)
+        self._tokens_per_second = self._max_rows / self._decode_seconds
         self._used_share = 1.0  # of max_tokens that requests come to generate
+        self._mean_tokens = 0.0  # that they come to generate; unknown, so that nobody is refused for a guess
         self._sampled: tuple[float, int] | None = None  # (when, tokens computed until then) while the batch was full
 
     def admit(
-        self, tenant: Tenant, *, requests: int, prompt_tokens: int, new_tokens: int, deadline: float | None = None
+        self,
+        tenant: Tenant,
+        *,
+        requests: int,
+        prompt_tokens: int,
+        new_tokens: int,
+        exactly: bool = False,
+        deadline: float | None = None,
     ) -> Ticket:
         """Grants a call its place in the queue, or refuses it.
 
         Args:
           requests: that it makes.
-          prompt_tokens: of all of them, at most; a text has no more tokens than bytes.
-          new_tokens: that the longest of them may generate.
+          prompt_tokens: of all of them, at most.
+          new_tokens: that the longest of them may generate, or does if `exactly`.
           deadline: on the clock, or None.
 
         Raises:
           Refusal: RATE_LIMITED, QUEUE_FULL or TOO_LATE, with what to wait for.
         """
-        now, load = self._clock(), self._load()
-        self._sample(now, load)
+        load = self.sample()
+        now = self._clock()
         waiting = load.waiting + self.reserved_requests
         tokens = load.waiting_tokens + self.reserved_tokens
         wait = self._wait(load)
@@ -144,7 +132,7 @@ class Admission:
             raise errors.queue_full(f"{tenant.name} has its share of the queue waiting already", _bounded(wait))
         slack = math.inf
         if deadline is not None:
-            own = self._decode_seconds * new_tokens * self._used_share
+            own = self._decode_seconds * (new_tokens if exactly else min(new_tokens, self._mean_tokens))
             slack = deadline - now - wait - own  # the prompt's share is known when it has become tokens
             if slack < 0:
                 raise errors.Refusal(
@@ -160,11 +148,12 @@ class Admission:
 
     def finished(self, generated: int, max_tokens: int) -> None:
         """Tells how much of what it might have generated a request did, to judge later ones by."""
-        self._used_share += 0.05 * (generated / max_tokens - self._used_share)
+        self._used_share += _SMOOTHING_ENDS * (generated / max_tokens - self._used_share)
+        self._mean_tokens += _SMOOTHING_ENDS * (generated - self._mean_tokens)
 
-    def wait_seconds(self) -> float:
-        """How long a request that came now would wait for its turn."""
-        return self._wait(self._load())
+    def retry_seconds(self) -> float:
+        """When a caller who is refused now should try again."""
+        return _bounded(self._wait(self._load()))
 
     def change(self, tenant: Tenant, requests: int, tokens: int) -> None:
         """Counts what waits of a tenant."""
@@ -191,18 +180,18 @@ class Admission:
         """A token bucket: it fills at the tenant's rate up to its burst."""
         if tenant.rate is None:
             return
-        when, level = self._buckets.get(tenant.name, (now, tenant.burst))
+        when, level = self._rates.get(tenant.name, (now, tenant.burst))
         level = min(tenant.burst, level + (now - when) * tenant.rate)
         if level < min(requests, tenant.burst):
-            self._buckets[tenant.name] = now, level
+            self._rates[tenant.name] = now, level
             raise errors.Refusal(
                 errors.Kind.RATE_LIMITED,
                 f"{tenant.name} may make {tenant.rate:g} requests a second",
                 retry_after=(min(requests, tenant.burst) - level) / tenant.rate,
             )
-        self._buckets[tenant.name] = now, level - requests  # below 0 after a call of more than the burst
+        self._rates[tenant.name] = now, level - requests  # below 0 after a call of more than the burst
 
-    def _wait(self, load: EngineLoad) -> float:
+    def _wait(self, load: Load) -> float:
         """Seconds until all that waits now has begun: the rows free up as what is owed gets done."""
         ahead = load.waiting + self.reserved_requests
         free = max(0, self._max_rows - load.running)
@@ -212,8 +201,9 @@ class Admission:
         # Of the work before it, what the last rows do beside it is not waited for.
         return owed / max(self._tokens_per_second, 1e-3) * (ahead + 1) / (ahead + max(1, load.running))
 
-    def _sample(self, now: float, load: EngineLoad) -> None:
+    def sample(self) -> Load:
         """Measures tokens a second, from times when somebody waits: only then is it what the engine can do."""
+        now, load = self._clock(), self._load()
         done = load.prompt_tokens + load.generated_tokens
         seconds = now - self._sampled[0] if self._sampled is not None else _OLD_SECONDS
         if not load.waiting:
@@ -224,6 +214,7 @@ class Admission:
             rate = (done - self._sampled[1]) / seconds
             self._tokens_per_second += _SMOOTHING * (rate - self._tokens_per_second)
             self._sampled = now, done
+        return load
 
 
 def _bounded(seconds: float) -> float:

@@ -12,6 +12,8 @@ from typing import Protocol
 from jaxserve.completion import Assembler, Completion, Delta, joined
 from jaxserve.request import FinishReason, Request, TokenEvent
 from server import errors
+from server.admission import Ticket
+from server.auth import Tenant, current
 
 
 def new_id() -> str:
@@ -27,7 +29,8 @@ class Call:
       id: what answers and log call it; need not be unique.
       protocol: that it came by, such as "grpc".
       priority / cache_salt: of its requests.
-      arrival: monotonic seconds.
+      arrival / deadline: monotonic seconds; the caller wants no answer after its deadline.
+      tenant: whom it is counted for.
     """
 
     id: str = field(default_factory=new_id)
@@ -35,21 +38,28 @@ class Call:
     priority: int = 0
     cache_salt: str = ""
     arrival: float = field(default_factory=time.monotonic)
+    deadline: float | None = None
+    tenant: Tenant = field(default_factory=current.get)
 
 
 class Observer(Protocol):
-    """What is told of every request that the engine has taken, on the event loop."""
+    """What is told of every request that the engine has taken, and of every call that ends without an answer; on the
+    event loop."""
 
     def started(self, call: Call, request: Request) -> None:
         """The engine has taken the request."""
         ...
 
-    def first_token(self, request: Request) -> None:
-        """Its first token has come."""
+    def heard(self, request: Request, event: TokenEvent) -> None:
+        """The engine has said something of it."""
         ...
 
     def ended(self, request: Request, completion: Completion) -> None:
         """It is over; a completion without a finish reason was cut short, by its caller or by the server."""
+        ...
+
+    def refused(self, refusal: errors.Refusal) -> None:
+        """A call ends without an answer."""
         ...
 
 
@@ -68,20 +78,23 @@ class Generation:
         requests: Sequence[Request],
         assemblers: Sequence[Assembler],
         observers: Sequence[Observer],
+        ticket: Ticket,
         leave: Callable[[str], None],
     ) -> None:
         self.requests = tuple(requests)
         self._assemblers = assemblers
         self._index = {request.request_id: index for index, request in enumerate(requests)}
-        self._observers, self._leave = observers, leave
+        self._observers, self._ticket, self._leave = observers, ticket, leave
         self._unfinished = len(requests)
-        self._silent = set(self._index)  # requests without a token so far
         self._events: list[TokenEvent] = []
         self._refusal: errors.Refusal | None = None
         self._arrived = asyncio.Event()
 
     def put(self, event: TokenEvent) -> None:
         """Keeps an event of the engine's for the handler."""
+        self._ticket.begun()
+        for observer in self._observers:
+            observer.heard(self.requests[self._index[event.request_id]], event)
         self._events.append(event)
         self._arrived.set()
 
@@ -115,10 +128,6 @@ class Generation:
         assembler = self._assemblers[index]
         was_finished = assembler.finished
         delta = assembler.push(event)
-        if event.token_ids and event.request_id in self._silent:
-            self._silent.remove(event.request_id)
-            for observer in self._observers:
-                observer.first_token(self.requests[index])
         if event.finish_reason is FinishReason.ABORTED and not was_finished:
             raise errors.unavailable(event.error or "the request was ended by the server")
         if event.finish_reason is FinishReason.ERROR:

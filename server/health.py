@@ -3,30 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jaxserve.engine import Engine
 
 _LEAST_SECONDS = 2.0
 _COSTS = 4  # an iteration may take this many times what its bucket was measured to take
-
-
-class ReplicaLoad(Protocol):
-    """The part of `jaxserve.observe.Load` that shows life."""
-
-    @property
-    def running(self) -> int: ...
-    @property
-    def waiting(self) -> int: ...
-    @property
-    def iterations(self) -> int: ...
-
-
-class WatchedEngine(Protocol):
-    """The part of `jaxserve.engine.Engine` that is watched."""
-
-    @property
-    def is_healthy(self) -> bool: ...
-    def loads(self) -> Sequence[ReplicaLoad]: ...
 
 
 class Watchdog:
@@ -37,15 +21,21 @@ class Watchdog:
     taken for a wedged engine.
 
     Args:
-      slowest: seconds that an iteration of the largest bucket was measured to take.
+      deadline: seconds; None goes by what an iteration of the largest bucket was measured to take.
       interval: seconds between two questions, as intended.
       clock: monotonic seconds.
     """
 
     def __init__(
-        self, engine: WatchedEngine, *, slowest: float, interval: float, clock: Callable[[], float] = time.monotonic
+        self,
+        engine: Engine,
+        *,
+        deadline: float | None = None,
+        interval: float,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.deadline = max(_LEAST_SECONDS, _COSTS * slowest)
+        slowest = max(cost.milliseconds for cost in engine.report.buckets) / 1000
+        self.deadline = max(_LEAST_SECONDS, _COSTS * slowest) if deadline is None else deadline
         self._engine, self._interval, self._clock = engine, interval, clock
         self._asked = clock()
         self._iterations: list[int] = []

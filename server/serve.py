@@ -29,7 +29,8 @@ Serves a model over gRPC (service jaxserve.v1.Inference, with health checks and 
   jaxserve serve --model DIR --max-rows 32 --buckets 16,64,256
   jaxserve client "It was a"                           from a second terminal
 
-There is no encryption and no authentication: let it listen on networks you trust only.
+Without --tls-cert there is no encryption, without --api-keys anybody may call: let it listen on networks you trust
+only. Every setting can come from a TOML file or the environment as well (--config, --print-config, JAXSERVE_PORT=...).
 SIGTERM or Ctrl-C refuses new requests and lets running ones finish; a second one ends at once."""
 
 
@@ -45,6 +46,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         default=30.0,
         help="how long running requests may go on after SIGTERM (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--stall-seconds",
+        type=float,
+        metavar="S",
+        help="how long the engine may have work and complete no iteration before health says so (default: four times "
+        "what the largest bucket takes, and at least 2)",
     )
     settings.add_flags(parser)
     parser.add_argument(
@@ -95,7 +103,14 @@ def _join(host: str, port: int) -> str:
 async def _serve(engine: Engine, args: argparse.Namespace, name: str) -> None:
     from server.surface import Surface
 
-    surface = Surface(engine, name=name, version=metadata.version("jaxserve"))
+    surface = Surface(
+        engine,
+        name=name,
+        version=metadata.version("jaxserve"),
+        tls=args.tls,
+        keys=args.keys,
+        stall_seconds=args.stall_seconds,
+    )
     try:
         port = await surface.start(args.host, args.port)
     except RuntimeError as problem:

@@ -52,9 +52,10 @@ class Served:
 
 
 @contextlib.asynccontextmanager
-async def served(engine: FakeEngine) -> AsyncIterator[Served]:
+async def served(engine: FakeEngine, **settings: Any) -> AsyncIterator[Served]:
+    settings = {"name": "echo", "version": "1.2.3", "health_seconds": 0.01, "stall_seconds": 1e9} | settings
     with engine:
-        surface = Surface(engine, name="echo", version="1.2.3", health_seconds=0.01)  # pyright: ignore[reportArgumentType]
+        surface = Surface(engine, **settings)  # pyright: ignore[reportArgumentType]
         port = await surface.start("127.0.0.1", 0)
         address = f"127.0.0.1:{port}"
         async with grpc.aio.insecure_channel(address) as channel:
@@ -76,9 +77,10 @@ Scenario = Callable[[Served], Coroutine[Any, Any, None]]
 def serve(tokenizer: Tokenizer) -> Callable[..., None]:
     """Runs a coroutine with a server on a fake engine: `serve(scenario, held=True, ...)`."""
 
-    def run(scenario: Scenario, **engine: Any) -> None:
+    def run(scenario: Scenario, *, surface: dict[str, Any] | None = None, **engine: Any) -> None:
         async def bounded() -> None:
-            async with asyncio.timeout(WAIT_SECONDS), served(FakeEngine(**{"tokenizer": tokenizer} | engine)) as it:
+            fake = FakeEngine(**{"tokenizer": tokenizer} | engine)
+            async with asyncio.timeout(WAIT_SECONDS), served(fake, **surface or {}) as it:
                 await scenario(it)
 
         asyncio.run(bounded())

@@ -58,6 +58,7 @@ class FakeEngine:
 
     Attributes:
       poison: a request whose prompt begins with one of these tokens fails in its first iteration.
+      owed_elsewhere: tokens that it says to have promised to others, who take all of its rows.
     """
 
     tokenizer: Tokenizer | None
@@ -66,10 +67,11 @@ class FakeEngine:
     slots_total: int = 8192
     held: bool = False
     poison: frozenset[int] = frozenset()
+    owed_elsewhere: int = 0
 
     def __post_init__(self) -> None:
         self.model_config = SimpleNamespace(vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,))
-        bucket = SimpleNamespace(size=16, compile_seconds=0.5, milliseconds=2.0, tokens_per_second=8000.0)
+        bucket = SimpleNamespace(size=16, compile_seconds=0.5, milliseconds=1e-4, tokens_per_second=1.6e8)
         self.report = SimpleNamespace(
             device="abacus",
             platform="cpu",
@@ -184,10 +186,10 @@ class FakeEngine:
     def load(self) -> Load:
         with self._changed:
             return Load(
-                running=len(self._running),
+                running=len(self._running) if not self.owed_elsewhere else self.config.max_rows,
                 waiting=len(self._waiting),
                 waiting_tokens=sum(len(each.request.prompt) for each in self._waiting),
-                owed_tokens=sum(each.request.max_length - each.generated for each in self._all()),
+                owed_tokens=sum(each.request.max_length - each.generated for each in self._all()) + self.owed_elsewhere,
                 slots_used=sum(len(each.request.prompt) + each.generated for each in self._running),
                 slots_cached=0,
                 slots_total=self.slots_total,

@@ -12,6 +12,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from server import auth
 from server.auth import ApiKeys, KeyInterceptor, KeyMiddleware
+from server.proto.jaxserve.v1 import inference_pb2 as pb
 from tests.server.fake_engine import WAIT_SECONDS
 
 KEYS = f"""
@@ -156,6 +157,29 @@ def test_an_rpc_without_a_key_is_refused_but_for_health(path: Path) -> None:
         await server.stop(None)
 
     asyncio.run(asyncio.wait_for(scenario(), WAIT_SECONDS))
+
+
+def test_the_server_asks_for_keys_and_counts_rates(serve: Any, path: Path) -> None:
+    path.write_text(KEYS.replace("rate = 10", "rate = 0.001"))
+
+    async def scenario(it: Any) -> None:
+        status = await health_pb2_grpc.HealthStub(it.channel).Check(health_pb2.HealthCheckRequest())
+        assert status.status == health_pb2.HealthCheckResponse.SERVING
+        request = pb.GenerateRequest(prompt="ab", max_tokens=1)
+        for method in (it.stub.Generate, it.stub.GetLoad, it.stub.GetModel, it.stub.Tokenize):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await method(request)
+            assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        for _ in range(3):
+            assert (await it.stub.Generate(request, metadata=[("x-api-key", "key-of-hashed")])).text == "a"
+        limited = [("authorization", "Bearer first-key-of-plain")]
+        await it.stub.Generate(request, metadata=limited)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await it.stub.Generate(request, metadata=limited)
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "plain may make 0.001 requests a second" in str(caught.value.details())
+
+    serve(scenario, surface={"keys": ApiKeys(path)})
 
 
 def ask(app: Any, path: str, *headers: tuple[str, str], kind: str = "http") -> list[dict[str, Any]]:

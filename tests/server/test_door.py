@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from jaxserve.completion import Completion
-from jaxserve.request import FinishReason, Request
+from jaxserve.request import FinishReason, Request, TokenEvent
 from server.errors import Kind, Refusal
 from server.generation import Call
 from tests.server.conftest import Served
@@ -32,16 +32,19 @@ async def answer(it: Served, *prompts: dict[str, Any], **fields: Any) -> None:
 
 class Listener:
     def __init__(self) -> None:
-        self.heard: list[tuple[Any, ...]] = []
+        self.told: list[tuple[Any, ...]] = []
 
     def started(self, call: Call, request: Request) -> None:
-        self.heard.append(("started", call.id, bytes(request.prompt)))
+        self.told.append(("started", call.id, bytes(request.prompt)))
 
-    def first_token(self, request: Request) -> None:
-        self.heard.append(("first token", bytes(request.prompt)))
+    def heard(self, request: Request, event: TokenEvent) -> None:
+        self.told.append(("heard", bytes(event.token_ids)))
 
     def ended(self, request: Request, completion: Completion) -> None:
-        self.heard.append(("ended", bytes(request.prompt), completion.finish_reason))
+        self.told.append(("ended", bytes(request.prompt), completion.finish_reason))
+
+    def refused(self, refusal: Refusal) -> None:
+        self.told.append(("refused", refusal.field))
 
 
 def test_the_requests_of_one_call_are_answered_side_by_side(serve: Serve) -> None:
@@ -101,7 +104,7 @@ def test_a_request_is_adjusted_when_its_prompt_has_become_tokens(serve: Serve) -
     serve(scenario)
 
 
-def test_observers_hear_of_start_first_token_and_end(serve: Serve) -> None:
+def test_observers_are_told_of_start_events_end_and_refusal(serve: Serve) -> None:
     async def scenario(it: Served) -> None:
         door, listener = it.surface.door, Listener()
         door.observers.append(listener)
@@ -110,13 +113,15 @@ def test_observers_hear_of_start_first_token_and_end(serve: Serve) -> None:
             pass
         with pytest.raises(Refusal):
             await answer(it, {"prompt_token_ids": [999]})
-        assert listener.heard == [
+        assert listener.told[:5] == [
             ("started", "mine", b"ab"),
-            ("first token", b"ab"),
+            ("heard", b"a"),
+            ("heard", b"b"),
             ("ended", b"ab", FinishReason.LENGTH),
             ("started", "yours", b"cd"),
-            ("ended", b"cd", None),
         ]
+        told = [each for each in listener.told[5:] if each[0] != "heard"]  # as much as it did before it was left
+        assert told == [("ended", b"cd", None), ("refused", "prompt_token_ids")]
 
     serve(scenario)
 

@@ -11,8 +11,9 @@ from server.health import Watchdog
 class Watched:
     """An engine of some replicas, and a clock."""
 
-    def __init__(self, replicas: int = 1) -> None:
+    def __init__(self, replicas: int = 1, slowest: float = 50.0) -> None:
         self.now = 100.0
+        self.report = SimpleNamespace(buckets=[SimpleNamespace(milliseconds=cost) for cost in (1.0, slowest)])
         self.is_healthy = True
         self.replicas = [SimpleNamespace(running=0, waiting=0, iterations=0) for _ in range(replicas)]
 
@@ -30,8 +31,8 @@ class Watched:
         return said
 
 
-def watch(it: Watched, *, slowest: float = 0.05) -> Watchdog:
-    return Watchdog(it, slowest=slowest, interval=0.5, clock=lambda: it.now)
+def watch(it: Watched, deadline: float | None = None) -> Watchdog:
+    return Watchdog(it, deadline=deadline, interval=0.5, clock=lambda: it.now)  # pyright: ignore[reportArgumentType]
 
 
 def test_an_idle_engine_is_well_for_ever() -> None:
@@ -69,9 +70,10 @@ def test_one_wedged_replica_among_others_is_named() -> None:
     assert said[0].startswith("replica 1 has completed no iteration")
 
 
-def test_slow_hardware_has_longer() -> None:
-    it = Watched()
-    watchdog = watch(it, slowest=3.0)
+@pytest.mark.parametrize(("slowest", "deadline"), [(3000.0, None), (50.0, 12.0)])
+def test_slow_hardware_has_longer(slowest: float, deadline: float | None) -> None:
+    it = Watched(slowest=slowest)
+    watchdog = watch(it, deadline)
     it.replicas[0].running = 1
     assert it.problems(watchdog, 12) == [None] * 24
     assert it.problems(watchdog, 1)[-1] is not None
