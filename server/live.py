@@ -17,7 +17,8 @@ from jaxserve.observe import IterationRecord
 if TYPE_CHECKING:
     from jaxserve.completion import Completion
     from jaxserve.engine import Engine
-    from jaxserve.request import Request
+    from jaxserve.request import Request, TokenEvent
+    from server.errors import Refusal
     from server.generation import Call
 
 KEPT = 512  # iterations
@@ -38,7 +39,7 @@ class Live:
         self._numbers = itertools.count()
         self._ring: deque[tuple[int, IterationRecord]] = deque(maxlen=KEPT)
         self._latencies = {name: deque[tuple[float, float]](maxlen=_SAMPLES) for name in ("first_token", "gap")}
-        self._first_tokens: dict[str, float] = {}
+        self._last_tokens: dict[str, float] = {}
         self._generated: deque[tuple[float, int]] = deque()
         engine.record(self._append)
 
@@ -48,18 +49,24 @@ class Live:
     def started(self, call: Call, request: Request) -> None:
         """The engine has taken a request; nothing is known of its latencies yet."""
 
-    def first_token(self, request: Request) -> None:
-        """A request's first token has come."""
+    def heard(self, request: Request, event: TokenEvent) -> None:
+        """A request has got tokens: its first, or some after those of an earlier event."""
+        if not event.token_ids:
+            return
         now = time.monotonic()
-        self._first_tokens[request.request_id] = now
-        self._latencies["first_token"].append((now, now - request.arrival))
+        before = self._last_tokens.get(request.request_id)
+        if before is None:
+            self._latencies["first_token"].append((now, now - request.arrival))
+        else:
+            self._latencies["gap"].append((now, now - before))
+        self._last_tokens[request.request_id] = now
 
     def ended(self, request: Request, completion: Completion) -> None:
-        """A request is over: the mean time between its tokens is known."""
-        now = time.monotonic()
-        first = self._first_tokens.pop(request.request_id, now)
-        if (gaps := len(completion.token_ids) - 1) > 0:
-            self._latencies["gap"].append((now, (now - first) / gaps))
+        """A request is over."""
+        self._last_tokens.pop(request.request_id, None)
+
+    def refused(self, refusal: Refusal) -> None:
+        """A call without an answer has no latencies."""
 
     def since(self, number: int) -> dict[str, Any]:
         """What a watcher who has seen the iterations before `number` shows next, as JSON-able data.
@@ -68,9 +75,9 @@ class Live:
           `next`: the number to ask with next; smaller than `number` if that is not of this server, and then all that
           is kept is there. `iterations`: lists of replica, sequence, bucket, requests waiting, seconds (monotonic) at
           which it finished, its chunks as [row, start, length, samples], and the rows that requests took in it as
-          [row, request id]. `load`: the fields of `Engine.load`. `latencies`: of the requests of the last minute,
-          seconds to the first token (`first_token`) and on average between tokens (`gap`), at the quantiles 0.5,
-          0.95 and 0.99, or null where nothing was seen.
+          [row, request id]. `load`: the fields of `Engine.load`. `latencies`: of the last minute, seconds to the
+          first token (`first_token`) and between tokens (`gap`), at the quantiles 0.5, 0.95 and 0.99, or null where
+          nothing was seen.
         """
         kept = self._ring.copy()
         ahead = kept[-1][0] + 1 if kept else 0

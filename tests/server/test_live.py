@@ -13,7 +13,7 @@ from rich.console import Console
 from jaxserve.completion import Completion
 from jaxserve.iteration import Admission, Chunk, IterationPlan
 from jaxserve.observe import IterationRecord
-from jaxserve.request import Request, SamplingParams
+from jaxserve.request import FinishReason, Request, SamplingParams, TokenEvent
 from server import live as live_module
 from server.live import Live
 from server.top import Board
@@ -97,16 +97,17 @@ def test_latencies_and_rates_are_of_the_last_minute(engine: Recorded, monkeypatc
     clock = SimpleNamespace(now=1000.0)
     monkeypatch.setattr(live_module.time, "monotonic", lambda: clock.now)
     live = Live(engine)  # pyright: ignore[reportArgumentType]
-    end = Completion(request_id="", text="", token_ids=(7, 7, 7), finish_reason=None)
+    end = Completion(request_id="", text="", token_ids=(), finish_reason=None)
     for index, seconds in enumerate([9.0, *(milliseconds / 1000 for milliseconds in range(100))]):
         request = Request(request_id=str(index), prompt=(1,), sampling=SamplingParams(), arrival=clock.now)
         clock.now += 0.25
-        live.first_token(request)
-        clock.now += 2 * seconds
+        live.heard(request, TokenEvent(request.request_id, token_ids=(7,)))
+        clock.now += seconds
+        live.heard(request, TokenEvent(request.request_id, token_ids=(7, 7)))
+        live.heard(request, TokenEvent(request.request_id, finish_reason=FinishReason.ABORTED))
         live.ended(request, end)
         if seconds == 9.0:
             clock.now += 61
-    live.ended(request, Completion(request_id="", text="", token_ids=(), finish_reason=None))  # it counts for nothing
     load = engine.load()
     monkeypatch.setattr(engine, "load", lambda: load)
     told = live.since(0)
