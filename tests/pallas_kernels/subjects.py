@@ -31,6 +31,7 @@ class Subject:
 
 SUBJECTS = {
     "xla": Subject(make=lambda: api.load("xla"), block_sizes=(8, 1, 2, 16, 32, 64)),
+    "cpu": Subject(make=lambda: api.load("cpu"), block_sizes=(8, 1, 2, 16, 32, 64)),
     "gpu": Subject(make=lambda: GpuBackend(interpret=True), block_sizes=(16, 1, 64), slow=True),
 }
 
