@@ -15,6 +15,7 @@ SHAPE_CHECKED = (
     "jaxserve.scoring",
     "jaxserve.batch",
     "pallas_kernels.xla",
+    "pallas_kernels.cpu",
     "pallas_kernels.gpu",
     "pallas_kernels.gpu_kernels",
     "pallas_kernels.xla_work",

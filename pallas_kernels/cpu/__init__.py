@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Float32, Int32
+from jaxtyping import Float, Float32
 
 from pallas_kernels.api import AttentionBatch, AttentionShape
 from pallas_kernels.cpu import build
@@ -40,7 +40,7 @@ class CpuBackend(XlaBackend):
         *,
         slopes: Float32[jax.Array | np.ndarray, " N"] | None,
         scale: float,
-        first_block: Int32[jax.Array, ""] | int = 0,
+        first_block: jax.Array | int = 0,
     ) -> tuple[Float[jax.Array, "T N D"], Pool]:
         held, structure = jax.tree.flatten(pool)
         operands = (
