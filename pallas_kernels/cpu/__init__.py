@@ -35,7 +35,7 @@ class CpuBackend(XlaBackend):
         k: Float[jax.Array, "T K D"],
         v: Float[jax.Array, "T K D"],
         pool: Pool,
-        meta: AttentionBatch,
+        meta: Any,
         shape: AttentionShape,
         *,
         slopes: Float32[jax.Array | np.ndarray, " N"] | None,
