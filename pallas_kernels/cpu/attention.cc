@@ -109,10 +109,27 @@ struct Scratch {
   }
 };
 
-// The slots of one step that lie in one block.
+// Slots of one step that lie in one block: the step's columns from `column` on.
 struct Run {
   int64_t place, slot, column, count;
 };
+
+struct Step {
+  int size = 0;
+  Run runs[kStep];
+};
+
+// The step that begins at position `start` of a chunk's row, which ends at `end`; empty past that.
+template <typename Q, typename P>
+void Cut(const Call<Q, P>& call, int64_t chunk, int64_t head, int64_t start, int64_t end, Step& step) {
+  const int64_t last = std::min(start + kStep, end);
+  step.size = 0;
+  for (int64_t position = start; position < last;) {
+    const int64_t slot = position % call.size, count = std::min(call.size - slot, last - position);
+    step.runs[step.size++] = {call.Place(chunk, position, head), slot, position - start, count};
+    position += count;
+  }
+}
 
 // Turns the first `visible` of a row's scores into weights, the rest up to `width` into zeros.
 //
@@ -166,18 +183,17 @@ void Attend(const Call<Q, P>& call, const Tokens& tokens, int64_t head) {
   alignas(64) float scores[kMostRows * kScores];
   alignas(64) float key_scales[kScores], value_scales[kScores];
   constexpr bool kScaled = Call<Q, P>::kScaled;
-  Run runs[kStep];
+  const auto keys_of = [&](const Run& run) { return call.keys + run.place * dim * size + run.slot; };
+  const auto values_of = [&](const Run& run) { return call.values + (run.place * size + run.slot) * dim; };
+  Step steps[2];  // this one and the next
+  Cut(call, tokens.chunk, head, 0, end, steps[0]);
   for (int64_t start = 0; start < end; start += kStep) {
-    const int64_t last = std::min(start + kStep, end);
-    int num_runs = 0;
-    for (int64_t position = start; position < last;) {
-      const int64_t slot = position % size, count = std::min(size - slot, last - position);
-      runs[num_runs++] = {call.Place(tokens.chunk, position, head), slot, position - start, count};
-      position += count;
-    }
+    const Step& step = steps[start / kStep % 2];
+    Step& next = steps[1 - start / kStep % 2];
+    Cut(call, tokens.chunk, head, start + kStep, end, next);
     if (kScaled)
-      for (int i = 0; i < num_runs; i++) {
-        const Run& run = runs[i];
+      for (int i = 0; i < step.size; i++) {
+        const Run& run = step.runs[i];
         const int64_t from = run.place * size + run.slot;
         std::copy_n(call.key_scales + from, run.count, key_scales + run.column);
         std::copy_n(call.value_scales + from, run.count, value_scales + run.column);
@@ -188,13 +204,13 @@ void Attend(const Call<Q, P>& call, const Tokens& tokens, int64_t head) {
       const int64_t seen = std::min<int64_t>(kStep, begin + (first + some - 1) / group + 1 - start);
       if (seen <= 0) continue;
       const float* queries = &scratch.queries[first * width];
-      for (int i = 0; i < num_runs && runs[i].column < seen; i++) {
-        const Run& run = runs[i];
+      for (int i = 0; i < step.size && step.runs[i].column < seen; i++) {
+        const Run& run = step.runs[i];
         const int64_t wanted = std::min(run.count, seen - run.column);
         // Whole vectors, as far as the block goes; what lies beyond `wanted` is overwritten or not looked at.
         const int64_t columns = std::min(RoundUp(wanted, kLanes), size - run.slot);
-        Multiply<false>(some, queries, width, call.keys + run.place * dim * size + run.slot, size, dim,
-                        scores + run.column, kScores, columns);
+        Multiply<false>(some, queries, width, keys_of(run), size, dim, scores + run.column, kScores, columns,
+                        values_of(run));
       }
       for (int r = 0; r < some; r++) {
         const int64_t row = first + r, position = begin + row / group;
@@ -210,10 +226,11 @@ void Attend(const Call<Q, P>& call, const Tokens& tokens, int64_t head) {
                                    scratch.maxima[row], scratch.totals[row]);
         for (int64_t d = 0; d < width; d++) scratch.sums[row * width + d] *= shrink;
       }
-      for (int i = 0; i < num_runs && runs[i].column < seen; i++) {
-        const Run& run = runs[i];
-        Multiply<true>(some, scores + run.column, kScores, call.values + (run.place * size + run.slot) * dim, dim,
-                       std::min(run.count, seen - run.column), &scratch.sums[first * width], width, dim);
+      for (int i = 0; i < step.size && step.runs[i].column < seen; i++) {
+        const Run& run = step.runs[i];
+        const P* later = i < next.size ? keys_of(next.runs[i]) : values_of(run);
+        Multiply<true>(some, scores + run.column, kScores, values_of(run), dim, std::min(run.count, seen - run.column),
+                       &scratch.sums[first * width], width, dim, later);
       }
     }
   }
@@ -302,8 +319,8 @@ ffi::Error Serve(ffi::ThreadPool& pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi:
   return ffi::Error::Success();
 }
 
-// Args: q, k, v, query offsets, kv_lens, block tables, the layer's first block, slopes (none: an empty array), the pool:
-// keys, values and, of int8, their scales. Results: out, and the pool, which must be the same memory.
+// Args: q, k, v, query offsets, kv_lens, block tables, the layer's first block, slopes (none: an empty array), the
+// pool: keys, values and, of int8, their scales. Results: out, and the pool, which must be the same memory.
 ffi::Error RaggedAttention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
                            ffi::BufferR1<ffi::S32> offsets, ffi::BufferR1<ffi::S32> kv_lens,
                            ffi::BufferR2<ffi::S32> tables, ffi::BufferR0<ffi::S32> first_block,

@@ -13,8 +13,8 @@ namespace jaxserve {
 // Calls work(i) for every i below `count`, in this thread and up to `helpers` of the pool's, and returns when all have
 // ended.
 //
-// The caller may be a thread of the pool itself, so it never waits for one to begin: it takes what nobody has taken, and
-// waits for what others are at. A helper that comes late finds nothing left and touches nothing but the counter.
+// The caller may be a thread of the pool itself, so it never waits for one to begin: it takes what nobody has taken,
+// and waits for what others are at. A helper that comes late finds nothing left and touches nothing but the counter.
 template <typename Work>
 void ForEach(xla::ffi::ThreadPool& pool, int64_t count, int64_t helpers, const Work& work) {
   struct Progress {

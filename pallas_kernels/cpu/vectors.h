@@ -26,6 +26,9 @@ constexpr int kVectors = 4;
 constexpr int kVectors = 2;
 #endif
 
+constexpr int kFewRows = 2;  // so few that memory sets the pace
+constexpr size_t kCacheLine = 64;
+
 typedef float Vec __attribute__((vector_size(4 * kLanes)));
 typedef int32_t IntVec __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t BitVec __attribute__((vector_size(4 * kLanes)));
@@ -120,9 +123,12 @@ inline Vec Exp(Vec x) {
 
 // c [kRows, kWidth vectors] (+)= a [kRows, depth] * b [depth, ...], the terms of each sum in order. With kPartial only
 // `count` numbers of each of b's rows may be read, less than a vector.
+//
+// `next` lies like b and is wanted soon: with few rows memory sets the pace, and it is fetched meanwhile, into the second
+// cache (the first has no room for it; fetched there it gains nothing).
 template <int kRows, int kWidth, bool kAdd, bool kPartial = false, typename T>
 inline void MultiplyTile(const float* a, int64_t a_stride, const T* b, int64_t b_stride, int64_t depth, float* c,
-                         int64_t c_stride, int count = 0) {
+                         int64_t c_stride, const T* next, int count = 0) {
   Vec sums[kRows][kWidth];
   for (int i = 0; i < kRows; i++)
     for (int j = 0; j < kWidth; j++) sums[i][j] = kAdd ? Load(c + i * c_stride + j * kLanes) : Vec{};
@@ -132,6 +138,9 @@ inline void MultiplyTile(const float* a, int64_t a_stride, const T* b, int64_t b
       const T* from = b + k * b_stride + j * kLanes;
       row[j] = kPartial ? Load(from, count) : Load(from);
     }
+    if (kRows <= kFewRows)
+      for (size_t line = 0; line < kWidth * kLanes * sizeof(T); line += kCacheLine)
+        __builtin_prefetch(reinterpret_cast<const char*>(next + k * b_stride) + line, /*rw=*/0, /*locality=*/2);
     for (int i = 0; i < kRows; i++)
       for (int j = 0; j < kWidth; j++) sums[i][j] += a[i * a_stride + k] * row[j];
   }
@@ -141,30 +150,30 @@ inline void MultiplyTile(const float* a, int64_t a_stride, const T* b, int64_t b
 
 template <int kRows, bool kAdd, typename T>
 void MultiplyRows(const float* a, int64_t a_stride, const T* b, int64_t b_stride, int64_t depth, float* c,
-                  int64_t c_stride, int64_t columns) {
+                  int64_t c_stride, int64_t columns, const T* next) {
   // Few rows take more vectors: enough sums to hide how long one takes, and 64 numbers where they can.
-  constexpr int kWidth = kRows > 2 ? kVectors : kLanes == 16 ? 4 : 8 / kRows;
+  constexpr int kWidth = kRows > kFewRows ? kVectors : kLanes == 16 ? 4 : 8 / kRows;
   int64_t n = 0;
   for (; n + kWidth * kLanes <= columns; n += kWidth * kLanes)
-    MultiplyTile<kRows, kWidth, kAdd>(a, a_stride, b + n, b_stride, depth, c + n, c_stride);
+    MultiplyTile<kRows, kWidth, kAdd>(a, a_stride, b + n, b_stride, depth, c + n, c_stride, next + n);
   for (; n + kLanes <= columns; n += kLanes)
-    MultiplyTile<kRows, 1, kAdd>(a, a_stride, b + n, b_stride, depth, c + n, c_stride);
+    MultiplyTile<kRows, 1, kAdd>(a, a_stride, b + n, b_stride, depth, c + n, c_stride, next + n);
   if (n < columns)
-    MultiplyTile<kRows, 1, kAdd, true>(a, a_stride, b + n, b_stride, depth, c + n, c_stride, columns - n);
+    MultiplyTile<kRows, 1, kAdd, true>(a, a_stride, b + n, b_stride, depth, c + n, c_stride, next + n, columns - n);
 }
 
-// c [rows, columns] (+)= a [rows, depth] * b [depth, columns], for up to kMostRows rows. Whole vectors of c are written:
-// its rows have room for them.
+// c [rows, columns] (+)= a [rows, depth] * b [depth, columns], for up to kMostRows rows. Whole vectors of c are
+// written: its rows have room for them.
 template <bool kAdd, typename T>
 void Multiply(int rows, const float* a, int64_t a_stride, const T* b, int64_t b_stride, int64_t depth, float* c,
-              int64_t c_stride, int64_t columns) {
+              int64_t c_stride, int64_t columns, const T* next) {
   switch (rows) {
-    case 1: return MultiplyRows<1, kAdd>(a, a_stride, b, b_stride, depth, c, c_stride, columns);
-    case 2: return MultiplyRows<2, kAdd>(a, a_stride, b, b_stride, depth, c, c_stride, columns);
-    case 3: return MultiplyRows<3, kAdd>(a, a_stride, b, b_stride, depth, c, c_stride, columns);
-    case 4: return MultiplyRows<4, kAdd>(a, a_stride, b, b_stride, depth, c, c_stride, columns);
-    case 5: return MultiplyRows<5, kAdd>(a, a_stride, b, b_stride, depth, c, c_stride, columns);
-    default: return MultiplyRows<kMostRows, kAdd>(a, a_stride, b, b_stride, depth, c, c_stride, columns);
+    case 1: return MultiplyRows<1, kAdd>(a, a_stride, b, b_stride, depth, c, c_stride, columns, next);
+    case 2: return MultiplyRows<2, kAdd>(a, a_stride, b, b_stride, depth, c, c_stride, columns, next);
+    case 3: return MultiplyRows<3, kAdd>(a, a_stride, b, b_stride, depth, c, c_stride, columns, next);
+    case 4: return MultiplyRows<4, kAdd>(a, a_stride, b, b_stride, depth, c, c_stride, columns, next);
+    case 5: return MultiplyRows<5, kAdd>(a, a_stride, b, b_stride, depth, c, c_stride, columns, next);
+    default: return MultiplyRows<kMostRows, kAdd>(a, a_stride, b, b_stride, depth, c, c_stride, columns, next);
   }
 }
 
