@@ -162,8 +162,8 @@ class Model:
         with jax.named_scope("head"):
             return layers.head(x, jax.lax.dynamic_slice_in_dim(table, start, size))
 
-    def head_table(self, params: Params) -> Float[jax.Array, "V E"]:
-        """What normed hidden states are multiplied with."""
+    def head_table(self, params: Params) -> Any:
+        """What normed hidden states are multiplied with: [V, E], or what `layers.through` has made of it."""
         piece = params["embed"] if self.config.tie_embeddings else params["head"]
         return piece["tokens"]["table"]
 

@@ -20,6 +20,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Float32, Int32
 
 from jaxserve.models.schema import ModelConfig
+from pallas_kernels.cpu.product import FewRows
 
 # attend(q [T, N, D], k [T, K, D], v [T, K, D], cache) -> (out [T, N, D], cache)
 Attend = Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
@@ -37,11 +38,28 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Through:
+    """A kernel, and the product that `project` takes for x of few rows."""
+
+    kernel: Float[jax.Array, "out in"]
+    few_rows: FewRows
+
+    @property
+    def ndim(self) -> int:
+        return self.kernel.ndim
+
+
+def through(weights: Any, few_rows: FewRows) -> Any:
+    """A tree of weights whose kernels and tables are multiplied through a product for few rows."""
+    return jax.tree.map(lambda leaf: Through(leaf, few_rows) if leaf.ndim > 1 else leaf, weights)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Varying:
     """The kernel of the layer that a loop is at. `project` branches to that layer's own, so that it is read where it
     lies; a slice of stacked kernels would be copied first."""
 
-    kernels: Sequence[Float[jax.Array, "out in"]]
+    kernels: Sequence[Float[jax.Array, "out in"] | Through]
     layer: Int32[jax.Array, ""]
 
 
@@ -59,7 +77,7 @@ def varying(layers: Sequence[dict[str, Any]]) -> Callable[[jax.Array], dict[str,
 
 
 def project(
-    x: Float[jax.Array, "T in"], kernel: Float[jax.Array, "out in"] | Varying, dtype: DTypeLike | None = None
+    x: Float[jax.Array, "T in"], kernel: Float[jax.Array, "out in"] | Through | Varying, dtype: DTypeLike | None = None
 ) -> Float32[jax.Array, "T out"]:
     """x times the kernel, summed in float32.
 
@@ -72,6 +90,9 @@ def project(
     """
     if isinstance(kernel, Varying):
         return jax.lax.switch(kernel.layer, [partial(project, kernel=one, dtype=dtype) for one in kernel.kernels], x)
+    if isinstance(kernel, Through):
+        most, multiply = kernel.few_rows
+        return multiply(x, kernel.kernel) if x.shape[0] <= most else project(x, kernel.kernel, dtype)
     return jax.lax.platform_dependent(
         x, kernel, cpu=_project_cpu, default=partial(_project, dtype=x.dtype if dtype is None else dtype)
     )
@@ -200,7 +221,7 @@ class NormedHead(nnx.Module):
         return self.norm(x)
 
 
-def head(x: Float[jax.Array, "S E"], table: Float[jax.Array, "V E"]) -> Float32[jax.Array, "S V"]:
+def head(x: Float[jax.Array, "S E"], table: Float[jax.Array, "V E"] | Through) -> Float32[jax.Array, "S V"]:
     """Logits."""
     return project(x, table, jnp.float32)
 

@@ -55,7 +55,7 @@ class CpuBackend(XlaBackend):
         )
         like = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in (q, *held)]
         call = jax.ffi.ffi_call(
-            build.TARGET, like, input_output_aliases={len(operands) + i: 1 + i for i in range(len(held))}
+            build.ATTENTION, like, input_output_aliases={len(operands) + i: 1 + i for i in range(len(held))}
         )
         with jax.named_scope("attention"):
             out, *held = call(*operands, *held, scale=np.float32(scale))

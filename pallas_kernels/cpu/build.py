@@ -1,4 +1,4 @@
-"""The native call: compiled where a C++ compiler is found, kept in the user's cache folder, loaded and made known to
+"""The native calls: compiled where a C++ compiler is found, kept in the user's cache folder, loaded and made known to
 XLA."""
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ from pathlib import Path
 
 import jax
 
-TARGET = "jaxserve_ragged_attention"
-_SYMBOL = "JaxserveRaggedAttention"
+ATTENTION, PRODUCT = "jaxserve_ragged_attention", "jaxserve_product"
+_SYMBOLS = {ATTENTION: "JaxserveRaggedAttention", PRODUCT: "JaxserveProduct"}
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-shared", "-fPIC")
-# Levels of the x86-64 ABI, best first, with what the kernels use of each: as Linux names it and as CPUs have it.
+# Levels of the x86-64 ABI, each with what it adds, as Linux names that; the last is one more step of our own.
 _LEVELS = {
-    "x86-64-v4": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
+    "x86-64": set(),
     "x86-64-v3": {"avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"},
+    "x86-64-v4": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
+    "x86-64-v4-bf16": {"avx512_bf16"},
 }
 _HERE = Path(__file__).parent
 
@@ -31,7 +33,7 @@ _outcome: list[str | None] = []
 
 
 def refusal() -> str | None:
-    """Compiles, loads and registers the call, once in a process; why that cannot be, in words, or None."""
+    """Compiles, loads and registers the calls, once in a process; why that cannot be, in words, or None."""
     with _lock:
         if not _outcome:
             _outcome.append(_load())
@@ -43,8 +45,8 @@ def _load() -> str | None:
         library = ctypes.CDLL(str(compiled(cache_folder())))
     except (OSError, ValueError) as error:
         return str(error)
-    handler = jax.ffi.pycapsule(getattr(library, _SYMBOL))
-    jax.ffi.register_ffi_target(TARGET, handler, platform="cpu")
+    for target, symbol in _SYMBOLS.items():
+        jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(library, symbol)), platform="cpu")
     return None
 
 
@@ -63,13 +65,20 @@ def level() -> str:
     except OSError:
         lines = []
     flags = next((set(line.split()) for line in lines if line.startswith("flags")), set())
-    needed: set[str] = set()
-    found = "x86-64"
-    for name, features in reversed(_LEVELS.items()):
-        needed |= features
-        if needed <= flags:
-            found = name
-    return found
+    reached = machine
+    for name, added in _LEVELS.items():
+        if not added <= flags:
+            break
+        reached = name
+    return reached
+
+
+def _options(level: str) -> list[str]:
+    """What tells the compiler of a level."""
+    if level not in _LEVELS:
+        return []
+    base = level.removesuffix("-bf16")
+    return [f"-march={base}", *(["-mavx512bf16"] if level != base else [])]
 
 
 def compiled(folder: Path) -> Path:
@@ -86,19 +95,19 @@ def compiled(folder: Path) -> Path:
     if compiler is None:
         raise ValueError(f"no C++ compiler ({', '.join(_COMPILERS)}) to build it with")
     target = level()
-    command = [compiler, *_FLAGS, *([f"-march={target}"] if target in ("x86-64", *_LEVELS) else [])]
+    command = [compiler, *_FLAGS, *_options(target)]
     include = Path(jax.ffi.include_dir())
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
-    parts = [" ".join(command), version, *(path.read_text() for path in _sources()), *_headers(include)]
+    parts = [" ".join(command), version, *(path.read_text() for path in _sources(".cc", ".h")), *_headers(include)]
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-    library = folder / f"attention-{target}-{digest}.so"
+    library = folder / f"native-{target}-{digest}.so"
     if library.exists():
         return library
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as workshop:
         made = Path(workshop, library.name)
         done = subprocess.run(
-            [*command, "-isystem", str(include), "-o", str(made), str(_HERE / "attention.cc")],
+            [*command, "-isystem", str(include), "-o", str(made), *(str(path) for path in _sources(".cc"))],
             capture_output=True,
             text=True,
         )
@@ -109,8 +118,8 @@ def compiled(folder: Path) -> Path:
     return library
 
 
-def _sources() -> list[Path]:
-    return sorted(path for path in _HERE.iterdir() if path.suffix in (".cc", ".h"))
+def _sources(*suffixes: str) -> list[Path]:
+    return sorted(path for path in _HERE.iterdir() if path.suffix in suffixes)
 
 
 def _headers(include: Path) -> list[str]:

@@ -100,7 +100,7 @@ def test_a_folder_that_cannot_be_written_is_named(compilers, tmp_path):
 
 def test_a_library_that_cannot_be_loaded_is_named(compilers):
     slow_compiler(compilers)
-    check_fallback(".*attention-.*so")
+    check_fallback(".*native-.*so")
 
 
 def test_many_at_once_see_the_library_whole_or_not_at_all(compilers, tmp_path):
