@@ -16,6 +16,7 @@ SHAPE_CHECKED = (
     "jaxserve.batch",
     "pallas_kernels.xla",
     "pallas_kernels.cpu",
+    "pallas_kernels.cpu.product",
     "pallas_kernels.gpu",
     "pallas_kernels.gpu_kernels",
     "pallas_kernels.xla_work",
