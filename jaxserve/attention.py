@@ -27,6 +27,7 @@ def select(
     pool_dtype: np.dtype | None,
     block_size: int | None,
     max_context: int,
+    max_rows: int,
     platform: str,
 ) -> tuple[api.Backend, api.AttentionShape, str]:
     """Picks the backend and the block size for a model.
@@ -53,6 +54,7 @@ def select(
             dtype=dtype,
             pool_dtype=pool_dtype,
             alibi=config.alibi,
+            max_rows=max_rows,
             device_kind=mesh.devices.flat[0].device_kind if isinstance(mesh, Mesh) else "",
         )
 

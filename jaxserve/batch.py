@@ -141,7 +141,9 @@ def unpack(
     tables = tables.at[changes[:, 0], changes[:, 1]].set(changes[:, 2], mode="drop")
     offsets = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(lengths, dtype=jnp.int32)])
     flat = jnp.arange(layout.bucket, dtype=jnp.int32)
-    token_chunk = jnp.minimum(jnp.searchsorted(offsets[1:], flat, side="right"), layout.chunks - 1).astype(jnp.int32)
+    # All comparisons at once: a binary search is a loop, each turn of which an accelerator launches for itself.
+    token_chunk = jnp.searchsorted(offsets[1:], flat, side="right", method="compare_all")
+    token_chunk = jnp.minimum(token_chunk, layout.chunks - 1).astype(jnp.int32)
     in_use = flat < offsets[-1]
     positions = jnp.where(in_use, starts[token_chunk] + flat - offsets[token_chunk], 0)
     token_rows = rows[token_chunk]

@@ -9,6 +9,7 @@ from typing import Literal, get_args
 SlotPolicyName = Literal["reserve", "grow"]
 SchedulerName = Literal["iteration", "request"]
 DtypeName = Literal["auto", "float32", "bfloat16"]
+QuantizeName = Literal["int8"]
 CacheDtypeName = Literal["auto", "float32", "bfloat16", "int8"]
 
 
@@ -18,6 +19,8 @@ class EngineConfig:
 
     Attributes:
       dtype: compute dtype of weights and activations; `auto` is float32 on a CPU and bfloat16 elsewhere.
+      quantize: `int8` holds matrices in eight bits, half the memory of bfloat16 (`jaxserve.quantize`); None holds them
+        in dtype.
       kv_cache_dtype: what keys and values are held in; `auto` is the attention backend's choice, `int8` takes half the
         memory of bfloat16 (one scale a token and head, `pallas_kernels.int8`).
       max_rows: requests in one batch at most (Orca's max batch size, OSDI'22 section 4.2).
@@ -35,6 +38,8 @@ class EngineConfig:
       max_queued_requests / max_queued_tokens: what may wait before a request is refused at the door.
       scheduler: `iteration`, or `request` for request-level batching in the same engine (the baseline Orca compares
         itself with).
+      deterministic: whether an answer is the same to the bit whatever else is served: one bucket, prompts cut at fixed
+        positions, one sampler, nothing preempted (slot policy `reserve`), prefixes reused where prompts are cut only.
       scoring: whether prompt_logprobs is served (a second program per bucket).
       attention: name of the attention backend, or `auto`.
       tensor: devices that share each layer (tensor or intra-layer parallelism), the same number in every stage.
@@ -49,6 +54,7 @@ class EngineConfig:
     """
 
     dtype: DtypeName = "auto"
+    quantize: QuantizeName | None = None
     kv_cache_dtype: CacheDtypeName = "auto"
     max_rows: int = 16
     slots: int | None = None
@@ -62,6 +68,7 @@ class EngineConfig:
     max_queued_requests: int = 1024
     max_queued_tokens: int = 1_048_576
     scheduler: SchedulerName = "iteration"
+    deterministic: bool = False
     scoring: bool = True
     attention: str = "auto"
     tensor: int = 1
@@ -81,6 +88,8 @@ class EngineConfig:
         ):
             if getattr(self, name) not in get_args(choices):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(get_args(choices))}")
+        if self.quantize not in (None, *get_args(QuantizeName)):
+            raise ValueError(f"quantize is {self.quantize!r}; it must be {', '.join(get_args(QuantizeName))} or None")
         for name in ("max_rows", "max_queued_requests", "max_queued_tokens", "tensor", "stages", "replicas"):
             _at_least_one(name, getattr(self, name))
         for name in ("slots", "block_size", "token_budget", "max_context", "in_flight"):
@@ -94,6 +103,8 @@ class EngineConfig:
             raise ValueError(
                 f"in_flight is {self.in_flight}; more than stages + 1 ({self.stages + 1}) would only wait in line"
             )
+        if self.deterministic:
+            self._check_deterministic()
         if self.buckets is not None:
             if not self.buckets:
                 raise ValueError("buckets is empty; give at least one token count, or leave it out to measure a ladder")
@@ -105,6 +116,13 @@ class EngineConfig:
                 raise ValueError(
                     f"token_budget is {self.token_budget}, more than the largest bucket {self.buckets[-1]}"
                 )
+
+    def _check_deterministic(self) -> None:
+        for name, allowed in (("slot_policy", "reserve"), ("scheduler", "iteration"), ("target_tpot", None)):
+            if getattr(self, name) != allowed:
+                raise ValueError(f"{name} is {getattr(self, name)}; with deterministic it must be {allowed}")
+        if self.buckets is not None and len(self.buckets) > 1:
+            raise ValueError(f"buckets are {self.buckets}; with deterministic there is one: another rounds otherwise")
 
 
 def _at_least_one(name: str, value: int) -> None:

@@ -174,7 +174,8 @@ class Engine:
           RuntimeError: requests are alive; their answers would belong to neither set of weights.
         """
         pipeline = self._replicas[0].pipeline
-        startup.check_tree(pipeline.model.unpadded.shapes(pipeline.shape.attention.dtype), params)
+        expected = pipeline.model.unpadded.shapes(pipeline.shape.attention.dtype)
+        startup.check_tree(expected, params, int8=self.config.quantize == "int8")
         with self._door:
             if self._changing_weights:
                 raise RuntimeError("the weights are being replaced by another call")

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from jaxserve import attention, buckets, models, naming, weights
 from jaxserve.config import EngineConfig
 from jaxserve.lowering import StagePrograms
+from jaxserve.make_scheduler import fixed_chunk
 from jaxserve.models import Model
 from jaxserve.models.schema import ModelConfig
 from jaxserve.programs import StageShape
@@ -54,6 +55,7 @@ def lay_out(
         pool_dtype=None if config.kv_cache_dtype == "auto" else jnp.dtype(config.kv_cache_dtype),
         block_size=config.block_size,
         max_context=context,
+        max_rows=config.max_rows,
         platform=platform,
     )
     stage_shape = StageShape(
@@ -66,17 +68,21 @@ def lay_out(
         scoring=config.scoring,
     )
     programs = [
-        StagePrograms(model=model, shape=stage_shape, layers=owned, mesh=each, spec=spec)
+        StagePrograms(
+            model=model, shape=stage_shape, layers=owned, mesh=each, spec=spec, int8=config.quantize == "int8"
+        )
         for owned, each in zip(layers, meshes, strict=True)
     ]
     for bucket in bucket_sizes(config):
         programs[0].between_layers(bucket)
+    fixed_chunk(config, bucket_sizes(config), attended.block_size)
     return programs, reason
 
 
 def bucket_sizes(config: EngineConfig) -> tuple[int, ...]:
     """Token counts that are compiled."""
-    return config.buckets or buckets.default_sizes(config.max_rows, config.token_budget)
+    sizes = config.buckets or buckets.default_sizes(config.max_rows, config.token_budget)
+    return sizes[-1:] if config.deterministic else sizes
 
 
 def max_context(config: EngineConfig, model_config: ModelConfig) -> int:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.stages import Lowered
 
-from jaxserve import attention, batch, kv_cache, naming, weights
+from jaxserve import attention, batch, kv_cache, weights
 from jaxserve.batch import RowState
 from jaxserve.iteration import SamplerVariant
 from jaxserve.models import Model, Params
@@ -27,6 +27,7 @@ class StagePrograms:
       layers: which of the model's; the first stage embeds, the last has the head and chooses the tokens.
       mesh: the stage's devices, or those of a topology.
       spec: how parameters and pool are split over them.
+      int8: whether matrices are held in eight bits.
     """
 
     model: Model
@@ -34,6 +35,7 @@ class StagePrograms:
     layers: range
     mesh: Mesh
     spec: ShardingSpec
+    int8: bool
 
     @property
     def is_first(self) -> bool:
@@ -51,12 +53,7 @@ class StagePrograms:
     def params(self) -> Params:
         """The stage's parameters: shapes with shardings. Raises ValueError where the spec does not fit them."""
         dtype, place = self.shape.attention.dtype, weights.on_mesh(self.model, self.mesh, self.spec)
-        leaves = [
-            jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=place(name, shape.shape, axes))
-            for name, shape, axes, _ in naming.parameters(self.model, dtype)
-        ]
-        tree = jax.tree.unflatten(jax.tree.structure(self.model.shapes(dtype)), leaves)
-        return self.model.part(tree, self.layers)
+        return self.model.part(weights.describe(self.model, dtype, place, int8=self.int8), self.layers)
 
     @property
     def looped(self) -> bool:

@@ -12,8 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 
+from jaxserve import quantize
 from jaxserve.checkpoint import CheckpointError, read_json
+from jaxserve.models.layers import Quantized
 
 _MARKER = "jaxserve.json"
 _ARRAYS = "weights"
@@ -46,9 +49,11 @@ def fingerprint(directory: Path) -> str:
 
 
 def restore(
-    directory: Path, targets: dict[str, jax.ShapeDtypeStruct], saved: dict[str, tuple[int, ...]] | None = None
-) -> dict[str, jax.Array]:
-    """Reads arrays by name, each into the dtype and sharding of its target.
+    directory: Path,
+    targets: dict[str, jax.ShapeDtypeStruct | Quantized],
+    saved: dict[str, tuple[int, ...]] | None = None,
+) -> dict[str, jax.Array | Quantized]:
+    """Reads arrays by name, each into the dtype and sharding of its target; in eight bits where that is `Quantized`.
 
     Args:
       saved: the shapes they were saved in, where targets are larger and are to be filled up with zeros.
@@ -61,24 +66,34 @@ def restore(
     _read_marker(directory)
     saved = saved or {name: target.shape for name, target in targets.items()}
     folder = directory.resolve() / _ARRAYS
-    arrays: dict[str, jax.Array] = {}
+    arrays: dict[str, jax.Array | Quantized] = {}
+    read = {name: _as_read(target) for name, target in targets.items()}
     try:
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
             found = checkpointer.metadata(folder).item_metadata.tree
             _check(directory, {name: tuple(entry.shape) for name, entry in found.items()}, saved)
-            for group in _groups(targets):
+            for group in _groups(read):
                 restore_args = ocp.checkpoint_utils.construct_restore_args(group)
                 for name, target in group.items():
                     if target.shape != saved[name]:
                         restore_args[name] = dataclasses.replace(restore_args[name], strict=False)
                 options = ocp.args.PyTreeRestore(item=group, restore_args=restore_args, partial_restore=True)
-                arrays |= jax.block_until_ready(checkpointer.restore(folder, options))
+                for name, array in jax.block_until_ready(checkpointer.restore(folder, options)).items():
+                    target = targets[name]
+                    arrays[name] = quantize.on_devices(array, target) if isinstance(target, Quantized) else array
     except CheckpointError:
         raise
     except Exception as error:  # whatever Orbax and the storage below it raise for files that are missing or damaged
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise CheckpointError(f"{folder} cannot be restored: {reason}") from error
     return arrays
+
+
+def _as_read(target: jax.ShapeDtypeStruct | Quantized) -> jax.ShapeDtypeStruct:
+    """What is restored for a target: what will be rounded to eight bits comes without another rounding before."""
+    if not isinstance(target, Quantized):
+        return target
+    return jax.ShapeDtypeStruct(target.shape, jnp.float32, sharding=target.values.sharding)
 
 
 def _groups(targets: dict[str, jax.ShapeDtypeStruct]) -> Iterator[dict[str, jax.ShapeDtypeStruct]]:

@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
-from jaxserve import naming
+from jaxserve import naming, weights
 from jaxserve.lowering import StagePrograms
+from jaxserve.models.layers import Quantized
 from sharding.spec import pattern
 
 
@@ -19,7 +20,8 @@ class Part:
     """A parameter, laid over the devices of a stage.
 
     Attributes:
-      name: layers.3.qkv.kernel, or with `*` for the layer where it stands for several.
+      name: layers.3.qkv.kernel, or with `*` for the layer where it stands for several; the scales of a matrix in
+        eight bits are a part of their own, layers.3.qkv.kernel.scales.
       count: how many it stands for.
       axes: logical name of each axis.
       partition: the mesh axis that each is split over, or None.
@@ -51,20 +53,28 @@ def parts_of(stage: StagePrograms) -> dict[str, Part]:
     """The parameters of a stage by name, in the order of the model."""
     axes = {name: axes for name, _, axes, _ in naming.parameters(stage.model, jnp.dtype(stage.shape.attention.dtype))}
     found: dict[str, Part] = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(stage.params()):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(stage.params(), is_leaf=weights.is_matrix):
         name = jax.tree_util.keystr(path, simple=True, separator=".")
-        local = leaf.sharding.shard_shape(leaf.shape)
-        found[name] = Part(
-            name=name,
-            count=1,
-            axes=axes[name],
-            partition=tuple(leaf.sharding.spec),
-            shape=leaf.shape,
-            local=local,
-            nbytes=math.prod(local) * leaf.dtype.itemsize,
-        )
+        if isinstance(leaf, Quantized):
+            found[name] = _part(name, axes[name], leaf.values)
+            found[f"{name}.scales"] = _part(f"{name}.scales", axes[name][:1], leaf.scales)
+        else:
+            found[name] = _part(name, axes[name], leaf)
     order = {"embed": 0, "layers": 1, "head": 2}
     return dict(sorted(found.items(), key=lambda item: order[item[0].split(".")[0]]))
+
+
+def _part(name: str, axes: tuple[str, ...], leaf: jax.ShapeDtypeStruct) -> Part:
+    local = leaf.sharding.shard_shape(leaf.shape)
+    return Part(
+        name=name,
+        count=1,
+        axes=axes,
+        partition=tuple(leaf.sharding.spec),
+        shape=leaf.shape,
+        local=local,
+        nbytes=math.prod(local) * leaf.dtype.itemsize,
+    )
 
 
 def grouped(parts: Iterable[Part]) -> tuple[Part, ...]:

@@ -10,15 +10,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
 from jaxserve.batch import PackedPlan
 from jaxserve.iteration import IterationPlan, IterationResult
 from jaxserve.models import Model, Params
+from jaxserve.models.layers import Quantized
 from jaxserve.programs import StageShape
 from jaxserve.stage import Launched, StageRunner, wait
+from jaxserve.weights import is_matrix
 
 # Called after a launch with the plan and an output of each stage, which is there when the stage has run.
 Watcher = Callable[[IterationPlan, Sequence[jax.Array]], None]
@@ -64,9 +66,7 @@ class Pipeline:
             tree |= stage.params | {"layers": stage.params["layers"] | tree["layers"]}
         shapes = self.model.unpadded.shapes(self.shape.attention.dtype)
         shapes["layers"] = dict(enumerate(shapes["layers"]))
-        return jax.tree.map(
-            lambda leaf, own: leaf if leaf.shape == own.shape else leaf[tuple(map(slice, own.shape))], tree, shapes
-        )
+        return jax.tree.map(_cut, tree, shapes, is_leaf=is_matrix)
 
     def replace_params(self, params: Params) -> None:
         """Takes other weights of the same shapes; no iteration may be in flight."""
@@ -113,3 +113,13 @@ class Pipeline:
         if fed is not None:
             self._landed.append(fed)
         return plan, result
+
+
+def _cut(values: Any, own: jax.ShapeDtypeStruct) -> Any:
+    """A parameter without its padding."""
+    if values.shape == own.shape:
+        return values
+    if isinstance(values, Quantized):
+        rows, columns = map(slice, own.shape)
+        return Quantized(values.values[rows, columns], values.scales[rows])
+    return values[tuple(map(slice, own.shape))]

@@ -16,7 +16,7 @@ from jaxserve import sampler, scoring
 from jaxserve.batch import BatchLayout, sample_points, unpack, write_tokens
 from jaxserve.iteration import SamplerVariant
 from jaxserve.models import Model
-from jaxserve.models.layers import Attend, through
+from jaxserve.models.layers import Attend, Quantized, through
 from pallas_kernels.api import AttentionShape, Backend
 from pallas_kernels.cpu.product import FewRows
 from sharding.spec import ShardingSpec
@@ -139,19 +139,22 @@ def score(model: Model, mesh: Mesh, spec: ShardingSpec, ends: Any, hidden: jax.A
     with jax.named_scope("prompt_scoring"):
         table, normed = model.head_table(ends), model.norm(ends, hidden)
         by_token, whole = spec.resolve(("vocab", None), table.shape, mesh, name="head"), spec.resolve((), (), mesh)
+        rows = spec.resolve(("vocab",), table.shape[:1], mesh, name="head")
         axis = by_token[0] if mesh.size > 1 else None
 
-        def score_here(table: jax.Array, normed: jax.Array, next_tokens: jax.Array) -> Scores:
+        def score_here(table: jax.Array | Quantized, normed: jax.Array, next_tokens: jax.Array) -> Scores:
             tile = partial(model.logits_tile, table, normed)
+            vocab = table.shape[0]
             if model.held.vocab_size > model.config.vocab_size:
-                first = 0 if axis is None else jax.lax.axis_index(axis) * len(table)
+                first = 0 if axis is None else jax.lax.axis_index(axis) * vocab
                 tile = _of_tokens(tile, model.config.vocab_size - first)
-            return Scores(*scoring.score(tile, len(table), min(len(table), _SCORING_TILE), next_tokens, axis))
+            return Scores(*scoring.score(tile, vocab, min(vocab, _SCORING_TILE), next_tokens, axis))
 
         if axis is None:
             return score_here(table, normed, next_tokens)
+        parts = Quantized(by_token, rows) if isinstance(table, Quantized) else by_token
         everywhere = jax.shard_map(
-            score_here, mesh=mesh, in_specs=(by_token, whole, whole), out_specs=whole, check_vma=False
+            score_here, mesh=mesh, in_specs=(parts, whole, whole), out_specs=whole, check_vma=False
         )
         return everywhere(table, normed, next_tokens)
 

@@ -231,11 +231,6 @@ class Replica:
         return not self._stopping
 
     @property
-    def has_failed(self) -> bool:
-        """Whether its loop ended by an error."""
-        return self._failure is not None
-
-    @property
     def is_healthy(self) -> bool:
         """Whether requests are being served: the thread runs and has not failed."""
         return self._failure is None and not self._stopping and self._thread is not None and self._thread.is_alive()

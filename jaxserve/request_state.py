@@ -89,6 +89,7 @@ def lease_of(request: Request) -> Lease:
     return Lease(
         tokens=list(request.prompt),
         max_length=request.max_length,
+        prompt_length=len(request.prompt),
         salt=request.cache_salt,
         takes_hits=request.sampling.prompt_logprobs is None or len(request.prompt) == 1,
     )

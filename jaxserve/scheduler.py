@@ -75,6 +75,10 @@ class Scheduler:
 
     With a `target_tpot` (seconds between a request's tokens) the token budget follows the load: see `pacing.Pace`.
 
+    With a `fixed_chunk` a prompt is cut at multiples of it and nowhere else, so that its arithmetic is the same
+    whoever it shares iterations with; a piece that does not fit an iteration waits for the next, and every plan asks
+    for the same sampler.
+
     `mode="request"` is the baseline that Orca compares itself with: a batch is formed when no row is in use, nobody
     joins it later, and what it answers is held back until all of it has finished.
     """
@@ -88,6 +92,7 @@ class Scheduler:
         max_context: int,
         token_budget: int | None = None,
         target_tpot: float | None = None,
+        fixed_chunk: int | None = None,
         eos_token_ids: frozenset[int] = frozenset(),
         mode: Literal["iteration", "request"] = "iteration",
         n_stages: int = 1,
@@ -100,6 +105,7 @@ class Scheduler:
         self._ladder = ladder
         self._max_rows = max_rows
         self._max_context = max_context
+        self._fixed_chunk = fixed_chunk
         self._budget = ladder.limit(token_budget)
         self._eos = eos_token_ids
         self._most_in_flight = most
@@ -294,6 +300,10 @@ class Scheduler:
         for state in draft.prompts:
             start = state.computed
             length = min(state.length - start, room)
+            if self._fixed_chunk is not None:
+                length = min(state.length - start, self._fixed_chunk - start % self._fixed_chunk)
+                if length > room:
+                    length = room = 0
             if not length:
                 if state.phase == WAITING:  # the chosen bucket ends before it: better prefix hits may come until then
                     self.pool.release(state.lease)
@@ -347,8 +357,9 @@ class Scheduler:
                 state.scored = last
             flat += length
             if samples:
-                if state.variant > sampler:
-                    sampler = state.variant
+                variant = state.variant if self._fixed_chunk is None else SamplerVariant.FULL
+                if variant > sampler:
+                    sampler = variant
                 state.length += 1
                 if state.length == state.limit:
                     state.phase = CLOSING

@@ -20,6 +20,7 @@ class Lease:
     Attributes:
       tokens: the request's known tokens; the owner appends to this list, never changes what is in it.
       max_length: most tokens it may come to hold.
+      prompt_length: how many of the tokens are its prompt.
       salt: prefixes are shared under the same salt only.
       takes_hits: whether it may start from blocks of the prefix cache.
       blocks: block of each run of `block_size` positions, in order.
@@ -29,6 +30,7 @@ class Lease:
 
     tokens: list[int]
     max_length: int
+    prompt_length: int
     salt: str = ""
     takes_hits: bool = True
     blocks: list[int] = field(default_factory=list, init=False)
@@ -54,9 +56,20 @@ class SlotPool:
 
     Prefix reuse: full blocks are addressed by a SHA-256 chain over salt and tokens. A block enters the cache when its
     owner publishes it, stays while anybody holds it, and afterwards until it is evicted as the least recently used.
+
+    With `prefix_blocks`, prefixes are found and published in whole runs of so many blocks, and of prompts only:
+    what a chunk of a fixed size computed is not mixed with what decodes did.
     """
 
-    def __init__(self, n_blocks: int, block_size: int, *, policy: SlotPolicy, prefix_cache: bool) -> None:
+    def __init__(
+        self,
+        n_blocks: int,
+        block_size: int,
+        *,
+        policy: SlotPolicy,
+        prefix_cache: bool,
+        prefix_blocks: int | None = None,
+    ) -> None:
         if n_blocks < 1 or block_size < 1:
             raise ValueError(f"a pool of {n_blocks} blocks of {block_size} slots is none; both must be at least 1")
         if policy not in ("reserve", "grow"):
@@ -65,6 +78,7 @@ class SlotPool:
         self.block_size = block_size
         self.policy: SlotPolicy = policy
         self.prefix_cache = prefix_cache
+        self._prefix_blocks = prefix_blocks
         self.growth_tokens = 16
         self._free = list(range(n_blocks - 1, -1, -1))  # never published or evicted; the lowest goes first
         self._references = [0] * n_blocks
@@ -197,6 +211,8 @@ class SlotPool:
         completed. No iteration still in flight writes to them then: a request writes its positions in order, once.
         """
         full = computed // self.block_size
+        if self._prefix_blocks is not None:
+            full = self._whole_runs(min(full, lease.prompt_length // self.block_size))
         if not self.prefix_cache or full <= lease._published or lease.publish_at == inf:
             return
         digests = self._chain(lease, full)
@@ -233,7 +249,11 @@ class SlotPool:
             if block is None:
                 break
             hits.append(block)
-        return hits
+        return hits[: self._whole_runs(len(hits))]
+
+    def _whole_runs(self, n_blocks: int) -> int:
+        run = self._prefix_blocks or 1
+        return n_blocks // run * run
 
     def _chain(self, lease: Lease, full: int) -> list[bytes]:
         digests, size = lease._digests, self.block_size

@@ -16,11 +16,13 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxserve import batch, kv_cache
+from jaxserve import batch, kv_cache, quantize
 from jaxserve.iteration import IterationPlan, IterationResult, SamplerVariant, max_chunks
 from jaxserve.lowering import StagePrograms
 from jaxserve.models import Params
+from jaxserve.models.layers import Quantized
 from jaxserve.programs import Forward, Scores
+from jaxserve.weights import is_matrix
 
 Progress = Callable[[str, int, int], None]
 
@@ -64,7 +66,7 @@ class StageRunner:
     def _own(self, params: Params) -> Params:
         wanted = self.programs.params()
         part = self.programs.model.part(params, self.programs.layers)
-        return jax.tree.map(_placed, part, wanted)
+        return jax.tree.map(_placed, part, wanted, is_leaf=is_matrix)
 
     def replace_params(self, params: Params) -> None:
         """Takes the stage's part of other weights of the same shapes."""
@@ -172,7 +174,17 @@ def wait(launched: Launched) -> IterationResult:
     )
 
 
-def _placed(values: Any, wanted: jax.ShapeDtypeStruct) -> jax.Array:
+def _placed(values: Any, wanted: jax.ShapeDtypeStruct | Quantized) -> jax.Array | Quantized:
+    """A parameter where it is wanted, rounded to eight bits where they are wanted and it is not yet."""
+    if not isinstance(wanted, Quantized):
+        return _put(values, wanted)
+    if isinstance(values, Quantized):
+        return Quantized(*map(_put, values, wanted))
+    whole = jax.ShapeDtypeStruct(wanted.shape, values.dtype, sharding=wanted.values.sharding)
+    return quantize.on_devices(_put(values, whole), wanted)
+
+
+def _put(values: Any, wanted: jax.ShapeDtypeStruct) -> jax.Array:
     if values.shape != wanted.shape:
         missing = [(0, size - have) for size, have in zip(wanted.shape, values.shape, strict=True)]
         values = np.pad(np.asarray(values), missing)

@@ -16,13 +16,14 @@ from jaxserve import buckets, kv_cache, measure, models, weights
 from jaxserve.config import EngineConfig
 from jaxserve.layout import bucket_sizes, lay_out
 from jaxserve.lowering import StagePrograms
+from jaxserve.make_scheduler import make_scheduler
 from jaxserve.models.schema import ModelConfig
 from jaxserve.parts import parts_of
 from jaxserve.pipeline import Pipeline
 from jaxserve.replica import Replica
-from jaxserve.scheduling import make_scheduler
 from jaxserve.stage import Progress, StageRunner
 from jaxserve.tokenizer import Tokenizer
+from jaxserve.weights import is_matrix
 from sharding import mesh, specs
 from sharding.fit import check_weights
 from sharding.spec import read as read_spec
@@ -51,6 +52,7 @@ class StartupReport:
     weight_bytes: int
     pool_bytes: int
     dtype: str
+    quantize: str | None
     kv_cache_dtype: str
     attention: str
     attention_reason: str
@@ -86,21 +88,35 @@ def from_checkpoint(path: str | Path, config: EngineConfig, progress: Progress) 
     for stage in programs:
         room = kv_cache.weight_room(device, _num_devices(config))
         check_weights(parts_of(stage).values(), room, f"{device.device_kind} device")
-    params = weights.load(path, programs[0].model, _compute_dtype(config), place=placement(programs), progress=progress)
+    params = weights.load(
+        path,
+        programs[0].model,
+        _compute_dtype(config),
+        place=placement(programs),
+        int8=programs[0].int8,
+        progress=progress,
+    )
     return start(config, replicas, reason, params, progress, time.perf_counter() - started), tokenizer
 
 
 def from_params(model_config: ModelConfig, params: Any, config: EngineConfig, progress: Progress) -> Started:
     """Compiles every program for weights in memory (see `Engine.from_params`)."""
     model = models.build(model_config)
-    check_tree(model.shapes(_compute_dtype(config)), params)
+    check_tree(model.shapes(_compute_dtype(config)), params, int8=config.quantize == "int8")
     return start(config, *stage_programs(config, model), params, progress, 0.0)
 
 
-def check_tree(expected: Any, params: Any) -> None:
-    """Raises ValueError, naming the parameter, where a tree of weights has other names or shapes than expected."""
-    wanted = {jax.tree_util.keystr(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(expected)}
-    given = {jax.tree_util.keystr(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+def check_tree(expected: Any, params: Any, *, int8: bool = False) -> None:
+    """Raises ValueError, naming the parameter, where a tree of weights has other names or shapes than expected.
+
+    Args:
+      int8: whether matrices may be in eight bits already.
+    """
+    is_leaf = is_matrix if int8 else None
+    wanted, given = (
+        {jax.tree_util.keystr(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf)}
+        for tree in (expected, params)
+    )
     for name in wanted.keys() | given.keys():
         if wanted.get(name) != given.get(name):
             have, want = given.get(name, "no value"), wanted.get(name, "no such parameter")
@@ -123,12 +139,9 @@ def stage_programs(config: EngineConfig, model: models.Model) -> tuple[list[list
 
 def placement(programs: Sequence[StagePrograms]) -> weights.Place:
     """Where each parameter is read to; the first of two places for a token table that is the head too."""
-    shardings = {
-        jax.tree_util.keystr(path, simple=True, separator="."): leaf.sharding
-        for stage in reversed(programs)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(stage.params())
-    }
-    return lambda name, _shape, _axes: shardings[name]
+    meshes = {name: stage.mesh for stage in reversed(programs) for name in parts_of(stage)}
+    places = {name: weights.on_mesh(programs[0].model, mesh, programs[0].spec) for name, mesh in meshes.items()}
+    return lambda name, shape, axes: places[name](name, shape, axes)
 
 
 def start(
@@ -184,6 +197,7 @@ def start(
         weight_bytes=sum(_bytes_held(runner.params) for runner in runners),
         pool_bytes=sum(_bytes_held(runner.pool) for runner in runners),
         dtype=str(_compute_dtype(config)),
+        quantize=config.quantize,
         kv_cache_dtype=str(shape.attention.pool_dtype),
         attention=shape.backend.name,
         attention_reason=attention_reason,

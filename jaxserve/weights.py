@@ -8,8 +8,9 @@ import math
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +18,14 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from safetensors.numpy import save_file
 
-from jaxserve import models, naming, orbax
+from jaxserve import models, naming, orbax, quantize
 from jaxserve.checkpoint import CheckpointError, StoredTensor, StoredTensors, read_config
+from jaxserve.models.layers import Quantized
 from jaxserve.models.schema import ModelConfig, Stored
 from jaxserve.naming import Parameter, parameters
 from sharding.spec import ShardingSpec
 
-__all__ = ["CheckpointError", "convert", "fingerprint", "load", "on_mesh", "read_config", "write_hf"]
+__all__ = ["CheckpointError", "convert", "describe", "fingerprint", "load", "on_mesh", "read_config", "write_hf"]
 
 # place(name, shape, axes) -> sharding of a parameter; names are like layers.3.qkv.kernel
 Place = Callable[[str, tuple[int, ...], tuple[str, ...]], Sharding]
@@ -50,12 +52,31 @@ def on_mesh(model: models.Model, mesh: Mesh, spec: ShardingSpec) -> Place:
     return place
 
 
+def describe(model: models.Model, dtype: jnp.dtype, place: Place, *, int8: bool) -> models.Params:
+    """A model's parameters as they are held: shapes with shardings.
+
+    Args:
+      int8: whether matrices are held in eight bits (`quantize.is_quantized`); their scales lie as their rows do.
+    """
+
+    def held(parameter: Parameter) -> jax.ShapeDtypeStruct | Quantized:
+        name, shape, axes, _ = parameter
+        whole = jax.ShapeDtypeStruct(shape.shape, dtype, sharding=place(name, shape.shape, axes))
+        if not (int8 and quantize.is_quantized(name)):
+            return whole
+        rows = jax.ShapeDtypeStruct(shape.shape[:1], dtype, sharding=place(name, shape.shape[:1], axes[:1]))
+        return Quantized(jax.ShapeDtypeStruct(shape.shape, jnp.int8, sharding=whole.sharding), rows)
+
+    return jax.tree.unflatten(jax.tree.structure(model.shapes(dtype)), map(held, parameters(model, dtype)))
+
+
 def load(
     path: str | Path,
     model: models.Model,
     dtype: jnp.dtype,
     *,
     place: Place = on_one_device,
+    int8: bool = False,
     progress: Progress | None = None,
 ) -> models.Params:
     """Reads a checkpoint directory, of Hugging Face or written by `convert`, into a model's parameters.
@@ -66,16 +87,15 @@ def load(
       model: what it has more of than the checkpoint (`models.build`) is zeros.
       dtype: what the parameters are cast to.
       place: the sharding of each parameter; each device's slice alone is read for it.
+      int8: whether matrices are rounded to eight bits as they are read.
 
     Raises:
       CheckpointError: the files do not hold this model.
       ValueError: what `place` raises.
     """
     directory, wanted = Path(path), list(parameters(model.unpadded, dtype))
-    targets = [
-        jax.ShapeDtypeStruct(shape.shape, dtype, sharding=place(name, shape.shape, axes))
-        for name, shape, axes, _ in parameters(model, dtype)
-    ]
+    described = describe(model, dtype, place, int8=int8)
+    targets = jax.tree.leaves(described, is_leaf=is_matrix)
     if orbax.is_saved(directory):
         names = [parameter.name for parameter in wanted]
         shapes = [parameter.shape.shape for parameter in wanted]
@@ -89,11 +109,20 @@ def load(
         leaves, total = [], sum(source.values.nbytes for several in sources for source in several)
         done = 0
         for parameter, target, several in zip(wanted, targets, sources, strict=True):
-            leaves.append(_place(parameter, several, model.config.head_dim, target, tensors.release))
+            if isinstance(target, Quantized):
+                leaf = _place_quantized(parameter, several, model.config.head_dim, target, tensors.release)
+            else:
+                leaf = _place(parameter, several, model.config.head_dim, target, tensors.release)
+            leaves.append(leaf)
             done += sum(source.values.nbytes for source in several)
             if progress is not None:
                 progress("reading weights", done, total)
-    return jax.tree.unflatten(jax.tree.structure(model.shapes(dtype)), leaves)
+    return jax.tree.unflatten(jax.tree.structure(described, is_leaf=is_matrix), leaves)
+
+
+def is_matrix(node: Any) -> bool:
+    """Whether a node of parameters is one matrix in eight bits."""
+    return isinstance(node, Quantized)
 
 
 def _place(
@@ -103,26 +132,71 @@ def _place(
     wanted: jax.ShapeDtypeStruct,
     release: Callable[[StoredTensor], None],
 ) -> jax.Array:
-    shape, dtype, stored = wanted.shape, wanted.dtype, parameter.stored
-    read: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
+    @cache  # copies on several devices are read once
+    def read(*bounds: tuple[int, int]) -> np.ndarray:
+        return _read(parameter, sources, head_dim, bounds, wanted.dtype, release)
+
+    return _array(wanted, read)
+
+
+def _place_quantized(
+    parameter: Parameter,
+    sources: tuple[StoredTensor, ...],
+    head_dim: int,
+    wanted: Quantized,
+    release: Callable[[StoredTensor], None],
+) -> Quantized:
+    """Reads rows whole, whichever of their columns a device wants: a scale is that of the whole row."""
+    columns = wanted.shape[1]
+    unit = 3 * head_dim if parameter.stored.regrouped else 1  # rows that are read together
+    step = max(1, _CHUNK // (4 * columns * unit)) * unit
+
+    @cache
+    def rows(start: int, stop: int) -> Quantized:
+        held = Quantized(np.empty((stop - start, columns), np.int8), np.empty(stop - start, wanted.scales.dtype))
+        for first in range(start, stop, step):
+            bounds = (first, min(first + step, stop)), (0, columns)
+            wide = _read(parameter, sources, head_dim, bounds, np.dtype(np.float32), release)
+            for whole, part in zip(held, quantize.quantize(wide, wanted.scales.dtype, np), strict=True):
+                whole[first - start : first - start + len(wide)] = part
+        return held
+
+    return Quantized(
+        _array(wanted.values, lambda of_rows, of_columns: rows(*of_rows).values[:, slice(*of_columns)]),
+        _array(wanted.scales, lambda of_rows: rows(*of_rows).scales),
+    )
+
+
+def _array(wanted: jax.ShapeDtypeStruct, read: Callable[..., np.ndarray]) -> jax.Array:
+    """An array laid out as wanted; `read(*bounds)` gives the values between (start, stop) of each axis."""
 
     def values(index: tuple[slice, ...] | None) -> np.ndarray:
         assert index is not None
-        bounds = tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
-        if bounds not in read:  # copies on several devices are read once
-            target = read[bounds] = _empty(tuple(stop - start for start, stop in bounds), dtype)
-            sizes = parameter.shape.shape
-            there = tuple((start, min(stop, size)) for (start, stop), size in zip(bounds, sizes, strict=True))
-            if there != bounds:
-                target[:] = 0
-                target = target[tuple(slice(max(0, stop - start)) for start, stop in there)]
-            if target.size:
-                for share, part, source in _shares(target, sources, there, stored, head_dim):
-                    _copy(share, part, stored.transposed, partial(release, source))
-        return read[bounds]
+        return read(*(part.indices(size)[:2] for part, size in zip(index, wanted.shape, strict=True)))
 
     # Waited for, so that what is on its way to an accelerator does not pile up on the host.
-    return jax.make_array_from_callback(shape, wanted.sharding, values, dtype=dtype).block_until_ready()
+    array = jax.make_array_from_callback(wanted.shape, wanted.sharding, values, dtype=wanted.dtype)
+    return array.block_until_ready()
+
+
+def _read(
+    parameter: Parameter,
+    sources: tuple[StoredTensor, ...],
+    head_dim: int,
+    bounds: tuple[tuple[int, int], ...],
+    dtype: np.dtype,
+    release: Callable[[StoredTensor], None],
+) -> np.ndarray:
+    """The stored values between the bounds; zeros beyond the parameter's own shape."""
+    whole = target = _empty(tuple(stop - start for start, stop in bounds), dtype)
+    there = tuple((start, min(stop, size)) for (start, stop), size in zip(bounds, parameter.shape.shape, strict=True))
+    if there != bounds:
+        target[:] = 0
+        target = target[tuple(slice(max(0, stop - start)) for start, stop in there)]
+    if target.size:
+        for share, part, source in _shares(target, sources, there, parameter.stored, head_dim):
+            _copy(share, part, parameter.stored.transposed, partial(release, source))
+    return whole
 
 
 def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

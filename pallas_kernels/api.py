@@ -34,6 +34,7 @@ class AttentionShape:
       alibi: whether scores carry an ALiBi bias (Press et al., 2022).
       block_size: slots in a block; 0 while none has been chosen (see `with_blocks`).
       max_blocks: blocks in a row's table; 0 while none has been chosen.
+      max_rows: rows of a batch at most; 0 while not known.
       device_kind: what JAX calls the device, for backends that know several; empty where it is not known.
     """
 
@@ -45,6 +46,7 @@ class AttentionShape:
     alibi: bool
     block_size: int = 0
     max_blocks: int = 0
+    max_rows: int = 0
     device_kind: str = ""
 
     def __post_init__(self) -> None:
@@ -57,7 +59,7 @@ class AttentionShape:
             raise ValueError(
                 f"num_kv_heads is {self.num_kv_heads}; it must divide num_heads, which is {self.num_heads}"
             )
-        for name in ("block_size", "max_blocks"):
+        for name in ("block_size", "max_blocks", "max_rows"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must not be negative")
 

@@ -219,12 +219,21 @@ def lines(result: dict[str, Any]) -> list[str]:
         wanted = f"{kernel['target']:.0%}" if kernel["target"] else ""
         shares = f"{kernel['of bandwidth']:13.1%} {kernel['of matmul']:10.1%}"
         told.append(f"{kernel['name']:46} {kernel['ms']:9.4f} {shares} {wanted:>7}")
-    told += ["", f"{'step':46} {'ms':>9} {'floor':>9} {'reached':>8} {'target':>7}"]
+    theirs = result["transformers"]
+    told += [
+        "",
+        f"{'step':46} {'ms':>9} {'floor':>9} {'reached':>8} {'target':>7} {'transformers':>13} {'continuous':>11}",
+    ]
     for step in result["steps"]:
         wanted = f"{step['target']:.0%}" if step["target"] else ""
-        told.append(f"{step['name']:46} {step['ms']:9.3f} {step['floor ms']:9.3f} {step['reached']:8.1%} {wanted:>7}")
+        beside = ""
+        if not isinstance(theirs, str):
+            continuous = theirs["continuous ms"].get(step["name"])
+            beside = f" {theirs['ms'][step['name']]:13.3f}" + (f" {continuous:11.3f}" if continuous else "")
+        shares = f"{step['floor ms']:9.3f} {step['reached']:8.1%} {wanted:>7}"
+        told.append(f"{step['name']:46} {step['ms']:9.3f} {shares}{beside}")
     told += ["", *(f"{each['name']:46} {each['ms']:9.3f} ms" for each in result["choice of tokens"])]
-    return [*told, f"transformers: {result['transformers']}"]
+    return [*told, f"transformers: {theirs if isinstance(theirs, str) else theirs['version']}"]
 
 
 def plot(result: dict[str, Any], path: Path) -> None:

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import Any, get_args
 
-from jaxserve.config import CacheDtypeName, DtypeName, EngineConfig, SchedulerName, SlotPolicyName
+from jaxserve.config import CacheDtypeName, DtypeName, EngineConfig, QuantizeName, SchedulerName, SlotPolicyName
 
 _DEFAULT = EngineConfig()
 
@@ -22,6 +22,11 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         choices=get_args(DtypeName),
         default=_DEFAULT.dtype,
         help="dtype of weights and arithmetic; auto: float32 on a CPU, bfloat16 elsewhere (default: %(default)s)",
+    )
+    group.add_argument(
+        "--quantize",
+        choices=get_args(QuantizeName),
+        help="round weights as they are loaded; int8: half the memory of bfloat16 (default: weights as --dtype says)",
     )
     group.add_argument(
         "--kv-cache-dtype",
@@ -49,9 +54,8 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--slot-policy",
         choices=get_args(SlotPolicyName),
-        default=_DEFAULT.slot_policy,
         help="reserve: set a request's worst case aside when it starts, never preempt; grow: take slots as tokens "
-        "come, preempt the latest arrival when they run out (default: %(default)s)",
+        "come, preempt the latest arrival when they run out (default: grow; reserve with --deterministic)",
     )
     group.add_argument(
         "--buckets",
@@ -100,6 +104,11 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         choices=get_args(SchedulerName),
         default=_DEFAULT.scheduler,
         help="request batches whole requests, for comparison (default: %(default)s)",
+    )
+    group.add_argument(
+        "--deterministic",
+        action="store_true",
+        help="answers that are the same to the bit whatever else is served; one bucket serves all iterations",
     )
     group.add_argument("--no-scoring", action="store_true", help="leave prompt_logprobs out; less is compiled at start")
     group.add_argument(
@@ -156,11 +165,12 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     """The configuration the engine flags describe. Raises ValueError naming a setting that cannot be."""
     return EngineConfig(
         dtype=args.dtype,
+        quantize=args.quantize,
         kv_cache_dtype=args.kv_cache_dtype,
         max_rows=args.max_rows,
         slots=args.slots,
         block_size=args.block_size,
-        slot_policy=args.slot_policy,
+        slot_policy=args.slot_policy or ("reserve" if args.deterministic else _DEFAULT.slot_policy),
         buckets=args.buckets,
         token_budget=args.token_budget,
         target_tpot=args.target_tpot,
@@ -169,6 +179,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         max_queued_requests=args.max_queued_requests,
         max_queued_tokens=args.max_queued_tokens,
         scheduler=args.scheduler,
+        deterministic=args.deterministic,
         scoring=not args.no_scoring,
         attention=args.attention,
         tensor=args.tensor,

@@ -73,7 +73,7 @@ def show(report: StartupReport, *, model: str) -> None:
         ("model", f"{model} ({report.family}, {_count(report.parameters)} parameters, {report.dtype})"),
         ("device", f"{report.device} ({report.platform}){_layout(report)}"),
         ("attention", f"{report.attention}: {report.attention_reason}"),
-        ("memory", f"weights {_bytes(report.weight_bytes)}, pool {_bytes(report.pool_bytes)}"),
+        ("memory", f"weights {_bytes(report.weight_bytes)}{_rounded(report)}, pool {_bytes(report.pool_bytes)}"),
         ("slots", f"{report.slots:,} in blocks of {report.block_size}, {report.kv_cache_dtype}{each}"),
         ("batch", f"{report.max_rows} rows of up to {report.max_context:,} tokens{each}"),
         ("start", f"load {report.load_seconds:.1f} s, compile and measure {report.compile_seconds:.1f} s"),
@@ -88,6 +88,10 @@ def show(report: StartupReport, *, model: str) -> None:
             str(cost.size), f"{cost.compile_seconds:.2f}", f"{cost.milliseconds:.2f}", f"{cost.tokens_per_second:,.0f}"
         )
     out.print(table)
+
+
+def _rounded(report: StartupReport) -> str:
+    return f" ({report.quantize})" if report.quantize else ""
 
 
 def _layout(report: StartupReport) -> str:

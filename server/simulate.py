@@ -26,7 +26,7 @@ The engine's own scheduler on a virtual clock, with a roofline for the devices: 
   jaxserve simulate --trace FILE --model bloom-176b --topology a100-80g:1x8 --tensor 8 --max-rows 64
   jaxserve simulate --trace FILE --model gpt3-13b --topology h100:1 --slo ttft=500ms,tpot=50ms --speed 2
 
---paper orca repeats figure 10 of the paper (OSDI'22) and sets this scheduler beside it; some 20 minutes. --trace serves
+--paper orca repeats figure 10 of the paper (OSDI'22) and sets this scheduler beside it; some 10 minutes. --trace serves
 recorded traffic under several policies. Traces: Azure LLM inference (CSV: TIMESTAMP,ContextTokens,GeneratedTokens) and
 Mooncake (a JSON object a line: timestamp, input_length, output_length, hash_ids). Requests longer than the context are
 clipped. The engine's flags mean what they mean to `jaxserve serve`. docs/simulator.md explains and has examples."""
@@ -118,7 +118,7 @@ def _trace(args: argparse.Namespace, out: Console) -> dict[str, Any]:
     from jaxserve.simulate import replay
 
     plan = predict(whatif)
-    system = replay.system_of(plan, replicas=args.replicas)
+    system = replay.system_of(plan, replicas=whatif.engine.replicas)
     objective = make_objective(args)
     with starting() as progress:
         replays = replay.compare(

@@ -24,7 +24,8 @@ Which mesh, how many copies of it, and which slots, rows and buckets serve recor
 
 Every way to cut the model over the topology's devices is simulated with the engine's own scheduler (see `jaxserve
 simulate`): with the fewest copies that are enough, as many rows as are used, and the ladder of buckets that suits the
-iterations best. --price is yours to give, for an hour of one device; without it the table counts device hours."""
+iterations best; those flags of the engine's are found rather than read, the others mean what they mean to `jaxserve
+serve`. --price is yours to give, for an hour of one device; without it the table counts device hours."""
 
 _WIDTH = 190  # of tables that go to a file or a pipe
 

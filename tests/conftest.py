@@ -14,12 +14,11 @@ SHAPE_CHECKED = (
     "jaxserve.selection",
     "jaxserve.scoring",
     "jaxserve.batch",
+    "pallas_kernels.tpu",
     "pallas_kernels.xla",
     "pallas_kernels.cpu",
     "pallas_kernels.cpu.product",
     "pallas_kernels.gpu",
-    "pallas_kernels.gpu_kernels",
-    "pallas_kernels.xla_work",
     "pallas_kernels.int8",
 )
 install_import_hook(SHAPE_CHECKED, "beartype.beartype")

@@ -28,8 +28,10 @@ OPENING, GENERATED = 32, 64  # tokens of the passages that are continued, and of
 
 # What is compared with the first: names and the settings that differ.
 VARIANTS: dict[str, dict[str, Any]] = {
-    "full width": {"kv_cache_dtype": "auto"},
-    "int8 keys and values": {"kv_cache_dtype": "int8"},
+    "full width": {"kv_cache_dtype": "auto", "quantize": None},
+    "int8 keys and values": {"kv_cache_dtype": "int8", "quantize": None},
+    "int8 weights": {"kv_cache_dtype": "auto", "quantize": "int8"},
+    "int8 both": {"kv_cache_dtype": "int8", "quantize": "int8"},
 }
 
 

@@ -9,8 +9,14 @@ bandwidth and matmul rate.
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import importlib.util
 import json
+import statistics
+import subprocess
 import sys
+import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve import sampler, startup
-from jaxserve.bench import shapes, step
+from jaxserve.bench import machine, peer_transformers, shapes, step
 from jaxserve.config import EngineConfig
 from jaxserve.iteration import SamplerVariant
 from jaxserve.models.schema import ModelConfig
@@ -85,6 +91,36 @@ def time_model(model: Model, steps: int) -> list[dict[str, Any]]:
     ]
 
 
+def time_transformers(models: Sequence[Model], steps: int) -> dict[str, Any] | str:
+    """The same steps by the transformers library, if it is installed here, one process a model: static batches, and
+    decodes by its continuous batching, which it does not have for BLOOM."""
+    if not all(map(importlib.util.find_spec, ("torch", "transformers"))):
+        return "not installed"
+    result: dict[str, Any] = {"ms": {}, "continuous ms": {}}
+    for model in models:
+        job = {
+            "entries": shapes.SHAPES[model.shape],
+            "dtype": "bfloat16",
+            "cases": [dataclasses.asdict(case) for case in model.cases],
+            "steps": steps,
+            "continuous": True,
+            "threads": machine.usable_cores(),
+        }
+        with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+            json.dump(job, file)
+            file.flush()
+            command = [sys.executable, peer_transformers.__file__, file.name]
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        said = json.loads(done.stdout.splitlines()[-1])
+        result["version"] = said["version"]
+        for case, times in zip(model.cases, said["milliseconds"], strict=True):
+            result["ms"][f"{model.shape} {case.name}"] = statistics.median(times)
+        decodes = [case for case in model.cases if not case.prompt]
+        for case, ms in zip(decodes, said.get("continuous", []), strict=False):
+            result["continuous ms"][f"{model.shape} {case.name}"] = ms
+    return result
+
+
 def choose_by_sorting(logits: jax.Array, rows: sampler.RowSampling, positions: jax.Array) -> jax.Array:
     """Tokens by top_k, top_p and temperature the plain way, [S]: the whole vocabulary in order, then a draw."""
     order = jnp.argsort(-logits, axis=-1)
@@ -125,9 +161,9 @@ def main() -> int:
     small = parser.parse_args().small
     models, steps = (SMALL_MODELS, 3) if small else (MODELS, _STEPS)
     result = {
+        "transformers": time_transformers(models, steps),  # before JAX takes the device's memory
         "steps": [each for model in models for each in time_model(model, steps)],
         "choice of tokens": time_choices(*(2, 1000) if small else (32, 250_880)),
-        "transformers": "not measured",
     }
     print(json.dumps(result))
     return 0

@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from rich.console import Console
@@ -77,7 +78,7 @@ def run(
             engine.record(records.append)
             warm = _serve(engine, workload, bars, "everything at once")
             capacity = report.summarise("", warm).requests_per_second
-            system = system_of(engine, records)
+            system, in_service = system_of(engine, records), bucket_times(records)
             loads = []
             for share in shares:
                 arriving = load.poisson(workload, rate=share * capacity, seed=seed)
@@ -94,13 +95,31 @@ def run(
         table.add_row(f"{each.share:.0%}", f"{each.rate:.2f}", *cells, iterations, verdict)
     console.print(table)
     host = system.host or Host()
-    costs = ", ".join(f"{cost.size}: {cost.milliseconds:.2f}" for cost in system.costs)
-    console.print(f"ms by bucket: {costs}; host ms: {1e3 * host.launch:.2f} to launch, {1e3 * host.complete:.2f} after")
+    costs = ", ".join(
+        f"{cost.size}: {cost.milliseconds:.2f} / {in_service.get(cost.size, float('nan')):.2f}" for cost in system.costs
+    )
+    console.print(f"ms by bucket, measured at the start / median in service: {costs}")
+    console.print(f"host ms: {1e3 * host.launch:.2f} to launch, {1e3 * host.complete:.2f} after")
     result = {"benchmark": "simulate", "environment": machine.environment(), "workload": workload.name}
-    result |= {"capacity": capacity, "buckets": list(system.costs), "host": host._asdict(), "loads": loads}
+    result |= {
+        "capacity": capacity,
+        "buckets": list(system.costs),
+        "bucket_ms_in_service": in_service,
+        "host": host._asdict(),
+        "loads": loads,
+    }
     report.write_json(out / "simulate.json", result)
     console.print(f"written: {out / 'simulate.json'}", highlight=False)
     return 0
+
+
+def bucket_times(records: Sequence[IterationRecord]) -> dict[int, float]:
+    """Median milliseconds between iterations that followed each other, by the later one's bucket: what the table of
+    costs should say. Of a run in which there was always more to do."""
+    spans: dict[int, list[float]] = {}
+    for before, record in pairwise(records):
+        spans.setdefault(record.bucket, []).append(1e3 * (record.finished_at - before.finished_at))
+    return {bucket: statistics.median(each) for bucket, each in sorted(spans.items())}
 
 
 def system_of(engine: Engine, records: Sequence[IterationRecord]) -> System:
@@ -118,6 +137,7 @@ def system_of(engine: Engine, records: Sequence[IterationRecord]) -> System:
         slots=engine.report.slots,
         block_size=engine.report.block_size,
         max_context=engine.max_context,
+        replicas=engine.report.replicas,
         host=Host(launch=launch, complete=statistics.median(record.complete_s for record in records)),
     )
 

@@ -171,6 +171,9 @@ def engine_flags(config: EngineConfig) -> list[str]:
         if field.name == "scoring":
             flags.append("--no-scoring")
             continue
+        if field.name == "deterministic":
+            flags.append("--deterministic")
+            continue
         if field.name == "prefix_cache":
             text = "on" if value else "off"
         elif field.name == "compilation_cache":

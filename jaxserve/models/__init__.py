@@ -156,14 +156,18 @@ class Model:
             return layers.head(x, self.head_table(params))[:, : self.config.vocab_size]
 
     def logits_tile(
-        self, table: Float[jax.Array, "V E"], x: Float[jax.Array, "S E"], start: jax.Array | int, size: int
+        self,
+        table: Float[jax.Array, "V E"] | layers.Quantized,
+        x: Float[jax.Array, "S E"],
+        start: jax.Array | int,
+        size: int,
     ) -> Float32[jax.Array, "S {size}"]:
         """Logits of normed x from rows start to start + size of (some of) the head's table."""
         with jax.named_scope("head"):
-            return layers.head(x, jax.lax.dynamic_slice_in_dim(table, start, size))
+            return layers.head(x, jax.tree.map(lambda part: jax.lax.dynamic_slice_in_dim(part, start, size), table))
 
     def head_table(self, params: Params) -> Any:
-        """What normed hidden states are multiplied with: [V, E], or what `layers.through` has made of it."""
+        """What normed hidden states are multiplied with: [V, E], in eight bits, or what `layers.through` made of it."""
         piece = params["embed"] if self.config.tie_embeddings else params["head"]
         return piece["tokens"]["table"]
 

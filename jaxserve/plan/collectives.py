@@ -40,9 +40,14 @@ def predict(stage: StagePrograms, parts: Mapping[str, Part]) -> tuple[Collective
 
     if stage.is_first:
         tables = [part for part in parts.values() if part.name.startswith("embed.") and part.name.endswith(".table")]
-        summed = sum(part.shape[1] for part in tables if part.split(part.axes[0]))
+        scales = {part.name for part in parts.values() if part.name.endswith(".scales")}
+        summed = [part for part in tables if part.split(part.axes[0])]
+        for part in summed:
+            if f"{part.name}.scales" in scales:  # looked up and summed apart from the eight bits they belong to
+                add("all-reduce", "embed.scales", item)
         if summed:
-            add("all-reduce", "embed", summed * item)
+            widths = (part.shape[1] * (1 if f"{part.name}.scales" in scales else item) for part in summed)
+            add("all-reduce", "embed", sum(widths))
     for layer in stage.layers:
 
         def split(name: str, axis: str, layer: int = layer) -> bool:

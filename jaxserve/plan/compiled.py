@@ -26,6 +26,8 @@ _INSTRUCTION = re.compile(r"= (?P<shape>\(.*?\)|\S+) (?P<op>[a-z][a-z0-9-]*?)(?P
 # A copy into a TPU's memory for vectors (1), or the one that v4 has beside it (3): what a matmul will read, fetched
 # ahead of it.
 _FETCH = re.compile(r"= \(?[a-z0-9]+\[[0-9,]*\]\{[^}]*S\([13]\)")
+_COMPUTATION = re.compile(r"\s*(ENTRY )?%?(?P<name>[\w.-]+) \(.*\{$")
+_FUSED = re.compile(r" fusion\(.*calls=%?([\w.-]+)")
 _ARRAY = re.compile(r"(?P<dtype>[a-z]+[0-9]*)\[(?P<sizes>[0-9,]*)\]")
 _WIDTHS = {"pred": 1, "bf16": 2}
 
@@ -143,10 +145,14 @@ def collectives(text: str) -> list[Exchange]:
 
 
 def _instructions(text: str) -> Iterator[tuple[str, list[tuple[str, int]], str]]:
-    """(operation, [(array, bytes), ...] of its result, the whole line) of each instruction."""
+    """(operation, [(array, bytes), ...] of its result, the whole line) of each instruction, but for those within
+    fusions, whose results are never in memory."""
+    fused, inside = set(_FUSED.findall(text)), False
     for line in text.splitlines():
+        if (opening := _COMPUTATION.match(line)) is not None:
+            inside = opening["name"] in fused
         match = _INSTRUCTION.search(line)
-        if match is None:
+        if match is None or inside:
             continue
         arrays = [(f"{a['dtype']}[{a['sizes']}]", _nbytes(a)) for a in _ARRAY.finditer(match["shape"])]
         if match["start"] and len(arrays) > 1:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -18,9 +17,11 @@ from matplotlib.ticker import StrMethodFormatter
 from rich.console import Console
 from rich.table import Table
 
+from jaxserve.naming import parameters
 from jaxserve.plan.cost import ITEMSIZE
 from jaxserve.plan.predict import BucketPlan, Plan, predict
 from jaxserve.plan.whatif import WhatIf, model_of
+from jaxserve.quantize import is_quantized
 from sharding.spec import PADDABLE, ShardingSpec
 
 _POINT = ("rows", "milliseconds", "tokens_per_second")
@@ -61,8 +62,10 @@ def search(whatif: WhatIf, progress: Callable[[str, int, int], None]) -> tuple[l
       (candidates, the fastest first; why others were left out -> how many).
     """
     questions = list(_questions(whatif))
-    parameters = jax.tree.leaves(model_of(whatif.config).shapes(jnp.dtype(whatif.dtype)))
-    weights = ITEMSIZE[whatif.dtype] * sum(leaf.size for leaf in parameters)
+    weights = sum(
+        shape.size * (1 if whatif.engine.quantize and is_quantized(name) else ITEMSIZE[whatif.dtype])
+        for name, shape, _, _ in parameters(model_of(whatif.config), jnp.dtype(whatif.dtype))
+    )
     found, left_out = [], Counter[str]()
     for done, (question, rules) in enumerate(questions):
         progress("searching", done, len(questions))

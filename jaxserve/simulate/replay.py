@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import StrMethodFormatter
+from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 from rich.console import Console
 from rich.table import Table
 
@@ -197,8 +197,8 @@ def show(told: Sequence[dict[str, Any]], objective: Objective, slots: int, out: 
         for refusal in each["refusals"]:
             out.print(f"{each['policy']}: refused: {refusal}", markup=False)
     out.print(
-        f"tpot: mean between a request's tokens; gap: any two; in time: {objective}; goodput: requests a second that were. "
-        f"Slots: shares of {slots:,}, over time; in use: of the stages' time"
+        f"tpot: mean between a request's tokens; gap: any two; in time: {objective}; goodput: requests a second "
+        f"that were. Slots: shares of {slots:,}, over time; in use: of the stages' time"
     )
 
 
@@ -222,10 +222,10 @@ def plot(replays: Sequence[Replay], objective: Objective, title: str, path: Path
     ):
         axis.axvline(1e3 * limit, color="black", linewidth=0.8, linestyle=":")
         axis.set(xscale="log", xlabel="ms", ylabel="share of requests", title=what)
-        for formatter in (axis.xaxis.set_major_formatter, axis.xaxis.set_minor_formatter):
-            formatter(StrMethodFormatter("{x:,g}"))
-        axis.tick_params(which="minor", labelsize=6, rotation=90)
-        axis.tick_params(which="major", labelsize=8)
+        axis.xaxis.set_major_locator(LogLocator(subs=(1, 3)))
+        axis.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+        axis.xaxis.set_minor_formatter(NullFormatter())
+        axis.tick_params(axis="x", labelsize=7)
     slots.set(xlabel="seconds", ylabel="slots", title="slots held", ylim=(0, None))
     slots.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     for axis in (first, between, slots):

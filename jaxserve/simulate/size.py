@@ -210,12 +210,12 @@ def show(found: Sequence[Sized], price: float | None, out: Console) -> None:
         out.print("[bold]no layout serves the share asked for in time: take more or faster devices[/bold]")
         return
     config = best.config
-    flags = f"--tensor {config.tensor} --stages {config.stages} --max-rows {config.max_rows}"
+    flags = f"--tensor {config.tensor} --stages {config.stages} --replicas {best.replicas} --max-rows {config.max_rows}"
     flags += (
         f" --buckets {','.join(map(str, config.buckets or ()))} --target-tpot {1e3 * (config.target_tpot or 0):g}ms"
     )
     flags += f" --in-flight {config.in_flight}" if config.in_flight else ""
-    out.print(f"the cheapest in time, {best.replicas} of: jaxserve serve --model ... {flags}")
+    out.print(f"the cheapest in time: jaxserve serve --model ... {flags}")
 
 
 def plot(found: Sequence[Sized], objective: Objective, price: float | None, title: str, path: Path) -> None:

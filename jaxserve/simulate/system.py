@@ -12,8 +12,8 @@ from jaxserve.bench.report import Outcome
 from jaxserve.buckets import BucketCost
 from jaxserve.config import EngineConfig
 from jaxserve.iteration import IterationPlan
+from jaxserve.make_scheduler import make_scheduler
 from jaxserve.scheduler import Scheduler
-from jaxserve.scheduling import make_scheduler
 from jaxserve.simulate import clock
 from jaxserve.simulate.clock import EOS, Arrival, Device, Host, StageSeconds
 

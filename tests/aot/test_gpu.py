@@ -75,9 +75,16 @@ def kernels(dump: Path) -> list[Kernel]:
     return found
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("heads", "kv_heads", "dim", "dtype", "pool"), MODELS)
 @pytest.mark.parametrize("size", [DECODE, MIXED], ids=["decode", "mixed"])
+@pytest.mark.parametrize(
+    ("device", "heads", "kv_heads", "dim", "dtype", "pool"),
+    # The first on both devices, the others on one of them unless all combinations are asked for.
+    [
+        pytest.param(device, *model, marks=pytest.mark.exhaustive if i and (i + j) % 2 else ())
+        for i, model in enumerate(MODELS)
+        for j, device in enumerate(DEVICES)
+    ],
+)
 def test_kernels_fit_and_the_pool_is_never_copied(
     device, heads, kv_heads, dim, dtype, pool, size, tmp_path, tell
 ) -> None:
@@ -90,7 +97,7 @@ def test_kernels_fit_and_the_pool_is_never_copied(
         pool_dtype=jnp.dtype(pool),
         alibi=heads != 7,
     ).with_blocks(32, 2048)
-    one = mesh.make_meshes(1, 1, targets.devices_of(devices.parse(device)))[0]
+    one = mesh.make_meshes(1, 1, devices=targets.devices_of(devices.parse(device)))[0][0]
     everywhere = jax.sharding.NamedSharding(one, specs.default("bloom").resolve((), (), one))
 
     def abstract(dims, dtype=jnp.int32) -> jax.ShapeDtypeStruct:
@@ -136,22 +143,33 @@ def test_kernels_fit_and_the_pool_is_never_copied(
             spilled=kernel.spilled,
             shared=kernel.shared,
         )
-        assert kernel.spilled == 0
+        # Some pointers of a tile on the older generation; what reads the pool for decodes spills nothing.
+        assert kernel.spilled <= (256 if "tile" in kernel.name else 0)
 
 
 @pytest.mark.parametrize(
-    ("name", "device", "bucket"),
+    ("name", "device", "bucket", "int8"),
     [
-        ("bloom-560m", "a100-80g:1", 8),
-        ("bloom-560m", "h200:1", 512),
-        ("bloom-7b1", "a100-80g:1", 32),
-        ("bloom-7b1", "h200:1", 32),
-        ("gpt2-xl", "h200:1", 32),
+        ("bloom-560m", "a100-80g:1", 8, False),
+        ("bloom-560m", "h200:1", 512, False),
+        ("bloom-7b1", "a100-80g:1", 32, False),
+        ("bloom-7b1", "h200:1", 32, False),
+        ("bloom-7b1", "h200:1", 32, True),
+        ("gpt2-xl", "h200:1", 32, False),
     ],
 )
-def test_a_whole_step_is_a_dozen_kernels_a_layer(name, device, bucket, tell) -> None:
+def test_a_whole_step_is_a_dozen_kernels_a_layer(name, device, bucket, int8, tell) -> None:
+    """Weights and pool in eight bits are widened where they are read: that takes no memory. New keys and values are
+    rounded by three kernels more."""
     rows, config = 32, known.find(name)[1]
-    engine = EngineConfig(max_rows=rows, buckets=(bucket,), max_context=1024, slots=rows * 1024)
+    engine = EngineConfig(
+        max_rows=rows,
+        buckets=(bucket,),
+        max_context=1024,
+        slots=rows * 1024,
+        quantize="int8" if int8 else None,
+        kv_cache_dtype="int8" if int8 else "auto",
+    )
     whatif = WhatIf(
         name=name,
         config=config,
@@ -167,6 +185,7 @@ def test_a_whole_step_is_a_dozen_kernels_a_layer(name, device, bucket, tell) -> 
     tell(
         "steps for GPUs",
         model=name,
+        weights="int8" if int8 else "bfloat16",
         device=device,
         tokens=bucket,
         layers=config.num_layers,
@@ -174,7 +193,8 @@ def test_a_whole_step_is_a_dozen_kernels_a_layer(name, device, bucket, tell) -> 
         temporaries=f"{temporaries / 2**20:.1f} MiB",
         seconds=f"{seconds:.0f}",
     )
-    assert n_kernels <= 13 * config.num_layers + 30
+    assert n_kernels <= (16 if int8 else 13) * config.num_layers + 30
+    assert " while(" not in entry
     assert temporaries < 64 * 2**20
 
 

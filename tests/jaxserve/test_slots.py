@@ -14,7 +14,7 @@ def pool(n_blocks=10, *, policy="grow", cache=True, growth=0) -> SlotPool:
 
 
 def lease(tokens, *, max_length=16, salt="") -> Lease:
-    return Lease(tokens=list(tokens), max_length=max_length, salt=salt)
+    return Lease(tokens=list(tokens), max_length=max_length, prompt_length=len(tokens), salt=salt)
 
 
 def run(slots: SlotPool, held: Lease) -> Lease:
@@ -158,9 +158,9 @@ def test_a_salt_need_not_be_encodable():
 def test_who_takes_no_hits_gets_none_but_publishes():
     slots = pool()
     run(slots, lease(range(8)))
-    scored = Lease(tokens=list(range(8)), max_length=16, takes_hits=False)
+    scored = Lease(tokens=list(range(8)), max_length=16, prompt_length=8, takes_hits=False)
     assert slots.admit(scored) == 0
-    other = Lease(tokens=list(range(20, 32)), max_length=16, takes_hits=False)
+    other = Lease(tokens=list(range(20, 32)), max_length=16, prompt_length=12, takes_hits=False)
     run(slots, other)
     assert slots.admit(lease(range(20, 32))) == 8
 
@@ -252,3 +252,16 @@ def test_flush_forgets_all_and_what_is_held_is_never_published():
     assert slots.num_available == 10
     run(slots, held)  # admitted anew, it may publish
     assert slots.num_cached == 3
+
+
+def test_prefixes_in_runs_are_of_whole_runs_of_prompts():
+    slots = SlotPool(20, 4, policy="reserve", prefix_cache=True, prefix_blocks=2)
+    first = lease(range(21), max_length=32)
+    run(slots, first)
+    first.tokens += range(21, 32)  # generated: never found, though it fills blocks
+    slots.extend(first, 32)
+    slots.publish(first, 32)
+    assert slots.num_cached == 4  # of the five that the prompt fills
+    assert slots.cached_tokens(lease(range(32))) == 16
+    assert slots.cached_tokens(lease(range(16))) == 8  # three whole blocks, the fourth has the last token
+    assert slots.cached_tokens(lease(range(8))) == 0

@@ -8,11 +8,14 @@ from functools import cache
 from typing import Any
 
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import api
 from pallas_kernels.api import Backend
 from pallas_kernels.cpu import build
 from pallas_kernels.gpu import GpuBackend
+from pallas_kernels.tpu import TpuBackend
+from pallas_kernels.tpu.cuts import Cut
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +43,11 @@ SUBJECTS = {
     "xla": Subject(make=lambda: api.load("xla"), block_sizes=(8, 1, 2, 16, 32, 64)),
     "cpu": Subject(make=_native, block_sizes=(8, 1, 2, 16, 32, 64)),
     "gpu": Subject(make=lambda: GpuBackend(interpret=True), block_sizes=(16, 1, 64), slow=True),
+    "tpu": Subject(
+        make=lambda: TpuBackend(cut=Cut(2, 64, 64, 64), interpret=pltpu.InterpretParams()),
+        block_sizes=(32, 64),
+        slow=True,
+    ),
 }
 
 

@@ -126,6 +126,14 @@ def test_length_one_prompt_pieces_among_longer_chunks(harness, subject):
 
 
 @over_subjects()
+def test_as_many_chunks_as_there_may_be(harness, subject):
+    h = harness(subject)
+    rows = [h.add_row() for _ in range(h.most_chunks)]
+    h.check([(r, 3) for r in rows])
+    h.check([(r, 1) for r in rows])
+
+
+@over_subjects()
 def test_empty_iteration_and_full_bucket(harness, subject):
     h = harness(subject)
     assert h.step([]) == ([], [])
@@ -174,6 +182,20 @@ def test_long_context_with_alibi(harness, subject):
     for _ in range(3):
         h.check([(a, chunk)])
     h.check([(a, 1), (b, 1)])
+
+
+@pytest.mark.exhaustive
+@over_subjects("pool", [("float32",), ("int8",)])
+def test_a_context_of_32k(harness, subject, pool):
+    if SUBJECTS[subject].slow:
+        pytest.skip(f"{subject} runs in an interpreter: an hour")
+    h = harness(subject, heads=1, pool=pool, block=64, max_blocks=512, n_blocks=520, bucket=1024)
+    a, b = h.add_row(), h.add_row()
+    for _ in range(31):
+        h.check([(a, 1024)])
+    h.check([(b, 1), (a, 1022)])
+    h.check([(a, 1), (b, 1)])
+    h.check([(a, 1)])  # the table is full to its last slot
 
 
 @over_subjects("pool", [("float32",), ("bfloat16",), ("int8",)])

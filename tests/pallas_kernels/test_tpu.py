@@ -1,15 +1,19 @@
-"""The TPU kernels in an interpreter that knows of copies and semaphores: right, free of races, and waiting for every
-copy; and proof that the interpreter would tell. (tests/aot compiles them for TPUs.)"""
+"""The TPU kernels in an interpreter that knows of copies and semaphores: free of races, also between cores; and proof
+that the interpreter would tell. The conformance suite runs them where copies come late; tests/aot compiles them."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels import api
+from pallas_kernels.api import AttentionShape
 from pallas_kernels.tpu import TpuBackend
-from pallas_kernels.tpu_cuts import Cut
+from pallas_kernels.tpu.cuts import Cut, cores
 
 # A copy takes place when it is waited for, or as soon as it starts and under the eye of a detector of races; what
 # nobody wrote is NaN.
@@ -36,26 +40,14 @@ def small(block: int) -> Cut:
     return Cut(units=2, unit_slots=2 * block, tile=32, tile_slots=2 * block)
 
 
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "dtype", "pool", "block"),
-    [
-        (3, 3, 128, "float32", "float32", 8),
-        (9, 3, 96, "bfloat16", "bfloat16", 16),
-        (10, 10, 80, "bfloat16", "int8", 32),
-    ],
-)
-def test_copies_are_waited_for(harness, heads, kv_heads, dim, dtype, pool, block):
-    backend = TpuBackend(cut=small(block), interpret=LATE)
-    assert mixed(
-        harness(backend, heads=heads, kv_heads=kv_heads, dim=dim, dtype=dtype, pool=pool, block=block, bucket=4 * block)
-    )
-
-
-@pytest.mark.parametrize("pool", ["float32", "int8"])
-def test_no_races(harness, capfd, pool):
-    block = 32 if pool == "int8" else 8
-    backend = TpuBackend(cut=small(block), interpret=WATCHED)
-    assert mixed(harness(backend, heads=2, dim=64, pool=pool, block=block, bucket=4 * block))
+def test_no_races(harness, capfd):
+    """Nor between the two cores of a chip that share the work."""
+    block = 8
+    backend = TpuBackend(cut=small(block), interpret=replace(WATCHED, num_cores_or_threads=2))
+    h = harness(backend, heads=2, dim=64, block=block, bucket=6 * block)
+    h.shape = replace(h.shape, device_kind="TPU v4")
+    assert cores(h.shape) == 2
+    assert mixed(h)
     assert RACE not in capfd.readouterr().out
 
 
@@ -86,3 +78,22 @@ def test_a_missing_wait_is_caught(harness, monkeypatch, capfd, interpret):
         assert not right
     else:
         assert RACE in capfd.readouterr().out
+
+
+def test_tables_that_scalar_memory_cannot_hold_are_refused():
+    wide = AttentionShape(
+        num_heads=32,
+        num_kv_heads=32,
+        head_dim=256,
+        dtype=np.dtype("float32"),
+        pool_dtype=np.dtype("float32"),
+        alibi=True,
+        max_rows=512,
+    )
+    backend = TpuBackend()
+    shape = wide.with_blocks(backend.default_block_size(wide), 32768)
+    assert "block tables of 512 rows x 1024 blocks" in (backend.supports(shape) or "")
+    assert backend.supports(replace(shape, max_rows=128)) is None
+    assert api.select("auto", shape, "tpu").backend.name == "xla"
+    with pytest.raises(ValueError, match="scalar memory holds 960 KiB of them, not 2048"):
+        api.select("tpu", shape, "tpu")

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from pallas_kernels import tpu_cuts, tune
-from pallas_kernels.tpu_cuts import Cut
+from pallas_kernels.tpu import cuts, tune
+from pallas_kernels.tpu.cuts import Cut
 
 
 def shape(heads=7, pool="bfloat16"):
@@ -20,7 +20,7 @@ def test_the_fastest_that_compiles_is_found():
     found = tune.best(shape(), timer)
     assert (found.tile, found.tile_slots) == (128, 1024)
     assert found.units < 8
-    others = [cut for cut in tpu_cuts.candidates(shape()) if cut.units < 8]
+    others = [cut for cut in cuts.candidates(shape()) if cut.units < 8]
     assert found.units * found.unit_slots == max(cut.units * cut.unit_slots for cut in others)
 
 
@@ -35,10 +35,10 @@ def test_nothing_that_compiles_is_told():
 def test_the_table_printed_is_the_table_read(capsys, monkeypatch):
     tune.main(["--heads", "7"], timer=lambda _shape, cut, _load: cut.units + cut.unit_slots + cut.tile + cut.tile_slots)
     printed = capsys.readouterr().out
-    monkeypatch.setattr(tpu_cuts, "MEASURED", eval(f"{{{printed}}}", vars(tpu_cuts).copy()))
-    ((key, cut),) = tpu_cuts.MEASURED.items()
+    monkeypatch.setattr(cuts, "MEASURED", eval(f"{{{printed}}}", vars(cuts).copy()))
+    ((key, cut),) = cuts.MEASURED.items()
     assert key.lanes == 7 * 128
-    assert tpu_cuts.cut(tune.shape_of(7, 7, 128, "bfloat16", key.device_kind), 4096) == cut
+    assert cuts.cut(tune.shape_of(7, 7, 128, "bfloat16", key.device_kind), 4096) == cut
 
 
 def test_a_machine_without_a_tpu_is_told(capsys):
@@ -51,16 +51,16 @@ def test_a_machine_without_a_tpu_is_told(capsys):
 @pytest.mark.parametrize("pool", ["float32", "bfloat16", "int8"])
 def test_cuts_are_whole_blocks_and_fit(heads, pool):
     for n_tokens in (1, 16, 300, 4096):
-        cut = tpu_cuts.cut(shape(heads, pool), n_tokens)
+        cut = cuts.cut(shape(heads, pool), n_tokens)
         size = shape(heads, pool).block_size
         assert cut.unit_slots % size == 0
         assert cut.tile_slots % size == 0
         assert cut.tile % 16 == 0
-        assert 2 * cut.units * cut.unit_slots * tpu_cuts.slot_bytes(shape(heads, pool)) <= tpu_cuts.BUFFER_BYTES
+        assert 2 * cut.units * cut.unit_slots * cuts.slot_bytes(shape(heads, pool)) <= cuts.BUFFER_BYTES
 
 
 def test_known_devices_are_cut_as_measured(monkeypatch):
     measured = Cut(units=2, unit_slots=256, tile=512, tile_slots=512)
-    monkeypatch.setattr(tpu_cuts, "MEASURED", {tpu_cuts.key(shape()): measured})
-    assert tpu_cuts.cut(shape(), 4096) == measured
-    assert tpu_cuts.cut(shape(), 100).tile == 112
+    monkeypatch.setattr(cuts, "MEASURED", {cuts.key(shape()): measured})
+    assert cuts.cut(shape(), 4096) == measured
+    assert cuts.cut(shape(), 100).tile == 112

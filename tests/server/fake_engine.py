@@ -77,6 +77,7 @@ class FakeEngine:
             pool_bytes=2**20,
             dtype="float32",
             attention="none",
+            quantize=None,
             kv_cache_dtype="float32",
             attention_reason="it repeats what it hears",
             slots=self.slots_total,

@@ -85,6 +85,17 @@ def test_engine_flags_are_the_same_for_every_command(command: list[str]) -> None
     assert (config.scoring, config.attention, config.compilation_cache) == (False, "xla", None)
 
 
+@pytest.mark.parametrize("command", [["serve"], ["generate", "--prompt", "a"], ["bench", "offline"]])
+def test_deterministic_takes_the_slot_policy_it_needs(command: list[str]) -> None:
+    parser = cli.parser(with_bench=True)
+    config = cli.flags.engine_config(parser.parse_args([*command, "--deterministic"]))
+    assert (config.deterministic, config.slot_policy) == (True, "reserve")
+    config = cli.flags.engine_config(parser.parse_args(command))
+    assert (config.deterministic, config.slot_policy) == (False, "grow")
+    with pytest.raises(ValueError, match="slot_policy is grow; with deterministic it must be reserve"):
+        cli.flags.engine_config(parser.parse_args([*command, "--deterministic", "--slot-policy", "grow"]))
+
+
 @pytest.mark.parametrize(
     ("command", "told"),
     [

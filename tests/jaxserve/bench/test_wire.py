@@ -144,3 +144,5 @@ def test_engine_flags_describe_a_configuration():
     assert " ".join(serve.engine_flags(config)) == (
         "--max-rows 8 --buckets 16,32 --target-tpot 0.1s --prefix-cache off --no-scoring --compilation-cache /tmp/x"
     )
+    config = EngineConfig(deterministic=True, slot_policy="reserve")
+    assert " ".join(serve.engine_flags(config)) == "--slot-policy reserve --deterministic --compilation-cache off"

@@ -91,10 +91,17 @@ def test_gathered_weights_and_copied_pools_are_told():
         "2 x all-gather where 0 were predicted",
     ]
     text = """
+    %turned (p: f32[1024,1024]) -> f32[1024,1024] {
+      ROOT %never_stored = f32[1024,1024]{0,1} copy(%p)
+    }
+
+    ENTRY %main (kernel: f32[1024,1024]) -> f32[8] {
+      %fused = f32[8,1024]{1,0} fusion(%x, %kernel), kind=kOutput, calls=%turned
       %a = f32[256,2,128,64]{2,3,1,0} copy(%pool), metadata={op_name="jit(forward)/layer_0/while/body/reshape"}
       %b = f32[1024,1024]{0,1} copy(%kernel), metadata={op_name="jit(forward)/layer_0/up"}
       %c = f32[8,1024]{0,1} copy(%x)
       %d = (f32[1024,1024]{1,0:T(8,128)S(1)}, f32[1024,1024]{1,0:T(8,128)}, u32[]{:S(2)}) copy-start(%kernel)
+    }
     """
     assert list(compiled.copies(stage, text, 128)) == [
         "1 x copy of the pool as f32[256,2,128,64] (16.0 MiB) inside a loop, each time it turns",

@@ -59,6 +59,14 @@ def test_an_int8_pool_holds_nearly_twice_as_many_slots():
     assert half.slots / plan.slots == pytest.approx(plan.stages[0].slot_bytes / half.stages[0].slot_bytes, rel=0.001)
 
 
+def test_int8_weights_take_half_and_their_table_is_summed_in_two():
+    plan, half = (predict(named("bloom-176b", "v5p:2x2x4", tensor=16, quantize=how)) for how in (None, "int8"))
+    assert half.stages[0].weights == pytest.approx(plan.stages[0].weights / 2, rel=0.002)  # scales, norms, biases
+    assert half.parameters == plan.parameters
+    found, wide = ({each.what: each.nbytes for each in each.stages[0].collectives or ()} for each in (half, plan))
+    assert found == wide | {"embed": 14336, "embed.scales": 2}
+
+
 def test_stages_hold_their_own_layers_and_ends():
     plan = predict(question(BLOOM, tensor=2, stages=2))
     first, last = plan.stages

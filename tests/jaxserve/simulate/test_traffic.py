@@ -149,7 +149,7 @@ def test_traffic_is_sized(azure, capsys, tmp_path):
     assert cli.main(["size", "--trace", str(azure), *MODEL[:4], *flags]) == 0
     told = capsys.readouterr().out
     assert "95% of the requests: ttft 1000 ms, tpot 100 ms; at most 4 buckets; 2.5 for an hour of a device" in told
-    assert "the cheapest in time, 1 of: jaxserve serve --model ... --tensor 1 --stages 1 --max-rows" in told
+    assert "the cheapest in time: jaxserve serve --model ... --tensor 1 --stages 1 --replicas 1 --max-rows" in told
     assert plot.stat().st_size > 5_000
 
 

@@ -1,4 +1,4 @@
-"""What `gpu.py` runs on the device. A program of a grid is one call of a kernel; refs are whole arrays."""
+"""What runs on the device. A program of a grid is one call of a kernel; refs are whole arrays."""
 
 from __future__ import annotations
 

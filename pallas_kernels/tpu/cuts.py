@@ -1,5 +1,5 @@
-"""How the TPU kernels cut their work: a table by device and shape, which `python -m pallas_kernels.tune` fills, and a
-rule for what is not in it."""
+"""How the TPU kernels cut their work: a table by device and shape, which `python -m pallas_kernels.tpu.tune` fills, and
+a rule for what is not in it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from pallas_kernels.api import AttentionShape
-from pallas_kernels.tpu_layout import lanes_of, round_up, slot_tile
+from pallas_kernels.tpu.layout import lanes_of, round_up, slot_tile
 
 # Keys and values on their way to a kernel, twice: a kernel has 16 MiB for these and for what it works in.
 BUFFER_BYTES = 7 * 2**20

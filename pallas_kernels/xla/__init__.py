@@ -20,7 +20,7 @@ from jaxtyping import Bool, Float, Float32, Int32
 
 from pallas_kernels import int8
 from pallas_kernels.api import AttentionBatch, AttentionShape
-from pallas_kernels.xla_work import Decodes, Meta, Writes, decode_step, of_layer, prepare, query_tile
+from pallas_kernels.xla.work import Decodes, Meta, Writes, decode_step, of_layer, prepare, query_tile
 
 # Slots that the queries of a tile visit in a loop step at most.
 _TILE_SLOTS = 128

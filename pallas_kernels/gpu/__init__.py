@@ -1,4 +1,4 @@
-"""Ragged attention for GPUs, in Pallas as Triton lowers it: one file for A100 (sm_80), H100 and H200 (sm_90).
+"""Ragged attention for GPUs, in Pallas as Triton lowers it: one backend for A100 (sm_80), H100 and H200 (sm_90).
 
 A layer is a few kernels on grids of fixed size, whose programs leave at once where there is no work for them: new keys
 and values go to their slots; then every query that is computed alone (decodes) is a program for each head and part of
@@ -25,7 +25,7 @@ from jaxtyping import Float, Float32, Int32
 
 from pallas_kernels import int8
 from pallas_kernels.api import AttentionBatch, AttentionShape
-from pallas_kernels.gpu_kernels import (
+from pallas_kernels.gpu.kernels import (
     LANE_NUMBERS,
     LEAST_DOT,
     Context,

@@ -1,7 +1,7 @@
 """Ragged attention on TPUs: Mosaic kernels over a pool whose blocks are operands of matmuls as they lie.
 
-Leading chunks of length 1 (decodes) are served by one kernel that writes their tokens on the way (`tpu_decodes`), all
-others by two (`tpu_prompts`). What each kernel does is told by data: one without work costs its launch.
+Leading chunks of length 1 (decodes) are served by one kernel that writes their tokens on the way (`decodes`), all
+others by two (`prompts`). What each kernel does is told by data: one without work costs its launch.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Float32
 
-from pallas_kernels import int8, tpu_cuts, tpu_decodes, tpu_prompts
+from pallas_kernels import int8
 from pallas_kernels.api import AttentionBatch, AttentionShape
-from pallas_kernels.tpu_cuts import Cut, largest_block, slot_bytes
-from pallas_kernels.tpu_layout import (
+from pallas_kernels.tpu import cuts, decodes, prompts
+from pallas_kernels.tpu.cuts import Cut, largest_block, slot_bytes
+from pallas_kernels.tpu.layout import (
     BFLOAT16,
     INT8,
     LANES,
@@ -30,6 +31,8 @@ from pallas_kernels.tpu_layout import (
 )
 
 _MOST_SLOTS = 128  # of a block, by default
+# Bytes of block tables that fit into the scalar memory of a core, which has 1 MiB on every generation.
+_MOST_TABLES = 960 * 1024
 
 
 class Meta(NamedTuple):
@@ -37,7 +40,7 @@ class Meta(NamedTuple):
 
     decode_bounds: jax.Array  # int32[2 * cores + 1]
     prompt_bounds: jax.Array  # int32[4]
-    offsets: jax.Array  # int32[C + 1]
+    offsets: jax.Array  # int32[C + 2]: kernels look one chunk past the last, which is empty
     kv_lens: jax.Array  # int32[C + 1]
     tables: jax.Array  # int32[C * max_blocks]
     tile_chunks: jax.Array  # int32[2 * tiles]
@@ -73,6 +76,11 @@ class TpuBackend:
             return f"blocks of {size} slots; with a pool of {shape.pool_dtype} it serves multiples of {tile}"
         if max(size, tile) > largest_block(shape):
             return f"blocks of {size} slots; of {slot_bytes(shape)} bytes each it serves at most {largest_block(shape)}"
+        if (tables := 4 * shape.max_rows * shape.max_blocks) > _MOST_TABLES:
+            return (
+                f"block tables of {shape.max_rows} rows x {shape.max_blocks} blocks; scalar memory holds "
+                f"{_MOST_TABLES // 1024} KiB of them, not {tables // 1024}: it serves fewer rows or shorter contexts"
+            )
         return None
 
     def default_block_size(self, shape: AttentionShape) -> int:
@@ -98,7 +106,7 @@ class TpuBackend:
 
     def prepare(self, batch: AttentionBatch, shape: AttentionShape) -> Meta:
         with jax.named_scope("attention_prepare"):
-            return _prepare(batch, shape, self.cut or tpu_cuts.cut(shape, batch.positions.shape[0]))
+            return _prepare(batch, shape, self.cut or cuts.cut(shape, batch.positions.shape[0]))
 
     def attend(
         self,
@@ -114,7 +122,7 @@ class TpuBackend:
         first_block: jax.Array | int = 0,
     ) -> tuple[Float[jax.Array, "T N D"], Pool]:
         n_tokens, n_chunks = q.shape[0], min(q.shape[0], meta.kv_lens.shape[0] - 1)
-        cut = self.cut or tpu_cuts.cut(shape, n_tokens)
+        cut = self.cut or cuts.cut(shape, n_tokens)
         slopes = None if slopes is None else jnp.asarray(slopes, jnp.float32)
         first_block = jnp.asarray(first_block, jnp.int32).reshape(1)
         walk = (meta.kv_lens, meta.tables, first_block)
@@ -123,11 +131,11 @@ class TpuBackend:
             new = _new(k, v, shape)
             if n_tokens > 1:  # a bucket of one token holds no longer chunk
                 around = _with_room(new, shape)
-                pool = tpu_prompts.write(around, pool, meta.prompt_bounds, meta.offsets, *walk, **static)
+                pool = prompts.write(around, pool, meta.prompt_bounds, meta.offsets, *walk, **static)
         with jax.named_scope("attention_attend"):
             static |= {"scale": scale}
             rows = _decode_rows(q[:n_chunks], new, shape)
-            out, pool = tpu_decodes.attend(
+            out, pool = decodes.attend(
                 rows, pool, meta.decode_bounds, *walk, slopes, units=cut.units, slots=cut.unit_slots, **static
             )
             out = _by_head(out[..., : shape.num_kv_heads * shape.head_dim], shape)
@@ -136,7 +144,7 @@ class TpuBackend:
             rest: Any = 0.0
             if n_tokens > 1:
                 queries = _tiles(q, shape, cut.tile)
-                rest = tpu_prompts.attend(
+                rest = prompts.attend(
                     queries,
                     pool,
                     meta.prompt_bounds,
@@ -160,7 +168,7 @@ def _prepare(batch: AttentionBatch, shape: AttentionShape, cut: Cut) -> Meta:
     is_decode = jnp.cumprod(lengths == 1, dtype=jnp.int32)
     n_decodes, n_chunks = jnp.sum(is_decode), jnp.sum(lengths > 0, dtype=jnp.int32)
     ends = jnp.cumsum(-(-kv_lens // cut.unit_slots) * is_decode, dtype=jnp.int32)  # in units
-    parts = tpu_cuts.cores(shape)
+    parts = cuts.cores(shape)
     begins = [jnp.sum(parts * ends < part * ends[-1], dtype=jnp.int32) for part in range(1, parts)]
     begins = jnp.minimum(jnp.stack([jnp.int32(0), *begins, n_decodes]), n_decodes)  # rows
     units = jnp.diff(jnp.pad(ends, (1, 0))[begins])
@@ -171,7 +179,7 @@ def _prepare(batch: AttentionBatch, shape: AttentionShape, cut: Cut) -> Meta:
     return Meta(
         decode_bounds=jnp.concatenate([begins, units]),
         prompt_bounds=jnp.stack([n_decodes, offsets[-1], n_decodes, n_chunks]),
-        offsets=offsets,
+        offsets=jnp.pad(offsets, (0, 1), mode="edge"),
         kv_lens=jnp.pad(kv_lens, (0, 1)),
         tables=batch.block_tables.reshape(-1),
         tile_chunks=tile_chunks.reshape(-1),
@@ -196,7 +204,7 @@ def _packed(x: jax.Array, shape: AttentionShape) -> jax.Array:
 
 
 def _decode_rows(q: jax.Array, new: Pool, shape: AttentionShape) -> jax.Array:
-    """float32[C, group + 2 or + 4, lanes] (see `tpu_decodes.attend`)."""
+    """float32[C, group + 2 or + 4, lanes] (see `decodes.attend`)."""
     n_chunks = len(q)
     queries = q.reshape(n_chunks, shape.num_kv_heads, shape.group, shape.head_dim).swapaxes(1, 2)
     parts = [_packed(queries, shape), _packed(new.kv[:, :n_chunks], shape).swapaxes(0, 1)]
@@ -213,7 +221,7 @@ def _by_head(out: jax.Array, shape: AttentionShape) -> jax.Array:
 
 
 def _with_room(new: Pool, shape: AttentionShape) -> Pool:
-    """As `tpu_prompts.write` reads them."""
+    """As `prompts.write` reads them."""
     size, n_tokens = shape.block_size, new.kv.shape[1]
     tile = slot_tile(shape.pool_dtype)
     length = round_up(size + n_tokens + size + tile, tile)
@@ -230,7 +238,7 @@ def _tiles(q: jax.Array, shape: AttentionShape, tile: int) -> jax.Array:
     """[K, group, T in whole tiles, lanes of a head]."""
     n_tokens = len(q)
     q = q.reshape(n_tokens, shape.num_kv_heads, shape.group, shape.head_dim).transpose(1, 2, 0, 3)
-    room = (0, round_up(n_tokens, tile) - n_tokens), (0, tpu_prompts.out_lanes(shape) - shape.head_dim)
+    room = (0, round_up(n_tokens, tile) - n_tokens), (0, prompts.out_lanes(shape) - shape.head_dim)
     return jnp.pad(q, ((0, 0), (0, 0), *room)).astype(operand_dtype(shape))
 
 

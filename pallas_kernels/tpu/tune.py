@@ -1,6 +1,6 @@
-"""Times the ways of cutting the TPU kernels' work on the TPU at hand, and prints the table for `tpu_cuts.MEASURED`.
+"""Times the ways of cutting the TPU kernels' work on the TPU at hand, and prints the table for `cuts.MEASURED`.
 
-python -m pallas_kernels.tune [--heads 7 --kv-heads 7 --head-dim 128 --pool bfloat16]
+python -m pallas_kernels.tpu.tune [--heads 7 --kv-heads 7 --head-dim 128 --pool bfloat16]
 """
 
 from __future__ import annotations
@@ -8,17 +8,16 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import tpu_cuts
 from pallas_kernels.api import AttentionBatch, AttentionShape
-from pallas_kernels.tpu import BACKEND, TpuBackend
-from pallas_kernels.tpu_cuts import Cut
+from pallas_kernels.tpu import BACKEND, TpuBackend, cuts
+from pallas_kernels.tpu.cuts import Cut
 
 # heads, key heads, head_dim, pool: those of the models served, whole and split over devices.
 SHAPES = [
@@ -60,11 +59,11 @@ def best(shape: AttentionShape, timer: Timer) -> Cut:
     """The cut of a shape with the least weighted seconds: the sizes for decodes and those for prompts do not meet, so
     they are chosen one after the other. Cuts for which the timer raises RuntimeError (they do not compile) are left
     out; raises ValueError if none is left."""
-    found = tpu_cuts.cut(shape, 2**20)
+    found = cuts.cut(shape, 2**20)
     for loads, names in ((DECODING, ("units", "unit_slots")), (PROMPTING, ("tile", "tile_slots"))):
-        varied = {tuple(getattr(cut, name) for name in names) for cut in tpu_cuts.candidates(shape)}
-        cuts = [found._replace(**dict(zip(names, values, strict=True))) for values in sorted(varied)]
-        timed = list(_timed(shape, cuts, loads, timer))
+        varied = {tuple(getattr(cut, name) for name in names) for cut in cuts.candidates(shape)}
+        ways = [found._replace(**dict(zip(names, values, strict=True))) for values in sorted(varied)]
+        timed = list(_timed(shape, ways, loads, timer))
         if not timed:
             raise ValueError(f"no way of cutting {shape} compiles")
         found = min(timed)[1]
@@ -72,18 +71,18 @@ def best(shape: AttentionShape, timer: Timer) -> Cut:
 
 
 def _timed(
-    shape: AttentionShape, cuts: Iterable[Cut], loads: Sequence[Load], timer: Timer
+    shape: AttentionShape, ways: Iterable[Cut], loads: Sequence[Load], timer: Timer
 ) -> Iterator[tuple[float, Cut]]:
-    for cut in cuts:
+    for cut in ways:
         try:
             yield sum(load.weight * timer(shape, cut, load) for load in loads), cut
         except RuntimeError:
             continue
 
 
-def seconds(shape: AttentionShape, cut: Cut, load: Load) -> float:
+def seconds(shape: AttentionShape, cut: Cut, load: Load, backend: TpuBackend = BACKEND) -> float:
     """What an iteration's attention takes on the default device: the least of five turns of ten."""
-    backend, batch, n_blocks = TpuBackend(cut=cut), *_batch(shape, load)
+    backend, (batch, n_blocks) = replace(backend, cut=cut), _batch(shape, load)
     n_tokens = len(batch.positions)
     key = jax.random.key(0)
     q, k, v = (
@@ -143,7 +142,7 @@ def shape_of(heads: int, kv_heads: int, head_dim: int, pool: str, device_kind: s
 
 
 def main(arguments: Sequence[str] | None = None, timer: Timer = seconds) -> None:
-    parser = argparse.ArgumentParser(prog="python -m pallas_kernels.tune", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m pallas_kernels.tpu.tune", description=__doc__)
     parser.add_argument("--heads", type=int, help="query heads on a device; all shapes of the table if not given")
     parser.add_argument("--kv-heads", type=int, help="key heads; as many as query heads if not given")
     parser.add_argument("--head-dim", type=int, default=128)
@@ -157,7 +156,7 @@ def main(arguments: Sequence[str] | None = None, timer: Timer = seconds) -> None
         shapes = [(asked.heads, asked.kv_heads or asked.heads, asked.head_dim, asked.pool)]
     for each in shapes:
         shape = shape_of(*each, device.device_kind)
-        print(f"    {tpu_cuts.key(shape)}: {best(shape, timer)},", flush=True)
+        print(f"    {cuts.key(shape)}: {best(shape, timer)},", flush=True)
 
 
 if __name__ == "__main__":

@@ -21,8 +21,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.api import AttentionShape
-from pallas_kernels.tpu_cuts import cores
-from pallas_kernels.tpu_layout import (
+from pallas_kernels.tpu.cuts import cores
+from pallas_kernels.tpu.layout import (
     LANES,
     LOWEST,
     SUBLANES,
@@ -111,9 +111,7 @@ class _Kernel:
         core = pl.program_id(0)
         low, high = bounds[core], bounds[core + 1]
         slots, tile = self.slots, slot_tile(shape.pool_dtype)
-        blocks = slots // size
-        max_blocks = shape.max_blocks
-        operand = operand_dtype(shape)
+        blocks, operand = slots // size, operand_dtype(shape)
 
         def after(row, step):
             """The unit after this one; past the last row it stays there."""
@@ -121,7 +119,7 @@ class _Kernel:
             return jnp.where(ends, jnp.minimum(row + 1, high), row), jnp.where(ends, 0, step + 1)
 
         def block_of(row, column):
-            return tables[row * max_blocks + column] + first_block[0]
+            return tables[row * shape.max_blocks + column] + first_block[0]
 
         def each_copy(side, row, step, unit, act):
             """Lets `act` have every copy that brings a unit in."""
@@ -190,6 +188,7 @@ class _Kernel:
             of_new(row, lambda copy: copy.start())
 
         def query(row, place, masks):
+            """A group's queries, a head a row (`HeadGroup`)."""
             token = row_buf[lax.rem(row - low, 2 * units)]
             lanes = slice(place.start, place.start + place.lanes)
             q = jnp.zeros((place.rows, place.lanes), jnp.float32)
@@ -219,6 +218,7 @@ class _Kernel:
             return most, sums, dot(weights.astype(operand), values)
 
         def merge(step, which, most, sums, new):
+            """Adds a unit to its row's softmax; the first one begins it."""
             lanes = groups[which].lanes
             began = step > 0
             old = jnp.where(began, maximum[which][:, :1], LOWEST)
@@ -230,14 +230,14 @@ class _Kernel:
             acc[which, :, :lanes] = jnp.where(began, acc[which, :, :lanes] * shrink, 0.0) + new * grow
 
         def finish(row, masks):
+            """Sends a row's result out: of each of a group's rows, the lanes of its head."""
             ring = lax.rem(row - low, units)
             for which, place in enumerate(groups):
                 result = acc[which, :, : place.lanes] / total[which][:, :1]
                 for j in range(group):
                     mine = jnp.sum(jnp.where(masks[which][j], result, 0.0), axis=0, keepdims=True)
                     out_buf[ring, j : j + 1, place.start : place.start + place.lanes] = mine
-            act = pltpu.make_async_copy(out_buf.at[ring], out.at[row], scratch.out_sems.at[ring])
-            act.start()
+            pltpu.make_async_copy(out_buf.at[ring], out.at[row], scratch.out_sems.at[ring]).start()
 
         def iteration(i, carry):
             ahead, cursor = carry

@@ -19,8 +19,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.api import AttentionShape
-from pallas_kernels.tpu_cuts import cores
-from pallas_kernels.tpu_layout import (
+from pallas_kernels.tpu.cuts import cores
+from pallas_kernels.tpu.layout import (
     LANES,
     LOWEST,
     Pool,

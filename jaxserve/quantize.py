@@ -1,0 +1,47 @@
+"""Weights in eight bits: a scale for each row of a matrix, which is one output of a projection (LLM.int8(),
+arXiv:2208.07339, section 2.1, vector-wise). Activations stay as they are."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from types import ModuleType
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Sharding
+from jax.typing import DTypeLike
+
+from jaxserve.models.layers import Quantized
+
+_STEP = np.float32(1 / 127)
+
+
+def is_quantized(name: str) -> bool:
+    """Whether a parameter of this name is held in eight bits: all that hidden states are multiplied with, the token
+    table too, which may be half of a small model. Norms, biases and learned positions are not."""
+    return name.endswith(("kernel", "tokens.table"))
+
+
+def quantize(matrix: np.ndarray | jax.Array, dtype: DTypeLike, numpy: ModuleType = jnp) -> Quantized:
+    """Rounds a matrix [out, in], each row to 255 steps of its largest entry.
+
+    Args:
+      dtype: of the scales; values are rounded against them as they are kept.
+      numpy: `numpy` or `jax.numpy`.
+    """
+    wide = matrix.astype(np.float32)
+    scales = (numpy.abs(wide).max(axis=1) * _STEP).astype(dtype)
+    steps = scales.astype(np.float32)
+    values = numpy.round(wide / numpy.where(steps > 0, steps, 1)[:, None])
+    return Quantized(numpy.clip(numpy.nan_to_num(values), -127, 127).astype(np.int8), scales)
+
+
+def on_devices(matrix: jax.Array, wanted: Quantized) -> Quantized:
+    """A matrix that lies on devices, in eight bits and where `wanted`, shapes with shardings, says."""
+    return _placing(wanted.scales.dtype, wanted.values.sharding, wanted.scales.sharding)(matrix)
+
+
+@cache
+def _placing(dtype: np.dtype, values: Sharding, scales: Sharding):
+    return jax.jit(partial(quantize, dtype=dtype), out_shardings=Quantized(values, scales))

@@ -1,0 +1,117 @@
+"""What is the GPU backend's own: parts of contexts, lists of tiles, the size of an eight-bit pool. The rest is in the
+conformance suite."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from pallas_kernels import gpu
+from pallas_kernels.api import AttentionBatch, AttentionShape
+from pallas_kernels.gpu import GpuBackend
+
+SHAPE = AttentionShape(
+    num_heads=4,
+    num_kv_heads=4,
+    head_dim=64,
+    dtype=np.dtype(jnp.bfloat16),
+    pool_dtype=np.dtype(jnp.bfloat16),
+    alibi=True,
+    block_size=32,
+    max_blocks=64,
+)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 2)])
+def test_parts_of_a_context_are_put_together(harness, heads, kv_heads):
+    """More parts than some rows have tiles; rows of one tile, of several, and of none."""
+    backend = GpuBackend(interpret=True)
+    h = harness(backend, heads=heads, kv_heads=kv_heads, block=16, max_blocks=64, n_blocks=80, most_chunks=4, bucket=4)
+    assert gpu._n_parts(4, h.shape) == 8
+    long = harness(backend, heads=heads, kv_heads=kv_heads, block=16, max_blocks=64, n_blocks=80, bucket=512)
+    a, b = long.add_row(), long.add_row()
+    long.check([(a, 500)])
+    long.check([(b, 3), (a, 400)])
+    h.rows, h.pool, h.free = long.rows, long.pool, long.free
+    c = h.add_row()
+    h.check([(a, 1), (b, 1), (c, 1)])
+    h.check([(c, 3), (a, 1)])  # tokens of a chunk that go alone
+
+
+prepare = jax.jit(GpuBackend().prepare, static_argnums=1)
+
+
+def tiles_of(lengths: list[int], kv_lens: list[int], bucket: int) -> list[tuple[int, ...]]:
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    batch = AttentionBatch(
+        *map(jnp.asarray, (offsets, np.int32(kv_lens), np.zeros((len(lengths), 64), np.int32))),
+        jnp.zeros(bucket, jnp.int32),
+        jnp.zeros(bucket, jnp.int32),
+    )
+    items = prepare(batch, SHAPE).prompts
+    assert items is not None
+    return [tuple(item) for item in items.tolist() if item[1]]
+
+
+def test_longer_chunks_become_tiles_and_decodes_do_not():
+    assert gpu._prompt_tiling(SHAPE, 512).rows == 128
+    found = tiles_of([1, 300, 1, 128, 0], [9, 400, 5, 128, 0], 512)
+    # First flat token, tokens, position of the last, chunk; the last chunk's first.
+    assert found == [(302, 128, 127, 3), (257, 44, 399, 1), (129, 128, 355, 1), (1, 128, 227, 1)]
+    assert tiles_of([1, 1, 0], [4, 4, 0], 8) == []
+
+
+def test_a_full_bucket_has_room_for_all_its_tiles():
+    assert len(tiles_of([130] * 3 + [122], [130] * 3 + [122], 512)) == 7
+    assert len(tiles_of([2] * 32, [2] * 32, 64)) == 32
+
+
+def test_a_bucket_of_no_more_tokens_than_rows_has_no_tiles():
+    batch = AttentionBatch(*(jnp.zeros(n, jnp.int32) for n in ((9,), (8,), (8, 64), (8,), (8,))))
+    assert prepare(batch, SHAPE).prompts is None
+
+
+def test_refusals():
+    for change, words in (
+        ({"head_dim": 320}, "head_dim 320; it serves up to 256"),
+        ({"num_heads": 96, "num_kv_heads": 1}, "96 query heads to a key head"),
+        ({"dtype": np.dtype(np.float16)}, "queries of float16"),
+        ({"pool_dtype": np.dtype(np.uint8)}, "pool of uint8"),
+    ):
+        assert words in (GpuBackend().supports(dataclasses.replace(SHAPE, **change)) or "")
+
+
+@pytest.mark.parametrize("n_blocks", [1, 2**18, 2**18 + 1, 2**19, 2**19 + 1])
+def test_an_eight_bit_pool_has_no_size_whose_offsets_overflow(n_blocks):
+    """Triton's offsets are 32 bits with a sign in arrays of up to 2**32 bytes, which may hold 2**32 numbers."""
+    shape = dataclasses.replace(SHAPE, pool_dtype=np.dtype(np.int8))
+    numbers = GpuBackend().pool(shape, n_blocks).keys.size
+    assert numbers >= n_blocks * 4 * 32 * 64
+    assert numbers <= 2**31 or numbers > 2**32
+
+
+@pytest.mark.parametrize("pool", ["bfloat16", "float32", "int8"])
+@pytest.mark.parametrize("head_dim", [64, 80, 256])
+def test_it_becomes_triton_kernels_that_change_the_pool_in_place(pool, head_dim):
+    """As far as a jax without GPUs goes; tests/aot has the rest."""
+    shape = dataclasses.replace(SHAPE, pool_dtype=jnp.dtype(pool), head_dim=head_dim)
+    backend = GpuBackend()
+
+    def step(q, pool, batch):
+        meta = backend.prepare(batch, shape)
+        return backend.attend(q, q, q, pool, meta, shape, slopes=np.ones(4, np.float32), scale=0.1)
+
+    batch = AttentionBatch(*(jax.ShapeDtypeStruct(n, jnp.int32) for n in ((5,), (4,), (4, 64), (16,), (16,))))
+    q, held = jax.ShapeDtypeStruct((16, 4, head_dim), shape.dtype), backend.pool(shape, 8)
+    h200 = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", None, "gpu"))
+    with jax.sharding.use_abstract_mesh(h200):
+        text = jax.jit(step).trace(q, held, batch).lower(lowering_platforms=("cuda",)).as_text()
+    calls = [line for line in text.splitlines() if "__gpu$xla.gpu.triton" in line]
+    assert len(calls) == 4  # write, decodes, their parts combined, prompts
+    in_place = [line.count("output_operand_alias<") for line in calls]
+    assert in_place == [len(jax.tree.leaves(held)), 0, 1, 1]
