@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxserve import models, startup
+from jaxserve.config import EngineConfig
 from jaxserve.models import layers
 from pallas_kernels.cpu import build, product
 
@@ -52,6 +54,21 @@ def test_layers_take_it_for_few_rows(rows, native, looped):
     program = jax.jit(step).lower(x, jnp.int32(1)).compile()
     assert (build.PRODUCT in program.as_text()) == native
     np.testing.assert_allclose(program(x, jnp.int32(1)), layers.project(x, kernels[1]), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "calls"),
+    [({}, 9), ({"stages": 2}, 9), ({"tensor": 2}, 0), ({"quantize": "int8"}, 0), ({"buckets": (9,)}, 1)],
+)
+def test_stages_of_one_device_take_it_and_weights_in_eight_bits_do_not(changes, calls):
+    """As often as there are products: four in each of two layers, and the head's, of fewer rows than a bucket."""
+    sizes = {"vocab_size": 64, "n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64}
+    model = models.build(models.parse_config({"model_type": "gpt2", "eos_token_id": 0, **sizes}))
+    config = EngineConfig(**{"dtype": "bfloat16", "max_rows": 4, "buckets": (8,), **changes})
+    (stages,), _ = startup.stage_programs(config, model)
+    (bucket,) = config.buckets
+    texts = [stage.lower_forward(bucket, 16).as_text() for stage in stages]
+    assert sum(text.count(f"@{build.PRODUCT}(") for text in texts) == calls
 
 
 def test_float32_has_none():
