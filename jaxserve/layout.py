@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxserve import attention, buckets, models, naming, scheduling, weights
+from jaxserve import attention, buckets, models, naming, weights
 from jaxserve.config import EngineConfig
 from jaxserve.lowering import StagePrograms
+from jaxserve.make_scheduler import fixed_chunk
 from jaxserve.models import Model
 from jaxserve.models.schema import ModelConfig
 from jaxserve.programs import StageShape
@@ -72,7 +73,7 @@ def lay_out(
     ]
     for bucket in bucket_sizes(config):
         programs[0].between_layers(bucket)
-    scheduling.fixed_chunk(config, bucket_sizes(config), attended.block_size)
+    fixed_chunk(config, bucket_sizes(config), attended.block_size)
     return programs, reason
 
 
