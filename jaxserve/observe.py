@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -84,20 +85,31 @@ def total(loads: Iterable[Load]) -> Load:
     )
 
 
-# Compilations of this process by the thread they ran on.
-_compilations: dict[int, int] = {}
+# Compilations of this process by the thread they ran on, and those that jax found in its own persistent cache.
+_compilations: Counter[int] = Counter()
+_loaded: Counter[int] = Counter()
 
 
 def _count_compilation(event: str, duration_secs: float, **_: Any) -> None:
     del duration_secs
     if event == "/jax/core/compile/backend_compile_duration":
-        thread = threading.get_ident()
-        _compilations[thread] = _compilations.get(thread, 0) + 1
+        _compilations[threading.get_ident()] += 1
+
+
+def _count_loaded(event: str, **_: Any) -> None:
+    if event == "/jax/compilation_cache/cache_hits":
+        _loaded[threading.get_ident()] += 1
 
 
 jax.monitoring.register_event_duration_secs_listener(_count_compilation)
+jax.monitoring.register_event_listener(_count_loaded)
 
 
 def compilations() -> int:
     """How many programs jax has compiled on the calling thread."""
-    return _compilations.get(threading.get_ident(), 0)
+    return _compilations[threading.get_ident()]
+
+
+def loaded_by_jax() -> int:
+    """How many of them it found in its persistent cache."""
+    return _loaded[threading.get_ident()]

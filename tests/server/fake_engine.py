@@ -91,6 +91,9 @@ class FakeEngine:
             buckets=(bucket,),
             load_seconds=0.1,
             compile_seconds=0.5,
+            measure_seconds=0.1,
+            programs=3,
+            programs_loaded=2,
         )
         self.iterations = 0
         self.aborted: list[str] = []
