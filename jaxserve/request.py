@@ -42,6 +42,11 @@ class FinishReason(enum.Enum):
     ABORTED = "aborted"
     ERROR = "error"
 
+    @property
+    def is_answer(self) -> bool:
+        """Whether the request was answered."""
+        return self not in (FinishReason.ABORTED, FinishReason.ERROR)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:

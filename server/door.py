@@ -20,7 +20,7 @@ from jaxserve.request import InvalidRequest, QueueFull, Request, SamplingParams,
 from server import errors
 from server.admission import Admission, Ticket
 from server.auth import Tenant
-from server.generation import Call, Generation, Observer
+from server.generation import Call, Generation, Life, Observer
 
 if TYPE_CHECKING:
     from jaxserve.engine import Engine
@@ -114,7 +114,7 @@ class Door:
         except Exception as problem:
             refusal = self._refusal(problem, call_id)
             for observer in self.observers:
-                observer.refused(refusal)
+                observer.refused(call_id, refusal)
             if refusal is problem:
                 raise
             raise refusal from problem
@@ -160,10 +160,10 @@ class Door:
                 lambda: [adjust(self._parse(fields, call, special_tokens, ticket.demoted)) for fields in prompts],
             )
             ticket.correct(samples * sum(len(request.prompt) for request in requests))
-            with self._submitted(self._generation(requests, samples, ticket), call, ticket) as generation:
+            with self._submitted(self._generation(call, requests, samples, ticket), ticket) as generation:
                 yield generation
 
-    def _generation(self, requests: list[Request], samples: int, ticket: Ticket) -> Generation:
+    def _generation(self, call: Call, requests: list[Request], samples: int, ticket: Ticket) -> Generation:
         requests = [
             dataclasses.replace(
                 request,
@@ -175,7 +175,7 @@ class Door:
         ]
         eos = self.engine.model_config.eos_token_ids
         assemblers = [Assembler(request, self.engine.tokenizer, eos) for request in requests]
-        return Generation(requests, assemblers, self.observers, ticket, self._leave)
+        return Generation(call, requests, assemblers, self.observers, ticket, self._leave)
 
     def _check_open(self, call: Call) -> None:
         if len(call.id) > _LONGEST_ID:
@@ -212,34 +212,35 @@ class Door:
         )
 
     @contextlib.contextmanager
-    def _submitted(self, generation: Generation, call: Call, ticket: Ticket) -> Iterator[Generation]:
-        started = []
+    def _submitted(self, generation: Generation, ticket: Ticket) -> Iterator[Generation]:
+        started: list[Life] = []
         self._generations.add(generation)
         try:
-            for request in generation.requests:
+            for life in generation.lives:
+                request = life.request
                 self._alive[request.request_id] = generation
                 try:
                     self.engine.submit(request, self._sink)
                 except BaseException:
                     del self._alive[request.request_id]
                     raise
-                started.append(request)
+                started.append(life)
                 for observer in self.observers:
-                    observer.started(call, request)
+                    observer.started(life)
             ticket.submitted()
             yield generation
         finally:
-            for request in started:
-                self._leave(request.request_id)
+            for life in started:
+                self._leave(life.request.request_id)
             self._generations.remove(generation)
             if not self._generations:
                 self._emptied.set()
-            for index, request in enumerate(started):
+            for index, life in enumerate(started):
                 completion = generation.completion(index)
-                if completion.finish_reason is not None:
-                    self.admission.finished(len(completion.token_ids), request.sampling.max_tokens)
+                if completion.finish_reason is not None and completion.finish_reason.is_answer:
+                    self.admission.finished(len(completion.token_ids), life.request.sampling.max_tokens)
                 for observer in self.observers:
-                    observer.ended(request, completion)
+                    observer.ended(life, completion)
 
     # Text and tokens
 

@@ -42,23 +42,39 @@ class Call:
     tenant: Tenant = field(default_factory=current.get)
 
 
+@dataclass(slots=True, kw_only=True)
+class Life:
+    """What happened when to one request: monotonic seconds, None until it has.
+
+    Attributes:
+      began: it got a row.
+      first_token / last_token: the door heard of them.
+    """
+
+    call: Call
+    request: Request
+    began: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
+
+
 class Observer(Protocol):
     """What is told of every request that the engine has taken, and of every call that ends without an answer; on the
     event loop."""
 
-    def started(self, call: Call, request: Request) -> None:
+    def started(self, life: Life) -> None:
         """The engine has taken the request."""
         ...
 
-    def heard(self, request: Request, event: TokenEvent) -> None:
-        """The engine has said something of it."""
+    def tokens(self, life: Life, count: int, gap: float | None) -> None:
+        """Tokens of it have come, so many seconds after the ones before; None for the first."""
         ...
 
-    def ended(self, request: Request, completion: Completion) -> None:
+    def ended(self, life: Life, completion: Completion) -> None:
         """It is over; a completion without a finish reason was cut short, by its caller or by the server."""
         ...
 
-    def refused(self, refusal: errors.Refusal) -> None:
+    def refused(self, call_id: str, refusal: errors.Refusal) -> None:
         """A call ends without an answer."""
         ...
 
@@ -75,6 +91,7 @@ class Generation:
 
     def __init__(
         self,
+        call: Call,
         requests: Sequence[Request],
         assemblers: Sequence[Assembler],
         observers: Sequence[Observer],
@@ -82,6 +99,7 @@ class Generation:
         leave: Callable[[str], None],
     ) -> None:
         self.requests = tuple(requests)
+        self.lives = [Life(call=call, request=request) for request in requests]
         self._assemblers = assemblers
         self._index = {request.request_id: index for index, request in enumerate(requests)}
         self._observers, self._ticket, self._leave = observers, ticket, leave
@@ -93,10 +111,19 @@ class Generation:
     def put(self, event: TokenEvent) -> None:
         """Keeps an event of the engine's for the handler."""
         self._ticket.begun()
-        for observer in self._observers:
-            observer.heard(self.requests[self._index[event.request_id]], event)
         self._events.append(event)
         self._arrived.set()
+        life = self.lives[self._index[event.request_id]]
+        if event.started is not None:
+            life.began = event.started
+        if event.token_ids:
+            now = time.monotonic()
+            gap = None if life.last_token is None else now - life.last_token
+            life.last_token = now
+            if gap is None:
+                life.first_token = now
+            for observer in self._observers:
+                observer.tokens(life, len(event.token_ids), gap)
 
     def fail(self, refusal: errors.Refusal) -> None:
         """Has the handler end with this as soon as it looks."""

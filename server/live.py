@@ -17,9 +17,8 @@ from jaxserve.observe import IterationRecord
 if TYPE_CHECKING:
     from jaxserve.completion import Completion
     from jaxserve.engine import Engine
-    from jaxserve.request import Request, TokenEvent
     from server.errors import Refusal
-    from server.generation import Call
+    from server.generation import Life
 
 KEPT = 512  # iterations
 _WINDOW = 60.0  # seconds that latencies and rates look back
@@ -39,33 +38,27 @@ class Live:
         self._numbers = itertools.count()
         self._ring: deque[tuple[int, IterationRecord]] = deque(maxlen=KEPT)
         self._latencies = {name: deque[tuple[float, float]](maxlen=_SAMPLES) for name in ("first_token", "gap")}
-        self._last_tokens: dict[str, float] = {}
         self._generated: deque[tuple[float, int]] = deque()
         engine.record(self._append)
 
     def _append(self, record: IterationRecord) -> None:
         self._ring.append((next(self._numbers), record))
 
-    def started(self, call: Call, request: Request) -> None:
+    def started(self, life: Life) -> None:
         """The engine has taken a request; nothing is known of its latencies yet."""
 
-    def heard(self, request: Request, event: TokenEvent) -> None:
+    def tokens(self, life: Life, count: int, gap: float | None) -> None:
         """A request has got tokens: its first, or some after those of an earlier event."""
-        if not event.token_ids:
-            return
         now = time.monotonic()
-        before = self._last_tokens.get(request.request_id)
-        if before is None:
-            self._latencies["first_token"].append((now, now - request.arrival))
+        if gap is None:
+            self._latencies["first_token"].append((now, now - life.request.arrival))
         else:
-            self._latencies["gap"].append((now, now - before))
-        self._last_tokens[request.request_id] = now
+            self._latencies["gap"].append((now, gap))
 
-    def ended(self, request: Request, completion: Completion) -> None:
-        """A request is over."""
-        self._last_tokens.pop(request.request_id, None)
+    def ended(self, life: Life, completion: Completion) -> None:
+        """A request is over: its latencies are known."""
 
-    def refused(self, refusal: Refusal) -> None:
+    def refused(self, call_id: str, refusal: Refusal) -> None:
         """A call without an answer has no latencies."""
 
     def since(self, number: int) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ from server.start import add_model_flags, load_engine, mending, model_directory,
 
 if TYPE_CHECKING:
     from jaxserve.engine import Engine
+    from server.surface import Surface
 
 HELP = """\
 Serves a model over gRPC (service jaxserve.v1.Inference, with health checks and reflection).
@@ -54,6 +56,20 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="how long the engine may have work and complete no iteration before health says so (default: four times "
         "what the largest bucket takes, and at least 2)",
     )
+    group = parser.add_argument_group("observing")
+    group.add_argument(
+        "--metrics-port",
+        type=int,
+        metavar="N",
+        help="a port for Prometheus' scrapers: /metrics, without TLS and without keys (default: none)",
+    )
+    group.add_argument("--request-log", metavar="FILE|-", help="a line of JSON for every request (default: none)")
+    group.add_argument("--log-prompts", action="store_true", help="put prompts and answers into it as well")
+    group.add_argument(
+        "--traces",
+        action="store_true",
+        help="OpenTelemetry spans of every request, sent where OTEL_EXPORTER_OTLP_ENDPOINT says; takes jaxserve[otel]",
+    )
     settings.add_flags(parser)
     parser.add_argument(
         "--api-keys",
@@ -75,11 +91,15 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--port {args.port} is not a port; it must be from 0 to 65535")
     if not args.drain_seconds >= 0:
         raise UserError(f"--drain-seconds {args.drain_seconds} is negative")
+    if args.log_prompts and args.request_log is None:
+        raise UserError("--log-prompts needs --request-log")
     with mending():
         args.tls = tls.from_flags(args)
         args.keys = auth.ApiKeys(args.api_keys) if args.api_keys is not None else None
     name = model_directory(args).resolve().name
     _check_free(args.host, args.port)  # now rather than after minutes of loading
+    if args.metrics_port is not None:
+        _check_free(args.host, args.metrics_port)
     engine = load_engine(args)
     with profiling(args), engine:
         asyncio.run(_serve(engine, args, name))
@@ -111,6 +131,33 @@ async def _serve(engine: Engine, args: argparse.Namespace, name: str) -> None:
         keys=args.keys,
         stall_seconds=args.stall_seconds,
     )
+    with _observing(surface, args, name):
+        await _serve_until_told(surface, args)
+
+
+@contextlib.contextmanager
+def _observing(surface: Surface, args: argparse.Namespace, name: str) -> Iterator[None]:
+    """Request log, traces and the scrapers' port, as asked for."""
+    from server.request_log import RequestLog
+    from server.tracing import Tracing
+
+    with contextlib.ExitStack() as stack:
+        with mending():
+            watching: list[RequestLog | Tracing] = []
+            if args.request_log is not None:
+                tokenizer = surface.door.engine.tokenizer
+                watching.append(RequestLog(args.request_log, tokenizer=tokenizer, prompts=args.log_prompts))
+            if args.traces:
+                watching.append(Tracing(model=name))
+            for observer in watching:
+                surface.door.observers.append(observer)
+                stack.callback(observer.close)
+            if args.metrics_port is not None:
+                stack.callback(surface.metrics.serve(args.host, args.metrics_port))
+        yield
+
+
+async def _serve_until_told(surface: Surface, args: argparse.Namespace) -> None:
     try:
         port = await surface.start(args.host, args.port)
     except RuntimeError as problem:

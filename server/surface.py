@@ -11,6 +11,7 @@ from server.auth import ApiKeys
 from server.door import Door
 from server.grpc_server import GrpcServer
 from server.health import Watchdog
+from server.metrics import Metrics
 from server.tls import Tls
 
 if TYPE_CHECKING:
@@ -48,6 +49,8 @@ class Surface:
     ) -> None:
         self.door = Door(engine, tenants=lambda: keys.tenants if keys is not None else {})
         self._grpc = GrpcServer(self.door, name=name, version=version, tls=tls, keys=keys)
+        self.metrics = Metrics(engine, model=name, healthy=lambda: self.door.closed is None)
+        self.door.observers.append(self.metrics)
         self._watchdog = Watchdog(engine, deadline=stall_seconds, interval=health_seconds)
         self._health_seconds = health_seconds
         self._watch: asyncio.Task[None] | None = None
@@ -91,4 +94,5 @@ class Surface:
             if not self.door.engine.is_healthy:
                 self.door.fail_all("the engine has failed")
             self.door.admission.sample()
+            self.metrics.drain()
             await asyncio.sleep(self._health_seconds)

@@ -18,7 +18,8 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from jaxserve.config import EngineConfig
-from jaxserve.observe import Load
+from jaxserve.iteration import Chunk, IterationPlan
+from jaxserve.observe import IterationRecord, Load
 from jaxserve.request import Alternatives, FinishReason, InvalidRequest, QueueFull, Request, TokenEvent
 from jaxserve.tokenizer import Tokenizer
 
@@ -105,6 +106,7 @@ class FakeEngine:
         self._stopping = self._failed = self._silent = False
         self._told: set[tuple[str, tuple[int, ...]]] = set()
         self._counted = {"prompt": 0, "generated": 0, "cached": 0}
+        self._recorders: list[Callable[[IterationRecord], None]] = []
         self._thread: threading.Thread | None = None
 
     # What a test does
@@ -207,7 +209,10 @@ class FakeEngine:
                 compiled_after_ready=0,
             )
 
-    def loads(self) -> list[SimpleNamespace]:
+    def record(self, recorder: Callable[[IterationRecord], None]) -> None:
+        self._recorders.append(recorder)
+
+    def loads(self) -> list[Load]:
         return [self.load()]
 
     # The loop
@@ -233,9 +238,36 @@ class FakeEngine:
                 events = [(each, self._advance(each)) for each in self._running]
                 self._running = [each for each, event in events if event.finish_reason is None]
             self._hand_over(events)
+            for recorder in self._recorders:
+                recorder(self._record(len(events)))
             with self._changed:
                 self.iterations += 1
                 self._changed.notify_all()
+
+    def _record(self, tokens: int) -> IterationRecord:
+        """As if every iteration took 4 ms on the device and half a millisecond each to schedule and to complete."""
+        plan = IterationPlan(
+            sequence=self.iterations,
+            bucket=16,
+            admissions=(),
+            chunks=tuple(Chunk(row, 1, 1, True) for row in range(tokens)),
+            table_changes=(),
+            sampler=None,
+            scoring=False,
+        )
+        return IterationRecord(
+            replica=0,
+            plan=plan,
+            decodes=tokens,
+            prompt_tokens=0,
+            waiting=len(self._waiting),
+            schedule_s=0.0005,
+            pack_s=0.0,
+            launch_s=0.0,
+            wait_s=0.004,
+            complete_s=0.0005,
+            finished_at=time.monotonic(),
+        )
 
     def _has_turn(self) -> bool:
         may = not self.held or self._permits > 0

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from jaxserve.completion import Completion
-from jaxserve.request import FinishReason, Request, TokenEvent
+from jaxserve.request import FinishReason, Request
 from server.errors import Kind, Refusal
-from server.generation import Call
+from server.generation import Call, Life
 from tests.server.conftest import Served
 
 Serve = Callable[..., None]
@@ -34,17 +34,17 @@ class Listener:
     def __init__(self) -> None:
         self.told: list[tuple[Any, ...]] = []
 
-    def started(self, call: Call, request: Request) -> None:
-        self.told.append(("started", call.id, bytes(request.prompt)))
+    def started(self, life: Life) -> None:
+        self.told.append(("started", life.call.id, bytes(life.request.prompt)))
 
-    def heard(self, request: Request, event: TokenEvent) -> None:
-        self.told.append(("heard", bytes(event.token_ids)))
+    def tokens(self, life: Life, count: int, gap: float | None) -> None:
+        self.told.append(("tokens", bytes(life.request.prompt), count, gap is None))
 
-    def ended(self, request: Request, completion: Completion) -> None:
-        self.told.append(("ended", bytes(request.prompt), completion.finish_reason))
+    def ended(self, life: Life, completion: Completion) -> None:
+        self.told.append(("ended", bytes(life.request.prompt), completion.finish_reason))
 
-    def refused(self, refusal: Refusal) -> None:
-        self.told.append(("refused", refusal.field))
+    def refused(self, call_id: str, refusal: Refusal) -> None:
+        self.told.append(("refused", call_id, refusal.field))
 
 
 def test_the_requests_of_one_call_are_answered_side_by_side(serve: Serve) -> None:
@@ -112,16 +112,16 @@ def test_observers_are_told_of_start_events_end_and_refusal(serve: Serve) -> Non
         async with door.generate([{"prompt": "cd", "max_tokens": LONG}], call(id="yours")):
             pass
         with pytest.raises(Refusal):
-            await answer(it, {"prompt_token_ids": [999]})
+            await answer(it, {"prompt_token_ids": [999]}, id="wrong")
         assert listener.told[:5] == [
             ("started", "mine", b"ab"),
-            ("heard", b"a"),
-            ("heard", b"b"),
+            ("tokens", b"ab", 1, True),
+            ("tokens", b"ab", 1, False),
             ("ended", b"ab", FinishReason.LENGTH),
             ("started", "yours", b"cd"),
         ]
-        told = [each for each in listener.told[5:] if each[0] != "heard"]  # as much as it did before it was left
-        assert told == [("ended", b"cd", None), ("refused", "prompt_token_ids")]
+        told = [each for each in listener.told[5:] if each[0] != "tokens"]  # as much as it did before it was left
+        assert told == [("ended", b"cd", None), ("refused", "wrong", "prompt_token_ids")]
 
     serve(scenario)
 

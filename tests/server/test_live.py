@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from jaxserve.completion import Completion
 from jaxserve.iteration import Admission, Chunk, IterationPlan
 from jaxserve.observe import IterationRecord
-from jaxserve.request import FinishReason, Request, SamplingParams, TokenEvent
+from jaxserve.request import Request, SamplingParams
 from server import live as live_module
+from server.generation import Call, Life
 from server.live import Live
 from server.top import Board
 from tests.server.fake_engine import FakeEngine
@@ -97,15 +97,12 @@ def test_latencies_and_rates_are_of_the_last_minute(engine: Recorded, monkeypatc
     clock = SimpleNamespace(now=1000.0)
     monkeypatch.setattr(live_module.time, "monotonic", lambda: clock.now)
     live = Live(engine)  # pyright: ignore[reportArgumentType]
-    end = Completion(request_id="", text="", token_ids=(), finish_reason=None)
     for index, seconds in enumerate([9.0, *(milliseconds / 1000 for milliseconds in range(100))]):
         request = Request(request_id=str(index), prompt=(1,), sampling=SamplingParams(), arrival=clock.now)
+        life = Life(call=Call(protocol="test"), request=request)
         clock.now += 0.25
-        live.heard(request, TokenEvent(request.request_id, token_ids=(7,)))
-        clock.now += seconds
-        live.heard(request, TokenEvent(request.request_id, token_ids=(7, 7)))
-        live.heard(request, TokenEvent(request.request_id, finish_reason=FinishReason.ABORTED))
-        live.ended(request, end)
+        live.tokens(life, 1, None)
+        live.tokens(life, 2, seconds)
         if seconds == 9.0:
             clock.now += 61
     load = engine.load()
