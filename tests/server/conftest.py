@@ -11,6 +11,7 @@ import grpc
 import pytest
 
 from jaxserve.tokenizer import Tokenizer
+from server.http.template import ChatTemplate
 from server.proto.jaxserve.v1 import inference_pb2 as pb
 from server.proto.jaxserve.v1.inference_pb2_grpc import InferenceStub
 from server.surface import Surface
@@ -26,10 +27,13 @@ def tokenizer() -> Tokenizer:
 
 
 class Served:
-    """A server on a fake engine, and a client of it."""
+    """A server on a fake engine, and a client of it; `url` where HTTP is served too."""
 
-    def __init__(self, engine: FakeEngine, surface: Surface, address: str, channel: grpc.aio.Channel) -> None:
+    def __init__(
+        self, engine: FakeEngine, surface: Surface, address: str, channel: grpc.aio.Channel, http_port: int | None
+    ) -> None:
         self.engine, self.surface, self.address, self.channel = engine, surface, address, channel
+        self.http_port, self.url = http_port, f"http://127.0.0.1:{http_port}"
         self.stub: Any = InferenceStub(channel)
 
     async def step(self, iterations: int = 1) -> None:
@@ -43,14 +47,22 @@ class Served:
 
 
 @contextlib.asynccontextmanager
-async def served(engine: FakeEngine) -> AsyncIterator[Served]:
+async def served(
+    engine: FakeEngine, http_port: int | None = None, chat_template: ChatTemplate | None = None
+) -> AsyncIterator[Served]:
     with engine:
-        surface = Surface(engine, name="echo", version="1.2.3", health_seconds=0.01)  # pyright: ignore[reportArgumentType]
-        port = await surface.start("127.0.0.1", 0)
+        surface = Surface(
+            engine,  # pyright: ignore[reportArgumentType]
+            name="echo",
+            version="1.2.3",
+            chat_template=chat_template,
+            health_seconds=0.01,
+        )
+        port, http_port = await surface.start("127.0.0.1", 0, http_port)
         address = f"127.0.0.1:{port}"
         async with grpc.aio.insecure_channel(address) as channel:
             try:
-                yield Served(engine, surface, address, channel)
+                yield Served(engine, surface, address, channel, http_port)
             finally:
                 engine.release()
                 await surface.stop()
@@ -67,9 +79,12 @@ Scenario = Callable[[Served], Coroutine[Any, Any, None]]
 def serve(tokenizer: Tokenizer) -> Callable[..., None]:
     """Runs a coroutine with a server on a fake engine: `serve(scenario, held=True, ...)`."""
 
-    def run(scenario: Scenario, **engine: Any) -> None:
+    def run(
+        scenario: Scenario, http_port: int | None = None, chat_template: ChatTemplate | None = None, **fields: Any
+    ) -> None:
         async def bounded() -> None:
-            async with asyncio.timeout(WAIT_SECONDS), served(FakeEngine(**{"tokenizer": tokenizer} | engine)) as it:
+            engine = FakeEngine(**{"tokenizer": tokenizer} | fields)
+            async with asyncio.timeout(WAIT_SECONDS), served(engine, http_port, chat_template) as it:
                 await scenario(it)
 
         asyncio.run(bounded())
