@@ -15,6 +15,8 @@ from server import errors
 from server.admission import Ticket
 from server.auth import Tenant, current
 
+_MOST_EVENTS = 64  # taken at once, so that catching up with a reader who was slow delays nobody
+
 
 def new_id() -> str:
     """A name for a call whose caller gave none; no two are alike, in one server or in several."""
@@ -144,7 +146,10 @@ class Generation:
         self._arrived.clear()
         if self._refusal is not None:
             raise self._refusal
-        events, self._events = self._events, []
+        events, self._events = self._events[:_MOST_EVENTS], self._events[_MOST_EVENTS:]
+        if self._events:
+            self._arrived.set()
+            await asyncio.sleep(0)  # others have their turn first
         found: dict[int, list[Delta]] = {}
         for event in events:
             index = self._index[event.request_id]

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 PREFIX = "JAXSERVE_"
 
 _UNSET: Any = object()
+_OFF = ("http-port",)  # settings whose value is None when they are off
 _ITSELF = ("help", "config", "print_config")  # flags that say where settings are, and are none
 
 
@@ -85,6 +86,7 @@ def as_toml(settings: Iterable[Setting]) -> str:
     """What `--print-config` prints: a file for `--config`. No setting is a secret; keys are in files of their own."""
     lines = []
     for name, value, source in settings:
+        value = "off" if value is None and name in _OFF else value
         text = f"# {name} is not set" if value is None else f"{name} = {_toml(name, value)}"
         lines.append(f"{text}  # {source}\n")
     return "".join(lines)

@@ -13,6 +13,7 @@ import pytest
 
 from jaxserve.tokenizer import Tokenizer
 from server import settings
+from server.http.template import ChatTemplate
 from server.proto.jaxserve.v1 import inference_pb2 as pb
 from server.proto.jaxserve.v1.inference_pb2_grpc import InferenceStub
 from server.surface import Surface
@@ -35,10 +36,13 @@ def no_settings_of_yours(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Served:
-    """A server on a fake engine, and a client of it."""
+    """A server on a fake engine, and a client of it; `url` where HTTP is served too."""
 
-    def __init__(self, engine: FakeEngine, surface: Surface, address: str, channel: grpc.aio.Channel) -> None:
+    def __init__(
+        self, engine: FakeEngine, surface: Surface, address: str, channel: grpc.aio.Channel, http_port: int | None
+    ) -> None:
         self.engine, self.surface, self.address, self.channel = engine, surface, address, channel
+        self.http_port, self.url = http_port, f"http://127.0.0.1:{http_port}"
         self.stub: Any = InferenceStub(channel)
 
     async def step(self, iterations: int = 1) -> None:
@@ -52,15 +56,15 @@ class Served:
 
 
 @contextlib.asynccontextmanager
-async def served(engine: FakeEngine, **settings: Any) -> AsyncIterator[Served]:
+async def served(engine: FakeEngine, http_port: int | None = None, **settings: Any) -> AsyncIterator[Served]:
     settings = {"name": "echo", "version": "1.2.3", "health_seconds": 0.01, "stall_seconds": 1e9} | settings
     with engine:
         surface = Surface(engine, **settings)  # pyright: ignore[reportArgumentType]
-        port = await surface.start("127.0.0.1", 0)
+        port, http_port = await surface.start("127.0.0.1", 0, http_port)
         address = f"127.0.0.1:{port}"
         async with grpc.aio.insecure_channel(address) as channel:
             try:
-                yield Served(engine, surface, address, channel)
+                yield Served(engine, surface, address, channel, http_port)
             finally:
                 engine.release()
                 await surface.stop()
@@ -77,10 +81,18 @@ Scenario = Callable[[Served], Coroutine[Any, Any, None]]
 def serve(tokenizer: Tokenizer) -> Callable[..., None]:
     """Runs a coroutine with a server on a fake engine: `serve(scenario, held=True, ...)`."""
 
-    def run(scenario: Scenario, *, surface: dict[str, Any] | None = None, **engine: Any) -> None:
+    def run(
+        scenario: Scenario,
+        http_port: int | None = None,
+        chat_template: ChatTemplate | None = None,
+        surface: dict[str, Any] | None = None,
+        **fields: Any,
+    ) -> None:
+        settings = {"chat_template": chat_template} | (surface or {})
+
         async def bounded() -> None:
-            fake = FakeEngine(**{"tokenizer": tokenizer} | engine)
-            async with asyncio.timeout(WAIT_SECONDS), served(fake, **surface or {}) as it:
+            engine = FakeEngine(**{"tokenizer": tokenizer} | fields)
+            async with asyncio.timeout(WAIT_SECONDS), served(engine, http_port, **settings) as it:
                 await scenario(it)
 
         asyncio.run(bounded())

@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import http.client
 import os
 from pathlib import Path
 from typing import Any
@@ -179,7 +180,19 @@ def test_the_server_asks_for_keys_and_counts_rates(serve: Any, path: Path) -> No
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert "plain may make 0.001 requests a second" in str(caught.value.details())
 
-    serve(scenario, surface={"keys": ApiKeys(path)})
+        def get(target: str, **headers: str) -> int:
+            connection = http.client.HTTPConnection("127.0.0.1", it.http_port, timeout=WAIT_SECONDS)
+            connection.request("GET", target, headers=headers)
+            status = connection.getresponse().status
+            connection.close()
+            return status
+
+        for target, expected in (("/health", 200), ("/metrics", 401), ("/v1/models", 401), ("/no/such", 401)):
+            assert await asyncio.to_thread(get, target) == expected
+        for target in ("/metrics", "/v1/models"):
+            assert await asyncio.to_thread(get, target, Authorization="Bearer key-of-hashed") == 200
+
+    serve(scenario, http_port=0, surface={"keys": ApiKeys(path)})
 
 
 def ask(app: Any, path: str, *headers: tuple[str, str], kind: str = "http") -> list[dict[str, Any]]:

@@ -90,7 +90,7 @@ def test_lines_have_what_they_asked_for(completed: list[dict[str, Any]]) -> None
 def test_the_server_answers_as_the_command_does(checkpoint: Path, completed: list[dict[str, Any]]) -> None:
     async def scenario(engine: Any) -> None:
         surface = Surface(engine, name="tiny", version="0")
-        port = await surface.start("127.0.0.1", 0)
+        port, _ = await surface.start("127.0.0.1", 0, None)
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
             stub: Any = InferenceStub(channel)
 
@@ -135,7 +135,7 @@ def test_a_converted_checkpoint_serves_alike(
 def test_a_javascript_client_of_the_real_engine(checkpoint: Path, foreign_client: Callable[..., Any]) -> None:
     async def scenario(engine: Any) -> None:
         surface = Surface(engine, name="tiny", version="0")
-        port = await surface.start("127.0.0.1", 0)
+        port, _ = await surface.start("127.0.0.1", 0, None)
         found = await foreign_client(f"127.0.0.1:{port}", 16_000)
         assert (found["whole"]["code"], found["whole"]["usage"]["prompt_tokens"]) == ("OK", 12)
         assert [found[name]["code"] for name in ("cancelled", "late")] == ["CANCELLED", "DEADLINE_EXCEEDED"]

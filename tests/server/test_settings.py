@@ -103,7 +103,18 @@ def test_a_file_that_is_missing_is_told(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_what_is_printed_is_a_file_that_says_the_same(parse: Parse, capsys: pytest.CaptureFixture[str]) -> None:
-    given = ["serve", "--buckets", "8,64", "--target-tpot", "80ms", "--host", 'a"b\\c', "--deterministic"]
+    given = [
+        "serve",
+        "--buckets",
+        "8,64",
+        "--target-tpot",
+        "80ms",
+        "--host",
+        'a"b\\c',
+        "--deterministic",
+        "--http-port",
+        "off",
+    ]
     assert cli.main([*given, "--print-config"]) == 0
     printed = capsys.readouterr().out
     assert "buckets = [8, 64]  # flag\n" in printed
