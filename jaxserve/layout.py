@@ -14,7 +14,7 @@ from jaxserve.make_scheduler import fixed_chunk
 from jaxserve.models import Model
 from jaxserve.models.schema import ModelConfig
 from jaxserve.programs import StageShape
-from pallas_kernels.cpu.product import few_rows
+from pallas_kernels.cpu import product
 from sharding import stages
 from sharding.spec import ShardingSpec
 
@@ -64,7 +64,7 @@ def lay_out(
         max_context=context,
         attention=attended,
         backend=backend,
-        few_rows=few_rows(dtype) if backend.name == "cpu" and meshes[0].size == 1 else None,
+        product=product.native(dtype) if backend.name == "cpu" and meshes[0].size == 1 else None,
         scoring=config.scoring,
     )
     programs = [

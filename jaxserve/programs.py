@@ -18,7 +18,7 @@ from jaxserve.iteration import SamplerVariant
 from jaxserve.models import Model
 from jaxserve.models.layers import Attend, Quantized, through
 from pallas_kernels.api import AttentionShape, Backend
-from pallas_kernels.cpu.product import FewRows
+from pallas_kernels.cpu.product import NativeProduct
 from sharding.spec import ShardingSpec
 
 _SCORING_TILE = 8192  # vocabulary entries scored at a time
@@ -32,7 +32,7 @@ class StageShape:
       max_rows: rows of one plan.
       n_rows: rows of all plans in flight.
       attention: what one device of a stage attends with.
-      few_rows: what multiplies few rows in the place of XLA's product, if anything does.
+      product: what takes the place of XLA's product, if anything does.
     """
 
     max_rows: int
@@ -40,7 +40,7 @@ class StageShape:
     max_context: int
     attention: AttentionShape
     backend: Backend
-    few_rows: FewRows | None
+    product: NativeProduct | None
     scoring: bool
 
     def layout(self, bucket: int) -> BatchLayout:
@@ -112,8 +112,8 @@ def forward(
     if x is None:
         assert view.tokens is not None
         x = model.embed(params, view.tokens, view.attention.positions)  # [T, H]
-    if shape.few_rows is not None:
-        params = through(params, shape.few_rows)
+    if shape.product is not None:
+        params = through(params, shape.product)
 
     def attend(index: Any) -> Attend:
         layer = layers[0] if looped else layers[index]  # looped layers differ in nothing but their weights

@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Float32, Int8, Int32
 
 from jaxserve.models.schema import ModelConfig
-from pallas_kernels.cpu.product import FewRows
+from pallas_kernels.cpu.product import NativeProduct
 
 # attend(q [T, N, D], k [T, K, D], v [T, K, D], cache) -> (out [T, N, D], cache)
 Attend = Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
@@ -51,22 +51,21 @@ class Quantized(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Through:
-    """A kernel, and the product that `project` takes for x of few rows."""
+    """A kernel, and the product that `project` takes in the place of XLA's."""
 
     kernel: Float[jax.Array, "out in"]
-    few_rows: FewRows
+    product: NativeProduct
 
     @property
     def shape(self) -> tuple[int, ...]:
         return self.kernel.shape
 
 
-def through(weights: Any, few_rows: FewRows) -> Any:
-    """A tree of weights whose kernels and tables, but those in eight bits, are multiplied through a product for few
-    rows."""
+def through(weights: Any, product: NativeProduct) -> Any:
+    """A tree of weights whose kernels and tables, but those in eight bits, are multiplied through a native product."""
 
     def wrap(leaf: Any) -> Any:
-        return leaf if isinstance(leaf, Quantized) or len(leaf.shape) < 2 else Through(leaf, few_rows)
+        return leaf if isinstance(leaf, Quantized) or len(leaf.shape) < 2 else Through(leaf, product)
 
     return jax.tree.map(wrap, weights, is_leaf=lambda node: isinstance(node, Quantized))
 
@@ -123,7 +122,7 @@ def _project_one(x: jax.Array, kernel: jax.Array | Quantized | Through, dtype: D
     alone: whether the kernel is known to lie on one device.
     """
     if isinstance(kernel, Through):
-        most, multiply = kernel.few_rows
+        most, multiply = kernel.product
         return multiply(x, kernel.kernel) if len(x) <= most else _project_one(x, kernel.kernel, dtype, alone=True)
     if not isinstance(kernel, Quantized):
         return jax.lax.platform_dependent(x, kernel, cpu=_project_cpu, default=partial(_project, dtype=dtype))

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import jax
 
-ATTENTION, PRODUCT = "jaxserve_ragged_attention", "jaxserve_product"
-_SYMBOLS = {ATTENTION: "JaxserveRaggedAttention", PRODUCT: "JaxserveProduct"}
+ATTENTION, PRODUCT, PRODUCT_MANY = "jaxserve_ragged_attention", "jaxserve_product", "jaxserve_product_many"
+_SYMBOLS = {ATTENTION: "JaxserveRaggedAttention", PRODUCT: "JaxserveProduct", PRODUCT_MANY: "JaxserveProductMany"}
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-shared", "-fPIC")
 # Levels of the x86-64 ABI, each with what it adds, as Linux names that; the last is one more step of our own.
