@@ -111,7 +111,9 @@ def test_memory_does_not_grow_with_hostile_calls(serve: Serve) -> None:
             await fuzz.attack(it.address, hostile)
             await assert_nothing_is_left(it)
             gc.collect()
-            counts.append(sum(str(type(each).__module__).startswith(("server.", "jaxserve.")) for each in gc.get_objects()))
+            counts.append(
+                sum(str(type(each).__module__).startswith(("server.", "jaxserve.")) for each in gc.get_objects())
+            )
         assert counts[-1] <= counts[1] + 5
 
     logging.getLogger("grpc._cython.cygrpc").setLevel(logging.CRITICAL)
