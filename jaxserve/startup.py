@@ -41,6 +41,7 @@ class StartupReport:
       weight_bytes / pool_bytes: on all devices together.
       slots: of each replica.
       buckets: as measured on the first replica.
+      slot_milliseconds: of an iteration, for each slot more that it reads (a decode at a context of 100 reads 100).
       compile_seconds: the loading of compiled programs included.
       programs / programs_loaded: in all, and those of them that were found in the compilation cache.
     """
@@ -64,6 +65,7 @@ class StartupReport:
     max_rows: int
     max_context: int
     buckets: tuple[buckets.BucketCost, ...]
+    slot_milliseconds: float
     load_seconds: float
     compile_seconds: float
     measure_seconds: float
@@ -185,7 +187,7 @@ def start(
         runner.compile(n_blocks, progress)
     compiled = time.perf_counter()
     pipelines = [Pipeline(stages) for stages in pipelines]
-    costs = measure.bucket_costs(pipelines[0], n_blocks, progress)
+    costs, slot_milliseconds = measure.measure(pipelines[0], n_blocks, progress)
     schedulers = [
         make_scheduler(
             config,
@@ -218,6 +220,7 @@ def start(
         max_rows=config.max_rows,
         max_context=shape.max_context,
         buckets=tuple(costs),
+        slot_milliseconds=slot_milliseconds,
         load_seconds=load_seconds,
         compile_seconds=compiled - started,
         measure_seconds=time.perf_counter() - compiled,

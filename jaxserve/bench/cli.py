@@ -1,5 +1,4 @@
-"""The command line of `jaxserve bench`: offline, serve, soak, start, step, host, stages, simulate, peers, guard,
-accuracy."""
+"""The command line of `jaxserve bench`."""
 
 from __future__ import annotations
 
@@ -37,6 +36,9 @@ and open files of the server are watched. At the end no request may be lost, eve
 _START = """\
 Starts a server with an empty compilation cache, and again with what that one left there. The steps of each start are
 told in seconds, with the processor seconds of the whole: those vary less where something else runs beside it."""
+_DETERMINISTIC = """\
+Asks one thing many times under random other load, of an engine with --deterministic and of one without it, in turn:
+how many different answers each gives, logprobs compared to the bit, and what the mode costs."""
 _STEP = """\
 Times the engine's compiled step alone, without scheduler or requests: decodes at several contexts, a prefill, and
 decodes mixed with a prompt."""
@@ -129,6 +131,15 @@ def add_arguments(
     group.add_argument("--shape", metavar="NAME", help="random weights of a known shape")
     start.add_argument("--warm", type=_positive, default=3, metavar="N", help="further starts (default: %(default)s)")
     add_engine_flags(start)
+
+    deterministic = _command(commands, "deterministic", "one prompt many times", _DETERMINISTIC, _run_deterministic)
+    group = deterministic.add_mutually_exclusive_group()
+    group.add_argument("--model", type=Path, metavar="DIR", help="a checkpoint directory (default: the demo model)")
+    group.add_argument("--shape", metavar="NAME", help="random weights of a known shape")
+    deterministic.add_argument("--runs", type=_positive, default=1000, metavar="N", help="(default: %(default)s)")
+    deterministic.add_argument("--seed", type=int, default=0, metavar="N", help="of the load (default: %(default)s)")
+    add_engine_flags(deterministic)
+    deterministic.set_defaults(max_context=512)
 
     step = _command(commands, "step", "the compiled step alone", _STEP, _run_step)
     _add_model_flags(step)
@@ -339,6 +350,14 @@ def _run_start(args: argparse.Namespace) -> int:
     if args.shape is not None:
         model = shapes.checkpoint(args.shape, shapes.cache_folder() / "checkpoints")
     return start.run(model, args.engine_config(args), 1 if args.quick else args.warm, args.out, _console())
+
+
+def _run_deterministic(args: argparse.Namespace) -> int:
+    from jaxserve.bench import deterministic
+    from jaxserve.demo import DEMO_MODEL
+
+    model, runs = args.shape or args.model or DEMO_MODEL, 20 if args.quick else args.runs
+    return deterministic.run(model, args.engine_config(args), runs, args.seed, args.out, _console())
 
 
 def _run_step(args: argparse.Namespace) -> int:

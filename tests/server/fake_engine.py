@@ -90,6 +90,7 @@ class FakeEngine:
             max_rows=self.config.max_rows,
             max_context=self.max_context,
             buckets=(bucket,),
+            slot_milliseconds=0.001,
             load_seconds=0.1,
             compile_seconds=0.5,
             measure_seconds=0.1,
