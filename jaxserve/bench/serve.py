@@ -59,7 +59,7 @@ def run(
                     started = started_server(
                         model, dataclasses.replace(config, scheduler=name), out / f"server-{name}.log"
                     )
-                    where = stack.enter_context(started)
+                    where, _ = stack.enter_context(started)
                 known = wire.methods(where)
                 served = wire.call(where, known["GetModel"])
                 workload = make_workload(served["max_context"], served["vocab_size"])
@@ -113,8 +113,8 @@ def _share(before: dict[str, Any], after: dict[str, Any], part: str, whole: str)
 
 
 @contextlib.contextmanager
-def started_server(model: Path, config: EngineConfig, log: Path) -> Iterator[str]:
-    """Runs `jaxserve serve` while the block lasts; yields its address once it is healthy.
+def started_server(model: Path, config: EngineConfig, log: Path) -> Iterator[tuple[str, int]]:
+    """Runs `jaxserve serve` while the block lasts; yields its address and process once it is healthy.
 
     Raises:
       ValueError: the server ended before it was ready; the message holds the end of its output.
@@ -128,7 +128,7 @@ def started_server(model: Path, config: EngineConfig, log: Path) -> Iterator[str
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
         try:
             _await_healthy(address, process, log)
-            yield address
+            yield address, process.pid
         finally:
             process.send_signal(signal.SIGTERM)
             try:
