@@ -45,6 +45,18 @@ def test_offline_compares_schedulers(tmp_path, capsys):
     assert (tmp_path / "offline.png").stat().st_size > 0
 
 
+def test_the_surface_is_loaded_over_the_wire(tmp_path, capsys):
+    assert bench("surface", "--quick", "--out", str(tmp_path)) == 0
+    assert "refusal latency, ms (p99)" in capsys.readouterr().out
+    result = json.loads((tmp_path / "surface.json").read_text())
+    figures = result["figures"]
+    assert result["failed"] == []
+    assert figures["refused under overload"] > 0
+    assert figures["accepted under overload, requests/s"] > 0
+    assert figures["front door CPU, ms a token"] <= figures["server CPU, ms a token"]
+    assert set(result["targets"]) <= set(figures)
+
+
 def test_the_simulator_serves_what_the_engine_served(tmp_path, capsys):
     assert bench("simulate", "--quick", "--out", str(tmp_path)) == 0
     assert "measured / simulated" in capsys.readouterr().out
