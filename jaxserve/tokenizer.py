@@ -39,14 +39,15 @@ class Tokenizer:
         except Exception as problem:  # the library raises bare Exception
             raise ValueError(f"{file}: not a tokenizer of the tokenizers library: {problem}") from problem
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text. Nothing is prepended or appended but what the file's own post-processor adds.
+    def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
+        """Token ids of a text. Nothing is prepended or appended but what the file's own post-processor adds, and that
+        only with `special_tokens`.
 
         Raises:
           ValueError: the text holds half a surrogate pair, or the tokenizer has no token for a part of it.
         """
         try:
-            return self._tokenizer.encode(text, add_special_tokens=True).ids
+            return self._tokenizer.encode(text, add_special_tokens=special_tokens).ids
         except Exception as problem:  # the library raises bare Exception
             raise ValueError(f"cannot be tokenised: {problem}") from problem
 

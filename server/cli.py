@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata
 
-from server import client, convert, flags, generate, plan, serve, simulate, size
+from server import client, convert, flags, generate, plan, serve, settings, simulate, size
 from server.report import UserError, say
 
 _DESCRIPTION = """\
@@ -55,7 +55,9 @@ def parser(*, with_bench: bool) -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     top.add_argument("--version", action="version", version=f"jaxserve {metadata.version('jaxserve')}")
-    commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands = top.add_subparsers(
+        title="commands", metavar="COMMAND", required=True, parser_class=settings.SettingsParser
+    )
     for name, summary, text, add_flags, run in _COMMANDS:
         command = commands.add_parser(
             name,
@@ -63,6 +65,7 @@ def parser(*, with_bench: bool) -> argparse.ArgumentParser:
             description=text,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
+            layered=name == "serve",
         )
         add_flags(command)
         command.set_defaults(run=run)

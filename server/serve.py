@@ -10,15 +10,18 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from server import auth, settings, tls
 from server.report import UserError, console, say
-from server.start import add_model_flags, load_engine, model_directory, profiling
+from server.start import add_model_flags, load_engine, mending, model_directory, profiling
 
 if TYPE_CHECKING:
     from jaxserve.engine import Engine
+    from server.surface import Surface
 
 HELP = """\
 Serves a model over gRPC (service jaxserve.v1.Inference, with health checks and reflection).
@@ -28,7 +31,8 @@ Serves a model over gRPC (service jaxserve.v1.Inference, with health checks and 
   jaxserve serve --model DIR --max-rows 32 --buckets 16,64,256
   jaxserve client "It was a"                           from a second terminal
 
-There is no encryption and no authentication: let it listen on networks you trust only.
+Without --tls-cert there is no encryption, without --api-keys anybody may call: let it listen on networks you trust
+only. Every setting can come from a TOML file or the environment as well (--config, --print-config, JAXSERVE_PORT=...).
 SIGTERM or Ctrl-C refuses new requests and lets running ones finish; a second one ends at once."""
 
 
@@ -45,18 +49,57 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default=30.0,
         help="how long running requests may go on after SIGTERM (default: %(default)g)",
     )
+    parser.add_argument(
+        "--stall-seconds",
+        type=float,
+        metavar="S",
+        help="how long the engine may have work and complete no iteration before health says so (default: four times "
+        "what the largest bucket takes, and at least 2)",
+    )
+    group = parser.add_argument_group("observing")
+    group.add_argument(
+        "--metrics-port",
+        type=int,
+        metavar="N",
+        help="a port for Prometheus' scrapers: /metrics, without TLS and without keys (default: none)",
+    )
+    group.add_argument("--request-log", metavar="FILE|-", help="a line of JSON for every request (default: none)")
+    group.add_argument("--log-prompts", action="store_true", help="put prompts and answers into it as well")
+    group.add_argument(
+        "--traces",
+        action="store_true",
+        help="OpenTelemetry spans of every request, sent where OTEL_EXPORTER_OTLP_ENDPOINT says; takes jaxserve[otel]",
+    )
+    settings.add_flags(parser)
+    parser.add_argument(
+        "--api-keys",
+        type=Path,
+        metavar="FILE.toml",
+        help="ask every caller for one of these keys (default: ask for none); read again when it changes",
+    )
+    tls.add_flags(parser)
     add_model_flags(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Serves until a signal. Returns 0 once drained."""
+    if args.print_config:
+        print(settings.as_toml(args.settings), end="")
+        return 0
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     if not 0 <= args.port <= 65535:
         raise UserError(f"--port {args.port} is not a port; it must be from 0 to 65535")
     if not args.drain_seconds >= 0:
         raise UserError(f"--drain-seconds {args.drain_seconds} is negative")
+    if args.log_prompts and args.request_log is None:
+        raise UserError("--log-prompts needs --request-log")
+    with mending():
+        args.tls = tls.from_flags(args)
+        args.keys = auth.ApiKeys(args.api_keys) if args.api_keys is not None else None
     name = model_directory(args).resolve().name
     _check_free(args.host, args.port)  # now rather than after minutes of loading
+    if args.metrics_port is not None:
+        _check_free(args.host, args.metrics_port)
     engine = load_engine(args)
     with profiling(args), engine:
         asyncio.run(_serve(engine, args, name))
@@ -78,11 +121,45 @@ def _join(host: str, port: int) -> str:
 
 
 async def _serve(engine: Engine, args: argparse.Namespace, name: str) -> None:
-    from server.grpc_server import GrpcServer
+    from server.surface import Surface
 
-    server = GrpcServer(engine, name=name, version=metadata.version("jaxserve"))
+    surface = Surface(
+        engine,
+        name=name,
+        version=metadata.version("jaxserve"),
+        tls=args.tls,
+        keys=args.keys,
+        stall_seconds=args.stall_seconds,
+    )
+    with _observing(surface, args, name):
+        await _serve_until_told(surface, args)
+
+
+@contextlib.contextmanager
+def _observing(surface: Surface, args: argparse.Namespace, name: str) -> Iterator[None]:
+    """Request log, traces and the scrapers' port, as asked for."""
+    from server.request_log import RequestLog
+    from server.tracing import Tracing
+
+    with contextlib.ExitStack() as stack:
+        with mending():
+            watching: list[RequestLog | Tracing] = []
+            if args.request_log is not None:
+                tokenizer = surface.door.engine.tokenizer
+                watching.append(RequestLog(args.request_log, tokenizer=tokenizer, prompts=args.log_prompts))
+            if args.traces:
+                watching.append(Tracing(model=name))
+            for observer in watching:
+                surface.door.observers.append(observer)
+                stack.callback(observer.close)
+            if args.metrics_port is not None:
+                stack.callback(surface.metrics.serve(args.host, args.metrics_port))
+        yield
+
+
+async def _serve_until_told(surface: Surface, args: argparse.Namespace) -> None:
     try:
-        port = await server.start(args.host, args.port)
+        port = await surface.start(args.host, args.port)
     except RuntimeError as problem:
         raise UserError(f"cannot listen on {_join(args.host, args.port)}: {problem}") from None
     stopping = asyncio.Event()
@@ -91,9 +168,9 @@ async def _serve(engine: Engine, args: argparse.Namespace, name: str) -> None:
         loop.add_signal_handler(number, _on_signal, number, stopping)
     _greet(args.host, port)
     await stopping.wait()
-    if server.service.num_alive:
-        say(f"draining {server.service.num_alive} requests, at most {args.drain_seconds:g} s (again to end at once)")
-    left = await server.drain(args.drain_seconds)
+    if surface.door.num_alive:
+        say(f"draining {surface.door.num_alive} requests, at most {args.drain_seconds:g} s (again to end at once)")
+    left = await surface.drain(args.drain_seconds)
     say(f"stopped; {left} requests were cut short" if left else "stopped")
 
 

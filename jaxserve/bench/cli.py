@@ -1,4 +1,5 @@
-"""The command line of `jaxserve bench`: offline, serve, step, host, stages, simulate, peers, guard, accuracy."""
+"""The command line of `jaxserve bench`: offline, serve, soak, start, step, host, stages, simulate, peers, guard,
+accuracy."""
 
 from __future__ import annotations
 
@@ -29,6 +30,13 @@ Sends requests to a running server over gRPC, each at its time whether or not ea
 
 Traces: Azure LLM inference (CSV: TIMESTAMP,ContextTokens,GeneratedTokens) and Mooncake (a JSON object a line:
 timestamp, input_length, output_length, hash_ids). Requests longer than the server's context are clipped."""
+_SOAK = """\
+Starts a server and sends it requests of every kind, by many clients at once: some are cancelled, some run out of time,
+some share prefixes, and there are too few slots for all of them, so that requests are preempted. Memory, slots, threads
+and open files of the server are watched. At the end no request may be lost, every slot must be free and memory flat."""
+_START = """\
+Starts a server with an empty compilation cache, and again with what that one left there. The steps of each start are
+told in seconds, with the processor seconds of the whole: those vary less where something else runs beside it."""
 _STEP = """\
 Times the engine's compiled step alone, without scheduler or requests: decodes at several contexts, a prefill, and
 decodes mixed with a prompt."""
@@ -104,6 +112,23 @@ def add_arguments(
     )
     add_engine_flags(serve)
     serve.set_defaults(max_rows=8)
+
+    soak = _command(commands, "soak", "whether a server lets go of everything", _SOAK, _run_soak)
+    soak.add_argument("--model", type=Path, metavar="DIR", help="a checkpoint directory (default: the demo model)")
+    soak.add_argument("--requests", type=_positive, default=20_000, metavar="N", help="(default: %(default)s)")
+    soak.add_argument(
+        "--clients", type=_positive, default=48, metavar="N", help="that ask at a time (default: %(default)s)"
+    )
+    soak.add_argument("--seed", type=int, default=0, metavar="N", help="of the requests (default: %(default)s)")
+    add_engine_flags(soak)
+    soak.set_defaults(slots=1536, max_context=1024)
+
+    start = _command(commands, "start", "how long a server takes to be ready", _START, _run_start)
+    group = start.add_mutually_exclusive_group()
+    group.add_argument("--model", type=Path, metavar="DIR", help="a checkpoint directory (default: the demo model)")
+    group.add_argument("--shape", metavar="NAME", help="random weights of a known shape")
+    start.add_argument("--warm", type=_positive, default=3, metavar="N", help="further starts (default: %(default)s)")
+    add_engine_flags(start)
 
     step = _command(commands, "step", "the compiled step alone", _STEP, _run_step)
     _add_model_flags(step)
@@ -296,6 +321,24 @@ def _run_serve(args: argparse.Namespace) -> int:
         return load.poisson(workload, rate=args.rate or (50.0 if args.quick else 1.0), seed=args.seed)
 
     return serve.run(args.address, model, config, make_workload, _schedulers(args, config), args.out, _console())
+
+
+def _run_soak(args: argparse.Namespace) -> int:
+    from jaxserve.bench import soak
+    from jaxserve.demo import DEMO_MODEL
+
+    model, requests = args.model or DEMO_MODEL, 200 if args.quick else args.requests
+    return soak.run(model, args.engine_config(args), requests, args.clients, args.seed, args.out, _console())
+
+
+def _run_start(args: argparse.Namespace) -> int:
+    from jaxserve.bench import shapes, start
+    from jaxserve.demo import DEMO_MODEL
+
+    model = args.model or DEMO_MODEL
+    if args.shape is not None:
+        model = shapes.checkpoint(args.shape, shapes.cache_folder() / "checkpoints")
+    return start.run(model, args.engine_config(args), 1 if args.quick else args.warm, args.out, _console())
 
 
 def _run_step(args: argparse.Namespace) -> int:
