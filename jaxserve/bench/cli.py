@@ -443,6 +443,8 @@ def _run_simulate(args: argparse.Namespace) -> int:
 
 
 def _run_peers(args: argparse.Namespace) -> int:
+    import signal
+
     from jaxserve.bench import peers, shapes, step
     from jaxserve.bench.environments import PEERS
 
@@ -456,6 +458,8 @@ def _run_peers(args: argparse.Namespace) -> int:
     else:
         chosen = (args.shape or ("tiny,tiny-gpt2" if args.quick else "bloom-560m,gpt2")).split(",")
         checkpoints = [shapes.checkpoint(shape, shapes.cache_folder() / "checkpoints") for shape in chosen]
+    for number in (signal.SIGINT, signal.SIGTERM):  # in the background, too, it is to print what there is
+        signal.signal(number, signal.default_int_handler)
     scope = peers.Scope(
         cases=() if "steps" not in parts else step.QUICK_CASES if args.quick else step.PEER_CASES,
         steps=3 if args.quick else args.steps,
