@@ -64,6 +64,7 @@ def lay_out(
         attention=attended,
         backend=backend,
         scoring=config.scoring,
+        draft_tokens=config.draft_tokens,
     )
     programs = [
         StagePrograms(

@@ -16,6 +16,8 @@ class IterationRecord(NamedTuple):
 
     Attributes:
       waiting: requests that waited for a row when it was planned.
+      decodes: requests that it gave their next token, or several.
+      drafted: tokens it checked that were drafted.
       wait_s: time the host spent blocked on the device.
       finished_at: monotonic seconds.
     """
@@ -25,6 +27,7 @@ class IterationRecord(NamedTuple):
     bucket: int
     num_tokens: int
     decodes: int
+    drafted: int
     prompt_tokens: int
     waiting: int
     schedule_s: float
@@ -40,6 +43,7 @@ class Load:
     """How busy a replica is, or an engine, at a glance; from `iterations` on, counted since it started.
 
     Attributes:
+      drafted_tokens / accepted_tokens: tokens drafted by speculation, and those of them that were chosen.
       host_seconds: the host's work for the iterations (schedule, pack, launch, complete).
       bucket_seconds: the device's work for them, by the buckets' measured costs.
       padding_seconds: the part of that spent on padding.
@@ -56,6 +60,8 @@ class Load:
     generated_tokens: int
     cached_tokens: int
     preemptions: int
+    drafted_tokens: int
+    accepted_tokens: int
     host_seconds: float
     bucket_seconds: float
     padding_seconds: float

@@ -32,6 +32,7 @@ from jaxserve.request_state import (
     top_logprobs,
 )
 from jaxserve.slots import SlotPool
+from jaxserve.speculation import Candidate, Speculation
 from jaxserve.waiting import WaitingQueue
 
 PRIORITY_SECONDS = 10.0  # one step of priority outweighs this much waiting
@@ -43,12 +44,13 @@ class _Launched(NamedTuple):
     sequence: int
     states: list[RequestState]
     scores: dict[int, Scores]  # by chunk
+    drafted: bool
 
 
 class _Draft:
     """A plan in the making: `states` own `chunks`, entry by entry; `prompts` wait for their share of the bucket."""
 
-    __slots__ = ("admissions", "changes", "chunks", "prompt_tokens", "prompts", "states")
+    __slots__ = ("admissions", "changes", "chunks", "drafts", "prompt_tokens", "prompts", "states")
 
     def __init__(self) -> None:
         self.states: list[RequestState] = []
@@ -57,6 +59,7 @@ class _Draft:
         self.prompt_tokens = 0
         self.changes: list[TableChange] = []
         self.admissions: list[Admission] = []
+        self.drafts: list[int] = []
 
 
 _by_key = attrgetter("key")
@@ -79,6 +82,9 @@ class Scheduler:
     whoever it shares iterations with; a piece that does not fit an iteration waits for the next, and every plan asks
     for the same sampler.
 
+    With a `speculation` rows may be drafted for, in iterations that have no prompt tokens to compute. Where plans in
+    flight share rows, nothing is then launched before the drafted plan has landed.
+
     `mode="request"` is the baseline that Orca compares itself with: a batch is formed when no row is in use, nobody
     joins it later, and what it answers is held back until all of it has finished.
     """
@@ -97,6 +103,7 @@ class Scheduler:
         mode: Literal["iteration", "request"] = "iteration",
         n_stages: int = 1,
         in_flight: int | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         most = in_flight or n_stages + 1
         if not 1 <= most <= n_stages + 1:
@@ -120,7 +127,8 @@ class Scheduler:
         self._running: list[RequestState] = []  # by key
         self._num_preempted = self._preempted_tokens = 0  # in phase PREEMPTED
         self._num_closing = 0
-        self.preemptions = 0  # since the start
+        self._speculation = speculation
+        self.preemptions = self.drafted_tokens = self.accepted_tokens = 0  # since the start
         self._in_flight: deque[_Launched] = deque()
         self._sequence = 0
         self._submitted = 0
@@ -185,6 +193,8 @@ class Scheduler:
         """The next iteration, to be launched at once; None when nothing can run before a plan in flight completes."""
         if len(self._in_flight) >= self._most_in_flight:
             return None
+        if self._speculation is not None and self._awaits_tokens(self._speculation):
+            return None
         if self._pace is not None:
             self._budget = self._paced(self._pace)
         draft = _Draft()
@@ -194,6 +204,9 @@ class Scheduler:
         decodes = len(draft.states)
         if not decodes and not draft.prompts:
             return None
+        if self._speculation is not None and not draft.prompts:
+            self._speculate(self._speculation, draft)
+            decodes += len(draft.drafts)
         bucket = self._ladder.pick(decodes, draft.prompt_tokens, self._budget, decodes + len(draft.prompts))
         self._fill(draft, min(bucket, self._budget) - decodes)
         return self._launch(draft, bucket)
@@ -204,27 +217,47 @@ class Scheduler:
         assert launched.sequence == plan.sequence, f"plan {plan.sequence} completed before {launched.sequence}"
         events: list[TokenEvent] = []
         tokens, logprobs, scores = result.tokens.tolist(), result.logprobs.tolist(), launched.scores
+        entry = drafted = 0  # of the result, and of the plan's drafts
         for index, (state, (_, start, length, samples)) in enumerate(zip(launched.states, plan.chunks, strict=True)):
+            first, entry = entry, entry + (samples or 1)
+            drafts = ()
+            if samples > 1:
+                drafts = plan.drafts[drafted : drafted + samples - 1]
+                drafted += samples - 1
             state.in_flight -= 1
             if state.phase == ENDED:
                 self._leave_row(state)
                 continue
-            if start + length >= state.lease.publish_at:
-                self.pool.publish(state.lease, start + length)
+            computed = start + length - len(drafts)
             scored = prompt_logprobs(state, scores[index], result) if index in scores else ()
             reason = None
-            if samples and math.isnan(logprobs[index]):
+            if samples and math.isnan(logprobs[first]):
                 reason = FinishReason.ERROR
-                error = f"the model's logits for position {start + length} are not finite"
+                error = f"the model's logits for position {computed} are not finite"
                 events.append(TokenEvent(state.name, finish_reason=reason, error=error))
             elif samples:
-                token = tokens[index]
+                token = tokens[first]
                 state.tokens.append(token)
                 reason = state.finish_reason(token, self._eos)
-                top = top_logprobs(state, index, result) if state.request.sampling.logprobs else ()
-                events.append(TokenEvent(state.name, (token,), (logprobs[index],), top, scored, reason, state.cached))
+                last = first
+                for draft in drafts:  # those that were chosen make the tokens chosen after them the request's
+                    if reason is not None or draft != token or math.isnan(logprobs[last + 1]):
+                        break
+                    last += 1
+                    token = tokens[last]
+                    state.tokens.append(token)
+                    reason = state.finish_reason(token, self._eos)
+                if drafts:
+                    self._accept(state, len(drafts), last - first)
+                    computed += last - first
+                entries = range(first, last + 1)
+                top = top_logprobs(state, entries, result) if state.request.sampling.logprobs else ()
+                new, theirs = tuple(tokens[first : last + 1]), tuple(logprobs[first : last + 1])
+                events.append(TokenEvent(state.name, new, theirs, top, scored, reason, state.cached))
             elif scored:
                 events.append(TokenEvent(state.name, (), (), (), scored, None, state.cached))
+            if computed >= state.lease.publish_at:
+                self.pool.publish(state.lease, computed)
             if reason is not None:
                 self._end(state)
             elif state.phase == PREEMPTED and not state.in_flight:
@@ -293,6 +326,67 @@ class Scheduler:
             draft.prompts.append(state)
         draft.prompt_tokens = tokens - len(draft.states)
 
+    def _awaits_tokens(self, speculation: Speculation) -> bool:
+        """Whether nothing is to be launched before a plan in flight has landed, because it may yield several tokens a
+        row or because the next one could."""
+        if self._exclusive or not self._in_flight:
+            return False
+        if self._in_flight[-1].drafted:
+            return True
+        if not self._running or self._num_preempted or (len(self._waiting) and self._free_rows):
+            return False
+        states = self._running[: self._max_rows]
+        if any(state.length - state.computed > 1 for state in states):
+            return False
+        candidates = [self._candidate(speculation, state) for state in states]
+        return any(speculation.lengths(candidates, len(states), self._budget))
+
+    def _candidate(self, speculation: Speculation, state: RequestState) -> Candidate:
+        """A row to be drafted for, now or when the token in flight is known: the first guess is at that one then."""
+        if state.guesses is None:
+            state.guesses = speculation.guesses(state.tokens)
+        guesses = state.guesses
+        unknown = state.length - len(state.tokens)
+        most = min(len(guesses.look()) - unknown, state.limit - state.length - 1)
+        return Candidate(most, guesses.chance, guesses.chance**unknown)
+
+    def _speculate(self, speculation: Speculation, draft: _Draft) -> None:
+        """Lengthen drafted decodes by drafted tokens, for which nobody has to give up blocks."""
+        states, chunks = draft.states, draft.chunks
+        nothing = Candidate(0, 0.0)
+        candidates = [nothing if state.in_flight else self._candidate(speculation, state) for state in states]
+        lengths = speculation.lengths(candidates, len(states), self._budget)
+        if not any(lengths):
+            return
+        draft.states, draft.chunks = [], []
+        long_states: list[RequestState] = []
+        long_chunks: list[Chunk] = []
+        for state, chunk, most in zip(states, chunks, lengths, strict=True):
+            length = most
+            while length and self.pool.shortage(state.lease, chunk.start + 1 + length):
+                length -= 1
+            if not length:
+                draft.states.append(state)
+                draft.chunks.append(chunk)
+                continue
+            if chunk.start + 1 + length > state.lease.capacity:  # which drafts before may have left large enough
+                self._extend(draft, state, chunk.start + 1 + length)
+            assert state.guesses is not None
+            draft.drafts += state.guesses.latest[:length]
+            long_states.append(state)
+            long_chunks.append(Chunk(chunk.row, chunk.start, 1 + length, 1 + length))
+        draft.states += long_states
+        draft.chunks += long_chunks
+
+    def _accept(self, state: RequestState, drafted: int, accepted: int) -> None:
+        """Count tokens that came beside the one that was certain."""
+        self.drafted_tokens += drafted
+        self.accepted_tokens += accepted
+        state.length += accepted
+        state.computed += accepted
+        if state.phase == PREEMPTED:
+            self._preempted_tokens += accepted
+
     def _fill(self, draft: _Draft, room: int) -> None:
         """Share `room` tokens among the drafted prompts, in order."""
         long_states: list[RequestState] = []
@@ -350,7 +444,7 @@ class Scheduler:
         scores: dict[int, Scores] = {}
         for index, (state, (_, start, length, samples)) in enumerate(zip(draft.states, draft.chunks, strict=True)):
             state.in_flight += 1
-            state.computed = end = start + length
+            state.computed = end = start + (length if samples < 2 else 1)  # drafts are not the request's yet
             if state.scored < state.score_end and state.scored < end:
                 last = min(end, state.score_end)
                 scores[index] = Scores(state.scored + 1, last, flat + state.scored - start)
@@ -375,8 +469,9 @@ class Scheduler:
             table_changes=tuple(draft.changes),
             sampler=None if sampler < 0 else SamplerVariant(sampler),
             scoring=bool(scores),
+            drafts=tuple(draft.drafts),
         )
-        self._in_flight.append(_Launched(self._sequence, draft.states, scores))
+        self._in_flight.append(_Launched(self._sequence, draft.states, scores, bool(draft.drafts)))
         self._sequence += 1
         return plan
 
