@@ -11,7 +11,6 @@ SchedulerName = Literal["iteration", "request"]
 DtypeName = Literal["auto", "float32", "bfloat16"]
 QuantizeName = Literal["int8"]
 CacheDtypeName = Literal["auto", "float32", "bfloat16", "int8"]
-SpeculateName = Literal["ngram"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +41,8 @@ class EngineConfig:
       deterministic: whether an answer is the same to the bit whatever else is served: one bucket, prompts cut at fixed
         positions, one sampler, nothing preempted (slot policy `reserve`), prefixes reused where prompts are cut only.
       speculate: what drafts tokens for an iteration to check several at once: `ngram` looks up what followed the last
-        few tokens before; None drafts none. The answers are the same (see `speculation`).
+        few tokens before; the folder of a checkpoint is that of a smaller model of the same vocabulary; None drafts
+        none. The answers are the same (see `speculation`).
       speculate_tokens: tokens drafted for one row at most.
       scoring: whether prompt_logprobs is served (a second program per bucket).
       attention: name of the attention backend, or `auto`.
@@ -73,7 +73,7 @@ class EngineConfig:
     max_queued_tokens: int = 1_048_576
     scheduler: SchedulerName = "iteration"
     deterministic: bool = False
-    speculate: SpeculateName | None = None
+    speculate: str | None = None
     speculate_tokens: int = 7
     scoring: bool = True
     attention: str = "auto"
@@ -96,9 +96,6 @@ class EngineConfig:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(get_args(choices))}")
         if self.quantize not in (None, *get_args(QuantizeName)):
             raise ValueError(f"quantize is {self.quantize!r}; it must be {', '.join(get_args(QuantizeName))} or None")
-        if self.speculate not in (None, *get_args(SpeculateName)):
-            names = ", ".join(get_args(SpeculateName))
-            raise ValueError(f"speculate is {self.speculate!r}; it must be {names} or None")
         for name in (
             "max_rows",
             "max_queued_requests",
@@ -122,6 +119,11 @@ class EngineConfig:
             )
         if self.deterministic:
             self._check_deterministic()
+        if self.draft_model is not None and (self.stages, self.tensor) != (1, 1):
+            raise ValueError(
+                f"speculate is {self.speculate} with tensor {self.tensor} and stages {self.stages}; a model drafts on "
+                "one device, so both must be 1 (or speculate ngram)"
+            )
         if self.buckets is not None:
             if not self.buckets:
                 raise ValueError("buckets is empty; give at least one token count, or leave it out to measure a ladder")
@@ -138,6 +140,11 @@ class EngineConfig:
     def draft_tokens(self) -> int:
         """Tokens drafted for one row at most; 0 without speculation."""
         return self.speculate_tokens if self.speculate else 0
+
+    @property
+    def draft_model(self) -> str | None:
+        """The folder of the checkpoint that drafts, if one does."""
+        return None if self.speculate == "ngram" else self.speculate
 
     def _check_deterministic(self) -> None:
         for name, allowed in (

@@ -9,7 +9,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.iteration import max_points
 from jaxserve.scheduler import Scheduler
 from jaxserve.slots import SlotPool
-from jaxserve.speculation import Speculation
+from jaxserve.speculation import Drafter, Speculation
 
 
 def fixed_chunk(config: EngineConfig, sizes: Sequence[int], block_size: int) -> int | None:
@@ -41,12 +41,14 @@ def make_scheduler(
     block_size: int,
     max_context: int,
     eos_token_ids: frozenset[int],
+    drafter: Drafter | None = None,
 ) -> Scheduler:
     """A new scheduler over a pool of its own.
 
     Args:
       costs: of each bucket, ascending.
       n_blocks / block_size / max_context: what the engine settled on, whatever `config` asks for.
+      drafter: the model that drafts, where one does.
     """
     chunk = fixed_chunk(config, [cost.size for cost in costs], block_size)
     ladder = BucketLadder(costs)
@@ -57,6 +59,7 @@ def make_scheduler(
             most=config.draft_tokens,
             max_points=max_points(config.max_rows, config.draft_tokens),
             waits=config.stages == 1,
+            drafter=drafter,
         )
     return Scheduler(
         SlotPool(

@@ -122,14 +122,14 @@ def check_fits(request: Request, max_context: int, n_slots: int) -> None:
         )
 
 
-def top_logprobs(state: RequestState, entries: range, result: IterationResult) -> tuple[Alternatives, ...]:
-    """The alternatives reported for the tokens of these entries of the result."""
+def top_logprobs(state: RequestState, first: int, count: int, result: IterationResult) -> tuple[Alternatives, ...]:
+    """The alternatives reported for the tokens of so many entries of the result."""
     assert result.top_ids is not None
     assert result.top_logprobs is not None
     most = state.request.sampling.logprobs
     return tuple(
         Alternatives(tuple(result.top_ids[entry, :most].tolist()), tuple(result.top_logprobs[entry, :most].tolist()))
-        for entry in entries
+        for entry in range(first, first + count)
     )
 
 

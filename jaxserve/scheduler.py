@@ -12,6 +12,7 @@ import heapq
 import math
 from bisect import insort
 from collections import deque
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import Literal, NamedTuple
 
@@ -32,7 +33,7 @@ from jaxserve.request_state import (
     top_logprobs,
 )
 from jaxserve.slots import SlotPool
-from jaxserve.speculation import Candidate, Speculation
+from jaxserve.speculation import Candidate, Speculation, Wanted
 from jaxserve.waiting import WaitingQueue
 
 PRIORITY_SECONDS = 10.0  # one step of priority outweighs this much waiting
@@ -217,18 +218,15 @@ class Scheduler:
         assert launched.sequence == plan.sequence, f"plan {plan.sequence} completed before {launched.sequence}"
         events: list[TokenEvent] = []
         tokens, logprobs, scores = result.tokens.tolist(), result.logprobs.tolist(), launched.scores
-        entry = drafted = 0  # of the result, and of the plan's drafts
+        entry = 0  # of the result
         for index, (state, (_, start, length, samples)) in enumerate(zip(launched.states, plan.chunks, strict=True)):
-            first, entry = entry, entry + (samples or 1)
-            drafts = ()
-            if samples > 1:
-                drafts = plan.drafts[drafted : drafted + samples - 1]
-                drafted += samples - 1
+            first = entry
+            entry += samples or 1
             state.in_flight -= 1
             if state.phase == ENDED:
                 self._leave_row(state)
                 continue
-            computed = start + length - len(drafts)
+            computed = start + (length if samples < 2 else 1)
             scored = prompt_logprobs(state, scores[index], result) if index in scores else ()
             reason = None
             if samples and math.isnan(logprobs[first]):
@@ -239,20 +237,14 @@ class Scheduler:
                 token = tokens[first]
                 state.tokens.append(token)
                 reason = state.finish_reason(token, self._eos)
-                last = first
-                for draft in drafts:  # those that were chosen make the tokens chosen after them the request's
-                    if reason is not None or draft != token or math.isnan(logprobs[last + 1]):
-                        break
-                    last += 1
-                    token = tokens[last]
-                    state.tokens.append(token)
-                    reason = state.finish_reason(token, self._eos)
-                if drafts:
-                    self._accept(state, len(drafts), last - first)
-                    computed += last - first
-                entries = range(first, last + 1)
-                top = top_logprobs(state, entries, result) if state.request.sampling.logprobs else ()
-                new, theirs = tuple(tokens[first : last + 1]), tuple(logprobs[first : last + 1])
+                new, theirs = (token,), (logprobs[first],)
+                if samples > 1:
+                    drafts, last = plan.drafts[first - index :][: samples - 1], first + samples
+                    count, reason = self._accept(state, reason, drafts, tokens[first:last], logprobs[first:last])
+                    computed += count
+                    last = first + 1 + count
+                    new, theirs = tuple(tokens[first:last]), tuple(logprobs[first:last])
+                top = top_logprobs(state, first, len(new), result) if state.request.sampling.logprobs else ()
                 events.append(TokenEvent(state.name, new, theirs, top, scored, reason, state.cached))
             elif scored:
                 events.append(TokenEvent(state.name, (), (), (), scored, None, state.cached))
@@ -333,7 +325,8 @@ class Scheduler:
             return False
         if self._in_flight[-1].drafted:
             return True
-        if not self._running or self._num_preempted or (len(self._waiting) and self._free_rows):
+        first = self._waiting.first() if self._free_rows else None
+        if not self._running or self._num_preempted or (first is not None and self.pool.can_admit(first.lease)):
             return False
         states = self._running[: self._max_rows]
         if any(state.length - state.computed > 1 for state in states):
@@ -346,9 +339,10 @@ class Scheduler:
         if state.guesses is None:
             state.guesses = speculation.guesses(state.tokens)
         guesses = state.guesses
-        unknown = state.length - len(state.tokens)
-        most = min(len(guesses.look()) - unknown, state.limit - state.length - 1)
-        return Candidate(most, guesses.chance, guesses.chance**unknown)
+        most, unknown = guesses.look(), 0
+        if speculation.drafter is None:  # what is looked up begins at the token in flight
+            unknown = state.length - len(state.tokens)
+        return Candidate(min(most - unknown, state.limit - state.length - 1), guesses.chance, guesses.chance**unknown)
 
     def _speculate(self, speculation: Speculation, draft: _Draft) -> None:
         """Lengthen drafted decodes by drafted tokens, for which nobody has to give up blocks."""
@@ -361,6 +355,7 @@ class Scheduler:
         draft.states, draft.chunks = [], []
         long_states: list[RequestState] = []
         long_chunks: list[Chunk] = []
+        wanted: list[Wanted] = []
         for state, chunk, most in zip(states, chunks, lengths, strict=True):
             length = most
             while length and self.pool.shortage(state.lease, chunk.start + 1 + length):
@@ -372,20 +367,49 @@ class Scheduler:
             if chunk.start + 1 + length > state.lease.capacity:  # which drafts before may have left large enough
                 self._extend(draft, state, chunk.start + 1 + length)
             assert state.guesses is not None
-            draft.drafts += state.guesses.latest[:length]
+            if speculation.drafter is None:
+                draft.drafts += state.guesses.latest[:length]
+            else:
+                wanted.append(Wanted(self._admission(state), state.variant, state.guesses.computed, length))
             long_states.append(state)
             long_chunks.append(Chunk(chunk.row, chunk.start, 1 + length, 1 + length))
         draft.states += long_states
         draft.chunks += long_chunks
+        if speculation.drafter is not None and wanted:
+            for state, drafts in zip(long_states, speculation.drafter.draft(wanted), strict=True):
+                assert state.guesses is not None
+                state.guesses.take(drafts)
+                draft.drafts += drafts
 
-    def _accept(self, state: RequestState, drafted: int, accepted: int) -> None:
-        """Count tokens that came beside the one that was certain."""
-        self.drafted_tokens += drafted
+    def _accept(
+        self,
+        state: RequestState,
+        reason: FinishReason | None,
+        drafts: Sequence[int],
+        tokens: list[int],
+        logprobs: list[float],
+    ) -> tuple[int, FinishReason | None]:
+        """Take in the tokens chosen after drafts, as long as these are what was chosen before; how many, and why the
+        last of them is the last.
+
+        Args:
+          reason: why the first token, which was certain to be taken, is the last, if it is.
+          tokens / logprobs: that one's and, one for each draft, those of the others.
+        """
+        accepted = 0
+        for draft in drafts:
+            if reason is not None or draft != tokens[accepted] or math.isnan(logprobs[accepted + 1]):
+                break
+            accepted += 1
+            state.tokens.append(tokens[accepted])
+            reason = state.finish_reason(tokens[accepted], self._eos)
+        self.drafted_tokens += len(drafts)
         self.accepted_tokens += accepted
         state.length += accepted
         state.computed += accepted
         if state.phase == PREEMPTED:
             self._preempted_tokens += accepted
+        return accepted, reason
 
     def _fill(self, draft: _Draft, room: int) -> None:
         """Share `room` tokens among the drafted prompts, in order."""
@@ -418,7 +442,6 @@ class Scheduler:
         draft.chunks += long_chunks
 
     def _begin(self, draft: _Draft, state: RequestState) -> None:
-        request = state.request
         state.phase = RUNNING
         state.row = heapq.heappop(self._free_rows)
         if not state.has_begun:
@@ -426,15 +449,16 @@ class Scheduler:
             state.cached = state.computed
         insort(self._running, state, key=_by_key)
         self._joinable -= 1
-        draft.admissions.append(
-            Admission(
-                row=state.row,
-                request_id=request.request_id,
-                tokens=tuple(state.tokens),
-                prompt_length=len(request.prompt),
-                blocks=tuple(state.lease.blocks),
-                sampling=request.sampling,
-            )
+        draft.admissions.append(self._admission(state))
+
+    def _admission(self, state: RequestState) -> Admission:
+        return Admission(
+            row=state.row,
+            request_id=state.name,
+            tokens=tuple(state.tokens),
+            prompt_length=len(state.request.prompt),
+            blocks=tuple(state.lease.blocks),
+            sampling=state.request.sampling,
         )
 
     def _launch(self, draft: _Draft, bucket: int) -> IterationPlan:
@@ -499,6 +523,7 @@ class Scheduler:
         self._leave_row(state)
         state.phase = WAITING
         state.computed = 0
+        state.guesses = None  # a model's keys went with the blocks
         # A prompt to be scored is computed whole; once it is, its prefix need not be computed again.
         state.lease.takes_hits = state.scored == state.score_end
         self._waiting.push(state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 
 from jaxserve import buckets, kv_cache, measure, models, weights
 from jaxserve.config import EngineConfig
+from jaxserve.draft_model import DraftModel
 from jaxserve.layout import bucket_sizes, lay_out
 from jaxserve.lowering import StagePrograms
 from jaxserve.make_scheduler import make_scheduler
@@ -169,11 +171,16 @@ def start(
     sizes = bucket_sizes(config)
     pipelines = [[StageRunner(stage, params, sizes) for stage in programs] for programs in replicas]
     runners = [runner for stages in pipelines for runner in stages]
-    n_blocks = min(_pool_blocks(config, runner) for runner in runners)
-    for runner in runners:
+    drafters = [draft_runner(config, programs[0], progress) for programs in replicas] if config.draft_model else []
+    n_blocks = min(_pool_blocks(config, runner, drafters) for runner in runners)
+    for runner in [*runners, *drafters]:
         runner.compile(n_blocks, progress)
     pipelines = [Pipeline(stages) for stages in pipelines]
     costs = measure.bucket_costs(pipelines[0], n_blocks, progress)
+    drafting: list[DraftModel | None] = [None] * len(replicas)
+    if drafters:
+        ladder = buckets.BucketLadder(measure.bucket_costs(Pipeline(drafters[:1]), n_blocks, progress))
+        drafting = [DraftModel(runner, ladder, n_blocks) for runner in drafters]
     schedulers = [
         make_scheduler(
             config,
@@ -182,8 +189,9 @@ def start(
             block_size=shape.attention.block_size,
             max_context=shape.max_context,
             eos_token_ids=frozenset(model.config.eos_token_ids),
+            drafter=drafter,
         )
-        for _ in replicas
+        for drafter in drafting
     ]
     leaves = jax.tree.leaves(model.unpadded.shapes(shape.attention.dtype))
     report = StartupReport(
@@ -194,8 +202,8 @@ def start(
         replicas=len(replicas),
         family=model.config.family,
         parameters=sum(leaf.size for leaf in leaves),
-        weight_bytes=sum(_bytes_held(runner.params) for runner in runners),
-        pool_bytes=sum(_bytes_held(runner.pool) for runner in runners),
+        weight_bytes=sum(_bytes_held(runner.params) for runner in [*runners, *drafters]),
+        pool_bytes=sum(_bytes_held(runner.pool) for runner in [*runners, *drafters]),
         dtype=str(_compute_dtype(config)),
         quantize=config.quantize,
         kv_cache_dtype=str(shape.attention.pool_dtype),
@@ -212,6 +220,44 @@ def start(
     parts = enumerate(zip(pipelines, schedulers, strict=True))
     made = tuple(Replica(index, pipeline, scheduler, costs) for index, (pipeline, scheduler) in parts)
     return Started(replicas=made, report=report)
+
+
+def draft_runner(config: EngineConfig, programs: StagePrograms, progress: Progress) -> StageRunner:
+    """The model that drafts, on the device of the one that it drafts for, in blocks of the same size.
+
+    Raises:
+      ValueError: it has another vocabulary, or positions for fewer tokens.
+    """
+    path = config.draft_model
+    assert path is not None
+    shape, model = programs.shape, models.build(weights.read_config(path))
+    ours, theirs = programs.model.config.vocab_size, model.config.vocab_size
+    if theirs != ours:
+        raise ValueError(f"the model in {path} has a vocabulary of {theirs}; to draft for this one it must be {ours}")
+    if (limit := model.config.max_position) is not None and limit < shape.max_context:
+        raise ValueError(
+            f"the model in {path} has positions for {limit} tokens; to draft here max_context must be that"
+        )
+    own = dataclasses.replace(
+        config,
+        speculate=None,
+        scoring=False,
+        sharding=None,
+        layers_per_stage=None,
+        block_size=shape.attention.block_size,
+        max_context=shape.max_context,
+    )
+    spec, platform = specs.default(model.config.family), programs.mesh.devices.flat[0].platform
+    (own_programs,), _ = lay_out(own, model, [programs.mesh], spec, dtype=_compute_dtype(config), platform=platform)
+    params = weights.load(
+        path,
+        own_programs.model,
+        _compute_dtype(config),
+        place=placement([own_programs]),
+        int8=own_programs.int8,
+        progress=progress,
+    )
+    return StageRunner(own_programs, params, bucket_sizes(config))
 
 
 def _num_devices(config: EngineConfig) -> int:
@@ -232,8 +278,8 @@ def _compute_dtype(config: EngineConfig) -> jnp.dtype:
     return jnp.dtype(config.dtype)
 
 
-def _pool_blocks(config: EngineConfig, stage: StageRunner) -> int:
-    """Blocks that every device of a stage has room for."""
+def _pool_blocks(config: EngineConfig, stage: StageRunner, drafters: Sequence[StageRunner]) -> int:
+    """Blocks that every device of a stage has room for, with as many of the model that drafts on it."""
     programs = stage.programs
     shape = programs.shape.attention
     if config.slots is not None:
@@ -246,6 +292,9 @@ def _pool_blocks(config: EngineConfig, stage: StageRunner) -> int:
     return kv_cache.fitting_blocks(
         free=kv_cache.free_bytes(device) // (_num_devices(config) if on_cpu else 1),
         temporaries=stage.temporaries(),
-        bytes_a_block=kv_cache.block_bytes(programs.shape.backend, shape, len(programs.layers)),
+        bytes_a_block=sum(
+            kv_cache.block_bytes(each.shape.backend, each.shape.attention, len(each.layers))
+            for each in (programs, *(runner.programs for runner in drafters[:1]))
+        ),
         wanted=full_rows if on_cpu else 2**31 - 1,
     )

@@ -16,7 +16,6 @@ from jaxserve.config import (
     QuantizeName,
     SchedulerName,
     SlotPolicyName,
-    SpeculateName,
 )
 
 _DEFAULT = EngineConfig()
@@ -120,9 +119,9 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--speculate",
-        choices=get_args(SpeculateName),
+        metavar="ngram|DIR",
         help="draft tokens for an iteration to check several at once, where that pays; ngram: what followed the last "
-        "few tokens before. Answers stay the same (default: draft none)",
+        "few tokens before; DIR: by a smaller model of the same vocabulary. Answers stay the same (default: none)",
     )
     group.add_argument(
         "--speculate-tokens",

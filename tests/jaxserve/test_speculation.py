@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from random import Random
 
@@ -10,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve import models
+from jaxserve import models, weights
 from jaxserve.buckets import BucketCost, BucketLadder
 from jaxserve.config import EngineConfig
+from jaxserve.draft_model import DraftModel
 from jaxserve.engine import Engine
 from jaxserve.iteration import Chunk, IterationPlan, IterationResult, max_points
 from jaxserve.ngrams import NgramIndex
@@ -76,13 +78,34 @@ class Script:
 def test_a_guess_is_judged_once_by_what_came() -> None:
     tokens = [1, 2]
     guesses = Guesses(tokens, Script(tokens, {2: (5, 6, 7), 3: (8,), 6: (9, 9)}), 3)
-    assert (guesses.look(), guesses.chance) == ((5, 6, 7), 0.5)
-    assert (guesses.look(), guesses.chance) == ((5, 6, 7), 0.5)
+    for _ in range(2):
+        assert (guesses.look(), guesses.latest, guesses.chance) == (3, (5, 6, 7), 0.5)
     tokens.append(5)  # one came true, nothing is known of the others
-    assert (guesses.look(), guesses.chance) == ((8,), 0.5 + 0.5 / 8)
+    assert (guesses.look(), guesses.latest, guesses.chance) == (1, (8,), 0.5 + 0.5 / 8)
     tokens += [1, 1, 1]  # a miss, and what follows a miss says nothing
-    assert guesses.look() == (9, 9)
+    assert (guesses.look(), guesses.latest) == (2, (9, 9))
     assert guesses.chance == (0.5 + 0.5 / 8) * 7 / 8
+
+
+def test_a_models_guess_is_judged_where_it_was_made_and_tried_again_after_a_while() -> None:
+    tokens = [1, 2]
+    guesses = Guesses(tokens, None, 3)
+    assert (guesses.look(), guesses.chance, guesses.computed) == (3, 0.5, 0)
+    guesses.take([5, 6, 7])  # its keys of 1, 2, 5 and 6 are there
+    assert guesses.computed == 4
+    tokens += [5, 9]
+    assert guesses.look() == 3
+    assert guesses.chance == (0.5 + 0.5 / 8) * 7 / 8
+    assert guesses.computed == 3
+    guesses.take([1, 1, 1])
+    tokens += [1, 1, 1, 4]
+    assert guesses.look() == 3
+    assert guesses.computed == 6  # the last of them it drafted but did not compute
+    guesses.chance = 0.1
+    for _ in range(64):
+        tokens.append(0)
+        guesses.look()
+    assert 0.3 < guesses.chance < 0.5
 
 
 @pytest.mark.parametrize(
@@ -104,6 +127,21 @@ def test_a_guess_is_judged_once_by_what_came() -> None:
 def test_as_many_are_drafted_as_give_the_most_tokens_a_millisecond(candidates, rows, budget, waits, lengths):
     made = Speculation(ladder({1: 10, 2: 11, 4: 13, 8: 30}), most=7, max_points=8, waits=waits)
     assert made.lengths(candidates, rows, budget) == lengths
+
+
+@pytest.mark.parametrize(("price", "lengths"), [(0.1, [3]), (6.0, [3]), (6.6, [1]), (9.0, [0])])
+def test_a_models_time_is_part_of_the_price(price, lengths) -> None:
+    class Model:
+        def price(self, rows: int) -> float:
+            assert rows == 1
+            return price
+
+        def draft(self, wanted):
+            raise AssertionError
+
+    costs = ladder({1: 10, 2: 11, 4: 13, 8: 30})
+    made = Speculation(costs, most=7, max_points=8, waits=True, drafter=Model())
+    assert made.lengths([Candidate(7, 0.9)], 1, 8) == lengths
 
 
 # ---- Plans
@@ -359,6 +397,65 @@ def test_the_distribution_of_answers_is_the_models_own(params, drafting) -> None
     assert set(came) <= set(wanted)
     assert min(wanted.values()) * count > 5
     assert sum((came[each] - count * share) ** 2 / (count * share) for each, share in wanted.items()) < 24.3
+
+
+# ---- A model that drafts
+
+
+@pytest.fixture(scope="module")
+def modelled(params, tmp_path_factory) -> Engine:
+    """The model drafts for itself."""
+    folder = tmp_path_factory.mktemp("draft")
+    weights.write_hf(folder, BLOOM, params)
+    return make_engine(params, speculate=str(folder), speculate_tokens=5, slots=112)
+
+
+def drafter_of(engine: Engine) -> DraftModel:
+    """The engine's, and at prices at which everything pays."""
+    scheduler = engine._replicas[0].scheduler
+    assert scheduler._speculation is not None
+    drafter = scheduler._speculation.drafter
+    assert isinstance(drafter, DraftModel)
+    costs = ladder(dict.fromkeys((6, 12, 24), 1000.0))
+    scheduler._speculation = Speculation(costs, most=5, max_points=6, waits=True, drafter=drafter)
+    return drafter
+
+
+def test_a_model_drafts_for_itself_what_it_chooses(params, modelled) -> None:
+    """Also where tokens are drawn: both draw them with the same random number."""
+    arrivals = traffic(60)
+    drafter_of(modelled)
+    expected, found = run(make_engine(params, slots=112), arrivals), run(modelled, arrivals)
+    load = modelled.load()
+    assert load.drafted_tokens > 100
+    assert load.accepted_tokens >= 0.98 * load.drafted_tokens
+    assert load.preemptions > 0
+    assert load.compiled_after_ready == 0
+    assert load.slots_used == 0
+    assert sum(found.tokens[name] == tokens for name, tokens in expected.tokens.items()) >= 0.99 * len(arrivals)
+
+
+def test_another_model_drafts_and_answers_stay_the_same(params, modelled) -> None:
+    other = jax.tree.map(lambda a, b: 0.8 * a + 0.2 * b, params, opinionated(1))
+    drafter = drafter_of(modelled)
+    arrivals = traffic(60)
+    expected = run(make_engine(params, slots=112), arrivals)
+    drafter._runner.replace_params(other)
+    before = modelled.load()
+    found = run(modelled, arrivals)
+    after = modelled.load()
+    accepted = after.accepted_tokens - before.accepted_tokens
+    assert 0 < accepted < 0.9 * (after.drafted_tokens - before.drafted_tokens)
+    assert sum(found.tokens[name] == tokens for name, tokens in expected.tokens.items()) >= 0.99 * len(arrivals)
+
+
+def test_a_model_that_cannot_draft_is_refused_in_words(params, tmp_path) -> None:
+    other = dataclasses.replace(BLOOM, vocab_size=90)
+    weights.write_hf(tmp_path, other, models.build(other).init(0, jnp.float32))
+    with pytest.raises(ValueError, match="has a vocabulary of 90; to draft for this one it must be 97"):
+        make_engine(params, speculate=str(tmp_path))
+    with pytest.raises(ValueError, match="a model drafts on one device"):
+        EngineConfig(speculate=str(tmp_path), stages=2)
 
 
 # ---- Settings
