@@ -23,7 +23,7 @@ from jaxserve.request import Request, SamplingParams, TokenEvent
 
 TARGET = 1.8  # times as fast where the answer repeats itself
 NOISE = 0.95  # what a ratio of two runs of the same may come to
-_PASSAGE, _TIMES = 32, 4  # tokens of the prompt's passage, and how often it stands there
+_PASSAGE, _TIMES = 16, 4  # tokens of the prompt's passage, and how often it stands there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
