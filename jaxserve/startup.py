@@ -22,6 +22,7 @@ from jaxserve.make_scheduler import make_scheduler
 from jaxserve.models.schema import ModelConfig
 from jaxserve.parts import parts_of
 from jaxserve.pipeline import Pipeline
+from jaxserve.program_cache import ProgramCache
 from jaxserve.replica import Replica
 from jaxserve.stage import Progress, StageRunner
 from jaxserve.tokenizer import Tokenizer
@@ -42,6 +43,8 @@ class StartupReport:
       weight_bytes / pool_bytes: on all devices together.
       slots: of each replica.
       buckets: as measured on the first replica.
+      compile_seconds: the loading of compiled programs included.
+      programs / programs_loaded: in all, and those of them that were found in the compilation cache.
     """
 
     device: str
@@ -65,6 +68,9 @@ class StartupReport:
     buckets: tuple[buckets.BucketCost, ...]
     load_seconds: float
     compile_seconds: float
+    measure_seconds: float
+    programs: int
+    programs_loaded: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,20 +167,28 @@ def start(
       params: wherever they are.
       load_seconds: what reading them took, for the report.
     """
+    cache = None
     if config.compilation_cache is not None:
-        jax.config.update("jax_compilation_cache_dir", config.compilation_cache)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+        if jax.process_count() == 1:
+            cache = ProgramCache(Path(config.compilation_cache))
+        else:  # a program of several processes is not whole in any of them
+            jax.config.update("jax_compilation_cache_dir", config.compilation_cache)
+            jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+            jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     started = time.perf_counter()
     first = replicas[0][0]
     model, shape, device = first.model, first.shape, first.mesh.devices.flat[0]
     sizes = bucket_sizes(config)
-    pipelines = [[StageRunner(stage, params, sizes) for stage in programs] for programs in replicas]
+    pipelines = [[StageRunner(stage, params, sizes, cache) for stage in programs] for programs in replicas]
     runners = [runner for stages in pipelines for runner in stages]
-    drafters = [draft_runner(config, programs[0], progress) for programs in replicas] if config.draft_model else []
+    drafters = []
+    if config.draft_model is not None:
+        drafters = [draft_runner(config, programs[0], cache, progress) for programs in replicas]
+    progress("compiling", 0, 1)  # how much memory the largest program leaves decides the shapes of all
     n_blocks = min(_pool_blocks(config, runner, drafters) for runner in runners)
     for runner in [*runners, *drafters]:
         runner.compile(n_blocks, progress)
+    compiled = time.perf_counter()
     pipelines = [Pipeline(stages) for stages in pipelines]
     costs = measure.bucket_costs(pipelines[0], n_blocks, progress)
     drafting: list[DraftModel | None] = [None] * len(replicas)
@@ -215,14 +229,19 @@ def start(
         max_context=shape.max_context,
         buckets=tuple(costs),
         load_seconds=load_seconds,
-        compile_seconds=time.perf_counter() - started,
+        compile_seconds=compiled - started,
+        measure_seconds=time.perf_counter() - compiled,
+        programs=sum(runner.num_programs for runner in runners),
+        programs_loaded=0 if cache is None else cache.loaded,
     )
     parts = enumerate(zip(pipelines, schedulers, strict=True))
     made = tuple(Replica(index, pipeline, scheduler, costs) for index, (pipeline, scheduler) in parts)
     return Started(replicas=made, report=report)
 
 
-def draft_runner(config: EngineConfig, programs: StagePrograms, progress: Progress) -> StageRunner:
+def draft_runner(
+    config: EngineConfig, programs: StagePrograms, cache: ProgramCache | None, progress: Progress
+) -> StageRunner:
     """The model that drafts, on the device of the one that it drafts for, in blocks of the same size.
 
     Raises:
@@ -257,7 +276,7 @@ def draft_runner(config: EngineConfig, programs: StagePrograms, progress: Progre
         int8=own_programs.int8,
         progress=progress,
     )
-    return StageRunner(own_programs, params, bucket_sizes(config))
+    return StageRunner(own_programs, params, bucket_sizes(config), cache)
 
 
 def _num_devices(config: EngineConfig) -> int:
