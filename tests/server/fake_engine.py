@@ -204,6 +204,8 @@ class FakeEngine:
                 generated_tokens=self._counted["generated"],
                 cached_tokens=self._counted["cached"],
                 preemptions=0,
+                drafted_tokens=0,
+                accepted_tokens=0,
                 host_seconds=0.0,
                 bucket_seconds=0.0,
                 padding_seconds=0.0,
