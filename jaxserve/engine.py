@@ -192,7 +192,11 @@ class Engine:
 
     def load(self) -> Load:
         """How busy the engine is, all replicas together. Cheap."""
-        return total(replica.load() for replica in self._replicas)
+        return total(self.loads())
+
+    def loads(self) -> list[Load]:
+        """How busy each replica is."""
+        return [replica.load() for replica in self._replicas]
 
     def record(self, recorder: Callable[[IterationRecord], None]) -> None:
         """Has `recorder` called after every iteration, on the thread of the replica that ran it."""

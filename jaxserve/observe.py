@@ -11,20 +11,21 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jaxserve.iteration import IterationPlan
+
 
 class IterationRecord(NamedTuple):
     """What one iteration of a replica carried and what its host work cost (seconds); for benchmarks and live views.
 
     Attributes:
+      plan: what it carried.
       waiting: requests that waited for a row when it was planned.
       wait_s: time the host spent blocked on the device.
       finished_at: monotonic seconds.
     """
 
     replica: int
-    sequence: int
-    bucket: int
-    num_tokens: int
+    plan: IterationPlan
     decodes: int
     prompt_tokens: int
     waiting: int
@@ -35,12 +36,24 @@ class IterationRecord(NamedTuple):
     complete_s: float
     finished_at: float
 
+    @property
+    def bucket(self) -> int:
+        """Tokens that the compiled program carried, padding included."""
+        return self.plan.bucket
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed, padding left out."""
+        return self.plan.num_tokens
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
     """How busy a replica is, or an engine, at a glance; from `iterations` on, counted since it started.
 
     Attributes:
+      owed_tokens: that the live requests may still have computed: prompts that are not cached, and what they may
+        generate.
       host_seconds: the host's work for the iterations (schedule, pack, launch, complete).
       bucket_seconds: the device's work for them, by the buckets' measured costs.
       padding_seconds: the part of that spent on padding.
@@ -49,6 +62,7 @@ class Load:
     running: int
     waiting: int
     waiting_tokens: int
+    owed_tokens: int
     slots_used: int
     slots_cached: int
     slots_total: int

@@ -5,7 +5,8 @@ the work of loading it. Here a program is found by what it is made from: this co
 machine, the devices, and the settings that it was asked for with. So this cache stands in the place of jax's; what jax
 loads from its own cannot be kept here, for a program for the CPU that was loaded is no longer whole (jax 0.10, 0.11).
 
-Entries are pickles that hold machine code: keep the folder as private as the programs you run.
+Entries are pickles (jax's own form of a program) that hold machine code: nothing is read from a folder that others
+than its owner may write to.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import logging
 import os
 import pickle
 import platform
+import stat
 import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata
@@ -32,7 +34,7 @@ _log = logging.getLogger(__name__)
 _ROOT = Path(__file__).resolve().parents[1]
 _PACKAGES = ("jaxserve", "sharding", "pallas_kernels")
 _NOT_TRACED = ("jaxserve/bench", "jaxserve/demo", "jaxserve/plan", "jaxserve/simulate")
-_SUFFIXES = {".py", ".json", ".toml", ".so"}
+_SUFFIXES = {".py", ".json", ".toml", ".cc", ".h"}
 _VERSIONS = ("jax", "jaxlib", "flax", "numpy")
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 
@@ -57,6 +59,10 @@ class ProgramCache:
           made_from: everything that decides what the program is, but for the code and what surrounds it.
           devices: that it runs on, in the order of its mesh.
         """
+        if not self._is_private():
+            _log.warning("%s may be written to by others: no program is loaded from it, and none is kept", self._folder)
+            self.compiled += 1
+            return compile_program()
         path = self._folder / hashlib.sha256(f"{surroundings(devices[0])}\n{made_from}".encode()).hexdigest()
         try:
             program = _load(path, devices)
@@ -73,6 +79,14 @@ class ProgramCache:
         if observe.loaded_by_jax() == before:
             _keep(path, program)
         return program
+
+    def _is_private(self) -> bool:
+        """Whether nobody but the one who runs this could have put a program into the folder."""
+        try:
+            about = self._folder.stat()
+        except FileNotFoundError:
+            return True
+        return about.st_uid == os.getuid() and not about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _load(path: Path, devices: Sequence[Any]) -> jax.stages.Compiled:

@@ -31,10 +31,15 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class _Alive:
-    """A request from its submission to its last event."""
+    """A request from its submission to its last event.
+
+    Attributes:
+      started: monotonic seconds at which it was first given a row, until that has been told.
+    """
 
     sink: Sink
     owed: Owed
+    started: float | None = None
 
 
 class _Timed(NamedTuple):
@@ -101,6 +106,10 @@ class Replica:
         ready = time.perf_counter()
         self.pipeline.launch(plan, packed)
         self._cached_tokens += self.scheduler.pool.block_size * sum(len(a.blocks) for a in plan.admissions)
+        for admission in plan.admissions:
+            alive = self._alive.get(admission.request_id)
+            if alive is not None and alive.prompt and alive.started is None:
+                alive.started = time.monotonic()
         self._timed.append(
             _Timed(
                 self.scheduler.num_waiting,
@@ -124,6 +133,8 @@ class Replica:
             alive = self._alive.get(event.request_id)
             if alive is None:
                 continue
+            if alive.started is not None:
+                event, alive.started = event._replace(started=alive.started), None
             by_sink.setdefault(alive.sink, []).append(event)
             if generated := len(event.token_ids):
                 self._generated_tokens += generated
@@ -149,9 +160,7 @@ class Replica:
         if self.recorders:
             record = IterationRecord(
                 replica=self.index,
-                sequence=plan.sequence,
-                bucket=plan.bucket,
-                num_tokens=plan.num_tokens,
+                plan=plan,
                 decodes=decodes,
                 prompt_tokens=plan.num_tokens - decodes,
                 waiting=timed.waiting,
@@ -331,8 +340,9 @@ class Replica:
             running=scheduler.num_running,
             waiting=self.num_waiting,
             waiting_tokens=self.waiting_tokens,
+            owed_tokens=self.owed_tokens,
             slots_used=pool.slots_used,
-            slots_cached=pool.num_cached * pool.block_size,
+            slots_cached=pool.slots_cached,
             slots_total=pool.n_slots,
             iterations=self._iterations,
             prompt_tokens=self._prompt_tokens,

@@ -55,10 +55,21 @@ engine's scheduler on a virtual clock, with the costs that the engine measured o
 times. Throughput and latencies are to agree within 10%. Buckets are measured once, at the start: leave the machine
 alone meanwhile."""
 _PEERS = """\
-Times our step against transformers and llama.cpp on the same random-weight checkpoint, in the same dtype, one process
-at a time and in turn, after checking their outputs against ours. Each peer gets a Python environment of its own, which
-is made on first use with pip (llama.cpp is compiled: a C++ compiler is needed) and kept in --env-dir. Which index pip
-uses is pip's own setting, for instance PIP_EXTRA_INDEX_URL for CPU builds of torch."""
+Compares our engine with transformers (static batches, and its continuous batching), CTranslate2 and llama.cpp on the
+same random-weight checkpoints, in the same dtype, one process at a time and in turn. Outputs are checked against each
+other first. Then steps are timed, and the same requests are served at the same Poisson arrivals, at rates that are
+shares of what our engine serves with everything waiting. All engines run in process, ours too.
+
+Each peer gets a Python environment of its own, which is made on first use with pip (llama.cpp is compiled: a C++
+compiler is needed) and kept in --env-dir. Which index pip uses is pip's own setting, for instance PIP_EXTRA_INDEX_URL
+for CPU builds of torch. Answers are written as they come: --resume goes on where a run was cut short.
+
+  jaxserve bench peers --shape gpt2 --dtypes float32 --parts steps
+  jaxserve bench peers --requests 200 --load-rounds 3         hours on two cores"""
+_GUARD = """\
+Measures a few figures as multiples of a calibration loop that runs between them (a matmul, a read of memory, a loop of
+plain Python), and compares them with those kept in the repository, so that another machine or a busy one does not look
+like a slowdown. Exits with 1 when a figure is above what it may be."""
 _ACCURACY = """\
 Compares the answers of one checkpoint at full width and with eight bits: the perplexity of a text, read in windows of
 256 tokens that overlap by half, and greedy continuations of passages from it. By default the demo model on the text
@@ -172,15 +183,32 @@ def add_arguments(
     add_engine_flags(simulate)
     simulate.set_defaults(max_rows=8)
 
-    peers = _command(commands, "peers", "our step against other engines'", _PEERS, _run_peers)
-    _add_model_flags(peers)
+    peers = _command(commands, "peers", "our engine against others", _PEERS, _run_peers)
+    _add_model_flags(peers, "bloom-560m,gpt2, one after the other")
     _add_step_flags(peers)
-    peers.add_argument("--rounds", type=_positive, default=3, metavar="N", help="turns of each (default: %(default)s)")
-    peers.add_argument("--peers", default="transformers,llama.cpp", metavar="A,B", help="(default: %(default)s)")
-    peers.add_argument(
+    _add_sizes(peers)
+    group = peers.add_argument_group("turns")
+    group.add_argument(
+        "--engines",
+        default="transformers,continuous,ctranslate2,llama.cpp",
+        metavar="A,B",
+        help="to compare with (default: %(default)s)",
+    )
+    group.add_argument("--parts", default="steps,load", metavar="A,B", help="what to measure (default: %(default)s)")
+    group.add_argument("--rounds", type=_positive, default=2, metavar="N", help="of steps (default: %(default)s)")
+    group.add_argument("--loads", type=_shares, default=[0.5, 0.8, 1.2], metavar="X,...", help="(default: 0.5,0.8,1.2)")
+    group.add_argument(
+        "--load-rounds", type=_positive, default=1, metavar="N", help="of each load (default: %(default)s)"
+    )
+    group.add_argument("--resume", action="store_true", help="keep what an earlier run wrote to --out")
+    group.add_argument(
         "--env-dir", type=Path, metavar="DIR", help="where environments are kept (default: in your cache folder)"
     )
     add_engine_flags(peers)
+    peers.set_defaults(steps=8, requests=40)
+
+    guard = _command(commands, "guard", "whether something has become slower", _GUARD, _run_guard)
+    guard.add_argument("--write", action="store_true", help="keep what is measured now")
 
     accuracy = _command(commands, "accuracy", "what fewer bits cost in answers", _ACCURACY, _run_accuracy)
     accuracy.add_argument("--model", type=Path, metavar="DIR", help="a checkpoint directory (default: the demo model)")
@@ -226,10 +254,10 @@ def _command(
     return parser
 
 
-def _add_model_flags(parser: argparse.ArgumentParser) -> None:
+def _add_model_flags(parser: argparse.ArgumentParser, default: str = _SHAPE) -> None:
     group = parser.add_argument_group("model").add_mutually_exclusive_group()
     group.add_argument("--model", type=Path, metavar="DIR", help="a checkpoint directory")
-    group.add_argument("--shape", metavar="NAME", help=f"random weights of a known shape (default: {_SHAPE})")
+    group.add_argument("--shape", metavar="NAME", help=f"random weights of a known shape (default: {default})")
 
 
 def _add_workload_flags(parser: argparse.ArgumentParser) -> None:
@@ -364,28 +392,45 @@ def _run_simulate(args: argparse.Namespace) -> int:
 
 
 def _run_peers(args: argparse.Namespace) -> int:
-    from jaxserve.bench import environments, peers, shapes, step
+    from jaxserve.bench import peers, shapes, step
+    from jaxserve.bench.environments import PEERS
 
-    names = args.peers.split(",")
-    for name in names:
-        if name not in environments.PEERS:
-            raise ValueError(f"{name!r} is no known peer; there are {', '.join(environments.PEERS)}")
-    model = _model(args)
-    if isinstance(model, str):
-        model = shapes.checkpoint(model, shapes.cache_folder() / "checkpoints")
-    config = args.engine_config(args)
-    return peers.run(
-        model,
-        names,
-        _dtypes(args),
-        step.QUICK_CASES if args.quick else step.PEER_CASES,
+    names, parts = args.engines.split(","), args.parts.split(",")
+    for kind, given, known in (("peer", names, PEERS), ("part", parts, ("steps", "load"))):
+        for name in given:
+            if name not in known:
+                raise ValueError(f"{name!r} is no known {kind}; there are {', '.join(known)}")
+    if args.model is not None:
+        checkpoints = [args.model]
+    else:
+        chosen = (args.shape or ("tiny,tiny-gpt2" if args.quick else "bloom-560m,gpt2")).split(",")
+        checkpoints = [shapes.checkpoint(shape, shapes.cache_folder() / "checkpoints") for shape in chosen]
+    scope = peers.Scope(
+        cases=() if "steps" not in parts else step.QUICK_CASES if args.quick else step.PEER_CASES,
         steps=3 if args.quick else args.steps,
         rounds=1 if args.quick else args.rounds,
+        workload=lambda vocab_size: _uniform(args, vocab_size),
+        loads=tuple(args.loads) if "load" in parts else (),
+        load_rounds=args.load_rounds,
+        seed=args.seed,
+    )
+    return peers.run(
+        checkpoints,
+        names,
+        _dtypes(args),
+        scope,
+        args.engine_config(args),
         env_dir=args.env_dir or shapes.cache_folder() / "peers",
-        compilation_cache=config.compilation_cache,
         out=args.out,
+        resume=args.resume,
         console=_console(),
     )
+
+
+def _run_guard(args: argparse.Namespace) -> int:
+    from jaxserve.bench import guard
+
+    return guard.run(args.write, _console())
 
 
 def _run_accuracy(args: argparse.Namespace) -> int:

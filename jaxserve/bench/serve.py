@@ -129,7 +129,7 @@ def started_server(model: Path, config: EngineConfig, log: Path) -> Iterator[Ser
     port = free_port()
     address = f"127.0.0.1:{port}"
     command = [sys.executable, "-m", "server.cli", "serve", "--model", str(model)]
-    command += ["--host", "127.0.0.1", "--port", str(port), *engine_flags(config)]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--http-port", "off", *engine_flags(config)]
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w", encoding="utf-8") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)

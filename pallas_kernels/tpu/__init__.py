@@ -31,7 +31,7 @@ from pallas_kernels.tpu.layout import (
 )
 
 _MOST_SLOTS = 128  # of a block, by default
-# Bytes of block tables that fit into the scalar memory of a core, which has 1 MiB on every generation.
+# Bytes of block tables that scalar memory takes: compiled for all five generations, where v5e refuses 1 MiB.
 _MOST_TABLES = 960 * 1024
 
 

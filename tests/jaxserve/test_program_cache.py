@@ -79,6 +79,7 @@ def test_a_setting_that_changes_programs_is_another_key(settings) -> None:
     *_, after = startup.stage_programs(dataclasses.replace(CONFIG, **settings), model)[0]
     assert after[0].made_from() != before[0].made_from()
     assert before[0].made_from() == startup.stage_programs(CONFIG, model)[0][0][0].made_from()
+    assert " at 0x" not in after[0].made_from()  # no object's place in memory
 
 
 def test_programs_over_several_devices_and_stages_are_found(params, tmp_path) -> None:
@@ -143,3 +144,14 @@ def test_a_change_of_one_file_changes_the_digest_of_the_code(monkeypatch, tmp_pa
     (tmp_path / "pallas_kernels/tpu/c.py").write_text("2")
     assert digest() != before
     program_cache._code.cache_clear()
+
+
+@pytest.mark.parametrize("mode", [0o720, 0o702])
+def test_a_folder_that_others_may_write_to_is_neither_read_nor_written(tmp_path, caplog, mode) -> None:
+    cache = program_cache.ProgramCache(tmp_path)
+    lowered = jax.jit(lambda x: x + 41).lower(1.0)
+    tmp_path.chmod(mode)
+    for _ in range(2):
+        assert cache.get("a", jax.devices()[:1], lowered.compile)(1.0) == 42
+    assert (cache.loaded, cache.compiled, list(tmp_path.iterdir())) == (0, 2, [])
+    assert "written to by others" in caplog.text

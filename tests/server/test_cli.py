@@ -283,7 +283,7 @@ def test_a_line_is_written_whole_though_interrupted() -> None:
 @contextlib.contextmanager
 def serving(*flags: str) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
     """A served fake engine; yields (process, its address, the client command it shows)."""
-    process = python("-m", "tests.server.serve_fake", "--port", "0", *flags)
+    process = python("-m", "tests.server.serve_fake", "--port", "0", "--http-port", "0", *flags)
     try:
         assert process.stderr is not None
         told = ""

@@ -15,9 +15,9 @@ import pytest
 
 from jaxserve import models, weights
 from server import cli, flags
-from server.grpc_server import GrpcServer
 from server.proto.jaxserve.v1 import inference_pb2 as pb
 from server.proto.jaxserve.v1.inference_pb2_grpc import InferenceStub
+from server.surface import Surface
 from tests.server.fake_engine import EOS, VOCAB_SIZE, WAIT_SECONDS, byte_tokenizer
 
 SMALL = ["--buckets", "4,16", "--slots", "512", "--max-rows", "4", "--max-context", "64", "--compilation-cache", "off"]
@@ -89,8 +89,8 @@ def test_lines_have_what_they_asked_for(completed: list[dict[str, Any]]) -> None
 
 def test_the_server_answers_as_the_command_does(checkpoint: Path, completed: list[dict[str, Any]]) -> None:
     async def scenario(engine: Any) -> None:
-        server = GrpcServer(engine, name="tiny", version="0")
-        port = await server.start("127.0.0.1", 0)
+        surface = Surface(engine, name="tiny", version="0")
+        port, _ = await surface.start("127.0.0.1", 0, None)
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
             stub: Any = InferenceStub(channel)
 
@@ -110,9 +110,9 @@ def test_the_server_answers_as_the_command_does(checkpoint: Path, completed: lis
             endless = stub.GenerateStream(pb.GenerateRequest(prompt="a", max_tokens=60, ignore_eos=True))
             await endless.read()
             endless.cancel()
-            await server.service.idle()
+            await surface.door.idle()
             assert (await stub.GetLoad(pb.GetLoadRequest())).compiled_after_ready == 0
-        assert await server.drain(10) == 0
+        assert await surface.drain(10) == 0
 
     with engine_of(checkpoint) as engine:
         asyncio.run(scenario(engine))
@@ -134,14 +134,14 @@ def test_a_converted_checkpoint_serves_alike(
 
 def test_a_javascript_client_of_the_real_engine(checkpoint: Path, foreign_client: Callable[..., Any]) -> None:
     async def scenario(engine: Any) -> None:
-        server = GrpcServer(engine, name="tiny", version="0")
-        port = await server.start("127.0.0.1", 0)
+        surface = Surface(engine, name="tiny", version="0")
+        port, _ = await surface.start("127.0.0.1", 0, None)
         found = await foreign_client(f"127.0.0.1:{port}", 16_000)
         assert (found["whole"]["code"], found["whole"]["usage"]["prompt_tokens"]) == ("OK", 12)
         assert [found[name]["code"] for name in ("cancelled", "late")] == ["CANCELLED", "DEADLINE_EXCEEDED"]
         assert found["refused"]["code"] == "INVALID_ARGUMENT"
-        await server.service.idle()
-        assert await server.drain(10) == 0
+        await surface.door.idle()
+        assert await surface.drain(10) == 0
 
     with engine_of(checkpoint, "--buckets", "16", "--max-context", "16384", "--slots", "32768") as engine:
         asyncio.run(scenario(engine))
