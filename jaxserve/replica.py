@@ -108,7 +108,7 @@ class Replica:
         self._cached_tokens += self.scheduler.pool.block_size * sum(len(a.blocks) for a in plan.admissions)
         for admission in plan.admissions:
             alive = self._alive.get(admission.request_id)
-            if alive is not None and alive.prompt and alive.started is None:
+            if alive is not None and alive.owed.prompt and alive.started is None:
                 alive.started = time.monotonic()
         self._timed.append(
             _Timed(

@@ -33,8 +33,8 @@ constexpr int64_t kAlone = 1 << 21;           // multiplications that take as lo
 
 inline int64_t Pairs(int64_t in) { return (in + 1) / 2; }
 
-// Turns 16 vectors of 16 numbers of 32 bits: lane j of vector i goes to lane i of vector j. Squares of half the size, of
-// a quarter and so on change places with those across the diagonal.
+// Turns 16 vectors of 16 numbers of 32 bits: lane j of vector i goes to lane i of vector j. Squares of half the size,
+// of a quarter and so on change places with those across the diagonal.
 inline void Turn(__m512i* x) {
   for (int side = kLanes / 2; side > 0; side /= 2) {
     IntVec upper, lower;  // which lanes of (a, b) the vectors of the upper half take, and of the lower
@@ -153,13 +153,10 @@ void Multiply(ffi::ThreadPool& pool, const BFloat16* x, const BFloat16* kernel, 
   });
 }
 
-#endif
-
 // Args: x [T, in], kernel [out, in], both bfloat16. Results: float32 [T, out], and what the call works in: bfloat16, T
 // rounded up to whole vectors times `in` to whole pairs.
 ffi::Error ProductMany(ffi::ThreadPool pool, ffi::BufferR2<ffi::BF16> x, ffi::BufferR2<ffi::BF16> kernel,
                        ffi::ResultBufferR2<ffi::F32> y, ffi::ResultBufferR2<ffi::BF16> packed) {
-#if defined(__AVX512BF16__)
   const int64_t rows = x.dimensions()[0], in = x.dimensions()[1], out = kernel.dimensions()[0];
   if (packed->dimensions()[0] != RoundUp(rows, kLanes) || packed->dimensions()[1] != 2 * Pairs(in))
     return ffi::Error::InvalidArgument("x does not fit when packed");
@@ -167,10 +164,16 @@ ffi::Error ProductMany(ffi::ThreadPool pool, ffi::BufferR2<ffi::BF16> x, ffi::Bu
   const auto* by = static_cast<const BFloat16*>(kernel.untyped_data());
   Multiply(pool, from, by, rows, in, out, static_cast<BFloat16*>(packed->untyped_data()), y->typed_data());
   return ffi::Error::Success();
-#else
-  return ffi::Error::Unimplemented("this CPU has no instruction for products of bfloat16");
-#endif
 }
+
+#else
+
+ffi::Error ProductMany(ffi::ThreadPool, ffi::BufferR2<ffi::BF16>, ffi::BufferR2<ffi::BF16>,
+                       ffi::ResultBufferR2<ffi::F32>, ffi::ResultBufferR2<ffi::BF16>) {
+  return ffi::Error::Internal("compiled for a CPU without an instruction for products of bfloat16");
+}
+
+#endif
 
 }  // namespace
 }  // namespace jaxserve
