@@ -16,9 +16,11 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from jaxserve.completion import Assembler, parse_request
-from jaxserve.request import InvalidRequest, QueueFull, Request, TokenEvent
+from jaxserve.request import InvalidRequest, QueueFull, Request, SamplingParams, TokenEvent
 from server import errors
-from server.generation import Call, Generation, Observer
+from server.admission import Admission, Ticket
+from server.auth import Tenant
+from server.generation import Call, Generation, Life, Observer
 
 if TYPE_CHECKING:
     from jaxserve.engine import Engine
@@ -38,10 +40,13 @@ class Door:
 
     Args:
       engine: started, or to be started.
+      tenants: that callers may belong to, by name.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, *, tenants: Callable[[], dict[str, Tenant]] = dict) -> None:
         self.engine = engine
+        self.admission = Admission(engine, tenants=tenants)
+        self.problem: str | None = None  # what keeps the engine from serving, if something does
         self.observers: list[Observer] = []
         self._loop = asyncio.get_running_loop()
         self._alive: dict[str, Generation] = {}  # by the engine's name of a request it has not ended yet
@@ -75,7 +80,9 @@ class Door:
     @property
     def closed(self) -> str | None:
         """Why no call is taken, if none is."""
-        return _FAILED if self._closed is None and not self.engine.is_healthy else self._closed
+        if self._closed is None and not self.engine.is_healthy:
+            return _FAILED
+        return self._closed or self.problem
 
     def close(self, message: str) -> None:
         """Refuses new calls from now on (UNAVAILABLE); those under way go on."""
@@ -104,17 +111,26 @@ class Door:
         """Turns whatever goes wrong inside into a refusal of this call and no other."""
         try:
             yield
-        except errors.Refusal:
-            raise
-        except InvalidRequest as problem:
-            raise errors.invalid(problem.field, str(problem)) from problem
-        except QueueFull as problem:
-            raise errors.queue_full(str(problem)) from problem
         except Exception as problem:
-            if not self.engine.is_healthy:
-                raise errors.unavailable(_FAILED) from problem
-            _log.exception("request %r failed", call_id, exc_info=problem)
-            raise errors.failed(call_id) from problem
+            refusal = self._refusal(problem, call_id)
+            for observer in self.observers:
+                observer.refused(call_id, refusal)
+            if refusal is problem:
+                raise
+            raise refusal from problem
+
+    def _refusal(self, problem: Exception, call_id: str) -> errors.Refusal:
+        match problem:
+            case errors.Refusal():
+                return problem
+            case InvalidRequest():
+                return errors.invalid(problem.field, str(problem))
+            case QueueFull():
+                return errors.queue_full(str(problem), self.admission.retry_seconds())
+        if not self.engine.is_healthy:
+            return errors.unavailable(_FAILED)
+        _log.exception("request %r failed", call_id, exc_info=problem)
+        return errors.failed(call_id)
 
     @contextlib.asynccontextmanager
     async def generate(
@@ -138,10 +154,16 @@ class Door:
           InvalidRequest, QueueFull, Refusal: before anything is generated.
         """
         self._check_open(call)
-        requests = await aside(
-            sum(len(fields.get("prompt") or fields.get("prompt_token_ids") or ()) for fields in prompts),
-            lambda: [adjust(self._parse(fields, call, special_tokens)) for fields in prompts],
-        )
+        with self._admitted(prompts, call, samples) as ticket:
+            requests = await aside(
+                sum(map(_size, prompts)),
+                lambda: [adjust(self._parse(fields, call, special_tokens, ticket.demoted)) for fields in prompts],
+            )
+            ticket.correct(samples * sum(len(request.prompt) for request in requests))
+            with self._submitted(self._generation(call, requests, samples, ticket), ticket) as generation:
+                yield generation
+
+    def _generation(self, call: Call, requests: list[Request], samples: int, ticket: Ticket) -> Generation:
         requests = [
             dataclasses.replace(
                 request,
@@ -153,55 +175,72 @@ class Door:
         ]
         eos = self.engine.model_config.eos_token_ids
         assemblers = [Assembler(request, self.engine.tokenizer, eos) for request in requests]
-        with self._submitted(Generation(requests, assemblers, self.observers, self._leave), call) as generation:
-            yield generation
+        return Generation(call, requests, assemblers, self.observers, ticket, self._leave)
 
     def _check_open(self, call: Call) -> None:
-        """A queue that is full is noticed here before any text is tokenised; `submit` decides, in one step."""
         if len(call.id) > _LONGEST_ID:
             raise errors.invalid("request_id", f"is longer than {_LONGEST_ID} characters")
         if self.closed is not None:
             raise errors.unavailable(self.closed)
-        load, config = self.engine.load(), self.engine.config
-        if load.waiting >= config.max_queued_requests or load.waiting_tokens >= config.max_queued_tokens:
-            raise QueueFull(f"{load.waiting} requests with {load.waiting_tokens} tokens are waiting")
 
-    def _parse(self, fields: Mapping[str, Any], call: Call, special_tokens: bool) -> Request:
+    @contextlib.contextmanager
+    def _admitted(self, prompts: Sequence[Mapping[str, Any]], call: Call, samples: int) -> Iterator[Ticket]:
+        """Has the call's place in the queue kept, before any text is tokenised and however the call ends."""
+        new_tokens = max((fields.get("max_tokens") or SamplingParams().max_tokens for fields in prompts), default=0)
+        ticket = self.admission.admit(
+            call.tenant,
+            requests=samples * len(prompts),
+            prompt_tokens=samples * sum(map(_size, prompts)),
+            new_tokens=new_tokens,
+            exactly=any(fields.get("ignore_eos") for fields in prompts),
+            deadline=call.deadline,
+        )
+        try:
+            yield ticket
+        finally:
+            ticket.release()
+
+    def _parse(self, fields: Mapping[str, Any], call: Call, special_tokens: bool, demoted: bool) -> Request:
         return parse_request(
             fields,
             request_id="",
             tokenizer=self.engine.tokenizer,
             special_tokens=special_tokens,
-            priority=call.priority,
+            priority=call.priority - demoted,
             arrival=call.arrival,
             cache_salt=call.cache_salt,
         )
 
     @contextlib.contextmanager
-    def _submitted(self, generation: Generation, call: Call) -> Iterator[Generation]:
-        started = []
+    def _submitted(self, generation: Generation, ticket: Ticket) -> Iterator[Generation]:
+        started: list[Life] = []
         self._generations.add(generation)
         try:
-            for request in generation.requests:
+            for life in generation.lives:
+                request = life.request
                 self._alive[request.request_id] = generation
                 try:
                     self.engine.submit(request, self._sink)
                 except BaseException:
                     del self._alive[request.request_id]
                     raise
-                started.append(request)
+                started.append(life)
                 for observer in self.observers:
-                    observer.started(call, request)
+                    observer.started(life)
+            ticket.submitted()
             yield generation
         finally:
-            for request in started:
-                self._leave(request.request_id)
+            for life in started:
+                self._leave(life.request.request_id)
             self._generations.remove(generation)
             if not self._generations:
                 self._emptied.set()
-            for index, request in enumerate(started):
+            for index, life in enumerate(started):
+                completion = generation.completion(index)
+                if completion.finish_reason is not None and completion.finish_reason.is_answer:
+                    self.admission.finished(len(completion.token_ids), life.request.sampling.max_tokens)
                 for observer in self.observers:
-                    observer.ended(request, generation.completion(index))
+                    observer.ended(life, completion)
 
     # Text and tokens
 
@@ -226,6 +265,13 @@ class Door:
             if not 0 <= token < vocab_size:
                 raise errors.invalid(field, f"has token id {token}; the vocabulary has {vocab_size}")
         return await aside(len(token_ids), tokenizer.decode, token_ids)
+
+
+def _size(fields: Mapping[str, Any]) -> int:
+    """Most tokens that a prompt can have: a token of a text stands for a byte at least. (A tokenizer that adds tokens
+    or rewrites the text may make a few more; they are counted when they are known.)"""
+    text = fields.get("prompt")
+    return len(text.encode(errors="replace")) if text is not None else len(fields.get("prompt_token_ids") or ())
 
 
 async def aside(size: int, work: Callable[..., _Result], *args: Any, **kwargs: Any) -> _Result:

@@ -15,6 +15,8 @@ class Kind(enum.Enum):
     NOT_FOUND = "not found"  # what the call names is not there
     UNSUPPORTED = "unsupported"  # this checkpoint cannot do it
     QUEUE_FULL = "queue full"  # too much waits already; again in `retry_after` seconds
+    RATE_LIMITED = "rate limited"  # the caller calls more often than it may; likewise
+    TOO_LATE = "too late"  # the answer would come after the caller's deadline
     UNAVAILABLE = "unavailable"  # this server cannot serve now, another one may
     FAILED = "failed"  # ours; the log explains it
 
@@ -25,7 +27,7 @@ class Refusal(Exception):
     Attributes:
       kind: see Kind.
       field: name of the field at fault, with Kind.INVALID.
-      retry_after: seconds after which trying again makes sense, with Kind.QUEUE_FULL.
+      retry_after: seconds after which trying again makes sense, with Kind.QUEUE_FULL and Kind.RATE_LIMITED.
     """
 
     def __init__(self, kind: Kind, message: str, *, field: str | None = None, retry_after: float | None = None) -> None:

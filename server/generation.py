@@ -12,6 +12,8 @@ from typing import Protocol
 from jaxserve.completion import Assembler, Completion, Delta, joined
 from jaxserve.request import FinishReason, Request, TokenEvent
 from server import errors
+from server.admission import Ticket
+from server.auth import Tenant, current
 
 _MOST_EVENTS = 64  # taken at once, so that catching up with a reader who was slow delays nobody
 
@@ -29,7 +31,8 @@ class Call:
       id: what answers and log call it; need not be unique.
       protocol: that it came by, such as "grpc".
       priority / cache_salt: of its requests.
-      arrival: monotonic seconds.
+      arrival / deadline: monotonic seconds; the caller wants no answer after its deadline.
+      tenant: whom it is counted for.
     """
 
     id: str = field(default_factory=new_id)
@@ -37,21 +40,44 @@ class Call:
     priority: int = 0
     cache_salt: str = ""
     arrival: float = field(default_factory=time.monotonic)
+    deadline: float | None = None
+    tenant: Tenant = field(default_factory=current.get)
+
+
+@dataclass(slots=True, kw_only=True)
+class Life:
+    """What happened when to one request: monotonic seconds, None until it has.
+
+    Attributes:
+      began: it got a row.
+      first_token / last_token: the door heard of them.
+    """
+
+    call: Call
+    request: Request
+    began: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
 
 
 class Observer(Protocol):
-    """What is told of every request that the engine has taken, on the event loop."""
+    """What is told of every request that the engine has taken, and of every call that ends without an answer; on the
+    event loop."""
 
-    def started(self, call: Call, request: Request) -> None:
+    def started(self, life: Life) -> None:
         """The engine has taken the request."""
         ...
 
-    def first_token(self, request: Request) -> None:
-        """Its first token has come."""
+    def tokens(self, life: Life, count: int, gap: float | None) -> None:
+        """Tokens of it have come, so many seconds after the ones before; None for the first."""
         ...
 
-    def ended(self, request: Request, completion: Completion) -> None:
+    def ended(self, life: Life, completion: Completion) -> None:
         """It is over; a completion without a finish reason was cut short, by its caller or by the server."""
+        ...
+
+    def refused(self, call_id: str, refusal: errors.Refusal) -> None:
+        """A call ends without an answer."""
         ...
 
 
@@ -67,25 +93,39 @@ class Generation:
 
     def __init__(
         self,
+        call: Call,
         requests: Sequence[Request],
         assemblers: Sequence[Assembler],
         observers: Sequence[Observer],
+        ticket: Ticket,
         leave: Callable[[str], None],
     ) -> None:
         self.requests = tuple(requests)
+        self.lives = [Life(call=call, request=request) for request in requests]
         self._assemblers = assemblers
         self._index = {request.request_id: index for index, request in enumerate(requests)}
-        self._observers, self._leave = observers, leave
+        self._observers, self._ticket, self._leave = observers, ticket, leave
         self._unfinished = len(requests)
-        self._silent = set(self._index)  # requests without a token so far
         self._events: list[TokenEvent] = []
         self._refusal: errors.Refusal | None = None
         self._arrived = asyncio.Event()
 
     def put(self, event: TokenEvent) -> None:
         """Keeps an event of the engine's for the handler."""
+        self._ticket.begun()
         self._events.append(event)
         self._arrived.set()
+        life = self.lives[self._index[event.request_id]]
+        if event.started is not None:
+            life.began = event.started
+        if event.token_ids:
+            now = time.monotonic()
+            gap = None if life.last_token is None else now - life.last_token
+            life.last_token = now
+            if gap is None:
+                life.first_token = now
+            for observer in self._observers:
+                observer.tokens(life, len(event.token_ids), gap)
 
     def fail(self, refusal: errors.Refusal) -> None:
         """Has the handler end with this as soon as it looks."""
@@ -120,10 +160,6 @@ class Generation:
         assembler = self._assemblers[index]
         was_finished = assembler.finished
         delta = assembler.push(event)
-        if event.token_ids and event.request_id in self._silent:
-            self._silent.remove(event.request_id)
-            for observer in self._observers:
-                observer.first_token(self.requests[index])
         if event.finish_reason is FinishReason.ABORTED and not was_finished:
             raise errors.unavailable(event.error or "the request was ended by the server")
         if event.finish_reason is FinishReason.ERROR:

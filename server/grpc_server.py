@@ -6,15 +6,21 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from server.auth import ApiKeys, KeyInterceptor
 from server.door import Door
 from server.proto.jaxserve.v1 import inference_pb2, inference_pb2_grpc
 from server.service import InferenceService
+from server.tls import Tls
 
 MAX_MESSAGE_BYTES = 4 * 2**20  # of a request
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
+OPEN_SERVICES = (health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,)  # that take no API key
 _OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", -1),  # answers are bounded by the context
+    ("grpc.max_metadata_size", 16 * 2**10),
+    ("grpc.absolute_max_metadata_size", 32 * 2**10),
+    ("grpc.max_concurrent_streams", 4096),  # of one connection
     ("grpc.so_reuseport", 0),  # a second server on the port is an error, not a coin toss
     # A caller whose machine has vanished without a word is noticed, and its slots come back.
     ("grpc.keepalive_time_ms", 30_000),
@@ -29,12 +35,18 @@ class GrpcServer:
     Args:
       name: what GetModel calls the model.
       version: of the server.
+      tls: None listens without encryption.
+      keys: one of which callers must show; None asks for none.
     """
 
-    def __init__(self, door: Door, *, name: str, version: str) -> None:
+    def __init__(
+        self, door: Door, *, name: str, version: str, tls: Tls | None = None, keys: ApiKeys | None = None
+    ) -> None:
         self._engine = door.engine
         self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
-        self._server = grpc.aio.server(options=_OPTIONS)
+        self._tls = tls
+        interceptors = [KeyInterceptor(keys, OPEN_SERVICES)] if keys is not None else []
+        self._server = grpc.aio.server(interceptors=interceptors, options=_OPTIONS)
         inference_pb2_grpc.add_InferenceServicer_to_server(
             InferenceService(door, name=name, version=version), self._server
         )
@@ -47,7 +59,10 @@ class GrpcServer:
     async def start(self, host: str, port: int) -> int:
         """Listens. Returns the port, which matters when 0 was asked for. Raises RuntimeError if it cannot be had."""
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        port = self._server.add_insecure_port(address)
+        if self._tls is None:
+            port = self._server.add_insecure_port(address)
+        else:
+            port = self._server.add_secure_port(address, self._tls.grpc_credentials())
         await self.set_health(self._engine.is_healthy)
         await self._server.start()
         return port

@@ -26,6 +26,8 @@ _CODES = {
     Kind.NOT_FOUND: grpc.StatusCode.NOT_FOUND,
     Kind.UNSUPPORTED: grpc.StatusCode.FAILED_PRECONDITION,
     Kind.QUEUE_FULL: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Kind.RATE_LIMITED: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Kind.TOO_LATE: grpc.StatusCode.DEADLINE_EXCEEDED,
     Kind.UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
     Kind.FAILED: grpc.StatusCode.INTERNAL,
 }

@@ -11,16 +11,19 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from server import auth, settings, tls
 from server.report import UserError, console, say
 from server.start import add_model_flags, load_engine, mending, model_directory, profiling
 
 if TYPE_CHECKING:
     from jaxserve.engine import Engine
     from server.http.template import ChatTemplate
+    from server.surface import Surface
 
 HELP = """\
 Serves a model over gRPC (service jaxserve.v1.Inference, with health checks and reflection) and over HTTP, as clients
@@ -31,7 +34,8 @@ of OpenAI and of TGI expect it.
   jaxserve serve --model DIR --max-rows 32 --buckets 16,64,256
   jaxserve client "It was a"                           from a second terminal
 
-There is no encryption and no authentication: let it listen on networks you trust only.
+Without --tls-cert there is no encryption, without --api-keys anybody may call: let it listen on networks you trust
+only. Every setting can come from a TOML file or the environment as well (--config, --print-config, JAXSERVE_PORT=...).
 SIGTERM or Ctrl-C refuses new requests and lets running ones finish; a second one ends at once."""
 
 
@@ -55,6 +59,35 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default=30.0,
         help="how long running requests may go on after SIGTERM (default: %(default)g)",
     )
+    parser.add_argument(
+        "--stall-seconds",
+        type=float,
+        metavar="S",
+        help="how long the engine may have work and complete no iteration before health says so (default: four times "
+        "what the largest bucket takes, and at least 2)",
+    )
+    group = parser.add_argument_group("observing")
+    group.add_argument(
+        "--metrics-port",
+        type=int,
+        metavar="N",
+        help="a port for Prometheus' scrapers: /metrics, without TLS and without keys (default: none)",
+    )
+    group.add_argument("--request-log", metavar="FILE|-", help="a line of JSON for every request (default: none)")
+    group.add_argument("--log-prompts", action="store_true", help="put prompts and answers into it as well")
+    group.add_argument(
+        "--traces",
+        action="store_true",
+        help="OpenTelemetry spans of every request, sent where OTEL_EXPORTER_OTLP_ENDPOINT says; takes jaxserve[otel]",
+    )
+    settings.add_flags(parser)
+    parser.add_argument(
+        "--api-keys",
+        type=Path,
+        metavar="FILE.toml",
+        help="ask every caller for one of these keys (default: ask for none); read again when it changes",
+    )
+    tls.add_flags(parser)
     add_model_flags(parser)
 
 
@@ -64,19 +97,26 @@ def _port_or_off(text: str) -> int | None:
 
 def run(args: argparse.Namespace) -> int:
     """Serves until a signal. Returns 0 once drained."""
+    if args.print_config:
+        print(settings.as_toml(args.settings), end="")
+        return 0
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     for flag, port in (("--port", args.port), ("--http-port", args.http_port)):
         if port is not None and not 0 <= port <= 65535:
             raise UserError(f"{flag} {port} is not a port; it must be from 0 to 65535")
     if not args.drain_seconds >= 0:
         raise UserError(f"--drain-seconds {args.drain_seconds} is negative")
+    if args.log_prompts and args.request_log is None:
+        raise UserError("--log-prompts needs --request-log")
     path = model_directory(args).resolve()
-    for port in (args.port, args.http_port):
+    for port in (args.port, args.http_port, args.metrics_port):
         if port is not None:
             _check_free(args.host, port)  # now rather than after minutes of loading
     from server.http.template import ChatTemplate
 
     with mending():
+        args.tls = tls.from_flags(args)
+        args.keys = auth.ApiKeys(args.api_keys) if args.api_keys is not None else None
         chat_template = ChatTemplate.from_directory(path)
     engine = load_engine(args)
     with profiling(args), engine:
@@ -101,7 +141,42 @@ def _join(host: str, port: int) -> str:
 async def _serve(engine: Engine, args: argparse.Namespace, name: str, chat_template: ChatTemplate | None) -> None:
     from server.surface import Surface
 
-    surface = Surface(engine, name=name, version=metadata.version("jaxserve"), chat_template=chat_template)
+    surface = Surface(
+        engine,
+        name=name,
+        version=metadata.version("jaxserve"),
+        chat_template=chat_template,
+        tls=args.tls,
+        keys=args.keys,
+        stall_seconds=args.stall_seconds,
+    )
+    with _observing(surface, args, name):
+        await _serve_until_told(surface, args, name)
+
+
+@contextlib.contextmanager
+def _observing(surface: Surface, args: argparse.Namespace, name: str) -> Iterator[None]:
+    """Request log, traces and the scrapers' port, as asked for."""
+    from server.request_log import RequestLog
+    from server.tracing import Tracing
+
+    with contextlib.ExitStack() as stack:
+        with mending():
+            watching: list[RequestLog | Tracing] = []
+            if args.request_log is not None:
+                tokenizer = surface.door.engine.tokenizer
+                watching.append(RequestLog(args.request_log, tokenizer=tokenizer, prompts=args.log_prompts))
+            if args.traces:
+                watching.append(Tracing(model=name))
+            for observer in watching:
+                surface.door.observers.append(observer)
+                stack.callback(observer.close)
+            if args.metrics_port is not None:
+                stack.callback(surface.metrics.serve(args.host, args.metrics_port))
+        yield
+
+
+async def _serve_until_told(surface: Surface, args: argparse.Namespace, name: str) -> None:
     try:
         ports = await surface.start(args.host, args.port, args.http_port)
     except (RuntimeError, OSError) as problem:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -120,12 +121,19 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             protocol="grpc",
             priority=message.priority,
             cache_salt=message.cache_salt,
+            deadline=_deadline(context),
         )
         async with (
             self._answering(context, call.id),
             self._door.generate([messages.fields_of(message)], call) as generation,
         ):
             yield call.id, generation
+
+
+def _deadline(context: Any) -> float | None:
+    """In monotonic seconds; None for a caller who waits for ever."""
+    seconds = context.time_remaining()
+    return None if seconds is None else time.monotonic() + seconds
 
 
 async def _responses(generation: Generation) -> AsyncIterator[pb.GenerateResponse]:

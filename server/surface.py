@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from typing import TYPE_CHECKING
 
+from server.auth import ApiKeys, KeyMiddleware
 from server.door import Door
 from server.grpc_server import GrpcServer
-from server.http.app import make_app
+from server.health import Watchdog
+from server.http.app import OPEN_PATHS, make_app
 from server.http.listener import HttpListener
 from server.http.template import ChatTemplate
+from server.metrics import Metrics
+from server.tls import Tls
 
 if TYPE_CHECKING:
     from jaxserve.engine import Engine
+
+_log = logging.getLogger(__name__)
 
 _STOPPING = "the server is stopping"
 
@@ -26,7 +33,11 @@ class Surface:
       name: what the model is called.
       version: of the server.
       chat_template: the checkpoint's, if it has one.
-      health_seconds: how often health is compared with the engine's.
+      tls: None listens without encryption.
+      keys: one of which callers must show; None asks for none.
+      stall_seconds: how long the engine may have work and complete no iteration; None goes by what its largest bucket
+        was measured to take.
+      health_seconds: how often the engine is looked at.
     """
 
     def __init__(
@@ -36,11 +47,18 @@ class Surface:
         name: str,
         version: str,
         chat_template: ChatTemplate | None = None,
+        tls: Tls | None = None,
+        keys: ApiKeys | None = None,
+        stall_seconds: float | None = None,
         health_seconds: float = 0.5,
     ) -> None:
-        self.door = Door(engine)
-        self._grpc = GrpcServer(self.door, name=name, version=version)
-        self._http = HttpListener(make_app(self.door, name=name, version=version, chat_template=chat_template))
+        self.door = Door(engine, tenants=lambda: keys.tenants if keys is not None else {})
+        self._grpc = GrpcServer(self.door, name=name, version=version, tls=tls, keys=keys)
+        self.metrics = Metrics(engine, model=name, healthy=lambda: self.door.closed is None)
+        self.door.observers.append(self.metrics)
+        app = make_app(self.door, self.metrics, name=name, version=version, chat_template=chat_template)
+        self._http = HttpListener(KeyMiddleware(app, keys, OPEN_PATHS) if keys is not None else app, tls)
+        self._watchdog = Watchdog(engine, deadline=stall_seconds, interval=health_seconds)
         self._health_seconds = health_seconds
         self._watch: asyncio.Task[None] | None = None
 
@@ -83,11 +101,14 @@ class Surface:
 
     async def _watch_engine(self) -> None:
         """Has health follow the engine, and nobody wait for an engine that will never answer."""
-        healthy = True
         while True:
-            if self.door.engine.is_healthy != healthy:
-                healthy = not healthy
-                await self._grpc.set_health(healthy)
-            if not healthy:
+            problem = self._watchdog.problem()
+            if (problem is None) != (self.door.problem is None):
+                _log.error("not serving: %s", problem) if problem else _log.warning("serving again")
+                await self._grpc.set_health(problem is None)
+            self.door.problem = problem
+            if not self.door.engine.is_healthy:
                 self.door.fail_all("the engine has failed")
+            self.door.admission.sample()
+            self.metrics.drain()
             await asyncio.sleep(self._health_seconds)

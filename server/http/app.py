@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from server.door import Door
@@ -18,14 +18,18 @@ from server.http.chat import Chats
 from server.http.exchange import Endpoint, Exchange
 from server.http.schemas import DetokenizeBody, TokenizeBody
 from server.http.template import ChatTemplate
+from server.metrics import CONTENT_TYPE, Metrics
+
+OPEN_PATHS = ("/health",)  # that take no API key
 
 Handler = Callable[[Exchange], Awaitable[None]]
 
 
-def make_app(door: Door, *, name: str, version: str, chat_template: ChatTemplate | None) -> Starlette:
+def make_app(door: Door, metrics: Metrics, *, name: str, version: str, chat_template: ChatTemplate | None) -> Starlette:
     """The ASGI application of one model.
 
     Args:
+      metrics: what /metrics shows.
       name: what calls name the model.
       version: of the server.
       chat_template: the checkpoint's, if it has one.
@@ -38,6 +42,9 @@ def make_app(door: Door, *, name: str, version: str, chat_template: ChatTemplate
         endpoint = Endpoint(door, tgi.Generate(door, streams=streams), tgi.error_of, tgi.STATUSES)
         return Route(path, endpoint, methods=["POST"])
 
+    async def scrape(_: Request) -> Response:
+        return Response(metrics.text(), media_type=CONTENT_TYPE)
+
     about = _About(door, name, version)
     app = Starlette(
         routes=[
@@ -49,6 +56,7 @@ def make_app(door: Door, *, name: str, version: str, chat_template: ChatTemplate
             route("POST", "/detokenize", about.detokenize),
             route("GET", "/health", about.health),
             route("GET", "/version", about.version),
+            Route("/metrics", scrape),
             tgi_route("/generate", streams=False),
             tgi_route("/generate_stream", streams=True),
             tgi_route("/", streams=None),

@@ -26,6 +26,8 @@ _STATUS = {
     Kind.NOT_FOUND: 404,
     Kind.UNSUPPORTED: 400,
     Kind.QUEUE_FULL: 429,
+    Kind.RATE_LIMITED: 429,
+    Kind.TOO_LATE: 504,
     Kind.UNAVAILABLE: 503,
     Kind.FAILED: 500,
 }

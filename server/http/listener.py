@@ -11,6 +11,8 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from server.tls import Tls
+
 MAX_HEADER_BYTES = 32 * 2**10  # of a request's line and headers together
 HEADER_SECONDS = 10  # for them to arrive
 _MAX_CONNECTIONS = 4096
@@ -53,9 +55,9 @@ class _Server(uvicorn.Server):
 
 
 class HttpListener:
-    """An ASGI application on one port."""
+    """An ASGI application on one port, encrypted where `tls` is given."""
 
-    def __init__(self, app: Any) -> None:
+    def __init__(self, app: Any, tls: Tls | None = None) -> None:
         self._server = _Server(
             uvicorn.Config(
                 app,
@@ -70,6 +72,7 @@ class HttpListener:
                 limit_concurrency=_MAX_CONNECTIONS,
                 h11_max_incomplete_event_size=MAX_HEADER_BYTES,
                 timeout_graceful_shutdown=1,
+                **(tls.uvicorn_settings() if tls is not None else {}),
             )
         )
         self._task: asyncio.Task[None] | None = None

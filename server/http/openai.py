@@ -21,6 +21,8 @@ _TYPES = {
     Kind.UNAUTHENTICATED: "authentication_error",
     Kind.NOT_FOUND: "not_found_error",
     Kind.QUEUE_FULL: "rate_limit_error",
+    Kind.RATE_LIMITED: "rate_limit_error",
+    Kind.TOO_LATE: "timeout_error",
     Kind.UNAVAILABLE: "service_unavailable_error",
     Kind.FAILED: "internal_server_error",
 }

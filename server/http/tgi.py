@@ -24,6 +24,7 @@ _ERRORS = {
     Kind.INVALID: "validation",
     Kind.UNSUPPORTED: "validation",
     Kind.QUEUE_FULL: "overloaded",
+    Kind.RATE_LIMITED: "overloaded",
     Kind.UNAVAILABLE: "healthcheck",
     Kind.FAILED: "generation",
 }

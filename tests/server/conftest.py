@@ -1,6 +1,7 @@
 import asyncio
 import contextlib
 import json
+import os
 import shutil
 import subprocess
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -11,6 +12,7 @@ import grpc
 import pytest
 
 from jaxserve.tokenizer import Tokenizer
+from server import settings
 from server.http.template import ChatTemplate
 from server.proto.jaxserve.v1 import inference_pb2 as pb
 from server.proto.jaxserve.v1.inference_pb2_grpc import InferenceStub
@@ -24,6 +26,13 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="session")
 def tokenizer() -> Tokenizer:
     return byte_tokenizer()
+
+
+@pytest.fixture(autouse=True)
+def no_settings_of_yours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Settings in the environment of whoever runs the tests are not the tests'."""
+    for name in [name for name in os.environ if name.startswith(settings.PREFIX)]:
+        monkeypatch.delenv(name)
 
 
 class Served:
@@ -47,17 +56,10 @@ class Served:
 
 
 @contextlib.asynccontextmanager
-async def served(
-    engine: FakeEngine, http_port: int | None = None, chat_template: ChatTemplate | None = None
-) -> AsyncIterator[Served]:
+async def served(engine: FakeEngine, http_port: int | None = None, **settings: Any) -> AsyncIterator[Served]:
+    settings = {"name": "echo", "version": "1.2.3", "health_seconds": 0.01, "stall_seconds": 1e9} | settings
     with engine:
-        surface = Surface(
-            engine,  # pyright: ignore[reportArgumentType]
-            name="echo",
-            version="1.2.3",
-            chat_template=chat_template,
-            health_seconds=0.01,
-        )
+        surface = Surface(engine, **settings)  # pyright: ignore[reportArgumentType]
         port, http_port = await surface.start("127.0.0.1", 0, http_port)
         address = f"127.0.0.1:{port}"
         async with grpc.aio.insecure_channel(address) as channel:
@@ -80,11 +82,17 @@ def serve(tokenizer: Tokenizer) -> Callable[..., None]:
     """Runs a coroutine with a server on a fake engine: `serve(scenario, held=True, ...)`."""
 
     def run(
-        scenario: Scenario, http_port: int | None = None, chat_template: ChatTemplate | None = None, **fields: Any
+        scenario: Scenario,
+        http_port: int | None = None,
+        chat_template: ChatTemplate | None = None,
+        surface: dict[str, Any] | None = None,
+        **fields: Any,
     ) -> None:
+        settings = {"chat_template": chat_template} | (surface or {})
+
         async def bounded() -> None:
             engine = FakeEngine(**{"tokenizer": tokenizer} | fields)
-            async with asyncio.timeout(WAIT_SECONDS), served(engine, http_port, chat_template) as it:
+            async with asyncio.timeout(WAIT_SECONDS), served(engine, http_port, **settings) as it:
                 await scenario(it)
 
         asyncio.run(bounded())

@@ -10,7 +10,7 @@ import pytest
 from jaxserve.completion import Completion
 from jaxserve.request import FinishReason, Request
 from server.errors import Kind, Refusal
-from server.generation import Call
+from server.generation import Call, Life
 from tests.server.conftest import Served
 
 Serve = Callable[..., None]
@@ -32,16 +32,19 @@ async def answer(it: Served, *prompts: dict[str, Any], **fields: Any) -> None:
 
 class Listener:
     def __init__(self) -> None:
-        self.heard: list[tuple[Any, ...]] = []
+        self.told: list[tuple[Any, ...]] = []
 
-    def started(self, call: Call, request: Request) -> None:
-        self.heard.append(("started", call.id, bytes(request.prompt)))
+    def started(self, life: Life) -> None:
+        self.told.append(("started", life.call.id, bytes(life.request.prompt)))
 
-    def first_token(self, request: Request) -> None:
-        self.heard.append(("first token", bytes(request.prompt)))
+    def tokens(self, life: Life, count: int, gap: float | None) -> None:
+        self.told.append(("tokens", bytes(life.request.prompt), count, gap is None))
 
-    def ended(self, request: Request, completion: Completion) -> None:
-        self.heard.append(("ended", bytes(request.prompt), completion.finish_reason))
+    def ended(self, life: Life, completion: Completion) -> None:
+        self.told.append(("ended", bytes(life.request.prompt), completion.finish_reason))
+
+    def refused(self, call_id: str, refusal: Refusal) -> None:
+        self.told.append(("refused", call_id, refusal.field))
 
 
 def test_the_requests_of_one_call_are_answered_side_by_side(serve: Serve) -> None:
@@ -101,7 +104,7 @@ def test_a_request_is_adjusted_when_its_prompt_has_become_tokens(serve: Serve) -
     serve(scenario)
 
 
-def test_observers_hear_of_start_first_token_and_end(serve: Serve) -> None:
+def test_observers_are_told_of_start_events_end_and_refusal(serve: Serve) -> None:
     async def scenario(it: Served) -> None:
         door, listener = it.surface.door, Listener()
         door.observers.append(listener)
@@ -109,14 +112,16 @@ def test_observers_hear_of_start_first_token_and_end(serve: Serve) -> None:
         async with door.generate([{"prompt": "cd", "max_tokens": LONG}], call(id="yours")):
             pass
         with pytest.raises(Refusal):
-            await answer(it, {"prompt_token_ids": [999]})
-        assert listener.heard == [
+            await answer(it, {"prompt_token_ids": [999]}, id="wrong")
+        assert listener.told[:5] == [
             ("started", "mine", b"ab"),
-            ("first token", b"ab"),
+            ("tokens", b"ab", 1, True),
+            ("tokens", b"ab", 1, False),
             ("ended", b"ab", FinishReason.LENGTH),
             ("started", "yours", b"cd"),
-            ("ended", b"cd", None),
         ]
+        told = [each for each in listener.told[5:] if each[0] != "tokens"]  # as much as it did before it was left
+        assert told == [("ended", b"cd", None), ("refused", "wrong", "prompt_token_ids")]
 
     serve(scenario)
 

@@ -130,6 +130,24 @@ def test_an_engine_that_dies_without_a_word_ends_its_calls(serve: Serve) -> None
     serve(scenario, held=True)
 
 
+def test_a_wedged_engine_is_told_from_an_idle_one_and_may_come_back(serve: Serve) -> None:
+    async def scenario(it: Served) -> None:
+        watch = HealthStub(it.channel).Watch(HealthCheckRequest())
+        assert (await watch.read()).status == HealthCheckResponse.SERVING
+        call = it.stub.Generate(pb.GenerateRequest(prompt="abc", max_tokens=3))
+        assert (await watch.read()).status == HealthCheckResponse.NOT_SERVING
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await it.stub.Generate(pb.GenerateRequest(prompt="abc"))
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert "no iteration" in str(caught.value.details())
+        it.engine.release()
+        assert (await call).text == "abc"
+        assert (await watch.read()).status == HealthCheckResponse.SERVING
+        watch.cancel()
+
+    serve(scenario, held=True, surface={"stall_seconds": 0.05})
+
+
 def test_reflection_shows_the_services(serve: Serve) -> None:
     async def scenario(it: Served) -> None:
         def services() -> set[str]:
