@@ -34,8 +34,8 @@ inline void PairUpRows(const BFloat16* upper, const BFloat16* lower, int64_t col
   }
 }
 
-// c [kRows, kWidth vectors] (+)= a [kRows, numbers] * b, as pairs [numbers / 2, kWidth vectors] that are b_stride numbers
-// apart. The terms of each sum go in order. Rows of a after these are fetched into the second cache.
+// c [kRows, kWidth vectors] (+)= a [kRows, numbers] * b, as pairs [numbers / 2, kWidth vectors] that are b_stride
+// numbers apart. The terms of each sum go in order. Rows of a after these are fetched into the second cache.
 template <int kRows, int kWidth>
 inline void MultiplyPairs(const BFloat16* a, int64_t a_stride, int64_t numbers, const BFloat16* b, int64_t b_stride,
                           float* c, int64_t c_stride, bool add) {

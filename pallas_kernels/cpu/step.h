@@ -1,5 +1,5 @@
-// A step of attention: some slots of a chunk's row, and the products of queries with their keys and of weights with their
-// values.
+// A step of attention: some slots of a chunk's row, and the products of queries with their keys and of weights with
+// their values.
 #pragma once
 
 #include <algorithm>
@@ -71,8 +71,8 @@ class PlainProducts {
 
 #if defined(__AVX512BF16__)
 
-// The same in bfloat16 by the CPU's own instruction: a step's keys and values are put into pairs, once for all rows. Weights
-// are rounded to bfloat16.
+// The same in bfloat16 by the CPU's own instruction: a step's keys and values are put into pairs, once for all rows.
+// Weights are rounded to bfloat16.
 class PairedProducts {
  public:
   template <typename Query>
@@ -81,7 +81,8 @@ class PairedProducts {
     for (int64_t r = 0; r < rows; r++) std::copy_n(query(r), dim, &queries_[r * dim]);
   }
 
-  // What is read next is fetched into the second cache meanwhile: values with the keys, the next step's keys with the values.
+  // What is read next is fetched into the second cache meanwhile: values with the keys, the next step's keys with the
+  // values.
   template <typename Call>
   void TakeStep(const Call& call, const Step& step, const Step& next) {
     const int64_t dim = call.dim, width = RoundUp(dim, kLanes);
