@@ -34,6 +34,20 @@ class Delta(NamedTuple):
     finish_reason: FinishReason | None = None
 
 
+def joined(deltas: Sequence[Delta]) -> Delta:
+    """What several deltas of one request, in order, add together."""
+    if len(deltas) == 1:
+        return deltas[0]
+    return Delta(
+        text="".join(delta.text for delta in deltas),
+        token_ids=tuple(token for delta in deltas for token in delta.token_ids),
+        logprobs=tuple(logprob for delta in deltas for logprob in delta.logprobs),
+        top_logprobs=tuple(top for delta in deltas for top in delta.top_logprobs),
+        prompt_logprobs=tuple(scored for delta in deltas for scored in delta.prompt_logprobs),
+        finish_reason=next((delta.finish_reason for delta in deltas if delta.finish_reason), None),
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
     """An answered request.

@@ -23,6 +23,7 @@ def parse_request(
     *,
     request_id: str,
     tokenizer: Tokenizer | None,
+    special_tokens: bool = True,
     priority: int = 0,
     arrival: float = 0.0,
     cache_salt: str = "",
@@ -31,7 +32,8 @@ def parse_request(
 
     A field whose value is None counts as not given. Whole numbers are taken where a float is wanted, and nothing else
     is converted. logit_bias is a mapping from token id (a number, or its decimal text) to bias; stop is a string or a
-    list of them. Without a seed one is drawn. Token ids are held against the vocabulary by the engine, not here.
+    list of them. Without a seed one is drawn. Token ids are held against the vocabulary by the engine, not here. A
+    prompt that has the model's special tokens written out is given without `special_tokens`.
 
     Raises:
       InvalidRequest: naming the field, and for an unknown one the field that was probably meant.
@@ -40,7 +42,7 @@ def parse_request(
     sampling = parse_sampling({name: value for name, value in fields.items() if name not in _PROMPTS})
     return Request(
         request_id=request_id,
-        prompt=_prompt(fields, tokenizer),
+        prompt=_prompt(fields, tokenizer, special_tokens),
         sampling=sampling,
         priority=priority,
         arrival=arrival,
@@ -69,7 +71,7 @@ def _unknown(name: object) -> str:
     return f"is not a field of a request; did you mean {near[0]}?" if near else "is not a field of a request"
 
 
-def _prompt(fields: Mapping[str, Any], tokenizer: Tokenizer | None) -> tuple[int, ...]:
+def _prompt(fields: Mapping[str, Any], tokenizer: Tokenizer | None, special_tokens: bool) -> tuple[int, ...]:
     text, ids = fields.get("prompt"), fields.get("prompt_token_ids")
     if (text is None) == (ids is None):
         raise InvalidRequest(
@@ -87,7 +89,7 @@ def _prompt(fields: Mapping[str, Any], tokenizer: Tokenizer | None) -> tuple[int
     if not text:
         raise InvalidRequest("prompt", "is empty; it needs at least one character")
     try:
-        tokens = tuple(tokenizer.encode(text))
+        tokens = tuple(tokenizer.encode(text, special_tokens=special_tokens))
     except ValueError as problem:
         raise InvalidRequest("prompt", str(problem)) from problem
     if not tokens:

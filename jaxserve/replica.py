@@ -22,6 +22,7 @@ from jaxserve.iteration import IterationPlan
 from jaxserve.observe import IterationRecord, Load, compilations
 from jaxserve.pipeline import Pipeline
 from jaxserve.request import EngineStopped, FinishReason, Request, TokenEvent
+from jaxserve.routing import Owed
 from jaxserve.scheduler import Scheduler
 from jaxserve.streaming import Sink
 
@@ -33,18 +34,12 @@ class _Alive:
     """A request from its submission to its last event.
 
     Attributes:
-      prompt: prompt tokens that have to be computed before it generates; 0 once it does.
-      to_generate: tokens that it may still generate.
+      started: monotonic seconds at which it was first given a row, until that has been told.
     """
 
     sink: Sink
-    prompt: int
-    to_generate: int
-
-    @property
-    def owed(self) -> int:
-        """Tokens that may still have to be computed for it."""
-        return self.prompt + self.to_generate
+    owed: Owed
+    started: float | None = None
 
 
 class _Timed(NamedTuple):
@@ -111,6 +106,10 @@ class Replica:
         ready = time.perf_counter()
         self.pipeline.launch(plan, packed)
         self._cached_tokens += self.scheduler.pool.block_size * sum(len(a.blocks) for a in plan.admissions)
+        for admission in plan.admissions:
+            alive = self._alive.get(admission.request_id)
+            if alive is not None and alive.owed.prompt and alive.started is None:
+                alive.started = time.monotonic()
         self._timed.append(
             _Timed(
                 self.scheduler.num_waiting,
@@ -134,14 +133,14 @@ class Replica:
             alive = self._alive.get(event.request_id)
             if alive is None:
                 continue
+            if alive.started is not None:
+                event, alive.started = event._replace(started=alive.started), None
             by_sink.setdefault(alive.sink, []).append(event)
             if generated := len(event.token_ids):
                 self._generated_tokens += generated
-                self._owed_tokens -= alive.prompt + generated
-                alive.prompt = 0
-                alive.to_generate -= generated
+                self._owed_tokens -= alive.owed.generated(generated)
             if event.finish_reason is not None:
-                self._owed_tokens -= alive.owed
+                self._owed_tokens -= alive.owed.tokens
                 del self._alive[event.request_id]
         for sink, theirs in by_sink.items():
             try:
@@ -151,21 +150,20 @@ class Replica:
 
     def _record(self, plan: IterationPlan, wait_s: float, complete_s: float) -> None:
         timed = self._timed.popleft()
-        decodes = sum(1 for chunk in plan.chunks if chunk.length == 1 and chunk.samples)
+        num_tokens, decodes, drafted = plan.num_tokens, plan.num_decodes, len(plan.drafts)
         self._iterations += 1
-        self._prompt_tokens += plan.num_tokens - decodes
+        self._prompt_tokens += num_tokens - decodes - drafted
         cost = self._bucket_cost[plan.bucket]
         self._host_seconds += timed.schedule_s + timed.pack_s + timed.launch_s + complete_s
         self._bucket_seconds += cost
-        self._padding_seconds += cost * (plan.bucket - plan.num_tokens) / plan.bucket
+        self._padding_seconds += cost * (plan.bucket - num_tokens) / plan.bucket
         if self.recorders:
             record = IterationRecord(
                 replica=self.index,
-                sequence=plan.sequence,
-                bucket=plan.bucket,
-                num_tokens=plan.num_tokens,
+                plan=plan,
                 decodes=decodes,
-                prompt_tokens=plan.num_tokens - decodes,
+                drafted=drafted,
+                prompt_tokens=num_tokens - decodes - drafted,
                 waiting=timed.waiting,
                 schedule_s=timed.schedule_s,
                 pack_s=timed.pack_s,
@@ -255,12 +253,12 @@ class Replica:
                 raise EngineStopped(
                     "the engine takes no more requests" if self._failure is None else "the engine has failed"
                 )
-            alive = _Alive(sink, len(request.prompt) - cached, request.sampling.max_tokens)
-            self._alive[request.request_id] = alive
+            owed = Owed(len(request.prompt) - cached, request.sampling.max_tokens)
+            self._alive[request.request_id] = _Alive(sink, owed)
             self._mailed_requests += 1
             self._mailed_tokens += len(request.prompt)
-            self._mailed_owed += alive.owed
-            self._post(partial(self._admit, request, alive.owed))
+            self._mailed_owed += owed.tokens
+            self._post(partial(self._admit, request, owed.tokens))
 
     def _admit(self, request: Request, owed: int) -> None:
         with self._changed:
@@ -343,14 +341,17 @@ class Replica:
             running=scheduler.num_running,
             waiting=self.num_waiting,
             waiting_tokens=self.waiting_tokens,
+            owed_tokens=self.owed_tokens,
             slots_used=pool.slots_used,
-            slots_cached=pool.num_cached * pool.block_size,
+            slots_cached=pool.slots_cached,
             slots_total=pool.n_slots,
             iterations=self._iterations,
             prompt_tokens=self._prompt_tokens,
             generated_tokens=self._generated_tokens,
             cached_tokens=self._cached_tokens,
             preemptions=scheduler.preemptions,
+            drafted_tokens=scheduler.drafted_tokens,
+            accepted_tokens=scheduler.accepted_tokens,
             host_seconds=self._host_seconds,
             bucket_seconds=self._bucket_seconds,
             padding_seconds=self._padding_seconds,

@@ -42,6 +42,11 @@ class FinishReason(enum.Enum):
     ABORTED = "aborted"
     ERROR = "error"
 
+    @property
+    def is_answer(self) -> bool:
+        """Whether the request was answered."""
+        return self not in (FinishReason.ABORTED, FinishReason.ERROR)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
@@ -174,6 +179,7 @@ class TokenEvent(NamedTuple):
         is left out. Empty unless asked for.
       finish_reason: None while the request goes on.
       cached_tokens: prompt tokens served from the prefix cache.
+      started: monotonic seconds at which it was first given a row; in its first event only.
       error: what went wrong, with FinishReason.ERROR.
     """
 
@@ -184,6 +190,7 @@ class TokenEvent(NamedTuple):
     prompt_logprobs: tuple[tuple[float, Alternatives | None], ...] = ()
     finish_reason: FinishReason | None = None
     cached_tokens: int = 0
+    started: float | None = None
     error: str | None = None
 
 

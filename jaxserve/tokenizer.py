@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Self
@@ -12,6 +13,9 @@ _REPLACEMENT = "\ufffd"  # what bytes that are no character decode to
 _HELD = 3  # bytes of a character that miss the last one: as many tokens, or replacement characters, at most
 _CONTEXT = 8  # tokens kept as context: a character is cut into four at most
 _WINDOW = 24  # tokens decoded at once before the window is cut back to its context
+_VISIBLE = (*range(33, 127), *range(161, 173), *range(174, 256))  # bytes that GPT-2's alphabet shows as themselves
+_BYTES = {chr(byte): byte for byte in _VISIBLE}
+_BYTES |= {chr(256 + i): byte for i, byte in enumerate(byte for byte in range(256) if byte not in _VISIBLE)}
 
 
 class Tokenizer:
@@ -22,6 +26,7 @@ class Tokenizer:
         tokenizer.no_truncation()  # a prompt is served whole or refused
         tokenizer.no_padding()
         self._special = frozenset(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)
+        self.token_bytes = functools.lru_cache(maxsize=2**16)(self._token_bytes)
         self.vocab_size: int = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @classmethod
@@ -39,14 +44,15 @@ class Tokenizer:
         except Exception as problem:  # the library raises bare Exception
             raise ValueError(f"{file}: not a tokenizer of the tokenizers library: {problem}") from problem
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text. Nothing is prepended or appended but what the file's own post-processor adds.
+    def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
+        """Token ids of a text. Nothing is prepended or appended but what the file's own post-processor adds, and that
+        only with `special_tokens`.
 
         Raises:
           ValueError: the text holds half a surrogate pair, or the tokenizer has no token for a part of it.
         """
         try:
-            return self._tokenizer.encode(text, add_special_tokens=True).ids
+            return self._tokenizer.encode(text, add_special_tokens=special_tokens).ids
         except Exception as problem:  # the library raises bare Exception
             raise ValueError(f"cannot be tokenised: {problem}") from problem
 
@@ -61,6 +67,16 @@ class Tokenizer:
     def is_text(self, token: int) -> bool:
         """Whether a token can have text: it is neither special nor outside the tokenizer's vocabulary."""
         return token not in self._special and 0 <= token < self.vocab_size
+
+    def _token_bytes(self, token: int) -> bytes:
+        """UTF-8 of one token by itself, which may be a part of a character; of a special token, its name."""
+        text = self._tokenizer.decode([token], False)
+        name = self._tokenizer.id_to_token(token)
+        if _REPLACEMENT not in text or name is None:
+            return text.encode()
+        if name.startswith("<0x") and len(name) == 6:  # how tokenizers that fall back on bytes name them
+            return bytes([int(name[3:5], 16)])
+        return bytes(_BYTES[letter] for letter in name) if set(name) <= _BYTES.keys() else text.encode()
 
     def text(self, ids: list[int]) -> str:
         """The text of tokens all of which can have text."""

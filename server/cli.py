@@ -9,13 +9,13 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata
 
-from server import client, convert, flags, generate, plan, serve, simulate, size
+from server import client, compile, convert, flags, generate, plan, serve, settings, simulate, size
 from server.report import UserError, say
 
 _DESCRIPTION = """\
 Serves BLOOM and GPT-family language models, scheduling the work one iteration at a time.
 
-  jaxserve serve                                        serve the built-in demo model on 127.0.0.1:50051
+  jaxserve serve                                        serve the built-in demo model (ports 50051, 8000)
   jaxserve client "It was a"                            stream a completion from that server
   jaxserve generate --model DIR --prompt "It was a"     the same without a server
   jaxserve generate --model DIR --input in.jsonl --output out.jsonl
@@ -24,6 +24,7 @@ Serves BLOOM and GPT-family language models, scheduling the work one iteration a
                                                         what it would take, without a device
   jaxserve simulate --trace FILE --model bloom-176b --topology h200:8 --tensor 8
                                                         recorded traffic on them, on a virtual clock
+  jaxserve compile --model DIR                          so that a server starts in seconds later
   jaxserve convert DIR OUT                              rewrite a checkpoint for faster loading
 
 DIR is a Hugging Face directory (config.json, model.safetensors or its shards, tokenizer.json)."""
@@ -36,12 +37,13 @@ Measures throughput, latencies and steps; tables go to the terminal, JSON and pl
   jaxserve bench peers                                 other engines on this machine"""
 
 _COMMANDS: tuple[tuple[str, str, str, Callable[[argparse.ArgumentParser], None], Callable], ...] = (
-    ("serve", "serve a model over gRPC", serve.HELP, serve.add_flags, serve.run),
+    ("serve", "serve a model over gRPC and HTTP", serve.HELP, serve.add_flags, serve.run),
     ("generate", "complete one prompt, or a file of them", generate.HELP, generate.add_flags, generate.run),
     ("client", "stream a completion from a running server", client.HELP, client.add_flags, client.run),
     ("plan", "what a model would take and do on devices", plan.HELP, plan.add_flags, plan.run),
     ("simulate", "serve traffic on a virtual clock", simulate.HELP, simulate.add_flags, simulate.run),
     ("size", "what serves given traffic in time, at what cost", size.HELP, size.add_flags, size.run),
+    ("compile", "fill the compilation cache ahead", compile.HELP, compile.add_flags, compile.run),
     ("convert", "rewrite a checkpoint as Orbax", convert.HELP, convert.add_flags, convert.run),
 )
 
@@ -55,7 +57,9 @@ def parser(*, with_bench: bool) -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     top.add_argument("--version", action="version", version=f"jaxserve {metadata.version('jaxserve')}")
-    commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands = top.add_subparsers(
+        title="commands", metavar="COMMAND", required=True, parser_class=settings.SettingsParser
+    )
     for name, summary, text, add_flags, run in _COMMANDS:
         command = commands.add_parser(
             name,
@@ -63,6 +67,7 @@ def parser(*, with_bench: bool) -> argparse.ArgumentParser:
             description=text,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
+            layered=name == "serve",
         )
         add_flags(command)
         command.set_defaults(run=run)

@@ -1,55 +1,57 @@
-"""Failures as gRPC clients see them: a status code, a sentence, and details a program can read (google.rpc)."""
+"""How a call ends without an answer, whatever its protocol; each protocol says in its own file what it makes of it."""
 
 from __future__ import annotations
 
-import grpc
-from google.protobuf import any_pb2, duration_pb2
-from google.protobuf.message import Message
-from google.rpc import error_details_pb2, status_pb2
-from grpc_status import rpc_status
+import enum
 
 RETRY_SECONDS = 1.0  # what a refused caller is told to wait: a queue of requests moves on in seconds, not in minutes
 
 
+class Kind(enum.Enum):
+    """Whose fault it is, and whether trying again may help."""
+
+    INVALID = "invalid"  # the caller's; the same call will never be served
+    UNAUTHENTICATED = "unauthenticated"  # the caller has not shown who it is
+    NOT_FOUND = "not found"  # what the call names is not there
+    UNSUPPORTED = "unsupported"  # this checkpoint cannot do it
+    QUEUE_FULL = "queue full"  # too much waits already; again in `retry_after` seconds
+    RATE_LIMITED = "rate limited"  # the caller calls more often than it may; likewise
+    TOO_LATE = "too late"  # the answer would come after the caller's deadline
+    UNAVAILABLE = "unavailable"  # this server cannot serve now, another one may
+    FAILED = "failed"  # ours; the log explains it
+
+
 class Refusal(Exception):
-    """A call that ends without an answer, with the status its caller gets."""
+    """A call that ends without an answer.
 
-    def __init__(self, code: grpc.StatusCode, message: str, *details: Message) -> None:
+    Attributes:
+      kind: see Kind.
+      field: name of the field at fault, with Kind.INVALID.
+      retry_after: seconds after which trying again makes sense, with Kind.QUEUE_FULL and Kind.RATE_LIMITED.
+    """
+
+    def __init__(self, kind: Kind, message: str, *, field: str | None = None, retry_after: float | None = None) -> None:
         super().__init__(message)
-        self.code = code
-        self.details = details
-
-    @property
-    def status(self) -> grpc.Status:
-        """The status in the form `abort_with_status` takes."""
-        packed = []
-        for detail in self.details:
-            packed.append(any_pb2.Any())
-            packed[-1].Pack(detail)
-        number: int = self.code.value[0]
-        return rpc_status.to_status(status_pb2.Status(code=number, message=str(self), details=packed))
+        self.kind = kind
+        self.field = field
+        self.retry_after = retry_after
 
 
 def invalid(field: str, message: str) -> Refusal:
-    """INVALID_ARGUMENT whose google.rpc.BadRequest names the field at fault."""
-    violation = error_details_pb2.BadRequest.FieldViolation(field=field, description=message)
-    return Refusal(
-        grpc.StatusCode.INVALID_ARGUMENT, message, error_details_pb2.BadRequest(field_violations=[violation])
-    )
+    """A wrong field."""
+    return Refusal(Kind.INVALID, message, field=field)
 
 
-def queue_full(message: str) -> Refusal:
-    """RESOURCE_EXHAUSTED whose google.rpc.RetryInfo says when to try again."""
-    delay = duration_pb2.Duration()
-    delay.FromMilliseconds(round(RETRY_SECONDS * 1000))
-    return Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, message, error_details_pb2.RetryInfo(retry_delay=delay))
+def queue_full(message: str, retry_after: float = RETRY_SECONDS) -> Refusal:
+    """Too much waits already."""
+    return Refusal(Kind.QUEUE_FULL, message, retry_after=retry_after)
 
 
 def unavailable(message: str) -> Refusal:
-    """UNAVAILABLE: this server cannot serve now, another one may."""
-    return Refusal(grpc.StatusCode.UNAVAILABLE, message)
+    """This server cannot serve now."""
+    return Refusal(Kind.UNAVAILABLE, message)
 
 
-def internal(call_id: str) -> Refusal:
-    """INTERNAL without the cause, which is none of the caller's business; the log has it under the same id."""
-    return Refusal(grpc.StatusCode.INTERNAL, f"the request failed; the server's log explains it under {call_id}")
+def failed(call_id: str) -> Refusal:
+    """A failure of ours, without its cause, which is none of the caller's business; the log has it under the id."""
+    return Refusal(Kind.FAILED, f"the request failed; the server's log explains it under {call_id}")

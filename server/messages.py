@@ -1,17 +1,35 @@
-"""Between protobuf messages and the engine's values."""
+"""Between protobuf messages and the engine's values, and refusals as gRPC clients see them: a status code, a sentence,
+and details a program can read (google.rpc)."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import grpc
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
 from jaxserve.completion import Completion, Delta
 from jaxserve.request import Alternatives, FinishReason
+from server.errors import Kind, Refusal
 from server.proto.jaxserve.v1 import inference_pb2 as pb
 
 _REASONS = {
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
     FinishReason.EOS: pb.FINISH_REASON_EOS,
     FinishReason.STOP: pb.FINISH_REASON_STOP,
+}
+_CODES = {
+    Kind.INVALID: grpc.StatusCode.INVALID_ARGUMENT,
+    Kind.UNAUTHENTICATED: grpc.StatusCode.UNAUTHENTICATED,
+    Kind.NOT_FOUND: grpc.StatusCode.NOT_FOUND,
+    Kind.UNSUPPORTED: grpc.StatusCode.FAILED_PRECONDITION,
+    Kind.QUEUE_FULL: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Kind.RATE_LIMITED: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Kind.TOO_LATE: grpc.StatusCode.DEADLINE_EXCEEDED,
+    Kind.UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
+    Kind.FAILED: grpc.StatusCode.INTERNAL,
 }
 
 
@@ -55,3 +73,21 @@ def conclude(response: pb.GenerateResponse, completion: Completion) -> None:
 
 def _alternatives(alternatives: Alternatives) -> pb.Alternatives:
     return pb.Alternatives(token_ids=alternatives.token_ids, logprobs=alternatives.logprobs)
+
+
+def status_of(refusal: Refusal) -> grpc.Status:
+    """A refusal in the form `abort_with_status` takes: BadRequest names the field, RetryInfo says when to come back."""
+    details = []
+    if refusal.field is not None:
+        violation = error_details_pb2.BadRequest.FieldViolation(field=refusal.field, description=str(refusal))
+        details.append(error_details_pb2.BadRequest(field_violations=[violation]))
+    if refusal.retry_after is not None:
+        delay = duration_pb2.Duration()
+        delay.FromMilliseconds(round(refusal.retry_after * 1000))
+        details.append(error_details_pb2.RetryInfo(retry_delay=delay))
+    packed = []
+    for detail in details:
+        packed.append(any_pb2.Any())
+        packed[-1].Pack(detail)
+    number: int = _CODES[refusal.kind].value[0]
+    return rpc_status.to_status(status_pb2.Status(code=number, message=str(refusal), details=packed))

@@ -1,6 +1,7 @@
 """Imports run one way: server -> jaxserve -> {sharding, pallas_kernels}; the scheduler's rooms need no jax."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,16 @@ def test_packages_import_one_way(path: Path) -> None:
     package = path.relative_to(ROOT).parts[0]
     ours = {name.split(".")[0] for name in imported(path)} & set(PACKAGES)
     assert ours <= ALLOWED[package]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_nothing_unpickles(path: Path) -> None:
+    """What is pickled runs code when it is read, and servers read what strangers write. Compiled programs are code in
+    any case, and read only from a folder that nobody else writes to."""
+    unsafe = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
+    found = {name.split(".")[0] for name in imported(path)} & unsafe
+    assert found == ({"pickle"} if path.name == "program_cache.py" else set())
+    assert not re.search(r"allow_pickle\s*=\s*(?!False)", path.read_text())
 
 
 def test_scheduling_needs_no_jax() -> None:

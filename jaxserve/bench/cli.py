@@ -1,4 +1,4 @@
-"""The command line of `jaxserve bench`: offline, serve, step, host, stages, simulate, peers, accuracy."""
+"""The command line of `jaxserve bench`."""
 
 from __future__ import annotations
 
@@ -29,6 +29,16 @@ Sends requests to a running server over gRPC, each at its time whether or not ea
 
 Traces: Azure LLM inference (CSV: TIMESTAMP,ContextTokens,GeneratedTokens) and Mooncake (a JSON object a line:
 timestamp, input_length, output_length, hash_ids). Requests longer than the server's context are clipped."""
+_SOAK = """\
+Starts a server and sends it requests of every kind, by many clients at once: some are cancelled, some run out of time,
+some share prefixes, and there are too few slots for all of them, so that requests are preempted. Memory, slots, threads
+and open files of the server are watched. At the end no request may be lost, every slot must be free and memory flat."""
+_START = """\
+Starts a server with an empty compilation cache, and again with what that one left there. The steps of each start are
+told in seconds, with the processor seconds of the whole: those vary less where something else runs beside it."""
+_DETERMINISTIC = """\
+Asks one thing many times under random other load, of an engine with --deterministic and of one without it, in turn:
+how many different answers each gives, logprobs compared to the bit, and what the mode costs."""
 _STEP = """\
 Times the engine's compiled step alone, without scheduler or requests: decodes at several contexts, a prefill, and
 decodes mixed with a prompt."""
@@ -39,16 +49,39 @@ _STAGES = """\
 Serves a tiny model whose attention sleeps in 1, 2, 4, ... stages of one virtual CPU device each, and compares their
 iterations a second: stages that sleep at the same time show that they work at the same time, on as few cores as there
 are. Needs a C++ compiler."""
+_SPECULATE = """\
+Serves one request at a time with and without speculation, in turn: a greedy answer to a passage that is repeated, and
+one drawn at temperature 1, which hardly repeats anything (weights may be random: their greedy answers go round in
+circles). The first is to be 1.8 times as fast, the second no slower."""
 _SIMULATE = """\
 Serves Poisson arrivals at several loads with an engine in this process, and the same arrivals with the simulator: the
 engine's scheduler on a virtual clock, with the costs that the engine measured of its buckets and its host's median
 times. Throughput and latencies are to agree within 10%. Buckets are measured once, at the start: leave the machine
 alone meanwhile."""
 _PEERS = """\
-Times our step against transformers and llama.cpp on the same random-weight checkpoint, in the same dtype, one process
-at a time and in turn, after checking their outputs against ours. Each peer gets a Python environment of its own, which
-is made on first use with pip (llama.cpp is compiled: a C++ compiler is needed) and kept in --env-dir. Which index pip
-uses is pip's own setting, for instance PIP_EXTRA_INDEX_URL for CPU builds of torch."""
+Compares our engine with transformers (static batches, and its continuous batching), CTranslate2 and llama.cpp on the
+same random-weight checkpoints, in the same dtype, one process at a time and in turn. Outputs are checked against each
+other first. Then steps are timed, and the same requests are served at the same Poisson arrivals, at rates that are
+shares of what our engine serves with everything waiting. All engines run in process, ours too.
+
+Each peer gets a Python environment of its own, which is made on first use with pip (llama.cpp is compiled: a C++
+compiler is needed) and kept in --env-dir. Which index pip uses is pip's own setting, for instance PIP_EXTRA_INDEX_URL
+for CPU builds of torch. Answers are written as they come: --resume goes on where a run was cut short.
+
+  jaxserve bench peers --shape gpt2 --dtypes float32 --parts steps
+  jaxserve bench peers --requests 200 --load-rounds 3         hours on two cores"""
+_GUARD = """\
+Measures a few figures as multiples of a calibration loop that runs between them (a matmul, a read of memory, a loop of
+plain Python), and compares them with those kept in the repository, so that another machine or a busy one does not look
+like a slowdown. Exits with 1 when a figure is above what it may be."""
+_SURFACE = """\
+Starts a server and measures, over the wire, what its front door costs and what it stands: the time of an iteration with
+so many streams against the same work without a server, the processors' time for a token, how quickly calls are refused
+at ten times the load that can be served, and what that does to those that are accepted. The load generator's own
+processor time is reported apart; on a machine with few cores it is part of what is measured.
+
+  jaxserve bench surface --shape bloom-560m
+  jaxserve bench surface --model DIR --streams 16 --seconds 20"""
 _ACCURACY = """\
 Compares the answers of one checkpoint at full width and with eight bits: the perplexity of a text, read in windows of
 256 tokens that overlap by half, and greedy continuations of passages from it. By default the demo model on the text
@@ -94,6 +127,48 @@ def add_arguments(
     add_engine_flags(serve)
     serve.set_defaults(max_rows=8)
 
+    soak = _command(commands, "soak", "whether a server lets go of everything", _SOAK, _run_soak)
+    soak.add_argument("--model", type=Path, metavar="DIR", help="a checkpoint directory (default: the demo model)")
+    soak.add_argument("--requests", type=_positive, default=20_000, metavar="N", help="(default: %(default)s)")
+    soak.add_argument(
+        "--clients", type=_positive, default=48, metavar="N", help="that ask at a time (default: %(default)s)"
+    )
+    soak.add_argument("--seed", type=int, default=0, metavar="N", help="of the requests (default: %(default)s)")
+    add_engine_flags(soak)
+    soak.set_defaults(slots=1536, max_context=1024)
+
+    start = _command(commands, "start", "how long a server takes to be ready", _START, _run_start)
+    group = start.add_mutually_exclusive_group()
+    group.add_argument("--model", type=Path, metavar="DIR", help="a checkpoint directory (default: the demo model)")
+    group.add_argument("--shape", metavar="NAME", help="random weights of a known shape")
+    start.add_argument("--warm", type=_positive, default=3, metavar="N", help="further starts (default: %(default)s)")
+    add_engine_flags(start)
+
+    deterministic = _command(commands, "deterministic", "one prompt many times", _DETERMINISTIC, _run_deterministic)
+    group = deterministic.add_mutually_exclusive_group()
+    group.add_argument("--model", type=Path, metavar="DIR", help="a checkpoint directory (default: the demo model)")
+    group.add_argument("--shape", metavar="NAME", help="random weights of a known shape")
+    deterministic.add_argument("--runs", type=_positive, default=1000, metavar="N", help="(default: %(default)s)")
+    deterministic.add_argument("--seed", type=int, default=0, metavar="N", help="of the load (default: %(default)s)")
+    add_engine_flags(deterministic)
+    deterministic.set_defaults(max_context=512)
+
+    surface = _command(commands, "surface", "what the front door costs and stands", _SURFACE, _run_surface)
+    _add_model_flags(surface)
+    group = surface.add_argument_group("load")
+    group.add_argument("--streams", type=_positive, metavar="N", help="at once; rows of the engine (default: 64)")
+    group.add_argument("--prompt", type=_positive, default=32, metavar="N", help="tokens (default: %(default)s)")
+    group.add_argument("--output", type=_positive, default=64, metavar="N", help="tokens (default: %(default)s)")
+    group.add_argument(
+        "--queue", type=_positive, metavar="N", help="requests that may wait (default and least: as many)"
+    )
+    group.add_argument(
+        "--overload", type=float, default=10.0, metavar="X", help="times the sustainable load (default: %(default)g)"
+    )
+    group.add_argument("--seconds", type=float, default=60.0, metavar="S", help="of each load (default: %(default)g)")
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="of the prompts (default: %(default)s)")
+    add_engine_flags(surface)
+
     step = _command(commands, "step", "the compiled step alone", _STEP, _run_step)
     _add_model_flags(step)
     _add_step_flags(step)
@@ -123,6 +198,12 @@ def add_arguments(
     add_engine_flags(stages)
     stages.set_defaults(max_rows=4)
 
+    speculate = _command(commands, "speculate", "what drafted tokens bring", _SPECULATE, _run_speculate)
+    _add_model_flags(speculate)
+    speculate.add_argument("--tokens", type=_positive, default=128, metavar="N", help="of each answer (default: 128)")
+    speculate.add_argument("--turns", type=_positive, default=5, metavar="N", help="of each engine (default: 5)")
+    add_engine_flags(speculate)
+
     simulate = _command(commands, "simulate", "the simulator held to an engine", _SIMULATE, _run_simulate)
     _add_model_flags(simulate)
     _add_sizes(simulate)
@@ -136,15 +217,32 @@ def add_arguments(
     add_engine_flags(simulate)
     simulate.set_defaults(max_rows=8)
 
-    peers = _command(commands, "peers", "our step against other engines'", _PEERS, _run_peers)
-    _add_model_flags(peers)
+    peers = _command(commands, "peers", "our engine against others", _PEERS, _run_peers)
+    _add_model_flags(peers, "bloom-560m,gpt2, one after the other")
     _add_step_flags(peers)
-    peers.add_argument("--rounds", type=_positive, default=3, metavar="N", help="turns of each (default: %(default)s)")
-    peers.add_argument("--peers", default="transformers,llama.cpp", metavar="A,B", help="(default: %(default)s)")
-    peers.add_argument(
+    _add_sizes(peers)
+    group = peers.add_argument_group("turns")
+    group.add_argument(
+        "--engines",
+        default="transformers,continuous,ctranslate2,llama.cpp",
+        metavar="A,B",
+        help="to compare with (default: %(default)s)",
+    )
+    group.add_argument("--parts", default="steps,load", metavar="A,B", help="what to measure (default: %(default)s)")
+    group.add_argument("--rounds", type=_positive, default=2, metavar="N", help="of steps (default: %(default)s)")
+    group.add_argument("--loads", type=_shares, default=[0.5, 0.8, 1.2], metavar="X,...", help="(default: 0.5,0.8,1.2)")
+    group.add_argument(
+        "--load-rounds", type=_positive, default=1, metavar="N", help="of each load (default: %(default)s)"
+    )
+    group.add_argument("--resume", action="store_true", help="keep what an earlier run wrote to --out")
+    group.add_argument(
         "--env-dir", type=Path, metavar="DIR", help="where environments are kept (default: in your cache folder)"
     )
     add_engine_flags(peers)
+    peers.set_defaults(steps=8, requests=40)
+
+    guard = _command(commands, "guard", "whether something has become slower", _GUARD, _run_guard)
+    guard.add_argument("--write", action="store_true", help="keep what is measured now")
 
     accuracy = _command(commands, "accuracy", "what fewer bits cost in answers", _ACCURACY, _run_accuracy)
     accuracy.add_argument("--model", type=Path, metavar="DIR", help="a checkpoint directory (default: the demo model)")
@@ -190,10 +288,10 @@ def _command(
     return parser
 
 
-def _add_model_flags(parser: argparse.ArgumentParser) -> None:
+def _add_model_flags(parser: argparse.ArgumentParser, default: str = _SHAPE) -> None:
     group = parser.add_argument_group("model").add_mutually_exclusive_group()
     group.add_argument("--model", type=Path, metavar="DIR", help="a checkpoint directory")
-    group.add_argument("--shape", metavar="NAME", help=f"random weights of a known shape (default: {_SHAPE})")
+    group.add_argument("--shape", metavar="NAME", help=f"random weights of a known shape (default: {default})")
 
 
 def _add_workload_flags(parser: argparse.ArgumentParser) -> None:
@@ -270,6 +368,59 @@ def _run_serve(args: argparse.Namespace) -> int:
     return serve.run(args.address, model, config, make_workload, _schedulers(args, config), args.out, _console())
 
 
+def _run_soak(args: argparse.Namespace) -> int:
+    from jaxserve.bench import soak
+    from jaxserve.demo import DEMO_MODEL
+
+    model, requests = args.model or DEMO_MODEL, 200 if args.quick else args.requests
+    return soak.run(model, args.engine_config(args), requests, args.clients, args.seed, args.out, _console())
+
+
+def _run_start(args: argparse.Namespace) -> int:
+    from jaxserve.bench import shapes, start
+    from jaxserve.demo import DEMO_MODEL
+
+    model = args.model or DEMO_MODEL
+    if args.shape is not None:
+        model = shapes.checkpoint(args.shape, shapes.cache_folder() / "checkpoints")
+    return start.run(model, args.engine_config(args), 1 if args.quick else args.warm, args.out, _console())
+
+
+def _run_deterministic(args: argparse.Namespace) -> int:
+    from jaxserve.bench import deterministic
+    from jaxserve.demo import DEMO_MODEL
+
+    model, runs = args.shape or args.model or DEMO_MODEL, 20 if args.quick else args.runs
+    return deterministic.run(model, args.engine_config(args), runs, args.seed, args.out, _console())
+
+
+def _run_surface(args: argparse.Namespace) -> int:
+    from jaxserve.bench import load, shapes, surface
+
+    model = _model(args)
+    if isinstance(model, str):
+        model = shapes.checkpoint(model, shapes.cache_folder() / "checkpoints")
+    streams = args.streams or (3 if args.quick else 64)
+    prompt, output = (8, 16) if args.quick else (args.prompt, args.output)
+    workload = load.uniform(
+        requests=streams,
+        prompt=load.Range(low=prompt, high=prompt),
+        output=load.Range(low=output, high=output),
+        vocab_size=_vocab_size(model),
+        seed=args.seed,
+    )
+    return surface.run(
+        model,
+        args.engine_config(args),
+        workload,
+        queue=max(args.queue or 0, streams),
+        overload=args.overload,
+        seconds=0.5 if args.quick else args.seconds,
+        out=args.out,
+        console=_console(),
+    )
+
+
 def _run_step(args: argparse.Namespace) -> int:
     from jaxserve.bench import step
 
@@ -293,6 +444,13 @@ def _run_stages(args: argparse.Namespace) -> int:
     return stages.run(counts, sleep, iterations, args.engine_config(args), args.timeline, args.out, _console())
 
 
+def _run_speculate(args: argparse.Namespace) -> int:
+    from jaxserve.bench import speculate
+
+    tokens, turns = (24, 1) if args.quick else (args.tokens, args.turns)
+    return speculate.run(_model(args), tokens, turns, args.engine_config(args), args.out, _console())
+
+
 def _run_simulate(args: argparse.Namespace) -> int:
     from jaxserve.bench import reality
 
@@ -302,28 +460,49 @@ def _run_simulate(args: argparse.Namespace) -> int:
 
 
 def _run_peers(args: argparse.Namespace) -> int:
-    from jaxserve.bench import environments, peers, shapes, step
+    import signal
 
-    names = args.peers.split(",")
-    for name in names:
-        if name not in environments.PEERS:
-            raise ValueError(f"{name!r} is no known peer; there are {', '.join(environments.PEERS)}")
-    model = _model(args)
-    if isinstance(model, str):
-        model = shapes.checkpoint(model, shapes.cache_folder() / "checkpoints")
-    config = args.engine_config(args)
-    return peers.run(
-        model,
-        names,
-        _dtypes(args),
-        step.QUICK_CASES if args.quick else step.PEER_CASES,
+    from jaxserve.bench import peers, shapes, step
+    from jaxserve.bench.environments import PEERS
+
+    names, parts = args.engines.split(","), args.parts.split(",")
+    for kind, given, known in (("peer", names, PEERS), ("part", parts, ("steps", "load"))):
+        for name in given:
+            if name not in known:
+                raise ValueError(f"{name!r} is no known {kind}; there are {', '.join(known)}")
+    if args.model is not None:
+        checkpoints = [args.model]
+    else:
+        chosen = (args.shape or ("tiny,tiny-gpt2" if args.quick else "bloom-560m,gpt2")).split(",")
+        checkpoints = [shapes.checkpoint(shape, shapes.cache_folder() / "checkpoints") for shape in chosen]
+    for number in (signal.SIGINT, signal.SIGTERM):  # in the background, too, it is to print what there is
+        signal.signal(number, signal.default_int_handler)
+    scope = peers.Scope(
+        cases=() if "steps" not in parts else step.QUICK_CASES if args.quick else step.PEER_CASES,
         steps=3 if args.quick else args.steps,
         rounds=1 if args.quick else args.rounds,
+        workload=lambda vocab_size: _uniform(args, vocab_size),
+        loads=tuple(args.loads) if "load" in parts else (),
+        load_rounds=args.load_rounds,
+        seed=args.seed,
+    )
+    return peers.run(
+        checkpoints,
+        names,
+        _dtypes(args),
+        scope,
+        args.engine_config(args),
         env_dir=args.env_dir or shapes.cache_folder() / "peers",
-        compilation_cache=config.compilation_cache,
         out=args.out,
+        resume=args.resume,
         console=_console(),
     )
+
+
+def _run_guard(args: argparse.Namespace) -> int:
+    from jaxserve.bench import guard
+
+    return guard.run(args.write, _console())
 
 
 def _run_accuracy(args: argparse.Namespace) -> int:

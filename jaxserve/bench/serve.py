@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -24,7 +24,15 @@ from jaxserve.bench.progress import Bars
 from jaxserve.config import EngineConfig, SchedulerName
 
 _STOP_SECONDS = 60.0  # how long a server may take to drain
-_COUNTERS = ("iterations", "prompt_tokens", "generated_tokens", "cached_tokens", "preemptions")
+_COUNTERS = (
+    "iterations",
+    "prompt_tokens",
+    "generated_tokens",
+    "cached_tokens",
+    "preemptions",
+    "drafted_tokens",
+    "accepted_tokens",
+)
 
 # Makes the workload for a server of this context and vocabulary size.
 MakeWorkload = Callable[[int, int], Workload]
@@ -59,7 +67,7 @@ def run(
                     started = started_server(
                         model, dataclasses.replace(config, scheduler=name), out / f"server-{name}.log"
                     )
-                    where = stack.enter_context(started)
+                    where = stack.enter_context(started).address
                 known = wire.methods(where)
                 served = wire.call(where, known["GetModel"])
                 workload = make_workload(served["max_context"], served["vocab_size"])
@@ -112,9 +120,16 @@ def _share(before: dict[str, Any], after: dict[str, Any], part: str, whole: str)
     return (after[part] - before[part]) / total if total else 0.0
 
 
+class Server(NamedTuple):
+    """A server that was started here."""
+
+    address: str
+    pid: int
+
+
 @contextlib.contextmanager
-def started_server(model: Path, config: EngineConfig, log: Path) -> Iterator[str]:
-    """Runs `jaxserve serve` while the block lasts; yields its address once it is healthy.
+def started_server(model: Path, config: EngineConfig, log: Path) -> Iterator[Server]:
+    """Runs `jaxserve serve` while the block lasts; yields it once it is healthy.
 
     Raises:
       ValueError: the server ended before it was ready; the message holds the end of its output.
@@ -122,13 +137,13 @@ def started_server(model: Path, config: EngineConfig, log: Path) -> Iterator[str
     port = free_port()
     address = f"127.0.0.1:{port}"
     command = [sys.executable, "-m", "server.cli", "serve", "--model", str(model)]
-    command += ["--host", "127.0.0.1", "--port", str(port), *engine_flags(config)]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--http-port", "off", *engine_flags(config)]
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w", encoding="utf-8") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
         try:
             _await_healthy(address, process, log)
-            yield address
+            yield Server(address, process.pid)
         finally:
             process.send_signal(signal.SIGTERM)
             try:

@@ -1,6 +1,7 @@
 """The engine whole: tiny random models, driven a step at a time so that every run is the same."""
 
 import threading
+import time
 from functools import partial
 
 import jax
@@ -234,6 +235,19 @@ def test_a_sink_is_called_once_an_iteration(engine_) -> None:
         pass
     assert {len(tokens) for tokens in answers.tokens.values()} == {3}
     assert answers.calls == 3
+
+
+def test_the_first_event_says_when_the_request_got_a_row(engine_) -> None:
+    heard, sampling = [], SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+    before = time.monotonic()
+    engine_.submit(Request(request_id="a", prompt=(5, 6), sampling=sampling), heard.extend)
+    assert engine_.load().owed_tokens == 5
+    while engine_.step():
+        pass
+    assert len(heard) == 3
+    assert before <= heard[0].started <= time.monotonic()
+    assert [event.started for event in heard[1:]] == [None, None]
+    assert engine_.load().owed_tokens == 0
 
 
 def test_threaded_engine_serves_and_stops(params) -> None:

@@ -1,6 +1,7 @@
 import asyncio
 import contextlib
 import json
+import os
 import shutil
 import subprocess
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -11,9 +12,11 @@ import grpc
 import pytest
 
 from jaxserve.tokenizer import Tokenizer
-from server.grpc_server import GrpcServer
+from server import settings
+from server.http.template import ChatTemplate
 from server.proto.jaxserve.v1 import inference_pb2 as pb
 from server.proto.jaxserve.v1.inference_pb2_grpc import InferenceStub
+from server.surface import Surface
 from tests.server.fake_engine import WAIT_SECONDS, FakeEngine, byte_tokenizer
 
 FOREIGN = Path(__file__).parent / "foreign"
@@ -25,11 +28,21 @@ def tokenizer() -> Tokenizer:
     return byte_tokenizer()
 
 
-class Served:
-    """A server on a fake engine, and a client of it."""
+@pytest.fixture(autouse=True)
+def no_settings_of_yours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Settings in the environment of whoever runs the tests are not the tests'."""
+    for name in [name for name in os.environ if name.startswith(settings.PREFIX)]:
+        monkeypatch.delenv(name)
 
-    def __init__(self, engine: FakeEngine, server: GrpcServer, address: str, channel: grpc.aio.Channel) -> None:
-        self.engine, self.server, self.address, self.channel = engine, server, address, channel
+
+class Served:
+    """A server on a fake engine, and a client of it; `url` where HTTP is served too."""
+
+    def __init__(
+        self, engine: FakeEngine, surface: Surface, address: str, channel: grpc.aio.Channel, http_port: int | None
+    ) -> None:
+        self.engine, self.surface, self.address, self.channel = engine, surface, address, channel
+        self.http_port, self.url = http_port, f"http://127.0.0.1:{http_port}"
         self.stub: Any = InferenceStub(channel)
 
     async def step(self, iterations: int = 1) -> None:
@@ -43,17 +56,18 @@ class Served:
 
 
 @contextlib.asynccontextmanager
-async def served(engine: FakeEngine) -> AsyncIterator[Served]:
+async def served(engine: FakeEngine, http_port: int | None = None, **settings: Any) -> AsyncIterator[Served]:
+    settings = {"name": "echo", "version": "1.2.3", "health_seconds": 0.01, "stall_seconds": 1e9} | settings
     with engine:
-        server = GrpcServer(engine, name="echo", version="1.2.3", health_seconds=0.01)  # pyright: ignore[reportArgumentType]
-        port = await server.start("127.0.0.1", 0)
+        surface = Surface(engine, **settings)  # pyright: ignore[reportArgumentType]
+        port, http_port = await surface.start("127.0.0.1", 0, http_port)
         address = f"127.0.0.1:{port}"
         async with grpc.aio.insecure_channel(address) as channel:
             try:
-                yield Served(engine, server, address, channel)
+                yield Served(engine, surface, address, channel, http_port)
             finally:
                 engine.release()
-                await server.stop()
+                await surface.stop()
 
 
 async def collect(call: Any) -> list[pb.GenerateResponse]:
@@ -67,9 +81,18 @@ Scenario = Callable[[Served], Coroutine[Any, Any, None]]
 def serve(tokenizer: Tokenizer) -> Callable[..., None]:
     """Runs a coroutine with a server on a fake engine: `serve(scenario, held=True, ...)`."""
 
-    def run(scenario: Scenario, **engine: Any) -> None:
+    def run(
+        scenario: Scenario,
+        http_port: int | None = None,
+        chat_template: ChatTemplate | None = None,
+        surface: dict[str, Any] | None = None,
+        **fields: Any,
+    ) -> None:
+        settings = {"chat_template": chat_template} | (surface or {})
+
         async def bounded() -> None:
-            async with asyncio.timeout(WAIT_SECONDS), served(FakeEngine(**{"tokenizer": tokenizer} | engine)) as it:
+            engine = FakeEngine(**{"tokenizer": tokenizer} | fields)
+            async with asyncio.timeout(WAIT_SECONDS), served(engine, http_port, **settings) as it:
                 await scenario(it)
 
         asyncio.run(bounded())

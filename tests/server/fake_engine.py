@@ -7,6 +7,7 @@ are the bytes of UTF-8, 256 ends the sequence. So "ab" answers "ababab...", and 
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,6 +18,8 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from jaxserve.config import EngineConfig
+from jaxserve.iteration import Chunk, IterationPlan
+from jaxserve.observe import IterationRecord, Load
 from jaxserve.request import Alternatives, FinishReason, InvalidRequest, QueueFull, Request, TokenEvent
 from jaxserve.tokenizer import Tokenizer
 
@@ -56,6 +59,7 @@ class FakeEngine:
 
     Attributes:
       poison: a request whose prompt begins with one of these tokens fails in its first iteration.
+      owed_elsewhere: tokens that it says to have promised to others, who take all of its rows.
     """
 
     tokenizer: Tokenizer | None
@@ -64,10 +68,11 @@ class FakeEngine:
     slots_total: int = 8192
     held: bool = False
     poison: frozenset[int] = frozenset()
+    owed_elsewhere: int = 0
 
     def __post_init__(self) -> None:
         self.model_config = SimpleNamespace(vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,))
-        bucket = SimpleNamespace(size=16, compile_seconds=0.5, milliseconds=2.0, tokens_per_second=8000.0)
+        bucket = SimpleNamespace(size=16, compile_seconds=0.5, milliseconds=1e-4, tokens_per_second=1.6e8)
         self.report = SimpleNamespace(
             device="abacus",
             platform="cpu",
@@ -85,8 +90,12 @@ class FakeEngine:
             max_rows=self.config.max_rows,
             max_context=self.max_context,
             buckets=(bucket,),
+            slot_milliseconds=0.001,
             load_seconds=0.1,
             compile_seconds=0.5,
+            measure_seconds=0.1,
+            programs=3,
+            programs_loaded=2,
         )
         self.iterations = 0
         self.aborted: list[str] = []
@@ -98,6 +107,7 @@ class FakeEngine:
         self._stopping = self._failed = self._silent = False
         self._told: set[tuple[str, tuple[int, ...]]] = set()
         self._counted = {"prompt": 0, "generated": 0, "cached": 0}
+        self._recorders: list[Callable[[IterationRecord], None]] = []
         self._thread: threading.Thread | None = None
 
     # What a test does
@@ -179,12 +189,13 @@ class FakeEngine:
             self._aborts.append(request_id)
             self._changed.notify_all()
 
-    def load(self) -> SimpleNamespace:
+    def load(self) -> Load:
         with self._changed:
-            return SimpleNamespace(
-                running=len(self._running),
+            return Load(
+                running=len(self._running) if not self.owed_elsewhere else self.config.max_rows,
                 waiting=len(self._waiting),
                 waiting_tokens=sum(len(each.request.prompt) for each in self._waiting),
+                owed_tokens=sum(each.request.max_length - each.generated for each in self._all()) + self.owed_elsewhere,
                 slots_used=sum(len(each.request.prompt) + each.generated for each in self._running),
                 slots_cached=0,
                 slots_total=self.slots_total,
@@ -193,11 +204,19 @@ class FakeEngine:
                 generated_tokens=self._counted["generated"],
                 cached_tokens=self._counted["cached"],
                 preemptions=0,
+                drafted_tokens=0,
+                accepted_tokens=0,
                 host_seconds=0.0,
                 bucket_seconds=0.0,
                 padding_seconds=0.0,
                 compiled_after_ready=0,
             )
+
+    def record(self, recorder: Callable[[IterationRecord], None]) -> None:
+        self._recorders.append(recorder)
+
+    def loads(self) -> list[Load]:
+        return [self.load()]
 
     # The loop
 
@@ -222,9 +241,36 @@ class FakeEngine:
                 events = [(each, self._advance(each)) for each in self._running]
                 self._running = [each for each, event in events if event.finish_reason is None]
             self._hand_over(events)
+            for recorder in self._recorders:
+                recorder(self._record(len(events)))
             with self._changed:
                 self.iterations += 1
                 self._changed.notify_all()
+
+    def _record(self, tokens: int) -> IterationRecord:
+        """As if every iteration took 4 ms on the device and half a millisecond each to schedule and to complete."""
+        plan = IterationPlan(
+            sequence=self.iterations,
+            bucket=16,
+            admissions=(),
+            chunks=tuple(Chunk(row, 1, 1, True) for row in range(tokens)),
+            table_changes=(),
+            sampler=None,
+            scoring=False,
+        )
+        return IterationRecord(
+            replica=0,
+            plan=plan,
+            decodes=tokens,
+            prompt_tokens=0,
+            waiting=len(self._waiting),
+            schedule_s=0.0005,
+            pack_s=0.0,
+            launch_s=0.0,
+            wait_s=0.004,
+            complete_s=0.0005,
+            finished_at=time.monotonic(),
+        )
 
     def _has_turn(self) -> bool:
         may = not self.held or self._permits > 0
@@ -279,6 +325,7 @@ class FakeEngine:
             prompt_logprobs=scored,
             finish_reason=reason,
             cached_tokens=each.cached,
+            started=time.monotonic() if index == 0 else None,
         )
 
     @staticmethod

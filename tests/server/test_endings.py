@@ -32,7 +32,7 @@ def test_a_cancelled_call_gives_its_slots_back_within_one_iteration(serve: Serve
         call.cancel()
         await it.until(lambda: it.engine.load().slots_used == 0)
         assert it.engine.iterations == 1
-        await it.server.service.idle()
+        await it.surface.door.idle()
 
     serve(scenario, held=True)
 
@@ -56,7 +56,7 @@ def test_a_deadline_gives_the_slots_back(serve: Serve, streams: bool) -> None:
             await (collect(call) if streams else call)
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         await it.until(lambda: len(it.engine.aborted) == 1)
-        await it.server.service.idle()
+        await it.surface.door.idle()
 
     serve(scenario, held=True)
 
@@ -76,7 +76,7 @@ def test_a_reader_who_stops_reading_delays_nobody_and_can_still_be_ended(
             assert other.text == "xy" * 1000
             if timeout is None:
                 call.cancel()
-            await it.server.service.idle()
+            await it.surface.door.idle()
             await it.until(lambda: it.engine.load().slots_used == 0)
             assert len(it.engine.aborted) == 1
 
@@ -130,6 +130,24 @@ def test_an_engine_that_dies_without_a_word_ends_its_calls(serve: Serve) -> None
     serve(scenario, held=True)
 
 
+def test_a_wedged_engine_is_told_from_an_idle_one_and_may_come_back(serve: Serve) -> None:
+    async def scenario(it: Served) -> None:
+        watch = HealthStub(it.channel).Watch(HealthCheckRequest())
+        assert (await watch.read()).status == HealthCheckResponse.SERVING
+        call = it.stub.Generate(pb.GenerateRequest(prompt="abc", max_tokens=3))
+        assert (await watch.read()).status == HealthCheckResponse.NOT_SERVING
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await it.stub.Generate(pb.GenerateRequest(prompt="abc"))
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert "no iteration" in str(caught.value.details())
+        it.engine.release()
+        assert (await call).text == "abc"
+        assert (await watch.read()).status == HealthCheckResponse.SERVING
+        watch.cancel()
+
+    serve(scenario, held=True, surface={"stall_seconds": 0.05})
+
+
 def test_reflection_shows_the_services(serve: Serve) -> None:
     async def scenario(it: Served) -> None:
         def services() -> set[str]:
@@ -148,7 +166,7 @@ def test_drain_refuses_new_calls_and_lets_running_ones_finish(serve: Serve) -> N
         await it.until(lambda: it.engine.load().waiting == 1)
         watch = HealthStub(it.channel).Watch(HealthCheckRequest())
         assert (await watch.read()).status == HealthCheckResponse.SERVING
-        draining = asyncio.create_task(it.server.drain(WAIT_SECONDS))
+        draining = asyncio.create_task(it.surface.drain(WAIT_SECONDS))
         assert (await watch.read()).status == HealthCheckResponse.NOT_SERVING
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await it.stub.Generate(pb.GenerateRequest(prompt="abc"))
@@ -168,7 +186,7 @@ def test_drain_cuts_short_what_does_not_end_in_time(serve: Serve) -> None:
         await it.until(lambda: it.engine.load().waiting == 1)
         await it.step()
         assert (await call.read()).text == "a"
-        assert await it.server.drain(0.01) == 1
+        assert await it.surface.drain(0.01) == 1
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call.read()
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE

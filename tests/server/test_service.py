@@ -12,7 +12,7 @@ from grpc_status import rpc_status
 from jaxserve.config import EngineConfig
 from server.proto.jaxserve.v1 import inference_pb2 as pb
 from tests.server.conftest import Served, collect
-from tests.server.fake_engine import EOS
+from tests.server.fake_engine import EOS, WAIT_SECONDS
 
 Serve = Callable[..., None]
 LONG = 1500  # tokens: more than any test waits for
@@ -267,6 +267,44 @@ def test_a_full_queue_refuses_at_once_and_says_when_to_come_back(serve: Serve, l
         assert [(await call).text for call in calls] == ["ab", "ab"]
 
     serve(scenario, held=True, config=EngineConfig(max_rows=1, **limit))
+
+
+def test_a_deadline_that_cannot_be_met_is_refused_before_anything_is_done(serve: Serve) -> None:
+    async def scenario(it: Served) -> None:
+        # 2,000 tokens at 100 ns, as the fake says it takes, are done in time; a queue of 10**12 tokens is not.
+        request = pb.GenerateRequest(prompt="abc", max_tokens=2000, ignore_eos=True)
+        assert (await it.stub.Generate(request, timeout=WAIT_SECONDS)).text
+        it.engine.owed_elsewhere = 10**12
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await it.stub.Generate(request, timeout=WAIT_SECONDS)
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert "waiting takes about" in str(caught.value.details())
+        assert it.engine.load().prompt_tokens == 3
+
+    serve(scenario)
+
+
+def test_everything_reserved_comes_back_however_calls_end(serve: Serve) -> None:
+    async def scenario(it: Served) -> None:
+        calls = [
+            it.stub.Generate(pb.GenerateRequest(prompt="abc", max_tokens=4)),
+            it.stub.Generate(pb.GenerateRequest(prompt="abc", max_tokens=0)),
+            it.stub.Generate(pb.GenerateRequest(prompt="!", max_tokens=4)),
+            it.stub.Generate(pb.GenerateRequest(prompt="abc" * 9000, max_tokens=4)),  # too long
+            it.stub.Generate(pb.GenerateRequest(prompt="abc", max_tokens=LONG), timeout=0.1),
+        ]
+        cancelled = it.stub.GenerateStream(pb.GenerateRequest(prompt="abc", max_tokens=LONG))
+        await it.until(lambda: it.engine.load().waiting == 4)
+        cancelled.cancel()
+        await it.until(lambda: it.engine.load().waiting == 2)
+        it.engine.release()
+        await asyncio.gather(*calls, return_exceptions=True)
+        await it.surface.door.idle()
+        admission = it.surface.door.admission
+        assert (admission.reserved_requests, admission.reserved_tokens) == (0, 0)
+        assert not admission._waiting
+
+    serve(scenario, held=True, poison=frozenset(b"!"))
 
 
 def test_a_message_over_the_limit_is_refused(serve: Serve) -> None:

@@ -1,0 +1,221 @@
+"""What is let in: bounds on what waits, shares and rates of tenants, and deadlines that can be met.
+
+A call is judged before any work is done for it, from what its text can come to at most, and what it was granted is held
+against the bounds until the engine itself counts it. Everything here is one step on one thread; it takes microseconds,
+so that refusing costs next to nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from server import errors
+from server.auth import Tenant
+
+if TYPE_CHECKING:
+    from jaxserve.engine import Engine
+    from jaxserve.observe import Load
+
+_SAMPLE_SECONDS = 0.25  # at least, between looks at the engine's counters
+_OLD_SECONDS = 5.0  # a look that is older is not compared with
+_SMOOTHING = 0.3  # weight of the newest sample
+_SMOOTHING_ENDS = 0.05  # likewise of the newest answer
+_CONTENDED = 0.5  # a queue fuller than this is shared out among tenants
+_SHORTEST_RETRY, _LONGEST_RETRY = 0.1, 60.0  # seconds
+
+
+class Ticket:
+    """What one call was granted, until it is released; releasing twice is releasing once."""
+
+    def __init__(
+        self, admission: Admission, tenant: Tenant, requests: int, tokens: int, *, slack: float, demoted: bool
+    ) -> None:
+        self.tenant, self.requests, self.tokens = tenant, requests, tokens
+        self.demoted = demoted  # whether others go first: the tenant has more waiting than its share
+        self._admission, self._slack = admission, slack
+        self._stage = 0  # 0: not yet the engine's; 1: waits in the engine; 2: has begun, or was released
+
+    def correct(self, tokens: int) -> None:
+        """Tells how many tokens the prompts really are. Raises Refusal if that makes them too late."""
+        if tokens / self._admission.prompt_rate > self._slack:
+            raise errors.Refusal(errors.Kind.TOO_LATE, f"{tokens} prompt tokens cannot be computed before the deadline")
+        if self._stage == 0:
+            self._admission.reserved_tokens += tokens - self.tokens
+        if self._stage < 2:
+            self._admission.change(self.tenant, 0, tokens - self.tokens)
+            self.tokens = tokens
+
+    def submitted(self) -> None:
+        """The engine counts the requests from now on."""
+        if self._stage == 0:
+            self._stage = 1
+            self._admission.reserved_requests -= self.requests
+            self._admission.reserved_tokens -= self.tokens
+
+    def begun(self) -> None:
+        """The requests wait no more."""
+        self.submitted()
+        if self._stage == 1:
+            self._stage = 2
+            self._admission.change(self.tenant, -self.requests, -self.tokens)
+
+    release = begun
+
+
+class Admission:
+    """The judge of calls to one engine.
+
+    Args:
+      engine: its bounds, the costs it measured at start, and its counts decide.
+      tenants: all that there are; who is alone shares with nobody.
+      clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        tenants: Callable[[], dict[str, Tenant]] = dict,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.reserved_requests = self.reserved_tokens = 0  # granted, and not yet counted by the engine
+        self._load, self._tenants, self._clock = engine.load, tenants, clock
+        self._max_rows = engine.config.max_rows * engine.config.replicas
+        self._max_requests, self._max_tokens = engine.config.max_queued_requests, engine.config.max_queued_tokens
+        self._waiting: dict[str, list[int]] = defaultdict(lambda: [0, 0])  # tenant -> requests, tokens
+        self._rates: dict[str, tuple[float, float]] = {}  # tenant -> (when, how many could come at once then)
+        costs = engine.report.buckets
+        decodes = next((cost for cost in costs if cost.size >= engine.config.max_rows), costs[-1])
+        self._decode_seconds = decodes.milliseconds / 1000  # of one iteration of a full batch
+        self.prompt_rate = max(cost.tokens_per_second for cost in costs)
+        self._tokens_per_second = self._max_rows / self._decode_seconds
+        self._used_share = 1.0  # of max_tokens that requests come to generate
+        self._mean_tokens = 0.0  # that they come to generate; unknown, so that nobody is refused for a guess
+        self._sampled: tuple[float, int] | None = None  # (when, tokens computed until then) while the batch was full
+
+    def admit(
+        self,
+        tenant: Tenant,
+        *,
+        requests: int,
+        prompt_tokens: int,
+        new_tokens: int,
+        exactly: bool = False,
+        deadline: float | None = None,
+    ) -> Ticket:
+        """Grants a call its place in the queue, or refuses it.
+
+        Args:
+          requests: that it makes.
+          prompt_tokens: of all of them, at most.
+          new_tokens: that the longest of them may generate, or does if `exactly`.
+          deadline: on the clock, or None.
+
+        Raises:
+          Refusal: RATE_LIMITED, QUEUE_FULL or TOO_LATE, with what to wait for.
+        """
+        load = self.sample()
+        now = self._clock()
+        waiting = load.waiting + self.reserved_requests
+        tokens = load.waiting_tokens + self.reserved_tokens
+        wait = self._wait(load)
+        over = self._over(waiting, tokens, requests, prompt_tokens)
+        if over is not None:
+            raise errors.queue_full(over, _bounded(wait))
+        contended = waiting > _CONTENDED * self._max_requests or tokens > _CONTENDED * self._max_tokens
+        exceeds = bool(waiting) and self._exceeds_share(tenant, requests, prompt_tokens)
+        if contended and exceeds:
+            raise errors.queue_full(f"{tenant.name} has its share of the queue waiting already", _bounded(wait))
+        slack = math.inf
+        if deadline is not None:
+            own = self._decode_seconds * (new_tokens if exactly else min(new_tokens, self._mean_tokens))
+            slack = deadline - now - wait - own  # the prompt's share is known when it has become tokens
+            if slack < 0:
+                raise errors.Refusal(
+                    errors.Kind.TOO_LATE,
+                    f"the deadline is in {max(0.0, deadline - now):.1f} s; waiting takes about {wait:.1f} s, and the "
+                    f"answer {own:.1f} s",
+                )
+        self._take_from_rate(tenant, requests, now)  # the last judge: what others refuse costs the tenant nothing
+        self.reserved_requests += requests
+        self.reserved_tokens += prompt_tokens
+        self.change(tenant, requests, prompt_tokens)
+        return Ticket(self, tenant, requests, prompt_tokens, slack=slack, demoted=exceeds)
+
+    def finished(self, generated: int, max_tokens: int) -> None:
+        """Tells how much of what it might have generated a request did, to judge later ones by."""
+        self._used_share += _SMOOTHING_ENDS * (generated / max_tokens - self._used_share)
+        self._mean_tokens += _SMOOTHING_ENDS * (generated - self._mean_tokens)
+
+    def retry_seconds(self) -> float:
+        """When a caller who is refused now should try again."""
+        return _bounded(self._wait(self._load()))
+
+    def change(self, tenant: Tenant, requests: int, tokens: int) -> None:
+        """Counts what waits of a tenant."""
+        counts = self._waiting[tenant.name]
+        counts[0] += requests
+        counts[1] += tokens
+        if not counts[0]:
+            del self._waiting[tenant.name]
+
+    def _over(self, waiting: int, tokens: int, requests: int, prompt_tokens: int) -> str | None:
+        if waiting + requests > self._max_requests:
+            return f"{waiting} requests are waiting, and {self._max_requests} may"
+        if waiting and tokens + prompt_tokens > self._max_tokens:
+            return f"{tokens} tokens are waiting, and {self._max_tokens} may"
+        return None
+
+    def _exceeds_share(self, tenant: Tenant, requests: int, tokens: int) -> bool:
+        shares = {name: each.share for name, each in self._tenants().items()} | {tenant.name: tenant.share}
+        part = tenant.share / sum(shares.values())
+        has_requests, has_tokens = self._waiting.get(tenant.name, (0, 0))
+        return has_requests + requests > part * self._max_requests or has_tokens + tokens > part * self._max_tokens
+
+    def _take_from_rate(self, tenant: Tenant, requests: int, now: float) -> None:
+        """A token bucket: it fills at the tenant's rate up to its burst."""
+        if tenant.rate is None:
+            return
+        when, level = self._rates.get(tenant.name, (now, tenant.burst))
+        level = min(tenant.burst, level + (now - when) * tenant.rate)
+        if level < min(requests, tenant.burst):
+            self._rates[tenant.name] = now, level
+            raise errors.Refusal(
+                errors.Kind.RATE_LIMITED,
+                f"{tenant.name} may make {tenant.rate:g} requests a second",
+                retry_after=(min(requests, tenant.burst) - level) / tenant.rate,
+            )
+        self._rates[tenant.name] = now, level - requests  # below 0 after a call of more than the burst
+
+    def _wait(self, load: Load) -> float:
+        """Seconds until all that waits now has begun: the rows free up as what is owed gets done."""
+        ahead = load.waiting + self.reserved_requests
+        free = max(0, self._max_rows - load.running)
+        if ahead < free:
+            return 0.0
+        owed = load.owed_tokens * self._used_share + self.reserved_tokens
+        # Of the work before it, what the last rows do beside it is not waited for.
+        return owed / max(self._tokens_per_second, 1e-3) * (ahead + 1) / (ahead + max(1, load.running))
+
+    def sample(self) -> Load:
+        """Measures tokens a second, from times when somebody waits: only then is it what the engine can do."""
+        now, load = self._clock(), self._load()
+        done = load.prompt_tokens + load.generated_tokens
+        seconds = now - self._sampled[0] if self._sampled is not None else _OLD_SECONDS
+        if not load.waiting:
+            self._sampled = None
+        elif self._sampled is None or seconds >= _OLD_SECONDS:  # nobody may have waited for a part of the time
+            self._sampled = now, done
+        elif seconds >= _SAMPLE_SECONDS:
+            rate = (done - self._sampled[1]) / seconds
+            self._tokens_per_second += _SMOOTHING * (rate - self._tokens_per_second)
+            self._sampled = now, done
+        return load
+
+
+def _bounded(seconds: float) -> float:
+    return min(max(seconds, _SHORTEST_RETRY), _LONGEST_RETRY)

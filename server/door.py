@@ -1,0 +1,281 @@
+"""The front door: what all protocols share between a call's fields and the engine.
+
+The engine's thread hands over a whole iteration at once (one wake-up of the event loop); here its events are sorted
+into one mailbox a call. A mailbox never holds more than its requests generate, and a handler takes all that is in it at
+once, so a reader who is slow costs neither memory nor anybody else's time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import logging
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from jaxserve.completion import Assembler, parse_request
+from jaxserve.request import InvalidRequest, QueueFull, Request, SamplingParams, TokenEvent
+from server import errors
+from server.admission import Admission, Ticket
+from server.auth import Tenant
+from server.generation import Call, Generation, Life, Observer
+
+if TYPE_CHECKING:
+    from jaxserve.engine import Engine
+    from jaxserve.tokenizer import Tokenizer
+
+_Result = TypeVar("_Result")
+
+_log = logging.getLogger(__name__)
+
+_LONG_TEXT = 10_000  # characters; more is tokenised off the event loop (about a millisecond's work)
+_LONGEST_ID = 256  # characters of a caller's own name of a call
+_FAILED = "the engine has failed"
+
+
+class Door:
+    """One engine's door, for every protocol. Make and use it on the event loop that serves.
+
+    Args:
+      engine: started, or to be started.
+      tenants: that callers may belong to, by name.
+    """
+
+    def __init__(self, engine: Engine, *, tenants: Callable[[], dict[str, Tenant]] = dict) -> None:
+        self.engine = engine
+        self.admission = Admission(engine, tenants=tenants)
+        self.problem: str | None = None  # what keeps the engine from serving, if something does
+        self.observers: list[Observer] = []
+        self._loop = asyncio.get_running_loop()
+        self._alive: dict[str, Generation] = {}  # by the engine's name of a request it has not ended yet
+        self._generations: set[Generation] = set()
+        self._numbers = itertools.count()
+        self._closed: str | None = None
+        self._sink = self._deliver  # one object for all requests: the engine groups events by it
+        self._emptied = asyncio.Event()
+
+    # From the engine's thread to the calls
+
+    def _deliver(self, events: list[TokenEvent]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody is left to hear
+            self._loop.call_soon_threadsafe(self._sort, events)
+
+    def _sort(self, events: list[TokenEvent]) -> None:
+        for event in events:
+            generation = self._alive.get(event.request_id)
+            if generation is not None:
+                if event.finish_reason is not None:
+                    del self._alive[event.request_id]
+                generation.put(event)
+
+    def _leave(self, request_id: str) -> None:
+        """Ends a request in the engine, unless the engine has ended it."""
+        if self._alive.pop(request_id, None) is not None:
+            self.engine.abort(request_id)
+
+    # Open and closed
+
+    @property
+    def closed(self) -> str | None:
+        """Why no call is taken, if none is."""
+        if self._closed is None and not self.engine.is_healthy:
+            return _FAILED
+        return self._closed or self.problem
+
+    def close(self, message: str) -> None:
+        """Refuses new calls from now on (UNAVAILABLE); those under way go on."""
+        self._closed = message
+
+    def fail_all(self, message: str) -> None:
+        """Ends every call under way with UNAVAILABLE."""
+        for generation in self._generations:
+            generation.fail(errors.unavailable(message))
+
+    @property
+    def num_alive(self) -> int:
+        """Requests of the calls under way."""
+        return sum(len(generation.requests) for generation in self._generations)
+
+    async def idle(self) -> None:
+        """Waits until no call is under way."""
+        while self._generations:
+            self._emptied.clear()
+            await self._emptied.wait()
+
+    # The life of a call
+
+    @contextlib.contextmanager
+    def answering(self, call_id: str) -> Iterator[None]:
+        """Turns whatever goes wrong inside into a refusal of this call and no other."""
+        try:
+            yield
+        except Exception as problem:
+            refusal = self._refusal(problem, call_id)
+            for observer in self.observers:
+                observer.refused(call_id, refusal)
+            if refusal is problem:
+                raise
+            raise refusal from problem
+
+    def _refusal(self, problem: Exception, call_id: str) -> errors.Refusal:
+        match problem:
+            case errors.Refusal():
+                return problem
+            case InvalidRequest():
+                return errors.invalid(problem.field, str(problem))
+            case QueueFull():
+                return errors.queue_full(str(problem), self.admission.retry_seconds())
+        if not self.engine.is_healthy:
+            return errors.unavailable(_FAILED)
+        _log.exception("request %r failed", call_id, exc_info=problem)
+        return errors.failed(call_id)
+
+    @contextlib.asynccontextmanager
+    async def generate(
+        self,
+        prompts: Sequence[Mapping[str, Any]],
+        call: Call,
+        *,
+        samples: int = 1,
+        special_tokens: bool = True,
+        adjust: Callable[[Request], Request] = lambda request: request,
+    ) -> AsyncIterator[Generation]:
+        """Has the engine work on a call's requests for as long as the block lasts, however it ends.
+
+        Args:
+          prompts: fields of each prompt, as `parse_request` takes them.
+          samples: requests of each prompt, next to each other in the generation.
+          special_tokens: whether the tokenizer adds what the model was trained to see at a text's ends.
+          adjust: what is still to be done with a request when its prompt has become tokens.
+
+        Raises:
+          InvalidRequest, QueueFull, Refusal: before anything is generated.
+        """
+        self._check_open(call)
+        with self._admitted(prompts, call, samples) as ticket:
+            requests = await aside(
+                sum(map(_size, prompts)),
+                lambda: [adjust(self._parse(fields, call, special_tokens, ticket.demoted)) for fields in prompts],
+            )
+            ticket.correct(samples * sum(len(request.prompt) for request in requests))
+            with self._submitted(self._generation(call, requests, samples, ticket), ticket) as generation:
+                yield generation
+
+    def _generation(self, call: Call, requests: list[Request], samples: int, ticket: Ticket) -> Generation:
+        requests = [
+            dataclasses.replace(
+                request,
+                request_id=str(next(self._numbers)),  # the engine's own: two callers may send the same one
+                sampling=dataclasses.replace(request.sampling, sample_index=index),
+            )
+            for request in requests
+            for index in range(samples)
+        ]
+        eos = self.engine.model_config.eos_token_ids
+        assemblers = [Assembler(request, self.engine.tokenizer, eos) for request in requests]
+        return Generation(call, requests, assemblers, self.observers, ticket, self._leave)
+
+    def _check_open(self, call: Call) -> None:
+        if len(call.id) > _LONGEST_ID:
+            raise errors.invalid("request_id", f"is longer than {_LONGEST_ID} characters")
+        if self.closed is not None:
+            raise errors.unavailable(self.closed)
+
+    @contextlib.contextmanager
+    def _admitted(self, prompts: Sequence[Mapping[str, Any]], call: Call, samples: int) -> Iterator[Ticket]:
+        """Has the call's place in the queue kept, before any text is tokenised and however the call ends."""
+        new_tokens = max((fields.get("max_tokens") or SamplingParams().max_tokens for fields in prompts), default=0)
+        ticket = self.admission.admit(
+            call.tenant,
+            requests=samples * len(prompts),
+            prompt_tokens=samples * sum(map(_size, prompts)),
+            new_tokens=new_tokens,
+            exactly=any(fields.get("ignore_eos") for fields in prompts),
+            deadline=call.deadline,
+        )
+        try:
+            yield ticket
+        finally:
+            ticket.release()
+
+    def _parse(self, fields: Mapping[str, Any], call: Call, special_tokens: bool, demoted: bool) -> Request:
+        return parse_request(
+            fields,
+            request_id="",
+            tokenizer=self.engine.tokenizer,
+            special_tokens=special_tokens,
+            priority=call.priority - demoted,
+            arrival=call.arrival,
+            cache_salt=call.cache_salt,
+        )
+
+    @contextlib.contextmanager
+    def _submitted(self, generation: Generation, ticket: Ticket) -> Iterator[Generation]:
+        started: list[Life] = []
+        self._generations.add(generation)
+        try:
+            for life in generation.lives:
+                request = life.request
+                self._alive[request.request_id] = generation
+                try:
+                    self.engine.submit(request, self._sink)
+                except BaseException:
+                    del self._alive[request.request_id]
+                    raise
+                started.append(life)
+                for observer in self.observers:
+                    observer.started(life)
+            ticket.submitted()
+            yield generation
+        finally:
+            for life in started:
+                self._leave(life.request.request_id)
+            self._generations.remove(generation)
+            if not self._generations:
+                self._emptied.set()
+            for index, life in enumerate(started):
+                completion = generation.completion(index)
+                if completion.finish_reason is not None and completion.finish_reason.is_answer:
+                    self.admission.finished(len(completion.token_ids), life.request.sampling.max_tokens)
+                for observer in self.observers:
+                    observer.ended(life, completion)
+
+    # Text and tokens
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The checkpoint's. Raises Refusal if it has none."""
+        if self.engine.tokenizer is None:
+            raise errors.Refusal(errors.Kind.UNSUPPORTED, "this checkpoint has no tokenizer")
+        return self.engine.tokenizer
+
+    async def tokenize(self, text: str, *, special_tokens: bool = True, field: str = "text") -> list[int]:
+        """Token ids of a text. Raises Refusal, naming the field, for what has none."""
+        try:
+            return await aside(len(text), self.tokenizer.encode, text, special_tokens=special_tokens)
+        except ValueError as problem:
+            raise errors.invalid(field, str(problem)) from problem
+
+    async def detokenize(self, token_ids: Sequence[int], *, field: str = "token_ids") -> str:
+        """The text of token ids. Raises Refusal, naming the field, for ids outside the vocabulary."""
+        tokenizer, vocab_size = self.tokenizer, self.engine.model_config.vocab_size
+        for token in token_ids:
+            if not 0 <= token < vocab_size:
+                raise errors.invalid(field, f"has token id {token}; the vocabulary has {vocab_size}")
+        return await aside(len(token_ids), tokenizer.decode, token_ids)
+
+
+def _size(fields: Mapping[str, Any]) -> int:
+    """Most tokens that a prompt can have: a token of a text stands for a byte at least. (A tokenizer that adds tokens
+    or rewrites the text may make a few more; they are counted when they are known.)"""
+    text = fields.get("prompt")
+    return len(text.encode(errors="replace")) if text is not None else len(fields.get("prompt_token_ids") or ())
+
+
+async def aside(size: int, work: Callable[..., _Result], *args: Any, **kwargs: Any) -> _Result:
+    """Does work on a text, and off the event loop if the text is long."""
+    if size <= _LONG_TEXT:
+        return work(*args, **kwargs)
+    return await asyncio.to_thread(work, *args, **kwargs)

@@ -1,0 +1,121 @@
+"""The routes of HTTP. What is not listed here is not served."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from server.door import Door
+from server.errors import Kind, Refusal
+from server.http import openai, tgi
+from server.http.chat import Chats
+from server.http.exchange import Endpoint, Exchange
+from server.http.schemas import DetokenizeBody, TokenizeBody
+from server.http.template import ChatTemplate
+from server.metrics import CONTENT_TYPE, Metrics
+
+OPEN_PATHS = ("/health",)  # that take no API key
+
+Handler = Callable[[Exchange], Awaitable[None]]
+
+
+def make_app(door: Door, metrics: Metrics, *, name: str, version: str, chat_template: ChatTemplate | None) -> Starlette:
+    """The ASGI application of one model.
+
+    Args:
+      metrics: what /metrics shows.
+      name: what calls name the model.
+      version: of the server.
+      chat_template: the checkpoint's, if it has one.
+    """
+
+    def route(method: str, path: str, handle: Handler) -> Route:
+        return Route(path, Endpoint(door, handle, openai.error_of), methods=[method])
+
+    def tgi_route(path: str, *, streams: bool | None) -> Route:
+        endpoint = Endpoint(door, tgi.Generate(door, streams=streams), tgi.error_of, tgi.STATUSES)
+        return Route(path, endpoint, methods=["POST"])
+
+    async def scrape(_: Request) -> Response:
+        return Response(metrics.text(), media_type=CONTENT_TYPE)
+
+    about = _About(door, name, version)
+    app = Starlette(
+        routes=[
+            route("POST", "/v1/completions", openai.Completions(door, name)),
+            route("POST", "/v1/chat/completions", Chats(door, name, chat_template)),
+            route("GET", "/v1/models", about.models),
+            route("GET", "/v1/models/{name:path}", about.model),
+            route("POST", "/tokenize", about.tokenize),
+            route("POST", "/detokenize", about.detokenize),
+            route("GET", "/health", about.health),
+            route("GET", "/version", about.version),
+            Route("/metrics", scrape),
+            tgi_route("/generate", streams=False),
+            tgi_route("/generate_stream", streams=True),
+            tgi_route("/", streams=None),
+            route("GET", "/info", about.info),
+        ],
+        exception_handlers={HTTPException: _no_route},
+    )
+    app.router.redirect_slashes = False
+    return app
+
+
+async def _no_route(request: Request, problem: Exception) -> JSONResponse:
+    """404 and 405 in the form of every other refusal."""
+    assert isinstance(problem, HTTPException)
+    told = f"{request.method} {request.url.path[:200]} is not served here"
+    error = {"message": told, "type": "not_found_error", "param": None, "code": str(problem.status_code)}
+    return JSONResponse({"error": error}, problem.status_code, dict(problem.headers or {}))
+
+
+class _About:
+    """Calls that generate nothing."""
+
+    def __init__(self, door: Door, name: str, version: str) -> None:
+        self._door, self._name, self._version = door, name, version
+        self._card = {
+            "id": name,
+            "object": "model",
+            "created": int(time.time()),
+            "owned_by": "jaxserve",
+            "max_model_len": door.engine.max_context,
+        }
+
+    async def models(self, exchange: Exchange) -> None:
+        await exchange.json({"object": "list", "data": [self._card]})
+
+    async def model(self, exchange: Exchange) -> None:
+        asked = exchange.path_params["name"]
+        if asked != self._name:
+            raise Refusal(Kind.NOT_FOUND, f"{asked[:100]!r} is not served here; {self._name!r} is", field="model")
+        await exchange.json(self._card)
+
+    async def tokenize(self, exchange: Exchange) -> None:
+        body = await exchange.body(TokenizeBody)
+        openai.check_model(body, self._name)
+        ids = await self._door.tokenize(body.prompt, special_tokens=body.add_special_tokens, field="prompt")
+        await exchange.json({"count": len(ids), "max_model_len": self._door.engine.max_context, "tokens": ids})
+
+    async def detokenize(self, exchange: Exchange) -> None:
+        body = await exchange.body(DetokenizeBody)
+        openai.check_model(body, self._name)
+        await exchange.json({"prompt": await self._door.detokenize(body.tokens, field="tokens")})
+
+    async def health(self, exchange: Exchange) -> None:
+        if self._door.closed is not None:
+            raise Refusal(Kind.UNAVAILABLE, self._door.closed)
+        await exchange.json({"status": "ok"})
+
+    async def version(self, exchange: Exchange) -> None:
+        await exchange.json({"version": self._version})
+
+    async def info(self, exchange: Exchange) -> None:
+        await exchange.json(tgi.info(self._door, self._name, self._version))

@@ -1,0 +1,123 @@
+"""`/v1/chat/completions`: a chat becomes a prompt by the checkpoint's own template."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from jaxserve.completion import Completion, Delta
+from jaxserve.request import InvalidRequest, Request
+from server.door import Door, aside
+from server.errors import Kind, Refusal
+from server.generation import Generation
+from server.http import logprobs, sse
+from server.http.exchange import Exchange
+from server.http.openai import call_of, check_model, finished, header_of, reason_of, usage_of
+from server.http.schemas import ChatBody
+from server.http.template import ChatTemplate
+
+
+class Chats:
+    """`/v1/chat/completions` of one model."""
+
+    def __init__(self, door: Door, name: str, template: ChatTemplate | None) -> None:
+        self._door, self._name, self._template = door, name, template
+
+    async def __call__(self, exchange: Exchange) -> None:
+        body = await exchange.body(ChatBody)
+        check_model(body, self._name)
+        usage_wanted, sampling = body.usage_wanted, body.sampling
+        prompt = {"prompt": await self._render(body)} | sampling
+        async with self._door.generate(
+            [prompt],
+            call_of(exchange, body),
+            samples=body.n or 1,
+            special_tokens=False,  # the template has written them out
+            adjust=lambda request: request if "max_tokens" in sampling else self._to_the_end(request),
+        ) as generation:
+            if body.stream:
+                await self._stream(exchange, body, generation, usage_wanted)
+            else:
+                await self._whole(exchange, body, generation)
+
+    async def _render(self, body: ChatBody) -> str:
+        template = self._template
+        if template is None:
+            raise Refusal(
+                Kind.UNSUPPORTED,
+                "messages: this checkpoint has no chat template; use /v1/completions",
+                field="messages",
+            )
+        messages = [message.for_template for message in body.messages]
+        size = sum(len(message["content"]) for message in messages)
+        text = await aside(size, template.render, messages, add_generation_prompt=body.add_generation_prompt)
+        if not text:
+            raise InvalidRequest("messages", "come to no text")
+        return text
+
+    def _to_the_end(self, request: Request) -> Request:
+        """A chat that gives no limit goes on to the end of the context."""
+        engine = self._door.engine
+        room = min(engine.max_context, engine.report.slots) - len(request.prompt)
+        return dataclasses.replace(request, sampling=dataclasses.replace(request.sampling, max_tokens=max(1, room)))
+
+    async def _whole(self, exchange: Exchange, body: ChatBody, generation: Generation) -> None:
+        completions = await finished(generation)
+        answer = header_of(exchange, "chat.completion", "chatcmpl", self._name)
+        answer["choices"] = [self._choice(body, index, one) for index, one in enumerate(completions)]
+        answer["usage"] = usage_of(generation, body.n or 1)
+        if body.prompt_logprobs is not None:
+            answer["prompt_logprobs"] = self._prompt_logprobs(generation)
+        await exchange.json(answer)
+
+    def _choice(self, body: ChatBody, index: int, completion: Completion) -> dict[str, Any]:
+        scored = None
+        if body.logprobs:
+            tops = completion.top_logprobs or ()
+            told = logprobs.generated(completion.token_ids, completion.logprobs or (), tops)
+            scored = logprobs.chat(self._door.engine.tokenizer, told)
+        return {
+            "index": index,
+            "message": {"role": "assistant", "content": completion.text, "refusal": None},
+            "logprobs": scored,
+            "finish_reason": reason_of(completion.finish_reason),
+        }
+
+    def _prompt_logprobs(self, generation: Generation) -> list[dict[str, Any] | None]:
+        prompt, completion = generation.requests[0].prompt, generation.completion()
+        values = completion.prompt_logprobs or ()
+        tops = completion.prompt_top_logprobs or (None,) * len(values)
+        return logprobs.by_id(self._door.engine.tokenizer, list(zip(prompt, values, tops, strict=True)))
+
+    async def _stream(self, exchange: Exchange, body: ChatBody, generation: Generation, usage_wanted: bool) -> None:
+        header = header_of(exchange, "chat.completion.chunk", "chatcmpl", self._name)
+        if usage_wanted:
+            header["usage"] = None
+        begun: set[int] = set()
+        async for deltas in generation:
+            chunks = []
+            for index, delta in deltas:
+                if index not in begun:
+                    begun.add(index)
+                    role = {"role": "assistant", "content": ""}
+                    chunks.append({"index": index, "delta": role, "logprobs": None, "finish_reason": None})
+                chunks.append(self._piece(body, index, delta))
+            told = [sse.event(header | {"choices": [chunk]}) for chunk in chunks if chunk is not None]
+            if told:
+                await exchange.event(b"".join(told))
+        last = b""
+        if usage_wanted:
+            last = sse.event(header | {"choices": [], "usage": usage_of(generation, body.n or 1)})
+        await exchange.event(last + sse.DONE)
+        await exchange.end()
+
+    def _piece(self, body: ChatBody, index: int, delta: Delta) -> dict[str, Any] | None:
+        scored = None
+        if body.logprobs and delta.token_ids:
+            told = logprobs.generated(delta.token_ids, delta.logprobs, delta.top_logprobs)
+            scored = logprobs.chat(self._door.engine.tokenizer, told)
+        if not delta.text and scored is None and delta.finish_reason is None:
+            return None
+        content = {"content": delta.text} if delta.text or scored is not None else {}
+        reason = reason_of(delta.finish_reason)
+        return {"index": index, "delta": content, "logprobs": scored, "finish_reason": reason}

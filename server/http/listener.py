@@ -1,0 +1,104 @@
+"""uvicorn on the event loop that serves gRPC too: a socket with limits, no signal handlers, an end in good order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from server.tls import Tls
+
+MAX_HEADER_BYTES = 32 * 2**10  # of a request's line and headers together
+HEADER_SECONDS = 10  # for them to arrive
+_MAX_CONNECTIONS = 4096
+# A caller whose machine has vanished without a word is noticed, and its slots come back.
+_TCP = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 60_000}
+
+
+class _Protocol(H11Protocol):
+    """h11 with a bound on how long a request's headers may take, which uvicorn lacks."""
+
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        super().connection_made(transport)
+        self._deadline = self.loop.call_later(HEADER_SECONDS, transport.abort)
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        if self._deadline is not None and self.cycle is not None and not self.cycle.response_complete:
+            self._deadline.cancel()  # the headers are here
+            self._deadline = None
+
+    def data_received(self, data: bytes) -> None:
+        if self._deadline is None and self.cycle is not None and self.cycle.response_complete:
+            self._deadline = self.loop.call_later(HEADER_SECONDS, self.transport.abort)
+        super().data_received(data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self._deadline is not None:
+            self._deadline.cancel()
+
+
+class _Server(uvicorn.Server):
+    """A server that leaves signals to whoever runs it."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        yield
+
+
+class HttpListener:
+    """An ASGI application on one port, encrypted where `tls` is given."""
+
+    def __init__(self, app: Any, tls: Tls | None = None) -> None:
+        self._server = _Server(
+            uvicorn.Config(
+                app,
+                http=_Protocol,
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                log_level="error",
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                limit_concurrency=_MAX_CONNECTIONS,
+                h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+                timeout_graceful_shutdown=1,
+                **(tls.uvicorn_settings() if tls is not None else {}),
+            )
+        )
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self, host: str, port: int) -> int:
+        """Listens. Returns the port, which matters when 0 was asked for. Raises OSError if it cannot be had."""
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listening = socket.socket(family, kind, protocol)
+        try:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for name, value in _TCP.items():
+                if hasattr(socket, name):  # not all of them exist everywhere
+                    listening.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+            listening.bind(address)
+        except OSError:
+            listening.close()
+            raise
+        port = listening.getsockname()[1]
+        self._task = asyncio.create_task(self._server.serve(sockets=[listening]))
+        while not self._server.started and not self._task.done():
+            await asyncio.sleep(0.001)
+        return port
+
+    async def stop(self) -> None:
+        """Stops listening; answers under way have a second to end."""
+        self._server.should_exit = True
+        if self._task is not None:
+            await self._task

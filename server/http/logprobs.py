@@ -1,0 +1,99 @@
+"""Logprobs in the two forms of OpenAI's API: parallel lists for completions, an object a token for chats."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from jaxserve.completion import PromptLogprob
+from jaxserve.request import Alternatives
+from jaxserve.tokenizer import Tokenizer
+
+_LEAST = -9999.0  # what OpenAI writes for a logprob of -inf, for which JSON has no number
+
+Scored = tuple[int, float | None, Alternatives | None]  # token, its logprob, alternatives if asked for
+
+
+def generated(
+    token_ids: Sequence[int], logprobs: Sequence[float], top_logprobs: Sequence[Alternatives]
+) -> list[Scored]:
+    """What is known of generated tokens."""
+    tops = top_logprobs or (None,) * len(token_ids)
+    return list(zip(token_ids, logprobs, tops, strict=True))
+
+
+def prompt(token_ids: Sequence[int], logprobs: Sequence[PromptLogprob]) -> list[Scored]:
+    """What is known of as many prompt tokens, none of them the first."""
+    return [(token, *scored) for token, scored in zip(token_ids, logprobs, strict=True)]
+
+
+class Legacy:
+    """The form of completions; keeps count of where each token's text begins."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._offset = 0
+
+    def add(self, scored: Iterable[Scored]) -> dict[str, Any]:
+        """`tokens`, `token_logprobs`, `top_logprobs` (the token itself always among them) and `text_offset`."""
+        lists: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for token, logprob, alternatives in scored:
+            text = token_text(self._tokenizer, token)
+            lists["tokens"].append(text)
+            lists["token_logprobs"].append(finite(logprob))
+            lists["top_logprobs"].append(None if logprob is None else self._tops(text, logprob, alternatives))
+            lists["text_offset"].append(self._offset)
+            self._offset += len(text)
+        return lists
+
+    def _tops(self, text: str, logprob: float, alternatives: Alternatives | None) -> dict[str, float | None]:
+        tops: dict[str, float | None] = {}
+        for token, value in zip(*(alternatives or ((), ())), strict=True):
+            tops.setdefault(token_text(self._tokenizer, token), finite(value))  # the likelier of two alike
+        return tops if text in tops else tops | {text: finite(logprob)}
+
+
+def chat(tokenizer: Tokenizer | None, scored: Iterable[Scored]) -> dict[str, Any]:
+    """The form of chats."""
+    content = []
+    for token, logprob, alternatives in scored:
+        tops = zip(*(alternatives or ((), ())), strict=True)
+        others = [_of_chat(tokenizer, other, value) for other, value in tops]
+        content.append(_of_chat(tokenizer, token, logprob) | {"top_logprobs": others})
+    return {"content": content, "refusal": None}
+
+
+def by_id(tokenizer: Tokenizer | None, scored: Iterable[Scored]) -> list[dict[str, Any] | None]:
+    """prompt_logprobs: for each token an object from token id to logprob and text, the token's own first."""
+    lines: list[dict[str, Any] | None] = []
+    for token, logprob, alternatives in scored:
+        if logprob is None:
+            lines.append(None)
+            continue
+        pairs = {token: logprob} | dict(zip(*(alternatives or ((), ())), strict=True))
+        lines.append(
+            {str(i): {"logprob": finite(p), "decoded_token": token_text(tokenizer, i)} for i, p in pairs.items()}
+        )
+    return lines
+
+
+def _of_chat(tokenizer: Tokenizer | None, token: int, logprob: float | None) -> dict[str, Any]:
+    raw = b"" if tokenizer is None else tokenizer.token_bytes(token)
+    return {"token": token_text(tokenizer, token), "logprob": finite(logprob), "bytes": list(raw)}
+
+
+def token_text(tokenizer: Tokenizer | None, token: int) -> str:
+    """A token as text; one that is a part of a character as OpenAI writes it, `bytes:\\xe4`."""
+    if tokenizer is None:
+        return f"token_id:{token}"
+    raw = tokenizer.token_bytes(token)
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def finite(logprob: float | None) -> float | None:
+    """A logprob that JSON can hold."""
+    return logprob if logprob is None or math.isfinite(logprob) else _LEAST

@@ -1,0 +1,224 @@
+"""`/v1/completions` and what both kinds of OpenAI's calls share."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from jaxserve.completion import Completion, Delta
+from jaxserve.request import FinishReason, InvalidRequest, Request
+from server.door import Door, aside
+from server.errors import Kind, Refusal
+from server.generation import Call, Generation
+from server.http import logprobs, sse
+from server.http.exchange import Exchange, status_of
+from server.http.schemas import CompletionBody, OpenAIBody
+
+_DEFAULT_MAX_TOKENS = 16  # of a completion, as OpenAI has it
+_REASONS = {FinishReason.LENGTH: "length", FinishReason.EOS: "stop", FinishReason.STOP: "stop"}
+_TYPES = {
+    Kind.UNAUTHENTICATED: "authentication_error",
+    Kind.NOT_FOUND: "not_found_error",
+    Kind.QUEUE_FULL: "rate_limit_error",
+    Kind.RATE_LIMITED: "rate_limit_error",
+    Kind.TOO_LATE: "timeout_error",
+    Kind.UNAVAILABLE: "service_unavailable_error",
+    Kind.FAILED: "internal_server_error",
+}
+
+
+def error_of(refusal: Refusal) -> dict[str, Any]:
+    """A refusal in OpenAI's form."""
+    code = {Kind.QUEUE_FULL: "queue_full", Kind.NOT_FOUND: "not_found", Kind.UNAUTHENTICATED: "invalid_api_key"}
+    return {
+        "error": {
+            "message": str(refusal),
+            "type": _TYPES.get(refusal.kind, "invalid_request_error"),
+            "param": refusal.field,
+            "code": code.get(refusal.kind) or str(status_of(refusal)),
+        }
+    }
+
+
+def check_model(body: Any, name: str) -> None:
+    """Raises Refusal (404) where a call names a model that is not the one served."""
+    if body.model is not None and body.model != name:
+        raise Refusal(Kind.NOT_FOUND, f"model: {body.model[:100]!r} is not served here; {name!r} is", field="model")
+
+
+def call_of(exchange: Exchange, body: OpenAIBody) -> Call:
+    """The door's view of an exchange."""
+    return Call(id=exchange.id, protocol="http", priority=body.priority, cache_salt=body.cache_salt)
+
+
+def header_of(exchange: Exchange, kind: str, prefix: str, model: str) -> dict[str, Any]:
+    """The fields that every answer and every chunk begins with."""
+    return {"id": f"{prefix}-{exchange.id}", "object": kind, "created": int(time.time()), "model": model}
+
+
+def usage_of(generation: Generation, samples: int, dropped: int = 0) -> dict[str, Any]:
+    """Tokens of a call: each prompt once, all that was generated but `dropped` tokens of each request."""
+    completions = [generation.completion(index) for index in range(len(generation.requests))]
+    prompt = sum(completion.prompt_tokens for completion in completions[::samples])
+    generated = sum(max(0, len(completion.token_ids) - dropped) for completion in completions)
+    cached = sum(completion.cached_tokens for completion in completions[::samples])
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": generated,
+        "total_tokens": prompt + generated,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def reason_of(reason: FinishReason | None) -> str | None:
+    """OpenAI's word for why a completion ended."""
+    return None if reason is None else _REASONS[reason]
+
+
+def best(completions: Sequence[Completion], n: int) -> list[Completion]:
+    """The n completions of one prompt whose tokens are the likeliest on average."""
+    if n == len(completions):
+        return list(completions)
+    return sorted(completions, key=lambda one: -sum(one.logprobs or ()) / max(1, len(one.token_ids)))[:n]
+
+
+async def finished(generation: Generation) -> list[Completion]:
+    """Waits for all requests of a call."""
+    async for _ in generation:
+        pass
+    return [generation.completion(index) for index in range(len(generation.requests))]
+
+
+class Completions:
+    """`/v1/completions` of one model."""
+
+    def __init__(self, door: Door, name: str) -> None:
+        self._door, self._name = door, name
+
+    async def __call__(self, exchange: Exchange) -> None:
+        body = await exchange.body(CompletionBody)
+        check_model(body, self._name)
+        if body.suffix:
+            raise InvalidRequest("suffix", "is not served: these models do not fill in the middle")
+        usage_wanted, samples, sampling = body.usage_wanted, body.samples, _sampling(body)
+        prompts = [prompt | sampling for prompt in body.prompts]
+        async with self._door.generate(prompts, call_of(exchange, body), samples=samples) as generation:
+            if body.stream:
+                await self._stream(exchange, body, generation, usage_wanted)
+            else:
+                await self._whole(exchange, body, generation, samples)
+
+    async def _whole(self, exchange: Exchange, body: CompletionBody, generation: Generation, samples: int) -> None:
+        completions, n = await finished(generation), body.n or 1
+
+        def choices() -> Iterator[dict[str, Any]]:
+            for first in range(0, len(completions), samples):
+                for sample, completion in enumerate(best(completions[first : first + samples], n)):
+                    choice = _Choice(self._door, body, generation.requests[first], first // samples * n + sample)
+                    yield choice.whole(completion)
+
+        scored = sum(len(completion.prompt_logprobs or ()) for completion in completions)
+        answer = header_of(exchange, "text_completion", "cmpl", self._name)
+        answer["choices"] = await aside(100 * scored, lambda: list(choices()))  # a token is as much work as a line
+        answer["usage"] = usage_of(generation, samples, dropped=body.max_tokens == 0)
+        await exchange.json(answer)
+
+    async def _stream(
+        self, exchange: Exchange, body: CompletionBody, generation: Generation, usage_wanted: bool
+    ) -> None:
+        header = header_of(exchange, "text_completion", "cmpl", self._name)
+        if usage_wanted:
+            header["usage"] = None
+        choices = [_Choice(self._door, body, request, index) for index, request in enumerate(generation.requests)]
+        async for deltas in generation:
+            found = (choices[index].piece(delta) for index, delta in deltas)
+            chunks = [sse.event(header | {"choices": [choice]}) for choice in found if choice is not None]
+            if chunks:
+                await exchange.event(b"".join(chunks))
+        last = b""
+        if usage_wanted:
+            usage = usage_of(generation, body.n or 1, dropped=body.max_tokens == 0)
+            last = sse.event(header | {"choices": [], "usage": usage})
+        await exchange.event(last + sse.DONE)
+        await exchange.end()
+
+
+def _sampling(body: CompletionBody) -> dict[str, Any]:
+    fields = {"max_tokens": _DEFAULT_MAX_TOKENS} | body.sampling
+    if fields["max_tokens"] == 0:
+        if not body.echo:
+            raise InvalidRequest("max_tokens", "is 0, which makes sense with echo only")
+        fields |= {"max_tokens": 1, "temperature": 0.0}  # and dropped
+    if body.echo and body.logprobs is not None:
+        fields["prompt_logprobs"] = max(body.logprobs, fields.get("prompt_logprobs", 0))
+    if (body.best_of or 1) > (body.n or 1):
+        fields.setdefault("logprobs", 0)
+    return fields
+
+
+class _Choice:
+    """One choice of a completion, whole or in pieces."""
+
+    def __init__(self, door: Door, body: CompletionBody, request: Request, index: int) -> None:
+        self._tokenizer = door.engine.tokenizer
+        self._body, self._request, self._index = body, request, index
+        self._legacy = logprobs.Legacy(self._tokenizer)
+        self._scored = 0  # prompt tokens told so far
+        self._drops = body.max_tokens == 0
+        self._echoes = bool(body.echo)
+
+    def whole(self, completion: Completion) -> dict[str, Any]:
+        """The choice of a finished completion."""
+        told = () if completion.prompt_logprobs is None else completion.prompt_logprobs[1:]
+        tops = completion.prompt_top_logprobs
+        others = tops[1:] if tops is not None else (None,) * len(told)
+        choice = self.piece(
+            Delta(
+                text=completion.text,
+                token_ids=completion.token_ids,
+                logprobs=completion.logprobs or (),
+                top_logprobs=completion.top_logprobs or (),
+                prompt_logprobs=tuple(zip(told, others, strict=True)),  # pyright: ignore[reportArgumentType]
+                finish_reason=completion.finish_reason,
+            )
+        )
+        assert choice is not None  # it has a finish reason
+        return choice
+
+    def piece(self, delta: Delta) -> dict[str, Any] | None:
+        """The choice of one chunk, or None where there is nothing to tell."""
+        body, reason = self._body, reason_of(delta.finish_reason)
+        if self._drops:
+            delta = delta._replace(text="", token_ids=(), logprobs=(), top_logprobs=())
+            reason = reason and "length"
+        text, prompt_scored = delta.text, self._prompt(delta)
+        if self._echoes:
+            text, self._echoes = self._prompt_text() + text, False
+        lines: dict[str, Any] | None = None
+        if body.logprobs is not None:
+            scored = logprobs.generated(delta.token_ids, delta.logprobs, delta.top_logprobs)
+            lines = self._legacy.add([*(prompt_scored if body.echo else ()), *scored])
+        asked = body.prompt_logprobs is not None and bool(prompt_scored)
+        if not text and reason is None and not asked and not (lines and lines["tokens"]):
+            return None
+        choice = {"index": self._index, "text": text, "logprobs": lines, "finish_reason": reason}
+        if asked:
+            choice["prompt_logprobs"] = logprobs.by_id(self._tokenizer, prompt_scored)
+        return choice
+
+    def _prompt(self, delta: Delta) -> list[logprobs.Scored]:
+        """What the delta tells of the prompt, the first token of which has no logprob."""
+        prompt, start = self._request.prompt, self._scored
+        if self._request.sampling.prompt_logprobs is None or (start and not delta.prompt_logprobs):
+            return []
+        first: list[logprobs.Scored] = [] if start else [(prompt[0], None, None)]
+        start = max(1, start)
+        self._scored = start + len(delta.prompt_logprobs)
+        return first + logprobs.prompt(prompt[start : self._scored], delta.prompt_logprobs)
+
+    def _prompt_text(self) -> str:
+        given = self._body.prompt[self._index // (self._body.n or 1)]
+        if isinstance(given, str):
+            return given
+        return "" if self._tokenizer is None else self._tokenizer.decode(given)

@@ -1,0 +1,207 @@
+"""Bodies of HTTP calls: what may be in them, of which type. Ranges are checked where the engine's values are made."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic_core import PydanticCustomError
+
+from jaxserve.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP, SAMPLING_FIELDS, InvalidRequest
+
+MAX_PROMPTS = 1024  # of one call
+MAX_SAMPLES = 128  # of one prompt: n and best_of
+MAX_MESSAGES = 2048  # of a chat
+_MAX_REQUESTS = 1024  # that one call may come to
+
+Seed = int | float
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
+Stops = Annotated[list[str], Field(max_length=MAX_STOP, fail_fast=True)]
+
+
+class Body(BaseModel):
+    """A body whose fields are all known, and of the type that JSON gave them."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+
+
+class OpenAIBody(Body):
+    """What completions and chats have in common; fields beyond OpenAI's are named as everywhere in jaxserve."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    n: int | None = Field(default=None, ge=1, le=MAX_SAMPLES)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: str | Stops | None = None
+    seed: Seed | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = Field(default=None, max_length=MAX_LOGIT_BIAS)
+    # Beyond OpenAI's.
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: TokenIds | None = None
+    prompt_logprobs: int | None = None
+    priority: int = Field(default=0, ge=-(2**31), lt=2**31)
+    cache_salt: str = Field(default="", max_length=256)
+    # Accepted from clients that send them, and of no effect.
+    user: str | None = None
+    metadata: dict[str, str] | None = Field(default=None, max_length=16)
+    store: bool | None = None
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """The sampling fields that are given, as `parse_request` takes them."""
+        fields = {name: getattr(self, name) for name in SAMPLING_FIELDS if getattr(self, name, None) is not None}
+        if fields.get("top_k") == -1:
+            fields["top_k"] = 0  # another way to say off
+        if "seed" in fields:
+            fields["seed"] = seed_of(fields["seed"])
+        return fields
+
+    @property
+    def usage_wanted(self) -> bool:
+        """Whether a stream ends with its usage."""
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options", "is for streams; set stream as well")
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class CompletionBody(OpenAIBody):
+    prompt: Any
+    best_of: int | None = Field(default=None, ge=1, le=MAX_SAMPLES)
+    echo: bool | None = None
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    suffix: str | None = None
+
+    @field_validator("prompt")
+    @classmethod
+    def _is_prompt(cls, given: Any) -> Any:
+        several = given if isinstance(given, list) and not _is_ids(given) else [given]
+        if not several or not (all(isinstance(one, str) for one in several) or all(map(_is_ids, several))):
+            raise PydanticCustomError("prompt", "must be a string, a list of token ids, or a list of one of these")
+        if len(several) > MAX_PROMPTS:
+            raise PydanticCustomError("prompt", "has too many prompts; one call may have {most}", {"most": MAX_PROMPTS})
+        return several
+
+    @property
+    def prompts(self) -> list[dict[str, Any]]:
+        """The prompt field of each prompt, as `parse_request` takes it."""
+        return [{"prompt" if isinstance(one, str) else "prompt_token_ids": one} for one in self.prompt]
+
+    @property
+    def samples(self) -> int:
+        """How many requests each prompt makes."""
+        n, best_of = self.n or 1, self.best_of or self.n or 1
+        if best_of < n:
+            raise InvalidRequest("best_of", f"is {best_of}, less than n ({n})")
+        if best_of > n and self.stream:
+            raise InvalidRequest("best_of", "cannot be streamed: which is best is known at the end")
+        if best_of * len(self.prompts) > _MAX_REQUESTS:
+            raise InvalidRequest("prompt", f"makes more than {_MAX_REQUESTS} requests, {best_of} for each prompt")
+        return best_of
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: str
+
+
+Parts = Annotated[list[TextPart], Field(max_length=MAX_MESSAGES, fail_fast=True)]
+
+
+class Message(Body):
+    role: str = Field(min_length=1, max_length=64)
+    content: str | Parts
+    name: str | None = Field(default=None, max_length=64)
+
+    @property
+    def for_template(self) -> dict[str, str]:
+        """The message as chat templates expect it."""
+        parts = self.content
+        text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
+        return {"role": self.role, "content": text} | ({} if self.name is None else {"name": self.name})
+
+
+class ChatBody(OpenAIBody):
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    add_generation_prompt: bool = True
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        fields = super().sampling
+        if self.max_completion_tokens is not None:
+            if self.max_tokens not in (None, self.max_completion_tokens):
+                raise InvalidRequest("max_tokens", "and max_completion_tokens differ; give one")
+            fields["max_tokens"] = self.max_completion_tokens
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidRequest("top_logprobs", "needs logprobs to be true")
+        fields.pop("logprobs", None)
+        if self.logprobs:
+            fields["logprobs"] = self.top_logprobs or 0
+        return fields
+
+
+class TokenizeBody(Body):
+    prompt: str
+    add_special_tokens: bool = True
+    model: str | None = None
+
+
+class DetokenizeBody(Body):
+    tokens: TokenIds
+    model: str | None = None
+
+
+class TgiParameters(Body):
+    """TGI's names; what is not served is refused by name in `tgi.py`."""
+
+    best_of: int | None = Field(default=None, ge=1, le=MAX_SAMPLES)
+    decoder_input_details: bool = False
+    details: bool = False
+    do_sample: bool = False
+    frequency_penalty: float | None = None
+    grammar: Any = None
+    adapter_id: str | None = None
+    max_new_tokens: int | None = Field(default=None, ge=1)
+    repetition_penalty: float | None = None
+    return_full_text: bool | None = None
+    seed: Seed | None = None
+    stop: Stops = Field(default_factory=list)
+    temperature: float | None = Field(default=None, gt=0)
+    top_k: int | None = None
+    top_n_tokens: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    top_p: float | None = None
+    truncate: int | None = Field(default=None, ge=1)
+    typical_p: float | None = None
+    watermark: bool = False
+
+
+class TgiBody(Body):
+    inputs: str
+    parameters: TgiParameters | None = None
+    stream: bool = False
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
+
+
+def seed_of(number: Seed) -> int:
+    """A 64-bit seed of any number: a whole number that fits is itself, others are hashed."""
+    if isinstance(number, int) and -(2**63) <= number < 2**64:
+        return number
+    return int.from_bytes(hashlib.blake2b(repr(number).encode(), digest_size=8).digest())

@@ -1,0 +1,95 @@
+"""A checkpoint's own chat template: messages become one text, in a sandbox and within bounds."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from jaxserve.request import InvalidRequest
+
+_MAX_TEXT = 2**20  # characters that a chat may come to
+_MAX_SECONDS = 1.0
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
+
+
+class ChatTemplate:
+    """A template as the transformers library's chat templates are written.
+
+    Args:
+      source: Jinja.
+      special_tokens: names such as `bos_token`, and their texts.
+
+    Raises:
+      ValueError: the template is no Jinja.
+    """
+
+    def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise
+        environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+        self._special_tokens = special_tokens
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateError as problem:
+            raise ValueError(f"the chat template is no Jinja: {problem}") from problem
+
+    @classmethod
+    def from_directory(cls, path: Path) -> ChatTemplate | None:
+        """The template of a checkpoint directory (chat_template.jinja, or in tokenizer_config.json), or None.
+
+        Raises:
+          ValueError: a file is there and cannot be read.
+        """
+        config, file = path / "tokenizer_config.json", path / "chat_template.jinja"
+        try:
+            fields = json.loads(config.read_text(encoding="utf-8")) if config.exists() else {}
+            source = file.read_text(encoding="utf-8") if file.exists() else fields.get("chat_template")
+        except (ValueError, AttributeError) as problem:
+            raise ValueError(f"{config}: {problem}") from problem
+        if isinstance(source, list):  # several by name
+            source = {each["name"]: each["template"] for each in source}.get("default")
+        if not source:
+            return None
+        return cls(source, {name: _text(fields[name]) for name in _SPECIAL if fields.get(name)})
+
+    def render(self, messages: Sequence[dict[str, str]], *, add_generation_prompt: bool) -> str:
+        """The text of a chat.
+
+        Raises:
+          InvalidRequest: the template does not take these messages, or takes too long or too much room for them.
+        """
+        until, pieces, size = time.monotonic() + _MAX_SECONDS, [], 0
+        try:
+            for piece in self._template.generate(
+                messages=list(messages), add_generation_prompt=add_generation_prompt, tools=None, **self._special_tokens
+            ):
+                pieces.append(piece)
+                size += len(piece)
+                if size > _MAX_TEXT or time.monotonic() > until:
+                    raise InvalidRequest("messages", "come to more text than a chat may have")
+        except InvalidRequest:
+            raise
+        except Exception as problem:  # whatever a template may raise on messages it was not written for
+            raise InvalidRequest("messages", f"do not suit this checkpoint's chat template: {problem}") from problem
+        return "".join(pieces)
+
+
+def _text(token: Any) -> str:
+    return token["content"] if isinstance(token, dict) else token
+
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _raise(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)

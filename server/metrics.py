@@ -1,0 +1,223 @@
+"""What the server counts, in Prometheus' text format: under jaxserve_ names, and under the vllm: names that routers and
+dashboards already read."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Histogram, generate_latest, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.samples import Sample
+
+from jaxserve.completion import Completion
+from jaxserve.request import FinishReason
+from server.errors import Kind, Refusal
+from server.generation import Life
+
+if TYPE_CHECKING:
+    from jaxserve.engine import Engine
+    from jaxserve.observe import IterationRecord
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_HELD = 20_000  # iterations kept until they are counted, twice a second: more than any engine runs
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_HOST_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1)
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 50_000)
+
+# Field of Load -> (our name, what it is, vllm's name)
+_GAUGES = {
+    "running": ("requests_running", "Requests in the batch.", "num_requests_running"),
+    "waiting": ("requests_waiting", "Requests in the queue.", "num_requests_waiting"),
+    "waiting_tokens": ("waiting_tokens", "Prompt tokens of the requests in the queue.", None),
+    "owed_tokens": ("owed_tokens", "Tokens that live requests may still have computed.", None),
+    "slots_used": ("slots_used", "Slots that requests hold.", None),
+    "slots_cached": ("slots_cached", "Slots that hold prefixes nobody uses now.", None),
+    "slots_total": ("slots_total", "Slots there are.", None),
+}
+_COUNTERS = {
+    "iterations": ("iterations", "Iterations run.", None),
+    "prompt_tokens": ("prompt_tokens", "Prompt tokens computed.", "prompt_tokens"),
+    "generated_tokens": ("generated_tokens", "Tokens generated.", "generation_tokens"),
+    "cached_tokens": ("cached_tokens", "Prompt tokens found in the prefix cache.", "prefix_cache_hits"),
+    "drafted_tokens": ("drafted_tokens", "Tokens drafted by speculation.", "spec_decode_num_draft_tokens"),
+    "accepted_tokens": (
+        "accepted_tokens",
+        "Drafted tokens that were chosen.",
+        "spec_decode_num_accepted_tokens",
+    ),
+    "preemptions": ("preemptions", "Requests that gave their slots up and were computed again.", "num_preemptions"),
+    "host_seconds": ("host_seconds", "The host's work for the iterations.", None),
+    "bucket_seconds": ("bucket_seconds", "The device's work for them, by the buckets' measured costs.", None),
+    "padding_seconds": ("padding_seconds", "The part of that spent on padding.", None),
+    "compiled_after_ready": ("compiled_after_ready", "Programs compiled while serving; a defect.", None),
+}
+# Our name of a histogram -> vllm's
+_ALIASES = {
+    "jaxserve_time_to_first_token_seconds": "vllm:time_to_first_token_seconds",
+    "jaxserve_inter_token_latency_seconds": "vllm:inter_token_latency_seconds",
+    "jaxserve_e2e_request_latency_seconds": "vllm:e2e_request_latency_seconds",
+    "jaxserve_queue_seconds": "vllm:request_queue_time_seconds",
+    "jaxserve_request_prompt_tokens": "vllm:request_prompt_tokens",
+    "jaxserve_request_generation_tokens": "vllm:request_generation_tokens",
+    "jaxserve_iteration_tokens": "vllm:iteration_tokens_total",
+}
+_FINISHED = {
+    FinishReason.LENGTH: "length",
+    FinishReason.EOS: "stop",
+    FinishReason.STOP: "stop",
+    FinishReason.ERROR: "error",
+    FinishReason.ABORTED: "abort",
+    None: "abort",
+}
+
+
+class Metrics:
+    """Counts what a door tells it (as its Observer) and what an engine's iterations were.
+
+    Args:
+      model: the value of the label model_name.
+      healthy: whether the engine serves.
+    """
+
+    def __init__(self, engine: Engine, *, model: str, healthy: Callable[[], bool]) -> None:
+        self._engine, self._model, self._healthy = engine, model, healthy
+        self._registry = CollectorRegistry()
+        self._iterations: deque[IterationRecord] = deque(maxlen=_HELD)
+        self._histograms: list[Histogram] = []
+        self._time_to_first_token = self._histogram("time_to_first_token_seconds", "Arrival to first token.", _SECONDS)
+        self._inter_token = self._histogram("inter_token_latency_seconds", "Between tokens of a request.", _SECONDS)
+        self._end_to_end = self._histogram("e2e_request_latency_seconds", "Arrival to last token.", _SECONDS)
+        self._queue = self._histogram("queue_seconds", "Arrival to a place in the batch.", _SECONDS)
+        self._prompt = self._histogram("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
+        self._generated = self._histogram("request_generation_tokens", "Tokens it generated.", _TOKENS)
+        self._iteration = self._histogram("iteration_seconds", "One iteration, host and device.", _SECONDS)
+        self._host = self._histogram("iteration_host_seconds", "The host's part of it.", _HOST_SECONDS)
+        self._batch = self._histogram("iteration_tokens", "Tokens one iteration carries.", _TOKENS)
+        self._ended: Counter[FinishReason | None] = Counter(dict.fromkeys(_FINISHED, 0))
+        self._refusals: Counter[Kind] = Counter(dict.fromkeys(Kind, 0))
+        self._registry.register(self)  # pyright: ignore[reportArgumentType]
+        engine.record(self._iterations.append)  # all that the engine's thread does for metrics
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        # Not in the registry: `collect` shows it, under both of its names.
+        metric = Histogram(f"jaxserve_{name}", text, ("model_name",), registry=None, buckets=buckets)
+        self._histograms.append(metric)
+        return metric.labels(self._model)
+
+    # As a door's observer
+
+    def started(self, life: Life) -> None:
+        self._prompt.observe(len(life.request.prompt))
+
+    def tokens(self, life: Life, count: int, gap: float | None) -> None:
+        if gap is None:
+            assert life.first_token is not None
+            self._time_to_first_token.observe(life.first_token - life.call.arrival)
+            if life.began is not None:
+                self._queue.observe(life.began - life.call.arrival)
+        else:
+            self._inter_token.observe(gap / count)
+
+    def ended(self, life: Life, completion: Completion) -> None:
+        self._ended[completion.finish_reason] += 1
+        self._generated.observe(len(completion.token_ids))
+        if completion.finish_reason is not None and completion.finish_reason.is_answer and life.last_token is not None:
+            self._end_to_end.observe(life.last_token - life.call.arrival)
+
+    def refused(self, call_id: str, refusal: Refusal) -> None:
+        self._refusals[refusal.kind] += 1
+
+    # To be read
+
+    def drain(self) -> None:
+        """Counts the iterations since the last call. To be called often enough; from any thread."""
+        for _ in range(len(self._iterations)):
+            try:
+                record = self._iterations.popleft()
+            except IndexError:  # another thread has counted it
+                return
+            host = record.schedule_s + record.pack_s + record.launch_s + record.complete_s
+            self._host.observe(host)
+            self._iteration.observe(host + record.wait_s)
+            self._batch.observe(record.num_tokens)
+
+    def text(self) -> bytes:
+        """Everything, as a scraper reads it."""
+        return generate_latest(self._registry)
+
+    def serve(self, host: str, port: int) -> Callable[[], None]:
+        """Answers scrapers on a port of its own, without keys; returns what ends it. Raises OSError."""
+        server, thread = start_http_server(port, host, self._registry)
+
+        def end() -> None:
+            server.shutdown()
+            server.server_close()
+            thread.join()
+
+        return end
+
+    def describe(self) -> list[Metric]:
+        """Nothing; without it the registry would collect once to learn names."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """Everything, in the form the library writes out."""
+        self.drain()
+        load = self._engine.load()
+        for field, (name, text, alias) in _GAUGES.items():
+            for full in _names(name, alias):
+                yield self._labelled(GaugeMetricFamily(full, text, labels=("model_name",)), getattr(load, field))
+        for field, (name, text, alias) in _COUNTERS.items():
+            for full in _names(name, alias):
+                yield self._labelled(CounterMetricFamily(full, text, labels=("model_name",)), getattr(load, field))
+        for full, text, value in (
+            ("jaxserve_healthy", "Whether the engine serves.", float(self._healthy())),
+            ("vllm:kv_cache_usage_perc", "Share of the slots that requests hold.", load.slots_used / load.slots_total),
+        ):
+            yield self._labelled(GaugeMetricFamily(full, text, labels=("model_name",)), value)
+        for histogram in self._histograms:
+            for metric in histogram.collect():
+                yield metric
+                if metric.name in _ALIASES:
+                    yield _renamed(metric, _ALIASES[metric.name])
+        yield from self._by_reason()
+
+    def _labelled(self, family: GaugeMetricFamily | CounterMetricFamily, value: float) -> Metric:
+        family.add_metric((self._model,), value)
+        return family
+
+    def _by_reason(self) -> Iterator[Metric]:
+        requests = CounterMetricFamily(
+            "jaxserve_requests", "Requests that ended, by how.", labels=("model_name", "finish_reason")
+        )
+        successes = CounterMetricFamily(
+            "vllm:request_success", "Requests that ended, by how.", labels=("model_name", "finished_reason")
+        )
+        theirs: Counter[str] = Counter()
+        for reason, name in _FINISHED.items():
+            requests.add_metric((self._model, reason.value if reason is not None else "cut short"), self._ended[reason])
+            theirs[name] += self._ended[reason]
+        for name, count in theirs.items():
+            successes.add_metric((self._model, name), count)
+        refusals = CounterMetricFamily(
+            "jaxserve_refusals", "Calls that ended without an answer, by why.", labels=("model_name", "reason")
+        )
+        for kind, count in self._refusals.items():
+            refusals.add_metric((self._model, kind.value), count)
+        yield from (requests, successes, refusals)
+
+
+def _names(name: str, alias: str | None) -> list[str]:
+    return [f"jaxserve_{name}", *([f"vllm:{alias}"] if alias is not None else [])]
+
+
+def _renamed(metric: Metric, name: str) -> Metric:
+    renamed = Metric(name, metric.documentation, metric.type)
+    renamed.samples = [
+        Sample(name + sample.name.removeprefix(metric.name), sample.labels, sample.value, sample.timestamp)
+        for sample in metric.samples
+    ]
+    return renamed

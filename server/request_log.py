@@ -1,0 +1,90 @@
+"""A line of JSON for every request that ended and for every call that was refused. No prompts unless asked for."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import sys
+import time
+from datetime import UTC, datetime
+from typing import IO, TYPE_CHECKING, Any
+
+from jaxserve.completion import Completion
+from server.errors import Refusal
+from server.generation import Life
+
+if TYPE_CHECKING:
+    from jaxserve.tokenizer import Tokenizer
+
+_log = logging.getLogger(__name__)
+
+
+class RequestLog:
+    """Writes what a door tells it (as its Observer).
+
+    Args:
+      path: of a file to append to, or `-` for standard output.
+      tokenizer: to log prompts as text; they are token ids where it is None.
+      prompts: whether prompts and answers are logged at all.
+
+    Raises:
+      OSError: the file cannot be written.
+    """
+
+    def __init__(self, path: str, *, tokenizer: Tokenizer | None, prompts: bool) -> None:
+        self._file: IO[str] = sys.stdout if path == "-" else open(path, "a", encoding="utf-8")  # noqa: SIM115
+        self._tokenizer, self._prompts = tokenizer, prompts
+        self._failed = False
+
+    def started(self, life: Life) -> None:
+        pass
+
+    def tokens(self, life: Life, count: int, gap: float | None) -> None:
+        pass
+
+    def ended(self, life: Life, completion: Completion) -> None:
+        call, sampling = life.call, life.request.sampling
+        line: dict[str, Any] = {
+            "id": call.id,
+            "protocol": call.protocol,
+            "finish_reason": completion.finish_reason.value if completion.finish_reason is not None else "cut short",
+            "prompt_tokens": completion.prompt_tokens,
+            "cached_tokens": completion.cached_tokens,
+            "completion_tokens": len(completion.token_ids),
+            "max_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "queue_seconds": _since(call.arrival, life.began),
+            "first_token_seconds": _since(call.arrival, life.first_token),
+            "seconds": _since(call.arrival, time.monotonic()),
+        }
+        if call.tenant.name:
+            line["tenant"] = call.tenant.name
+        if self._prompts:
+            prompt = life.request.prompt
+            line["prompt"] = self._tokenizer.decode(prompt) if self._tokenizer is not None else prompt
+            line["completion"] = completion.text if self._tokenizer is not None else completion.token_ids
+        self._write(line)
+
+    def refused(self, call_id: str, refusal: Refusal) -> None:
+        self._write({"id": call_id, "refused": refusal.kind.value, "message": str(refusal)})
+
+    def close(self) -> None:
+        """Closes the file."""
+        if self._file is not sys.stdout:
+            with contextlib.suppress(OSError):  # told of already
+                self._file.close()
+
+    def _write(self, line: dict[str, Any]) -> None:
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        try:
+            self._file.write(json.dumps({"time": now} | line) + "\n")
+            self._file.flush()
+        except OSError as problem:  # a full disk ends no request
+            if not self._failed:
+                _log.error("the request log cannot be written: %s", problem.strerror)
+            self._failed = True
+
+
+def _since(start: float, end: float | None) -> float | None:
+    return None if end is None else round(end - start, 6)

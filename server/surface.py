@@ -1,0 +1,114 @@
+"""Every protocol on one engine: they start, drain and stop together."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from typing import TYPE_CHECKING
+
+from server.auth import ApiKeys, KeyMiddleware
+from server.door import Door
+from server.grpc_server import GrpcServer
+from server.health import Watchdog
+from server.http.app import OPEN_PATHS, make_app
+from server.http.listener import HttpListener
+from server.http.template import ChatTemplate
+from server.metrics import Metrics
+from server.tls import Tls
+
+if TYPE_CHECKING:
+    from jaxserve.engine import Engine
+
+_log = logging.getLogger(__name__)
+
+_STOPPING = "the server is stopping"
+
+
+class Surface:
+    """What callers of one engine reach, whatever they speak.
+
+    Args:
+      engine: a started engine.
+      name: what the model is called.
+      version: of the server.
+      chat_template: the checkpoint's, if it has one.
+      tls: None listens without encryption.
+      keys: one of which callers must show; None asks for none.
+      stall_seconds: how long the engine may have work and complete no iteration; None goes by what its largest bucket
+        was measured to take.
+      health_seconds: how often the engine is looked at.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        name: str,
+        version: str,
+        chat_template: ChatTemplate | None = None,
+        tls: Tls | None = None,
+        keys: ApiKeys | None = None,
+        stall_seconds: float | None = None,
+        health_seconds: float = 0.5,
+    ) -> None:
+        self.door = Door(engine, tenants=lambda: keys.tenants if keys is not None else {})
+        self._grpc = GrpcServer(self.door, name=name, version=version, tls=tls, keys=keys)
+        self.metrics = Metrics(engine, model=name, healthy=lambda: self.door.closed is None)
+        self.door.observers.append(self.metrics)
+        app = make_app(self.door, self.metrics, name=name, version=version, chat_template=chat_template)
+        self._http = HttpListener(KeyMiddleware(app, keys, OPEN_PATHS) if keys is not None else app, tls)
+        self._watchdog = Watchdog(engine, deadline=stall_seconds, interval=health_seconds)
+        self._health_seconds = health_seconds
+        self._watch: asyncio.Task[None] | None = None
+
+    async def start(self, host: str, port: int, http_port: int | None) -> tuple[int, int | None]:
+        """Listens for gRPC on one port and for HTTP on another, or not at all.
+
+        Returns:
+          The ports, which matter when 0 was asked for.
+
+        Raises:
+          RuntimeError, OSError: a port cannot be had.
+        """
+        port = await self._grpc.start(host, port)
+        if http_port is not None:
+            http_port = await self._http.start(host, http_port)
+        self._watch = asyncio.create_task(self._watch_engine())
+        return port, http_port
+
+    async def drain(self, seconds: float) -> int:
+        """Refuses new calls, gives those under way this long, then stops.
+
+        Returns:
+          How many requests had to be cut short.
+        """
+        self.door.close(_STOPPING)
+        await self._grpc.announce_end()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.door.idle(), seconds)
+        left = self.door.num_alive
+        await self.stop()
+        return left
+
+    async def stop(self) -> None:
+        """Ends what is under way with UNAVAILABLE, and stops listening."""
+        self.door.close(_STOPPING)
+        self.door.fail_all("the server stopped before the answer was whole")
+        if self._watch is not None:
+            self._watch.cancel()
+        await asyncio.gather(self._grpc.stop(), self._http.stop())
+
+    async def _watch_engine(self) -> None:
+        """Has health follow the engine, and nobody wait for an engine that will never answer."""
+        while True:
+            problem = self._watchdog.problem()
+            if (problem is None) != (self.door.problem is None):
+                _log.error("not serving: %s", problem) if problem else _log.warning("serving again")
+                await self._grpc.set_health(problem is None)
+            self.door.problem = problem
+            if not self.door.engine.is_healthy:
+                self.door.fail_all("the engine has failed")
+            self.door.admission.sample()
+            self.metrics.drain()
+            await asyncio.sleep(self._health_seconds)

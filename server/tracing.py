@@ -1,0 +1,76 @@
+"""Optional OpenTelemetry traces: a span for every request, with its times in the queue, in prefill and in decode."""
+
+from __future__ import annotations
+
+import time
+
+from jaxserve.completion import Completion
+from server.errors import Refusal
+from server.generation import Life
+
+
+class Tracing:
+    """Makes spans of what a door tells it (as its Observer), once a request has ended.
+
+    Where they go is OpenTelemetry's own setting (OTEL_EXPORTER_OTLP_ENDPOINT and the like).
+
+    Raises:
+      ValueError: the libraries are not installed.
+    """
+
+    def __init__(self, *, model: str) -> None:
+        try:
+            from opentelemetry import trace  # pyright: ignore[reportMissingImports]
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter  # pyright: ignore[reportMissingImports]
+            from opentelemetry.sdk.resources import Resource  # pyright: ignore[reportMissingImports]
+            from opentelemetry.sdk.trace import TracerProvider  # pyright: ignore[reportMissingImports]
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor  # pyright: ignore[reportMissingImports]
+        except ImportError as missing:
+            raise ValueError(f"--traces needs OpenTelemetry: pip install 'jaxserve[otel]' ({missing})") from None
+        self._context_of = trace.set_span_in_context
+        self._provider = TracerProvider(resource=Resource.create({"service.name": "jaxserve"}))
+        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+        self._tracer = self._provider.get_tracer("jaxserve")
+        self._model = model
+        self._epoch = time.time_ns() - time.monotonic_ns()  # from monotonic time to the world's
+
+    def started(self, life: Life) -> None:
+        pass
+
+    def tokens(self, life: Life, count: int, gap: float | None) -> None:
+        pass
+
+    def ended(self, life: Life, completion: Completion) -> None:
+        end, reason = time.monotonic(), completion.finish_reason
+        attributes = {
+            "gen_ai.request.model": self._model,
+            "gen_ai.request.max_tokens": life.request.sampling.max_tokens,
+            "gen_ai.usage.input_tokens": completion.prompt_tokens,
+            "gen_ai.usage.output_tokens": len(completion.token_ids),
+            "gen_ai.response.finish_reasons": [reason.value if reason is not None else "cut short"],
+            "jaxserve.request_id": life.call.id,
+            "jaxserve.protocol": life.call.protocol,
+            "jaxserve.cached_tokens": completion.cached_tokens,
+        }
+        start = life.call.arrival
+        whole = self._tracer.start_span("generate", start_time=self._at(start), attributes=attributes)
+        parts = (
+            ("queue", start, life.began or end),
+            ("prefill", life.began, life.first_token or end),
+            ("decode", life.first_token, end),
+        )
+        for name, begin, until in parts:
+            if begin is not None:
+                part = self._tracer.start_span(name, context=self._context_of(whole), start_time=self._at(begin))
+                part.end(self._at(until))
+        whole.end(self._at(end))
+
+    def refused(self, call_id: str, refusal: Refusal) -> None:
+        pass
+
+    def close(self) -> None:
+        """Sends what has not been sent."""
+        self._provider.shutdown()
+
+    def _at(self, monotonic: float) -> int:
+        return self._epoch + int(monotonic * 1e9)

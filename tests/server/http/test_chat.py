@@ -1,0 +1,136 @@
+"""`/v1/chat/completions`, and chat templates."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxserve.request import InvalidRequest
+from server.http.template import ChatTemplate
+from tests.server.conftest import Served
+from tests.server.http.conftest import ask, events, post
+
+Serve = Callable[..., None]
+PATH = "/v1/chat/completions"
+CHAT = [{"role": "system", "content": "Be"}, {"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
+TEXT = "<system>Be<user>Hi<bot>"  # what the template makes of it
+
+
+def test_a_chat_is_answered_by_its_template(serve_http: Serve) -> None:
+    async def scenario(it: Served) -> None:
+        answer = await ask(it, PATH, messages=CHAT, max_completion_tokens=8)
+        assert answer["object"] == "chat.completion"
+        (choice,) = answer["choices"]
+        assert choice["message"] == {"role": "assistant", "content": TEXT[:8], "refusal": None}
+        assert (choice["finish_reason"], choice["logprobs"]) == ("length", None)
+        assert answer["usage"]["prompt_tokens"] == len(TEXT)
+        bare = await ask(it, PATH, messages=CHAT, max_tokens=30, add_generation_prompt=False, n=2)
+        assert [one["message"]["content"] for one in bare["choices"]] == [(TEXT[:-5] * 2)[:30]] * 2
+
+    serve_http(scenario)
+
+
+def test_without_a_limit_a_chat_goes_on_to_the_end_of_the_context(serve_http: Serve) -> None:
+    async def scenario(it: Served) -> None:
+        answer = await ask(it, PATH, messages=CHAT)
+        assert answer["usage"]["total_tokens"] == 64
+
+    serve_http(scenario, max_context=64)
+
+
+def test_a_chats_logprobs(serve_http: Serve) -> None:
+    async def scenario(it: Served) -> None:
+        answer = await ask(it, PATH, messages=CHAT, max_tokens=2, logprobs=True, top_logprobs=1, prompt_logprobs=0)
+        first, second = answer["choices"][0]["logprobs"]["content"]
+        top = {"token": "\x00", "logprob": 0.0, "bytes": [0]}
+        assert first == {"token": "<", "logprob": 0.0, "bytes": [60], "top_logprobs": [top]}
+        assert (second["token"], second["logprob"]) == ("s", -0.25)
+        assert len(answer["prompt_logprobs"]) == len(TEXT)
+        assert answer["prompt_logprobs"][1] == {"115": {"logprob": -0.25, "decoded_token": "s"}}
+
+    serve_http(scenario)
+
+
+def test_a_stream_begins_with_the_role(serve_http: Serve) -> None:
+    async def scenario(it: Served) -> None:
+        found = [event async for event in events(it, PATH, messages=CHAT, max_tokens=4, logprobs=True, stream=True)]
+        assert found.pop() is None
+        deltas = [event["choices"][0]["delta"] for event in found]
+        assert deltas[0] == {"role": "assistant", "content": ""}
+        assert "".join(delta.get("content", "") for delta in deltas) == TEXT[:4]
+        scored = [event["choices"][0]["logprobs"] for event in found[1:]]
+        assert "".join(token["token"] for each in scored for token in each["content"]) == TEXT[:4]
+        assert found[-1]["choices"][0]["finish_reason"] == "length"
+        assert found[0]["object"] == "chat.completion.chunk"
+
+    serve_http(scenario)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages"),
+        ({"messages": CHAT, "tools": []}, "tools"),
+        ({"messages": CHAT, "top_logprobs": 2}, "top_logprobs"),
+        ({"messages": CHAT, "max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
+    ],
+)
+def test_a_wrong_chat_is_refused_by_name(serve_http: Serve, body: dict[str, Any], param: str) -> None:
+    async def scenario(it: Served) -> None:
+        status, answer = await post(it, PATH, **body)
+        assert (status, answer["error"]["param"]) == (400, param)
+
+    serve_http(scenario)
+
+
+def test_a_checkpoint_without_a_template_says_so(serve_http: Serve) -> None:
+    async def scenario(it: Served) -> None:
+        status, answer = await post(it, PATH, messages=CHAT)
+        assert status == 400
+        assert "no chat template" in answer["error"]["message"]
+
+    serve_http(scenario, chat_template=None)
+
+
+# Templates
+
+
+def messages(*texts: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text} for text in texts]
+
+
+def test_a_template_is_found_where_checkpoints_have_it(tmp_path: Path) -> None:
+    assert ChatTemplate.from_directory(tmp_path) is None
+    config: dict[str, Any] = {"bos_token": {"content": "<s>"}, "eos_token": "</s>"}
+    source = "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}"
+    for found in (source, [{"name": "tools", "template": "no"}, {"name": "default", "template": source}]):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": found}))
+        template = ChatTemplate.from_directory(tmp_path)
+        assert template is not None
+        assert template.render(messages("Hi"), add_generation_prompt=True) == "<s>Hi</s>"
+    (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}\n{{ m.content | tojson }}{% endfor %}")
+    template = ChatTemplate.from_directory(tmp_path)
+    assert template is not None
+    assert template.render(messages("é"), add_generation_prompt=True) == '"é"'
+    (tmp_path / "chat_template.jinja").write_text("{% for %}")
+    with pytest.raises(ValueError, match="no Jinja"):
+        ChatTemplate.from_directory(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages.append(1) }}", "unsafe"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ messages[3].content.missing }}", "undefined|no element|has no"),
+        ("{% for i in range(90000) %}{{ messages[0].content * 100 }}{% endfor %}", "more text"),
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{{ '' }}{% endfor %}{% endfor %}", "more text"),
+    ],
+)
+def test_a_template_cannot_do_harm(source: str, told: str) -> None:
+    with pytest.raises(InvalidRequest, match=told):
+        ChatTemplate(source, {}).render(messages("Hi"), add_generation_prompt=True)

@@ -1,0 +1,231 @@
+"""Who is let in, on a clock of our own and with an engine that is four numbers."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from jaxserve.config import EngineConfig
+from server.admission import Admission, Ticket
+from server.auth import ANYBODY, Tenant
+from server.errors import Kind, Refusal
+
+
+class Engine:
+    """Four rows; 10 ms an iteration of decodes, 1,000 prompt tokens a second."""
+
+    def __init__(self, **limits: int) -> None:
+        self.config = EngineConfig(max_rows=4, **limits)
+        cost = SimpleNamespace(size=10, milliseconds=10.0, tokens_per_second=1000.0)
+        self.report = SimpleNamespace(buckets=(cost,))
+        self.now = 50.0
+        self.counts = SimpleNamespace(
+            running=0, waiting=0, waiting_tokens=0, owed_tokens=0, prompt_tokens=0, generated_tokens=0
+        )
+
+    def load(self) -> Any:
+        return self.counts
+
+    def admission(self, *tenants: Tenant) -> Admission:
+        named = {tenant.name: tenant for tenant in tenants}
+        return Admission(self, tenants=lambda: named, clock=lambda: self.now)  # pyright: ignore[reportArgumentType]
+
+    def take(self, ticket: Ticket) -> None:
+        """Counts a ticket's requests as waiting, as the engine does from `submit` on."""
+        self.counts.waiting += ticket.requests
+        self.counts.waiting_tokens += ticket.tokens
+        ticket.submitted()
+
+    def begin(self, ticket: Ticket) -> None:
+        self.counts.waiting -= ticket.requests
+        self.counts.waiting_tokens -= ticket.tokens
+        ticket.begun()
+
+
+def ask(admission: Admission, tenant: Tenant = ANYBODY, **changes: Any) -> Ticket:
+    return admission.admit(tenant, **{"requests": 1, "prompt_tokens": 10, "new_tokens": 100} | changes)
+
+
+def refusal(admission: Admission, tenant: Tenant = ANYBODY, **changes: Any) -> Refusal:
+    with pytest.raises(Refusal) as caught:
+        ask(admission, tenant, **changes)
+    return caught.value
+
+
+# Bounds
+
+
+def test_requests_are_counted_from_the_moment_they_are_granted() -> None:
+    engine = Engine(max_queued_requests=3)
+    admission = engine.admission()
+    tickets = [ask(admission), ask(admission, requests=2)]
+    assert refusal(admission).kind is Kind.QUEUE_FULL
+    for ticket in tickets:
+        engine.take(ticket)  # now the engine counts them: nothing is counted twice, nothing is forgotten
+    assert refusal(admission).kind is Kind.QUEUE_FULL
+    engine.begin(tickets[0])
+    ask(admission)
+    assert refusal(admission).kind is Kind.QUEUE_FULL
+
+
+def test_tokens_are_counted_at_most_and_then_as_they_are() -> None:
+    engine = Engine(max_queued_tokens=100)
+    admission = engine.admission()
+    ticket = ask(admission, prompt_tokens=90)
+    assert refusal(admission, prompt_tokens=20).kind is Kind.QUEUE_FULL
+    ticket.correct(30)
+    other = ask(admission, prompt_tokens=70)
+    assert refusal(admission, prompt_tokens=1).kind is Kind.QUEUE_FULL
+    engine.take(ticket)
+    assert refusal(admission, prompt_tokens=1).kind is Kind.QUEUE_FULL
+    other.release()
+    assert engine.counts.waiting_tokens == 30
+    ask(admission, prompt_tokens=70)
+
+
+def test_a_prompt_over_the_bound_is_taken_by_an_empty_queue() -> None:
+    admission = Engine(max_queued_tokens=100).admission()
+    ask(admission, prompt_tokens=1000).release()
+    ask(admission)
+    assert refusal(admission, prompt_tokens=1000).kind is Kind.QUEUE_FULL
+
+
+@pytest.mark.parametrize("ending", ["before", "waiting", "begun", "twice"])
+def test_everything_granted_comes_back_however_it_ends(ending: str) -> None:
+    engine = Engine(max_queued_requests=2, max_queued_tokens=50)
+    admission = engine.admission()
+    for _ in range(100):
+        ticket = ask(admission, requests=2, prompt_tokens=40)
+        ticket.correct(17)
+        if ending != "before":
+            engine.take(ticket)
+            engine.counts.waiting = engine.counts.waiting_tokens = 0
+        if ending in ("begun", "twice"):
+            ticket.begun()
+        ticket.release()
+        if ending == "twice":
+            ticket.release()
+        assert (admission.reserved_requests, admission.reserved_tokens) == (0, 0)
+        assert not admission._waiting
+
+
+# Waits
+
+
+def test_nobody_waits_where_a_row_is_free() -> None:
+    engine = Engine()
+    engine.counts.running, engine.counts.owed_tokens = 3, 10_000
+    assert engine.admission().retry_seconds() == pytest.approx(0.1)
+
+
+def test_the_wait_follows_from_what_is_owed_and_how_fast_it_goes() -> None:
+    engine = Engine(max_queued_requests=8)
+    admission = engine.admission()
+    counts = engine.counts
+    counts.running, counts.waiting, counts.owed_tokens = 4, 8, 6000
+    first = refusal(admission).retry_after
+    assert first == pytest.approx(6000 / 400 * 9 / 12)  # 4 rows a 10 ms as measured at start
+    for _ in range(60):  # in fact it does half of that
+        engine.now += 0.5
+        counts.generated_tokens += 100
+        last = refusal(admission).retry_after
+    assert last == pytest.approx(2 * first, rel=0.01)
+    engine.now += 3600  # nobody was there to be refused for an hour: that says nothing of the engine
+    assert refusal(admission).retry_after == last
+    for _ in range(200):  # and requests come to generate a quarter of what they might
+        admission.finished(25, 100)
+    assert refusal(admission).retry_after == pytest.approx(first / 2, rel=0.01)
+
+
+def test_a_deadline_that_cannot_be_met_is_refused_at_once() -> None:
+    engine = Engine()
+    admission = engine.admission()
+    engine.counts.running, engine.counts.waiting, engine.counts.owed_tokens = 4, 4, 4000
+    wait = 4000 / 400 * 5 / 8
+    late = refusal(admission, deadline=engine.now + wait - 0.1)
+    assert late.kind is Kind.TOO_LATE
+    ask(admission, deadline=engine.now + wait + 1.3)
+    engine.counts.waiting = engine.counts.running = 0
+    admission = engine.admission()
+    assert refusal(admission, new_tokens=200, exactly=True, deadline=engine.now + 1.9).kind is Kind.TOO_LATE
+    ask(admission, new_tokens=200, exactly=True, deadline=engine.now + 2.1)
+    ask(admission, new_tokens=200, deadline=engine.now + 1.0)  # it may end early
+    for _ in range(200):
+        admission.finished(150, 200)
+    assert refusal(admission, new_tokens=200, deadline=engine.now + 1.0).kind is Kind.TOO_LATE
+
+
+def test_a_prompt_that_takes_too_long_is_refused_once_its_length_is_known() -> None:
+    engine = Engine()
+    admission = engine.admission()
+    ask(admission, prompt_tokens=8000, deadline=engine.now + 3).correct(2000)
+    with pytest.raises(Refusal) as caught:
+        ask(admission, prompt_tokens=8000, deadline=engine.now + 3).correct(4000)
+    assert caught.value.kind is Kind.TOO_LATE
+
+
+# Tenants
+
+SMALL, LARGE = Tenant(name="small", share=1), Tenant(name="large", share=3)
+
+
+def test_a_contended_queue_is_shared_out() -> None:
+    engine = Engine(max_queued_requests=40)
+    admission = engine.admission(SMALL, LARGE)
+    for _ in range(21):  # the small one alone may have half of the queue, and no more
+        engine.take(ask(admission, SMALL))
+    assert "small has its share" in str(refusal(admission, SMALL))
+    for _ in range(19):
+        engine.take(ask(admission, LARGE))
+    assert "40 requests are waiting" in str(refusal(admission, LARGE))
+
+
+def test_who_has_more_than_a_share_goes_after_the_others() -> None:
+    engine = Engine(max_queued_requests=40)
+    admission = engine.admission(SMALL, LARGE)
+    tickets = [ask(admission, SMALL) for _ in range(15)]
+    assert [ticket.demoted for ticket in tickets] == [False] * 10 + [True] * 5
+    assert not ask(admission, LARGE).demoted
+
+
+def test_a_share_of_tokens_counts_as_well() -> None:
+    engine = Engine(max_queued_tokens=1000)
+    admission = engine.admission(SMALL, LARGE)
+    engine.take(ask(admission, SMALL, prompt_tokens=600))
+    assert "small has its share" in str(refusal(admission, SMALL, prompt_tokens=10))
+    ask(admission, LARGE, prompt_tokens=300)
+
+
+def test_who_is_alone_shares_with_nobody() -> None:
+    engine = Engine(max_queued_requests=10)
+    admission = engine.admission()
+    assert not any(ask(admission).demoted for _ in range(10))
+    assert "10 requests are waiting" in str(refusal(admission))
+
+
+def test_a_rate_is_a_bucket_that_fills() -> None:
+    engine = Engine()
+    limited = Tenant(name="limited", rate=2.0, burst=3.0)
+    admission = engine.admission(limited, LARGE)
+    for _ in range(3):
+        ask(admission, limited)
+    late = refusal(admission, limited)
+    assert (late.kind, late.retry_after) == (Kind.RATE_LIMITED, pytest.approx(0.5))
+    ask(admission, LARGE)
+    engine.now += 0.5
+    ask(admission, limited)
+    assert refusal(admission, limited).kind is Kind.RATE_LIMITED
+    engine.now += 3600
+    ask(admission, limited, requests=5)  # more than may ever come at once: it is paid for afterwards
+    assert refusal(admission, limited).retry_after == pytest.approx(1.5)
+
+
+def test_what_others_refuse_costs_nothing_of_the_rate() -> None:
+    engine = Engine(max_queued_requests=1)
+    limited = Tenant(name="limited", rate=1.0, burst=1.0)
+    admission = engine.admission(limited)
+    other = ask(admission, ANYBODY)
+    for _ in range(5):
+        assert refusal(admission, limited).kind is Kind.QUEUE_FULL
+    other.release()
+    ask(admission, limited)

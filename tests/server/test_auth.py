@@ -1,0 +1,241 @@
+"""Keys: which are known, when a file counts, and that nothing is reached without one."""
+
+import asyncio
+import hashlib
+import http.client
+import os
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from server import auth
+from server.auth import ApiKeys, KeyInterceptor, KeyMiddleware
+from server.proto.jaxserve.v1 import inference_pb2 as pb
+from tests.server.fake_engine import WAIT_SECONDS
+
+KEYS = f"""
+[plain]
+keys = ["first-key-of-plain", "second-key-of-plain"]
+rate = 10
+[hashed]
+keys = ["sha256:{hashlib.sha256(b"key-of-hashed").hexdigest()}"]
+share = 2.5
+"""
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "keys.toml"
+    path.write_text(KEYS)
+    return path
+
+
+def name_of(keys: ApiKeys, key: str) -> str | None:
+    tenant = keys.tenant_of(key.encode())
+    return tenant and tenant.name
+
+
+def test_keys_name_their_tenants(path: Path) -> None:
+    keys = ApiKeys(path)
+    assert [name_of(keys, key) for key in ("first-key-of-plain", "second-key-of-plain", "key-of-hashed")] == [
+        "plain",
+        "plain",
+        "hashed",
+    ]
+    assert (keys.tenants["plain"].rate, keys.tenants["plain"].burst, keys.tenants["plain"].share) == (10, 10, 1)
+    assert (keys.tenants["hashed"].rate, keys.tenants["hashed"].share) == (None, 2.5)
+    digest = "sha256:" + hashlib.sha256(b"key-of-hashed").hexdigest()
+    for wrong in ("", "first-key", "first-key-of-plain ", digest, "first-key-of-plain" + "x" * 2000):
+        assert keys.tenant_of(wrong.encode()) is None
+
+
+def test_every_key_is_compared_whichever_it_is(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys, compared = ApiKeys(path), []
+    monkeypatch.setattr(auth.hmac, "compare_digest", lambda a, b: compared.append(a) or a == b)
+    counts = []
+    for key in (b"first-key-of-plain", b"key-of-hashed", b"unknown"):
+        compared.clear()
+        keys.tenant_of(key)
+        counts.append(len(compared))
+    assert counts == [3, 3, 3]
+
+
+def test_a_file_that_changes_is_read_again_and_one_that_breaks_is_not_taken(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = Clock()
+    keys = ApiKeys(path, clock=clock)
+    path.write_text('[plain]\nkeys = ["the-new-key"]\n')
+    assert name_of(keys, "first-key-of-plain") == "plain"  # it is not looked at for every call
+    clock.now += 2
+    assert name_of(keys, "the-new-key") == "plain"
+    assert name_of(keys, "first-key-of-plain") is None
+    for broken in ("[plain]\nkeys = [", ""):
+        path.write_text(broken)
+        for _ in range(3):
+            clock.now += 2
+            assert name_of(keys, "the-new-key") == "plain"
+    os.unlink(path)
+    clock.now += 2
+    assert name_of(keys, "the-new-key") == "plain"
+    assert len(caplog.records) == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "no tenant is in it"),
+        ("a = 1", "a stands outside a tenant's table"),
+        ("[a]", "a has no keys"),
+        ('[a]\nkeys = ["short"]', "a key of a is no string of 8 to 1024 bytes"),
+        ('[a]\nkeys = ["sha256:abcdef"]', "begins with sha256: and has no 64 hex digits"),
+        ('[a]\nkeys = ["long-enough"]\nrates = 3', "a has rates, which is none of keys, share, rate, burst"),
+        ('[a]\nkeys = ["long-enough"]\nrate = -1', "a has rate -1; it must be a number above 0"),
+        ('[a]\nkeys = ["long-enough"]\n[b]\nkeys = ["long-enough"]', "b has a key that a has too"),
+        ("[a", "no TOML"),
+    ],
+)
+def test_a_wrong_file_is_told_without_its_keys(path: Path, text: str, told: str) -> None:
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"keys\.toml") as caught:
+        ApiKeys(path)
+    assert told in str(caught.value)
+    assert not any(secret in str(caught.value) for secret in ("short", "abcdef", "long-enough"))
+
+
+# On the way in
+
+
+def test_an_rpc_without_a_key_is_refused_but_for_health(path: Path) -> None:
+    seen = []
+
+    async def echo(request: bytes, context: Any) -> bytes:
+        seen.append(auth.current.get().name)
+        return request
+
+    async def scenario() -> None:
+        server = grpc.aio.server(interceptors=[KeyInterceptor(ApiKeys(path), ["grpc.health.v1.Health"])])
+        checks = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
+        health_pb2_grpc.add_HealthServicer_to_server(checks, server)
+        handlers = {"Echo": grpc.unary_unary_rpc_method_handler(echo)}
+        server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("x.Y", handlers)])
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            health_stub: Any = health_pb2_grpc.HealthStub(channel)
+            await health_stub.Check(health_pb2.HealthCheckRequest())
+            for method in ("/x.Y/Echo", "/x.Y/None", "/grpc.health.v1.HealthX/Check", "/anything"):
+                for metadata in (
+                    (),
+                    (("authorization", "Bearer nobodys-key"),),
+                    (("authorization", "key-of-hashed"),),
+                    (("authorization", "Basic key-of-hashed"),),
+                    (("authorization-bin", b"Bearer key-of-hashed"),),
+                ):
+                    with pytest.raises(grpc.aio.AioRpcError) as caught:
+                        await channel.unary_unary(method)(b"a", metadata=metadata)
+                    assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+                streamed = channel.stream_stream(method)()
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await streamed.read()
+                assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+            assert not seen
+            for metadata in (("authorization", "bearer key-of-hashed"), ("x-api-key", "first-key-of-plain")):
+                assert await channel.unary_unary("/x.Y/Echo")(b"a", metadata=(metadata,)) == b"a"
+        assert seen == ["hashed", "plain"]
+        assert auth.current.get() is auth.ANYBODY
+        await server.stop(None)
+
+    asyncio.run(asyncio.wait_for(scenario(), WAIT_SECONDS))
+
+
+def test_the_server_asks_for_keys_and_counts_rates(serve: Any, path: Path) -> None:
+    path.write_text(KEYS.replace("rate = 10", "rate = 0.001"))
+
+    async def scenario(it: Any) -> None:
+        status = await health_pb2_grpc.HealthStub(it.channel).Check(health_pb2.HealthCheckRequest())
+        assert status.status == health_pb2.HealthCheckResponse.SERVING
+        request = pb.GenerateRequest(prompt="ab", max_tokens=1)
+        for method in (it.stub.Generate, it.stub.GetLoad, it.stub.GetModel, it.stub.Tokenize):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await method(request)
+            assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        for _ in range(3):
+            assert (await it.stub.Generate(request, metadata=[("x-api-key", "key-of-hashed")])).text == "a"
+        limited = [("authorization", "Bearer first-key-of-plain")]
+        await it.stub.Generate(request, metadata=limited)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await it.stub.Generate(request, metadata=limited)
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "plain may make 0.001 requests a second" in str(caught.value.details())
+
+        def get(target: str, **headers: str) -> int:
+            connection = http.client.HTTPConnection("127.0.0.1", it.http_port, timeout=WAIT_SECONDS)
+            connection.request("GET", target, headers=headers)
+            status = connection.getresponse().status
+            connection.close()
+            return status
+
+        for target, expected in (("/health", 200), ("/metrics", 401), ("/v1/models", 401), ("/no/such", 401)):
+            assert await asyncio.to_thread(get, target) == expected
+        for target in ("/metrics", "/v1/models"):
+            assert await asyncio.to_thread(get, target, Authorization="Bearer key-of-hashed") == 200
+
+    serve(scenario, http_port=0, surface={"keys": ApiKeys(path)})
+
+
+def ask(app: Any, path: str, *headers: tuple[str, str], kind: str = "http") -> list[dict[str, Any]]:
+    """What an ASGI app sends for a request of this raw path."""
+    sent = []
+    scope = {
+        "type": kind,
+        "path": "/health",  # as decoded and cut by whoever serves: nothing may trust it
+        "raw_path": path.encode(),
+        "headers": [(name.encode(), value.encode()) for name, value in headers],
+    }
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    asyncio.run(app(scope, None, send))
+    return sent
+
+
+def test_a_path_without_a_key_is_refused_but_for_open_ones(path: Path) -> None:
+    reached = []
+
+    async def inner(scope: dict[str, Any], receive: Any, send: Any) -> None:
+        reached.append((scope.get("raw_path"), auth.current.get().name))
+
+    app = KeyMiddleware(inner, ApiKeys(path), ["/health"])
+    for target in (
+        "/v1/models",
+        "/health/",
+        "//health",
+        "/%68ealth",
+        "/health;x",
+        "/Health",
+        "/health/../v1/models",
+        "",
+    ):
+        for headers in ((), (("authorization", "Bearer nobodys-key"),), (("authorization", "key-of-hashed"),)):
+            start, body = ask(app, target, *headers)
+            assert start["status"] == 401
+            assert (b"www-authenticate", b"Bearer") in start["headers"]
+            assert b"API key" in body["body"]
+    assert ask(app, "/health", kind="websocket") == [{"type": "websocket.close", "code": 1008}]
+    assert not reached
+    ask(app, "/health")
+    ask(app, "/v1/models", ("authorization", "Bearer key-of-hashed"))
+    assert reached == [(b"/health", ""), (b"/v1/models", "hashed")]

@@ -1,0 +1,138 @@
+"""The door behind every protocol: several requests of one call, and what observers are told."""
+
+import asyncio
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from jaxserve.completion import Completion
+from jaxserve.request import FinishReason, Request
+from server.errors import Kind, Refusal
+from server.generation import Call, Life
+from tests.server.conftest import Served
+
+Serve = Callable[..., None]
+LONG = 1500  # tokens: more than any test waits for
+
+
+def call(**fields: Any) -> Call:
+    return Call(protocol="test", **fields)
+
+
+async def answer(it: Served, *prompts: dict[str, Any], **fields: Any) -> None:
+    """Hears a call out."""
+    asked = call(**fields)
+    with it.surface.door.answering(asked.id):
+        async with it.surface.door.generate(prompts, asked) as generation:
+            async for _ in generation:
+                pass
+
+
+class Listener:
+    def __init__(self) -> None:
+        self.told: list[tuple[Any, ...]] = []
+
+    def started(self, life: Life) -> None:
+        self.told.append(("started", life.call.id, bytes(life.request.prompt)))
+
+    def tokens(self, life: Life, count: int, gap: float | None) -> None:
+        self.told.append(("tokens", bytes(life.request.prompt), count, gap is None))
+
+    def ended(self, life: Life, completion: Completion) -> None:
+        self.told.append(("ended", bytes(life.request.prompt), completion.finish_reason))
+
+    def refused(self, call_id: str, refusal: Refusal) -> None:
+        self.told.append(("refused", call_id, refusal.field))
+
+
+def test_the_requests_of_one_call_are_answered_side_by_side(serve: Serve) -> None:
+    async def scenario(it: Served) -> None:
+        prompts = [{"prompt": "ab", "max_tokens": 3}, {"prompt": "xyz", "max_tokens": LONG, "stop": "zx"}]
+        texts = [""] * 4
+        async with it.surface.door.generate(prompts, call(), samples=2) as generation:
+            assert [request.sampling.sample_index for request in generation.requests] == [0, 1, 0, 1]
+            async for deltas in generation:
+                for index, delta in deltas:
+                    texts[index] += delta.text
+            assert texts == ["aba", "aba", "xy", "xy"]
+            reasons = [generation.completion(index).finish_reason for index in range(4)]
+            assert reasons == [FinishReason.LENGTH] * 2 + [FinishReason.STOP] * 2
+        await it.until(lambda: it.engine.load().slots_used == 0)
+        assert len(it.engine.aborted) == 2  # those that a stop string ended, which the engine does not know of
+
+    serve(scenario)
+
+
+def test_a_call_that_is_left_gives_up_all_of_its_requests(serve: Serve) -> None:
+    async def scenario(it: Served) -> None:
+        prompts = [{"prompt": "ab", "max_tokens": LONG}, {"prompt": "cd", "max_tokens": 1}]
+        async with it.surface.door.generate(prompts, call()) as generation:
+            await it.step(2)
+            assert dict(await anext(generation))[1].finish_reason is FinishReason.LENGTH
+            assert it.surface.door.num_alive == 2
+        assert it.surface.door.num_alive == 0
+        await it.until(lambda: it.engine.load().slots_used == 0)
+        assert len(it.engine.aborted) == 1
+
+    serve(scenario, held=True)
+
+
+def test_one_wrong_prompt_refuses_the_call_before_anything_is_generated(serve: Serve) -> None:
+    async def scenario(it: Served) -> None:
+        for field, wrong in (("prompt", {"prompt": ""}), ("prompt_token_ids", {"prompt_token_ids": [999]})):
+            with pytest.raises(Refusal, match=field) as refused:
+                await answer(it, {"prompt": "ab"}, wrong)
+            assert (refused.value.kind, refused.value.field) == (Kind.INVALID, field)
+        await it.until(lambda: it.engine.load().waiting == 0)
+        assert it.surface.door.num_alive == 0
+
+    serve(scenario, held=True)
+
+
+def test_a_request_is_adjusted_when_its_prompt_has_become_tokens(serve: Serve) -> None:
+    async def scenario(it: Served) -> None:
+        def last_two(request: Request) -> Request:
+            return dataclasses.replace(request, prompt=request.prompt[-2:])
+
+        async with it.surface.door.generate([{"prompt": "abcd", "max_tokens": 3}], call(), adjust=last_two) as one:
+            async for _ in one:
+                pass
+        assert one.completion().text == "cdc"
+
+    serve(scenario)
+
+
+def test_observers_are_told_of_start_events_end_and_refusal(serve: Serve) -> None:
+    async def scenario(it: Served) -> None:
+        door, listener = it.surface.door, Listener()
+        door.observers.append(listener)
+        await answer(it, {"prompt": "ab", "max_tokens": 2}, id="mine")
+        async with door.generate([{"prompt": "cd", "max_tokens": LONG}], call(id="yours")):
+            pass
+        with pytest.raises(Refusal):
+            await answer(it, {"prompt_token_ids": [999]}, id="wrong")
+        assert listener.told[:5] == [
+            ("started", "mine", b"ab"),
+            ("tokens", b"ab", 1, True),
+            ("tokens", b"ab", 1, False),
+            ("ended", b"ab", FinishReason.LENGTH),
+            ("started", "yours", b"cd"),
+        ]
+        told = [each for each in listener.told[5:] if each[0] != "tokens"]  # as much as it did before it was left
+        assert told == [("ended", b"cd", None), ("refused", "wrong", "prompt_token_ids")]
+
+    serve(scenario)
+
+
+def test_a_failure_names_the_call_and_not_its_cause(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(it: Served) -> None:
+        with pytest.raises(Refusal, match="under mine") as refused:
+            await answer(it, {"prompt": "!", "max_tokens": 2}, id="mine")
+        assert refused.value.kind is Kind.FAILED
+        assert "poison" not in str(refused.value)
+        await asyncio.wait_for(it.surface.door.idle(), 1)
+
+    serve(scenario, poison=frozenset(b"!"))
+    assert "this prompt is poison" in caplog.text

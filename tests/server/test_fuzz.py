@@ -1,0 +1,121 @@
+"""Hostile callers of the gRPC port: nothing crashes, nothing leaks, and whoever behaves is served."""
+
+import asyncio
+import gc
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from server.proto.jaxserve.v1 import inference_pb2 as pb
+from server.proto.jaxserve.v1.inference_pb2_grpc import InferenceStub
+from tests.server import fuzz
+from tests.server.conftest import Served
+
+Serve = Callable[..., None]
+BATCH = 25  # hostile calls to one server
+
+
+async def assert_nothing_is_left(it: Served) -> None:
+    await it.surface.door.idle()
+    await it.until(lambda: it.engine.load().slots_used == it.engine.load().waiting == 0)
+    admission = it.surface.door.admission
+    assert (admission.reserved_requests, admission.reserved_tokens, admission._waiting) == (0, 0, {})
+    assert not it.surface.door._alive
+    assert it.engine.is_healthy
+
+
+async def behave(it: Served, over: asyncio.Event) -> int:
+    """Good requests until it is over; returns how many."""
+    served = 0
+    while not over.is_set():
+        answer = await it.stub.Generate(pb.GenerateRequest(prompt="abc", max_tokens=7))
+        assert answer.text == "abcabca"
+        served += 1
+    return served
+
+
+def attacked(serve: Serve, hostile: list[tuple[str, bytes, str]], resets: int) -> None:
+    async def scenario(it: Served) -> None:
+        over = asyncio.Event()
+        good = asyncio.create_task(behave(it, over))
+        await fuzz.attack(it.address, hostile)
+        await fuzz.reset_connections(it.address, resets)
+        over.set()
+        assert await good > 0
+        await assert_nothing_is_left(it)
+
+    # The library logs each message that is none, with a traceback.
+    logging.getLogger("grpc._cython.cygrpc").setLevel(logging.CRITICAL)
+    serve(scenario)
+
+
+# A failure names its call; making a batch of fifty smaller would take hours.
+together = settings(
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    database=None,
+    derandomize=True,
+    phases=(Phase.generate,),
+)
+
+
+@settings(together, max_examples=10)
+@given(hostile=st.lists(fuzz.calls, min_size=BATCH, max_size=BATCH))
+def test_hostile_calls(serve: Serve, hostile: list[tuple[str, bytes, str]]) -> None:
+    attacked(serve, hostile, resets=20)
+
+
+@pytest.mark.exhaustive
+@settings(together, max_examples=400)
+@given(hostile=st.lists(fuzz.calls, min_size=BATCH, max_size=BATCH))
+def test_ten_thousand_hostile_calls(serve: Serve, hostile: list[tuple[str, bytes, str]]) -> None:
+    attacked(serve, hostile, resets=20)
+
+
+@pytest.mark.parametrize("count", [20, pytest.param(2000, marks=pytest.mark.exhaustive)])
+def test_readers_who_never_read_hold_nobody_up(serve: Serve, count: int) -> None:
+    async def scenario(it: Served) -> None:
+        # A window of 64 KiB that does not grow, and large messages: the server's writes block before long.
+        window = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 2**16))
+        for begin in range(0, count, 20):
+            async with grpc.aio.insecure_channel(it.address, options=[*window, ("n", begin)]) as channel:
+                stub: Any = InferenceStub(channel)
+                endless = pb.GenerateRequest(prompt="abc", max_tokens=100_000, logprobs=20)
+                calls = [stub.GenerateStream(endless) for _ in range(min(20, count))]
+                most = it.engine.iterations + 5000  # megabytes, far more than its buffers hold
+                await it.until(lambda most=most: it.engine.iterations > most)
+                good = it.stub.Generate(pb.GenerateRequest(prompt="xy", max_tokens=4, priority=9))
+                for call in calls:
+                    call.cancel()
+                assert (await good).text == "xyxy"
+        await assert_nothing_is_left(it)
+
+    serve(scenario, max_context=2 * 10**6)
+
+
+def test_memory_does_not_grow_with_hostile_calls(serve: Serve) -> None:
+    hostile = [
+        (method, pb.GenerateRequest(prompt=prompt, max_tokens=most).SerializeToString(), manner)
+        for method in ("Generate", "GenerateStream")
+        for prompt, most in (("abc", 50), ("", 1), ("abc", -1), ("x" * 5000, 5))
+        for manner in ("wait", "cancel", "half-close", "say nothing", "deadline")
+    ]
+
+    async def scenario(it: Served) -> None:
+        counts = []
+        for _ in range(4):
+            await fuzz.attack(it.address, hostile)
+            await assert_nothing_is_left(it)
+            gc.collect()
+            counts.append(
+                sum(str(type(each).__module__).startswith(("server.", "jaxserve.")) for each in gc.get_objects())
+            )
+        assert counts[-1] <= counts[1] + 5
+
+    logging.getLogger("grpc._cython.cygrpc").setLevel(logging.CRITICAL)
+    serve(scenario)

@@ -1,0 +1,193 @@
+"""What the server counts: the names, that the figures are true, and what log and dashboard make of them."""
+
+import asyncio
+import json
+import re
+import socket
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from server.proto.jaxserve.v1 import inference_pb2 as pb
+from server.request_log import RequestLog
+from tests.server.conftest import Served
+
+Serve = Callable[..., None]
+DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana" / "jaxserve.json"
+
+
+def samples(text: bytes) -> dict[tuple[str, str], float]:
+    """Values by sample name and the label besides model_name (or "")."""
+    found = {}
+    for family in text_string_to_metric_families(text.decode()):
+        for sample in family.samples:
+            labels = dict(sample.labels)
+            assert labels.pop("model_name") == "echo"
+            found[sample.name, next(iter(labels.values()), "")] = sample.value
+    return found
+
+
+async def some_traffic(it: Served) -> None:
+    """A request of each ending: length (twice), stop, end of sequence, cut short; and two refusals."""
+    await it.stub.Generate(pb.GenerateRequest(prompt="abc", max_tokens=4))
+    await it.stub.Generate(pb.GenerateRequest(prompt="abc", max_tokens=4))
+    await it.stub.Generate(pb.GenerateRequest(prompt="abcd", max_tokens=9, stop_token_ids=[100]))
+    await it.stub.Generate(pb.GenerateRequest(prompt_token_ids=pb.TokenIds(ids=[97, 256])))
+    for wrong in (pb.GenerateRequest(prompt="a", top_p=2), pb.GenerateRequest(prompt="!", request_id="poisoned")):
+        with pytest.raises(grpc.aio.AioRpcError):
+            await it.stub.Generate(wrong)
+    await it.surface.door.idle()
+
+
+def test_figures_are_true_under_both_names(serve: Serve) -> None:
+    async def scenario(it: Served) -> None:
+        await some_traffic(it)
+        load, found = it.engine.load(), samples(it.surface.metrics.text())
+        for ours, theirs, value in (
+            ("jaxserve_requests_running", "vllm:num_requests_running", 0),
+            ("jaxserve_requests_waiting", "vllm:num_requests_waiting", 0),
+            ("jaxserve_prompt_tokens_total", "vllm:prompt_tokens_total", load.prompt_tokens),
+            ("jaxserve_generated_tokens_total", "vllm:generation_tokens_total", 4 + 4 + 4 + 2),
+            ("jaxserve_time_to_first_token_seconds_count", "vllm:time_to_first_token_seconds_count", 4),
+            ("jaxserve_inter_token_latency_seconds_count", "vllm:inter_token_latency_seconds_count", 3 + 3 + 3 + 1),
+            ("jaxserve_e2e_request_latency_seconds_count", "vllm:e2e_request_latency_seconds_count", 4),
+            ("jaxserve_queue_seconds_count", "vllm:request_queue_time_seconds_count", 4),
+            ("jaxserve_request_prompt_tokens_sum", "vllm:request_prompt_tokens_sum", 3 + 3 + 4 + 2 + 1),
+            ("jaxserve_request_generation_tokens_sum", "vllm:request_generation_tokens_sum", 4 + 4 + 4 + 2),
+        ):
+            assert found[ours, ""] == found[theirs, ""] == value, ours
+        assert found["vllm:kv_cache_usage_perc", ""] == 0
+        assert found["jaxserve_healthy", ""] == 1
+        assert found["jaxserve_iteration_seconds_count", ""] == load.iterations
+        assert found["jaxserve_iteration_seconds_sum", ""] == pytest.approx(0.005 * load.iterations)
+        assert found["jaxserve_iteration_host_seconds_sum", ""] == pytest.approx(0.001 * load.iterations)
+        ended = {label: value for (name, label), value in found.items() if name == "jaxserve_requests_total"}
+        assert ended == {"length": 2, "stop": 1, "eos": 1, "error": 1, "aborted": 0, "cut short": 0}
+        theirs = {label: value for (name, label), value in found.items() if name == "vllm:request_success_total"}
+        assert theirs == {"length": 2, "stop": 2, "error": 1, "abort": 0}
+        assert found["jaxserve_refusals_total", "invalid"] == found["jaxserve_refusals_total", "failed"] == 1
+        assert found["jaxserve_refusals_total", "rate limited"] == 0
+
+    serve(scenario, poison=frozenset(b"!"))
+
+
+def test_gauges_are_of_this_moment(serve: Serve) -> None:
+    async def scenario(it: Served) -> None:
+        calls = [it.stub.Generate(pb.GenerateRequest(prompt="abc", max_tokens=9)) for _ in range(6)]
+        await it.until(lambda: it.engine.load().waiting == 6)
+        await it.step()
+        found = samples(it.surface.metrics.text())
+        assert (found["vllm:num_requests_running", ""], found["vllm:num_requests_waiting", ""]) == (4, 2)
+        assert found["vllm:kv_cache_usage_perc", ""] == 16 / 8192
+        assert found["jaxserve_owed_tokens", ""] == 6 * 12 - 4
+        it.engine.release()
+        for call in calls:
+            await call
+        it.engine.fail()
+        await it.until(lambda: not it.engine.is_healthy)
+        assert samples(it.surface.metrics.text())["jaxserve_healthy", ""] == 0
+
+    serve(scenario, held=True)
+
+
+def test_a_scraper_has_a_port_of_its_own(serve: Serve) -> None:
+    async def scenario(it: Served) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        end = it.surface.metrics.serve("127.0.0.1", port)
+        try:
+
+            def scrape() -> bytes:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20) as answer:
+                    return answer.read()
+
+            assert samples(await asyncio.to_thread(scrape))["jaxserve_healthy", ""] == 1
+        finally:
+            end()
+
+    serve(scenario)
+
+
+def test_the_engines_thread_does_nothing_but_append(serve: Serve) -> None:
+    async def scenario(it: Served) -> None:
+        (recorder,) = it.engine._recorders
+        assert recorder.__name__ == "append"
+
+    serve(scenario)
+
+
+def test_the_dashboard_asks_for_metrics_that_exist(serve: Serve) -> None:
+    dashboard = json.loads(DASHBOARD.read_text())
+    asked = {
+        name
+        for panel in dashboard["panels"]
+        for target in panel["targets"]
+        for name in re.findall(r"\b(?:jaxserve_|vllm:)\w+", target["expr"])
+    }
+
+    async def scenario(it: Served) -> None:
+        await some_traffic(it)
+        known = {name for name, _ in samples(it.surface.metrics.text())}
+        assert asked <= known
+        assert len(asked) > 20
+        assert "jaxserve_healthy" in known
+        assert dashboard["templating"]["list"][1]["query"] == "label_values(jaxserve_healthy, model_name)"
+
+    serve(scenario, poison=frozenset(b"!"))
+
+
+# The request log
+
+
+@pytest.mark.parametrize("prompts", [False, True])
+def test_a_line_for_every_ending(serve: Serve, tmp_path: Path, prompts: bool) -> None:
+    path = tmp_path / "requests.jsonl"
+
+    async def scenario(it: Served) -> None:
+        log = RequestLog(str(path), tokenizer=it.engine.tokenizer, prompts=prompts)
+        it.surface.door.observers.append(log)
+        await some_traffic(it)
+        log.close()
+
+    serve(scenario, poison=frozenset(b"!"))
+    lines: list[dict[str, Any]] = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line.get("finish_reason") or line["refused"] for line in lines] == [
+        "length",
+        "length",
+        "stop",
+        "eos",
+        "invalid",
+        "error",
+        "failed",
+    ]
+    first = lines[0]
+    assert (first["protocol"], first["prompt_tokens"], first["completion_tokens"]) == ("grpc", 3, 4)
+    assert 0 <= first["queue_seconds"] <= first["first_token_seconds"] <= first["seconds"]
+    assert lines[1]["cached_tokens"] == 2
+    assert (lines[5]["id"], lines[6]["id"]) == ("poisoned", "poisoned")
+    assert "poison" not in lines[6]["message"].replace("poisoned", "")
+    assert [first.get("prompt"), first.get("completion")] == (["abc", "abca"] if prompts else [None, None])
+    assert prompts or "abc" not in path.read_text()
+
+
+def test_a_full_disk_ends_no_request(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("needs /dev/full")
+
+    async def scenario(it: Served) -> None:
+        log = RequestLog("/dev/full", tokenizer=None, prompts=False)
+        it.surface.door.observers.append(log)
+        for _ in range(3):
+            assert (await it.stub.Generate(pb.GenerateRequest(prompt="abc", max_tokens=4))).text == "abca"
+        log.close()
+
+    serve(scenario)
+    assert [record.message for record in caplog.records] == [
+        "the request log cannot be written: No space left on device"
+    ]

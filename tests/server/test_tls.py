@@ -1,0 +1,135 @@
+"""TLS: who reaches the server, and which files are refused."""
+
+import asyncio
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from server import auth, cli, tls
+from tests.server.fake_engine import WAIT_SECONDS
+
+pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make certificates")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """ca.pem, and server.pem, client.pem (signed by it), stranger.pem (by itself), each with NAME.key."""
+    folder = tmp_path_factory.mktemp("tls")
+
+    def openssl(*arguments: str) -> None:
+        subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
+
+    curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "30"]
+    for name in ("ca", "stranger"):
+        openssl("req", "-x509", *curve, "-keyout", f"{name}.key", "-out", f"{name}.pem", "-subj", f"/CN={name}")
+    (folder / "names").write_text("subjectAltName=DNS:localhost\n")
+    for name in ("server", "client"):
+        openssl("req", *curve[:-2], "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}")
+        openssl(
+            *("x509", "-req", "-in", f"{name}.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial"),
+            *("-days", "30", "-extfile", "names", "-out", f"{name}.pem"),
+        )
+    return folder
+
+
+@pytest.fixture
+def reached(folder: Path) -> Callable[..., bool]:
+    """Whether a client gets an answer: `reached(mutual=True, client="client")`."""
+
+    async def check(mutual: bool, client: str | None, trusts: str) -> bool:
+        server = grpc.aio.server()
+        checks = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
+        health_pb2_grpc.add_HealthServicer_to_server(checks, server)
+        shown = tls.Tls(
+            certificate=folder / "server.pem",
+            key=folder / "server.key",
+            client_ca=folder / "ca.pem" if mutual else None,
+        )
+        port = server.add_secure_port("127.0.0.1:0", shown.grpc_credentials())
+        await server.start()
+        credentials = grpc.ssl_channel_credentials(
+            (folder / f"{trusts}.pem").read_bytes(),
+            (folder / f"{client}.key").read_bytes() if client else None,
+            (folder / f"{client}.pem").read_bytes() if client else None,
+        )
+        async with grpc.aio.secure_channel(f"localhost:{port}", credentials) as channel:
+            stub: Any = health_pb2_grpc.HealthStub(channel)
+            try:
+                await stub.Check(health_pb2.HealthCheckRequest(), timeout=WAIT_SECONDS)
+            except grpc.aio.AioRpcError as error:
+                return error.code() is not grpc.StatusCode.UNAVAILABLE
+            finally:
+                await server.stop(None)
+        return True
+
+    def run(*, mutual: bool, client: str | None = None, trusts: str = "ca") -> bool:
+        return asyncio.run(check(mutual, client, trusts))
+
+    return run
+
+
+def test_a_client_that_trusts_the_authority_reaches_the_server(reached: Callable[..., bool]) -> None:
+    assert reached(mutual=False)
+    assert not reached(mutual=False, trusts="stranger")
+
+
+def test_mutual_tls_asks_for_a_certificate_of_the_authority(reached: Callable[..., bool]) -> None:
+    assert reached(mutual=True, client="client")
+    assert not reached(mutual=True)
+    assert not reached(mutual=True, client="stranger")
+
+
+def test_http_gets_the_same_files(folder: Path) -> None:
+    uvicorn = pytest.importorskip("uvicorn")
+    shown = tls.Tls(certificate=folder / "server.pem", key=folder / "server.key", client_ca=folder / "ca.pem")
+    config = uvicorn.Config(lambda: None, **shown.uvicorn_settings())
+    config.load()
+    assert config.ssl.verify_mode.name == "CERT_REQUIRED"
+
+
+def test_server_and_client_command_with_mutual_tls_and_a_key(
+    folder: Path, serve: Callable[..., None], capfd: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "keys.toml").write_text('[us]\nkeys = ["our-own-key"]\n')
+    (folder / "key").write_text("our-own-key\n")
+
+    async def scenario(it: Any) -> None:
+        where = f"localhost:{it.address.rpartition(':')[2]}"
+        command = ["client", "ab", "--max-tokens", "3", "--server", where, "--tls-ca", str(folder / "ca.pem")]
+        shown = ["--tls-cert", str(folder / "client.pem"), "--tls-key", str(folder / "client.key")]
+        assert await asyncio.to_thread(cli.main, [*command, *shown]) == 2
+        assert "UNAUTHENTICATED" in capfd.readouterr().err
+        assert await asyncio.to_thread(cli.main, [*command, *shown, "--api-key-file", str(folder / "key")]) == 0
+        assert capfd.readouterr().out == "aba\n"
+
+    security = {
+        "tls": tls.Tls(certificate=folder / "server.pem", key=folder / "server.key", client_ca=folder / "ca.pem"),
+        "keys": auth.ApiKeys(folder / "keys.toml"),
+    }
+    serve(scenario, surface=security)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("--tls-cert {0}/server.pem", "--tls-cert and --tls-key go together"),
+        ("--tls-client-ca {0}/ca.pem", "--tls-client-ca needs --tls-cert and --tls-key"),
+        ("--tls-cert {0}/server.pem --tls-key {0}/client.key", "mismatch"),
+        ("--tls-cert {0}/none.pem --tls-key {0}/client.key", "No such file or directory"),
+        ("--tls-cert {0}/names --tls-key {0}/client.key", "no pem"),
+        ("--tls-cert {0}/server.pem --tls-key {0}/server.key --tls-client-ca {0}/names", "--tls-client-ca"),
+    ],
+)
+def test_wrong_files_are_told_before_anything_is_loaded(
+    folder: Path, given: str, told: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["serve", "--port", "0", *given.format(folder).split()]) == 2
+    err = capfd.readouterr().err
+    assert told in err
+    assert err.count("\n") == 1
