@@ -21,7 +21,6 @@ class IterationRecord(NamedTuple):
       plan: what it carried.
       waiting: requests that waited for a row when it was planned.
       decodes: requests that it gave their next token, or several.
-      drafted: tokens it checked that were drafted.
       wait_s: time the host spent blocked on the device.
       finished_at: monotonic seconds.
     """
@@ -29,7 +28,6 @@ class IterationRecord(NamedTuple):
     replica: int
     plan: IterationPlan
     decodes: int
-    drafted: int
     prompt_tokens: int
     waiting: int
     schedule_s: float

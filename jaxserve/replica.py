@@ -162,7 +162,6 @@ class Replica:
                 replica=self.index,
                 plan=plan,
                 decodes=decodes,
-                drafted=drafted,
                 prompt_tokens=num_tokens - decodes - drafted,
                 waiting=timed.waiting,
                 schedule_s=timed.schedule_s,

@@ -329,6 +329,8 @@ class Scheduler:
         if not self._running or self._num_preempted or (first is not None and self.pool.can_admit(first.lease)):
             return False
         states = self._running[: self._max_rows]
+        if not speculation.has_room(len(states), self._budget):
+            return False
         if any(state.length - state.computed > 1 for state in states):
             return False
         candidates = [self._candidate(speculation, state) for state in states]
@@ -347,6 +349,8 @@ class Scheduler:
     def _speculate(self, speculation: Speculation, draft: _Draft) -> None:
         """Lengthen drafted decodes by drafted tokens, for which nobody has to give up blocks."""
         states, chunks = draft.states, draft.chunks
+        if not speculation.has_room(len(states), self._budget):
+            return
         nothing = Candidate(0, 0.0)
         candidates = [nothing if state.in_flight else self._candidate(speculation, state) for state in states]
         lengths = speculation.lengths(candidates, len(states), self._budget)

@@ -167,6 +167,10 @@ class Speculation:
         """What is guessed for a request of these tokens."""
         return Guesses(tokens, self._propose(tokens) if self.drafter is None else None, self._most)
 
+    def has_room(self, rows: int, budget: int) -> bool:
+        """Whether an iteration in which so many rows decode could carry a draft."""
+        return rows < min(self._max_points, budget, self._ladder.largest)
+
     def lengths(self, candidates: Sequence[Candidate], rows: int, budget: int) -> list[int]:
         """Tokens to draft for each candidate: what yields the most tokens a millisecond; all 0 where nothing does.
 

@@ -129,6 +129,13 @@ def test_as_many_are_drafted_as_give_the_most_tokens_a_millisecond(candidates, r
     assert made.lengths(candidates, rows, budget) == lengths
 
 
+def test_a_full_iteration_is_not_even_looked_at() -> None:
+    made = Speculation(ladder({1: 10, 8: 30}), most=7, max_points=6, waits=True)
+    assert made.has_room(5, 8)
+    assert not made.has_room(6, 8)
+    assert not made.has_room(3, 3)
+
+
 @pytest.mark.parametrize(("price", "lengths"), [(0.1, [3]), (6.0, [3]), (6.6, [1]), (9.0, [0])])
 def test_a_models_time_is_part_of_the_price(price, lengths) -> None:
     class Model:
