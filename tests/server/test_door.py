@@ -10,7 +10,7 @@ import pytest
 from jaxserve.completion import Completion
 from jaxserve.request import FinishReason, Request
 from server.errors import Kind, Refusal
-from server.generation import Call
+from server.generation import Call, Life
 from tests.server.conftest import Served
 
 Serve = Callable[..., None]
@@ -34,14 +34,20 @@ class Listener:
     def __init__(self) -> None:
         self.heard: list[tuple[Any, ...]] = []
 
-    def started(self, call: Call, request: Request) -> None:
-        self.heard.append(("started", call.id, bytes(request.prompt)))
+    def started(self, life: Life) -> None:
+        self.heard.append(("started", life.call.id, bytes(life.request.prompt)))
 
-    def first_token(self, request: Request) -> None:
-        self.heard.append(("first token", bytes(request.prompt)))
+    def tokens(self, life: Life, count: int, gap: float | None) -> None:
+        assert life.began is not None
+        assert life.first_token is not None
+        assert life.call.arrival <= life.began <= life.first_token
+        self.heard.append(("tokens", bytes(life.request.prompt), count, gap is None))
 
-    def ended(self, request: Request, completion: Completion) -> None:
-        self.heard.append(("ended", bytes(request.prompt), completion.finish_reason))
+    def ended(self, life: Life, completion: Completion) -> None:
+        self.heard.append(("ended", bytes(life.request.prompt), completion.finish_reason))
+
+    def refused(self, call_id: str, refusal: Refusal) -> None:
+        self.heard.append(("refused", call_id, refusal.kind))
 
 
 def test_the_requests_of_one_call_are_answered_side_by_side(serve: Serve) -> None:
@@ -101,7 +107,7 @@ def test_a_request_is_adjusted_when_its_prompt_has_become_tokens(serve: Serve) -
     serve(scenario)
 
 
-def test_observers_hear_of_start_first_token_and_end(serve: Serve) -> None:
+def test_observers_hear_of_start_tokens_end_and_refusal(serve: Serve) -> None:
     async def scenario(it: Served) -> None:
         door, listener = it.surface.door, Listener()
         door.observers.append(listener)
@@ -109,13 +115,15 @@ def test_observers_hear_of_start_first_token_and_end(serve: Serve) -> None:
         async with door.generate([{"prompt": "cd", "max_tokens": LONG}], call(id="yours")):
             pass
         with pytest.raises(Refusal):
-            await answer(it, {"prompt_token_ids": [999]})
+            await answer(it, {"prompt_token_ids": [999]}, id="wrong")
         assert listener.heard == [
             ("started", "mine", b"ab"),
-            ("first token", b"ab"),
+            ("tokens", b"ab", 1, True),
+            ("tokens", b"ab", 1, False),
             ("ended", b"ab", FinishReason.LENGTH),
             ("started", "yours", b"cd"),
             ("ended", b"cd", None),
+            ("refused", "wrong", Kind.INVALID),
         ]
 
     serve(scenario)
