@@ -13,7 +13,7 @@ PYTHON312 = $(firstword $(foreach python,$(shell command -v python3.12) $(wildca
   $(shell $(python) -c "print('$(python)')" 2>/dev/null)))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv serve test test-aot test-aot-tpu test-aot-gpu lint proto demo-model clean
+.PHONY: help venv serve test test-aot test-aot-tpu test-aot-gpu bench-guard lint proto demo-model clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -62,6 +62,9 @@ $(GPU_STAMP): requirements-aot-gpu.txt
 	test -x $(GPU_VENV)/bin/python || $(PYTHON312) -m venv $(GPU_VENV)
 	$(GPU_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-aot-gpu.txt
 	touch $@
+
+bench-guard: $(RUN_STAMP) ## see whether something has become slower (ARGS=--write keeps what it measures)
+	$(BIN)/jaxserve bench guard $(ARGS)
 
 lint: $(DEV_STAMP) ## ruff and pyright
 	$(BIN)/ruff check .

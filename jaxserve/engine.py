@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from jaxserve import startup, streaming
+from jaxserve import routing, startup, streaming
 from jaxserve.completion import Completion, Delta
 from jaxserve.config import EngineConfig
 from jaxserve.models.schema import ModelConfig
@@ -140,7 +140,8 @@ class Engine:
         serving = [replica for replica in self._replicas if replica.takes_requests] or self._replicas[:1]
         lease = lease_of(request)
         cached = [replica.scheduler.pool.cached_tokens(lease) for replica in serving]
-        return min(zip(serving, cached, strict=True), key=lambda candidate: candidate[0].owed_tokens - candidate[1])
+        chosen = routing.choose([replica.owed_tokens for replica in serving], cached)
+        return serving[chosen], cached[chosen]
 
     def check(self, request: Request) -> None:
         """Raises InvalidRequest, naming the field, for a request that this engine can never serve."""

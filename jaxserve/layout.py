@@ -14,6 +14,7 @@ from jaxserve.make_scheduler import fixed_chunk
 from jaxserve.models import Model
 from jaxserve.models.schema import ModelConfig
 from jaxserve.programs import StageShape
+from pallas_kernels.cpu import product
 from sharding import stages
 from sharding.spec import ShardingSpec
 
@@ -63,6 +64,7 @@ def lay_out(
         max_context=context,
         attention=attended,
         backend=backend,
+        product=product.native(dtype) if backend.name == "cpu" and meshes[0].size == 1 else None,
         scoring=config.scoring,
     )
     programs = [

@@ -45,6 +45,18 @@ class StagePrograms:
     def is_last(self) -> bool:
         return self.layers.stop == self.model.config.num_layers
 
+    def made_from(self) -> str:
+        """Everything that decides what its programs are, but for the code: equal for programs that are."""
+        spec, shape, devices = self.spec, self.shape, self.mesh.devices
+        return repr(
+            (
+                (self.model.config, self.model.held, self.layers, self.int8),
+                (shape.max_rows, shape.n_rows, shape.max_context, shape.attention, shape.backend.name, shape.scoring),
+                (spec.rules, spec.parameters, spec.activations, spec.pool, sorted(spec.pad)),
+                (self.mesh.axis_names, self.mesh.axis_types, devices.shape, [device.id for device in devices.flat]),
+            )
+        )
+
     @property
     def everywhere(self) -> NamedSharding:
         """The sharding of what every device of the stage holds whole."""

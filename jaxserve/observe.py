@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 
+from jaxserve.iteration import IterationPlan
+
 
 class IterationRecord(NamedTuple):
     """What one iteration of a replica carried and what its host work cost (seconds); for benchmarks and live views.
 
     Attributes:
+      plan: what it carried.
       waiting: requests that waited for a row when it was planned.
       wait_s: time the host spent blocked on the device.
       finished_at: monotonic seconds.
     """
 
     replica: int
-    sequence: int
-    bucket: int
-    num_tokens: int
+    plan: IterationPlan
     decodes: int
     prompt_tokens: int
     waiting: int
@@ -33,6 +35,16 @@ class IterationRecord(NamedTuple):
     wait_s: float
     complete_s: float
     finished_at: float
+
+    @property
+    def bucket(self) -> int:
+        """Tokens that the compiled program carried, padding included."""
+        return self.plan.bucket
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed, padding left out."""
+        return self.plan.num_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,20 +85,31 @@ def total(loads: Iterable[Load]) -> Load:
     )
 
 
-# Compilations of this process by the thread they ran on.
-_compilations: dict[int, int] = {}
+# Compilations of this process by the thread they ran on, and those that jax found in its own persistent cache.
+_compilations: Counter[int] = Counter()
+_loaded: Counter[int] = Counter()
 
 
 def _count_compilation(event: str, duration_secs: float, **_: Any) -> None:
     del duration_secs
     if event == "/jax/core/compile/backend_compile_duration":
-        thread = threading.get_ident()
-        _compilations[thread] = _compilations.get(thread, 0) + 1
+        _compilations[threading.get_ident()] += 1
+
+
+def _count_loaded(event: str, **_: Any) -> None:
+    if event == "/jax/compilation_cache/cache_hits":
+        _loaded[threading.get_ident()] += 1
 
 
 jax.monitoring.register_event_duration_secs_listener(_count_compilation)
+jax.monitoring.register_event_listener(_count_loaded)
 
 
 def compilations() -> int:
     """How many programs jax has compiled on the calling thread."""
-    return _compilations.get(threading.get_ident(), 0)
+    return _compilations[threading.get_ident()]
+
+
+def loaded_by_jax() -> int:
+    """How many of them it found in its persistent cache."""
+    return _loaded[threading.get_ident()]

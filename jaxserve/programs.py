@@ -16,8 +16,9 @@ from jaxserve import sampler, scoring
 from jaxserve.batch import BatchLayout, sample_points, unpack, write_tokens
 from jaxserve.iteration import SamplerVariant
 from jaxserve.models import Model
-from jaxserve.models.layers import Attend, Quantized
+from jaxserve.models.layers import Attend, Quantized, through
 from pallas_kernels.api import AttentionShape, Backend
+from pallas_kernels.cpu.product import NativeProduct
 from sharding.spec import ShardingSpec
 
 _SCORING_TILE = 8192  # vocabulary entries scored at a time
@@ -31,6 +32,7 @@ class StageShape:
       max_rows: rows of one plan.
       n_rows: rows of all plans in flight.
       attention: what one device of a stage attends with.
+      product: what takes the place of XLA's product, if anything does.
     """
 
     max_rows: int
@@ -38,6 +40,7 @@ class StageShape:
     max_context: int
     attention: AttentionShape
     backend: Backend
+    product: NativeProduct | None
     scoring: bool
 
     def layout(self, bucket: int) -> BatchLayout:
@@ -109,6 +112,8 @@ def forward(
     if x is None:
         assert view.tokens is not None
         x = model.embed(params, view.tokens, view.attention.positions)  # [T, H]
+    if shape.product is not None:
+        params = through(params, shape.product)
 
     def attend(index: Any) -> Attend:
         layer = layers[0] if looped else layers[index]  # looped layers differ in nothing but their weights

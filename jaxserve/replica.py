@@ -22,6 +22,7 @@ from jaxserve.iteration import IterationPlan
 from jaxserve.observe import IterationRecord, Load, compilations
 from jaxserve.pipeline import Pipeline
 from jaxserve.request import EngineStopped, FinishReason, Request, TokenEvent
+from jaxserve.routing import Owed
 from jaxserve.scheduler import Scheduler
 from jaxserve.streaming import Sink
 
@@ -33,20 +34,12 @@ class _Alive:
     """A request from its submission to its last event.
 
     Attributes:
-      prompt: prompt tokens that have to be computed before it generates; 0 once it does.
-      to_generate: tokens that it may still generate.
       started: monotonic seconds at which it was first given a row, until that has been told.
     """
 
     sink: Sink
-    prompt: int
-    to_generate: int
+    owed: Owed
     started: float | None = None
-
-    @property
-    def owed(self) -> int:
-        """Tokens that may still have to be computed for it."""
-        return self.prompt + self.to_generate
 
 
 class _Timed(NamedTuple):
@@ -115,7 +108,7 @@ class Replica:
         self._cached_tokens += self.scheduler.pool.block_size * sum(len(a.blocks) for a in plan.admissions)
         for admission in plan.admissions:
             alive = self._alive.get(admission.request_id)
-            if alive is not None and alive.prompt and alive.started is None:
+            if alive is not None and alive.owed.prompt and alive.started is None:
                 alive.started = time.monotonic()
         self._timed.append(
             _Timed(
@@ -145,11 +138,9 @@ class Replica:
             by_sink.setdefault(alive.sink, []).append(event)
             if generated := len(event.token_ids):
                 self._generated_tokens += generated
-                self._owed_tokens -= alive.prompt + generated
-                alive.prompt = 0
-                alive.to_generate -= generated
+                self._owed_tokens -= alive.owed.generated(generated)
             if event.finish_reason is not None:
-                self._owed_tokens -= alive.owed
+                self._owed_tokens -= alive.owed.tokens
                 del self._alive[event.request_id]
         for sink, theirs in by_sink.items():
             try:
@@ -169,9 +160,7 @@ class Replica:
         if self.recorders:
             record = IterationRecord(
                 replica=self.index,
-                sequence=plan.sequence,
-                bucket=plan.bucket,
-                num_tokens=plan.num_tokens,
+                plan=plan,
                 decodes=decodes,
                 prompt_tokens=plan.num_tokens - decodes,
                 waiting=timed.waiting,
@@ -263,12 +252,12 @@ class Replica:
                 raise EngineStopped(
                     "the engine takes no more requests" if self._failure is None else "the engine has failed"
                 )
-            alive = _Alive(sink, len(request.prompt) - cached, request.sampling.max_tokens)
-            self._alive[request.request_id] = alive
+            owed = Owed(len(request.prompt) - cached, request.sampling.max_tokens)
+            self._alive[request.request_id] = _Alive(sink, owed)
             self._mailed_requests += 1
             self._mailed_tokens += len(request.prompt)
-            self._mailed_owed += alive.owed
-            self._post(partial(self._admit, request, alive.owed))
+            self._mailed_owed += owed.tokens
+            self._post(partial(self._admit, request, owed.tokens))
 
     def _admit(self, request: Request, owed: int) -> None:
         with self._changed:
@@ -353,7 +342,7 @@ class Replica:
             waiting_tokens=self.waiting_tokens,
             owed_tokens=self.owed_tokens,
             slots_used=pool.slots_used,
-            slots_cached=pool.num_cached * pool.block_size,
+            slots_cached=pool.slots_cached,
             slots_total=pool.n_slots,
             iterations=self._iterations,
             prompt_tokens=self._prompt_tokens,

@@ -109,6 +109,11 @@ class SlotPool:
         return (self.n_blocks - self.num_available + self._set_aside) * self.block_size
 
     @property
+    def slots_cached(self) -> int:
+        """Slots in blocks that nobody holds and that can be found by their prefix."""
+        return len(self._idle) * self.block_size
+
+    @property
     def slots_held(self) -> int:
         """Slots in blocks that some request holds, those only promised left out."""
         return (self.n_blocks - self.num_available) * self.block_size

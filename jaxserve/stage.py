@@ -7,6 +7,7 @@ error, not a compilation, so nothing can compile once the engine is ready.
 from __future__ import annotations
 
 import ctypes
+import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,12 +22,13 @@ from jaxserve.iteration import IterationPlan, IterationResult, SamplerVariant, m
 from jaxserve.lowering import StagePrograms
 from jaxserve.models import Params
 from jaxserve.models.layers import Quantized
+from jaxserve.program_cache import ProgramCache
 from jaxserve.programs import Forward, Scores
 from jaxserve.weights import is_matrix
 
 Progress = Callable[[str, int, int], None]
 
-_COMPILE_THREADS = 2  # each takes some 200 MB while it compiles
+_COMPILE_THREADS = min(8, max(2, (os.cpu_count() or 2) // 2))  # each takes some 200 MB while it compiles
 
 
 class Launched(NamedTuple):
@@ -46,14 +48,19 @@ class Launched(NamedTuple):
 class StageRunner:
     """Compiled programs, weights, pool and row state of the layers one sub-mesh owns."""
 
-    def __init__(self, programs: StagePrograms, params: Params, buckets: Sequence[int]) -> None:
+    def __init__(
+        self, programs: StagePrograms, params: Params, buckets: Sequence[int], cache: ProgramCache | None
+    ) -> None:
         """Args:
         params: the whole model's, wherever they are; the stage's own part is moved to its devices.
+        cache: of compiled programs.
         """
         self.programs = programs
+        self._cache = cache
         self.params = self._own(params)
         self.buckets = tuple(buckets)
         self.compile_seconds: dict[int, float] = {}
+        self.num_programs = 0
         self._forward: dict[int, Any] = {}
         self._score: dict[int, Any] = {}
         self._choose: dict[tuple[int, SamplerVariant], Any] = {}
@@ -74,7 +81,7 @@ class StageRunner:
 
     def temporaries(self) -> int:
         """Bytes that the largest iteration needs on a device beside its arguments, from the compiled program itself."""
-        one = self.programs.lower_forward(self.buckets[-1], 1).compile().memory_analysis()
+        one = self._compiled(self.programs.lower_forward, self.buckets[-1], 1).memory_analysis()
         assert one is not None
         return one.temp_size_in_bytes + max(0, one.output_size_in_bytes - one.alias_size_in_bytes)
 
@@ -106,14 +113,22 @@ class StageRunner:
 
     def _compile_forward(self, bucket: int, n_blocks: int) -> None:
         started = time.perf_counter()
-        self._forward[bucket] = self.programs.lower_forward(bucket, n_blocks).compile()
+        self._forward[bucket] = self._compiled(self.programs.lower_forward, bucket, n_blocks)
         self.compile_seconds[bucket] = time.perf_counter() - started
 
     def _compile_admit(self) -> None:
-        self._admit = self.programs.lower_admit().compile()
+        self._admit = self._compiled(self.programs.lower_admit)
 
     def _compile(self, into: dict[Any, Any], key: Any, lower: Callable[..., jax.stages.Lowered], *sizes: Any) -> None:
-        into[key] = lower(*sizes).compile()
+        into[key] = self._compiled(lower, *sizes)
+
+    def _compiled(self, lower: Callable[..., jax.stages.Lowered], *sizes: Any) -> Any:
+        self.num_programs += 1
+        if self._cache is None:
+            return lower(*sizes).compile()
+        made_from = f"{lower.__name__}{sizes} of {self.programs.made_from()}"
+        devices = list(self.programs.mesh.devices.flat)
+        return self._cache.get(made_from, devices, lambda: lower(*sizes).compile())
 
     def receive(self, arrays: Any) -> Any:
         """Arrays of another stage, or of the host, copied to every device of this one; returns before they are."""

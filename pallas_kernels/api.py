@@ -175,6 +175,7 @@ class Selection(NamedTuple):
 _MODULES: Mapping[str, str] = {
     "tpu": "pallas_kernels.tpu",
     "gpu": "pallas_kernels.gpu",
+    "cpu": "pallas_kernels.cpu",
     "xla": "pallas_kernels.xla",
 }
 

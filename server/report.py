@@ -76,7 +76,7 @@ def show(report: StartupReport, *, model: str) -> None:
         ("memory", f"weights {_bytes(report.weight_bytes)}{_rounded(report)}, pool {_bytes(report.pool_bytes)}"),
         ("slots", f"{report.slots:,} in blocks of {report.block_size}, {report.kv_cache_dtype}{each}"),
         ("batch", f"{report.max_rows} rows of up to {report.max_context:,} tokens{each}"),
-        ("start", f"load {report.load_seconds:.1f} s, compile and measure {report.compile_seconds:.1f} s"),
+        ("start", _start(report)),
     ):
         facts.add_row(name, value)
     out.print(facts)
@@ -88,6 +88,15 @@ def show(report: StartupReport, *, model: str) -> None:
             str(cost.size), f"{cost.compile_seconds:.2f}", f"{cost.milliseconds:.2f}", f"{cost.tokens_per_second:,.0f}"
         )
     out.print(table)
+
+
+def _start(report: StartupReport) -> str:
+    """What the start took, step by step."""
+    found = f"{report.programs_loaded} of {report.programs} cached"
+    return (
+        f"load {report.load_seconds:.1f} s, compile {report.compile_seconds:.1f} s ({found}), "
+        f"measure {report.measure_seconds:.1f} s"
+    )
 
 
 def _rounded(report: StartupReport) -> str:

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from server.start import mending
 
 if TYPE_CHECKING:
     from jaxserve.bench.load import Workload
+    from jaxserve.simulate.replay import Policy
 
 HELP = """\
 The engine's own scheduler on a virtual clock, with a roofline for the devices: no accelerator, no weights.
@@ -25,11 +27,13 @@ The engine's own scheduler on a virtual clock, with a roofline for the devices: 
   jaxserve simulate --paper orca --plot orca.png
   jaxserve simulate --trace FILE --model bloom-176b --topology a100-80g:1x8 --tensor 8 --max-rows 64
   jaxserve simulate --trace FILE --model gpt3-13b --topology h100:1 --slo ttft=500ms,tpot=50ms --speed 2
+  jaxserve simulate --rate 12 --requests 1000000 --policies grow --model gpt3-13b --topology h100:1
 
 --paper orca repeats figure 10 of the paper (OSDI'22) and sets this scheduler beside it; some 10 minutes. --trace serves
-recorded traffic under several policies. Traces: Azure LLM inference (CSV: TIMESTAMP,ContextTokens,GeneratedTokens) and
-Mooncake (a JSON object a line: timestamp, input_length, output_length, hash_ids). Requests longer than the context are
-clipped. The engine's flags mean what they mean to `jaxserve serve`. docs/simulator.md explains and has examples."""
+recorded traffic under several policies, --rate made-up traffic. Traces: Azure LLM inference (CSV:
+TIMESTAMP,ContextTokens,GeneratedTokens) and Mooncake (a JSON object a line: timestamp, input_length, output_length,
+hash_ids). Requests longer than the context are clipped. The engine's flags mean what they mean to `jaxserve serve`.
+docs/simulator.md explains and has examples."""
 
 _WIDTH = 170  # of tables that go to a file or a pipe
 
@@ -39,6 +43,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--paper", choices=("orca",), help="repeat a published evaluation")
     what.add_argument("--trace", type=Path, metavar="FILE", help="recorded arrivals and lengths")
+    what.add_argument(
+        "--rate", type=float, metavar="R", help="made-up traffic: Poisson arrivals, R a second, uniform lengths"
+    )
+    group = parser.add_argument_group("made-up traffic")
+    group.add_argument("--prompt", default="32:512", metavar="LOW:HIGH", help="prompt tokens (default: %(default)s)")
+    group.add_argument("--output", default="1:128", metavar="LOW:HIGH", help="generated tokens (default: %(default)s)")
     group = parser.add_argument_group("paper")
     group.add_argument("--seeds", type=int, default=3, metavar="N", help="traces of each rate (default: %(default)s)")
     add_trace_flags(parser)
@@ -48,6 +58,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         help="what clients give as max_tokens, where it is more than they use (default: exactly what they use)",
+    )
+    group.add_argument(
+        "--policies", metavar="A,B", help="only these (default: all; they are named in the first column)"
     )
     group.add_argument(
         "--urgent", type=share, default=0.1, metavar="X", help="share served with priority (default: %(default)s)"
@@ -70,7 +83,7 @@ def add_trace_flags(parser: argparse.ArgumentParser) -> None:
         help="time to the first token and between tokens that a request must meet (default: %(default)s)",
     )
     group.add_argument(
-        "--requests", type=int, metavar="N", help="take so many (default: all of a trace; of a paper's 3000)"
+        "--requests", type=int, metavar="N", help="take so many (default: all of a trace; made up, 3000)"
     )
     group.add_argument(
         "--speed", type=float, default=1.0, metavar="X", help="replay a trace X times as fast (default: %(default)s)"
@@ -110,9 +123,9 @@ def _paper(args: argparse.Namespace, out: Console) -> dict[str, Any]:
 def _trace(args: argparse.Namespace, out: Console) -> dict[str, Any]:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing runs: a device that is there may be busy
     if args.model is None or args.topology is None:
-        raise UserError("--trace needs --model and --topology: what serves it; for instance bloom-176b and h200:8")
+        raise UserError("traffic needs --model and --topology: what serves it; for instance bloom-176b and h200:8")
     whatif = make_whatif(args)
-    workload = read_trace(args, whatif.max_context)
+    workload = _made_up(args, whatif.max_context) if args.trace is None else read_trace(args, whatif.max_context)
     from jaxserve.plan import report
     from jaxserve.plan.predict import predict
     from jaxserve.simulate import replay
@@ -124,7 +137,7 @@ def _trace(args: argparse.Namespace, out: Console) -> dict[str, Any]:
         replays = replay.compare(
             system,
             workload,
-            replay.policies(system, objective, args.urgent),
+            _chosen(replay.policies(system, objective, args.urgent), args.policies),
             max_tokens=args.client_max_tokens,
             seed=args.seed,
             progress=progress,
@@ -141,6 +154,32 @@ def _trace(args: argparse.Namespace, out: Console) -> dict[str, Any]:
     if args.plot is not None:
         replay.plot(replays, objective, title, args.plot)
     return {"workload": workload.name, "notes": workload.notes, "slots": system.slots, "policies": told}
+
+
+def _made_up(args: argparse.Namespace, max_context: int) -> Workload:
+    """Uniform lengths at Poisson arrivals, as in Orca's evaluation. Token ids: see `read_trace`."""
+    from jaxserve.bench import load
+
+    workload = load.uniform(
+        requests=args.requests or 3000,
+        prompt=load.Range.parse(args.prompt),
+        output=load.Range.parse(args.output),
+        vocab_size=256,
+        seed=args.seed,
+    )
+    load.fit(workload, max_context)
+    return load.poisson(workload, rate=args.rate, seed=args.seed)
+
+
+def _chosen(policies: Sequence[Policy], names: str | None) -> Sequence[Policy]:
+    """Those that were asked for."""
+    if names is None:
+        return policies
+    known = {policy.name: policy for policy in policies}
+    for name in names.split(","):
+        if name not in known:
+            raise UserError(f"--policies names {name!r}; there are {', '.join(known)}")
+    return [known[name] for name in names.split(",")]
 
 
 def read_trace(args: argparse.Namespace, max_context: int) -> Workload:

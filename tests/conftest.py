@@ -16,6 +16,8 @@ SHAPE_CHECKED = (
     "jaxserve.batch",
     "pallas_kernels.tpu",
     "pallas_kernels.xla",
+    "pallas_kernels.cpu",
+    "pallas_kernels.cpu.product",
     "pallas_kernels.gpu",
     "pallas_kernels.int8",
 )

@@ -39,9 +39,11 @@ def test_packages_import_one_way(path: Path) -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_nothing_unpickles(path: Path) -> None:
-    """What is pickled runs code when it is read, and servers read what strangers write."""
+    """What is pickled runs code when it is read, and servers read what strangers write. Compiled programs are code in
+    any case, and read only from a folder that nobody else writes to."""
     unsafe = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
-    assert not {name.split(".")[0] for name in imported(path)} & unsafe
+    found = {name.split(".")[0] for name in imported(path)} & unsafe
+    assert found == ({"pickle"} if path.name == "program_cache.py" else set())
     assert not re.search(r"allow_pickle\s*=\s*(?!False)", path.read_text())
 
 

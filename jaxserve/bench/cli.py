@@ -1,4 +1,4 @@
-"""The command line of `jaxserve bench`: offline, serve, step, host, stages, simulate, peers, accuracy."""
+"""The command line of `jaxserve bench`."""
 
 from __future__ import annotations
 
@@ -29,6 +29,16 @@ Sends requests to a running server over gRPC, each at its time whether or not ea
 
 Traces: Azure LLM inference (CSV: TIMESTAMP,ContextTokens,GeneratedTokens) and Mooncake (a JSON object a line:
 timestamp, input_length, output_length, hash_ids). Requests longer than the server's context are clipped."""
+_SOAK = """\
+Starts a server and sends it requests of every kind, by many clients at once: some are cancelled, some run out of time,
+some share prefixes, and there are too few slots for all of them, so that requests are preempted. Memory, slots, threads
+and open files of the server are watched. At the end no request may be lost, every slot must be free and memory flat."""
+_START = """\
+Starts a server with an empty compilation cache, and again with what that one left there. The steps of each start are
+told in seconds, with the processor seconds of the whole: those vary less where something else runs beside it."""
+_DETERMINISTIC = """\
+Asks one thing many times under random other load, of an engine with --deterministic and of one without it, in turn:
+how many different answers each gives, logprobs compared to the bit, and what the mode costs."""
 _STEP = """\
 Times the engine's compiled step alone, without scheduler or requests: decodes at several contexts, a prefill, and
 decodes mixed with a prompt."""
@@ -45,10 +55,21 @@ engine's scheduler on a virtual clock, with the costs that the engine measured o
 times. Throughput and latencies are to agree within 10%. Buckets are measured once, at the start: leave the machine
 alone meanwhile."""
 _PEERS = """\
-Times our step against transformers and llama.cpp on the same random-weight checkpoint, in the same dtype, one process
-at a time and in turn, after checking their outputs against ours. Each peer gets a Python environment of its own, which
-is made on first use with pip (llama.cpp is compiled: a C++ compiler is needed) and kept in --env-dir. Which index pip
-uses is pip's own setting, for instance PIP_EXTRA_INDEX_URL for CPU builds of torch."""
+Compares our engine with transformers (static batches, and its continuous batching), CTranslate2 and llama.cpp on the
+same random-weight checkpoints, in the same dtype, one process at a time and in turn. Outputs are checked against each
+other first. Then steps are timed, and the same requests are served at the same Poisson arrivals, at rates that are
+shares of what our engine serves with everything waiting. All engines run in process, ours too.
+
+Each peer gets a Python environment of its own, which is made on first use with pip (llama.cpp is compiled: a C++
+compiler is needed) and kept in --env-dir. Which index pip uses is pip's own setting, for instance PIP_EXTRA_INDEX_URL
+for CPU builds of torch. Answers are written as they come: --resume goes on where a run was cut short.
+
+  jaxserve bench peers --shape gpt2 --dtypes float32 --parts steps
+  jaxserve bench peers --requests 200 --load-rounds 3         hours on two cores"""
+_GUARD = """\
+Measures a few figures as multiples of a calibration loop that runs between them (a matmul, a read of memory, a loop of
+plain Python), and compares them with those kept in the repository, so that another machine or a busy one does not look
+like a slowdown. Exits with 1 when a figure is above what it may be."""
 _SURFACE = """\
 Starts a server and measures, over the wire, what its front door costs and what it stands: the time of an iteration with
 so many streams against the same work without a server, the processors' time for a token, how quickly calls are refused
@@ -101,6 +122,32 @@ def add_arguments(
     )
     add_engine_flags(serve)
     serve.set_defaults(max_rows=8)
+
+    soak = _command(commands, "soak", "whether a server lets go of everything", _SOAK, _run_soak)
+    soak.add_argument("--model", type=Path, metavar="DIR", help="a checkpoint directory (default: the demo model)")
+    soak.add_argument("--requests", type=_positive, default=20_000, metavar="N", help="(default: %(default)s)")
+    soak.add_argument(
+        "--clients", type=_positive, default=48, metavar="N", help="that ask at a time (default: %(default)s)"
+    )
+    soak.add_argument("--seed", type=int, default=0, metavar="N", help="of the requests (default: %(default)s)")
+    add_engine_flags(soak)
+    soak.set_defaults(slots=1536, max_context=1024)
+
+    start = _command(commands, "start", "how long a server takes to be ready", _START, _run_start)
+    group = start.add_mutually_exclusive_group()
+    group.add_argument("--model", type=Path, metavar="DIR", help="a checkpoint directory (default: the demo model)")
+    group.add_argument("--shape", metavar="NAME", help="random weights of a known shape")
+    start.add_argument("--warm", type=_positive, default=3, metavar="N", help="further starts (default: %(default)s)")
+    add_engine_flags(start)
+
+    deterministic = _command(commands, "deterministic", "one prompt many times", _DETERMINISTIC, _run_deterministic)
+    group = deterministic.add_mutually_exclusive_group()
+    group.add_argument("--model", type=Path, metavar="DIR", help="a checkpoint directory (default: the demo model)")
+    group.add_argument("--shape", metavar="NAME", help="random weights of a known shape")
+    deterministic.add_argument("--runs", type=_positive, default=1000, metavar="N", help="(default: %(default)s)")
+    deterministic.add_argument("--seed", type=int, default=0, metavar="N", help="of the load (default: %(default)s)")
+    add_engine_flags(deterministic)
+    deterministic.set_defaults(max_context=512)
 
     surface = _command(commands, "surface", "what the front door costs and stands", _SURFACE, _run_surface)
     _add_model_flags(surface)
@@ -160,15 +207,32 @@ def add_arguments(
     add_engine_flags(simulate)
     simulate.set_defaults(max_rows=8)
 
-    peers = _command(commands, "peers", "our step against other engines'", _PEERS, _run_peers)
-    _add_model_flags(peers)
+    peers = _command(commands, "peers", "our engine against others", _PEERS, _run_peers)
+    _add_model_flags(peers, "bloom-560m,gpt2, one after the other")
     _add_step_flags(peers)
-    peers.add_argument("--rounds", type=_positive, default=3, metavar="N", help="turns of each (default: %(default)s)")
-    peers.add_argument("--peers", default="transformers,llama.cpp", metavar="A,B", help="(default: %(default)s)")
-    peers.add_argument(
+    _add_sizes(peers)
+    group = peers.add_argument_group("turns")
+    group.add_argument(
+        "--engines",
+        default="transformers,continuous,ctranslate2,llama.cpp",
+        metavar="A,B",
+        help="to compare with (default: %(default)s)",
+    )
+    group.add_argument("--parts", default="steps,load", metavar="A,B", help="what to measure (default: %(default)s)")
+    group.add_argument("--rounds", type=_positive, default=2, metavar="N", help="of steps (default: %(default)s)")
+    group.add_argument("--loads", type=_shares, default=[0.5, 0.8, 1.2], metavar="X,...", help="(default: 0.5,0.8,1.2)")
+    group.add_argument(
+        "--load-rounds", type=_positive, default=1, metavar="N", help="of each load (default: %(default)s)"
+    )
+    group.add_argument("--resume", action="store_true", help="keep what an earlier run wrote to --out")
+    group.add_argument(
         "--env-dir", type=Path, metavar="DIR", help="where environments are kept (default: in your cache folder)"
     )
     add_engine_flags(peers)
+    peers.set_defaults(steps=8, requests=40)
+
+    guard = _command(commands, "guard", "whether something has become slower", _GUARD, _run_guard)
+    guard.add_argument("--write", action="store_true", help="keep what is measured now")
 
     accuracy = _command(commands, "accuracy", "what fewer bits cost in answers", _ACCURACY, _run_accuracy)
     accuracy.add_argument("--model", type=Path, metavar="DIR", help="a checkpoint directory (default: the demo model)")
@@ -214,10 +278,10 @@ def _command(
     return parser
 
 
-def _add_model_flags(parser: argparse.ArgumentParser) -> None:
+def _add_model_flags(parser: argparse.ArgumentParser, default: str = _SHAPE) -> None:
     group = parser.add_argument_group("model").add_mutually_exclusive_group()
     group.add_argument("--model", type=Path, metavar="DIR", help="a checkpoint directory")
-    group.add_argument("--shape", metavar="NAME", help=f"random weights of a known shape (default: {_SHAPE})")
+    group.add_argument("--shape", metavar="NAME", help=f"random weights of a known shape (default: {default})")
 
 
 def _add_workload_flags(parser: argparse.ArgumentParser) -> None:
@@ -294,6 +358,32 @@ def _run_serve(args: argparse.Namespace) -> int:
     return serve.run(args.address, model, config, make_workload, _schedulers(args, config), args.out, _console())
 
 
+def _run_soak(args: argparse.Namespace) -> int:
+    from jaxserve.bench import soak
+    from jaxserve.demo import DEMO_MODEL
+
+    model, requests = args.model or DEMO_MODEL, 200 if args.quick else args.requests
+    return soak.run(model, args.engine_config(args), requests, args.clients, args.seed, args.out, _console())
+
+
+def _run_start(args: argparse.Namespace) -> int:
+    from jaxserve.bench import shapes, start
+    from jaxserve.demo import DEMO_MODEL
+
+    model = args.model or DEMO_MODEL
+    if args.shape is not None:
+        model = shapes.checkpoint(args.shape, shapes.cache_folder() / "checkpoints")
+    return start.run(model, args.engine_config(args), 1 if args.quick else args.warm, args.out, _console())
+
+
+def _run_deterministic(args: argparse.Namespace) -> int:
+    from jaxserve.bench import deterministic
+    from jaxserve.demo import DEMO_MODEL
+
+    model, runs = args.shape or args.model or DEMO_MODEL, 20 if args.quick else args.runs
+    return deterministic.run(model, args.engine_config(args), runs, args.seed, args.out, _console())
+
+
 def _run_surface(args: argparse.Namespace) -> int:
     from jaxserve.bench import load, shapes, surface
 
@@ -353,28 +443,49 @@ def _run_simulate(args: argparse.Namespace) -> int:
 
 
 def _run_peers(args: argparse.Namespace) -> int:
-    from jaxserve.bench import environments, peers, shapes, step
+    import signal
 
-    names = args.peers.split(",")
-    for name in names:
-        if name not in environments.PEERS:
-            raise ValueError(f"{name!r} is no known peer; there are {', '.join(environments.PEERS)}")
-    model = _model(args)
-    if isinstance(model, str):
-        model = shapes.checkpoint(model, shapes.cache_folder() / "checkpoints")
-    config = args.engine_config(args)
-    return peers.run(
-        model,
-        names,
-        _dtypes(args),
-        step.QUICK_CASES if args.quick else step.PEER_CASES,
+    from jaxserve.bench import peers, shapes, step
+    from jaxserve.bench.environments import PEERS
+
+    names, parts = args.engines.split(","), args.parts.split(",")
+    for kind, given, known in (("peer", names, PEERS), ("part", parts, ("steps", "load"))):
+        for name in given:
+            if name not in known:
+                raise ValueError(f"{name!r} is no known {kind}; there are {', '.join(known)}")
+    if args.model is not None:
+        checkpoints = [args.model]
+    else:
+        chosen = (args.shape or ("tiny,tiny-gpt2" if args.quick else "bloom-560m,gpt2")).split(",")
+        checkpoints = [shapes.checkpoint(shape, shapes.cache_folder() / "checkpoints") for shape in chosen]
+    for number in (signal.SIGINT, signal.SIGTERM):  # in the background, too, it is to print what there is
+        signal.signal(number, signal.default_int_handler)
+    scope = peers.Scope(
+        cases=() if "steps" not in parts else step.QUICK_CASES if args.quick else step.PEER_CASES,
         steps=3 if args.quick else args.steps,
         rounds=1 if args.quick else args.rounds,
+        workload=lambda vocab_size: _uniform(args, vocab_size),
+        loads=tuple(args.loads) if "load" in parts else (),
+        load_rounds=args.load_rounds,
+        seed=args.seed,
+    )
+    return peers.run(
+        checkpoints,
+        names,
+        _dtypes(args),
+        scope,
+        args.engine_config(args),
         env_dir=args.env_dir or shapes.cache_folder() / "peers",
-        compilation_cache=config.compilation_cache,
         out=args.out,
+        resume=args.resume,
         console=_console(),
     )
+
+
+def _run_guard(args: argparse.Namespace) -> int:
+    from jaxserve.bench import guard
+
+    return guard.run(args.write, _console())
 
 
 def _run_accuracy(args: argparse.Namespace) -> int:

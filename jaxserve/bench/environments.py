@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 
 class PeerError(Exception):
@@ -21,35 +23,55 @@ class Peer:
 
     Attributes:
       requirements: what pip installs into its environment.
-      script: the file beside this one that runs its jobs.
+      script: the file in peer_scripts that runs its jobs.
+      environment: the peer whose environment it runs in, if not one of its own.
+      job: what each of its jobs says beside what every peer's does.
       build: environment variables for the installation.
-      converter: the file beside this one that writes the checkpoint in the peer's own format, if it has one.
+      converter: the file in peer_scripts that writes the checkpoint in the peer's own format, if it has one.
+      converted: what the name of a converted checkpoint ends with; {dtype} where there is one for each.
     """
 
     name: str
     requirements: tuple[str, ...]
     script: str
+    environment: str | None = None
+    job: Mapping[str, Any] = field(default_factory=dict)
     build: Mapping[str, str] = field(default_factory=dict)
     converter: str | None = None
+    converted: str = ""
 
 
+_TRANSFORMERS = ("torch==2.13.0", "transformers==5.23.0", "safetensors>=0.6", "numpy>=2")
+_CUDA = "ON" if shutil.which("nvcc") else "OFF"
 PEERS = {
     peer.name: peer
     for peer in (
+        Peer(name="transformers", requirements=_TRANSFORMERS, script="run_transformers.py"),
         Peer(
-            name="transformers",
-            requirements=("torch==2.13.0", "transformers==5.23.0", "safetensors>=0.6", "numpy>=2"),
-            script="peer_transformers.py",
+            name="continuous",
+            requirements=_TRANSFORMERS,
+            script="run_transformers.py",
+            environment="transformers",
+            job={"continuous": True},
+        ),
+        Peer(
+            name="ctranslate2",
+            requirements=("ctranslate2==4.8.5", "safetensors>=0.6", "numpy>=2"),
+            script="run_ctranslate2.py",
+            converter="write_ctranslate2.py",
+            converted=".ct2",
         ),
         Peer(
             name="llama.cpp",
             requirements=("llama-cpp-python==0.3.36", "gguf==0.19.0", "safetensors>=0.6", "numpy>=2"),
-            script="peer_llama_cpp.py",
-            build={"CMAKE_ARGS": "-DLLAVA_BUILD=OFF -DMTMD_BUILD=OFF"},  # no image models
-            converter="peer_gguf.py",
+            script="run_llama_cpp.py",
+            build={"CMAKE_ARGS": f"-DLLAVA_BUILD=OFF -DMTMD_BUILD=OFF -DGGML_CUDA={_CUDA}"},  # no image models
+            converter="write_gguf.py",
+            converted="-{dtype}.gguf",
         ),
     )
 }
+SCRIPTS = Path(__file__).with_name("peer_scripts")
 
 
 def ensure(peer: Peer, folder: Path, say: Callable[[str], None]) -> Path:
@@ -61,7 +83,7 @@ def ensure(peer: Peer, folder: Path, say: Callable[[str], None]) -> Path:
     Raises:
       PeerError: the installation failed; the message holds the end of its output and names the log.
     """
-    path = folder / peer.name
+    path = folder / (peer.environment or peer.name)
     python, marker = path / "bin" / "python", path / "installed.json"
     if marker.exists() and json.loads(marker.read_text()) == list(peer.requirements):
         return python
@@ -91,13 +113,12 @@ def ensure(peer: Peer, folder: Path, say: Callable[[str], None]) -> Path:
 
 
 def run_script(python: Path, script: str, *arguments: str, name: str) -> str:
-    """Runs a file beside this one with a peer's Python; returns the last line it printed.
+    """Runs a file of peer_scripts with a peer's Python; returns the last line it printed.
 
     Raises:
       PeerError: it failed; the message holds the end of what it said.
     """
-    # -P keeps this folder, whose modules have common names, off the script's import path.
-    return run_command([str(python), "-P", str(Path(__file__).with_name(script)), *arguments], name)
+    return run_command([str(python), str(SCRIPTS / script), *arguments], name)
 
 
 def run_command(command: list[str], name: str) -> str:

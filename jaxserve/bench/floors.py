@@ -11,14 +11,15 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
+import itertools
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve import sampler, startup
-from jaxserve.bench import machine, peer_transformers, shapes, step
+from jaxserve.bench import environments, machine, shapes, step
 from jaxserve.config import EngineConfig
 from jaxserve.iteration import SamplerVariant
 from jaxserve.models.schema import ModelConfig
@@ -97,27 +98,28 @@ def time_transformers(models: Sequence[Model], steps: int) -> dict[str, Any] | s
     if not all(map(importlib.util.find_spec, ("torch", "transformers"))):
         return "not installed"
     result: dict[str, Any] = {"ms": {}, "continuous ms": {}}
-    for model in models:
+    for model, continuous in itertools.product(models, (False, True)):
+        entries = shapes.SHAPES[model.shape]
+        if continuous and entries["model_type"] == "bloom":
+            continue
         job = {
-            "entries": shapes.SHAPES[model.shape],
+            "entries": entries,
             "dtype": "bfloat16",
             "cases": [dataclasses.asdict(case) for case in model.cases],
             "steps": steps,
-            "continuous": True,
+            "continuous": continuous,
             "threads": machine.usable_cores(),
         }
         with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
             json.dump(job, file)
             file.flush()
-            command = [sys.executable, peer_transformers.__file__, file.name]
-            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-        said = json.loads(done.stdout.splitlines()[-1])
+            said = json.loads(
+                environments.run_script(Path(sys.executable), "run_transformers.py", file.name, name="transformers")
+            )
         result["version"] = said["version"]
         for case, times in zip(model.cases, said["milliseconds"], strict=True):
-            result["ms"][f"{model.shape} {case.name}"] = statistics.median(times)
-        decodes = [case for case in model.cases if not case.prompt]
-        for case, ms in zip(decodes, said.get("continuous", []), strict=False):
-            result["continuous ms"][f"{model.shape} {case.name}"] = ms
+            if times is not None:
+                result["continuous ms" if continuous else "ms"][f"{model.shape} {case.name}"] = statistics.median(times)
     return result
 
 

@@ -39,57 +39,69 @@ class HostTime:
         return self.stats.host_ms["host"].p50
 
 
+class Load:
+    """An engine with all its rows busy. Whenever requests end as many new ones come, so rows change hands at the same
+    pace however many wait.
+
+    Args:
+      waiting: numbers of requests that are to wait, at most.
+    """
+
+    def __init__(self, rows: int, waiting: Sequence[int], config: EngineConfig, bars: Bars, seed: int = 0) -> None:
+        self._model, params = shapes.random_params("tiny", "float32")
+        longest = PROMPT.high + OUTPUT.high
+        settings = dataclasses.replace(
+            config,
+            dtype="float32",
+            max_rows=rows,
+            max_context=longest,
+            slots=2 * rows * longest,
+            scoring=False,
+            max_queued_requests=2 * (rows + max(waiting)),
+            max_queued_tokens=2 * (rows + max(waiting)) * longest,
+        )
+        self._engine = Engine.from_params(self._model, params, settings, progress=bars)
+        self._records: list[IterationRecord] = []
+        self._engine.record(self._records.append)
+        self._rows, self._bars = rows, bars
+        self._rng, self._names, self._alive = np.random.default_rng(seed), itertools.count(), 0
+
+    def run(self, waiting: int, iterations: int) -> HostTime:
+        """Iterations with so many requests in the queue; those of an earlier call are not taken out of it."""
+        label = f"{self._rows} rows, {waiting:,} waiting"
+        for done in range(WARM_UP + iterations):
+            self._top_up(self._rows + waiting)
+            self._engine.step()
+            if done == WARM_UP - 1:
+                self._records.clear()
+            if done % 10 == 0:
+                self._bars(label, done, WARM_UP + iterations)
+        self._bars(label, WARM_UP + iterations, WARM_UP + iterations)
+        bucket_ms = {cost.size: cost.milliseconds for cost in self._engine.report.buckets}
+        return HostTime(rows=self._rows, waiting=waiting, stats=report.iteration_stats(self._records, bucket_ms))
+
+    def stop(self) -> None:
+        self._engine.stop()
+
+    def _sink(self, events: Sequence[TokenEvent]) -> None:
+        self._alive -= sum(event.finish_reason is not None for event in events)
+
+    def _top_up(self, wanted: int) -> None:
+        for _ in range(wanted - self._alive):
+            length = int(PROMPT.draw(self._rng, 1)[0])
+            prompt = self._rng.integers(self._model.vocab_size, size=length, dtype=np.int32)
+            job = Job(arrival=0.0, prompt=prompt, max_tokens=int(OUTPUT.draw(self._rng, 1)[0]))
+            self._engine.submit(make_request(str(next(self._names)), job, 0.0), self._sink)
+            self._alive += 1
+
+
 def measure(
     rows: int, waiting: Sequence[int], iterations: int, config: EngineConfig, bars: Bars, seed: int = 0
 ) -> list[HostTime]:
-    """Runs an engine with all rows busy and, for each entry of `waiting` (ascending), so many requests in its queue.
-
-    Whenever requests end as many new ones come, so rows change hands at the same pace at every load.
-    """
-    model_config, params = shapes.random_params("tiny", "float32")
-    longest = PROMPT.high + OUTPUT.high
-    settings = dataclasses.replace(
-        config,
-        dtype="float32",
-        max_rows=rows,
-        max_context=longest,
-        slots=2 * rows * longest,
-        scoring=False,
-        max_queued_requests=2 * (rows + max(waiting)),
-        max_queued_tokens=2 * (rows + max(waiting)) * longest,
-    )
-    engine = Engine.from_params(model_config, params, settings, progress=bars)
-    bucket_ms = {cost.size: cost.milliseconds for cost in engine.report.buckets}
-    records: list[IterationRecord] = []
-    engine.record(records.append)
-    rng, names, alive = np.random.default_rng(seed), itertools.count(), 0
-
-    def sink(events: Sequence[TokenEvent]) -> None:
-        nonlocal alive
-        alive -= sum(event.finish_reason is not None for event in events)
-
-    def top_up(wanted: int) -> None:
-        nonlocal alive
-        for _ in range(wanted - alive):
-            prompt = rng.integers(model_config.vocab_size, size=int(PROMPT.draw(rng, 1)[0]), dtype=np.int32)
-            job = Job(arrival=0.0, prompt=prompt, max_tokens=int(OUTPUT.draw(rng, 1)[0]))
-            engine.submit(make_request(str(next(names)), job, 0.0), sink)
-            alive += 1
-
-    results = []
-    for queued in sorted(waiting):
-        label = f"{rows} rows, {queued:,} waiting"
-        for done in range(WARM_UP + iterations):
-            top_up(rows + queued)
-            engine.step()
-            if done == WARM_UP - 1:
-                records.clear()
-            if done % 10 == 0:
-                bars(label, done, WARM_UP + iterations)
-        bars(label, WARM_UP + iterations, WARM_UP + iterations)
-        stats = report.iteration_stats(records, bucket_ms)
-        results.append(HostTime(rows=rows, waiting=queued, stats=stats))
-    engine.stop()
+    """Runs an engine with all rows busy and, for each entry of `waiting` (ascending), so many requests in its queue."""
+    load = Load(rows, waiting, config, bars, seed)
+    results = [load.run(queued, iterations) for queued in sorted(waiting)]
+    load.stop()
     return results
 
 

@@ -1,300 +1,263 @@
-"""Our step against other engines' on this machine: the same checkpoint, the same dtype, one process at a time, in turn.
-
-Every engine runs jobs, which are JSON files: `model` (a checkpoint in its own format), `dtype`, `threads`, and either
-  * `cases` (decodes, context, prompt; see step.Case) and `steps`: it prints `milliseconds`, a list for each case, and
-    may print `settings` that it found best and will be told in its next job, or
-  * `sequences` of equal length and `prompt_length`: it scores them, the prompts as a whole and the rest token by token
-    through its cache, and prints `scores`: of every sequence the `logprobs` of its tokens and the `likeliest` ones.
-Ours takes `prompts` and `steps` in place of sequences, and generates them (step.complete).
-"""
+"""Our engine against others on this machine: the same checkpoint, the same dtype, one process at a time, in turn."""
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
+import functools
 import statistics
-import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
-from jaxserve.bench import environments, machine, plot, report
-from jaxserve.bench.environments import PEERS, PeerError
-from jaxserve.bench.judge import OURS, Agreement, agreement, judge
+from jaxserve.bench import contenders, judge, load, machine, peer_tables, report
+from jaxserve.bench.contenders import Contender
+from jaxserve.bench.environments import PeerError
+from jaxserve.bench.judge import OURS
+from jaxserve.bench.ledger import Ledger, Turn
+from jaxserve.bench.load import Workload
 from jaxserve.bench.progress import Bars
+from jaxserve.bench.report import Outcome
 from jaxserve.bench.step import Case
+from jaxserve.config import EngineConfig
 
 MEMORY_MARGIN = 600 * 10**6  # bytes that a process may hold beside weights and pool
 CHECK_PROMPTS, CHECK_LENGTH, CHECK_STEPS = 3, 24, 8
 
-Runner = Callable[[dict[str, Any]], dict[str, Any]]  # job -> what the engine printed
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Contender:
-    """One engine in one dtype."""
+class Scope:
+    """What is measured of every engine.
 
-    engine: str
-    dtype: str
-    model: Path
-    run: Runner
+    Attributes:
+      steps / rounds: timed steps of each case in one turn, and turns.
+      workload: what is served under load, made for a vocabulary's size.
+      loads / load_rounds: rates, as shares of what our engine serves with everything waiting, and turns at each.
+      seed: of the arrivals.
+    """
 
-    @property
-    def name(self) -> str:
-        return f"{self.engine} {self.dtype}"
-
-
-@dataclass(slots=True, kw_only=True)
-class Figures:
-    """What one contender did: for each case the median milliseconds of every round, and its memory in bytes."""
-
-    rounds: dict[Case, list[float]] = field(default_factory=dict)
-    peak_rss: int = 0
-    allowed_rss: int | None = None
-    version: str = ""
-    settings: Any = None
-
-    def as_json(self) -> dict[str, Any]:
-        """The same with cases by name."""
-        return {
-            "version": self.version,
-            "settings": self.settings,
-            "rounds_ms": {case.name: values for case, values in self.rounds.items()},
-            "peak_rss": self.peak_rss,
-            "allowed_rss": self.allowed_rss,
-        }
-
-    def median(self, case: Case) -> float | None:
-        return statistics.median(self.rounds[case]) if self.rounds.get(case) else None
+    cases: tuple[Case, ...]
+    steps: int
+    rounds: int
+    workload: Callable[[int], Workload]
+    loads: tuple[float, ...]
+    load_rounds: int
+    seed: int
 
 
 def run(
-    checkpoint: Path,
+    checkpoints: Sequence[Path],
     peers: Sequence[str],
     dtypes: Sequence[str],
-    cases: Sequence[Case],
+    scope: Scope,
+    config: EngineConfig,
     *,
-    steps: int,
-    rounds: int,
     env_dir: Path,
-    compilation_cache: str | None,
     out: Path,
+    resume: bool,
     console: Console,
 ) -> int:
-    """`jaxserve bench peers`: checks the engines' outputs against each other, times them in turn, and judges.
+    """`jaxserve bench peers`: checks the engines' outputs against each other, times their steps and serves loads with
+    them in turn, and judges. What is found is written as it comes; interrupted, it prints what there is.
 
     Returns:
       The exit code: 1 when a peer could not be made or run, or its outputs differ from ours; a missed target is a
       finding, not a failure.
     """
-    problems: list[str] = []
-    with Bars() as bars, tempfile.TemporaryDirectory(prefix="jaxserve-peers-") as scratch:
-        contenders = [
-            Contender(
-                engine=OURS,
-                dtype=dtype,
-                model=checkpoint,
-                run=lambda job: _run_ours({**job, "compilation_cache": compilation_cache}, Path(scratch)),
-            )
-            for dtype in dtypes
-        ]
-        for name in peers:
-            try:
-                contenders += _contenders(name, checkpoint, dtypes, env_dir, Path(scratch), bars)
-            except PeerError as error:
-                problems.append(str(error))
-                bars.say(str(error))
-        contenders, agreements = _check(contenders, problems, bars)
-        figures = _measure(contenders, cases, steps, rounds, problems, bars)
-
-    verdicts = _print(console, checkpoint, contenders, figures, cases)
-    for name, found in agreements.items():
-        console.print(
-            f"outputs of {name} and ours: logprobs within {found.largest:.4f} (tolerance {found.tolerance:g}), "
-            f"{found.mismatches} greedy tokens differ",
-            highlight=False,
-        )
-    for problem in problems:
-        console.print(problem, style="red", markup=False, highlight=False)
-    report.write_json(
-        out / "peers.json",
-        {
-            "benchmark": "peers",
-            "environment": machine.environment(),
-            "model": str(checkpoint),
-            "steps": steps,
-            "engines": {contender.name: figures[contender.name].as_json() for contender in contenders},
-            "agreement": agreements,
-            "verdicts": verdicts,
-            "problems": problems,
-        },
-    )
-    series = {c.name: [figures[c.name].median(case) for case in cases] for c in contenders}
-    plot.bars(out / "peers.png", f"{checkpoint.name}: ms a step", [case.name for case in cases], series)
-    console.print(f"written: {out / 'peers.json'}, {out / 'peers.png'}", highlight=False)
-    return 1 if problems else 0
+    about = {
+        "checkpoints": [str(checkpoint) for checkpoint in checkpoints],
+        "cases": [case.name for case in scope.cases],
+        "steps": scope.steps,
+        "workload": scope.workload(2).name,
+        "loads": scope.loads,
+        "seed": scope.seed,
+        "config": dataclasses.asdict(config),
+    }
+    ledger = Ledger(out / "peers.json", about, resume=resume)
+    environment = machine.environment()
+    try:
+        with Bars() as bars, tempfile.TemporaryDirectory(prefix="jaxserve-peers-") as scratch:
+            for checkpoint in checkpoints:
+                group = gather(checkpoint, peers, dtypes, config, env_dir, Path(scratch), ledger, bars)
+                group = check(group, ledger, bars)
+                time_steps(group, scope, ledger, bars)
+                if scope.loads:
+                    serve_loads(group, scope, config.max_rows, ledger, bars)
+    except KeyboardInterrupt:
+        ledger.problem("interrupted: the tables have what there was")
+    verdicts = peer_tables.print_all(console, out, ledger, scope.cases, scope.loads)
+    ledger.write(environment=environment, verdicts=verdicts)
+    console.print(f"written: {ledger.path}", highlight=False)
+    return 1 if ledger.problems else 0
 
 
-def _run_ours(job: dict[str, Any], scratch: Path) -> dict[str, Any]:
-    path = scratch / "job.json"
-    path.write_text(json.dumps(job))
-    command = [sys.executable, "-m", "jaxserve.bench.step", str(path)]
-    return json.loads(environments.run_command(command, OURS))
-
-
-def _contenders(
-    name: str, checkpoint: Path, dtypes: Sequence[str], env_dir: Path, scratch: Path, bars: Bars
+def gather(
+    checkpoint: Path,
+    peers: Sequence[str],
+    dtypes: Sequence[str],
+    config: EngineConfig,
+    env_dir: Path,
+    scratch: Path,
+    ledger: Ledger,
+    bars: Bars,
 ) -> list[Contender]:
-    """A peer in every dtype, its environment made and its checkpoints converted."""
-    peer = PEERS[name]
-    python = environments.ensure(peer, env_dir, bars.say)
-
-    def run_peer(job: dict[str, Any]) -> dict[str, Any]:
-        path = scratch / "job.json"
-        path.write_text(json.dumps(job))
-        return json.loads(environments.run_script(python, peer.script, str(path), name=name))
-
-    contenders = []
-    for dtype in dtypes:
-        model = checkpoint
-        if peer.converter is not None:
-            model = env_dir / f"{checkpoint.name}-{_fingerprint(checkpoint)}-{dtype}.gguf"
-            if not model.exists():
-                bars.say(f"converting the checkpoint for {name}: {model}")
-                # Written aside and renamed, so that what bears the name is whole.
-                partial = model.with_suffix(".partial")
-                environments.run_script(python, peer.converter, str(checkpoint), str(partial), dtype, name=name)
-                partial.rename(model)
-        contenders.append(Contender(engine=name, dtype=dtype, model=model, run=run_peer))
-    return contenders
+    """Ours, and every peer that can be made, in every dtype that it can serve."""
+    found = [contenders.ours(checkpoint, dtype, config, scratch) for dtype in dtypes]
+    for name in peers:
+        try:
+            more, notes = contenders.peer(name, checkpoint, dtypes, env_dir, scratch, bars.say)
+        except PeerError as error:
+            ledger.problem(str(error))
+            bars.say(str(error))
+            continue
+        found += more
+        ledger.notes += notes
+    return found
 
 
-def _fingerprint(checkpoint: Path) -> str:
-    """Changes when a checkpoint's files do."""
-    files = sorted([*checkpoint.glob("*.safetensors"), checkpoint / "config.json"])
-    seen = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    return hashlib.sha256(repr((checkpoint.resolve(), seen)).encode()).hexdigest()[:10]
+def check(group: Sequence[Contender], ledger: Ledger, bars: Bars) -> list[Contender]:
+    """Keeps the contenders whose outputs agree with ours in their dtype."""
+    kept, ours = [], {}
+    for done, contender in enumerate(sorted(group, key=lambda each: each.engine != OURS)):
+        bars(f"{contender.shape}: checking outputs against each other", done, len(group))
+        mine = contender.engine == OURS
+        if not mine and contender.dtype not in ours:
+            continue
+        work = _complete if mine else functools.partial(_score, ours=ours[contender.dtype])
+        answer = _turn(contender, "check", 0, work, ledger, bars)
+        if answer is None:
+            continue
+        if mine:
+            ours[contender.dtype] = answer["completions"]
+        kept.append(contender)
+    return kept
 
 
-def _job(contender: Contender, **fields: Any) -> dict[str, Any]:
+def time_steps(group: Sequence[Contender], scope: Scope, ledger: Ledger, bars: Bars) -> None:
+    """Times the contenders' steps in turn, round after round, each alone in a fresh process."""
+    if not scope.cases:
+        return
+    for done, (turn, contender) in enumerate(_turns(scope.rounds, group)):
+        bars(f"{contender.shape}: timing steps in turn", done, scope.rounds * len(group))
+        _turn(contender, "steps", turn, functools.partial(_time, scope=scope, ledger=ledger), ledger, bars)
+
+
+def serve_loads(group: Sequence[Contender], scope: Scope, rows: int, ledger: Ledger, bars: Bars) -> None:
+    """Serves each load with every contender in turn. Rates are shares of what ours serves with everything waiting, in
+    the same dtype; every engine gets the same requests at the same times."""
+    capacity: dict[str, float] = {}
+    for contender in group:
+        if contender.engine == OURS:
+            bars.say(f"{contender.name}: everything at once, for the capacity")
+            workload = scope.workload(contender.vocab_size)
+            work = functools.partial(_serve, workload=workload, rows=rows, ledger=ledger, name="capacity")
+            answer = _turn(contender, "capacity", 0, work, ledger, bars)
+            if answer is not None:
+                capacity[contender.dtype] = answer["requests_per_second"]
+    group = [contender for contender in group if contender.dtype in capacity]
+    for share in scope.loads:
+        name = f"load {share:g}"
+        for done, (turn, contender) in enumerate(_turns(scope.load_rounds, group)):
+            bars(f"{contender.shape}: {name}", done, scope.load_rounds * len(group))
+            workload = scope.workload(contender.vocab_size)
+            arriving = load.poisson(workload, rate=share * capacity[contender.dtype], seed=scope.seed)
+            work = functools.partial(_serve, workload=arriving, rows=rows, ledger=ledger, name=name)
+            _turn(contender, name, turn, work, ledger, bars)
+
+
+def _turns(rounds: int, group: Sequence[Contender]) -> list[tuple[int, Contender]]:
+    return [(turn, contender) for turn in range(rounds) for contender in group]
+
+
+def _turn(
+    contender: Contender,
+    work: str,
+    turn: int,
+    do: Callable[[Contender], dict[str, Any]],
+    ledger: Ledger,
+    bars: Bars,
+) -> dict[str, Any] | None:
+    problems = len(ledger.problems)
+    key = Turn(contender.shape, contender.dtype, contender.engine, work, turn)
+    answer = ledger.do(key, lambda: do(contender))
+    for problem in ledger.problems[problems:]:
+        bars.say(problem)
+    return answer
+
+
+def _complete(contender: Contender) -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    prompts = rng.integers(contender.vocab_size, size=(CHECK_PROMPTS, CHECK_LENGTH)).tolist()
+    return contender.do(prompts=prompts, steps=CHECK_STEPS)
+
+
+def _score(contender: Contender, ours: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    sequences = [completion["tokens"] for completion in ours]
+    scores = contender.do(sequences=sequences, prompt_length=CHECK_LENGTH)["scores"]
+    found = judge.agreement(ours, scores, contender.dtype)
+    if not found.holds:
+        raise PeerError(f"its outputs are not ours: {found}; it is left out")
+    return dataclasses.asdict(found)
+
+
+def _time(contender: Contender, scope: Scope, ledger: Ledger) -> dict[str, Any]:
+    cases = [dataclasses.asdict(case) for case in scope.cases]
+    settings = _settings(contender, "steps", ledger)
+    answer = contender.do(cases=cases, steps=scope.steps, settings=settings)
+    times = zip(scope.cases, answer.pop("milliseconds"), strict=True)
+    answer["milliseconds"] = {case.name: statistics.median(each) for case, each in times if each is not None}
+    if contender.engine == OURS:
+        answer["allowed_rss"] = answer["weights"] + answer["pool"] + MEMORY_MARGIN
+    return answer
+
+
+def _serve(contender: Contender, workload: Workload, rows: int, ledger: Ledger, name: str) -> dict[str, Any]:
+    arrivals = [job.arrival for job in workload.jobs]
+    asked = {
+        "prompts": [job.prompt.tolist() for job in workload.jobs],
+        "outputs": [job.max_tokens for job in workload.jobs],
+        "arrivals": arrivals,
+        "rows": rows,
+    }
+    answer = contender.do(load=asked, settings=_settings(contender, name, ledger))
+    tokens, times = answer.pop("tokens"), answer.pop("times")
+    if [len(each) for each in tokens] != asked["outputs"]:
+        raise PeerError("some answers are not as long as they were to be")
+    outcomes = [
+        Outcome(arrival=job.arrival, prompt_tokens=len(job.prompt), token_times=each)
+        for job, each in zip(workload.jobs, times, strict=True)
+    ]
+    answer |= _summary(report.summarise(contender.engine, outcomes))
+    answer["openings"] = [each[: judge.OPENING] for each in tokens]
+    if contender.engine != OURS:
+        mine = ledger.rounds(contender.shape, contender.dtype, OURS, "capacity")[0]["openings"]
+        answer["same"] = judge.same_openings(mine, answer["openings"])
+        if answer["same"] < judge.SAME_OPENINGS:
+            raise PeerError(f"only {answer['same']:.0%} of its answers begin as ours do")
+    return answer
+
+
+def _summary(found: report.RunReport) -> dict[str, Any]:
+    """The figures of a load that are kept."""
+    samples = {name: getattr(found, name) for name in ("first_token_ms", "between_tokens_ms", "normalised_ms")}
     return {
-        "model": str(contender.model),
-        "dtype": contender.dtype,
-        "threads": machine.usable_cores(),
-        **fields,
+        "seconds": found.seconds,
+        "tokens_per_second": found.tokens_per_second,
+        "requests_per_second": found.requests_per_second,
+        **{name: sample and dataclasses.asdict(sample) for name, sample in samples.items()},
     }
 
 
-def _check(
-    contenders: Sequence[Contender], problems: list[str], bars: Bars
-) -> tuple[list[Contender], dict[str, Agreement]]:
-    """Keeps the contenders whose outputs agree with ours in their dtype."""
-    from jaxserve import weights
-
-    kept, agreements, ours = [], {}, {}
-    for done, contender in enumerate(sorted(contenders, key=lambda c: c.engine != OURS)):
-        bars("checking outputs against each other", done, len(contenders))
-        try:
-            if contender.engine == OURS:
-                vocab_size = weights.read_config(contender.model).vocab_size
-                prompts = np.random.default_rng(0).integers(vocab_size, size=(CHECK_PROMPTS, CHECK_LENGTH)).tolist()
-                job = _job(contender, prompts=prompts, steps=CHECK_STEPS)
-                ours[contender.dtype] = contender.run(job)["completions"]
-            elif contender.dtype in ours:
-                sequences = [completion["tokens"] for completion in ours[contender.dtype]]
-                job = _job(contender, sequences=sequences, prompt_length=CHECK_LENGTH)
-                found = agreement(ours[contender.dtype], contender.run(job)["scores"], contender.dtype)
-                agreements[contender.name] = found
-                if not found.holds:
-                    raise PeerError(f"the outputs of {contender.name} are not ours: {found}; it is left out")
-            kept.append(contender)
-        except PeerError as error:
-            problems.append(str(error))
-            bars.say(str(error))
-    bars("checking outputs against each other", len(contenders), len(contenders))
-    return kept, agreements
-
-
-def _measure(
-    contenders: Sequence[Contender], cases: Sequence[Case], steps: int, rounds: int, problems: list[str], bars: Bars
-) -> dict[str, Figures]:
-    """Runs the contenders in turn, round after round, each alone in a fresh process."""
-    figures = {contender.name: Figures() for contender in contenders}
-    total = rounds * len(contenders)
-    for turn in range(total):
-        contender = contenders[turn % len(contenders)]
-        bars(f"timing in turn, {rounds} rounds", turn, total)
-        mine = figures[contender.name]
-        try:
-            asked = [dataclasses.asdict(case) for case in cases]
-            job = _job(contender, cases=asked, steps=steps, settings=mine.settings)
-            answer = contender.run(job)
-        except PeerError as error:
-            problems.append(str(error))
-            bars.say(str(error))
-            continue
-        for case, milliseconds in zip(cases, answer["milliseconds"], strict=True):
-            mine.rounds.setdefault(case, []).append(statistics.median(milliseconds))
-        mine.peak_rss = max(mine.peak_rss, answer["peak_rss"] or 0)
-        mine.version = answer.get("version", "")
-        mine.settings = answer.get("settings")
-        if contender.engine == OURS:
-            mine.allowed_rss = answer["weights"] + answer["pool"] + MEMORY_MARGIN
-    bars(f"timing in turn, {rounds} rounds", total, total)
-    return figures
-
-
-def _print(
-    console: Console,
-    checkpoint: Path,
-    contenders: Sequence[Contender],
-    figures: Mapping[str, Figures],
-    cases: Sequence[Case],
-) -> list[dict[str, Any]]:
-    """Prints one table a dtype; returns the verdicts."""
-    verdicts = []
-    for dtype in dict.fromkeys(contender.dtype for contender in contenders):
-        group = [contender for contender in contenders if contender.dtype == dtype]
-        table = Table(title=f"{checkpoint.name}, {dtype}: ms a step (medians)", title_justify="left")
-        table.add_column("")
-        for contender in group:
-            table.add_column(contender.engine, justify="right")
-        for column in ("ratio", "against", "target", ""):
-            table.add_column(column, justify="right")
-        for case in cases:
-            medians = {contender.engine: figures[contender.name].median(case) for contender in group}
-            cells = ["-" if value is None else f"{value:.1f}" for value in medians.values()]
-            verdict = judge(case, dtype, medians)
-            if verdict is None:
-                table.add_row(case.name, *cells, "-", "-", "-", "")
-                continue
-            verdicts.append(
-                {
-                    "case": case.name,
-                    "dtype": dtype,
-                    "ratio": verdict.ratio,
-                    "against": verdict.against,
-                    "limit": verdict.limit,
-                    "reached": verdict.reached,
-                }
-            )
-            told = "reached" if verdict.reached else "missed"
-            table.add_row(case.name, *cells, f"{verdict.ratio:.2f}x", verdict.against, f"{verdict.limit:.2f}x", told)
-        memory = [f"{figures[contender.name].peak_rss / 2**20:.0f}" for contender in group]
-        allowed, told = "-", ""
-        mine = next((figures[contender.name] for contender in group if contender.engine == OURS), None)
-        if mine is not None and mine.allowed_rss is not None:
-            allowed = f"{mine.allowed_rss / 2**20:.0f}"
-            told = "reached" if mine.peak_rss <= mine.allowed_rss else "missed"
-        table.add_row("peak memory, MiB (ours: weights + pool + 600 MB)", *memory, "", "", allowed, told)
-        console.print(table)
-    for version in dict.fromkeys(figure.version for figure in figures.values() if figure.version):
-        console.print(version, highlight=False)
-    return verdicts
+def _settings(contender: Contender, work: str, ledger: Ledger) -> Any:
+    """What the engine found best when it did the same kind of work before."""
+    kind = work.split()[0]
+    known = (
+        answer.get("settings")
+        for turn, answer in ledger.answers.items()
+        if turn[:3] == (contender.shape, contender.dtype, contender.engine) and turn.work.split()[0] == kind
+    )
+    return next(known, None)

@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from jaxserve.bench.report import Comparison, Outcome
 
 if TYPE_CHECKING:
+    from jaxserve.bench.soak import Sample
     from jaxserve.engine import IterationRecord
 
 
@@ -70,6 +71,24 @@ def bars(path: Path, title: str, groups: Sequence[str], series: Mapping[str, Seq
         axis.bar_label(container, fmt="%.3g", fontsize=6, padding=1)
     axis.set_xticks(range(len(groups)), groups, fontsize=8)
     _label(axis, "", "ms", "")
+    _save(figure, path)
+
+
+def soak(path: Path, title: str, samples: Sequence[Sample]) -> None:
+    """Draws what a server held by the requests that had ended: memory, slots, and requests, threads and files."""
+    figure, axes = _figure(3, title)
+    ended = [sample.ended / 1000 for sample in samples]
+    memory = [sample.resident / 2**20 for sample in samples]
+    axes[0].plot(ended, memory, label="resident", linewidth=1)
+    axes[0].set_ylim(0, 1.2 * max(memory))
+    for name, of in (("in use", "slots_used"), ("hold prefixes", "slots_cached")):
+        axes[1].plot(ended, [getattr(sample, of) for sample in samples], label=name, linewidth=0.7)
+    for name in ("running", "waiting", "threads", "open_files"):
+        axes[2].plot(ended, [getattr(sample, name) for sample in samples], label=name.replace("_", " "), linewidth=0.7)
+    for axis, unit, what in zip(
+        axes, ("MiB", "slots", ""), ("memory of the server", "slots", "requests, threads, files"), strict=True
+    ):
+        _label(axis, "thousand requests ended", unit, what)
     _save(figure, path)
 
 

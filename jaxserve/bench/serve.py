@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -59,7 +59,7 @@ def run(
                     started = started_server(
                         model, dataclasses.replace(config, scheduler=name), out / f"server-{name}.log"
                     )
-                    where, _ = stack.enter_context(started)
+                    where = stack.enter_context(started).address
                 known = wire.methods(where)
                 served = wire.call(where, known["GetModel"])
                 workload = make_workload(served["max_context"], served["vocab_size"])
@@ -112,9 +112,16 @@ def _share(before: dict[str, Any], after: dict[str, Any], part: str, whole: str)
     return (after[part] - before[part]) / total if total else 0.0
 
 
+class Server(NamedTuple):
+    """A server that was started here."""
+
+    address: str
+    pid: int
+
+
 @contextlib.contextmanager
-def started_server(model: Path, config: EngineConfig, log: Path) -> Iterator[tuple[str, int]]:
-    """Runs `jaxserve serve` while the block lasts; yields its address and process once it is healthy.
+def started_server(model: Path, config: EngineConfig, log: Path) -> Iterator[Server]:
+    """Runs `jaxserve serve` while the block lasts; yields it once it is healthy.
 
     Raises:
       ValueError: the server ended before it was ready; the message holds the end of its output.
@@ -128,7 +135,7 @@ def started_server(model: Path, config: EngineConfig, log: Path) -> Iterator[tup
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
         try:
             _await_healthy(address, process, log)
-            yield address, process.pid
+            yield Server(address, process.pid)
         finally:
             process.send_signal(signal.SIGTERM)
             try:

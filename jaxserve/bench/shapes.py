@@ -57,6 +57,17 @@ SHAPES: dict[str, dict[str, Any]] = {
         "ffn_dim": 3072,
         "max_position_embeddings": 2048,
     },
+    "tiny-gpt2": {
+        "model_type": "gpt2",
+        "architectures": ["GPT2LMHeadModel"],
+        "vocab_size": 128,
+        "n_embd": 16,
+        "n_layer": 2,
+        "n_head": 2,
+        "n_positions": 256,
+        "layer_norm_epsilon": 1e-5,
+        "activation_function": "gelu_new",
+    },
     "tiny": {  # so small that only the host's work is left
         "model_type": "bloom",
         "architectures": ["BloomForCausalLM"],

@@ -1,22 +1,14 @@
-"""The engine's step alone, timed at given shapes: synthetic plans, packed and launched as the engine does it.
-
-    python -m jaxserve.bench.step JOB.json
-
-runs one job of `jaxserve bench peers` (see peers.py for what a job is) and prints the result as JSON.
-"""
+"""The engine's step alone, timed at given shapes: synthetic plans, packed and launched as the engine does it."""
 
 from __future__ import annotations
 
 import dataclasses
 import gc
-import json
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -33,7 +25,7 @@ from jaxserve.request import SamplingParams
 from jaxserve.stage import Progress
 
 WARM_UP = 3  # steps that are not counted
-_LARGEST_BLOCK = 256  # slots are sized for block sizes up to this
+LARGEST_BLOCK = 256  # slots are sized for block sizes up to this
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +61,7 @@ class Case:
     def slots(self, steps: int) -> int:
         """Slots that `steps` steps come to use, rounded up to whole blocks of any size up to the largest."""
         held = [self.context + steps + 1] * self.decodes + [self.prompt] * (self.prompt > 0)
-        return sum(-(-length // _LARGEST_BLOCK) * _LARGEST_BLOCK for length in held)
+        return sum(-(-length // LARGEST_BLOCK) * LARGEST_BLOCK for length in held)
 
 
 CASES = (
@@ -82,7 +74,14 @@ CASES = (
     Case(decodes=8, context=100, prompt=120),
 )
 # What other engines are timed at; filling long contexts would take them minutes.
-PEER_CASES = tuple(case for case in CASES if case.context <= 100)
+PEER_CASES = (
+    Case(decodes=1, context=100),
+    Case(decodes=8, context=100),
+    Case(decodes=32, context=100),
+    Case(prompt=256),
+    Case(prompt=1024),
+    Case(decodes=8, context=100, prompt=120),
+)
 QUICK_CASES = (Case(decodes=3, context=10), Case(prompt=8), Case(decodes=2, context=10, prompt=6))
 
 
@@ -239,64 +238,3 @@ def run(
     report.write_json(out / "step.json", result)
     console.print(f"written: {out / 'step.json'}", highlight=False)
     return 0
-
-
-def run_job(job: dict[str, Any], progress: Progress) -> dict[str, Any]:
-    """Does one job of `jaxserve bench peers` with our engine."""
-    model, dtype = Path(job["model"]), job["dtype"]
-    config = EngineConfig(compilation_cache=job["compilation_cache"])
-    if "prompts" in job:
-        return {"completions": complete(model, dtype, job["prompts"], job["steps"], config, progress)}
-    cases = [Case(**case) for case in job["cases"]]
-    timed, memory = measure(model, dtype, cases, job["steps"], config, progress)
-    return {
-        "milliseconds": [steps.milliseconds for steps in timed],
-        **{name: getattr(memory, name) for name in ("peak_rss", "weights", "pool")},
-    }
-
-
-def complete(
-    model: Path,
-    dtype: DtypeName,
-    prompts: Sequence[Sequence[int]],
-    steps: int,
-    config: EngineConfig,
-    progress: Progress,
-) -> list[dict[str, Any]]:
-    """Greedy completions of `steps` tokens: what peers' outputs are checked against.
-
-    Returns:
-      For each prompt: `tokens` (prompt and generated), `logprobs` of all but the first under the model, and `gaps`,
-      by how much the likeliest token led the second at each generated position.
-    """
-    from jaxserve.engine import Engine
-    from jaxserve.request import Request, TokenEvent
-
-    rows, longest = len(prompts), max(map(len, prompts))
-    config = dataclasses.replace(
-        config, dtype=dtype, max_rows=rows, buckets=(rows, max(rows + 1, longest)), slots=rows * _LARGEST_BLOCK
-    )
-    engine = Engine.from_checkpoint(model, config, progress=progress)
-    answers = {str(index): {"tokens": list(prompt), "logprobs": [], "gaps": []} for index, prompt in enumerate(prompts)}
-    alive = set(answers)
-
-    def sink(events: Sequence[TokenEvent]) -> None:
-        for event in events:
-            answer = answers[event.request_id]
-            answer["logprobs"] += [logprob for logprob, _ in event.prompt_logprobs]
-            answer["tokens"] += event.token_ids
-            answer["logprobs"] += event.logprobs
-            answer["gaps"] += [top.logprobs[0] - top.logprobs[1] for top in event.top_logprobs]
-            if event.finish_reason is not None:
-                alive.discard(event.request_id)
-
-    sampling = SamplingParams(max_tokens=steps, temperature=0.0, ignore_eos=True, logprobs=2, prompt_logprobs=0)
-    for index, prompt in enumerate(prompts):
-        engine.submit(Request(request_id=str(index), prompt=tuple(prompt), sampling=sampling), sink)
-    while alive:
-        assert engine.step()
-    return list(answers.values())
-
-
-if __name__ == "__main__":
-    print(json.dumps(run_job(json.loads(Path(sys.argv[1]).read_text()), startup.silent)))

@@ -166,8 +166,8 @@ class Model:
         with jax.named_scope("head"):
             return layers.head(x, jax.tree.map(lambda part: jax.lax.dynamic_slice_in_dim(part, start, size), table))
 
-    def head_table(self, params: Params) -> Float[jax.Array, "V E"] | layers.Quantized:
-        """What normed hidden states are multiplied with."""
+    def head_table(self, params: Params) -> Any:
+        """What normed hidden states are multiplied with: [V, E], in eight bits, or what `layers.through` made of it."""
         piece = params["embed"] if self.config.tie_embeddings else params["head"]
         return piece["tokens"]["table"]
 

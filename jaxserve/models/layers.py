@@ -20,6 +20,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Float32, Int8, Int32
 
 from jaxserve.models.schema import ModelConfig
+from pallas_kernels.cpu.product import NativeProduct
 
 # attend(q [T, N, D], k [T, K, D], v [T, K, D], cache) -> (out [T, N, D], cache)
 Attend = Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
@@ -49,11 +50,32 @@ class Quantized(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Through:
+    """A kernel, and the product that `project` takes in the place of XLA's."""
+
+    kernel: Float[jax.Array, "out in"]
+    product: NativeProduct
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.kernel.shape
+
+
+def through(weights: Any, product: NativeProduct) -> Any:
+    """A tree of weights whose kernels and tables, but those in eight bits, are multiplied through a native product."""
+
+    def wrap(leaf: Any) -> Any:
+        return leaf if isinstance(leaf, Quantized) or len(leaf.shape) < 2 else Through(leaf, product)
+
+    return jax.tree.map(wrap, weights, is_leaf=lambda node: isinstance(node, Quantized))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Varying:
     """The kernel of the layer that a loop is at. `project` branches to that layer's own, so that it is read where it
     lies; a slice of stacked kernels would be copied first."""
 
-    kernels: Sequence[Float[jax.Array, "out in"] | Quantized]
+    kernels: Sequence[Float[jax.Array, "out in"] | Quantized | Through]
     layer: Int32[jax.Array, ""]
 
 
@@ -76,7 +98,7 @@ def varying(layers: Sequence[dict[str, Any]]) -> Callable[[jax.Array], dict[str,
 
 def project(
     x: Float[jax.Array, "T in"],
-    kernel: Float[jax.Array, "out in"] | Quantized | Varying,
+    kernel: Float[jax.Array, "out in"] | Quantized | Through | Varying,
     dtype: DTypeLike | None = None,
 ) -> Float32[jax.Array, "T out"]:
     """x times the kernel, summed in float32.
@@ -95,10 +117,13 @@ def project(
     return _project_one(x, kernel, dtype, alone=False)
 
 
-def _project_one(x: jax.Array, kernel: jax.Array | Quantized, dtype: DTypeLike, *, alone: bool) -> jax.Array:
+def _project_one(x: jax.Array, kernel: jax.Array | Quantized | Through, dtype: DTypeLike, *, alone: bool) -> jax.Array:
     """Args:
     alone: whether the kernel is known to lie on one device.
     """
+    if isinstance(kernel, Through):
+        most, multiply = kernel.product
+        return multiply(x, kernel.kernel) if len(x) <= most else _project_one(x, kernel.kernel, dtype, alone=True)
     if not isinstance(kernel, Quantized):
         return jax.lax.platform_dependent(x, kernel, cpu=_project_cpu, default=partial(_project, dtype=dtype))
     on_cpu = _project_tiles if alone and len(x) > _INTEGER_ROWS else _project_integers
@@ -264,7 +289,7 @@ class NormedHead(nnx.Module):
         return self.norm(x)
 
 
-def head(x: Float[jax.Array, "S E"], table: Float[jax.Array, "V E"] | Quantized) -> Float32[jax.Array, "S V"]:
+def head(x: Float[jax.Array, "S E"], table: Float[jax.Array, "V E"] | Quantized | Through) -> Float32[jax.Array, "S V"]:
     """Logits."""
     return project(x, table, jnp.float32)
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from jaxserve import routing
 from jaxserve.bench.load import Workload
 from jaxserve.bench.report import Outcome
 from jaxserve.iteration import IterationPlan, IterationResult
 from jaxserve.request import InvalidRequest, Request, SamplingParams, TokenEvent
+from jaxserve.request_state import lease_of
+from jaxserve.routing import Owed
 from jaxserve.scheduler import Scheduler
 
 EOS = 1  # what the simulated device answers where a request ends before its limit
@@ -99,92 +103,143 @@ def run(
     host: Host | None = None,
     watch: Watch | None = None,
 ) -> list[Outcome]:
-    """Serves every arrival (ascending in time) as `Engine.step` would, and says when each got its tokens.
+    """Serves every arrival (ascending in time) by one replica; see `serve`."""
+    return serve(coming, [Replica(scheduler, device, in_flight=in_flight, host=host, watch=watch)])
 
-    The scheduler must be new, and if some request ends before its limit, have EOS as its end of sequence.
 
-    Args:
-      in_flight: iterations launched ahead of the answers at most.
+def serve(coming: Sequence[Arrival], replicas: Sequence[Replica]) -> list[Outcome]:
+    """Serves every arrival (ascending in time) as the engine would, and says when each got its tokens.
+
+    An arrival goes to the replica that the engine would choose: the one with the least left to compute, cached prefixes
+    considered.
 
     Returns:
       An outcome for each arrival, with the error of one that was refused.
     """
-    host = host or Host()
-    clients = _Clients(coming, scheduler)
-    flying: deque[tuple[IterationPlan, IterationResult, float]] = deque()
-    now = 0.0
-    while True:
-        clients.submit(now)
-        while len(flying) < in_flight and (plan := scheduler.schedule()) is not None:
-            now += host.launch
-            landing = device.launch(plan, now)
-            flying.append((plan, clients.answer(plan), landing))
-            if watch is not None:
-                watch(plan, landing)
-        if not flying:
-            if clients.next_time is None:
-                break
-            now = max(now, clients.next_time)
+    early = any(each.max_tokens > each.output for each in coming)
+    sampling: dict[int, SamplingParams] = {}
+    outcomes: list[Outcome] = []
+    for index, arrival in enumerate(coming):
+        for replica in replicas:
+            replica.advance(arrival.time)
+        outcomes.append(outcome := Outcome(arrival=arrival.time, prompt_tokens=len(arrival.prompt)))
+        limit = sampling.get(arrival.max_tokens)
+        if limit is None:
+            limit = SamplingParams(max_tokens=arrival.max_tokens, temperature=0.0, ignore_eos=not early)
+            sampling[arrival.max_tokens] = limit
+        # Without a prefix cache nobody looks at the tokens.
+        looked_at = replicas[0].scheduler.pool.prefix_cache
+        request = Request(
+            request_id=str(index),
+            prompt=tuple(arrival.prompt.tolist()) if looked_at else (0,) * len(arrival.prompt),
+            sampling=limit,
+            priority=arrival.priority,
+            arrival=arrival.time,
+        )
+        if len(replicas) == 1:
+            replicas[0].submit(request, arrival, outcome, 0)
             continue
-        landing = flying[0][2]
-        if host.polls and len(flying) < in_flight and now < (clients.next_time or 0.0) < landing:
-            now = clients.next_time or 0.0
-            continue
-        plan, result, _ = flying.popleft()
-        now = max(now, landing) + host.complete
-        clients.deliver(scheduler.complete(plan, result), now)
-    assert not scheduler.has_work
-    return clients.outcomes
+        lease = lease_of(request)
+        cached = [replica.scheduler.pool.cached_tokens(lease) for replica in replicas]
+        chosen = routing.choose([replica.owed(arrival.time) for replica in replicas], cached)
+        replicas[chosen].submit(request, arrival, outcome, cached[chosen])
+    for replica in replicas:
+        replica.advance(math.inf)
+        assert not replica.scheduler.has_work
+    return outcomes
 
 
-class _Clients:
-    """Who asks and what they got. Tokens are 0, and EOS where a request ends before its limit."""
+class _Alive(NamedTuple):
+    """A request that has not ended."""
 
-    def __init__(self, coming: Sequence[Arrival], scheduler: Scheduler) -> None:
-        self._coming = coming
-        self._scheduler = scheduler
-        self._submitted = 0
-        self.outcomes: list[Outcome] = []
+    arrival: Arrival
+    outcome: Outcome
+    owed: Owed
+
+
+class Replica:
+    """`jaxserve.replica.Replica` with a device that only says how long it takes. Tokens are 0, and EOS where a request
+    ends before its limit."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        device: Device,
+        *,
+        in_flight: int,
+        host: Host | None = None,
+        watch: Watch | None = None,
+    ) -> None:
+        """Args:
+        scheduler: new, and if some request ends before its limit, with EOS as its end of sequence.
+        in_flight: iterations launched ahead of the answers at most.
+        """
+        self.scheduler = scheduler
+        self._device, self._in_flight, self._host, self._watch = device, in_flight, host or Host(), watch
+        self._now = 0.0
+        self._flying: deque[tuple[IterationPlan, IterationResult, float]] = deque()
+        self._mail: list[Request] = []
+        self._alive: dict[str, _Alive] = {}
+        self._owed = 0
+        self._paid: deque[tuple[float, int]] = deque()  # that fall due later than the arrivals so far
+        self._early = False  # whether some request ends before its limit
         self._results: dict[int, IterationResult] = {}
-        self._early = any(each.max_tokens > each.output for each in coming)
         self._last: dict[int, int] = {}  # row -> position of its request's last token
-        self._sampling: dict[int, SamplingParams] = {}
-        self.next_time = coming[0].time if coming else None
 
-    def submit(self, now: float) -> None:
-        """Hands in whoever has come by now."""
-        while self.next_time is not None and self.next_time <= now:
-            arrival, name = self._coming[self._submitted], str(self._submitted)
-            count = len(arrival.prompt)
-            self._submitted += 1
-            self.outcomes.append(outcome := Outcome(arrival=arrival.time, prompt_tokens=count))
-            sampling = self._sampling.get(arrival.max_tokens)
-            if sampling is None:
-                sampling = SamplingParams(max_tokens=arrival.max_tokens, temperature=0.0, ignore_eos=not self._early)
-                self._sampling[arrival.max_tokens] = sampling
-            # Without a prefix cache nobody looks at the tokens.
-            prompt = tuple(arrival.prompt.tolist()) if self._scheduler.pool.prefix_cache else (0,) * count
+    def submit(self, request: Request, arrival: Arrival, outcome: Outcome, cached: int) -> None:
+        """Hands a request in at the time it arrives; it is taken in at the loop's next turn.
+
+        Args:
+          cached: tokens of its prompt that the prefix cache is known to hold.
+        """
+        self._now = max(self._now, arrival.time)
+        self._early = self._early or not request.sampling.ignore_eos
+        owed = Owed(len(request.prompt) - cached, request.sampling.max_tokens)
+        self._owed = self.owed(arrival.time) + owed.tokens
+        self._alive[request.request_id] = _Alive(arrival, outcome, owed)
+        self._mail.append(request)
+
+    def owed(self, now: float) -> int:
+        """Tokens that the live requests may still have computed, as is known at this time."""
+        while self._paid and self._paid[0][0] <= now:
+            self._owed -= self._paid.popleft()[1]
+        return self._owed
+
+    def advance(self, until: float) -> None:
+        """Takes the loop's turns that begin before a time, up to which all arrivals have been handed in."""
+        while self._now < until:
+            self._take_mail()
+            while len(self._flying) < self._in_flight and (plan := self.scheduler.schedule()) is not None:
+                self._now += self._host.launch
+                landing = self._device.launch(plan, self._now)
+                self._flying.append((plan, self._answer(plan), landing))
+                if self._watch is not None:
+                    self._watch(plan, landing)
+            if not self._flying:
+                return
+            landing = self._flying[0][2]
+            if self._host.polls and len(self._flying) < self._in_flight and self._now < until < landing:
+                return
+            plan, result, _ = self._flying.popleft()
+            self._now = max(self._now, landing) + self._host.complete
+            self._deliver(self.scheduler.complete(plan, result))
+
+    def _take_mail(self) -> None:
+        for request in self._mail:
             try:
-                self._scheduler.submit(
-                    Request(
-                        request_id=name,
-                        prompt=prompt,
-                        sampling=sampling,
-                        priority=arrival.priority,
-                        arrival=arrival.time,
-                    )
-                )
+                self.scheduler.submit(request)
             except InvalidRequest as refusal:
-                outcome.error = str(refusal)
-            more = self._submitted < len(self._coming)
-            self.next_time = self._coming[self._submitted].time if more else None
+                alive = self._alive.pop(request.request_id)
+                alive.outcome.error = str(refusal)
+                self._paid.append((self._now, alive.owed.tokens))
+        self._mail.clear()
 
-    def answer(self, plan: IterationPlan) -> IterationResult:
+    def _answer(self, plan: IterationPlan) -> IterationResult:
         """What the device will say."""
         count = len(plan.chunks)
         if self._early:
             for admission in plan.admissions:
-                arrival = self._coming[int(admission.request_id)]
+                arrival = self._alive[admission.request_id].arrival
                 self._last[admission.row] = len(arrival.prompt) + arrival.output - 1
             tokens = [EOS * (start + length >= self._last[row]) for row, start, length, _ in plan.chunks]
             if any(tokens):
@@ -194,8 +249,15 @@ class _Clients:
             self._results[count] = IterationResult(tokens=zeros, logprobs=zeros.astype(np.float32))
         return self._results[count]
 
-    def deliver(self, events: Iterable[TokenEvent], now: float) -> None:
+    def _deliver(self, events: Iterable[TokenEvent]) -> None:
         """Notes that the events' tokens have come."""
+        paid = 0
         for event in events:
-            if event.token_ids:
-                self.outcomes[int(event.request_id)].token_times.append(now)
+            alive = self._alive[event.request_id]
+            if generated := len(event.token_ids):
+                alive.outcome.token_times.extend([self._now] * generated)
+                paid += alive.owed.generated(generated)
+            if event.finish_reason is not None:
+                paid += alive.owed.tokens
+                del self._alive[event.request_id]
+        self._paid.append((self._now, paid))

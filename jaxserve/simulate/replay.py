@@ -46,7 +46,7 @@ class Replay:
     """Traffic served under one policy.
 
     Attributes:
-      urgent: which requests had priority, in order of arrival; of several replicas, replica by replica.
+      urgent: which requests had priority, in order of arrival.
     """
 
     policy: Policy
@@ -117,8 +117,7 @@ def compare(
         config = dataclasses.replace(system.config, **policy.changes)
         mixed = [Arrival(*each[:4], priority=URGENT * bool(mark)) for each, mark in zip(coming, urgent, strict=True)]
         served = dataclasses.replace(system, config=config).serve(mixed)
-        order = [index for replica in range(system.replicas) for index in range(replica, len(coming), system.replicas)]
-        replays.append(Replay(policy=policy, served=served, urgent=tuple(bool(urgent[index]) for index in order)))
+        replays.append(Replay(policy=policy, served=served, urgent=tuple(map(bool, urgent))))
     progress("simulating", len(chosen), len(chosen))
     return replays
 

@@ -26,7 +26,7 @@ class System:
       seconds: of an iteration in each stage.
       costs: of the buckets.
       slots: of each replica.
-      replicas: copies of the whole, which arrivals go to in turn.
+      replicas: copies of the whole.
     """
 
     config: EngineConfig
@@ -41,10 +41,8 @@ class System:
     def serve(self, coming: Sequence[Arrival]) -> Served:
         """Serves every arrival (ascending in time)."""
         served = Served(slots=self.slots, stages=self.config.stages * self.replicas)
-        for replica in range(self.replicas):
-            share = coming[replica :: self.replicas]
-            if not share:
-                continue
+        replicas, devices, watchers = [], [], []
+        for _ in range(self.replicas):
             scheduler = make_scheduler(
                 self.config,
                 self.costs,
@@ -53,15 +51,20 @@ class System:
                 max_context=self.max_context,
                 eos_token_ids=frozenset({EOS}),
             )
-            device = Device(self.seconds, self.config.stages)
-            watcher = _Watcher(served, scheduler)
-            most = self.config.in_flight or self.config.stages + 1
-            served.outcomes += clock.run(
-                share, scheduler, device, in_flight=most, host=self.host, watch=watcher.launched
+            devices.append(Device(self.seconds, self.config.stages))
+            watchers.append(_Watcher(served, scheduler))
+            replica = clock.Replica(
+                scheduler,
+                devices[-1],
+                in_flight=self.config.in_flight or self.config.stages + 1,
+                host=self.host,
+                watch=watchers[-1].launched,
             )
-            served.preemptions += scheduler.preemptions
-            served.busy += sum(device.busy)
-            served.series = served.series or watcher.series
+            replicas.append(replica)
+        served.outcomes = clock.serve(coming, replicas)
+        served.preemptions = sum(replica.scheduler.preemptions for replica in replicas)
+        served.busy = sum(sum(device.busy) for device in devices)
+        served.series = watchers[0].series
         return served
 
 

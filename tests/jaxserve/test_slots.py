@@ -71,10 +71,11 @@ def test_reserve_pays_for_cached_blocks_that_nobody_holds():
     slots = pool(4, policy="reserve")
     tokens = list(range(9))
     slots.release(run(slots, lease(tokens)))
-    assert (slots.num_cached, slots.slots_used) == (2, 0)
+    assert (slots.num_cached, slots.slots_cached, slots.slots_used) == (2, 8, 0)
     again = lease(tokens)
     assert slots.can_admit(again)  # 2 hits and 2 new ones: the whole pool, and no more
     assert slots.admit(again) == 8
+    assert slots.slots_cached == 0  # they are held now
     assert not slots.can_admit(lease([1], max_length=1))
 
 

@@ -12,6 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import api
 from pallas_kernels.api import Backend
+from pallas_kernels.cpu import build
 from pallas_kernels.gpu import GpuBackend
 from pallas_kernels.tpu import TpuBackend
 from pallas_kernels.tpu.cuts import Cut
@@ -32,8 +33,15 @@ class Subject:
     slow: bool = False
 
 
+def _native() -> Backend:
+    if (refusal := build.refusal()) is not None:
+        pytest.skip(f"no native attention: {refusal}")
+    return api.load("cpu")
+
+
 SUBJECTS = {
     "xla": Subject(make=lambda: api.load("xla"), block_sizes=(8, 1, 2, 16, 32, 64)),
+    "cpu": Subject(make=_native, block_sizes=(8, 1, 2, 16, 32, 64)),
     "gpu": Subject(make=lambda: GpuBackend(interpret=True), block_sizes=(16, 1, 64), slow=True),
     "tpu": Subject(
         make=lambda: TpuBackend(cut=Cut(2, 64, 64, 64), interpret=pltpu.InterpretParams()),

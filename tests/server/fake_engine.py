@@ -18,7 +18,8 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from jaxserve.config import EngineConfig
-from jaxserve.observe import IterationRecord
+from jaxserve.iteration import Chunk, IterationPlan
+from jaxserve.observe import IterationRecord, Load
 from jaxserve.request import Alternatives, FinishReason, InvalidRequest, QueueFull, Request, TokenEvent
 from jaxserve.tokenizer import Tokenizer
 
@@ -89,8 +90,12 @@ class FakeEngine:
             max_rows=self.config.max_rows,
             max_context=self.max_context,
             buckets=(bucket,),
+            slot_milliseconds=0.001,
             load_seconds=0.1,
             compile_seconds=0.5,
+            measure_seconds=0.1,
+            programs=3,
+            programs_loaded=2,
         )
         self.iterations = 0
         self.aborted: list[str] = []
@@ -184,9 +189,9 @@ class FakeEngine:
             self._aborts.append(request_id)
             self._changed.notify_all()
 
-    def load(self) -> SimpleNamespace:
+    def load(self) -> Load:
         with self._changed:
-            return SimpleNamespace(
+            return Load(
                 running=len(self._running) if not self.owed_elsewhere else self.config.max_rows,
                 waiting=len(self._waiting),
                 waiting_tokens=sum(len(each.request.prompt) for each in self._waiting),
@@ -208,7 +213,7 @@ class FakeEngine:
     def record(self, recorder: Callable[[IterationRecord], None]) -> None:
         self._recorders.append(recorder)
 
-    def loads(self) -> list[SimpleNamespace]:
+    def loads(self) -> list[Load]:
         return [self.load()]
 
     # The loop
@@ -242,11 +247,18 @@ class FakeEngine:
 
     def _record(self, tokens: int) -> IterationRecord:
         """As if every iteration took 4 ms on the device and half a millisecond each to schedule and to complete."""
-        return IterationRecord(
-            replica=0,
+        plan = IterationPlan(
             sequence=self.iterations,
             bucket=16,
-            num_tokens=tokens,
+            admissions=(),
+            chunks=tuple(Chunk(row, 1, 1, True) for row in range(tokens)),
+            table_changes=(),
+            sampler=None,
+            scoring=False,
+        )
+        return IterationRecord(
+            replica=0,
+            plan=plan,
             decodes=tokens,
             prompt_tokens=0,
             waiting=len(self._waiting),

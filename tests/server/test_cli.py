@@ -43,6 +43,7 @@ def python(*arguments: str, **options: Any) -> subprocess.Popen[str]:
         (["serve"], "jaxserve serve --model DIR --host 0.0.0.0"),
         (["generate"], "jaxserve generate --model DIR --input in.jsonl --output out.jsonl"),
         (["client"], 'jaxserve client "It was a" --max-tokens 50'),
+        (["compile"], "jaxserve compile --model DIR --max-rows 32"),
         (["convert"], "jaxserve convert DIR OUT"),
         (["bench"], "offline"),
     ],

@@ -76,10 +76,11 @@ def test_a_workload_that_cannot_fit_is_refused_in_words(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (("peers", "--engines", "vllm"), "'vllm' is no known peer; there are transformers, continuous, ctranslate2"),
+        (("peers", "--parts", "steps,all"), "'all' is no known part; there are steps, load"),
         (("offline", "--shape", "bloom"), "'bloom' is no known shape; there are bloom-560m"),
         (("offline", "--shape", "tiny", "--prompt", "9:3"), "no length range"),
         (("step", "--shape", "tiny", "--dtypes", "int8"), "'int8' is no dtype to measure"),
-        (("peers", "--peers", "triton"), "'triton' is no known peer; there are transformers, llama.cpp"),
         (("serve", "--address", "h:1", "--compare-schedulers"), "leave --address out"),
     ],
 )

@@ -117,6 +117,41 @@ def test_what_can_never_fit_is_refused_by_name():
     assert outcomes[1].token_times == [2.0]
 
 
+def by_two(coming, *, seconds=1.0, rows=1) -> tuple[list, list[int]]:
+    """Outcomes of two replicas that take so long an iteration, and how many iterations each ran."""
+    devices = [Device(lambda _: [seconds], 1) for _ in range(2)]
+    replicas = [clock.Replica(scheduler(rows=rows), device, in_flight=1) for device in devices]
+    outcomes = clock.serve(coming, replicas)
+    return outcomes, [round(device.busy[0] / seconds) for device in devices]
+
+
+def test_an_arrival_goes_where_the_least_is_left_to_compute():
+    # 4 prompt tokens each. The first replica owes 104, the second 14: the third goes there, and so does the fourth.
+    coming = [arrival(0.0, output=100), *(arrival(0.1 * n, output=10) for n in range(1, 4))]
+    outcomes, iterations = by_two(coming)
+    assert iterations == [100, 30]
+    assert [each.token_times[-1] for each in outcomes] == pytest.approx([100.0, 10.1, 20.1, 30.1])
+
+
+def test_what_has_come_by_an_arrival_is_owed_no_more():
+    # The second owes 5 prompt tokens and 1 to generate; the first 12 - 5 at 5.5, and 12 - 8 at 8.5.
+    for time, expected in ((5.5, [12, 2]), (8.5, [12, 1])):
+        coming = [arrival(0.0, output=12), arrival(time - 0.1, prompt=5, output=1), arrival(time, output=1)]
+        assert by_two(coming, rows=2)[1] == expected
+
+
+def test_two_replicas_are_two_servers():
+    # M/D/1 each if they were drawn by chance; the least left to compute does better than that.
+    workload = load.uniform(
+        requests=5000, prompt=load.Range(low=4, high=4), output=load.Range(low=1, high=1), vocab_size=1, seed=0
+    )
+    outcomes, iterations = by_two(clock.arrivals(load.poisson(workload, rate=1.6, seed=2)))
+    assert sum(iterations) == 5000
+    waits = [each.token_times[0] - each.arrival - 1.0 for each in outcomes]
+    assert min(waits) > -1e-9
+    assert np.mean(waits) < 0.8 / (2 * 0.2)
+
+
 def test_no_jax_is_needed():
     modules = "clock, fastertransformer, orca, paper, system, ladder"
     program = f"import sys; from jaxserve.simulate import {modules}; sys.exit('jax' in sys.modules)"

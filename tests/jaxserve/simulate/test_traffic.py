@@ -135,6 +135,15 @@ def test_a_trace_is_simulated(azure, capsys, tmp_path):
     assert plot.stat().st_size > 10_000
 
 
+def test_made_up_traffic_is_simulated_under_the_policies_asked_for(capsys):
+    lengths = ["--requests", "40", "--prompt", "4:8", "--output", "3"]
+    assert cli.main(["simulate", "--rate", "20", *lengths, *MODEL, "--policies", "grow,reserve", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["workload"] == "40 requests, prompts U(4,8), outputs U(3,3), Poisson 20/s"
+    assert [each["policy"] for each in told["policies"]] == ["grow", "reserve"]
+    assert [each["requests"] for each in told["policies"]] == [40, 40]
+
+
 def test_shared_prefixes_are_found_again(mooncake, capsys):
     assert cli.main(["simulate", "--trace", str(mooncake), *MODEL, "--json", "--urgent", "0"]) == 0
     told = {each["policy"]: each for each in json.loads(capsys.readouterr().out)["policies"]}
@@ -164,7 +173,10 @@ def test_too_little_is_said_to_be_too_little(azure, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["simulate", "--trace", "FILE"], "--trace needs --model and --topology"),
+        (["simulate", "--trace", "FILE"], "traffic needs --model and --topology"),
+        (["simulate", "--rate", "5", *MODEL, "--policies", "grow,best"], "names 'best'; there are reserve, grow"),
+        (["simulate", "--rate", "5", *MODEL, "--prompt", "9:3"], "no length range"),
+        (["simulate", "--rate", "0", *MODEL], "rate is 0; it must be above 0"),
         (["simulate", "--trace", "missing", *MODEL], "missing: the trace cannot be read"),
         (["simulate", "--trace", "FILE", *MODEL, "--requests", "0"], "--requests is 0; it must be at least 1"),
         (["size", "--trace", "FILE", *MODEL, "--price", "0"], "--price is 0; it must be above 0"),

@@ -1,17 +1,17 @@
 """Writes a Hugging Face BLOOM or GPT-2 checkpoint without a tokenizer as GGUF, for llama.cpp. Stands alone.
 
-    python peer_gguf.py CHECKPOINT OUT.gguf float32|bfloat16
+    python write_gguf.py CHECKPOINT OUT.gguf float32|bfloat16
 
 Matrices are written in the dtype asked for; vectors stay float32, as the library wants them.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
 import numpy as np
+from peer_common import part_qkv, read_config, read_tensors
 
 # Hugging Face's name within a layer -> GGUF's
 BLOOM_LAYER = {
@@ -40,12 +40,8 @@ GPT2_TOP = {"wte": "token_embd", "wpe": "position_embd", "ln_f": "output_norm"}
 
 def main(checkpoint: str, out: str, dtype: str) -> None:
     import gguf  # pyright: ignore[reportMissingImports]
-    from safetensors import safe_open
 
-    folder = Path(checkpoint)
-    config = json.loads((folder / "config.json").read_text())
-    if config["model_type"] not in ("bloom", "gpt2"):
-        raise SystemExit(f"{checkpoint} is a {config['model_type']} model; only bloom and gpt2 are written as GGUF")
+    config = read_config(Path(checkpoint))
     bloom = config["model_type"] == "bloom"
     heads = config["n_head"]
     hidden = config["hidden_size" if bloom else "n_embd"]
@@ -63,22 +59,20 @@ def main(checkpoint: str, out: str, dtype: str) -> None:
     kind = {"float32": gguf.GGMLQuantizationType.F32, "bfloat16": gguf.GGMLQuantizationType.BF16}[dtype]
     files = {"float32": gguf.LlamaFileType.ALL_F32, "bfloat16": gguf.LlamaFileType.MOSTLY_BF16}
     writer.add_file_type(files[dtype])
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="numpy") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (not a mapping)
-                new = rename(name, BLOOM_TOP if bloom else GPT2_TOP, BLOOM_LAYER if bloom else GPT2_LAYER)
-                if new is None:
-                    continue
-                value = tensors.get_tensor(name).astype(np.float32)
-                if not bloom and value.ndim == 2 and new.startswith("blk."):
-                    value = np.ascontiguousarray(value.T)  # GPT-2 stores these matrices [in, out]
-                if bloom and ".attn_qkv." in new:
-                    value = part_qkv(value, heads)
-                narrow = value.ndim == 2 and new != "position_embd.weight"  # which is added, not multiplied
-                if narrow and kind != gguf.GGMLQuantizationType.F32:
-                    writer.add_tensor(new, gguf.quants.quantize(value, kind), raw_dtype=kind)
-                else:
-                    writer.add_tensor(new, value)
+    for name, tensor in read_tensors(Path(checkpoint)):
+        new = rename(name, BLOOM_TOP if bloom else GPT2_TOP, BLOOM_LAYER if bloom else GPT2_LAYER)
+        if new is None:
+            continue
+        value = tensor
+        if not bloom and value.ndim == 2 and new.startswith("blk."):
+            value = np.ascontiguousarray(value.T)  # GPT-2 stores these matrices [in, out]
+        if bloom and ".attn_qkv." in new:
+            value = part_qkv(value, heads)
+        narrow = value.ndim == 2 and new != "position_embd.weight"  # which is added, not multiplied
+        if narrow and kind != gguf.GGMLQuantizationType.F32:
+            writer.add_tensor(new, gguf.quants.quantize(value, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(new, value)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -96,12 +90,6 @@ def rename(name: str, top: dict[str, str], layer: dict[str, str]) -> str | None:
         if part in layer:
             return f"blk.{number}.{layer[part]}.{suffix}"
     return None
-
-
-def part_qkv(value: np.ndarray, heads: int) -> np.ndarray:
-    """BLOOM fuses q, k, v head by head [N, 3, D, ...]; llama.cpp wants all q, then all k, then all v."""
-    rest = value.shape[1:]
-    return value.reshape(heads, 3, -1, *rest).swapaxes(0, 1).reshape(value.shape)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """Runs one job of `jaxserve bench peers` with llama.cpp. Stands alone: its environment has no jaxserve.
 
-    python peer_llama_cpp.py JOB.json      (see peers.py for what a job is and what is printed)
+    python run_llama_cpp.py JOB.json      (see contenders.py for what a job is and what is printed)
 
-Batches of several sequences are only in the library's low-level interface, so that is what this uses. Which of its
-settings is fastest depends on case and dtype, so the first job tries them and later ones are told.
+Batches of several sequences are only in the library's low-level interface, so that is what this uses; a load is served
+as llama.cpp's own server does it (peer_traffic.serve_by_iterations). Which of its settings is fastest depends on case
+and dtype, so the first job tries them and later ones are told.
 """
 
 from __future__ import annotations
@@ -14,14 +15,15 @@ import json
 import statistics
 import sys
 import time
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from peer_common import WARM_UP, peak_rss, read_job
+from peer_traffic import Token, Traffic, serve_by_iterations
 
-WARM_UP = 3  # steps that are not counted
-LARGEST_BATCH = 512  # the library's default
+LARGEST_BATCH, LARGEST_PART = 2048, 512  # tokens handed over and computed together: the library's defaults
 TRIAL_STEPS = 3
+TRIAL_LOAD = {"context": 100, "prompt": 120}  # the step by which a load's settings are chosen, beside its decodes
 
 
 class Settings(NamedTuple):
@@ -36,30 +38,31 @@ class Settings(NamedTuple):
     flash: bool
 
 
-class Token(NamedTuple):
-    """One token of a batch; `wanted` asks for the logits after it."""
-
-    token: int
-    position: int
-    sequence: int
-    wanted: bool
-
-
 def main(path: str) -> None:
     import llama_cpp  # pyright: ignore[reportMissingImports]
 
-    job = json.loads(Path(path).read_text())
+    job = read_job(path)
+    if "ask" in job:
+        print(json.dumps({"version": f"llama-cpp-python {llama_cpp.__version__}"}))
+        return
     quiet = llama_cpp.llama_log_callback(lambda level, text, user: None)
     llama_cpp.llama_log_set(quiet, ctypes.c_void_p(0))
     llama_cpp.llama_backend_init()
     params = llama_cpp.llama_model_default_params()
-    params.n_gpu_layers = 0
+    params.n_gpu_layers = 999 if llama_cpp.llama_supports_gpu_offload() else 0
     model = llama_cpp.llama_model_load_from_file(job["model"].encode(), params)
     if not model:
         sys.exit(f"llama.cpp cannot load {job['model']}")
     result: dict[str, Any] = {"version": f"llama-cpp-python {llama_cpp.__version__}"}
     if "sequences" in job:
         result["scores"] = check(llama_cpp, model, job)
+    elif "load" in job:
+        trial = TRIAL_LOAD | {"decodes": job["load"]["rows"] - 1}
+        settings = Settings(*(job.get("settings") or best_settings(llama_cpp, model, trial, job)))
+        serve(llama_cpp, model, job, settings, Traffic.rehearsal(job["load"]))
+        traffic = Traffic(job["load"])
+        serve(llama_cpp, model, job, settings, traffic)
+        result |= {"settings": settings, **traffic.result()}
     else:
         told = job.get("settings") or [best_settings(llama_cpp, model, case, job) for case in job["cases"]]
         result["settings"] = told
@@ -80,7 +83,7 @@ class Session:
         params = library.llama_context_default_params()
         params.n_ctx = sequences * (-(-length // 256) * 256)
         params.n_seq_max = sequences
-        params.n_batch = params.n_ubatch = LARGEST_BATCH
+        params.n_batch, params.n_ubatch = LARGEST_BATCH, LARGEST_PART
         params.n_threads = params.n_threads_batch = job["threads"]
         params.kv_unified = settings.unified
         params.flash_attn_type = int(settings.flash)
@@ -154,6 +157,13 @@ def time_case(library, model, case: dict, job: dict, settings: Settings, steps: 
     return times[WARM_UP:]
 
 
+def serve(library, model, job: dict, settings: Settings, traffic: Traffic) -> None:
+    longest = max(len(prompt) + output for prompt, output in zip(traffic.prompts, traffic.outputs, strict=True))
+    session = Session(library, model, job, settings, sequences=traffic.rows, length=longest)
+    serve_by_iterations(traffic, LARGEST_BATCH, lambda batch: session.decode(batch).argmax(-1).tolist(), session.forget)
+    session.close()
+
+
 def check(library, model, job: dict) -> list[dict]:
     """Scores sequences as a batch: their prompts, then all of them token by token."""
     sequences, begin = job["sequences"], job["prompt_length"]
@@ -176,14 +186,6 @@ def check(library, model, job: dict) -> list[dict]:
             take(scores[number], logits[number], tokens[at + 1])
     session.close()
     return scores
-
-
-def peak_rss() -> int | None:
-    """Most bytes this process ever held resident (Linux)."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    return None
 
 
 if __name__ == "__main__":

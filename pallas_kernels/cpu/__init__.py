@@ -1,0 +1,65 @@
+"""Ragged attention for CPUs, native: one call of XLA's (`attention.cc`) writes the new keys and values and attends.
+
+The pool is that of the plain-JAX backend. The call is compiled on first use, by the C++ compiler found here and for
+the CPU found here, and kept (`build.py`); without a compiler the backend serves nothing and says why.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Float32
+
+from pallas_kernels.api import AttentionBatch, AttentionShape
+from pallas_kernels.cpu import build
+from pallas_kernels.xla import Pool, XlaBackend
+
+
+class CpuBackend(XlaBackend):
+    name = "cpu"
+    platforms = frozenset({"cpu"})
+
+    def supports(self, shape: AttentionShape) -> str | None:
+        return super().supports(shape) or build.refusal()
+
+    def prepare(self, batch: AttentionBatch, shape: AttentionShape) -> Any:
+        del shape
+        return batch
+
+    def attend(
+        self,
+        q: Float[jax.Array, "T N D"],
+        k: Float[jax.Array, "T K D"],
+        v: Float[jax.Array, "T K D"],
+        pool: Pool,
+        meta: Any,
+        shape: AttentionShape,
+        *,
+        slopes: Float32[jax.Array | np.ndarray, " N"] | None,
+        scale: float,
+        first_block: jax.Array | int = 0,
+    ) -> tuple[Float[jax.Array, "T N D"], Pool]:
+        held, structure = jax.tree.flatten(pool)
+        operands = (
+            q,
+            k,
+            v,
+            meta.query_offsets,
+            meta.kv_lens,
+            meta.block_tables,
+            jnp.asarray(first_block, jnp.int32),
+            jnp.zeros(0, jnp.float32) if slopes is None else jnp.asarray(slopes, jnp.float32),
+        )
+        like = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in (q, *held)]
+        call = jax.ffi.ffi_call(
+            build.ATTENTION, like, input_output_aliases={len(operands) + i: 1 + i for i in range(len(held))}
+        )
+        with jax.named_scope("attention"):
+            out, *held = call(*operands, *held, scale=np.float32(scale))
+        return out, jax.tree.unflatten(structure, held)
+
+
+BACKEND = CpuBackend()

@@ -1,0 +1,376 @@
+// Ragged attention over block tables as one call of XLA's: new keys and values are written to the pool where it lies,
+// then every query attends.
+//
+// Work is cut into (query tile, key head) and shared between threads. A query's arithmetic does not depend on the cut:
+// scores, softmax (online, Milakov and Gimelshein, 2018) and sums go over the row in steps that begin at multiples of
+// kStep, in order, whether it is alone or one of a tile. So results are the same to the bit whatever the company, the
+// chunk it came in and the number of threads.
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+#include "parallel.h"
+#include "vectors.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace jaxserve {
+namespace {
+
+constexpr int kStep = 128;             // slots whose scores are in hand at a time
+constexpr int kScores = kStep + kLanes;  // with room for a whole vector after the last
+constexpr int64_t kTile = 48;          // rows (queries times group) that are served together
+constexpr int64_t kAlone = 1 << 17;    // multiplications that take as long as waking another thread
+
+// Operands and sizes of a call. Q is the type of queries, new keys and values and outputs, P that of the pool.
+template <typename Q, typename P>
+struct Call {
+  const Q *q, *k, *v;  // [T, N, D], [T, K, D], [T, K, D]
+  Q* out;              // [T, N, D]
+  P* keys;             // [blocks, K, D, size]
+  P* values;           // [blocks, K, size, D]
+  float* key_scales = nullptr;  // [blocks, K, size], of int8
+  float* value_scales = nullptr;
+  const int32_t* offsets;  // [C + 1]
+  const int32_t* kv_lens;  // [C]
+  const int32_t* tables;   // [C, max_blocks], blocks counted from first_block
+  const float* slopes = nullptr;  // [N]
+  int64_t num_chunks, max_blocks, first_block, heads, kv_heads, dim, size;
+  float scale;
+
+  static constexpr bool kScaled = sizeof(P) == 1;
+
+  int64_t group() const { return heads / kv_heads; }
+  int64_t length(int64_t chunk) const { return offsets[chunk + 1] - offsets[chunk]; }
+  // Which (block, key head) holds a position of a chunk's row, as an index of both.
+  int64_t Place(int64_t chunk, int64_t position, int64_t head) const {
+    return (first_block + tables[chunk * max_blocks + position / size]) * kv_heads + head;
+  }
+};
+
+// Some tokens of one chunk, in the order of their positions.
+struct Tokens {
+  int64_t chunk, first, count;  // `first` counts from the chunk's first
+  int64_t cost;
+};
+
+// Writing.
+
+template <typename Q, typename P>
+void WriteVector(const Q* x, int64_t dim, P* y, int64_t stride, float* /*scale*/) {
+  for (int64_t d = 0; d < dim; d++) Assign(y[d * stride], ToFloat(x[d]));
+}
+
+// As int8.quantize rounds it.
+template <typename Q>
+void WriteVector(const Q* x, int64_t dim, int8_t* y, int64_t stride, float* scale) {
+  float most = 0;
+  bool finite = true;
+  for (int64_t d = 0; d < dim; d++) {
+    const float size = std::fabs(ToFloat(x[d]));
+    finite &= size <= std::numeric_limits<float>::max();
+    most = std::max(most, size);
+  }
+  *scale = finite ? most * (1.0f / 127) : std::numeric_limits<float>::quiet_NaN();
+  const float divisor = *scale > 0 ? *scale : 1;
+  for (int64_t d = 0; d < dim; d++)
+    y[d * stride] = finite ? static_cast<int8_t>(std::nearbyint(ToFloat(x[d]) / divisor)) : 0;
+}
+
+template <typename Q, typename P>
+void Write(const Call<Q, P>& call, const Tokens& tokens, int64_t head) {
+  const int64_t begin = call.kv_lens[tokens.chunk] - call.length(tokens.chunk) + tokens.first;
+  for (int64_t i = 0; i < tokens.count; i++) {
+    const int64_t place = call.Place(tokens.chunk, begin + i, head), slot = (begin + i) % call.size;
+    const int64_t from = ((call.offsets[tokens.chunk] + tokens.first + i) * call.kv_heads + head) * call.dim;
+    P* key = call.keys + place * call.dim * call.size + slot;
+    P* value = call.values + (place * call.size + slot) * call.dim;
+    const int64_t scale = Call<Q, P>::kScaled ? place * call.size + slot : 0;
+    WriteVector(call.k + from, call.dim, key, call.size, call.key_scales + scale);
+    WriteVector(call.v + from, call.dim, value, 1, call.value_scales + scale);
+  }
+}
+
+// Attending.
+
+// What a thread works in. Rows are (query, head of the group), each padded to whole vectors.
+struct Scratch {
+  std::vector<float> queries, sums, maxima, totals;
+
+  void Reset(int64_t rows, int64_t width) {
+    queries.assign(rows * width, 0);
+    sums.assign(rows * width, 0);
+    maxima.assign(rows, -std::numeric_limits<float>::infinity());
+    totals.assign(rows, 0);
+  }
+};
+
+// Slots of one step that lie in one block: the step's columns from `column` on.
+struct Run {
+  int64_t place, slot, column, count;
+};
+
+struct Step {
+  int size = 0;
+  Run runs[kStep];
+};
+
+// The step that begins at position `start` of a chunk's row, which ends at `end`; empty past that.
+template <typename Q, typename P>
+void Cut(const Call<Q, P>& call, int64_t chunk, int64_t head, int64_t start, int64_t end, Step& step) {
+  const int64_t last = std::min(start + kStep, end);
+  step.size = 0;
+  for (int64_t position = start; position < last;) {
+    const int64_t slot = position % call.size, count = std::min(call.size - slot, last - position);
+    step.runs[step.size++] = {call.Place(chunk, position, head), slot, position - start, count};
+    position += count;
+  }
+}
+
+// Turns the first `visible` of a row's scores into weights, the rest up to `width` into zeros.
+//
+// Args:
+//   slope / back: the bias of column j is slope * (j - back).
+//   key_scales / value_scales: [kStep] of the step's slots, or null.
+// Returns: what the row's sums so far are to be multiplied with.
+float Weigh(float* scores, int64_t visible, int64_t width, float slope, float back, const float* key_scales,
+            const float* value_scales, float& maximum, float& total) {
+  Vec column, most = Splat(maximum);
+  for (int i = 0; i < kLanes; i++) column[i] = static_cast<float>(i);
+  const auto seen = [&](int64_t j) { return column + static_cast<float>(j) < static_cast<float>(visible); };
+  for (int64_t j = 0; j < visible; j += kLanes) {
+    Vec x = Load(scores + j);
+    if (key_scales != nullptr) x *= Load(key_scales + j);
+    x += slope * (column + (static_cast<float>(j) - back));
+    x = seen(j) ? x : Splat(-std::numeric_limits<float>::infinity());
+    Store(scores + j, x);
+    most = x > most ? x : most;
+  }
+  const float raised = Reduce(most, [](float a, float b) { return a > b ? a : b; });
+  Vec sum{};
+  for (int64_t j = 0; j < visible; j += kLanes) {
+    Vec x = Exp(Load(scores + j) - raised);
+    x = seen(j) ? x : Vec{};
+    sum += x;
+    if (value_scales != nullptr) x = seen(j) ? x * Load(value_scales + j) : Vec{};
+    Store(scores + j, x);
+  }
+  for (int64_t j = RoundUp(visible, kLanes); j < width; j += kLanes) Store(scores + j, Vec{});
+  const float shrink = Exp(Splat(maximum - raised))[0];
+  total = total * shrink + Reduce(sum, [](float a, float b) { return a + b; });
+  maximum = raised;
+  return shrink;
+}
+
+template <typename Q, typename P>
+void Attend(const Call<Q, P>& call, const Tokens& tokens, int64_t head) {
+  thread_local Scratch scratch;
+  const int64_t group = call.group(), dim = call.dim, size = call.size, width = RoundUp(dim, kLanes);
+  const int64_t rows = tokens.count * group;
+  scratch.Reset(rows, width);
+  const int64_t token = call.offsets[tokens.chunk] + tokens.first;
+  // [T, N, D] as [T, K, group, D]: where row r's numbers begin.
+  const auto at = [&](int64_t r) { return ((token + r / group) * call.heads + head * group + r % group) * dim; };
+  for (int64_t r = 0; r < rows; r++)
+    for (int64_t d = 0; d < dim; d++) scratch.queries[r * width + d] = ToFloat(call.q[at(r) + d]) * call.scale;
+  const int64_t begin = call.kv_lens[tokens.chunk] - call.length(tokens.chunk) + tokens.first;
+  const int64_t end = begin + tokens.count;  // one past the last position
+
+  alignas(64) float scores[kMostRows * kScores];
+  alignas(64) float key_scales[kScores], value_scales[kScores];
+  constexpr bool kScaled = Call<Q, P>::kScaled;
+  const auto keys_of = [&](const Run& run) { return call.keys + run.place * dim * size + run.slot; };
+  const auto values_of = [&](const Run& run) { return call.values + (run.place * size + run.slot) * dim; };
+  Step steps[2];  // this one and the next
+  Cut(call, tokens.chunk, head, 0, end, steps[0]);
+  for (int64_t start = 0; start < end; start += kStep) {
+    const Step& step = steps[start / kStep % 2];
+    Step& next = steps[1 - start / kStep % 2];
+    Cut(call, tokens.chunk, head, start + kStep, end, next);
+    if (kScaled)
+      for (int i = 0; i < step.size; i++) {
+        const Run& run = step.runs[i];
+        const int64_t from = run.place * size + run.slot;
+        std::copy_n(call.key_scales + from, run.count, key_scales + run.column);
+        std::copy_n(call.value_scales + from, run.count, value_scales + run.column);
+      }
+    for (int64_t first = 0; first < rows; first += kMostRows) {
+      const int some = static_cast<int>(std::min<int64_t>(kMostRows, rows - first));
+      // Columns that the last of these rows sees; those before it may see fewer.
+      const int64_t seen = std::min<int64_t>(kStep, begin + (first + some - 1) / group + 1 - start);
+      if (seen <= 0) continue;
+      const float* queries = &scratch.queries[first * width];
+      for (int i = 0; i < step.size && step.runs[i].column < seen; i++) {
+        const Run& run = step.runs[i];
+        const int64_t wanted = std::min(run.count, seen - run.column);
+        // Whole vectors, as far as the block goes; what lies beyond `wanted` is overwritten or not looked at.
+        const int64_t columns = std::min(RoundUp(wanted, kLanes), size - run.slot);
+        Multiply<false>(some, queries, width, keys_of(run), size, dim, scores + run.column, kScores, columns,
+                        values_of(run));
+      }
+      for (int r = 0; r < some; r++) {
+        const int64_t row = first + r, position = begin + row / group;
+        float* weights = scores + r * kScores;
+        const int64_t visible = std::min<int64_t>(kStep, position + 1 - start);
+        if (visible <= 0) {
+          std::fill_n(weights, seen, 0.0f);
+          continue;
+        }
+        const float slope = call.slopes == nullptr ? 0 : call.slopes[head * group + row % group];
+        const float shrink = Weigh(weights, visible, seen, slope, static_cast<float>(position - start),
+                                   kScaled ? key_scales : nullptr, kScaled ? value_scales : nullptr,
+                                   scratch.maxima[row], scratch.totals[row]);
+        for (int64_t d = 0; d < width; d++) scratch.sums[row * width + d] *= shrink;
+      }
+      for (int i = 0; i < step.size && step.runs[i].column < seen; i++) {
+        const Run& run = step.runs[i];
+        const P* later = i < next.size ? keys_of(next.runs[i]) : values_of(run);
+        Multiply<true>(some, scores + run.column, kScores, values_of(run), dim, std::min(run.count, seen - run.column),
+                       &scratch.sums[first * width], width, dim, later);
+      }
+    }
+  }
+  for (int64_t r = 0; r < rows; r++)
+    for (int64_t d = 0; d < dim; d++)
+      Assign(call.out[at(r) + d], scratch.sums[r * width + d] / scratch.totals[r]);
+}
+
+// Cuts chunks into tiles, the most work first.
+template <typename Q, typename P>
+std::vector<Tokens> Tiles(const Call<Q, P>& call) {
+  const int64_t tile = std::max<int64_t>(1, kTile / call.group());
+  std::vector<Tokens> tiles;
+  for (int64_t chunk = 0; chunk < call.num_chunks; chunk++) {
+    const int64_t length = call.length(chunk);
+    for (int64_t first = 0; first < length; first += tile) {
+      const int64_t count = std::min(tile, length - first);
+      const int64_t context = call.kv_lens[chunk] - length + first + count;
+      tiles.push_back({chunk, first, count, count * call.group() * context * 2 * call.dim});
+    }
+  }
+  std::stable_sort(tiles.begin(), tiles.end(), [](const Tokens& a, const Tokens& b) { return a.cost > b.cost; });
+  return tiles;
+}
+
+template <typename Q, typename P>
+void Serve(ffi::ThreadPool& pool, const Call<Q, P>& call) {
+  const std::vector<Tokens> tiles = Tiles(call);
+  int64_t cost = 0;
+  bool prompts = false;
+  for (const Tokens& tile : tiles) {
+    cost += tile.cost * call.kv_heads;
+    prompts |= call.length(tile.chunk) > 1;
+  }
+  const int64_t count = static_cast<int64_t>(tiles.size()) * call.kv_heads, helpers = cost / kAlone;
+  // A tile may read what the others of its chunk write; a decode reads nothing that others write.
+  if (prompts)
+    ForEach(pool, count, helpers, [&](int64_t i) {
+      const NoSubnormals guard;
+      const Tokens& tile = tiles[i / call.kv_heads];
+      if (call.length(tile.chunk) > 1) Write(call, tile, i % call.kv_heads);
+    });
+  ForEach(pool, count, helpers, [&](int64_t i) {
+    const NoSubnormals guard;
+    const Tokens& tile = tiles[i / call.kv_heads];
+    if (call.length(tile.chunk) == 1) Write(call, tile, i % call.kv_heads);
+    Attend(call, tile, i % call.kv_heads);
+  });
+}
+
+template <typename Q, typename P>
+ffi::Error Serve(ffi::ThreadPool& pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
+                 ffi::BufferR1<ffi::S32> offsets, ffi::BufferR1<ffi::S32> kv_lens, ffi::BufferR2<ffi::S32> tables,
+                 ffi::BufferR0<ffi::S32> first_block, ffi::BufferR1<ffi::F32> slopes, ffi::AnyBuffer out,
+                 const std::vector<void*>& held, int64_t size, float scale) {
+  const auto dims = q.dimensions();
+  Call<Q, P> call;
+  call.q = static_cast<const Q*>(q.untyped_data());
+  call.k = static_cast<const Q*>(k.untyped_data());
+  call.v = static_cast<const Q*>(v.untyped_data());
+  call.out = static_cast<Q*>(out.untyped_data());
+  call.keys = static_cast<P*>(held[0]);
+  call.values = static_cast<P*>(held[1]);
+  if (Call<Q, P>::kScaled) {
+    call.key_scales = static_cast<float*>(held[2]);
+    call.value_scales = static_cast<float*>(held[3]);
+  }
+  call.offsets = offsets.typed_data();
+  call.kv_lens = kv_lens.typed_data();
+  call.tables = tables.typed_data();
+  if (slopes.element_count() > 0) call.slopes = slopes.typed_data();
+  call.num_chunks = tables.dimensions()[0];
+  call.max_blocks = tables.dimensions()[1];
+  call.first_block = *first_block.typed_data();
+  call.heads = dims[1];
+  call.kv_heads = k.dimensions()[1];
+  call.dim = dims[2];
+  call.size = size;
+  call.scale = scale;
+  for (int64_t chunk = 0; chunk < call.num_chunks; chunk++)
+    if (call.offsets[chunk + 1] > dims[0] || call.kv_lens[chunk] > call.max_blocks * size)
+      return ffi::Error::InvalidArgument("a chunk is longer than the batch or its block table");
+  Serve(pool, call);
+  const int64_t used = call.offsets[call.num_chunks] * call.heads * call.dim;
+  std::memset(call.out + used, 0, (out.element_count() - used) * sizeof(Q));
+  return ffi::Error::Success();
+}
+
+// Args: q, k, v, query offsets, kv_lens, block tables, the layer's first block, slopes (none: an empty array), the
+// pool: keys, values and, of int8, their scales. Results: out, and the pool, which must be the same memory.
+ffi::Error RaggedAttention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
+                           ffi::BufferR1<ffi::S32> offsets, ffi::BufferR1<ffi::S32> kv_lens,
+                           ffi::BufferR2<ffi::S32> tables, ffi::BufferR0<ffi::S32> first_block,
+                           ffi::BufferR1<ffi::F32> slopes, ffi::RemainingArgs held, ffi::Result<ffi::AnyBuffer> out,
+                           ffi::RemainingRets written, float scale) {
+  std::vector<void*> pools;
+  for (size_t i = 0; i < held.size(); i++) {
+    const auto before = held.get<ffi::AnyBuffer>(i);
+    auto after = written.get<ffi::AnyBuffer>(i);
+    if (!before || !after || before->untyped_data() != (*after)->untyped_data())
+      return ffi::Error::Internal("the pool was moved; it is to be updated where it lies");
+    pools.push_back(before->untyped_data());
+  }
+  const auto keys = *held.get<ffi::AnyBuffer>(0);
+  const int64_t size = keys.dimensions()[3];
+  const ffi::AnyBuffer result = *out;
+  const auto serve = [&](auto query, auto stored) {
+    return Serve<decltype(query), decltype(stored)>(pool, q, k, v, offsets, kv_lens, tables, first_block, slopes,
+                                                    result, pools, size, scale);
+  };
+  const auto serve_from = [&](auto query) {
+    switch (keys.element_type()) {
+      case ffi::F32: return serve(query, float{});
+      case ffi::U16: return serve(query, BFloat16{});
+      case ffi::S8: return serve(query, int8_t{});
+      default: return ffi::Error::InvalidArgument("the pool is of none of float32, uint16 (bfloat16) and int8");
+    }
+  };
+  switch (q.element_type()) {
+    case ffi::F32: return serve_from(float{});
+    case ffi::BF16: return serve_from(BFloat16{});
+    default: return ffi::Error::InvalidArgument("queries are of neither float32 nor bfloat16");
+  }
+}
+
+}  // namespace
+}  // namespace jaxserve
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxserveRaggedAttention, jaxserve::RaggedAttention,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::BufferR1<ffi::S32>>()
+                                  .Arg<ffi::BufferR1<ffi::S32>>()
+                                  .Arg<ffi::BufferR2<ffi::S32>>()
+                                  .Arg<ffi::BufferR0<ffi::S32>>()
+                                  .Arg<ffi::BufferR1<ffi::F32>>()
+                                  .RemainingArgs()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .RemainingRets()
+                                  .Attr<float>("scale"));

@@ -1,0 +1,126 @@
+"""The native calls: compiled where a C++ compiler is found, kept in the user's cache folder, loaded and made known to
+XLA."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import threading
+from pathlib import Path
+
+import jax
+
+ATTENTION, PRODUCT, PRODUCT_MANY = "jaxserve_ragged_attention", "jaxserve_product", "jaxserve_product_many"
+_SYMBOLS = {ATTENTION: "JaxserveRaggedAttention", PRODUCT: "JaxserveProduct", PRODUCT_MANY: "JaxserveProductMany"}
+_COMPILERS = ("c++", "g++", "clang++")
+_FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-shared", "-fPIC")
+# Levels of the x86-64 ABI, each with what it adds, as Linux names that; the last is one more step of our own.
+_LEVELS = {
+    "x86-64": set(),
+    "x86-64-v3": {"avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"},
+    "x86-64-v4": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
+    "x86-64-v4-bf16": {"avx512_bf16"},
+}
+_HERE = Path(__file__).parent
+
+_lock = threading.Lock()
+_outcome: list[str | None] = []
+
+
+def refusal() -> str | None:
+    """Compiles, loads and registers the calls, once in a process; why that cannot be, in words, or None."""
+    with _lock:
+        if not _outcome:
+            _outcome.append(_load())
+        return _outcome[0]
+
+
+def _load() -> str | None:
+    try:
+        library = ctypes.CDLL(str(compiled(cache_folder())))
+    except (OSError, ValueError) as error:
+        return str(error)
+    for target, symbol in _SYMBOLS.items():
+        jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(library, symbol)), platform="cpu")
+    return None
+
+
+def cache_folder() -> Path:
+    """Where what was compiled is kept."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxserve" / "native"
+
+
+def level() -> str:
+    """The instructions that the CPU here has: a level of the x86-64 ABI, or the name of another kind of machine."""
+    machine = platform.machine()
+    if machine not in ("x86_64", "AMD64"):
+        return machine
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    flags = next((set(line.split()) for line in lines if line.startswith("flags")), set())
+    reached = machine
+    for name, added in _LEVELS.items():
+        if not added <= flags:
+            break
+        reached = name
+    return reached
+
+
+def _options(level: str) -> list[str]:
+    """What tells the compiler of a level."""
+    if level not in _LEVELS:
+        return []
+    base = level.removesuffix("-bf16")
+    return [f"-march={base}", *(["-mavx512bf16"] if level != base else [])]
+
+
+def compiled(folder: Path) -> Path:
+    """The library for the CPU here, compiled if the folder does not hold it yet.
+
+    Its name carries the CPU's level, and all that it was made of: a folder may be shared by machines and by versions.
+    Any number of processes may ask at once; each sees it whole or not at all.
+
+    Raises:
+      ValueError: there is no compiler, or it fails.
+      OSError: the folder cannot be written.
+    """
+    compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
+    if compiler is None:
+        raise ValueError(f"no C++ compiler ({', '.join(_COMPILERS)}) to build it with")
+    target = level()
+    command = [compiler, *_FLAGS, *_options(target)]
+    include = Path(jax.ffi.include_dir())
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
+    parts = [" ".join(command), version, *(path.read_text() for path in _sources(".cc", ".h")), *_headers(include)]
+    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+    library = folder / f"native-{target}-{digest}.so"
+    if library.exists():
+        return library
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as workshop:
+        made = Path(workshop, library.name)
+        done = subprocess.run(
+            [*command, "-isystem", str(include), "-o", str(made), *(str(path) for path in _sources(".cc"))],
+            capture_output=True,
+            text=True,
+        )
+        if done.returncode:
+            lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
+            raise ValueError(f"{compiler} cannot build it: {lines[0].strip() if lines else 'no reason given'}")
+        made.replace(library)
+    return library
+
+
+def _sources(*suffixes: str) -> list[Path]:
+    return sorted(path for path in _HERE.iterdir() if path.suffix in suffixes)
+
+
+def _headers(include: Path) -> list[str]:
+    return [path.read_text() for path in sorted(include.glob("xla/ffi/api/*.h"))]

@@ -1,0 +1,187 @@
+// The product of many rows with a kernel, both bfloat16, as one call of XLA's: by the CPU's own instruction for
+// neighbouring pairs of products.
+//
+// Lanes are rows of x: those are packed first, so that a vector holds one pair of each of 16 rows, and a pair of the
+// kernel, which is read as it lies, meets all of them. A sum goes over its pairs in order, one after another, so
+// results are the same to the bit in any company and with any number of threads.
+#include <algorithm>
+#include <cstdint>
+
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
+
+#include "parallel.h"
+#include "vectors.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace jaxserve {
+namespace {
+
+#if defined(__AVX512BF16__)
+
+constexpr int kGroups = 4;                    // vectors of a panel
+constexpr int64_t kPanel = kGroups * kLanes;  // rows of x in it
+constexpr int kSums = 24;                     // registers that hold sums
+constexpr int kMostAtOnce = 12;               // rows of the kernel: each is an address in a register
+constexpr int64_t kOutputs = 48;              // of an item; a multiple of those that are summed at once
+constexpr int64_t kDepth = 512;               // pairs that are in hand at a time: the second cache has room
+constexpr int64_t kPairs = 16;                // in a cache line
+constexpr int64_t kAlone = 1 << 21;           // multiplications that take as long as waking another thread
+
+inline int64_t Pairs(int64_t in) { return (in + 1) / 2; }
+
+// Turns 16 vectors of 16 numbers of 32 bits: lane j of vector i goes to lane i of vector j. Squares of half the size,
+// of a quarter and so on change places with those across the diagonal.
+inline void Turn(__m512i* x) {
+  for (int side = kLanes / 2; side > 0; side /= 2) {
+    IntVec upper, lower;  // which lanes of (a, b) the vectors of the upper half take, and of the lower
+    for (int lane = 0; lane < kLanes; lane++) {
+      upper[lane] = lane & side ? kLanes + lane - side : lane;
+      lower[lane] = lane & side ? kLanes + lane : lane + side;
+    }
+    for (int i = 0; i < kLanes; i++) {
+      if (i & side) continue;
+      const __m512i a = x[i], b = x[i + side];
+      x[i] = _mm512_permutex2var_epi32(a, (__m512i)upper, b);
+      x[i + side] = _mm512_permutex2var_epi32(a, (__m512i)lower, b);
+    }
+  }
+}
+
+// Up to 16 rows of x, as [pairs, 16] of a panel whose pairs are `groups` vectors apart. Rows past the last are zeros.
+void Pack(const BFloat16* x, int64_t rows, int64_t in, int64_t groups, BFloat16* packed) {
+  for (int64_t first = 0; first < Pairs(in); first += kPairs) {
+    const int64_t numbers = std::min<int64_t>(in - 2 * first, 2 * kPairs);
+    const __mmask32 mask = ~uint32_t{0} >> (32 - numbers);
+    __m512i lines[kLanes];
+    for (int64_t r = 0; r < kLanes; r++)
+      lines[r] = r < rows ? _mm512_maskz_loadu_epi16(mask, x + r * in + 2 * first) : _mm512_setzero_si512();
+    Turn(lines);
+    for (int64_t i = 0; i < Pairs(numbers); i++)
+      _mm512_storeu_si512(packed + (first + i) * groups * 2 * kLanes, lines[i]);
+  }
+}
+
+// sums [kRows, kPanel] (+)= kernel [kRows, numbers] * panel [pairs, kWidth * 16] of as many numbers.
+template <int kRows, int kWidth>
+void MultiplyTile(const BFloat16* kernel, int64_t in, int64_t numbers, const BFloat16* panel, float* sums, bool add) {
+  __m512 tile[kRows][kWidth];
+  for (int r = 0; r < kRows; r++)
+    for (int v = 0; v < kWidth; v++)
+      tile[r][v] = add ? _mm512_loadu_ps(sums + r * kPanel + v * kLanes) : _mm512_setzero_ps();
+  const auto add_pair = [&](int64_t i, size_t bytes) {
+    __m512bh x[kWidth];
+    for (int v = 0; v < kWidth; v++) x[v] = (__m512bh)_mm512_loadu_si512(panel + (i * kWidth + v) * 2 * kLanes);
+    for (int r = 0; r < kRows; r++) {
+      int32_t pair = 0;
+      std::memcpy(&pair, kernel + r * in + 2 * i, bytes);
+      const __m512bh weights = (__m512bh)_mm512_set1_epi32(pair);
+      for (int v = 0; v < kWidth; v++) tile[r][v] = _mm512_dpbf16_ps(tile[r][v], weights, x[v]);
+    }
+  };
+  int64_t i = 0;
+  for (; i + kPairs <= numbers / 2; i += kPairs) {
+    for (int r = 0; r < kRows; r++)  // of the tile after this, into the second cache
+      __builtin_prefetch(kernel + (kRows + r) * in + 2 * i, /*rw=*/0, /*locality=*/2);
+    for (int64_t j = i; j < i + kPairs; j++) add_pair(j, 2 * sizeof(BFloat16));
+  }
+  for (; i < numbers / 2; i++) add_pair(i, 2 * sizeof(BFloat16));
+  if (numbers % 2) add_pair(i, sizeof(BFloat16));
+  for (int r = 0; r < kRows; r++)
+    for (int v = 0; v < kWidth; v++) _mm512_storeu_ps(sums + r * kPanel + v * kLanes, tile[r][v]);
+}
+
+// The same for any number of outputs: kRows at a time, then half of that, and so on.
+template <int kRows, int kWidth>
+void MultiplyOutputs(const BFloat16* kernel, int64_t in, int64_t outputs, int64_t numbers, const BFloat16* panel,
+                     float* sums, bool add) {
+  int64_t o = 0;
+  for (; o + kRows <= outputs; o += kRows)
+    MultiplyTile<kRows, kWidth>(kernel + o * in, in, numbers, panel, sums + o * kPanel, add);
+  if constexpr (kRows > 1)
+    MultiplyOutputs<kRows / 2, kWidth>(kernel + o * in, in, outputs - o, numbers, panel, sums + o * kPanel, add);
+}
+
+// y [rows, outputs], rows `out` apart = a panel of kWidth * 16 rows or fewer times `outputs` of the kernel's.
+template <int kWidth>
+void MultiplyPanel(const BFloat16* panel, int64_t rows, const BFloat16* kernel, int64_t in, int64_t outputs, float* y,
+                   int64_t out) {
+  constexpr int kRows = std::min(kMostAtOnce, kSums / kWidth);
+  alignas(64) float sums[kOutputs * kPanel];
+  for (int64_t first = 0; first < Pairs(in); first += kDepth) {
+    const int64_t numbers = std::min(in - 2 * first, 2 * kDepth);
+    MultiplyOutputs<kRows, kWidth>(kernel + 2 * first, in, outputs, numbers, panel + first * kWidth * 2 * kLanes, sums,
+                                   first > 0);
+  }
+  for (int64_t o = 0; o < outputs; o += kLanes) {
+    const __mmask16 mask = 0xFFFF >> (kLanes - std::min<int64_t>(kLanes, outputs - o));
+    for (int64_t begin = 0; begin < rows; begin += kLanes) {
+      __m512i turned[kLanes];
+      for (int64_t i = 0; i < kLanes; i++) turned[i] = _mm512_loadu_si512(sums + (o + i) * kPanel + begin);
+      Turn(turned);
+      for (int64_t r = 0; r < std::min<int64_t>(kLanes, rows - begin); r++)
+        _mm512_mask_storeu_epi32(y + (begin + r) * out + o, mask, turned[r]);
+    }
+  }
+}
+
+void Multiply(ffi::ThreadPool& pool, const BFloat16* x, const BFloat16* kernel, int64_t rows, int64_t in, int64_t out,
+              BFloat16* packed, float* y) {
+  const int64_t all_groups = (rows + kLanes - 1) / kLanes, panels = (all_groups + kGroups - 1) / kGroups;
+  const int64_t blocks = (out + kOutputs - 1) / kOutputs, helpers = rows * in * out / kAlone;
+  const auto groups_of = [&](int64_t panel) { return std::min<int64_t>(kGroups, all_groups - panel * kGroups); };
+  const auto begin_of = [&](int64_t panel) { return packed + panel * kPanel * 2 * Pairs(in); };
+  ForEach(pool, all_groups, helpers, [&](int64_t group) {
+    const int64_t panel = group / kGroups, first = group * kLanes;
+    Pack(x + first * in, std::min<int64_t>(kLanes, rows - first), in, groups_of(panel),
+         begin_of(panel) + group % kGroups * 2 * kLanes);
+  });
+  ForEach(pool, blocks * panels, helpers, [&](int64_t item) {
+    const int64_t panel = item % panels, begin = item / panels * kOutputs, first = panel * kPanel;
+    const int64_t outputs = std::min(kOutputs, out - begin), count = std::min(kPanel, rows - first);
+    const BFloat16 *from = begin_of(panel), *by = kernel + begin * in;
+    float* to = y + first * out + begin;
+    switch (groups_of(panel)) {
+      case 1: return MultiplyPanel<1>(from, count, by, in, outputs, to, out);
+      case 2: return MultiplyPanel<2>(from, count, by, in, outputs, to, out);
+      case 3: return MultiplyPanel<3>(from, count, by, in, outputs, to, out);
+      default: return MultiplyPanel<kGroups>(from, count, by, in, outputs, to, out);
+    }
+  });
+}
+
+// Args: x [T, in], kernel [out, in], both bfloat16. Results: float32 [T, out], and what the call works in: bfloat16, T
+// rounded up to whole vectors times `in` to whole pairs.
+ffi::Error ProductMany(ffi::ThreadPool pool, ffi::BufferR2<ffi::BF16> x, ffi::BufferR2<ffi::BF16> kernel,
+                       ffi::ResultBufferR2<ffi::F32> y, ffi::ResultBufferR2<ffi::BF16> packed) {
+  const int64_t rows = x.dimensions()[0], in = x.dimensions()[1], out = kernel.dimensions()[0];
+  if (packed->dimensions()[0] != RoundUp(rows, kLanes) || packed->dimensions()[1] != 2 * Pairs(in))
+    return ffi::Error::InvalidArgument("x does not fit when packed");
+  const auto* from = static_cast<const BFloat16*>(x.untyped_data());
+  const auto* by = static_cast<const BFloat16*>(kernel.untyped_data());
+  Multiply(pool, from, by, rows, in, out, static_cast<BFloat16*>(packed->untyped_data()), y->typed_data());
+  return ffi::Error::Success();
+}
+
+#else
+
+ffi::Error ProductMany(ffi::ThreadPool, ffi::BufferR2<ffi::BF16>, ffi::BufferR2<ffi::BF16>,
+                       ffi::ResultBufferR2<ffi::F32>, ffi::ResultBufferR2<ffi::BF16>) {
+  return ffi::Error::Internal("compiled for a CPU without an instruction for products of bfloat16");
+}
+
+#endif
+
+}  // namespace
+}  // namespace jaxserve
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxserveProductMany, jaxserve::ProductMany,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::BufferR2<ffi::BF16>>()
+                                  .Arg<ffi::BufferR2<ffi::BF16>>()
+                                  .Ret<ffi::BufferR2<ffi::F32>>()
+                                  .Ret<ffi::BufferR2<ffi::BF16>>());

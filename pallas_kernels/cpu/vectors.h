@@ -1,0 +1,198 @@
+// Vectors as wide as the CPU's, by the compiler's own vector types (GCC and Clang), and what is computed with them.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__SSE__)
+#include <xmmintrin.h>
+#endif
+
+namespace jaxserve {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+
+// Rows and vectors of a product that are summed in registers: 24 of 32, or 12 of 16.
+constexpr int kMostRows = 6;
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int kVectors = 4;
+#else
+constexpr int kVectors = 2;
+#endif
+
+constexpr int kFewRows = 2;  // so few that memory sets the pace
+constexpr size_t kCacheLine = 64;
+
+typedef float Vec __attribute__((vector_size(4 * kLanes)));
+typedef int32_t IntVec __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t BitVec __attribute__((vector_size(4 * kLanes)));
+typedef uint16_t HalfVec __attribute__((vector_size(2 * kLanes)));
+typedef int16_t ShortVec __attribute__((vector_size(2 * kLanes)));
+typedef int8_t ByteVec __attribute__((vector_size(kLanes)));
+
+struct BFloat16 {
+  uint16_t bits;
+};
+
+constexpr int64_t RoundUp(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+inline Vec Splat(float x) { return x - Vec{}; }
+
+// How numbers lie in memory, a vector of them, and what it stands for.
+template <typename T>
+struct Packed;
+template <>
+struct Packed<float> {
+  using type = Vec;
+  static Vec Widen(Vec x) { return x; }
+};
+template <>
+struct Packed<BFloat16> {
+  using type = HalfVec;
+  static Vec Widen(HalfVec x) { return (Vec)(__builtin_convertvector(x, BitVec) << 16); }
+};
+template <>
+struct Packed<int8_t> {
+  using type = ByteVec;
+  static Vec Widen(ByteVec x) {  // twice the width at a time: GCC takes larger steps number by number
+    return __builtin_convertvector(__builtin_convertvector(__builtin_convertvector(x, ShortVec), IntVec), Vec);
+  }
+};
+
+// A vector of the numbers at p; with a count, of only so many of them and zeros.
+template <typename T>
+inline Vec Load(const T* p) {
+  typename Packed<T>::type x;
+  std::memcpy(&x, p, sizeof x);
+  return Packed<T>::Widen(x);
+}
+
+template <typename T>
+inline Vec Load(const T* p, int count) {
+  typename Packed<T>::type x{};
+  std::memcpy(&x, p, count * sizeof(T));
+  return Packed<T>::Widen(x);
+}
+
+inline void Store(float* p, Vec x) { std::memcpy(p, &x, sizeof x); }
+
+inline float ToFloat(float x) { return x; }
+inline float ToFloat(BFloat16 x) {
+  const uint32_t bits = uint32_t{x.bits} << 16;
+  float y;
+  std::memcpy(&y, &bits, sizeof y);
+  return y;
+}
+
+inline void Assign(float& y, float x) { y = x; }
+inline void Assign(BFloat16& y, float x) {  // to the nearest, ties to even
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  y.bits = x != x ? 0x7FC0 : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+}
+
+// Lanes in pairs of halves: an order of its own, the same wherever it is computed.
+template <typename Operator>
+inline float Reduce(Vec x, Operator combine) {
+  float lanes[kLanes];
+  std::memcpy(lanes, &x, sizeof x);
+  for (int half = kLanes / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; i++) lanes[i] = combine(lanes[i], lanes[i + half]);
+  return lanes[0];
+}
+
+// e^x of x <= 0, within 2 units in the last place: 1 for 0, 0 below -87, where floats come to their end, NaN for NaN.
+inline Vec Exp(Vec x) {
+  const float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves an integer in the last bits
+  const Vec shifted = x * 1.44269504f + kRound;
+  const Vec n = shifted - kRound;
+  const Vec r = (x - n * 0.693359375f) + n * 2.12194440e-4f;  // ln 2 in two parts
+  Vec p = Splat(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * (r * r) + r + 1.0f;
+  const Vec y = (Vec)((IntVec)p + ((IntVec)shifted << 23));
+  return x == x ? (x < -87.0f ? Vec{} : y) : x;
+}
+
+// c [kRows, kWidth vectors] (+)= a [kRows, depth] * b [depth, ...], the terms of each sum in order. With kPartial only
+// `count` numbers of each of b's rows may be read, less than a vector.
+//
+// `next` lies like b and is wanted soon: with few rows memory sets the pace, and it is fetched meanwhile, into the second
+// cache (the first has no room for it; fetched there it gains nothing).
+template <int kRows, int kWidth, bool kAdd, bool kPartial = false, typename T>
+inline void MultiplyTile(const float* a, int64_t a_stride, const T* b, int64_t b_stride, int64_t depth, float* c,
+                         int64_t c_stride, const T* next, int count = 0) {
+  Vec sums[kRows][kWidth];
+  for (int i = 0; i < kRows; i++)
+    for (int j = 0; j < kWidth; j++) sums[i][j] = kAdd ? Load(c + i * c_stride + j * kLanes) : Vec{};
+  for (int64_t k = 0; k < depth; k++) {
+    Vec row[kWidth];
+    for (int j = 0; j < kWidth; j++) {
+      const T* from = b + k * b_stride + j * kLanes;
+      row[j] = kPartial ? Load(from, count) : Load(from);
+    }
+    if (kRows <= kFewRows)
+      for (size_t line = 0; line < kWidth * kLanes * sizeof(T); line += kCacheLine)
+        __builtin_prefetch(reinterpret_cast<const char*>(next + k * b_stride) + line, /*rw=*/0, /*locality=*/2);
+    for (int i = 0; i < kRows; i++)
+      for (int j = 0; j < kWidth; j++) sums[i][j] += a[i * a_stride + k] * row[j];
+  }
+  for (int i = 0; i < kRows; i++)
+    for (int j = 0; j < kWidth; j++) Store(c + i * c_stride + j * kLanes, sums[i][j]);
+}
+
+template <int kRows, bool kAdd, typename T>
+void MultiplyRows(const float* a, int64_t a_stride, const T* b, int64_t b_stride, int64_t depth, float* c,
+                  int64_t c_stride, int64_t columns, const T* next) {
+  // Few rows take more vectors: enough sums to hide how long one takes, and 64 numbers where they can.
+  constexpr int kWidth = kRows > kFewRows ? kVectors : kLanes == 16 ? 4 : 8 / kRows;
+  int64_t n = 0;
+  for (; n + kWidth * kLanes <= columns; n += kWidth * kLanes)
+    MultiplyTile<kRows, kWidth, kAdd>(a, a_stride, b + n, b_stride, depth, c + n, c_stride, next + n);
+  for (; n + kLanes <= columns; n += kLanes)
+    MultiplyTile<kRows, 1, kAdd>(a, a_stride, b + n, b_stride, depth, c + n, c_stride, next + n);
+  if (n < columns)
+    MultiplyTile<kRows, 1, kAdd, true>(a, a_stride, b + n, b_stride, depth, c + n, c_stride, next + n, columns - n);
+}
+
+// c [rows, columns] (+)= a [rows, depth] * b [depth, columns], for up to kMostRows rows. Whole vectors of c are
+// written: its rows have room for them.
+template <bool kAdd, typename T>
+void Multiply(int rows, const float* a, int64_t a_stride, const T* b, int64_t b_stride, int64_t depth, float* c,
+              int64_t c_stride, int64_t columns, const T* next) {
+  switch (rows) {
+    case 1: return MultiplyRows<1, kAdd>(a, a_stride, b, b_stride, depth, c, c_stride, columns, next);
+    case 2: return MultiplyRows<2, kAdd>(a, a_stride, b, b_stride, depth, c, c_stride, columns, next);
+    case 3: return MultiplyRows<3, kAdd>(a, a_stride, b, b_stride, depth, c, c_stride, columns, next);
+    case 4: return MultiplyRows<4, kAdd>(a, a_stride, b, b_stride, depth, c, c_stride, columns, next);
+    case 5: return MultiplyRows<5, kAdd>(a, a_stride, b, b_stride, depth, c, c_stride, columns, next);
+    default: return MultiplyRows<kMostRows, kAdd>(a, a_stride, b, b_stride, depth, c, c_stride, columns, next);
+  }
+}
+
+// Takes subnormal numbers for zero while it lives, whichever thread that is in: they are slow, and threads differ.
+class NoSubnormals {
+ public:
+#if defined(__SSE__)
+  NoSubnormals() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ | 0x8040); }
+  ~NoSubnormals() { _mm_setcsr(saved_); }
+
+ private:
+  unsigned saved_;
+#else
+  NoSubnormals() {}
+  ~NoSubnormals() {}
+#endif
+};
+
+}  // namespace jaxserve

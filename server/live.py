@@ -1,0 +1,132 @@
+"""What the engine does right now, for who looks: its last iterations chunk by chunk, its load, its latencies.
+
+The engine's threads only append to a bounded ring; whoever watches turns what is new into plain data at their own pace,
+so a watcher costs the engine nothing and nobody watching costs nothing at all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from jaxserve.observe import IterationRecord
+
+if TYPE_CHECKING:
+    from jaxserve.completion import Completion
+    from jaxserve.engine import Engine
+    from server.errors import Refusal
+    from server.generation import Life
+
+KEPT = 512  # iterations
+_WINDOW = 60.0  # seconds that latencies and rates look back
+_SAMPLES = 4096  # of each latency, at most
+_QUANTILES = (0.5, 0.95, 0.99)
+
+
+class Live:
+    """A ring of the engine's last iterations, and an observer (`server.generation.Observer`) of its requests.
+
+    Args:
+      engine: its iterations are recorded from now on.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._numbers = itertools.count()
+        self._ring: deque[tuple[int, IterationRecord]] = deque(maxlen=KEPT)
+        self._latencies = {name: deque[tuple[float, float]](maxlen=_SAMPLES) for name in ("first_token", "gap")}
+        self._generated: deque[tuple[float, int]] = deque()
+        engine.record(self._append)
+
+    def _append(self, record: IterationRecord) -> None:
+        self._ring.append((next(self._numbers), record))
+
+    def started(self, life: Life) -> None:
+        """The engine has taken a request; nothing is known of its latencies yet."""
+
+    def tokens(self, life: Life, count: int, gap: float | None) -> None:
+        """A request has got tokens: its first, or some after those of an earlier event."""
+        now = time.monotonic()
+        if gap is None:
+            self._latencies["first_token"].append((now, now - life.request.arrival))
+        else:
+            self._latencies["gap"].append((now, gap))
+
+    def ended(self, life: Life, completion: Completion) -> None:
+        """A request is over: its latencies are known."""
+
+    def refused(self, call_id: str, refusal: Refusal) -> None:
+        """A call without an answer has no latencies."""
+
+    def since(self, number: int) -> dict[str, Any]:
+        """What a watcher who has seen the iterations before `number` shows next, as JSON-able data.
+
+        Returns:
+          `next`: the number to ask with next; smaller than `number` if that is not of this server, and then all that
+          is kept is there. `iterations`: lists of replica, sequence, bucket, requests waiting, seconds (monotonic) at
+          which it finished, its chunks as [row, start, length, samples], and the rows that requests took in it as
+          [row, request id]. `load`: the fields of `Engine.load`. `latencies`: of the last minute, seconds to the
+          first token (`first_token`) and between tokens (`gap`), at the quantiles 0.5, 0.95 and 0.99, or null where
+          nothing was seen.
+        """
+        kept = self._ring.copy()
+        ahead = kept[-1][0] + 1 if kept else 0
+        new = [record for its, record in kept if its >= number or number > ahead]
+        load = self._engine.load()
+        return {
+            "next": ahead,
+            "healthy": self._engine.is_healthy,
+            "iterations": [_told(record) for record in new],
+            "load": dataclasses.asdict(load),
+            "latencies": {name: _quantiles(seen) for name, seen in self._latencies.items()},
+            "tokens_per_second": self._rate(load.generated_tokens),
+        }
+
+    def about(self) -> dict[str, Any]:
+        """What does not change while the engine runs."""
+        report, config = self._engine.report, self._engine.config
+        return {
+            "device": report.device,
+            "family": report.family,
+            "attention": report.attention,
+            "max_rows": report.max_rows,
+            "rows": report.max_rows * (1 if config.stages == 1 else config.stages + 1),
+            "replicas": config.replicas,
+            "max_context": report.max_context,
+            "block_size": report.block_size,
+            "buckets": [cost.size for cost in report.buckets],
+        }
+
+    def _rate(self, generated: int) -> float:
+        """Tokens a second over the last two seconds, as far as somebody watched."""
+        now, seen = time.monotonic(), self._generated
+        seen.append((now, generated))
+        while now - seen[0][0] > 2.0:
+            seen.popleft()
+        elapsed = now - seen[0][0]
+        return (generated - seen[0][1]) / elapsed if elapsed > 0 else 0.0
+
+
+def _told(record: IterationRecord) -> list[Any]:
+    plan = record.plan
+    return [
+        record.replica,
+        plan.sequence,
+        plan.bucket,
+        record.waiting,
+        round(record.finished_at, 4),
+        [[chunk.row, chunk.start, chunk.length, int(chunk.samples)] for chunk in plan.chunks],
+        [[admission.row, admission.request_id] for admission in plan.admissions],
+    ]
+
+
+def _quantiles(seen: deque[tuple[float, float]]) -> list[float] | None:
+    """Of what was seen within the window."""
+    after = time.monotonic() - _WINDOW
+    values = sorted(value for at, value in seen.copy() if at >= after)
+    if not values:
+        return None
+    return [values[min(int(q * len(values)), len(values) - 1)] for q in _QUANTILES]

@@ -1,0 +1,93 @@
+"""The native products: right, in the layers as they use them, and the same in any company."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve import models, startup
+from jaxserve.config import EngineConfig
+from jaxserve.models import layers
+from pallas_kernels.cpu import build, product
+
+
+@pytest.fixture(autouse=True)
+def _native():
+    if (refusal := build.refusal()) is not None:
+        pytest.skip(f"no native product: {refusal}")
+
+
+def draw(seed, *dims):
+    return np.random.default_rng(seed).standard_normal(dims).astype(jnp.bfloat16)
+
+
+MANY = build.level().endswith("bf16")  # whether there is a product of many rows
+needs_many = pytest.mark.skipif(not MANY, reason="this CPU has no instruction for products of bfloat16")
+SIZES = [(1024, 96), (2500, 33), (40, 70), (7, 5), (1, 1)]
+
+
+def check(inner, out, companies):
+    """The largest of the companies is multiplied right, and each smaller one as a part of it, to the bit."""
+    kernel, x = draw(0, out, inner), draw(1, max(companies), inner)
+    expected = x.astype(np.float64) @ kernel.astype(np.float64).T
+    whole = np.asarray(jax.jit(product.multiply)(x, kernel))
+    np.testing.assert_allclose(whole, expected, rtol=1e-5, atol=1e-6 * inner)
+    for rows in companies:
+        np.testing.assert_array_equal(jax.jit(product.multiply)(x[-rows:], kernel), whole[-rows:])
+
+
+@pytest.mark.parametrize(("inner", "out"), SIZES)
+def test_of_few_rows_is_the_product_in_any_company(inner, out):
+    check(inner, out, range(1, 9))
+
+
+@needs_many
+@pytest.mark.parametrize(("inner", "out"), SIZES)
+def test_of_many_rows_is_the_product_in_any_company(inner, out):
+    check(inner, out, (9, 16, 31, 48, 49, 64, 130))
+
+
+@needs_many
+def test_of_many_rows_is_divided_among_threads():
+    check(4096, 3000, (17, 200))
+
+
+@pytest.mark.parametrize(("rows", "native"), [(1, True), (4, True), (9, MANY)])
+@pytest.mark.parametrize("looped", [True, False])
+def test_layers_take_it(rows, native, looped):
+    taken = product.native(np.dtype(jnp.bfloat16))
+    kernels = [jnp.asarray(draw(i, 48, 64)) for i in range(3)]
+    x = jnp.asarray(draw(9, rows, 64))
+
+    def step(x, place):
+        if looped:
+            weights = layers.varying([layers.through({"kernel": kernel}, taken) for kernel in kernels])
+            return layers.project(x, weights(place)["kernel"])
+        return layers.project(x, layers.through({"kernel": kernels[1]}, taken)["kernel"])
+
+    program = jax.jit(step).lower(x, jnp.int32(1)).compile()
+    assert (build.PRODUCT in program.as_text()) == native
+    np.testing.assert_allclose(program(x, jnp.int32(1)), layers.project(x, kernels[1]), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "calls"),
+    [({}, 9), ({"stages": 2}, 9), ({"tensor": 2}, 0), ({"quantize": "int8"}, 0), ({"buckets": (9,)}, 9 if MANY else 1)],
+)
+def test_stages_of_one_device_take_it_and_weights_in_eight_bits_do_not(changes, calls):
+    """As often as there are products: four in each of two layers, and the head's, of fewer rows than a bucket."""
+    sizes = {"vocab_size": 64, "n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64}
+    model = models.build(models.parse_config({"model_type": "gpt2", "eos_token_id": 0, **sizes}))
+    config = EngineConfig(**{"dtype": "bfloat16", "max_rows": 4, "buckets": (8,), **changes})
+    (stages,), _ = startup.stage_programs(config, model)
+    (bucket,) = config.buckets
+    texts = [stage.lower_forward(bucket, 16).as_text() for stage in stages]
+    assert sum(len(re.findall(rf"@{build.PRODUCT}\w*\(", text)) for text in texts) == calls
+
+
+def test_float32_has_none():
+    assert product.native(np.dtype(np.float32)) is None

@@ -1,0 +1,144 @@
+"""What watchers are told of a running engine, and how a terminal shows it."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from jaxserve.iteration import Admission, Chunk, IterationPlan
+from jaxserve.observe import IterationRecord
+from jaxserve.request import Request, SamplingParams
+from server import live as live_module
+from server.generation import Call, Life
+from server.live import Live
+from server.top import Board
+from tests.server.fake_engine import FakeEngine
+
+
+class Recorded(FakeEngine):
+    """A fake engine whose iterations are made up here."""
+
+    def record(self, recorder: Callable[[IterationRecord], None]) -> None:
+        self.recorder = recorder
+
+    def ran(self, sequence: int, *chunks: Chunk, taken: tuple[tuple[int, str], ...] = (), replica: int = 0) -> None:
+        admissions = [
+            Admission(row=row, request_id=name, tokens=(1,), prompt_length=1, blocks=(), sampling=SamplingParams())
+            for row, name in taken
+        ]
+        plan = IterationPlan(
+            sequence=sequence,
+            bucket=16,
+            admissions=tuple(admissions),
+            chunks=chunks,
+            table_changes=(),
+            sampler=None,
+            scoring=False,
+        )
+        self.recorder(
+            IterationRecord(
+                replica=replica,
+                plan=plan,
+                decodes=0,
+                prompt_tokens=0,
+                waiting=3,
+                schedule_s=0,
+                pack_s=0,
+                launch_s=0,
+                wait_s=0,
+                complete_s=0,
+                finished_at=1.25,
+            )
+        )
+
+
+@pytest.fixture
+def engine() -> Recorded:
+    return Recorded(tokenizer=None)
+
+
+def test_a_watcher_is_told_each_iteration_once(engine: Recorded):
+    live = Live(engine)  # pyright: ignore[reportArgumentType]
+    first = live.since(0)
+    assert (first["next"], first["iterations"], first["healthy"]) == (0, [], False)
+    engine.ran(0, Chunk(2, 0, 9, True), taken=((2, "a"),))
+    engine.ran(1, Chunk(2, 9, 1, True), replica=1)
+    told = live.since(first["next"])
+    assert told["iterations"] == [
+        [0, 0, 16, 3, 1.25, [[2, 0, 9, 1]], [[2, "a"]]],
+        [1, 1, 16, 3, 1.25, [[2, 9, 1, 1]], []],
+    ]
+    assert live.since(1)["iterations"] == told["iterations"][1:]
+    assert live.since(told["next"])["iterations"] == []
+    assert told["load"]["slots_total"] == engine.slots_total
+
+
+def test_who_watched_another_server_is_told_everything_again(engine: Recorded):
+    live = Live(engine)  # pyright: ignore[reportArgumentType]
+    engine.ran(0, Chunk(0, 0, 1, True))
+    told = live.since(4711)
+    assert (told["next"], len(told["iterations"])) == (1, 1)
+
+
+def test_only_the_last_iterations_are_kept(engine: Recorded):
+    live = Live(engine)  # pyright: ignore[reportArgumentType]
+    for sequence in range(live_module.KEPT + 5):
+        engine.ran(sequence)
+    told = live.since(0)
+    assert [iteration[1] for iteration in told["iterations"]] == list(range(5, live_module.KEPT + 5))
+
+
+def test_latencies_and_rates_are_of_the_last_minute(engine: Recorded, monkeypatch: pytest.MonkeyPatch):
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(live_module.time, "monotonic", lambda: clock.now)
+    live = Live(engine)  # pyright: ignore[reportArgumentType]
+    for index, seconds in enumerate([9.0, *(milliseconds / 1000 for milliseconds in range(100))]):
+        request = Request(request_id=str(index), prompt=(1,), sampling=SamplingParams(), arrival=clock.now)
+        life = Life(call=Call(protocol="test"), request=request)
+        clock.now += 0.25
+        live.tokens(life, 1, None)
+        live.tokens(life, 2, seconds)
+        if seconds == 9.0:
+            clock.now += 61
+    load = engine.load()
+    monkeypatch.setattr(engine, "load", lambda: load)
+    told = live.since(0)
+    assert told["latencies"]["first_token"] == [0.25, 0.25, 0.25]
+    assert told["latencies"]["gap"] == pytest.approx([0.05, 0.095, 0.099])
+    assert told["tokens_per_second"] == 0
+    clock.now += 0.5
+    monkeypatch.setattr(engine, "load", lambda: live_module.dataclasses.replace(load, generated_tokens=40))
+    assert live.since(0)["tokens_per_second"] == 80
+
+
+def shown(news: list[dict[str, Any]], height: int = 40) -> list[str]:
+    about = {"model": "m", "family": "f", "device": "d", "rows": 4, "replicas": 1, "buckets": [16]}
+    board = Board(about)
+    for each in news:
+        board.take(each)
+    console = Console(file=io.StringIO(), width=100, height=height, color_system=None)
+    console.print(board)
+    return console.file.getvalue().splitlines()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_top_shows_iterations_as_columns_and_rows_as_lines(engine: Recorded):
+    live = Live(engine)  # pyright: ignore[reportArgumentType]
+    engine.ran(0, Chunk(2, 0, 16, True), taken=((2, "abc"),))
+    first = live.since(0)
+    engine.ran(1, Chunk(0, 0, 3, False), Chunk(2, 16, 1, True))
+    lines = shown([first, live.since(first["next"])])
+    rows = {line[:14].split()[0]: line[14:].rstrip() for line in lines if line[:4].strip()}
+    assert (rows["0"], rows["1"], rows["2"]) == (" █", "", "██")
+    assert (rows["queue"], rows["fill"]) == ("██", "█▂")
+    assert any(line.startswith("  2 abc") for line in lines)
+    assert "not serving" in lines[0]
+
+
+def test_top_says_what_a_small_window_leaves_out(engine: Recorded):
+    live = Live(engine)  # pyright: ignore[reportArgumentType]
+    assert any("2 rows more" in line for line in shown([live.since(0)], height=10))
