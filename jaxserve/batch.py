@@ -8,6 +8,7 @@ the host knows what the one before it chose.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,11 +18,12 @@ import numpy as np
 from jaxtyping import Int32
 
 from jaxserve import sampler
-from jaxserve.iteration import Admission, IterationPlan, max_chunks, max_table_changes
+from jaxserve.iteration import Admission, Chunk, IterationPlan, max_chunks, max_points, max_table_changes
 from pallas_kernels.api import AttentionBatch
 
 _CHUNK_FIELDS = 4  # row, start, length, samples
 _CHANGE_FIELDS = 3  # row, index, block
+_DRAFT_FIELDS = 3  # row, position, token
 
 
 class RowState(NamedTuple):
@@ -40,13 +42,18 @@ class RowState(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchLayout:
-    """The sizes that fix the packed form of a plan."""
+    """The sizes that fix the packed form of a plan.
+
+    Attributes:
+      draft_tokens: most tokens drafted for one row; 0 without speculation.
+    """
 
     bucket: int
     max_rows: int
     n_rows: int
     block_size: int
     max_context: int
+    draft_tokens: int = 0
 
     @property
     def max_blocks(self) -> int:
@@ -57,6 +64,16 @@ class BatchLayout:
     def chunks(self) -> int:
         """Chunks the packed form has room for."""
         return max_chunks(self.bucket, self.max_rows)
+
+    @property
+    def points(self) -> int:
+        """Places after which a token can be chosen: one a chunk, more where tokens are drafted (S)."""
+        return max_chunks(self.bucket, max_points(self.max_rows, self.draft_tokens))
+
+    @property
+    def drafts(self) -> int:
+        """Drafted tokens that a plan of any bucket has room for: every one has a point, and so has what it follows."""
+        return max_points(self.max_rows, self.draft_tokens) - 1
 
     @property
     def changes(self) -> int:
@@ -70,32 +87,40 @@ class BatchLayout:
 
 
 class BatchView(NamedTuple):
-    """One iteration as the device sees it. C chunks, T tokens (the bucket).
+    """One iteration as the device sees it. T tokens (the bucket), S points after which tokens are chosen.
 
     Attributes:
       attention: lengths, tables and positions for the attention backend.
       tokens: int32[T] (padding: any token); None in a stage without the rows' histories.
       next_tokens: int32[T] the token after each, where it is known; what prompt scoring asks about. None likewise.
-      chunks: int32[C, 4] row, start, length and whether it samples: what the sampler needs of the plan.
+      last: int32[S] the flat token before each point.
+      points: int32[S, 3] what the sampler needs of the plan: see `SamplePoints`.
     """
 
     attention: AttentionBatch
     tokens: jax.Array | None
     next_tokens: jax.Array | None
-    chunks: jax.Array
+    last: jax.Array
+    points: jax.Array
 
 
 class PackedPlan(NamedTuple):
-    """A plan as the device takes it: one array for the iteration and one for each admission before it."""
+    """A plan as the device takes it: an array for the iteration, and those of what is written to rows before it.
+
+    Attributes:
+      drafts: int32[layout.drafts, 3] row, position and token of each drafted token; None without any.
+    """
 
     iteration: np.ndarray
     admissions: tuple[np.ndarray, ...]
+    drafts: np.ndarray | None = None
 
 
 def pack(plan: IterationPlan, layout: BatchLayout, n_blocks: int) -> PackedPlan:
-    """Packs a plan: its chunks and table changes into int32[layout.size], and each admission.
+    """Packs a plan: its chunks and table changes into int32[layout.size], each admission, and drafts where it has some.
 
-    Room left over holds empty chunks (length 0) and changes of a row that does not exist, which the device drops.
+    Room left over holds empty chunks (length 0), and changes and drafts of a row that does not exist, which the device
+    drops.
 
     Args:
       n_blocks: blocks of the pool. Devices do not check what a block table names, so it is checked here.
@@ -108,7 +133,16 @@ def pack(plan: IterationPlan, layout: BatchLayout, n_blocks: int) -> PackedPlan:
         changes[: len(plan.table_changes)] = np.array(plan.table_changes, np.int32)
     _check_tables(plan, changes[: len(plan.table_changes)], layout, n_blocks)
     admissions = tuple(pack_admission(admission, layout) for admission in plan.admissions)
-    return PackedPlan(packed, admissions)
+    return PackedPlan(packed, admissions, pack_drafts(plan.chunks, plan.drafts, layout) if plan.drafts else None)
+
+
+def pack_drafts(chunks: Sequence[Chunk], tokens: Sequence[int], layout: BatchLayout) -> np.ndarray:
+    """Packs the tokens drafted for these chunks into int32[layout.drafts, 3]."""
+    packed = np.zeros((layout.drafts, _DRAFT_FIELDS), np.int32)
+    packed[:, 0] = layout.n_rows
+    places = [(chunk.row, chunk.start + index) for chunk in chunks for index in range(1, chunk.samples)]
+    packed[: len(places)] = [(*place, token) for place, token in zip(places, tokens, strict=True)]
+    return packed
 
 
 def _check_tables(plan: IterationPlan, changes: np.ndarray, layout: BatchLayout, n_blocks: int) -> None:
@@ -154,20 +188,21 @@ def unpack(
         token_chunk=token_chunk,
         positions=positions,
     )
+    last, points = _points(chunks, offsets, layout)
     tokens = next_tokens = None
     if history is not None:
         tokens = history[token_rows, positions]
         next_tokens = history[token_rows, jnp.minimum(positions + 1, layout.max_context - 1)]
-    return BatchView(batch, tokens, next_tokens, chunks), tables
+    return BatchView(batch, tokens, next_tokens, last, points), tables
 
 
 class SamplePoints(NamedTuple):
-    """Where the next tokens go: C entries, one a chunk.
+    """Where the next tokens go: S entries, as many a chunk as it samples and one for a chunk that does not.
 
     Attributes:
-      rows: int32[C].
-      positions: int32[C] position of the token to be chosen.
-      samples: bool[C] whether one is chosen.
+      rows: int32[S].
+      positions: int32[S] position of the token to be chosen.
+      samples: bool[S] whether one is chosen.
     """
 
     rows: jax.Array
@@ -175,9 +210,27 @@ class SamplePoints(NamedTuple):
     samples: jax.Array
 
 
-def sample_points(chunks: Int32[jax.Array, "C 4"]) -> SamplePoints:
-    """Where the tokens sampled after these chunks (`BatchView.chunks`) go. Traced."""
-    return SamplePoints(chunks[:, 0], chunks[:, 1] + chunks[:, 2], chunks[:, 3] != 0)
+def sample_points(points: Int32[jax.Array, "S 3"]) -> SamplePoints:
+    """`BatchView.points` by name. Traced."""
+    return SamplePoints(points[:, 0], points[:, 1], points[:, 2] != 0)
+
+
+def _points(
+    chunks: Int32[jax.Array, "C 4"], offsets: Int32[jax.Array, " C+1"], layout: BatchLayout
+) -> tuple[Int32[jax.Array, " S"], Int32[jax.Array, "S 3"]]:
+    """Of each point the flat token before it, and its row, position and whether a token is chosen. Traced."""
+    rows, ends, samples = chunks[:, 0], chunks[:, 1] + chunks[:, 2], chunks[:, 3]
+    last = jnp.maximum(offsets[1:] - 1, 0)
+    if not layout.draft_tokens:  # the points are the chunks
+        return last, jnp.stack([rows, ends, samples], axis=1)
+    upto = jnp.cumsum(jnp.maximum(samples, 1), dtype=jnp.int32)  # [C] points of these chunks
+    index = jnp.arange(layout.points, dtype=jnp.int32)
+    chunk = jnp.searchsorted(upto, index, side="right", method="compare_all")
+    chunk = jnp.minimum(chunk, layout.chunks - 1).astype(jnp.int32)
+    after = upto[chunk] - 1 - index  # points of the chunk that come after this one
+    chosen = (samples[chunk] > 0) & (index < upto[-1])
+    points = jnp.stack([rows[chunk], ends[chunk] - after, chosen.astype(jnp.int32)], axis=1)
+    return jnp.maximum(last[chunk] - after, 0), points
 
 
 def empty_state(layout: BatchLayout, *, is_first: bool, is_last: bool) -> RowState:
@@ -224,9 +277,19 @@ def admit(state: RowState, packed: Int32[jax.Array, " size"], layout: BatchLayou
 
 
 def write_tokens(
-    history: Int32[jax.Array, "rows max_context"], chunks: Int32[jax.Array, "C 4"], tokens: Int32[jax.Array, " C"]
+    history: Int32[jax.Array, "rows max_context"], points: Int32[jax.Array, "S 3"], tokens: Int32[jax.Array, " S"]
 ) -> Int32[jax.Array, "rows max_context"]:
-    """Writes the tokens chosen after these chunks into the rows' histories. Traced."""
-    points = sample_points(chunks)
-    written = jnp.where(points.samples, points.rows, history.shape[0])  # no such row: dropped
-    return history.at[written, points.positions].set(tokens, mode="drop")
+    """Writes the tokens chosen at these points into the rows' histories. Traced.
+
+    After drafts, the first token that is not the drafted one is the row's newest; those behind it will be overwritten.
+    """
+    where = sample_points(points)
+    written = jnp.where(where.samples, where.rows, history.shape[0])  # no such row: dropped
+    return history.at[written, where.positions].set(tokens, mode="drop")
+
+
+def write_drafts(
+    history: Int32[jax.Array, "rows max_context"], drafts: Int32[jax.Array, "D 3"]
+) -> Int32[jax.Array, "rows max_context"]:
+    """Writes drafted tokens (`PackedPlan.drafts`) into the rows' histories. Traced."""
+    return history.at[drafts[:, 0], drafts[:, 1]].set(drafts[:, 2], mode="drop")

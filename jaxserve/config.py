@@ -40,6 +40,10 @@ class EngineConfig:
         itself with).
       deterministic: whether an answer is the same to the bit whatever else is served: one bucket, prompts cut at fixed
         positions, one sampler, nothing preempted (slot policy `reserve`), prefixes reused where prompts are cut only.
+      speculate: what drafts tokens for an iteration to check several at once: `ngram` looks up what followed the last
+        few tokens before; the folder of a checkpoint is that of a smaller model of the same vocabulary; None drafts
+        none. The answers are the same (see `speculation`).
+      speculate_tokens: tokens drafted for one row at most.
       scoring: whether prompt_logprobs is served (a second program per bucket).
       attention: name of the attention backend, or `auto`.
       tensor: devices that share each layer (tensor or intra-layer parallelism), the same number in every stage.
@@ -69,6 +73,8 @@ class EngineConfig:
     max_queued_tokens: int = 1_048_576
     scheduler: SchedulerName = "iteration"
     deterministic: bool = False
+    speculate: str | None = None
+    speculate_tokens: int = 7
     scoring: bool = True
     attention: str = "auto"
     tensor: int = 1
@@ -90,7 +96,15 @@ class EngineConfig:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(get_args(choices))}")
         if self.quantize not in (None, *get_args(QuantizeName)):
             raise ValueError(f"quantize is {self.quantize!r}; it must be {', '.join(get_args(QuantizeName))} or None")
-        for name in ("max_rows", "max_queued_requests", "max_queued_tokens", "tensor", "stages", "replicas"):
+        for name in (
+            "max_rows",
+            "max_queued_requests",
+            "max_queued_tokens",
+            "speculate_tokens",
+            "tensor",
+            "stages",
+            "replicas",
+        ):
             _at_least_one(name, getattr(self, name))
         for name in ("slots", "block_size", "token_budget", "max_context", "in_flight"):
             if getattr(self, name) is not None:
@@ -105,6 +119,11 @@ class EngineConfig:
             )
         if self.deterministic:
             self._check_deterministic()
+        if self.draft_model is not None and (self.stages, self.tensor) != (1, 1):
+            raise ValueError(
+                f"speculate is {self.speculate} with tensor {self.tensor} and stages {self.stages}; a model drafts on "
+                "one device, so both must be 1 (or speculate ngram)"
+            )
         if self.buckets is not None:
             if not self.buckets:
                 raise ValueError("buckets is empty; give at least one token count, or leave it out to measure a ladder")
@@ -117,8 +136,23 @@ class EngineConfig:
                     f"token_budget is {self.token_budget}, more than the largest bucket {self.buckets[-1]}"
                 )
 
+    @property
+    def draft_tokens(self) -> int:
+        """Tokens drafted for one row at most; 0 without speculation."""
+        return self.speculate_tokens if self.speculate else 0
+
+    @property
+    def draft_model(self) -> str | None:
+        """The folder of the checkpoint that drafts, if one does."""
+        return None if self.speculate == "ngram" else self.speculate
+
     def _check_deterministic(self) -> None:
-        for name, allowed in (("slot_policy", "reserve"), ("scheduler", "iteration"), ("target_tpot", None)):
+        for name, allowed in (
+            ("slot_policy", "reserve"),
+            ("scheduler", "iteration"),
+            ("target_tpot", None),
+            ("speculate", None),
+        ):
             if getattr(self, name) != allowed:
                 raise ValueError(f"{name} is {getattr(self, name)}; with deterministic it must be {allowed}")
         if self.buckets is not None and len(self.buckets) > 1:

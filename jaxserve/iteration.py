@@ -26,14 +26,14 @@ class Chunk(NamedTuple):
       row: the request's row.
       start: position of the chunk's first token.
       length: tokens in the chunk.
-      samples: whether the logits after the chunk's last token choose the next token, which then stands at position
-        start + length.
+      samples: after how many of the chunk's last tokens a next token is chosen, which then stands at the position
+        after it. 0 or 1, or all of 1 + k tokens: a decode with k drafted tokens behind it.
     """
 
     row: int
     start: int
     length: int
-    samples: bool
+    samples: int
 
 
 class TableChange(NamedTuple):
@@ -70,10 +70,11 @@ class IterationPlan:
       sequence: 0, 1, 2, ... in launch order.
       bucket: tokens the compiled program carries; sum of chunk lengths is at most this.
       admissions: rows taken by requests in this plan.
-      chunks: decodes first, then prompt chunks; at most one a row.
+      chunks: decodes first, then drafted or prompt chunks; at most one a row.
       table_changes: blocks newly given to rows of this plan (at most `max_table_changes(bucket, ...)`).
       sampler: the sampler this plan needs; None when no chunk samples.
       scoring: whether some chunk's tokens are scored for prompt_logprobs.
+      drafts: the drafted tokens of the chunks that have some, in their order; written to the rows before the iteration.
     """
 
     sequence: int
@@ -83,21 +84,30 @@ class IterationPlan:
     table_changes: tuple[TableChange, ...]
     sampler: SamplerVariant | None
     scoring: bool
+    drafts: tuple[int, ...] = ()
 
     @property
     def num_tokens(self) -> int:
         """Tokens computed, padding left out."""
         return sum(chunk.length for chunk in self.chunks)
 
+    @property
+    def num_decodes(self) -> int:
+        """Chunks that go on with an answer (or end a prompt of which one token was left)."""
+        return sum(chunk.length == chunk.samples for chunk in self.chunks)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IterationResult:
-    """What the device answered for one plan, as host arrays. Entry c belongs to `plan.chunks[c]`.
+    """What the device answered for one plan, as host arrays.
+
+    Of S entries each chunk has one, or as many as it samples tokens, in the order of chunks: without drafts entry c
+    belongs to `plan.chunks[c]`.
 
     Attributes:
-      tokens: int32[C] chosen tokens (meaningless where the chunk does not sample).
-      logprobs: float32[C] their logprobs under the model.
-      top_ids / top_logprobs: int32 / float32 [C, MAX_LOGPROBS], with SamplerVariant.FULL only.
+      tokens: int32[S] chosen tokens (meaningless where the chunk does not sample).
+      logprobs: float32[S] their logprobs under the model.
+      top_ids / top_logprobs: int32 / float32 [S, MAX_LOGPROBS], with SamplerVariant.FULL only.
       score_logprobs: float32[bucket], with plan.scoring only: entry t is the logprob of the token after flat token t.
       score_top_ids / score_top_logprobs: [bucket, MAX_LOGPROBS], likewise.
     """
@@ -114,6 +124,11 @@ class IterationResult:
 def max_chunks(bucket: int, max_rows: int) -> int:
     """Chunks one plan can hold: each has at least one token."""
     return min(bucket, max_rows)
+
+
+def max_points(max_rows: int, draft_tokens: int) -> int:
+    """Tokens one plan can choose: one a row, or all of one row with a whole draft."""
+    return max(max_rows, 1 + draft_tokens)
 
 
 def max_table_changes(bucket: int, max_rows: int, block_size: int) -> int:

@@ -66,6 +66,7 @@ def lay_out(
         backend=backend,
         product=product.native(dtype) if backend.name == "cpu" and meshes[0].size == 1 else None,
         scoring=config.scoring,
+        draft_tokens=config.draft_tokens,
     )
     programs = [
         StagePrograms(

@@ -52,6 +52,7 @@ class StagePrograms:
             (
                 (self.model.config, self.model.held, self.layers, self.int8),
                 (shape.max_rows, shape.n_rows, shape.max_context, shape.attention, shape.backend.name, shape.scoring),
+                shape.draft_tokens,
                 (spec.rules, spec.parameters, spec.activations, spec.pool, sorted(spec.pad)),
                 (self.mesh.axis_names, self.mesh.axis_types, devices.shape, [device.id for device in devices.flat]),
             )
@@ -134,15 +135,15 @@ class StagePrograms:
         step = jax.jit(partial(score, self.model, self.mesh, self.spec), out_shardings=self.everywhere)
         return step.lower(ends, self.hidden(bucket), self._whole((bucket,), jnp.int32))
 
-    def lower_choose(self, chunks: int, variant: SamplerVariant) -> Lowered:
-        """The choice of the next tokens by the last stage; arguments (logits, sampling, history, chunks)."""
+    def lower_choose(self, points: int, variant: SamplerVariant) -> Lowered:
+        """The choice of the next tokens by the last stage; arguments (logits, sampling, history, points)."""
         state = self.state()
         step = jax.jit(partial(choose, variant), donate_argnums=2, out_shardings=self.everywhere)
         return step.lower(
-            self._whole((chunks, self.model.config.vocab_size), jnp.float32),
+            self._whole((points, self.model.config.vocab_size), jnp.float32),
             state.sampling,
             state.history,
-            self._whole((chunks, 4), jnp.int32),
+            self._whole((points, 3), jnp.int32),
         )
 
     def lower_admit(self) -> Lowered:
@@ -151,12 +152,17 @@ class StagePrograms:
         step = jax.jit(partial(batch.admit, layout=layout), donate_argnums=0, out_shardings=self.everywhere)
         return step.lower(self.state(), self._whole((batch.admission_size(layout),), jnp.int32))
 
-    def lower_feed(self, chunks: int) -> Lowered:
-        """The first stage takes in what the last has chosen; arguments (history, chunks, chosen)."""
+    def lower_feed(self, points: int) -> Lowered:
+        """The first stage takes in what the last has chosen; arguments (history, points, chosen)."""
         step = jax.jit(feed, donate_argnums=0, out_shardings=self.everywhere)
         return step.lower(
-            self.state().history, self._whole((chunks, 4), jnp.int32), self._whole((2, chunks), jnp.int32)
+            self.state().history, self._whole((points, 3), jnp.int32), self._whole((2, points), jnp.int32)
         )
+
+    def lower_draft(self) -> Lowered:
+        """The first stage and the last take in drafted tokens; arguments (history, drafts)."""
+        step = jax.jit(batch.write_drafts, donate_argnums=0, out_shardings=self.everywhere)
+        return step.lower(self.state().history, self._whole((self.shape.layout(1).drafts, 3), jnp.int32))
 
     def _whole(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.everywhere)

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 from jaxserve.buckets import BucketCost, BucketLadder
 from jaxserve.config import EngineConfig
+from jaxserve.iteration import max_points
 from jaxserve.scheduler import Scheduler
 from jaxserve.slots import SlotPool
+from jaxserve.speculation import Drafter, Speculation
 
 
 def fixed_chunk(config: EngineConfig, sizes: Sequence[int], block_size: int) -> int | None:
@@ -39,14 +41,26 @@ def make_scheduler(
     block_size: int,
     max_context: int,
     eos_token_ids: frozenset[int],
+    drafter: Drafter | None = None,
 ) -> Scheduler:
     """A new scheduler over a pool of its own.
 
     Args:
       costs: of each bucket, ascending.
       n_blocks / block_size / max_context: what the engine settled on, whatever `config` asks for.
+      drafter: the model that drafts, where one does.
     """
     chunk = fixed_chunk(config, [cost.size for cost in costs], block_size)
+    ladder = BucketLadder(costs)
+    speculation = None
+    if config.speculate is not None:
+        speculation = Speculation(
+            ladder,
+            most=config.draft_tokens,
+            max_points=max_points(config.max_rows, config.draft_tokens),
+            waits=config.stages == 1,
+            drafter=drafter,
+        )
     return Scheduler(
         SlotPool(
             n_blocks,
@@ -55,7 +69,7 @@ def make_scheduler(
             prefix_cache=config.prefix_cache,
             prefix_blocks=None if chunk is None else chunk // block_size,
         ),
-        BucketLadder(costs),
+        ladder,
         max_rows=config.max_rows,
         max_context=max_context,
         token_budget=config.token_budget,
@@ -65,4 +79,5 @@ def make_scheduler(
         mode=config.scheduler,
         n_stages=config.stages,
         in_flight=config.in_flight,
+        speculation=speculation,
     )

@@ -20,6 +20,8 @@ class IterationRecord(NamedTuple):
     Attributes:
       plan: what it carried.
       waiting: requests that waited for a row when it was planned.
+      decodes: requests that it gave their next token, or several.
+      drafted: tokens it checked that were drafted.
       wait_s: time the host spent blocked on the device.
       finished_at: monotonic seconds.
     """
@@ -27,6 +29,7 @@ class IterationRecord(NamedTuple):
     replica: int
     plan: IterationPlan
     decodes: int
+    drafted: int
     prompt_tokens: int
     waiting: int
     schedule_s: float
@@ -54,6 +57,7 @@ class Load:
     Attributes:
       owed_tokens: that the live requests may still have computed: prompts that are not cached, and what they may
         generate.
+      drafted_tokens / accepted_tokens: tokens drafted by speculation, and those of them that were chosen.
       host_seconds: the host's work for the iterations (schedule, pack, launch, complete).
       bucket_seconds: the device's work for them, by the buckets' measured costs.
       padding_seconds: the part of that spent on padding.
@@ -71,6 +75,8 @@ class Load:
     generated_tokens: int
     cached_tokens: int
     preemptions: int
+    drafted_tokens: int
+    accepted_tokens: int
     host_seconds: float
     bucket_seconds: float
     padding_seconds: float

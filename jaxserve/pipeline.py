@@ -27,9 +27,9 @@ Watcher = Callable[[IterationPlan, Sequence[jax.Array]], None]
 
 
 class _Fed(NamedTuple):
-    """What the first stage is to take in: chunks int32[C, 4] and what was chosen after them, int32[2, C]."""
+    """What the first stage is to take in: points int32[S, 3] and what was chosen there, int32[2, S]."""
 
-    chunks: jax.Array
+    points: jax.Array
     chosen: jax.Array
 
 
@@ -96,12 +96,14 @@ class Pipeline:
         x, outs = None, []
         for stage in self.stages:
             stage.admit(packed.admissions)
+            if packed.drafts is not None:
+                stage.draft(packed.drafts)
             outs.append(stage.forward(plan.bucket, packed.iteration, None if x is None else stage.receive(x)))
             x = outs[-1].hidden
         launched = last.answer(plan, outs[-1])
         fed = None
         if first is not last and launched.chosen is not None:
-            fed = _Fed(outs[0].chunks, first.receive(launched.chosen))
+            fed = _Fed(outs[0].points, first.receive(launched.chosen))
         self._in_flight.append(_InFlight(plan, launched, fed))
         for watcher in self.watchers:
             watcher(plan, [out.hidden for out in outs])

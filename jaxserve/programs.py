@@ -33,6 +33,7 @@ class StageShape:
       n_rows: rows of all plans in flight.
       attention: what one device of a stage attends with.
       product: what takes the place of XLA's product, if anything does.
+      draft_tokens: most tokens drafted for one row; 0 without speculation.
     """
 
     max_rows: int
@@ -42,6 +43,7 @@ class StageShape:
     backend: Backend
     product: NativeProduct | None
     scoring: bool
+    draft_tokens: int = 0
 
     def layout(self, bucket: int) -> BatchLayout:
         """The packed form of plans of this bucket."""
@@ -51,6 +53,7 @@ class StageShape:
             n_rows=self.n_rows,
             block_size=self.attention.block_size,
             max_context=self.max_context,
+            draft_tokens=self.draft_tokens,
         )
 
 
@@ -67,15 +70,15 @@ class Forward(NamedTuple):
 
     Attributes:
       pool / tables: the donated buffers, updated.
-      chunks: int32[C, 4] the plan's chunks, for the sampler.
+      points: int32[S, 3] where tokens are chosen (`batch.SamplePoints`), for the sampler.
       hidden: [T, H] every token's hidden state: what the next stage goes on with, or the last one scores prompts by.
-      logits: float32[C, V] after each chunk's last token; of the last stage.
+      logits: float32[S, V] at each point; of the last stage.
       next_tokens: int32[T] the token after each, for prompt scoring; of the last stage.
     """
 
     pool: Any
     tables: jax.Array
-    chunks: jax.Array
+    points: jax.Array
     hidden: jax.Array
     logits: jax.Array | None
     next_tokens: jax.Array | None
@@ -121,10 +124,9 @@ def forward(
 
     x, pool = model.layers(params, layers, x, view.attention.positions, attend, pool, looped=looped, between=between)
     if layers.stop < model.config.num_layers:
-        return Forward(pool, tables, view.chunks, x, None, None)
-    last = jnp.maximum(view.attention.query_offsets[1:] - 1, 0)  # [C]
-    logits = model.logits(params, model.norm(params, x[last]))
-    return Forward(pool, tables, view.chunks, x, logits, view.next_tokens)
+        return Forward(pool, tables, view.points, x, None, None)
+    logits = model.logits(params, model.norm(params, x[view.last]))
+    return Forward(pool, tables, view.points, x, logits, view.next_tokens)
 
 
 def score(model: Model, mesh: Mesh, spec: ShardingSpec, ends: Any, hidden: jax.Array, next_tokens: jax.Array) -> Scores:
@@ -169,28 +171,28 @@ def _of_tokens(tile: scoring.LogitsTile, end: jax.Array | int) -> scoring.Logits
 
 
 def choose(
-    variant: SamplerVariant, logits: jax.Array, rows: sampler.RowSampling, history: jax.Array, chunks: jax.Array
+    variant: SamplerVariant, logits: jax.Array, rows: sampler.RowSampling, history: jax.Array, points: jax.Array
 ):
     """Chooses the next tokens and writes them to the rows' histories. Traced.
 
     Returns:
-      (history, chosen int32[2, C], top): top is (ids, logprobs) with SamplerVariant.FULL, else None.
+      (history, chosen int32[2, S], top): top is (ids, logprobs) with SamplerVariant.FULL, else None.
     """
-    points = sample_points(chunks)
+    where = sample_points(points)
     with jax.named_scope("sampler"):
         output = sampler.sample(
             logits,
-            jax.tree.map(lambda field: field[points.rows], rows),
-            points.positions,
-            history[points.rows],
+            jax.tree.map(lambda field: field[where.rows], rows),
+            where.positions,
+            history[where.rows],
             variant=variant,
         )
-    history = write_tokens(history, chunks, output.tokens)
+    history = write_tokens(history, points, output.tokens)
     chosen = jnp.stack([output.tokens, jax.lax.bitcast_convert_type(output.logprobs, jnp.int32)])
     top = None if variant is not SamplerVariant.FULL else (output.top_ids, output.top_logprobs)
     return history, chosen, top
 
 
-def feed(history: jax.Array, chunks: jax.Array, chosen: jax.Array) -> jax.Array:
+def feed(history: jax.Array, points: jax.Array, chosen: jax.Array) -> jax.Array:
     """What the first stage does with the tokens that the last has chosen (see `choose`). Traced."""
-    return write_tokens(history, chunks, chosen[0])
+    return write_tokens(history, points, chosen[0])

@@ -150,19 +150,20 @@ class Replica:
 
     def _record(self, plan: IterationPlan, wait_s: float, complete_s: float) -> None:
         timed = self._timed.popleft()
-        decodes = sum(1 for chunk in plan.chunks if chunk.length == 1 and chunk.samples)
+        num_tokens, decodes, drafted = plan.num_tokens, plan.num_decodes, len(plan.drafts)
         self._iterations += 1
-        self._prompt_tokens += plan.num_tokens - decodes
+        self._prompt_tokens += num_tokens - decodes - drafted
         cost = self._bucket_cost[plan.bucket]
         self._host_seconds += timed.schedule_s + timed.pack_s + timed.launch_s + complete_s
         self._bucket_seconds += cost
-        self._padding_seconds += cost * (plan.bucket - plan.num_tokens) / plan.bucket
+        self._padding_seconds += cost * (plan.bucket - num_tokens) / plan.bucket
         if self.recorders:
             record = IterationRecord(
                 replica=self.index,
                 plan=plan,
                 decodes=decodes,
-                prompt_tokens=plan.num_tokens - decodes,
+                drafted=drafted,
+                prompt_tokens=num_tokens - decodes - drafted,
                 waiting=timed.waiting,
                 schedule_s=timed.schedule_s,
                 pack_s=timed.pack_s,
@@ -349,6 +350,8 @@ class Replica:
             generated_tokens=self._generated_tokens,
             cached_tokens=self._cached_tokens,
             preemptions=scheduler.preemptions,
+            drafted_tokens=scheduler.drafted_tokens,
+            accepted_tokens=scheduler.accepted_tokens,
             host_seconds=self._host_seconds,
             bucket_seconds=self._bucket_seconds,
             padding_seconds=self._padding_seconds,

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from jaxserve.iteration import IterationResult, SamplerVariant
 from jaxserve.request import Alternatives, FinishReason, InvalidRequest, Request
 from jaxserve.slots import Lease
+from jaxserve.speculation import Guesses
 
 WAITING, RUNNING, PREEMPTED, CLOSING, ENDED = range(5)
 
@@ -30,6 +31,7 @@ class RequestState:
       scored: last prompt position whose logprob a launched iteration computes; 0 before any.
       score_end: last prompt position to be scored; 0 when none is.
       cached: prompt tokens found in the prefix cache when it first began.
+      guesses: what its next tokens may be, once it was looked at for drafts.
     """
 
     name: str
@@ -49,6 +51,7 @@ class RequestState:
     scored: int = 0
     has_begun: bool = False
     cached: int = 0
+    guesses: Guesses | None = None
 
     @classmethod
     def of(cls, request: Request, key: tuple[float, int], eos_token_ids: frozenset[int]) -> RequestState:
@@ -119,13 +122,14 @@ def check_fits(request: Request, max_context: int, n_slots: int) -> None:
         )
 
 
-def top_logprobs(state: RequestState, index: int, result: IterationResult) -> tuple[Alternatives, ...]:
-    """The alternatives reported for the token that chunk `index` chose."""
+def top_logprobs(state: RequestState, first: int, count: int, result: IterationResult) -> tuple[Alternatives, ...]:
+    """The alternatives reported for the tokens of so many entries of the result."""
     assert result.top_ids is not None
     assert result.top_logprobs is not None
     most = state.request.sampling.logprobs
-    return (
-        Alternatives(tuple(result.top_ids[index, :most].tolist()), tuple(result.top_logprobs[index, :most].tolist())),
+    return tuple(
+        Alternatives(tuple(result.top_ids[entry, :most].tolist()), tuple(result.top_logprobs[entry, :most].tolist()))
+        for entry in range(first, first + count)
     )
 
 

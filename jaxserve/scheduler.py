@@ -12,6 +12,7 @@ import heapq
 import math
 from bisect import insort
 from collections import deque
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import Literal, NamedTuple
 
@@ -32,6 +33,7 @@ from jaxserve.request_state import (
     top_logprobs,
 )
 from jaxserve.slots import SlotPool
+from jaxserve.speculation import Candidate, Speculation, Wanted
 from jaxserve.waiting import WaitingQueue
 
 PRIORITY_SECONDS = 10.0  # one step of priority outweighs this much waiting
@@ -43,12 +45,13 @@ class _Launched(NamedTuple):
     sequence: int
     states: list[RequestState]
     scores: dict[int, Scores]  # by chunk
+    drafted: bool
 
 
 class _Draft:
     """A plan in the making: `states` own `chunks`, entry by entry; `prompts` wait for their share of the bucket."""
 
-    __slots__ = ("admissions", "changes", "chunks", "prompt_tokens", "prompts", "states")
+    __slots__ = ("admissions", "changes", "chunks", "drafts", "prompt_tokens", "prompts", "states")
 
     def __init__(self) -> None:
         self.states: list[RequestState] = []
@@ -57,6 +60,7 @@ class _Draft:
         self.prompt_tokens = 0
         self.changes: list[TableChange] = []
         self.admissions: list[Admission] = []
+        self.drafts: list[int] = []
 
 
 _by_key = attrgetter("key")
@@ -79,6 +83,9 @@ class Scheduler:
     whoever it shares iterations with; a piece that does not fit an iteration waits for the next, and every plan asks
     for the same sampler.
 
+    With a `speculation` rows may be drafted for, in iterations that have no prompt tokens to compute. Where plans in
+    flight share rows, nothing is then launched before the drafted plan has landed.
+
     `mode="request"` is the baseline that Orca compares itself with: a batch is formed when no row is in use, nobody
     joins it later, and what it answers is held back until all of it has finished.
     """
@@ -97,6 +104,7 @@ class Scheduler:
         mode: Literal["iteration", "request"] = "iteration",
         n_stages: int = 1,
         in_flight: int | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         most = in_flight or n_stages + 1
         if not 1 <= most <= n_stages + 1:
@@ -120,7 +128,8 @@ class Scheduler:
         self._running: list[RequestState] = []  # by key
         self._num_preempted = self._preempted_tokens = 0  # in phase PREEMPTED
         self._num_closing = 0
-        self.preemptions = 0  # since the start
+        self._speculation = speculation
+        self.preemptions = self.drafted_tokens = self.accepted_tokens = 0  # since the start
         self._in_flight: deque[_Launched] = deque()
         self._sequence = 0
         self._submitted = 0
@@ -185,6 +194,8 @@ class Scheduler:
         """The next iteration, to be launched at once; None when nothing can run before a plan in flight completes."""
         if len(self._in_flight) >= self._most_in_flight:
             return None
+        if self._speculation is not None and self._awaits_tokens(self._speculation):
+            return None
         if self._pace is not None:
             self._budget = self._paced(self._pace)
         draft = _Draft()
@@ -194,6 +205,9 @@ class Scheduler:
         decodes = len(draft.states)
         if not decodes and not draft.prompts:
             return None
+        if self._speculation is not None and not draft.prompts:
+            self._speculate(self._speculation, draft)
+            decodes += len(draft.drafts)
         bucket = self._ladder.pick(decodes, draft.prompt_tokens, self._budget, decodes + len(draft.prompts))
         self._fill(draft, min(bucket, self._budget) - decodes)
         return self._launch(draft, bucket)
@@ -204,27 +218,38 @@ class Scheduler:
         assert launched.sequence == plan.sequence, f"plan {plan.sequence} completed before {launched.sequence}"
         events: list[TokenEvent] = []
         tokens, logprobs, scores = result.tokens.tolist(), result.logprobs.tolist(), launched.scores
+        entry = 0  # of the result
         for index, (state, (_, start, length, samples)) in enumerate(zip(launched.states, plan.chunks, strict=True)):
+            first = entry
+            entry += samples or 1
             state.in_flight -= 1
             if state.phase == ENDED:
                 self._leave_row(state)
                 continue
-            if start + length >= state.lease.publish_at:
-                self.pool.publish(state.lease, start + length)
+            computed = start + (length if samples < 2 else 1)
             scored = prompt_logprobs(state, scores[index], result) if index in scores else ()
             reason = None
-            if samples and math.isnan(logprobs[index]):
+            if samples and math.isnan(logprobs[first]):
                 reason = FinishReason.ERROR
-                error = f"the model's logits for position {start + length} are not finite"
+                error = f"the model's logits for position {computed} are not finite"
                 events.append(TokenEvent(state.name, finish_reason=reason, error=error))
             elif samples:
-                token = tokens[index]
+                token = tokens[first]
                 state.tokens.append(token)
                 reason = state.finish_reason(token, self._eos)
-                top = top_logprobs(state, index, result) if state.request.sampling.logprobs else ()
-                events.append(TokenEvent(state.name, (token,), (logprobs[index],), top, scored, reason, state.cached))
+                new, theirs = (token,), (logprobs[first],)
+                if samples > 1:
+                    drafts, last = plan.drafts[first - index :][: samples - 1], first + samples
+                    count, reason = self._accept(state, reason, drafts, tokens[first:last], logprobs[first:last])
+                    computed += count
+                    last = first + 1 + count
+                    new, theirs = tuple(tokens[first:last]), tuple(logprobs[first:last])
+                top = top_logprobs(state, first, len(new), result) if state.request.sampling.logprobs else ()
+                events.append(TokenEvent(state.name, new, theirs, top, scored, reason, state.cached))
             elif scored:
                 events.append(TokenEvent(state.name, (), (), (), scored, None, state.cached))
+            if computed >= state.lease.publish_at:
+                self.pool.publish(state.lease, computed)
             if reason is not None:
                 self._end(state)
             elif state.phase == PREEMPTED and not state.in_flight:
@@ -293,6 +318,99 @@ class Scheduler:
             draft.prompts.append(state)
         draft.prompt_tokens = tokens - len(draft.states)
 
+    def _awaits_tokens(self, speculation: Speculation) -> bool:
+        """Whether nothing is to be launched before a plan in flight has landed, because it may yield several tokens a
+        row or because the next one could."""
+        if self._exclusive or not self._in_flight:
+            return False
+        if self._in_flight[-1].drafted:
+            return True
+        first = self._waiting.first() if self._free_rows else None
+        if not self._running or self._num_preempted or (first is not None and self.pool.can_admit(first.lease)):
+            return False
+        states = self._running[: self._max_rows]
+        if any(state.length - state.computed > 1 for state in states):
+            return False
+        candidates = [self._candidate(speculation, state) for state in states]
+        return any(speculation.lengths(candidates, len(states), self._budget))
+
+    def _candidate(self, speculation: Speculation, state: RequestState) -> Candidate:
+        """A row to be drafted for, now or when the token in flight is known: the first guess is at that one then."""
+        if state.guesses is None:
+            state.guesses = speculation.guesses(state.tokens)
+        guesses = state.guesses
+        most, unknown = guesses.look(), 0
+        if speculation.drafter is None:  # what is looked up begins at the token in flight
+            unknown = state.length - len(state.tokens)
+        return Candidate(min(most - unknown, state.limit - state.length - 1), guesses.chance, guesses.chance**unknown)
+
+    def _speculate(self, speculation: Speculation, draft: _Draft) -> None:
+        """Lengthen drafted decodes by drafted tokens, for which nobody has to give up blocks."""
+        states, chunks = draft.states, draft.chunks
+        nothing = Candidate(0, 0.0)
+        candidates = [nothing if state.in_flight else self._candidate(speculation, state) for state in states]
+        lengths = speculation.lengths(candidates, len(states), self._budget)
+        if not any(lengths):
+            return
+        draft.states, draft.chunks = [], []
+        long_states: list[RequestState] = []
+        long_chunks: list[Chunk] = []
+        wanted: list[Wanted] = []
+        for state, chunk, most in zip(states, chunks, lengths, strict=True):
+            length = most
+            while length and self.pool.shortage(state.lease, chunk.start + 1 + length):
+                length -= 1
+            if not length:
+                draft.states.append(state)
+                draft.chunks.append(chunk)
+                continue
+            if chunk.start + 1 + length > state.lease.capacity:  # which drafts before may have left large enough
+                self._extend(draft, state, chunk.start + 1 + length)
+            assert state.guesses is not None
+            if speculation.drafter is None:
+                draft.drafts += state.guesses.latest[:length]
+            else:
+                wanted.append(Wanted(self._admission(state), state.variant, state.guesses.computed, length))
+            long_states.append(state)
+            long_chunks.append(Chunk(chunk.row, chunk.start, 1 + length, 1 + length))
+        draft.states += long_states
+        draft.chunks += long_chunks
+        if speculation.drafter is not None and wanted:
+            for state, drafts in zip(long_states, speculation.drafter.draft(wanted), strict=True):
+                assert state.guesses is not None
+                state.guesses.take(drafts)
+                draft.drafts += drafts
+
+    def _accept(
+        self,
+        state: RequestState,
+        reason: FinishReason | None,
+        drafts: Sequence[int],
+        tokens: list[int],
+        logprobs: list[float],
+    ) -> tuple[int, FinishReason | None]:
+        """Take in the tokens chosen after drafts, as long as these are what was chosen before; how many, and why the
+        last of them is the last.
+
+        Args:
+          reason: why the first token, which was certain to be taken, is the last, if it is.
+          tokens / logprobs: that one's and, one for each draft, those of the others.
+        """
+        accepted = 0
+        for draft in drafts:
+            if reason is not None or draft != tokens[accepted] or math.isnan(logprobs[accepted + 1]):
+                break
+            accepted += 1
+            state.tokens.append(tokens[accepted])
+            reason = state.finish_reason(tokens[accepted], self._eos)
+        self.drafted_tokens += len(drafts)
+        self.accepted_tokens += accepted
+        state.length += accepted
+        state.computed += accepted
+        if state.phase == PREEMPTED:
+            self._preempted_tokens += accepted
+        return accepted, reason
+
     def _fill(self, draft: _Draft, room: int) -> None:
         """Share `room` tokens among the drafted prompts, in order."""
         long_states: list[RequestState] = []
@@ -324,7 +442,6 @@ class Scheduler:
         draft.chunks += long_chunks
 
     def _begin(self, draft: _Draft, state: RequestState) -> None:
-        request = state.request
         state.phase = RUNNING
         state.row = heapq.heappop(self._free_rows)
         if not state.has_begun:
@@ -332,15 +449,16 @@ class Scheduler:
             state.cached = state.computed
         insort(self._running, state, key=_by_key)
         self._joinable -= 1
-        draft.admissions.append(
-            Admission(
-                row=state.row,
-                request_id=request.request_id,
-                tokens=tuple(state.tokens),
-                prompt_length=len(request.prompt),
-                blocks=tuple(state.lease.blocks),
-                sampling=request.sampling,
-            )
+        draft.admissions.append(self._admission(state))
+
+    def _admission(self, state: RequestState) -> Admission:
+        return Admission(
+            row=state.row,
+            request_id=state.name,
+            tokens=tuple(state.tokens),
+            prompt_length=len(state.request.prompt),
+            blocks=tuple(state.lease.blocks),
+            sampling=state.request.sampling,
         )
 
     def _launch(self, draft: _Draft, bucket: int) -> IterationPlan:
@@ -350,7 +468,7 @@ class Scheduler:
         scores: dict[int, Scores] = {}
         for index, (state, (_, start, length, samples)) in enumerate(zip(draft.states, draft.chunks, strict=True)):
             state.in_flight += 1
-            state.computed = end = start + length
+            state.computed = end = start + (length if samples < 2 else 1)  # drafts are not the request's yet
             if state.scored < state.score_end and state.scored < end:
                 last = min(end, state.score_end)
                 scores[index] = Scores(state.scored + 1, last, flat + state.scored - start)
@@ -375,8 +493,9 @@ class Scheduler:
             table_changes=tuple(draft.changes),
             sampler=None if sampler < 0 else SamplerVariant(sampler),
             scoring=bool(scores),
+            drafts=tuple(draft.drafts),
         )
-        self._in_flight.append(_Launched(self._sequence, draft.states, scores))
+        self._in_flight.append(_Launched(self._sequence, draft.states, scores, bool(draft.drafts)))
         self._sequence += 1
         return plan
 
@@ -404,6 +523,7 @@ class Scheduler:
         self._leave_row(state)
         state.phase = WAITING
         state.computed = 0
+        state.guesses = None  # a model's keys went with the blocks
         # A prompt to be scored is computed whole; once it is, its prefix need not be computed again.
         state.lease.takes_hits = state.scored == state.score_end
         self._waiting.push(state)

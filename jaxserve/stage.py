@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from jaxserve import batch, kv_cache, quantize
-from jaxserve.iteration import IterationPlan, IterationResult, SamplerVariant, max_chunks
+from jaxserve.iteration import IterationPlan, IterationResult, SamplerVariant
 from jaxserve.lowering import StagePrograms
 from jaxserve.models import Params
 from jaxserve.models.layers import Quantized
@@ -35,8 +35,8 @@ class Launched(NamedTuple):
     """An iteration under way: device arrays that will hold its answers.
 
     Attributes:
-      chosen: int32[2, C] tokens, and logprobs bit for bit.
-      top: (ids, logprobs) [C, MAX_LOGPROBS], with SamplerVariant.FULL.
+      chosen: int32[2, S] tokens, and logprobs bit for bit.
+      top: (ids, logprobs) [S, MAX_LOGPROBS], with SamplerVariant.FULL.
       scores: with plan.scoring.
     """
 
@@ -66,6 +66,7 @@ class StageRunner:
         self._choose: dict[tuple[int, SamplerVariant], Any] = {}
         self._feed: dict[int, Any] = {}
         self._admit: Any = None
+        self._draft: Any = None
         self.pool: Any = None
         state = batch.empty_state(programs.shape.layout(1), is_first=programs.is_first, is_last=programs.is_last)
         self._state = self.receive(state)
@@ -95,15 +96,17 @@ class StageRunner:
         jobs: list[Callable[[], None]] = [
             partial(self._compile_forward, bucket, n_blocks) for bucket in reversed(self.buckets)
         ]
-        counts = sorted({max_chunks(bucket, programs.shape.max_rows) for bucket in self.buckets})
+        counts = sorted({programs.shape.layout(bucket).points for bucket in self.buckets})
         if programs.is_last:
             if programs.shape.scoring:
                 jobs += [partial(self._compile, self._score, b, programs.lower_score, b) for b in self.buckets]
-            keys = [(chunks, variant) for chunks in counts for variant in SamplerVariant]
+            keys = [(points, variant) for points in counts for variant in SamplerVariant]
             jobs += [partial(self._compile, self._choose, key, programs.lower_choose, *key) for key in keys]
         elif programs.is_first:
             jobs += [partial(self._compile, self._feed, count, programs.lower_feed, count) for count in counts]
         jobs.append(self._compile_admit)
+        if programs.shape.draft_tokens and (programs.is_first or programs.is_last):
+            jobs.append(self._compile_draft)
         progress("compiling", 0, len(jobs))
         with ThreadPoolExecutor(_COMPILE_THREADS) as threads:
             for done, _ in enumerate(threads.map(lambda job: job(), jobs), start=1):
@@ -118,6 +121,9 @@ class StageRunner:
 
     def _compile_admit(self) -> None:
         self._admit = self._compiled(self.programs.lower_admit)
+
+    def _compile_draft(self) -> None:
+        self._draft = self._compiled(self.programs.lower_draft)
 
     def _compile(self, into: dict[Any, Any], key: Any, lower: Callable[..., jax.stages.Lowered], *sizes: Any) -> None:
         into[key] = self._compiled(lower, *sizes)
@@ -139,6 +145,11 @@ class StageRunner:
         for admission in admissions:
             self._state = self._admit(self._state, admission)
 
+    def draft(self, drafts: np.ndarray) -> None:
+        """Enqueues that rows take drafted tokens (`batch.PackedPlan.drafts`), where the stage keeps tokens at all."""
+        if self._draft is not None:
+            self._state = self._state._replace(history=self._draft(self._state.history, drafts))
+
     def forward(self, bucket: int, packed: np.ndarray, x: jax.Array | None) -> Forward:
         """Enqueues one iteration of the stage's layers; returns before it has run.
 
@@ -157,17 +168,17 @@ class StageRunner:
             ends = {name: part for name, part in self.params.items() if name != "layers"}
             scores = self._score[plan.bucket](ends, out.hidden, out.next_tokens)
         if plan.sampler is not None:
-            choose = self._choose[out.chunks.shape[0], plan.sampler]
-            history, chosen, top = choose(out.logits, self._state.sampling, self._state.history, out.chunks)
+            choose = self._choose[out.points.shape[0], plan.sampler]
+            history, chosen, top = choose(out.logits, self._state.sampling, self._state.history, out.points)
             self._state = self._state._replace(history=history)
         launched = Launched(chosen, top, scores)
         for answer in jax.tree.leaves(launched):
             answer.copy_to_host_async()
         return launched
 
-    def feed(self, chunks: jax.Array, chosen: jax.Array) -> None:
-        """Enqueues that the first stage takes in what the last chose after these chunks, int32[2, C]."""
-        history = self._feed[len(chunks)](self._state.history, chunks, chosen)
+    def feed(self, points: jax.Array, chosen: jax.Array) -> None:
+        """Enqueues that the first stage takes in what the last chose at these points, int32[2, S]."""
+        history = self._feed[len(points)](self._state.history, points, chosen)
         self._state = self._state._replace(history=history)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 
 from jaxserve import buckets, kv_cache, measure, models, weights
 from jaxserve.config import EngineConfig
+from jaxserve.draft_model import DraftModel
 from jaxserve.layout import bucket_sizes, lay_out
 from jaxserve.lowering import StagePrograms
 from jaxserve.make_scheduler import make_scheduler
@@ -181,13 +183,20 @@ def start(
     sizes = bucket_sizes(config)
     pipelines = [[StageRunner(stage, params, sizes, cache) for stage in programs] for programs in replicas]
     runners = [runner for stages in pipelines for runner in stages]
+    drafters = []
+    if config.draft_model is not None:
+        drafters = [draft_runner(config, programs[0], cache, progress) for programs in replicas]
     progress("compiling", 0, 1)  # how much memory the largest program leaves decides the shapes of all
-    n_blocks = min(_pool_blocks(config, runner) for runner in runners)
-    for runner in runners:
+    n_blocks = min(_pool_blocks(config, runner, drafters) for runner in runners)
+    for runner in [*runners, *drafters]:
         runner.compile(n_blocks, progress)
     compiled = time.perf_counter()
     pipelines = [Pipeline(stages) for stages in pipelines]
     costs, slot_milliseconds = measure.measure(pipelines[0], n_blocks, progress)
+    drafting: list[DraftModel | None] = [None] * len(replicas)
+    if drafters:
+        ladder = buckets.BucketLadder(measure.measure(Pipeline(drafters[:1]), n_blocks, progress)[0])
+        drafting = [DraftModel(runner, ladder, n_blocks) for runner in drafters]
     schedulers = [
         make_scheduler(
             config,
@@ -196,8 +205,9 @@ def start(
             block_size=shape.attention.block_size,
             max_context=shape.max_context,
             eos_token_ids=frozenset(model.config.eos_token_ids),
+            drafter=drafter,
         )
-        for _ in replicas
+        for drafter in drafting
     ]
     leaves = jax.tree.leaves(model.unpadded.shapes(shape.attention.dtype))
     report = StartupReport(
@@ -208,8 +218,8 @@ def start(
         replicas=len(replicas),
         family=model.config.family,
         parameters=sum(leaf.size for leaf in leaves),
-        weight_bytes=sum(_bytes_held(runner.params) for runner in runners),
-        pool_bytes=sum(_bytes_held(runner.pool) for runner in runners),
+        weight_bytes=sum(_bytes_held(runner.params) for runner in [*runners, *drafters]),
+        pool_bytes=sum(_bytes_held(runner.pool) for runner in [*runners, *drafters]),
         dtype=str(_compute_dtype(config)),
         quantize=config.quantize,
         kv_cache_dtype=str(shape.attention.pool_dtype),
@@ -232,6 +242,46 @@ def start(
     return Started(replicas=made, report=report)
 
 
+def draft_runner(
+    config: EngineConfig, programs: StagePrograms, cache: ProgramCache | None, progress: Progress
+) -> StageRunner:
+    """The model that drafts, on the device of the one that it drafts for, in blocks of the same size.
+
+    Raises:
+      ValueError: it has another vocabulary, or positions for fewer tokens.
+    """
+    path = config.draft_model
+    assert path is not None
+    shape, model = programs.shape, models.build(weights.read_config(path))
+    ours, theirs = programs.model.config.vocab_size, model.config.vocab_size
+    if theirs != ours:
+        raise ValueError(f"the model in {path} has a vocabulary of {theirs}; to draft for this one it must be {ours}")
+    if (limit := model.config.max_position) is not None and limit < shape.max_context:
+        raise ValueError(
+            f"the model in {path} has positions for {limit} tokens; to draft here max_context must be that"
+        )
+    own = dataclasses.replace(
+        config,
+        speculate=None,
+        scoring=False,
+        sharding=None,
+        layers_per_stage=None,
+        block_size=shape.attention.block_size,
+        max_context=shape.max_context,
+    )
+    spec, platform = specs.default(model.config.family), programs.mesh.devices.flat[0].platform
+    (own_programs,), _ = lay_out(own, model, [programs.mesh], spec, dtype=_compute_dtype(config), platform=platform)
+    params = weights.load(
+        path,
+        own_programs.model,
+        _compute_dtype(config),
+        place=placement([own_programs]),
+        int8=own_programs.int8,
+        progress=progress,
+    )
+    return StageRunner(own_programs, params, bucket_sizes(config), cache)
+
+
 def _num_devices(config: EngineConfig) -> int:
     return config.tensor * config.stages * config.replicas
 
@@ -250,8 +300,8 @@ def _compute_dtype(config: EngineConfig) -> jnp.dtype:
     return jnp.dtype(config.dtype)
 
 
-def _pool_blocks(config: EngineConfig, stage: StageRunner) -> int:
-    """Blocks that every device of a stage has room for."""
+def _pool_blocks(config: EngineConfig, stage: StageRunner, drafters: Sequence[StageRunner]) -> int:
+    """Blocks that every device of a stage has room for, with as many of the model that drafts on it."""
     programs = stage.programs
     shape = programs.shape.attention
     if config.slots is not None:
@@ -264,6 +314,9 @@ def _pool_blocks(config: EngineConfig, stage: StageRunner) -> int:
     return kv_cache.fitting_blocks(
         free=kv_cache.free_bytes(device) // (_num_devices(config) if on_cpu else 1),
         temporaries=stage.temporaries(),
-        bytes_a_block=kv_cache.block_bytes(programs.shape.backend, shape, len(programs.layers)),
+        bytes_a_block=sum(
+            kv_cache.block_bytes(each.shape.backend, each.shape.attention, len(each.layers))
+            for each in (programs, *(runner.programs for runner in drafters[:1]))
+        ),
         wanted=full_rows if on_cpu else 2**31 - 1,
     )

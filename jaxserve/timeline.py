@@ -115,8 +115,7 @@ class _Watched:
             thread.join()
 
     def _launched(self, plan: IterationPlan, outputs: Sequence[jax.Array]) -> None:
-        decodes = sum(chunk.length == 1 and chunk.samples for chunk in plan.chunks)
-        self.launches[plan.sequence] = _Launch(plan.bucket, plan.num_tokens, decodes, time.perf_counter())
+        self.launches[plan.sequence] = _Launch(plan.bucket, plan.num_tokens, plan.num_decodes, time.perf_counter())
         for waiting, output in zip(self._queues, outputs, strict=True):
             waiting.put((plan.sequence, output))
 

@@ -9,7 +9,14 @@ import os
 from pathlib import Path
 from typing import Any, get_args
 
-from jaxserve.config import CacheDtypeName, DtypeName, EngineConfig, QuantizeName, SchedulerName, SlotPolicyName
+from jaxserve.config import (
+    CacheDtypeName,
+    DtypeName,
+    EngineConfig,
+    QuantizeName,
+    SchedulerName,
+    SlotPolicyName,
+)
 
 _DEFAULT = EngineConfig()
 
@@ -110,6 +117,19 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="answers that are the same to the bit whatever else is served; one bucket serves all iterations",
     )
+    group.add_argument(
+        "--speculate",
+        metavar="ngram|DIR",
+        help="draft tokens for an iteration to check several at once, where that pays; ngram: what followed the last "
+        "few tokens before; DIR: by a smaller model of the same vocabulary. Answers stay the same (default: none)",
+    )
+    group.add_argument(
+        "--speculate-tokens",
+        type=int,
+        metavar="K",
+        default=_DEFAULT.speculate_tokens,
+        help="tokens drafted for a request at most (default: %(default)s)",
+    )
     group.add_argument("--no-scoring", action="store_true", help="leave prompt_logprobs out; less is compiled at start")
     group.add_argument(
         "--attention", metavar="NAME", default=_DEFAULT.attention, help="attention backend (default: %(default)s)"
@@ -180,6 +200,8 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         max_queued_tokens=args.max_queued_tokens,
         scheduler=args.scheduler,
         deterministic=args.deterministic,
+        speculate=args.speculate,
+        speculate_tokens=args.speculate_tokens,
         scoring=not args.no_scoring,
         attention=args.attention,
         tensor=args.tensor,

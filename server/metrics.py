@@ -42,6 +42,12 @@ _COUNTERS = {
     "prompt_tokens": ("prompt_tokens", "Prompt tokens computed.", "prompt_tokens"),
     "generated_tokens": ("generated_tokens", "Tokens generated.", "generation_tokens"),
     "cached_tokens": ("cached_tokens", "Prompt tokens found in the prefix cache.", "prefix_cache_hits"),
+    "drafted_tokens": ("drafted_tokens", "Tokens drafted by speculation.", "spec_decode_num_draft_tokens"),
+    "accepted_tokens": (
+        "accepted_tokens",
+        "Drafted tokens that were chosen.",
+        "spec_decode_num_accepted_tokens",
+    ),
     "preemptions": ("preemptions", "Requests that gave their slots up and were computed again.", "num_preemptions"),
     "host_seconds": ("host_seconds", "The host's work for the iterations.", None),
     "bucket_seconds": ("bucket_seconds", "The device's work for them, by the buckets' measured costs.", None),

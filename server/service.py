@@ -95,6 +95,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             generated_tokens=load.generated_tokens,
             cached_tokens=load.cached_tokens,
             preemptions=load.preemptions,
+            drafted_tokens=load.drafted_tokens,
+            accepted_tokens=load.accepted_tokens,
             host_seconds=load.host_seconds,
             bucket_seconds=load.bucket_seconds,
             padding_seconds=load.padding_seconds,

@@ -49,6 +49,10 @@ _STAGES = """\
 Serves a tiny model whose attention sleeps in 1, 2, 4, ... stages of one virtual CPU device each, and compares their
 iterations a second: stages that sleep at the same time show that they work at the same time, on as few cores as there
 are. Needs a C++ compiler."""
+_SPECULATE = """\
+Serves one request at a time with and without speculation, in turn: a greedy answer to a passage that is repeated, and
+one drawn at temperature 1, which hardly repeats anything (weights may be random: their greedy answers go round in
+circles). The first is to be 1.8 times as fast, the second no slower."""
 _SIMULATE = """\
 Serves Poisson arrivals at several loads with an engine in this process, and the same arrivals with the simulator: the
 engine's scheduler on a virtual clock, with the costs that the engine measured of its buckets and its host's median
@@ -193,6 +197,12 @@ def add_arguments(
     _add_timeline_flag(stages)
     add_engine_flags(stages)
     stages.set_defaults(max_rows=4)
+
+    speculate = _command(commands, "speculate", "what drafted tokens bring", _SPECULATE, _run_speculate)
+    _add_model_flags(speculate)
+    speculate.add_argument("--tokens", type=_positive, default=128, metavar="N", help="of each answer (default: 128)")
+    speculate.add_argument("--turns", type=_positive, default=5, metavar="N", help="of each engine (default: 5)")
+    add_engine_flags(speculate)
 
     simulate = _command(commands, "simulate", "the simulator held to an engine", _SIMULATE, _run_simulate)
     _add_model_flags(simulate)
@@ -432,6 +442,13 @@ def _run_stages(args: argparse.Namespace) -> int:
 
     counts, sleep, iterations = ([1, 2], 4.0, 20) if args.quick else (args.counts, args.sleep, args.iterations)
     return stages.run(counts, sleep, iterations, args.engine_config(args), args.timeline, args.out, _console())
+
+
+def _run_speculate(args: argparse.Namespace) -> int:
+    from jaxserve.bench import speculate
+
+    tokens, turns = (24, 1) if args.quick else (args.tokens, args.turns)
+    return speculate.run(_model(args), tokens, turns, args.engine_config(args), args.out, _console())
 
 
 def _run_simulate(args: argparse.Namespace) -> int:

@@ -24,7 +24,15 @@ from jaxserve.bench.progress import Bars
 from jaxserve.config import EngineConfig, SchedulerName
 
 _STOP_SECONDS = 60.0  # how long a server may take to drain
-_COUNTERS = ("iterations", "prompt_tokens", "generated_tokens", "cached_tokens", "preemptions")
+_COUNTERS = (
+    "iterations",
+    "prompt_tokens",
+    "generated_tokens",
+    "cached_tokens",
+    "preemptions",
+    "drafted_tokens",
+    "accepted_tokens",
+)
 
 # Makes the workload for a server of this context and vocabulary size.
 MakeWorkload = Callable[[int, int], Workload]

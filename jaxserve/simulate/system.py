@@ -38,6 +38,10 @@ class System:
     host: Host | None = None
     replicas: int = 1
 
+    def __post_init__(self) -> None:
+        if self.config.speculate is not None:
+            raise ValueError(f"speculate is {self.config.speculate}; the simulator knows no text to draft from")
+
     def serve(self, coming: Sequence[Arrival]) -> Served:
         """Serves every arrival (ascending in time)."""
         served = Served(slots=self.slots, stages=self.config.stages * self.replicas)

@@ -19,11 +19,19 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from jaxserve.buckets import BucketCost, BucketLadder
-from jaxserve.iteration import IterationPlan, IterationResult, SamplerVariant, max_chunks, max_table_changes
+from jaxserve.iteration import (
+    IterationPlan,
+    IterationResult,
+    SamplerVariant,
+    max_chunks,
+    max_points,
+    max_table_changes,
+)
 from jaxserve.request import MAX_LOGPROBS, FinishReason, InvalidRequest, Request, SamplingParams, TokenEvent
 from jaxserve.request_state import CLOSING, PREEMPTED, RUNNING, WAITING
 from jaxserve.scheduler import PRIORITY_SECONDS, Scheduler
 from jaxserve.slots import SlotPool
+from jaxserve.speculation import Speculation
 
 VOCABULARY = 11
 EOS = frozenset({0})
@@ -103,6 +111,11 @@ class Device:
         for row, index, block in plan.table_changes:
             assert index == len(self.rows[row].table)
             self.rows[row].table.append(block)
+        drafts = deque(plan.drafts)
+        for row, start, length, samples in plan.chunks:
+            if samples > 1:
+                self.rows[row].history[start + 1 :] = [drafts.popleft() for _ in range(length - 1)]
+        assert not drafts
         # As a layer does: all chunks write, then all attend.
         for row, start, length, _ in plan.chunks:
             history, table = self.rows[row].history, self.rows[row].table
@@ -122,12 +135,11 @@ class Device:
                 after.append(known)
                 scores.append(logprob_of(known, position + 1))
             end = start + length
-            token = next_token(marks[end - 1]) if samples else -1
-            tokens.append(token)
-            logprobs.append(logprob_of(token, end))
-            if samples:
-                del history[end:]
-                history.append(token)
+            chosen = [next_token(mark) for mark in marks[end - samples : end]] or [-1]
+            tokens += chosen
+            logprobs += [logprob_of(token, end + 1 - len(chosen) + at) for at, token in enumerate(chosen)]
+            if samples:  # what is chosen after a draft that was not is written all the same
+                history[end + 1 - samples :] = chosen
         flat = np.full(plan.bucket, np.nan, np.float32)
         flat[: len(scores)] = scores
         ids = np.zeros((plan.bucket, MAX_LOGPROBS), np.int32)
@@ -159,10 +171,10 @@ class Client:
         self.tokens += event.token_ids
         expected = solo(self.request)
         assert self.tokens == expected.tokens[: len(self.tokens)]
-        assert event.logprobs == tuple(logprob_of(token, position) for token in event.token_ids)
+        assert event.logprobs == tuple(logprob_of(token, position + at) for at, token in enumerate(event.token_ids))
         if sampling.logprobs and event.token_ids:
-            ids = tuple(range(event.token_ids[0], event.token_ids[0] + sampling.logprobs))
-            assert event.top_logprobs == ((ids, tuple(-float(i) for i in ids)),)
+            ids = [tuple(range(token, token + sampling.logprobs)) for token in event.token_ids]
+            assert event.top_logprobs == tuple((each, tuple(-float(i) for i in each)) for each in ids)
         else:
             assert event.top_logprobs == ()
         for logprob, alternatives in event.prompt_logprobs:
@@ -191,18 +203,58 @@ class Client:
                 assert self.cached == 0
 
 
+class Prophet:
+    """Drafts what will come, but for a token now and then."""
+
+    def __init__(self, tokens: list[int], errs: float) -> None:
+        self.tokens = tokens
+        self.errs = errs
+
+    def propose(self, most: int) -> list[int]:
+        draw, tokens = Random(str(self.tokens)), list(self.tokens)
+        for _ in range(draw.randint(0, most)):
+            token = next_token(fingerprints(tokens)[-1])
+            tokens.append(draw.randrange(VOCABULARY) if draw.random() < self.errs else token)
+        return tokens[len(self.tokens) :]
+
+
 class World:
     """A scheduler, its device and its clients."""
 
     def __init__(
-        self, policy, mode, n_stages, max_rows, block_size, slots, sizes, budget, cache, growth, *, target=None, ahead=1
+        self,
+        policy,
+        mode,
+        n_stages,
+        max_rows,
+        block_size,
+        slots,
+        sizes,
+        budget,
+        cache,
+        growth,
+        *,
+        target=None,
+        ahead=1,
+        errs=None,
     ) -> None:
         costs = [BucketCost(size=size, compile_seconds=0.0, milliseconds=10.0 + size) for size in sorted(sizes)]
         pool = SlotPool(-(-slots // block_size), block_size, policy=policy, prefix_cache=cache)
         pool.growth_tokens = growth
+        ladder, speculation = BucketLadder(costs), None
+        self.max_points = max_rows
+        if errs is not None:
+            self.max_points = max_points(max_rows, 5)
+            speculation = Speculation(
+                ladder,
+                most=5,
+                max_points=self.max_points,
+                waits=n_stages == 1,
+                propose=lambda tokens: Prophet(tokens, errs),
+            )
         self.scheduler = Scheduler(
             pool,
-            BucketLadder(costs),
+            ladder,
             max_rows=max_rows,
             max_context=MAX_CONTEXT,
             token_budget=budget,
@@ -211,6 +263,7 @@ class World:
             mode=mode,
             n_stages=n_stages,
             in_flight=n_stages + ahead,
+            speculation=speculation,
         )
         self.most_in_flight = n_stages + ahead
         self.n_stages, self.by_request, self.max_rows = n_stages, mode == "request", max_rows
@@ -311,6 +364,10 @@ class World:
         assert min(lengths) >= 1
         assert plan.num_tokens <= min(plan.bucket, scheduler._budget)
         assert lengths == [1] * lengths.count(1) + [length for length in lengths if length > 1]
+        assert sum(chunk.samples or 1 for chunk in plan.chunks) <= min(plan.bucket, self.max_points)
+        assert all(chunk.samples in (0, 1, chunk.length) for chunk in plan.chunks)
+        assert len(plan.drafts) == plan.num_tokens - plan.num_decodes if plan.drafts else plan.drafts == ()
+        assert self.n_stages > 1 or not any(other.drafts for other, _ in self.in_flight), "launched ahead of drafts"
         assert len(plan.table_changes) <= max_table_changes(plan.bucket, self.max_rows, self.device.block_size)
         states = scheduler._in_flight[-1].states
         variants = [state.variant for state, chunk in zip(states, plan.chunks, strict=True) if chunk.samples]
@@ -409,9 +466,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         growth=st.sampled_from([0, 1, 3, 16]),
         tpot=st.sampled_from([None, None, 0.001, 0.05, 1.0]),
         ahead=st.sampled_from([0, 1, 1]),
+        errs=st.sampled_from([None, None, 0.0, 0.2, 0.7]),
     )
-    def begin(self, tpot, ahead, **settings):
-        self.world = World(**settings, target=tpot, ahead=ahead)
+    def begin(self, tpot, ahead, errs, **settings):
+        self.world = World(**settings, target=tpot, ahead=ahead, errs=errs)
         self.count = 0
 
     @rule(requests=st.lists(REQUESTS, min_size=1, max_size=4))
@@ -485,11 +543,24 @@ TestScheduler = SchedulerMachine.TestCase
 @pytest.mark.parametrize("policy", ["grow", "reserve"])
 def test_a_crowd_in_a_small_pool(policy, mode, n_stages, seed):
     """Random, not adversarial, but far more crowded: many preemptions, hits, late stops and aborts."""
+    crowd(policy, mode, n_stages, seed)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("n_stages", [1, 2])
+def test_a_crowd_with_drafts(n_stages, seed):
+    """The same with drafts, some of them wrong."""
+    scheduler = crowd("grow" if seed % 3 else "reserve", "iteration", n_stages, seed, errs=0.2).scheduler
+    assert 0 < scheduler.accepted_tokens < scheduler.drafted_tokens
+
+
+def crowd(policy, mode, n_stages, seed, errs=None) -> World:
     draw = Random(seed)
     block_size = draw.choice([1, 2, 3, 4])
     slots = draw.randint(MAX_CONTEXT, 3 * MAX_CONTEXT)
     sizes, growth = {1, 3, 6, 10, 16}, seed % 3
-    world = World(policy, mode, n_stages, draw.randint(3, 6), block_size, slots, sizes, None, seed % 4 > 0, growth)
+    rows, cache = draw.randint(3, 6), seed % 4 > 0
+    world = World(policy, mode, n_stages, rows, block_size, slots, sizes, None, cache, growth, errs=errs)
     for count in range(60):
         before = SHARED[: draw.randint(0, 12)] if draw.random() < 0.7 else draw.choice(world.transcripts)
         own = tuple(draw.randrange(1, VOCABULARY) for _ in range(draw.randint(1, 5)))
@@ -510,3 +581,4 @@ def test_a_crowd_in_a_small_pool(policy, mode, n_stages, seed):
         if world.clients and draw.random() < 0.1:
             world.abort(draw.choice(sorted(world.clients)))
     world.drain()
+    return world

@@ -74,7 +74,8 @@ def test_engine_flags_are_the_same_for_every_command(command: list[str]) -> None
         "--dtype bfloat16 --kv-cache-dtype int8 --max-rows 3 --slots 640 --block-size 16 --slot-policy reserve "
         "--buckets 8,64 --token-budget 32 --target-tpot 80ms --prefix-cache off --max-context 100 "
         "--max-queued-requests 5 --max-queued-tokens 600 --scheduler request --no-scoring --attention xla "
-        "--tensor 4 --stages 2 --replicas 3 --in-flight 2 --compilation-cache off"
+        "--tensor 4 --stages 2 --replicas 3 --in-flight 2 --compilation-cache off "
+        "--speculate ngram --speculate-tokens 3"
     )
     args = cli.parser(with_bench=True).parse_args([*command, *given.split()])
     config = cli.flags.engine_config(args)
@@ -85,6 +86,7 @@ def test_engine_flags_are_the_same_for_every_command(command: list[str]) -> None
     assert (config.max_queued_requests, config.max_queued_tokens) == (5, 600)
     assert (config.tensor, config.stages, config.replicas) == (4, 2, 3)
     assert (config.target_tpot, config.in_flight) == (0.08, 2)
+    assert (config.speculate, config.speculate_tokens) == ("ngram", 3)
     assert (config.scoring, config.attention, config.compilation_cache) == (False, "xla", None)
 
 

@@ -177,5 +177,14 @@ def test_host_time_at_several_loads():
         assert result.median == result.stats.host_ms["host"].p50 > 0
 
 
+def test_speculation_is_set_against_none(tmp_path, capsys):
+    assert bench("speculate", "--quick", "--out", str(tmp_path)) == 0
+    assert "same answers" in capsys.readouterr().out
+    result = json.loads((tmp_path / "speculate.json").read_text())
+    assert [each["text"] for each in result["results"]] == ["repeats itself", "does not"]
+    assert all(each["without"] and len(each["without"]) == len(each["with_"]) for each in result["results"])
+    assert all(each["drafted"] >= each["accepted"] for each in result["results"])
+
+
 def test_schedules_are_compared_by_the_same_costs():
     assert offline.mean_costs([{8: 1.0, 16: 4.0}, {8: 3.0, 32: 5.0}]) == {8: 2.0, 16: 4.0, 32: 5.0}

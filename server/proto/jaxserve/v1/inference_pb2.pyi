@@ -194,7 +194,7 @@ class GetLoadRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetLoadResponse(_message.Message):
-    __slots__ = ("running", "max_rows", "waiting", "waiting_tokens", "max_queued_requests", "max_queued_tokens", "slots_used", "slots_cached", "slots_total", "iterations", "prompt_tokens", "generated_tokens", "cached_tokens", "preemptions", "compiled_after_ready", "host_seconds", "bucket_seconds", "padding_seconds")
+    __slots__ = ("running", "max_rows", "waiting", "waiting_tokens", "max_queued_requests", "max_queued_tokens", "slots_used", "slots_cached", "slots_total", "iterations", "prompt_tokens", "generated_tokens", "cached_tokens", "preemptions", "compiled_after_ready", "host_seconds", "bucket_seconds", "padding_seconds", "drafted_tokens", "accepted_tokens")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     MAX_ROWS_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -213,6 +213,8 @@ class GetLoadResponse(_message.Message):
     HOST_SECONDS_FIELD_NUMBER: _ClassVar[int]
     BUCKET_SECONDS_FIELD_NUMBER: _ClassVar[int]
     PADDING_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    DRAFTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     running: int
     max_rows: int
     waiting: int
@@ -231,4 +233,6 @@ class GetLoadResponse(_message.Message):
     host_seconds: float
     bucket_seconds: float
     padding_seconds: float
-    def __init__(self, running: _Optional[int] = ..., max_rows: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., max_queued_requests: _Optional[int] = ..., max_queued_tokens: _Optional[int] = ..., slots_used: _Optional[int] = ..., slots_cached: _Optional[int] = ..., slots_total: _Optional[int] = ..., iterations: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., compiled_after_ready: _Optional[int] = ..., host_seconds: _Optional[float] = ..., bucket_seconds: _Optional[float] = ..., padding_seconds: _Optional[float] = ...) -> None: ...
+    drafted_tokens: int
+    accepted_tokens: int
+    def __init__(self, running: _Optional[int] = ..., max_rows: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., max_queued_requests: _Optional[int] = ..., max_queued_tokens: _Optional[int] = ..., slots_used: _Optional[int] = ..., slots_cached: _Optional[int] = ..., slots_total: _Optional[int] = ..., iterations: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., compiled_after_ready: _Optional[int] = ..., host_seconds: _Optional[float] = ..., bucket_seconds: _Optional[float] = ..., padding_seconds: _Optional[float] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ...) -> None: ...
