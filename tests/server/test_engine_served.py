@@ -13,12 +13,15 @@ import httpx2 as httpx
 import jax
 import jax.numpy as jnp
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jaxserve import models, weights
 from server import cli, flags
 from server.proto.jaxserve.v1 import inference_pb2 as pb
 from server.proto.jaxserve.v1.inference_pb2_grpc import InferenceStub
 from server.surface import Surface
+from tests.server import fuzz
 from tests.server.fake_engine import EOS, VOCAB_SIZE, WAIT_SECONDS, byte_tokenizer
 
 SMALL = ["--buckets", "4,16", "--slots", "512", "--max-rows", "4", "--max-context", "64", "--compilation-cache", "off"]
@@ -122,6 +125,31 @@ def test_the_server_answers_as_the_command_does(checkpoint: Path, completed: lis
         asyncio.run(scenario(engine))
         await_idle(engine)
         assert engine.load().slots_used == 0
+
+
+def test_hostile_calls_leave_the_real_engine_as_it_was(checkpoint: Path) -> None:
+    async def scenario(engine: Any, hostile: list[tuple[str, bytes, str]]) -> None:
+        surface = Surface(engine, name="tiny", version="0")
+        port, _ = await surface.start("127.0.0.1", 0, None)
+        await fuzz.attack(f"127.0.0.1:{port}", hostile)
+        await fuzz.reset_connections(f"127.0.0.1:{port}", 20)
+        await surface.door.idle()
+        assert await surface.drain(10) == 0
+
+    with engine_of(checkpoint) as engine:
+
+        @settings(fuzz.together, max_examples=4)
+        @given(hostile=st.lists(fuzz.calls, min_size=40, max_size=40))
+        def attacked(hostile: list[tuple[str, bytes, str]]) -> None:
+            asyncio.run(scenario(engine, hostile))
+
+        before = engine.generate(PROMPTS, max_tokens=12, temperature=0.0, ignore_eos=True)
+        attacked()
+        await_idle(engine)
+        after = engine.generate(PROMPTS, max_tokens=12, temperature=0.0, ignore_eos=True)
+        assert [each.token_ids for each in after] == [each.token_ids for each in before]
+        assert engine.is_healthy
+        assert engine.load().owed_tokens == engine.load().compiled_after_ready == 0
 
 
 async def same_over_http(url: str, completed: list[dict[str, Any]]) -> None:

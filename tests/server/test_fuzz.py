@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server.proto.jaxserve.v1 import inference_pb2 as pb
@@ -54,24 +54,14 @@ def attacked(serve: Serve, hostile: list[tuple[str, bytes, str]], resets: int) -
     serve(scenario)
 
 
-# A failure names its call; making a batch of fifty smaller would take hours.
-together = settings(
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-    database=None,
-    derandomize=True,
-    phases=(Phase.generate,),
-)
-
-
-@settings(together, max_examples=10)
+@settings(fuzz.together, max_examples=10)
 @given(hostile=st.lists(fuzz.calls, min_size=BATCH, max_size=BATCH))
 def test_hostile_calls(serve: Serve, hostile: list[tuple[str, bytes, str]]) -> None:
     attacked(serve, hostile, resets=20)
 
 
 @pytest.mark.exhaustive
-@settings(together, max_examples=400)
+@settings(fuzz.together, max_examples=400)
 @given(hostile=st.lists(fuzz.calls, min_size=BATCH, max_size=BATCH))
 def test_ten_thousand_hostile_calls(serve: Serve, hostile: list[tuple[str, bytes, str]]) -> None:
     attacked(serve, hostile, resets=20)
