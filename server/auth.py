@@ -143,23 +143,23 @@ App = Callable[[Scope, Any, Any], Awaitable[None]]
 
 
 class KeyMiddleware:
-    """The same for HTTP: an ASGI app around another, answering 401 but for paths open by name.
+    """The same for HTTP: an ASGI app around another, answering 401 but for calls open by name.
 
     A path is compared as it came over the wire (`raw_path`): what a router would make of an escaped one opens nothing.
 
     Args:
-      open_paths: compared whole, such as /health.
+      open_calls: methods and paths that take no key, compared whole, such as ("GET", "/health").
     """
 
-    def __init__(self, app: App, keys: ApiKeys, open_paths: Iterable[str]) -> None:
+    def __init__(self, app: App, keys: ApiKeys, open_calls: Iterable[tuple[str, str]]) -> None:
         self._app, self._keys = app, keys
-        self._open = frozenset(path.encode() for path in open_paths)
+        self._open = frozenset((method, path.encode()) for method, path in open_calls)
 
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
-        if scope["type"] == "http" and scope.get("raw_path") in self._open:
+        if scope["type"] == "http" and (scope["method"], scope.get("raw_path")) in self._open:
             await self._app(scope, receive, send)
             return
         headers = {key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"]}
@@ -171,7 +171,9 @@ class KeyMiddleware:
             finally:
                 current.reset(token)
         elif scope["type"] == "http":
-            body = b'{"error":{"message":"%s","type":"authentication_error","code":401}}' % _DENIED.encode()
+            body = (
+                b'{"error":{"message":"%s","type":"authentication_error","param":null,"code":"401"}}' % _DENIED.encode()
+            )
             headers = [(b"content-type", b"application/json"), (b"www-authenticate", b"Bearer")]
             await send({"type": "http.response.start", "status": 401, "headers": headers})
             await send({"type": "http.response.body", "body": body})

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata
 
-from server import client, compile, convert, flags, generate, plan, serve, settings, simulate, size
+from server import client, compile, convert, flags, generate, plan, serve, settings, simulate, size, top
 from server.report import UserError, say
 
 _DESCRIPTION = """\
@@ -40,6 +40,7 @@ _COMMANDS: tuple[tuple[str, str, str, Callable[[argparse.ArgumentParser], None],
     ("serve", "serve a model over gRPC and HTTP", serve.HELP, serve.add_flags, serve.run),
     ("generate", "complete one prompt, or a file of them", generate.HELP, generate.add_flags, generate.run),
     ("client", "stream a completion from a running server", client.HELP, client.add_flags, client.run),
+    ("top", "what a running server does, in the terminal", top.HELP, top.add_flags, top.run),
     ("plan", "what a model would take and do on devices", plan.HELP, plan.add_flags, plan.run),
     ("simulate", "serve traffic on a virtual clock", simulate.HELP, simulate.add_flags, simulate.run),
     ("size", "what serves given traffic in time, at what cost", size.HELP, size.add_flags, size.run),
@@ -50,14 +51,14 @@ _COMMANDS: tuple[tuple[str, str, str, Callable[[argparse.ArgumentParser], None],
 
 def parser(*, with_bench: bool) -> argparse.ArgumentParser:
     """The whole command line; the benchmarks' own flags only where they are needed."""
-    top = argparse.ArgumentParser(
+    whole = argparse.ArgumentParser(
         prog="jaxserve",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    top.add_argument("--version", action="version", version=f"jaxserve {metadata.version('jaxserve')}")
-    commands = top.add_subparsers(
+    whole.add_argument("--version", action="version", version=f"jaxserve {metadata.version('jaxserve')}")
+    commands = whole.add_subparsers(
         title="commands", metavar="COMMAND", required=True, parser_class=settings.SettingsParser
     )
     for name, summary, text, add_flags, run in _COMMANDS:
@@ -83,7 +84,7 @@ def parser(*, with_bench: bool) -> argparse.ArgumentParser:
 
         bench_cli.add_arguments(bench, flags.add_engine_flags, flags.engine_config)
         bench.set_defaults(run=bench_cli.run)
-    return top
+    return whole
 
 
 def main(argv: Sequence[str] | None = None) -> int:

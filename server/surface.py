@@ -11,9 +11,10 @@ from server.auth import ApiKeys, KeyMiddleware
 from server.door import Door
 from server.grpc_server import GrpcServer
 from server.health import Watchdog
-from server.http.app import OPEN_PATHS, make_app
+from server.http.app import OPEN_CALLS, make_app
 from server.http.listener import HttpListener
 from server.http.template import ChatTemplate
+from server.live import Live
 from server.metrics import Metrics
 from server.tls import Tls
 
@@ -56,8 +57,10 @@ class Surface:
         self._grpc = GrpcServer(self.door, name=name, version=version, tls=tls, keys=keys)
         self.metrics = Metrics(engine, model=name, healthy=lambda: self.door.closed is None)
         self.door.observers.append(self.metrics)
-        app = make_app(self.door, self.metrics, name=name, version=version, chat_template=chat_template)
-        self._http = HttpListener(KeyMiddleware(app, keys, OPEN_PATHS) if keys is not None else app, tls)
+        live = Live(engine)
+        self.door.observers.append(live)
+        app = make_app(self.door, self.metrics, live, name=name, version=version, chat_template=chat_template)
+        self._http = HttpListener(KeyMiddleware(app, keys, OPEN_CALLS) if keys is not None else app, tls)
         self._watchdog = Watchdog(engine, deadline=stall_seconds, interval=health_seconds)
         self._health_seconds = health_seconds
         self._watch: asyncio.Task[None] | None = None

@@ -13,23 +13,27 @@ from starlette.routing import Route
 
 from server.door import Door
 from server.errors import Kind, Refusal
-from server.http import openai, tgi
+from server.http import openai, page, tgi
 from server.http.chat import Chats
 from server.http.exchange import Endpoint, Exchange
 from server.http.schemas import DetokenizeBody, TokenizeBody
 from server.http.template import ChatTemplate
+from server.live import Live
 from server.metrics import CONTENT_TYPE, Metrics
 
-OPEN_PATHS = ("/health",)  # that take no API key
+OPEN_CALLS = (("GET", "/health"), ("GET", "/"))  # that take no API key
 
 Handler = Callable[[Exchange], Awaitable[None]]
 
 
-def make_app(door: Door, metrics: Metrics, *, name: str, version: str, chat_template: ChatTemplate | None) -> Starlette:
+def make_app(
+    door: Door, metrics: Metrics, live: Live, *, name: str, version: str, chat_template: ChatTemplate | None
+) -> Starlette:
     """The ASGI application of one model.
 
     Args:
       metrics: what /metrics shows.
+      live: what the page and /live show.
       name: what calls name the model.
       version: of the server.
       chat_template: the checkpoint's, if it has one.
@@ -61,6 +65,7 @@ def make_app(door: Door, metrics: Metrics, *, name: str, version: str, chat_temp
             tgi_route("/generate_stream", streams=True),
             tgi_route("/", streams=None),
             route("GET", "/info", about.info),
+            *page.routes(live, name),
         ],
         exception_handlers={HTTPException: _no_route},
     )

@@ -101,9 +101,9 @@ def serve(tokenizer: Tokenizer) -> Callable[..., None]:
 
 
 @pytest.fixture(scope="session")
-def foreign_client(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Coroutine[Any, Any, Any]]:
-    """Runs the JavaScript client, its libraries installed as its lock file says: `await foreign_client(address, n)`
-    tells what it found, where n tokens are more than the server generates in 0.3 seconds."""
+def foreign(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Coroutine[Any, Any, Any]]:
+    """Runs one of the JavaScript programs, their libraries installed as the lock file says: `await foreign("client.js",
+    ...)` is the JSON it prints."""
     npm = shutil.which("npm")
     if npm is None or shutil.which("node") is None:
         pytest.skip("node and npm are not installed")
@@ -124,9 +124,9 @@ def foreign_client(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, i
         pytest.skip("npm cannot reach a registry")
     assert installed.returncode == 0, installed.stderr
 
-    async def run(address: str, tokens: int) -> Any:
+    async def run(program: str, *args: object) -> Any:
         process = await asyncio.create_subprocess_exec(
-            *("node", str(folder / "client.js"), address, str(ROOT), str(tokens)),
+            *("node", str(folder / program), *map(str, args)),
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
         )
@@ -135,3 +135,10 @@ def foreign_client(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, i
         return json.loads(out)
 
     return run
+
+
+@pytest.fixture
+def foreign_client(foreign: Callable[..., Any]) -> Callable[[str, int], Coroutine[Any, Any, Any]]:
+    """Runs gRPC's JavaScript client: `await foreign_client(address, n)` tells what it found, where n tokens are more
+    than the server generates in 0.3 seconds."""
+    return lambda address, tokens: foreign("client.js", address, ROOT, tokens)

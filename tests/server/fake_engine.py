@@ -263,7 +263,6 @@ class FakeEngine:
             plan=plan,
             decodes=tokens,
             prompt_tokens=0,
-            drafted=0,
             waiting=len(self._waiting),
             schedule_s=0.0005,
             pack_s=0.0,

@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import json
+import re
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -150,6 +152,38 @@ def test_hostile_calls_leave_the_real_engine_as_it_was(checkpoint: Path) -> None
         assert [each.token_ids for each in after] == [each.token_ids for each in before]
         assert engine.is_healthy
         assert engine.load().owed_tokens == engine.load().compiled_after_ready == 0
+
+
+def test_a_browser_sees_what_is_served(checkpoint: Path, foreign: Any, tmp_path: Path) -> None:
+    """The page, in a browser, while the engine serves others too."""
+    browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("no chromium is installed")
+
+    async def scenario(engine: Any) -> None:
+        surface = Surface(engine, name="tiny", version="0")
+        _, http_port = await surface.start("127.0.0.1", 0, 0)
+        url = f"http://127.0.0.1:{http_port}"
+        async with httpx.AsyncClient(base_url=url, timeout=WAIT_SECONDS) as client:
+
+            async def load() -> None:
+                while True:
+                    body = {"prompt": [prompt * 2 for prompt in PROMPTS], "max_tokens": 20, "ignore_eos": True}
+                    await client.post("/v1/completions", json=body)
+
+            others = asyncio.create_task(load())
+            seen = await foreign("page.js", f"{url}/", browser, tmp_path / "page.png")
+            others.cancel()
+        assert re.match(r"(length|stop): \d+ tokens after 8, first after ", seen["done"])
+        assert seen["answer"].startswith("It was a")
+        assert (seen["health"], "tokens/s" in seen["numbers"]) == ("serving", True)
+        assert seen["refused"].startswith("temperature: ")
+        assert [each for each in seen["complaints"] if "400" not in each] == []
+        assert (tmp_path / "page.png").read_bytes().startswith(b"\x89PNG")
+        assert await surface.drain(10) == 0
+
+    with engine_of(checkpoint) as engine:
+        asyncio.run(scenario(engine))
 
 
 async def same_over_http(url: str, completed: list[dict[str, Any]]) -> None:

@@ -21,6 +21,7 @@ async function main() {
       await page.waitForFunction(() => !document.querySelector("#go").disabled);
       return page.$eval("#outcome", (element) => element.textContent);
     };
+    await page.$eval("#max_tokens", (element) => (element.value = "20"));
     const done = await outcome();
     const answer = await page.$eval("#answer", (element) => element.textContent);
     // Prompt chunks are blue, decodes green: both are to be seen before long.
