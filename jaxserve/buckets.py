@@ -19,11 +19,13 @@ class BucketCost:
       size: tokens the program carries, padding included.
       compile_seconds: time to compile it.
       milliseconds: time of one iteration.
+      slots_read: slots of earlier tokens that its iteration read when it was measured.
     """
 
     size: int
     compile_seconds: float
     milliseconds: float
+    slots_read: int = 0
 
     @property
     def tokens_per_second(self) -> float:

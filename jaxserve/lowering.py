@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -48,11 +48,13 @@ class StagePrograms:
     def made_from(self) -> str:
         """Everything that decides what its programs are, but for the code: equal for programs that are."""
         spec, shape, devices = self.spec, self.shape, self.mesh.devices
+        sizes = {field.name: getattr(shape, field.name) for field in fields(shape)}
+        # By what tells them apart: as objects they differ from one process to the next.
+        sizes |= {"backend": shape.backend.name, "product": shape.product and shape.product.most}
         return repr(
             (
                 (self.model.config, self.model.held, self.layers, self.int8),
-                (shape.max_rows, shape.n_rows, shape.max_context, shape.attention, shape.backend.name, shape.scoring),
-                shape.draft_tokens,
+                sizes,
                 (spec.rules, spec.parameters, spec.activations, spec.pool, sorted(spec.pad)),
                 (self.mesh.axis_names, self.mesh.axis_types, devices.shape, [device.id for device in devices.flat]),
             )

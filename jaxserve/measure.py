@@ -4,72 +4,131 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 from jaxserve.batch import pack
 from jaxserve.buckets import BucketCost
-from jaxserve.iteration import Chunk, IterationPlan, SamplerVariant, TableChange, max_chunks
+from jaxserve.iteration import Admission, Chunk, IterationPlan, SamplerVariant, TableChange, max_chunks
 from jaxserve.pipeline import Pipeline
 from jaxserve.programs import StageShape
+from jaxserve.request import SamplingParams
 from jaxserve.stage import Progress
 
-_CONTEXT = 128  # context of the decodes
-_RUNS = 3
+_CONTEXT = 128  # tokens before each decode
+_LONG_CONTEXT = 512  # before those that show what a longer context costs
+_RUNS = 5
 
 
-def bucket_costs(pipeline: Pipeline, n_blocks: int, progress: Progress) -> list[BucketCost]:
+class Measured(NamedTuple):
+    """What iterations cost.
+
+    Attributes:
+      buckets: each full, with decodes at a middling context.
+      slot_milliseconds: that an iteration takes longer for each slot more that it reads.
+    """
+
+    buckets: list[BucketCost]
+    slot_milliseconds: float
+
+
+def measure(pipeline: Pipeline, n_blocks: int, progress: Progress) -> Measured:
     """Runs every bucket a few times, at most rows decoding and the rest a prompt, and reports the medians.
 
-    With several stages it is the time between iterations that follow each other through them.
+    It is the time between iterations that follow each other, the next one launched before the last has answered, as the
+    engine does; with several stages, through them.
     """
-    stages, costs = pipeline.stages, []
-    buckets = stages[0].buckets
+    shape, buckets = pipeline.shape, pipeline.stages[0].buckets
+    room = min(shape.max_context, n_blocks * shape.attention.block_size) - 1
+    short, long = min(_CONTEXT, room), min(_LONG_CONTEXT, room)
+    tables = _Tables(shape, n_blocks, long + 1)
+    _seconds(pipeline, tables, buckets[0], [Chunk(0, short, 1, True)], admissions=tables.admissions())
+    costs = []
     for done, bucket in enumerate(buckets, start=1):
-        plan = _full_plan(pipeline.shape, bucket, n_blocks)
-        packed = pack(plan, pipeline.shape.layout(bucket), n_blocks)
-        finished = [time.perf_counter()]
-        for _ in range(len(stages) + _RUNS):
-            while pipeline.in_flight < len(stages):
-                pipeline.launch(plan, packed)
-            pipeline.wait()
-            finished.append(time.perf_counter())
-        while pipeline.in_flight:
-            pipeline.wait()
-        seconds = [end - start for start, end in pairwise(finished)]
+        rows = max_chunks(bucket, shape.max_rows)
+        prompt = min(bucket - rows + 1, room + 1)
+        chunks = [Chunk(row, short, 1, True) for row in range(rows - 1)]
+        chunks.append(Chunk(rows - 1, 0, prompt, True) if prompt > 1 else Chunk(rows - 1, short, 1, True))
         costs.append(
             BucketCost(
                 size=bucket,
-                compile_seconds=sum(stage.compile_seconds[bucket] for stage in stages),
-                milliseconds=1e3 * statistics.median(seconds[-_RUNS:]),
+                compile_seconds=sum(stage.compile_seconds[bucket] for stage in pipeline.stages),
+                milliseconds=1e3 * _seconds(pipeline, tables, bucket, chunks),
+                slots_read=sum(chunk.start for chunk in chunks),
             )
         )
         progress("measuring buckets", done, len(buckets))
-    return costs
+    bucket = min((size for size in buckets if size >= shape.max_rows), default=buckets[-1])
+    rows = max_chunks(bucket, shape.max_rows)
+    near, far = (
+        _seconds(pipeline, tables, bucket, [Chunk(row, context, 1, True) for row in range(rows)])
+        for context in (short, long)
+    )
+    slope = 1e3 * (far - near) / (rows * (long - short)) if long > short else 0.0
+    return Measured(costs, max(slope, 0.0))
 
 
-def _full_plan(shape: StageShape, bucket: int, n_blocks: int) -> IterationPlan:
-    """A full bucket: decodes at a middling context in all rows but one, and a prompt chunk in that.
-
-    Keys are written to slots of the pool that no request holds yet. Each row writes a block of its own where the pool
-    has enough of them; what is read does not matter.
-    """
-    block_size, rows = shape.attention.block_size, max_chunks(bucket, shape.max_rows)
-    context = min(_CONTEXT, shape.max_context - 1)
-    prompt = min(bucket - rows + 1, shape.max_context, n_blocks * block_size)
-    lengths = [1] * (rows - 1) + [prompt]
-    chunks, changes, block = [], [], 0
-    for row, length in enumerate(lengths):
-        start = context if length == 1 else 0
-        chunks.append(Chunk(row, start, length, True))
-        for index in range(start // block_size, (start + length - 1) // block_size + 1):
-            changes.append(TableChange(row, index, block % n_blocks))
-            block += 1
-    return IterationPlan(
+def _seconds(
+    pipeline: Pipeline,
+    tables: _Tables,
+    bucket: int,
+    chunks: Sequence[Chunk],
+    *,
+    admissions: tuple[Admission, ...] = (),
+) -> float:
+    """The median time of an iteration of these chunks. Rows are taken once, before it, and that is not timed."""
+    plan = IterationPlan(
         sequence=0,
         bucket=bucket,
-        admissions=(),
+        admissions=admissions,
         chunks=tuple(chunks),
-        table_changes=tuple(changes),
+        table_changes=tuple(change for chunk in chunks if chunk.length > 1 for change in tables.changes(chunk)),
         sampler=SamplerVariant.PLAIN,
         scoring=False,
     )
+    packed = pack(plan, pipeline.shape.layout(bucket), tables.n_blocks)
+    finished = []
+    for _ in range(1 if admissions else len(pipeline.stages) + 1 + _RUNS):
+        while pipeline.has_room and not (admissions and pipeline.in_flight):
+            pipeline.launch(plan, packed)
+        pipeline.wait()
+        finished.append(time.perf_counter())
+    while pipeline.in_flight:
+        pipeline.wait()
+    return statistics.median([end - start for start, end in pairwise(finished)][-_RUNS:] or [0.0])
+
+
+class _Tables:
+    """Which blocks each row has: its own where the pool has enough of them, for what is read from one place again and
+    again comes from a cache. What is read does not matter, and no request holds these blocks yet."""
+
+    def __init__(self, shape: StageShape, n_blocks: int, tokens: int) -> None:
+        """Args:
+        tokens: that each row holds.
+        """
+        self.n_blocks = n_blocks
+        self._rows, self._tokens, self._block_size = shape.max_rows, tokens, shape.attention.block_size
+        self._each = -(-tokens // self._block_size)
+
+    def _block(self, row: int, index: int) -> int:
+        return (row * self._each + index) % self.n_blocks
+
+    def admissions(self) -> tuple[Admission, ...]:
+        """Every row taken."""
+        return tuple(
+            Admission(
+                row=row,
+                request_id="",
+                tokens=(0,) * self._tokens,
+                prompt_length=self._tokens,
+                blocks=tuple(self._block(row, index) for index in range(self._each)),
+                sampling=SamplingParams(temperature=0.0, max_tokens=1),
+            )
+            for row in range(self._rows)
+        )
+
+    def changes(self, chunk: Chunk) -> list[TableChange]:
+        """Blocks for a prompt, however long."""
+        count = -(-chunk.length // self._block_size)
+        return [TableChange(chunk.row, index, self._block(chunk.row, index)) for index in range(count)]

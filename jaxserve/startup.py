@@ -43,6 +43,7 @@ class StartupReport:
       weight_bytes / pool_bytes: on all devices together.
       slots: of each replica.
       buckets: as measured on the first replica.
+      slot_milliseconds: of an iteration, for each slot more that it reads (a decode at a context of 100 reads 100).
       compile_seconds: the loading of compiled programs included.
       programs / programs_loaded: in all, and those of them that were found in the compilation cache.
     """
@@ -66,6 +67,7 @@ class StartupReport:
     max_rows: int
     max_context: int
     buckets: tuple[buckets.BucketCost, ...]
+    slot_milliseconds: float
     load_seconds: float
     compile_seconds: float
     measure_seconds: float
@@ -190,10 +192,10 @@ def start(
         runner.compile(n_blocks, progress)
     compiled = time.perf_counter()
     pipelines = [Pipeline(stages) for stages in pipelines]
-    costs = measure.bucket_costs(pipelines[0], n_blocks, progress)
+    costs, slot_milliseconds = measure.measure(pipelines[0], n_blocks, progress)
     drafting: list[DraftModel | None] = [None] * len(replicas)
     if drafters:
-        ladder = buckets.BucketLadder(measure.bucket_costs(Pipeline(drafters[:1]), n_blocks, progress))
+        ladder = buckets.BucketLadder(measure.measure(Pipeline(drafters[:1]), n_blocks, progress)[0])
         drafting = [DraftModel(runner, ladder, n_blocks) for runner in drafters]
     schedulers = [
         make_scheduler(
@@ -228,6 +230,7 @@ def start(
         max_rows=config.max_rows,
         max_context=shape.max_context,
         buckets=tuple(costs),
+        slot_milliseconds=slot_milliseconds,
         load_seconds=load_seconds,
         compile_seconds=compiled - started,
         measure_seconds=time.perf_counter() - compiled,

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata
 
-from server import client, convert, flags, generate, plan, serve, settings, simulate, size
+from server import client, compile, convert, flags, generate, plan, serve, settings, simulate, size
 from server.report import UserError, say
 
 _DESCRIPTION = """\
@@ -24,6 +24,7 @@ Serves BLOOM and GPT-family language models, scheduling the work one iteration a
                                                         what it would take, without a device
   jaxserve simulate --trace FILE --model bloom-176b --topology h200:8 --tensor 8
                                                         recorded traffic on them, on a virtual clock
+  jaxserve compile --model DIR                          so that a server starts in seconds later
   jaxserve convert DIR OUT                              rewrite a checkpoint for faster loading
 
 DIR is a Hugging Face directory (config.json, model.safetensors or its shards, tokenizer.json)."""
@@ -42,6 +43,7 @@ _COMMANDS: tuple[tuple[str, str, str, Callable[[argparse.ArgumentParser], None],
     ("plan", "what a model would take and do on devices", plan.HELP, plan.add_flags, plan.run),
     ("simulate", "serve traffic on a virtual clock", simulate.HELP, simulate.add_flags, simulate.run),
     ("size", "what serves given traffic in time, at what cost", size.HELP, size.add_flags, size.run),
+    ("compile", "fill the compilation cache ahead", compile.HELP, compile.add_flags, compile.run),
     ("convert", "rewrite a checkpoint as Orbax", convert.HELP, convert.add_flags, convert.run),
 )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -19,10 +20,20 @@ Streams the completion of a prompt from a running server.
 """
 
 
-def stream(address: str, prompt: str, **fields: Any) -> Iterator[GenerateResponse]:
+def stream(
+    address: str,
+    prompt: str,
+    *,
+    credentials: grpc.ChannelCredentials | None = None,
+    api_key: str | None = None,
+    **fields: Any,
+) -> Iterator[GenerateResponse]:
     """Yields what each iteration adds; the last message says why it ended. Raises grpc.RpcError."""
-    with grpc.insecure_channel(address) as channel:
-        yield from InferenceStub(channel).GenerateStream(GenerateRequest(prompt=prompt, **fields))
+    opened = grpc.insecure_channel(address) if credentials is None else grpc.secure_channel(address, credentials)
+    metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
+    with opened as channel:
+        request = GenerateRequest(prompt=prompt, **fields)
+        yield from InferenceStub(channel).GenerateStream(request, metadata=metadata)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +44,25 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--server", metavar="HOST:PORT", default="127.0.0.1:50051", help="address of the server (default: %(default)s)"
     )
+    group = parser.add_argument_group("security")
+    group.add_argument("--api-key-file", type=Path, metavar="FILE", help="holds the key to call with")
+    group.add_argument("--tls-ca", type=Path, metavar="FILE.pem", help="call with TLS, trusting these authorities")
+    group.add_argument("--tls-cert", type=Path, metavar="FILE.pem", help="a certificate to show, for mutual TLS")
+    group.add_argument("--tls-key", type=Path, metavar="FILE.pem", help="its private key")
     add_sampling_flags(parser)
+
+
+def _security(args: argparse.Namespace) -> dict[str, Any]:
+    """Credentials and key as `stream` takes them. Raises OSError for a file that cannot be read."""
+    if args.tls_ca is None and (args.tls_cert or args.tls_key):
+        raise ValueError("--tls-cert and --tls-key need --tls-ca")
+    ca, key, certificate = (
+        path.read_bytes() if path is not None else None for path in (args.tls_ca, args.tls_key, args.tls_cert)
+    )
+    return {
+        "credentials": grpc.ssl_channel_credentials(ca, key, certificate) if ca is not None else None,
+        "api_key": args.api_key_file.read_text().strip() if args.api_key_file is not None else None,
+    }
 
 
 def run(args: argparse.Namespace) -> int:
@@ -45,10 +74,12 @@ def run(args: argparse.Namespace) -> int:
     response = GenerateResponse()
     try:
         fields["logit_bias"] = {int(token): bias for token, bias in fields.get("logit_bias", {}).items()}
-        for response in stream(args.server, args.prompt, **fields):
+        for response in stream(args.server, args.prompt, **_security(args), **fields):
             print(response.text, end="", flush=True)
     except (TypeError, ValueError) as problem:  # a number that does not fit its field
         raise UserError(str(problem)) from None
+    except OSError as problem:
+        raise UserError(f"cannot read {problem.filename}: {problem.strerror}") from None
     except grpc.RpcError as problem:
         status: Any = problem  # every RpcError of a call is a grpc.Call as well
         raise UserError(f"{args.server} answered {status.code().name}: {status.details()}") from None

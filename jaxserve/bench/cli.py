@@ -1,5 +1,4 @@
-"""The command line of `jaxserve bench`: offline, serve, soak, start, step, host, stages, speculate, simulate, peers,
-guard, accuracy."""
+"""The command line of `jaxserve bench`."""
 
 from __future__ import annotations
 
@@ -37,6 +36,9 @@ and open files of the server are watched. At the end no request may be lost, eve
 _START = """\
 Starts a server with an empty compilation cache, and again with what that one left there. The steps of each start are
 told in seconds, with the processor seconds of the whole: those vary less where something else runs beside it."""
+_DETERMINISTIC = """\
+Asks one thing many times under random other load, of an engine with --deterministic and of one without it, in turn:
+how many different answers each gives, logprobs compared to the bit, and what the mode costs."""
 _STEP = """\
 Times the engine's compiled step alone, without scheduler or requests: decodes at several contexts, a prefill, and
 decodes mixed with a prompt."""
@@ -72,6 +74,14 @@ _GUARD = """\
 Measures a few figures as multiples of a calibration loop that runs between them (a matmul, a read of memory, a loop of
 plain Python), and compares them with those kept in the repository, so that another machine or a busy one does not look
 like a slowdown. Exits with 1 when a figure is above what it may be."""
+_SURFACE = """\
+Starts a server and measures, over the wire, what its front door costs and what it stands: the time of an iteration with
+so many streams against the same work without a server, the processors' time for a token, how quickly calls are refused
+at ten times the load that can be served, and what that does to those that are accepted. The load generator's own
+processor time is reported apart; on a machine with few cores it is part of what is measured.
+
+  jaxserve bench surface --shape bloom-560m
+  jaxserve bench surface --model DIR --streams 16 --seconds 20"""
 _ACCURACY = """\
 Compares the answers of one checkpoint at full width and with eight bits: the perplexity of a text, read in windows of
 256 tokens that overlap by half, and greedy continuations of passages from it. By default the demo model on the text
@@ -133,6 +143,31 @@ def add_arguments(
     group.add_argument("--shape", metavar="NAME", help="random weights of a known shape")
     start.add_argument("--warm", type=_positive, default=3, metavar="N", help="further starts (default: %(default)s)")
     add_engine_flags(start)
+
+    deterministic = _command(commands, "deterministic", "one prompt many times", _DETERMINISTIC, _run_deterministic)
+    group = deterministic.add_mutually_exclusive_group()
+    group.add_argument("--model", type=Path, metavar="DIR", help="a checkpoint directory (default: the demo model)")
+    group.add_argument("--shape", metavar="NAME", help="random weights of a known shape")
+    deterministic.add_argument("--runs", type=_positive, default=1000, metavar="N", help="(default: %(default)s)")
+    deterministic.add_argument("--seed", type=int, default=0, metavar="N", help="of the load (default: %(default)s)")
+    add_engine_flags(deterministic)
+    deterministic.set_defaults(max_context=512)
+
+    surface = _command(commands, "surface", "what the front door costs and stands", _SURFACE, _run_surface)
+    _add_model_flags(surface)
+    group = surface.add_argument_group("load")
+    group.add_argument("--streams", type=_positive, metavar="N", help="at once; rows of the engine (default: 64)")
+    group.add_argument("--prompt", type=_positive, default=32, metavar="N", help="tokens (default: %(default)s)")
+    group.add_argument("--output", type=_positive, default=64, metavar="N", help="tokens (default: %(default)s)")
+    group.add_argument(
+        "--queue", type=_positive, metavar="N", help="requests that may wait (default and least: as many)"
+    )
+    group.add_argument(
+        "--overload", type=float, default=10.0, metavar="X", help="times the sustainable load (default: %(default)g)"
+    )
+    group.add_argument("--seconds", type=float, default=60.0, metavar="S", help="of each load (default: %(default)g)")
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="of the prompts (default: %(default)s)")
+    add_engine_flags(surface)
 
     step = _command(commands, "step", "the compiled step alone", _STEP, _run_step)
     _add_model_flags(step)
@@ -351,6 +386,41 @@ def _run_start(args: argparse.Namespace) -> int:
     return start.run(model, args.engine_config(args), 1 if args.quick else args.warm, args.out, _console())
 
 
+def _run_deterministic(args: argparse.Namespace) -> int:
+    from jaxserve.bench import deterministic
+    from jaxserve.demo import DEMO_MODEL
+
+    model, runs = args.shape or args.model or DEMO_MODEL, 20 if args.quick else args.runs
+    return deterministic.run(model, args.engine_config(args), runs, args.seed, args.out, _console())
+
+
+def _run_surface(args: argparse.Namespace) -> int:
+    from jaxserve.bench import load, shapes, surface
+
+    model = _model(args)
+    if isinstance(model, str):
+        model = shapes.checkpoint(model, shapes.cache_folder() / "checkpoints")
+    streams = args.streams or (3 if args.quick else 64)
+    prompt, output = (8, 16) if args.quick else (args.prompt, args.output)
+    workload = load.uniform(
+        requests=streams,
+        prompt=load.Range(low=prompt, high=prompt),
+        output=load.Range(low=output, high=output),
+        vocab_size=_vocab_size(model),
+        seed=args.seed,
+    )
+    return surface.run(
+        model,
+        args.engine_config(args),
+        workload,
+        queue=max(args.queue or 0, streams),
+        overload=args.overload,
+        seconds=0.5 if args.quick else args.seconds,
+        out=args.out,
+        console=_console(),
+    )
+
+
 def _run_step(args: argparse.Namespace) -> int:
     from jaxserve.bench import step
 
@@ -390,6 +460,8 @@ def _run_simulate(args: argparse.Namespace) -> int:
 
 
 def _run_peers(args: argparse.Namespace) -> int:
+    import signal
+
     from jaxserve.bench import peers, shapes, step
     from jaxserve.bench.environments import PEERS
 
@@ -403,6 +475,8 @@ def _run_peers(args: argparse.Namespace) -> int:
     else:
         chosen = (args.shape or ("tiny,tiny-gpt2" if args.quick else "bloom-560m,gpt2")).split(",")
         checkpoints = [shapes.checkpoint(shape, shapes.cache_folder() / "checkpoints") for shape in chosen]
+    for number in (signal.SIGINT, signal.SIGTERM):  # in the background, too, it is to print what there is
+        signal.signal(number, signal.default_int_handler)
     scope = peers.Scope(
         cases=() if "steps" not in parts else step.QUICK_CASES if args.quick else step.PEER_CASES,
         steps=3 if args.quick else args.steps,

@@ -133,9 +133,6 @@ def check(group: Sequence[Contender], ledger: Ledger, bars: Bars) -> list[Conten
             continue
         if mine:
             ours[contender.dtype] = answer["completions"]
-        elif not answer["holds"]:
-            ledger.problem(f"the outputs of {contender.name} are not ours: {answer}; it is left out")
-            continue
         kept.append(contender)
     return kept
 
@@ -202,7 +199,9 @@ def _score(contender: Contender, ours: Sequence[dict[str, Any]]) -> dict[str, An
     sequences = [completion["tokens"] for completion in ours]
     scores = contender.do(sequences=sequences, prompt_length=CHECK_LENGTH)["scores"]
     found = judge.agreement(ours, scores, contender.dtype)
-    return {**dataclasses.asdict(found), "holds": found.holds}
+    if not found.holds:
+        raise PeerError(f"its outputs are not ours: {found}; it is left out")
+    return dataclasses.asdict(found)
 
 
 def _time(contender: Contender, scope: Scope, ledger: Ledger) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from jaxserve.bench.progress import Bars
 from jaxserve.bench.report import Distribution, Outcome
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine, IterationRecord
+from jaxserve.iteration import IterationPlan
 from jaxserve.request import TokenEvent
 from jaxserve.simulate.clock import Arrival, Host
 from jaxserve.simulate.system import System
@@ -99,11 +100,13 @@ def run(
         f"{cost.size}: {cost.milliseconds:.2f} / {in_service.get(cost.size, float('nan')):.2f}" for cost in system.costs
     )
     console.print(f"ms by bucket, measured at the start / median in service: {costs}")
+    console.print(f"{1e3 * engine.report.slot_milliseconds:.3f} us for each slot that an iteration reads")
     console.print(f"host ms: {1e3 * host.launch:.2f} to launch, {1e3 * host.complete:.2f} after")
     result = {"benchmark": "simulate", "environment": machine.environment(), "workload": workload.name}
     result |= {
         "capacity": capacity,
         "buckets": list(system.costs),
+        "slot_ms": engine.report.slot_milliseconds,
         "bucket_ms_in_service": in_service,
         "host": host._asdict(),
         "loads": loads,
@@ -125,14 +128,22 @@ def bucket_times(records: Sequence[IterationRecord]) -> dict[int, float]:
 def system_of(engine: Engine, records: Sequence[IterationRecord]) -> System:
     """An engine as the simulator sees it: its settings, its table of bucket costs, and its host's median times.
 
-    With several stages the table has the time between iterations that follow each other, so each stage takes that long.
+    A bucket costs what was measured, and for each slot more or less that an iteration reads than the one measured did,
+    what the engine measured of that. With several stages the table has the time between iterations that follow each
+    other, so each stage takes that long.
     """
-    seconds = {cost.size: cost.milliseconds / 1000 for cost in engine.report.buckets}
+    costs = {cost.size: cost for cost in engine.report.buckets}
     stages = engine.config.stages
+
+    def seconds(plan: IterationPlan) -> list[float]:
+        cost = costs[plan.bucket]
+        more = sum(chunk.start for chunk in plan.chunks) - cost.slots_read
+        return [max(0.0, cost.milliseconds + engine.report.slot_milliseconds * more) / 1000] * stages
+
     launch = statistics.median(record.schedule_s + record.pack_s + record.launch_s for record in records)
     return System(
         config=engine.config,
-        seconds=lambda plan: [seconds[plan.bucket]] * stages,
+        seconds=seconds,
         costs=engine.report.buckets,
         slots=engine.report.slots,
         block_size=engine.report.block_size,

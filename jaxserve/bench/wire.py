@@ -91,7 +91,7 @@ def send(address: str, workload: Workload, known: Mapping[str, Method], progress
 async def _send(address: str, workload: Workload, method: Method, progress: Callable[[int], None]) -> Sent:
     ended, late = 0, 0.0
     # Messages are encoded before the clock starts, so that a burst does not wait for this process.
-    requests = [_encode(index, job, method) for index, job in enumerate(workload.jobs)]
+    requests = [encode(index, job, method) for index, job in enumerate(workload.jobs)]
     async with grpc.aio.insecure_channel(address) as channel:
         await channel.channel_ready()
         stream = channel.unary_stream(method.path, response_deserializer=method.response.FromString)
@@ -119,7 +119,8 @@ async def _send(address: str, workload: Workload, method: Method, progress: Call
     return Sent(outcomes=list(outcomes), late=late)
 
 
-def _encode(index: int, job: Job, method: Method) -> bytes:
+def encode(index: int, job: Job, method: Method) -> bytes:
+    """A job as the message of a method that generates."""
     request = method.request(max_tokens=job.max_tokens, temperature=0.0, ignore_eos=True, request_id=f"bench-{index}")
     request.prompt_token_ids.ids.extend(job.prompt.tolist())
     return request.SerializeToString()

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "parallel.h"
+#include "step.h"
 #include "vectors.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -21,10 +22,8 @@ namespace ffi = xla::ffi;
 namespace jaxserve {
 namespace {
 
-constexpr int kStep = 128;             // slots whose scores are in hand at a time
-constexpr int kScores = kStep + kLanes;  // with room for a whole vector after the last
-constexpr int64_t kTile = 48;          // rows (queries times group) that are served together
-constexpr int64_t kAlone = 1 << 17;    // multiplications that take as long as waking another thread
+constexpr int64_t kTile = 48;        // rows (queries times group) that are served together
+constexpr int64_t kAlone = 1 << 17;  // multiplications that take as long as waking another thread
 
 // Operands and sizes of a call. Q is the type of queries, new keys and values and outputs, P that of the pool.
 template <typename Q, typename P>
@@ -46,6 +45,8 @@ struct Call {
 
   int64_t group() const { return heads / kv_heads; }
   int64_t length(int64_t chunk) const { return offsets[chunk + 1] - offsets[chunk]; }
+  const P* KeysOf(const Run& run) const { return keys + run.place * dim * size + run.slot; }
+  const P* ValuesOf(const Run& run) const { return values + (run.place * size + run.slot) * dim; }
   // Which (block, key head) holds a position of a chunk's row, as an index of both.
   int64_t Place(int64_t chunk, int64_t position, int64_t head) const {
     return (first_block + tables[chunk * max_blocks + position / size]) * kv_heads + head;
@@ -99,24 +100,13 @@ void Write(const Call<Q, P>& call, const Tokens& tokens, int64_t head) {
 
 // What a thread works in. Rows are (query, head of the group), each padded to whole vectors.
 struct Scratch {
-  std::vector<float> queries, sums, maxima, totals;
+  std::vector<float> sums, maxima, totals;
 
   void Reset(int64_t rows, int64_t width) {
-    queries.assign(rows * width, 0);
     sums.assign(rows * width, 0);
     maxima.assign(rows, -std::numeric_limits<float>::infinity());
     totals.assign(rows, 0);
   }
-};
-
-// Slots of one step that lie in one block: the step's columns from `column` on.
-struct Run {
-  int64_t place, slot, column, count;
-};
-
-struct Step {
-  int size = 0;
-  Run runs[kStep];
 };
 
 // The step that begins at position `start` of a chunk's row, which ends at `end`; empty past that.
@@ -134,16 +124,17 @@ void Cut(const Call<Q, P>& call, int64_t chunk, int64_t head, int64_t start, int
 // Turns the first `visible` of a row's scores into weights, the rest up to `width` into zeros.
 //
 // Args:
+//   scale: of the scores.
 //   slope / back: the bias of column j is slope * (j - back).
 //   key_scales / value_scales: [kStep] of the step's slots, or null.
 // Returns: what the row's sums so far are to be multiplied with.
-float Weigh(float* scores, int64_t visible, int64_t width, float slope, float back, const float* key_scales,
-            const float* value_scales, float& maximum, float& total) {
+float Weigh(float* scores, int64_t visible, int64_t width, float scale, float slope, float back,
+            const float* key_scales, const float* value_scales, float& maximum, float& total) {
   Vec column, most = Splat(maximum);
   for (int i = 0; i < kLanes; i++) column[i] = static_cast<float>(i);
   const auto seen = [&](int64_t j) { return column + static_cast<float>(j) < static_cast<float>(visible); };
   for (int64_t j = 0; j < visible; j += kLanes) {
-    Vec x = Load(scores + j);
+    Vec x = Load(scores + j) * scale;
     if (key_scales != nullptr) x *= Load(key_scales + j);
     x += slope * (column + (static_cast<float>(j) - back));
     x = seen(j) ? x : Splat(-std::numeric_limits<float>::infinity());
@@ -169,22 +160,20 @@ float Weigh(float* scores, int64_t visible, int64_t width, float slope, float ba
 template <typename Q, typename P>
 void Attend(const Call<Q, P>& call, const Tokens& tokens, int64_t head) {
   thread_local Scratch scratch;
-  const int64_t group = call.group(), dim = call.dim, size = call.size, width = RoundUp(dim, kLanes);
+  thread_local Products<Q, P> products;
+  const int64_t group = call.group(), dim = call.dim, width = RoundUp(dim, kLanes);
   const int64_t rows = tokens.count * group;
   scratch.Reset(rows, width);
   const int64_t token = call.offsets[tokens.chunk] + tokens.first;
   // [T, N, D] as [T, K, group, D]: where row r's numbers begin.
   const auto at = [&](int64_t r) { return ((token + r / group) * call.heads + head * group + r % group) * dim; };
-  for (int64_t r = 0; r < rows; r++)
-    for (int64_t d = 0; d < dim; d++) scratch.queries[r * width + d] = ToFloat(call.q[at(r) + d]) * call.scale;
+  products.TakeQueries(rows, dim, [&](int64_t r) { return call.q + at(r); });
   const int64_t begin = call.kv_lens[tokens.chunk] - call.length(tokens.chunk) + tokens.first;
   const int64_t end = begin + tokens.count;  // one past the last position
 
   alignas(64) float scores[kMostRows * kScores];
   alignas(64) float key_scales[kScores], value_scales[kScores];
   constexpr bool kScaled = Call<Q, P>::kScaled;
-  const auto keys_of = [&](const Run& run) { return call.keys + run.place * dim * size + run.slot; };
-  const auto values_of = [&](const Run& run) { return call.values + (run.place * size + run.slot) * dim; };
   Step steps[2];  // this one and the next
   Cut(call, tokens.chunk, head, 0, end, steps[0]);
   for (int64_t start = 0; start < end; start += kStep) {
@@ -194,44 +183,32 @@ void Attend(const Call<Q, P>& call, const Tokens& tokens, int64_t head) {
     if (kScaled)
       for (int i = 0; i < step.size; i++) {
         const Run& run = step.runs[i];
-        const int64_t from = run.place * size + run.slot;
+        const int64_t from = run.place * call.size + run.slot;
         std::copy_n(call.key_scales + from, run.count, key_scales + run.column);
         std::copy_n(call.value_scales + from, run.count, value_scales + run.column);
       }
+    products.TakeStep(call, step, next);
     for (int64_t first = 0; first < rows; first += kMostRows) {
       const int some = static_cast<int>(std::min<int64_t>(kMostRows, rows - first));
       // Columns that the last of these rows sees; those before it may see fewer.
       const int64_t seen = std::min<int64_t>(kStep, begin + (first + some - 1) / group + 1 - start);
       if (seen <= 0) continue;
-      const float* queries = &scratch.queries[first * width];
-      for (int i = 0; i < step.size && step.runs[i].column < seen; i++) {
-        const Run& run = step.runs[i];
-        const int64_t wanted = std::min(run.count, seen - run.column);
-        // Whole vectors, as far as the block goes; what lies beyond `wanted` is overwritten or not looked at.
-        const int64_t columns = std::min(RoundUp(wanted, kLanes), size - run.slot);
-        Multiply<false>(some, queries, width, keys_of(run), size, dim, scores + run.column, kScores, columns,
-                        values_of(run));
-      }
+      products.Score(call, step, first, some, seen, scores);
       for (int r = 0; r < some; r++) {
         const int64_t row = first + r, position = begin + row / group;
         float* weights = scores + r * kScores;
         const int64_t visible = std::min<int64_t>(kStep, position + 1 - start);
         if (visible <= 0) {
-          std::fill_n(weights, seen, 0.0f);
+          std::fill_n(weights, RoundUp(seen, kLanes), 0.0f);
           continue;
         }
         const float slope = call.slopes == nullptr ? 0 : call.slopes[head * group + row % group];
-        const float shrink = Weigh(weights, visible, seen, slope, static_cast<float>(position - start),
+        const float shrink = Weigh(weights, visible, seen, call.scale, slope, static_cast<float>(position - start),
                                    kScaled ? key_scales : nullptr, kScaled ? value_scales : nullptr,
                                    scratch.maxima[row], scratch.totals[row]);
         for (int64_t d = 0; d < width; d++) scratch.sums[row * width + d] *= shrink;
       }
-      for (int i = 0; i < step.size && step.runs[i].column < seen; i++) {
-        const Run& run = step.runs[i];
-        const P* later = i < next.size ? keys_of(next.runs[i]) : values_of(run);
-        Multiply<true>(some, scores + run.column, kScores, values_of(run), dim, std::min(run.count, seen - run.column),
-                       &scratch.sums[first * width], width, dim, later);
-      }
+      products.AddValues(call, step, next, some, seen, scores, &scratch.sums[first * width]);
     }
   }
   for (int64_t r = 0; r < rows; r++)

@@ -7,10 +7,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#if defined(__AVX512BF16__)
-#include <immintrin.h>
-#endif
-
+#include "pairs.h"
 #include "parallel.h"
 #include "vectors.h"
 #include "xla/ffi/api/ffi.h"
@@ -28,13 +25,12 @@ constexpr int kSums = 24;                     // registers that hold sums
 constexpr int kMostAtOnce = 12;               // rows of the kernel: each is an address in a register
 constexpr int64_t kOutputs = 48;              // of an item; a multiple of those that are summed at once
 constexpr int64_t kDepth = 512;               // pairs that are in hand at a time: the second cache has room
-constexpr int64_t kPairs = 16;                // in a cache line
 constexpr int64_t kAlone = 1 << 21;           // multiplications that take as long as waking another thread
 
 inline int64_t Pairs(int64_t in) { return (in + 1) / 2; }
 
-// Turns 16 vectors of 16 numbers of 32 bits: lane j of vector i goes to lane i of vector j. Squares of half the size, of
-// a quarter and so on change places with those across the diagonal.
+// Turns 16 vectors of 16 numbers of 32 bits: lane j of vector i goes to lane i of vector j. Squares of half the size,
+// of a quarter and so on change places with those across the diagonal.
 inline void Turn(__m512i* x) {
   for (int side = kLanes / 2; side > 0; side /= 2) {
     IntVec upper, lower;  // which lanes of (a, b) the vectors of the upper half take, and of the lower
@@ -53,8 +49,8 @@ inline void Turn(__m512i* x) {
 
 // Up to 16 rows of x, as [pairs, 16] of a panel whose pairs are `groups` vectors apart. Rows past the last are zeros.
 void Pack(const BFloat16* x, int64_t rows, int64_t in, int64_t groups, BFloat16* packed) {
-  for (int64_t first = 0; first < Pairs(in); first += kPairs) {
-    const int64_t numbers = std::min<int64_t>(in - 2 * first, 2 * kPairs);
+  for (int64_t first = 0; first < Pairs(in); first += kLinePairs) {
+    const int64_t numbers = std::min<int64_t>(in - 2 * first, 2 * kLinePairs);
     const __mmask32 mask = ~uint32_t{0} >> (32 - numbers);
     __m512i lines[kLanes];
     for (int64_t r = 0; r < kLanes; r++)
@@ -65,46 +61,6 @@ void Pack(const BFloat16* x, int64_t rows, int64_t in, int64_t groups, BFloat16*
   }
 }
 
-// sums [kRows, kPanel] (+)= kernel [kRows, numbers] * panel [pairs, kWidth * 16] of as many numbers.
-template <int kRows, int kWidth>
-void MultiplyTile(const BFloat16* kernel, int64_t in, int64_t numbers, const BFloat16* panel, float* sums, bool add) {
-  __m512 tile[kRows][kWidth];
-  for (int r = 0; r < kRows; r++)
-    for (int v = 0; v < kWidth; v++)
-      tile[r][v] = add ? _mm512_loadu_ps(sums + r * kPanel + v * kLanes) : _mm512_setzero_ps();
-  const auto add_pair = [&](int64_t i, size_t bytes) {
-    __m512bh x[kWidth];
-    for (int v = 0; v < kWidth; v++) x[v] = (__m512bh)_mm512_loadu_si512(panel + (i * kWidth + v) * 2 * kLanes);
-    for (int r = 0; r < kRows; r++) {
-      int32_t pair = 0;
-      std::memcpy(&pair, kernel + r * in + 2 * i, bytes);
-      const __m512bh weights = (__m512bh)_mm512_set1_epi32(pair);
-      for (int v = 0; v < kWidth; v++) tile[r][v] = _mm512_dpbf16_ps(tile[r][v], weights, x[v]);
-    }
-  };
-  int64_t i = 0;
-  for (; i + kPairs <= numbers / 2; i += kPairs) {
-    for (int r = 0; r < kRows; r++)  // of the tile after this, into the second cache
-      __builtin_prefetch(kernel + (kRows + r) * in + 2 * i, /*rw=*/0, /*locality=*/2);
-    for (int64_t j = i; j < i + kPairs; j++) add_pair(j, 2 * sizeof(BFloat16));
-  }
-  for (; i < numbers / 2; i++) add_pair(i, 2 * sizeof(BFloat16));
-  if (numbers % 2) add_pair(i, sizeof(BFloat16));
-  for (int r = 0; r < kRows; r++)
-    for (int v = 0; v < kWidth; v++) _mm512_storeu_ps(sums + r * kPanel + v * kLanes, tile[r][v]);
-}
-
-// The same for any number of outputs: kRows at a time, then half of that, and so on.
-template <int kRows, int kWidth>
-void MultiplyOutputs(const BFloat16* kernel, int64_t in, int64_t outputs, int64_t numbers, const BFloat16* panel,
-                     float* sums, bool add) {
-  int64_t o = 0;
-  for (; o + kRows <= outputs; o += kRows)
-    MultiplyTile<kRows, kWidth>(kernel + o * in, in, numbers, panel, sums + o * kPanel, add);
-  if constexpr (kRows > 1)
-    MultiplyOutputs<kRows / 2, kWidth>(kernel + o * in, in, outputs - o, numbers, panel, sums + o * kPanel, add);
-}
-
 // y [rows, outputs], rows `out` apart = a panel of kWidth * 16 rows or fewer times `outputs` of the kernel's.
 template <int kWidth>
 void MultiplyPanel(const BFloat16* panel, int64_t rows, const BFloat16* kernel, int64_t in, int64_t outputs, float* y,
@@ -113,8 +69,8 @@ void MultiplyPanel(const BFloat16* panel, int64_t rows, const BFloat16* kernel, 
   alignas(64) float sums[kOutputs * kPanel];
   for (int64_t first = 0; first < Pairs(in); first += kDepth) {
     const int64_t numbers = std::min(in - 2 * first, 2 * kDepth);
-    MultiplyOutputs<kRows, kWidth>(kernel + 2 * first, in, outputs, numbers, panel + first * kWidth * 2 * kLanes, sums,
-                                   first > 0);
+    MultiplyAllPairs<kRows, kWidth>(outputs, kernel + 2 * first, in, numbers, panel + first * kWidth * 2 * kLanes,
+                                    kWidth * 2 * kLanes, sums, kPanel, first > 0);
   }
   for (int64_t o = 0; o < outputs; o += kLanes) {
     const __mmask16 mask = 0xFFFF >> (kLanes - std::min<int64_t>(kLanes, outputs - o));
@@ -153,13 +109,10 @@ void Multiply(ffi::ThreadPool& pool, const BFloat16* x, const BFloat16* kernel, 
   });
 }
 
-#endif
-
 // Args: x [T, in], kernel [out, in], both bfloat16. Results: float32 [T, out], and what the call works in: bfloat16, T
 // rounded up to whole vectors times `in` to whole pairs.
 ffi::Error ProductMany(ffi::ThreadPool pool, ffi::BufferR2<ffi::BF16> x, ffi::BufferR2<ffi::BF16> kernel,
                        ffi::ResultBufferR2<ffi::F32> y, ffi::ResultBufferR2<ffi::BF16> packed) {
-#if defined(__AVX512BF16__)
   const int64_t rows = x.dimensions()[0], in = x.dimensions()[1], out = kernel.dimensions()[0];
   if (packed->dimensions()[0] != RoundUp(rows, kLanes) || packed->dimensions()[1] != 2 * Pairs(in))
     return ffi::Error::InvalidArgument("x does not fit when packed");
@@ -167,10 +120,16 @@ ffi::Error ProductMany(ffi::ThreadPool pool, ffi::BufferR2<ffi::BF16> x, ffi::Bu
   const auto* by = static_cast<const BFloat16*>(kernel.untyped_data());
   Multiply(pool, from, by, rows, in, out, static_cast<BFloat16*>(packed->untyped_data()), y->typed_data());
   return ffi::Error::Success();
-#else
-  return ffi::Error::Unimplemented("this CPU has no instruction for products of bfloat16");
-#endif
 }
+
+#else
+
+ffi::Error ProductMany(ffi::ThreadPool, ffi::BufferR2<ffi::BF16>, ffi::BufferR2<ffi::BF16>,
+                       ffi::ResultBufferR2<ffi::F32>, ffi::ResultBufferR2<ffi::BF16>) {
+  return ffi::Error::Internal("compiled for a CPU without an instruction for products of bfloat16");
+}
+
+#endif
 
 }  // namespace
 }  // namespace jaxserve

@@ -79,6 +79,7 @@ def test_a_setting_that_changes_programs_is_another_key(settings) -> None:
     *_, after = startup.stage_programs(dataclasses.replace(CONFIG, **settings), model)[0]
     assert after[0].made_from() != before[0].made_from()
     assert before[0].made_from() == startup.stage_programs(CONFIG, model)[0][0][0].made_from()
+    assert " at 0x" not in after[0].made_from()  # no object's place in memory
 
 
 def test_programs_over_several_devices_and_stages_are_found(params, tmp_path) -> None:

@@ -201,3 +201,14 @@ def test_what_the_file_says_of_cutting_and_filling_is_left_aside(tmp_path):
 def test_half_a_surrogate_pair_is_refused():
     with pytest.raises(ValueError, match="cannot be tokenised"):
         byte_level().encode("a\ud83d")
+
+
+def test_the_bytes_of_single_tokens_add_up_to_the_text():
+    tokenizer = byte_level()
+    tokens = tokenizer.encode(TEXT)
+    parts = [tokenizer.token_bytes(token) for token in tokens]
+    assert b"".join(parts) == TEXT.encode()
+    assert any(b"\xf0" in part and len(part) < 4 for part in parts)  # a part of a character among them
+    assert tokenizer.token_bytes(0) == b"<s>"
+    fallback = word_level(["<unk>", "<0xE4>", "a"], decoders.ByteFallback())
+    assert [fallback.token_bytes(token) for token in (1, 2)] == [b"\xe4", b"a"]

@@ -10,11 +10,21 @@ import struct
 from typing import Any
 
 import grpc
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
 from server.grpc_server import SERVICE
 from server.proto.jaxserve.v1 import inference_pb2 as pb
 from tests.server.fake_engine import WAIT_SECONDS
+
+# A failure names its call; making a batch of them smaller would take hours.
+together = settings(
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    database=None,
+    derandomize=True,
+    phases=(Phase.generate,),
+)
 
 METHODS = ("Generate", "GenerateStream", "Tokenize", "Detokenize", "GetModel", "GetLoad", "NoSuchMethod")
 # What a caller may be answered.

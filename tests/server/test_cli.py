@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx2 as httpx
 import pytest
 
 from jaxserve.tokenizer import Tokenizer
@@ -41,6 +43,7 @@ def python(*arguments: str, **options: Any) -> subprocess.Popen[str]:
         (["serve"], "jaxserve serve --model DIR --host 0.0.0.0"),
         (["generate"], "jaxserve generate --model DIR --input in.jsonl --output out.jsonl"),
         (["client"], 'jaxserve client "It was a" --max-tokens 50'),
+        (["compile"], "jaxserve compile --model DIR --max-rows 32"),
         (["convert"], "jaxserve convert DIR OUT"),
         (["bench"], "offline"),
     ],
@@ -107,6 +110,7 @@ def test_deterministic_takes_the_slot_policy_it_needs(command: list[str]) -> Non
         ("serve --buckets 32,16", "buckets are (32, 16)"),
         ("serve --in-flight 3", "in_flight is 3; more than stages + 1 (2)"),
         ("serve --port 70000", "--port 70000"),
+        ("serve --http-port 70000", "--http-port 70000"),
         ("serve --host not.a.host.invalid", "cannot listen on not.a.host.invalid:50051"),
         ("generate --input /no/such/file", "cannot open /no/such/file: No such file or directory"),
         ("generate --prompt a --output /no/such/file", "cannot open /no/such/file: No such file or directory"),
@@ -311,6 +315,22 @@ def test_serve_greets_with_a_command_that_works_and_ends_with_code_0() -> None:
         assert refused.stderr.decode().startswith(f"jaxserve: error: {address} answered INVALID_ARGUMENT: top_p")
         process.send_signal(signal.SIGTERM)
         assert process.wait(WAIT_SECONDS) == 0
+
+
+def test_serve_shows_a_command_for_http_that_works() -> None:
+    with serving() as (process, _, _):
+        assert process.stderr is not None
+        while not (shown := process.stderr.readline().strip()).startswith("curl "):
+            assert process.poll() is None
+        _, url, _, header, _, body = shlex.split(shown)
+        name, _, value = header.partition(": ")
+        answer = httpx.post(url, content=body, headers={name: value}, timeout=WAIT_SECONDS)
+        assert answer.json()["choices"][0]["text"] == "It was aIt was a"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(WAIT_SECONDS) == 0
+    with serving("--http-port", "off") as (process, _, _):
+        process.send_signal(signal.SIGTERM)
+        assert "HTTP" not in process.communicate(timeout=WAIT_SECONDS)[1]
 
 
 def test_a_second_signal_ends_at_once() -> None:

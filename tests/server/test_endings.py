@@ -1,6 +1,7 @@
 """How calls and servers end: cancellation, deadlines, readers who stop reading, failed engines, drains."""
 
 import asyncio
+import http.client
 from collections.abc import Callable
 
 import grpc
@@ -140,12 +141,22 @@ def test_a_wedged_engine_is_told_from_an_idle_one_and_may_come_back(serve: Serve
             await it.stub.Generate(pb.GenerateRequest(prompt="abc"))
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         assert "no iteration" in str(caught.value.details())
+
+        def health_status() -> int:
+            connection = http.client.HTTPConnection("127.0.0.1", it.http_port or 0, timeout=WAIT_SECONDS)
+            connection.request("GET", "/health")
+            status = connection.getresponse().status
+            connection.close()
+            return status
+
+        assert await asyncio.to_thread(health_status) == 503
         it.engine.release()
         assert (await call).text == "abc"
         assert (await watch.read()).status == HealthCheckResponse.SERVING
+        assert await asyncio.to_thread(health_status) == 200
         watch.cancel()
 
-    serve(scenario, held=True, surface={"stall_seconds": 0.05})
+    serve(scenario, held=True, http_port=0, surface={"stall_seconds": 0.05})
 
 
 def test_reflection_shows_the_services(serve: Serve) -> None:

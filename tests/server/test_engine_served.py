@@ -9,15 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx2 as httpx
 import jax
 import jax.numpy as jnp
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jaxserve import models, weights
 from server import cli, flags
 from server.proto.jaxserve.v1 import inference_pb2 as pb
 from server.proto.jaxserve.v1.inference_pb2_grpc import InferenceStub
 from server.surface import Surface
+from tests.server import fuzz
 from tests.server.fake_engine import EOS, VOCAB_SIZE, WAIT_SECONDS, byte_tokenizer
 
 SMALL = ["--buckets", "4,16", "--slots", "512", "--max-rows", "4", "--max-context", "64", "--compilation-cache", "off"]
@@ -90,7 +94,7 @@ def test_lines_have_what_they_asked_for(completed: list[dict[str, Any]]) -> None
 def test_the_server_answers_as_the_command_does(checkpoint: Path, completed: list[dict[str, Any]]) -> None:
     async def scenario(engine: Any) -> None:
         surface = Surface(engine, name="tiny", version="0")
-        port, _ = await surface.start("127.0.0.1", 0, None)
+        port, http_port = await surface.start("127.0.0.1", 0, 0)
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
             stub: Any = InferenceStub(channel)
 
@@ -107,6 +111,9 @@ def test_the_server_answers_as_the_command_does(checkpoint: Path, completed: lis
                 assert list(whole.logprobs) == pytest.approx(line["logprobs"], abs=1e-3)
                 assert list(whole.prompt_logprobs) == pytest.approx(line["prompt_logprobs"][1:], abs=1e-3)
 
+            await same_over_http(f"http://127.0.0.1:{http_port}", completed)
+            await same_scores_over_http(f"http://127.0.0.1:{http_port}", engine)
+
             endless = stub.GenerateStream(pb.GenerateRequest(prompt="a", max_tokens=60, ignore_eos=True))
             await endless.read()
             endless.cancel()
@@ -118,6 +125,66 @@ def test_the_server_answers_as_the_command_does(checkpoint: Path, completed: lis
         asyncio.run(scenario(engine))
         await_idle(engine)
         assert engine.load().slots_used == 0
+
+
+def test_hostile_calls_leave_the_real_engine_as_it_was(checkpoint: Path) -> None:
+    async def scenario(engine: Any, hostile: list[tuple[str, bytes, str]]) -> None:
+        surface = Surface(engine, name="tiny", version="0")
+        port, _ = await surface.start("127.0.0.1", 0, None)
+        await fuzz.attack(f"127.0.0.1:{port}", hostile)
+        await fuzz.reset_connections(f"127.0.0.1:{port}", 20)
+        await surface.door.idle()
+        assert await surface.drain(10) == 0
+
+    with engine_of(checkpoint) as engine:
+
+        @settings(fuzz.together, max_examples=4)
+        @given(hostile=st.lists(fuzz.calls, min_size=40, max_size=40))
+        def attacked(hostile: list[tuple[str, bytes, str]]) -> None:
+            asyncio.run(scenario(engine, hostile))
+
+        before = engine.generate(PROMPTS, max_tokens=12, temperature=0.0, ignore_eos=True)
+        attacked()
+        await_idle(engine)
+        after = engine.generate(PROMPTS, max_tokens=12, temperature=0.0, ignore_eos=True)
+        assert [each.token_ids for each in after] == [each.token_ids for each in before]
+        assert engine.is_healthy
+        assert engine.load().owed_tokens == engine.load().compiled_after_ready == 0
+
+
+async def same_over_http(url: str, completed: list[dict[str, Any]]) -> None:
+    """OpenAI's and TGI's calls give the tokens that output lines have."""
+    body = {"max_tokens": 12, "seed": 11, "ignore_eos": True, "logprobs": 2, "echo": True}
+    async with httpx.AsyncClient(base_url=url, timeout=WAIT_SECONDS) as client:
+        answer = (await client.post("/v1/completions", json=body | {"prompt": PROMPTS})).json()
+        for prompt, choice, line in zip(PROMPTS, answer["choices"], completed, strict=True):
+            assert choice["text"] == prompt + line["text"]
+            told = line["prompt_logprobs"] + line["logprobs"]
+            assert choice["logprobs"]["token_logprobs"] == pytest.approx(told, abs=1e-3)
+        for prompt, line in zip(PROMPTS, completed, strict=True):
+            parameters = {"max_new_tokens": 12, "seed": 11, "do_sample": True, "details": True}
+            answer = (await client.post("/generate", json={"inputs": prompt, "parameters": parameters})).json()
+            tokens = [token["id"] for token in answer["details"]["tokens"]]
+            assert tokens == line["token_ids"][: len(tokens)]  # an end of sequence ends it
+
+
+async def same_scores_over_http(url: str, engine: Any) -> None:
+    """Texts are scored over HTTP, as evaluation harnesses ask for it, as from Python."""
+    texts = [f"Question {i}? Answer: {answer}" for i in range(3) for answer in ("yes", "no", "maybe")]
+    expected = engine.generate(texts, max_tokens=1, prompt_logprobs=1, temperature=0.0)
+    body = {"prompt": [list(text.encode()) for text in texts], "max_tokens": 0, "logprobs": 1, "echo": True}
+    async with httpx.AsyncClient(base_url=url, timeout=WAIT_SECONDS) as client:
+        answer = (await client.post("/v1/completions", json=body)).json()
+    assert answer["usage"]["completion_tokens"] == 0
+    for choice, completion in zip(answer["choices"], expected, strict=True):
+        told = choice["logprobs"]
+        assert told["token_logprobs"][0] is None
+        assert told["token_logprobs"][1:] == pytest.approx(completion.prompt_logprobs[1:], abs=1e-3)
+        for logprob, tops, alternatives in zip(
+            told["token_logprobs"][1:], told["top_logprobs"][1:], completion.prompt_top_logprobs[1:], strict=True
+        ):
+            assert max(tops.values()) == pytest.approx(alternatives.logprobs[0], abs=1e-3)
+            assert logprob in tops.values()  # equal to the bit: whether it is the likeliest is read off
 
 
 def test_a_converted_checkpoint_serves_alike(

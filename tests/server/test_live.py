@@ -46,6 +46,7 @@ class Recorded(FakeEngine):
                 plan=plan,
                 decodes=0,
                 prompt_tokens=0,
+                drafted=0,
                 waiting=3,
                 schedule_s=0,
                 pack_s=0,

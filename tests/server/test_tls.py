@@ -11,7 +11,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from server import cli, tls
+from server import auth, cli, tls
 from tests.server.fake_engine import WAIT_SECONDS
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make certificates")
@@ -91,6 +91,28 @@ def test_http_gets_the_same_files(folder: Path) -> None:
     config = uvicorn.Config(lambda: None, **shown.uvicorn_settings())
     config.load()
     assert config.ssl.verify_mode.name == "CERT_REQUIRED"
+
+
+def test_server_and_client_command_with_mutual_tls_and_a_key(
+    folder: Path, serve: Callable[..., None], capfd: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "keys.toml").write_text('[us]\nkeys = ["our-own-key"]\n')
+    (folder / "key").write_text("our-own-key\n")
+
+    async def scenario(it: Any) -> None:
+        where = f"localhost:{it.address.rpartition(':')[2]}"
+        command = ["client", "ab", "--max-tokens", "3", "--server", where, "--tls-ca", str(folder / "ca.pem")]
+        shown = ["--tls-cert", str(folder / "client.pem"), "--tls-key", str(folder / "client.key")]
+        assert await asyncio.to_thread(cli.main, [*command, *shown]) == 2
+        assert "UNAUTHENTICATED" in capfd.readouterr().err
+        assert await asyncio.to_thread(cli.main, [*command, *shown, "--api-key-file", str(folder / "key")]) == 0
+        assert capfd.readouterr().out == "aba\n"
+
+    security = {
+        "tls": tls.Tls(certificate=folder / "server.pem", key=folder / "server.key", client_ca=folder / "ca.pem"),
+        "keys": auth.ApiKeys(folder / "keys.toml"),
+    }
+    serve(scenario, surface=security)
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def generate(model, prompts: list[list[int]], length: int, callback) -> None:
     model.generate_batch(
         [[f"<{token}>" for token in prompt] for prompt in prompts],
         max_length=length,
-        min_length=length,  # nothing ends early
+        end_token=[],  # nothing ends early, and no token is forbidden so that nothing does
         include_prompt_in_result=False,
         callback=callback,
     )

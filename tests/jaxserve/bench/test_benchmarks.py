@@ -45,6 +45,18 @@ def test_offline_compares_schedulers(tmp_path, capsys):
     assert (tmp_path / "offline.png").stat().st_size > 0
 
 
+def test_the_surface_is_loaded_over_the_wire(tmp_path, capsys):
+    assert bench("surface", "--quick", "--out", str(tmp_path)) == 0
+    assert "refusal latency, ms (p99)" in capsys.readouterr().out
+    result = json.loads((tmp_path / "surface.json").read_text())
+    figures = result["figures"]
+    assert result["failed"] == []
+    assert figures["refused under overload"] > 0
+    assert figures["accepted under overload, requests/s"] > 0
+    assert figures["front door CPU, ms a token"] <= figures["server CPU, ms a token"]
+    assert set(result["targets"]) <= set(figures)
+
+
 def test_the_simulator_serves_what_the_engine_served(tmp_path, capsys):
     assert bench("simulate", "--quick", "--out", str(tmp_path)) == 0
     assert "measured / simulated" in capsys.readouterr().out
@@ -64,10 +76,11 @@ def test_a_workload_that_cannot_fit_is_refused_in_words(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (("peers", "--engines", "vllm"), "'vllm' is no known peer; there are transformers, continuous, ctranslate2"),
+        (("peers", "--parts", "steps,all"), "'all' is no known part; there are steps, load"),
         (("offline", "--shape", "bloom"), "'bloom' is no known shape; there are bloom-560m"),
         (("offline", "--shape", "tiny", "--prompt", "9:3"), "no length range"),
         (("step", "--shape", "tiny", "--dtypes", "int8"), "'int8' is no dtype to measure"),
-        (("peers", "--peers", "triton"), "'triton' is no known peer; there are transformers, llama.cpp"),
         (("serve", "--address", "h:1", "--compare-schedulers"), "leave --address out"),
     ],
 )

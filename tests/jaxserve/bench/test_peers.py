@@ -246,6 +246,15 @@ def replaced(fake: Fake, run) -> contenders.Contender:
     )
 
 
+def test_an_engine_whose_outputs_are_not_ours_is_left_out(monkeypatch, tmp_path):
+    theirs = Fake("llama.cpp", 5.0, token=8)
+    monkeypatch.setattr(judge, "agreement", lambda *rest: judge.Agreement(largest=9.0, mismatches=0, tolerance=0.1))
+    code, found = measure(monkeypatch, tmp_path, [Fake("jaxserve", 4.0), theirs])
+    assert code == 1
+    assert theirs.kinds() == ["sequences"]
+    assert "its outputs are not ours: Agreement(largest=9.0" in found["problems"][0]
+
+
 def test_an_engine_that_answers_otherwise_under_load_is_told(monkeypatch, tmp_path):
     code, found = measure(monkeypatch, tmp_path, [Fake("jaxserve", 4.0), Fake("llama.cpp", 5.0, token=8)])
     assert code == 1
