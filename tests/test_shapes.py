@@ -29,9 +29,9 @@ def test_a_wrong_shape_is_caught(kernel, is_right) -> None:
 
 def test_sizes_of_one_letter_must_agree() -> None:
     history, tokens = jnp.zeros((2, 8), jnp.int32), jnp.zeros(3, jnp.int32)
-    batch.write_tokens(history, jnp.zeros((3, 4), jnp.int32), tokens)
+    batch.write_tokens(history, jnp.zeros((3, 3), jnp.int32), tokens)
     with pytest.raises(TypeCheckError):
-        batch.write_tokens(history, jnp.zeros((2, 4), jnp.int32), tokens)
+        batch.write_tokens(history, jnp.zeros((2, 3), jnp.int32), tokens)
 
 
 def test_a_wrong_dtype_is_caught() -> None:

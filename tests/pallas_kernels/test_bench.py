@@ -22,7 +22,7 @@ def test_it_checks_times_and_writes(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(bench, "_MOST_LAYERS", 1)
     assert bench.main(["--small", "--out", str(tmp_path)]) == 0
     told = capsys.readouterr().out
-    assert "attention by xla" in told
+    assert "attention by cpu" in told or "attention by xla" in told  # as there is a compiler or none
     assert "a step" in told
     assert "transformers 0" in told
     result = json.loads((tmp_path / "kernels.json").read_text())

@@ -102,9 +102,10 @@ def test_memory_does_not_grow_with_hostile_calls(serve: Serve) -> None:
             await fuzz.attack(it.address, hostile)
             await assert_nothing_is_left(it)
             gc.collect()
-            counts.append(
-                sum(str(type(each).__module__).startswith(("server.", "jaxserve.")) for each in gc.get_objects())
-            )
+            # What the live view keeps of the last iterations is bounded by itself.
+            modules = [str(type(each).__module__) for each in gc.get_objects()]
+            kept = ("jaxserve.iteration", "jaxserve.observe")
+            counts.append(sum(each.startswith(("server.", "jaxserve.")) and each not in kept for each in modules))
         assert counts[-1] <= counts[1] + 5
 
     logging.getLogger("grpc._cython.cygrpc").setLevel(logging.CRITICAL)

@@ -122,7 +122,7 @@ def test_only_what_is_listed_is_served(serve_http: Serve) -> None:
         async with httpx.AsyncClient(base_url=it.url) as client:
             for method, path, status in (
                 ("GET", "/v1/nothing", 404),
-                ("GET", "/", 405),
+                ("PUT", "/", 405),
                 ("GET", PATH, 405),
                 ("POST", "/health", 405),
                 ("POST", PATH + "/", 404),
