@@ -8,7 +8,7 @@ from itertools import pairwise
 import jax
 import pytest
 
-from jaxserve.bench import cli, host, offline, serve, shapes, stages, step
+from jaxserve.bench import cli, host, jobs, offline, serve, shapes, stages, step
 from jaxserve.bench.progress import Bars
 from jaxserve.bench.step import Case
 from jaxserve.config import EngineConfig
@@ -160,7 +160,7 @@ def test_completions_for_the_peers_check(tmp_path):
     assert shapes.checkpoint("tiny", tmp_path) == checkpoint  # written once
     prompts = [[1, 2, 3, 4, 5, 6, 7, index] for index in range(3)]
     config = dataclasses.replace(CONFIG, scoring=True)
-    answers = step.complete(checkpoint, "float32", prompts, 3, config, lambda what, done, total: None)
+    answers = jobs.complete(checkpoint, "float32", prompts, 3, config, lambda what, done, total: None)
     for prompt, answer in zip(prompts, answers, strict=True):
         assert answer["tokens"][:8] == prompt
         assert (len(answer["tokens"]), len(answer["logprobs"]), len(answer["gaps"])) == (11, 10, 3)

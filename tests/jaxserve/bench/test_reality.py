@@ -22,7 +22,7 @@ def system(slot_milliseconds=0.01):
     )
     engine = SimpleNamespace(config=EngineConfig(stages=2), report=report, max_context=512)
     times = {"schedule_s": 0.001, "pack_s": 0.002, "launch_s": 0.003, "wait_s": 0.5, "complete_s": 0.004}
-    counts = dict.fromkeys(("replica", "sequence", "bucket", "num_tokens", "decodes", "prompt_tokens", "waiting"), 0)
+    counts = dict.fromkeys(("replica", "plan", "decodes", "prompt_tokens", "waiting"), 0)
     return reality.system_of(engine, [IterationRecord(**counts, **times, finished_at=0.0)])  # pyright: ignore[reportArgumentType]
 
 
