@@ -160,7 +160,7 @@ def test_completions_for_the_peers_check(tmp_path):
     assert shapes.checkpoint("tiny", tmp_path) == checkpoint  # written once
     prompts = [[1, 2, 3, 4, 5, 6, 7, index] for index in range(3)]
     config = dataclasses.replace(CONFIG, scoring=True)
-    answers = jobs.complete(checkpoint, "float32", prompts, 3, config, lambda what, done, total: None)
+    answers = jobs.complete(checkpoint, prompts, 3, config, lambda what, done, total: None)
     for prompt, answer in zip(prompts, answers, strict=True):
         assert answer["tokens"][:8] == prompt
         assert (len(answer["tokens"]), len(answer["logprobs"]), len(answer["gaps"])) == (11, 10, 3)
