@@ -202,7 +202,7 @@ def _on_signal(number: int, stopping: asyncio.Event) -> None:
 def _greet(host: str, name: str, port: int, http_port: int | None) -> None:
     near = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     out = console()
-    http = "" if http_port is None else f" and on {_join(host, http_port)} (HTTP)"
+    http = "" if http_port is None else f" and on {_join(host, http_port)} (HTTP, a page at /)"
     out.print(f"[bold]ready[/bold] on {_join(host, port)} (gRPC jaxserve.v1.Inference, health, reflection){http}. Try:")
     out.print(f'\n  {_command()} client --server {_join(near, port)} "It was a"\n', markup=False)
     if http_port is not None:
