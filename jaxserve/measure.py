@@ -18,7 +18,8 @@ from jaxserve.stage import Progress
 
 _CONTEXT = 128  # tokens before each decode
 _LONG_CONTEXT = 512  # before those that show what a longer context costs
-_RUNS = 5
+_RUNS = 5  # of each bucket
+_LEAST_RUNS, _ENOUGH = 2, 0.5  # or so many, once they have taken so many seconds together
 
 
 class Measured(NamedTuple):
@@ -88,15 +89,21 @@ def _seconds(
         scoring=False,
     )
     packed = pack(plan, pipeline.shape.layout(bucket), tables.n_blocks)
-    finished = []
-    for _ in range(1 if admissions else len(pipeline.stages) + 1 + _RUNS):
-        while pipeline.has_room and not (admissions and pipeline.in_flight):
+    if admissions:
+        pipeline.launch(plan, packed)
+        pipeline.wait()
+        return 0.0
+    finished: list[float] = []
+    runs = -len(pipeline.stages) - 1  # as many fill the stages, and are not timed
+    while runs < _RUNS and not (runs >= _LEAST_RUNS and finished[-1] - finished[-1 - runs] >= _ENOUGH):
+        while pipeline.has_room:
             pipeline.launch(plan, packed)
         pipeline.wait()
         finished.append(time.perf_counter())
+        runs += 1
     while pipeline.in_flight:
         pipeline.wait()
-    return statistics.median([end - start for start, end in pairwise(finished)][-_RUNS:] or [0.0])
+    return statistics.median(end - start for start, end in pairwise(finished[-1 - runs :]))
 
 
 class _Tables:

@@ -81,3 +81,11 @@ def test_a_small_pool_or_context_is_kept_to(monkeypatch, max_context, n_blocks) 
     assert all(change.block < n_blocks for plan in pipeline.plans for change in plan.table_changes)
     assert all(cost.milliseconds > 5 for cost in costs)
     assert slope >= 0
+
+
+def test_slow_buckets_run_fewer_times(monkeypatch) -> None:
+    pipeline = MadeUp(monkeypatch, buckets=(2, 16, 8000), max_context=8192)
+    costs, _ = measure.measure(pipeline, 4096, lambda *_: None)
+    assert costs[2].milliseconds == pytest.approx(5 + 800 + 1e3 * SECONDS_A_SLOT * costs[2].slots_read)
+    launched = [plan.bucket for plan in pipeline.plans]
+    assert launched.count(8000) < launched.count(2)
