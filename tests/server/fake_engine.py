@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from jaxserve.config import EngineConfig
-from jaxserve.iteration import Chunk, IterationPlan
+from jaxserve.iteration import Admission, Chunk, IterationPlan
 from jaxserve.observe import IterationRecord, Load
 from jaxserve.request import Alternatives, FinishReason, InvalidRequest, QueueFull, Request, TokenEvent
 from jaxserve.tokenizer import Tokenizer
@@ -43,6 +43,41 @@ def byte_tokenizer(save_to: Path | None = None) -> Tokenizer:
     if save_to is not None:
         built.save(str(save_to))
     return Tokenizer(built)
+
+
+def made_up_record(
+    sequence: int,
+    chunks: Sequence[Chunk],
+    *,
+    waiting: int,
+    finished_at: float,
+    admissions: tuple[Admission, ...] = (),
+    replica: int = 0,
+) -> IterationRecord:
+    """As if every iteration were of decodes, took 4 ms on the device, and half a millisecond each to schedule and to
+    complete."""
+    plan = IterationPlan(
+        sequence=sequence,
+        bucket=16,
+        admissions=admissions,
+        chunks=tuple(chunks),
+        table_changes=(),
+        sampler=None,
+        scoring=False,
+    )
+    return IterationRecord(
+        replica=replica,
+        plan=plan,
+        decodes=len(chunks),
+        prompt_tokens=0,
+        waiting=waiting,
+        schedule_s=0.0005,
+        pack_s=0.0,
+        launch_s=0.0,
+        wait_s=0.004,
+        complete_s=0.0005,
+        finished_at=finished_at,
+    )
 
 
 @dataclass
@@ -248,29 +283,8 @@ class FakeEngine:
                 self._changed.notify_all()
 
     def _record(self, tokens: int) -> IterationRecord:
-        """As if every iteration took 4 ms on the device and half a millisecond each to schedule and to complete."""
-        plan = IterationPlan(
-            sequence=self.iterations,
-            bucket=16,
-            admissions=(),
-            chunks=tuple(Chunk(row, 1, 1, True) for row in range(tokens)),
-            table_changes=(),
-            sampler=None,
-            scoring=False,
-        )
-        return IterationRecord(
-            replica=0,
-            plan=plan,
-            decodes=tokens,
-            prompt_tokens=0,
-            waiting=len(self._waiting),
-            schedule_s=0.0005,
-            pack_s=0.0,
-            launch_s=0.0,
-            wait_s=0.004,
-            complete_s=0.0005,
-            finished_at=time.monotonic(),
-        )
+        chunks = [Chunk(row, 1, 1, True) for row in range(tokens)]
+        return made_up_record(self.iterations, chunks, waiting=len(self._waiting), finished_at=time.monotonic())
 
     def _has_turn(self) -> bool:
         may = not self.held or self._permits > 0

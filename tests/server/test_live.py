@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from jaxserve.iteration import Admission, Chunk, IterationPlan
+from jaxserve.iteration import Admission, Chunk
 from jaxserve.observe import IterationRecord
 from jaxserve.request import Request, SamplingParams
 from server import live as live_module
 from server.generation import Call, Life
 from server.live import Live
 from server.top import Board
-from tests.server.fake_engine import FakeEngine
+from tests.server.fake_engine import FakeEngine, made_up_record
 
 
 class Recorded(FakeEngine):
@@ -27,33 +27,12 @@ class Recorded(FakeEngine):
         self.recorder = recorder
 
     def ran(self, sequence: int, *chunks: Chunk, taken: tuple[tuple[int, str], ...] = (), replica: int = 0) -> None:
-        admissions = [
+        admissions = tuple(
             Admission(row=row, request_id=name, tokens=(1,), prompt_length=1, blocks=(), sampling=SamplingParams())
             for row, name in taken
-        ]
-        plan = IterationPlan(
-            sequence=sequence,
-            bucket=16,
-            admissions=tuple(admissions),
-            chunks=chunks,
-            table_changes=(),
-            sampler=None,
-            scoring=False,
         )
         self.recorder(
-            IterationRecord(
-                replica=replica,
-                plan=plan,
-                decodes=0,
-                prompt_tokens=0,
-                waiting=3,
-                schedule_s=0,
-                pack_s=0,
-                launch_s=0,
-                wait_s=0,
-                complete_s=0,
-                finished_at=1.25,
-            )
+            made_up_record(sequence, chunks, waiting=3, finished_at=1.25, admissions=admissions, replica=replica)
         )
 
 
