@@ -94,6 +94,7 @@ class Engine:
             replica.ask_to_stop()
         for replica in self._replicas:
             replica.join()
+            replica.pipeline.close()
 
     def __enter__(self) -> Self:
         self.start()
@@ -106,6 +107,11 @@ class Engine:
     def is_healthy(self) -> bool:
         """Whether requests are being served, by every replica: threads run and none has failed."""
         return all(replica.is_healthy for replica in self._replicas)
+
+    @property
+    def problem(self) -> str | None:
+        """Why it cannot serve any more, where callers may be told: a host that failed, of several."""
+        return next((text for replica in self._replicas if (text := replica.pipeline.problem)), None)
 
     def submit(self, request: Request, sink: Sink) -> None:
         """Hands a request in. Its events come to `sink`, called on the replica's thread once an iteration with all of

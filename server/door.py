@@ -81,8 +81,13 @@ class Door:
     def closed(self) -> str | None:
         """Why no call is taken, if none is."""
         if self._closed is None and not self.engine.is_healthy:
-            return _FAILED
+            return self.failure
         return self._closed or self.problem
+
+    @property
+    def failure(self) -> str:
+        """What callers of an engine that has failed are told."""
+        return f"{_FAILED}: {self.engine.problem}" if self.engine.problem else _FAILED
 
     def close(self, message: str) -> None:
         """Refuses new calls from now on (UNAVAILABLE); those under way go on."""
@@ -128,7 +133,7 @@ class Door:
             case QueueFull():
                 return errors.queue_full(str(problem), self.admission.retry_seconds())
         if not self.engine.is_healthy:
-            return errors.unavailable(_FAILED)
+            return errors.unavailable(self.failure)
         _log.exception("request %r failed", call_id, exc_info=problem)
         return errors.failed(call_id)
 

@@ -16,7 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from server import auth, settings, tls
+from server import auth, hosts, settings, tls
 from server.report import UserError, console, say
 from server.start import add_model_flags, load_engine, mending, model_directory, profiling
 
@@ -32,6 +32,7 @@ of OpenAI and of TGI expect it.
   jaxserve serve                                       the built-in demo model, on 127.0.0.1:50051 and :8000
   jaxserve serve --model DIR --host 0.0.0.0            a checkpoint, to other machines as well
   jaxserve serve --model DIR --max-rows 32 --buckets 16,64,256
+  jaxserve serve --hosts 2 --host-id 0 --coordinator 10.0.0.1:9000 --tensor 4 --stages 2      see docs/hosts.md
   jaxserve client "It was a"                           from a second terminal
 
 Without --tls-cert there is no encryption, without --api-keys anybody may call: let it listen on networks you trust
@@ -88,6 +89,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="ask every caller for one of these keys (default: ask for none); read again when it changes",
     )
     tls.add_flags(parser)
+    hosts.add_flags(parser)
     add_model_flags(parser)
 
 
@@ -109,6 +111,9 @@ def run(args: argparse.Namespace) -> int:
     if args.log_prompts and args.request_log is None:
         raise UserError("--log-prompts needs --request-log")
     path = model_directory(args).resolve()
+    cluster = hosts.from_flags(args)
+    if cluster is not None and cluster.host:
+        return hosts.follow(args, cluster)
     for port in (args.port, args.http_port, args.metrics_port):
         if port is not None:
             _check_free(args.host, port)  # now rather than after minutes of loading
@@ -118,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
         args.tls = tls.from_flags(args)
         args.keys = auth.ApiKeys(args.api_keys) if args.api_keys is not None else None
         chat_template = ChatTemplate.from_directory(path)
-    engine = load_engine(args)
+    engine = load_engine(args) if cluster is None else hosts.lead(args, cluster)
     with profiling(args), engine:
         asyncio.run(_serve(engine, args, path.name, chat_template))
     return 0

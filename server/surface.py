@@ -111,7 +111,7 @@ class Surface:
                 await self._grpc.set_health(problem is None)
             self.door.problem = problem
             if not self.door.engine.is_healthy:
-                self.door.fail_all("the engine has failed")
+                self.door.fail_all(self.door.failure)
             self.door.admission.sample()
             self.metrics.drain()
             await asyncio.sleep(self._health_seconds)

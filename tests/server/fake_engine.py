@@ -197,6 +197,10 @@ class FakeEngine:
     def is_healthy(self) -> bool:
         return self._thread is not None and self._thread.is_alive() and not (self._failed or self._stopping)
 
+    @property
+    def problem(self) -> str | None:
+        return None
+
     def submit(self, request: Request, sink: Sink) -> None:
         for name, tokens in (
             ("prompt_token_ids", request.prompt),

@@ -1,0 +1,82 @@
+"""Processes of a group in tests: started together, read a line at a time, and never left behind."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[3]
+WAIT_SECONDS = 120.0  # the bound of every wait; nothing ever takes this long
+
+
+class Host:
+    """A process, and what it has printed: lines of JSON on standard output, anything on standard error."""
+
+    def __init__(self, module: str, told: dict, folder: Path, environment: dict[str, str]) -> None:
+        self.errors = folder / f"host-{told['host']}-{time.monotonic_ns()}.err"
+        with self.errors.open("w") as errors:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", module, json.dumps(told)],
+                cwd=ROOT,
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env=os.environ | environment,
+            )
+        self.lines: list[dict[str, Any]] = []
+
+    def until(self, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+        """The next line that is so; an error with all there was if none comes."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(json.loads(line))
+            if condition(self.lines[-1]):
+                return self.lines[-1]
+        code = self.process.wait(WAIT_SECONDS)
+        raise AssertionError(f"it ended with {code} after {self.lines}: {self.errors.read_text()}")
+
+    def rest(self) -> list[dict[str, Any]]:
+        """What it prints until it ends."""
+        assert self.process.stdout is not None
+        found = [json.loads(line) for line in self.process.stdout]
+        self.lines += found
+        return found
+
+    def code(self) -> int:
+        """How it ends."""
+        return self.process.wait(WAIT_SECONDS)
+
+
+def free_ports() -> str:
+    """HOST:PORT with the next port free as well."""
+    while True:
+        with socket.socket() as first, socket.socket() as second:
+            first.bind(("127.0.0.1", 0))
+            port = first.getsockname()[1]
+            with contextlib.suppress(OSError, OverflowError):
+                second.bind(("127.0.0.1", port + 1))
+                return f"127.0.0.1:{port}"
+
+
+@contextlib.contextmanager
+def group(module: str, hosts: list[dict], folder: Path, **environment: str) -> Iterator[list[Host]]:
+    """A process for each, which have ended when this has."""
+    common = {"hosts": len(hosts), "coordinator": free_ports(), "folder": str(folder)}
+    started = [Host(module, common | {"host": index} | told, folder, environment) for index, told in enumerate(hosts)]
+    try:
+        yield started
+    finally:
+        for host in started:
+            with contextlib.suppress(ProcessLookupError):
+                host.process.send_signal(signal.SIGCONT)
+                host.process.kill()
+            host.process.wait(WAIT_SECONDS)
+            if host.process.stdout is not None:
+                host.process.stdout.close()
