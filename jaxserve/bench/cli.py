@@ -49,6 +49,10 @@ _STAGES = """\
 Serves a tiny model whose attention sleeps in 1, 2, 4, ... stages of one virtual CPU device each, and compares their
 iterations a second: stages that sleep at the same time show that they work at the same time, on as few cores as there
 are. Needs a C++ compiler."""
+_CONTROL = """\
+Measures what several hosts add to an iteration beside their devices: decodes go as plans to a worker process over the
+loopback and come back as answers, with stages that compute nothing. One iteration at a time, so that the round trip is
+all of it; with plans in flight the devices work meanwhile."""
 _SPECULATE = """\
 Serves one request at a time with and without speculation, in turn: a greedy answer to a passage that is repeated, and
 one drawn at temperature 1, which hardly repeats anything (weights may be random: their greedy answers go round in
@@ -197,6 +201,10 @@ def add_arguments(
     _add_timeline_flag(stages)
     add_engine_flags(stages)
     stages.set_defaults(max_rows=4)
+
+    control = _command(commands, "control", "what several hosts add to an iteration", _CONTROL, _run_control)
+    control.add_argument("--rows", type=_integers, default=[64], metavar="N,...", help="batch sizes (default: 64)")
+    control.add_argument("--iterations", type=_positive, default=2000, metavar="N", help="(default: %(default)s)")
 
     speculate = _command(commands, "speculate", "what drafted tokens bring", _SPECULATE, _run_speculate)
     _add_model_flags(speculate)
@@ -442,6 +450,13 @@ def _run_stages(args: argparse.Namespace) -> int:
 
     counts, sleep, iterations = ([1, 2], 4.0, 20) if args.quick else (args.counts, args.sleep, args.iterations)
     return stages.run(counts, sleep, iterations, args.engine_config(args), args.timeline, args.out, _console())
+
+
+def _run_control(args: argparse.Namespace) -> int:
+    from jaxserve.bench import control
+
+    rows, iterations = ([4], 50) if args.quick else (args.rows, args.iterations)
+    return control.run(rows, iterations, args.out, _console())
 
 
 def _run_speculate(args: argparse.Namespace) -> int:

@@ -80,3 +80,20 @@ def group(module: str, hosts: list[dict], folder: Path, **environment: str) -> I
             host.process.wait(WAIT_SECONDS)
             if host.process.stdout is not None:
                 host.process.stdout.close()
+
+
+def make_certificates(folder: Path) -> None:
+    """ca.pem, and host.pem with host.key, for 127.0.0.1."""
+    folder.mkdir(exist_ok=True)
+
+    def openssl(*arguments: str) -> None:
+        subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
+
+    curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
+    openssl("req", "-x509", *curve, "-days", "30", "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=ca")
+    (folder / "names").write_text("subjectAltName=IP:127.0.0.1\n")
+    openssl("req", *curve, "-keyout", "host.key", "-out", "host.csr", "-subj", "/CN=host")
+    openssl(
+        *("x509", "-req", "-in", "host.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial"),
+        *("-days", "30", "-extfile", "names", "-out", "host.pem"),
+    )

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import subprocess
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from jaxserve.engine import Engine
 from jaxserve.startup import silent
 from server import cli
 from tests.fixtures.traffic import traffic
-from tests.jaxserve.cluster.processes import group
+from tests.jaxserve.cluster.processes import group, make_certificates
 from tests.jaxserve.cluster.real_host import ABORTED, REQUESTS, as_json, config_of, run
 
 REAL = "tests.jaxserve.cluster.real_host"
@@ -185,19 +184,3 @@ def test_hosts_that_show_each_other_certificates(serve, alone, tmp_path) -> None
     make_certificates(tmp_path)
     outcome = serve(2, 2, 1, "auto", json.dumps({"secrets": str(tmp_path)}))
     check_same(outcome, alone)
-
-
-def make_certificates(folder: Path) -> None:
-    """ca.pem, and host.pem with host.key, for 127.0.0.1."""
-
-    def openssl(*arguments: str) -> None:
-        subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
-
-    curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
-    openssl("req", "-x509", *curve, "-days", "30", "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=ca")
-    (folder / "names").write_text("subjectAltName=IP:127.0.0.1\n")
-    openssl("req", *curve, "-keyout", "host.key", "-out", "host.csr", "-subj", "/CN=host")
-    openssl(
-        *("x509", "-req", "-in", "host.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial"),
-        *("-days", "30", "-extfile", "names", "-out", "host.pem"),
-    )
