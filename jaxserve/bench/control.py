@@ -186,8 +186,10 @@ def run(rows: list[int], iterations: int, out: Path, console: Console) -> int:
             str(TARGET_BYTES),
         )
     console.print(table)
-    found = {"machine": machine.describe(), "results": [dataclasses.asdict(result) for result in results]}
-    report.write_json(out / "control.json", found)
+    report.write_json(
+        out / "control.json", {"benchmark": "control", "environment": machine.environment(), "results": results}
+    )
+    console.print(f"written: {out / 'control.json'}", highlight=False)
     return 0
 
 

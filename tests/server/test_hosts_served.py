@@ -113,8 +113,10 @@ def test_hosts_end_when_host_0_is_asked_to(hosts, tmp_path) -> None:
     ],
 )
 def test_a_mistake_is_told_before_anything_starts(flags, told, capfd) -> None:
-    try:
-        assert cli.main(["serve", "--port", "0", *flags.split()]) == 2
-    except SystemExit as ended:
-        assert ended.code == 2
+    command = ["serve", "--port", "0", *flags.split()]
+    if flags == "--hosts 0":  # which the parser itself refuses
+        with pytest.raises(SystemExit):
+            cli.main(command)
+    else:
+        assert cli.main(command) == 2
     assert told in capfd.readouterr().err
