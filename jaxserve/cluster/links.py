@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -53,6 +53,14 @@ class Direct:
         return received if self._target.has_addressable_devices else None
 
 
+class _Crossing(NamedTuple):
+    """What carries arrays of one shape: a program, its argument, and what the receiving devices here put into it."""
+
+    program: jax.stages.Compiled
+    argument: jax.ShapeDtypeStruct
+    zeros: list[jax.Array]
+
+
 class Bridge:
     """A permutation on the devices of both stages: side 0 gives, side 1 receives.
 
@@ -63,16 +71,16 @@ class Bridge:
     in_line = True
 
     def __init__(self, source: StagePrograms, target: StagePrograms) -> None:
-        self._source, self._target = source.mesh, target.everywhere
+        self._target = target.everywhere
+        self._receiving = target.mesh.local_devices
         devices = np.array([source.mesh.devices.reshape(-1), target.mesh.devices.reshape(-1)])
         self._mesh = Mesh(devices, ("side", "tensor"), axis_types=(AxisType.Auto, AxisType.Auto))
-        self._programs: dict[tuple[tuple[int, ...], np.dtype], jax.stages.Compiled] = {}
-        self._zeros: dict[tuple[tuple[int, ...], np.dtype], list[jax.Array]] = {}
+        self._prepared: dict[tuple[tuple[int, ...], np.dtype], _Crossing] = {}
 
     def prepare(self, whats: Iterable[jax.ShapeDtypeStruct]) -> None:
-        """Compiles what carries arrays of these shapes, on every host at the same time."""
+        """Compiles what carries arrays of these shapes."""
         for what in whats:
-            key, both = (what.shape, what.dtype), (2 * what.shape[0], *what.shape[1:])
+            both = (2 * what.shape[0], *what.shape[1:])
             split = _SIDES.resolve(("side", *[None] * (len(both) - 1)), both, self._mesh)
             across = jax.shard_map(
                 partial(jax.lax.ppermute, axis_name="side", perm=[(0, 1)]),
@@ -83,20 +91,19 @@ class Bridge:
             )
             sharding = NamedSharding(self._mesh, split)
             argument = jax.ShapeDtypeStruct(both, what.dtype, sharding=sharding)
-            self._programs[key] = jax.jit(across, out_shardings=sharding).lower(argument).compile()
+            program = jax.jit(across, out_shardings=sharding).lower(argument).compile()
             zeros = np.zeros(what.shape, what.dtype)
-            self._zeros[key] = [jax.device_put(zeros, device) for device in self._target.mesh.local_devices]
+            held = [jax.device_put(zeros, device) for device in self._receiving]
+            self._prepared[what.shape, what.dtype] = _Crossing(program, argument, held)
 
     def send(self, x: jax.Array | None, what: jax.ShapeDtypeStruct) -> jax.Array | None:
-        key, both = (what.shape, what.dtype), (2 * what.shape[0], *what.shape[1:])
-        program = self._programs[key]
-        (sharding,), _ = program.input_shardings
+        program, both, zeros = self._prepared[what.shape, what.dtype]
         given = [] if x is None else [shard.data for shard in x.addressable_shards]
-        held = jax.make_array_from_single_device_arrays(both, sharding, given + self._zeros[key], dtype=what.dtype)
-        mine = set(self._target.mesh.local_devices)
-        received = [shard.data for shard in program(held).addressable_shards if shard.device in mine]
-        if not received:
+        held = jax.make_array_from_single_device_arrays(both.shape, both.sharding, given + zeros, dtype=both.dtype)
+        crossed = program(held)
+        if not self._receiving:
             return None
+        received = [shard.data for shard in crossed.addressable_shards if shard.device in self._receiving]
         return jax.make_array_from_single_device_arrays(what.shape, self._target, received)
 
 
