@@ -36,6 +36,9 @@ class Progress:
         self._under_way: deque[int] = deque()
         self._stage, self._since = 0, 0.0
 
+    def __len__(self) -> int:
+        return len(self._under_way)
+
     def begin(self, sequence: int) -> None:
         """Before it is launched, which can get stuck as well."""
         with self._lock:

@@ -117,6 +117,7 @@ class Membership:
             self.fail(f"its device failed: {problem}", sequence=sequence, stage=stage, launching=False)
 
         waiter, expected, sequence = Waiter(self.progress, done=done, failed=failed), 0, 0
+        most = 2 * (len(pipeline.stages) + 1)  # the master has half as many; some may be done here and not noted yet
         try:
             while (message := self._plans.get()) is not None:
                 if isinstance(message, pb.Phase):
@@ -125,6 +126,7 @@ class Membership:
                 sequence = message.sequence
                 assert sequence == expected, f"plan {sequence} came where {expected} was next"
                 expected += 1
+                assert len(self.progress) < most, f"plan {sequence} came with {len(self.progress)} under way"
                 self.progress.begin(sequence)
                 plan = wire.decode_plan(message)
                 packed = batch.pack(plan, pipeline.shape.layout(plan.bucket), n_blocks)

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -65,10 +66,54 @@ def free_ports() -> str:
                 return f"127.0.0.1:{port}"
 
 
+class Cable:
+    """A connection between ports of this machine that can be cut, or go silent."""
+
+    def __init__(self, port: int) -> None:
+        """Args:
+        port: that it leads to.
+        """
+        self._to = port
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listening.getsockname()[1]
+        self._ends: list[socket.socket] = []
+        self._silent = threading.Event()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near = self._listening.accept()[0]
+                far = socket.create_connection(("127.0.0.1", self._to))
+                self._ends += [near, far]
+                for source, target in ((near, far), (far, near)):
+                    threading.Thread(target=self._carry, args=(source, target), daemon=True).start()
+
+    def _carry(self, source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                if not self._silent.is_set():
+                    target.sendall(data)
+
+    def cut(self) -> None:
+        """Both ends hear of it."""
+        self._listening.close()
+        for end in self._ends:
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+
+    def fall_silent(self) -> None:
+        """Nobody hears anything."""
+        self._silent.set()
+
+
 @contextlib.contextmanager
-def group(module: str, hosts: list[dict], folder: Path, **environment: str) -> Iterator[list[Host]]:
+def group(
+    module: str, hosts: list[dict], folder: Path, *, coordinator: str | None = None, **environment: str
+) -> Iterator[list[Host]]:
     """A process for each, which have ended when this has."""
-    common = {"hosts": len(hosts), "coordinator": free_ports(), "folder": str(folder)}
+    common = {"hosts": len(hosts), "coordinator": coordinator or free_ports(), "folder": str(folder)}
     started = [Host(module, common | {"host": index} | told, folder, environment) for index, told in enumerate(hosts)]
     try:
         yield started

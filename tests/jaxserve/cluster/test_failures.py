@@ -7,7 +7,7 @@ import time
 import pytest
 
 from jaxserve.cluster.failure import ExitCode
-from tests.jaxserve.cluster.processes import Host, group
+from tests.jaxserve.cluster.processes import Cable, Host, free_ports, group
 
 FAKE = "tests.jaxserve.cluster.fake_host"
 DEADLINE = 2.0
@@ -80,6 +80,23 @@ def test_a_worker_whose_own_work_throws(tmp_path) -> None:
         serving(hosts)
         check_told(hosts, time.monotonic(), "host 1", "iteration 30", "RuntimeError: no such program")
         assert codes(hosts) == [ExitCode.LOST, ExitCode.BROKEN]
+
+
+@pytest.mark.parametrize(
+    ("how", "told_of"),
+    [("cut", "control stream ended"), ("fall_silent", "nothing was heard of it for")],
+)
+def test_a_stream_of_plans_that_is_cut(tmp_path, how, told_of) -> None:
+    coordinator = free_ports()
+    cable = Cable(int(coordinator.rpartition(":")[2]) + 1)
+    told = {"stages": 2, "deadline": DEADLINE}
+    with group(FAKE, [told, told | {"control_port": cable.port}], tmp_path, coordinator=coordinator) as hosts:
+        serving(hosts)
+        getattr(cable, how)()
+        check_told(hosts, time.monotonic(), "host 1, stage 1", told_of)
+        assert codes(hosts) == [ExitCode.LOST, ExitCode.LOST]
+        assert "host 0 is lost" in hosts[1].errors.read_text()
+    cable.cut()
 
 
 def test_a_master_that_is_killed(tmp_path) -> None:
