@@ -231,11 +231,12 @@ class Group:
             code = ExitCode.LOST
             if problem.hosts == (0,):
                 code = ExitCode.OVERDUE if problem.rank == Rank.LATE else ExitCode.BROKEN
-            self.failure = HostFailed(problem, code)
-            self._changed.notify_all()
         _log.error("the hosts cannot go on: %s", problem)
         self._send(pb.FromMaster(stop=pb.Stop(cause=str(problem))))
         self.on_failure(problem)
+        with self._changed:  # only now: whoever waits here may end the process
+            self.failure = HostFailed(problem, code)
+            self._changed.notify_all()
         time.sleep(_GRACE)
         self._end(code)
         return False
