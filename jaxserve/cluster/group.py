@@ -375,7 +375,7 @@ class Group:
             pass
         except Exception as problem:  # whatever it is, it must not end in silence
             _log.exception("host %d said what is not understood", member.host)
-            self.report(self._of(member, Rank.THREW, f"what it said is not understood: {problem}"))
+            self.report(self._of(member, Rank.GONE, f"what it said is not understood: {problem}"))
         self._left(member)
 
     def _left(self, member: _Member) -> None:
