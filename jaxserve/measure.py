@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from jaxserve.stage import Progress
 _CONTEXT = 128  # tokens before each decode
 _LONG_CONTEXT = 512  # before those that show what a longer context costs
 _RUNS = 5  # of each bucket
-_LEAST_RUNS, _ENOUGH = 2, 0.5  # or so many, once they have taken so many seconds together
+_LEAST_RUNS, _ENOUGH = 2, 0.5  # or so many, if they take so many seconds together
 
 
 class Measured(NamedTuple):
@@ -94,15 +95,15 @@ def _seconds(
         pipeline.wait()
         return 0.0
     finished: list[float] = []
-    runs = -len(pipeline.stages) - 1  # as many fill the stages, and are not timed
-    while runs < _RUNS and not (runs >= _LEAST_RUNS and finished[-1] - finished[-1 - runs] >= _ENOUGH):
-        while pipeline.has_room:
+    wanted, runs = _RUNS, -len(pipeline.stages)  # as many fill the stages, and are not timed
+    while runs < wanted:
+        while pipeline.has_room and runs + pipeline.in_flight < wanted:
             pipeline.launch(plan, packed)
         pipeline.wait()
         finished.append(time.perf_counter())
         runs += 1
-    while pipeline.in_flight:
-        pipeline.wait()
+        if runs == 1:
+            wanted = min(_RUNS, max(_LEAST_RUNS, math.ceil(_ENOUGH / (finished[-1] - finished[-2]))))
     return statistics.median(end - start for start, end in pairwise(finished[-1 - runs :]))
 
 
