@@ -2,6 +2,7 @@
 
 import ast
 import asyncio
+import itertools
 import json
 import re
 import shlex
@@ -181,7 +182,7 @@ def test_python_runs_and_prints_what_the_page_shows(engine: Engine, monkeypatch:
     all_blocks = blocks()
     pairs = [
         (code, shown)
-        for (language, code), (after, shown) in zip(all_blocks, all_blocks[1:], strict=False)
+        for (language, code), (after, shown) in itertools.pairwise(all_blocks)
         if (language, after) == ("python", "")
     ]
     assert len(pairs) == sum(language == "python" for language, _ in all_blocks) > 5
