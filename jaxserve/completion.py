@@ -62,6 +62,7 @@ class Completion:
       prompt_logprobs: of each prompt token, the first of which has None; None unless asked for.
       prompt_top_logprobs: likewise its alternatives; None unless some were asked for.
       prompt_tokens: length of the prompt; cached_tokens: how many of them the prefix cache served.
+      matched_stop: the stop string that ended it, if one did.
       error: what went wrong, with FinishReason.ERROR.
     """
 
@@ -76,6 +77,7 @@ class Completion:
     prompt_top_logprobs: tuple[Alternatives | None, ...] | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    matched_stop: str | None = None
     error: str | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -139,6 +141,7 @@ class Assembler:
         self._top_logprobs: list[Alternatives] = []
         self._prompt_logprobs: list[PromptLogprob] = []
         self._cached_tokens = 0
+        self._matched_stop: str | None = None
         self._error: str | None = None
         self._finish_reason: FinishReason | None = None
 
@@ -192,6 +195,7 @@ class Assembler:
             prompt_top_logprobs=prompt_top,
             prompt_tokens=len(self._request.prompt),
             cached_tokens=self._cached_tokens,
+            matched_stop=self._matched_stop,
             error=self._error,
         )
 
@@ -222,9 +226,9 @@ class Assembler:
         if not piece:
             return "", False
         text, stops = self._held + piece, self._request.sampling.stop
-        found = [(at + len(stop), at) for stop in stops if (at := text.find(stop)) >= 0]
+        found = [(at + len(stop), at, stop) for stop in stops if (at := text.find(stop)) >= 0]
         if found:
-            _, at = min(found)
+            _, at, self._matched_stop = min(found)
             self._held = ""
             return text[:at], True
         held = _beginning(text, stops)

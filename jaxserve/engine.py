@@ -7,6 +7,7 @@ out.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -41,6 +42,8 @@ class Engine:
         self._replicas = started.replicas
         self._door = threading.Lock()
         self._changing_weights = False
+        # An engine that is dropped, as by a notebook's cell that is run again, takes its threads and memory with it.
+        weakref.finalize(self, _end, self._replicas).atexit = False
 
     @classmethod
     def from_checkpoint(
@@ -221,3 +224,8 @@ class Engine:
     def stream(self, prompt: str | Sequence[int], **sampling: Any) -> AsyncIterator[Delta]:
         """Generates for one prompt, an item an iteration. Leaving the loop early ends the request."""
         return streaming.stream(self, prompt, sampling)
+
+
+def _end(replicas: Sequence[Replica]) -> None:
+    for replica in replicas:
+        replica.ask_to_stop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import time
 import uuid
@@ -74,7 +75,8 @@ async def stream(engine: TakesRequests, prompt: Prompt, sampling: Mapping[str, A
     events: asyncio.Queue[list[TokenEvent]] = asyncio.Queue()
 
     def sink(theirs: list[TokenEvent]) -> None:
-        loop.call_soon_threadsafe(events.put_nowait, theirs)
+        with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody is left to hear
+            loop.call_soon_threadsafe(events.put_nowait, theirs)
 
     engine.submit(request, sink)
     try:

@@ -163,6 +163,11 @@ class Door:
             with self._submitted(self._generation(call, requests, samples, ticket), ticket) as generation:
                 yield generation
 
+    def to_the_end(self, request: Request) -> Request:
+        """A request whose caller gives no limit, with all the room that the context leaves it."""
+        room = min(self.engine.max_context, self.engine.report.slots) - len(request.prompt)
+        return dataclasses.replace(request, sampling=dataclasses.replace(request.sampling, max_tokens=max(1, room)))
+
     def _generation(self, call: Call, requests: list[Request], samples: int, ticket: Ticket) -> Generation:
         requests = [
             dataclasses.replace(

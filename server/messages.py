@@ -25,6 +25,7 @@ _CODES = {
     Kind.UNAUTHENTICATED: grpc.StatusCode.UNAUTHENTICATED,
     Kind.NOT_FOUND: grpc.StatusCode.NOT_FOUND,
     Kind.UNSUPPORTED: grpc.StatusCode.FAILED_PRECONDITION,
+    Kind.UNIMPLEMENTED: grpc.StatusCode.UNIMPLEMENTED,
     Kind.QUEUE_FULL: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Kind.RATE_LIMITED: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Kind.TOO_LATE: grpc.StatusCode.DEADLINE_EXCEEDED,

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator
 from typing import Any
 
-import grpc
-
-from server import errors, messages
+from server import messages, rpc
 from server.door import Door
 from server.generation import Call, Generation, new_id
 from server.proto.jaxserve.v1 import inference_pb2 as pb
@@ -46,12 +42,12 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 await context.write(response)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
-        async with self._answering(context, new_id()):
+        async with rpc.answering(self._door, context, new_id()):
             return pb.TokenizeResponse(token_ids=await self._door.tokenize(request.text))
-        raise AssertionError  # `_answering` has raised
+        raise AssertionError  # `answering` has raised
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Any) -> pb.DetokenizeResponse:
-        async with self._answering(context, new_id()):
+        async with rpc.answering(self._door, context, new_id()):
             return pb.DetokenizeResponse(text=await self._door.detokenize(request.token_ids))
         raise AssertionError
 
@@ -104,18 +100,6 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         )
 
     @contextlib.asynccontextmanager
-    async def _answering(self, context: Any, call_id: str) -> AsyncIterator[None]:
-        """Ends the call with a status where it is refused."""
-        try:
-            with self._door.answering(call_id):
-                try:
-                    yield
-                except grpc.aio.InternalError:  # a write that was blocked when the caller left
-                    raise asyncio.CancelledError from None
-        except errors.Refusal as refusal:
-            await context.abort_with_status(messages.status_of(refusal))
-
-    @contextlib.asynccontextmanager
     async def _generating(self, message: pb.GenerateRequest, context: Any) -> AsyncIterator[tuple[str, Generation]]:
         """(what the call is named, its one request while the engine works on it)."""
         call = Call(
@@ -123,19 +107,13 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             protocol="grpc",
             priority=message.priority,
             cache_salt=message.cache_salt,
-            deadline=_deadline(context),
+            deadline=rpc.deadline(context),
         )
         async with (
-            self._answering(context, call.id),
+            rpc.answering(self._door, context, call.id),
             self._door.generate([messages.fields_of(message)], call) as generation,
         ):
             yield call.id, generation
-
-
-def _deadline(context: Any) -> float | None:
-    """In monotonic seconds; None for a caller who waits for ever."""
-    seconds = context.time_remaining()
-    return None if seconds is None else time.monotonic() + seconds
 
 
 async def _responses(generation: Generation) -> AsyncIterator[pb.GenerateResponse]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from jaxserve.completion import Completion, Delta
-from jaxserve.request import InvalidRequest, Request
+from jaxserve.request import InvalidRequest
 from server.door import Door, aside
 from server.errors import Kind, Refusal
 from server.generation import Generation
@@ -33,7 +32,7 @@ class Chats:
             call_of(exchange, body),
             samples=body.n or 1,
             special_tokens=False,  # the template has written them out
-            adjust=lambda request: request if "max_tokens" in sampling else self._to_the_end(request),
+            adjust=lambda request: request if "max_tokens" in sampling else self._door.to_the_end(request),
         ) as generation:
             if body.stream:
                 await self._stream(exchange, body, generation, usage_wanted)
@@ -54,12 +53,6 @@ class Chats:
         if not text:
             raise InvalidRequest("messages", "come to no text")
         return text
-
-    def _to_the_end(self, request: Request) -> Request:
-        """A chat that gives no limit goes on to the end of the context."""
-        engine = self._door.engine
-        room = min(engine.max_context, engine.report.slots) - len(request.prompt)
-        return dataclasses.replace(request, sampling=dataclasses.replace(request.sampling, max_tokens=max(1, room)))
 
     async def _whole(self, exchange: Exchange, body: ChatBody, generation: Generation) -> None:
         completions = await finished(generation)

@@ -106,7 +106,7 @@ class FakeEngine:
     owed_elsewhere: int = 0
 
     def __post_init__(self) -> None:
-        self.model_config = SimpleNamespace(vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,))
+        self.model_config = SimpleNamespace(vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,), bos_token_id=None)
         bucket = SimpleNamespace(size=16, compile_seconds=0.5, milliseconds=1e-4, tokens_per_second=1.6e8)
         self.report = SimpleNamespace(
             device="abacus",
