@@ -244,7 +244,7 @@ def empty_state(layout: BatchLayout, *, is_first: bool, is_last: bool) -> RowSta
 
 def pack_admission(admission: Admission, layout: BatchLayout) -> np.ndarray:
     """Packs an admission into one int32 array: row, block table, history, sampling parameters (bit for bit)."""
-    values = sampler.encode(admission.sampling, admission.prompt_length)
+    values = sampler.encode(admission.sampling, admission.prompt_length, admission.endings)
     head = np.zeros(1 + layout.max_blocks + layout.max_context, np.int32)
     head[0] = admission.row
     head[1 : 1 + len(admission.blocks)] = admission.blocks

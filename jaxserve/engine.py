@@ -19,6 +19,7 @@ from jaxserve.observe import IterationRecord, Load, total
 from jaxserve.replica import Replica
 from jaxserve.request import InvalidRequest, QueueFull, Request
 from jaxserve.request_state import check_fits, lease_of
+from jaxserve.sampler import MAX_ENDINGS
 from jaxserve.stage import Progress
 from jaxserve.streaming import Sink
 from jaxserve.timeline import Timeline
@@ -151,12 +152,18 @@ class Engine:
             ("prompt_token_ids", request.prompt),
             ("stop_token_ids", request.sampling.stop_token_ids),
             ("logit_bias", [token for token, _ in request.sampling.logit_bias]),
+            ("bad_words", [token for run in request.sampling.bad_word_tokens for token in run]),
         ):
             if tokens and (min(tokens) < 0 or max(tokens) >= vocab_size):
                 wrong = next(token for token in tokens if not 0 <= token < vocab_size)
                 raise InvalidRequest(field, f"has token id {wrong}; the vocabulary has ids 0 to {vocab_size - 1}")
         if request.sampling.prompt_logprobs is not None and not self.config.scoring:
             raise InvalidRequest("prompt_logprobs", "is not served: the engine was started without prompt scoring")
+        if request.sampling.bad_words and not request.sampling.bad_word_tokens:
+            raise InvalidRequest("bad_words", "are no tokens yet; parse_request makes them so")
+        endings = len(self.model_config.eos_token_ids) + len(request.sampling.stop_token_ids)
+        if request.sampling.min_tokens and endings > MAX_ENDINGS:
+            raise InvalidRequest("min_tokens", f"bars {endings} tokens that end a request; at most {MAX_ENDINGS} can be")
         if request.sampling.stop and self.tokenizer is None:
             raise InvalidRequest("stop", "needs a tokenizer, and this checkpoint has none; use stop_token_ids")
 

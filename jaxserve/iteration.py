@@ -52,6 +52,7 @@ class Admission:
       tokens: every token known so far (the prompt, and what was generated before a preemption).
       prompt_length: how many of them are the prompt.
       blocks: the row's first block-table entries: blocks found in the prefix cache.
+      endings: tokens that end the request, where these are barred until min_tokens were generated.
     """
 
     row: int
@@ -60,6 +61,7 @@ class Admission:
     prompt_length: int
     blocks: tuple[int, ...]
     sampling: SamplingParams
+    endings: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -463,6 +463,7 @@ class Scheduler:
             prompt_length=len(state.request.prompt),
             blocks=tuple(state.lease.blocks),
             sampling=state.request.sampling,
+            endings=tuple(state.endings) if state.request.sampling.min_tokens else (),
         )
 
     def _launch(self, draft: _Draft, bucket: int) -> IterationPlan:

@@ -38,7 +38,7 @@ def fields_of(message: pb.GenerateRequest) -> dict[str, Any]:
     fields: dict[str, Any] = {field.name: value for field, value in message.ListFields()}
     if "prompt_token_ids" in fields:
         fields["prompt_token_ids"] = list(message.prompt_token_ids.ids)
-    for name in ("stop", "stop_token_ids"):
+    for name in ("stop", "stop_token_ids", "bad_words"):
         if name in fields:
             fields[name] = list(fields[name])
     if "logit_bias" in fields:

@@ -28,6 +28,8 @@ class Chats:
         check_model(body, self._name)
         usage_wanted, sampling = body.usage_wanted, body.sampling
         prompt = {"prompt": await self._render(body)} | sampling
+        if "max_tokens" not in sampling and "min_tokens" in sampling:
+            prompt["max_tokens"] = max(1, sampling["min_tokens"])  # until it is known how many there can be
         async with self._door.generate(
             [prompt],
             call_of(exchange, body),

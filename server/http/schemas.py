@@ -8,7 +8,14 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from pydantic_core import PydanticCustomError
 
-from jaxserve.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP, SAMPLING_FIELDS, InvalidRequest
+from jaxserve.request import (
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_STOP,
+    SAMPLING_FIELDS,
+    InvalidRequest,
+)
 
 MAX_PROMPTS = 1024  # of one call
 MAX_SAMPLES = 128  # of one prompt: n and best_of
@@ -51,6 +58,8 @@ class OpenAIBody(Body):
     repetition_penalty: float | None = None
     ignore_eos: bool | None = None
     stop_token_ids: TokenIds | None = None
+    min_tokens: int | None = None
+    bad_words: Annotated[list[str], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = None
     prompt_logprobs: int | None = None
     priority: int = Field(default=0, ge=-(2**31), lt=2**31)
     cache_salt: str = Field(default="", max_length=256)
