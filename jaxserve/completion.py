@@ -63,6 +63,7 @@ class Completion:
       prompt_top_logprobs: likewise its alternatives; None unless some were asked for.
       prompt_tokens: length of the prompt; cached_tokens: how many of them the prefix cache served.
       error: what went wrong, with FinishReason.ERROR.
+      score: of a beam search: the sum of its logprobs, over its length to the power of length_penalty.
     """
 
     request_id: str
@@ -77,6 +78,7 @@ class Completion:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     error: str | None = None
+    score: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """A mapping that `json.dumps` takes: id, text, token_ids, finish_reason and what was asked for.

@@ -170,6 +170,8 @@ class Request:
       priority: higher goes first; one step outweighs `scheduler.PRIORITY_SECONDS` of waiting.
       arrival: monotonic seconds at which it was taken in.
       cache_salt: requests share prefix blocks only under the same salt.
+      fork_of: id of a request with the very same prompt, submitted before: another sample of it, that takes over the
+        prompt's keys and values once somebody has computed them. None computes them itself.
     """
 
     request_id: str
@@ -178,6 +180,7 @@ class Request:
     priority: int = 0
     arrival: float = 0.0
     cache_salt: str = ""
+    fork_of: str | None = None
 
     @property
     def max_length(self) -> int:
@@ -202,7 +205,7 @@ class TokenEvent(NamedTuple):
       prompt_logprobs: for scored prompt tokens in order, (logprob, alternatives); the first prompt token has none and
         is left out. Empty unless asked for.
       finish_reason: None while the request goes on.
-      cached_tokens: prompt tokens served from the prefix cache.
+      cached_tokens: prompt tokens served from the prefix cache, or taken over from another sample of the prompt.
       started: monotonic seconds at which it was first given a row; in its first event only.
       error: what went wrong, with FinishReason.ERROR.
     """

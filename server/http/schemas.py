@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from pydantic_core import PydanticCustomError
 
+from jaxserve.beams import FIELDS, BeamParams, params_of
 from jaxserve.request import (
     MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
@@ -16,9 +17,9 @@ from jaxserve.request import (
     SAMPLING_FIELDS,
     InvalidRequest,
 )
+from jaxserve.samples import MAX_SAMPLES
 
 MAX_PROMPTS = 1024  # of one call
-MAX_SAMPLES = 128  # of one prompt: n and best_of
 MAX_MESSAGES = 2048  # of a chat
 _MAX_REQUESTS = 1024  # that one call may come to
 
@@ -63,6 +64,10 @@ class OpenAIBody(Body):
     prompt_logprobs: int | None = None
     priority: int = Field(default=0, ge=-(2**31), lt=2**31)
     cache_salt: str = Field(default="", max_length=256)
+    timeout: float | None = Field(default=None, gt=0, le=86_400)
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | None = None
     # Accepted from clients that send them, and of no effect.
     user: str | None = None
     metadata: dict[str, str] | None = Field(default=None, max_length=16)
@@ -77,6 +82,16 @@ class OpenAIBody(Body):
         if "seed" in fields:
             fields["seed"] = seed_of(fields["seed"])
         return fields
+
+    @property
+    def beams(self) -> BeamParams | None:
+        """How the answers are searched for; None where they are drawn."""
+        params = params_of({name: getattr(self, name, None) for name in FIELDS})
+        if params is not None:
+            for name in ("stream", "echo"):
+                if getattr(self, name, None):
+                    raise InvalidRequest(name, "is not served with use_beam_search: what is best is known at the end")
+        return params
 
     @property
     def usage_wanted(self) -> bool:
