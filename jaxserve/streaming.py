@@ -28,8 +28,8 @@ class Terms:
     """What holds for a whole call.
 
     Attributes:
-      n / best_of: samples of each prompt that are answered with, and that are drawn (n unless given): the best are those
-        whose tokens are the likeliest on average.
+      n / best_of: samples of each prompt that are answered with, and that are drawn (n unless given): the best are
+        those whose tokens are the likeliest on average.
       priority / cache_salt: of its requests.
       timeout: seconds after which it is given up; None waits for ever.
     """
@@ -103,9 +103,8 @@ def generate(
         for request_id in alive:
             engine.abort(request_id)
     made = [assemblers[request.request_id].completion() for request in requests]
-    return [
-        each for first in range(0, len(made), terms.drawn) for each in best(made[first : first + terms.drawn], terms.n)
-    ]
+    of_prompts = (made[first : first + terms.drawn] for first in range(0, len(made), terms.drawn))
+    return [each for samples in of_prompts for each in best(samples, terms.n)]
 
 
 def search(
