@@ -64,12 +64,12 @@ def requests(draw: st.DrawFn) -> bytes:
             continue
         if field.name == "logit_bias":
             message.logit_bias.update(draw(st.dictionaries(_odd_integers(32), _odd_floats, max_size=4)))
-        elif field.name == "stop":
-            message.stop.extend(draw(st.lists(_odd_text, max_size=20)))
+        elif field.name in ("stop", "bad_words"):
+            getattr(message, field.name).extend(draw(st.lists(_odd_text, max_size=20)))
         elif field.name == "stop_token_ids":
             message.stop_token_ids.extend(draw(_ids))
-        elif field.name == "ignore_eos":
-            message.ignore_eos = draw(st.booleans())
+        elif field.cpp_type == field.CPPTYPE_BOOL:
+            setattr(message, field.name, draw(st.booleans()))
         elif field.cpp_type == field.CPPTYPE_DOUBLE:
             setattr(message, field.name, draw(_odd_floats))
         elif field.cpp_type == field.CPPTYPE_STRING:
