@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from jaxserve import routing, startup, streaming
+from jaxserve.beams import BeamParams
 from jaxserve.completion import Completion, Delta
 from jaxserve.config import EngineConfig
 from jaxserve.models.schema import ModelConfig
@@ -20,8 +21,9 @@ from jaxserve.observe import IterationRecord, Load, total
 from jaxserve.replica import Replica
 from jaxserve.request import InvalidRequest, QueueFull, Request
 from jaxserve.request_state import check_fits, lease_of
+from jaxserve.sampler import MAX_ENDINGS
 from jaxserve.stage import Progress
-from jaxserve.streaming import Sink
+from jaxserve.streaming import Sink, Terms
 from jaxserve.timeline import Timeline
 from jaxserve.tokenizer import Tokenizer
 
@@ -137,7 +139,10 @@ class Engine:
 
     def _choose(self, request: Request) -> tuple[Replica, int]:
         """The replica with the least left to compute once it has the request, and the tokens of its prompt that are
-        found in that one's prefix cache."""
+        found in that one's prefix cache, or will be taken over from another request."""
+        for replica in self._replicas:
+            if request.fork_of is not None and replica.holds(request.fork_of):
+                return replica, len(request.prompt) - 1  # where the prompt is computed anyway
         if len(self._replicas) == 1:
             return self._replicas[0], 0
         serving = [replica for replica in self._replicas if replica.takes_requests] or self._replicas[:1]
@@ -154,12 +159,18 @@ class Engine:
             ("prompt_token_ids", request.prompt),
             ("stop_token_ids", request.sampling.stop_token_ids),
             ("logit_bias", [token for token, _ in request.sampling.logit_bias]),
+            ("bad_words", [token for run in request.sampling.bad_word_tokens for token in run]),
         ):
             if tokens and (min(tokens) < 0 or max(tokens) >= vocab_size):
                 wrong = next(token for token in tokens if not 0 <= token < vocab_size)
                 raise InvalidRequest(field, f"has token id {wrong}; the vocabulary has ids 0 to {vocab_size - 1}")
         if request.sampling.prompt_logprobs is not None and not self.config.scoring:
             raise InvalidRequest("prompt_logprobs", "is not served: the engine was started without prompt scoring")
+        if request.sampling.bad_words and not request.sampling.bad_word_tokens:
+            raise InvalidRequest("bad_words", "are no tokens yet; parse_request makes them so")
+        endings = len(self.model_config.eos_token_ids) + len(request.sampling.stop_token_ids)
+        if request.sampling.min_tokens and endings > MAX_ENDINGS:
+            raise InvalidRequest("min_tokens", f"bars {endings} tokens that end it; at most {MAX_ENDINGS} can be")
         if request.sampling.stop and self.tokenizer is None:
             raise InvalidRequest("stop", "needs a tokenizer, and this checkpoint has none; use stop_token_ids")
 
@@ -210,20 +221,77 @@ class Engine:
         """What each stage does, watched in a `with` block, and a trace of it afterwards."""
         return Timeline([replica.pipeline for replica in self._replicas])
 
-    def generate(self, prompts: Sequence[str | Sequence[int]], **sampling: Any) -> list[Completion]:
+    def generate(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        *,
+        n: int = 1,
+        best_of: int | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+        timeout: float | None = None,
+        **sampling: Any,
+    ) -> list[Completion]:
         """Generates for every prompt (text or token ids) and waits for all of them.
 
         Args:
+          n: samples of each prompt, which is computed once for all of them; they are next to each other in the list.
+          best_of: so many are drawn, and the n of them returned whose tokens are the likeliest on average.
+          priority / cache_salt: see `Request`.
+          timeout: seconds to wait at most.
           sampling: fields of SamplingParams, the same for every prompt; a seed is drawn for each where none is given.
 
         Raises:
           InvalidRequest: before anything is generated, naming the field.
+          TimeoutError: it took too long; every request is ended.
         """
-        return streaming.generate(self, prompts, sampling)
+        terms = Terms(n=n, best_of=best_of, priority=priority, cache_salt=cache_salt, timeout=timeout)
+        return streaming.generate(self, prompts, sampling, terms)
 
-    def stream(self, prompt: str | Sequence[int], **sampling: Any) -> AsyncIterator[Delta]:
-        """Generates for one prompt, an item an iteration. Leaving the loop early ends the request."""
-        return streaming.stream(self, prompt, sampling)
+    def beam_search(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        n: int = 1,
+        best_of: int | None = None,
+        length_penalty: float = 1.0,
+        early_stopping: bool = False,
+        priority: int = 0,
+        cache_salt: str = "",
+        timeout: float | None = None,
+        **sampling: Any,
+    ) -> list[Completion]:
+        """The n likeliest answers to a prompt that a beam search finds, best first, each with its score.
+
+        Args:
+          best_of: beams, n unless given (see `beams.BeamParams`, also for length_penalty and early_stopping).
+          sampling: max_tokens, stop_token_ids, ignore_eos and logprobs of SamplingParams.
+
+        Raises:
+          InvalidRequest: before anything is generated, naming the field.
+          TimeoutError: it took too long; every request is ended.
+        """
+        width = n if best_of is None else best_of
+        params = BeamParams(width=width, n=n, length_penalty=length_penalty, early_stopping=early_stopping)
+        terms = Terms(priority=priority, cache_salt=cache_salt, timeout=timeout)
+        return streaming.search(self, prompt, params, sampling, terms)
+
+    def stream(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+        timeout: float | None = None,
+        **sampling: Any,
+    ) -> AsyncIterator[Delta]:
+        """Generates for one prompt, an item an iteration. Leaving the loop early ends the request.
+
+        Raises:
+          TimeoutError: it took longer than so many seconds.
+        """
+        terms = Terms(priority=priority, cache_salt=cache_salt, timeout=timeout)
+        return streaming.stream(self, prompt, sampling, terms)
 
 
 def _end(replicas: Sequence[Replica]) -> None:

@@ -44,6 +44,13 @@ class TableChange(NamedTuple):
     block: int
 
 
+class BlockCopy(NamedTuple):
+    """What a block holds is copied to another one, in every layer."""
+
+    source: int
+    target: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
     """A request takes a row; written to the device by a launch of its own, before the iteration.
@@ -51,7 +58,8 @@ class Admission:
     Attributes:
       tokens: every token known so far (the prompt, and what was generated before a preemption).
       prompt_length: how many of them are the prompt.
-      blocks: the row's first block-table entries: blocks found in the prefix cache.
+      blocks: the row's first block-table entries: blocks found in the prefix cache, or taken over from another row.
+      endings: tokens that end the request, where these are barred until min_tokens were generated.
     """
 
     row: int
@@ -60,6 +68,7 @@ class Admission:
     prompt_length: int
     blocks: tuple[int, ...]
     sampling: SamplingParams
+    endings: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +83,7 @@ class IterationPlan:
       table_changes: blocks newly given to rows of this plan (at most `max_table_changes(bucket, ...)`).
       sampler: the sampler this plan needs; None when no chunk samples.
       scoring: whether some chunk's tokens are scored for prompt_logprobs.
+      block_copies: made before the iteration; at most one an admission, and no target is a source.
       drafts: the drafted tokens of the chunks that have some, in their order; written to the rows before the iteration.
     """
 
@@ -85,6 +95,7 @@ class IterationPlan:
     sampler: SamplerVariant | None
     scoring: bool
     drafts: tuple[int, ...] = ()
+    block_copies: tuple[BlockCopy, ...] = ()
 
     @property
     def num_tokens(self) -> int:

@@ -166,5 +166,13 @@ class StagePrograms:
         step = jax.jit(batch.write_drafts, donate_argnums=0, out_shardings=self.everywhere)
         return step.lower(self.state().history, self._whole((self.shape.layout(1).drafts, 3), jnp.int32))
 
+    def lower_copy(self, n_blocks: int) -> Lowered:
+        """Copies of blocks in the pool of the stage's layers; arguments (pool, copies)."""
+        pool = self.pool(n_blocks)
+        copy = partial(kv_cache.copy_blocks, n_blocks=n_blocks, layers=len(self.layers))
+        kept = jax.tree.map(lambda leaf: leaf.sharding, pool)
+        step = jax.jit(copy, donate_argnums=0, out_shardings=kept)
+        return step.lower(pool, self._whole((self.shape.max_rows, 2), jnp.int32))
+
     def _whole(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.everywhere)

@@ -98,6 +98,8 @@ class Pipeline:
             stage.admit(packed.admissions)
             if packed.drafts is not None:
                 stage.draft(packed.drafts)
+            if packed.copies is not None:
+                stage.copy(packed.copies)
             outs.append(stage.forward(plan.bucket, packed.iteration, None if x is None else stage.receive(x)))
             x = outs[-1].hidden
         launched = last.answer(plan, outs[-1])

@@ -105,7 +105,9 @@ class Replica:
         packed = batch.pack(plan, self.pipeline.shape.layout(plan.bucket), self.scheduler.pool.n_blocks)
         ready = time.perf_counter()
         self.pipeline.launch(plan, packed)
-        self._cached_tokens += self.scheduler.pool.block_size * sum(len(a.blocks) for a in plan.admissions)
+        if plan.admissions:
+            starts = {chunk.row: chunk.start for chunk in plan.chunks}
+            self._cached_tokens += sum(starts[admission.row] for admission in plan.admissions)
         for admission in plan.admissions:
             alive = self._alive.get(admission.request_id)
             if alive is not None and alive.owed.prompt and alive.started is None:

@@ -17,7 +17,16 @@ from operator import attrgetter
 from typing import Literal, NamedTuple
 
 from jaxserve.buckets import BucketLadder
-from jaxserve.iteration import Admission, Chunk, IterationPlan, IterationResult, SamplerVariant, TableChange
+from jaxserve.forking import Families
+from jaxserve.iteration import (
+    Admission,
+    BlockCopy,
+    Chunk,
+    IterationPlan,
+    IterationResult,
+    SamplerVariant,
+    TableChange,
+)
 from jaxserve.pacing import Pace
 from jaxserve.request import FinishReason, Request, TokenEvent
 from jaxserve.request_state import (
@@ -51,7 +60,7 @@ class _Launched(NamedTuple):
 class _Draft:
     """A plan in the making: `states` own `chunks`, entry by entry; `prompts` wait for their share of the bucket."""
 
-    __slots__ = ("admissions", "changes", "chunks", "drafts", "prompt_tokens", "prompts", "states")
+    __slots__ = ("admissions", "changes", "chunks", "copies", "drafts", "prompt_tokens", "prompts", "states")
 
     def __init__(self) -> None:
         self.states: list[RequestState] = []
@@ -60,6 +69,7 @@ class _Draft:
         self.prompt_tokens = 0
         self.changes: list[TableChange] = []
         self.admissions: list[Admission] = []
+        self.copies: list[BlockCopy] = []
         self.drafts: list[int] = []
 
 
@@ -125,6 +135,7 @@ class Scheduler:
             self._pace = Pace(ladder, target_tpot=target_tpot, limit=self._budget, batches=batches)
         self._live: dict[str, RequestState] = {}
         self._waiting: WaitingQueue[RequestState] = WaitingQueue()
+        self._families = Families(self._waiting, boundary=fixed_chunk)
         self._running: list[RequestState] = []  # by key
         self._num_preempted = self._preempted_tokens = 0  # in phase PREEMPTED
         self._num_closing = 0
@@ -141,12 +152,12 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Requests without a row: not yet begun, or preempted."""
-        return len(self._waiting) + self._num_preempted
+        return len(self._waiting) + self._num_preempted + self._families.num_aside
 
     @property
     def waiting_tokens(self) -> int:
         """Tokens that the waiting requests have to compute before they generate."""
-        return self._waiting.num_tokens + self._preempted_tokens
+        return self._waiting.num_tokens + self._preempted_tokens + self._families.aside_tokens
 
     @property
     def num_running(self) -> int:
@@ -169,6 +180,8 @@ class Scheduler:
         key = (request.arrival - request.priority * PRIORITY_SECONDS, self._submitted)
         self._submitted += 1
         state = RequestState.of(request, key, self._eos)
+        if request.fork_of is not None and not self._by_request:  # a batch of requests is not joined by later ones
+            self._families.join(state, self._live.get(request.fork_of))
         self._live[request.request_id] = state
         self._waiting.push(state)
 
@@ -194,6 +207,7 @@ class Scheduler:
         """The next iteration, to be launched at once; None when nothing can run before a plan in flight completes."""
         if len(self._in_flight) >= self._most_in_flight:
             return None
+        self._families.come_back()
         if self._speculation is not None and self._awaits_tokens(self._speculation):
             return None
         if self._pace is not None:
@@ -308,11 +322,14 @@ class Scheduler:
             state = self._waiting.first()
             if state is None:
                 break
-            if not self.pool.can_admit(state.lease):
+            if self._families.steps_aside(state):
+                continue
+            source = self._families.source(state)
+            if not self.pool.can_admit(state.lease, source):
                 self._joinable = 0
                 break
             self._waiting.pop()
-            state.computed = self.pool.admit(state.lease)
+            state.computed = self.pool.admit(state.lease, source)
             rows -= 1
             tokens += state.length - state.computed
             draft.prompts.append(state)
@@ -326,7 +343,9 @@ class Scheduler:
         if self._in_flight[-1].drafted:
             return True
         first = self._waiting.first() if self._free_rows else None
-        if not self._running or self._num_preempted or (first is not None and self.pool.can_admit(first.lease)):
+        if not self._running or self._num_preempted:
+            return False
+        if first is not None and self.pool.can_admit(first.lease, self._families.source(first)):
             return False
         states = self._running[: self._max_rows]
         if not speculation.has_room(len(states), self._budget):
@@ -453,6 +472,8 @@ class Scheduler:
             state.cached = state.computed
         insort(self._running, state, key=_by_key)
         self._joinable -= 1
+        if state.lease.copied is not None:
+            draft.copies.append(BlockCopy(*state.lease.copied))
         draft.admissions.append(self._admission(state))
 
     def _admission(self, state: RequestState) -> Admission:
@@ -463,6 +484,7 @@ class Scheduler:
             prompt_length=len(state.request.prompt),
             blocks=tuple(state.lease.blocks),
             sampling=state.request.sampling,
+            endings=tuple(state.endings) if state.request.sampling.min_tokens else (),
         )
 
     def _launch(self, draft: _Draft, bucket: int) -> IterationPlan:
@@ -498,6 +520,7 @@ class Scheduler:
             sampler=None if sampler < 0 else SamplerVariant(sampler),
             scoring=bool(scores),
             drafts=tuple(draft.drafts),
+            block_copies=tuple(draft.copies),
         )
         self._in_flight.append(_Launched(self._sequence, draft.states, scores, bool(draft.drafts)))
         self._sequence += 1
@@ -533,8 +556,10 @@ class Scheduler:
         self._waiting.push(state)
 
     def _end(self, state: RequestState) -> None:
+        stood_aside = self._families.leave(state)
         if state.phase == WAITING:
-            self._waiting.remove(state)
+            if not stood_aside:
+                self._waiting.remove(state)
         elif state.phase == RUNNING:
             self._running.remove(state)
         elif state.phase == CLOSING:

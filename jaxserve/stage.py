@@ -67,6 +67,7 @@ class StageRunner:
         self._feed: dict[int, Any] = {}
         self._admit: Any = None
         self._draft: Any = None
+        self._copy: Any = None
         self.pool: Any = None
         state = batch.empty_state(programs.shape.layout(1), is_first=programs.is_first, is_last=programs.is_last)
         self._state = self.receive(state)
@@ -104,7 +105,7 @@ class StageRunner:
             jobs += [partial(self._compile, self._choose, key, programs.lower_choose, *key) for key in keys]
         elif programs.is_first:
             jobs += [partial(self._compile, self._feed, count, programs.lower_feed, count) for count in counts]
-        jobs.append(self._compile_admit)
+        jobs += [self._compile_admit, partial(self._compile_copy, n_blocks)]
         if programs.shape.draft_tokens and (programs.is_first or programs.is_last):
             jobs.append(self._compile_draft)
         progress("compiling", 0, len(jobs))
@@ -121,6 +122,9 @@ class StageRunner:
 
     def _compile_admit(self) -> None:
         self._admit = self._compiled(self.programs.lower_admit)
+
+    def _compile_copy(self, n_blocks: int) -> None:
+        self._copy = self._compiled(self.programs.lower_copy, n_blocks)
 
     def _compile_draft(self) -> None:
         self._draft = self._compiled(self.programs.lower_draft)
@@ -149,6 +153,10 @@ class StageRunner:
         """Enqueues that rows take drafted tokens (`batch.PackedPlan.drafts`), where the stage keeps tokens at all."""
         if self._draft is not None:
             self._state = self._state._replace(history=self._draft(self._state.history, drafts))
+
+    def copy(self, copies: np.ndarray) -> None:
+        """Enqueues that blocks are copied to others (`batch.PackedPlan.copies`), in all of the stage's layers."""
+        self.pool = self._copy(self.pool, copies)
 
     def forward(self, bucket: int, packed: np.ndarray, x: jax.Array | None) -> Forward:
         """Enqueues one iteration of the stage's layers; returns before it has run.

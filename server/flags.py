@@ -224,6 +224,7 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling", "Defaults for input lines that do not say otherwise.")
     for name, kind, text in (
         ("max_tokens", int, "most tokens to generate (default: 128)"),
+        ("min_tokens", int, "so many are generated before anything ends the text (default: 0)"),
         ("temperature", float, "0 is greedy (default: 1)"),
         ("top_p", float, "draw from the likeliest tokens that hold this much probability (default: 1, off)"),
         ("top_k", int, "draw from this many likeliest tokens (default: 0, off)"),
@@ -238,6 +239,7 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
         group.add_argument(_flag(name), type=kind, metavar="N" if kind is int else "X", help=text)
     group.add_argument("--stop", action="append", metavar="TEXT", help="a string that ends the text; may be repeated")
     group.add_argument("--stop-token-ids", type=_integers, metavar="1,2,...", help="tokens that end the text")
+    group.add_argument("--bad-words", action="append", metavar="TEXT", help="never to appear; may be repeated")
     group.add_argument("--logit-bias", type=_bias, metavar='{"ID": X}', help="added to the logits of these tokens")
     group.add_argument(
         "--ignore-eos", action="store_true", default=None, help="generate on past the end-of-sequence token"

@@ -10,6 +10,7 @@ from google.protobuf import any_pb2, duration_pb2
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
+from jaxserve import beams
 from jaxserve.completion import Completion, Delta
 from jaxserve.request import Alternatives, FinishReason
 from server.errors import Kind, Refusal
@@ -39,12 +40,12 @@ def fields_of(message: pb.GenerateRequest) -> dict[str, Any]:
     fields: dict[str, Any] = {field.name: value for field, value in message.ListFields()}
     if "prompt_token_ids" in fields:
         fields["prompt_token_ids"] = list(message.prompt_token_ids.ids)
-    for name in ("stop", "stop_token_ids"):
+    for name in ("stop", "stop_token_ids", "bad_words"):
         if name in fields:
             fields[name] = list(fields[name])
     if "logit_bias" in fields:
         fields["logit_bias"] = dict(message.logit_bias)
-    for name in ("request_id", "priority", "cache_salt"):  # of the call, not of the completion
+    for name in ("request_id", "priority", "cache_salt", *beams.FIELDS):  # of the call, not of the completion
         fields.pop(name, None)
     return fields
 
@@ -61,6 +62,26 @@ def add(response: pb.GenerateResponse, delta: Delta) -> None:
             response.prompt_top_logprobs.append(_alternatives(alternatives))
 
 
+def whole(completion: Completion, index: int) -> pb.GenerateResponse:
+    """All of a completion in one message."""
+    response = pb.GenerateResponse(index=index)
+    scored = completion.prompt_logprobs or ()
+    tops = completion.prompt_top_logprobs or (None,) * len(scored)
+    pairs = [(logprob, top) for logprob, top in zip(scored, tops, strict=True) if logprob is not None]
+    add(
+        response,
+        Delta(
+            text=completion.text,
+            token_ids=completion.token_ids,
+            logprobs=completion.logprobs or (),
+            top_logprobs=completion.top_logprobs or (),
+            prompt_logprobs=tuple(pairs),
+        ),
+    )
+    conclude(response, completion)
+    return response
+
+
 def conclude(response: pb.GenerateResponse, completion: Completion) -> None:
     """Adds what the last message says of the whole."""
     assert completion.finish_reason is not None
@@ -70,6 +91,8 @@ def conclude(response: pb.GenerateResponse, completion: Completion) -> None:
     response.usage.cached_tokens = completion.cached_tokens
     if completion.seed is not None:
         response.seed = completion.seed
+    if completion.score is not None:
+        response.score = completion.score
 
 
 def _alternatives(alternatives: Alternatives) -> pb.Alternatives:

@@ -8,10 +8,18 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from pydantic_core import PydanticCustomError
 
-from jaxserve.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP, SAMPLING_FIELDS, InvalidRequest
+from jaxserve.beams import FIELDS, BeamParams, params_of
+from jaxserve.request import (
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_STOP,
+    SAMPLING_FIELDS,
+    InvalidRequest,
+)
+from jaxserve.samples import MAX_SAMPLES
 
 MAX_PROMPTS = 1024  # of one call
-MAX_SAMPLES = 128  # of one prompt: n and best_of
 MAX_MESSAGES = 2048  # of a chat
 _MAX_REQUESTS = 1024  # that one call may come to
 
@@ -51,9 +59,15 @@ class OpenAIBody(Body):
     repetition_penalty: float | None = None
     ignore_eos: bool | None = None
     stop_token_ids: TokenIds | None = None
+    min_tokens: int | None = None
+    bad_words: Annotated[list[str], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = None
     prompt_logprobs: int | None = None
     priority: int = Field(default=0, ge=-(2**31), lt=2**31)
     cache_salt: str = Field(default="", max_length=256)
+    timeout: float | None = Field(default=None, gt=0, le=86_400)
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | None = None
     # Accepted from clients that send them, and of no effect.
     user: str | None = None
     metadata: dict[str, str] | None = Field(default=None, max_length=16)
@@ -68,6 +82,16 @@ class OpenAIBody(Body):
         if "seed" in fields:
             fields["seed"] = seed_of(fields["seed"])
         return fields
+
+    @property
+    def beams(self) -> BeamParams | None:
+        """How the answers are searched for; None where they are drawn."""
+        params = params_of({name: getattr(self, name, None) for name in FIELDS})
+        if params is not None:
+            for name in ("stream", "echo"):
+                if getattr(self, name, None):
+                    raise InvalidRequest(name, "is not served with use_beam_search: what is best is known at the end")
+        return params
 
     @property
     def usage_wanted(self) -> bool:

@@ -8,14 +8,15 @@ from typing import Any
 
 from jaxserve.completion import Completion
 from jaxserve.request import MAX_STOP, Alternatives, FinishReason, InvalidRequest, Request
+from jaxserve.samples import MAX_SAMPLES, best
 from jaxserve.tokenizer import Tokenizer
 from server.door import Door
 from server.errors import Kind, Refusal
 from server.generation import Call, Generation
 from server.http import logprobs, sse
 from server.http.exchange import Exchange
-from server.http.openai import best, finished
-from server.http.schemas import MAX_SAMPLES, TgiBody, TgiParameters, seed_of
+from server.http.openai import finished
+from server.http.schemas import TgiBody, TgiParameters, seed_of
 
 STATUSES = {Kind.INVALID: 422, Kind.UNSUPPORTED: 422, Kind.FAILED: 424}
 _DEFAULT_MAX_NEW_TOKENS = 100

@@ -28,10 +28,15 @@ def compiled(variant):
     return jax.jit(partial(sampler.sample, variant=variant))
 
 
+ENDINGS = (2, 5)
+
+
 def stack(params, prompt_lengths=None):
-    """RowSampling of several requests."""
+    """RowSampling of several requests, which ENDINGS end."""
     lengths = prompt_lengths or [0] * len(params)
-    rows = [sampler.encode(p, length) for p, length in zip(params, lengths, strict=True)]
+    rows = [
+        sampler.encode(p, length, ENDINGS if p.min_tokens else ()) for p, length in zip(params, lengths, strict=True)
+    ]
     return jax.tree.map(lambda *values: np.stack(values), *rows)
 
 
@@ -65,6 +70,12 @@ def reference(logits, params, prompt=(), generated=()):
         x[token] -= params.presence_penalty
     for token, bias in params.logit_bias:
         x[token] += bias
+    if len(generated) < params.min_tokens:
+        x[list(ENDINGS)] = -np.inf
+    known = [*prompt, *generated]
+    for *before, last in params.bad_word_tokens:
+        if not before or known[-len(before) :] == before:
+            x[last] = -np.inf
     if params.temperature == 0:
         return Distribution(x, (np.arange(x.size) == x.argmax()).astype(float), 1.0)
     weights = np.exp((x - x.max()) / params.temperature)
@@ -109,6 +120,10 @@ sampling_params = st.builds(
     presence_penalty=st.sampled_from([0.0, 0.0, 0.75, -2.0]),
     frequency_penalty=st.sampled_from([0.0, 0.0, 0.5, -0.25]),
     logit_bias=st.sampled_from([(), (), ((0, 100.0), (7, -100.0)), ((VOCAB - 1, 9.5), (VOCAB - 1, 3.5), (3, 1.0))]),
+    min_tokens=st.sampled_from([0, 0, 1, 6, 128]),
+    bad_word_tokens=st.one_of(
+        st.just(()), st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=4).map(tuple), max_size=12).map(tuple)
+    ),
     seed=st.integers(-(2**63), 2**64 - 1),
     sample_index=st.integers(0, 3),
 )
@@ -381,3 +396,35 @@ def test_nothing_sorts_the_vocabulary(variant):
     assert not any(str(VOCAB) in line for line in sorts)
     if variant is PLAIN and jax.default_backend() == "cpu":
         assert program.memory_analysis().temp_size_in_bytes < arrays[0].nbytes / 4  # nothing of [S, V] is written out
+
+
+def test_a_barred_run_is_never_completed_and_its_parts_are():
+    runs = ((7,), (1, 2), (1, 2, 3), (9, 9))
+    params = [SamplingParams(temperature=0.0, bad_word_tokens=runs)] * 6
+    histories = [[5, 5], [5, 1], [1, 2], [2, 1], [9, 0], [0, 9]]
+    for token, barred in ((7, [True] * 6), (2, [0, 1, 0, 1, 0, 0]), (3, [0, 0, 1, 0, 0, 0]), (9, [0, 0, 0, 0, 0, 1])):
+        logits = np.zeros((6, 40), np.float32)
+        logits[:, token] = 5.0
+        logits[:, 30] = 1.0
+        # What lies ahead counts for nothing.
+        history = np.pad(np.array(histories), ((0, 0), (0, 14)), constant_values=1)
+        output = choose(logits, params, positions=[2] * 6, history=history, prompt_lengths=[1] * 6)
+        assert output.tokens.tolist() == [30 if bar else token for bar in barred]
+        np.testing.assert_allclose(output.logprobs, log_softmax(logits)[range(6), output.tokens], atol=1e-5)
+
+
+def test_a_run_longer_than_what_is_known_bars_nothing():
+    params = [SamplingParams(temperature=0.0, bad_word_tokens=((0, 0, 0, 4),))]
+    logits = np.zeros((1, 40), np.float32)
+    logits[:, 4] = 1.0
+    for position, token in ((2, 4), (3, 0)):
+        output = choose(logits, params, positions=[position], history=np.zeros((1, 16)))
+        assert output.tokens.tolist() == [token]
+
+
+def test_what_ends_a_request_is_barred_until_enough_was_generated():
+    params = [SamplingParams(temperature=0.0, min_tokens=3)] * 4
+    logits = np.zeros((4, 40), np.float32)
+    logits[:, ENDINGS] = 2.0
+    output = choose(logits, params, positions=[8, 9, 10, 11], prompt_lengths=[8] * 4, history=np.zeros((4, 16)))
+    assert output.tokens.tolist() == [0, 0, 0, ENDINGS[0]]

@@ -197,7 +197,7 @@ class FakeEngine:
     def is_healthy(self) -> bool:
         return self._thread is not None and self._thread.is_alive() and not (self._failed or self._stopping)
 
-    def submit(self, request: Request, sink: Sink) -> None:
+    def check(self, request: Request) -> None:
         for name, tokens in (
             ("prompt_token_ids", request.prompt),
             ("stop_token_ids", request.sampling.stop_token_ids),
@@ -207,6 +207,9 @@ class FakeEngine:
                 raise InvalidRequest(name, f"has a token id outside the vocabulary of {VOCAB_SIZE}")
         if request.max_length > self.max_context:
             raise InvalidRequest("max_tokens", f"prompt and max_tokens are {request.max_length} tokens together")
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        self.check(request)
         with self._changed:
             if self._failed or self._stopping:
                 raise RuntimeError("the engine takes no more requests")

@@ -47,6 +47,7 @@ FIELDS = (
         "suffix",
         "user",
     ),
+    *("use_beam_search", "length_penalty", "early_stopping", "min_tokens", "bad_words", "timeout"),
 )
 
 scalars = (
