@@ -69,6 +69,8 @@ async def stream(engine: TakesRequests, prompt: Prompt, sampling: Mapping[str, A
     """Deltas of one completion (see `Engine.stream`)."""
     request = _request(engine, prompt, sampling)
     assembler = _assembler(engine, request)
+    if request.sampling.grammar is not None:
+        await asyncio.to_thread(engine.check, request)  # compiles it
     engine.start()
     loop = asyncio.get_running_loop()
     events: asyncio.Queue[list[TokenEvent]] = asyncio.Queue()

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from jaxserve.completion import Assembler, parse_request
-from jaxserve.request import InvalidRequest, QueueFull, Request, SamplingParams, TokenEvent
+from jaxserve.request import Grammar, InvalidRequest, QueueFull, Request, SamplingParams, TokenEvent
 from server import errors
 from server.admission import Admission, Ticket
 from server.auth import Tenant
@@ -160,8 +160,17 @@ class Door:
                 lambda: [adjust(self._parse(fields, call, special_tokens, ticket.demoted)) for fields in prompts],
             )
             ticket.correct(samples * sum(len(request.prompt) for request in requests))
+            grammars = {request.sampling.grammar for request in requests}
+            # Held until the engine has them: off this loop is where they are compiled.
+            compiled = [await self._compiled(grammar) for grammar in grammars if grammar is not None]
             with self._submitted(self._generation(call, requests, samples, ticket), ticket) as generation:
+                del compiled
                 yield generation
+
+    async def _compiled(self, grammar: Grammar) -> object:
+        if self.engine.grammars is None:
+            raise InvalidRequest(grammar.field, "needs a tokenizer, and this checkpoint has none")
+        return await self.engine.grammars.prepare(grammar)
 
     def _generation(self, call: Call, requests: list[Request], samples: int, ticket: Ticket) -> Generation:
         requests = [
