@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import threading
 import time
 import weakref
@@ -86,10 +87,10 @@ class Matcher:
         return words
 
     def _problem(self) -> str:
-        told = self._matcher.get_error().replace("<non-verbose/>", "").strip()
+        told = _short(self._matcher.get_error())
         if told.startswith("NoExtension"):
             return "it allows no text"
-        return _short(told) or "llguidance cannot follow it"
+        return told or "llguidance cannot follow it"
 
 
 class Compiled:
@@ -263,7 +264,7 @@ class Grammars:
     def _compile(self, tokenizer: llguidance.LLTokenizer, grammar: Grammar) -> Compiled:
         matcher = llguidance.LLMatcher(tokenizer, _definition(grammar), log_level=0, limits=_LIMITS)
         if matcher.is_error():
-            raise GrammarFailed(f"cannot be compiled: {_short(matcher.get_error().replace('<non-verbose/>', ''))}")
+            raise GrammarFailed(f"cannot be compiled: {_short(matcher.get_error())}")
         try:
             compiled = Compiled(
                 matcher,
@@ -282,11 +283,15 @@ def _definition(grammar: Grammar) -> str:
     text, matcher = grammar.text, llguidance.LLMatcher
     match grammar.kind:
         case "json_schema":
-            return matcher.grammar_from_json_schema(text, defaults=_JSON)
+            try:  # a schema with settings of its own for llguidance is left its own
+                return matcher.grammar_from_json_schema(text, defaults=None if '"x-guidance"' in text else _JSON)
+            except ValueError as problem:
+                raise GrammarFailed(f"cannot be compiled: {_short(str(problem))}") from None
         case "regex":
             return matcher.grammar_from_regex(text)
         case "choice":
-            return matcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, json.loads(text))))
+            # In capitals, it is one word of the text rather than a choice of rules: thousands are no work.
+            return matcher.grammar_from_lark("start: WORD\nWORD: " + " | ".join(map(json.dumps, json.loads(text))))
         case "lark":
             return matcher.grammar_from_lark(text)
 
@@ -308,7 +313,9 @@ def _bits(tokens: Iterable[int], count: int) -> np.ndarray:
 
 
 def _short(told: str) -> str:
-    line = " ".join(told.split())
+    """One line of llguidance's several; where one of them is the reason, that one."""
+    reason = re.search(r"^\s*error: (.+)$", told, re.MULTILINE)
+    line = " ".join((reason[1] if reason else told).replace("<non-verbose/>", "").split())
     return line if len(line) <= _LONGEST_PROBLEM else line[: _LONGEST_PROBLEM - 3] + "..."
 
 

@@ -270,8 +270,7 @@ def test_steps_of_hard_grammars_are_short_or_the_text_fails(grammars, hard) -> N
             token = draw.choice(tokens_of(allowed))
             is_last = follower.advance(token)
             longest = max(longest, time.thread_time() - before)
-        except GrammarFailed as problem:
-            assert str(problem)
+        except GrammarFailed:
             break
         if is_last:
             break
@@ -392,5 +391,5 @@ def test_a_library_that_breaks_down_breaks_nothing_else(monkeypatch, grammars) -
 def test_a_tokenizer_that_the_library_cannot_read_is_told(monkeypatch) -> None:
     tokenizer = demo_tokenizer()
     monkeypatch.setattr(tokenizer, "to_json", lambda: '{"version": "1.0"}')
-    with pytest.raises(InvalidRequest, match="^grammar: is not served with this tokenizer: "):
+    with pytest.raises(InvalidRequest, match=r"^grammar: is not served with this tokenizer: "):
         Grammars(tokenizer, DEMO_VOCAB, (DEMO_EOS,)).compiled(regex("a"))
