@@ -16,6 +16,7 @@ from jaxserve import routing, startup, streaming
 from jaxserve.beams import BeamParams
 from jaxserve.completion import Completion, Delta
 from jaxserve.config import EngineConfig
+from jaxserve.matcher import Compiled, Grammars
 from jaxserve.models.schema import ModelConfig
 from jaxserve.observe import IterationRecord, Load, total
 from jaxserve.replica import Replica
@@ -41,6 +42,9 @@ class Engine:
         self.tokenizer = tokenizer
         self.model_config: ModelConfig = started.replicas[0].pipeline.model.config
         self.max_context = started.report.max_context
+        self.grammars: Grammars | None = None  # without a tokenizer there are none
+        if tokenizer is not None:
+            self.grammars = Grammars(tokenizer, self.model_config.vocab_size, self.model_config.eos_token_ids)
         self._replicas = started.replicas
         self._door = threading.Lock()
         self._changing_weights = False
@@ -118,10 +122,11 @@ class Engine:
 
         Raises:
           InvalidRequest: it can never be served; the message names the field.
-          QueueFull: too many requests or tokens wait already.
+          QueueFull: too many requests, tokens or grammars wait already.
           EngineStopped: the engine was stopped or has failed.
         """
         self.check(request)
+        grammar = self._compiled(request)
         with self._door:
             if any(replica.holds(request.request_id) for replica in self._replicas):
                 raise InvalidRequest("request_id", f"is {request.request_id!r}, which names a request that is alive")
@@ -135,7 +140,7 @@ class Engine:
                 most, new = self.config.max_queued_tokens, len(request.prompt)
                 raise QueueFull(f"{tokens} tokens are waiting; {new} more are over max_queued_tokens ({most})")
             replica, cached = self._choose(request)
-            replica.submit(request, sink, cached=cached)
+            replica.submit(request, sink, cached=cached, grammar=grammar)
 
     def _choose(self, request: Request) -> tuple[Replica, int]:
         """The replica with the least left to compute once it has the request, and the tokens of its prompt that are
@@ -152,7 +157,8 @@ class Engine:
         return serving[chosen], cached[chosen]
 
     def check(self, request: Request) -> None:
-        """Raises InvalidRequest, naming the field, for a request that this engine can never serve."""
+        """Raises InvalidRequest, naming the field, for a request that this engine can never serve. Its grammar is
+        compiled here, if `grammars` has not done so (see `Grammars.prepare` for event loops)."""
         vocab_size = self.model_config.vocab_size
         check_fits(request, self.max_context, self.report.slots)
         for field, tokens in (
@@ -173,6 +179,15 @@ class Engine:
             raise InvalidRequest("min_tokens", f"bars {endings} tokens that end it; at most {MAX_ENDINGS} can be")
         if request.sampling.stop and self.tokenizer is None:
             raise InvalidRequest("stop", "needs a tokenizer, and this checkpoint has none; use stop_token_ids")
+        self._compiled(request)
+
+    def _compiled(self, request: Request) -> Compiled | None:
+        grammar = request.sampling.grammar
+        if grammar is None:
+            return None
+        if self.grammars is None:
+            raise InvalidRequest(grammar.field, "needs a tokenizer, and this checkpoint has none")
+        return self.grammars.compiled(grammar)
 
     def abort(self, request_id: str) -> None:
         """Ends a request within one iteration and gives its slots back; its last event says ABORTED. A request that

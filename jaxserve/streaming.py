@@ -145,6 +145,8 @@ async def stream(
     """Deltas of one completion (see `Engine.stream`)."""
     request = _request(engine, prompt, sampling, terms)
     assembler = _assembler(engine, request)
+    if request.sampling.grammar is not None:
+        await asyncio.to_thread(engine.check, request)  # compiles it
     engine.start()
     loop = asyncio.get_running_loop()
     events: asyncio.Queue[list[TokenEvent]] = asyncio.Queue()

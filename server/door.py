@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from jaxserve.beams import BeamParams, BeamSearch, completions
 from jaxserve.completion import Assembler, Completion, parse_request
-from jaxserve.request import InvalidRequest, QueueFull, Request, SamplingParams, TokenEvent
+from jaxserve.request import Grammar, InvalidRequest, QueueFull, Request, SamplingParams, TokenEvent
 from jaxserve.samples import for_engine, samples_of
 from server import errors
 from server.admission import Admission, Ticket
@@ -166,9 +166,18 @@ class Door:
                 lambda: [adjust(self._parse(fields, call, special_tokens, ticket.demoted)) for fields in prompts],
             )
             ticket.correct(samples * sum(len(request.prompt) for request in requests))
+            grammars = {request.sampling.grammar for request in requests}
+            # Held until the engine has them: off this loop is where they are compiled.
+            compiled = [await self._compiled(grammar) for grammar in grammars if grammar is not None]
             made = self._generation(call, requests, samples, ticket)
             with self._under_way(made), self._submitted(made, ticket) as generation:
+                del compiled
                 yield generation
+
+    async def _compiled(self, grammar: Grammar) -> object:
+        if self.engine.grammars is None:
+            raise InvalidRequest(grammar.field, "needs a tokenizer, and this checkpoint has none")
+        return await self.engine.grammars.prepare(grammar)
 
     def to_the_end(self, request: Request) -> Request:
         """A request whose caller gives no limit, with all the room that the context leaves it."""

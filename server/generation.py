@@ -164,6 +164,8 @@ class Generation:
         delta = assembler.push(event)
         if event.finish_reason is FinishReason.ABORTED and not was_finished:
             raise errors.unavailable(event.error or "the request was ended by the server")
+        if event.field is not None:
+            raise errors.invalid(event.field, event.error or "is wrong")
         if event.finish_reason is FinishReason.ERROR:
             raise RuntimeError(event.error)
         if assembler.finished and not was_finished:

@@ -19,6 +19,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from jaxserve.config import EngineConfig
 from jaxserve.iteration import Admission, Chunk, IterationPlan
+from jaxserve.matcher import Grammars
 from jaxserve.observe import IterationRecord, Load
 from jaxserve.request import Alternatives, FinishReason, InvalidRequest, QueueFull, Request, TokenEvent
 from jaxserve.tokenizer import Tokenizer
@@ -107,6 +108,8 @@ class FakeEngine:
 
     def __post_init__(self) -> None:
         self.model_config = SimpleNamespace(vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,), bos_token_id=None)
+        # Compiles grammars as an engine does; its answers pay no heed to them.
+        self.grammars = None if self.tokenizer is None else Grammars(self.tokenizer, VOCAB_SIZE, (EOS,))
         bucket = SimpleNamespace(size=16, compile_seconds=0.5, milliseconds=1e-4, tokens_per_second=1.6e8)
         self.report = SimpleNamespace(
             device="abacus",
