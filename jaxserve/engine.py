@@ -14,11 +14,12 @@ from typing import Any, Self
 from jaxserve import routing, startup, streaming
 from jaxserve.completion import Completion, Delta
 from jaxserve.config import EngineConfig
+from jaxserve.limits import Limits, check_queue
 from jaxserve.models.schema import ModelConfig
 from jaxserve.observe import IterationRecord, Load, total
 from jaxserve.replica import Replica
 from jaxserve.request import InvalidRequest, QueueFull, Request
-from jaxserve.request_state import check_fits, lease_of
+from jaxserve.request_state import lease_of
 from jaxserve.stage import Progress
 from jaxserve.streaming import Sink
 from jaxserve.timeline import Timeline
@@ -38,6 +39,13 @@ class Engine:
         self.tokenizer = tokenizer
         self.model_config: ModelConfig = started.replicas[0].pipeline.model.config
         self.max_context = started.report.max_context
+        self.limits = Limits(
+            vocab_size=self.model_config.vocab_size,
+            max_context=self.max_context,
+            slots=self.report.slots,
+            scoring=config.scoring,
+            has_tokenizer=tokenizer is not None,
+        )
         self._replicas = started.replicas
         self._door = threading.Lock()
         self._changing_weights = False
@@ -107,6 +115,16 @@ class Engine:
         """Whether requests are being served, by every replica: threads run and none has failed."""
         return all(replica.is_healthy for replica in self._replicas)
 
+    @property
+    def problem(self) -> str | None:
+        """Why no request is being served, or None."""
+        return None if self.is_healthy else "the engine has failed"
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether a request that is handed in now will be served."""
+        return self.is_healthy
+
     def submit(self, request: Request, sink: Sink) -> None:
         """Hands a request in. Its events come to `sink`, called on the replica's thread once an iteration with all of
         the events for requests that share the sink; the last event of a request has a finish_reason.
@@ -122,13 +140,12 @@ class Engine:
                 raise InvalidRequest("request_id", f"is {request.request_id!r}, which names a request that is alive")
             if self._changing_weights:
                 raise QueueFull("the weights are being replaced; no request is taken until they are")
-            requests = sum(replica.num_waiting for replica in self._replicas)
-            tokens = sum(replica.waiting_tokens for replica in self._replicas)
-            if requests + 1 > self.config.max_queued_requests:
-                raise QueueFull(f"{requests} requests are waiting, as many as may (max_queued_requests)")
-            if tokens + len(request.prompt) > self.config.max_queued_tokens and requests:
-                most, new = self.config.max_queued_tokens, len(request.prompt)
-                raise QueueFull(f"{tokens} tokens are waiting; {new} more are over max_queued_tokens ({most})")
+            check_queue(
+                self.config,
+                request,
+                waiting=sum(replica.num_waiting for replica in self._replicas),
+                waiting_tokens=sum(replica.waiting_tokens for replica in self._replicas),
+            )
             replica, cached = self._choose(request)
             replica.submit(request, sink, cached=cached)
 
@@ -145,20 +162,7 @@ class Engine:
 
     def check(self, request: Request) -> None:
         """Raises InvalidRequest, naming the field, for a request that this engine can never serve."""
-        vocab_size = self.model_config.vocab_size
-        check_fits(request, self.max_context, self.report.slots)
-        for field, tokens in (
-            ("prompt_token_ids", request.prompt),
-            ("stop_token_ids", request.sampling.stop_token_ids),
-            ("logit_bias", [token for token, _ in request.sampling.logit_bias]),
-        ):
-            if tokens and (min(tokens) < 0 or max(tokens) >= vocab_size):
-                wrong = next(token for token in tokens if not 0 <= token < vocab_size)
-                raise InvalidRequest(field, f"has token id {wrong}; the vocabulary has ids 0 to {vocab_size - 1}")
-        if request.sampling.prompt_logprobs is not None and not self.config.scoring:
-            raise InvalidRequest("prompt_logprobs", "is not served: the engine was started without prompt scoring")
-        if request.sampling.stop and self.tokenizer is None:
-            raise InvalidRequest("stop", "needs a tokenizer, and this checkpoint has none; use stop_token_ids")
+        self.limits.check(request)
 
     def abort(self, request_id: str) -> None:
         """Ends a request within one iteration and gives its slots back; its last event says ABORTED. A request that
