@@ -9,7 +9,6 @@ import json
 import logging
 import socket
 import sys
-from importlib import metadata
 from pathlib import Path
 
 from server import auth, flags, settings, tls

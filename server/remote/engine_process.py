@@ -46,7 +46,7 @@ Progress = Callable[[str, int, int], None]
 
 
 def main(make: Callable[[Job, Progress], Any] | None = None) -> int:
-    """Serves the front at the other end of the socket whose descriptor is the first argument.
+    """Serves the front at the other end of the socket whose descriptor is the last argument.
 
     Args:
       make: makes the engine of a job, not started yet.
@@ -56,7 +56,7 @@ def main(make: Callable[[Job, Progress], Any] | None = None) -> int:
     """
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     _follow_front()
-    with socket.socket(fileno=int(sys.argv[1])) as channel:
+    with socket.socket(fileno=int(sys.argv[-1])) as channel:
         channel.set_inheritable(False)
         try:
             return _serve(channel, make or _make)

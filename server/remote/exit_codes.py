@@ -8,14 +8,14 @@ ENDED = 0  # as it was told
 USER_ERROR = 2  # a setting, a checkpoint or a file is wrong: starting again would not help
 ENGINE_GONE = 69  # of the front: its engine process is gone, and is not started (again)
 ENGINE_FAILED = 70  # the engine's loop raised; the log has the traceback
-FRONT_GONE = 71  # the process in front has ended, or has read nothing for too long
+FRONT_GONE = 74  # the process in front has ended, or has read nothing for too long
 BAD_FRAME = 76  # what came through the socket was not what the front would send
 
 _MEANINGS = {
     ENDED: "ended",
     USER_ERROR: "refused to start (exit code 2)",
     ENGINE_FAILED: "failed (exit code 70)",
-    FRONT_GONE: "took the front for gone (exit code 71)",
+    FRONT_GONE: "took the front for gone (exit code 74)",
     BAD_FRAME: "was sent what is no message (exit code 76)",
 }
 

@@ -1,11 +1,12 @@
 """Values as plain data (what JSON holds) and back, by their types alone.
 
-Whatever is a dataclass, a NamedTuple, an enum, a tuple or a number and says so in its annotations can cross to another
-process; nothing that is read names code. A dataclass leaves out the fields that have their defaults.
+Whatever is a dataclass, a NamedTuple, an enum, a tuple, a path or a number and says so in its annotations can cross to
+another process; nothing that is read names code. A dataclass leaves out the fields that have their defaults.
 """
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import enum
 import functools
@@ -13,6 +14,7 @@ import math
 import types
 import typing
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 _T = TypeVar("_T")
@@ -48,7 +50,11 @@ def codec(kind: Any) -> Codec:
         return _union(arguments)
     if origin is tuple:
         return _sequence(arguments[0]) if arguments[1:] == (...,) else _fixed(arguments, tuple)
+    if kind is bytes:
+        return Codec(lambda value: base64.b64encode(value).decode(), _bytes)
     if isinstance(kind, type):
+        if issubclass(kind, Path):
+            return Codec(str, lambda data: Path(_scalar(str, data)))
         if issubclass(kind, enum.Enum):
             return Codec(lambda value: value.value, kind)
         if dataclasses.is_dataclass(kind):
@@ -69,6 +75,10 @@ def _scalar(kind: type, data: Any) -> Any:
     if kind is float and type(data) is int:
         return float(data)
     raise ValueError(f"{_short(data)} is no {kind.__name__}")
+
+
+def _bytes(data: Any) -> bytes:
+    return base64.b64decode(_scalar(str, data), validate=True)
 
 
 def _one_of(choices: tuple[Any, ...], data: Any) -> Any:
