@@ -1,5 +1,5 @@
-"""`jaxserve serve` on a fake engine, as a process of its own: `python -m tests.server.serve_fake [--held] FLAGS`, or with
-its engine in another, which does as a file says: `python -m tests.server.serve_fake --orders FILE FLAGS`."""
+"""`jaxserve serve` on a fake engine, as a process of its own: `python -m tests.server.serve_fake [--held] FLAGS`, or
+with its engine in another, which does as a file says: `python -m tests.server.serve_fake --orders FILE FLAGS`."""
 
 import sys
 
