@@ -78,8 +78,8 @@ _SURFACE = """\
 Starts a server and measures, over the wire, what its front door costs and what it stands: the time of an iteration with
 so many streams against the same work without a server, the processors' time for a token, how quickly calls are refused
 at ten times the load that can be served, and what that does to those that are accepted. The load generator's own
-processor time is reported apart; on a machine with few cores it is part of what is measured. Servers that answer callers
-in a process of their own, and in a thread of the engine's, take turns.
+processor time is reported apart; on a machine with few cores it is part of what is measured. Servers that answer
+callers in a process of their own, and in a thread of the engine's, take turns.
 
   jaxserve bench surface --shape bloom-560m
   jaxserve bench surface --model DIR --streams 16 --seconds 20"""
