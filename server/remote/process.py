@@ -57,6 +57,7 @@ class EngineProcess:
                 )
         except BaseException:
             ours.close()
+            self._lost.set()
             raise
         assert self._process.stdout is not None
         self._pump = threading.Thread(target=self._forward, args=(self._process.stdout,), daemon=True)
@@ -91,7 +92,8 @@ class EngineProcess:
         """Waits for its end; the exit code, or minus the signal that ended it."""
         await self._lost.wait()
         process = self._process
-        assert process is not None
+        if process is None:
+            return 1  # it could not even be started
         loop = asyncio.get_running_loop()
         until = loop.time() + _REAP_SECONDS
         while process.poll() is None:

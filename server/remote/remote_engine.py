@@ -126,7 +126,8 @@ class RemoteEngine:
     def loads(self) -> list[Load]:
         """As the engine process told last, with what it has not counted yet."""
         first, *others = self._loads
-        unseen = tuple(self._unseen) if self._send is not None else [each.request for each in self._alive.values()]
+        # Copied in one step: other threads read this.
+        unseen = list(self._unseen) if self._send is not None else [each.request for each in list(self._alive.values())]
         if unseen:
             tokens = sum(len(request.prompt) for request in unseen)
             first = dataclasses.replace(

@@ -90,7 +90,7 @@ class Supervisor:
           EngineGone: it has ended, and is not started again.
         """
         in_a_row = 0
-        while True:
+        while not self._closed.is_set():
             code = await self._live()
             if self._closed.is_set():
                 return
@@ -98,18 +98,19 @@ class Supervisor:
                 self._engine.disconnect("the engine cannot be started", returns=False)
                 raise UserError(self._refusal)
             cause = self._cause(code)
-            was_steady = self._restarts is not None and self._served_seconds() >= self._restarts.steady_seconds
-            in_a_row = 1 if was_steady else in_a_row + 1
-            again = self._restarts is not None and in_a_row <= self._restarts.most
             self._tell(code, cause)
-            self._engine.disconnect(cause + "; it is being started again" * again, returns=again)
-            if not again or self._restarts is None:
-                if self._restarts is None and self.ready.is_set():
+            if self._restarts is None:
+                self._engine.disconnect(cause, returns=False)
+                if self.ready.is_set():
                     await self._closed.wait()  # as an engine in this process that has failed: whoever runs us decides
-                raise EngineGone(cause if self._restarts is None else f"{cause}, {in_a_row} times in a row")
+                raise EngineGone(cause)
+            in_a_row = 1 if self._served_seconds() >= self._restarts.steady_seconds else in_a_row + 1
+            if in_a_row > self._restarts.most:
+                self._engine.disconnect(cause, returns=False)
+                raise EngineGone(f"{cause}, {in_a_row} times in a row")
+            self._engine.disconnect(f"{cause}; it is being started again", returns=True)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._closed.wait(), self._restarts.delay(in_a_row))
-                return
 
     def give_up(self, problem: str) -> None:
         """Has the engine process killed, which serves nobody though it lives; it is started again if that is asked
@@ -122,7 +123,7 @@ class Supervisor:
         """Ends the engine process; requests that it has are given up."""
         self._closed.set()
         process = self._process
-        if process is None:
+        if process is None:  # its task has had no turn yet
             return
         if self._ready_since is None or self._wedged is not None:
             process.kill()
@@ -142,9 +143,13 @@ class Supervisor:
         """One engine process from its start to its end; the exit code."""
         self._refusal = self._wedged = self._ready_since = None
         self._started = time.monotonic()
-        process = EngineProcess(self._command, self._take)
-        await process.start()
-        self._process = process
+        self._process = process = EngineProcess(self._command, self._take)
+        try:
+            await process.start()
+        except OSError as problem:
+            raise EngineGone(f"no engine process can be started: {problem}") from problem
+        if self._closed.is_set():
+            process.kill()
         process.send(json_frame(Kind.START, plain.encode(Job, self._job)))
         return await process.ended()
 

@@ -97,7 +97,7 @@ def await_idle(engine: Any) -> None:
 
 
 def run_served(front: str, model: Path, scenario: Callable[[Any], Coroutine[Any, Any, None]], *more: str) -> None:
-    """Runs a coroutine that serves an engine of this process, or one in a process of its own, and sees it idle again."""
+    """Runs a coroutine that serves an engine, in this process or in one of its own, and sees it idle again."""
     if front == "thread":
         with engine_of(model, *more) as engine:
             asyncio.run(scenario(engine))

@@ -92,6 +92,7 @@ async def remote(
             await it.surface.stop()
             await supervisor.close()
             await asyncio.wait([it.running])
+            it.running.exception()  # which is the test's to look at
 
 
 Scenario = Callable[[Remote], Coroutine[Any, Any, None]]
