@@ -16,13 +16,13 @@ from jaxserve import routing, startup, streaming
 from jaxserve.beams import BeamParams
 from jaxserve.completion import Completion, Delta
 from jaxserve.config import EngineConfig
+from jaxserve.limits import Limits, check_queue
 from jaxserve.matcher import Compiled, Grammars
 from jaxserve.models.schema import ModelConfig
 from jaxserve.observe import IterationRecord, Load, total
 from jaxserve.replica import Replica
 from jaxserve.request import InvalidRequest, QueueFull, Request
-from jaxserve.request_state import check_fits, lease_of
-from jaxserve.sampler import MAX_ENDINGS
+from jaxserve.request_state import lease_of
 from jaxserve.stage import Progress
 from jaxserve.streaming import Sink, Terms
 from jaxserve.timeline import Timeline
@@ -45,6 +45,14 @@ class Engine:
         self.grammars: Grammars | None = None  # without a tokenizer there are none
         if tokenizer is not None:
             self.grammars = Grammars(tokenizer, self.model_config.vocab_size, self.model_config.eos_token_ids)
+        self.limits = Limits(
+            vocab_size=self.model_config.vocab_size,
+            max_context=self.max_context,
+            slots=self.report.slots,
+            endings=len(self.model_config.eos_token_ids),
+            scoring=config.scoring,
+            has_tokenizer=tokenizer is not None,
+        )
         self._replicas = started.replicas
         self._door = threading.Lock()
         self._changing_weights = False
@@ -116,6 +124,16 @@ class Engine:
         """Whether requests are being served, by every replica: threads run and none has failed."""
         return all(replica.is_healthy for replica in self._replicas)
 
+    @property
+    def problem(self) -> str | None:
+        """Why no request is being served, or None."""
+        return None if self.is_healthy else "the engine has failed"
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether a request that is handed in now will be served."""
+        return self.is_healthy
+
     def submit(self, request: Request, sink: Sink) -> None:
         """Hands a request in. Its events come to `sink`, called on the replica's thread once an iteration with all of
         the events for requests that share the sink; the last event of a request has a finish_reason.
@@ -132,13 +150,12 @@ class Engine:
                 raise InvalidRequest("request_id", f"is {request.request_id!r}, which names a request that is alive")
             if self._changing_weights:
                 raise QueueFull("the weights are being replaced; no request is taken until they are")
-            requests = sum(replica.num_waiting for replica in self._replicas)
-            tokens = sum(replica.waiting_tokens for replica in self._replicas)
-            if requests + 1 > self.config.max_queued_requests:
-                raise QueueFull(f"{requests} requests are waiting, as many as may (max_queued_requests)")
-            if tokens + len(request.prompt) > self.config.max_queued_tokens and requests:
-                most, new = self.config.max_queued_tokens, len(request.prompt)
-                raise QueueFull(f"{tokens} tokens are waiting; {new} more are over max_queued_tokens ({most})")
+            check_queue(
+                self.config,
+                request,
+                waiting=sum(replica.num_waiting for replica in self._replicas),
+                waiting_tokens=sum(replica.waiting_tokens for replica in self._replicas),
+            )
             replica, cached = self._choose(request)
             replica.submit(request, sink, cached=cached, grammar=grammar)
 
@@ -159,34 +176,14 @@ class Engine:
     def check(self, request: Request) -> None:
         """Raises InvalidRequest, naming the field, for a request that this engine can never serve. Its grammar is
         compiled here, if `grammars` has not done so (see `Grammars.prepare` for event loops)."""
-        vocab_size = self.model_config.vocab_size
-        check_fits(request, self.max_context, self.report.slots)
-        for field, tokens in (
-            ("prompt_token_ids", request.prompt),
-            ("stop_token_ids", request.sampling.stop_token_ids),
-            ("logit_bias", [token for token, _ in request.sampling.logit_bias]),
-            ("bad_words", [token for run in request.sampling.bad_word_tokens for token in run]),
-        ):
-            if tokens and (min(tokens) < 0 or max(tokens) >= vocab_size):
-                wrong = next(token for token in tokens if not 0 <= token < vocab_size)
-                raise InvalidRequest(field, f"has token id {wrong}; the vocabulary has ids 0 to {vocab_size - 1}")
-        if request.sampling.prompt_logprobs is not None and not self.config.scoring:
-            raise InvalidRequest("prompt_logprobs", "is not served: the engine was started without prompt scoring")
-        if request.sampling.bad_words and not request.sampling.bad_word_tokens:
-            raise InvalidRequest("bad_words", "are no tokens yet; parse_request makes them so")
-        endings = len(self.model_config.eos_token_ids) + len(request.sampling.stop_token_ids)
-        if request.sampling.min_tokens and endings > MAX_ENDINGS:
-            raise InvalidRequest("min_tokens", f"bars {endings} tokens that end it; at most {MAX_ENDINGS} can be")
-        if request.sampling.stop and self.tokenizer is None:
-            raise InvalidRequest("stop", "needs a tokenizer, and this checkpoint has none; use stop_token_ids")
+        self.limits.check(request)
         self._compiled(request)
 
     def _compiled(self, request: Request) -> Compiled | None:
         grammar = request.sampling.grammar
         if grammar is None:
             return None
-        if self.grammars is None:
-            raise InvalidRequest(grammar.field, "needs a tokenizer, and this checkpoint has none")
+        assert self.grammars is not None  # there is a tokenizer, or it has been refused
         return self.grammars.compiled(grammar)
 
     def abort(self, request_id: str) -> None:

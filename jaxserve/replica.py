@@ -20,10 +20,11 @@ import numpy as np
 
 from jaxserve import batch
 from jaxserve.buckets import BucketCost
+from jaxserve.compilations import compilations
 from jaxserve.iteration import IterationPlan
 from jaxserve.masks import Masks
 from jaxserve.matcher import Compiled
-from jaxserve.observe import IterationRecord, Load, compilations
+from jaxserve.observe import IterationRecord, Load
 from jaxserve.pipeline import Pipeline
 from jaxserve.request import EngineStopped, FinishReason, Request, TokenEvent
 from jaxserve.routing import Owed
@@ -47,8 +48,9 @@ class _Alive:
 
 
 class _Timed(NamedTuple):
-    """Host times of a plan on its way through the device."""
+    """Host times of a plan on its way through the device, and what its bucket was measured to take there."""
 
+    cost_s: float
     waiting: int
     schedule_s: float
     pack_s: float
@@ -128,6 +130,7 @@ class Replica:
                 alive.started = time.monotonic()
         self._timed.append(
             _Timed(
+                self._bucket_cost[plan.bucket],
                 self.scheduler.num_waiting,
                 scheduled - self._schedule_started,
                 ready - scheduled,
@@ -191,7 +194,7 @@ class Replica:
         num_tokens, decodes, drafted = plan.num_tokens, plan.num_decodes, len(plan.drafts)
         self._iterations += 1
         self._prompt_tokens += num_tokens - decodes - drafted
-        cost = self._bucket_cost[plan.bucket]
+        cost = timed.cost_s
         self._host_seconds += timed.schedule_s + timed.pack_s + timed.launch_s + complete_s
         self._bucket_seconds += cost
         self._padding_seconds += cost * (plan.bucket - num_tokens) / plan.bucket
@@ -377,6 +380,7 @@ class Replica:
     def load(self) -> Load:
         """How busy the replica is. Cheap."""
         scheduler, pool = self.scheduler, self.scheduler.pool
+        oldest = next(iter(self._timed.copy()), None)
         return Load(
             running=scheduler.num_running,
             waiting=self.num_waiting,
@@ -396,4 +400,5 @@ class Replica:
             bucket_seconds=self._bucket_seconds,
             padding_seconds=self._padding_seconds,
             compiled_after_ready=self._compiled_after_ready,
+            due_seconds=0.0 if oldest is None else oldest.cost_s,
         )

@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple, get_args
 MAX_LOGPROBS = 20  # most alternatives reported for a position
 MAX_LOGIT_BIAS = 300  # most entries of a logit_bias
 MAX_STOP = 16  # most stop strings, and most stop token ids
+MAX_ENDINGS = 64  # tokens that min_tokens can bar
 MAX_BAD_WORDS = 64  # most strings that are never to appear
 MAX_BAD_WORD_TOKENS = 256  # of all of them together, as token ids
 MAX_GRAMMAR_BYTES = 65_536  # of a grammar's text in UTF-8

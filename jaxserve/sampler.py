@@ -29,11 +29,10 @@ from jaxtyping import Bool, Float32, Int32, UInt32
 
 from jaxserve import selection
 from jaxserve.iteration import SamplerVariant
-from jaxserve.request import MAX_BAD_WORD_TOKENS, MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
+from jaxserve.request import MAX_BAD_WORD_TOKENS, MAX_ENDINGS, MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
 from jaxserve.selection import block_reduce, largest, once_if
 
 BLOCK = 128  # ids summed together before the cumulative sum over blocks
-MAX_ENDINGS = 64  # tokens that min_tokens can bar
 PURPOSE = 0x746F6B65  # sets the keys of token choice apart from any other use of a request's seed
 
 

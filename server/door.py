@@ -26,10 +26,11 @@ from server.admission import Admission, Ticket
 from server.auth import Tenant
 from server.generation import Call, Generation, Life, Observer
 from server.searching import Searching
+from server.served_engine import NotReady
 
 if TYPE_CHECKING:
-    from jaxserve.engine import Engine
     from jaxserve.tokenizer import Tokenizer
+    from server.served_engine import ServedEngine
 
 _Result = TypeVar("_Result")
 
@@ -37,7 +38,6 @@ _log = logging.getLogger(__name__)
 
 _LONG_TEXT = 10_000  # characters; more is tokenised off the event loop (about a millisecond's work)
 _LONGEST_ID = 256  # characters of a caller's own name of a call
-_FAILED = "the engine has failed"
 _GRACE = 0.2  # seconds after a deadline in which a protocol that knows of deadlines ends its calls itself
 
 
@@ -45,14 +45,14 @@ class Door:
     """One engine's door, for every protocol. Make and use it on the event loop that serves.
 
     Args:
-      engine: started, or to be started.
+      engine: started, or to be started; while it is not ready calls are refused.
       tenants: that callers may belong to, by name.
     """
 
-    def __init__(self, engine: Engine, *, tenants: Callable[[], dict[str, Tenant]] = dict) -> None:
+    def __init__(self, engine: ServedEngine, *, tenants: Callable[[], dict[str, Tenant]] = dict) -> None:
         self.engine = engine
         self.admission = Admission(engine, tenants=tenants)
-        self.problem: str | None = None  # what keeps the engine from serving, if something does
+        self.problem: str | None = None  # what the watchdog has seen keep the engine from serving, if something does
         self.observers: list[Observer] = []
         self._loop = asyncio.get_running_loop()
         self._alive: dict[str, Generation | Searching] = {}  # by the engine's name of a request it has not ended yet
@@ -85,10 +85,15 @@ class Door:
 
     @property
     def closed(self) -> str | None:
-        """Why no call is taken, if none is."""
-        if self._closed is None and not self.engine.is_healthy:
-            return _FAILED
+        """Why no call is taken, if none is. While the engine is away and will be back, calls wait for it."""
+        if self._closed is None and self.engine.problem is not None:
+            return None if self.engine.takes_requests else self.engine.problem
         return self._closed or self.problem
+
+    @property
+    def unwell(self) -> str | None:
+        """Why health says that nothing is served, if it does."""
+        return self._closed or self.engine.problem or self.problem
 
     def close(self, message: str) -> None:
         """Refuses new calls from now on (UNAVAILABLE); those under way go on."""
@@ -133,8 +138,10 @@ class Door:
                 return errors.invalid(problem.field, str(problem))
             case QueueFull():
                 return errors.queue_full(str(problem), self.admission.retry_seconds())
-        if not self.engine.is_healthy:
-            return errors.unavailable(_FAILED)
+            case NotReady():
+                return errors.unavailable(str(problem), errors.RETRY_SECONDS)
+        if self.engine.problem is not None:
+            return errors.unavailable(self.engine.problem)
         _log.exception("request %r failed", call_id, exc_info=problem)
         return errors.failed(call_id)
 
@@ -272,7 +279,7 @@ class Door:
         if len(call.id) > _LONGEST_ID:
             raise errors.invalid("request_id", f"is longer than {_LONGEST_ID} characters")
         if self.closed is not None:
-            raise errors.unavailable(self.closed)
+            raise errors.unavailable(self.closed, None if self._closed is not None else errors.RETRY_SECONDS)
 
     @contextlib.contextmanager
     def _admitted(self, prompts: Sequence[Mapping[str, Any]], call: Call, samples: int) -> Iterator[Ticket]:

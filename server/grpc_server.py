@@ -49,7 +49,7 @@ class GrpcServer:
     def __init__(
         self, door: Door, *, name: str, version: str, tls: Tls | None = None, keys: ApiKeys | None = None
     ) -> None:
-        self._engine = door.engine
+        self._door = door
         self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
         self._tls = tls
         interceptors = [KeyInterceptor(keys, OPEN_SERVICES)] if keys is not None else []
@@ -76,7 +76,7 @@ class GrpcServer:
             port = self._server.add_insecure_port(address)
         else:
             port = self._server.add_secure_port(address, self._tls.grpc_credentials())
-        await self.set_health(self._engine.is_healthy)
+        await self.set_health(self._door.unwell is None)
         await self._server.start()
         return port
 

@@ -79,6 +79,11 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         raise AssertionError
 
     async def GetModel(self, request: pb.GetModelRequest, context: Any) -> pb.GetModelResponse:
+        async with rpc.answering(self._door, context, new_id()):
+            return self._model()
+        raise AssertionError
+
+    def _model(self) -> pb.GetModelResponse:
         engine, report = self._engine, self._engine.report
         return pb.GetModelResponse(
             name=self._name,

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from server import flags
-from server.report import UserError, show, starting
+from server.report import Report, UserError, show, starting
 
 if TYPE_CHECKING:
+    from jaxserve.config import EngineConfig
     from jaxserve.engine import Engine
-
 
 # How much of a GPU jax sets aside: the rest is the driver's and the collectives'. jax's own choice is 0.75.
 _GPU_MEMORY = "0.93"
@@ -45,13 +45,18 @@ def load_engine(args: argparse.Namespace) -> Engine:
     path = model_directory(args)
     with mending():
         config = flags.engine_config(args)  # before jax is imported: a wrong flag is told at once
-        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", _GPU_MEMORY)
-        from jaxserve.engine import Engine
-
         with starting() as report:
-            engine = Engine.from_checkpoint(path, config, progress=report)
+            engine = make_engine(path, config, report)
     show(engine.report, model=path.name)
     return engine
+
+
+def make_engine(path: Path, config: EngineConfig, progress: Report) -> Engine:
+    """Loads and compiles."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", _GPU_MEMORY)
+    from jaxserve.engine import Engine
+
+    return Engine.from_checkpoint(path, config, progress=progress)
 
 
 @contextlib.contextmanager
@@ -73,12 +78,12 @@ _NO_MEMORY = "not enough memory for weights and slots; try fewer --slots or --ma
 
 
 @contextlib.contextmanager
-def profiling(args: argparse.Namespace) -> Iterator[None]:
+def profiling(folder: Path | str | None) -> Iterator[None]:
     """Captures what runs inside with jax's profiler where `--profile DIR` was given."""
-    if args.profile is None:
+    if folder is None:
         yield
         return
     import jax
 
-    with jax.profiler.trace(str(args.profile)):
+    with jax.profiler.trace(str(folder)):
         yield

@@ -28,7 +28,8 @@ _SURFACE = """\
 Starts a server and measures, over the wire, what its front door costs and what it stands: the time of an iteration with
 so many streams against the same work without a server, the processors' time for a token, how quickly calls are refused
 at ten times the load that can be served, and what that does to those that are accepted. The load generator's own
-processor time is reported apart; on a machine with few cores it is part of what is measured.
+processor time is reported apart; on a machine with few cores it is part of what is measured. Servers that answer
+callers in a process of their own, and in a thread of the engine's, take turns.
 
   jaxserve bench surface --shape bloom-560m
   jaxserve bench surface --model DIR --streams 16 --seconds 20"""
@@ -85,6 +86,15 @@ def add(benchmarks: Benchmarks) -> None:
         "--overload", type=float, default=10.0, metavar="X", help="times the sustainable load (default: %(default)g)"
     )
     group.add_argument("--seconds", type=float, default=60.0, metavar="S", help="of each load (default: %(default)g)")
+    group.add_argument(
+        "--turns", type=flags.positive, default=3, metavar="N", help="of the streams (default: %(default)s)"
+    )
+    group.add_argument(
+        "--front",
+        choices=("process", "thread"),
+        action="append",
+        help="of the server, see `jaxserve serve --help` (default: one after the other)",
+    )
     group.add_argument("--seed", type=int, default=0, metavar="N", help="of the prompts (default: %(default)s)")
     benchmarks.add_engine_flags(surface)
 
@@ -164,6 +174,8 @@ def _run_surface(args: argparse.Namespace) -> int:
         queue=max(args.queue or 0, streams),
         overload=args.overload,
         seconds=0.5 if args.quick else args.seconds,
+        turns=1 if args.quick else args.turns,
+        fronts=args.front or surface.FRONTS,
         out=args.out,
         console=flags.console(),
     )

@@ -32,7 +32,7 @@ def routes(door: Door, name: str, version: str) -> list[Route]:
         await exchange.json({"live": True})
 
     async def ready(exchange: Exchange) -> None:
-        is_ready = door.closed is None
+        is_ready = door.unwell is None
         await exchange.json({"ready": is_ready}, 200 if is_ready else 503)
 
     async def server(exchange: Exchange) -> None:
@@ -40,7 +40,7 @@ def routes(door: Door, name: str, version: str) -> list[Route]:
 
     async def model_ready(exchange: Exchange) -> None:
         _check(exchange)
-        is_ready = door.closed is None
+        is_ready = door.unwell is None
         await exchange.json({"name": name, "ready": is_ready}, 200 if is_ready else 503)
 
     async def model(exchange: Exchange) -> None:

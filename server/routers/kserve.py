@@ -30,12 +30,12 @@ class InferenceService(open_inference_grpc_pb2_grpc.GRPCInferenceServiceServicer
         return pb.ServerLiveResponse(live=True)
 
     async def ServerReady(self, request: pb.ServerReadyRequest, context: Any) -> pb.ServerReadyResponse:
-        return pb.ServerReadyResponse(ready=self._door.closed is None)
+        return pb.ServerReadyResponse(ready=self._door.unwell is None)
 
     async def ModelReady(self, request: pb.ModelReadyRequest, context: Any) -> pb.ModelReadyResponse:
         async with rpc.answering(self._door, context, new_id()):
             check_model(self._name, request.name, request.version)
-            return pb.ModelReadyResponse(ready=self._door.closed is None)
+            return pb.ModelReadyResponse(ready=self._door.unwell is None)
         raise AssertionError  # `answering` has raised
 
     async def ServerMetadata(self, request: pb.ServerMetadataRequest, context: Any) -> pb.ServerMetadataResponse:

@@ -74,10 +74,15 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
         raise AssertionError  # `answering` has raised
 
     async def HealthCheck(self, request: pb.HealthCheckRequest, context: Any) -> pb.HealthCheckResponse:
-        problem = self._door.closed
+        problem = self._door.unwell
         return pb.HealthCheckResponse(healthy=problem is None, message=problem or "serving")
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Any) -> pb.GetModelInfoResponse:
+        async with rpc.answering(self._door, context, new_id()):
+            return self._model()
+        raise AssertionError
+
+    def _model(self) -> pb.GetModelInfoResponse:
         engine, config = self._engine, self._engine.model_config
         return pb.GetModelInfoResponse(
             model_path=self._name,
@@ -94,7 +99,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Any) -> pb.GetServerInfoResponse:
         return pb.GetServerInfoResponse(
             active_requests=self._door.num_alive,
-            is_paused=self._door.closed is not None,
+            is_paused=self._door.unwell is not None,
             last_receive_timestamp=self._latest,
             uptime_seconds=time.monotonic() - self._started,
             server_type="jaxserve",
