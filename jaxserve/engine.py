@@ -51,6 +51,7 @@ class Engine:
             slots=self.report.slots,
             endings=len(self.model_config.eos_token_ids),
             scoring=config.scoring,
+            masks=all(replica.pipeline.takes_masks for replica in started.replicas),
             has_tokenizer=tokenizer is not None,
         )
         self._replicas = started.replicas
@@ -111,6 +112,7 @@ class Engine:
             replica.ask_to_stop()
         for replica in self._replicas:
             replica.join()
+            replica.pipeline.close()
 
     def __enter__(self) -> Self:
         self.start()
@@ -126,8 +128,11 @@ class Engine:
 
     @property
     def problem(self) -> str | None:
-        """Why no request is being served, or None."""
-        return None if self.is_healthy else "the engine has failed"
+        """Why no request is being served, in words for callers: a host that failed, of several; None while they are."""
+        if self.is_healthy:
+            return None
+        why = next((text for replica in self._replicas if (text := replica.pipeline.problem)), None)
+        return "the engine has failed" + (f": {why}" if why else "")
 
     @property
     def takes_requests(self) -> bool:

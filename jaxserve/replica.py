@@ -271,7 +271,9 @@ class Replica:
     @property
     def is_healthy(self) -> bool:
         """Whether requests are being served: the thread runs and has not failed."""
-        return self._failure is None and not self._stopping and self._thread is not None and self._thread.is_alive()
+        if self._failure is not None or self.pipeline.problem is not None:
+            return False
+        return not self._stopping and self._thread is not None and self._thread.is_alive()
 
     @property
     def owed_tokens(self) -> int:

@@ -71,7 +71,7 @@ class StageRunner:
         self._copy: Any = None
         self.pool: Any = None
         state = batch.empty_state(programs.shape.layout(1), is_first=programs.is_first, is_last=programs.is_last)
-        self._state = self.receive(state)
+        self._state = jax.tree.map(self._whole, state)
 
     def _own(self, params: Params) -> Params:
         wanted = self.programs.params()
@@ -144,9 +144,11 @@ class StageRunner:
         devices = list(self.programs.mesh.devices.flat)
         return self._cache.get(made_from, devices, lambda: lower(*sizes).compile())
 
-    def receive(self, arrays: Any) -> Any:
-        """Arrays of another stage, or of the host, copied to every device of this one; returns before they are."""
-        return jax.device_put(arrays, self.programs.everywhere)
+    def _whole(self, values: Any) -> jax.Array:
+        """An array of the host on every device of this stage, of which some may belong to other hosts that hold it
+        too."""
+        held = np.asarray(values)
+        return jax.make_array_from_callback(held.shape, self.programs.everywhere, lambda index: held[index])
 
     def admit(self, admissions: Iterable[np.ndarray]) -> None:
         """Enqueues that requests take their rows."""
@@ -197,8 +199,9 @@ class StageRunner:
             answer.copy_to_host_async()
         return launched
 
-    def feed(self, points: jax.Array, chosen: jax.Array) -> None:
+    def feed(self, points: jax.Array | None, chosen: jax.Array | None) -> None:
         """Enqueues that the first stage takes in what the last chose at these points, int32[2, S]."""
+        assert points is not None
         history = self._feed[len(points)](self._state.history, points, chosen)
         self._state = self._state._replace(history=history)
 
@@ -235,6 +238,8 @@ def _put(values: Any, wanted: jax.ShapeDtypeStruct) -> jax.Array:
     if values.shape != wanted.shape:
         missing = [(0, size - have) for size, have in zip(wanted.shape, values.shape, strict=True)]
         values = np.pad(np.asarray(values), missing)
+    if isinstance(values, jax.Array) and (values.dtype, values.sharding) == (wanted.dtype, wanted.sharding):
+        return values  # read to where it belongs; of several hosts' devices it could not be copied from here alone
     return jax.device_put(values.astype(wanted.dtype), wanted.sharding)
 
 

@@ -1,4 +1,5 @@
-"""What measures an engine in this process: `jaxserve bench offline`, step, host, stages, speculate, deterministic."""
+"""What measures an engine in this process: `jaxserve bench offline`, step, host, stages, control, speculate,
+deterministic."""
 
 from __future__ import annotations
 
@@ -24,6 +25,10 @@ _STAGES = """\
 Serves a tiny model whose attention sleeps in 1, 2, 4, ... stages of one virtual CPU device each, and compares their
 iterations a second: stages that sleep at the same time show that they work at the same time, on as few cores as there
 are. Needs a C++ compiler."""
+_CONTROL = """\
+Measures what several hosts add to an iteration beside their devices: decodes go as plans to a worker process over the
+loopback and come back as answers, with stages that compute nothing. One iteration at a time, so that the round trip is
+all of it; with plans in flight the devices work meanwhile."""
 _SPECULATE = """\
 Serves one request at a time with and without speculation, in turn: a greedy answer to a passage that is repeated, and
 one drawn at temperature 1, which hardly repeats anything (weights may be random: their greedy answers go round in
@@ -72,6 +77,10 @@ def add(benchmarks: Benchmarks) -> None:
     flags.add_timeline_flag(stages)
     benchmarks.add_engine_flags(stages)
     stages.set_defaults(max_rows=4)
+
+    control = benchmarks.add("control", "what several hosts add to an iteration", _CONTROL, _run_control)
+    control.add_argument("--rows", type=flags.integers, default=[64], metavar="N,...", help="batch sizes (default: 64)")
+    control.add_argument("--iterations", type=flags.positive, default=2000, metavar="N", help="(default: %(default)s)")
 
     speculate = benchmarks.add("speculate", "what drafted tokens bring", _SPECULATE, _run_speculate)
     flags.add_model_flags(speculate)
@@ -128,6 +137,13 @@ def _run_stages(args: argparse.Namespace) -> int:
 
     counts, sleep, iterations = ([1, 2], 4.0, 20) if args.quick else (args.counts, args.sleep, args.iterations)
     return stages.run(counts, sleep, iterations, args.engine_config(args), args.timeline, args.out, flags.console())
+
+
+def _run_control(args: argparse.Namespace) -> int:
+    from jaxserve.bench import control
+
+    rows, iterations = ([4], 50) if args.quick else (args.rows, args.iterations)
+    return control.run(rows, iterations, args.out, flags.console())
 
 
 def _run_speculate(args: argparse.Namespace) -> int:

@@ -119,6 +119,7 @@ class FakeEngine:
             slots=self.slots_total,
             endings=1,
             scoring=True,
+            masks=True,
             has_tokenizer=self.tokenizer is not None,
         )
         self.report = StartupReport(
