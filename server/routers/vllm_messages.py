@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from jaxserve import grammar
 from jaxserve.completion import Completion, Delta
-from jaxserve.request import Alternatives, FinishReason, InvalidRequest, Request
+from jaxserve.request import Alternatives, FinishReason, Grammar, InvalidRequest, Request
+from jaxserve.samples import MAX_SAMPLES
 from server.door import Door
 from server.generation import Generation
-from server.http.schemas import MAX_SAMPLES
 from server.proto.vllm.grpc.engine import vllm_engine_pb2 as pb
 
 # Zero means that the caller gives none.
@@ -43,14 +44,33 @@ def fields_of(request: pb.GenerateRequest) -> dict[str, Any]:
             "data_parallel_rank", f"is {request.data_parallel_rank}; there is one rank, 0, so leave it out"
         )
     params = request.sampling_params
-    if constraint := params.WhichOneof("constraint"):
-        raise InvalidRequest(constraint, "is not served")
+    if (wanted := _grammar(params)) is not None:
+        fields["grammar"] = wanted
+    if params.min_tokens and not params.HasField("max_tokens"):
+        fields["max_tokens"] = params.min_tokens  # until it is known how many there can be
     fields |= {name: getattr(params, name) for name in _UNLESS_ZERO if getattr(params, name)}
     fields |= {name: getattr(params, name) for name in _UNLESS_ABSENT if params.HasField(name)}
     for name, kind in (("stop", list), ("stop_token_ids", list), ("logit_bias", dict)):
         if value := getattr(params, name):
             fields[name] = kind(value)
     return fields
+
+
+def _grammar(params: pb.SamplingParams) -> Grammar | None:
+    match params.WhichOneof("constraint"):
+        case "json_schema" as field:
+            return grammar.json_schema(field, params.json_schema)
+        case "json_object" as field:
+            return grammar.json_object(field) if params.json_object else None
+        case "regex" as field:
+            return grammar.text(field, "regex", params.regex)
+        case "grammar" as field:
+            return grammar.text(field, "lark", params.grammar)
+        case "choice" as field:
+            return grammar.choice(field, list(params.choice.choices))
+        case str() as field:
+            raise InvalidRequest(field, "is not served; give a schema, a regular expression, a choice or a grammar")
+    return None
 
 
 def samples_of(params: pb.SamplingParams) -> int:
