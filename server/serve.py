@@ -116,10 +116,12 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("--log-prompts needs --request-log")
     path = model_directory(args).resolve()
     cluster = hosts.from_flags(args)
-    if args.supervise and cluster is not None:
-        raise UserError("--supervise is for one host; on several, whatever runs the containers starts the group again")
     if cluster is not None and cluster.host:
-        return hosts.follow(args, cluster)
+        with mending():
+            config = flags.engine_config(args)
+        if args.supervise:
+            return asyncio.run(hosts.follow_supervised(path, config, cluster))
+        return hosts.follow(path, config, cluster)
     for port in (args.port, args.http_port, args.metrics_port):
         if port is not None:
             _check_free(args.host, port)  # now rather than after minutes of loading
@@ -133,9 +135,9 @@ def run(args: argparse.Namespace) -> int:
     from server import front
 
     serving = front.Serving(args, name=path.name, chat_template=chat_template, greet=_greet)
-    if cluster is None and args.front == "process":
-        return asyncio.run(front.before_a_process(serving, path, config))
-    engine = load_engine(args) if cluster is None else hosts.lead(args, cluster)
+    if args.front == "process":
+        return asyncio.run(front.before_a_process(serving, path, config, cluster))
+    engine = load_engine(args, cluster)
     with profiling(args.profile), engine:
         asyncio.run(front.in_this_process(serving, engine))
     return 0

@@ -19,6 +19,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,6 +27,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from jaxserve.observe import IterationRecord
 from jaxserve.request import EngineStopped, FinishReason, InvalidRequest, QueueFull, Request, TokenEvent
+from server import hosts
 from server.remote import exit_codes, iterations, plain
 from server.remote.frames import BadFrame, Kind, Splitter, frame, json_frame, parse_json
 from server.remote.job import Facts, Job
@@ -78,7 +80,7 @@ def _follow_front() -> None:
 
 
 def _make(job: Job, progress: Progress) -> Engine:
-    return make_engine(Path(job.model), job.config, progress)
+    return make_engine(Path(job.model), job.config, progress, job.cluster)
 
 
 def _end(code: int) -> NoReturn:
@@ -98,6 +100,8 @@ def _serve(channel: socket.socket, make: Callable[[Job, Progress], Any]) -> int:
         _send(channel, json_frame(Kind.PROGRESS, [what, done, total]))
 
     try:
+        if job.cluster is not None and job.cluster.host:
+            return hosts.follow(Path(job.model), job.config, job.cluster)
         with mending():
             engine = make(job, progress)
     except UserError as problem:
@@ -105,7 +109,7 @@ def _serve(channel: socket.socket, make: Callable[[Job, Progress], Any]) -> int:
         return exit_codes.USER_ERROR
     with contextlib.ExitStack() as stack:
         stack.enter_context(profiling(job.profile))
-        outbox = _Outbox(channel, engine)
+        outbox = _Outbox(channel, engine, failing_seconds=hosts.FAILING_SECONDS if job.cluster is not None else 0.0)
         stack.callback(outbox.close)
         stack.enter_context(engine)
         stack.callback(outbox.let_engine_end)
@@ -159,10 +163,14 @@ def _send(channel: socket.socket, data: bytes) -> None:
 
 class _Outbox:
     """What goes to the front. The engine's threads only append to it; a thread of its own waits for the socket, so that
-    a front that is slow, or is stopped, never keeps an iteration waiting."""
+    a front that is slow, or is stopped, never keeps an iteration waiting.
 
-    def __init__(self, channel: socket.socket, engine: Any) -> None:
-        self._channel, self._engine = channel, engine
+    Args:
+      failing_seconds: for whoever else ends the process of an engine that has failed.
+    """
+
+    def __init__(self, channel: socket.socket, engine: Any, *, failing_seconds: float = 0.0) -> None:
+        self._channel, self._engine, self._failing_seconds = channel, engine, failing_seconds
         self._held: queue.SimpleQueue[list[TokenEvent] | IterationRecord | None] = queue.SimpleQueue()
         self._received = 0
         # Requests whose grammars are being compiled, by name, and whether they are wanted still: nobody else waits.
@@ -245,6 +253,7 @@ class _Outbox:
             items, ends = self._next()
             if self._engine.problem is not None and not self._ends:
                 _send(self._channel, json_frame(Kind.FAILED, self._engine.problem))
+                time.sleep(self._failing_seconds)
                 _end(exit_codes.ENGINE_FAILED)
             received = self._received  # before the loads: what it counts is in them
             loads = self._engine.loads()

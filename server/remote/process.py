@@ -80,6 +80,11 @@ class EngineProcess:
         if self._process is not None:
             self._process.kill()
 
+    def signal(self, number: int) -> None:
+        """Sends it a signal."""
+        if self._process is not None:
+            self._process.send_signal(number)
+
     async def kill_wedged(self) -> None:
         """The same, but it may write first where its threads stand."""
         if self._process is not None and hasattr(signal, "SIGUSR1"):

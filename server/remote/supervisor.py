@@ -21,11 +21,20 @@ _log = logging.getLogger(__name__)
 
 ENGINE_COMMAND = (sys.executable, "-m", "server.remote.engine_process")
 
+_TELLING_SECONDS = 0.5
 _STOP_SECONDS = 10.0  # for an engine process to end its iteration and itself
 
 
 class EngineGone(Exception):
-    """There is no engine process any more, and there will be none."""
+    """There is no engine process any more, and there will be none.
+
+    Attributes:
+      code: that the last one ended with, if there was one.
+    """
+
+    def __init__(self, problem: str, code: int | None = None) -> None:
+        super().__init__(problem)
+        self.code = code
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +87,7 @@ class Supervisor:
         self._started = 0.0  # monotonic seconds; likewise
         self._ready_since: float | None = None
         self._refusal: str | None = None  # why it will not start
+        self._failure: str | None = None  # what it has said of its own failure
         self._wedged: str | None = None  # why it is being killed
         self._killing: asyncio.Task[None] | None = None
         self._closed = asyncio.Event()
@@ -97,17 +107,21 @@ class Supervisor:
             if self._refusal is not None:
                 self._engine.disconnect("the engine cannot be started", returns=False)
                 raise UserError(self._refusal)
+            if code == exit_codes.ENDED and self._job.cluster is not None and self._job.cluster.host:
+                return  # host 0 has ended the hosts
             cause = self._cause(code)
             self._tell(code, cause)
             if self._restarts is None:
                 self._engine.disconnect(cause, returns=False)
-                if self.ready.is_set():
+                if self._job.cluster is not None:
+                    await asyncio.sleep(_TELLING_SECONDS)  # for callers to be told; then this host ends as the others
+                elif self.ready.is_set():
                     await self._closed.wait()  # as an engine in this process that has failed: whoever runs us decides
-                raise EngineGone(cause)
+                raise EngineGone(cause, code)
             in_a_row = 1 if self._served_seconds() >= self._restarts.steady_seconds else in_a_row + 1
             if in_a_row > self._restarts.most:
                 self._engine.disconnect(cause, returns=False)
-                raise EngineGone(f"{cause}, {in_a_row} times in a row")
+                raise EngineGone(f"{cause}, {in_a_row} times in a row", code)
             self._engine.disconnect(f"{cause}; it is being started again", returns=True)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._closed.wait(), self._restarts.delay(in_a_row))
@@ -118,6 +132,15 @@ class Supervisor:
         if self._wedged is None and self._process is not None:
             self._wedged = problem
             self._killing = asyncio.create_task(self._process.kill_wedged())
+
+    def signal(self, number: int) -> None:
+        """Passes a signal on to the engine process, once it is ready for it."""
+        if self._process is not None and self._ready_since is not None:
+            self._process.signal(number)
+
+    def let_end(self) -> None:
+        """When the process ends now, it is not started again."""
+        self._closed.set()
 
     async def close(self) -> None:
         """Ends the engine process; requests that it has are given up."""
@@ -141,7 +164,7 @@ class Supervisor:
 
     async def _live(self) -> int:
         """One engine process from its start to its end; the exit code."""
-        self._refusal = self._wedged = self._ready_since = None
+        self._refusal = self._failure = self._wedged = self._ready_since = None
         self._started = time.monotonic()
         self._process = process = EngineProcess(self._command, self._take)
         try:
@@ -172,11 +195,14 @@ class Supervisor:
             case Kind.REFUSED:
                 self._refusal = _read(str, body)
             case Kind.FAILED:
-                _log.error("the engine process says: %s", _read(str, body))
+                self._failure = _read(str, body)
+                _log.error("the engine process says: %s", self._failure)
             case _:
                 raise BadFrame(f"{kind.name} from the engine process, out of turn")
 
     def _served_seconds(self) -> float:
+        if self._job.cluster is not None and self._job.cluster.host:  # which does not say when it is ready
+            return time.monotonic() - self._started
         return 0.0 if self._ready_since is None else time.monotonic() - self._ready_since
 
     def _cause(self, code: int) -> str:
@@ -186,7 +212,9 @@ class Supervisor:
             return f"{self._wedged} and was killed"
         if self._process.misread is not None:
             return "the engine process sent what is no message and was killed"
-        return f"the engine process {exit_codes.told(code)}"
+        # Of several hosts it says which, and that is for callers as well.
+        said = f": {self._failure}" if self._failure is not None and self._job.cluster is not None else ""
+        return f"the engine process {exit_codes.told(code)}{said}"
 
     def _tell(self, code: int, cause: str) -> None:
         """The whole of it, for who runs the server."""
