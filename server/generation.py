@@ -134,6 +134,11 @@ class Generation:
         self._refusal = refusal
         self._arrived.set()
 
+    def leave(self) -> None:
+        """Has the engine end the requests at once, though the handler may be waiting for a slow reader."""
+        for request in self.requests:
+            self._leave(request.request_id)
+
     def completion(self, index: int = 0) -> Completion:
         """What became of a request, so far."""
         return self._assemblers[index].completion()

@@ -146,13 +146,14 @@ class _Abortable:
         """The engine works on it from now on."""
         self._generation = generation
         if self._is_aborted:
-            generation.fail(_Aborted())
+            self.abort()
 
     def abort(self) -> None:
-        """Has the call end as soon as its handler looks."""
+        """Ends the call in the engine now, and for its caller as soon as its handler looks."""
         self._is_aborted = True
         if self._generation is not None:
             self._generation.fail(_Aborted())
+            self._generation.leave()
 
 
 async def _responses(generation: Generation, *, stream: bool) -> AsyncIterator[pb.GenerateResponse]:

@@ -264,6 +264,20 @@ def test_a_call_is_aborted_while_its_prompt_is_tokenised(serve: Serve, monkeypat
     serve(scenario, held=True, max_context=20_000)
 
 
+def test_a_call_whose_reader_has_stopped_reading_is_aborted_in_the_engine(serve: Serve) -> None:
+    async def scenario(it: Served) -> None:
+        window = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 2**16))
+        async with grpc.aio.insecure_channel(it.address, options=window) as channel:
+            stub: Any = VllmEngineStub(channel)
+            call = stub.Generate(ask(request_id="a", stream=True, max_tokens=10**6, logprobs=20))
+            await it.until(lambda: it.engine.iterations > 5000)  # megabytes, far more than its buffers hold
+            await VllmEngineStub(it.channel).Abort(pb.AbortRequest(request_ids=["a"]))
+            await it.until(lambda: it.engine.load().slots_used == 0)
+            call.cancel()
+
+    serve(scenario, max_context=2 * 10**6)
+
+
 def test_a_caller_who_leaves_frees_its_slots(serve: Serve) -> None:
     async def scenario(it: Served) -> None:
         stub: Any = VllmEngineStub(it.channel)
