@@ -138,4 +138,5 @@ def _needed(state: RequestState) -> int:
 
 
 def _prompt_computed(state: RequestState) -> int:
-    return min(state.computed, len(state.request.prompt))
+    """Without the last one, which may be computed once more."""
+    return min(state.computed, _needed(state))
