@@ -5,8 +5,9 @@ everybody who goes on from there, so they get a copy of it (copy on write, as in
 section 4.4), made on the device before the first of their iterations. What is left to compute for each is the prompt's
 last token, whose logits choose the first of its own.
 
-Nobody is a leader for good. Whoever is let in first computes the prompt; the others stand aside until that is launched
-and overtake nobody they did not stand before. If it is preempted or ends too early, the next one is let in for it.
+Nobody is a leader for good. Whoever is let in first computes the prompt; the others stand aside until that is launched,
+so that those who wait behind them are not held up, and then stand where they stood before. If the first one is
+preempted or ends too early, the next one is let in to compute it.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ class Families:
         """
         name = state.request.fork_of
         assert name is not None
-        family = (first.family if first is not None else self._named.get(name)) or self._named.get(name) or Family(name)
+        family = None if first is None else first.family
+        family = family or self._named.get(name) or Family(name)
         for member in [*family.members[:1], *(() if first is None else (first,))]:
             if member.request.prompt != state.request.prompt:
                 raise InvalidRequest("fork_of", f"is {name!r}, a request of another prompt")
@@ -136,4 +138,5 @@ def _needed(state: RequestState) -> int:
 
 
 def _prompt_computed(state: RequestState) -> int:
-    return min(state.computed, len(state.request.prompt))
+    """Without the last one, which may be computed once more."""
+    return min(state.computed, _needed(state))
