@@ -20,6 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import llguidance
 import numpy as np
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from jaxserve.request import Grammar, InvalidRequest, QueueFull
 from jaxserve.tokenizer import Tokenizer
@@ -293,7 +294,19 @@ def _definition(grammar: Grammar) -> str:
             # In capitals, it is one word of the text rather than a choice of rules: thousands are no work.
             return matcher.grammar_from_lark("start: WORD\nWORD: " + " | ".join(map(json.dumps, json.loads(text))))
         case "lark":
-            return matcher.grammar_from_lark(text)
+            return matcher.grammar_from_lark(_lark(text))
+
+
+def _lark(text: str) -> str:
+    """Lark, also of a grammar in GBNF (`name ::= ...`), which other engines take by the same field."""
+    if not re.search(r"^[ \t]*[\w-]+[ \t]*::=", text, re.MULTILINE):
+        return text
+    try:
+        return gbnf_to_lark(text)
+    except RecursionError:
+        raise GrammarFailed("cannot be compiled: nested too deeply") from None
+    except Exception as problem:  # the converter raises bare Exception
+        raise GrammarFailed(f"cannot be compiled: {_short(str(problem))}") from None
 
 
 def _follow(compiled: Compiled) -> None:
@@ -314,7 +327,7 @@ def _bits(tokens: Iterable[int], count: int) -> np.ndarray:
 
 def _short(told: str) -> str:
     """One line of llguidance's several; where one of them is the reason, that one."""
-    reason = re.search(r"^\s*error: (.+)$", told, re.MULTILINE)
+    reason = re.search(r"^[ \t]*error: (.+)$", told, re.MULTILINE)
     line = " ".join((reason[1] if reason else told).replace("<non-verbose/>", "").split())
     return line if len(line) <= _LONGEST_PROBLEM else line[: _LONGEST_PROBLEM - 3] + "..."
 

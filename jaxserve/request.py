@@ -62,7 +62,7 @@ class Grammar:
     Attributes:
       kind: what `text` is.
       text: a JSON schema; a regular expression (Rust's syntax, for the whole text); a JSON list of the strings that it
-        may be; a grammar in llguidance's dialect of Lark.
+        may be; a grammar in llguidance's dialect of Lark, or in GBNF.
       field: what its caller called it, for errors. Of no matter to what it means.
     """
 

@@ -246,7 +246,7 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     for flag, kind, text in (
         ("--json-schema", "json_schema", "the text is JSON that this schema describes; @FILE reads it from a file"),
         ("--regex", "regex", "the text is what this regular expression describes, whole"),
-        ("--lark", "lark", "the text is one of this grammar (llguidance's Lark); @FILE reads it from a file"),
+        ("--lark", "lark", "the text is one of this grammar (Lark or GBNF); @FILE reads it from a file"),
     ):
         grammar.add_argument(
             flag,

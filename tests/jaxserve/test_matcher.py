@@ -198,6 +198,8 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "nested Lark": {"type": "lark", "value": "start: " + "(" * 9000 + '"a"' + ")" * 9000},
     "doubled rules": {"type": "lark", "value": doubled(60)},
     "a million items": {"type": "lark", "value": 'start: ("a" "b"){1000000}'},
+    "nested GBNF": {"type": "lark", "value": "root ::= " + "(" * 9000 + '"a"' + ")" * 9000},
+    "GBNF of nothing": {"type": "lark", "value": "root ::= other"},
     "nothing but itself": {"type": "lark", "value": "start: start"},
     "a type that is none": {"type": "json_schema", "value": {"type": "strin"}},
     "a keyword not served": {"type": "json_schema", "value": {"type": "array", "uniqueItems": True}},

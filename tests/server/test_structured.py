@@ -21,7 +21,7 @@ from server.http.template import ChatTemplate
 from server.proto.jaxserve.v1 import inference_pb2 as pb
 from server.proto.jaxserve.v1.inference_pb2_grpc import InferenceStub
 from server.surface import Surface
-from tests.fixtures.texts import CASES, CHOICES, LARK, REGEX, SCHEMA, is_json
+from tests.fixtures.texts import CASES, CHOICES, GBNF, LARK, REGEX, SCHEMA, is_json
 from tests.server.fake_engine import WAIT_SECONDS
 
 MESSAGES: list[Any] = [{"role": "user", "content": "It was a"}]
@@ -30,8 +30,9 @@ GRPC = {
     "regex": pb.Grammar(regex=REGEX),
     "choice": pb.Grammar(choice=pb.Choice(options=CHOICES)),
     "lark": pb.Grammar(lark=LARK),
+    "gbnf": pb.Grammar(lark=GBNF),
 }
-GUIDED = {"json_schema": "guided_json", "regex": "guided_regex", "choice": "guided_choice", "lark": "guided_grammar"}
+GUIDED = {"json_schema": "guided_json", "regex": "guided_regex", "choice": "guided_choice"}
 HUGE = "(a{1000}){1000}"
 
 
@@ -116,12 +117,12 @@ def test_completions_and_chats(engine: Engine) -> None:
                     n=2,
                     seed=3,
                     max_tokens=100,
-                    extra_body={GUIDED[kind]: case.given["value"]},
+                    extra_body={GUIDED.get(kind, "guided_grammar"): case.given["value"]},
                 )
                 assert [choice.finish_reason for choice in answer.choices] == ["stop"] * 4
                 assert all(case.judge(choice.text) for choice in answer.choices)
                 text = ""
-                name = {"json_schema": "json", "lark": "grammar"}.get(kind, kind)
+                name = {"json_schema": "json", "lark": "grammar", "gbnf": "grammar"}.get(kind, kind)
                 outputs = {"structured_outputs": {name: case.given["value"]}}
                 async for chunk in await ai.chat.completions.create(
                     model="demo", messages=MESSAGES, seed=3, max_tokens=100, stream=True, extra_body=outputs

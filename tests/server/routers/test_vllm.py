@@ -9,7 +9,6 @@ from typing import Any
 import grpc
 import pytest
 from google.rpc import error_details_pb2
-from server.proto.vllm.grpc.engine.vllm_engine_pb2_grpc import VllmEngineStub
 
 from jaxserve.config import EngineConfig
 from jaxserve.tokenizer import Tokenizer
@@ -18,6 +17,7 @@ from server.generation import Life
 from server.grpc_server import ROUTER_SERVICES
 from server.proto.jaxserve.v1 import inference_pb2
 from server.proto.vllm.grpc.engine import vllm_engine_pb2 as pb
+from server.proto.vllm.grpc.engine.vllm_engine_pb2_grpc import VllmEngineStub
 from tests.server.conftest import Served
 from tests.server.fake_engine import EOS, WAIT_SECONDS
 from tests.server.routers import wire
