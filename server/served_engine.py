@@ -60,6 +60,10 @@ class ServedEngine(Protocol):
         """Whether a request that is handed in now will be served, if only once the engine is back."""
         ...
 
+    def check(self, request: Request) -> None:
+        """See `jaxserve.engine.Engine.check`."""
+        ...
+
     def submit(self, request: Request, sink: Sink) -> None:
         """See `jaxserve.engine.Engine.submit`."""
         ...

@@ -96,11 +96,15 @@ class RemoteEngine:
     def takes_requests(self) -> bool:
         return self._facts is not None and (self._problem is None or self._returns)
 
+    def check(self, request: Request) -> None:
+        """See `jaxserve.engine.Engine.check`."""
+        self._known().limits.check(request)
+
     def submit(self, request: Request, sink: Sink) -> None:
         """See `jaxserve.engine.Engine.submit`. While there is no engine process the request waits for one."""
         if not self.takes_requests:
             raise EngineStopped(self._problem)
-        self._known().limits.check(request)
+        self.check(request)
         if request.request_id in self._alive:
             raise InvalidRequest("request_id", f"is {request.request_id!r}, which names a request that is alive")
         load = self.load()
