@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Sequence
@@ -18,8 +19,8 @@ from jaxserve.stage import Progress
 
 _CONTEXT = 128  # tokens before each decode
 _LONG_CONTEXT = 512  # before those that show what a longer context costs
-_RUNS = 5  # of each bucket
-_LEAST_RUNS, _ENOUGH = 2, 0.5  # or so many, once they have taken so many seconds together
+_PASSES, _RUNS = 3, 3  # over all buckets, and of each bucket in each: what disturbs a machine for a second is outvoted
+_LEAST_RUNS, _ENOUGH = 2, 0.5  # or so many in all, if they take so many seconds together
 
 
 class Measured(NamedTuple):
@@ -35,7 +36,8 @@ class Measured(NamedTuple):
 
 
 def measure(pipeline: Pipeline, n_blocks: int, progress: Progress) -> Measured:
-    """Runs every bucket a few times, at most rows decoding and the rest a prompt, and reports the medians.
+    """Runs every bucket a few times, at most rows decoding and the rest a prompt, and reports the medians. Slow buckets
+    run fewer times: they are most of a start.
 
     It is the time between iterations that follow each other, the next one launched before the last has answered, as the
     engine does; with several stages, through them.
@@ -44,41 +46,47 @@ def measure(pipeline: Pipeline, n_blocks: int, progress: Progress) -> Measured:
     room = min(shape.max_context, n_blocks * shape.attention.block_size) - 1
     short, long = min(_CONTEXT, room), min(_LONG_CONTEXT, room)
     tables = _Tables(shape, n_blocks, long + 1)
-    _seconds(pipeline, tables, buckets[0], [Chunk(0, short, 1, True)], admissions=tables.admissions())
-    costs = []
-    for done, bucket in enumerate(buckets, start=1):
-        rows = max_chunks(bucket, shape.max_rows)
-        prompt = min(bucket - rows + 1, room + 1)
-        chunks = [Chunk(row, short, 1, True) for row in range(rows - 1)]
-        chunks.append(Chunk(rows - 1, 0, prompt, True) if prompt > 1 else Chunk(rows - 1, short, 1, True))
-        costs.append(
-            BucketCost(
-                size=bucket,
-                compile_seconds=sum(stage.compile_seconds[bucket] for stage in pipeline.stages),
-                milliseconds=1e3 * _seconds(pipeline, tables, bucket, chunks),
-                slots_read=sum(chunk.start for chunk in chunks),
-            )
-        )
-        progress("measuring buckets", done, len(buckets))
+    _spans(pipeline, tables, buckets[0], [Chunk(0, short, 1, True)], admissions=tables.admissions())
+    full = [(bucket, _full(bucket, max_chunks(bucket, shape.max_rows), short, room)) for bucket in buckets]
     bucket = min((size for size in buckets if size >= shape.max_rows), default=buckets[-1])
-    rows = max_chunks(bucket, shape.max_rows)
-    near, far = (
-        _seconds(pipeline, tables, bucket, [Chunk(row, context, 1, True) for row in range(rows)])
-        for context in (short, long)
-    )
-    slope = 1e3 * (far - near) / (rows * (long - short)) if long > short else 0.0
+    rows = range(max_chunks(bucket, shape.max_rows))
+    works = full + [(bucket, [Chunk(row, context, 1, True) for row in rows]) for context in (short, long)]
+    spans: list[list[float]] = [[] for _ in works]
+    for number in range(_PASSES):
+        for index, (size, chunks) in enumerate(works):
+            if sum(spans[index]) < _ENOUGH:
+                spans[index] += _spans(pipeline, tables, size, chunks)
+            progress("measuring buckets", number * len(works) + index + 1, _PASSES * len(works))
+    *seconds, near, far = map(statistics.median, spans)
+    costs = [
+        BucketCost(
+            size=size,
+            compile_seconds=sum(stage.compile_seconds[size] for stage in pipeline.stages),
+            milliseconds=1e3 * each,
+            slots_read=sum(chunk.start for chunk in chunks),
+        )
+        for (size, chunks), each in zip(full, seconds, strict=True)
+    ]
+    slope = 1e3 * (far - near) / (len(rows) * (long - short)) if long > short else 0.0
     return Measured(costs, max(slope, 0.0))
 
 
-def _seconds(
+def _full(bucket: int, rows: int, context: int, room: int) -> list[Chunk]:
+    """An iteration that fills a bucket: one prompt, and decodes in all other rows."""
+    prompt = min(bucket - rows + 1, room + 1)
+    chunks = [Chunk(row, context, 1, True) for row in range(rows - 1)]
+    return [*chunks, Chunk(rows - 1, 0, prompt, True) if prompt > 1 else Chunk(rows - 1, context, 1, True)]
+
+
+def _spans(
     pipeline: Pipeline,
     tables: _Tables,
     bucket: int,
     chunks: Sequence[Chunk],
     *,
     admissions: tuple[Admission, ...] = (),
-) -> float:
-    """The median time of an iteration of these chunks. Rows are taken once, before it, and that is not timed."""
+) -> list[float]:
+    """Seconds of a few iterations of these chunks. Rows are taken once, before it, and that is not timed."""
     plan = IterationPlan(
         sequence=0,
         bucket=bucket,
@@ -92,18 +100,18 @@ def _seconds(
     if admissions:
         pipeline.launch(plan, packed)
         pipeline.wait()
-        return 0.0
+        return []
     finished: list[float] = []
-    runs = -len(pipeline.stages) - 1  # as many fill the stages, and are not timed
-    while runs < _RUNS and not (runs >= _LEAST_RUNS and finished[-1] - finished[-1 - runs] >= _ENOUGH):
-        while pipeline.has_room:
+    wanted, runs = _RUNS, -len(pipeline.stages)  # as many fill the stages, and are not timed
+    while runs < wanted:
+        while pipeline.has_room and runs + pipeline.in_flight < wanted:
             pipeline.launch(plan, packed)
         pipeline.wait()
         finished.append(time.perf_counter())
         runs += 1
-    while pipeline.in_flight:
-        pipeline.wait()
-    return statistics.median(end - start for start, end in pairwise(finished[-1 - runs :]))
+        if runs == 1:
+            wanted = min(_RUNS, max(_LEAST_RUNS, math.ceil(_ENOUGH / (finished[-1] - finished[-2]))))
+    return [end - start for start, end in pairwise(finished[-1 - runs :])]
 
 
 class _Tables:

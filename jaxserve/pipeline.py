@@ -5,6 +5,9 @@ them on the device). With S stages it is S + 1 of disjoint rows: one in each sta
 that no stage waits for the host. A row's newest token then goes back from the last stage to the first while other rows
 run, and is written to its history there before the row's next iteration.
 
+The choice of tokens is a launch of its own after the layers'. What it needs of a grammar depends on the row's token
+before, so that for an iteration with such rows it is enqueued later, while the layers run.
+
 On several hosts each has a pipeline of all stages, of which it runs those that have devices here (`cluster`).
 """
 
@@ -44,8 +47,9 @@ class Stage(Protocol):
 
     def admit(self, admissions: Sequence[np.ndarray]) -> None: ...
     def draft(self, drafts: np.ndarray) -> None: ...
+    def copy(self, copies: np.ndarray) -> None: ...
     def forward(self, bucket: int, packed: np.ndarray, x: jax.Array | None) -> Forward: ...
-    def answer(self, plan: IterationPlan, out: Forward) -> Launched: ...
+    def answer(self, plan: IterationPlan, out: Forward, allowed: np.ndarray | None = None) -> Launched: ...
     def feed(self, points: jax.Array | None, chosen: jax.Array | None) -> None: ...
     def replace_params(self, params: Params) -> None: ...
 
@@ -57,6 +61,13 @@ class _Fed(NamedTuple):
     count: int
     points: jax.Array | None
     chosen: jax.Array | None
+
+
+class _Unanswered(NamedTuple):
+    """An iteration whose tokens are still to be chosen, and what each stage leaves."""
+
+    plan: IterationPlan
+    outs: tuple[Forward, ...]
 
 
 class InFlight(NamedTuple):
@@ -83,6 +94,7 @@ class Pipeline:
         self.stages = tuple(stages)
         self._links = tuple(links_within([stage.programs for stage in stages]) if links is None else links)
         self._in_flight: deque[InFlight] = deque()
+        self._unanswered: _Unanswered | None = None
         self._fed: deque[_Fed] = deque()  # of plans launched
         self._landed = 0  # so many of them are known on the host
         self.watchers: list[Watcher] = []
@@ -99,6 +111,11 @@ class Pipeline:
         return self.stages[0].programs.shape
 
     @property
+    def mask_words(self) -> int:
+        """Words of a mask of the model's tokens."""
+        return self.stages[-1].programs.mask_words
+
+    @property
     def params(self) -> Params:
         """The whole model's parameters, each where it is used (the first place of two) and without its padding."""
         tree: Params = {"layers": {}}
@@ -110,7 +127,7 @@ class Pipeline:
 
     def replace_params(self, params: Params) -> None:
         """Takes other weights of the same shapes; no iteration may be in flight."""
-        assert not self._in_flight
+        assert not self.in_flight
         for stage in self.stages:
             stage.replace_params(params)
 
@@ -120,19 +137,51 @@ class Pipeline:
         return None
 
     @property
+    def takes_masks(self) -> bool:
+        """Whether `answer` may be given what grammars allow."""
+        return True
+
+    @property
     def in_flight(self) -> int:
         """Iterations launched whose answers were not taken."""
-        return len(self._in_flight)
+        return len(self._in_flight) + (self._unanswered is not None)
 
     @property
     def has_room(self) -> bool:
         """Whether another iteration may be launched."""
-        return len(self._in_flight) <= len(self.stages)
+        return self.in_flight <= len(self.stages)
 
-    def launch(self, plan: IterationPlan, packed: PackedPlan) -> None:
-        """Enqueues an iteration; returns before it has run."""
+    @property
+    def has_answers(self) -> bool:
+        """Whether the oldest iteration's tokens are chosen as soon as its layers have run."""
+        return bool(self._in_flight)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the first stage has run the layers of every iteration."""
+        return self._unanswered is None or self._unanswered.outs[0].hidden.is_ready()
+
+    def launch(self, plan: IterationPlan, packed: PackedPlan, *, answer: bool = True) -> None:
+        """Enqueues an iteration; returns before it has run.
+
+        Args:
+          answer: whether its tokens are chosen too; otherwise `answer` has to be called before the next launch.
+        """
         assert self.has_room
-        self._in_flight.append(self.enqueue(plan, packed, self.take_landed()))
+        assert self._unanswered is None
+        self._unanswered = self._forward(plan, packed, self.take_landed())
+        if answer:
+            self.answer()
+
+    def answer(self, allowed: np.ndarray | None = None) -> None:
+        """Enqueues the choice of the tokens of the iteration launched without.
+
+        Args:
+          allowed: uint32[S, words] what the grammars of its rows allow (see `StageRunner.answer`).
+        """
+        assert self._unanswered is not None
+        unanswered, self._unanswered = self._unanswered, None
+        self._in_flight.append(self._answered(unanswered, allowed))
 
     def take_landed(self) -> int:
         """Of how many earlier iterations the first stage takes in the tokens before the next is launched."""
@@ -140,12 +189,15 @@ class Pipeline:
         return landed
 
     def enqueue(self, plan: IterationPlan, packed: PackedPlan, feeds: int) -> InFlight:
-        """Enqueues an iteration on every stage that is here.
+        """Enqueues an iteration on every stage that is here; its answers are the caller's to take.
 
         Args:
           feeds: of how many earlier iterations, the oldest that were not, the first stage takes in the tokens before.
         """
-        first, last = self.stages[0], self.stages[-1]
+        return self._answered(self._forward(plan, packed, feeds))
+
+    def _forward(self, plan: IterationPlan, packed: PackedPlan, feeds: int) -> _Unanswered:
+        first = self.stages[0]
         # Only now: devices run what they are given in order, and a first stage that is given tokens before they are
         # chosen has to wait for them.
         for _ in range(feeds):
@@ -158,18 +210,24 @@ class Pipeline:
             stage.admit(packed.admissions)
             if packed.drafts is not None:
                 stage.draft(packed.drafts)
+            if packed.copies is not None:
+                stage.copy(packed.copies)
             if index:
                 x = self._links[index - 1].send(x, self._between(plan.bucket))
             outs.append(stage.forward(plan.bucket, packed.iteration, x))
             x = outs[-1].hidden
-        launched = last.answer(plan, outs[-1])
-        if first is not last and plan.sampler is not None:
+        for watcher in self.watchers:
+            watcher(plan, [out.hidden for out in outs])
+        return _Unanswered(plan, tuple(outs))
+
+    def _answered(self, unanswered: _Unanswered, allowed: np.ndarray | None = None) -> InFlight:
+        plan, outs = unanswered
+        launched = self.stages[-1].answer(plan, outs[-1], allowed)
+        if len(self.stages) > 1 and plan.sampler is not None:
             chosen, count = launched.chosen, self.shape.layout(plan.bucket).points
             if not self._links[-1].in_line:
                 chosen = self._back(chosen, count)
             self._fed.append(_Fed(count, outs[0].points, chosen))
-        for watcher in self.watchers:
-            watcher(plan, [out.hidden for out in outs])
         return InFlight(plan, tuple(out.hidden for out in outs), launched)
 
     def _between(self, bucket: int) -> jax.ShapeDtypeStruct:

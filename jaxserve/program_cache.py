@@ -27,7 +27,7 @@ from typing import Any
 import jax
 from jax.experimental import serialize_executable
 
-from jaxserve import observe
+from jaxserve import compilations
 
 _log = logging.getLogger(__name__)
 
@@ -73,10 +73,10 @@ class ProgramCache:
         else:
             self.loaded += 1
             return program
-        before = observe.loaded_by_jax()
+        before = compilations.loaded_by_jax()
         program = compile_program()
         self.compiled += 1
-        if observe.loaded_by_jax() == before:
+        if compilations.loaded_by_jax() == before:
             _keep(path, program)
         return program
 

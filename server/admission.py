@@ -17,8 +17,8 @@ from server import errors
 from server.auth import Tenant
 
 if TYPE_CHECKING:
-    from jaxserve.engine import Engine
     from jaxserve.observe import Load
+    from server.served_engine import ServedEngine
 
 _SAMPLE_SECONDS = 0.25  # at least, between looks at the engine's counters
 _OLD_SECONDS = 5.0  # a look that is older is not compared with
@@ -37,6 +37,7 @@ class Ticket:
         self.tenant, self.requests, self.tokens = tenant, requests, tokens
         self.demoted = demoted  # whether others go first: the tenant has more waiting than its share
         self._admission, self._slack = admission, slack
+        self._kept = False
         self._stage = 0  # 0: not yet the engine's; 1: waits in the engine; 2: has begun, or was released
 
     def correct(self, tokens: int) -> None:
@@ -63,39 +64,67 @@ class Ticket:
             self._stage = 2
             self._admission.change(self.tenant, -self.requests, -self.tokens)
 
-    release = begun
+    def keep(self) -> None:
+        """The requests come to the queue again and again: until the release there is room for them, which nobody who is
+        let in meanwhile takes. They keep nobody waiting."""
+        self.begun()
+        if not self._kept:
+            self._kept = True
+            self._admission.kept_requests += self.requests
+            self._admission.kept_tokens += self.tokens
+
+    def release(self) -> None:
+        """The call is over."""
+        self.begun()
+        if self._kept:
+            self._kept = False
+            self._admission.kept_requests -= self.requests
+            self._admission.kept_tokens -= self.tokens
 
 
 class Admission:
     """The judge of calls to one engine.
 
     Args:
-      engine: its bounds, the costs it measured at start, and its counts decide.
+      engine: its bounds, the costs it measured at start, and its counts decide; it need not be ready yet.
       tenants: all that there are; who is alone shares with nobody.
       clock: monotonic seconds.
     """
 
     def __init__(
         self,
-        engine: Engine,
+        engine: ServedEngine,
         *,
         tenants: Callable[[], dict[str, Tenant]] = dict,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.reserved_requests = self.reserved_tokens = 0  # granted, and not yet counted by the engine
+        self.kept_requests = self.kept_tokens = 0  # of calls whose requests come again and again
         self._load, self._tenants, self._clock = engine.load, tenants, clock
         self._max_rows = engine.config.max_rows * engine.config.replicas
         self._max_requests, self._max_tokens = engine.config.max_queued_requests, engine.config.max_queued_tokens
         self._waiting: dict[str, list[int]] = defaultdict(lambda: [0, 0])  # tenant -> requests, tokens
         self._rates: dict[str, tuple[float, float]] = {}  # tenant -> (when, how many could come at once then)
-        costs = engine.report.buckets
-        decodes = next((cost for cost in costs if cost.size >= engine.config.max_rows), costs[-1])
-        self._decode_seconds = decodes.milliseconds / 1000  # of one iteration of a full batch
-        self.prompt_rate = max(cost.tokens_per_second for cost in costs)
-        self._tokens_per_second = self._max_rows / self._decode_seconds
+        self._engine = engine
+        self._seen_rate: float | None = None  # tokens a second while somebody waited
         self._used_share = 1.0  # of max_tokens that requests come to generate
         self._mean_tokens = 0.0  # that they come to generate; unknown, so that nobody is refused for a guess
         self._sampled: tuple[float, int] | None = None  # (when, tokens computed until then) while the batch was full
+
+    @property
+    def prompt_rate(self) -> float:
+        """Prompt tokens a second at best."""
+        return max(cost.tokens_per_second for cost in self._engine.report.buckets)
+
+    @property
+    def _decode_seconds(self) -> float:
+        """Of one iteration of a full batch."""
+        costs, rows = self._engine.report.buckets, self._engine.config.max_rows
+        return next((cost for cost in costs if cost.size >= rows), costs[-1]).milliseconds / 1000
+
+    @property
+    def _tokens_per_second(self) -> float:
+        return self._max_rows / self._decode_seconds if self._seen_rate is None else self._seen_rate
 
     def admit(
         self,
@@ -120,8 +149,8 @@ class Admission:
         """
         load = self.sample()
         now = self._clock()
-        waiting = load.waiting + self.reserved_requests
-        tokens = load.waiting_tokens + self.reserved_tokens
+        waiting = load.waiting + self.reserved_requests + self.kept_requests
+        tokens = load.waiting_tokens + self.reserved_tokens + self.kept_tokens
         wait = self._wait(load)
         over = self._over(waiting, tokens, requests, prompt_tokens)
         if over is not None:
@@ -208,11 +237,12 @@ class Admission:
         seconds = now - self._sampled[0] if self._sampled is not None else _OLD_SECONDS
         if not load.waiting:
             self._sampled = None
-        elif self._sampled is None or seconds >= _OLD_SECONDS:  # nobody may have waited for a part of the time
+        elif self._sampled is None or seconds >= _OLD_SECONDS or done < self._sampled[1]:
+            # Nobody may have waited for a part of the time, or another engine process counts anew.
             self._sampled = now, done
         elif seconds >= _SAMPLE_SECONDS:
             rate = (done - self._sampled[1]) / seconds
-            self._tokens_per_second += _SMOOTHING * (rate - self._tokens_per_second)
+            self._seen_rate = self._tokens_per_second + _SMOOTHING * (rate - self._tokens_per_second)
             self._sampled = now, done
         return load
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 import signal
 import time
@@ -11,13 +12,20 @@ from typing import TYPE_CHECKING, get_args
 
 from jaxserve.cluster.config import ClusterConfig, LinksName, Secrets, check
 from server import flags
-from server.report import say, show, starting
-from server.start import mending, model_directory
+from server.remote import exit_codes
+from server.remote.job import Job
+from server.remote.remote_engine import RemoteEngine
+from server.remote.supervisor import EngineGone, Restarts, Supervisor
+from server.report import Report, say
+from server.start import mending
 
 if TYPE_CHECKING:
+    from jaxserve.config import EngineConfig
     from jaxserve.engine import Engine
 
-_FAILING = 10.0  # seconds that the watchdog has to end a process that has failed
+FAILING_SECONDS = 10.0  # that the watchdog has to end a process whose hosts have failed, when all has been told
+# Whoever ends the group has host 0 do so: a worker that left first would look like one that failed.
+WAITING = "waiting for host 0 to end the hosts"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -68,7 +76,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="S",
         default=120.0,
-        help="of iterations that are kept for `jaxserve replay`; written when a host fails and on SIGUSR1 "
+        help="of iterations that are kept for `jaxserve replay`; written when a host fails and on SIGUSR2 "
         "(default: %(default)g)",
     )
     group.add_argument(
@@ -114,40 +122,54 @@ def from_flags(args: argparse.Namespace) -> ClusterConfig | None:
         return cluster
 
 
-def lead(args: argparse.Namespace, cluster: ClusterConfig) -> Engine:
-    """Host 0: the engine of all hosts. Raises UserError for whatever the user can mend."""
-    path = model_directory(args)
-    with mending():
-        config = flags.engine_config(args)
-        from jaxserve.cluster import start
-        from jaxserve.cluster.failure import HostFailed
-        from jaxserve.engine import Engine
+def lead(path: Path, config: EngineConfig, cluster: ClusterConfig, progress: Report) -> Engine:
+    """Host 0: the engine of all hosts. Raises ValueError for whatever the user can mend."""
+    from jaxserve.cluster import start
+    from jaxserve.cluster.failure import HostFailed
+    from jaxserve.engine import Engine
 
-        with starting() as report:
-            try:
-                led = start.lead(path, config, cluster, tell=say, progress=report)
-            except HostFailed as failure:
-                say(f"error: {failure}")
-                time.sleep(_FAILING)  # the watchdog, which has found it out, ends this process
-                os._exit(failure.code)
-        engine = Engine(config, led.started, led.tokenizer)
-        signal.signal(signal.SIGUSR1, lambda *_: start.write_record(led.recorder, "asked for", say))
-    show(engine.report, model=path.name)
-    return engine
+    try:
+        led = start.lead(path, config, cluster, tell=say, progress=progress)
+    except HostFailed as failure:
+        say(f"error: {failure}")
+        time.sleep(FAILING_SECONDS)
+        os._exit(failure.code)
+    signal.signal(signal.SIGUSR2, lambda *_: start.write_record(led.recorder, "asked for", say))
+    return Engine(config, led.started, led.tokenizer)
 
 
-def follow(args: argparse.Namespace, cluster: ClusterConfig) -> int:
+def follow(path: Path, config: EngineConfig, cluster: ClusterConfig) -> int:
     """Any other host. Returns 0 once host 0 has ended. Raises UserError for whatever the user can mend."""
     with mending():
-        config = flags.engine_config(args)
         from jaxserve.cluster import start
 
-        # Whoever ends the group has host 0 do so: a worker that left first would look like one that failed.
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: say("waiting for host 0 to end the hosts"))
-        start.follow(model_directory(args), config, cluster, tell=say)
+            signal.signal(number, lambda *_: say(WAITING))
+        start.follow(path, config, cluster, tell=say)
     say("stopped")
     return 0
+
+
+async def follow_supervised(path: Path, config: EngineConfig, cluster: ClusterConfig) -> int:
+    """Any other host, in a process that is started again when it fails. Returns the exit code, 0 once host 0 has
+    ended. Raises UserError for whatever the user can mend."""
+    job = Job.of(str(path), config, cluster=cluster)
+    supervisor = Supervisor(RemoteEngine(config, None), job, restarts=Restarts())
+    loop = asyncio.get_running_loop()
+
+    def leave() -> None:
+        say(WAITING)
+        supervisor.let_end()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, leave)
+    try:
+        await supervisor.run()
+    except EngineGone as problem:
+        say(f"error: {problem}")
+        return exit_codes.ENGINE_GONE
+    say("stopped")
+    return exit_codes.ENDED
 
 
 def _hosts(text: str) -> int | str:

@@ -11,7 +11,7 @@ from server.start import mending, model_directory
 
 HELP = """\
 Runs the iterations of a flight record again, on one device of this machine, and compares the tokens: what went wrong in
-production is looked at at a desk. A group of hosts writes a record when a host fails, and on SIGUSR1 to host 0.
+production is looked at at a desk. A group of hosts writes a record when a host fails, and on SIGUSR2 to host 0.
 
   jaxserve replay jaxserve-20261122T034500.000000.flight --model DIR
 

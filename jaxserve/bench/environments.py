@@ -42,7 +42,7 @@ class Peer:
 
 
 _TRANSFORMERS = ("torch==2.13.0", "transformers==5.23.0", "safetensors>=0.6", "numpy>=2")
-_CUDA = "ON" if shutil.which("nvcc") else "OFF"
+_CUDA = "ON" if shutil.which("nvcc") and shutil.which("nvidia-smi") else "OFF"  # a compiler, and a device to run on
 PEERS = {
     peer.name: peer
     for peer in (

@@ -38,10 +38,13 @@ class AbsentStage:
     def draft(self, drafts: np.ndarray) -> None:
         pass
 
+    def copy(self, copies: np.ndarray) -> None:
+        pass
+
     def forward(self, bucket: int, packed: np.ndarray, x: jax.Array | None) -> Forward:
         return Forward(*[_ELSEWHERE] * 6)
 
-    def answer(self, plan: IterationPlan, out: Forward) -> Launched:
+    def answer(self, plan: IterationPlan, out: Forward, allowed: np.ndarray | None = None) -> Launched:
         return Launched(None, None, None)
 
     def feed(self, points: jax.Array | None, chosen: jax.Array | None) -> None:

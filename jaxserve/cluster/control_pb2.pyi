@@ -117,7 +117,7 @@ class Stop(_message.Message):
     def __init__(self, cause: _Optional[str] = ...) -> None: ...
 
 class Plan(_message.Message):
-    __slots__ = ("sequence", "bucket", "admissions", "chunks", "table_changes", "sampler", "scoring", "drafts", "feeds")
+    __slots__ = ("sequence", "bucket", "admissions", "chunks", "table_changes", "sampler", "scoring", "drafts", "feeds", "block_copies")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     BUCKET_FIELD_NUMBER: _ClassVar[int]
     ADMISSIONS_FIELD_NUMBER: _ClassVar[int]
@@ -127,6 +127,7 @@ class Plan(_message.Message):
     SCORING_FIELD_NUMBER: _ClassVar[int]
     DRAFTS_FIELD_NUMBER: _ClassVar[int]
     FEEDS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_COPIES_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     bucket: int
     admissions: _containers.RepeatedCompositeFieldContainer[Admission]
@@ -136,7 +137,16 @@ class Plan(_message.Message):
     scoring: bool
     drafts: _containers.RepeatedScalarFieldContainer[int]
     feeds: int
-    def __init__(self, sequence: _Optional[int] = ..., bucket: _Optional[int] = ..., admissions: _Optional[_Iterable[_Union[Admission, _Mapping]]] = ..., chunks: _Optional[_Union[Chunks, _Mapping]] = ..., table_changes: _Optional[_Union[Changes, _Mapping]] = ..., sampler: _Optional[int] = ..., scoring: _Optional[bool] = ..., drafts: _Optional[_Iterable[int]] = ..., feeds: _Optional[int] = ...) -> None: ...
+    block_copies: _containers.RepeatedCompositeFieldContainer[Copy]
+    def __init__(self, sequence: _Optional[int] = ..., bucket: _Optional[int] = ..., admissions: _Optional[_Iterable[_Union[Admission, _Mapping]]] = ..., chunks: _Optional[_Union[Chunks, _Mapping]] = ..., table_changes: _Optional[_Union[Changes, _Mapping]] = ..., sampler: _Optional[int] = ..., scoring: _Optional[bool] = ..., drafts: _Optional[_Iterable[int]] = ..., feeds: _Optional[int] = ..., block_copies: _Optional[_Iterable[_Union[Copy, _Mapping]]] = ...) -> None: ...
+
+class Copy(_message.Message):
+    __slots__ = ("source", "target")
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    source: int
+    target: int
+    def __init__(self, source: _Optional[int] = ..., target: _Optional[int] = ...) -> None: ...
 
 class Chunks(_message.Message):
     __slots__ = ("row", "start", "length", "samples")
@@ -161,23 +171,25 @@ class Changes(_message.Message):
     def __init__(self, row: _Optional[_Iterable[int]] = ..., column: _Optional[_Iterable[int]] = ..., block: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Admission(_message.Message):
-    __slots__ = ("row", "request_id", "tokens", "prompt_length", "blocks", "sampling")
+    __slots__ = ("row", "request_id", "tokens", "prompt_length", "blocks", "sampling", "endings")
     ROW_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LENGTH_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    ENDINGS_FIELD_NUMBER: _ClassVar[int]
     row: int
     request_id: str
     tokens: _containers.RepeatedScalarFieldContainer[int]
     prompt_length: int
     blocks: _containers.RepeatedScalarFieldContainer[int]
     sampling: Sampling
-    def __init__(self, row: _Optional[int] = ..., request_id: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., prompt_length: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ...) -> None: ...
+    endings: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, row: _Optional[int] = ..., request_id: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., prompt_length: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., endings: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Sampling(_message.Message):
-    __slots__ = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "sample_index", "bias_token", "bias")
+    __slots__ = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "sample_index", "bias_token", "bias", "min_tokens", "bad_words")
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     TOP_P_FIELD_NUMBER: _ClassVar[int]
     TOP_K_FIELD_NUMBER: _ClassVar[int]
@@ -189,6 +201,8 @@ class Sampling(_message.Message):
     SAMPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
     BIAS_TOKEN_FIELD_NUMBER: _ClassVar[int]
     BIAS_FIELD_NUMBER: _ClassVar[int]
+    MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BAD_WORDS_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_p: float
     top_k: int
@@ -200,7 +214,15 @@ class Sampling(_message.Message):
     sample_index: int
     bias_token: _containers.RepeatedScalarFieldContainer[int]
     bias: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., seed: _Optional[int] = ..., sample_index: _Optional[int] = ..., bias_token: _Optional[_Iterable[int]] = ..., bias: _Optional[_Iterable[float]] = ...) -> None: ...
+    min_tokens: int
+    bad_words: _containers.RepeatedCompositeFieldContainer[Run]
+    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., seed: _Optional[int] = ..., sample_index: _Optional[int] = ..., bias_token: _Optional[_Iterable[int]] = ..., bias: _Optional[_Iterable[float]] = ..., min_tokens: _Optional[int] = ..., bad_words: _Optional[_Iterable[_Union[Run, _Mapping]]] = ...) -> None: ...
+
+class Run(_message.Message):
+    __slots__ = ("tokens",)
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, tokens: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Completed(_message.Message):
     __slots__ = ("sequence", "result")

@@ -40,6 +40,14 @@ class MasterPipeline(Pipeline):
         return None if failure is None else str(failure)
 
     @property
+    def takes_masks(self) -> bool:
+        return False
+
+    @property
+    def has_answers(self) -> bool:
+        return bool(self._plans)
+
+    @property
     def in_flight(self) -> int:
         return len(self._plans)
 
@@ -47,9 +55,10 @@ class MasterPipeline(Pipeline):
     def has_room(self) -> bool:
         return len(self._plans) <= len(self.stages)
 
-    def launch(self, plan: IterationPlan, packed: PackedPlan) -> None:
+    def launch(self, plan: IterationPlan, packed: PackedPlan, *, answer: bool = True) -> None:
         """Sends an iteration to the workers and enqueues it here. Raises HostFailed."""
         assert self.has_room
+        assert answer, "masks stay on one host"
         feeds = self.take_landed()
         # Numbered without a gap for the workers; those of a scheduler are so already, those of measurements are not.
         numbered = plan if plan.sequence == self._numbers else dataclasses.replace(plan, sequence=self._numbers)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxserve.cluster import control_pb2 as pb
-from jaxserve.iteration import Admission, Chunk, IterationPlan, IterationResult, SamplerVariant, TableChange
+from jaxserve.iteration import Admission, BlockCopy, Chunk, IterationPlan, IterationResult, SamplerVariant, TableChange
 from jaxserve.request import SamplingParams
 
 _MOST = 2**31 - 1
@@ -39,6 +39,8 @@ def encode_plan(plan: IterationPlan, feeds: int) -> pb.Plan:
         (changes.row, changes.column, changes.block), zip(*plan.table_changes, strict=True), strict=False
     ):
         column.extend(values)
+    for copy in plan.block_copies:
+        message.block_copies.add(source=copy.source, target=copy.target)
     return message
 
 
@@ -54,6 +56,7 @@ def decode_plan(message: pb.Plan) -> IterationPlan:
         sampler=SamplerVariant(message.sampler) if message.HasField("sampler") else None,
         scoring=message.scoring,
         drafts=tuple(message.drafts),
+        block_copies=tuple(BlockCopy(copy.source, copy.target) for copy in message.block_copies),
     )
 
 
@@ -67,6 +70,7 @@ def encode_admission(admission: Admission) -> pb.Admission:
         tokens=admission.tokens,
         prompt_length=admission.prompt_length,
         blocks=admission.blocks,
+        endings=admission.endings,
         sampling=pb.Sampling(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
@@ -79,6 +83,8 @@ def encode_admission(admission: Admission) -> pb.Admission:
             sample_index=sampling.sample_index,
             bias_token=bias_tokens,
             bias=biases,
+            min_tokens=sampling.min_tokens,
+            bad_words=[pb.Run(tokens=run) for run in sampling.bad_word_tokens],
         ),
     )
 
@@ -103,7 +109,11 @@ def decode_admission(message: pb.Admission) -> Admission:
             seed=sampling.seed,
             sample_index=sampling.sample_index,
             logit_bias=tuple(zip(sampling.bias_token, sampling.bias, strict=True)),
+            min_tokens=sampling.min_tokens,
+            max_tokens=max(1, sampling.min_tokens),
+            bad_word_tokens=tuple(tuple(run.tokens) for run in sampling.bad_words),
         ),
+        endings=tuple(message.endings),
     )
 
 

@@ -91,7 +91,7 @@ def test_a_caller_of_hosts_of_which_one_dies_is_told_which(hosts, tmp_path) -> N
 def test_hosts_end_when_host_0_is_asked_to(hosts, tmp_path) -> None:
     port_of(hosts[0])
     hosts[1].send_signal(signal.SIGTERM)  # which is not what ends them
-    hosts[0].send_signal(signal.SIGUSR1)
+    hosts[0].send_signal(signal.SIGUSR2)
     assert hosts[0].stderr is not None
     assert any(".flight; `jaxserve replay`" in line for line in hosts[0].stderr)
     hosts[0].send_signal(signal.SIGTERM)

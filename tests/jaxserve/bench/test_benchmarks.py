@@ -49,12 +49,13 @@ def test_the_surface_is_loaded_over_the_wire(tmp_path, capsys):
     assert bench("surface", "--quick", "--out", str(tmp_path)) == 0
     assert "refusal latency, ms (p99)" in capsys.readouterr().out
     result = json.loads((tmp_path / "surface.json").read_text())
-    figures = result["figures"]
     assert result["failed"] == []
-    assert figures["refused under overload"] > 0
-    assert figures["accepted under overload, requests/s"] > 0
-    assert figures["front door CPU, ms a token"] <= figures["server CPU, ms a token"]
-    assert set(result["targets"]) <= set(figures)
+    assert list(result["figures"]) == ["process", "thread"]
+    for figures in result["figures"].values():
+        assert figures["refused under overload"] > 0
+        assert figures["accepted under overload, requests/s"] > 0
+        assert figures["front door CPU, ms a token"] <= figures["server CPU, ms a token"]
+        assert set(result["targets"]) <= set(figures)
 
 
 def test_the_simulator_serves_what_the_engine_served(tmp_path, capsys):
