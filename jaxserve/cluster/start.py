@@ -312,7 +312,7 @@ def _linked(
         way = "bridge"
     else:
         problem = probe(programs)
-        way = "direct" if party.agree("direct links", problem is None) else "bridge"
+        way = "direct" if party.agree("direct links", int(problem is None)) else "bridge"
         why = problem or ("as other hosts found" if way == "bridge" else "probed")
         if way == "bridge" and cluster.links == "direct":
             raise ValueError(f"links is direct, which does not work here: {why}")
