@@ -51,8 +51,7 @@ class Host:
     def _lines(self) -> Iterator[dict[str, Any]]:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            if line.startswith("{"):  # gloo prints as well
-                yield json.loads(line)
+            yield json.loads(line)
 
     def code(self) -> int:
         """How it ends."""
