@@ -87,7 +87,11 @@ class Cable:
         with contextlib.suppress(OSError):
             while True:
                 near = self._listening.accept()[0]
-                far = socket.create_connection(("127.0.0.1", self._to))
+                try:
+                    far = socket.create_connection(("127.0.0.1", self._to))
+                except ConnectionRefusedError:  # nobody listens yet; who has called will call again
+                    near.close()
+                    continue
                 self._ends += [near, far]
                 for source, target in ((near, far), (far, near)):
                     threading.Thread(target=self._carry, args=(source, target), daemon=True).start()
@@ -98,7 +102,7 @@ class Cable:
                 if not self._silent.is_set():
                     target.sendall(data)
 
-    def cut(self) -> None:
+    def close(self) -> None:
         """Both ends hear of it."""
         self._listening.close()
         for end in self._ends:
