@@ -23,6 +23,7 @@ from server.start import mending
 if TYPE_CHECKING:
     from jaxserve.config import EngineConfig
     from jaxserve.engine import Engine
+    from jaxserve.tokenizer import Tokenizer
     from server.http.template import ChatTemplate
     from server.served_engine import ServedEngine
     from server.surface import Surface
@@ -169,12 +170,12 @@ async def before_a_process(serving: Serving, model: Path, config: EngineConfig) 
     return exit_codes.ENDED
 
 
-def read_tokenizer(model: Path):
+def read_tokenizer(model: Path) -> Tokenizer | None:
     """The tokenizer of a checkpoint. Raises UserError if it cannot be read."""
-    from jaxserve.tokenizer import Tokenizer
+    from jaxserve import tokenizer
 
     with mending():
-        return Tokenizer.from_directory(model)
+        return tokenizer.Tokenizer.from_directory(model)
 
 
 async def _first(running: asyncio.Task[None], *events: asyncio.Event) -> None:

@@ -14,7 +14,6 @@ BAD_FRAME = 76  # what came through the socket was not what the front would send
 _MEANINGS = {
     ENDED: "ended",
     USER_ERROR: "refused to start (exit code 2)",
-    ENGINE_FAILED: "failed (exit code 70)",
     FRONT_GONE: "took the front for gone (exit code 74)",
     BAD_FRAME: "was sent what is no message (exit code 76)",
 }

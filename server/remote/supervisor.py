@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from server.remote import exit_codes, plain
 from server.remote.frames import BadFrame, Kind, json_frame, parse_json
@@ -78,6 +79,7 @@ class Supervisor:
         self._started = 0.0  # monotonic seconds; likewise
         self._ready_since: float | None = None
         self._refusal: str | None = None  # why it will not start
+        self._failure: str | None = None  # what the engine says of its own end
         self._wedged: str | None = None  # why it is being killed
         self._killing: asyncio.Task[None] | None = None
         self._closed = asyncio.Event()
@@ -94,7 +96,7 @@ class Supervisor:
             code = await self._live()
             if self._closed.is_set():
                 return
-            if self._refusal is not None:
+            if self._refusal is not None and not self.ready.is_set():
                 self._engine.disconnect("the engine cannot be started", returns=False)
                 raise UserError(self._refusal)
             cause = self._cause(code)
@@ -141,7 +143,7 @@ class Supervisor:
 
     async def _live(self) -> int:
         """One engine process from its start to its end; the exit code."""
-        self._refusal = self._wedged = self._ready_since = None
+        self._refusal = self._failure = self._wedged = self._ready_since = None
         self._started = time.monotonic()
         self._process = process = EngineProcess(self._command, self._take)
         try:
@@ -172,7 +174,7 @@ class Supervisor:
             case Kind.REFUSED:
                 self._refusal = _read(str, body)
             case Kind.FAILED:
-                _log.error("the engine process says: %s", _read(str, body))
+                self._failure = _read(str, body)
             case _:
                 raise BadFrame(f"{kind.name} from the engine process, out of turn")
 
@@ -186,17 +188,25 @@ class Supervisor:
             return f"{self._wedged} and was killed"
         if self._process.misread is not None:
             return "the engine process sent what is no message and was killed"
-        return f"the engine process {exit_codes.told(code)}"
+        told = f"the engine process {exit_codes.told(code)}"
+        return told if self._failure is None else f"{self._failure}: {told}"
 
     def _tell(self, code: int, cause: str) -> None:
         """The whole of it, for who runs the server."""
         assert self._process is not None
         lines = "\n  ".join(self._process.last_lines) or "nothing"
-        misread = f" ({self._process.misread})" if self._process.misread is not None else ""
-        _log.error("%s%s; process %d, %s; it wrote last:\n  %s", cause, misread, self.pid, exit_codes.told(code), lines)
+        why = self._process.misread or self._refusal
+        _log.error(
+            "%s%s; process %d %s; it wrote last:\n  %s",
+            cause,
+            f" ({why})" if why is not None else "",
+            self._process.pid,
+            exit_codes.told(code),
+            lines,
+        )
 
 
-def _read(kind: type, body: bytes):
+def _read(kind: Any, body: bytes) -> Any:
     try:
         return plain.decode(kind, parse_json(body))
     except ValueError as problem:
