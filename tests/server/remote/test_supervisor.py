@@ -197,7 +197,11 @@ def wait(it: Remote) -> None:
         ({}, kill, "the engine process was killed by signal 9 (SIGKILL); it is being started again"),
         ({}, stop, "the engine has completed no iteration for"),
         ({"wedged_after": 20}, wait, "the engine has completed no iteration for"),
-        ({"fails_after": 20}, wait, "the engine process failed (exit code 70); it is being started again"),
+        (
+            {"fails_after": 20},
+            wait,
+            "the engine has failed: the engine process ended with exit code 70; it is being started again",
+        ),
     ],
     ids=["killed", "stopped", "wedged", "failed"],
 )
