@@ -109,11 +109,13 @@ class PackedPlan(NamedTuple):
 
     Attributes:
       drafts: int32[layout.drafts, 3] row, position and token of each drafted token; None without any.
+      copies: int32[layout.max_rows, 2] source and target of each block to copy, -1 where there are no more; or None.
     """
 
     iteration: np.ndarray
     admissions: tuple[np.ndarray, ...]
     drafts: np.ndarray | None = None
+    copies: np.ndarray | None = None
 
 
 def pack(plan: IterationPlan, layout: BatchLayout, n_blocks: int) -> PackedPlan:
@@ -133,7 +135,20 @@ def pack(plan: IterationPlan, layout: BatchLayout, n_blocks: int) -> PackedPlan:
         changes[: len(plan.table_changes)] = np.array(plan.table_changes, np.int32)
     _check_tables(plan, changes[: len(plan.table_changes)], layout, n_blocks)
     admissions = tuple(pack_admission(admission, layout) for admission in plan.admissions)
-    return PackedPlan(packed, admissions, pack_drafts(plan.chunks, plan.drafts, layout) if plan.drafts else None)
+    drafts = pack_drafts(plan.chunks, plan.drafts, layout) if plan.drafts else None
+    copies = pack_copies(plan, layout, n_blocks) if plan.block_copies else None
+    return PackedPlan(packed, admissions, drafts, copies)
+
+
+def pack_copies(plan: IterationPlan, layout: BatchLayout, n_blocks: int) -> np.ndarray:
+    """Packs the blocks to copy into int32[layout.max_rows, 2]."""
+    packed = np.full((layout.max_rows, 2), -1, np.int32)
+    packed[: len(plan.block_copies)] = np.array(plan.block_copies, np.int32)
+    copies = packed[: len(plan.block_copies)]
+    sources, targets = set(copies[:, 0].tolist()), set(copies[:, 1].tolist())
+    if copies.min() < 0 or copies.max() >= n_blocks or sources & targets or len(targets) < len(copies):
+        raise AssertionError(f"plan {plan.sequence} copies blocks {copies.tolist()}; there are {n_blocks}")
+    return packed
 
 
 def pack_drafts(chunks: Sequence[Chunk], tokens: Sequence[int], layout: BatchLayout) -> np.ndarray:
@@ -244,7 +259,7 @@ def empty_state(layout: BatchLayout, *, is_first: bool, is_last: bool) -> RowSta
 
 def pack_admission(admission: Admission, layout: BatchLayout) -> np.ndarray:
     """Packs an admission into one int32 array: row, block table, history, sampling parameters (bit for bit)."""
-    values = sampler.encode(admission.sampling, admission.prompt_length)
+    values = sampler.encode(admission.sampling, admission.prompt_length, admission.endings)
     head = np.zeros(1 + layout.max_blocks + layout.max_context, np.int32)
     head[0] = admission.row
     head[1 : 1 + len(admission.blocks)] = admission.blocks

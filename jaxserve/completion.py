@@ -62,7 +62,9 @@ class Completion:
       prompt_logprobs: of each prompt token, the first of which has None; None unless asked for.
       prompt_top_logprobs: likewise its alternatives; None unless some were asked for.
       prompt_tokens: length of the prompt; cached_tokens: how many of them the prefix cache served.
+      matched_stop: the stop string that ended it, if one did.
       error: what went wrong, with FinishReason.ERROR.
+      score: of a beam search: the sum of its logprobs, over its length to the power of length_penalty.
     """
 
     request_id: str
@@ -76,7 +78,9 @@ class Completion:
     prompt_top_logprobs: tuple[Alternatives | None, ...] | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    matched_stop: str | None = None
     error: str | None = None
+    score: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """A mapping that `json.dumps` takes: id, text, token_ids, finish_reason and what was asked for.
@@ -117,7 +121,8 @@ class Assembler:
     """Puts one request's completion together from its events.
 
     A stop string ends the text where it begins, and the tokens with the one that completed it; of several, the one
-    that is complete first counts, whatever pieces the text came in. The caller then aborts the request in the engine.
+    that is complete first counts, whatever pieces the text came in. Those that are complete with the first `min_tokens`
+    tokens are text like any other. The caller then aborts the request in the engine.
 
     Raises:
       InvalidRequest: the request has stop strings and there is no tokenizer to make text.
@@ -139,6 +144,7 @@ class Assembler:
         self._top_logprobs: list[Alternatives] = []
         self._prompt_logprobs: list[PromptLogprob] = []
         self._cached_tokens = 0
+        self._matched_stop: str | None = None
         self._error: str | None = None
         self._finish_reason: FinishReason | None = None
 
@@ -192,6 +198,7 @@ class Assembler:
             prompt_top_logprobs=prompt_top,
             prompt_tokens=len(self._request.prompt),
             cached_tokens=self._cached_tokens,
+            matched_stop=self._matched_stop,
             error=self._error,
         )
 
@@ -204,30 +211,39 @@ class Assembler:
             text = stream.push(token for token in tokens if token not in self._ending)
             return text + (stream.flush() if event.finish_reason else ""), len(tokens), False
         out = ""
+        early = self._request.sampling.min_tokens - len(self._token_ids)  # tokens with which nothing stops
         for used, token in enumerate(tokens, 1):
             if token not in self._ending:
-                text, stopped = self._until_stop(stream.push((token,)))
+                text, stopped = self._until_stop(stream.push((token,)), stops=used > early)
                 out += text
                 if stopped:
                     return out, used, True
         if event.finish_reason:
-            text, stopped = self._until_stop(stream.flush())
+            text, stopped = self._until_stop(stream.flush(), stops=len(tokens) > early)
             if stopped:
                 return out + text, len(tokens), True
             out += text + self._held
         return out, len(tokens), False
 
-    def _until_stop(self, piece: str) -> tuple[str, bool]:
-        """Adds a piece to the held text; returns (what may go out, whether a stop string is complete)."""
+    def _until_stop(self, piece: str, *, stops: bool) -> tuple[str, bool]:
+        """Adds a piece to the held text; returns (what may go out, whether a stop string is complete).
+
+        Args:
+          stops: whether a stop string that this piece completes counts.
+        """
         if not piece:
             return "", False
-        text, stops = self._held + piece, self._request.sampling.stop
-        found = [(at + len(stop), at) for stop in stops if (at := text.find(stop)) >= 0]
-        if found:
-            _, at = min(found)
+        known, text, strings = len(self._held), self._held + piece, self._request.sampling.stop
+        ends = [
+            (at + len(stop), at, stop)
+            for stop in strings
+            if (at := text.find(stop, max(0, known - len(stop) + 1))) >= 0
+        ]
+        if ends and stops:
+            _, at, self._matched_stop = min(ends)
             self._held = ""
             return text[:at], True
-        held = _beginning(text, stops)
+        held = _beginning(text, strings)
         self._held = text[held:]
         return text[:held], False
 

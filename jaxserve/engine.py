@@ -7,21 +7,24 @@ out.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 from jaxserve import routing, startup, streaming
+from jaxserve.beams import BeamParams
 from jaxserve.completion import Completion, Delta
 from jaxserve.config import EngineConfig
 from jaxserve.limits import Limits, check_queue
+from jaxserve.matcher import Compiled, Grammars
 from jaxserve.models.schema import ModelConfig
 from jaxserve.observe import IterationRecord, Load, total
 from jaxserve.replica import Replica
 from jaxserve.request import InvalidRequest, QueueFull, Request
 from jaxserve.request_state import lease_of
 from jaxserve.stage import Progress
-from jaxserve.streaming import Sink
+from jaxserve.streaming import Sink, Terms
 from jaxserve.timeline import Timeline
 from jaxserve.tokenizer import Tokenizer
 
@@ -39,16 +42,23 @@ class Engine:
         self.tokenizer = tokenizer
         self.model_config: ModelConfig = started.replicas[0].pipeline.model.config
         self.max_context = started.report.max_context
+        self.grammars: Grammars | None = None  # without a tokenizer there are none
+        if tokenizer is not None:
+            self.grammars = Grammars(tokenizer, self.model_config.vocab_size, self.model_config.eos_token_ids)
         self.limits = Limits(
             vocab_size=self.model_config.vocab_size,
             max_context=self.max_context,
             slots=self.report.slots,
+            endings=len(self.model_config.eos_token_ids),
             scoring=config.scoring,
+            masks=all(replica.pipeline.takes_masks for replica in started.replicas),
             has_tokenizer=tokenizer is not None,
         )
         self._replicas = started.replicas
         self._door = threading.Lock()
         self._changing_weights = False
+        # An engine that is dropped, as by a notebook's cell that is run again, takes its threads and memory with it.
+        weakref.finalize(self, _end, self._replicas).atexit = False
 
     @classmethod
     def from_checkpoint(
@@ -102,6 +112,7 @@ class Engine:
             replica.ask_to_stop()
         for replica in self._replicas:
             replica.join()
+            replica.pipeline.close()
 
     def __enter__(self) -> Self:
         self.start()
@@ -117,8 +128,11 @@ class Engine:
 
     @property
     def problem(self) -> str | None:
-        """Why no request is being served, or None."""
-        return None if self.is_healthy else "the engine has failed"
+        """Why no request is being served, in words for callers: a host that failed, of several; None while they are."""
+        if self.is_healthy:
+            return None
+        why = next((text for replica in self._replicas if (text := replica.pipeline.problem)), None)
+        return "the engine has failed" + (f": {why}" if why else "")
 
     @property
     def takes_requests(self) -> bool:
@@ -131,10 +145,11 @@ class Engine:
 
         Raises:
           InvalidRequest: it can never be served; the message names the field.
-          QueueFull: too many requests or tokens wait already.
+          QueueFull: too many requests, tokens or grammars wait already.
           EngineStopped: the engine was stopped or has failed.
         """
         self.check(request)
+        grammar = self._compiled(request)
         with self._door:
             if any(replica.holds(request.request_id) for replica in self._replicas):
                 raise InvalidRequest("request_id", f"is {request.request_id!r}, which names a request that is alive")
@@ -147,11 +162,14 @@ class Engine:
                 waiting_tokens=sum(replica.waiting_tokens for replica in self._replicas),
             )
             replica, cached = self._choose(request)
-            replica.submit(request, sink, cached=cached)
+            replica.submit(request, sink, cached=cached, grammar=grammar)
 
     def _choose(self, request: Request) -> tuple[Replica, int]:
         """The replica with the least left to compute once it has the request, and the tokens of its prompt that are
-        found in that one's prefix cache."""
+        found in that one's prefix cache, or will be taken over from another request."""
+        for replica in self._replicas:
+            if request.fork_of is not None and replica.holds(request.fork_of):
+                return replica, len(request.prompt) - 1  # where the prompt is computed anyway
         if len(self._replicas) == 1:
             return self._replicas[0], 0
         serving = [replica for replica in self._replicas if replica.takes_requests] or self._replicas[:1]
@@ -161,8 +179,17 @@ class Engine:
         return serving[chosen], cached[chosen]
 
     def check(self, request: Request) -> None:
-        """Raises InvalidRequest, naming the field, for a request that this engine can never serve."""
+        """Raises InvalidRequest, naming the field, for a request that this engine can never serve. Its grammar is
+        compiled here, if `grammars` has not done so (see `Grammars.prepare` for event loops)."""
         self.limits.check(request)
+        self._compiled(request)
+
+    def _compiled(self, request: Request) -> Compiled | None:
+        grammar = request.sampling.grammar
+        if grammar is None:
+            return None
+        assert self.grammars is not None  # there is a tokenizer, or it has been refused
+        return self.grammars.compiled(grammar)
 
     def abort(self, request_id: str) -> None:
         """Ends a request within one iteration and gives its slots back; its last event says ABORTED. A request that
@@ -211,17 +238,79 @@ class Engine:
         """What each stage does, watched in a `with` block, and a trace of it afterwards."""
         return Timeline([replica.pipeline for replica in self._replicas])
 
-    def generate(self, prompts: Sequence[str | Sequence[int]], **sampling: Any) -> list[Completion]:
+    def generate(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        *,
+        n: int = 1,
+        best_of: int | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+        timeout: float | None = None,
+        **sampling: Any,
+    ) -> list[Completion]:
         """Generates for every prompt (text or token ids) and waits for all of them.
 
         Args:
+          n: samples of each prompt, which is computed once for all of them; they are next to each other in the list.
+          best_of: so many are drawn, and the n of them returned whose tokens are the likeliest on average.
+          priority / cache_salt: see `Request`.
+          timeout: seconds to wait at most.
           sampling: fields of SamplingParams, the same for every prompt; a seed is drawn for each where none is given.
 
         Raises:
           InvalidRequest: before anything is generated, naming the field.
+          TimeoutError: it took too long; every request is ended.
         """
-        return streaming.generate(self, prompts, sampling)
+        terms = Terms(n=n, best_of=best_of, priority=priority, cache_salt=cache_salt, timeout=timeout)
+        return streaming.generate(self, prompts, sampling, terms)
 
-    def stream(self, prompt: str | Sequence[int], **sampling: Any) -> AsyncIterator[Delta]:
-        """Generates for one prompt, an item an iteration. Leaving the loop early ends the request."""
-        return streaming.stream(self, prompt, sampling)
+    def beam_search(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        n: int = 1,
+        best_of: int | None = None,
+        length_penalty: float = 1.0,
+        early_stopping: bool = False,
+        priority: int = 0,
+        cache_salt: str = "",
+        timeout: float | None = None,
+        **sampling: Any,
+    ) -> list[Completion]:
+        """The n likeliest answers to a prompt that a beam search finds, best first, each with its score.
+
+        Args:
+          best_of: beams, n unless given (see `beams.BeamParams`, also for length_penalty and early_stopping).
+          sampling: max_tokens, stop_token_ids, ignore_eos and logprobs of SamplingParams.
+
+        Raises:
+          InvalidRequest: before anything is generated, naming the field.
+          TimeoutError: it took too long; every request is ended.
+        """
+        width = n if best_of is None else best_of
+        params = BeamParams(width=width, n=n, length_penalty=length_penalty, early_stopping=early_stopping)
+        terms = Terms(priority=priority, cache_salt=cache_salt, timeout=timeout)
+        return streaming.search(self, prompt, params, sampling, terms)
+
+    def stream(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+        timeout: float | None = None,
+        **sampling: Any,
+    ) -> AsyncIterator[Delta]:
+        """Generates for one prompt, an item an iteration. Leaving the loop early ends the request.
+
+        Raises:
+          TimeoutError: it took longer than so many seconds.
+        """
+        terms = Terms(priority=priority, cache_salt=cache_salt, timeout=timeout)
+        return streaming.stream(self, prompt, sampling, terms)
+
+
+def _end(replicas: Sequence[Replica]) -> None:
+    for replica in replicas:
+        replica.ask_to_stop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ class SamplerVariant(enum.IntEnum):
     PLAIN = 0  # greedy rows and temperature alone
     TRUNCATED = 1  # some row has top_k, top_p or min_p
     FULL = 2  # some row has penalties or a bias, or wants alternatives reported
+    CONSTRAINED = 3  # some row has a grammar: as FULL, and takes a mask of the tokens that each row may have
 
 
 class Chunk(NamedTuple):
@@ -44,6 +46,13 @@ class TableChange(NamedTuple):
     block: int
 
 
+class BlockCopy(NamedTuple):
+    """What a block holds is copied to another one, in every layer."""
+
+    source: int
+    target: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
     """A request takes a row; written to the device by a launch of its own, before the iteration.
@@ -51,7 +60,8 @@ class Admission:
     Attributes:
       tokens: every token known so far (the prompt, and what was generated before a preemption).
       prompt_length: how many of them are the prompt.
-      blocks: the row's first block-table entries: blocks found in the prefix cache.
+      blocks: the row's first block-table entries: blocks found in the prefix cache, or taken over from another row.
+      endings: tokens that end the request, where these are barred until min_tokens were generated.
     """
 
     row: int
@@ -60,6 +70,7 @@ class Admission:
     prompt_length: int
     blocks: tuple[int, ...]
     sampling: SamplingParams
+    endings: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +85,7 @@ class IterationPlan:
       table_changes: blocks newly given to rows of this plan (at most `max_table_changes(bucket, ...)`).
       sampler: the sampler this plan needs; None when no chunk samples.
       scoring: whether some chunk's tokens are scored for prompt_logprobs.
+      block_copies: made before the iteration; at most one an admission, and no target is a source.
       drafts: the drafted tokens of the chunks that have some, in their order; written to the rows before the iteration.
     """
 
@@ -85,6 +97,7 @@ class IterationPlan:
     sampler: SamplerVariant | None
     scoring: bool
     drafts: tuple[int, ...] = ()
+    block_copies: tuple[BlockCopy, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -97,6 +110,18 @@ class IterationPlan:
         return sum(chunk.length == chunk.samples for chunk in self.chunks)
 
 
+class GrammarEnd(NamedTuple):
+    """What a grammar says of the token just chosen, where it is the last.
+
+    Attributes:
+      problem: why it cannot go on; None where the text is whole and nothing may follow it.
+      field: what the caller called the grammar.
+    """
+
+    problem: str | None
+    field: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IterationResult:
     """What the device answered for one plan, as host arrays.
@@ -107,9 +132,10 @@ class IterationResult:
     Attributes:
       tokens: int32[S] chosen tokens (meaningless where the chunk does not sample).
       logprobs: float32[S] their logprobs under the model.
-      top_ids / top_logprobs: int32 / float32 [S, MAX_LOGPROBS], with SamplerVariant.FULL only.
+      top_ids / top_logprobs: int32 / float32 [S, MAX_LOGPROBS], with SamplerVariant.FULL and above only.
       score_logprobs: float32[bucket], with plan.scoring only: entry t is the logprob of the token after flat token t.
       score_top_ids / score_top_logprobs: [bucket, MAX_LOGPROBS], likewise.
+      grammar_ends: of the entries whose token is their grammar's last; None where there are none.
     """
 
     tokens: np.ndarray
@@ -119,6 +145,7 @@ class IterationResult:
     score_logprobs: np.ndarray | None = None
     score_top_ids: np.ndarray | None = None
     score_top_logprobs: np.ndarray | None = None
+    grammar_ends: Mapping[int, GrammarEnd] | None = None
 
 
 def max_chunks(bucket: int, max_rows: int) -> int:

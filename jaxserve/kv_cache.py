@@ -1,4 +1,5 @@
-"""The device pool of keys and values: how large it can be, and its allocation. The layout is the backend's."""
+"""The device pool of keys and values: how large it can be, its allocation, copies of its blocks. The layout is the
+backend's."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
+from jaxtyping import Int32
 
 from pallas_kernels.api import AttentionShape, Backend
 from sharding.spec import ShardingSpec
@@ -58,6 +60,30 @@ def pool(backend: Backend, shape: AttentionShape, n_blocks: int, mesh: Mesh, spe
 def allocate(described: Any) -> Any:
     """The zeroed arrays that `pool` describes."""
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), described)
+
+
+def copy_blocks(pool: Any, copies: Int32[jax.Array, "R 2"], *, n_blocks: int, layers: int) -> Any:
+    """A pool in which some blocks hold what others do, in every layer. Traced; the pool is donated, and nothing of its
+    size is made beside it: one pair after another, as each is a small part of it.
+
+    Args:
+      copies: source and target of each pair, -1 where there are no more. No target is a source.
+      n_blocks: of each layer, one layer's after another's along the first axis of every leaf.
+    """
+    first = jnp.arange(layers, dtype=jnp.int32) * n_blocks
+
+    def copy(pair: jax.Array, pool: Any) -> Any:
+        source, target = copies[pair, 0] + first, copies[pair, 1] + first
+
+        def in_leaf(leaf: jax.Array) -> jax.Array:
+            blocks = leaf.at[source].get(mode="promise_in_bounds", unique_indices=True, indices_are_sorted=True)
+            at = leaf.at[target]
+            return at.set(blocks, mode="promise_in_bounds", unique_indices=True, indices_are_sorted=True)
+
+        return jax.tree.map(in_leaf, pool)
+
+    with jax.named_scope("copy_blocks"):
+        return jax.lax.fori_loop(0, (copies[:, 1] >= 0).sum(), copy, pool)
 
 
 def free_bytes(device: Any) -> int:

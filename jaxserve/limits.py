@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jaxserve.config import EngineConfig
-from jaxserve.request import InvalidRequest, QueueFull, Request
+from jaxserve.request import MAX_ENDINGS, InvalidRequest, QueueFull, Request
 from jaxserve.request_state import check_fits
 
 
@@ -15,14 +15,18 @@ class Limits:
 
     Attributes:
       slots: of one replica.
+      endings: tokens that end the model's texts.
       scoring: whether prompt_logprobs is served.
+      masks: whether the tokens of a request can be held to a grammar.
       has_tokenizer: whether text can be made of tokens.
     """
 
     vocab_size: int
     max_context: int
     slots: int
+    endings: int
     scoring: bool
+    masks: bool
     has_tokenizer: bool
 
     def check(self, request: Request) -> None:
@@ -32,14 +36,25 @@ class Limits:
             ("prompt_token_ids", request.prompt),
             ("stop_token_ids", request.sampling.stop_token_ids),
             ("logit_bias", [token for token, _ in request.sampling.logit_bias]),
+            ("bad_words", [token for run in request.sampling.bad_word_tokens for token in run]),
         ):
             if tokens and (min(tokens) < 0 or max(tokens) >= self.vocab_size):
                 wrong = next(token for token in tokens if not 0 <= token < self.vocab_size)
                 raise InvalidRequest(field, f"has token id {wrong}; the vocabulary has ids 0 to {self.vocab_size - 1}")
         if request.sampling.prompt_logprobs is not None and not self.scoring:
             raise InvalidRequest("prompt_logprobs", "is not served: the engine was started without prompt scoring")
+        if request.sampling.bad_words and not request.sampling.bad_word_tokens:
+            raise InvalidRequest("bad_words", "are no tokens yet; parse_request makes them so")
+        endings = self.endings + len(request.sampling.stop_token_ids)
+        if request.sampling.min_tokens and endings > MAX_ENDINGS:
+            raise InvalidRequest("min_tokens", f"bars {endings} tokens that end it; at most {MAX_ENDINGS} can be")
         if request.sampling.stop and not self.has_tokenizer:
             raise InvalidRequest("stop", "needs a tokenizer, and this checkpoint has none; use stop_token_ids")
+        grammar = request.sampling.grammar
+        if grammar is not None and not self.masks:
+            raise InvalidRequest(grammar.field, "is not served where several hosts share a model")
+        if grammar is not None and not self.has_tokenizer:
+            raise InvalidRequest(grammar.field, "needs a tokenizer, and this checkpoint has none")
 
 
 def check_queue(config: EngineConfig, request: Request, *, waiting: int, waiting_tokens: int) -> None:

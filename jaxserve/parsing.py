@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import re
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxserve import bad_words, grammar
 from jaxserve.request import SAMPLING_FIELDS, InvalidRequest, Request, SamplingParams
 from jaxserve.tokenizer import Tokenizer
 
@@ -32,14 +34,18 @@ def parse_request(
 
     A field whose value is None counts as not given. Whole numbers are taken where a float is wanted, and nothing else
     is converted. logit_bias is a mapping from token id (a number, or its decimal text) to bias; stop is a string or a
-    list of them. Without a seed one is drawn. Token ids are held against the vocabulary by the engine, not here. A
-    prompt that has the model's special tokens written out is given without `special_tokens`.
+    list of them, and so is bad_words; grammar is as `grammar.read` takes it. Without a seed one is drawn. Token ids are
+    held against the vocabulary by the engine, not here. A prompt that has the model's special tokens written out is
+    given without `special_tokens`.
 
     Raises:
       InvalidRequest: naming the field, and for an unknown one the field that was probably meant.
     """
     # Before the prompt, which may be long.
     sampling = parse_sampling({name: value for name, value in fields.items() if name not in _PROMPTS})
+    if sampling.bad_words:
+        runs = bad_words.token_ids(sampling.bad_words, tokenizer)
+        sampling = dataclasses.replace(sampling, bad_word_tokens=runs)
     return Request(
         request_id=request_id,
         prompt=_prompt(fields, tokenizer, special_tokens),
@@ -161,6 +167,8 @@ _READERS = {
     **dict.fromkeys(_FLOATS, _float),
     "ignore_eos": _bool,
     "stop": _strings,
+    "bad_words": _strings,
     "stop_token_ids": _integers,
     "logit_bias": _biases,
+    "grammar": grammar.read,
 }

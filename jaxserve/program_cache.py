@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 _ROOT = Path(__file__).resolve().parents[1]
 _PACKAGES = ("jaxserve", "sharding", "pallas_kernels")
-_NOT_TRACED = ("jaxserve/bench", "jaxserve/demo", "jaxserve/plan", "jaxserve/simulate")
+_NOT_TRACED = ("jaxserve/bench", "jaxserve/cluster", "jaxserve/demo", "jaxserve/plan", "jaxserve/simulate")
 _SUFFIXES = {".py", ".json", ".toml", ".cc", ".h"}
 _VERSIONS = ("jax", "jaxlib", "flax", "numpy")
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")

@@ -16,10 +16,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from jaxserve import batch
 from jaxserve.buckets import BucketCost
 from jaxserve.compilations import compilations
 from jaxserve.iteration import IterationPlan
+from jaxserve.masks import Masks
+from jaxserve.matcher import Compiled
 from jaxserve.observe import IterationRecord, Load
 from jaxserve.pipeline import Pipeline
 from jaxserve.request import EngineStopped, FinishReason, Request, TokenEvent
@@ -52,6 +56,10 @@ class _Timed(NamedTuple):
     pack_s: float
     launch_s: float
 
+    def longer(self, seconds: float) -> _Timed:
+        """With so much more for the launch."""
+        return self._replace(launch_s=self.launch_s + seconds)
+
 
 class Replica:
     """A compiled model, and the loop that plans, launches and completes an iteration at a time."""
@@ -65,6 +73,8 @@ class Replica:
         self.pipeline = pipeline
         self.scheduler = scheduler
         self.recorders: list[Callable[[IterationRecord], None]] = []
+        self._masks = Masks()
+        self._awaited: IterationPlan | None = None  # the newest plan, while the choice of its tokens waits for masks
         self._timed: deque[_Timed] = deque()
         self._alive: dict[str, _Alive] = {}
         self._owed_tokens = 0
@@ -89,7 +99,7 @@ class Replica:
         """
         compiled = compilations()
         self._take_mail()
-        while self.pipeline.has_room and (plan := self._plan()) is not None:
+        while self._answer() and self.pipeline.has_room and (plan := self._plan()) is not None:
             self._launch(plan)
         if not self.pipeline.in_flight:
             self._publish(self.scheduler.take_held())
@@ -106,8 +116,14 @@ class Replica:
         scheduled = time.perf_counter()
         packed = batch.pack(plan, self.pipeline.shape.layout(plan.bucket), self.scheduler.pool.n_blocks)
         ready = time.perf_counter()
-        self.pipeline.launch(plan, packed)
-        self._cached_tokens += self.scheduler.pool.block_size * sum(len(a.blocks) for a in plan.admissions)
+        if self._masks.launched(plan):
+            self._awaited = plan
+            self.pipeline.launch(plan, packed, answer=False)
+        else:
+            self.pipeline.launch(plan, packed)
+        if plan.admissions:
+            starts = {chunk.row: chunk.start for chunk in plan.chunks}
+            self._cached_tokens += sum(starts[admission.row] for admission in plan.admissions)
         for admission in plan.admissions:
             alive = self._alive.get(admission.request_id)
             if alive is not None and alive.owed.prompt and alive.started is None:
@@ -122,11 +138,32 @@ class Replica:
             )
         )
 
+    def _answer(self) -> bool:
+        """Has the tokens of the newest plan chosen if that waits for masks; whether another plan may be launched."""
+        plan = self._awaited
+        if plan is None:
+            return True
+        if not self._masks.is_known:
+            return False
+        late = self._masks.wait(lambda missing: missing < len(self._alive) and self.pipeline.is_idle)
+        started = time.perf_counter()
+        if late:
+            self.scheduler.withdraw(late)
+        points = self.pipeline.shape.layout(plan.bucket).points
+        allowed = np.full((points, self.pipeline.mask_words), 0xFFFFFFFF, np.uint32)
+        self._masks.fill(allowed)
+        self.pipeline.answer(allowed)
+        self._awaited = None
+        self._timed[-1] = self._timed[-1].longer(time.perf_counter() - started)
+        return True
+
     def _complete(self) -> None:
+        if not self.pipeline.has_answers:
+            self._answer()
         started = time.perf_counter()
         plan, result = self.pipeline.wait()
         landed = time.perf_counter()
-        events = self.scheduler.complete(plan, result)
+        events = self.scheduler.complete(plan, self._masks.landed(plan, result))
         self._publish(events)
         self._record(plan, landed - started, time.perf_counter() - landed)
 
@@ -145,6 +182,7 @@ class Replica:
             if event.finish_reason is not None:
                 self._owed_tokens -= alive.owed.tokens
                 del self._alive[event.request_id]
+                self._masks.end(event.request_id)
         for sink, theirs in by_sink.items():
             try:
                 sink(theirs)
@@ -233,7 +271,9 @@ class Replica:
     @property
     def is_healthy(self) -> bool:
         """Whether requests are being served: the thread runs and has not failed."""
-        return self._failure is None and not self._stopping and self._thread is not None and self._thread.is_alive()
+        if self._failure is not None or self.pipeline.problem is not None:
+            return False
+        return not self._stopping and self._thread is not None and self._thread.is_alive()
 
     @property
     def owed_tokens(self) -> int:
@@ -241,11 +281,12 @@ class Replica:
         they may generate."""
         return self._owed_tokens + self._mailed_owed
 
-    def submit(self, request: Request, sink: Sink, *, cached: int) -> None:
+    def submit(self, request: Request, sink: Sink, *, cached: int, grammar: Compiled | None = None) -> None:
         """Hands a request in (see `Engine.submit`).
 
         Args:
           cached: tokens of its prompt that the prefix cache is known to hold.
+          grammar: its own, where it has one.
 
         Raises:
           EngineStopped: the loop has ended.
@@ -260,14 +301,16 @@ class Replica:
             self._mailed_requests += 1
             self._mailed_tokens += len(request.prompt)
             self._mailed_owed += owed.tokens
-            self._post(partial(self._admit, request, owed.tokens))
+            self._post(partial(self._admit, request, owed.tokens, grammar))
 
-    def _admit(self, request: Request, owed: int) -> None:
+    def _admit(self, request: Request, owed: int, grammar: Compiled | None) -> None:
         with self._changed:
             self._mailed_requests -= 1
             self._mailed_tokens -= len(request.prompt)
             self._mailed_owed -= owed
         self._owed_tokens += owed
+        if grammar is not None:
+            self._masks.begin(request, grammar)
         try:
             self.scheduler.submit(request)
         except ValueError as refusal:

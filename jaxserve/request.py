@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import math
 import sys
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 MAX_LOGPROBS = 20  # most alternatives reported for a position
 MAX_LOGIT_BIAS = 300  # most entries of a logit_bias
 MAX_STOP = 16  # most stop strings, and most stop token ids
+MAX_ENDINGS = 64  # tokens that min_tokens can bar
+MAX_BAD_WORDS = 64  # most strings that are never to appear
+MAX_BAD_WORD_TOKENS = 256  # of all of them together, as token ids
+MAX_GRAMMAR_BYTES = 65_536  # of a grammar's text in UTF-8
+
+GrammarKind = Literal["json_schema", "regex", "choice", "lark"]
 
 
 class InvalidRequest(ValueError):
@@ -49,6 +56,30 @@ class FinishReason(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Grammar:
+    """What a generated text has to be, whole: a value, checked for its size alone (`grammar.read`, `matcher.Grammars`).
+
+    Attributes:
+      kind: what `text` is.
+      text: a JSON schema; a regular expression (Rust's syntax, for the whole text); a JSON list of the strings that it
+        may be; a grammar in llguidance's dialect of Lark, or in GBNF.
+      field: what its caller called it, for errors. Of no matter to what it means.
+    """
+
+    kind: GrammarKind
+    text: str
+    field: str = dataclasses.field(default="grammar", compare=False)
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(GrammarKind):
+            raise InvalidRequest(self.field, f"is of type {self.kind!r}; it must be {', '.join(get_args(GrammarKind))}")
+        if not isinstance(self.text, str):
+            raise InvalidRequest(self.field, f"has {type(self.text).__name__} for its text; it must be a string")
+        if (size := len(self.text.encode(errors="replace"))) > MAX_GRAMMAR_BYTES:
+            raise InvalidRequest(self.field, f"has {size} bytes; at most {MAX_GRAMMAR_BYTES} are allowed")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How one request's tokens are chosen and when it ends.
 
@@ -67,9 +98,16 @@ class SamplingParams:
       sample_index: which of several samples of one prompt this is; folded into the random key.
       stop: strings that end the text (checked where text is made, not by the scheduler).
       stop_token_ids: tokens that end the request, beside the model's own end of sequence.
+      min_tokens: so many tokens are generated before the end of sequence or a stop token can be chosen, and before stop
+        strings are looked for.
+      bad_words: strings that are not to be generated; `bad_word_tokens` has them as the sampler does.
+      bad_word_tokens: runs of token ids that never stand complete: the last token of a run is barred where those before
+        it stand, be it in the prompt. Made of bad_words by `parse_request`.
       ignore_eos: generate on past the end-of-sequence token.
       logprobs: None is off; k reports the chosen token's logprob and the k likeliest tokens.
       prompt_logprobs: likewise for the prompt's tokens.
+      grammar: what the text has to be. Tokens that it does not allow are not chosen, and it ends where nothing may
+        follow; ignore_eos goes on as long as something may.
     """
 
     max_tokens: int = 128
@@ -85,9 +123,13 @@ class SamplingParams:
     sample_index: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
+    bad_words: tuple[str, ...] = ()
+    bad_word_tokens: tuple[tuple[int, ...], ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         _integer("max_tokens", self.max_tokens, low=1)
@@ -110,18 +152,33 @@ class SamplingParams:
         for token, bias in self.logit_bias:
             _integer("logit_bias", token, low=0)
             _number("logit_bias", bias, low=-100.0, high=100.0)
-        for name, kind in (("stop", str), ("stop_token_ids", int)):
+        for name, kind, most in (
+            ("stop", str, MAX_STOP),
+            ("stop_token_ids", int, MAX_STOP),
+            ("bad_words", str, MAX_BAD_WORDS),
+        ):
             values = getattr(self, name)
-            if len(values) > MAX_STOP:
-                raise InvalidRequest(name, f"has {len(values)} entries; at most {MAX_STOP} are allowed")
+            if len(values) > most:
+                raise InvalidRequest(name, f"has {len(values)} entries; at most {most} are allowed")
             if any(not isinstance(v, kind) or isinstance(v, bool) or v == "" for v in values):
                 raise InvalidRequest(name, f"is {list(values)!r}; every entry must be a non-empty {kind.__name__}")
+        _integer("min_tokens", self.min_tokens, low=0)
+        if self.min_tokens > self.max_tokens:
+            raise InvalidRequest("min_tokens", f"is {self.min_tokens}, more than max_tokens ({self.max_tokens})")
+        if not all(self.bad_word_tokens):
+            raise InvalidRequest("bad_words", "holds a word of no tokens")
+        if (count := sum(map(len, self.bad_word_tokens))) > MAX_BAD_WORD_TOKENS:
+            raise InvalidRequest("bad_words", f"come to {count} tokens; at most {MAX_BAD_WORD_TOKENS} are allowed")
+        if self.grammar is not None and not isinstance(self.grammar, Grammar):
+            raise InvalidRequest("grammar", f"is a {type(self.grammar).__name__}; it must be a Grammar")
 
     @property
     def is_penalised(self) -> bool:
-        """Whether choosing a token needs the row's own history or a bias."""
+        """Whether choosing a token needs the row's own history, or a bias or bar of its own."""
         return bool(
             self.logit_bias
+            or self.min_tokens
+            or self.bad_word_tokens
             or self.repetition_penalty != 1.0
             or self.presence_penalty != 0.0
             or self.frequency_penalty != 0.0
@@ -133,7 +190,8 @@ class SamplingParams:
         return self.temperature > 0 and (self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0)
 
 
-SAMPLING_FIELDS = tuple(f.name for f in fields(SamplingParams) if f.name != "sample_index")
+# What a caller may give; the others are made of that.
+SAMPLING_FIELDS = tuple(f.name for f in fields(SamplingParams) if f.name not in ("sample_index", "bad_word_tokens"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +204,8 @@ class Request:
       priority: higher goes first; one step outweighs `scheduler.PRIORITY_SECONDS` of waiting.
       arrival: monotonic seconds at which it was taken in.
       cache_salt: requests share prefix blocks only under the same salt.
+      fork_of: id of a request with the very same prompt, submitted before: another sample of it, that takes over the
+        prompt's keys and values once somebody has computed them. None computes them itself.
     """
 
     request_id: str
@@ -154,6 +214,7 @@ class Request:
     priority: int = 0
     arrival: float = 0.0
     cache_salt: str = ""
+    fork_of: str | None = None
 
     @property
     def max_length(self) -> int:
@@ -178,9 +239,10 @@ class TokenEvent(NamedTuple):
       prompt_logprobs: for scored prompt tokens in order, (logprob, alternatives); the first prompt token has none and
         is left out. Empty unless asked for.
       finish_reason: None while the request goes on.
-      cached_tokens: prompt tokens served from the prefix cache.
+      cached_tokens: prompt tokens served from the prefix cache, or taken over from another sample of the prompt.
       started: monotonic seconds at which it was first given a row; in its first event only.
       error: what went wrong, with FinishReason.ERROR.
+      field: the request's field that is at fault for it, if one is.
     """
 
     request_id: str
@@ -192,6 +254,7 @@ class TokenEvent(NamedTuple):
     cached_tokens: int = 0
     started: float | None = None
     error: str | None = None
+    field: str | None = None
 
 
 def _integer(name: str, value: object, *, low: int, high: int | None = None) -> None:

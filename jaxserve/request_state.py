@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from jaxserve.iteration import IterationResult, SamplerVariant
 from jaxserve.request import Alternatives, FinishReason, InvalidRequest, Request
 from jaxserve.slots import Lease
 from jaxserve.speculation import Guesses
+
+if TYPE_CHECKING:
+    from jaxserve.forking import Family
 
 WAITING, RUNNING, PREEMPTED, CLOSING, ENDED = range(5)
 
@@ -32,6 +35,7 @@ class RequestState:
       score_end: last prompt position to be scored; 0 when none is.
       cached: prompt tokens found in the prefix cache when it first began.
       guesses: what its next tokens may be, once it was looked at for drafts.
+      family: those with the same prompt that it shares keys and values with, if any.
     """
 
     name: str
@@ -52,6 +56,7 @@ class RequestState:
     has_begun: bool = False
     cached: int = 0
     guesses: Guesses | None = None
+    family: Family | None = None
 
     @classmethod
     def of(cls, request: Request, key: tuple[float, int], eos_token_ids: frozenset[int]) -> RequestState:
@@ -60,7 +65,9 @@ class RequestState:
         endings = frozenset() if sampling.ignore_eos else eos_token_ids
         if sampling.stop_token_ids:
             endings = endings.union(sampling.stop_token_ids)
-        if sampling.is_penalised or sampling.logprobs:
+        if sampling.grammar is not None:
+            variant = SamplerVariant.CONSTRAINED
+        elif sampling.is_penalised or sampling.logprobs:
             variant = SamplerVariant.FULL
         else:
             variant = SamplerVariant.TRUNCATED if sampling.is_truncated else SamplerVariant.PLAIN

@@ -1,8 +1,8 @@
 """Choosing each row's next token: one pure function over f32[S, V] logits.
 
-The order is penalties and logit_bias on the raw logits, temperature, top_k, top_p over what top_k left, min_p;
-temperature 0 takes the largest adjusted logit (the first of equals). Logprobs are those of the model's own
-distribution, the log-softmax of the raw logits.
+The order is penalties and logit_bias on the raw logits, barred tokens, what a grammar allows, temperature, top_k, top_p
+over what top_k left, min_p; temperature 0 takes the largest adjusted logit (the first of equals). Logprobs are those of
+the model's own distribution, the log-softmax of the raw logits.
 
 A token is drawn by inverting the cumulative distribution at one uniform number u of the row: token i, in order of ids,
 owns the interval [F(i-1), F(i)) of [0, 1), where F is the cumulative probability after every rule above, and the token
@@ -17,7 +17,7 @@ the variant that they ask for change what a row gets.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,11 +25,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.random import threefry_2x32
-from jaxtyping import Float32, Int32, UInt32
+from jaxtyping import Bool, Float32, Int32, UInt32
 
 from jaxserve import selection
 from jaxserve.iteration import SamplerVariant
-from jaxserve.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
+from jaxserve.request import MAX_BAD_WORD_TOKENS, MAX_ENDINGS, MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
 from jaxserve.selection import block_reduce, largest, once_if
 
 BLOCK = 128  # ids summed together before the cumulative sum over blocks
@@ -48,6 +48,10 @@ class RowSampling(NamedTuple):
       prompt_length: int32[rows]; tokens from there on are the generated ones.
       bias_ids: int32[rows, MAX_LOGIT_BIAS], -1 where unused. An id given twice gets the sum of its biases.
       bias: float32[rows, MAX_LOGIT_BIAS].
+      min_length: int32[rows]; at positions below, the tokens that end the request are barred.
+      bar_ids: int32[rows, MAX_ENDINGS + MAX_BAD_WORD_TOKENS], -1 where unused: tokens that end the request, and runs of
+        tokens that are never to stand complete, one run after another.
+      bar_back: int32, likewise: of a run's tokens how many come after it, 0 for the last; -1 for what ends the request.
     """
 
     temperature: jax.Array
@@ -62,6 +66,9 @@ class RowSampling(NamedTuple):
     prompt_length: jax.Array
     bias_ids: jax.Array
     bias: jax.Array
+    min_length: jax.Array
+    bar_ids: jax.Array
+    bar_back: jax.Array
 
 
 class SampleOutput(NamedTuple):
@@ -71,7 +78,7 @@ class SampleOutput(NamedTuple):
       tokens: int32[S], in 0..V-1 whatever the logits.
       logprobs: float32[S] under the raw logits; not finite where the row's logits hold NaN or +inf.
       top_ids / top_logprobs: int32 / float32 [S, min(MAX_LOGPROBS, V)], likeliest first, the lower id first among
-        equals; with SamplerVariant.FULL only.
+        equals; with SamplerVariant.FULL and above only.
     """
 
     tokens: jax.Array
@@ -80,8 +87,12 @@ class SampleOutput(NamedTuple):
     top_logprobs: jax.Array | None = None
 
 
-def encode(params: SamplingParams, prompt_length: int) -> RowSampling:
-    """One row's values, as NumPy arrays without the leading axis."""
+def encode(params: SamplingParams, prompt_length: int, endings: Sequence[int] = ()) -> RowSampling:
+    """One row's values, as NumPy arrays without the leading axis.
+
+    Args:
+      endings: tokens that end the request, with min_tokens; at most MAX_ENDINGS.
+    """
     seed = params.seed % 2**64
     bias_ids = np.full(MAX_LOGIT_BIAS, -1, np.int32)
     bias = np.zeros(MAX_LOGIT_BIAS, np.float32)
@@ -89,6 +100,13 @@ def encode(params: SamplingParams, prompt_length: int) -> RowSampling:
         ids, biases = zip(*params.logit_bias, strict=True)
         bias_ids[: len(ids)] = ids
         bias[: len(ids)] = biases
+    bars = [(token, -1) for token in endings]
+    for run in params.bad_word_tokens:
+        bars += zip(run, range(len(run) - 1, -1, -1), strict=True)
+    bar_ids = np.full(MAX_ENDINGS + MAX_BAD_WORD_TOKENS, -1, np.int32)
+    bar_back = np.zeros_like(bar_ids)
+    if bars:
+        bar_ids[: len(bars)], bar_back[: len(bars)] = np.array(bars, np.int32).T
     # Below 1e-20 a temperature is greedy in float32 but for exact ties, and above 1e20 it is uniform.
     temperature = 0.0 if params.temperature < 1e-20 else min(params.temperature, 1e20)
     values: dict[str, Any] = {
@@ -104,6 +122,9 @@ def encode(params: SamplingParams, prompt_length: int) -> RowSampling:
         "prompt_length": np.int32(prompt_length),
         "bias_ids": bias_ids,
         "bias": bias,
+        "min_length": np.int32(prompt_length + params.min_tokens),
+        "bar_ids": bar_ids,
+        "bar_back": bar_back,
     }
     return RowSampling(**values)
 
@@ -119,6 +140,7 @@ def sample(
     rows: RowSampling,
     positions: Int32[jax.Array, " S"],
     history: Int32[jax.Array, "S max_context"],
+    allowed: UInt32[jax.Array, "S words"] | None = None,
     *,
     variant: SamplerVariant,
 ) -> SampleOutput:
@@ -128,13 +150,18 @@ def sample(
       logits: of the model.
       rows: parameters of these S rows.
       positions: where the new token will stand.
-      history: tokens at positions below the row's own are valid. Read by FULL only.
+      history: tokens at positions below the row's own are valid. Read by FULL and above only.
+      allowed: the tokens that may be chosen, 32 a word, the lowest bit first; with CONSTRAINED only. A row that may
+        have none gets any.
       variant: which rules any of these rows needs; a lesser row gets the same token from a greater variant.
     """
     with jax.named_scope("sampler"):
         adjusted = logits
-        if variant == SamplerVariant.FULL:
+        if variant >= SamplerVariant.FULL:
             adjusted = _penalise(logits, rows, positions, history)
+        if variant == SamplerVariant.CONSTRAINED:
+            assert allowed is not None
+            adjusted = jnp.where(_bits(allowed, logits.shape[1]), adjusted, -jnp.inf)
         block_max = block_reduce(adjusted, BLOCK, jax.lax.max)  # [S, blocks]
         peak = block_max.max(-1, keepdims=True)  # [S, 1]
         greedy = _first_of_peak(adjusted, block_max, peak)
@@ -147,11 +174,11 @@ def sample(
         # A row with NaN or +inf among its logits, or nothing but -inf, has no distribution to draw from.
         tokens = jnp.where((rows.temperature > 0) & jnp.isfinite(peak[:, 0]), drawn, greedy)
 
-        raw_peak = logits.max(-1, keepdims=True) if variant == SamplerVariant.FULL else _apart(peak)
+        raw_peak = logits.max(-1, keepdims=True) if variant >= SamplerVariant.FULL else _apart(peak)
         sums = block_reduce(jnp.exp(logits - raw_peak), BLOCK, jax.lax.add)
         log_sum = raw_peak + jnp.log(sums.sum(-1, keepdims=True))
         logprobs = (jnp.take_along_axis(logits, tokens[:, None], -1) - log_sum)[:, 0]
-        if variant != SamplerVariant.FULL:
+        if variant < SamplerVariant.FULL:
             return SampleOutput(tokens, logprobs)
         top, top_ids = largest(logits, min(MAX_LOGPROBS, logits.shape[1]))
         return SampleOutput(tokens, logprobs, top_ids, top - log_sum)
@@ -177,6 +204,12 @@ def uniform(
 def _apart(x: jax.Array) -> jax.Array:
     # Keeps XLA from sharing what two passes over [S, V] make of x: it would write that array out to read it twice.
     return jax.lax.optimization_barrier(x)
+
+
+def _bits(words: UInt32[jax.Array, "S words"], count: int) -> Bool[jax.Array, "S {count}"]:
+    """The first `count` bits of each row."""
+    bits = (words[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1  # [S, words, 32]
+    return bits.reshape(words.shape[0], -1)[:, :count] != 0
 
 
 def _of_block(logits: Float32[jax.Array, "S V"], block: Int32[jax.Array, " S"]) -> Float32[jax.Array, "S block"]:
@@ -256,7 +289,7 @@ def _penalise(
     positions: Int32[jax.Array, " S"],
     history: Int32[jax.Array, "S max_context"],
 ) -> Float32[jax.Array, "S V"]:
-    """Logits after the penalties and logit_bias."""
+    """Logits after the penalties and logit_bias, barred tokens at -inf."""
     count, vocab = logits.shape
     lane = jnp.arange(count)[:, None]
 
@@ -277,4 +310,26 @@ def _penalise(
 
     penalised = (rows.repetition != 1) | (rows.presence != 0) | (rows.frequency != 0)
     logits = jax.lax.cond(penalised.any(), penalise, lambda x: x, logits)
-    return jax.lax.cond((rows.bias_ids >= 0).any(), bias, lambda x: x, logits)
+    logits = jax.lax.cond((rows.bias_ids >= 0).any(), bias, lambda x: x, logits)
+    bar = partial(_bar, rows=rows, positions=positions, history=history)
+    return jax.lax.cond((rows.bar_ids >= 0).any(), bar, lambda x: x, logits)
+
+
+def _bar(
+    logits: Float32[jax.Array, "S V"],
+    rows: RowSampling,
+    positions: Int32[jax.Array, " S"],
+    history: Int32[jax.Array, "S max_context"],
+) -> Float32[jax.Array, "S V"]:
+    """Logits with -inf for what would end a request too early, and for what would complete a barred run."""
+    ids, back = rows.bar_ids, rows.bar_back
+    where = positions[:, None] - back
+    stands = jnp.take_along_axis(history, jnp.maximum(where, 0), 1) == ids
+    wrong = ((back > 0) & ~(stands & (where >= 0))).astype(jnp.int32)
+    so_far = jnp.cumsum(wrong, -1)
+    begins = jnp.roll(back, 1, -1).at[:, 0].set(0) <= 0  # after a run's last token, another begins
+    at_begin = jax.lax.cummax(jnp.where(begins, so_far - wrong, 0), axis=1)
+    completes = (back == 0) & (so_far == at_begin)
+    ends_early = (back < 0) & (positions < rows.min_length)[:, None]
+    barred = jnp.where((completes | ends_early) & (ids >= 0), ids, logits.shape[1])
+    return logits.at[jnp.arange(logits.shape[0])[:, None], barred].set(-jnp.inf, mode="drop")

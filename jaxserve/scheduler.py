@@ -17,7 +17,16 @@ from operator import attrgetter
 from typing import Literal, NamedTuple
 
 from jaxserve.buckets import BucketLadder
-from jaxserve.iteration import Admission, Chunk, IterationPlan, IterationResult, SamplerVariant, TableChange
+from jaxserve.forking import Families
+from jaxserve.iteration import (
+    Admission,
+    BlockCopy,
+    Chunk,
+    IterationPlan,
+    IterationResult,
+    SamplerVariant,
+    TableChange,
+)
 from jaxserve.pacing import Pace
 from jaxserve.request import FinishReason, Request, TokenEvent
 from jaxserve.request_state import (
@@ -46,12 +55,13 @@ class _Launched(NamedTuple):
     states: list[RequestState]
     scores: dict[int, Scores]  # by chunk
     drafted: bool
+    withdrawn: set[int]  # chunks after which no token is chosen after all
 
 
 class _Draft:
     """A plan in the making: `states` own `chunks`, entry by entry; `prompts` wait for their share of the bucket."""
 
-    __slots__ = ("admissions", "changes", "chunks", "drafts", "prompt_tokens", "prompts", "states")
+    __slots__ = ("admissions", "changes", "chunks", "copies", "drafts", "prompt_tokens", "prompts", "states")
 
     def __init__(self) -> None:
         self.states: list[RequestState] = []
@@ -60,6 +70,7 @@ class _Draft:
         self.prompt_tokens = 0
         self.changes: list[TableChange] = []
         self.admissions: list[Admission] = []
+        self.copies: list[BlockCopy] = []
         self.drafts: list[int] = []
 
 
@@ -82,6 +93,8 @@ class Scheduler:
     With a `fixed_chunk` a prompt is cut at multiples of it and nowhere else, so that its arithmetic is the same
     whoever it shares iterations with; a piece that does not fit an iteration waits for the next, and every plan asks
     for the same sampler.
+
+    Rows with a grammar are planned like others, and those whose mask is late are taken out of a plan (`withdraw`).
 
     With a `speculation` rows may be drafted for, in iterations that have no prompt tokens to compute. Where plans in
     flight share rows, nothing is then launched before the drafted plan has landed.
@@ -125,11 +138,12 @@ class Scheduler:
             self._pace = Pace(ladder, target_tpot=target_tpot, limit=self._budget, batches=batches)
         self._live: dict[str, RequestState] = {}
         self._waiting: WaitingQueue[RequestState] = WaitingQueue()
+        self._families = Families(self._waiting, boundary=fixed_chunk)
         self._running: list[RequestState] = []  # by key
         self._num_preempted = self._preempted_tokens = 0  # in phase PREEMPTED
         self._num_closing = 0
         self._speculation = speculation
-        self.preemptions = self.drafted_tokens = self.accepted_tokens = 0  # since the start
+        self.preemptions = self.drafted_tokens = self.accepted_tokens = self.withdrawals = 0  # since the start
         self._in_flight: deque[_Launched] = deque()
         self._sequence = 0
         self._submitted = 0
@@ -141,12 +155,12 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Requests without a row: not yet begun, or preempted."""
-        return len(self._waiting) + self._num_preempted
+        return len(self._waiting) + self._num_preempted + self._families.num_aside
 
     @property
     def waiting_tokens(self) -> int:
         """Tokens that the waiting requests have to compute before they generate."""
-        return self._waiting.num_tokens + self._preempted_tokens
+        return self._waiting.num_tokens + self._preempted_tokens + self._families.aside_tokens
 
     @property
     def num_running(self) -> int:
@@ -169,6 +183,8 @@ class Scheduler:
         key = (request.arrival - request.priority * PRIORITY_SECONDS, self._submitted)
         self._submitted += 1
         state = RequestState.of(request, key, self._eos)
+        if request.fork_of is not None and not self._by_request:  # a batch of requests is not joined by later ones
+            self._families.join(state, self._live.get(request.fork_of))
         self._live[request.request_id] = state
         self._waiting.push(state)
 
@@ -194,6 +210,7 @@ class Scheduler:
         """The next iteration, to be launched at once; None when nothing can run before a plan in flight completes."""
         if len(self._in_flight) >= self._most_in_flight:
             return None
+        self._families.come_back()
         if self._speculation is not None and self._awaits_tokens(self._speculation):
             return None
         if self._pace is not None:
@@ -227,16 +244,25 @@ class Scheduler:
                 self._leave_row(state)
                 continue
             computed = start + (length if samples < 2 else 1)
+            if index in launched.withdrawn:  # the last token is computed once more, so its block is not whole yet
+                samples, computed = 0, computed - 1
             scored = prompt_logprobs(state, scores[index], result) if index in scores else ()
             reason = None
+            grammar_end = result.grammar_ends.get(first) if result.grammar_ends and samples else None
             if samples and math.isnan(logprobs[first]):
                 reason = FinishReason.ERROR
                 error = f"the model's logits for position {computed} are not finite"
                 events.append(TokenEvent(state.name, finish_reason=reason, error=error))
+            elif grammar_end is not None and grammar_end.problem is not None:
+                reason, (problem, field) = FinishReason.ERROR, grammar_end
+                error = f"{field}: after {len(state.tokens) - len(state.request.prompt)} tokens {problem}"
+                events.append(TokenEvent(state.name, finish_reason=reason, error=error, field=field))
             elif samples:
                 token = tokens[first]
                 state.tokens.append(token)
                 reason = state.finish_reason(token, self._eos)
+                if grammar_end is not None and reason in (None, FinishReason.LENGTH):
+                    reason = FinishReason.EOS  # all that could follow
                 new, theirs = (token,), (logprobs[first],)
                 if samples > 1:
                     drafts, last = plan.drafts[first - index :][: samples - 1], first + samples
@@ -257,6 +283,23 @@ class Scheduler:
                 self._preempted_tokens -= state.length
                 self._requeue(state)
         return self._hold(events) if self._by_request else events
+
+    def withdraw(self, chunks: Sequence[int]) -> None:
+        """After these chunks of the newest plan no token is chosen after all. The next plan that takes their requests
+        computes the last known token of each once more."""
+        launched = self._in_flight[-1]
+        launched.withdrawn.update(chunks)
+        self.withdrawals += len(chunks)
+        for state in (launched.states[chunk] for chunk in chunks):
+            if state.phase == ENDED:
+                continue
+            if state.phase == CLOSING:
+                state.phase = RUNNING
+                self._num_closing -= 1
+                insort(self._running, state, key=_by_key)
+            assert state.phase == RUNNING
+            state.length -= 1
+            state.computed = state.length - 1
 
     def take_held(self) -> list[TokenEvent]:
         """Events that no plan in flight will bring: those of a request-level batch whose last request was aborted."""
@@ -308,11 +351,14 @@ class Scheduler:
             state = self._waiting.first()
             if state is None:
                 break
-            if not self.pool.can_admit(state.lease):
+            if self._families.steps_aside(state):
+                continue
+            source = self._families.source(state)
+            if not self.pool.can_admit(state.lease, source):
                 self._joinable = 0
                 break
             self._waiting.pop()
-            state.computed = self.pool.admit(state.lease)
+            state.computed = self.pool.admit(state.lease, source)
             rows -= 1
             tokens += state.length - state.computed
             draft.prompts.append(state)
@@ -326,7 +372,9 @@ class Scheduler:
         if self._in_flight[-1].drafted:
             return True
         first = self._waiting.first() if self._free_rows else None
-        if not self._running or self._num_preempted or (first is not None and self.pool.can_admit(first.lease)):
+        if not self._running or self._num_preempted:
+            return False
+        if first is not None and self.pool.can_admit(first.lease, self._families.source(first)):
             return False
         states = self._running[: self._max_rows]
         if not speculation.has_room(len(states), self._budget):
@@ -338,6 +386,8 @@ class Scheduler:
 
     def _candidate(self, speculation: Speculation, state: RequestState) -> Candidate:
         """A row to be drafted for, now or when the token in flight is known: the first guess is at that one then."""
+        if state.variant == SamplerVariant.CONSTRAINED:  # whose masks are known for one token only
+            return Candidate(0, 0.0)
         if state.guesses is None:
             state.guesses = speculation.guesses(state.tokens)
         guesses = state.guesses
@@ -453,6 +503,8 @@ class Scheduler:
             state.cached = state.computed
         insort(self._running, state, key=_by_key)
         self._joinable -= 1
+        if state.lease.copied is not None:
+            draft.copies.append(BlockCopy(*state.lease.copied))
         draft.admissions.append(self._admission(state))
 
     def _admission(self, state: RequestState) -> Admission:
@@ -463,6 +515,7 @@ class Scheduler:
             prompt_length=len(state.request.prompt),
             blocks=tuple(state.lease.blocks),
             sampling=state.request.sampling,
+            endings=tuple(state.endings) if state.request.sampling.min_tokens else (),
         )
 
     def _launch(self, draft: _Draft, bucket: int) -> IterationPlan:
@@ -479,7 +532,7 @@ class Scheduler:
                 state.scored = last
             flat += length
             if samples:
-                variant = state.variant if self._fixed_chunk is None else SamplerVariant.FULL
+                variant = state.variant if self._fixed_chunk is None else SamplerVariant.CONSTRAINED
                 if variant > sampler:
                     sampler = variant
                 state.length += 1
@@ -487,7 +540,8 @@ class Scheduler:
                     state.phase = CLOSING
                     self._running.remove(state)
                     self._num_closing += 1
-                    if not self._exclusive:  # the next plan may use the row: the device runs it after this one
+                    # The next plan may use the row: the device runs it after this one. Not where it may come back.
+                    if not self._exclusive and state.variant < SamplerVariant.CONSTRAINED:
                         self._leave_row(state)
         plan = IterationPlan(
             sequence=self._sequence,
@@ -498,8 +552,9 @@ class Scheduler:
             sampler=None if sampler < 0 else SamplerVariant(sampler),
             scoring=bool(scores),
             drafts=tuple(draft.drafts),
+            block_copies=tuple(draft.copies),
         )
-        self._in_flight.append(_Launched(self._sequence, draft.states, scores, bool(draft.drafts)))
+        self._in_flight.append(_Launched(self._sequence, draft.states, scores, bool(draft.drafts), set()))
         self._sequence += 1
         return plan
 
@@ -533,8 +588,10 @@ class Scheduler:
         self._waiting.push(state)
 
     def _end(self, state: RequestState) -> None:
+        stood_aside = self._families.leave(state)
         if state.phase == WAITING:
-            self._waiting.remove(state)
+            if not stood_aside:
+                self._waiting.remove(state)
         elif state.phase == RUNNING:
             self._running.remove(state)
         elif state.phase == CLOSING:

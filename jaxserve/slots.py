@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import inf
-from typing import Literal
+from typing import Literal, NamedTuple
 
 SlotPolicy = Literal["reserve", "grow"]
 
@@ -25,6 +25,7 @@ class Lease:
       takes_hits: whether it may start from blocks of the prefix cache.
       blocks: block of each run of `block_size` positions, in order.
       capacity: positions that `blocks` cover.
+      copied: (from, to): what the last block it was admitted with is a copy of, to be made before it is read.
       publish_at: positions computed at which the next block can be published; infinite when none ever can.
     """
 
@@ -35,11 +36,25 @@ class Lease:
     takes_hits: bool = True
     blocks: list[int] = field(default_factory=list, init=False)
     capacity: int = field(default=0, init=False)
+    copied: tuple[int, int] | None = field(default=None, init=False)
     publish_at: float = field(default=inf, init=False)
     _set_aside: int = field(default=0, init=False)  # blocks promised to this lease and not yet in `blocks`
     _published: int = field(default=0, init=False)  # leading blocks that need no publishing any more
     _held: bool = field(default=False, init=False)
     _digests: list[bytes] = field(default_factory=list, init=False)  # chain over full blocks, kept over releases
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it was admitted and has not been released."""
+        return self._held
+
+
+class Source(NamedTuple):
+    """Keys and values that another lease can begin with: those of the first `length` positions, whose tokens are the
+    same, computed by iterations that are launched already."""
+
+    lease: Lease
+    length: int
 
 
 class SlotPool:
@@ -56,6 +71,9 @@ class SlotPool:
 
     Prefix reuse: full blocks are addressed by a SHA-256 chain over salt and tokens. A block enters the cache when its
     owner publishes it, stays while anybody holds it, and afterwards until it is evicted as the least recently used.
+
+    A lease can also begin with what another one holds, cached or not (`Source`): full blocks become theirs in common,
+    and of one that is filled in part it gets a copy.
 
     With `prefix_blocks`, prefixes are found and published in whole runs of so many blocks, and of prompts only:
     what a chunk of a fixed size computed is not mixed with what decodes did.
@@ -126,9 +144,9 @@ class SlotPool:
         """Tokens of `lease` that the prefix cache holds now. From any thread."""
         return len(self._match(lease)) * self.block_size
 
-    def can_admit(self, lease: Lease) -> bool:
-        """Whether `admit(lease)` has the blocks it needs."""
-        hits = self._match(lease)
+    def can_admit(self, lease: Lease, source: Source | None = None) -> bool:
+        """Whether `admit(lease, source)` has the blocks it needs."""
+        hits, _ = self._first_blocks(lease, source)
         # Hits that nobody holds now stop being available; those that somebody holds are counted there already.
         revived = sum(self._references[block] == 0 for block in hits)
         need = self._to_set_aside(lease) - len(hits) + revived
@@ -138,10 +156,11 @@ class SlotPool:
             need += self.blocks_for((self._num_leases + 1) * self.growth_tokens) if self._num_leases else 0
         return need <= self.num_available - self._set_aside
 
-    def admit(self, lease: Lease) -> int:
-        """Give `lease` its prefix hits as first blocks and set aside what the policy promises it; the tokens hit."""
+    def admit(self, lease: Lease, source: Source | None = None) -> int:
+        """Give `lease` its prefix hits as first blocks, or what it takes over from a source where that is more, and set
+        aside what the policy promises it; the tokens that it need not compute."""
         assert not lease._held
-        hits = self._match(lease)
+        hits, source = self._first_blocks(lease, source)
         for block in hits:
             if self._references[block] == 0:
                 del self._idle[block]
@@ -155,7 +174,7 @@ class SlotPool:
         self._set_aside += lease._set_aside
         self._num_leases += 1
         assert self._set_aside <= self.num_available
-        return lease.capacity
+        return lease.capacity if source is None else self._inherit(lease, source)
 
     def shortage(self, lease: Lease, length: int) -> int:
         """Blocks that are missing before `lease` can cover `length` positions without taking any back."""
@@ -207,6 +226,7 @@ class SlotPool:
         lease._held = False
         lease._set_aside = lease._published = lease.capacity = 0
         lease.blocks = []
+        lease.copied = None
         lease.publish_at = inf
 
     def publish(self, lease: Lease, computed: int) -> None:
@@ -224,7 +244,7 @@ class SlotPool:
         for index in range(lease._published, full):
             digest, block = digests[index], lease.blocks[index]
             # Who computed the same prefix at the same time keeps a private copy, which goes when its owner does.
-            if digest not in self._block_of:
+            if digest not in self._block_of and self._digest_of[block] is None:
                 self._block_of[digest] = block
                 self._digest_of[block] = digest
         lease._published = full
@@ -239,6 +259,30 @@ class SlotPool:
         self._block_of.clear()
         for lease in leases:
             lease.publish_at = inf
+
+    def _first_blocks(self, lease: Lease, source: Source | None) -> tuple[list[int], Source | None]:
+        """The full blocks that a lease can begin with, and the source they are from, if not from the prefix cache."""
+        size = self.block_size
+        if source is not None and source.length >= (len(lease.tokens) - 1) // size * size:  # all the cache could hold
+            hits = []
+        else:
+            hits = self._match(lease)
+        if source is None or source.length <= len(hits) * size:
+            return hits, None
+        return source.lease.blocks[: source.length // size], source
+
+    def _inherit(self, lease: Lease, source: Source) -> int:
+        """Complete a lease that begins with the full blocks of a source: the tokens it need not compute."""
+        shared = len(lease.blocks)
+        if lease.salt == source.lease.salt:
+            lease._digests += source.lease._digests[len(lease._digests) : shared]
+        if self.prefix_cache:  # the source may end before it has published them
+            lease._published = 0
+            lease.publish_at = self.block_size if source.lease.publish_at < inf else inf
+        if source.length > lease.capacity:
+            self.extend(lease, source.length)
+            lease.copied = source.lease.blocks[shared], lease.blocks[shared]
+        return source.length
 
     def _to_set_aside(self, lease: Lease) -> int:
         return self.blocks_for(lease.max_length if self.policy == "reserve" else len(lease.tokens))

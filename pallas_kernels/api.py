@@ -124,7 +124,11 @@ class Backend(Protocol):
         ...
 
     def pool(self, shape: AttentionShape, n_blocks: int) -> Any:
-        """Pytree of `ShapeDtypeStruct`: a pool of n_blocks blocks in all. It may start out holding anything."""
+        """Pytree of `ShapeDtypeStruct`: a pool of n_blocks blocks in all. It may start out holding anything.
+
+        The first axis of every leaf counts blocks (there may be more than asked for), and what a block holds of all its
+        slots lies there: blocks are copied without a backend's help.
+        """
         ...
 
     def pool_axes(self, shape: AttentionShape) -> Any:

@@ -37,6 +37,7 @@ class Ticket:
         self.tenant, self.requests, self.tokens = tenant, requests, tokens
         self.demoted = demoted  # whether others go first: the tenant has more waiting than its share
         self._admission, self._slack = admission, slack
+        self._kept = False
         self._stage = 0  # 0: not yet the engine's; 1: waits in the engine; 2: has begun, or was released
 
     def correct(self, tokens: int) -> None:
@@ -63,7 +64,22 @@ class Ticket:
             self._stage = 2
             self._admission.change(self.tenant, -self.requests, -self.tokens)
 
-    release = begun
+    def keep(self) -> None:
+        """The requests come to the queue again and again: until the release there is room for them, which nobody who is
+        let in meanwhile takes. They keep nobody waiting."""
+        self.begun()
+        if not self._kept:
+            self._kept = True
+            self._admission.kept_requests += self.requests
+            self._admission.kept_tokens += self.tokens
+
+    def release(self) -> None:
+        """The call is over."""
+        self.begun()
+        if self._kept:
+            self._kept = False
+            self._admission.kept_requests -= self.requests
+            self._admission.kept_tokens -= self.tokens
 
 
 class Admission:
@@ -83,6 +99,7 @@ class Admission:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.reserved_requests = self.reserved_tokens = 0  # granted, and not yet counted by the engine
+        self.kept_requests = self.kept_tokens = 0  # of calls whose requests come again and again
         self._load, self._tenants, self._clock = engine.load, tenants, clock
         self._max_rows = engine.config.max_rows * engine.config.replicas
         self._max_requests, self._max_tokens = engine.config.max_queued_requests, engine.config.max_queued_tokens
@@ -132,8 +149,8 @@ class Admission:
         """
         load = self.sample()
         now = self._clock()
-        waiting = load.waiting + self.reserved_requests
-        tokens = load.waiting_tokens + self.reserved_tokens
+        waiting = load.waiting + self.reserved_requests + self.kept_requests
+        tokens = load.waiting_tokens + self.reserved_tokens + self.kept_tokens
         wait = self._wait(load)
         over = self._over(waiting, tokens, requests, prompt_tokens)
         if over is not None:

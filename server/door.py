@@ -9,18 +9,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import itertools
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from jaxserve.completion import Assembler, parse_request
-from jaxserve.request import InvalidRequest, QueueFull, Request, SamplingParams, TokenEvent
+from jaxserve.beams import BeamParams, BeamSearch, completions
+from jaxserve.completion import Assembler, Completion, parse_request
+from jaxserve.request import Grammar, InvalidRequest, QueueFull, Request, SamplingParams, TokenEvent
+from jaxserve.samples import for_engine, samples_of
 from server import errors
 from server.admission import Admission, Ticket
 from server.auth import Tenant
 from server.generation import Call, Generation, Life, Observer
+from server.searching import Searching
 from server.served_engine import NotReady
 
 if TYPE_CHECKING:
@@ -33,6 +38,7 @@ _log = logging.getLogger(__name__)
 
 _LONG_TEXT = 10_000  # characters; more is tokenised off the event loop (about a millisecond's work)
 _LONGEST_ID = 256  # characters of a caller's own name of a call
+_GRACE = 0.2  # seconds after a deadline in which a protocol that knows of deadlines ends its calls itself
 
 
 class Door:
@@ -49,8 +55,8 @@ class Door:
         self.problem: str | None = None  # what the watchdog has seen keep the engine from serving, if something does
         self.observers: list[Observer] = []
         self._loop = asyncio.get_running_loop()
-        self._alive: dict[str, Generation] = {}  # by the engine's name of a request it has not ended yet
-        self._generations: set[Generation] = set()
+        self._alive: dict[str, Generation | Searching] = {}  # by the engine's name of a request it has not ended yet
+        self._generations: set[Generation | Searching] = set()
         self._numbers = itertools.count()
         self._closed: str | None = None
         self._sink = self._deliver  # one object for all requests: the engine groups events by it
@@ -167,19 +173,104 @@ class Door:
                 lambda: [adjust(self._parse(fields, call, special_tokens, ticket.demoted)) for fields in prompts],
             )
             ticket.correct(samples * sum(len(request.prompt) for request in requests))
-            with self._submitted(self._generation(call, requests, samples, ticket), ticket) as generation:
+            grammars = {request.sampling.grammar for request in requests}
+            # Held until the engine has them: off this loop is where they are compiled.
+            compiled = [await self._compiled(grammar) for grammar in grammars if grammar is not None]
+            made = self._generation(call, requests, samples, ticket)
+            with self._under_way(made), self._submitted(made, ticket) as generation:
+                del compiled
                 yield generation
 
-    def _generation(self, call: Call, requests: list[Request], samples: int, ticket: Ticket) -> Generation:
-        requests = [
-            dataclasses.replace(
-                request,
-                request_id=str(next(self._numbers)),  # the engine's own: two callers may send the same one
-                sampling=dataclasses.replace(request.sampling, sample_index=index),
+    async def _compiled(self, grammar: Grammar) -> object:
+        if self.engine.grammars is None:
+            raise InvalidRequest(grammar.field, "needs a tokenizer, and this checkpoint has none")
+        return await self.engine.grammars.prepare(grammar)
+
+    def to_the_end(self, request: Request) -> Request:
+        """A request whose caller gives no limit, with all the room that the context leaves it."""
+        room = min(self.engine.max_context, self.engine.report.slots) - len(request.prompt)
+        return replace(request, sampling=replace(request.sampling, max_tokens=max(1, room)))
+
+    async def search(
+        self,
+        fields: Mapping[str, Any],
+        call: Call,
+        params: BeamParams,
+        *,
+        special_tokens: bool = True,
+        adjust: Callable[[Request], Request] = lambda request: request,
+    ) -> tuple[Request, list[Completion]]:
+        """Searches for the best answers to one prompt: the request that it became, and they, best first. The places of
+        all beams in the queue are kept until it is over.
+
+        Args: as of `generate`.
+
+        Raises:
+          InvalidRequest, QueueFull, Refusal; Exception: a step of it failed in the engine.
+        """
+        self._check_open(call)
+        with self._admitted([fields], call, params.width) as ticket:
+            parse = partial(self._parse, fields, call, special_tokens, ticket.demoted)
+            request = await aside(_size(fields), lambda: adjust(parse()))
+            self.engine.check(request)
+            search = BeamSearch(request, params, self.engine.model_config.eos_token_ids)
+            ticket.correct(params.width * request.max_length)
+            ticket.keep()
+            searching = Searching(
+                call,
+                search,
+                self.observers,
+                submit=lambda step: self._submit(step, searching),
+                leave=self._leave,
+                name=lambda: str(next(self._numbers)),
             )
-            for request in requests
-            for index in range(samples)
-        ]
+            with self._under_way(searching):
+                answers = await self._searched(searching)
+            self.admission.finished(len(answers[0].token_ids), request.sampling.max_tokens)
+            return request, answers
+
+    async def _searched(self, searching: Searching) -> list[Completion]:
+        tokenizer, eos = self.engine.tokenizer, self.engine.model_config.eos_token_ids
+        completion = Assembler(searching.search.request, tokenizer, eos).completion()
+        for observer in self.observers:
+            observer.started(searching.life)
+        try:
+            await searching.run()
+            answers = completions(searching.search, tokenizer, eos)
+            completion = answers[0]
+            return answers
+        finally:
+            for observer in self.observers:
+                observer.ended(searching.life, completion)
+
+    def _submit(self, request: Request, owner: Generation | Searching) -> None:
+        self._alive[request.request_id] = owner
+        try:
+            self.engine.submit(request, self._sink)
+        except BaseException:
+            del self._alive[request.request_id]
+            raise
+
+    @contextlib.contextmanager
+    def _under_way(self, owner: Generation | Searching) -> Iterator[None]:
+        """Counts a call's requests as under way, and ends them at its deadline."""
+        bound = None
+        if (deadline := owner.call.deadline) is not None:
+            late = errors.Refusal(errors.Kind.TOO_LATE, "the deadline has passed")
+            bound = self._loop.call_later(deadline - time.monotonic() + _GRACE, owner.fail, late)
+        self._generations.add(owner)
+        try:
+            yield
+        finally:
+            if bound is not None:
+                bound.cancel()
+            self._generations.remove(owner)
+            if not self._generations:
+                self._emptied.set()
+
+    def _generation(self, call: Call, requests: list[Request], samples: int, ticket: Ticket) -> Generation:
+        # Names of the engine's own: two callers may send the same one.
+        requests = [one for each in requests for one in samples_of(each, samples, lambda: str(next(self._numbers)))]
         eos = self.engine.model_config.eos_token_ids
         assemblers = [Assembler(request, self.engine.tokenizer, eos) for request in requests]
         return Generation(call, requests, assemblers, self.observers, ticket, self._leave)
@@ -221,16 +312,9 @@ class Door:
     @contextlib.contextmanager
     def _submitted(self, generation: Generation, ticket: Ticket) -> Iterator[Generation]:
         started: list[Life] = []
-        self._generations.add(generation)
         try:
             for life in generation.lives:
-                request = life.request
-                self._alive[request.request_id] = generation
-                try:
-                    self.engine.submit(request, self._sink)
-                except BaseException:
-                    del self._alive[request.request_id]
-                    raise
+                self._submit(for_engine(life.request), generation)
                 started.append(life)
                 for observer in self.observers:
                     observer.started(life)
@@ -239,9 +323,6 @@ class Door:
         finally:
             for life in started:
                 self._leave(life.request.request_id)
-            self._generations.remove(generation)
-            if not self._generations:
-                self._emptied.set()
             for index, life in enumerate(started):
                 completion = generation.completion(index)
                 if completion.finish_reason is not None and completion.finish_reason.is_answer:

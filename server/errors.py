@@ -14,6 +14,7 @@ class Kind(enum.Enum):
     UNAUTHENTICATED = "unauthenticated"  # the caller has not shown who it is
     NOT_FOUND = "not found"  # what the call names is not there
     UNSUPPORTED = "unsupported"  # this checkpoint cannot do it
+    UNIMPLEMENTED = "unimplemented"  # nothing served here can
     QUEUE_FULL = "queue full"  # too much waits already; again in `retry_after` seconds
     RATE_LIMITED = "rate limited"  # the caller calls more often than it may; likewise
     TOO_LATE = "too late"  # the answer would come after the caller's deadline

@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -224,6 +225,7 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling", "Defaults for input lines that do not say otherwise.")
     for name, kind, text in (
         ("max_tokens", int, "most tokens to generate (default: 128)"),
+        ("min_tokens", int, "so many are generated before anything ends the text (default: 0)"),
         ("temperature", float, "0 is greedy (default: 1)"),
         ("top_p", float, "draw from the likeliest tokens that hold this much probability (default: 1, off)"),
         ("top_k", int, "draw from this many likeliest tokens (default: 0, off)"),
@@ -238,7 +240,29 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
         group.add_argument(_flag(name), type=kind, metavar="N" if kind is int else "X", help=text)
     group.add_argument("--stop", action="append", metavar="TEXT", help="a string that ends the text; may be repeated")
     group.add_argument("--stop-token-ids", type=_integers, metavar="1,2,...", help="tokens that end the text")
+    group.add_argument("--bad-words", action="append", metavar="TEXT", help="never to appear; may be repeated")
     group.add_argument("--logit-bias", type=_bias, metavar='{"ID": X}', help="added to the logits of these tokens")
+    grammar = group.add_mutually_exclusive_group()
+    for flag, kind, text in (
+        ("--json-schema", "json_schema", "the text is JSON that this schema describes; @FILE reads it from a file"),
+        ("--regex", "regex", "the text is what this regular expression describes, whole"),
+        ("--lark", "lark", "the text is one of this grammar (Lark or GBNF); @FILE reads it from a file"),
+    ):
+        grammar.add_argument(
+            flag,
+            dest="grammar",
+            type=partial(_grammar, kind),
+            metavar="TEXT" if kind == "regex" else "TEXT|@FILE",
+            help=text,
+        )
+    grammar.add_argument(
+        "--json-object",
+        dest="grammar",
+        action="store_const",
+        const={"type": "json_object"},
+        help="the text is a JSON object",
+    )
+    grammar.add_argument("--choice", dest="grammar", type=_choice, metavar="A,B,...", help="the text is one of these")
     group.add_argument(
         "--ignore-eos", action="store_true", default=None, help="generate on past the end-of-sequence token"
     )
@@ -287,6 +311,19 @@ def duration(text: str) -> float:
 
 def _layers(text: str) -> tuple[int, ...]:
     return tuple(_integers(text))
+
+
+def _grammar(kind: str, text: str) -> dict[str, Any]:
+    if kind != "regex" and text.startswith("@"):
+        try:
+            text = Path(text[1:]).read_text(encoding="utf-8")
+        except (OSError, ValueError) as problem:
+            raise argparse.ArgumentTypeError(f"{text[1:]} cannot be read: {problem}") from None
+    return {"type": kind, "value": text}
+
+
+def _choice(text: str) -> dict[str, Any]:
+    return {"type": "choice", "value": text.split(",")}
 
 
 def _bias(text: str) -> dict[str, float]:

@@ -21,6 +21,7 @@ from server.report import UserError, address, say, show, starting
 from server.start import mending
 
 if TYPE_CHECKING:
+    from jaxserve.cluster.config import ClusterConfig
     from jaxserve.config import EngineConfig
     from jaxserve.engine import Engine
     from jaxserve.tokenizer import Tokenizer
@@ -128,12 +129,17 @@ async def in_this_process(serving: Serving, engine: Engine) -> None:
         await serving.drain(surface)
 
 
-async def before_a_process(serving: Serving, model: Path, config: EngineConfig) -> int:
+async def before_a_process(
+    serving: Serving, model: Path, config: EngineConfig, cluster: ClusterConfig | None = None
+) -> int:
     """Serves with an engine in a process of its own until a signal. The ports are open from the start, and health says
     NOT_SERVING until the engine is ready.
 
+    Args:
+      cluster: this host's place among several, which is the first.
+
     Returns:
-      The exit code: 0 once drained, 69 where the engine's process had ended before.
+      The exit code: 0 once drained, 69 where the engine's process had ended before (with several hosts its own).
 
     Raises:
       UserError: the engine cannot be started as it was asked for.
@@ -143,7 +149,7 @@ async def before_a_process(serving: Serving, model: Path, config: EngineConfig) 
     with contextlib.ExitStack() as stack, contextlib.ExitStack() as start:
         supervisor = Supervisor(
             engine,
-            Job.of(str(model), config, None if args.profile is None else str(args.profile)),
+            Job.of(str(model), config, None if args.profile is None else str(args.profile), cluster),
             restarts=Restarts() if args.supervise else None,
             command=ENGINE_COMMAND,
             progress=start.enter_context(starting()),
@@ -151,6 +157,8 @@ async def before_a_process(serving: Serving, model: Path, config: EngineConfig) 
         surface = serving.surface(engine, supervisor.give_up if args.supervise else None)
         stack.enter_context(serving.observing(surface))
         await serving.listen(surface)
+        if cluster is not None:  # has the engine process write what its flight recorder holds
+            asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, supervisor.signal, signal.SIGUSR2)
         running = asyncio.create_task(supervisor.run())
         try:
             await _first(running, supervisor.ready, serving.stopping)
@@ -166,7 +174,7 @@ async def before_a_process(serving: Serving, model: Path, config: EngineConfig) 
             await running
         except EngineGone as problem:
             say(f"error: {problem}")
-            return exit_codes.ENGINE_GONE
+            return problem.code if problem.code in exit_codes.OF_HOSTS else exit_codes.ENGINE_GONE
     return exit_codes.ENDED
 
 

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from jaxserve.completion import Assembler, Completion, Delta, joined
 from jaxserve.request import FinishReason, Request, TokenEvent
+from jaxserve.samples import PromptScores
 from server import errors
 from server.admission import Ticket
 from server.auth import Tenant, current
@@ -100,7 +101,8 @@ class Generation:
         ticket: Ticket,
         leave: Callable[[str], None],
     ) -> None:
-        self.requests = tuple(requests)
+        self.call, self.requests = call, tuple(requests)
+        self._scores = PromptScores(requests)
         self.lives = [Life(call=call, request=request) for request in requests]
         self._assemblers = assemblers
         self._index = {request.request_id: index for index, request in enumerate(requests)}
@@ -113,7 +115,7 @@ class Generation:
     def put(self, event: TokenEvent) -> None:
         """Keeps an event of the engine's for the handler."""
         self._ticket.begun()
-        self._events.append(event)
+        self._events += self._scores.spread(event)
         self._arrived.set()
         life = self.lives[self._index[event.request_id]]
         if event.started is not None:
@@ -131,6 +133,11 @@ class Generation:
         """Has the handler end with this as soon as it looks."""
         self._refusal = refusal
         self._arrived.set()
+
+    def leave(self) -> None:
+        """Has the engine end the requests at once, though the handler may be waiting for a slow reader."""
+        for request in self.requests:
+            self._leave(request.request_id)
 
     def completion(self, index: int = 0) -> Completion:
         """What became of a request, so far."""
@@ -162,6 +169,8 @@ class Generation:
         delta = assembler.push(event)
         if event.finish_reason is FinishReason.ABORTED and not was_finished:
             raise errors.unavailable(event.error or "the request was ended by the server")
+        if event.field is not None:
+            raise errors.invalid(event.field, event.error or "is wrong")
         if event.finish_reason is FinishReason.ERROR:
             raise RuntimeError(event.error)
         if assembler.finished and not was_finished:

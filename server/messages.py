@@ -10,8 +10,9 @@ from google.protobuf import any_pb2, duration_pb2
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
+from jaxserve import beams
 from jaxserve.completion import Completion, Delta
-from jaxserve.request import Alternatives, FinishReason
+from jaxserve.request import Alternatives, FinishReason, InvalidRequest
 from server.errors import Kind, Refusal
 from server.proto.jaxserve.v1 import inference_pb2 as pb
 
@@ -25,6 +26,7 @@ _CODES = {
     Kind.UNAUTHENTICATED: grpc.StatusCode.UNAUTHENTICATED,
     Kind.NOT_FOUND: grpc.StatusCode.NOT_FOUND,
     Kind.UNSUPPORTED: grpc.StatusCode.FAILED_PRECONDITION,
+    Kind.UNIMPLEMENTED: grpc.StatusCode.UNIMPLEMENTED,
     Kind.QUEUE_FULL: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Kind.RATE_LIMITED: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Kind.TOO_LATE: grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -38,14 +40,29 @@ def fields_of(message: pb.GenerateRequest) -> dict[str, Any]:
     fields: dict[str, Any] = {field.name: value for field, value in message.ListFields()}
     if "prompt_token_ids" in fields:
         fields["prompt_token_ids"] = list(message.prompt_token_ids.ids)
-    for name in ("stop", "stop_token_ids"):
+    for name in ("stop", "stop_token_ids", "bad_words"):
         if name in fields:
             fields[name] = list(fields[name])
     if "logit_bias" in fields:
         fields["logit_bias"] = dict(message.logit_bias)
-    for name in ("request_id", "priority", "cache_salt"):  # of the call, not of the completion
+    if "grammar" in fields:
+        fields["grammar"] = _grammar(message.grammar)
+    for name in ("request_id", "priority", "cache_salt", *beams.FIELDS):  # of the call, not of the completion
         fields.pop(name, None)
     return fields
+
+
+def _grammar(message: pb.Grammar) -> dict[str, Any]:
+    """As `grammar.read` takes it."""
+    kind = message.WhichOneof("kind")
+    if kind is None:
+        raise InvalidRequest("grammar", "is empty; give one of its kinds")
+    value: Any = getattr(message, kind)
+    if kind == "json_object":
+        if not value:
+            raise InvalidRequest("grammar", "has json_object false; leave the grammar out instead")
+        return {"type": kind}
+    return {"type": kind, "value": list(value.options) if kind == "choice" else value}
 
 
 def add(response: pb.GenerateResponse, delta: Delta) -> None:
@@ -60,6 +77,26 @@ def add(response: pb.GenerateResponse, delta: Delta) -> None:
             response.prompt_top_logprobs.append(_alternatives(alternatives))
 
 
+def whole(completion: Completion, index: int) -> pb.GenerateResponse:
+    """All of a completion in one message."""
+    response = pb.GenerateResponse(index=index)
+    scored = completion.prompt_logprobs or ()
+    tops = completion.prompt_top_logprobs or (None,) * len(scored)
+    pairs = [(logprob, top) for logprob, top in zip(scored, tops, strict=True) if logprob is not None]
+    add(
+        response,
+        Delta(
+            text=completion.text,
+            token_ids=completion.token_ids,
+            logprobs=completion.logprobs or (),
+            top_logprobs=completion.top_logprobs or (),
+            prompt_logprobs=tuple(pairs),
+        ),
+    )
+    conclude(response, completion)
+    return response
+
+
 def conclude(response: pb.GenerateResponse, completion: Completion) -> None:
     """Adds what the last message says of the whole."""
     assert completion.finish_reason is not None
@@ -69,6 +106,8 @@ def conclude(response: pb.GenerateResponse, completion: Completion) -> None:
     response.usage.cached_tokens = completion.cached_tokens
     if completion.seed is not None:
         response.seed = completion.seed
+    if completion.score is not None:
+        response.score = completion.score
 
 
 def _alternatives(alternatives: Alternatives) -> pb.Alternatives:

@@ -11,7 +11,7 @@ import socket
 import sys
 from pathlib import Path
 
-from server import auth, flags, settings, tls
+from server import auth, flags, hosts, settings, tls
 from server.report import UserError, address, console
 from server.start import add_model_flags, load_engine, mending, model_directory, profiling
 
@@ -22,6 +22,7 @@ of OpenAI and of TGI expect it.
   jaxserve serve                                       the built-in demo model, on 127.0.0.1:50051 and :8000
   jaxserve serve --model DIR --host 0.0.0.0            a checkpoint, to other machines as well
   jaxserve serve --model DIR --max-rows 32 --buckets 16,64,256
+  jaxserve serve --hosts 2 --host-id 0 --coordinator 10.0.0.1:9000 --tensor 4 --stages 2      see docs/hosts.md
   jaxserve client "It was a"                           from a second terminal
 
 Without --tls-cert there is no encryption, without --api-keys anybody may call: let it listen on networks you trust
@@ -90,6 +91,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="ask every caller for one of these keys (default: ask for none); read again when it changes",
     )
     tls.add_flags(parser)
+    hosts.add_flags(parser)
     add_model_flags(parser)
 
 
@@ -113,6 +115,13 @@ def run(args: argparse.Namespace) -> int:
     if args.log_prompts and args.request_log is None:
         raise UserError("--log-prompts needs --request-log")
     path = model_directory(args).resolve()
+    cluster = hosts.from_flags(args)
+    if cluster is not None and cluster.host:
+        with mending():
+            config = flags.engine_config(args)
+        if args.supervise:
+            return asyncio.run(hosts.follow_supervised(path, config, cluster))
+        return hosts.follow(path, config, cluster)
     for port in (args.port, args.http_port, args.metrics_port):
         if port is not None:
             _check_free(args.host, port)  # now rather than after minutes of loading
@@ -126,9 +135,9 @@ def run(args: argparse.Namespace) -> int:
     from server import front
 
     serving = front.Serving(args, name=path.name, chat_template=chat_template, greet=_greet)
-    if args.front == "process" or args.supervise:
-        return asyncio.run(front.before_a_process(serving, path, config))
-    engine = load_engine(args)
+    if args.front == "process":
+        return asyncio.run(front.before_a_process(serving, path, config, cluster))
+    engine = load_engine(args, cluster)
     with profiling(args.profile), engine:
         asyncio.run(front.in_this_process(serving, engine))
     return 0

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from jaxserve.config import EngineConfig
+    from jaxserve.matcher import Grammars
     from jaxserve.observe import IterationRecord, Load
     from jaxserve.request import Request, TokenEvent
     from jaxserve.startup_report import StartupReport
@@ -26,12 +27,15 @@ class Vocabulary(Protocol):
     def vocab_size(self) -> int: ...
     @property
     def eos_token_ids(self) -> tuple[int, ...]: ...
+    @property
+    def bos_token_id(self) -> int | None: ...
 
 
 class ServedEngine(Protocol):
     """An engine as its front door sees it: `jaxserve.engine.Engine`, or `server.remote.remote_engine.RemoteEngine`.
 
-    `report`, `model_config` and `max_context` raise NotReady before the engine has once been ready; nothing else does.
+    `report`, `model_config`, `max_context`, `grammars` and `check` raise NotReady before the engine has once been
+    ready; nothing else does.
     """
 
     @property
@@ -44,6 +48,10 @@ class ServedEngine(Protocol):
     def max_context(self) -> int: ...
     @property
     def tokenizer(self) -> Tokenizer | None: ...
+    @property
+    def grammars(self) -> Grammars | None:
+        """None where there is no tokenizer."""
+        ...
 
     @property
     def is_healthy(self) -> bool:

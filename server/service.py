@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from typing import Any
 
-import grpc
-
-from server import errors, messages
+from jaxserve import beams
+from jaxserve.completion import Completion
+from jaxserve.request import InvalidRequest
+from jaxserve.samples import MAX_SAMPLES, best
+from server import messages, rpc
 from server.door import Door
 from server.generation import Call, Generation, new_id
 from server.proto.jaxserve.v1 import inference_pb2 as pb
@@ -30,33 +30,56 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self._name, self._version = name, version
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:
-        whole, text = pb.GenerateResponse(), []
-        async with self._generating(request, context) as (call_id, generation):
-            async for response in _responses(generation):
-                text.append(response.text)
-                whole.MergeFrom(response)
-            whole.text = "".join(text)
-            whole.request_id = call_id
-        return whole
+        call = _call(request, context)
+        async with rpc.answering(self._door, context, call.id):
+            completions = await self._completions(request, call)
+            responses = [messages.whole(each, index) for index, each in enumerate(completions)]
+            if request.n <= 1:
+                responses[0].request_id = call.id
+                return responses[0]
+            return pb.GenerateResponse(request_id=call.id, samples=responses)
+        raise AssertionError  # `answering` has raised
+
+    async def _completions(self, request: pb.GenerateRequest, call: Call) -> list[Completion]:
+        """The answers to a call: all samples, the best of them, or those that were searched for."""
+        params = beams.params_of(_set_of(request, beams.FIELDS))
+        if params is not None:
+            return (await self._door.search(messages.fields_of(request), call, params))[1]
+        n, drawn = _samples(request)
+        fields = messages.fields_of(request)
+        if drawn > n:
+            fields.setdefault("logprobs", 0)
+        async with self._door.generate([fields], call, samples=drawn) as generation:
+            async for _ in generation:
+                pass
+            answers = best([generation.completion(index) for index in range(drawn)], n)
+        return answers if request.HasField("logprobs") else [replace(each, logprobs=None) for each in answers]
 
     async def GenerateStream(self, request: pb.GenerateRequest, context: Any) -> None:
-        async with self._generating(request, context) as (call_id, generation):
-            async for response in _responses(generation):
-                response.request_id = call_id
-                await context.write(response)
+        call = _call(request, context)
+        async with rpc.answering(self._door, context, call.id):
+            n, drawn = _samples(request)
+            if beams.params_of(_set_of(request, beams.FIELDS)) is not None:
+                raise InvalidRequest("use_beam_search", "cannot be streamed: what is best is known at the end")
+            if drawn > n:
+                raise InvalidRequest("best_of", "cannot be streamed: which is best is known at the end")
+            async with self._door.generate([messages.fields_of(request)], call, samples=n) as generation:
+                async for response in _responses(generation):
+                    response.request_id = call.id
+                    await context.write(response)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
-        async with self._answering(context, new_id()):
+        async with rpc.answering(self._door, context, new_id()):
             return pb.TokenizeResponse(token_ids=await self._door.tokenize(request.text))
-        raise AssertionError  # `_answering` has raised
+        raise AssertionError  # `answering` has raised
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Any) -> pb.DetokenizeResponse:
-        async with self._answering(context, new_id()):
+        async with rpc.answering(self._door, context, new_id()):
             return pb.DetokenizeResponse(text=await self._door.detokenize(request.token_ids))
         raise AssertionError
 
     async def GetModel(self, request: pb.GetModelRequest, context: Any) -> pb.GetModelResponse:
-        async with self._answering(context, new_id()):
+        async with rpc.answering(self._door, context, new_id()):
             return self._model()
         raise AssertionError
 
@@ -108,47 +131,37 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             compiled_after_ready=load.compiled_after_ready,
         )
 
-    @contextlib.asynccontextmanager
-    async def _answering(self, context: Any, call_id: str) -> AsyncIterator[None]:
-        """Ends the call with a status where it is refused."""
-        try:
-            with self._door.answering(call_id):
-                try:
-                    yield
-                except grpc.aio.InternalError:  # a write that was blocked when the caller left
-                    raise asyncio.CancelledError from None
-        except errors.Refusal as refusal:
-            await context.abort_with_status(messages.status_of(refusal))
 
-    @contextlib.asynccontextmanager
-    async def _generating(self, message: pb.GenerateRequest, context: Any) -> AsyncIterator[tuple[str, Generation]]:
-        """(what the call is named, its one request while the engine works on it)."""
-        call = Call(
-            id=message.request_id or new_id(),
-            protocol="grpc",
-            priority=message.priority,
-            cache_salt=message.cache_salt,
-            deadline=_deadline(context),
-        )
-        async with (
-            self._answering(context, call.id),
-            self._door.generate([messages.fields_of(message)], call) as generation,
-        ):
-            yield call.id, generation
+def _call(message: pb.GenerateRequest, context: Any) -> Call:
+    return Call(
+        id=message.request_id or new_id(),
+        protocol="grpc",
+        priority=message.priority,
+        cache_salt=message.cache_salt,
+        deadline=rpc.deadline(context),
+    )
 
 
-def _deadline(context: Any) -> float | None:
-    """In monotonic seconds; None for a caller who waits for ever."""
-    seconds = context.time_remaining()
-    return None if seconds is None else time.monotonic() + seconds
+def _set_of(message: pb.GenerateRequest, names: Sequence[str]) -> dict[str, Any]:
+    return {name: getattr(message, name) for name in names if message.HasField(name)}  # pyright: ignore[reportArgumentType]
+
+
+def _samples(message: pb.GenerateRequest) -> tuple[int, int]:
+    """(samples to answer with, samples to draw). Raises InvalidRequest."""
+    n = message.n if message.HasField("n") else 1
+    drawn = message.best_of if message.HasField("best_of") else n
+    for name, value, least in (("n", n, 1), ("best_of", drawn, n)):
+        if not least <= value <= MAX_SAMPLES:
+            raise InvalidRequest(name, f"is {value}; it must be from {least} to {MAX_SAMPLES}")
+    return n, drawn
 
 
 async def _responses(generation: Generation) -> AsyncIterator[pb.GenerateResponse]:
-    """A message whenever the engine has been heard of; the last one has the finish reason, usage and seed."""
+    """A message a sample whenever the engine has been heard of; its last one has the finish reason, usage and seed."""
     async for deltas in generation:
-        response = pb.GenerateResponse()
-        for _, delta in deltas:
+        for index, delta in deltas:
+            response = pb.GenerateResponse(index=index)
             messages.add(response, delta)
             if delta.finish_reason is not None:
-                messages.conclude(response, generation.completion())
-        yield response
+                messages.conclude(response, generation.completion(index))
+            yield response

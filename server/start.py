@@ -13,6 +13,7 @@ from server import flags
 from server.report import Report, UserError, show, starting
 
 if TYPE_CHECKING:
+    from jaxserve.cluster.config import ClusterConfig
     from jaxserve.config import EngineConfig
     from jaxserve.engine import Engine
 
@@ -40,20 +41,28 @@ def model_directory(args: argparse.Namespace) -> Path:
     return args.model
 
 
-def load_engine(args: argparse.Namespace) -> Engine:
-    """Loads and compiles, telling how it goes. Raises UserError for whatever the user can mend."""
+def load_engine(args: argparse.Namespace, cluster: ClusterConfig | None = None) -> Engine:
+    """Loads and compiles, telling how it goes. Raises UserError for whatever the user can mend.
+
+    Args:
+      cluster: this host's place among several, whose engine it then is.
+    """
     path = model_directory(args)
     with mending():
         config = flags.engine_config(args)  # before jax is imported: a wrong flag is told at once
         with starting() as report:
-            engine = make_engine(path, config, report)
+            engine = make_engine(path, config, report, cluster)
     show(engine.report, model=path.name)
     return engine
 
 
-def make_engine(path: Path, config: EngineConfig, progress: Report) -> Engine:
+def make_engine(path: Path, config: EngineConfig, progress: Report, cluster: ClusterConfig | None = None) -> Engine:
     """Loads and compiles."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", _GPU_MEMORY)
+    if cluster is not None:
+        from server import hosts
+
+        return hosts.lead(path, config, cluster, progress)
     from jaxserve.engine import Engine
 
     return Engine.from_checkpoint(path, config, progress=progress)

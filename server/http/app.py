@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from server.door import Door
 from server.errors import Kind, Refusal
-from server.http import openai, page, tgi
+from server.http import kserve, openai, page, tgi
 from server.http.chat import Chats
 from server.http.exchange import Endpoint, Exchange
 from server.http.schemas import DetokenizeBody, TokenizeBody
@@ -66,6 +66,7 @@ def make_app(
             tgi_route("/generate_stream", streams=True),
             tgi_route("/", streams=None),
             route("GET", "/info", about.info),
+            *kserve.routes(door, name, version),
             *page.routes(live, name),
         ],
         exception_handlers={HTTPException: _no_route},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from jaxserve.completion import Completion, Delta
@@ -12,7 +11,7 @@ from server.errors import Kind, Refusal
 from server.generation import Generation
 from server.http import logprobs, sse
 from server.http.exchange import Exchange
-from server.http.openai import call_of, check_model, finished, header_of, reason_of, usage_of
+from server.http.openai import call_of, check_model, finished, header_of, reason_of, usage_of, usage_of_beams
 from server.http.schemas import ChatBody
 from server.http.template import ChatTemplate
 
@@ -28,12 +27,25 @@ class Chats:
         check_model(body, self._name)
         usage_wanted, sampling = body.usage_wanted, body.sampling
         prompt = {"prompt": await self._render(body)} | sampling
+        if "max_tokens" not in sampling and "min_tokens" in sampling:
+            prompt["max_tokens"] = max(1, sampling["min_tokens"])  # until it is known how many there can be
+        call = call_of(exchange, body)
+
+        def adjust(request: Request) -> Request:
+            return request if "max_tokens" in sampling else self._door.to_the_end(request)
+
+        if (params := body.beams) is not None:
+            found = await self._door.search(prompt, call, params, special_tokens=False, adjust=adjust)
+            answer = header_of(exchange, "chat.completion", "chatcmpl", self._name)
+            answer["choices"] = [self._choice(body, index, one) for index, one in enumerate(found[1])]
+            await exchange.json(answer | {"usage": usage_of_beams([found])})
+            return
         async with self._door.generate(
             [prompt],
-            call_of(exchange, body),
+            call,
             samples=body.n or 1,
             special_tokens=False,  # the template has written them out
-            adjust=lambda request: request if "max_tokens" in sampling else self._to_the_end(request),
+            adjust=adjust,
         ) as generation:
             if body.stream:
                 await self._stream(exchange, body, generation, usage_wanted)
@@ -54,12 +66,6 @@ class Chats:
         if not text:
             raise InvalidRequest("messages", "come to no text")
         return text
-
-    def _to_the_end(self, request: Request) -> Request:
-        """A chat that gives no limit goes on to the end of the context."""
-        engine = self._door.engine
-        room = min(engine.max_context, engine.report.slots) - len(request.prompt)
-        return dataclasses.replace(request, sampling=dataclasses.replace(request.sampling, max_tokens=max(1, room)))
 
     async def _whole(self, exchange: Exchange, body: ChatBody, generation: Generation) -> None:
         completions = await finished(generation)

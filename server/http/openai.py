@@ -6,8 +6,10 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from jaxserve.beams import BeamParams
 from jaxserve.completion import Completion, Delta
 from jaxserve.request import FinishReason, InvalidRequest, Request
+from jaxserve.samples import best
 from server.door import Door, aside
 from server.errors import Kind, Refusal
 from server.generation import Call, Generation
@@ -49,7 +51,8 @@ def check_model(body: Any, name: str) -> None:
 
 def call_of(exchange: Exchange, body: OpenAIBody) -> Call:
     """The door's view of an exchange."""
-    return Call(id=exchange.id, protocol="http", priority=body.priority, cache_salt=body.cache_salt)
+    deadline = None if body.timeout is None else time.monotonic() + body.timeout
+    return Call(id=exchange.id, protocol="http", priority=body.priority, cache_salt=body.cache_salt, deadline=deadline)
 
 
 def header_of(exchange: Exchange, kind: str, prefix: str, model: str) -> dict[str, Any]:
@@ -71,16 +74,16 @@ def usage_of(generation: Generation, samples: int, dropped: int = 0) -> dict[str
     }
 
 
+def usage_of_beams(found: Sequence[tuple[Request, Sequence[Completion]]]) -> dict[str, Any]:
+    """Tokens of the prompts, each once, and of the answers that are given."""
+    prompt = sum(len(request.prompt) for request, _ in found)
+    generated = sum(len(completion.token_ids) for _, completions in found for completion in completions)
+    return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
+
+
 def reason_of(reason: FinishReason | None) -> str | None:
     """OpenAI's word for why a completion ended."""
     return None if reason is None else _REASONS[reason]
-
-
-def best(completions: Sequence[Completion], n: int) -> list[Completion]:
-    """The n completions of one prompt whose tokens are the likeliest on average."""
-    if n == len(completions):
-        return list(completions)
-    return sorted(completions, key=lambda one: -sum(one.logprobs or ()) / max(1, len(one.token_ids)))[:n]
 
 
 async def finished(generation: Generation) -> list[Completion]:
@@ -103,11 +106,26 @@ class Completions:
             raise InvalidRequest("suffix", "is not served: these models do not fill in the middle")
         usage_wanted, samples, sampling = body.usage_wanted, body.samples, _sampling(body)
         prompts = [prompt | sampling for prompt in body.prompts]
+        if (params := body.beams) is not None:
+            await exchange.json(await self._searched(exchange, body, params, prompts))
+            return
         async with self._door.generate(prompts, call_of(exchange, body), samples=samples) as generation:
             if body.stream:
                 await self._stream(exchange, body, generation, usage_wanted)
             else:
                 await self._whole(exchange, body, generation, samples)
+
+    async def _searched(
+        self, exchange: Exchange, body: CompletionBody, params: BeamParams, prompts: list[dict[str, Any]]
+    ) -> dict[str, Any]:
+        answer = header_of(exchange, "text_completion", "cmpl", self._name)
+        found = [await self._door.search(prompt, call_of(exchange, body), params) for prompt in prompts]
+        answer["choices"] = choices = []
+        for request, completions in found:
+            for completion in completions:
+                choices.append(_Choice(self._door, body, request, len(choices)).whole(completion))
+        answer["usage"] = usage_of_beams(found)
+        return answer
 
     async def _whole(self, exchange: Exchange, body: CompletionBody, generation: Generation, samples: int) -> None:
         completions, n = await finished(generation), body.n or 1

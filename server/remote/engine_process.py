@@ -19,12 +19,15 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from jaxserve.observe import IterationRecord
 from jaxserve.request import EngineStopped, FinishReason, InvalidRequest, QueueFull, Request, TokenEvent
+from server import hosts
 from server.remote import exit_codes, iterations, plain
 from server.remote.frames import BadFrame, Kind, Splitter, frame, json_frame, parse_json
 from server.remote.job import Facts, Job
@@ -40,6 +43,7 @@ _BEAT_SECONDS = 0.25  # at most, until the front hears of a load that has change
 _MOST_HELD = 4096  # hand-overs that the front may be behind; then it is taken for gone
 _MANY_HELD = 512  # from here on it is not told what iterations looked like
 _READ_BYTES = 2**16
+_COMPILERS = 4  # grammars that are waited for at a time
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 Progress = Callable[[str, int, int], None]
@@ -71,11 +75,11 @@ def _follow_front() -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL, 0, 0, 0)
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR2, all_threads=True)  # where a wedged engine stands
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # where a wedged engine stands
 
 
 def _make(job: Job, progress: Progress) -> Engine:
-    return make_engine(Path(job.model), job.config, progress)
+    return make_engine(Path(job.model), job.config, progress, job.cluster)
 
 
 def _end(code: int) -> NoReturn:
@@ -95,6 +99,8 @@ def _serve(channel: socket.socket, make: Callable[[Job, Progress], Any]) -> int:
         _send(channel, json_frame(Kind.PROGRESS, [what, done, total]))
 
     try:
+        if job.cluster is not None and job.cluster.host:
+            return hosts.follow(Path(job.model), job.config, job.cluster)
         with mending():
             engine = make(job, progress)
     except UserError as problem:
@@ -102,12 +108,15 @@ def _serve(channel: socket.socket, make: Callable[[Job, Progress], Any]) -> int:
         return exit_codes.USER_ERROR
     with contextlib.ExitStack() as stack:
         stack.enter_context(profiling(job.profile))
-        outbox = _Outbox(channel, engine)
+        outbox = _Outbox(channel, engine, failing_seconds=hosts.FAILING_SECONDS if job.cluster is not None else 0.0)
         stack.callback(outbox.close)
         stack.enter_context(engine)
         stack.callback(outbox.let_engine_end)
         facts = Facts(
-            report=engine.report, limits=engine.limits, eos_token_ids=tuple(engine.model_config.eos_token_ids)
+            report=engine.report,
+            limits=engine.limits,
+            eos_token_ids=tuple(engine.model_config.eos_token_ids),
+            bos_token_id=engine.model_config.bos_token_id,
         )
         _send(channel, json_frame(Kind.READY, plain.encode(Facts, facts)))
         outbox.start()
@@ -116,7 +125,7 @@ def _serve(channel: socket.socket, make: Callable[[Job, Progress], Any]) -> int:
                 case Kind.SUBMIT:
                     outbox.submit(_decoded(Request, body))
                 case Kind.ABORT:
-                    engine.abort(_decoded(str, body))
+                    outbox.abort(_decoded(str, body))
                 case Kind.STOP:
                     break
                 case _:
@@ -153,13 +162,21 @@ def _send(channel: socket.socket, data: bytes) -> None:
 
 class _Outbox:
     """What goes to the front. The engine's threads only append to it; a thread of its own waits for the socket, so that
-    a front that is slow, or is stopped, never keeps an iteration waiting."""
+    a front that is slow, or is stopped, never keeps an iteration waiting.
 
-    def __init__(self, channel: socket.socket, engine: Any) -> None:
-        self._channel, self._engine = channel, engine
+    Args:
+      failing_seconds: for whoever else ends the process of an engine that has failed.
+    """
+
+    def __init__(self, channel: socket.socket, engine: Any, *, failing_seconds: float = 0.0) -> None:
+        self._channel, self._engine, self._failing_seconds = channel, engine, failing_seconds
         self._held: queue.SimpleQueue[list[TokenEvent] | IterationRecord | None] = queue.SimpleQueue()
         self._received = 0
+        # Requests whose grammars are being compiled, by name, and whether they are wanted still: nobody else waits.
+        self._compiling: dict[str, bool] = {}
+        self._compilers = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="jaxserve-submit")
         self._ends = False
+        self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="jaxserve-outbox", daemon=True)
 
     def start(self) -> None:
@@ -177,13 +194,36 @@ class _Outbox:
             self._thread.join()
 
     def submit(self, request: Request) -> None:
+        if request.sampling.grammar is None:
+            self._submit(request)
+        else:
+            self._compiling[request.request_id] = True
+            self._compilers.submit(self._compile, request)
+        self._received += 1
+
+    def abort(self, name: str) -> None:
+        with self._lock:
+            if name in self._compiling:
+                self._compiling[name] = False
+                return
+        self._engine.abort(name)
+
+    def _compile(self, request: Request) -> None:
+        with contextlib.suppress(InvalidRequest, QueueFull):  # which `_submit` meets again
+            self._engine.check(request)
+        with self._lock:
+            if self._compiling.pop(request.request_id):
+                self._submit(request)
+            else:
+                self._sink([TokenEvent(request.request_id, finish_reason=FinishReason.ABORTED)])
+
+    def _submit(self, request: Request) -> None:
         try:
             self._engine.submit(request, self._sink)
         except (InvalidRequest, QueueFull) as refusal:  # the front has judged already; this is for the log there
             self._sink([TokenEvent(request.request_id, finish_reason=FinishReason.ERROR, error=str(refusal))])
         except EngineStopped:
             pass  # the front is about to be told
-        self._received += 1
 
     # On the engine's threads
 
@@ -212,6 +252,7 @@ class _Outbox:
             items, ends = self._next()
             if self._engine.problem is not None and not self._ends:
                 _send(self._channel, json_frame(Kind.FAILED, self._engine.problem))
+                time.sleep(self._failing_seconds)
                 _end(exit_codes.ENGINE_FAILED)
             received = self._received  # before the loads: what it counts is in them
             loads = self._engine.loads()

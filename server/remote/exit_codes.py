@@ -11,9 +11,16 @@ ENGINE_FAILED = 70  # the engine's loop raised; the log has the traceback
 FRONT_GONE = 74  # the process in front has ended, or has read nothing for too long
 BAD_FRAME = 76  # what came through the socket was not what the front would send
 
+# Of the process of one of several hosts (jaxserve.cluster.failure).
+HOST_OVERDUE, HOST_LOST, HOST_BROKEN = 71, 72, 73
+OF_HOSTS = frozenset((HOST_OVERDUE, HOST_LOST, HOST_BROKEN))
+
 _MEANINGS = {
     ENDED: "ended",
     USER_ERROR: "refused to start (exit code 2)",
+    HOST_OVERDUE: "was late with an iteration (exit code 71)",
+    HOST_LOST: "lost another host (exit code 72)",
+    HOST_BROKEN: "failed at its own work (exit code 73)",
     FRONT_GONE: "took the front for gone (exit code 74)",
     BAD_FRAME: "was sent what is no message (exit code 76)",
 }

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from jaxserve.config import EngineConfig
 from jaxserve.limits import check_queue
+from jaxserve.matcher import Grammars
 from jaxserve.observe import IterationRecord, Load, total
 from jaxserve.request import EngineStopped, FinishReason, InvalidRequest, Request, TokenEvent
 from jaxserve.startup_report import StartupReport
@@ -61,6 +62,7 @@ class RemoteEngine:
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None) -> None:
         self.config, self.tokenizer = config, tokenizer
         self._facts: Facts | None = None
+        self._grammars: Grammars | None = None
         self._problem: str | None = _STARTING
         self._returns = False
         self._send: Callable[[bytes], None] | None = None
@@ -85,6 +87,14 @@ class RemoteEngine:
         return self._known().limits.max_context
 
     @property
+    def grammars(self) -> Grammars | None:
+        """Of this process: what cannot be compiled is refused before the engine process hears of it."""
+        facts = self._known()
+        if self._grammars is None and self.tokenizer is not None:
+            self._grammars = Grammars(self.tokenizer, facts.vocab_size, facts.eos_token_ids)
+        return self._grammars
+
+    @property
     def is_healthy(self) -> bool:
         return self._problem is None
 
@@ -97,7 +107,7 @@ class RemoteEngine:
         return self._facts is not None and (self._problem is None or self._returns)
 
     def check(self, request: Request) -> None:
-        """See `jaxserve.engine.Engine.check`."""
+        """As `jaxserve.engine.Engine.check`, but for its grammar: `grammars` is asked for that."""
         self._known().limits.check(request)
 
     def submit(self, request: Request, sink: Sink) -> None:

@@ -22,11 +22,20 @@ _log = logging.getLogger(__name__)
 
 ENGINE_COMMAND = (sys.executable, "-m", "server.remote.engine_process")
 
+_TELLING_SECONDS = 0.5
 _STOP_SECONDS = 10.0  # for an engine process to end its iteration and itself
 
 
 class EngineGone(Exception):
-    """There is no engine process any more, and there will be none."""
+    """There is no engine process any more, and there will be none.
+
+    Attributes:
+      code: that the last one ended with, if there was one.
+    """
+
+    def __init__(self, problem: str, code: int | None = None) -> None:
+        super().__init__(problem)
+        self.code = code
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,17 +108,21 @@ class Supervisor:
             if self._refusal is not None and not self.ready.is_set():
                 self._engine.disconnect("the engine cannot be started", returns=False)
                 raise UserError(self._refusal)
+            if code == exit_codes.ENDED and self._job.cluster is not None and self._job.cluster.host:
+                return  # host 0 has ended the hosts
             cause = self._cause(code)
             self._tell(code, cause)
             if self._restarts is None:
                 self._engine.disconnect(cause, returns=False)
-                if self.ready.is_set():
+                if self._job.cluster is not None:
+                    await asyncio.sleep(_TELLING_SECONDS)  # for callers to be told; then this host ends as the others
+                elif self.ready.is_set():
                     await self._closed.wait()  # as an engine in this process that has failed: whoever runs us decides
-                raise EngineGone(cause)
+                raise EngineGone(cause, code)
             in_a_row = 1 if self._served_seconds() >= self._restarts.steady_seconds else in_a_row + 1
             if in_a_row > self._restarts.most:
                 self._engine.disconnect(cause, returns=False)
-                raise EngineGone(f"{cause}, {in_a_row} times in a row")
+                raise EngineGone(f"{cause}, {in_a_row} times in a row", code)
             self._engine.disconnect(f"{cause}; it is being started again", returns=True)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._closed.wait(), self._restarts.delay(in_a_row))
@@ -120,6 +133,15 @@ class Supervisor:
         if self._wedged is None and self._process is not None:
             self._wedged = problem
             self._killing = asyncio.create_task(self._process.kill_wedged())
+
+    def signal(self, number: int) -> None:
+        """Passes a signal on to the engine process, once it is ready for it."""
+        if self._process is not None and self._ready_since is not None:
+            self._process.signal(number)
+
+    def let_end(self) -> None:
+        """When the process ends now, it is not started again."""
+        self._closed.set()
 
     async def close(self) -> None:
         """Ends the engine process; requests that it has are given up."""
@@ -179,6 +201,8 @@ class Supervisor:
                 raise BadFrame(f"{kind.name} from the engine process, out of turn")
 
     def _served_seconds(self) -> float:
+        if self._job.cluster is not None and self._job.cluster.host:  # which does not say when it is ready
+            return time.monotonic() - self._started
         return 0.0 if self._ready_since is None else time.monotonic() - self._ready_since
 
     def _cause(self, code: int) -> str:

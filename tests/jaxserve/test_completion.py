@@ -235,3 +235,18 @@ def test_without_a_tokenizer_there_are_tokens_alone():
     assert [delta.token_ids for delta in deltas] == [(7,), (9,)]
     with pytest.raises(InvalidRequest, match="stop_token_ids"):
         Assembler(request(stop=("END",)), None)
+
+
+@pytest.mark.parametrize("split", [1, 2, 6])
+def test_stop_strings_are_not_looked_for_before_enough_tokens(tokenizer, split):
+    tokens = ids("a", "END", "b", "EN", "D", "c")
+    for least, text in ((0, "a"), (1, "a"), (2, "aENDb"), (4, "aENDb"), (5, "aENDbENDc")):
+        assembler, deltas = assemble(tokenizer, tokens, split=split, stop=("END",), min_tokens=least)
+        assert assembler.completion().text == text == "".join(delta.text for delta in deltas)
+        stopped = assembler.completion().finish_reason is FinishReason.STOP
+        assert stopped == (least < 5)
+
+
+def test_a_stop_string_that_begins_early_and_ends_late_counts(tokenizer):
+    assembler, _ = assemble(tokenizer, ids("a", "EN", "D", "b"), stop=("END",), min_tokens=2)
+    assert assembler.completion().text == "a"

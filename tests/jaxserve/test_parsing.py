@@ -9,7 +9,7 @@ import tokenizers
 from tokenizers import models, pre_tokenizers
 
 from jaxserve.parsing import MAX_STOP_LENGTH, parse_request, parse_sampling
-from jaxserve.request import SAMPLING_FIELDS, InvalidRequest, SamplingParams
+from jaxserve.request import SAMPLING_FIELDS, Grammar, InvalidRequest, SamplingParams
 from jaxserve.tokenizer import Tokenizer
 
 
@@ -47,9 +47,12 @@ def test_every_field():
         "seed": 2**64 - 1,
         "stop": ["x", "yz"],
         "stop_token_ids": [3, 3],
+        "min_tokens": 2,
+        "bad_words": ["b", "a b"],
         "ignore_eos": True,
         "logprobs": 0,
         "prompt_logprobs": 20,
+        "grammar": {"type": "regex", "value": "a+"},
     }
     assert set(fields) - {"prompt"} == set(SAMPLING_FIELDS)
     library = tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 1}))
@@ -77,9 +80,13 @@ def test_every_field():
         seed=2**64 - 1,
         stop=("x", "yz"),
         stop_token_ids=(3, 3),
+        min_tokens=2,
+        bad_words=("b", "a b"),
+        bad_word_tokens=((1,), (0, 1)),
         ignore_eos=True,
         logprobs=0,
         prompt_logprobs=20,
+        grammar=Grammar(kind="regex", text="a+"),
     )
     assert all(isinstance(getattr(request.sampling, name), float) for name in ("temperature", "min_p"))
 
@@ -194,3 +201,50 @@ def test_long_values_are_not_repeated_at_length():
 def test_parameters_made_by_hand_are_held_to_the_same(value):
     with pytest.raises(InvalidRequest, match="temperature"):
         SamplingParams(temperature=value)
+
+
+def spelling(*tokens: str) -> Tokenizer:
+    """A tokenizer of these tokens, the longest of which is found first; a space is a letter like any other."""
+    model = models.BPE({token: i for i, token in enumerate(tokens)}, _merges(tokens))
+    return Tokenizer(tokenizers.Tokenizer(model))
+
+
+def _merges(tokens):
+    return [(token[:1], token[1:]) for token in sorted(tokens, key=len) if len(token) > 1]
+
+
+def test_bad_words_are_barred_with_and_without_a_space_before_them():
+    tokenizer = spelling(" ", "a", "b", " a", "ab")
+    parsed = parse_request({"prompt": "ab", "bad_words": ["a", " ab", "ba"]}, request_id="r", tokenizer=tokenizer)
+    ids = [tuple(tokenizer.encode(text)) for text in ("a", " a", "ab", " ab", "ba", " ba")]
+    assert parsed.sampling.bad_word_tokens == tuple(dict.fromkeys(ids))
+    assert parsed.sampling.bad_words == ("a", " ab", "ba")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([" "], "holds ' ', of which the tokenizer makes no token"),
+        ([""], "every entry must be a non-empty str"),
+        (["a"] * 65, "has 65 entries; at most 64 are allowed"),
+        (["ab" * 200], "come to [0-9]+ tokens; at most 256 are allowed"),
+        (["a" * 2000], "has 2000 characters; at most 1024 are allowed"),
+        (7, "must be a string or a list of strings"),
+    ],
+)
+def test_bad_words_that_cannot_be_served_are_refused(given, message):
+    with pytest.raises(InvalidRequest, match=message) as error:
+        parse_request({"prompt": "a", "bad_words": given}, request_id="r", tokenizer=spelling(" ", "a", "b"))
+    assert error.value.field == "bad_words"
+
+
+def test_bad_words_need_a_tokenizer():
+    with pytest.raises(InvalidRequest, match="bad_words: need a tokenizer"):
+        parse({"prompt_token_ids": [1], "bad_words": ["a"]})
+
+
+def test_more_tokens_cannot_be_asked_for_than_may_be_generated():
+    with pytest.raises(InvalidRequest, match=r"min_tokens: is 5, more than max_tokens \(4\)"):
+        parse_sampling({"min_tokens": 5, "max_tokens": 4})
+    with pytest.raises(InvalidRequest, match="min_tokens: is -1"):
+        parse_sampling({"min_tokens": -1})

@@ -7,7 +7,9 @@ does; its answer reaches the scheduler later. Every chunk checks that it reads i
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter, deque
+from collections.abc import Set
 from dataclasses import dataclass, field
 from random import Random
 from typing import NamedTuple
@@ -27,7 +29,15 @@ from jaxserve.iteration import (
     max_points,
     max_table_changes,
 )
-from jaxserve.request import MAX_LOGPROBS, FinishReason, InvalidRequest, Request, SamplingParams, TokenEvent
+from jaxserve.request import (
+    MAX_LOGPROBS,
+    FinishReason,
+    Grammar,
+    InvalidRequest,
+    Request,
+    SamplingParams,
+    TokenEvent,
+)
 from jaxserve.request_state import CLOSING, PREEMPTED, RUNNING, WAITING
 from jaxserve.scheduler import PRIORITY_SECONDS, Scheduler
 from jaxserve.slots import SlotPool
@@ -43,8 +53,8 @@ def extend_history(fingerprint: int, token: int) -> int:
     return hash((fingerprint, token))
 
 
-def next_token(fingerprint: int) -> int:
-    return (fingerprint >> 7) % VOCABULARY
+def next_token(fingerprint: int, sample: int = 0) -> int:
+    return ((fingerprint >> 7) + sample) % VOCABULARY
 
 
 def logprob_of(token: int, position: int) -> float:
@@ -68,7 +78,7 @@ def solo(request: Request) -> Answer:
     """What the request generates with the machine to itself."""
     sampling, tokens = request.sampling, list(request.prompt)
     while True:
-        token = next_token(fingerprints(tokens)[-1])
+        token = next_token(fingerprints(tokens)[-1], sampling.sample_index)
         tokens.append(token)
         reason = None
         if token in EOS and not sampling.ignore_eos:
@@ -85,6 +95,7 @@ def solo(request: Request) -> Answer:
 class Row:
     history: list[int]
     table: list[int]
+    sample: int
 
 
 class Slot(NamedTuple):
@@ -100,12 +111,18 @@ class Device:
         self.rows: dict[int, Row] = {}
         self.slots: dict[tuple[int, int], Slot] = {}
 
-    def run(self, plan: IterationPlan, completed: int) -> IterationResult:
+    def run(self, plan: IterationPlan, completed: int, forks: Set[str]) -> IterationResult:
         """`completed`: plans before this sequence number have been completed."""
         size = self.block_size
+        for source, target in plan.block_copies:
+            for offset in range(size):
+                self.slots.pop((target, offset), None)
+                if (source, offset) in self.slots:
+                    self.slots[target, offset] = self.slots[source, offset]
         for admission in plan.admissions:
-            self.rows[admission.row] = Row(list(admission.tokens), list(admission.blocks))
-            assert all(
+            tokens, blocks = list(admission.tokens), list(admission.blocks)
+            self.rows[admission.row] = Row(tokens, blocks, admission.sampling.sample_index)
+            assert admission.request_id in forks or all(
                 self.slots[block, offset].sequence < completed for block in admission.blocks for offset in range(size)
             ), "a hit on a block whose content has not landed"
         for row, index, block in plan.table_changes:
@@ -135,7 +152,8 @@ class Device:
                 after.append(known)
                 scores.append(logprob_of(known, position + 1))
             end = start + length
-            chosen = [next_token(mark) for mark in marks[end - samples : end]] or [-1]
+            sample = self.rows[row].sample
+            chosen = [next_token(mark, sample) for mark in marks[end - samples : end]] or [-1]
             tokens += chosen
             logprobs += [logprob_of(token, end + 1 - len(chosen) + at) for at, token in enumerate(chosen)]
             if samples:  # what is chosen after a draft that was not is written all the same
@@ -144,7 +162,7 @@ class Device:
         flat[: len(scores)] = scores
         ids = np.zeros((plan.bucket, MAX_LOGPROBS), np.int32)
         ids[: len(after)] = np.array(after, np.int32)[:, None] + np.arange(MAX_LOGPROBS)
-        full = plan.sampler == SamplerVariant.FULL
+        full = plan.sampler is not None and plan.sampler >= SamplerVariant.FULL
         top = np.array(tokens, np.int32)[:, None] + np.arange(MAX_LOGPROBS, dtype=np.int32)
         return IterationResult(
             tokens=np.array(tokens, np.int32),
@@ -313,9 +331,10 @@ class World:
         self.check_shape(plan)
         states = dict(zip((chunk.row for chunk in plan.chunks), scheduler._in_flight[-1].states, strict=True))
         given = {states[chunk.row].name: chunk.length for chunk in plan.chunks}
+        starts = {chunk.row: chunk.start for chunk in plan.chunks}
         admitted = [scheduler._live[admission.request_id] for admission in plan.admissions]
         # Admission follows the order of keys: whoever still waits comes after all who were let in.
-        waiting = [state.key for state in live if state.phase in (WAITING, PREEMPTED)]
+        waiting = [state.key for state in live if state.phase in (WAITING, PREEMPTED) and not stands_aside(state)]
         assert not waiting or all(state.key < min(waiting) for state in admitted)
         assert admitted == sorted(admitted, key=lambda state: state.key)
         # So do prompt tokens: who gets less than it could use is the last to get any.
@@ -326,7 +345,8 @@ class World:
         for state in admitted:
             admission = next(a for a in plan.admissions if a.request_id == state.name)
             shares.append(given[state.name])
-            wanted.append(len(admission.tokens) - len(admission.blocks) * self.device.block_size)
+            wanted.append(len(admission.tokens) - starts[admission.row])
+            assert starts[admission.row] == len(admission.blocks) * self.device.block_size or state.family is not None
         short = [index for index, share in enumerate(shares) if share < wanted[index]]
         assert not short or not any(shares[short[0] + 1 :])
         assert not short or sum(given.values()) == min(plan.bucket, scheduler._budget), "tokens left, prompts waiting"
@@ -343,12 +363,29 @@ class World:
         for state in live if not exclusive else ():
             if state.name in given:
                 earlier = [s for s in live if s.key < state.key and s.request.priority == state.request.priority]
+                # While others of its family compute the prompt, it is overtaken.
+                earlier = [s for s in earlier if s.family is None or s.phase not in (WAITING, PREEMPTED)]
                 assert all(s.name in given or s.phase == CLOSING or s in waits for s in earlier)
         if oldest is not None and oldest.name in before and oldest.name not in given:
             assert closing, "the oldest request stood still"
             assert oldest.computed == capacity[oldest.name]
-        self.in_flight.append((plan, self.device.run(plan, self.completed)))
+        forks = {name for name, state in scheduler._live.items() if state.family is not None}
+        self.in_flight.append((plan, self.device.run(plan, self.completed, forks)))
+        self.withdraw(plan)
         return True
+
+    def withdraw(self, plan: IterationPlan) -> None:
+        """Masks are late for some of the rows with a grammar, and more and more of them once in a while."""
+        draw, states = Random(plan.sequence), self.scheduler._in_flight[-1].states
+        share = draw.choice([0.0, 0.3, 1.0])
+        late = [
+            index
+            for index, (state, chunk) in enumerate(zip(states, plan.chunks, strict=True))
+            if state.variant == SamplerVariant.CONSTRAINED and chunk.samples and draw.random() < share
+        ]
+        before = self.scheduler.withdrawals
+        self.scheduler.withdraw(late)
+        assert self.scheduler.withdrawals == before + len(late)
 
     @property
     def completed(self) -> int:
@@ -361,6 +398,10 @@ class World:
         assert rows
         assert len(rows) == len(set(rows)) <= max_chunks(plan.bucket, self.max_rows)
         assert {admission.row for admission in plan.admissions} <= set(rows)
+        copied = [copy.target for copy in plan.block_copies]
+        assert len(copied) == len(set(copied)) <= len(plan.admissions)
+        assert set(copied).isdisjoint(copy.source for copy in plan.block_copies)
+        assert set(copied) <= {block for admission in plan.admissions for block in admission.blocks[-1:]}
         assert min(lengths) >= 1
         assert plan.num_tokens <= min(plan.bucket, scheduler._budget)
         assert lengths == [1] * lengths.count(1) + [length for length in lengths if length > 1]
@@ -372,6 +413,11 @@ class World:
         states = scheduler._in_flight[-1].states
         variants = [state.variant for state, chunk in zip(states, plan.chunks, strict=True) if chunk.samples]
         assert plan.sampler == max(variants, default=None)
+        assert all(
+            chunk.samples < 2
+            for state, chunk in zip(states, plan.chunks, strict=True)
+            if state.variant == SamplerVariant.CONSTRAINED
+        ), "drafts for a row with a grammar"
         if self.n_stages > 1:
             assert set(rows).isdisjoint(chunk.row for other, _ in self.in_flight for chunk in other.chunks)
             assert max(rows) < self.most_in_flight * self.max_rows
@@ -426,10 +472,31 @@ class World:
         assert not self.clients, "somebody never got an answer"
         assert not self.scheduler.has_work
         assert self.scheduler.pool.slots_used == 0
+        assert (self.scheduler._families.num_aside, self.scheduler._families._named) == (0, {})
         rows = self.most_in_flight * self.max_rows if self.n_stages > 1 else self.max_rows
         assert sorted(self.scheduler._free_rows) == list(range(rows))
 
 
+def stands_aside(state) -> bool:
+    return state.family is not None and state in state.family.aside
+
+
+def samples_of(request: Request, count: int) -> list[Request]:
+    """A request and forks of it, of which some want their prompt scored and some have another salt."""
+    made = [request]
+    for index in range(1, count):
+        scored = request.sampling.prompt_logprobs if index % 3 == 2 else None
+        sampling = dataclasses.replace(request.sampling, sample_index=index, prompt_logprobs=scored)
+        name, salt = f"{request.request_id}.{index}", "y" if index % 4 == 3 else request.cache_salt
+        made.append(
+            dataclasses.replace(
+                request, request_id=name, sampling=sampling, cache_salt=salt, fork_of=request.request_id
+            )
+        )
+    return made
+
+
+GRAMMAR = Grammar(kind="regex", text="whatever the device says")
 SHARED = tuple(1 + i * i % 5 for i in range(MAX_CONTEXT))  # prompts begin alike
 
 
@@ -441,6 +508,7 @@ SAMPLING = st.builds(
     logprobs=st.sampled_from([None, None, 0, 2]),
     prompt_logprobs=st.sampled_from([None, None, None, None, 0, 3]),
     top_p=st.sampled_from([1.0, 0.5]),
+    grammar=st.sampled_from([None, None, GRAMMAR]),
 )
 REQUESTS = st.tuples(
     st.integers(0, 10),  # tokens of the shared beginning
@@ -449,6 +517,7 @@ REQUESTS = st.tuples(
     SAMPLING,
     st.sampled_from([0, 0, 0, 1]),  # priority
     st.sampled_from(["", "", "", "x"]),  # salt
+    st.sampled_from([1, 1, 2, 5]),  # samples
 )
 
 
@@ -475,7 +544,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(requests=st.lists(REQUESTS, min_size=1, max_size=4))
     def submit(self, requests):
         transcripts = self.world.transcripts
-        for shared, own, follows, sampling, priority, salt in requests:
+        for shared, own, follows, sampling, priority, salt, samples in requests:
             before = SHARED[:shared] if follows is None else transcripts[follows % len(transcripts)]
             request = Request(
                 request_id=str(self.count),
@@ -487,7 +556,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             )
             self.count += 1
             if request.prompt and request.max_length <= min(MAX_CONTEXT, self.world.scheduler.pool.n_slots):
-                self.world.submit(request)
+                for sample in samples_of(request, samples):
+                    self.world.submit(sample)
             else:
                 with pytest.raises(InvalidRequest, match=r"^(prompt|max_tokens): "):
                     self.world.scheduler.submit(request)
@@ -554,7 +624,16 @@ def test_a_crowd_with_drafts(n_stages, seed):
     assert 0 < scheduler.accepted_tokens < scheduler.drafted_tokens
 
 
-def crowd(policy, mode, n_stages, seed, errs=None) -> World:
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("n_stages", [1, 2])
+@pytest.mark.parametrize("policy", ["grow", "reserve"])
+def test_a_crowd_with_late_masks(policy, n_stages, seed):
+    """The same with grammars, some of whose masks are late."""
+    world = crowd(policy, "iteration", n_stages, seed, errs=0.2 if seed % 2 else None, grammars=0.6)
+    assert world.scheduler.withdrawals > 20
+
+
+def crowd(policy, mode, n_stages, seed, errs=None, grammars=0.0) -> World:
     draw = Random(seed)
     block_size = draw.choice([1, 2, 3, 4])
     slots = draw.randint(MAX_CONTEXT, 3 * MAX_CONTEXT)
@@ -571,11 +650,12 @@ def crowd(policy, mode, n_stages, seed, errs=None) -> World:
             ignore_eos=draw.random() < 0.8,
             logprobs=draw.choice([None, 0, 1]),
             prompt_logprobs=draw.choice([None, None, None, 0, 2]),
+            grammar=GRAMMAR if grammars and draw.random() < grammars else None,
         )
         arrival, priority = float(count), draw.choice([0, 0, 0, 0, 2])
-        world.submit(
-            Request(request_id=str(count), prompt=prompt, sampling=sampling, priority=priority, arrival=arrival)
-        )
+        request = Request(request_id=str(count), prompt=prompt, sampling=sampling, priority=priority, arrival=arrival)
+        for sample in samples_of(request, draw.choice([1, 1, 1, 2, 4])):
+            world.submit(sample)
         for _ in range(draw.choice([0, 0, 1, 3, 10])):
             world.step()
         if world.clients and draw.random() < 0.1:

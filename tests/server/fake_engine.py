@@ -21,6 +21,7 @@ from jaxserve.buckets import BucketCost
 from jaxserve.config import EngineConfig
 from jaxserve.iteration import Admission, Chunk, IterationPlan
 from jaxserve.limits import Limits
+from jaxserve.matcher import Grammars
 from jaxserve.observe import IterationRecord, Load
 from jaxserve.request import Alternatives, FinishReason, InvalidRequest, QueueFull, Request, TokenEvent
 from jaxserve.startup_report import StartupReport
@@ -109,12 +110,16 @@ class FakeEngine:
     owed_elsewhere: int = 0
 
     def __post_init__(self) -> None:
-        self.model_config = SimpleNamespace(vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,))
+        self.model_config = SimpleNamespace(vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,), bos_token_id=None)
+        # Compiles grammars as an engine does; its answers pay no heed to them.
+        self.grammars = None if self.tokenizer is None else Grammars(self.tokenizer, VOCAB_SIZE, (EOS,))
         self.limits = Limits(
             vocab_size=VOCAB_SIZE,
             max_context=self.max_context,
             slots=self.slots_total,
+            endings=1,
             scoring=True,
+            masks=True,
             has_tokenizer=self.tokenizer is not None,
         )
         self.report = StartupReport(
@@ -217,7 +222,7 @@ class FakeEngine:
     def takes_requests(self) -> bool:
         return self.is_healthy
 
-    def submit(self, request: Request, sink: Sink) -> None:
+    def check(self, request: Request) -> None:
         for name, tokens in (
             ("prompt_token_ids", request.prompt),
             ("stop_token_ids", request.sampling.stop_token_ids),
@@ -227,6 +232,9 @@ class FakeEngine:
                 raise InvalidRequest(name, f"has a token id outside the vocabulary of {VOCAB_SIZE}")
         if request.max_length > self.max_context:
             raise InvalidRequest("max_tokens", f"prompt and max_tokens are {request.max_length} tokens together")
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        self.check(request)
         with self._changed:
             if self._failed or self._stopping:
                 raise RuntimeError("the engine takes no more requests")

@@ -229,3 +229,23 @@ def test_what_others_refuse_costs_nothing_of_the_rate() -> None:
         assert refusal(admission, limited).kind is Kind.QUEUE_FULL
     other.release()
     ask(admission, limited)
+
+
+def test_kept_places_count_against_the_bounds_and_keep_nobody_waiting() -> None:
+    engine = Engine(max_queued_requests=10, max_queued_tokens=1000)
+    admission = engine.admission()
+    ticket = admission.admit(ANYBODY, requests=8, prompt_tokens=800, new_tokens=100)
+    ticket.keep()
+    ticket.keep()
+    assert (admission.reserved_requests, admission.kept_requests, admission.kept_tokens) == (0, 8, 800)
+    in_time = admission.admit(ANYBODY, requests=2, prompt_tokens=100, new_tokens=1, deadline=engine.now + 0.5)
+    in_time.release()
+    with pytest.raises(Refusal, match="8 requests are waiting") as refused:
+        admission.admit(ANYBODY, requests=3, prompt_tokens=1, new_tokens=1)
+    assert refused.value.kind is Kind.QUEUE_FULL
+    with pytest.raises(Refusal, match="800 tokens are waiting"):
+        admission.admit(ANYBODY, requests=1, prompt_tokens=201, new_tokens=1)
+    ticket.release()
+    ticket.release()
+    assert (admission.kept_requests, admission.kept_tokens) == (0, 0)
+    assert not admission._waiting

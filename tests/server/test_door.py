@@ -2,11 +2,13 @@
 
 import asyncio
 import dataclasses
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
 
+from jaxserve.beams import BeamParams
 from jaxserve.completion import Completion
 from jaxserve.request import FinishReason, Request
 from server.errors import Kind, Refusal
@@ -77,6 +79,92 @@ def test_a_call_that_is_left_gives_up_all_of_its_requests(serve: Serve) -> None:
         assert len(it.engine.aborted) == 1
 
     serve(scenario, held=True)
+
+
+def test_samples_are_forks_of_the_first_and_the_prompt_is_scored_once(serve: Serve) -> None:
+    async def scenario(it: Served) -> None:
+        seen, submit = [], it.engine.submit
+        it.engine.submit = lambda request, sink: (seen.append(request), submit(request, sink))[1]  # type: ignore
+        prompts = [{"prompt": text, "max_tokens": 2, "prompt_logprobs": 0} for text in ("abc", "de")]
+        async with it.surface.door.generate(prompts, call(), samples=3) as generation:
+            async for _ in generation:
+                pass
+            scores = [generation.completion(index).prompt_logprobs for index in range(6)]
+        assert scores == [(None, -0.25, -0.5)] * 3 + [(None, -0.25)] * 3
+        first, other = seen[0].request_id, seen[3].request_id
+        assert [request.fork_of for request in seen] == [None, first, first, None, other, other]
+        assert [request.sampling.prompt_logprobs for request in seen] == [0, None, None] * 2
+        assert [request.sampling.sample_index for request in seen] == [0, 1, 2] * 2
+
+    serve(scenario)
+
+
+def test_a_call_ends_at_its_deadline(serve: Serve) -> None:
+    async def scenario(it: Served) -> None:
+        # Of calls that are let in, as they would be done in time; but the engine does not move.
+        async def found(asked: Call) -> None:
+            with it.surface.door.answering(asked.id):
+                await it.surface.door.search({"prompt": "ab", "max_tokens": 2}, asked, BeamParams(width=2, n=2))
+
+        def drawn(asked: Call) -> Coroutine[Any, Any, None]:
+            return answer(it, {"prompt": "ab", "max_tokens": 2}, deadline=asked.deadline)
+
+        for ask in (found, drawn):
+            with pytest.raises(Refusal, match="deadline has passed") as refused:
+                await ask(call(deadline=time.monotonic() + 0.05))
+            assert refused.value.kind is Kind.TOO_LATE
+            assert it.surface.door.num_alive == 0
+        await it.until(lambda: len(it.engine.aborted) == 2)
+        assert it.engine.load().waiting == 0
+
+    serve(scenario, held=True)
+
+
+def test_a_beam_search_is_one_call_to_everybody(serve: Serve) -> None:
+    async def scenario(it: Served) -> None:
+        door, listener = it.surface.door, Listener()
+        door.observers.append(listener)
+        fields, asked = {"prompt": "ab", "max_tokens": 2}, call(id="mine")
+        searching = asyncio.create_task(door.search(fields, asked, BeamParams(width=3, n=2)))
+        await it.until(lambda: it.engine.load().waiting == 1)  # the prompt, once
+        assert (door.admission.kept_requests, door.admission.kept_tokens) == (3, 3 * 4)
+        assert (door.admission.reserved_requests, door.num_alive) == (0, 1)
+        await it.step()
+        await it.until(lambda: it.engine.load().waiting == 3)  # a token each
+        it.engine.release()
+        request, answers = await searching
+        assert (bytes(request.prompt), [one.token_ids for one in answers]) == (b"ab", [(0, 0), (0, 1)])
+        assert listener.told == [
+            ("started", "mine", b"ab"),
+            ("tokens", b"ab", 1, True),
+            ("tokens", b"ab", 1, False),
+            ("ended", b"ab", FinishReason.LENGTH),
+        ]
+        assert door.num_alive == door.admission.kept_requests == door.admission.kept_tokens == 0
+
+    serve(scenario, held=True)
+
+
+def test_a_beam_search_that_is_left_or_fails_frees_everything(serve: Serve) -> None:
+    async def scenario(it: Served) -> None:
+        door = it.surface.door
+        left = asyncio.create_task(door.search({"prompt": "ab", "max_tokens": 9}, call(), BeamParams(width=3, n=1)))
+        await it.until(lambda: it.engine.load().waiting == 1)
+        await it.step()
+        await it.until(lambda: it.engine.load().waiting == 3)
+        left.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await left
+        await it.until(lambda: len(it.engine.aborted) == 3)
+        it.engine.release()
+        asked = call(id="mine")
+        with pytest.raises(Refusal, match="under mine"), door.answering("mine"):
+            await door.search({"prompt": "!", "max_tokens": 9}, asked, BeamParams(width=3, n=1))
+        await it.until(lambda: it.engine.load().slots_used == 0)
+        await asyncio.wait_for(door.idle(), 1)
+        assert door.admission.kept_requests == door.num_alive == 0
+
+    serve(scenario, held=True, poison=frozenset(b"!"))
 
 
 def test_one_wrong_prompt_refuses_the_call_before_anything_is_generated(serve: Serve) -> None:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from server.proto.vllm.grpc.engine.vllm_engine_pb2_grpc import VllmEngineStub
 
 from jaxserve import models, weights
 from jaxserve.completion import Completion
@@ -24,6 +25,7 @@ from jaxserve.tokenizer import Tokenizer
 from server import cli, flags
 from server.proto.jaxserve.v1 import inference_pb2 as pb
 from server.proto.jaxserve.v1.inference_pb2_grpc import InferenceStub
+from server.proto.vllm.grpc.engine import vllm_engine_pb2 as engine_pb
 from server.remote.job import Job
 from server.remote.remote_engine import RemoteEngine
 from server.remote.supervisor import Supervisor
@@ -160,6 +162,7 @@ def test_the_server_answers_as_the_command_does(
                 assert list(whole.logprobs) == pytest.approx(line["logprobs"], abs=1e-3)
                 assert list(whole.prompt_logprobs) == pytest.approx(line["prompt_logprobs"][1:], abs=1e-3)
 
+            await same_to_routers(channel, completed)
             await same_over_http(f"http://127.0.0.1:{http_port}", completed)
             await same_scores_over_http(f"http://127.0.0.1:{http_port}", scored)
 
@@ -229,6 +232,28 @@ def test_a_browser_sees_what_is_served(checkpoint: Path, foreign: Any, tmp_path:
 
     with engine_of(checkpoint) as engine:
         asyncio.run(scenario(engine))
+
+
+async def same_to_routers(channel: grpc.aio.Channel, completed: list[dict[str, Any]]) -> None:
+    """vLLM's protocol gives the tokens that output lines have, and says of the model what it is."""
+    stub: Any = VllmEngineStub(channel)
+    sampling = engine_pb.SamplingParams(
+        temperature=1.0, max_tokens=12, seed=11, ignore_eos=True, logprobs=2, prompt_logprobs=0
+    )
+    for prompt, line in zip(PROMPTS, completed, strict=True):
+        tokenized = engine_pb.TokenizedInput(input_ids=prompt.encode())
+        request = engine_pb.GenerateRequest(tokenized=tokenized, sampling_params=sampling, stream=True)
+        *chunks, last = [message async for message in stub.Generate(request)]
+        whole = last.complete
+        assert list(whole.output_ids) == [token for each in chunks for token in each.chunk.token_ids]
+        assert (list(whole.output_ids), whole.finish_reason) == (line["token_ids"], line["finish_reason"])
+        assert list(whole.output_logprobs.token_logprobs) == pytest.approx(line["logprobs"], abs=1e-3)
+        scored = [each.value for each in chunks[0].chunk.input_logprobs.token_logprobs[1:]]
+        assert scored == pytest.approx(line["prompt_logprobs"][1:], abs=1e-3)
+    info = await stub.GetModelInfo(engine_pb.GetModelInfoRequest())
+    assert (info.model_type, info.vocab_size, info.max_context_length) == ("bloom", VOCAB_SIZE, 64)
+    (load,) = (await stub.GetLoads(engine_pb.GetLoadsRequest())).loads
+    assert (load.max_total_num_tokens, load.max_running_requests) == (512, 4)
 
 
 async def same_over_http(url: str, completed: list[dict[str, Any]]) -> None:

@@ -138,6 +138,82 @@ def test_end_of_sequence_and_stop_tokens_are_tokens_without_text(serve: Serve) -
     serve(scenario)
 
 
+def test_samples_come_in_one_answer_or_by_their_index(serve: Serve) -> None:
+    async def scenario(it: Served) -> None:
+        request = pb.GenerateRequest(prompt="abc", max_tokens=4, n=3, seed=7, prompt_logprobs=0)
+        whole = await it.stub.Generate(request)
+        assert [sample.index for sample in whole.samples] == [0, 1, 2]
+        assert {sample.text for sample in whole.samples} == {"abca"}
+        assert [list(sample.prompt_logprobs) for sample in whole.samples] == [[-0.25, -0.5]] * 3
+        assert [(sample.seed, sample.usage.completion_tokens) for sample in whole.samples] == [(7, 4)] * 3
+        assert (whole.text, whole.request_id != "") == ("", True)
+        parts = [pb.GenerateResponse(index=index) for index in range(3)]
+        for message in await collect(it.stub.GenerateStream(request)):
+            text = parts[message.index].text + message.text
+            parts[message.index].MergeFrom(message)
+            parts[message.index].text = text
+        for part, sample in zip(parts, whole.samples, strict=True):
+            part.request_id, part.usage.cached_tokens = "", sample.usage.cached_tokens
+            assert part == sample
+
+    serve(scenario)
+
+
+def test_the_best_samples_are_answered_with(serve: Serve) -> None:
+    async def scenario(it: Served) -> None:
+        whole = await it.stub.Generate(pb.GenerateRequest(prompt="abc", max_tokens=2, best_of=3))
+        assert (whole.text, list(whole.logprobs)) == ("ab", [])
+        assert it.engine.load().generated_tokens == 6
+        two = await it.stub.Generate(pb.GenerateRequest(prompt="abc", max_tokens=2, n=2, best_of=3, logprobs=0))
+        assert [list(sample.logprobs) for sample in two.samples] == [[0.0, -0.25]] * 2
+
+    serve(scenario)
+
+
+def test_a_beam_search_answers_with_the_best_and_their_scores(serve: Serve) -> None:
+    async def scenario(it: Served) -> None:
+        # Whatever stands before, token i has logprob -i / 8 here.
+        request = pb.GenerateRequest(
+            prompt="abc", max_tokens=3, n=2, best_of=4, use_beam_search=True, length_penalty=2.0, logprobs=1
+        )
+        whole = await it.stub.Generate(request)
+        assert [list(sample.token_ids) for sample in whole.samples] == [[0, 0, 0], [0, 0, 1]]
+        assert [sample.score for sample in whole.samples] == [0.0, -0.125 / 36]
+        assert [list(sample.logprobs) for sample in whole.samples] == [[0.0] * 3, [0.0, 0.0, -0.125]]
+        assert [len(sample.top_logprobs) for sample in whole.samples] == [3, 3]
+        assert not whole.samples[0].HasField("seed")
+        one = await it.stub.Generate(pb.GenerateRequest(prompt="abc", max_tokens=3, use_beam_search=True))
+        assert (list(one.token_ids), one.score, one.finish_reason) == ([0, 0, 0], 0.0, pb.FINISH_REASON_LENGTH)
+        await it.until(lambda: it.engine.load().slots_used == 0)
+        for method, fields, field in (
+            (it.stub.GenerateStream, {}, "use_beam_search"),
+            (it.stub.Generate, {"top_p": 0.5}, "top_p"),
+            (it.stub.Generate, {"n": 11}, "n"),
+        ):
+            wrong = pb.GenerateRequest(prompt="abc", use_beam_search=True, **fields)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await (collect(method(wrong)) if method is it.stub.GenerateStream else method(wrong))
+            (violation,) = refusal(caught.value, error_details_pb2.BadRequest()).field_violations
+            assert violation.field == field
+
+    serve(scenario)
+
+
+def test_least_tokens_and_priority_reach_the_engine(serve: Serve) -> None:
+    async def scenario(it: Served) -> None:
+        request = pb.GenerateRequest(prompt="abc", max_tokens=LONG, stop=["c"], min_tokens=4)
+        assert (await it.stub.Generate(request)).text == "abcab"
+        seen, submit = [], it.engine.submit
+        it.engine.submit = lambda request, sink: (seen.append(request), submit(request, sink))[1]  # type: ignore
+        fields = {"min_tokens": 1, "bad_words": ["xy"], "priority": 5, "cache_salt": "mine"}
+        await it.stub.Generate(pb.GenerateRequest(prompt="abc", max_tokens=2, **fields))
+        (request,) = seen
+        assert (request.priority, request.cache_salt, request.sampling.min_tokens) == (5, "mine", 1)
+        assert request.sampling.bad_word_tokens == (tuple(b"xy"), tuple(b" xy"))
+
+    serve(scenario)
+
+
 def test_two_callers_may_send_the_same_request_id(serve: Serve) -> None:
     async def scenario(it: Served) -> None:
         calls = [it.stub.Generate(pb.GenerateRequest(prompt=p, max_tokens=3, request_id="same")) for p in ("ab", "cd")]
@@ -233,6 +309,13 @@ def test_model_and_load_are_told(serve: Serve) -> None:
         ("logprobs", {"prompt": "a", "logprobs": 21}),
         ("prompt_logprobs", {"prompt": "a", "prompt_logprobs": -1}),
         ("request_id", {"prompt": "a", "request_id": "x" * 257}),
+        ("min_tokens", {"prompt": "a", "max_tokens": 4, "min_tokens": 5}),
+        ("bad_words", {"prompt": "a", "bad_words": [" "]}),
+        ("bad_words", {"prompt": "a", "bad_words": ["x"] * 65}),
+        ("n", {"prompt": "a", "n": 0}),
+        ("n", {"prompt": "a", "n": 129}),
+        ("best_of", {"prompt": "a", "n": 3, "best_of": 2}),
+        ("length_penalty", {"prompt": "a", "length_penalty": 2.0}),
     ],
 )
 def test_a_wrong_field_is_named(serve: Serve, field: str, fields: dict[str, Any]) -> None:
@@ -292,6 +375,7 @@ def test_everything_reserved_comes_back_however_calls_end(serve: Serve) -> None:
             it.stub.Generate(pb.GenerateRequest(prompt="!", max_tokens=4)),
             it.stub.Generate(pb.GenerateRequest(prompt="abc" * 9000, max_tokens=4)),  # too long
             it.stub.Generate(pb.GenerateRequest(prompt="abc", max_tokens=LONG), timeout=0.1),
+            it.stub.Generate(pb.GenerateRequest(prompt="abc", max_tokens=0, use_beam_search=True)),
         ]
         cancelled = it.stub.GenerateStream(pb.GenerateRequest(prompt="abc", max_tokens=LONG))
         await it.until(lambda: it.engine.load().waiting == 4)
@@ -302,6 +386,7 @@ def test_everything_reserved_comes_back_however_calls_end(serve: Serve) -> None:
         await it.surface.door.idle()
         admission = it.surface.door.admission
         assert (admission.reserved_requests, admission.reserved_tokens) == (0, 0)
+        assert (admission.kept_requests, admission.kept_tokens) == (0, 0)
         assert not admission._waiting
 
     serve(scenario, held=True, poison=frozenset(b"!"))

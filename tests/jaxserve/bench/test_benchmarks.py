@@ -123,6 +123,14 @@ def test_steps_are_timed(tmp_path):
     assert result["memory"]["float32"]["pool"] > 0
 
 
+def test_what_a_second_host_adds_is_measured(tmp_path):
+    assert bench("control", "--quick", "--out", str(tmp_path)) == 0
+    (result,) = json.loads((tmp_path / "control.json").read_text())["results"]
+    assert result["rows"] == 4
+    assert result["round_trip"] > 0
+    assert 0 < result["bytes_a_row"] < 1024
+
+
 def test_stages_are_timed_and_traced(tmp_path):
     if (refusal := stages.compile_sleep()) is not None:
         pytest.skip(refusal)

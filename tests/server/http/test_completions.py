@@ -9,7 +9,7 @@ import pytest
 
 from tests.server.conftest import Served
 from tests.server.fake_engine import EOS
-from tests.server.http.conftest import ask, events
+from tests.server.http.conftest import ask, events, post
 
 Serve = Callable[..., None]
 PATH = "/v1/completions"
@@ -47,7 +47,7 @@ def test_prompts_come_in_batches_with_samples_of_each(serve_http: Serve, prompt:
 
 def test_best_of_answers_with_the_likeliest_samples(serve_http: Serve) -> None:
     from jaxserve.completion import Completion
-    from server.http.openai import best
+    from jaxserve.samples import best
 
     def completion(*logprobs: float) -> Completion:
         return Completion(request_id="", text="", token_ids=(1,) * len(logprobs), finish_reason=None, logprobs=logprobs)
@@ -163,3 +163,78 @@ def test_logprobs_that_json_has_no_number_for() -> None:
     from server.http import logprobs
 
     assert [logprobs.finite(value) for value in (-math.inf, -1.0, None)] == [-9999.0, -1.0, None]
+
+
+def test_every_sample_has_the_scores_of_the_prompt(serve_http: Serve) -> None:
+    async def scenario(it: Served) -> None:
+        asked = {"prompt": "abc", "max_tokens": 2, "n": 2, "echo": True, "logprobs": 0}
+        answer = await ask(it, PATH, **asked)
+        lines = [(choice["text"], choice["logprobs"]["token_logprobs"]) for choice in answer["choices"]]
+        assert lines == [("abcab", [None, -0.25, -0.5, 0.0, -0.25])] * 2
+        texts, scores = ["", ""], [[], []]
+        async for event in events(it, PATH, **asked, stream=True):
+            for choice in (event or {"choices": []})["choices"]:
+                texts[choice["index"]] += choice["text"]
+                scores[choice["index"]] += (choice["logprobs"] or {"token_logprobs": []})["token_logprobs"]
+        assert list(zip(texts, scores, strict=True)) == lines
+
+    serve_http(scenario)
+
+
+def test_a_beam_search(serve_http: Serve) -> None:
+    async def scenario(it: Served) -> None:
+        # Whatever stands before, token i has logprob -i / 8 here.
+        beams = {"use_beam_search": True, "n": 2, "best_of": 3, "max_tokens": 3}
+        answer = await ask(it, PATH, prompt=["abc", "de"], **beams, logprobs=1, length_penalty=0.5)
+        assert [choice["text"] for choice in answer["choices"]] == ["\0\0\0", "\0\0\1"] * 2
+        assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+        assert answer["choices"][1]["logprobs"]["token_logprobs"] == [0.0, 0.0, -0.125]
+        assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (5, 12)
+        chat = await ask(it, "/v1/chat/completions", messages=[{"role": "user", "content": "a"}], **CHAT_BEAMS)
+        assert [choice["message"]["content"] for choice in chat["choices"]] == ["\0\0", "\0\1"]
+        for field, wrong in (
+            ("stream", {"stream": True, "best_of": None}),
+            ("echo", {"echo": True}),
+            ("stop", {"stop": "x"}),
+            ("n", {"n": 11, "best_of": None}),
+            ("length_penalty", {"use_beam_search": False, "length_penalty": 1.0}),
+            ("early_stopping", {"early_stopping": "never"}),
+        ):
+            status, refused = await post(it, PATH, **({"prompt": "abc"} | beams | wrong))
+            assert (status, refused["error"]["param"]) == (400, field), refused
+        await it.until(lambda: it.engine.load().slots_used == 0)
+
+    serve_http(scenario)
+
+
+CHAT_BEAMS: dict[str, Any] = {"use_beam_search": True, "n": 2, "max_tokens": 2, "early_stopping": True}
+
+
+def test_what_vllm_adds_is_known_by_its_names(serve_http: Serve) -> None:
+    async def scenario(it: Served) -> None:
+        answer = await ask(it, PATH, prompt="abc", max_tokens=99, min_tokens=4, stop="c")
+        assert answer["choices"][0]["text"] == "abcab"
+        seen, submit = [], it.engine.submit
+        it.engine.submit = lambda request, sink: (seen.append(request), submit(request, sink))[1]  # type: ignore
+        fields = {"bad_words": ["x"], "min_tokens": 2, "stop_token_ids": [7], "priority": 3, "cache_salt": "mine"}
+        await ask(it, PATH, prompt="abc", max_tokens=3, timeout=60, **fields)
+        (request,) = seen
+        assert (request.priority, request.cache_salt, request.sampling.stop_token_ids) == (3, "mine", (7,))
+        assert (request.sampling.min_tokens, request.sampling.bad_word_tokens) == (2, ((120,), (32, 120)))
+        chat = {"messages": [{"role": "user", "content": "a"}], "min_tokens": 200, "ignore_eos": True}
+        await ask(it, "/v1/chat/completions", **chat)  # goes on to the end of the context
+        assert (seen[1].sampling.min_tokens, seen[1].sampling.max_tokens) == (200, 2048 - len(seen[1].prompt))
+
+    serve_http(scenario)
+
+
+def test_a_call_may_say_how_long_it_waits(serve_http: Serve) -> None:
+    async def scenario(it: Served) -> None:
+        status, refused = await post(it, PATH, prompt="abc", max_tokens=2, timeout=0.01)
+        assert (status, refused["error"]["type"]) == (504, "timeout_error")
+        await it.until(lambda: it.engine.load().waiting == 0)
+        for wrong in (0, -1, 1e9, "soon"):
+            status, refused = await post(it, PATH, prompt="abc", timeout=wrong)
+            assert (status, refused["error"]["param"]) == (400, "timeout")
+
+    serve_http(scenario, held=True)

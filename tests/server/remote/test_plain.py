@@ -72,7 +72,7 @@ def test_every_setting_and_fact_crosses() -> None:
     assert there_and_back(Job, job) == job
     assert there_and_back(EngineConfig, EngineConfig()) == EngineConfig()
     engine = FakeEngine(tokenizer=None)
-    facts = Facts(report=engine.report, limits=engine.limits, eos_token_ids=(7,))
+    facts = Facts(report=engine.report, limits=engine.limits, eos_token_ids=(7,), bos_token_id=None)
     assert there_and_back(Facts, facts) == facts
 
 
