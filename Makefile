@@ -73,6 +73,7 @@ lint: $(DEV_STAMP) ## ruff and pyright
 
 proto: $(DEV_STAMP) ## regenerate the gRPC code from its .proto
 	$(BIN)/python -m server.proto.generate
+	$(BIN)/python -m jaxserve.cluster.generate
 
 demo-model: $(DEV_STAMP) ## train the demo model again
 	$(BIN)/python -m jaxserve.demo.train

@@ -62,6 +62,7 @@ class Completion:
       prompt_logprobs: of each prompt token, the first of which has None; None unless asked for.
       prompt_top_logprobs: likewise its alternatives; None unless some were asked for.
       prompt_tokens: length of the prompt; cached_tokens: how many of them the prefix cache served.
+      matched_stop: the stop string that ended it, if one did.
       error: what went wrong, with FinishReason.ERROR.
       score: of a beam search: the sum of its logprobs, over its length to the power of length_penalty.
     """
@@ -77,6 +78,7 @@ class Completion:
     prompt_top_logprobs: tuple[Alternatives | None, ...] | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    matched_stop: str | None = None
     error: str | None = None
     score: float | None = None
 
@@ -142,6 +144,7 @@ class Assembler:
         self._top_logprobs: list[Alternatives] = []
         self._prompt_logprobs: list[PromptLogprob] = []
         self._cached_tokens = 0
+        self._matched_stop: str | None = None
         self._error: str | None = None
         self._finish_reason: FinishReason | None = None
 
@@ -195,6 +198,7 @@ class Assembler:
             prompt_top_logprobs=prompt_top,
             prompt_tokens=len(self._request.prompt),
             cached_tokens=self._cached_tokens,
+            matched_stop=self._matched_stop,
             error=self._error,
         )
 
@@ -230,9 +234,13 @@ class Assembler:
         if not piece:
             return "", False
         known, text, strings = len(self._held), self._held + piece, self._request.sampling.stop
-        ends = [(at + len(stop), at) for stop in strings if (at := text.find(stop, max(0, known - len(stop) + 1))) >= 0]
+        ends = [
+            (at + len(stop), at, stop)
+            for stop in strings
+            if (at := text.find(stop, max(0, known - len(stop) + 1))) >= 0
+        ]
         if ends and stops:
-            _, at = min(ends)
+            _, at, self._matched_stop = min(ends)
             self._held = ""
             return text[:at], True
         held = _beginning(text, strings)

@@ -7,6 +7,7 @@ out.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -15,12 +16,13 @@ from jaxserve import routing, startup, streaming
 from jaxserve.beams import BeamParams
 from jaxserve.completion import Completion, Delta
 from jaxserve.config import EngineConfig
+from jaxserve.limits import Limits, check_queue
+from jaxserve.matcher import Compiled, Grammars
 from jaxserve.models.schema import ModelConfig
 from jaxserve.observe import IterationRecord, Load, total
 from jaxserve.replica import Replica
 from jaxserve.request import InvalidRequest, QueueFull, Request
-from jaxserve.request_state import check_fits, lease_of
-from jaxserve.sampler import MAX_ENDINGS
+from jaxserve.request_state import lease_of
 from jaxserve.stage import Progress
 from jaxserve.streaming import Sink, Terms
 from jaxserve.timeline import Timeline
@@ -40,9 +42,23 @@ class Engine:
         self.tokenizer = tokenizer
         self.model_config: ModelConfig = started.replicas[0].pipeline.model.config
         self.max_context = started.report.max_context
+        self.grammars: Grammars | None = None  # without a tokenizer there are none
+        if tokenizer is not None:
+            self.grammars = Grammars(tokenizer, self.model_config.vocab_size, self.model_config.eos_token_ids)
+        self.limits = Limits(
+            vocab_size=self.model_config.vocab_size,
+            max_context=self.max_context,
+            slots=self.report.slots,
+            endings=len(self.model_config.eos_token_ids),
+            scoring=config.scoring,
+            masks=all(replica.pipeline.takes_masks for replica in started.replicas),
+            has_tokenizer=tokenizer is not None,
+        )
         self._replicas = started.replicas
         self._door = threading.Lock()
         self._changing_weights = False
+        # An engine that is dropped, as by a notebook's cell that is run again, takes its threads and memory with it.
+        weakref.finalize(self, _end, self._replicas).atexit = False
 
     @classmethod
     def from_checkpoint(
@@ -96,6 +112,7 @@ class Engine:
             replica.ask_to_stop()
         for replica in self._replicas:
             replica.join()
+            replica.pipeline.close()
 
     def __enter__(self) -> Self:
         self.start()
@@ -109,30 +126,43 @@ class Engine:
         """Whether requests are being served, by every replica: threads run and none has failed."""
         return all(replica.is_healthy for replica in self._replicas)
 
+    @property
+    def problem(self) -> str | None:
+        """Why no request is being served, in words for callers: a host that failed, of several; None while they are."""
+        if self.is_healthy:
+            return None
+        why = next((text for replica in self._replicas if (text := replica.pipeline.problem)), None)
+        return "the engine has failed" + (f": {why}" if why else "")
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether a request that is handed in now will be served."""
+        return self.is_healthy
+
     def submit(self, request: Request, sink: Sink) -> None:
         """Hands a request in. Its events come to `sink`, called on the replica's thread once an iteration with all of
         the events for requests that share the sink; the last event of a request has a finish_reason.
 
         Raises:
           InvalidRequest: it can never be served; the message names the field.
-          QueueFull: too many requests or tokens wait already.
+          QueueFull: too many requests, tokens or grammars wait already.
           EngineStopped: the engine was stopped or has failed.
         """
         self.check(request)
+        grammar = self._compiled(request)
         with self._door:
             if any(replica.holds(request.request_id) for replica in self._replicas):
                 raise InvalidRequest("request_id", f"is {request.request_id!r}, which names a request that is alive")
             if self._changing_weights:
                 raise QueueFull("the weights are being replaced; no request is taken until they are")
-            requests = sum(replica.num_waiting for replica in self._replicas)
-            tokens = sum(replica.waiting_tokens for replica in self._replicas)
-            if requests + 1 > self.config.max_queued_requests:
-                raise QueueFull(f"{requests} requests are waiting, as many as may (max_queued_requests)")
-            if tokens + len(request.prompt) > self.config.max_queued_tokens and requests:
-                most, new = self.config.max_queued_tokens, len(request.prompt)
-                raise QueueFull(f"{tokens} tokens are waiting; {new} more are over max_queued_tokens ({most})")
+            check_queue(
+                self.config,
+                request,
+                waiting=sum(replica.num_waiting for replica in self._replicas),
+                waiting_tokens=sum(replica.waiting_tokens for replica in self._replicas),
+            )
             replica, cached = self._choose(request)
-            replica.submit(request, sink, cached=cached)
+            replica.submit(request, sink, cached=cached, grammar=grammar)
 
     def _choose(self, request: Request) -> tuple[Replica, int]:
         """The replica with the least left to compute once it has the request, and the tokens of its prompt that are
@@ -149,27 +179,17 @@ class Engine:
         return serving[chosen], cached[chosen]
 
     def check(self, request: Request) -> None:
-        """Raises InvalidRequest, naming the field, for a request that this engine can never serve."""
-        vocab_size = self.model_config.vocab_size
-        check_fits(request, self.max_context, self.report.slots)
-        for field, tokens in (
-            ("prompt_token_ids", request.prompt),
-            ("stop_token_ids", request.sampling.stop_token_ids),
-            ("logit_bias", [token for token, _ in request.sampling.logit_bias]),
-            ("bad_words", [token for run in request.sampling.bad_word_tokens for token in run]),
-        ):
-            if tokens and (min(tokens) < 0 or max(tokens) >= vocab_size):
-                wrong = next(token for token in tokens if not 0 <= token < vocab_size)
-                raise InvalidRequest(field, f"has token id {wrong}; the vocabulary has ids 0 to {vocab_size - 1}")
-        if request.sampling.prompt_logprobs is not None and not self.config.scoring:
-            raise InvalidRequest("prompt_logprobs", "is not served: the engine was started without prompt scoring")
-        if request.sampling.bad_words and not request.sampling.bad_word_tokens:
-            raise InvalidRequest("bad_words", "are no tokens yet; parse_request makes them so")
-        endings = len(self.model_config.eos_token_ids) + len(request.sampling.stop_token_ids)
-        if request.sampling.min_tokens and endings > MAX_ENDINGS:
-            raise InvalidRequest("min_tokens", f"bars {endings} tokens that end it; at most {MAX_ENDINGS} can be")
-        if request.sampling.stop and self.tokenizer is None:
-            raise InvalidRequest("stop", "needs a tokenizer, and this checkpoint has none; use stop_token_ids")
+        """Raises InvalidRequest, naming the field, for a request that this engine can never serve. Its grammar is
+        compiled here, if `grammars` has not done so (see `Grammars.prepare` for event loops)."""
+        self.limits.check(request)
+        self._compiled(request)
+
+    def _compiled(self, request: Request) -> Compiled | None:
+        grammar = request.sampling.grammar
+        if grammar is None:
+            return None
+        assert self.grammars is not None  # there is a tokenizer, or it has been refused
+        return self.grammars.compiled(grammar)
 
     def abort(self, request_id: str) -> None:
         """Ends a request within one iteration and gives its slots back; its last event says ABORTED. A request that
@@ -289,3 +309,8 @@ class Engine:
         """
         terms = Terms(priority=priority, cache_salt=cache_salt, timeout=timeout)
         return streaming.stream(self, prompt, sampling, terms)
+
+
+def _end(replicas: Sequence[Replica]) -> None:
+    for replica in replicas:
+        replica.ask_to_stop()

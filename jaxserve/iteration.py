@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ class SamplerVariant(enum.IntEnum):
     PLAIN = 0  # greedy rows and temperature alone
     TRUNCATED = 1  # some row has top_k, top_p or min_p
     FULL = 2  # some row has penalties or a bias, or wants alternatives reported
+    CONSTRAINED = 3  # some row has a grammar: as FULL, and takes a mask of the tokens that each row may have
 
 
 class Chunk(NamedTuple):
@@ -108,6 +110,18 @@ class IterationPlan:
         return sum(chunk.length == chunk.samples for chunk in self.chunks)
 
 
+class GrammarEnd(NamedTuple):
+    """What a grammar says of the token just chosen, where it is the last.
+
+    Attributes:
+      problem: why it cannot go on; None where the text is whole and nothing may follow it.
+      field: what the caller called the grammar.
+    """
+
+    problem: str | None
+    field: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IterationResult:
     """What the device answered for one plan, as host arrays.
@@ -118,9 +132,10 @@ class IterationResult:
     Attributes:
       tokens: int32[S] chosen tokens (meaningless where the chunk does not sample).
       logprobs: float32[S] their logprobs under the model.
-      top_ids / top_logprobs: int32 / float32 [S, MAX_LOGPROBS], with SamplerVariant.FULL only.
+      top_ids / top_logprobs: int32 / float32 [S, MAX_LOGPROBS], with SamplerVariant.FULL and above only.
       score_logprobs: float32[bucket], with plan.scoring only: entry t is the logprob of the token after flat token t.
       score_top_ids / score_top_logprobs: [bucket, MAX_LOGPROBS], likewise.
+      grammar_ends: of the entries whose token is their grammar's last; None where there are none.
     """
 
     tokens: np.ndarray
@@ -130,6 +145,7 @@ class IterationResult:
     score_logprobs: np.ndarray | None = None
     score_top_ids: np.ndarray | None = None
     score_top_logprobs: np.ndarray | None = None
+    grammar_ends: Mapping[int, GrammarEnd] | None = None
 
 
 def max_chunks(bucket: int, max_rows: int) -> int:

@@ -138,15 +138,23 @@ class StagePrograms:
         return step.lower(ends, self.hidden(bucket), self._whole((bucket,), jnp.int32))
 
     def lower_choose(self, points: int, variant: SamplerVariant) -> Lowered:
-        """The choice of the next tokens by the last stage; arguments (logits, sampling, history, points)."""
+        """The choice of the next tokens by the last stage; arguments (logits, sampling, history, points), and with
+        SamplerVariant.CONSTRAINED what the grammars allow."""
         state = self.state()
         step = jax.jit(partial(choose, variant), donate_argnums=2, out_shardings=self.everywhere)
+        constrained = variant is SamplerVariant.CONSTRAINED
         return step.lower(
             self._whole((points, self.model.config.vocab_size), jnp.float32),
             state.sampling,
             state.history,
             self._whole((points, 3), jnp.int32),
+            *((self._whole((points, self.mask_words), jnp.uint32),) if constrained else ()),
         )
+
+    @property
+    def mask_words(self) -> int:
+        """Words of 32 bits that hold a bit for every token."""
+        return -(-self.model.config.vocab_size // 32)
 
     def lower_admit(self) -> Lowered:
         """A request takes a row; arguments (state, packed)."""

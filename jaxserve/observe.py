@@ -1,15 +1,11 @@
-"""What can be seen of a running engine: how busy it is, what each iteration carried and cost, what was compiled."""
+"""What can be seen of a running engine: how busy it is, and what each iteration carried and cost. No jax."""
 
 from __future__ import annotations
 
 import dataclasses
-import threading
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
-
-import jax
+from typing import NamedTuple
 
 from jaxserve.iteration import IterationPlan
 
@@ -59,6 +55,7 @@ class Load:
       host_seconds: the host's work for the iterations (schedule, pack, launch, complete).
       bucket_seconds: the device's work for them, by the buckets' measured costs.
       padding_seconds: the part of that spent on padding.
+      due_seconds: what the oldest iteration under way was measured to take; 0 while none is.
     """
 
     running: int
@@ -79,6 +76,7 @@ class Load:
     bucket_seconds: float
     padding_seconds: float
     compiled_after_ready: int
+    due_seconds: float = 0.0
 
 
 def total(loads: Iterable[Load]) -> Load:
@@ -87,33 +85,3 @@ def total(loads: Iterable[Load]) -> Load:
     return Load(
         **dict(zip((field.name for field in dataclasses.fields(Load)), map(sum, zip(*each, strict=True)), strict=True))
     )
-
-
-# Compilations of this process by the thread they ran on, and those that jax found in its own persistent cache.
-_compilations: Counter[int] = Counter()
-_loaded: Counter[int] = Counter()
-
-
-def _count_compilation(event: str, duration_secs: float, **_: Any) -> None:
-    del duration_secs
-    if event == "/jax/core/compile/backend_compile_duration":
-        _compilations[threading.get_ident()] += 1
-
-
-def _count_loaded(event: str, **_: Any) -> None:
-    if event == "/jax/compilation_cache/cache_hits":
-        _loaded[threading.get_ident()] += 1
-
-
-jax.monitoring.register_event_duration_secs_listener(_count_compilation)
-jax.monitoring.register_event_listener(_count_loaded)
-
-
-def compilations() -> int:
-    """How many programs jax has compiled on the calling thread."""
-    return _compilations[threading.get_ident()]
-
-
-def loaded_by_jax() -> int:
-    """How many of them it found in its persistent cache."""
-    return _loaded[threading.get_ident()]

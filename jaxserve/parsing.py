@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxserve import bad_words
+from jaxserve import bad_words, grammar
 from jaxserve.request import SAMPLING_FIELDS, InvalidRequest, Request, SamplingParams
 from jaxserve.tokenizer import Tokenizer
 
@@ -34,8 +34,9 @@ def parse_request(
 
     A field whose value is None counts as not given. Whole numbers are taken where a float is wanted, and nothing else
     is converted. logit_bias is a mapping from token id (a number, or its decimal text) to bias; stop is a string or a
-    list of them, and so is bad_words. Without a seed one is drawn. Token ids are held against the vocabulary by the
-    engine, not here. A prompt that has the model's special tokens written out is given without `special_tokens`.
+    list of them, and so is bad_words; grammar is as `grammar.read` takes it. Without a seed one is drawn. Token ids are
+    held against the vocabulary by the engine, not here. A prompt that has the model's special tokens written out is
+    given without `special_tokens`.
 
     Raises:
       InvalidRequest: naming the field, and for an unknown one the field that was probably meant.
@@ -169,4 +170,5 @@ _READERS = {
     "bad_words": _strings,
     "stop_token_ids": _integers,
     "logit_bias": _biases,
+    "grammar": grammar.read,
 }

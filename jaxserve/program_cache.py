@@ -27,13 +27,13 @@ from typing import Any
 import jax
 from jax.experimental import serialize_executable
 
-from jaxserve import observe
+from jaxserve import compilations
 
 _log = logging.getLogger(__name__)
 
 _ROOT = Path(__file__).resolve().parents[1]
 _PACKAGES = ("jaxserve", "sharding", "pallas_kernels")
-_NOT_TRACED = ("jaxserve/bench", "jaxserve/demo", "jaxserve/plan", "jaxserve/simulate")
+_NOT_TRACED = ("jaxserve/bench", "jaxserve/cluster", "jaxserve/demo", "jaxserve/plan", "jaxserve/simulate")
 _SUFFIXES = {".py", ".json", ".toml", ".cc", ".h"}
 _VERSIONS = ("jax", "jaxlib", "flax", "numpy")
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
@@ -73,10 +73,10 @@ class ProgramCache:
         else:
             self.loaded += 1
             return program
-        before = observe.loaded_by_jax()
+        before = compilations.loaded_by_jax()
         program = compile_program()
         self.compiled += 1
-        if observe.loaded_by_jax() == before:
+        if compilations.loaded_by_jax() == before:
             _keep(path, program)
         return program
 

@@ -171,12 +171,20 @@ def _of_tokens(tile: scoring.LogitsTile, end: jax.Array | int) -> scoring.Logits
 
 
 def choose(
-    variant: SamplerVariant, logits: jax.Array, rows: sampler.RowSampling, history: jax.Array, points: jax.Array
+    variant: SamplerVariant,
+    logits: jax.Array,
+    rows: sampler.RowSampling,
+    history: jax.Array,
+    points: jax.Array,
+    allowed: jax.Array | None = None,
 ):
     """Chooses the next tokens and writes them to the rows' histories. Traced.
 
+    Args:
+      allowed: as `sampler.sample` takes it; with SamplerVariant.CONSTRAINED only.
+
     Returns:
-      (history, chosen int32[2, S], top): top is (ids, logprobs) with SamplerVariant.FULL, else None.
+      (history, chosen int32[2, S], top): top is (ids, logprobs) with SamplerVariant.FULL and above, else None.
     """
     where = sample_points(points)
     with jax.named_scope("sampler"):
@@ -185,11 +193,12 @@ def choose(
             jax.tree.map(lambda field: field[where.rows], rows),
             where.positions,
             history[where.rows],
+            allowed,
             variant=variant,
         )
     history = write_tokens(history, points, output.tokens)
     chosen = jnp.stack([output.tokens, jax.lax.bitcast_convert_type(output.logprobs, jnp.int32)])
-    top = None if variant is not SamplerVariant.FULL else (output.top_ids, output.top_logprobs)
+    top = None if variant < SamplerVariant.FULL else (output.top_ids, output.top_logprobs)
     return history, chosen, top
 
 

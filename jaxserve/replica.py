@@ -16,10 +16,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from jaxserve import batch
 from jaxserve.buckets import BucketCost
+from jaxserve.compilations import compilations
 from jaxserve.iteration import IterationPlan
-from jaxserve.observe import IterationRecord, Load, compilations
+from jaxserve.masks import Masks
+from jaxserve.matcher import Compiled
+from jaxserve.observe import IterationRecord, Load
 from jaxserve.pipeline import Pipeline
 from jaxserve.request import EngineStopped, FinishReason, Request, TokenEvent
 from jaxserve.routing import Owed
@@ -43,12 +48,17 @@ class _Alive:
 
 
 class _Timed(NamedTuple):
-    """Host times of a plan on its way through the device."""
+    """Host times of a plan on its way through the device, and what its bucket was measured to take there."""
 
+    cost_s: float
     waiting: int
     schedule_s: float
     pack_s: float
     launch_s: float
+
+    def longer(self, seconds: float) -> _Timed:
+        """With so much more for the launch."""
+        return self._replace(launch_s=self.launch_s + seconds)
 
 
 class Replica:
@@ -63,6 +73,8 @@ class Replica:
         self.pipeline = pipeline
         self.scheduler = scheduler
         self.recorders: list[Callable[[IterationRecord], None]] = []
+        self._masks = Masks()
+        self._awaited: IterationPlan | None = None  # the newest plan, while the choice of its tokens waits for masks
         self._timed: deque[_Timed] = deque()
         self._alive: dict[str, _Alive] = {}
         self._owed_tokens = 0
@@ -87,7 +99,7 @@ class Replica:
         """
         compiled = compilations()
         self._take_mail()
-        while self.pipeline.has_room and (plan := self._plan()) is not None:
+        while self._answer() and self.pipeline.has_room and (plan := self._plan()) is not None:
             self._launch(plan)
         if not self.pipeline.in_flight:
             self._publish(self.scheduler.take_held())
@@ -104,7 +116,11 @@ class Replica:
         scheduled = time.perf_counter()
         packed = batch.pack(plan, self.pipeline.shape.layout(plan.bucket), self.scheduler.pool.n_blocks)
         ready = time.perf_counter()
-        self.pipeline.launch(plan, packed)
+        if self._masks.launched(plan):
+            self._awaited = plan
+            self.pipeline.launch(plan, packed, answer=False)
+        else:
+            self.pipeline.launch(plan, packed)
         if plan.admissions:
             starts = {chunk.row: chunk.start for chunk in plan.chunks}
             self._cached_tokens += sum(starts[admission.row] for admission in plan.admissions)
@@ -114,6 +130,7 @@ class Replica:
                 alive.started = time.monotonic()
         self._timed.append(
             _Timed(
+                self._bucket_cost[plan.bucket],
                 self.scheduler.num_waiting,
                 scheduled - self._schedule_started,
                 ready - scheduled,
@@ -121,11 +138,32 @@ class Replica:
             )
         )
 
+    def _answer(self) -> bool:
+        """Has the tokens of the newest plan chosen if that waits for masks; whether another plan may be launched."""
+        plan = self._awaited
+        if plan is None:
+            return True
+        if not self._masks.is_known:
+            return False
+        late = self._masks.wait(lambda missing: missing < len(self._alive) and self.pipeline.is_idle)
+        started = time.perf_counter()
+        if late:
+            self.scheduler.withdraw(late)
+        points = self.pipeline.shape.layout(plan.bucket).points
+        allowed = np.full((points, self.pipeline.mask_words), 0xFFFFFFFF, np.uint32)
+        self._masks.fill(allowed)
+        self.pipeline.answer(allowed)
+        self._awaited = None
+        self._timed[-1] = self._timed[-1].longer(time.perf_counter() - started)
+        return True
+
     def _complete(self) -> None:
+        if not self.pipeline.has_answers:
+            self._answer()
         started = time.perf_counter()
         plan, result = self.pipeline.wait()
         landed = time.perf_counter()
-        events = self.scheduler.complete(plan, result)
+        events = self.scheduler.complete(plan, self._masks.landed(plan, result))
         self._publish(events)
         self._record(plan, landed - started, time.perf_counter() - landed)
 
@@ -144,6 +182,7 @@ class Replica:
             if event.finish_reason is not None:
                 self._owed_tokens -= alive.owed.tokens
                 del self._alive[event.request_id]
+                self._masks.end(event.request_id)
         for sink, theirs in by_sink.items():
             try:
                 sink(theirs)
@@ -155,7 +194,7 @@ class Replica:
         num_tokens, decodes, drafted = plan.num_tokens, plan.num_decodes, len(plan.drafts)
         self._iterations += 1
         self._prompt_tokens += num_tokens - decodes - drafted
-        cost = self._bucket_cost[plan.bucket]
+        cost = timed.cost_s
         self._host_seconds += timed.schedule_s + timed.pack_s + timed.launch_s + complete_s
         self._bucket_seconds += cost
         self._padding_seconds += cost * (plan.bucket - num_tokens) / plan.bucket
@@ -232,7 +271,9 @@ class Replica:
     @property
     def is_healthy(self) -> bool:
         """Whether requests are being served: the thread runs and has not failed."""
-        return self._failure is None and not self._stopping and self._thread is not None and self._thread.is_alive()
+        if self._failure is not None or self.pipeline.problem is not None:
+            return False
+        return not self._stopping and self._thread is not None and self._thread.is_alive()
 
     @property
     def owed_tokens(self) -> int:
@@ -240,11 +281,12 @@ class Replica:
         they may generate."""
         return self._owed_tokens + self._mailed_owed
 
-    def submit(self, request: Request, sink: Sink, *, cached: int) -> None:
+    def submit(self, request: Request, sink: Sink, *, cached: int, grammar: Compiled | None = None) -> None:
         """Hands a request in (see `Engine.submit`).
 
         Args:
           cached: tokens of its prompt that the prefix cache is known to hold.
+          grammar: its own, where it has one.
 
         Raises:
           EngineStopped: the loop has ended.
@@ -259,14 +301,16 @@ class Replica:
             self._mailed_requests += 1
             self._mailed_tokens += len(request.prompt)
             self._mailed_owed += owed.tokens
-            self._post(partial(self._admit, request, owed.tokens))
+            self._post(partial(self._admit, request, owed.tokens, grammar))
 
-    def _admit(self, request: Request, owed: int) -> None:
+    def _admit(self, request: Request, owed: int, grammar: Compiled | None) -> None:
         with self._changed:
             self._mailed_requests -= 1
             self._mailed_tokens -= len(request.prompt)
             self._mailed_owed -= owed
         self._owed_tokens += owed
+        if grammar is not None:
+            self._masks.begin(request, grammar)
         try:
             self.scheduler.submit(request)
         except ValueError as refusal:
@@ -338,6 +382,7 @@ class Replica:
     def load(self) -> Load:
         """How busy the replica is. Cheap."""
         scheduler, pool = self.scheduler, self.scheduler.pool
+        oldest = next(iter(self._timed.copy()), None)
         return Load(
             running=scheduler.num_running,
             waiting=self.num_waiting,
@@ -357,4 +402,5 @@ class Replica:
             bucket_seconds=self._bucket_seconds,
             padding_seconds=self._padding_seconds,
             compiled_after_ready=self._compiled_after_ready,
+            due_seconds=0.0 if oldest is None else oldest.cost_s,
         )

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import math
 import sys
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 MAX_LOGPROBS = 20  # most alternatives reported for a position
 MAX_LOGIT_BIAS = 300  # most entries of a logit_bias
 MAX_STOP = 16  # most stop strings, and most stop token ids
+MAX_ENDINGS = 64  # tokens that min_tokens can bar
 MAX_BAD_WORDS = 64  # most strings that are never to appear
 MAX_BAD_WORD_TOKENS = 256  # of all of them together, as token ids
+MAX_GRAMMAR_BYTES = 65_536  # of a grammar's text in UTF-8
+
+GrammarKind = Literal["json_schema", "regex", "choice", "lark"]
 
 
 class InvalidRequest(ValueError):
@@ -51,6 +56,30 @@ class FinishReason(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Grammar:
+    """What a generated text has to be, whole: a value, checked for its size alone (`grammar.read`, `matcher.Grammars`).
+
+    Attributes:
+      kind: what `text` is.
+      text: a JSON schema; a regular expression (Rust's syntax, for the whole text); a JSON list of the strings that it
+        may be; a grammar in llguidance's dialect of Lark, or in GBNF.
+      field: what its caller called it, for errors. Of no matter to what it means.
+    """
+
+    kind: GrammarKind
+    text: str
+    field: str = dataclasses.field(default="grammar", compare=False)
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(GrammarKind):
+            raise InvalidRequest(self.field, f"is of type {self.kind!r}; it must be {', '.join(get_args(GrammarKind))}")
+        if not isinstance(self.text, str):
+            raise InvalidRequest(self.field, f"has {type(self.text).__name__} for its text; it must be a string")
+        if (size := len(self.text.encode(errors="replace"))) > MAX_GRAMMAR_BYTES:
+            raise InvalidRequest(self.field, f"has {size} bytes; at most {MAX_GRAMMAR_BYTES} are allowed")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How one request's tokens are chosen and when it ends.
 
@@ -77,6 +106,8 @@ class SamplingParams:
       ignore_eos: generate on past the end-of-sequence token.
       logprobs: None is off; k reports the chosen token's logprob and the k likeliest tokens.
       prompt_logprobs: likewise for the prompt's tokens.
+      grammar: what the text has to be. Tokens that it does not allow are not chosen, and it ends where nothing may
+        follow; ignore_eos goes on as long as something may.
     """
 
     max_tokens: int = 128
@@ -98,6 +129,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         _integer("max_tokens", self.max_tokens, low=1)
@@ -137,6 +169,8 @@ class SamplingParams:
             raise InvalidRequest("bad_words", "holds a word of no tokens")
         if (count := sum(map(len, self.bad_word_tokens))) > MAX_BAD_WORD_TOKENS:
             raise InvalidRequest("bad_words", f"come to {count} tokens; at most {MAX_BAD_WORD_TOKENS} are allowed")
+        if self.grammar is not None and not isinstance(self.grammar, Grammar):
+            raise InvalidRequest("grammar", f"is a {type(self.grammar).__name__}; it must be a Grammar")
 
     @property
     def is_penalised(self) -> bool:
@@ -208,6 +242,7 @@ class TokenEvent(NamedTuple):
       cached_tokens: prompt tokens served from the prefix cache, or taken over from another sample of the prompt.
       started: monotonic seconds at which it was first given a row; in its first event only.
       error: what went wrong, with FinishReason.ERROR.
+      field: the request's field that is at fault for it, if one is.
     """
 
     request_id: str
@@ -219,6 +254,7 @@ class TokenEvent(NamedTuple):
     cached_tokens: int = 0
     started: float | None = None
     error: str | None = None
+    field: str | None = None
 
 
 def _integer(name: str, value: object, *, low: int, high: int | None = None) -> None:

@@ -65,7 +65,9 @@ class RequestState:
         endings = frozenset() if sampling.ignore_eos else eos_token_ids
         if sampling.stop_token_ids:
             endings = endings.union(sampling.stop_token_ids)
-        if sampling.is_penalised or sampling.logprobs:
+        if sampling.grammar is not None:
+            variant = SamplerVariant.CONSTRAINED
+        elif sampling.is_penalised or sampling.logprobs:
             variant = SamplerVariant.FULL
         else:
             variant = SamplerVariant.TRUNCATED if sampling.is_truncated else SamplerVariant.PLAIN

@@ -1,8 +1,8 @@
 """Choosing each row's next token: one pure function over f32[S, V] logits.
 
-The order is penalties and logit_bias on the raw logits, barred tokens, temperature, top_k, top_p over what top_k left,
-min_p; temperature 0 takes the largest adjusted logit (the first of equals). Logprobs are those of the model's own
-distribution, the log-softmax of the raw logits.
+The order is penalties and logit_bias on the raw logits, barred tokens, what a grammar allows, temperature, top_k, top_p
+over what top_k left, min_p; temperature 0 takes the largest adjusted logit (the first of equals). Logprobs are those of
+the model's own distribution, the log-softmax of the raw logits.
 
 A token is drawn by inverting the cumulative distribution at one uniform number u of the row: token i, in order of ids,
 owns the interval [F(i-1), F(i)) of [0, 1), where F is the cumulative probability after every rule above, and the token
@@ -25,15 +25,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.random import threefry_2x32
-from jaxtyping import Float32, Int32, UInt32
+from jaxtyping import Bool, Float32, Int32, UInt32
 
 from jaxserve import selection
 from jaxserve.iteration import SamplerVariant
-from jaxserve.request import MAX_BAD_WORD_TOKENS, MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
+from jaxserve.request import MAX_BAD_WORD_TOKENS, MAX_ENDINGS, MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
 from jaxserve.selection import block_reduce, largest, once_if
 
 BLOCK = 128  # ids summed together before the cumulative sum over blocks
-MAX_ENDINGS = 64  # tokens that min_tokens can bar
 PURPOSE = 0x746F6B65  # sets the keys of token choice apart from any other use of a request's seed
 
 
@@ -79,7 +78,7 @@ class SampleOutput(NamedTuple):
       tokens: int32[S], in 0..V-1 whatever the logits.
       logprobs: float32[S] under the raw logits; not finite where the row's logits hold NaN or +inf.
       top_ids / top_logprobs: int32 / float32 [S, min(MAX_LOGPROBS, V)], likeliest first, the lower id first among
-        equals; with SamplerVariant.FULL only.
+        equals; with SamplerVariant.FULL and above only.
     """
 
     tokens: jax.Array
@@ -141,6 +140,7 @@ def sample(
     rows: RowSampling,
     positions: Int32[jax.Array, " S"],
     history: Int32[jax.Array, "S max_context"],
+    allowed: UInt32[jax.Array, "S words"] | None = None,
     *,
     variant: SamplerVariant,
 ) -> SampleOutput:
@@ -150,13 +150,18 @@ def sample(
       logits: of the model.
       rows: parameters of these S rows.
       positions: where the new token will stand.
-      history: tokens at positions below the row's own are valid. Read by FULL only.
+      history: tokens at positions below the row's own are valid. Read by FULL and above only.
+      allowed: the tokens that may be chosen, 32 a word, the lowest bit first; with CONSTRAINED only. A row that may
+        have none gets any.
       variant: which rules any of these rows needs; a lesser row gets the same token from a greater variant.
     """
     with jax.named_scope("sampler"):
         adjusted = logits
-        if variant == SamplerVariant.FULL:
+        if variant >= SamplerVariant.FULL:
             adjusted = _penalise(logits, rows, positions, history)
+        if variant == SamplerVariant.CONSTRAINED:
+            assert allowed is not None
+            adjusted = jnp.where(_bits(allowed, logits.shape[1]), adjusted, -jnp.inf)
         block_max = block_reduce(adjusted, BLOCK, jax.lax.max)  # [S, blocks]
         peak = block_max.max(-1, keepdims=True)  # [S, 1]
         greedy = _first_of_peak(adjusted, block_max, peak)
@@ -169,11 +174,11 @@ def sample(
         # A row with NaN or +inf among its logits, or nothing but -inf, has no distribution to draw from.
         tokens = jnp.where((rows.temperature > 0) & jnp.isfinite(peak[:, 0]), drawn, greedy)
 
-        raw_peak = logits.max(-1, keepdims=True) if variant == SamplerVariant.FULL else _apart(peak)
+        raw_peak = logits.max(-1, keepdims=True) if variant >= SamplerVariant.FULL else _apart(peak)
         sums = block_reduce(jnp.exp(logits - raw_peak), BLOCK, jax.lax.add)
         log_sum = raw_peak + jnp.log(sums.sum(-1, keepdims=True))
         logprobs = (jnp.take_along_axis(logits, tokens[:, None], -1) - log_sum)[:, 0]
-        if variant != SamplerVariant.FULL:
+        if variant < SamplerVariant.FULL:
             return SampleOutput(tokens, logprobs)
         top, top_ids = largest(logits, min(MAX_LOGPROBS, logits.shape[1]))
         return SampleOutput(tokens, logprobs, top_ids, top - log_sum)
@@ -199,6 +204,12 @@ def uniform(
 def _apart(x: jax.Array) -> jax.Array:
     # Keeps XLA from sharing what two passes over [S, V] make of x: it would write that array out to read it twice.
     return jax.lax.optimization_barrier(x)
+
+
+def _bits(words: UInt32[jax.Array, "S words"], count: int) -> Bool[jax.Array, "S {count}"]:
+    """The first `count` bits of each row."""
+    bits = (words[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1  # [S, words, 32]
+    return bits.reshape(words.shape[0], -1)[:, :count] != 0
 
 
 def _of_block(logits: Float32[jax.Array, "S V"], block: Int32[jax.Array, " S"]) -> Float32[jax.Array, "S block"]:

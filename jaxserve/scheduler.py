@@ -55,6 +55,7 @@ class _Launched(NamedTuple):
     states: list[RequestState]
     scores: dict[int, Scores]  # by chunk
     drafted: bool
+    withdrawn: set[int]  # chunks after which no token is chosen after all
 
 
 class _Draft:
@@ -92,6 +93,8 @@ class Scheduler:
     With a `fixed_chunk` a prompt is cut at multiples of it and nowhere else, so that its arithmetic is the same
     whoever it shares iterations with; a piece that does not fit an iteration waits for the next, and every plan asks
     for the same sampler.
+
+    Rows with a grammar are planned like others, and those whose mask is late are taken out of a plan (`withdraw`).
 
     With a `speculation` rows may be drafted for, in iterations that have no prompt tokens to compute. Where plans in
     flight share rows, nothing is then launched before the drafted plan has landed.
@@ -140,7 +143,7 @@ class Scheduler:
         self._num_preempted = self._preempted_tokens = 0  # in phase PREEMPTED
         self._num_closing = 0
         self._speculation = speculation
-        self.preemptions = self.drafted_tokens = self.accepted_tokens = 0  # since the start
+        self.preemptions = self.drafted_tokens = self.accepted_tokens = self.withdrawals = 0  # since the start
         self._in_flight: deque[_Launched] = deque()
         self._sequence = 0
         self._submitted = 0
@@ -241,16 +244,25 @@ class Scheduler:
                 self._leave_row(state)
                 continue
             computed = start + (length if samples < 2 else 1)
+            if index in launched.withdrawn:  # the last token is computed once more, so its block is not whole yet
+                samples, computed = 0, computed - 1
             scored = prompt_logprobs(state, scores[index], result) if index in scores else ()
             reason = None
+            grammar_end = result.grammar_ends.get(first) if result.grammar_ends and samples else None
             if samples and math.isnan(logprobs[first]):
                 reason = FinishReason.ERROR
                 error = f"the model's logits for position {computed} are not finite"
                 events.append(TokenEvent(state.name, finish_reason=reason, error=error))
+            elif grammar_end is not None and grammar_end.problem is not None:
+                reason, (problem, field) = FinishReason.ERROR, grammar_end
+                error = f"{field}: after {len(state.tokens) - len(state.request.prompt)} tokens {problem}"
+                events.append(TokenEvent(state.name, finish_reason=reason, error=error, field=field))
             elif samples:
                 token = tokens[first]
                 state.tokens.append(token)
                 reason = state.finish_reason(token, self._eos)
+                if grammar_end is not None and reason in (None, FinishReason.LENGTH):
+                    reason = FinishReason.EOS  # all that could follow
                 new, theirs = (token,), (logprobs[first],)
                 if samples > 1:
                     drafts, last = plan.drafts[first - index :][: samples - 1], first + samples
@@ -271,6 +283,23 @@ class Scheduler:
                 self._preempted_tokens -= state.length
                 self._requeue(state)
         return self._hold(events) if self._by_request else events
+
+    def withdraw(self, chunks: Sequence[int]) -> None:
+        """After these chunks of the newest plan no token is chosen after all. The next plan that takes their requests
+        computes the last known token of each once more."""
+        launched = self._in_flight[-1]
+        launched.withdrawn.update(chunks)
+        self.withdrawals += len(chunks)
+        for state in (launched.states[chunk] for chunk in chunks):
+            if state.phase == ENDED:
+                continue
+            if state.phase == CLOSING:
+                state.phase = RUNNING
+                self._num_closing -= 1
+                insort(self._running, state, key=_by_key)
+            assert state.phase == RUNNING
+            state.length -= 1
+            state.computed = state.length - 1
 
     def take_held(self) -> list[TokenEvent]:
         """Events that no plan in flight will bring: those of a request-level batch whose last request was aborted."""
@@ -357,6 +386,8 @@ class Scheduler:
 
     def _candidate(self, speculation: Speculation, state: RequestState) -> Candidate:
         """A row to be drafted for, now or when the token in flight is known: the first guess is at that one then."""
+        if state.variant == SamplerVariant.CONSTRAINED:  # whose masks are known for one token only
+            return Candidate(0, 0.0)
         if state.guesses is None:
             state.guesses = speculation.guesses(state.tokens)
         guesses = state.guesses
@@ -501,7 +532,7 @@ class Scheduler:
                 state.scored = last
             flat += length
             if samples:
-                variant = state.variant if self._fixed_chunk is None else SamplerVariant.FULL
+                variant = state.variant if self._fixed_chunk is None else SamplerVariant.CONSTRAINED
                 if variant > sampler:
                     sampler = variant
                 state.length += 1
@@ -509,7 +540,8 @@ class Scheduler:
                     state.phase = CLOSING
                     self._running.remove(state)
                     self._num_closing += 1
-                    if not self._exclusive:  # the next plan may use the row: the device runs it after this one
+                    # The next plan may use the row: the device runs it after this one. Not where it may come back.
+                    if not self._exclusive and state.variant < SamplerVariant.CONSTRAINED:
                         self._leave_row(state)
         plan = IterationPlan(
             sequence=self._sequence,
@@ -522,7 +554,7 @@ class Scheduler:
             drafts=tuple(draft.drafts),
             block_copies=tuple(draft.copies),
         )
-        self._in_flight.append(_Launched(self._sequence, draft.states, scores, bool(draft.drafts)))
+        self._in_flight.append(_Launched(self._sequence, draft.states, scores, bool(draft.drafts), set()))
         self._sequence += 1
         return plan
 

@@ -36,7 +36,7 @@ class Launched(NamedTuple):
 
     Attributes:
       chosen: int32[2, S] tokens, and logprobs bit for bit.
-      top: (ids, logprobs) [S, MAX_LOGPROBS], with SamplerVariant.FULL.
+      top: (ids, logprobs) [S, MAX_LOGPROBS], with SamplerVariant.FULL and above.
       scores: with plan.scoring.
     """
 
@@ -65,12 +65,13 @@ class StageRunner:
         self._score: dict[int, Any] = {}
         self._choose: dict[tuple[int, SamplerVariant], Any] = {}
         self._feed: dict[int, Any] = {}
+        self._all_allowed: dict[int, jax.Array] = {}
         self._admit: Any = None
         self._draft: Any = None
         self._copy: Any = None
         self.pool: Any = None
         state = batch.empty_state(programs.shape.layout(1), is_first=programs.is_first, is_last=programs.is_last)
-        self._state = self.receive(state)
+        self._state = jax.tree.map(self._whole, state)
 
     def _own(self, params: Params) -> Params:
         wanted = self.programs.params()
@@ -103,6 +104,9 @@ class StageRunner:
                 jobs += [partial(self._compile, self._score, b, programs.lower_score, b) for b in self.buckets]
             keys = [(points, variant) for points in counts for variant in SamplerVariant]
             jobs += [partial(self._compile, self._choose, key, programs.lower_choose, *key) for key in keys]
+            for points in counts:
+                everything = np.full((points, programs.mask_words), 0xFFFFFFFF, np.uint32)
+                self._all_allowed[points] = self._whole(everything)
         elif programs.is_first:
             jobs += [partial(self._compile, self._feed, count, programs.lower_feed, count) for count in counts]
         jobs += [self._compile_admit, partial(self._compile_copy, n_blocks)]
@@ -140,9 +144,11 @@ class StageRunner:
         devices = list(self.programs.mesh.devices.flat)
         return self._cache.get(made_from, devices, lambda: lower(*sizes).compile())
 
-    def receive(self, arrays: Any) -> Any:
-        """Arrays of another stage, or of the host, copied to every device of this one; returns before they are."""
-        return jax.device_put(arrays, self.programs.everywhere)
+    def _whole(self, values: Any) -> jax.Array:
+        """An array of the host on every device of this stage, of which some may belong to other hosts that hold it
+        too."""
+        held = np.asarray(values)
+        return jax.make_array_from_callback(held.shape, self.programs.everywhere, lambda index: held[index])
 
     def admit(self, admissions: Iterable[np.ndarray]) -> None:
         """Enqueues that requests take their rows."""
@@ -169,23 +175,33 @@ class StageRunner:
         self.pool, self._state = out.pool, state._replace(tables=out.tables)
         return out
 
-    def answer(self, plan: IterationPlan, out: Forward) -> Launched:
-        """Enqueues what follows the last stage's layers: prompt scores and the choice of tokens, as the plan wants."""
+    def answer(self, plan: IterationPlan, out: Forward, allowed: np.ndarray | None = None) -> Launched:
+        """Enqueues what follows the last stage's layers: prompt scores and the choice of tokens, as the plan wants.
+
+        Args:
+          allowed: uint32[S, words] what the grammars of its rows allow (`sampler.sample`); None allows everything. It
+            is the device's from here on.
+        """
         chosen = top = scores = None
         if plan.scoring:
             ends = {name: part for name, part in self.params.items() if name != "layers"}
             scores = self._score[plan.bucket](ends, out.hidden, out.next_tokens)
         if plan.sampler is not None:
-            choose = self._choose[out.points.shape[0], plan.sampler]
-            history, chosen, top = choose(out.logits, self._state.sampling, self._state.history, out.points)
+            points = out.points.shape[0]
+            masks = ()
+            if plan.sampler is SamplerVariant.CONSTRAINED:
+                masks = (self._all_allowed[points] if allowed is None else allowed,)
+            choose = self._choose[points, plan.sampler]
+            history, chosen, top = choose(out.logits, self._state.sampling, self._state.history, out.points, *masks)
             self._state = self._state._replace(history=history)
         launched = Launched(chosen, top, scores)
         for answer in jax.tree.leaves(launched):
             answer.copy_to_host_async()
         return launched
 
-    def feed(self, points: jax.Array, chosen: jax.Array) -> None:
+    def feed(self, points: jax.Array | None, chosen: jax.Array | None) -> None:
         """Enqueues that the first stage takes in what the last chose at these points, int32[2, S]."""
+        assert points is not None
         history = self._feed[len(points)](self._state.history, points, chosen)
         self._state = self._state._replace(history=history)
 
@@ -222,6 +238,8 @@ def _put(values: Any, wanted: jax.ShapeDtypeStruct) -> jax.Array:
     if values.shape != wanted.shape:
         missing = [(0, size - have) for size, have in zip(wanted.shape, values.shape, strict=True)]
         values = np.pad(np.asarray(values), missing)
+    if isinstance(values, jax.Array) and (values.dtype, values.sharding) == (wanted.dtype, wanted.sharding):
+        return values  # read to where it belongs; of several hosts' devices it could not be copied from here alone
     return jax.device_put(values.astype(wanted.dtype), wanted.sharding)
 
 

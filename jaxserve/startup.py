@@ -25,54 +25,12 @@ from jaxserve.pipeline import Pipeline
 from jaxserve.program_cache import ProgramCache
 from jaxserve.replica import Replica
 from jaxserve.stage import Progress, StageRunner
+from jaxserve.startup_report import StartupReport
 from jaxserve.tokenizer import Tokenizer
 from jaxserve.weights import is_matrix
 from sharding import mesh, specs
 from sharding.fit import check_weights
 from sharding.spec import read as read_spec
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StartupReport:
-    """What an engine settled on while it started. Sizes in bytes, tokens and slots; times in seconds.
-
-    Attributes:
-      tensor: devices of each stage.
-      layers_per_stage: one number a stage.
-      replicas: copies of all this.
-      weight_bytes / pool_bytes: on all devices together.
-      slots: of each replica.
-      buckets: as measured on the first replica.
-      slot_milliseconds: of an iteration, for each slot more that it reads (a decode at a context of 100 reads 100).
-      compile_seconds: the loading of compiled programs included.
-      programs / programs_loaded: in all, and those of them that were found in the compilation cache.
-    """
-
-    device: str
-    platform: str
-    tensor: int
-    layers_per_stage: tuple[int, ...]
-    replicas: int
-    family: str
-    parameters: int
-    weight_bytes: int
-    pool_bytes: int
-    dtype: str
-    quantize: str | None
-    kv_cache_dtype: str
-    attention: str
-    attention_reason: str
-    slots: int
-    block_size: int
-    max_rows: int
-    max_context: int
-    buckets: tuple[buckets.BucketCost, ...]
-    slot_milliseconds: float
-    load_seconds: float
-    compile_seconds: float
-    measure_seconds: float
-    programs: int
-    programs_loaded: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +59,7 @@ def from_checkpoint(path: str | Path, config: EngineConfig, progress: Progress) 
     params = weights.load(
         path,
         programs[0].model,
-        _compute_dtype(config),
+        compute_dtype(config),
         place=placement(programs),
         int8=programs[0].int8,
         progress=progress,
@@ -112,7 +70,7 @@ def from_checkpoint(path: str | Path, config: EngineConfig, progress: Progress) 
 def from_params(model_config: ModelConfig, params: Any, config: EngineConfig, progress: Progress) -> Started:
     """Compiles every program for weights in memory (see `Engine.from_params`)."""
     model = models.build(model_config)
-    check_tree(model.shapes(_compute_dtype(config)), params, int8=config.quantize == "int8")
+    check_tree(model.shapes(compute_dtype(config)), params, int8=config.quantize == "int8")
     return start(config, *stage_programs(config, model), params, progress, 0.0)
 
 
@@ -142,7 +100,7 @@ def stage_programs(config: EngineConfig, model: models.Model) -> tuple[list[list
     replicas, reason = [], ""
     for meshes in mesh.make_meshes(config.tensor, config.stages, config.replicas):
         platform = meshes[0].devices.flat[0].platform
-        programs, reason = lay_out(config, model, meshes, spec, dtype=_compute_dtype(config), platform=platform)
+        programs, reason = lay_out(config, model, meshes, spec, dtype=compute_dtype(config), platform=platform)
         replicas.append(programs)
     return replicas, reason
 
@@ -169,17 +127,8 @@ def start(
       params: wherever they are.
       load_seconds: what reading them took, for the report.
     """
-    cache = None
-    if config.compilation_cache is not None:
-        if jax.process_count() == 1:
-            cache = ProgramCache(Path(config.compilation_cache))
-        else:  # a program of several processes is not whole in any of them
-            jax.config.update("jax_compilation_cache_dir", config.compilation_cache)
-            jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-            jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    cache = program_cache(config)
     started = time.perf_counter()
-    first = replicas[0][0]
-    model, shape, device = first.model, first.shape, first.mesh.devices.flat[0]
     sizes = bucket_sizes(config)
     pipelines = [[StageRunner(stage, params, sizes, cache) for stage in programs] for programs in replicas]
     runners = [runner for stages in pipelines for runner in stages]
@@ -187,13 +136,57 @@ def start(
     if config.draft_model is not None:
         drafters = [draft_runner(config, programs[0], cache, progress) for programs in replicas]
     progress("compiling", 0, 1)  # how much memory the largest program leaves decides the shapes of all
-    n_blocks = min(_pool_blocks(config, runner, drafters) for runner in runners)
+    n_blocks = min(pool_blocks(config, runner, drafters) for runner in runners)
     for runner in [*runners, *drafters]:
         runner.compile(n_blocks, progress)
-    compiled = time.perf_counter()
-    pipelines = [Pipeline(stages) for stages in pipelines]
+    return finish(
+        config,
+        [Pipeline(stages) for stages in pipelines],
+        drafters,
+        n_blocks,
+        progress,
+        attention_reason=attention_reason,
+        programs_loaded=0 if cache is None else cache.loaded,
+        load_seconds=load_seconds,
+        compile_seconds=time.perf_counter() - started,
+    )
+
+
+def program_cache(config: EngineConfig) -> ProgramCache | None:
+    """Where compiled programs are kept, if they are."""
+    if config.compilation_cache is None:
+        return None
+    if jax.process_count() > 1:  # a program of several processes is not whole in any of them, but jax keeps them too
+        jax.config.update("jax_compilation_cache_dir", config.compilation_cache)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+        return None
+    return ProgramCache(Path(config.compilation_cache))
+
+
+def finish(
+    config: EngineConfig,
+    pipelines: Sequence[Pipeline],
+    drafters: Sequence[StageRunner],
+    n_blocks: int,
+    progress: Progress,
+    *,
+    attention_reason: str,
+    programs_loaded: int,
+    load_seconds: float,
+    compile_seconds: float,
+) -> Started:
+    """Measures the buckets of compiled pipelines, and puts a scheduler before each.
+
+    Args:
+      drafters: as many as pipelines, or none.
+    """
+    started = time.perf_counter()
+    stages = pipelines[0].stages
+    first = stages[0].programs
+    model, shape, device = first.model, first.shape, first.mesh.devices.flat[0]
     costs, slot_milliseconds = measure.measure(pipelines[0], n_blocks, progress)
-    drafting: list[DraftModel | None] = [None] * len(replicas)
+    drafting: list[DraftModel | None] = [None] * len(pipelines)
     if drafters:
         ladder = buckets.BucketLadder(measure.measure(Pipeline(drafters[:1]), n_blocks, progress)[0])
         drafting = [DraftModel(runner, ladder, n_blocks) for runner in drafters]
@@ -210,17 +203,18 @@ def start(
         for drafter in drafting
     ]
     leaves = jax.tree.leaves(model.unpadded.shapes(shape.attention.dtype))
+    every = [*(stage for pipeline in pipelines for stage in pipeline.stages), *drafters]
     report = StartupReport(
         device=device.device_kind,
         platform=device.platform,
         tensor=config.tensor,
-        layers_per_stage=tuple(len(stage.layers) for stage in replicas[0]),
-        replicas=len(replicas),
+        layers_per_stage=tuple(len(stage.programs.layers) for stage in stages),
+        replicas=len(pipelines),
         family=model.config.family,
         parameters=sum(leaf.size for leaf in leaves),
-        weight_bytes=sum(_bytes_held(runner.params) for runner in [*runners, *drafters]),
-        pool_bytes=sum(_bytes_held(runner.pool) for runner in [*runners, *drafters]),
-        dtype=str(_compute_dtype(config)),
+        weight_bytes=sum(_bytes_held(stage.params) for stage in every),
+        pool_bytes=sum(_bytes_held(stage.pool) for stage in every),
+        dtype=str(compute_dtype(config)),
         quantize=config.quantize,
         kv_cache_dtype=str(shape.attention.pool_dtype),
         attention=shape.backend.name,
@@ -232,10 +226,10 @@ def start(
         buckets=tuple(costs),
         slot_milliseconds=slot_milliseconds,
         load_seconds=load_seconds,
-        compile_seconds=compiled - started,
-        measure_seconds=time.perf_counter() - compiled,
-        programs=sum(runner.num_programs for runner in runners),
-        programs_loaded=0 if cache is None else cache.loaded,
+        compile_seconds=compile_seconds,
+        measure_seconds=time.perf_counter() - started,
+        programs=sum(stage.num_programs for pipeline in pipelines for stage in pipeline.stages),
+        programs_loaded=programs_loaded,
     )
     parts = enumerate(zip(pipelines, schedulers, strict=True))
     made = tuple(Replica(index, pipeline, scheduler, costs) for index, (pipeline, scheduler) in parts)
@@ -270,11 +264,11 @@ def draft_runner(
         max_context=shape.max_context,
     )
     spec, platform = specs.default(model.config.family), programs.mesh.devices.flat[0].platform
-    (own_programs,), _ = lay_out(own, model, [programs.mesh], spec, dtype=_compute_dtype(config), platform=platform)
+    (own_programs,), _ = lay_out(own, model, [programs.mesh], spec, dtype=compute_dtype(config), platform=platform)
     params = weights.load(
         path,
         own_programs.model,
-        _compute_dtype(config),
+        compute_dtype(config),
         place=placement([own_programs]),
         int8=own_programs.int8,
         progress=progress,
@@ -287,20 +281,21 @@ def _num_devices(config: EngineConfig) -> int:
 
 
 def _bytes_held(tree: Any) -> int:
-    """Bytes of arrays on all their devices, copies counted."""
+    """Bytes of arrays, or of what they are described by, on all their devices, copies counted."""
     return sum(
-        len(leaf.devices()) * math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        len(leaf.sharding.device_set) * math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(tree)
     )
 
 
-def _compute_dtype(config: EngineConfig) -> jnp.dtype:
+def compute_dtype(config: EngineConfig) -> jnp.dtype:
+    """What arithmetic is done in; `auto` goes by the devices."""
     if config.dtype == "auto":
         return jnp.dtype("float32" if jax.default_backend() == "cpu" else "bfloat16")
     return jnp.dtype(config.dtype)
 
 
-def _pool_blocks(config: EngineConfig, stage: StageRunner, drafters: Sequence[StageRunner]) -> int:
+def pool_blocks(config: EngineConfig, stage: StageRunner, drafters: Sequence[StageRunner]) -> int:
     """Blocks that every device of a stage has room for, with as many of the model that drafts on it."""
     programs = stage.programs
     shape = programs.shape.attention
@@ -308,7 +303,7 @@ def _pool_blocks(config: EngineConfig, stage: StageRunner, drafters: Sequence[St
         if config.slots < shape.block_size:
             raise ValueError(f"slots is {config.slots}, less than one block of {shape.block_size}")
         return config.slots // shape.block_size
-    device = programs.mesh.devices.flat[0]
+    device = programs.mesh.local_devices[0]
     full_rows = programs.shape.n_rows * shape.max_blocks
     on_cpu = device.platform == "cpu"  # whose virtual devices share its memory
     return kv_cache.fitting_blocks(

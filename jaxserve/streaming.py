@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import time
 import uuid
@@ -144,12 +145,15 @@ async def stream(
     """Deltas of one completion (see `Engine.stream`)."""
     request = _request(engine, prompt, sampling, terms)
     assembler = _assembler(engine, request)
+    if request.sampling.grammar is not None:
+        await asyncio.to_thread(engine.check, request)  # compiles it
     engine.start()
     loop = asyncio.get_running_loop()
     events: asyncio.Queue[list[TokenEvent]] = asyncio.Queue()
 
     def sink(theirs: list[TokenEvent]) -> None:
-        loop.call_soon_threadsafe(events.put_nowait, theirs)
+        with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody is left to hear
+            loop.call_soon_threadsafe(events.put_nowait, theirs)
 
     ends = _end_of(terms)
     engine.submit(request, sink)

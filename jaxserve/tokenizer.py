@@ -56,6 +56,10 @@ class Tokenizer:
         except Exception as problem:  # the library raises bare Exception
             raise ValueError(f"cannot be tokenised: {problem}") from problem
 
+    def to_json(self) -> str:
+        """The tokenizer as its file holds it."""
+        return self._tokenizer.to_str()
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, without special tokens; ids that stand for no token are passed over."""
         return self.text([token for token in ids if self.is_text(token)])

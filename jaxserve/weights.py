@@ -27,8 +27,8 @@ from sharding.spec import ShardingSpec
 
 __all__ = ["CheckpointError", "convert", "describe", "fingerprint", "load", "on_mesh", "read_config", "write_hf"]
 
-# place(name, shape, axes) -> sharding of a parameter; names are like layers.3.qkv.kernel
-Place = Callable[[str, tuple[int, ...], tuple[str, ...]], Sharding]
+# place(name, shape, axes) -> sharding of a parameter, None of one that is not read; names are like layers.3.qkv.kernel
+Place = Callable[[str, tuple[int, ...], tuple[str, ...]], Sharding | None]
 Progress = Callable[[str, int, int], None]  # (what is being done, done, total)
 
 _CHUNK = 16 * 2**20  # bytes of a file that are copied before their pages are given back
@@ -78,6 +78,7 @@ def load(
     place: Place = on_one_device,
     int8: bool = False,
     progress: Progress | None = None,
+    count: Callable[[int], None] | None = None,
 ) -> models.Params:
     """Reads a checkpoint directory, of Hugging Face or written by `convert`, into a model's parameters.
 
@@ -86,8 +87,10 @@ def load(
     Args:
       model: what it has more of than the checkpoint (`models.build`) is zeros.
       dtype: what the parameters are cast to.
-      place: the sharding of each parameter; each device's slice alone is read for it.
+      place: the sharding of each parameter; each device's slice alone is read for it. One without a sharding is not
+        read: its leaf stays a description.
       int8: whether matrices are rounded to eight bits as they are read.
+      count: is told the bytes of every piece that is read; of Hugging Face directories.
 
     Raises:
       CheckpointError: the files do not hold this model.
@@ -108,11 +111,19 @@ def load(
         sources = naming.match(tensors, model, wanted, directory)
         leaves, total = [], sum(source.values.nbytes for several in sources for source in several)
         done = 0
+
+        def release(source: StoredTensor, nbytes: int) -> None:
+            tensors.release(source)
+            if count is not None:
+                count(nbytes)
+
         for parameter, target, several in zip(wanted, targets, sources, strict=True):
-            if isinstance(target, Quantized):
-                leaf = _place_quantized(parameter, several, model.config.head_dim, target, tensors.release)
+            if (target.values if isinstance(target, Quantized) else target).sharding is None:
+                leaf = target
+            elif isinstance(target, Quantized):
+                leaf = _place_quantized(parameter, several, model.config.head_dim, target, release)
             else:
-                leaf = _place(parameter, several, model.config.head_dim, target, tensors.release)
+                leaf = _place(parameter, several, model.config.head_dim, target, release)
             leaves.append(leaf)
             done += sum(source.values.nbytes for source in several)
             if progress is not None:
@@ -130,7 +141,7 @@ def _place(
     sources: tuple[StoredTensor, ...],
     head_dim: int,
     wanted: jax.ShapeDtypeStruct,
-    release: Callable[[StoredTensor], None],
+    release: Callable[[StoredTensor, int], None],
 ) -> jax.Array:
     @cache  # copies on several devices are read once
     def read(*bounds: tuple[int, int]) -> np.ndarray:
@@ -144,7 +155,7 @@ def _place_quantized(
     sources: tuple[StoredTensor, ...],
     head_dim: int,
     wanted: Quantized,
-    release: Callable[[StoredTensor], None],
+    release: Callable[[StoredTensor, int], None],
 ) -> Quantized:
     """Reads rows whole, whichever of their columns a device wants: a scale is that of the whole row."""
     columns = wanted.shape[1]
@@ -185,7 +196,7 @@ def _read(
     head_dim: int,
     bounds: tuple[tuple[int, int], ...],
     dtype: np.dtype,
-    release: Callable[[StoredTensor], None],
+    release: Callable[[StoredTensor, int], None],
 ) -> np.ndarray:
     """The stored values between the bounds; zeros beyond the parameter's own shape."""
     whole = target = _empty(tuple(stop - start for start, stop in bounds), dtype)
@@ -231,15 +242,15 @@ def _shares(
             yield ours[:, i], view.reshape(-1, head_dim, *view.shape[1:])[inner], source
 
 
-def _copy(target: np.ndarray, values: np.ndarray, transposed: bool, release: Callable[[], None]) -> None:
+def _copy(target: np.ndarray, values: np.ndarray, transposed: bool, release: Callable[[int], None]) -> None:
     """Copies and casts stored values, a run of stored rows at a time, each given back once it is read."""
     if transposed:
         target, values, step = target.T, values.T, _TRANSPOSED
     else:
         step = max(1, _CHUNK // values[:1].nbytes)
     for first in range(0, len(values), step):
-        target[first : first + step] = values[first : first + step]
-        release()
+        target[first : first + step] = (part := values[first : first + step])
+        release(part.nbytes)
 
 
 def write_hf(path: str | Path, config: ModelConfig, params: models.Params, dtype: jnp.dtype | None = None) -> None:

@@ -17,8 +17,8 @@ from server import errors
 from server.auth import Tenant
 
 if TYPE_CHECKING:
-    from jaxserve.engine import Engine
     from jaxserve.observe import Load
+    from server.served_engine import ServedEngine
 
 _SAMPLE_SECONDS = 0.25  # at least, between looks at the engine's counters
 _OLD_SECONDS = 5.0  # a look that is older is not compared with
@@ -86,14 +86,14 @@ class Admission:
     """The judge of calls to one engine.
 
     Args:
-      engine: its bounds, the costs it measured at start, and its counts decide.
+      engine: its bounds, the costs it measured at start, and its counts decide; it need not be ready yet.
       tenants: all that there are; who is alone shares with nobody.
       clock: monotonic seconds.
     """
 
     def __init__(
         self,
-        engine: Engine,
+        engine: ServedEngine,
         *,
         tenants: Callable[[], dict[str, Tenant]] = dict,
         clock: Callable[[], float] = time.monotonic,
@@ -105,14 +105,26 @@ class Admission:
         self._max_requests, self._max_tokens = engine.config.max_queued_requests, engine.config.max_queued_tokens
         self._waiting: dict[str, list[int]] = defaultdict(lambda: [0, 0])  # tenant -> requests, tokens
         self._rates: dict[str, tuple[float, float]] = {}  # tenant -> (when, how many could come at once then)
-        costs = engine.report.buckets
-        decodes = next((cost for cost in costs if cost.size >= engine.config.max_rows), costs[-1])
-        self._decode_seconds = decodes.milliseconds / 1000  # of one iteration of a full batch
-        self.prompt_rate = max(cost.tokens_per_second for cost in costs)
-        self._tokens_per_second = self._max_rows / self._decode_seconds
+        self._engine = engine
+        self._seen_rate: float | None = None  # tokens a second while somebody waited
         self._used_share = 1.0  # of max_tokens that requests come to generate
         self._mean_tokens = 0.0  # that they come to generate; unknown, so that nobody is refused for a guess
         self._sampled: tuple[float, int] | None = None  # (when, tokens computed until then) while the batch was full
+
+    @property
+    def prompt_rate(self) -> float:
+        """Prompt tokens a second at best."""
+        return max(cost.tokens_per_second for cost in self._engine.report.buckets)
+
+    @property
+    def _decode_seconds(self) -> float:
+        """Of one iteration of a full batch."""
+        costs, rows = self._engine.report.buckets, self._engine.config.max_rows
+        return next((cost for cost in costs if cost.size >= rows), costs[-1]).milliseconds / 1000
+
+    @property
+    def _tokens_per_second(self) -> float:
+        return self._max_rows / self._decode_seconds if self._seen_rate is None else self._seen_rate
 
     def admit(
         self,
@@ -225,11 +237,12 @@ class Admission:
         seconds = now - self._sampled[0] if self._sampled is not None else _OLD_SECONDS
         if not load.waiting:
             self._sampled = None
-        elif self._sampled is None or seconds >= _OLD_SECONDS:  # nobody may have waited for a part of the time
+        elif self._sampled is None or seconds >= _OLD_SECONDS or done < self._sampled[1]:
+            # Nobody may have waited for a part of the time, or another engine process counts anew.
             self._sampled = now, done
         elif seconds >= _SAMPLE_SECONDS:
             rate = (done - self._sampled[1]) / seconds
-            self._tokens_per_second += _SMOOTHING * (rate - self._tokens_per_second)
+            self._seen_rate = self._tokens_per_second + _SMOOTHING * (rate - self._tokens_per_second)
             self._sampled = now, done
         return load
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata
 
-from server import client, compile, convert, flags, generate, plan, serve, settings, simulate, size, top
+from server import client, compile, convert, flags, generate, plan, replay, serve, settings, simulate, size, top
 from server.report import UserError, say
 
 _DESCRIPTION = """\
@@ -44,6 +44,7 @@ _COMMANDS: tuple[tuple[str, str, str, Callable[[argparse.ArgumentParser], None],
     ("plan", "what a model would take and do on devices", plan.HELP, plan.add_flags, plan.run),
     ("simulate", "serve traffic on a virtual clock", simulate.HELP, simulate.add_flags, simulate.run),
     ("size", "what serves given traffic in time, at what cost", size.HELP, size.add_flags, size.run),
+    ("replay", "run a flight record's iterations again", replay.HELP, replay.add_flags, replay.run),
     ("compile", "fill the compilation cache ahead", compile.HELP, compile.add_flags, compile.run),
     ("convert", "rewrite a checkpoint as Orbax", convert.HELP, convert.add_flags, convert.run),
 )

@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from server.proto.jaxserve.v1.inference_pb2 import FinishReason, GenerateRequest, GenerateResponse
+from server.proto.jaxserve.v1.inference_pb2 import Choice, FinishReason, GenerateRequest, GenerateResponse, Grammar
 from server.proto.jaxserve.v1.inference_pb2_grpc import InferenceStub
 
 HELP = """\
@@ -65,6 +65,12 @@ def _security(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def _grammar(type: str, value: Any = True) -> Grammar:
+    """The message of what `grammar.read` takes."""
+    fields: dict[str, Any] = {type: Choice(options=value) if type == "choice" else value}
+    return Grammar(**fields)
+
+
 def run(args: argparse.Namespace) -> int:
     """Prints the text as it comes, and what became of the request on standard error."""
     from server.flags import sampling_fields
@@ -74,6 +80,8 @@ def run(args: argparse.Namespace) -> int:
     response = GenerateResponse()
     try:
         fields["logit_bias"] = {int(token): bias for token, bias in fields.get("logit_bias", {}).items()}
+        if "grammar" in fields:
+            fields["grammar"] = _grammar(**fields["grammar"])
         for response in stream(args.server, args.prompt, **_security(args), **fields):
             print(response.text, end="", flush=True)
     except (TypeError, ValueError) as problem:  # a number that does not fit its field

@@ -13,22 +13,24 @@ import itertools
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from jaxserve.beams import BeamParams, BeamSearch, completions
 from jaxserve.completion import Assembler, Completion, parse_request
-from jaxserve.request import InvalidRequest, QueueFull, Request, SamplingParams, TokenEvent
+from jaxserve.request import Grammar, InvalidRequest, QueueFull, Request, SamplingParams, TokenEvent
 from jaxserve.samples import for_engine, samples_of
 from server import errors
 from server.admission import Admission, Ticket
 from server.auth import Tenant
 from server.generation import Call, Generation, Life, Observer
 from server.searching import Searching
+from server.served_engine import NotReady
 
 if TYPE_CHECKING:
-    from jaxserve.engine import Engine
     from jaxserve.tokenizer import Tokenizer
+    from server.served_engine import ServedEngine
 
 _Result = TypeVar("_Result")
 
@@ -36,7 +38,6 @@ _log = logging.getLogger(__name__)
 
 _LONG_TEXT = 10_000  # characters; more is tokenised off the event loop (about a millisecond's work)
 _LONGEST_ID = 256  # characters of a caller's own name of a call
-_FAILED = "the engine has failed"
 _GRACE = 0.2  # seconds after a deadline in which a protocol that knows of deadlines ends its calls itself
 
 
@@ -44,14 +45,14 @@ class Door:
     """One engine's door, for every protocol. Make and use it on the event loop that serves.
 
     Args:
-      engine: started, or to be started.
+      engine: started, or to be started; while it is not ready calls are refused.
       tenants: that callers may belong to, by name.
     """
 
-    def __init__(self, engine: Engine, *, tenants: Callable[[], dict[str, Tenant]] = dict) -> None:
+    def __init__(self, engine: ServedEngine, *, tenants: Callable[[], dict[str, Tenant]] = dict) -> None:
         self.engine = engine
         self.admission = Admission(engine, tenants=tenants)
-        self.problem: str | None = None  # what keeps the engine from serving, if something does
+        self.problem: str | None = None  # what the watchdog has seen keep the engine from serving, if something does
         self.observers: list[Observer] = []
         self._loop = asyncio.get_running_loop()
         self._alive: dict[str, Generation | Searching] = {}  # by the engine's name of a request it has not ended yet
@@ -84,10 +85,15 @@ class Door:
 
     @property
     def closed(self) -> str | None:
-        """Why no call is taken, if none is."""
-        if self._closed is None and not self.engine.is_healthy:
-            return _FAILED
+        """Why no call is taken, if none is. While the engine is away and will be back, calls wait for it."""
+        if self._closed is None and self.engine.problem is not None:
+            return None if self.engine.takes_requests else self.engine.problem
         return self._closed or self.problem
+
+    @property
+    def unwell(self) -> str | None:
+        """Why health says that nothing is served, if it does."""
+        return self._closed or self.engine.problem or self.problem
 
     def close(self, message: str) -> None:
         """Refuses new calls from now on (UNAVAILABLE); those under way go on."""
@@ -132,8 +138,10 @@ class Door:
                 return errors.invalid(problem.field, str(problem))
             case QueueFull():
                 return errors.queue_full(str(problem), self.admission.retry_seconds())
-        if not self.engine.is_healthy:
-            return errors.unavailable(_FAILED)
+            case NotReady():
+                return errors.unavailable(str(problem), errors.RETRY_SECONDS)
+        if self.engine.problem is not None:
+            return errors.unavailable(self.engine.problem)
         _log.exception("request %r failed", call_id, exc_info=problem)
         return errors.failed(call_id)
 
@@ -165,9 +173,23 @@ class Door:
                 lambda: [adjust(self._parse(fields, call, special_tokens, ticket.demoted)) for fields in prompts],
             )
             ticket.correct(samples * sum(len(request.prompt) for request in requests))
+            grammars = {request.sampling.grammar for request in requests}
+            # Held until the engine has them: off this loop is where they are compiled.
+            compiled = [await self._compiled(grammar) for grammar in grammars if grammar is not None]
             made = self._generation(call, requests, samples, ticket)
             with self._under_way(made), self._submitted(made, ticket) as generation:
+                del compiled
                 yield generation
+
+    async def _compiled(self, grammar: Grammar) -> object:
+        if self.engine.grammars is None:
+            raise InvalidRequest(grammar.field, "needs a tokenizer, and this checkpoint has none")
+        return await self.engine.grammars.prepare(grammar)
+
+    def to_the_end(self, request: Request) -> Request:
+        """A request whose caller gives no limit, with all the room that the context leaves it."""
+        room = min(self.engine.max_context, self.engine.report.slots) - len(request.prompt)
+        return replace(request, sampling=replace(request.sampling, max_tokens=max(1, room)))
 
     async def search(
         self,
@@ -257,7 +279,7 @@ class Door:
         if len(call.id) > _LONGEST_ID:
             raise errors.invalid("request_id", f"is longer than {_LONGEST_ID} characters")
         if self.closed is not None:
-            raise errors.unavailable(self.closed)
+            raise errors.unavailable(self.closed, None if self._closed is not None else errors.RETRY_SECONDS)
 
     @contextlib.contextmanager
     def _admitted(self, prompts: Sequence[Mapping[str, Any]], call: Call, samples: int) -> Iterator[Ticket]:

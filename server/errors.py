@@ -14,6 +14,7 @@ class Kind(enum.Enum):
     UNAUTHENTICATED = "unauthenticated"  # the caller has not shown who it is
     NOT_FOUND = "not found"  # what the call names is not there
     UNSUPPORTED = "unsupported"  # this checkpoint cannot do it
+    UNIMPLEMENTED = "unimplemented"  # nothing served here can
     QUEUE_FULL = "queue full"  # too much waits already; again in `retry_after` seconds
     RATE_LIMITED = "rate limited"  # the caller calls more often than it may; likewise
     TOO_LATE = "too late"  # the answer would come after the caller's deadline
@@ -27,7 +28,8 @@ class Refusal(Exception):
     Attributes:
       kind: see Kind.
       field: name of the field at fault, with Kind.INVALID.
-      retry_after: seconds after which trying again makes sense, with Kind.QUEUE_FULL and Kind.RATE_LIMITED.
+      retry_after: seconds after which trying again makes sense, with Kind.QUEUE_FULL and Kind.RATE_LIMITED, and with
+        Kind.UNAVAILABLE where the engine may be back by then.
     """
 
     def __init__(self, kind: Kind, message: str, *, field: str | None = None, retry_after: float | None = None) -> None:
@@ -47,9 +49,9 @@ def queue_full(message: str, retry_after: float = RETRY_SECONDS) -> Refusal:
     return Refusal(Kind.QUEUE_FULL, message, retry_after=retry_after)
 
 
-def unavailable(message: str) -> Refusal:
+def unavailable(message: str, retry_after: float | None = None) -> Refusal:
     """This server cannot serve now."""
-    return Refusal(Kind.UNAVAILABLE, message)
+    return Refusal(Kind.UNAVAILABLE, message, retry_after=retry_after)
 
 
 def failed(call_id: str) -> Refusal:

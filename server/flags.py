@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -241,6 +242,27 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--stop-token-ids", type=_integers, metavar="1,2,...", help="tokens that end the text")
     group.add_argument("--bad-words", action="append", metavar="TEXT", help="never to appear; may be repeated")
     group.add_argument("--logit-bias", type=_bias, metavar='{"ID": X}', help="added to the logits of these tokens")
+    grammar = group.add_mutually_exclusive_group()
+    for flag, kind, text in (
+        ("--json-schema", "json_schema", "the text is JSON that this schema describes; @FILE reads it from a file"),
+        ("--regex", "regex", "the text is what this regular expression describes, whole"),
+        ("--lark", "lark", "the text is one of this grammar (Lark or GBNF); @FILE reads it from a file"),
+    ):
+        grammar.add_argument(
+            flag,
+            dest="grammar",
+            type=partial(_grammar, kind),
+            metavar="TEXT" if kind == "regex" else "TEXT|@FILE",
+            help=text,
+        )
+    grammar.add_argument(
+        "--json-object",
+        dest="grammar",
+        action="store_const",
+        const={"type": "json_object"},
+        help="the text is a JSON object",
+    )
+    grammar.add_argument("--choice", dest="grammar", type=_choice, metavar="A,B,...", help="the text is one of these")
     group.add_argument(
         "--ignore-eos", action="store_true", default=None, help="generate on past the end-of-sequence token"
     )
@@ -289,6 +311,19 @@ def duration(text: str) -> float:
 
 def _layers(text: str) -> tuple[int, ...]:
     return tuple(_integers(text))
+
+
+def _grammar(kind: str, text: str) -> dict[str, Any]:
+    if kind != "regex" and text.startswith("@"):
+        try:
+            text = Path(text[1:]).read_text(encoding="utf-8")
+        except (OSError, ValueError) as problem:
+            raise argparse.ArgumentTypeError(f"{text[1:]} cannot be read: {problem}") from None
+    return {"type": kind, "value": text}
+
+
+def _choice(text: str) -> dict[str, Any]:
+    return {"type": "choice", "value": text.split(",")}
 
 
 def _bias(text: str) -> dict[str, float]:

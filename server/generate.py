@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
         engine = load_engine(args)
         if stat.S_ISREG(os.fstat(target.fileno()).st_mode):
             target.truncate(0)  # not before: had loading failed, the results of an earlier run would be gone
-        with profiling(args), engine:
+        with profiling(args.profile), engine:
             if args.prompt is not None and args.output is None:
                 return _print_text(engine, args.prompt, sampling_fields(args))
             return _serve_lines(engine, source, size, target.fileno(), sampling_fields(args))

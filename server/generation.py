@@ -134,6 +134,11 @@ class Generation:
         self._refusal = refusal
         self._arrived.set()
 
+    def leave(self) -> None:
+        """Has the engine end the requests at once, though the handler may be waiting for a slow reader."""
+        for request in self.requests:
+            self._leave(request.request_id)
+
     def completion(self, index: int = 0) -> Completion:
         """What became of a request, so far."""
         return self._assemblers[index].completion()
@@ -164,6 +169,8 @@ class Generation:
         delta = assembler.push(event)
         if event.finish_reason is FinishReason.ABORTED and not was_finished:
             raise errors.unavailable(event.error or "the request was ended by the server")
+        if event.field is not None:
+            raise errors.invalid(event.field, event.error or "is wrong")
         if event.finish_reason is FinishReason.ERROR:
             raise RuntimeError(event.error)
         if assembler.finished and not was_finished:

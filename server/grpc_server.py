@@ -1,4 +1,4 @@
-"""The gRPC server: the service with health checks, reflection, limits, and an end in good order."""
+"""The gRPC server: the services with health checks, reflection, limits, and an end in good order."""
 
 from __future__ import annotations
 
@@ -8,12 +8,19 @@ from grpc_reflection.v1alpha import reflection
 
 from server.auth import ApiKeys, KeyInterceptor
 from server.door import Door
+from server.proto.inference import open_inference_grpc_pb2, open_inference_grpc_pb2_grpc
 from server.proto.jaxserve.v1 import inference_pb2, inference_pb2_grpc
+from server.proto.vllm.grpc.engine import vllm_engine_pb2, vllm_engine_pb2_grpc
+from server.routers import kserve, vllm
 from server.service import InferenceService
 from server.tls import Tls
 
 MAX_MESSAGE_BYTES = 4 * 2**20  # of a request
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
+ROUTER_SERVICES = (  # of other people's protocols, for their routers
+    vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"].full_name,
+    open_inference_grpc_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name,
+)
 OPEN_SERVICES = (health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,)  # that take no API key
 _OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -30,10 +37,10 @@ _OPTIONS = (
 
 
 class GrpcServer:
-    """The service on one port.
+    """The services on one port.
 
     Args:
-      name: what GetModel calls the model.
+      name: what the model is called.
       version: of the server.
       tls: None listens without encryption.
       keys: one of which callers must show; None asks for none.
@@ -42,7 +49,7 @@ class GrpcServer:
     def __init__(
         self, door: Door, *, name: str, version: str, tls: Tls | None = None, keys: ApiKeys | None = None
     ) -> None:
-        self._engine = door.engine
+        self._door = door
         self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
         self._tls = tls
         interceptors = [KeyInterceptor(keys, OPEN_SERVICES)] if keys is not None else []
@@ -50,9 +57,15 @@ class GrpcServer:
         inference_pb2_grpc.add_InferenceServicer_to_server(
             InferenceService(door, name=name, version=version), self._server
         )
+        vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(
+            vllm.VllmEngineService(door, name=name, version=version), self._server
+        )
+        open_inference_grpc_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(
+            kserve.InferenceService(door, name=name, version=version), self._server
+        )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection(
-            (SERVICE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME),
+            (SERVICE, *ROUTER_SERVICES, *OPEN_SERVICES, reflection.SERVICE_NAME),
             self._server,
         )
 
@@ -63,14 +76,14 @@ class GrpcServer:
             port = self._server.add_insecure_port(address)
         else:
             port = self._server.add_secure_port(address, self._tls.grpc_credentials())
-        await self.set_health(self._engine.is_healthy)
+        await self.set_health(self._door.unwell is None)
         await self._server.start()
         return port
 
     async def set_health(self, healthy: bool) -> None:
         """What the health service answers from now on."""
         status = health_pb2.HealthCheckResponse.SERVING if healthy else health_pb2.HealthCheckResponse.NOT_SERVING
-        for service in ("", SERVICE):
+        for service in ("", SERVICE, *ROUTER_SERVICES):
             await self._health.set(service, status)
 
     async def announce_end(self) -> None:

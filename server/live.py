@@ -1,6 +1,6 @@
 """What the engine does right now, for who looks: its last iterations chunk by chunk, its load, its latencies.
 
-The engine's threads only append to a bounded ring; whoever watches turns what is new into plain data at their own pace,
+The engine only appends to a bounded ring; whoever watches turns what is new into plain data at their own pace,
 so a watcher costs the engine nothing and nobody watching costs nothing at all.
 """
 
@@ -12,13 +12,12 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from jaxserve.observe import IterationRecord
-
 if TYPE_CHECKING:
     from jaxserve.completion import Completion
-    from jaxserve.engine import Engine
+    from jaxserve.observe import IterationRecord
     from server.errors import Refusal
     from server.generation import Life
+    from server.served_engine import ServedEngine
 
 KEPT = 512  # iterations
 _WINDOW = 60.0  # seconds that latencies and rates look back
@@ -33,7 +32,7 @@ class Live:
       engine: its iterations are recorded from now on.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: ServedEngine) -> None:
         self._engine = engine
         self._numbers = itertools.count()
         self._ring: deque[tuple[int, IterationRecord]] = deque(maxlen=KEPT)

@@ -12,7 +12,7 @@ from grpc_status import rpc_status
 
 from jaxserve import beams
 from jaxserve.completion import Completion, Delta
-from jaxserve.request import Alternatives, FinishReason
+from jaxserve.request import Alternatives, FinishReason, InvalidRequest
 from server.errors import Kind, Refusal
 from server.proto.jaxserve.v1 import inference_pb2 as pb
 
@@ -26,6 +26,7 @@ _CODES = {
     Kind.UNAUTHENTICATED: grpc.StatusCode.UNAUTHENTICATED,
     Kind.NOT_FOUND: grpc.StatusCode.NOT_FOUND,
     Kind.UNSUPPORTED: grpc.StatusCode.FAILED_PRECONDITION,
+    Kind.UNIMPLEMENTED: grpc.StatusCode.UNIMPLEMENTED,
     Kind.QUEUE_FULL: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Kind.RATE_LIMITED: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Kind.TOO_LATE: grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -44,9 +45,24 @@ def fields_of(message: pb.GenerateRequest) -> dict[str, Any]:
             fields[name] = list(fields[name])
     if "logit_bias" in fields:
         fields["logit_bias"] = dict(message.logit_bias)
+    if "grammar" in fields:
+        fields["grammar"] = _grammar(message.grammar)
     for name in ("request_id", "priority", "cache_salt", *beams.FIELDS):  # of the call, not of the completion
         fields.pop(name, None)
     return fields
+
+
+def _grammar(message: pb.Grammar) -> dict[str, Any]:
+    """As `grammar.read` takes it."""
+    kind = message.WhichOneof("kind")
+    if kind is None:
+        raise InvalidRequest("grammar", "is empty; give one of its kinds")
+    value: Any = getattr(message, kind)
+    if kind == "json_object":
+        if not value:
+            raise InvalidRequest("grammar", "has json_object false; leave the grammar out instead")
+        return {"type": kind}
+    return {"type": kind, "value": list(value.options) if kind == "choice" else value}
 
 
 def add(response: pb.GenerateResponse, delta: Delta) -> None:

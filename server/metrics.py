@@ -17,8 +17,8 @@ from server.errors import Kind, Refusal
 from server.generation import Life
 
 if TYPE_CHECKING:
-    from jaxserve.engine import Engine
     from jaxserve.observe import IterationRecord
+    from server.served_engine import ServedEngine
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -82,7 +82,7 @@ class Metrics:
       healthy: whether the engine serves.
     """
 
-    def __init__(self, engine: Engine, *, model: str, healthy: Callable[[], bool]) -> None:
+    def __init__(self, engine: ServedEngine, *, model: str, healthy: Callable[[], bool]) -> None:
         self._engine, self._model, self._healthy = engine, model, healthy
         self._registry = CollectorRegistry()
         self._iterations: deque[IterationRecord] = deque(maxlen=_HELD)
@@ -167,6 +167,7 @@ class Metrics:
         """Everything, in the form the library writes out."""
         self.drain()
         load = self._engine.load()
+        held = load.slots_used / max(1, load.slots_total)  # there are none yet while the engine starts
         for field, (name, text, alias) in _GAUGES.items():
             for full in _names(name, alias):
                 yield self._labelled(GaugeMetricFamily(full, text, labels=("model_name",)), getattr(load, field))
@@ -175,7 +176,7 @@ class Metrics:
                 yield self._labelled(CounterMetricFamily(full, text, labels=("model_name",)), getattr(load, field))
         for full, text, value in (
             ("jaxserve_healthy", "Whether the engine serves.", float(self._healthy())),
-            ("vllm:kv_cache_usage_perc", "Share of the slots that requests hold.", load.slots_used / load.slots_total),
+            ("vllm:kv_cache_usage_perc", "Share of the slots that requests hold.", held),
         ):
             yield self._labelled(GaugeMetricFamily(full, text, labels=("model_name",)), value)
         for histogram in self._histograms:

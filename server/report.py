@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextC
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from jaxserve.startup import StartupReport
+    from jaxserve.startup_report import StartupReport
 
 Report = Callable[[str, int, int], None]  # (what is being done, done, total)
 
@@ -25,6 +25,11 @@ class UserError(Exception):
 def console() -> Console:
     """Standard error, as it is now (tests replace it)."""
     return Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def address(host: str, port: int) -> str:
+    """How a host and a port are written together."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def say(message: str) -> None:

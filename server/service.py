@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any
-
-import grpc
 
 from jaxserve import beams
 from jaxserve.completion import Completion
 from jaxserve.request import InvalidRequest
 from jaxserve.samples import MAX_SAMPLES, best
-from server import errors, messages
+from server import messages, rpc
 from server.door import Door
 from server.generation import Call, Generation, new_id
 from server.proto.jaxserve.v1 import inference_pb2 as pb
@@ -36,14 +31,14 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:
         call = _call(request, context)
-        async with self._answering(context, call.id):
+        async with rpc.answering(self._door, context, call.id):
             completions = await self._completions(request, call)
             responses = [messages.whole(each, index) for index, each in enumerate(completions)]
             if request.n <= 1:
                 responses[0].request_id = call.id
                 return responses[0]
             return pb.GenerateResponse(request_id=call.id, samples=responses)
-        raise AssertionError  # `_answering` has raised
+        raise AssertionError  # `answering` has raised
 
     async def _completions(self, request: pb.GenerateRequest, call: Call) -> list[Completion]:
         """The answers to a call: all samples, the best of them, or those that were searched for."""
@@ -62,7 +57,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
     async def GenerateStream(self, request: pb.GenerateRequest, context: Any) -> None:
         call = _call(request, context)
-        async with self._answering(context, call.id):
+        async with rpc.answering(self._door, context, call.id):
             n, drawn = _samples(request)
             if beams.params_of(_set_of(request, beams.FIELDS)) is not None:
                 raise InvalidRequest("use_beam_search", "cannot be streamed: what is best is known at the end")
@@ -74,16 +69,21 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                     await context.write(response)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
-        async with self._answering(context, new_id()):
+        async with rpc.answering(self._door, context, new_id()):
             return pb.TokenizeResponse(token_ids=await self._door.tokenize(request.text))
-        raise AssertionError  # `_answering` has raised
+        raise AssertionError  # `answering` has raised
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Any) -> pb.DetokenizeResponse:
-        async with self._answering(context, new_id()):
+        async with rpc.answering(self._door, context, new_id()):
             return pb.DetokenizeResponse(text=await self._door.detokenize(request.token_ids))
         raise AssertionError
 
     async def GetModel(self, request: pb.GetModelRequest, context: Any) -> pb.GetModelResponse:
+        async with rpc.answering(self._door, context, new_id()):
+            return self._model()
+        raise AssertionError
+
+    def _model(self) -> pb.GetModelResponse:
         engine, report = self._engine, self._engine.report
         return pb.GetModelResponse(
             name=self._name,
@@ -131,18 +131,6 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             compiled_after_ready=load.compiled_after_ready,
         )
 
-    @contextlib.asynccontextmanager
-    async def _answering(self, context: Any, call_id: str) -> AsyncIterator[None]:
-        """Ends the call with a status where it is refused."""
-        try:
-            with self._door.answering(call_id):
-                try:
-                    yield
-                except grpc.aio.InternalError:  # a write that was blocked when the caller left
-                    raise asyncio.CancelledError from None
-        except errors.Refusal as refusal:
-            await context.abort_with_status(messages.status_of(refusal))
-
 
 def _call(message: pb.GenerateRequest, context: Any) -> Call:
     return Call(
@@ -150,7 +138,7 @@ def _call(message: pb.GenerateRequest, context: Any) -> Call:
         protocol="grpc",
         priority=message.priority,
         cache_salt=message.cache_salt,
-        deadline=_deadline(context),
+        deadline=rpc.deadline(context),
     )
 
 
@@ -166,12 +154,6 @@ def _samples(message: pb.GenerateRequest) -> tuple[int, int]:
         if not least <= value <= MAX_SAMPLES:
             raise InvalidRequest(name, f"is {value}; it must be from {least} to {MAX_SAMPLES}")
     return n, drawn
-
-
-def _deadline(context: Any) -> float | None:
-    """In monotonic seconds; None for a caller who waits for ever."""
-    seconds = context.time_remaining()
-    return None if seconds is None else time.monotonic() + seconds
 
 
 async def _responses(generation: Generation) -> AsyncIterator[pb.GenerateResponse]:

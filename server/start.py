@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from server import flags
-from server.report import UserError, show, starting
+from server.report import Report, UserError, show, starting
 
 if TYPE_CHECKING:
+    from jaxserve.cluster.config import ClusterConfig
+    from jaxserve.config import EngineConfig
     from jaxserve.engine import Engine
-
 
 # How much of a GPU jax sets aside: the rest is the driver's and the collectives'. jax's own choice is 0.75.
 _GPU_MEMORY = "0.93"
@@ -40,18 +41,31 @@ def model_directory(args: argparse.Namespace) -> Path:
     return args.model
 
 
-def load_engine(args: argparse.Namespace) -> Engine:
-    """Loads and compiles, telling how it goes. Raises UserError for whatever the user can mend."""
+def load_engine(args: argparse.Namespace, cluster: ClusterConfig | None = None) -> Engine:
+    """Loads and compiles, telling how it goes. Raises UserError for whatever the user can mend.
+
+    Args:
+      cluster: this host's place among several, whose engine it then is.
+    """
     path = model_directory(args)
     with mending():
         config = flags.engine_config(args)  # before jax is imported: a wrong flag is told at once
-        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", _GPU_MEMORY)
-        from jaxserve.engine import Engine
-
         with starting() as report:
-            engine = Engine.from_checkpoint(path, config, progress=report)
+            engine = make_engine(path, config, report, cluster)
     show(engine.report, model=path.name)
     return engine
+
+
+def make_engine(path: Path, config: EngineConfig, progress: Report, cluster: ClusterConfig | None = None) -> Engine:
+    """Loads and compiles."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", _GPU_MEMORY)
+    if cluster is not None:
+        from server import hosts
+
+        return hosts.lead(path, config, cluster, progress)
+    from jaxserve.engine import Engine
+
+    return Engine.from_checkpoint(path, config, progress=progress)
 
 
 @contextlib.contextmanager
@@ -73,12 +87,12 @@ _NO_MEMORY = "not enough memory for weights and slots; try fewer --slots or --ma
 
 
 @contextlib.contextmanager
-def profiling(args: argparse.Namespace) -> Iterator[None]:
+def profiling(folder: Path | str | None) -> Iterator[None]:
     """Captures what runs inside with jax's profiler where `--profile DIR` was given."""
-    if args.profile is None:
+    if folder is None:
         yield
         return
     import jax
 
-    with jax.profiler.trace(str(args.profile)):
+    with jax.profiler.trace(str(folder)):
         yield

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from server.auth import ApiKeys, KeyMiddleware
@@ -19,31 +20,34 @@ from server.metrics import Metrics
 from server.tls import Tls
 
 if TYPE_CHECKING:
-    from jaxserve.engine import Engine
+    from server.served_engine import ServedEngine
 
 _log = logging.getLogger(__name__)
 
 _STOPPING = "the server is stopping"
+_PATIENCE = 3.0  # seconds behind its deadline that an engine may come back in
 
 
 class Surface:
     """What callers of one engine reach, whatever they speak.
 
     Args:
-      engine: a started engine.
+      engine: a started engine, or one that will be ready before long.
       name: what the model is called.
       version: of the server.
       chat_template: the checkpoint's, if it has one.
       tls: None listens without encryption.
       keys: one of which callers must show; None asks for none.
-      stall_seconds: how long the engine may have work and complete no iteration; None goes by what its largest bucket
-        was measured to take.
+      stall_seconds: how long the engine may have work and complete no iteration; None goes by what the iteration that
+        is due was measured to take.
       health_seconds: how often the engine is looked at.
+      on_wedged: told why when the engine has been behind its deadline for so long that it is given up; None leaves it
+        alone, and it serves again should it come back.
     """
 
     def __init__(
         self,
-        engine: Engine,
+        engine: ServedEngine,
         *,
         name: str,
         version: str,
@@ -52,17 +56,18 @@ class Surface:
         keys: ApiKeys | None = None,
         stall_seconds: float | None = None,
         health_seconds: float = 0.5,
+        on_wedged: Callable[[str], None] | None = None,
     ) -> None:
         self.door = Door(engine, tenants=lambda: keys.tenants if keys is not None else {})
         self._grpc = GrpcServer(self.door, name=name, version=version, tls=tls, keys=keys)
-        self.metrics = Metrics(engine, model=name, healthy=lambda: self.door.closed is None)
+        self.metrics = Metrics(engine, model=name, healthy=lambda: self.door.unwell is None)
         self.door.observers.append(self.metrics)
         live = Live(engine)
         self.door.observers.append(live)
         app = make_app(self.door, self.metrics, live, name=name, version=version, chat_template=chat_template)
         self._http = HttpListener(KeyMiddleware(app, keys, OPEN_CALLS) if keys is not None else app, tls)
         self._watchdog = Watchdog(engine, deadline=stall_seconds, interval=health_seconds)
-        self._health_seconds = health_seconds
+        self._health_seconds, self._on_wedged = health_seconds, on_wedged
         self._watch: asyncio.Task[None] | None = None
 
     async def start(self, host: str, port: int, http_port: int | None) -> tuple[int, int | None]:
@@ -74,6 +79,7 @@ class Surface:
         Raises:
           RuntimeError, OSError: a port cannot be had.
         """
+        self.door.problem = self._watchdog.problem()
         port = await self._grpc.start(host, port)
         if http_port is not None:
             http_port = await self._http.start(host, http_port)
@@ -104,14 +110,21 @@ class Surface:
 
     async def _watch_engine(self) -> None:
         """Has health follow the engine, and nobody wait for an engine that will never answer."""
+        has_served = self.door.problem is None
         while True:
             problem = self._watchdog.problem()
             if (problem is None) != (self.door.problem is None):
-                _log.error("not serving: %s", problem) if problem else _log.warning("serving again")
+                if problem is not None:
+                    _log.error("not serving: %s", problem)
+                elif has_served:
+                    _log.warning("serving again")
+                has_served = True
                 await self._grpc.set_health(problem is None)
             self.door.problem = problem
-            if not self.door.engine.is_healthy:
-                self.door.fail_all("the engine has failed")
+            if self.door.engine.problem is not None and not self.door.engine.takes_requests:
+                self.door.fail_all(self.door.engine.problem)
+            if problem is not None and self._watchdog.overdue > _PATIENCE and self._on_wedged is not None:
+                self._on_wedged(problem)
             self.door.admission.sample()
             self.metrics.drain()
             await asyncio.sleep(self._health_seconds)

@@ -128,8 +128,11 @@ class Server(NamedTuple):
 
 
 @contextlib.contextmanager
-def started_server(model: Path, config: EngineConfig, log: Path) -> Iterator[Server]:
+def started_server(model: Path, config: EngineConfig, log: Path, front: str | None = None) -> Iterator[Server]:
     """Runs `jaxserve serve` while the block lasts; yields it once it is healthy.
+
+    Args:
+      front: its --front; None leaves it to the server.
 
     Raises:
       ValueError: the server ended before it was ready; the message holds the end of its output.
@@ -138,6 +141,7 @@ def started_server(model: Path, config: EngineConfig, log: Path) -> Iterator[Ser
     address = f"127.0.0.1:{port}"
     command = [sys.executable, "-m", "server.cli", "serve", "--model", str(model)]
     command += ["--host", "127.0.0.1", "--port", str(port), "--http-port", "off", *engine_flags(config)]
+    command += ["--front", front] if front is not None else []
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w", encoding="utf-8") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)

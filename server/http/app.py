@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -13,7 +14,7 @@ from starlette.routing import Route
 
 from server.door import Door
 from server.errors import Kind, Refusal
-from server.http import openai, page, tgi
+from server.http import kserve, openai, page, tgi
 from server.http.chat import Chats
 from server.http.exchange import Endpoint, Exchange
 from server.http.schemas import DetokenizeBody, TokenizeBody
@@ -65,6 +66,7 @@ def make_app(
             tgi_route("/generate_stream", streams=True),
             tgi_route("/", streams=None),
             route("GET", "/info", about.info),
+            *kserve.routes(door, name, version),
             *page.routes(live, name),
         ],
         exception_handlers={HTTPException: _no_route},
@@ -86,22 +88,25 @@ class _About:
 
     def __init__(self, door: Door, name: str, version: str) -> None:
         self._door, self._name, self._version = door, name, version
-        self._card = {
-            "id": name,
+        self._created = int(time.time())
+
+    def _card(self) -> dict[str, Any]:
+        return {
+            "id": self._name,
             "object": "model",
-            "created": int(time.time()),
+            "created": self._created,
             "owned_by": "jaxserve",
-            "max_model_len": door.engine.max_context,
+            "max_model_len": self._door.engine.max_context,
         }
 
     async def models(self, exchange: Exchange) -> None:
-        await exchange.json({"object": "list", "data": [self._card]})
+        await exchange.json({"object": "list", "data": [self._card()]})
 
     async def model(self, exchange: Exchange) -> None:
         asked = exchange.path_params["name"]
         if asked != self._name:
             raise Refusal(Kind.NOT_FOUND, f"{asked[:100]!r} is not served here; {self._name!r} is", field="model")
-        await exchange.json(self._card)
+        await exchange.json(self._card())
 
     async def tokenize(self, exchange: Exchange) -> None:
         body = await exchange.body(TokenizeBody)
@@ -115,8 +120,8 @@ class _About:
         await exchange.json({"prompt": await self._door.detokenize(body.tokens, field="tokens")})
 
     async def health(self, exchange: Exchange) -> None:
-        if self._door.closed is not None:
-            raise Refusal(Kind.UNAVAILABLE, self._door.closed)
+        if self._door.unwell is not None:
+            raise Refusal(Kind.UNAVAILABLE, self._door.unwell)
         await exchange.json({"status": "ok"})
 
     async def version(self, exchange: Exchange) -> None:

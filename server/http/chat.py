@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from jaxserve.completion import Completion, Delta
@@ -33,7 +32,7 @@ class Chats:
         call = call_of(exchange, body)
 
         def adjust(request: Request) -> Request:
-            return request if "max_tokens" in sampling else self._to_the_end(request)
+            return request if "max_tokens" in sampling else self._door.to_the_end(request)
 
         if (params := body.beams) is not None:
             found = await self._door.search(prompt, call, params, special_tokens=False, adjust=adjust)
@@ -67,12 +66,6 @@ class Chats:
         if not text:
             raise InvalidRequest("messages", "come to no text")
         return text
-
-    def _to_the_end(self, request: Request) -> Request:
-        """A chat that gives no limit goes on to the end of the context."""
-        engine = self._door.engine
-        room = min(engine.max_context, engine.report.slots) - len(request.prompt)
-        return dataclasses.replace(request, sampling=dataclasses.replace(request.sampling, max_tokens=max(1, room)))
 
     async def _whole(self, exchange: Exchange, body: ChatBody, generation: Generation) -> None:
         completions = await finished(generation)

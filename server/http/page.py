@@ -9,6 +9,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from server.live import Live
+from server.served_engine import NotReady
 
 _PAGE = resources.files("server.http").joinpath("page.html").read_text(encoding="utf-8")
 # The page holds everything it needs and talks to this server only.
@@ -33,7 +34,10 @@ def routes(live: Live, model: str) -> list[Route]:
         since = int(given) if given.isascii() and given.isdecimal() and len(given) < 16 else 0
         told = live.since(since)
         if since == 0 or told["next"] < since:  # the first question, or the server has been started again
-            told["about"] = {"model": model} | live.about()
+            try:
+                told["about"] = {"model": model} | live.about()
+            except NotReady as problem:
+                return JSONResponse({"error": str(problem)}, 503, {"Retry-After": "1"})
         return JSONResponse(told, headers={"Cache-Control": "no-store"})
 
     return [Route("/", page, methods=["GET"]), Route("/live", news, methods=["GET"])]

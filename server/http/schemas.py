@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from pydantic_core import PydanticCustomError
 
+from jaxserve import grammar
 from jaxserve.beams import FIELDS, BeamParams, params_of
 from jaxserve.request import (
     MAX_BAD_WORDS,
@@ -15,6 +16,7 @@ from jaxserve.request import (
     MAX_LOGPROBS,
     MAX_STOP,
     SAMPLING_FIELDS,
+    Grammar,
     InvalidRequest,
 )
 from jaxserve.samples import MAX_SAMPLES
@@ -36,6 +38,41 @@ class Body(BaseModel):
 
 class StreamOptions(Body):
     include_usage: bool = False
+
+
+class JsonSchema(Body):
+    """OpenAI's; the schema is held to whether `strict` says so or not."""
+
+    name: str | None = Field(default=None, max_length=256)
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """What the text has to be. Raises InvalidRequest."""
+        if (self.json_schema is None) == (self.type == "json_schema"):
+            raise InvalidRequest(
+                "response_format", "of type json_schema needs a json_schema, and of another type must not have one"
+            )
+        if self.json_schema is not None:
+            return grammar.json_schema("response_format", self.json_schema.schema_)
+        return grammar.json_object("response_format") if self.type == "json_object" else None
+
+
+class StructuredOutputs(Body):
+    """vLLM's."""
+
+    json_: dict[str, Any] | str | None = Field(default=None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
 
 
 class OpenAIBody(Body):
@@ -62,6 +99,12 @@ class OpenAIBody(Body):
     min_tokens: int | None = None
     bad_words: Annotated[list[str], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = None
     prompt_logprobs: int | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     priority: int = Field(default=0, ge=-(2**31), lt=2**31)
     cache_salt: str = Field(default="", max_length=256)
     timeout: float | None = Field(default=None, gt=0, le=86_400)
@@ -81,7 +124,29 @@ class OpenAIBody(Body):
             fields["top_k"] = 0  # another way to say off
         if "seed" in fields:
             fields["seed"] = seed_of(fields["seed"])
+        if (wanted := self._grammar()) is not None:
+            fields["grammar"] = wanted
         return fields
+
+    def _grammar(self) -> Grammar | None:
+        """What the text has to be, whichever way it was said. Raises InvalidRequest."""
+        found = [] if self.response_format is None else [self.response_format.grammar]
+        vllm = self.structured_outputs or StructuredOutputs()
+        for name, kind, values in (
+            ("json", "json_schema", (self.guided_json, vllm.json_)),
+            ("regex", "regex", (self.guided_regex, vllm.regex)),
+            ("choice", "choice", (self.guided_choice, vllm.choice)),
+            ("grammar", "lark", (self.guided_grammar, vllm.grammar)),
+        ):
+            for field, value in zip((f"guided_{name}", f"structured_outputs.{name}"), values, strict=True):
+                if value is not None:
+                    found.append(grammar.read(field, {"type": kind, "value": value}))
+        if vllm.json_object:
+            found.append(grammar.json_object("structured_outputs.json_object"))
+        wanted = [each for each in found if each is not None]
+        if len(wanted) > 1:
+            raise InvalidRequest(wanted[1].field, f"and {wanted[0].field} are both given; give one")
+        return wanted[0] if wanted else None
 
     @property
     def beams(self) -> BeamParams | None:
@@ -190,6 +255,11 @@ class DetokenizeBody(Body):
     model: str | None = None
 
 
+class TgiGrammar(Body):
+    type: Literal["json", "json_schema", "regex"]
+    value: dict[str, Any] | str
+
+
 class TgiParameters(Body):
     """TGI's names; what is not served is refused by name in `tgi.py`."""
 
@@ -198,7 +268,7 @@ class TgiParameters(Body):
     details: bool = False
     do_sample: bool = False
     frequency_penalty: float | None = None
-    grammar: Any = None
+    grammar: TgiGrammar | None = None
     adapter_id: str | None = None
     max_new_tokens: int | None = Field(default=None, ge=1)
     repetition_penalty: float | None = None

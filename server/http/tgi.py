@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from jaxserve import grammar
 from jaxserve.completion import Completion
-from jaxserve.request import MAX_STOP, Alternatives, FinishReason, InvalidRequest, Request
+from jaxserve.request import MAX_STOP, Alternatives, FinishReason, Grammar, InvalidRequest, Request
 from jaxserve.samples import MAX_SAMPLES, best
 from jaxserve.tokenizer import Tokenizer
 from server.door import Door
@@ -16,7 +17,7 @@ from server.generation import Call, Generation
 from server.http import logprobs, sse
 from server.http.exchange import Exchange
 from server.http.openai import finished
-from server.http.schemas import TgiBody, TgiParameters, seed_of
+from server.http.schemas import TgiBody, TgiGrammar, TgiParameters, seed_of
 
 STATUSES = {Kind.INVALID: 422, Kind.UNSUPPORTED: 422, Kind.FAILED: 424}
 _DEFAULT_MAX_NEW_TOKENS = 100
@@ -69,7 +70,7 @@ class Generate:
 
 def _fields(given: TgiParameters) -> dict[str, Any]:
     """The sampling fields of TGI's parameters; what is not served is refused by name."""
-    for name, value in (("grammar", given.grammar), ("adapter_id", given.adapter_id), ("watermark", given.watermark)):
+    for name, value in (("adapter_id", given.adapter_id), ("watermark", given.watermark)):
         if value:
             raise InvalidRequest(name, "is not served")
     if given.typical_p not in (None, 1.0):
@@ -93,8 +94,19 @@ def _fields(given: TgiParameters) -> dict[str, Any]:
         "logprobs": given.top_n_tokens or 0,
         "prompt_logprobs": 0 if given.decoder_input_details else None,
         "seed": None if given.seed is None else seed_of(given.seed),
+        "grammar": None if given.grammar is None else _grammar(given.grammar),
     }
     return {name: value for name, value in fields.items() if value is not None}
+
+
+def _grammar(given: TgiGrammar) -> Grammar:
+    """TGI's three types: a regular expression, a JSON schema, or one under a name as OpenAI has it."""
+    if given.type == "regex":
+        return grammar.text("grammar", "regex", given.value)
+    schema = given.value
+    if given.type == "json_schema" and isinstance(schema, dict) and "schema" in schema:
+        schema = schema["schema"]
+    return grammar.json_schema("grammar", schema)
 
 
 def _truncated(request: Request, most: int | None) -> Request:

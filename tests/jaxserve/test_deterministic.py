@@ -96,7 +96,7 @@ def test_prompts_are_cut_at_fixed_places_and_the_sampler_is_always_the_same(engi
     assert chunk == 16  # whole blocks of 4 beside five decodes
     for plan in plans:
         assert plan.bucket == 24
-        assert plan.sampler in (None, SamplerVariant.FULL)
+        assert plan.sampler in (None, SamplerVariant.CONSTRAINED)
         for piece in plan.chunks:
             if piece.length > 1:
                 assert piece.start % chunk == 0

@@ -223,7 +223,7 @@ def test_checkpoints_are_read_to_where_they_are_used(family, changes, saved, tmp
 
 def test_four_iterations_are_in_flight_and_tokens_go_back_when_they_are_known(six, monkeypatch) -> None:
     pipeline, order = six._replicas[0].pipeline, []
-    landed = len(pipeline._landed)
+    landed = pipeline._landed
 
     def note(what, call, *args):
         result = call(*args)

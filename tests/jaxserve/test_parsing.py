@@ -9,7 +9,7 @@ import tokenizers
 from tokenizers import models, pre_tokenizers
 
 from jaxserve.parsing import MAX_STOP_LENGTH, parse_request, parse_sampling
-from jaxserve.request import SAMPLING_FIELDS, InvalidRequest, SamplingParams
+from jaxserve.request import SAMPLING_FIELDS, Grammar, InvalidRequest, SamplingParams
 from jaxserve.tokenizer import Tokenizer
 
 
@@ -52,6 +52,7 @@ def test_every_field():
         "ignore_eos": True,
         "logprobs": 0,
         "prompt_logprobs": 20,
+        "grammar": {"type": "regex", "value": "a+"},
     }
     assert set(fields) - {"prompt"} == set(SAMPLING_FIELDS)
     library = tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 1}))
@@ -85,6 +86,7 @@ def test_every_field():
         ignore_eos=True,
         logprobs=0,
         prompt_logprobs=20,
+        grammar=Grammar(kind="regex", text="a+"),
     )
     assert all(isinstance(getattr(request.sampling, name), float) for name in ("temperature", "min_p"))
 

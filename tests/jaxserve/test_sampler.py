@@ -18,7 +18,7 @@ from jaxserve import sampler
 from jaxserve.iteration import SamplerVariant
 from jaxserve.request import MAX_LOGPROBS, SamplingParams
 
-PLAIN, TRUNCATED, FULL = SamplerVariant
+PLAIN, TRUNCATED, FULL, CONSTRAINED = SamplerVariant
 VOCAB = 6001  # odd, and large enough for every way in which limits are found
 ROUNDING = 1e-5  # of cumulative probabilities in float32
 
@@ -40,12 +40,21 @@ def stack(params, prompt_lengths=None):
     return jax.tree.map(lambda *values: np.stack(values), *rows)
 
 
-def choose(logits, params, *, positions=None, history=None, prompt_lengths=None, variant=FULL, batch=8):
+def packed(allowed):
+    """uint32[S, words] of bool[S, V]."""
+    bits = np.zeros((len(allowed), -(-allowed.shape[1] // 32) * 32), bool)
+    bits[:, : allowed.shape[1]] = allowed
+    return np.packbits(bits, axis=1, bitorder="little").view(np.uint32)
+
+
+def choose(logits, params, *, positions=None, history=None, prompt_lengths=None, allowed=None, variant=FULL, batch=8):
     """Runs the sampler on so many rows at a time, and brings its answer to the host."""
     count = len(params)
     positions = np.zeros(count, np.int32) if positions is None else np.asarray(positions, np.int32)
     history = np.zeros((count, 16), np.int32) if history is None else np.asarray(history, np.int32)
     arrays = np.asarray(logits, np.float32), stack(params, prompt_lengths), positions, history
+    if variant is CONSTRAINED:
+        arrays = *arrays, packed(np.ones((count, np.shape(logits)[1]), bool) if allowed is None else allowed)
     answers = []
     for start in range(0, count, batch):
         taken = np.arange(start, start + batch) % count  # the last batch is filled up
@@ -297,6 +306,45 @@ def test_rows_do_not_depend_on_the_variant():
             assert (full.tokens[row], full.logprobs[row]) == (plain.tokens[row], plain.logprobs[row])
 
 
+def test_a_mask_of_everything_changes_nothing():
+    rng = np.random.default_rng(8)
+    logits, history = draw_logits(rng, len(MIXED)), rng.integers(0, VOCAB, (len(MIXED), 16))
+    positions = rng.integers(0, 16, len(MIXED))
+    full = choose(logits, MIXED, positions=positions, history=history)
+    masked = choose(logits, MIXED, positions=positions, history=history, variant=CONSTRAINED)
+    for a, b in zip(full, masked, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), share=st.sampled_from([0.0, 0.001, 0.05, 0.5, 0.999]))
+def test_masked_rows_choose_as_if_the_other_tokens_were_not_there(seed, share):
+    rng = np.random.default_rng(seed)
+    logits = draw_logits(rng, 8)
+    allowed = rng.random(logits.shape) < share
+    allowed[np.arange(8), rng.integers(0, VOCAB, 8)] = True  # one at least
+    params = [MIXED[index] for index in rng.integers(0, len(MIXED), 8)]
+    draw = partial(choose, params=params, positions=rng.integers(0, 16, 8), history=rng.integers(0, VOCAB, (8, 16)))
+    output = draw(logits, allowed=allowed, variant=CONSTRAINED)
+    assert allowed[np.arange(8), output.tokens].all()
+    np.testing.assert_array_equal(output.tokens, draw(np.where(allowed, logits, -np.inf)).tokens)
+    exact = logits.astype(np.float64) - logits.max(-1, keepdims=True)
+    exact -= np.log(np.exp(exact).sum(-1, keepdims=True))  # the model's own, mask or not
+    np.testing.assert_allclose(output.logprobs, exact[np.arange(8), output.tokens], atol=1e-4)
+    np.testing.assert_array_equal(output.top_ids, draw(logits).top_ids)
+
+
+def test_a_mask_leaves_the_other_rows_alone():
+    rng = np.random.default_rng(9)
+    logits = draw_logits(rng, 8)
+    allowed = np.ones(logits.shape, bool)
+    allowed[::2] = rng.random((4, VOCAB)) < 0.01
+    with_masks = choose(logits, MIXED[:8], allowed=allowed, variant=CONSTRAINED)
+    without = choose(logits, MIXED[:8])
+    for a, b in zip(with_masks, without, strict=True):
+        np.testing.assert_array_equal(a[1::2], b[1::2])
+
+
 @pytest.mark.parametrize("variant", SamplerVariant)
 @pytest.mark.parametrize("broken", [np.nan, np.inf, -np.inf, "one nan", "one inf", "some nan"])
 def test_broken_rows_stay_alone_and_in_range(variant, broken):
@@ -319,7 +367,7 @@ def test_broken_rows_stay_alone_and_in_range(variant, broken):
             np.testing.assert_array_equal(a[1::2], b[1::2])
     assert ((output.tokens >= 0) & (output.tokens < VOCAB)).all()
     assert not np.isfinite(output.logprobs[::2]).any()
-    if variant is FULL:
+    if variant >= FULL:
         assert ((output.top_ids >= 0) & (output.top_ids < VOCAB)).all()
 
 

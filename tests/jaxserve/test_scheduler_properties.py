@@ -29,7 +29,15 @@ from jaxserve.iteration import (
     max_points,
     max_table_changes,
 )
-from jaxserve.request import MAX_LOGPROBS, FinishReason, InvalidRequest, Request, SamplingParams, TokenEvent
+from jaxserve.request import (
+    MAX_LOGPROBS,
+    FinishReason,
+    Grammar,
+    InvalidRequest,
+    Request,
+    SamplingParams,
+    TokenEvent,
+)
 from jaxserve.request_state import CLOSING, PREEMPTED, RUNNING, WAITING
 from jaxserve.scheduler import PRIORITY_SECONDS, Scheduler
 from jaxserve.slots import SlotPool
@@ -154,7 +162,7 @@ class Device:
         flat[: len(scores)] = scores
         ids = np.zeros((plan.bucket, MAX_LOGPROBS), np.int32)
         ids[: len(after)] = np.array(after, np.int32)[:, None] + np.arange(MAX_LOGPROBS)
-        full = plan.sampler == SamplerVariant.FULL
+        full = plan.sampler is not None and plan.sampler >= SamplerVariant.FULL
         top = np.array(tokens, np.int32)[:, None] + np.arange(MAX_LOGPROBS, dtype=np.int32)
         return IterationResult(
             tokens=np.array(tokens, np.int32),
@@ -363,7 +371,21 @@ class World:
             assert oldest.computed == capacity[oldest.name]
         forks = {name for name, state in scheduler._live.items() if state.family is not None}
         self.in_flight.append((plan, self.device.run(plan, self.completed, forks)))
+        self.withdraw(plan)
         return True
+
+    def withdraw(self, plan: IterationPlan) -> None:
+        """Masks are late for some of the rows with a grammar, and more and more of them once in a while."""
+        draw, states = Random(plan.sequence), self.scheduler._in_flight[-1].states
+        share = draw.choice([0.0, 0.3, 1.0])
+        late = [
+            index
+            for index, (state, chunk) in enumerate(zip(states, plan.chunks, strict=True))
+            if state.variant == SamplerVariant.CONSTRAINED and chunk.samples and draw.random() < share
+        ]
+        before = self.scheduler.withdrawals
+        self.scheduler.withdraw(late)
+        assert self.scheduler.withdrawals == before + len(late)
 
     @property
     def completed(self) -> int:
@@ -391,6 +413,11 @@ class World:
         states = scheduler._in_flight[-1].states
         variants = [state.variant for state, chunk in zip(states, plan.chunks, strict=True) if chunk.samples]
         assert plan.sampler == max(variants, default=None)
+        assert all(
+            chunk.samples < 2
+            for state, chunk in zip(states, plan.chunks, strict=True)
+            if state.variant == SamplerVariant.CONSTRAINED
+        ), "drafts for a row with a grammar"
         if self.n_stages > 1:
             assert set(rows).isdisjoint(chunk.row for other, _ in self.in_flight for chunk in other.chunks)
             assert max(rows) < self.most_in_flight * self.max_rows
@@ -469,6 +496,7 @@ def samples_of(request: Request, count: int) -> list[Request]:
     return made
 
 
+GRAMMAR = Grammar(kind="regex", text="whatever the device says")
 SHARED = tuple(1 + i * i % 5 for i in range(MAX_CONTEXT))  # prompts begin alike
 
 
@@ -480,6 +508,7 @@ SAMPLING = st.builds(
     logprobs=st.sampled_from([None, None, 0, 2]),
     prompt_logprobs=st.sampled_from([None, None, None, None, 0, 3]),
     top_p=st.sampled_from([1.0, 0.5]),
+    grammar=st.sampled_from([None, None, GRAMMAR]),
 )
 REQUESTS = st.tuples(
     st.integers(0, 10),  # tokens of the shared beginning
@@ -595,7 +624,16 @@ def test_a_crowd_with_drafts(n_stages, seed):
     assert 0 < scheduler.accepted_tokens < scheduler.drafted_tokens
 
 
-def crowd(policy, mode, n_stages, seed, errs=None) -> World:
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("n_stages", [1, 2])
+@pytest.mark.parametrize("policy", ["grow", "reserve"])
+def test_a_crowd_with_late_masks(policy, n_stages, seed):
+    """The same with grammars, some of whose masks are late."""
+    world = crowd(policy, "iteration", n_stages, seed, errs=0.2 if seed % 2 else None, grammars=0.6)
+    assert world.scheduler.withdrawals > 20
+
+
+def crowd(policy, mode, n_stages, seed, errs=None, grammars=0.0) -> World:
     draw = Random(seed)
     block_size = draw.choice([1, 2, 3, 4])
     slots = draw.randint(MAX_CONTEXT, 3 * MAX_CONTEXT)
@@ -612,6 +650,7 @@ def crowd(policy, mode, n_stages, seed, errs=None) -> World:
             ignore_eos=draw.random() < 0.8,
             logprobs=draw.choice([None, 0, 1]),
             prompt_logprobs=draw.choice([None, None, None, 0, 2]),
+            grammar=GRAMMAR if grammars and draw.random() < grammars else None,
         )
         arrival, priority = float(count), draw.choice([0, 0, 0, 0, 2])
         request = Request(request_id=str(count), prompt=prompt, sampling=sampling, priority=priority, arrival=arrival)

@@ -17,10 +17,14 @@ from types import SimpleNamespace
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from jaxserve.buckets import BucketCost
 from jaxserve.config import EngineConfig
 from jaxserve.iteration import Admission, Chunk, IterationPlan
+from jaxserve.limits import Limits
+from jaxserve.matcher import Grammars
 from jaxserve.observe import IterationRecord, Load
 from jaxserve.request import Alternatives, FinishReason, InvalidRequest, QueueFull, Request, TokenEvent
+from jaxserve.startup_report import StartupReport
 from jaxserve.tokenizer import Tokenizer
 
 EOS = 256
@@ -106,9 +110,22 @@ class FakeEngine:
     owed_elsewhere: int = 0
 
     def __post_init__(self) -> None:
-        self.model_config = SimpleNamespace(vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,))
-        bucket = SimpleNamespace(size=16, compile_seconds=0.5, milliseconds=1e-4, tokens_per_second=1.6e8)
-        self.report = SimpleNamespace(
+        self.model_config = SimpleNamespace(vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,), bos_token_id=None)
+        # Compiles grammars as an engine does; its answers pay no heed to them.
+        self.grammars = None if self.tokenizer is None else Grammars(self.tokenizer, VOCAB_SIZE, (EOS,))
+        self.limits = Limits(
+            vocab_size=VOCAB_SIZE,
+            max_context=self.max_context,
+            slots=self.slots_total,
+            endings=1,
+            scoring=True,
+            masks=True,
+            has_tokenizer=self.tokenizer is not None,
+        )
+        self.report = StartupReport(
+            tensor=1,
+            layers_per_stage=(1,),
+            replicas=1,
             device="abacus",
             platform="cpu",
             family="fake",
@@ -124,7 +141,7 @@ class FakeEngine:
             block_size=16,
             max_rows=self.config.max_rows,
             max_context=self.max_context,
-            buckets=(bucket,),
+            buckets=(BucketCost(size=16, compile_seconds=0.5, milliseconds=1e-4),),
             slot_milliseconds=0.001,
             load_seconds=0.1,
             compile_seconds=0.5,
@@ -196,6 +213,14 @@ class FakeEngine:
     @property
     def is_healthy(self) -> bool:
         return self._thread is not None and self._thread.is_alive() and not (self._failed or self._stopping)
+
+    @property
+    def problem(self) -> str | None:
+        return None if self.is_healthy else "the engine has failed"
+
+    @property
+    def takes_requests(self) -> bool:
+        return self.is_healthy
 
     def check(self, request: Request) -> None:
         for name, tokens in (

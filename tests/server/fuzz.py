@@ -10,10 +10,11 @@ import struct
 from typing import Any
 
 import grpc
+from google.protobuf import descriptor_pool, message_factory
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
-from server.grpc_server import SERVICE
+from server.grpc_server import ROUTER_SERVICES, SERVICE
 from server.proto.jaxserve.v1 import inference_pb2 as pb
 from tests.server.fake_engine import WAIT_SECONDS
 
@@ -26,11 +27,19 @@ together = settings(
     phases=(Phase.generate,),
 )
 
-METHODS = ("Generate", "GenerateStream", "Tokenize", "Detokenize", "GetModel", "GetLoad", "NoSuchMethod")
+# Every RPC that is served and takes no stream, and one that is not, with the message it takes.
+METHODS: dict[str, Any] = {
+    f"/{service}/{method.name}": method.input_type
+    for service in (SERVICE, *ROUTER_SERVICES)
+    for method in descriptor_pool.Default().FindServiceByName(service).methods
+}
+METHODS[f"/{SERVICE}/NoSuchMethod"] = pb.GenerateRequest.DESCRIPTOR
+GENERATING = tuple(method for method in METHODS if method.endswith(("/Generate", "/GenerateStream")))
 # What a caller may be answered.
 CODES = {
     grpc.StatusCode.OK,
     grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.NOT_FOUND,
     grpc.StatusCode.RESOURCE_EXHAUSTED,
     grpc.StatusCode.DEADLINE_EXCEEDED,
     grpc.StatusCode.UNIMPLEMENTED,
@@ -41,49 +50,64 @@ OF_THE_LIBRARY = ("DecodeError", "Internal error from Core")
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
 
-def _odd_integers(bits: int) -> st.SearchStrategy[int]:
+def _odd_integers(bits: int, *, signed: bool = True) -> st.SearchStrategy[int]:
+    if not signed:
+        return st.sampled_from((0, 1, 2**31, 2**bits - 1, 257, 2048)) | st.integers(0, 2**bits - 1)
     edge = st.sampled_from((0, 1, -1, 2 ** (bits - 1) - 1, -(2 ** (bits - 1)), 257, 2048))
     return edge | st.integers(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
 
 
 _odd_floats = st.floats(allow_nan=True, allow_infinity=True) | st.sampled_from((0.0, 1.0, -1.0, 1e300, 5e-324))
 _odd_text = st.text(max_size=60) | st.sampled_from(("", "\0", "\u202e", "a" * 300, "{{7*7}}", "<eos>", "😀" * 40))
-_ids = st.lists(_odd_integers(32), max_size=8)
+# Without these nothing else of a message is looked at.
+_OFTEN = ("prompt", "prompt_token_ids", "ids", "tokenized", "input_ids", "text", "sampling_params", "name")
 
 
 @st.composite
-def requests(draw: st.DrawFn) -> bytes:
-    """A GenerateRequest with some fields, most of them wrong."""
-    message = pb.GenerateRequest()
-    if draw(st.booleans()):
-        message.prompt = draw(_odd_text)
-    elif draw(st.booleans()):
-        message.prompt_token_ids.ids.extend(draw(_ids))
-    for field in message.DESCRIPTOR.fields:
-        if field.name in ("prompt", "prompt_token_ids") or draw(st.integers(0, 3)):
+def requests(draw: st.DrawFn, kind: Any) -> bytes:
+    """A message with some fields, most of them wrong."""
+    return draw(_messages(kind)).SerializeToString()
+
+
+@st.composite
+def _messages(draw: st.DrawFn, kind: Any) -> Any:
+    message: Any = message_factory.GetMessageClass(kind)()
+    for field in kind.fields:
+        if draw(st.integers(0, 1 if field.name in _OFTEN else 3)):
             continue
-        if field.name == "logit_bias":
-            message.logit_bias.update(draw(st.dictionaries(_odd_integers(32), _odd_floats, max_size=4)))
-        elif field.name in ("stop", "bad_words"):
-            getattr(message, field.name).extend(draw(st.lists(_odd_text, max_size=20)))
-        elif field.name == "stop_token_ids":
-            message.stop_token_ids.extend(draw(_ids))
-        elif field.cpp_type == field.CPPTYPE_BOOL:
-            setattr(message, field.name, draw(st.booleans()))
-        elif field.cpp_type == field.CPPTYPE_DOUBLE:
-            setattr(message, field.name, draw(_odd_floats))
-        elif field.cpp_type == field.CPPTYPE_STRING:
-            setattr(message, field.name, draw(_odd_text))
+        entry = field.message_type
+        if entry is not None and entry.GetOptions().map_entry:
+            key, value = map(_values, entry.fields)
+            getattr(message, field.name).update(draw(st.dictionaries(key, value, max_size=4)))
+        elif entry is not None and not field.is_repeated:
+            getattr(message, field.name).CopyFrom(draw(_messages(entry)))
+        elif field.is_repeated:
+            most = 20 if field.cpp_type == field.CPPTYPE_STRING else 8
+            getattr(message, field.name).extend(draw(st.lists(_values(field), max_size=most)))
         else:
-            bits = 64 if field.cpp_type == field.CPPTYPE_INT64 else 32
-            setattr(message, field.name, draw(_odd_integers(bits)))
-    return message.SerializeToString()
+            setattr(message, field.name, draw(_values(field)))
+    return message
+
+
+def _values(field: Any) -> st.SearchStrategy[Any]:
+    if field.message_type is not None:
+        return _messages(field.message_type)
+    return {
+        field.CPPTYPE_BOOL: st.booleans(),
+        field.CPPTYPE_DOUBLE: _odd_floats,
+        field.CPPTYPE_FLOAT: _odd_floats,
+        field.CPPTYPE_STRING: _odd_text,
+        field.CPPTYPE_INT32: _odd_integers(32),
+        field.CPPTYPE_INT64: _odd_integers(64),
+        field.CPPTYPE_UINT32: _odd_integers(32, signed=False),
+        field.CPPTYPE_UINT64: _odd_integers(64, signed=False),
+    }[field.cpp_type]
 
 
 @st.composite
-def mutated(draw: st.DrawFn) -> bytes:
+def mutated(draw: st.DrawFn, kind: Any) -> bytes:
     """The bytes of a request with some of them changed, left out or put in twice."""
-    whole = bytearray(draw(requests()))
+    whole = bytearray(draw(requests(kind)))
     for _ in range(draw(st.integers(1, 4))):
         if whole:
             where = draw(st.integers(0, len(whole) - 1))
@@ -97,18 +121,23 @@ def mutated(draw: st.DrawFn) -> bytes:
     return bytes(whole)
 
 
-calls = st.tuples(
-    st.sampled_from(METHODS[:2]) | st.sampled_from(METHODS),
-    requests() | mutated() | st.binary(max_size=200),
-    st.sampled_from(("wait", "wait", "wait", "cancel", "half-close", "say nothing", "deadline")),
-)
+@st.composite
+def _calls(draw: st.DrawFn) -> tuple[str, bytes, str]:
+    method = draw(st.sampled_from(GENERATING) | st.sampled_from(tuple(METHODS)))
+    kind = METHODS[method]
+    message = draw(requests(kind) | mutated(kind) | st.binary(max_size=200))
+    manner = draw(st.sampled_from(("wait", "wait", "wait", "cancel", "half-close", "say nothing", "deadline")))
+    return method, message, manner
+
+
+calls = _calls()
 
 
 async def call(channel: grpc.aio.Channel, method: str, message: bytes, manner: str) -> tuple[grpc.StatusCode, str]:
     """One hostile call; returns what it was answered."""
     # The library answers nobody who ends a call of one message before that message: the deadline does.
     timeout = {"deadline": 0.02, "half-close": 0.2}.get(manner, WAIT_SECONDS)
-    made: Any = channel.stream_stream(f"/{SERVICE}/{method}")(timeout=timeout)
+    made: Any = channel.stream_stream(method)(timeout=timeout)
     ours: tuple[type[BaseException], ...] = (asyncio.CancelledError,) if manner in ("cancel", "say nothing") else ()
     with contextlib.suppress(grpc.aio.AioRpcError, grpc.aio.InternalError, asyncio.InvalidStateError, *ours):
         if manner == "half-close":  # the end of the messages, and no message before it

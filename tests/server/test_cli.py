@@ -19,7 +19,7 @@ import httpx2 as httpx
 import pytest
 
 from jaxserve.tokenizer import Tokenizer
-from server import cli, generate
+from server import cli, generate, start
 from server.proto.jaxserve.v1.inference_pb2 import GenerateRequest, GetLoadRequest
 from server.proto.jaxserve.v1.inference_pb2_grpc import InferenceStub
 from tests.server.fake_engine import WAIT_SECONDS, FakeEngine
@@ -363,3 +363,11 @@ def test_most_of_a_gpu_is_set_aside_unless_the_user_says_how_much(monkeypatch, c
     monkeypatch.setattr("jaxserve.engine.Engine.from_checkpoint", load)
     assert cli.main(["generate", "--prompt", "a"]) == 2
     assert seen == [chosen or "0.93"]
+
+
+def test_a_run_is_profiled_where_that_is_asked_for(tmp_path: Path) -> None:
+    with start.profiling(tmp_path / "here"):
+        pass
+    assert list((tmp_path / "here").rglob("*.xplane.pb"))
+    with start.profiling(None):
+        pass

@@ -10,7 +10,7 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
-from server.grpc_server import SERVICE
+from server.grpc_server import ROUTER_SERVICES, SERVICE
 from server.proto.jaxserve.v1 import inference_pb2 as pb
 from server.proto.jaxserve.v1.inference_pb2_grpc import InferenceStub
 from tests.server.conftest import Served, collect
@@ -166,7 +166,7 @@ def test_reflection_shows_the_services(serve: Serve) -> None:
                 return set(ProtoReflectionDescriptorDatabase(channel).get_services())
 
         shown = await asyncio.to_thread(services)
-        assert shown >= {SERVICE, "grpc.health.v1.Health"}
+        assert shown >= {SERVICE, *ROUTER_SERVICES, "grpc.health.v1.Health"}
 
     serve(scenario)
 

@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +19,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve import models, weights
+from jaxserve.completion import Completion
+from jaxserve.tokenizer import Tokenizer
 from server import cli, flags
 from server.proto.jaxserve.v1 import inference_pb2 as pb
 from server.proto.jaxserve.v1.inference_pb2_grpc import InferenceStub
+from server.proto.vllm.grpc.engine import vllm_engine_pb2 as engine_pb
+from server.proto.vllm.grpc.engine.vllm_engine_pb2_grpc import VllmEngineStub
+from server.remote.job import Job
+from server.remote.remote_engine import RemoteEngine
+from server.remote.supervisor import Supervisor
 from server.surface import Surface
 from tests.server import fuzz
 from tests.server.fake_engine import EOS, VOCAB_SIZE, WAIT_SECONDS, byte_tokenizer
 
 SMALL = ["--buckets", "4,16", "--slots", "512", "--max-rows", "4", "--max-context", "64", "--compilation-cache", "off"]
 FIELDS: dict[str, Any] = {"max_tokens": 12, "seed": 11, "ignore_eos": True, "logprobs": 2, "prompt_logprobs": 0}
+TEXTS = [f"Question {i}? Answer: {answer}" for i in range(3) for answer in ("yes", "no", "maybe")]
 PROMPTS = ["It was a", "Grüße", "a longer prompt than any bucket"]
 
 
@@ -66,6 +74,13 @@ def completed(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> lis
     return found
 
 
+@pytest.fixture(scope="module")
+def scored(checkpoint: Path) -> list[Completion]:
+    """TEXTS, scored from Python."""
+    with engine_of(checkpoint) as engine:
+        return engine.generate(TEXTS, max_tokens=1, prompt_logprobs=1, temperature=0.0)
+
+
 @contextlib.contextmanager
 def engine_of(model: Path, *more: str) -> Iterator[Any]:
     from jaxserve.engine import Engine
@@ -83,6 +98,37 @@ def await_idle(engine: Any) -> None:
         time.sleep(0.01)
 
 
+def run_served(front: str, model: Path, scenario: Callable[[Any], Coroutine[Any, Any, None]], *more: str) -> None:
+    """Runs a coroutine that serves an engine, in this process or in one of its own, and sees it idle again."""
+    if front == "thread":
+        with engine_of(model, *more) as engine:
+            asyncio.run(scenario(engine))
+            await_idle(engine)
+        return
+
+    async def behind() -> None:
+        args = cli.parser(with_bench=False).parse_args(["serve", "--model", str(model), *SMALL, *more])
+        config = flags.engine_config(args)
+        engine = RemoteEngine(config, Tokenizer.from_directory(model))
+        supervisor = Supervisor(engine, Job.of(str(model), config), restarts=None)
+        running = asyncio.create_task(supervisor.run())
+        ready = asyncio.create_task(supervisor.ready.wait())
+        await asyncio.wait([running, ready], return_when=asyncio.FIRST_COMPLETED)
+        ready.cancel()
+        try:
+            await scenario(engine)
+            while engine.load().running or engine.load().slots_used:
+                await asyncio.sleep(0.01)
+        finally:
+            await supervisor.close()
+            await running
+
+    asyncio.run(asyncio.wait_for(behind(), 6 * WAIT_SECONDS))
+
+
+fronts = pytest.mark.parametrize("front", ["thread", "process"])
+
+
 def test_lines_have_what_they_asked_for(completed: list[dict[str, Any]]) -> None:
     assert [line["id"] for line in completed] == [1, 3, 4]
     for prompt, line in zip(PROMPTS, completed, strict=True):
@@ -93,7 +139,10 @@ def test_lines_have_what_they_asked_for(completed: list[dict[str, Any]]) -> None
         assert (line["finish_reason"], line["seed"]) == ("length", 11)
 
 
-def test_the_server_answers_as_the_command_does(checkpoint: Path, completed: list[dict[str, Any]]) -> None:
+@fronts
+def test_the_server_answers_as_the_command_does(
+    checkpoint: Path, completed: list[dict[str, Any]], scored: list[Completion], front: str
+) -> None:
     async def scenario(engine: Any) -> None:
         surface = Surface(engine, name="tiny", version="0")
         port, http_port = await surface.start("127.0.0.1", 0, 0)
@@ -113,20 +162,19 @@ def test_the_server_answers_as_the_command_does(checkpoint: Path, completed: lis
                 assert list(whole.logprobs) == pytest.approx(line["logprobs"], abs=1e-3)
                 assert list(whole.prompt_logprobs) == pytest.approx(line["prompt_logprobs"][1:], abs=1e-3)
 
+            await same_to_routers(channel, completed)
             await same_over_http(f"http://127.0.0.1:{http_port}", completed)
-            await same_scores_over_http(f"http://127.0.0.1:{http_port}", engine)
+            await same_scores_over_http(f"http://127.0.0.1:{http_port}", scored)
 
             endless = stub.GenerateStream(pb.GenerateRequest(prompt="a", max_tokens=60, ignore_eos=True))
             await endless.read()
             endless.cancel()
             await surface.door.idle()
-            assert (await stub.GetLoad(pb.GetLoadRequest())).compiled_after_ready == 0
+            load = await stub.GetLoad(pb.GetLoadRequest())
+            assert (load.compiled_after_ready, load.iterations > 12) == (0, True)
         assert await surface.drain(10) == 0
 
-    with engine_of(checkpoint) as engine:
-        asyncio.run(scenario(engine))
-        await_idle(engine)
-        assert engine.load().slots_used == 0
+    run_served(front, checkpoint, scenario)
 
 
 def test_hostile_calls_leave_the_real_engine_as_it_was(checkpoint: Path) -> None:
@@ -186,6 +234,28 @@ def test_a_browser_sees_what_is_served(checkpoint: Path, foreign: Any, tmp_path:
         asyncio.run(scenario(engine))
 
 
+async def same_to_routers(channel: grpc.aio.Channel, completed: list[dict[str, Any]]) -> None:
+    """vLLM's protocol gives the tokens that output lines have, and says of the model what it is."""
+    stub: Any = VllmEngineStub(channel)
+    sampling = engine_pb.SamplingParams(
+        temperature=1.0, max_tokens=12, seed=11, ignore_eos=True, logprobs=2, prompt_logprobs=0
+    )
+    for prompt, line in zip(PROMPTS, completed, strict=True):
+        tokenized = engine_pb.TokenizedInput(input_ids=prompt.encode())
+        request = engine_pb.GenerateRequest(tokenized=tokenized, sampling_params=sampling, stream=True)
+        *chunks, last = [message async for message in stub.Generate(request)]
+        whole = last.complete
+        assert list(whole.output_ids) == [token for each in chunks for token in each.chunk.token_ids]
+        assert (list(whole.output_ids), whole.finish_reason) == (line["token_ids"], line["finish_reason"])
+        assert list(whole.output_logprobs.token_logprobs) == pytest.approx(line["logprobs"], abs=1e-3)
+        scored = [each.value for each in chunks[0].chunk.input_logprobs.token_logprobs[1:]]
+        assert scored == pytest.approx(line["prompt_logprobs"][1:], abs=1e-3)
+    info = await stub.GetModelInfo(engine_pb.GetModelInfoRequest())
+    assert (info.model_type, info.vocab_size, info.max_context_length) == ("bloom", VOCAB_SIZE, 64)
+    (load,) = (await stub.GetLoads(engine_pb.GetLoadsRequest())).loads
+    assert (load.max_total_num_tokens, load.max_running_requests) == (512, 4)
+
+
 async def same_over_http(url: str, completed: list[dict[str, Any]]) -> None:
     """OpenAI's and TGI's calls give the tokens that output lines have."""
     body = {"max_tokens": 12, "seed": 11, "ignore_eos": True, "logprobs": 2, "echo": True}
@@ -202,11 +272,9 @@ async def same_over_http(url: str, completed: list[dict[str, Any]]) -> None:
             assert tokens == line["token_ids"][: len(tokens)]  # an end of sequence ends it
 
 
-async def same_scores_over_http(url: str, engine: Any) -> None:
+async def same_scores_over_http(url: str, expected: list[Completion]) -> None:
     """Texts are scored over HTTP, as evaluation harnesses ask for it, as from Python."""
-    texts = [f"Question {i}? Answer: {answer}" for i in range(3) for answer in ("yes", "no", "maybe")]
-    expected = engine.generate(texts, max_tokens=1, prompt_logprobs=1, temperature=0.0)
-    body = {"prompt": [list(text.encode()) for text in texts], "max_tokens": 0, "logprobs": 1, "echo": True}
+    body = {"prompt": [list(text.encode()) for text in TEXTS], "max_tokens": 0, "logprobs": 1, "echo": True}
     async with httpx.AsyncClient(base_url=url, timeout=WAIT_SECONDS) as client:
         answer = (await client.post("/v1/completions", json=body)).json()
     assert answer["usage"]["completion_tokens"] == 0
@@ -233,7 +301,10 @@ def test_a_converted_checkpoint_serves_alike(
     assert "exists and is not an empty directory" in capfd.readouterr().err
 
 
-def test_a_javascript_client_of_the_real_engine(checkpoint: Path, foreign_client: Callable[..., Any]) -> None:
+@fronts
+def test_a_javascript_client_of_the_real_engine(
+    checkpoint: Path, foreign_client: Callable[..., Any], front: str
+) -> None:
     async def scenario(engine: Any) -> None:
         surface = Surface(engine, name="tiny", version="0")
         port, _ = await surface.start("127.0.0.1", 0, None)
@@ -243,8 +314,6 @@ def test_a_javascript_client_of_the_real_engine(checkpoint: Path, foreign_client
         assert found["refused"]["code"] == "INVALID_ARGUMENT"
         await surface.door.idle()
         assert await surface.drain(10) == 0
-
-    with engine_of(checkpoint, "--buckets", "16", "--max-context", "16384", "--slots", "32768") as engine:
-        asyncio.run(scenario(engine))
-        await_idle(engine)
         assert 0 < engine.load().generated_tokens < 16_000
+
+    run_served(front, checkpoint, scenario, "--buckets", "16", "--max-context", "16384", "--slots", "32768")

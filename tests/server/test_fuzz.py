@@ -11,13 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from server.grpc_server import ROUTER_SERVICES, SERVICE
 from server.proto.jaxserve.v1 import inference_pb2 as pb
 from server.proto.jaxserve.v1.inference_pb2_grpc import InferenceStub
+from server.proto.vllm.grpc.engine import vllm_engine_pb2 as engine_pb
 from tests.server import fuzz
 from tests.server.conftest import Served
 
 Serve = Callable[..., None]
 BATCH = 25  # hostile calls to one server
+MANNERS = ("wait", "cancel", "half-close", "say nothing", "deadline")
 
 
 async def assert_nothing_is_left(it: Served) -> None:
@@ -91,10 +94,21 @@ def test_readers_who_never_read_hold_nobody_up(serve: Serve, count: int) -> None
 def test_memory_does_not_grow_with_hostile_calls(serve: Serve) -> None:
     hostile = [
         (method, pb.GenerateRequest(prompt=prompt, max_tokens=most).SerializeToString(), manner)
-        for method in ("Generate", "GenerateStream")
+        for method in (f"/{SERVICE}/Generate", f"/{SERVICE}/GenerateStream")
         for prompt, most in (("abc", 50), ("", 1), ("abc", -1), ("x" * 5000, 5))
-        for manner in ("wait", "cancel", "half-close", "say nothing", "deadline")
+        for manner in MANNERS
     ]
+    hostile += [
+        (f"/{ROUTER_SERVICES[0]}/Generate", message.SerializeToString(), manner)
+        for message in (
+            engine_pb.GenerateRequest(text="abc", stream=True, request_id="a"),
+            engine_pb.GenerateRequest(text="", request_id="a"),
+            engine_pb.GenerateRequest(tokenized=engine_pb.TokenizedInput(input_ids=[999])),
+        )
+        for manner in MANNERS
+    ]
+    abort = engine_pb.AbortRequest(request_ids=["a"]).SerializeToString()
+    hostile.insert(len(hostile) // 2, (f"/{ROUTER_SERVICES[0]}/Abort", abort, "wait"))
 
     async def scenario(it: Served) -> None:
         counts = []

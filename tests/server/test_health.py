@@ -11,11 +11,13 @@ from server.health import Watchdog
 class Watched:
     """An engine of some replicas, and a clock."""
 
-    def __init__(self, replicas: int = 1, slowest: float = 50.0) -> None:
+    def __init__(self, replicas: int = 1, due: float = 0.05) -> None:
         self.now = 100.0
-        self.report = SimpleNamespace(buckets=[SimpleNamespace(milliseconds=cost) for cost in (1.0, slowest)])
-        self.is_healthy = True
-        self.replicas = [SimpleNamespace(running=0, waiting=0, iterations=0) for _ in range(replicas)]
+        self.report = SimpleNamespace(slot_milliseconds=0.01)
+        self.problem: str | None = None
+        self.replicas = [
+            SimpleNamespace(running=0, waiting=0, iterations=0, due_seconds=due, slots_used=0) for _ in range(replicas)
+        ]
 
     def loads(self) -> Any:
         return self.replicas
@@ -70,13 +72,37 @@ def test_one_wedged_replica_among_others_is_named() -> None:
     assert said[0].startswith("replica 1 has completed no iteration")
 
 
-@pytest.mark.parametrize(("slowest", "deadline"), [(3000.0, None), (50.0, 12.0)])
-def test_slow_hardware_has_longer(slowest: float, deadline: float | None) -> None:
-    it = Watched(slowest=slowest)
+@pytest.mark.parametrize(
+    ("due", "slots", "deadline", "longest"),
+    [
+        (0.8, 0, None, 3.2),  # four times
+        (1.0, 0, None, 4.0),
+        (3.0, 0, None, 6.0),  # three seconds more
+        (0.4, 60_000, None, 4.0),  # the slots that it reads
+        (0.05, 0, 12.0, 12.0),  # as it was asked for
+    ],
+)
+def test_what_is_due_decides_how_long_it_may_take(
+    due: float, slots: int, deadline: float | None, longest: float
+) -> None:
+    it = Watched(due=due)
     watchdog = watch(it, deadline)
-    it.replicas[0].running = 1
-    assert it.problems(watchdog, 12) == [None] * 24
+    it.replicas[0].running, it.replicas[0].slots_used = 1, slots
+    it.problems(watchdog, 0.5)  # the first look finds it where it is
+    before = round(longest / 0.5 - 0.01) - 1
+    assert it.problems(watchdog, 0.5 * before) == [None] * before
     assert it.problems(watchdog, 1)[-1] is not None
+    assert 0 < watchdog.overdue <= 1.0
+
+
+def test_a_slow_iteration_does_not_excuse_those_after_it() -> None:
+    it = Watched(due=3.0)
+    watchdog = watch(it)
+    it.replicas[0].running = 1
+    assert it.problems(watchdog, 4) == [None] * 8
+    it.problems(watchdog, 0.5, iterate=True)
+    it.replicas[0].due_seconds = 0.05
+    assert it.problems(watchdog, 3)[-1] is not None
 
 
 def test_a_process_that_was_stopped_is_not_wedged() -> None:
@@ -92,5 +118,5 @@ def test_a_process_that_was_stopped_is_not_wedged() -> None:
 def test_a_dead_engine_is_noticed_at_once() -> None:
     it = Watched()
     watchdog = watch(it)
-    it.is_healthy = False
+    it.problem = "the engine has failed"
     assert it.problems(watchdog, 0.5) == ["the engine has failed"]

@@ -49,12 +49,13 @@ def test_the_surface_is_loaded_over_the_wire(tmp_path, capsys):
     assert bench("surface", "--quick", "--out", str(tmp_path)) == 0
     assert "refusal latency, ms (p99)" in capsys.readouterr().out
     result = json.loads((tmp_path / "surface.json").read_text())
-    figures = result["figures"]
     assert result["failed"] == []
-    assert figures["refused under overload"] > 0
-    assert figures["accepted under overload, requests/s"] > 0
-    assert figures["front door CPU, ms a token"] <= figures["server CPU, ms a token"]
-    assert set(result["targets"]) <= set(figures)
+    assert list(result["figures"]) == ["process", "thread"]
+    for figures in result["figures"].values():
+        assert figures["refused under overload"] > 0
+        assert figures["accepted under overload, requests/s"] > 0
+        assert figures["front door CPU, ms a token"] <= figures["server CPU, ms a token"]
+        assert set(result["targets"]) <= set(figures)
 
 
 def test_the_simulator_serves_what_the_engine_served(tmp_path, capsys):
@@ -120,6 +121,14 @@ def test_steps_are_timed(tmp_path):
     result = json.loads((tmp_path / "step.json").read_text())
     assert [len(entry["milliseconds"]) for entry in result["steps"]["float32"]] == [3, 3, 3]
     assert result["memory"]["float32"]["pool"] > 0
+
+
+def test_what_a_second_host_adds_is_measured(tmp_path):
+    assert bench("control", "--quick", "--out", str(tmp_path)) == 0
+    (result,) = json.loads((tmp_path / "control.json").read_text())["results"]
+    assert result["rows"] == 4
+    assert result["round_trip"] > 0
+    assert 0 < result["bytes_a_row"] < 1024
 
 
 def test_stages_are_timed_and_traced(tmp_path):

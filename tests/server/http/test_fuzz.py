@@ -16,6 +16,10 @@ from tests.server.test_fuzz import BATCH, assert_nothing_is_left
 
 Serve = Callable[..., None]
 PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/generate", "/generate_stream", "/")
+OTHER_PATHS = (
+    *("/v1/models/x", "/v1/models/%00", "/..%2f", "/metrics", "/nowhere"),
+    *("/v2", "/v2/health/ready", "/v2/models/echo", "/v2/models/%2f/ready", "/v2/models/echo/versions/1/infer"),
+)
 STATUSES = {200, 400, 404, 405, 408, 411, 413, 415, 422, 429, 431, 501, 504}  # 500 and 424 are failures of ours
 FIELDS = (
     *(
@@ -70,7 +74,7 @@ whole = st.builds(
         + body
     ),
     st.sampled_from(("POST", "POST", "POST", "POST", "GET", "PUT", "OPTIONS")),
-    st.sampled_from(PATHS) | st.sampled_from(("/v1/models/x", "/v1/models/%00", "/..%2f", "/metrics", "/nowhere")),
+    st.sampled_from(PATHS) | st.sampled_from(OTHER_PATHS),
     encoded | encoded | encoded | st.binary(max_size=60) | st.sampled_from((b"[" * 5000, b"{}", b"null", b'{"a":NaN}')),
     st.sampled_from(("application/json", "application/json", "application/json", "text/plain", "")),
 )

@@ -1,0 +1,122 @@
+"""What one process is told of the hosts it works with, and what all of them must have alike. No devices are asked."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Literal, get_args
+
+from jaxserve.config import EngineConfig
+
+LinksName = Literal["auto", "direct", "bridge"]
+
+_OF_THE_HOST = ("compilation_cache",)  # settings that may differ
+_VERSIONS = ("jaxserve", "jax", "jaxlib", "numpy")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Secrets:
+    """Mutual TLS between the hosts: contents of PEM files.
+
+    Attributes:
+      authority: that has signed the certificate of every host.
+      certificate / key: this host's.
+    """
+
+    authority: bytes
+    certificate: bytes
+    key: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterConfig:
+    """One host's place among others.
+
+    Attributes:
+      hosts: how many there are; each gives as many devices.
+      host: which one this is. Host 0 is the master: it plans, has the front door, and works like the others.
+      coordinator: HOST:PORT of the master, where jax.distributed meets. Its interface is the only one listened on.
+      control_port: of the master, for plans; None is the one after the coordinator's.
+      join_timeout: seconds within which all hosts must have joined.
+      step_deadline: seconds within which an iteration must be done; None goes by what the largest bucket was measured
+        to take.
+      links: how arrays pass between stages on different hosts; `auto` probes.
+      record_seconds: of iterations that the flight recorder keeps.
+      record_folder: where it writes them when a host fails.
+      secrets: None talks in the clear.
+      local_devices: which of its devices this process uses; None for all.
+    """
+
+    hosts: int
+    host: int
+    coordinator: str
+    control_port: int | None = None
+    join_timeout: float = 300.0
+    step_deadline: float | None = None
+    links: LinksName = "auto"
+    record_seconds: float = 120.0
+    record_folder: Path = Path()
+    secrets: Secrets | None = None
+    local_devices: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.hosts < 2:
+            raise ValueError(f"hosts is {self.hosts}; several are at least 2")
+        if not 0 <= self.host < self.hosts:
+            raise ValueError(f"host-id is {self.host}; with {self.hosts} hosts it must be from 0 to {self.hosts - 1}")
+        name, _, port = self.coordinator.rpartition(":")
+        if not name or not port.isdecimal() or not 0 < int(port) < 65535:
+            raise ValueError(f"coordinator is {self.coordinator!r}; it must be HOST:PORT of host 0")
+        if self.control_port is not None and not 0 < self.control_port < 65536:
+            raise ValueError(f"control-port is {self.control_port}; it must be from 1 to 65535")
+        for field in ("join_timeout", "step_deadline", "record_seconds"):
+            value = getattr(self, field)
+            if value is not None and not value > 0:
+                raise ValueError(f"{field.replace('_', '-')} is {value}; it must be above 0 seconds")
+        if self.links not in get_args(LinksName):
+            raise ValueError(f"links is {self.links!r}; it must be one of {', '.join(get_args(LinksName))}")
+
+    @property
+    def interface(self) -> str:
+        """The master's name or address, on which it listens."""
+        return self.coordinator.rpartition(":")[0]
+
+    @property
+    def control(self) -> str:
+        """HOST:PORT of the control channel."""
+        port = self.control_port or int(self.coordinator.rpartition(":")[2]) + 1
+        return f"{self.interface}:{port}"
+
+
+def check(config: EngineConfig, cluster: ClusterConfig) -> None:
+    """Raises ValueError for settings that several hosts do not go together with."""
+    if config.replicas != 1:
+        raise ValueError(f"replicas is {config.replicas}; with hosts it must be 1 (start as many groups of hosts)")
+    if config.draft_model is not None:
+        raise ValueError(f"speculate is {config.speculate}; with hosts a model does not draft, but ngram can")
+    devices = config.tensor * config.stages
+    if devices % cluster.hosts:
+        raise ValueError(
+            f"tensor {config.tensor} times stages {config.stages} is {devices} devices, which {cluster.hosts} hosts "
+            "cannot share evenly"
+        )
+
+
+def facts(
+    config: EngineConfig, cluster: ClusterConfig, buckets: Sequence[int], fingerprint: str
+) -> list[tuple[str, str]]:
+    """What must be the same on every host: (field, value)."""
+    found = [("hosts", str(cluster.hosts)), ("links", cluster.links)]
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.name == "sharding" and value is not None:
+            value = f"a file of SHA-256 {hashlib.sha256(Path(value).read_bytes()).hexdigest()}"
+        if field.name not in _OF_THE_HOST:
+            found.append((field.name, str(value)))
+    found += [(f"the version of {name}", metadata.version(name)) for name in _VERSIONS]
+    found += [("the model's fingerprint", fingerprint), ("the bucket table", ", ".join(map(str, buckets)))]
+    return found

@@ -1,0 +1,36 @@
+"""Which host this is where the surroundings say so: TPU pods, Slurm, Open MPI and Kubernetes, by what jax knows of
+them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+_SECONDS = 60  # that finding the coordinator may take
+
+
+class Place(NamedTuple):
+    """As in `ClusterConfig`."""
+
+    hosts: int
+    host: int
+    coordinator: str
+    local_devices: tuple[int, ...] | None
+
+
+def detect() -> Place:
+    """Asks jax. Raises ValueError where it does not know."""
+    # The one way to it that does not connect at once, and a worker's plans come by another channel first.
+    from jax._src.clusters import ClusterEnv
+
+    try:
+        coordinator, hosts, host, devices = ClusterEnv.auto_detect_unset_distributed_params(
+            None, None, None, None, None, _SECONDS
+        )
+    except Exception as problem:  # whatever the surroundings' own services answer
+        raise ValueError(f"hosts is auto, and jax cannot find out where it runs: {problem}") from problem
+    if coordinator is None or hosts is None or host is None:
+        raise ValueError(
+            "hosts is auto, and jax finds none of the surroundings it knows (TPU pods, Slurm, Open MPI, Kubernetes "
+            "with the kubernetes package); give --hosts, --host-id and --coordinator"
+        )
+    return Place(hosts, host, coordinator, None if devices is None else tuple(devices))

@@ -1,0 +1,88 @@
+"""What can go wrong on one of several hosts, which of several symptoms is the cause, and how processes end. No jax."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+class ExitCode(enum.IntEnum):
+    """How the process of a host ends (docs/hosts.md has the table)."""
+
+    OVERDUE = 71  # an iteration was not done within its deadline on this host
+    LOST = 72  # another host was lost, or said that it had failed
+    BROKEN = 73  # this host's own work threw
+
+
+class Rank(enum.IntEnum):
+    """How near to the cause a symptom is: one dead host makes others' collectives fail and all hosts late."""
+
+    GONE = 0  # its stream ended, or nothing was heard of it
+    THREW = 1  # its own work threw
+    DEVICE = 2  # a program on its devices failed, maybe because another host's did not answer
+    LATE = 3  # an iteration was not done in time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One symptom.
+
+    Attributes:
+      hosts: whose it is.
+      stages: of the pipeline that these hosts run; or the one that was being run.
+      sequence: of the iteration under way, if one was.
+      step: of the start, before it has ended.
+    """
+
+    rank: Rank
+    hosts: tuple[int, ...]
+    cause: str
+    stages: tuple[int, ...] = ()
+    sequence: int | None = None
+    step: str | None = None
+
+    def __str__(self) -> str:
+        where = [f"host{'s' * (len(self.hosts) > 1)} {_listed(self.hosts)}"]
+        if self.stages:
+            where.append(f"stage{'s' * (len(self.stages) > 1)} {_listed(self.stages)}")
+        if self.sequence is not None:
+            where.append(f"iteration {self.sequence}")
+        if self.step is not None:
+            where.append(f"while {self.step}")
+        return f"{', '.join(where)}: {self.cause}"
+
+
+class HostFailed(RuntimeError):
+    """The hosts cannot go on together; the message is a `Problem`'s.
+
+    Attributes:
+      code: that this process ends with.
+    """
+
+    def __init__(self, problem: Problem, code: ExitCode) -> None:
+        super().__init__(str(problem))
+        self.problem, self.code = problem, code
+
+
+def cause_of(problems: Iterable[Problem]) -> Problem:
+    """The symptom nearest to the cause. Of hosts that are late, those that wait for the earliest iteration, in its
+    earliest stage: the others wait for them."""
+    found = list(problems)
+    first = min(found, key=_nearness)
+    if first.rank != Rank.LATE:
+        return first
+    alike = [each for each in found if _nearness(each) == _nearness(first)]
+    hosts = tuple(sorted({host for each in alike for host in each.hosts}))
+    return Problem(
+        rank=first.rank, hosts=hosts, cause=first.cause, stages=first.stages, sequence=first.sequence, step=first.step
+    )
+
+
+def _nearness(problem: Problem) -> tuple[int, float, float]:
+    sequence = float("inf") if problem.sequence is None else problem.sequence
+    return problem.rank, sequence, min(problem.stages, default=float("inf"))
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, numbers))

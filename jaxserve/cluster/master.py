@@ -1,0 +1,107 @@
+"""The pipeline that the engine drives on the master: every plan goes to the workers and to the stages that are here."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from jaxserve.batch import PackedPlan
+from jaxserve.cluster import wire
+from jaxserve.cluster.failure import Problem, Rank
+from jaxserve.cluster.group import Group
+from jaxserve.cluster.progress import Waiter
+from jaxserve.cluster.recorder import FlightRecorder
+from jaxserve.iteration import IterationPlan, IterationResult
+from jaxserve.links import Link
+from jaxserve.models import Params
+from jaxserve.pipeline import Pipeline, Stage
+
+
+class MasterPipeline(Pipeline):
+    """Launches on all hosts; the answers are those of the last stage's host.
+
+    Args:
+      leave: leaves the job of all hosts, when they end well.
+    """
+
+    def __init__(self, stages: Sequence[Stage], links: Sequence[Link], group: Group, leave: Callable[[], None]) -> None:
+        super().__init__(stages, links)
+        self._group, self._leave = group, leave
+        self._numbers = 0
+        self._plans: deque[IterationPlan] = deque()
+        self._waiter = Waiter(group.progress, done=self._done, failed=self._failed)
+        self.recorder: FlightRecorder | None = None
+
+    @property
+    def problem(self) -> str | None:
+        """Why the hosts cannot go on, if they cannot."""
+        failure = self._group.failure
+        return None if failure is None else str(failure)
+
+    @property
+    def takes_masks(self) -> bool:
+        return False
+
+    @property
+    def has_answers(self) -> bool:
+        return bool(self._plans)
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._plans)
+
+    @property
+    def has_room(self) -> bool:
+        return len(self._plans) <= len(self.stages)
+
+    def launch(self, plan: IterationPlan, packed: PackedPlan, *, answer: bool = True) -> None:
+        """Sends an iteration to the workers and enqueues it here. Raises HostFailed."""
+        assert self.has_room
+        assert answer, "masks stay on one host"
+        feeds = self.take_landed()
+        # Numbered without a gap for the workers; those of a scheduler are so already, those of measurements are not.
+        numbered = plan if plan.sequence == self._numbers else dataclasses.replace(plan, sequence=self._numbers)
+        self._numbers += 1
+        message = wire.encode_plan(numbered, feeds)
+        self._group.send(message)
+        if self.recorder is not None:
+            self.recorder.launched(message)
+        self._plans.append(plan)
+        try:
+            self._waiter.put(self.enqueue(numbered, packed, feeds))
+        except Exception as problem:
+            cause = f"{type(problem).__name__}: {problem}".splitlines()[0]
+            self._group.report(Problem(rank=Rank.THREW, hosts=(0,), sequence=numbered.sequence, cause=cause))
+            raise
+
+    def wait(self) -> tuple[IterationPlan, IterationResult]:
+        """Blocks until the oldest iteration has run on its last stage. Raises HostFailed."""
+        plan = self._plans.popleft()
+        result = self._group.result(self._numbers - len(self._plans) - 1)
+        self.landed(plan)
+        if self.recorder is not None:
+            self.recorder.landed(result)
+        return plan, result
+
+    def serve(self, deadline: float, recorder: FlightRecorder) -> None:
+        """From now on plans are those of requests: numbered as the scheduler does, and held to a deadline."""
+        assert not self._plans
+        self._numbers = 0
+        self._group.phase(deadline, serving=True)
+        self.recorder = recorder
+
+    def replace_params(self, params: Params) -> None:
+        raise RuntimeError("weights are not replaced while several hosts hold them; start them anew")
+
+    def close(self) -> None:
+        """Has the workers end well."""
+        if self._group.stop():
+            self._leave()
+
+    def _done(self, plan: IterationPlan, result: IterationResult | None) -> None:
+        self._group.done(plan.sequence, result)
+
+    def _failed(self, sequence: int, stage: int, problem: Exception) -> None:
+        cause = f"its device failed: {problem}".splitlines()[0]
+        self._group.report(Problem(rank=Rank.DEVICE, hosts=(0,), stages=(stage,), sequence=sequence, cause=cause))

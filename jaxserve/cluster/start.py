@@ -1,0 +1,358 @@
+"""From several processes to one engine: they join, compare, connect, load, compile and agree, step by step.
+
+Every host does the same work for the stages it has devices of, so the code is the same; the master measures at the end,
+by plans that the others follow, and a worker then follows for good.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import jax
+
+from jaxserve import kv_cache, models, orbax, startup, weights
+from jaxserve.cluster import control_pb2 as pb
+from jaxserve.cluster.absent import AbsentStage
+from jaxserve.cluster.config import ClusterConfig, check, facts
+from jaxserve.cluster.failure import HostFailed
+from jaxserve.cluster.group import Group
+from jaxserve.cluster.links import Bridge, Direct, crosses_hosts, make_links, probe
+from jaxserve.cluster.master import MasterPipeline
+from jaxserve.cluster.recorder import FlightRecorder
+from jaxserve.cluster.watchdog import end_process
+from jaxserve.cluster.worker import Membership
+from jaxserve.config import EngineConfig
+from jaxserve.layout import bucket_sizes, lay_out
+from jaxserve.links import Link
+from jaxserve.lowering import StagePrograms
+from jaxserve.parts import parts_of
+from jaxserve.pipeline import Pipeline, Stage
+from jaxserve.program_cache import ProgramCache
+from jaxserve.stage import Progress, StageRunner
+from jaxserve.startup import Started
+from jaxserve.tokenizer import Tokenizer
+from sharding import mesh, specs
+from sharding.fit import check_weights
+from sharding.spec import read as read_spec
+
+_log = logging.getLogger(__name__)
+
+_HEARTBEAT_TIMEOUT = 60  # seconds until jax itself ends a process; the watchdogs are much quicker
+_MEASURING_DEADLINE = 120.0  # seconds for an iteration whose cost nobody knows yet
+_LEAST_DEADLINE = 10.0
+_COSTS = 20  # an iteration may take this many times what the largest bucket was measured to take
+_LEAVING = 5.0  # seconds that jax has to let go
+
+Tell = Callable[[str], None]
+
+
+class _Party(Protocol):
+    """A host's way to the others: a `Group` or a `Membership`."""
+
+    def reached(self, step: str) -> None: ...
+    def agree(self, about: str, value: int) -> int: ...
+
+
+class Led(NamedTuple):
+    """What host 0 makes an engine of, and what keeps its iterations."""
+
+    started: Started
+    tokenizer: Tokenizer | None
+    recorder: FlightRecorder
+
+
+class _Prepared(NamedTuple):
+    """What every host has before the first plan."""
+
+    programs: list[StagePrograms]
+    stages: list[Stage]
+    links: list[Link]
+    n_blocks: int
+    reason: str
+    load_seconds: float
+    compile_seconds: float
+
+
+def lead(
+    path: str | Path, config: EngineConfig, cluster: ClusterConfig, *, tell: Tell, progress: Progress = startup.silent
+) -> Led:
+    """What `startup.from_checkpoint` does, with the devices of several hosts; on host 0.
+
+    Args:
+      tell: is told which host is at which step, a line each.
+
+    Raises:
+      ValueError: a setting cannot be, a host has not joined in time or has been started with other settings, versions
+        or weights; the message names it.
+      HostFailed: a host failed on the way.
+    """
+    check(config, cluster)
+    group = Group(cluster, _facts(path, config, cluster), tell=tell)
+    group.listen()
+    try:
+        group.reached(f"waiting for {cluster.hosts - 1} more at {cluster.control}")
+        group.join()
+        tokenizer = Tokenizer.from_directory(path)
+        prepared = _prepare(path, config, cluster, group, progress, tell)
+        group.place(_places(prepared.programs))
+        pipeline = MasterPipeline(prepared.stages, prepared.links, group, leave)
+        group.agree("ready", 1)
+        group.reached("measuring buckets")
+        group.phase(_MEASURING_DEADLINE, serving=False)
+        started = startup.finish(
+            config,
+            [pipeline],
+            [],
+            prepared.n_blocks,
+            progress,
+            attention_reason=prepared.reason,
+            programs_loaded=0,
+            load_seconds=prepared.load_seconds,
+            compile_seconds=prepared.compile_seconds,
+        )
+        recorder = _recorder(path, config, cluster, prepared)
+        group.on_failure = lambda problem: write_record(recorder, str(problem), tell)
+        slowest = max(cost.milliseconds for cost in started.report.buckets) / 1000
+        deadline = cluster.step_deadline or max(_LEAST_DEADLINE, _COSTS * slowest)
+        pipeline.serve(deadline, recorder)
+        tell(f"all {cluster.hosts} hosts are ready; an iteration has {deadline:g} s")
+    except HostFailed:
+        raise  # the watchdog ends the hosts
+    except BaseException as problem:
+        group.stop(f"host 0: {problem}")
+        raise
+    return Led(started, tokenizer, recorder)
+
+
+def follow(
+    path: str | Path, config: EngineConfig, cluster: ClusterConfig, *, tell: Tell, progress: Progress = startup.silent
+) -> None:
+    """Works for host 0 until it says that that is enough; any failure ends the process.
+
+    Raises:
+      ValueError: a setting cannot be, or the master cannot be reached or refuses this host.
+    """
+    check(config, cluster)
+    membership = Membership(cluster, _facts(path, config, cluster), tell=tell)
+    membership.join()
+    try:
+        prepared = _prepare(path, config, cluster, membership, progress, tell)
+        places = _places(prepared.programs)
+        last = len(prepared.programs) - 1
+        pipeline = Pipeline(prepared.stages, prepared.links)
+        membership.reached("ready")
+        membership.agree("ready", 1)
+    except Exception as problem:
+        _log.exception("this host cannot start")
+        membership.fail(f"{type(problem).__name__}: {problem}")
+        raise
+    answers = cluster.host == min(host for host, each in places.items() if last in each)
+    membership.follow(pipeline, prepared.n_blocks, answers=answers)
+    leave()
+
+
+def leave() -> None:
+    """Leaves the job of all hosts, or the process where that does not work within seconds."""
+    timer = threading.Timer(_LEAVING, end_process, (0,))
+    timer.daemon = True
+    timer.start()
+    jax.distributed.shutdown()
+    timer.cancel()
+
+
+def write_record(recorder: FlightRecorder, reason: str, tell: Tell) -> None:
+    """Writes what the recorder holds, and says where."""
+    try:
+        tell(f"the last iterations are in {recorder.write(reason)}; `jaxserve replay` runs them again")
+    except OSError as problem:
+        tell(f"the flight record cannot be written: {problem}")
+
+
+def _facts(path: str | Path, config: EngineConfig, cluster: ClusterConfig) -> list[tuple[str, str]]:
+    if orbax.is_saved(Path(path)):
+        raise ValueError(f"{path} was written by `jaxserve convert`; several hosts read Hugging Face directories only")
+    return facts(config, cluster, bucket_sizes(config), weights.fingerprint(path))
+
+
+def _connect(cluster: ClusterConfig, party: _Party) -> None:
+    """Makes the processes one jax job. Nothing may have asked for devices before."""
+    party.reached("connecting devices")
+    mine = _own_address(cluster)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    if cluster.links != "bridge":  # where devices have no links of their own: CPUs
+        jax.config.update("jax_cross_host_transfer_socket_address", f"{mine}:0")
+        jax.config.update("jax_cross_host_transport_addresses", ",".join([f"{mine}:0"] * 4))
+    jax.distributed.initialize(
+        coordinator_address=cluster.coordinator,
+        coordinator_bind_address=cluster.coordinator,
+        num_processes=cluster.hosts,
+        process_id=cluster.host,
+        local_device_ids=cluster.local_devices,
+        initialization_timeout=math.ceil(cluster.join_timeout),
+        heartbeat_timeout_seconds=_HEARTBEAT_TIMEOUT,
+        shutdown_timeout_seconds=math.ceil(_LEAVING),
+    )
+
+
+def _own_address(cluster: ClusterConfig) -> str:
+    """Of the interface that leads to the master."""
+    name, port = cluster.interface.strip("[]"), int(cluster.coordinator.rpartition(":")[2])
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(name, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probing:
+            probing.connect(address)  # sends nothing
+            found = probing.getsockname()[0]
+    except OSError as problem:
+        raise ValueError(f"coordinator is {cluster.coordinator}, which cannot be found: {problem}") from None
+    return f"[{found}]" if ":" in found else found
+
+
+def _prepare(
+    path: str | Path, config: EngineConfig, cluster: ClusterConfig, party: _Party, progress: Progress, tell: Tell
+) -> _Prepared:
+    started = time.perf_counter()
+    model = models.build(weights.read_config(path))
+    spec = specs.default(model.config.family)
+    if config.sharding is not None:
+        spec = read_spec(config.sharding, spec)
+    _connect(cluster, party)
+    dtype = startup.compute_dtype(config)
+    (meshes,) = mesh.make_meshes(config.tensor, config.stages, devices=_devices(config, cluster))
+    platform = jax.local_devices()[0].platform
+    programs, reason = lay_out(config, model, meshes, spec, dtype=dtype, platform=platform)
+    here = [stage for stage in programs if stage.mesh.local_devices]
+    party.reached("reading weights")
+    for stage in here:
+        device = stage.mesh.local_devices[0]
+        room = kv_cache.weight_room(device, config.tensor * config.stages)
+        check_weights(parts_of(stage).values(), room, f"{device.device_kind} device")
+    startup.program_cache(config)  # jax's own, for programs that several hosts run
+    sizes, stages, read = bucket_sizes(config), [], 0
+
+    def count(nbytes: int) -> None:
+        nonlocal read
+        read += nbytes
+
+    for stage in programs:
+        if stage not in here:
+            stages.append(AbsentStage(stage, sizes))
+            continue
+        params = weights.load(
+            path, stage.model, dtype, place=_own(stage), int8=stage.int8, progress=progress, count=count
+        )
+        stages.append(StageRunner(stage, params, sizes, _cache(config, stage)))
+    loaded = time.perf_counter()
+    runners = [stage for stage in stages if isinstance(stage, StageRunner)]
+    total = sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
+    party.reached(f"{read / 2**20:.1f} of {total / 2**20:.1f} MiB of weights read; compiling")
+    n_blocks = party.agree("blocks", min(startup.pool_blocks(config, runner, ()) for runner in runners))
+    for stage in stages:
+        if isinstance(stage, StageRunner):
+            stage.compile(n_blocks, progress)
+        else:
+            stage.compile(n_blocks)
+    links = _linked(programs, sizes, cluster, party, tell)
+    return _Prepared(programs, stages, links, n_blocks, reason, loaded - started, time.perf_counter() - loaded)
+
+
+def _devices(config: EngineConfig, cluster: ClusterConfig) -> list[jax.Device]:
+    """As many of every host, in the order of the hosts: each stage takes those that follow the one's before."""
+    each, found = config.tensor * config.stages // cluster.hosts, []
+    for host in range(cluster.hosts):
+        theirs = [device for device in jax.devices() if device.process_index == host]
+        if len(theirs) < each:
+            raise ValueError(
+                f"host {host} has {len(theirs)} devices; tensor {config.tensor} times stages {config.stages} over "
+                f"{cluster.hosts} hosts takes {each} of each"
+            )
+        found += theirs[:each]
+    return found
+
+
+def _own(stage: StagePrograms) -> weights.Place:
+    """Has only the stage's own parameters read; of these, devices read their own slices."""
+    names, place = parts_of(stage).keys(), weights.on_mesh(stage.model, stage.mesh, stage.spec)
+    return lambda name, shape, axes: place(name, shape, axes) if name in names else None
+
+
+def _cache(config: EngineConfig, stage: StagePrograms) -> ProgramCache | None:
+    """For the programs of a stage whose devices are all here, which are whole here."""
+    if config.compilation_cache is None or len(stage.mesh.local_devices) < stage.mesh.size:
+        return None
+    return ProgramCache(Path(config.compilation_cache))
+
+
+def _linked(
+    programs: Sequence[StagePrograms], sizes: Sequence[int], cluster: ClusterConfig, party: _Party, tell: Tell
+) -> list[Link]:
+    """The links, by the way that was asked for or that all hosts found to work."""
+    if not crosses_hosts(programs):
+        return make_links(programs, "bridge")
+    party.reached("linking stages")
+    why = "asked for"
+    if cluster.links == "bridge":
+        way = "bridge"
+    else:
+        problem = probe(programs)
+        way = "direct" if party.agree("direct links", problem is None) else "bridge"
+        why = problem or ("as other hosts found" if way == "bridge" else "probed")
+        if way == "bridge" and cluster.links == "direct":
+            raise ValueError(f"links is direct, which does not work here: {why}")
+    links = make_links(programs, way)
+    shape = programs[0].shape
+    hidden = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in map(programs[0].hidden, sizes)]
+    counts = sorted({shape.layout(bucket).points for bucket in sizes})
+    chosen = [jax.ShapeDtypeStruct((2, count), "int32") for count in counts]
+    for link in links:
+        if isinstance(link, Bridge):
+            link.prepare(chosen if link is links[-1] else hidden)
+    if cluster.host == 0 or any(isinstance(link, Direct | Bridge) for link in links):
+        tell(f"host {cluster.host}: links between hosts: {way} ({why})")
+    return links
+
+
+def _places(programs: Sequence[StagePrograms]) -> dict[int, tuple[int, ...]]:
+    """The stages of each host."""
+    found: dict[int, list[int]] = {}
+    for index, stage in enumerate(programs):
+        for host in sorted({device.process_index for device in stage.mesh.devices.flat}):
+            found.setdefault(host, []).append(index)
+    return {host: tuple(stages) for host, stages in found.items()}
+
+
+def _recorder(path: str | Path, config: EngineConfig, cluster: ClusterConfig, prepared: _Prepared) -> FlightRecorder:
+    """With everything that a replay on one machine has to know of the engine."""
+    shape = prepared.programs[0].shape
+    settled = dataclasses.replace(
+        config,
+        dtype=str(shape.attention.dtype),
+        kv_cache_dtype=str(shape.attention.pool_dtype),
+        block_size=shape.attention.block_size,
+        max_context=shape.max_context,
+        slots=prepared.n_blocks * shape.attention.block_size,
+        buckets=tuple(bucket_sizes(config)),
+        tensor=1,
+        stages=1,
+        in_flight=None,
+        layers_per_stage=None,
+        sharding=None,
+        compilation_cache=None,
+    )
+    about = pb.Recording(
+        fingerprint=weights.fingerprint(path),
+        settings=json.dumps(dataclasses.asdict(settled)),
+        n_blocks=prepared.n_blocks,
+        n_rows=shape.n_rows,
+    )
+    return FlightRecorder(
+        about, shape.attention.block_size, seconds=cluster.record_seconds, folder=cluster.record_folder
+    )

@@ -1,0 +1,164 @@
+"""Plans and results between the engine's values and the messages of control.proto. No jax.
+
+A decode row takes some ten bytes: tokens stay on the devices, and of a request's parameters only what its sampler needs
+is sent, once, when it takes its row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxserve.cluster import control_pb2 as pb
+from jaxserve.iteration import Admission, BlockCopy, Chunk, IterationPlan, IterationResult, SamplerVariant, TableChange
+from jaxserve.request import SamplingParams
+
+_MOST = 2**31 - 1
+
+
+def encode_plan(plan: IterationPlan, feeds: int) -> pb.Plan:
+    """A plan, and of how many earlier ones the tokens go back to the first stage before it."""
+    message = pb.Plan(
+        sequence=plan.sequence,
+        bucket=plan.bucket,
+        admissions=map(encode_admission, plan.admissions),
+        scoring=plan.scoring,
+        drafts=plan.drafts,
+        feeds=feeds,
+    )
+    if plan.sampler is not None:
+        message.sampler = plan.sampler
+    chunks = message.chunks
+    for column, values in zip(
+        (chunks.row, chunks.start, chunks.length, chunks.samples), zip(*plan.chunks, strict=True), strict=False
+    ):
+        column.extend(map(int, values))  # `samples` may be a bool
+    changes = message.table_changes
+    for column, values in zip(
+        (changes.row, changes.column, changes.block), zip(*plan.table_changes, strict=True), strict=False
+    ):
+        column.extend(values)
+    for copy in plan.block_copies:
+        message.block_copies.add(source=copy.source, target=copy.target)
+    return message
+
+
+def decode_plan(message: pb.Plan) -> IterationPlan:
+    """What `encode_plan` was given."""
+    chunks, changes = message.chunks, message.table_changes
+    return IterationPlan(
+        sequence=message.sequence,
+        bucket=message.bucket,
+        admissions=tuple(map(decode_admission, message.admissions)),
+        chunks=tuple(map(Chunk, chunks.row, chunks.start, chunks.length, chunks.samples)),
+        table_changes=tuple(map(TableChange, changes.row, changes.column, changes.block)),
+        sampler=SamplerVariant(message.sampler) if message.HasField("sampler") else None,
+        scoring=message.scoring,
+        drafts=tuple(message.drafts),
+        block_copies=tuple(BlockCopy(copy.source, copy.target) for copy in message.block_copies),
+    )
+
+
+def encode_admission(admission: Admission) -> pb.Admission:
+    """A request that takes a row."""
+    sampling = admission.sampling
+    bias_tokens, biases = zip(*sampling.logit_bias, strict=True) if sampling.logit_bias else ((), ())
+    return pb.Admission(
+        row=admission.row,
+        request_id=admission.request_id,
+        tokens=admission.tokens,
+        prompt_length=admission.prompt_length,
+        blocks=admission.blocks,
+        endings=admission.endings,
+        sampling=pb.Sampling(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=min(sampling.top_k, _MOST),
+            min_p=sampling.min_p,
+            repetition_penalty=sampling.repetition_penalty,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            seed=sampling.seed % 2**64,
+            sample_index=sampling.sample_index,
+            bias_token=bias_tokens,
+            bias=biases,
+            min_tokens=sampling.min_tokens,
+            bad_words=[pb.Run(tokens=run) for run in sampling.bad_word_tokens],
+        ),
+    )
+
+
+def decode_admission(message: pb.Admission) -> Admission:
+    """What `encode_admission` was given, as far as a sampler is concerned."""
+    sampling = message.sampling
+    return Admission(
+        row=message.row,
+        request_id=message.request_id,
+        tokens=tuple(message.tokens),
+        prompt_length=message.prompt_length,
+        blocks=tuple(message.blocks),
+        sampling=SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            repetition_penalty=sampling.repetition_penalty,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            seed=sampling.seed,
+            sample_index=sampling.sample_index,
+            logit_bias=tuple(zip(sampling.bias_token, sampling.bias, strict=True)),
+            min_tokens=sampling.min_tokens,
+            max_tokens=max(1, sampling.min_tokens),
+            bad_word_tokens=tuple(tuple(run.tokens) for run in sampling.bad_words),
+        ),
+        endings=tuple(message.endings),
+    )
+
+
+def entries(chunks: Sequence[Chunk]) -> int:
+    """How many entries of a result belong to these chunks."""
+    return sum(max(chunk.samples, 1) for chunk in chunks)
+
+
+def encode_result(result: IterationResult, count: int) -> pb.Result:
+    """The first `count` entries of a result, and what was scored."""
+    message = pb.Result(tokens=result.tokens[:count].tolist(), logprobs=result.logprobs[:count].tolist())
+    if result.top_ids is not None and result.top_logprobs is not None:
+        _encode_table(message.top, result.top_ids[:count], result.top_logprobs[:count])
+    if result.score_logprobs is not None:
+        assert result.score_top_ids is not None
+        assert result.score_top_logprobs is not None
+        message.score_logprobs.extend(result.score_logprobs.tolist())
+        _encode_table(message.score_top, result.score_top_ids, result.score_top_logprobs)
+    return message
+
+
+def decode_result(message: pb.Result) -> IterationResult:
+    """What `encode_result` was given."""
+    top = _decode_table(message.top) if message.HasField("top") else (None, None)
+    score_top, scores = (None, None), None
+    if message.HasField("score_top"):
+        score_top = _decode_table(message.score_top)
+        scores = np.array(message.score_logprobs, np.float32)
+    return IterationResult(
+        tokens=np.array(message.tokens, np.int32),
+        logprobs=np.array(message.logprobs, np.float32),
+        top_ids=top[0],
+        top_logprobs=top[1],
+        score_logprobs=scores,
+        score_top_ids=score_top[0],
+        score_top_logprobs=score_top[1],
+    )
+
+
+def _encode_table(message: pb.Table, ids: np.ndarray, logprobs: np.ndarray) -> None:
+    message.width = ids.shape[1]
+    message.ids.extend(ids.reshape(-1).tolist())
+    message.logprobs.extend(logprobs.reshape(-1).tolist())
+
+
+def _decode_table(message: pb.Table) -> tuple[np.ndarray, np.ndarray]:
+    ids, logprobs = np.array(message.ids, np.int32), np.array(message.logprobs, np.float32)
+    return ids.reshape(-1, message.width), logprobs.reshape(-1, message.width)

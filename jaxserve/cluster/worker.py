@@ -1,0 +1,213 @@
+"""A worker: it follows the master's plans, in order and without waiting for its devices, and ends with the others."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import grpc
+
+from jaxserve import batch
+from jaxserve.cluster import control_pb2 as pb
+from jaxserve.cluster import wire
+from jaxserve.cluster.config import ClusterConfig
+from jaxserve.cluster.failure import ExitCode
+from jaxserve.cluster.group import METHOD, OPTIONS, SERVICE, STARTING_SILENCE
+from jaxserve.cluster.progress import Progress, Waiter
+from jaxserve.cluster.watchdog import Watchdog, end_process
+from jaxserve.iteration import IterationPlan, IterationResult
+from jaxserve.pipeline import Pipeline
+
+_log = logging.getLogger(__name__)
+
+_FLUSH = 0.3  # seconds for a last word to leave
+_LEAST_SILENCE = 2.0
+
+
+class Membership:
+    """The worker's side of the control channel.
+
+    Args:
+      facts: what every host must have alike.
+      tell: is told of this host's steps, a line each.
+      end: ends the process.
+    """
+
+    def __init__(
+        self,
+        cluster: ClusterConfig,
+        facts: Sequence[tuple[str, str]],
+        *,
+        tell: Callable[[str], None],
+        end: Callable[[int], None] = end_process,
+    ) -> None:
+        self._cluster, self._facts, self._tell, self._end = cluster, list(facts), tell, end
+        self._out: queue.SimpleQueue[pb.FromWorker | None] = queue.SimpleQueue()
+        self._plans: queue.SimpleQueue[pb.Plan | pb.Phase | None] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._agreed: dict[str, int] = {}
+        self._heard = time.monotonic()
+        self._deadline = 0.0
+        self._step = "joining"
+        self._serving = self._stopping = False
+        self.progress = Progress()
+        self._watchdog = Watchdog(self._look, self._beat)
+
+    def join(self) -> None:
+        """Reaches the master and is welcomed. Raises ValueError for an unreachable master, and for its refusal."""
+        address, secrets = self._cluster.control, self._cluster.secrets
+        if secrets is None:
+            channel = grpc.insecure_channel(address, options=OPTIONS)
+        else:
+            credentials = grpc.ssl_channel_credentials(secrets.authority, secrets.key, secrets.certificate)
+            channel = grpc.secure_channel(address, credentials, options=OPTIONS)
+        try:
+            grpc.channel_ready_future(channel).result(timeout=self._cluster.join_timeout)
+        except grpc.FutureTimeoutError:
+            raise ValueError(f"host 0 cannot be reached at {address} within {self._cluster.join_timeout:g} s") from None
+        follow = channel.stream_stream(
+            f"/{SERVICE}/{METHOD}",
+            request_serializer=pb.FromWorker.SerializeToString,
+            response_deserializer=pb.FromMaster.FromString,
+        )
+        facts = [pb.Fact(field=name, value=value) for name, value in self._facts]
+        self._out.put(pb.FromWorker(hello=pb.Hello(host=self._cluster.host, facts=facts)))
+        messages = follow(iter(self._out.get, None))
+        try:
+            welcome = next(messages).welcome
+        except (grpc.RpcError, StopIteration):
+            raise ValueError(f"host 0 at {address} ended the start") from None
+        if welcome.refusal:
+            raise ValueError(f"host 0 at {address} refuses: {welcome.refusal}")
+        self._heard = time.monotonic()
+        threading.Thread(target=self._listen, args=(messages,), name="jaxserve-master", daemon=True).start()
+        self._watchdog.start()
+
+    def reached(self, step: str) -> None:
+        """This host's step of the start."""
+        self._step = step
+        self._tell(f"host {self._cluster.host}: {step}")
+        self._out.put(pb.FromWorker(reached=pb.Reached(step=step)))
+
+    def agree(self, about: str, value: int) -> int:
+        """The least of all hosts' numbers; waits until all have theirs."""
+        self._out.put(pb.FromWorker(vote=pb.Vote(about=about, value=value)))
+        with self._changed:
+            self._changed.wait_for(lambda: about in self._agreed)
+            return self._agreed[about]
+
+    def follow(self, pipeline: Pipeline, n_blocks: int, *, answers: bool) -> None:
+        """Launches plans in order until the master stops. An iteration that fails ends the process.
+
+        Args:
+          n_blocks: of the pool.
+          answers: whether the master takes the results from this host.
+        """
+
+        def done(plan: IterationPlan, result: IterationResult | None) -> None:
+            if answers:
+                assert result is not None
+                message = wire.encode_result(result, wire.entries(plan.chunks) if plan.sampler is not None else 0)
+                self._out.put(pb.FromWorker(completed=pb.Completed(sequence=plan.sequence, result=message)))
+
+        def failed(sequence: int, stage: int, problem: Exception) -> None:
+            self.fail(f"its device failed: {problem}", sequence=sequence, stage=stage, launching=False)
+
+        waiter, expected, sequence = Waiter(self.progress, done=done, failed=failed), 0, 0
+        most = 2 * (len(pipeline.stages) + 1)  # the master has half as many; some may be done here and not noted yet
+        try:
+            while (message := self._plans.get()) is not None:
+                if isinstance(message, pb.Phase):
+                    expected = 0
+                    continue
+                sequence = message.sequence
+                assert sequence == expected, f"plan {sequence} came where {expected} was next"
+                expected += 1
+                assert len(self.progress) < most, f"plan {sequence} came with {len(self.progress)} under way"
+                self.progress.begin(sequence)
+                plan = wire.decode_plan(message)
+                packed = batch.pack(plan, pipeline.shape.layout(plan.bucket), n_blocks)
+                waiter.put(pipeline.enqueue(plan, packed, message.feeds))
+        except Exception as problem:
+            _log.exception("iteration %d cannot be launched", sequence)
+            self.fail(f"{type(problem).__name__}: {problem}", sequence=sequence, launching=True)
+        waiter.close()
+        self._watchdog.stop()
+        self._out.put(None)
+
+    def fail(self, cause: str, *, sequence: int = 0, stage: int = 0, launching: bool = True) -> None:
+        """Says what has gone wrong here, and ends the process."""
+        cause = cause.splitlines()[0][:1000]
+        self._out.put(pb.FromWorker(failed=pb.Failed(sequence=sequence, stage=stage, launching=launching, cause=cause)))
+        where = f"iteration {sequence}, stage {stage}" if self._serving else self._step
+        self._finish(ExitCode.BROKEN, f"host {self._cluster.host} ({where}): {cause}", flush=True)
+
+    def _finish(self, code: ExitCode, why: str, *, flush: bool = False) -> None:
+        with self._changed:
+            if self._stopping:
+                return
+            self._stopping = True
+        _log.error("%s", why)
+        if flush:
+            time.sleep(_FLUSH)
+        self._end(code)
+
+    def _listen(self, messages: Iterator[pb.FromMaster]) -> None:
+        why = "it ended its control stream"
+        try:
+            for message in messages:
+                self._heard = time.monotonic()
+                match message.WhichOneof("message"):
+                    case "plan":
+                        self._plans.put(message.plan)
+                    case "phase":
+                        self._deadline, self._serving = message.phase.deadline_seconds, True
+                        self._plans.put(message.phase)
+                    case "agreed":
+                        with self._changed:
+                            self._agreed[message.agreed.about] = message.agreed.value
+                            self._changed.notify_all()
+                    case "stop":
+                        self._stop(message.stop.cause)
+                        return
+        except grpc.RpcError as problem:
+            why = f"its control stream broke: {problem.details() if isinstance(problem, grpc.Call) else problem}"
+        waiting = self.progress.waiting()
+        where = "" if waiting is None else f", iteration {waiting.sequence}, stage {waiting.stage} here"
+        self._finish(ExitCode.LOST, f"host 0 is lost{where}: {why}")
+
+    def _stop(self, cause: str) -> None:
+        if cause:
+            self._finish(ExitCode.LOST, f"host 0 has ended the hosts' work: {cause}")
+            return
+        with self._changed:
+            self._stopping = True
+        if not self._serving:
+            self._end(0)
+        self._plans.put(None)
+
+    def _look(self) -> bool:
+        """The watchdog's look: a silent master, an iteration that is late here."""
+        if self._stopping:
+            return False
+        silent = time.monotonic() - self._heard
+        if silent > (max(self._deadline, _LEAST_SILENCE) if self._serving else STARTING_SILENCE):
+            self._finish(ExitCode.LOST, f"host 0 is lost: nothing was heard of it for {silent:.1f} s")
+            return False
+        waiting = self.progress.waiting()
+        if self._deadline and waiting is not None and waiting.seconds > self._deadline + 1.0:
+            # A second later than the master, who knows better which host the others wait for.
+            why = f"host {self._cluster.host}, stage {waiting.stage}, iteration {waiting.sequence}: not done in time"
+            self._finish(ExitCode.OVERDUE, why)
+            return False
+        return True
+
+    def _beat(self) -> None:
+        waiting = self.progress.waiting()
+        beat = pb.Heartbeat()
+        if waiting is not None:
+            beat = pb.Heartbeat(busy=True, sequence=waiting.sequence, stage=waiting.stage)
+        self._out.put(pb.FromWorker(heartbeat=beat))

@@ -1,0 +1,38 @@
+"""How many programs jax has compiled, and how many of them it found in its own cache, by thread."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from typing import Any
+
+import jax
+
+# Of this process, by the thread they ran on, and those that jax found in its own persistent cache.
+_compilations: Counter[int] = Counter()
+_loaded: Counter[int] = Counter()
+
+
+def _count_compilation(event: str, duration_secs: float, **_: Any) -> None:
+    del duration_secs
+    if event == "/jax/core/compile/backend_compile_duration":
+        _compilations[threading.get_ident()] += 1
+
+
+def _count_loaded(event: str, **_: Any) -> None:
+    if event == "/jax/compilation_cache/cache_hits":
+        _loaded[threading.get_ident()] += 1
+
+
+jax.monitoring.register_event_duration_secs_listener(_count_compilation)
+jax.monitoring.register_event_listener(_count_loaded)
+
+
+def compilations() -> int:
+    """How many programs jax has compiled on the calling thread."""
+    return _compilations[threading.get_ident()]
+
+
+def loaded_by_jax() -> int:
+    """How many of them it found in its persistent cache."""
+    return _loaded[threading.get_ident()]

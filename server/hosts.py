@@ -1,0 +1,196 @@
+"""`jaxserve serve` on several hosts: the flags that place a process among them, and the two parts there are to play."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, get_args
+
+from jaxserve.cluster.config import ClusterConfig, LinksName, Secrets, check
+from server import flags
+from server.remote import exit_codes
+from server.remote.job import Job
+from server.remote.remote_engine import RemoteEngine
+from server.remote.supervisor import EngineGone, Restarts, Supervisor
+from server.report import Report, say
+from server.start import mending
+
+if TYPE_CHECKING:
+    from jaxserve.config import EngineConfig
+    from jaxserve.engine import Engine
+
+FAILING_SECONDS = 10.0  # that the watchdog has to end a process whose hosts have failed, when all has been told
+# Whoever ends the group has host 0 do so: a worker that left first would look like one that failed.
+WAITING = "waiting for host 0 to end the hosts"
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags that `from_flags` reads."""
+    group = parser.add_argument_group("several hosts (docs/hosts.md)")
+    group.add_argument(
+        "--hosts",
+        type=_hosts,
+        metavar="N|auto",
+        default=1,
+        help="processes that serve one model together, each with as many of its T x S devices; auto: what jax finds "
+        "out on TPU pods, Slurm and Kubernetes (default: %(default)s)",
+    )
+    group.add_argument("--host-id", type=int, metavar="I", help="which of them this is; 0 plans and has the front door")
+    group.add_argument("--coordinator", metavar="HOST:PORT", help="where the others find host 0, by this very name")
+    group.add_argument(
+        "--control-port", type=int, metavar="N", help="of host 0, for plans (default: the one after the coordinator's)"
+    )
+    group.add_argument(
+        "--join-timeout",
+        type=float,
+        metavar="S",
+        default=300.0,
+        help="how long the hosts wait for each other (default: %(default)g)",
+    )
+    group.add_argument(
+        "--step-deadline",
+        type=float,
+        metavar="S",
+        help="an iteration that takes longer has failed, and so have the hosts (default: 20 times what the largest "
+        "bucket takes, and at least 10)",
+    )
+    group.add_argument(
+        "--links",
+        choices=get_args(LinksName),
+        default="auto",
+        help="how stages on different hosts pass arrays on; direct: the runtime copies; bridge: a program on both; "
+        "auto: direct where a probe finds that it works (default: %(default)s)",
+    )
+    for name, text in (
+        ("cert", "this host's certificate, for mutual TLS between the hosts"),
+        ("key", "its private key"),
+        ("ca", "the authority that has signed the certificate of every host"),
+    ):
+        group.add_argument(f"--hosts-{name}", type=Path, metavar="FILE.pem", help=text)
+    group.add_argument(
+        "--flight-seconds",
+        type=float,
+        metavar="S",
+        default=120.0,
+        help="of iterations that are kept for `jaxserve replay`; written when a host fails and on SIGUSR2 "
+        "(default: %(default)g)",
+    )
+    group.add_argument(
+        "--flight-folder", type=Path, metavar="DIR", default=Path(), help="where to (default: the folder it runs in)"
+    )
+
+
+def from_flags(args: argparse.Namespace) -> ClusterConfig | None:
+    """This process's place; None where it serves alone. Raises UserError for flags that cannot be."""
+    with mending():
+        secrets = _secrets(args)
+        if args.hosts == 1:
+            given = ("host_id", "coordinator", "control_port", "step_deadline")
+            for name in given:
+                if getattr(args, name) is not None:
+                    raise ValueError(f"--{name.replace('_', '-')} needs --hosts")
+            if secrets is not None:
+                raise ValueError("--hosts-cert needs --hosts")
+            return None
+        local_devices = None
+        if args.hosts == "auto":
+            from jaxserve.cluster.detect import detect
+
+            count, host, coordinator, local_devices = detect()
+        else:
+            count, host, coordinator = args.hosts, args.host_id, args.coordinator
+            if host is None or coordinator is None:
+                raise ValueError(f"--hosts {count} needs --host-id and --coordinator")
+        cluster = ClusterConfig(
+            hosts=count,
+            host=host,
+            coordinator=coordinator,
+            control_port=args.control_port,
+            join_timeout=args.join_timeout,
+            step_deadline=args.step_deadline,
+            links=args.links,
+            record_seconds=args.flight_seconds,
+            record_folder=args.flight_folder,
+            secrets=secrets,
+            local_devices=local_devices,
+        )
+        check(flags.engine_config(args), cluster)
+        return cluster
+
+
+def lead(path: Path, config: EngineConfig, cluster: ClusterConfig, progress: Report) -> Engine:
+    """Host 0: the engine of all hosts. Raises ValueError for whatever the user can mend."""
+    from jaxserve.cluster import start
+    from jaxserve.cluster.failure import HostFailed
+    from jaxserve.engine import Engine
+
+    try:
+        led = start.lead(path, config, cluster, tell=say, progress=progress)
+    except HostFailed as failure:
+        say(f"error: {failure}")
+        time.sleep(FAILING_SECONDS)
+        os._exit(failure.code)
+    signal.signal(signal.SIGUSR2, lambda *_: start.write_record(led.recorder, "asked for", say))
+    return Engine(config, led.started, led.tokenizer)
+
+
+def follow(path: Path, config: EngineConfig, cluster: ClusterConfig) -> int:
+    """Any other host. Returns 0 once host 0 has ended. Raises UserError for whatever the user can mend."""
+    with mending():
+        from jaxserve.cluster import start
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: say(WAITING))
+        start.follow(path, config, cluster, tell=say)
+    say("stopped")
+    return 0
+
+
+async def follow_supervised(path: Path, config: EngineConfig, cluster: ClusterConfig) -> int:
+    """Any other host, in a process that is started again when it fails. Returns the exit code, 0 once host 0 has
+    ended. Raises UserError for whatever the user can mend."""
+    job = Job.of(str(path), config, cluster=cluster)
+    supervisor = Supervisor(RemoteEngine(config, None), job, restarts=Restarts())
+    loop = asyncio.get_running_loop()
+
+    def leave() -> None:
+        say(WAITING)
+        supervisor.let_end()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, leave)
+    try:
+        await supervisor.run()
+    except EngineGone as problem:
+        say(f"error: {problem}")
+        return exit_codes.ENGINE_GONE
+    say("stopped")
+    return exit_codes.ENDED
+
+
+def _hosts(text: str) -> int | str:
+    if text == "auto":
+        return text
+    if (count := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{count} is no number of hosts")
+    return count
+
+
+def _secrets(args: argparse.Namespace) -> Secrets | None:
+    from server.tls import Tls
+
+    files = (args.hosts_cert, args.hosts_key, args.hosts_ca)
+    if not any(files):
+        return None
+    if not all(files):
+        raise ValueError("--hosts-cert, --hosts-key and --hosts-ca go together")
+    try:
+        Tls(certificate=args.hosts_cert, key=args.hosts_key, client_ca=args.hosts_ca)
+    except ValueError as problem:
+        raise ValueError(str(problem).replace("--tls-client-ca", "--hosts-ca").replace("--tls-", "--hosts-")) from None
+    certificate, key, authority = (path.read_bytes() for path in files)
+    return Secrets(authority=authority, certificate=certificate, key=key)

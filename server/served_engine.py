@@ -1,0 +1,93 @@
+"""What the front door uses of an engine, whether it runs in this process or in one of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from jaxserve.config import EngineConfig
+    from jaxserve.matcher import Grammars
+    from jaxserve.observe import IterationRecord, Load
+    from jaxserve.request import Request, TokenEvent
+    from jaxserve.startup_report import StartupReport
+    from jaxserve.tokenizer import Tokenizer
+
+    Sink = Callable[[list[TokenEvent]], None]
+
+
+class NotReady(RuntimeError):
+    """The engine is still starting: what it will be like is not known yet."""
+
+
+class Vocabulary(Protocol):
+    """What the door must know of a model."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
+    @property
+    def bos_token_id(self) -> int | None: ...
+
+
+class ServedEngine(Protocol):
+    """An engine as its front door sees it: `jaxserve.engine.Engine`, or `server.remote.remote_engine.RemoteEngine`.
+
+    `report`, `model_config`, `max_context`, `grammars` and `check` raise NotReady before the engine has once been
+    ready; nothing else does.
+    """
+
+    @property
+    def config(self) -> EngineConfig: ...
+    @property
+    def report(self) -> StartupReport: ...
+    @property
+    def model_config(self) -> Vocabulary: ...
+    @property
+    def max_context(self) -> int: ...
+    @property
+    def tokenizer(self) -> Tokenizer | None: ...
+    @property
+    def grammars(self) -> Grammars | None:
+        """None where there is no tokenizer."""
+        ...
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether requests are being served."""
+        ...
+
+    @property
+    def problem(self) -> str | None:
+        """Why none are, in words for callers; None while they are."""
+        ...
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether a request that is handed in now will be served, if only once the engine is back."""
+        ...
+
+    def check(self, request: Request) -> None:
+        """See `jaxserve.engine.Engine.check`."""
+        ...
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        """See `jaxserve.engine.Engine.submit`."""
+        ...
+
+    def abort(self, request_id: str) -> None:
+        """See `jaxserve.engine.Engine.abort`."""
+        ...
+
+    def load(self) -> Load:
+        """How busy the engine is; what was handed in counts at once."""
+        ...
+
+    def loads(self) -> list[Load]:
+        """How busy each replica is."""
+        ...
+
+    def record(self, recorder: Callable[[IterationRecord], None]) -> None:
+        """Has `recorder` called after every iteration, on a thread of the engine's or on the event loop."""
+        ...

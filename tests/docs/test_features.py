@@ -1,0 +1,214 @@
+"""docs/features.md: what it names exists, everything that exists is named, and its examples run."""
+
+import ast
+import asyncio
+import inspect
+import itertools
+import json
+import re
+import shlex
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+
+from jaxserve import EngineConfig
+from jaxserve.demo import DEMO_MODEL
+from jaxserve.engine import Engine
+from jaxserve.request import SAMPLING_FIELDS
+from server import cli
+from server.grpc_server import OPEN_SERVICES, ROUTER_SERVICES
+from server.http import schemas
+from server.proto.inference import open_inference_grpc_pb2
+from server.proto.jaxserve.v1 import inference_pb2
+from server.proto.vllm.grpc.engine import vllm_engine_pb2
+from server.surface import Surface
+from tests.fixtures import notebook
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "features.md").read_text(encoding="utf-8")
+# Accepted from OpenAI's clients, and of no effect; refused by name; not read. None of them is a feature.
+NO_FEATURES = {
+    "openai": {"user", "metadata", "store", "suffix"},
+    "tgi": {"parameters", "adapter_id", "typical_p", "watermark"},
+    "vllm": {
+        *("sampling_params", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output"),
+        *("kv_transfer_params", "kv_transfer_params_json", "mm_inputs", "data_parallel_rank"),
+        "structural_tag",
+    },
+}
+
+
+def table(heading: str) -> dict[str, list[str]]:
+    """What a section's table has in backticks, by column."""
+    section = PAGE.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    rows = [re.split(r" ?\| ?", line.strip("| \n")) for line in section.splitlines() if line.startswith("|")]
+    columns = rows[0] if rows[0][0] else rows[0][1:]
+    names: dict[str, list[str]] = {column: [] for column in columns}
+    for row in rows[2:]:
+        assert len(row) == len(columns) + 1, row
+        for column, cell in zip(columns, row[1:], strict=True):
+            names[column] += re.findall(r"`([^`]+)`", cell)
+            assert "`" in cell or cell in ("–", "the call's own"), (row[0], column)
+    return names
+
+
+def flags_of(*commands: str) -> set[str]:
+    """Every flag of some commands but --help."""
+    parser = cli.parser(with_bench=False)
+    (choices,) = (action.choices for action in parser._actions if action.choices)
+    actions: list[Any] = [action for command in commands for action in choices[command]._actions]  # type: ignore[index]
+    return {flag for action in actions for flag in action.option_strings if flag not in ("-h", "--help")}
+
+
+def fields_of(*messages: Any) -> set[str]:
+    return {field.name for message in messages for field in message.DESCRIPTOR.fields}
+
+
+def methods_of(module: Any, service: str) -> set[str]:
+    return {method.name for method in module.DESCRIPTOR.services_by_name[service].methods}
+
+
+def assert_tests_exist(names: list[str]) -> None:
+    for name in names:
+        file, _, function = name.partition("::")
+        tree = ast.parse((ROOT / "tests" / file).read_text(encoding="utf-8"))
+        assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, name
+
+
+def test_every_field_of_a_request_is_named_and_nothing_else() -> None:
+    names = table("What a request may say")
+    assert_tests_exist(names["test"])
+    assert set(names["gRPC"]) == fields_of(inference_pb2.GenerateRequest) | {"GenerateStream"}
+    terms = {
+        name
+        for method in (Engine.generate, Engine.beam_search, Engine.stream)
+        for name, parameter in inspect.signature(method).parameters.items()
+        if parameter.kind is parameter.KEYWORD_ONLY
+    }
+    python = {*SAMPLING_FIELDS, *terms, "prompt", "prompt_token_ids", "id", "Engine.stream", "Engine.beam_search"}
+    assert set(names["Python, lines"]) == python
+    sampling = flags_of("generate") & flags_of("client")
+    assert set(names["command line"]) == sampling | {"--prompt", "--model"}
+    openai = {*schemas.CompletionBody.model_fields, *schemas.ChatBody.model_fields} - NO_FEATURES["openai"]
+    assert set(names["OpenAI"]) == openai
+    tgi = {*schemas.TgiParameters.model_fields, *schemas.TgiBody.model_fields} - NO_FEATURES["tgi"]
+    assert set(names["TGI"]) == tgi | {"/generate_stream"}
+    vllm = fields_of(vllm_engine_pb2.GenerateRequest, vllm_engine_pb2.SamplingParams) - NO_FEATURES["vllm"]
+    assert set(names["vLLM"]) == vllm
+
+
+def test_every_call_is_named_and_nothing_else() -> None:
+    names = table("Calls")
+    assert_tests_exist(names["test"])
+    assert {*names["gRPC"], "GenerateStream"} == methods_of(inference_pb2, "Inference") | {f"{OPEN_SERVICES[0]}/Check"}
+    vllm, kserve = (service.rpartition(".")[2] for service in ROUTER_SERVICES)
+    routers = {f"{vllm}/{name}" for name in methods_of(vllm_engine_pb2, vllm)}
+    routers |= {f"{kserve}/{name}" for name in methods_of(open_inference_grpc_pb2, kserve) - {"ModelInfer"}}
+    assert set(names["routers"]) == routers
+    for name in names["Python"]:
+        attribute = name.removeprefix("Engine.")
+        assert hasattr(Engine, attribute) or f"self.{attribute}" in (ROOT / "jaxserve/engine.py").read_text(), name
+    for command in names["command line"]:
+        words = command.split()
+        assert set(words[2:]) <= flags_of(words[1]), command
+
+
+def test_every_flag_of_the_server_is_named_and_nothing_else() -> None:
+    names = table("How a server is run")
+    assert_tests_exist(names["test"])
+    assert set(names["flags of `jaxserve serve`"]) == flags_of("serve")
+
+
+def test_commands_are_such_that_the_command_line_takes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "serve.toml").write_text("max-rows = 8\n")
+    commands = lines("jaxserve")
+    assert len(commands) > 5
+    for _, *words in commands:
+        cli.parser(with_bench=words[0] == "bench").parse_args(words)  # ends the test with what is wrong
+
+
+def blocks() -> list[tuple[str, str]]:
+    """(language, content) of the page's code blocks, in order."""
+    found: list[tuple[str, str]] = []
+    inside = False
+    for line in PAGE.splitlines(keepends=True):
+        if line.startswith("```"):
+            inside = not inside
+            if inside:
+                found.append((line.strip("`\n"), ""))
+        elif inside:
+            found[-1] = found[-1][0], found[-1][1] + line
+    assert not inside
+    return found
+
+
+def lines(program: str) -> list[list[str]]:
+    """The words of each line that calls a program."""
+    plain = [line for language, content in blocks() if not language for line in content.splitlines()]
+    return [shlex.split(line) for line in plain if line.startswith(f"{program} ")]
+
+
+@contextmanager
+def served(engine: Engine) -> Iterator[tuple[int, int]]:
+    """The ports of gRPC and HTTP of a server on an engine, in a thread of its own."""
+    ports: asyncio.Future[Any] | Any = None
+    ready, over = threading.Event(), threading.Event()
+
+    async def serve() -> None:
+        nonlocal ports
+        surface = Surface(engine, name="demo", version="1.2.3")
+        ports = await surface.start("127.0.0.1", 0, 0)
+        ready.set()
+        await asyncio.to_thread(over.wait)
+        await surface.stop()
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    thread.start()
+    try:
+        assert ready.wait(20)
+        yield ports
+    finally:
+        over.set()
+        thread.join(20)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    config = EngineConfig(buckets=(8, 32), slots=4096, max_rows=4, max_context=256)
+    with Engine.from_checkpoint(DEMO_MODEL, config) as engine:
+        yield engine
+
+
+def test_python_runs_and_prints_what_the_page_shows(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    all_blocks = blocks()
+    pairs = [
+        (code, shown)
+        for (language, code), (after, shown) in itertools.pairwise(all_blocks)
+        if (language, after) == ("python", "")
+    ]
+    assert len(pairs) == sum(language == "python" for language, _ in all_blocks) > 5
+    monkeypatch.setattr(Engine, "from_checkpoint", lambda path: engine)  # one for all of them
+    with served(engine) as (port, _):
+        cells = [code.replace("127.0.0.1:50051", f"127.0.0.1:{port}") for code, _ in pairs]
+        shown = asyncio.run(asyncio.wait_for(notebook.run(cells, {}), 120))
+    assert shown == [expected for _, expected in pairs]
+
+
+def test_calls_over_http_are_answered(engine: Engine) -> None:
+    calls = lines("curl")
+    assert len(calls) > 10
+    with served(engine) as (_, port), httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+        for words in calls:
+            url = next(word for word in words if word.startswith("http://"))
+            path = url.removeprefix("http://127.0.0.1:8000")
+            if "-d" in words:
+                answer = client.post(path, json=json.loads(words[words.index("-d") + 1]))
+            else:
+                answer = client.get(path)
+            assert (answer.status_code, "error" in answer.text[:20]) == (200, False), (words, answer.text)

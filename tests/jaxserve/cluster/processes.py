@@ -1,0 +1,144 @@
+"""Processes of a group in tests: started together, read a line at a time, and never left behind."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[3]
+WAIT_SECONDS = 120.0  # the bound of every wait; nothing ever takes this long
+
+
+class Host:
+    """A process, and what it has printed: lines of JSON on standard output, anything on standard error."""
+
+    def __init__(self, module: str, told: dict, folder: Path, environment: dict[str, str]) -> None:
+        self.errors = folder / f"host-{told['host']}-{time.monotonic_ns()}.err"
+        with self.errors.open("w") as errors:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", module, json.dumps(told)],
+                cwd=ROOT,
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env=os.environ | environment,
+            )
+        self.lines: list[dict[str, Any]] = []
+
+    def until(self, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+        """The next line that is so; an error with all there was if none comes."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(json.loads(line))
+            if condition(self.lines[-1]):
+                return self.lines[-1]
+        code = self.process.wait(WAIT_SECONDS)
+        raise AssertionError(f"it ended with {code} after {self.lines}: {self.errors.read_text()}")
+
+    def rest(self) -> list[dict[str, Any]]:
+        """What it prints until it ends."""
+        assert self.process.stdout is not None
+        found = [json.loads(line) for line in self.process.stdout]
+        self.lines += found
+        return found
+
+    def code(self) -> int:
+        """How it ends."""
+        return self.process.wait(WAIT_SECONDS)
+
+
+def free_ports() -> str:
+    """HOST:PORT with the next port free as well."""
+    while True:
+        with socket.socket() as first, socket.socket() as second:
+            first.bind(("127.0.0.1", 0))
+            port = first.getsockname()[1]
+            with contextlib.suppress(OSError, OverflowError):
+                second.bind(("127.0.0.1", port + 1))
+                return f"127.0.0.1:{port}"
+
+
+class Cable:
+    """A connection between ports of this machine that can be cut, or go silent."""
+
+    def __init__(self, port: int) -> None:
+        """Args:
+        port: that it leads to.
+        """
+        self._to = port
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listening.getsockname()[1]
+        self._ends: list[socket.socket] = []
+        self._silent = threading.Event()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near = self._listening.accept()[0]
+                far = socket.create_connection(("127.0.0.1", self._to))
+                self._ends += [near, far]
+                for source, target in ((near, far), (far, near)):
+                    threading.Thread(target=self._carry, args=(source, target), daemon=True).start()
+
+    def _carry(self, source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                if not self._silent.is_set():
+                    target.sendall(data)
+
+    def cut(self) -> None:
+        """Both ends hear of it."""
+        self._listening.close()
+        for end in self._ends:
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+
+    def fall_silent(self) -> None:
+        """Nobody hears anything."""
+        self._silent.set()
+
+
+@contextlib.contextmanager
+def group(
+    module: str, hosts: list[dict], folder: Path, *, coordinator: str | None = None, **environment: str
+) -> Iterator[list[Host]]:
+    """A process for each, which have ended when this has."""
+    common = {"hosts": len(hosts), "coordinator": coordinator or free_ports(), "folder": str(folder)}
+    started = [Host(module, common | {"host": index} | told, folder, environment) for index, told in enumerate(hosts)]
+    try:
+        yield started
+    finally:
+        for host in started:
+            with contextlib.suppress(ProcessLookupError):
+                host.process.send_signal(signal.SIGCONT)
+                host.process.kill()
+            host.process.wait(WAIT_SECONDS)
+            if host.process.stdout is not None:
+                host.process.stdout.close()
+
+
+def make_certificates(folder: Path) -> None:
+    """ca.pem, and host.pem with host.key, for 127.0.0.1."""
+    folder.mkdir(exist_ok=True)
+
+    def openssl(*arguments: str) -> None:
+        subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
+
+    curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
+    openssl("req", "-x509", *curve, "-days", "30", "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=ca")
+    (folder / "names").write_text("subjectAltName=IP:127.0.0.1\n")
+    openssl("req", *curve, "-keyout", "host.key", "-out", "host.csr", "-subj", "/CN=host")
+    openssl(
+        *("x509", "-req", "-in", "host.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial"),
+        *("-days", "30", "-extfile", "names", "-out", "host.pem"),
+    )
