@@ -75,7 +75,7 @@ def _follow_front() -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL, 0, 0, 0)
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR2, all_threads=True)  # where a wedged engine stands
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # where a wedged engine stands
 
 
 def _make(job: Job, progress: Progress) -> Engine:

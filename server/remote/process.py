@@ -89,7 +89,7 @@ class EngineProcess:
     async def kill_wedged(self) -> None:
         """The same, but it may write first where its threads stand."""
         if self._process is not None:
-            self._process.send_signal(signal.SIGUSR2)
+            self._process.send_signal(signal.SIGUSR1)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._lost.wait(), _TRACE_SECONDS)
         self.kill()
