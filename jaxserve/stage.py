@@ -106,7 +106,7 @@ class StageRunner:
             jobs += [partial(self._compile, self._choose, key, programs.lower_choose, *key) for key in keys]
             for points in counts:
                 everything = np.full((points, programs.mask_words), 0xFFFFFFFF, np.uint32)
-                self._all_allowed[points] = self.receive(everything)
+                self._all_allowed[points] = self._whole(everything)
         elif programs.is_first:
             jobs += [partial(self._compile, self._feed, count, programs.lower_feed, count) for count in counts]
         jobs += [self._compile_admit, partial(self._compile_copy, n_blocks)]

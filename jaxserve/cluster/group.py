@@ -231,11 +231,12 @@ class Group:
             code = ExitCode.LOST
             if problem.hosts == (0,):
                 code = ExitCode.OVERDUE if problem.rank == Rank.LATE else ExitCode.BROKEN
-            self.failure = HostFailed(problem, code)
-            self._changed.notify_all()
         _log.error("the hosts cannot go on: %s", problem)
         self._send(pb.FromMaster(stop=pb.Stop(cause=str(problem))))
         self.on_failure(problem)
+        with self._changed:  # only now: whoever waits here may end the process
+            self.failure = HostFailed(problem, code)
+            self._changed.notify_all()
         time.sleep(_GRACE)
         self._end(code)
         return False
@@ -374,7 +375,7 @@ class Group:
             pass
         except Exception as problem:  # whatever it is, it must not end in silence
             _log.exception("host %d said what is not understood", member.host)
-            self.report(self._of(member, Rank.THREW, f"what it said is not understood: {problem}"))
+            self.report(self._of(member, Rank.GONE, f"what it said is not understood: {problem}"))
         self._left(member)
 
     def _left(self, member: _Member) -> None:

@@ -68,7 +68,12 @@ class MasterPipeline(Pipeline):
         if self.recorder is not None:
             self.recorder.launched(message)
         self._plans.append(plan)
-        self._waiter.put(self.enqueue(numbered, packed, feeds))
+        try:
+            self._waiter.put(self.enqueue(numbered, packed, feeds))
+        except Exception as problem:
+            cause = f"{type(problem).__name__}: {problem}".splitlines()[0]
+            self._group.report(Problem(rank=Rank.THREW, hosts=(0,), sequence=numbered.sequence, cause=cause))
+            raise
 
     def wait(self) -> tuple[IterationPlan, IterationResult]:
         """Blocks until the oldest iteration has run on its last stage. Raises HostFailed."""

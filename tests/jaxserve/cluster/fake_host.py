@@ -21,6 +21,7 @@ from jaxserve.batch import BatchLayout
 from jaxserve.buckets import BucketCost, BucketLadder
 from jaxserve.cluster import control_pb2 as pb
 from jaxserve.cluster.config import ClusterConfig
+from jaxserve.cluster.failure import HostFailed
 from jaxserve.cluster.group import Group
 from jaxserve.cluster.links import Unconnected
 from jaxserve.cluster.master import MasterPipeline
@@ -73,6 +74,7 @@ class FakeStage:
 
     def admit(self, admissions: Any) -> None: ...
     def draft(self, drafts: Any) -> None: ...
+    def copy(self, copies: Any) -> None: ...
     def feed(self, points: Any, chosen: Any) -> None: ...
     def replace_params(self, params: Any) -> None: ...
 
@@ -87,7 +89,7 @@ class FakeStage:
         output: Any = Output(fault)
         return Forward(NOTHING, NOTHING, NOTHING, output, NOTHING, NOTHING)
 
-    def answer(self, plan: IterationPlan, out: Forward) -> Launched:
+    def answer(self, plan: IterationPlan, out: Forward, allowed: Any = None) -> Launched:
         if not self._here or plan.sampler is None:
             return Launched(None, None, None)
         chosen: Any = np.full((2, layout(1).points), 7, np.int32)
@@ -190,6 +192,8 @@ def main(told: dict) -> int:
     except ValueError as problem:
         print(json.dumps({"refused": str(problem)}), flush=True)
         return 2
+    except HostFailed:
+        threading.Event().wait()  # for the watchdog, which ends the process
     return 0
 
 

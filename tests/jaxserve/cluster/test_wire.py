@@ -6,15 +6,16 @@ from dataclasses import fields
 import numpy as np
 import pytest
 
+from jaxserve import sampler
 from jaxserve.cluster import control_pb2 as pb
 from jaxserve.cluster import generate, wire
-from jaxserve.iteration import Admission, Chunk, IterationPlan, IterationResult, SamplerVariant, TableChange
+from jaxserve.iteration import Admission, BlockCopy, Chunk, IterationPlan, IterationResult, SamplerVariant, TableChange
 from jaxserve.request import SamplingParams
 
 PLAN_FIELDS = {
-    *("sequence", "bucket", "admissions", "chunks", "table_changes", "sampler", "scoring", "drafts"),
+    *("sequence", "bucket", "admissions", "chunks", "table_changes", "sampler", "scoring", "drafts", "block_copies"),
 }
-ADMISSION_FIELDS = {"row", "request_id", "tokens", "prompt_length", "blocks", "sampling"}
+ADMISSION_FIELDS = {"row", "request_id", "tokens", "prompt_length", "blocks", "sampling", "endings"}
 
 
 def plan(rng: random.Random) -> IterationPlan:
@@ -32,6 +33,7 @@ def plan(rng: random.Random) -> IterationPlan:
                 tokens=tuple(rng.randrange(250_000) for _ in range(30)),
                 prompt_length=29,
                 blocks=(5, 3),
+                endings=(2, 17),
                 sampling=SamplingParams(
                     temperature=rng.random(),
                     top_p=rng.random() or 1.0,
@@ -43,6 +45,9 @@ def plan(rng: random.Random) -> IterationPlan:
                     seed=rng.getrandbits(64),
                     sample_index=rng.randrange(4),
                     logit_bias=((7, 1.5), (9, -100.0)),
+                    min_tokens=5,
+                    max_tokens=5,
+                    bad_word_tokens=((4, 5), (6,)),
                 ),
             )
             for row in range(rng.randrange(3))
@@ -52,6 +57,7 @@ def plan(rng: random.Random) -> IterationPlan:
         sampler=rng.choice((None, *SamplerVariant)),
         scoring=rng.random() < 0.5,
         drafts=tuple(rng.randrange(250_000) for _ in range(rng.randrange(6))),
+        block_copies=tuple(BlockCopy(row, 7 + row) for row in range(rng.randrange(3))),
     )
 
 
@@ -67,6 +73,19 @@ def test_a_plan_arrives_as_it_was(seed) -> None:
 def test_every_field_of_a_plan_is_sent() -> None:
     assert {field.name for field in fields(IterationPlan)} == PLAN_FIELDS, "wire.py does not know a field of a plan"
     assert {field.name for field in fields(Admission)} == ADMISSION_FIELDS, "wire.py does not know one of an admission"
+
+
+def test_the_sampler_makes_the_same_of_what_arrives() -> None:
+    """Nothing that a sampler reads of a request stays behind: where `SamplingParams` grows, this fails."""
+    sent = plan(random.Random(2)).admissions[0]
+    arrived = wire.decode_admission(wire.encode_admission(sent))
+    pairs = zip(
+        sampler.encode(sent.sampling, sent.prompt_length, sent.endings),
+        sampler.encode(arrived.sampling, arrived.prompt_length, arrived.endings),
+        strict=True,
+    )
+    for ours, theirs in pairs:
+        np.testing.assert_array_equal(ours, theirs)
 
 
 def test_a_decode_row_takes_less_than_a_kilobyte() -> None:
