@@ -44,6 +44,7 @@ _OF_NO_USE = (  # to a search, which draws nothing and looks at tokens, not at t
     "min_tokens",
     "bad_words",
     "prompt_logprobs",
+    "grammar",
 )
 
 

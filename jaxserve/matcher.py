@@ -17,6 +17,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import llguidance
 import numpy as np
@@ -36,7 +37,7 @@ _TOKENIZER_SECONDS = 60.0  # for the vocabulary to be read, once
 _TRIED = 32  # tokens that a new grammar is followed for
 _LONGEST_PROBLEM = 300  # characters of llguidance's own words that a caller is shown
 # Runs of white space in JSON: as much as indented text has. Without a bound some models never stop.
-_JSON = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,40}"}
+_JSON: Any = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,40}"}
 # A step of one token: some milliseconds at most. A state takes one or two kB.
 _LIMITS = llguidance.LLParserLimits(
     initial_lexer_fuel=400_000,

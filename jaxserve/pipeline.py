@@ -58,7 +58,7 @@ class _Fed(NamedTuple):
     """What the first stage is to take in: points int32[S, 3] and what was chosen there, int32[2, S]; each where it is,
     or None on a host where it is not."""
 
-    count: int
+    entries: int
     points: jax.Array | None
     chosen: jax.Array | None
 
@@ -159,7 +159,7 @@ class Pipeline:
     @property
     def is_idle(self) -> bool:
         """Whether the first stage has run the layers of every iteration."""
-        return self._unanswered is None or self._unanswered.outs[0].hidden.is_ready()
+        return self._unanswered is None or _is_there(self._unanswered.outs[0].hidden)
 
     def launch(self, plan: IterationPlan, packed: PackedPlan, *, answer: bool = True) -> None:
         """Enqueues an iteration; returns before it has run.
@@ -201,9 +201,9 @@ class Pipeline:
         # Only now: devices run what they are given in order, and a first stage that is given tokens before they are
         # chosen has to wait for them.
         for _ in range(feeds):
-            count, points, chosen = self._fed.popleft()
+            entries, points, chosen = self._fed.popleft()
             if self._links[-1].in_line:
-                chosen = self._back(chosen, count)
+                chosen = self._back(chosen, entries)
             first.feed(points, chosen)
         x, outs = None, []
         for index, stage in enumerate(self.stages):
@@ -252,6 +252,10 @@ class Pipeline:
 
     def close(self) -> None:
         """Lets go of whatever works for it beyond this process."""
+
+
+def _is_there(x: Any) -> bool:
+    return x.is_ready()
 
 
 def _cut(values: Any, own: jax.ShapeDtypeStruct) -> Any:

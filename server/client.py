@@ -67,7 +67,8 @@ def _security(args: argparse.Namespace) -> dict[str, Any]:
 
 def _grammar(type: str, value: Any = True) -> Grammar:
     """The message of what `grammar.read` takes."""
-    return Grammar(**{type: Choice(options=value) if type == "choice" else value})
+    fields: dict[str, Any] = {type: Choice(options=value) if type == "choice" else value}
+    return Grammar(**fields)
 
 
 def run(args: argparse.Namespace) -> int:

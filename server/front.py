@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from jaxserve.cluster.config import ClusterConfig
     from jaxserve.config import EngineConfig
     from jaxserve.engine import Engine
+    from jaxserve.tokenizer import Tokenizer
     from server.http.template import ChatTemplate
     from server.served_engine import ServedEngine
     from server.surface import Surface
@@ -163,6 +164,7 @@ async def before_a_process(
             await _first(running, supervisor.ready, serving.stopping)
             start.close()
             if supervisor.ready.is_set():
+                await surface.look()
                 show(engine.report, model=serving.name)
                 serving.greet()
                 await _first(running, serving.stopping)
@@ -177,12 +179,12 @@ async def before_a_process(
     return exit_codes.ENDED
 
 
-def read_tokenizer(model: Path):
+def read_tokenizer(model: Path) -> Tokenizer | None:
     """The tokenizer of a checkpoint. Raises UserError if it cannot be read."""
-    from jaxserve.tokenizer import Tokenizer
+    from jaxserve import tokenizer
 
     with mending():
-        return Tokenizer.from_directory(model)
+        return tokenizer.Tokenizer.from_directory(model)
 
 
 async def _first(running: asyncio.Task[None], *events: asyncio.Event) -> None:

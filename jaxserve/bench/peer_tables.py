@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxserve.bench import plot
-from jaxserve.bench.judge import METRICS, OURS, Verdict, judge_load, judge_step
+from jaxserve.bench.judge import METRICS, OURS, Metric, Verdict, judge_load, judge_step
 from jaxserve.bench.ledger import Ledger
 from jaxserve.bench.step import Case
 
@@ -19,7 +19,7 @@ from jaxserve.bench.step import Case
 def print_all(
     console: Console, out: Path, ledger: Ledger, cases: Sequence[Case], loads: Sequence[float]
 ) -> list[dict[str, Any]]:
-    """Prints the tables of every model and dtype, draws the steps, and returns the verdicts."""
+    """Prints the tables of every model and dtype, draws them, and returns the verdicts."""
     verdicts: list[dict[str, Any]] = []
     shapes = list(dict.fromkeys(turn.shape for turn in ledger.answers))
     for shape in shapes:
@@ -31,6 +31,7 @@ def print_all(
                 series |= {f"{name} {dtype}": _medians(ledger, shape, dtype, name, cases) for name in engines}
             for share in loads:
                 verdicts += _print_load(console, ledger, shape, dtype, engines, share, share == max(loads))
+            _draw_loads(console, out, ledger, shape, dtype, engines, loads)
         if any(value is not None for values in series.values() for value in values):
             path = out / f"peers-{shape}.png"
             plot.bars(path, f"{shape}: ms a step", [case.name for case in cases], series)
@@ -140,6 +141,25 @@ def _print_load(
     table.add_row("answers that begin as ours", *_cells(same, lambda value: f"{value:.0%}"), "", "", "", "")
     console.print(table)
     return verdicts
+
+
+def _draw_loads(
+    console: Console, out: Path, ledger: Ledger, shape: str, dtype: str, engines: Sequence[str], loads: Sequence[float]
+) -> None:
+    def figure(metric: Metric, name: str, share: float) -> float | None:
+        return _median(metric.of(answer) for answer in ledger.rounds(shape, dtype, name, f"load {share:g}"))
+
+    panels = {
+        metric.label: {name: [figure(metric, name, share) for share in loads] for name in engines}
+        for metric in METRICS
+        if metric.targets
+    }
+    if not any(value is not None for panel in panels.values() for each in panel.values() for value in each):
+        return
+    path = out / f"peers-{shape}-{dtype}-load.png"
+    groups = [f"{share:.0%} of our capacity" for share in loads]
+    plot.loads(path, f"{shape}, {dtype}: {ledger.about['workload']}", groups, panels)
+    console.print(f"written: {path}", highlight=False)
 
 
 def _cells(values: Mapping[str, float | None], tell: Callable[[float], str]) -> list[str]:

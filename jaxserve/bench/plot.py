@@ -63,14 +63,27 @@ def serving(
 def bars(path: Path, title: str, groups: Sequence[str], series: Mapping[str, Sequence[float | None]]) -> None:
     """Draws milliseconds as grouped bars: one group a workload, one colour an engine; None leaves a gap."""
     figure, (axis,) = _figure(1, title, width=max(6.0, 1.3 * len(groups)))
-    width = 0.8 / max(1, len(series))
-    for index, (name, values) in enumerate(series.items()):
-        places = [group + (index - (len(series) - 1) / 2) * width for group in range(len(groups))]
-        heights = [float("nan") if value is None else value for value in values]
-        container = axis.bar(places, heights, width, label=name)
-        axis.bar_label(container, fmt="%.3g", fontsize=6, padding=1)
-    axis.set_xticks(range(len(groups)), groups, fontsize=8)
+    _grouped(axis, groups, series)
     _label(axis, "", "ms", "")
+    _save(figure, path)
+
+
+def loads(
+    path: Path, title: str, groups: Sequence[str], panels: Mapping[str, Mapping[str, Sequence[float | None]]]
+) -> None:
+    """Draws figures of loads as grouped bars, a panel a figure: one group a load, one colour an engine. What is wide
+    apart (times) is drawn by powers of ten."""
+    figure, axes = _figure(len(panels), title)
+    for axis, (figure_name, series) in zip(axes, panels.items(), strict=True):
+        _grouped(axis, groups, series)
+        _label(axis, "", "", figure_name)
+        values = [value for each in series.values() for value in each if value]
+        if values and max(values) > 30 * min(values):
+            axis.set_yscale("log")
+    for axis in axes:
+        axis.get_legend().remove()  # one is enough, and here it would lie over the bars
+    axes[0].set_ylim(top=1.4 * axes[0].get_ylim()[1])
+    axes[0].legend(fontsize=8, ncols=2)
     _save(figure, path)
 
 
@@ -90,6 +103,16 @@ def soak(path: Path, title: str, samples: Sequence[Sample]) -> None:
     ):
         _label(axis, "thousand requests ended", unit, what)
     _save(figure, path)
+
+
+def _grouped(axis: Any, groups: Sequence[str], series: Mapping[str, Sequence[float | None]]) -> None:
+    width = 0.8 / max(1, len(series))
+    for index, (name, values) in enumerate(series.items()):
+        places = [group + (index - (len(series) - 1) / 2) * width for group in range(len(groups))]
+        heights = [float("nan") if value is None else value for value in values]
+        container = axis.bar(places, heights, width, label=name)
+        axis.bar_label(container, fmt="%.3g", fontsize=6, padding=1)
+    axis.set_xticks(range(len(groups)), groups, fontsize=8)
 
 
 def _figure(panels: int, title: str, width: float | None = None) -> tuple[Figure, Sequence[Any]]:

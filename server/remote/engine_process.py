@@ -75,8 +75,7 @@ def _follow_front() -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL, 0, 0, 0)
     faulthandler.enable()
-    if hasattr(signal, "SIGUSR1"):
-        faulthandler.register(signal.SIGUSR1, all_threads=True)  # where a wedged engine stands
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # where a wedged engine stands
 
 
 def _make(job: Job, progress: Progress) -> Engine:
@@ -222,7 +221,9 @@ class _Outbox:
         try:
             self._engine.submit(request, self._sink)
         except (InvalidRequest, QueueFull) as refusal:  # the front has judged already; this is for the log there
-            self._sink([TokenEvent(request.request_id, finish_reason=FinishReason.ERROR, error=str(refusal))])
+            field = getattr(refusal, "field", None)
+            event = TokenEvent(request.request_id, finish_reason=FinishReason.ERROR, error=str(refusal), field=field)
+            self._sink([event])
         except EngineStopped:
             pass  # the front is about to be told
 

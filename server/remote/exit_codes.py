@@ -18,7 +18,6 @@ OF_HOSTS = frozenset((HOST_OVERDUE, HOST_LOST, HOST_BROKEN))
 _MEANINGS = {
     ENDED: "ended",
     USER_ERROR: "refused to start (exit code 2)",
-    ENGINE_FAILED: "failed (exit code 70)",
     HOST_OVERDUE: "was late with an iteration (exit code 71)",
     HOST_LOST: "lost another host (exit code 72)",
     HOST_BROKEN: "failed at its own work (exit code 73)",

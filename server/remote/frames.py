@@ -83,7 +83,7 @@ class Splitter:
         at = 0
         try:
             while len(pieces) - at >= HEAD_BYTES:
-                size, kind = read_head(pieces[at : at + HEAD_BYTES])
+                size, kind = read_head(bytes(pieces[at : at + HEAD_BYTES]))
                 end = at + HEAD_BYTES + size
                 if len(pieces) < end:
                     return

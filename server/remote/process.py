@@ -17,6 +17,7 @@ from server.remote.frames import BadFrame, Kind, Splitter
 
 _LAST_LINES = 20  # of its output that are kept for the log
 _REAP_SECONDS = 2.0  # that a process which has closed its socket may take to end
+_LAST_WORDS_SECONDS = 0.5  # for what it wrote last to come through
 _POLL_SECONDS = 0.01
 _TRACE_SECONDS = 0.3  # for a wedged process to write where it stands
 
@@ -87,7 +88,7 @@ class EngineProcess:
 
     async def kill_wedged(self) -> None:
         """The same, but it may write first where its threads stand."""
-        if self._process is not None and hasattr(signal, "SIGUSR1"):
+        if self._process is not None:
             self._process.send_signal(signal.SIGUSR1)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._lost.wait(), _TRACE_SECONDS)
@@ -106,7 +107,7 @@ class EngineProcess:
                 process.kill()
             await asyncio.sleep(_POLL_SECONDS)
         if self._pump is not None:  # its last words are through the pipe, unless a child of its own holds it open
-            await asyncio.to_thread(self._pump.join, _REAP_SECONDS)
+            await asyncio.to_thread(self._pump.join, _LAST_WORDS_SECONDS)
         return process.returncode
 
     # Of its socket

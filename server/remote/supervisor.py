@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from server.remote import exit_codes, plain
 from server.remote.frames import BadFrame, Kind, json_frame, parse_json
@@ -87,7 +88,7 @@ class Supervisor:
         self._started = 0.0  # monotonic seconds; likewise
         self._ready_since: float | None = None
         self._refusal: str | None = None  # why it will not start
-        self._failure: str | None = None  # what it has said of its own failure
+        self._failure: str | None = None  # what the engine says of its own end
         self._wedged: str | None = None  # why it is being killed
         self._killing: asyncio.Task[None] | None = None
         self._closed = asyncio.Event()
@@ -104,7 +105,7 @@ class Supervisor:
             code = await self._live()
             if self._closed.is_set():
                 return
-            if self._refusal is not None:
+            if self._refusal is not None and not self.ready.is_set():
                 self._engine.disconnect("the engine cannot be started", returns=False)
                 raise UserError(self._refusal)
             if code == exit_codes.ENDED and self._job.cluster is not None and self._job.cluster.host:
@@ -196,7 +197,6 @@ class Supervisor:
                 self._refusal = _read(str, body)
             case Kind.FAILED:
                 self._failure = _read(str, body)
-                _log.error("the engine process says: %s", self._failure)
             case _:
                 raise BadFrame(f"{kind.name} from the engine process, out of turn")
 
@@ -212,19 +212,25 @@ class Supervisor:
             return f"{self._wedged} and was killed"
         if self._process.misread is not None:
             return "the engine process sent what is no message and was killed"
-        # Of several hosts it says which, and that is for callers as well.
-        said = f": {self._failure}" if self._failure is not None and self._job.cluster is not None else ""
-        return f"the engine process {exit_codes.told(code)}{said}"
+        told = f"the engine process {exit_codes.told(code)}"
+        return told if self._failure is None else f"{self._failure}: {told}"
 
     def _tell(self, code: int, cause: str) -> None:
         """The whole of it, for who runs the server."""
         assert self._process is not None
         lines = "\n  ".join(self._process.last_lines) or "nothing"
-        misread = f" ({self._process.misread})" if self._process.misread is not None else ""
-        _log.error("%s%s; process %d, %s; it wrote last:\n  %s", cause, misread, self.pid, exit_codes.told(code), lines)
+        why = self._process.misread or self._refusal
+        _log.error(
+            "%s%s; process %d %s; it wrote last:\n  %s",
+            cause,
+            f" ({why})" if why is not None else "",
+            self._process.pid,
+            exit_codes.told(code),
+            lines,
+        )
 
 
-def _read(kind: type, body: bytes):
+def _read(kind: Any, body: bytes) -> Any:
     try:
         return plain.decode(kind, parse_json(body))
     except ValueError as problem:

@@ -2,6 +2,7 @@
 
 import ast
 import asyncio
+import inspect
 import itertools
 import json
 import re
@@ -33,11 +34,11 @@ PAGE = (ROOT / "docs" / "features.md").read_text(encoding="utf-8")
 # Accepted from OpenAI's clients, and of no effect; refused by name; not read. None of them is a feature.
 NO_FEATURES = {
     "openai": {"user", "metadata", "store", "suffix"},
-    "tgi": {"parameters", "grammar", "adapter_id", "typical_p", "watermark"},
+    "tgi": {"parameters", "adapter_id", "typical_p", "watermark"},
     "vllm": {
         *("sampling_params", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output"),
         *("kv_transfer_params", "kv_transfer_params_json", "mm_inputs", "data_parallel_rank"),
-        *("min_tokens", "json_schema", "regex", "grammar", "structural_tag", "json_object", "choice"),
+        "structural_tag",
     },
 }
 
@@ -52,7 +53,7 @@ def table(heading: str) -> dict[str, list[str]]:
         assert len(row) == len(columns) + 1, row
         for column, cell in zip(columns, row[1:], strict=True):
             names[column] += re.findall(r"`([^`]+)`", cell)
-            assert "`" in cell or cell == "–", (row[0], column)
+            assert "`" in cell or cell in ("–", "the call's own"), (row[0], column)
     return names
 
 
@@ -83,10 +84,16 @@ def test_every_field_of_a_request_is_named_and_nothing_else() -> None:
     names = table("What a request may say")
     assert_tests_exist(names["test"])
     assert set(names["gRPC"]) == fields_of(inference_pb2.GenerateRequest) | {"GenerateStream"}
-    assert set(names["Python, lines"]) == {*SAMPLING_FIELDS, "prompt", "prompt_token_ids", "id", "Engine.stream"}
-    sampling = {"--" + name.replace("_", "-") for name in SAMPLING_FIELDS}
+    terms = {
+        name
+        for method in (Engine.generate, Engine.beam_search, Engine.stream)
+        for name, parameter in inspect.signature(method).parameters.items()
+        if parameter.kind is parameter.KEYWORD_ONLY
+    }
+    python = {*SAMPLING_FIELDS, *terms, "prompt", "prompt_token_ids", "id", "Engine.stream", "Engine.beam_search"}
+    assert set(names["Python, lines"]) == python
+    sampling = flags_of("generate") & flags_of("client")
     assert set(names["command line"]) == sampling | {"--prompt", "--model"}
-    assert sampling <= flags_of("generate") & flags_of("client")
     openai = {*schemas.CompletionBody.model_fields, *schemas.ChatBody.model_fields} - NO_FEATURES["openai"]
     assert set(names["OpenAI"]) == openai
     tgi = {*schemas.TgiParameters.model_fields, *schemas.TgiBody.model_fields} - NO_FEATURES["tgi"]

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve import kv_cache
+from jaxserve import kv_cache, models
 from jaxserve.completion import Completion
+from jaxserve.config import EngineConfig
+from jaxserve.engine import Engine
 from jaxserve.request import InvalidRequest, Request, SamplingParams, TokenEvent
 from jaxserve.samples import PromptScores, best, for_engine, samples_of
 from pallas_kernels import api
@@ -56,7 +60,6 @@ def alone(params) -> Answers:
         {"slot_policy": "reserve"},
         {"stages": 2},
         {"replicas": 2},
-        {"tensor": 3},
         {"in_flight": 1},
         {"speculate": "ngram"},
         {"slots": 112},
@@ -74,6 +77,21 @@ def test_samples_are_what_they_would_be_alone(params, alone, settings) -> None:
     assert len({tuple(answers.tokens[f"s{index}"]) for index in range(5)}) == 5
     load = engine.load()
     assert (load.slots_used, load.compiled_after_ready) == (0, 0)
+
+
+def test_blocks_that_are_split_over_devices_are_copied_where_they_are() -> None:
+    entries = {"model_type": "gpt2", "n_layer": 2, "vocab_size": 104, "n_embd": 32, "n_head": 8, "n_positions": 96}
+    config = models.parse_config(entries)
+    tree = jax.tree.map(lambda x: x * 4 if x.ndim > 1 else x, models.build(config).init(0, jnp.float32))
+    settings = EngineConfig(max_rows=6, block_size=4, slots=400, buckets=(6, 24), max_context=96, prefix_cache=False)
+    wanted = samples(4)
+    single = run(Engine.from_params(config, tree, settings), [(40 * i, each) for i, each in enumerate(apart(wanted))])
+    engine = Engine.from_params(config, tree, dataclasses.replace(settings, tensor=2))
+    answers = run(engine, [(0, request) for request in wanted])
+    assert sum(answers.tokens[name] != tokens for name, tokens in single.tokens.items()) <= 1
+    assert engine.load().cached_tokens == 3 * 29
+    (stage,) = engine._replicas[0].pipeline.stages
+    assert not re.search("all-gather|all-reduce|collective-permute|all-to-all", stage._copy.as_text())
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
@@ -160,9 +178,8 @@ def test_a_blocks_copy_is_the_block_in_every_layer(name, dtype) -> None:
     before = [rng.integers(0, 100, leaf.shape).astype(leaf.dtype) for leaf in leaves]
     assert all(len(leaf) >= n_blocks * layers for leaf in before)
     copies = np.array([[5, 0], [5, 3], [1, 6], [-1, -1]], np.int32)
-    copied = jax.jit(lambda pool: kv_cache.copy_blocks(pool, copies, n_blocks=n_blocks, layers=layers))(
-        jax.tree.unflatten(tree, before)
-    )
+    copy = jax.jit(partial(kv_cache.copy_blocks, n_blocks=n_blocks, layers=layers))
+    copied = copy(jax.tree.unflatten(tree, before), copies)
     for old, new in zip(before, jax.tree.leaves(copied), strict=True):
         expected = old.copy()
         for layer in range(layers):

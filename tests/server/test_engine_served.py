@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from server.proto.vllm.grpc.engine.vllm_engine_pb2_grpc import VllmEngineStub
 
 from jaxserve import models, weights
 from jaxserve.completion import Completion
@@ -26,6 +25,7 @@ from server import cli, flags
 from server.proto.jaxserve.v1 import inference_pb2 as pb
 from server.proto.jaxserve.v1.inference_pb2_grpc import InferenceStub
 from server.proto.vllm.grpc.engine import vllm_engine_pb2 as engine_pb
+from server.proto.vllm.grpc.engine.vllm_engine_pb2_grpc import VllmEngineStub
 from server.remote.job import Job
 from server.remote.remote_engine import RemoteEngine
 from server.remote.supervisor import Supervisor

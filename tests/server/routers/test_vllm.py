@@ -37,6 +37,18 @@ async def generate(it: Served, request: pb.GenerateRequest, **call: Any) -> list
     return [message async for message in stub.Generate(request, **call)]
 
 
+async def step_by_step(it: Served, call: Any, iterations: int) -> list[Any]:
+    """The messages of a stream on a held engine: a chunk for each iteration, then the whole."""
+    messages = []
+    for _ in range(iterations):
+        await it.until(lambda: it.engine.load().running + it.engine.load().waiting == 1)
+        await it.step()
+        messages.append(await call.read())
+    messages.append(await call.read())
+    assert await call.read() is grpc.aio.EOF
+    return messages
+
+
 async def complete(it: Served, request: pb.GenerateRequest, **call: Any) -> pb.GenerateComplete:
     (message,) = await generate(it, request, **call)
     return message.complete
@@ -48,20 +60,14 @@ async def complete(it: Served, request: pb.GenerateRequest, **call: Any) -> pb.G
 def test_a_stream_has_chunks_and_then_the_whole(serve: Serve) -> None:
     async def scenario(it: Served) -> None:
         stub: Any = VllmEngineStub(it.channel)
-        call = stub.Generate(ask(stream=True, max_tokens=4))
-        for token in b"abc":
-            await it.until(lambda: it.engine.load().running + it.engine.load().waiting == 1)
-            await it.step()
-            chunk = (await call.read()).chunk
-            assert list(chunk.token_ids) == [token]
-            assert (chunk.prompt_tokens, chunk.completion_tokens, chunk.index) == (3, 1, 0)
-        await it.step()
-        assert list((await call.read()).chunk.token_ids) == [ord("a")]
-        whole = (await call.read()).complete
+        *chunks, last = await step_by_step(it, stub.Generate(ask(stream=True, max_tokens=4)), 4)
+        for token, message in zip(b"abca", chunks, strict=True):
+            assert list(message.chunk.token_ids) == [token]
+            assert (message.chunk.prompt_tokens, message.chunk.completion_tokens, message.chunk.index) == (3, 1, 0)
+        whole = last.complete
         assert (bytes(whole.output_ids), whole.finish_reason) == (b"abca", "length")
         assert (whole.prompt_tokens, whole.completion_tokens, whole.cached_tokens) == (3, 4, 0)
         assert whole.WhichOneof("matched_stop") is None
-        assert await call.read() is grpc.aio.EOF
 
     serve(scenario, held=True)
 
@@ -111,8 +117,10 @@ def test_prompts_are_cut_at_their_beginning(serve: Serve) -> None:
 
 def test_logprobs_come_as_asked(serve: Serve) -> None:
     async def scenario(it: Served) -> None:
-        messages = await generate(it, ask(stream=True, max_tokens=2, logprobs=2, prompt_logprobs=1))
-        first, second, whole = messages[0].chunk, messages[1].chunk, messages[2].complete
+        stub: Any = VllmEngineStub(it.channel)
+        call = stub.Generate(ask(stream=True, max_tokens=2, logprobs=2, prompt_logprobs=1))
+        first, second, whole = await step_by_step(it, call, 2)
+        first, second, whole = first.chunk, second.chunk, whole.complete
         for told in (first.input_logprobs, whole.input_logprobs):
             assert list(told.token_ids) == list(b"abc")
             assert [each.HasField("value") for each in told.token_logprobs] == [False, True, True]
@@ -125,11 +133,12 @@ def test_logprobs_come_as_asked(serve: Serve) -> None:
         assert list(whole.output_logprobs.token_ids) == list(b"ab")
         assert [list(each.token_ids) for each in whole.output_logprobs.top_logprobs] == [[0, 1], [1, 2]]
         assert [list(each.values) for each in whole.output_logprobs.top_logprobs] == [[0, -0.125]] * 2
+        it.engine.release()
         plain = await complete(it, ask(max_tokens=2, logprobs=0))
         assert (len(plain.output_logprobs.token_logprobs), len(plain.output_logprobs.top_logprobs)) == (2, 0)
         assert not (await complete(it, ask(max_tokens=2))).HasField("output_logprobs")
 
-    serve(scenario)
+    serve(scenario, held=True)
 
 
 def test_what_ended_an_answer_is_told(serve: Serve) -> None:
@@ -158,7 +167,8 @@ def test_numbers_on_the_wire_are_the_published_ones(serve: Serve) -> None:
         sampling += wire.of_varint(14, 1) + wire.of_varint(22, 1) + wire.of_varint(23, 0) + wire.of_varint(24, 9)
         request = wire.of_bytes(1, b"mine") + wire.of_bytes(2, tokenized) + wire.of_bytes(4, sampling)
         call = it.channel.unary_stream("/vllm.grpc.engine.VllmEngine/Generate")(request + wire.of_varint(5, 1))
-        first, second, last = [wire.fields(message) async for message in call]
+        first, second, last = map(wire.fields, await step_by_step(it, call, 2))
+        it.engine.release()
 
         given = lives[0].request.sampling
         assert (given.temperature, given.top_p, given.top_k, given.repetition_penalty) == (0.5, 0.25, 7, 2)
@@ -197,7 +207,7 @@ def test_numbers_on_the_wire_are_the_published_ones(serve: Serve) -> None:
         assert (loads[2], loads[3], load[6], load[11]) == (b"1.2.3", 1, 8192, 4)
 
     lives: list[Life] = []
-    serve(lambda it: _watched(it, lives, scenario))
+    serve(lambda it: _watched(it, lives, scenario), held=True)
 
 
 # Abort
