@@ -59,11 +59,13 @@ async def serving(engine: Engine) -> AsyncIterator[Ports]:
     surface = Surface(engine, name="demo", version="0", chat_template=template)
     port, http_port = await surface.start("127.0.0.1", 0, 0)
     address = f"127.0.0.1:{port}"
-    async with asyncio.timeout(6 * WAIT_SECONDS), grpc.aio.insecure_channel(address) as channel:
-        yield Ports(InferenceStub(channel), address, f"http://127.0.0.1:{http_port}")
-        await surface.door.idle()
+    try:
+        async with asyncio.timeout(6 * WAIT_SECONDS), grpc.aio.insecure_channel(address) as channel:
+            yield Ports(InferenceStub(channel), address, f"http://127.0.0.1:{http_port}")
+            await surface.door.idle()
+    finally:
+        await surface.stop()
     assert engine.load().compiled_after_ready == 0
-    await surface.stop()
 
 
 def test_grpc(engine: Engine) -> None:
