@@ -191,14 +191,20 @@ def test_hostile_grammars_harm_nobody(engine: Engine) -> None:
                 request = pb.GenerateRequest(prompt=f"It was a {number}", max_tokens=60, seed=number, ignore_eos=True)
                 return list((await it.stub.Generate(request)).token_ids)
 
+            async def turned_away(given: dict[str, Any]) -> tuple[int, Any]:
+                while True:  # as long as the others' are being compiled
+                    status, answer = await it.post("/v1/completions", **fields, **given)
+                    if status != 429:
+                        return status, answer
+
             expected = [await plain(number) for number in range(6)]
             fields: dict[str, Any] = {"prompt": "It was a", "max_tokens": 8}
             answers, found = await asyncio.gather(
-                asyncio.gather(*(it.post("/v1/completions", **fields, **each) for each in hostile)),
+                asyncio.gather(*map(turned_away, hostile)),
                 asyncio.gather(*map(plain, range(6))),
             )
             for status, answer in answers:
-                assert status in (200, 400, 429), answer
+                assert status in (200, 400), answer
                 if status == 400:
                     assert re.match(
                         r"guided_\w+: (cannot be|takes longer|has \d+ bytes|after)", answer["error"]["message"]
