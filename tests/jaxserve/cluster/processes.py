@@ -35,20 +35,24 @@ class Host:
 
     def until(self, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
         """The next line that is so; an error with all there was if none comes."""
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.lines.append(json.loads(line))
-            if condition(self.lines[-1]):
-                return self.lines[-1]
+        for line in self._lines():
+            self.lines.append(line)
+            if condition(line):
+                return line
         code = self.process.wait(WAIT_SECONDS)
         raise AssertionError(f"it ended with {code} after {self.lines}: {self.errors.read_text()}")
 
     def rest(self) -> list[dict[str, Any]]:
         """What it prints until it ends."""
-        assert self.process.stdout is not None
-        found = [json.loads(line) for line in self.process.stdout]
+        found = list(self._lines())
         self.lines += found
         return found
+
+    def _lines(self) -> Iterator[dict[str, Any]]:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("{"):  # gloo prints as well
+                yield json.loads(line)
 
     def code(self) -> int:
         """How it ends."""
