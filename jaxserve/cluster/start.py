@@ -262,7 +262,7 @@ def _prepare(
     loaded = time.perf_counter()
     runners = [stage for stage in stages if isinstance(stage, StageRunner)]
     total = sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
-    party.reached(f"{read / 2**20:.1f} of {total / 2**20:.1f} MiB of weights read; compiling")
+    party.reached(f"{read / 2**20:.2f} of {total / 2**20:.2f} MiB of weights read; compiling")
     n_blocks = party.agree("blocks", min(startup.pool_blocks(config, runner, ()) for runner in runners))
     for stage in stages:
         if isinstance(stage, StageRunner):

@@ -51,8 +51,7 @@ class Host:
     def _lines(self) -> Iterator[dict[str, Any]]:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            if line.startswith("{"):  # gloo prints as well
-                yield json.loads(line)
+            yield json.loads(line)
 
     def code(self) -> int:
         """How it ends."""
@@ -88,7 +87,11 @@ class Cable:
         with contextlib.suppress(OSError):
             while True:
                 near = self._listening.accept()[0]
-                far = socket.create_connection(("127.0.0.1", self._to))
+                try:
+                    far = socket.create_connection(("127.0.0.1", self._to))
+                except ConnectionRefusedError:  # nobody listens yet; who has called will call again
+                    near.close()
+                    continue
                 self._ends += [near, far]
                 for source, target in ((near, far), (far, near)):
                     threading.Thread(target=self._carry, args=(source, target), daemon=True).start()
@@ -99,7 +102,7 @@ class Cable:
                 if not self._silent.is_set():
                     target.sendall(data)
 
-    def cut(self) -> None:
+    def close(self) -> None:
         """Both ends hear of it."""
         self._listening.close()
         for end in self._ends:
