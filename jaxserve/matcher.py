@@ -174,8 +174,10 @@ class Grammars:
         job = self._begin(grammar)
         if isinstance(job, Compiled):
             return job
+        waited = asyncio.wrap_future(job.future)
+        waited.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may wait any more
         try:
-            return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(job.future)), self._patience())
+            return await asyncio.wait_for(asyncio.shield(waited), self._patience())
         except TimeoutError:
             if self._is_waiting(job):
                 raise QueueFull("other grammars are being compiled") from None

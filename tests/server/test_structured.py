@@ -59,11 +59,13 @@ async def serving(engine: Engine) -> AsyncIterator[Ports]:
     surface = Surface(engine, name="demo", version="0", chat_template=template)
     port, http_port = await surface.start("127.0.0.1", 0, 0)
     address = f"127.0.0.1:{port}"
-    async with asyncio.timeout(6 * WAIT_SECONDS), grpc.aio.insecure_channel(address) as channel:
-        yield Ports(InferenceStub(channel), address, f"http://127.0.0.1:{http_port}")
-        await surface.door.idle()
+    try:
+        async with asyncio.timeout(6 * WAIT_SECONDS), grpc.aio.insecure_channel(address) as channel:
+            yield Ports(InferenceStub(channel), address, f"http://127.0.0.1:{http_port}")
+            await surface.door.idle()
+    finally:
+        await surface.stop()
     assert engine.load().compiled_after_ready == 0
-    await surface.stop()
 
 
 def test_grpc(engine: Engine) -> None:
@@ -189,14 +191,20 @@ def test_hostile_grammars_harm_nobody(engine: Engine) -> None:
                 request = pb.GenerateRequest(prompt=f"It was a {number}", max_tokens=60, seed=number, ignore_eos=True)
                 return list((await it.stub.Generate(request)).token_ids)
 
+            async def turned_away(given: dict[str, Any]) -> tuple[int, Any]:
+                while True:  # as long as the others' are being compiled
+                    status, answer = await it.post("/v1/completions", **fields, **given)
+                    if status != 429:
+                        return status, answer
+
             expected = [await plain(number) for number in range(6)]
             fields: dict[str, Any] = {"prompt": "It was a", "max_tokens": 8}
             answers, found = await asyncio.gather(
-                asyncio.gather(*(it.post("/v1/completions", **fields, **each) for each in hostile)),
+                asyncio.gather(*map(turned_away, hostile)),
                 asyncio.gather(*map(plain, range(6))),
             )
             for status, answer in answers:
-                assert status in (200, 400, 429), answer
+                assert status in (200, 400), answer
                 if status == 400:
                     assert re.match(
                         r"guided_\w+: (cannot be|takes longer|has \d+ bytes|after)", answer["error"]["message"]
