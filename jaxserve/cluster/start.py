@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 
@@ -273,7 +273,7 @@ def _prepare(
     return _Prepared(programs, stages, links, n_blocks, reason, loaded - started, time.perf_counter() - loaded)
 
 
-def _devices(config: EngineConfig, cluster: ClusterConfig) -> list[jax.Device]:
+def _devices(config: EngineConfig, cluster: ClusterConfig) -> list[Any]:
     """As many of every host, in the order of the hosts: each stage takes those that follow the one's before."""
     each, found = config.tensor * config.stages // cluster.hosts, []
     for host in range(cluster.hosts):
