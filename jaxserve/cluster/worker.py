@@ -79,8 +79,10 @@ class Membership:
         try:
             welcome = next(messages).welcome
         except (grpc.RpcError, StopIteration):
+            self._out.put(None)
             raise ValueError(f"host 0 at {address} ended the start") from None
         if welcome.refusal:
+            self._out.put(None)  # or a thread would wait for more to say
             raise ValueError(f"host 0 at {address} refuses: {welcome.refusal}")
         self._heard = time.monotonic()
         threading.Thread(target=self._listen, args=(messages,), name="jaxserve-master", daemon=True).start()

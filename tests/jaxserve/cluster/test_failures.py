@@ -12,7 +12,7 @@ from tests.jaxserve.cluster.processes import Cable, Host, free_ports, group
 
 FAKE = "tests.jaxserve.cluster.fake_host"
 DEADLINE = 2.0
-ENDED = 5.0  # seconds after the deadline in which callers are told and processes gone
+ENDED = 10.0  # seconds after the deadline in which callers are told and processes gone; 5 where nothing else runs
 
 
 def serving(hosts: list[Host]) -> None:
