@@ -164,6 +164,7 @@ async def before_a_process(
             await _first(running, supervisor.ready, serving.stopping)
             start.close()
             if supervisor.ready.is_set():
+                await surface.look()
                 show(engine.report, model=serving.name)
                 serving.greet()
                 await _first(running, serving.stopping)

@@ -69,6 +69,8 @@ class Surface:
         self._watchdog = Watchdog(engine, deadline=stall_seconds, interval=health_seconds)
         self._health_seconds, self._on_wedged = health_seconds, on_wedged
         self._watch: asyncio.Task[None] | None = None
+        self._told: str | None = None  # by health, of what keeps the engine from serving
+        self._has_served = False
 
     async def start(self, host: str, port: int, http_port: int | None) -> tuple[int, int | None]:
         """Listens for gRPC on one port and for HTTP on another, or not at all.
@@ -79,7 +81,8 @@ class Surface:
         Raises:
           RuntimeError, OSError: a port cannot be had.
         """
-        self.door.problem = self._watchdog.problem()
+        self._told = self._watchdog.problem()
+        self._has_served = self._told is None
         port = await self._grpc.start(host, port)
         if http_port is not None:
             http_port = await self._http.start(host, http_port)
@@ -109,22 +112,26 @@ class Surface:
         await asyncio.gather(self._grpc.stop(), self._http.stop())
 
     async def _watch_engine(self) -> None:
-        """Has health follow the engine, and nobody wait for an engine that will never answer."""
-        has_served = self.door.problem is None
         while True:
-            problem = self._watchdog.problem()
-            if (problem is None) != (self.door.problem is None):
-                if problem is not None:
-                    _log.error("not serving: %s", problem)
-                elif has_served:
-                    _log.warning("serving again")
-                has_served = True
-                await self._grpc.set_health(problem is None)
-            self.door.problem = problem
-            if self.door.engine.problem is not None and not self.door.engine.takes_requests:
-                self.door.fail_all(self.door.engine.problem)
-            if problem is not None and self._watchdog.overdue > _PATIENCE and self._on_wedged is not None:
-                self._on_wedged(problem)
+            await self.look()
             self.door.admission.sample()
             self.metrics.drain()
             await asyncio.sleep(self._health_seconds)
+
+    async def look(self) -> None:
+        """Has health follow the engine now, and nobody wait for an engine that will never answer."""
+        problem, own = self._watchdog.problem(), self.door.engine.problem
+        self.door.problem = problem if own is None else None  # of its own one the engine is asked when a call comes
+        if own is not None and not self.door.engine.takes_requests:
+            self.door.fail_all(own)
+        if problem is not None and self._watchdog.overdue > _PATIENCE and self._on_wedged is not None:
+            self._on_wedged(problem)
+        before, self._told = self._told, problem
+        if (problem is None) == (before is None):
+            return
+        if problem is not None:
+            _log.error("not serving: %s", problem)
+        elif self._has_served:
+            _log.warning("serving again")
+        self._has_served = True
+        await self._grpc.set_health(problem is None)

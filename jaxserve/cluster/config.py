@@ -14,7 +14,7 @@ from jaxserve.config import EngineConfig
 
 LinksName = Literal["auto", "direct", "bridge"]
 
-_OF_THE_HOST = ("compilation_cache",)  # settings that may differ
+_OF_THE_HOST = ("compilation_cache", "max_queued_requests", "max_queued_tokens")  # settings that may differ
 _VERSIONS = ("jaxserve", "jax", "jaxlib", "numpy")
 
 

@@ -69,6 +69,9 @@ def cause_of(problems: Iterable[Problem]) -> Problem:
     """The symptom nearest to the cause. Of hosts that are late, those that wait for the earliest iteration, in its
     earliest stage: the others wait for them."""
     found = list(problems)
+    # Who has said why it ends is gone for that reason.
+    said = {host for each in found if each.rank in (Rank.THREW, Rank.DEVICE) for host in each.hosts}
+    found = [each for each in found if each.rank != Rank.GONE or not said.issuperset(each.hosts)]
     first = min(found, key=_nearness)
     if first.rank != Rank.LATE:
         return first

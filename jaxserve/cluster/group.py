@@ -83,6 +83,7 @@ class Group:
         self._answers = Progress()  # of all of them
         self._results: dict[int, IterationResult] = {}
         self._answering = 0  # the host whose result counts
+        self._sent: int | None = None  # the newest plan
         self._deadline = 0.0
         self._step: str | None = "joining"
         self._refused: str | None = None
@@ -174,6 +175,7 @@ class Group:
     def send(self, plan: pb.Plan) -> None:
         """Sends a plan to every worker. Raises HostFailed."""
         self._raise_failure()
+        self._sent = plan.sequence
         self._answers.begin(plan.sequence)
         self.progress.begin(plan.sequence)
         self._send(pb.FromMaster(plan=plan))
@@ -284,7 +286,7 @@ class Group:
 
     def _of(self, member: _Member, rank: Rank, cause: str) -> Problem:
         waiting, answer = member.waiting, self._answers.waiting()
-        sequence = answer.sequence if answer is not None else None
+        sequence = self._sent if answer is None else answer.sequence
         return Problem(
             rank=rank,
             hosts=(member.host,),

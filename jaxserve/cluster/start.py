@@ -188,8 +188,10 @@ def _connect(cluster: ClusterConfig, party: _Party) -> None:
     party.reached("connecting devices")
     mine = _own_address(cluster)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself
     if cluster.links != "bridge":  # where devices have no links of their own: CPUs
-        jax.config.update("jax_cross_host_transfer_socket_address", f"{mine}:0")
+        # The others are told this very port: with 0 they would wait for what never comes (jax 0.10).
+        jax.config.update("jax_cross_host_transfer_socket_address", f"{mine}:{_free_port(mine)}")
         jax.config.update("jax_cross_host_transport_addresses", ",".join([f"{mine}:0"] * 4))
     jax.distributed.initialize(
         coordinator_address=cluster.coordinator,
@@ -214,6 +216,13 @@ def _own_address(cluster: ClusterConfig) -> str:
     except OSError as problem:
         raise ValueError(f"coordinator is {cluster.coordinator}, which cannot be found: {problem}") from None
     return f"[{found}]" if ":" in found else found
+
+
+def _free_port(address: str) -> int:
+    bare = address.strip("[]")
+    with socket.socket(socket.AF_INET6 if ":" in bare else socket.AF_INET) as probing:
+        probing.bind((bare, 0))
+        return probing.getsockname()[1]
 
 
 def _prepare(
@@ -253,7 +262,7 @@ def _prepare(
     loaded = time.perf_counter()
     runners = [stage for stage in stages if isinstance(stage, StageRunner)]
     total = sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
-    party.reached(f"{read / 2**20:.1f} of {total / 2**20:.1f} MiB of weights read; compiling")
+    party.reached(f"{read / 2**20:.2f} of {total / 2**20:.2f} MiB of weights read; compiling")
     n_blocks = party.agree("blocks", min(startup.pool_blocks(config, runner, ()) for runner in runners))
     for stage in stages:
         if isinstance(stage, StageRunner):
@@ -303,7 +312,7 @@ def _linked(
         way = "bridge"
     else:
         problem = probe(programs)
-        way = "direct" if party.agree("direct links", problem is None) else "bridge"
+        way = "direct" if party.agree("direct links", int(problem is None)) else "bridge"
         why = problem or ("as other hosts found" if way == "bridge" else "probed")
         if way == "bridge" and cluster.links == "direct":
             raise ValueError(f"links is direct, which does not work here: {why}")

@@ -221,7 +221,9 @@ class _Outbox:
         try:
             self._engine.submit(request, self._sink)
         except (InvalidRequest, QueueFull) as refusal:  # the front has judged already; this is for the log there
-            self._sink([TokenEvent(request.request_id, finish_reason=FinishReason.ERROR, error=str(refusal))])
+            field = getattr(refusal, "field", None)
+            event = TokenEvent(request.request_id, finish_reason=FinishReason.ERROR, error=str(refusal), field=field)
+            self._sink([event])
         except EngineStopped:
             pass  # the front is about to be told
 

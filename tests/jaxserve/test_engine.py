@@ -196,6 +196,8 @@ def wrong(prompt: tuple[int, ...] = (5,), **sampling) -> Request:
         ("prompt_token_ids", wrong((-1,))),
         ("stop_token_ids", wrong(stop_token_ids=(VOCAB,))),
         ("logit_bias", wrong(logit_bias=((VOCAB, 1.0),))),
+        ("bad_words", wrong(bad_word_tokens=((5, VOCAB),))),
+        ("bad_words", wrong(bad_words=("a",))),
         ("prompt_logprobs", wrong(prompt_logprobs=0)),
         ("stop", wrong(stop=("a",))),
         ("max_tokens", wrong(max_tokens=96)),
@@ -317,3 +319,32 @@ def test_request_level_batching_holds_answers_back(params, alone) -> None:
     answers = run(engine, arrivals)
     for _, request in arrivals:
         assert answers.reasons[request.request_id] == alone.reasons[request.request_id]
+
+
+def test_barred_words_and_early_endings_are_not_generated_whatever_is_drafted_or_preempted(params) -> None:
+    prompt = tuple(range(5, 30))
+    free = run(make_engine(params), [(0, ask_for(prompt))]).tokens["a"]
+    runs = ((free[0],), (free[1], free[2]), (prompt[-1], free[3]), tuple(free[4:7]))
+    settings = [{}, {"speculate": "ngram"}, {"stages": 2}, {"slots": 112}]
+    answers = []
+    for each in settings:
+        arrivals = [(0, ask_for(prompt, bad_word_tokens=runs)), *traffic(20)]
+        answers.append(run(make_engine(params, **each), arrivals).tokens["a"])
+    assert answers == [answers[0]] * len(settings)
+    whole = [*prompt, *answers[0]]
+    for barred in runs:
+        places = range(len(prompt) - len(barred) + 1, len(whole))
+        assert not any(tuple(whole[at : at + len(barred)]) == barred for at in places)
+    stops = tuple(dict.fromkeys(answers[0]))[:16]
+    least = [
+        run(make_engine(params), [(0, ask_for(prompt, stop_token_ids=stops, min_tokens=count))]).tokens["a"]
+        for count in (1, 5, 20)
+    ]
+    assert [len(tokens) > count for tokens, count in zip(least, (1, 5, 20), strict=True)] == [True] * 3
+    for tokens, count in zip(least, (1, 5, 20), strict=True):
+        assert not set(tokens[:count]) & set(stops)
+
+
+def ask_for(prompt: tuple[int, ...], **sampling) -> Request:
+    chosen = SamplingParams(**{"max_tokens": 40, "temperature": 0.0, "ignore_eos": True} | sampling)
+    return Request(request_id="a", prompt=prompt, sampling=chosen)

@@ -68,6 +68,7 @@ def make(job: Job, progress: Callable[[str, int, int], None]) -> FakeEngine:
         tokenizer=byte_tokenizer(),
         config=job.config,
         max_context=orders.get("max_context", 2 * 10**6),
+        slots_total=10**9,
         held=orders.get("held", False),
     )
     engine.obey(orders)

@@ -35,20 +35,23 @@ class Host:
 
     def until(self, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
         """The next line that is so; an error with all there was if none comes."""
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.lines.append(json.loads(line))
-            if condition(self.lines[-1]):
-                return self.lines[-1]
+        for line in self._lines():
+            self.lines.append(line)
+            if condition(line):
+                return line
         code = self.process.wait(WAIT_SECONDS)
         raise AssertionError(f"it ended with {code} after {self.lines}: {self.errors.read_text()}")
 
     def rest(self) -> list[dict[str, Any]]:
         """What it prints until it ends."""
-        assert self.process.stdout is not None
-        found = [json.loads(line) for line in self.process.stdout]
+        found = list(self._lines())
         self.lines += found
         return found
+
+    def _lines(self) -> Iterator[dict[str, Any]]:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            yield json.loads(line)
 
     def code(self) -> int:
         """How it ends."""
@@ -84,7 +87,11 @@ class Cable:
         with contextlib.suppress(OSError):
             while True:
                 near = self._listening.accept()[0]
-                far = socket.create_connection(("127.0.0.1", self._to))
+                try:
+                    far = socket.create_connection(("127.0.0.1", self._to))
+                except ConnectionRefusedError:  # nobody listens yet; who has called will call again
+                    near.close()
+                    continue
                 self._ends += [near, far]
                 for source, target in ((near, far), (far, near)):
                     threading.Thread(target=self._carry, args=(source, target), daemon=True).start()
@@ -95,7 +102,7 @@ class Cable:
                 if not self._silent.is_set():
                     target.sendall(data)
 
-    def cut(self) -> None:
+    def close(self) -> None:
         """Both ends hear of it."""
         self._listening.close()
         for end in self._ends:

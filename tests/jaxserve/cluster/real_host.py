@@ -6,6 +6,7 @@ ends the group.
 
 import json
 import logging
+import os
 import sys
 from pathlib import Path
 
@@ -54,8 +55,19 @@ def as_json(answers: Answers) -> dict:
     }
 
 
+# Libraries print to standard output too: it is ours alone, and theirs goes where errors go.
+OUT = sys.stdout
+if __name__ == "__main__":
+    OUT = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+
+def tell(line: dict) -> None:
+    print(json.dumps(line), file=OUT, flush=True)
+
+
 def say(line: str) -> None:
-    print(json.dumps({"told": line}), flush=True)
+    tell({"told": line})
 
 
 def main(told: dict) -> int:
@@ -92,7 +104,7 @@ def main(told: dict) -> int:
         "weight_bytes": engine.report.weight_bytes,
     }
     engine.stop()
-    print(json.dumps({"answers": as_json(answers)} | facts), flush=True)
+    tell({"answers": as_json(answers)} | facts)
     return 0
 
 

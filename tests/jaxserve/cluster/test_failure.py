@@ -15,6 +15,10 @@ def problem(rank: Rank, host: int, *, stage: int = 0, sequence: int = 5) -> Prob
         # A dead host: its neighbour's collective throws, everybody is late.
         ([problem(Rank.DEVICE, 0), problem(Rank.LATE, 2), problem(Rank.GONE, 1)], (1,), Rank.GONE),
         ([problem(Rank.DEVICE, 0), problem(Rank.THREW, 1)], (1,), Rank.THREW),
+        # It says what it threw, and ends.
+        ([problem(Rank.GONE, 1), problem(Rank.THREW, 1)], (1,), Rank.THREW),
+        # Host 1 has died; host 0's device fails for it, which host 0 says before it ends.
+        ([problem(Rank.DEVICE, 0), problem(Rank.GONE, 0), problem(Rank.GONE, 1)], (1,), Rank.GONE),
         # Stage 1 is wedged in iteration 5; stage 0 is through with it and waits to hand over the next.
         ([problem(Rank.LATE, 0, sequence=6), problem(Rank.LATE, 1, stage=1)], (1,), Rank.LATE),
         # Stage 0 is wedged; stage 1 waits for what it never gets.

@@ -1,6 +1,7 @@
 """Every way to fail, with real processes that are killed, stopped and wedged: whoever waits is told within seconds what
 has happened, and every process ends. The devices are made up, so that a group starts in seconds."""
 
+import contextlib
 import signal
 import time
 
@@ -84,19 +85,20 @@ def test_a_worker_whose_own_work_throws(tmp_path) -> None:
 
 @pytest.mark.parametrize(
     ("how", "told_of"),
-    [("cut", "control stream ended"), ("fall_silent", "nothing was heard of it for")],
+    [("close", "control stream ended"), ("fall_silent", "nothing was heard of it for")],
 )
 def test_a_stream_of_plans_that_is_cut(tmp_path, how, told_of) -> None:
     coordinator = free_ports()
-    cable = Cable(int(coordinator.rpartition(":")[2]) + 1)
     told = {"stages": 2, "deadline": DEADLINE}
-    with group(FAKE, [told, told | {"control_port": cable.port}], tmp_path, coordinator=coordinator) as hosts:
+    with (
+        contextlib.closing(Cable(int(coordinator.rpartition(":")[2]) + 1)) as cable,
+        group(FAKE, [told, told | {"control_port": cable.port}], tmp_path, coordinator=coordinator) as hosts,
+    ):
         serving(hosts)
         getattr(cable, how)()
         check_told(hosts, time.monotonic(), "host 1, stage 1", told_of)
         assert codes(hosts) == [ExitCode.LOST, ExitCode.LOST]
         assert "host 0 is lost" in hosts[1].errors.read_text()
-    cable.cut()
 
 
 def test_a_master_that_is_killed(tmp_path) -> None:

@@ -113,12 +113,8 @@ def test_a_host_reads_its_own_part_of_the_weights(serve, model) -> None:
     """Stages and slices: together the hosts read the file once, but for what two stages or two slices share."""
     total = (model / "model.safetensors").stat().st_size / 2**20
     outcome = serve(4, 2, 2, "bridge")
-    read = [
-        float(line.split(": ")[1].split(" of ")[0])
-        for steps in outcome["steps"]
-        for line in steps
-        if "MiB of weights read" in line and line.startswith(f"host {outcome['steps'].index(steps)}:")
-    ]
+    told = [line for line in outcome["steps"][0] if "MiB of weights read" in line]
+    read = [float(line.split(": ")[1].split(" of ")[0]) for line in told]
     assert len(read) == 4
     assert all(part < 0.6 * total for part in read)
     assert sum(read) < 1.5 * total
@@ -131,7 +127,7 @@ def test_a_flight_record_runs_again_on_one_device(serve, model, hosts, stages, l
     found = replay.replay(recording, model, cache=None, progress=silent)
     assert found.iterations == len(recording.entries) > 100
     assert found.unanswered == 0
-    assert found.requests == REQUESTS
+    assert found.requests >= REQUESTS - len(ABORTED)
     assert len(found.differences) <= REQUESTS // 40
     # One token of the record is changed: it is found, and named.
     entry = next(entry for entry in recording.entries if 1 in entry.plan.chunks.samples)

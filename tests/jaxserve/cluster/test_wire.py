@@ -116,6 +116,8 @@ def test_a_result_arrives_without_its_padding() -> None:
     )
     arrived = wire.decode_result(pb.Result.FromString(wire.encode_result(sent, 5).SerializeToString()))
     for field in fields(IterationResult):
+        if field.name == "grammar_ends":  # of masks, which stay on one host
+            continue
         expected, found = getattr(sent, field.name), getattr(arrived, field.name)
         rows = slice(None) if field.name.startswith("score") else slice(5)
         np.testing.assert_array_equal(found, expected[rows])

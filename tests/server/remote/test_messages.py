@@ -3,7 +3,7 @@
 import contextlib
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.iteration import Admission, Chunk
@@ -14,14 +14,14 @@ from server.remote.frames import MAX_BODY, BadFrame, Kind, Splitter, frame, json
 from tests.server.fake_engine import FakeEngine, made_up_record
 from tests.server.remote.test_plain import events, floats, texts
 
-usual = st.integers(0, 5).flatmap(
-    lambda n: st.builds(
-        TokenEvent,
-        texts,
-        st.lists(st.integers(0, 2**31 - 1), min_size=n, max_size=n).map(tuple),
-        st.lists(floats, min_size=n, max_size=n).map(tuple),
-        cached_tokens=st.integers(0, 2**31),
-    )
+few = settings(max_examples=50, deadline=None)
+usual = st.builds(
+    lambda name, tokens, cached: TokenEvent(
+        name, tuple(token for token, _ in tokens), tuple(logprob for _, logprob in tokens), cached_tokens=cached
+    ),
+    texts,
+    st.lists(st.tuples(st.integers(0, 2**31 - 1), floats), max_size=5),
+    st.integers(0, 2**31),
 )
 
 
@@ -36,7 +36,8 @@ def record(sequence: int) -> IterationRecord:
     return made_up_record(sequence, chunks, waiting=2, finished_at=12.5, admissions=(taken,), replica=1)
 
 
-@given(sent=st.lists(usual | events, max_size=12))
+@few
+@given(sent=st.lists(usual | events, max_size=5))
 def test_iterations_arrive_as_they_left(sent: list[TokenEvent]) -> None:
     loads, records = (load(), load(due_seconds=0.25)), [record(2**40), record(1)]
     told = iterations.decode(iterations.encode(2**33, loads, sent, records))
@@ -49,12 +50,14 @@ def test_an_engine_that_does_nothing_is_told_of_too() -> None:
     assert iterations.decode(iterations.encode(0, idle, [], [])) == (0, tuple(idle), [], [])
 
 
+@few
 @given(data=st.binary(max_size=300))
 def test_arbitrary_bytes_are_no_iterations(data: bytes) -> None:
     with pytest.raises(BadFrame):
         iterations.decode(data)
 
 
+@few
 @given(cut=st.data())
 def test_damaged_iterations_never_raise_anything_else(cut: st.DataObject) -> None:
     body = bytearray(iterations.encode(1, (load(),), [TokenEvent("a", (1,), (-0.5,)), TokenEvent("b", error="x")], []))
@@ -65,6 +68,7 @@ def test_damaged_iterations_never_raise_anything_else(cut: st.DataObject) -> Non
         iterations.decode(bytes(body))
 
 
+@few
 @given(bodies=st.lists(st.binary(max_size=20), max_size=5), cuts=st.lists(st.integers(1, 7), min_size=1, max_size=5))
 def test_frames_are_whole_however_they_come(bodies: list[bytes], cuts: list[int]) -> None:
     stream, splitter, found, turn = b"".join(frame(Kind.ITERATION, body) for body in bodies), Splitter(), [], 0

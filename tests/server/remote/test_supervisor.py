@@ -16,6 +16,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_status import rpc_status
 
+from server import surface
 from server.proto.jaxserve.v1 import inference_pb2 as pb
 from server.remote.supervisor import EngineGone, Restarts
 from server.report import UserError
@@ -34,6 +35,12 @@ async def refusal(call: Any) -> grpc.aio.AioRpcError:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call
     return caught.value
+
+
+async def to_its_end(stream: Any) -> None:
+    """Reads a stream of which something was read."""
+    while await stream.read() is not grpc.aio.EOF:
+        pass
 
 
 def retry_seconds(error: grpc.aio.AioRpcError) -> float | None:
@@ -224,7 +231,7 @@ def test_who_had_begun_is_told_and_who_had_not_is_served(
         watch = it.health.Watch(HealthCheckRequest())
         since = time.monotonic()
         do(it)
-        error = await refusal(collect(begun))
+        error = await refusal(to_its_end(begun))
         assert error.code() is grpc.StatusCode.UNAVAILABLE
         assert cause in str(error.details())
         assert time.monotonic() - since < STALL_SECONDS + 5
@@ -288,7 +295,7 @@ def test_without_a_supervisor_a_dead_engine_stays_dead(run_remote: RunRemote) ->
         call = it.stub.GenerateStream(ask(max_tokens=LONG))
         await call.read()
         kill(it)
-        for error in (await refusal(collect(call)), await refusal(it.stub.Generate(ask()))):
+        for error in (await refusal(to_its_end(call)), await refusal(it.stub.Generate(ask()))):
             assert error.code() is grpc.StatusCode.UNAVAILABLE
             assert error.details() == "the engine process was killed by signal 9 (SIGKILL)"
         await it.until_health("NOT_SERVING")
@@ -315,7 +322,11 @@ def test_without_a_supervisor_a_wedged_engine_may_come_back(run_remote: RunRemot
     run_remote(scenario, restarts=None)
 
 
-def test_where_a_wedged_engine_stood_is_in_the_log(run_remote: RunRemote, caplog: pytest.LogCaptureFixture) -> None:
+def test_where_a_wedged_engine_stood_is_in_the_log(
+    run_remote: RunRemote, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(surface, "_PATIENCE", 0.1)
+
     async def scenario(it: Remote) -> None:
         it.order()
         assert (await refusal(it.stub.Generate(ask(max_tokens=LONG)))).code() is grpc.StatusCode.UNAVAILABLE

@@ -9,11 +9,11 @@ import httpx2 as httpx
 import pytest
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
-from server.proto.inference.open_inference_grpc_pb2_grpc import GRPCInferenceServiceStub
 
 from server.auth import ApiKeys
 from server.grpc_server import ROUTER_SERVICES
 from server.proto.inference import open_inference_grpc_pb2 as pb
+from server.proto.inference.open_inference_grpc_pb2_grpc import GRPCInferenceServiceStub
 from tests.server.conftest import Served
 from tests.server.routers import wire
 

@@ -11,6 +11,7 @@ import pytest
 from google.rpc import error_details_pb2
 
 from jaxserve.config import EngineConfig
+from jaxserve.request import Grammar
 from jaxserve.tokenizer import Tokenizer
 from server.auth import ApiKeys
 from server.generation import Life
@@ -113,6 +114,28 @@ def test_prompts_are_cut_at_their_beginning(serve: Serve) -> None:
                 await complete(it, ask(truncate_prompt_tokens=wrong, max_tokens=1))
 
     serve(scenario, max_context=16)
+
+
+def test_a_constraint_is_a_grammar_and_the_least_tokens_are_kept(serve: Serve) -> None:
+    schema = '{"type": "null"}'
+    forms: list[tuple[dict[str, Any], Grammar | None]] = [
+        ({"json_schema": schema}, Grammar(kind="json_schema", text='{"type":"null"}')),
+        ({"json_object": True}, Grammar(kind="json_schema", text='{"type":"object"}')),
+        ({"json_object": False}, None),
+        ({"regex": "a+"}, Grammar(kind="regex", text="a+")),
+        ({"grammar": 'start: "a"'}, Grammar(kind="lark", text='start: "a"')),
+        ({"choice": pb.ChoiceConstraint(choices=["a", "b"])}, Grammar(kind="choice", text='["a", "b"]')),
+    ]
+
+    async def scenario(it: Served) -> None:
+        for sampling, expected in forms:
+            await complete(it, ask(max_tokens=3, min_tokens=2, **sampling))
+            assert (lives[-1].request.sampling.grammar, lives[-1].request.sampling.min_tokens) == (expected, 2)
+        await complete(it, ask("ab", min_tokens=10))  # more than a request without a limit would begin with
+        assert (lives[-1].request.sampling.min_tokens, lives[-1].request.sampling.max_tokens) == (10, 14)
+
+    lives: list[Life] = []
+    serve(lambda it: _watched(it, lives, scenario), max_context=16)
 
 
 def test_logprobs_come_as_asked(serve: Serve) -> None:
@@ -326,6 +349,10 @@ def test_a_caller_who_leaves_frees_its_slots(serve: Serve) -> None:
         ("stop_token_ids", ask(stop_token_ids=[2**31])),
         ("logit_bias", ask(logit_bias={97: 101})),
         ("structural_tag", ask(structural_tag="{}")),
+        ("regex", ask(regex="(a")),
+        ("json_schema", ask(json_schema="{")),
+        ("choice", ask(choice=pb.ChoiceConstraint())),
+        ("min_tokens", ask(max_tokens=2, min_tokens=3)),
         ("mm_inputs", pb.GenerateRequest(text="a", mm_inputs=pb.MultimodalInputs())),
         ("kv_transfer_params", pb.GenerateRequest(text="a", kv_transfer_params=pb.KvTransferParams())),
         ("kv_transfer_params_json", pb.GenerateRequest(text="a", kv_transfer_params_json="{}")),
