@@ -25,6 +25,8 @@ ABORTED = {"5": 9, "11": 20, "23": 31}  # after so many steps from its submissio
 def config_of(told: dict) -> EngineConfig:
     names = ("tensor", "stages", "speculate", "compilation_cache")
     given = {name: told[name] for name in names if name in told}
+    if given.get("stages", 1) == 1:
+        given["slots"] = 96  # too few for the rows of one stage too
     return EngineConfig(**{name: getattr(CONFIG, name) for name in EngineConfig.__dataclass_fields__} | given)
 
 
