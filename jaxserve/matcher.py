@@ -36,8 +36,8 @@ _THREADS = 2
 _TOKENIZER_SECONDS = 60.0  # for the vocabulary to be read, once
 _TRIED = 32  # tokens that a new grammar is followed for
 _LONGEST_PROBLEM = 300  # characters of llguidance's own words that a caller is shown
-# Runs of white space in JSON: as much as indented text has. Without a bound some models never stop.
-_JSON: Any = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,40}"}
+# White space in JSON: a space, or a line's end and an indent. Without a bound some models never stop.
+_JSON: Any = {"whitespace_pattern": r"\x20|\x0A[\x20\x09]{0,40}"}
 # A step of one token: some milliseconds at most. A state takes one or two kB.
 _LIMITS = llguidance.LLParserLimits(
     initial_lexer_fuel=400_000,
@@ -161,9 +161,9 @@ class Grammars:
             return job
         while True:
             try:
-                return job.future.result(self._patience())
+                return job.future.result(self._patience(job))
             except TimeoutError:
-                if not self._is_waiting(job):
+                if job.started is not None and self._patience(job) <= 0:
                     raise self._slow(grammar) from None
             except GrammarFailed as problem:
                 raise _refusal(grammar, str(problem)) from None
@@ -176,14 +176,16 @@ class Grammars:
             return job
         waited = asyncio.wrap_future(job.future)
         waited.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may wait any more
-        try:
-            return await asyncio.wait_for(asyncio.shield(waited), self._patience())
-        except TimeoutError:
-            if self._is_waiting(job):
-                raise QueueFull("other grammars are being compiled") from None
-            raise self._slow(grammar) from None
-        except GrammarFailed as problem:
-            raise _refusal(grammar, str(problem)) from None
+        while True:
+            try:
+                return await asyncio.wait_for(asyncio.shield(waited), self._patience(job))
+            except TimeoutError:
+                if job.started is None:
+                    raise QueueFull("other grammars are being compiled") from None
+                if self._patience(job) <= 0:
+                    raise self._slow(grammar) from None
+            except GrammarFailed as problem:
+                raise _refusal(grammar, str(problem)) from None
 
     @property
     def kept(self) -> tuple[int, int]:
@@ -207,12 +209,11 @@ class Grammars:
                 self._threads.submit(self._work, grammar, job)
             return job
 
-    def _patience(self) -> float:
+    def _patience(self, job: _Job) -> float:
+        """Seconds to wait for a job before looking how far it is."""
+        if job.started is not None:
+            return job.started + COMPILE_SECONDS - time.monotonic()
         return COMPILE_SECONDS + (_TOKENIZER_SECONDS if self._tokenizer is None else 0.0)
-
-    def _is_waiting(self, job: _Job) -> bool:
-        """Whether others have kept it from being compiled so far."""
-        return job.started is None or time.monotonic() - job.started < COMPILE_SECONDS
 
     def _slow(self, grammar: Grammar) -> InvalidRequest:
         problem = f"takes longer than {COMPILE_SECONDS:g} seconds to compile"

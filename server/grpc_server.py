@@ -22,12 +22,17 @@ ROUTER_SERVICES = (  # of other people's protocols, for their routers
     open_inference_grpc_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name,
 )
 OPEN_SERVICES = (health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,)  # that take no API key
+_MAX_PENDING = 65_536
 _OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", -1),  # answers are bounded by the context
     ("grpc.max_metadata_size", 16 * 2**10),
     ("grpc.absolute_max_metadata_size", 32 * 2**10),
     ("grpc.max_concurrent_streams", 4096),  # of one connection
+    # Calls that the event loop has not got to yet. Beyond its own bounds (1,000 and 3,000) grpc drops some at random,
+    # CANCELLED and without a word; the door refuses in words, and what a connection may have open is bounded above.
+    ("grpc.server.max_pending_requests", _MAX_PENDING),
+    ("grpc.server.max_pending_requests_hard_limit", _MAX_PENDING),
     ("grpc.so_reuseport", 0),  # a second server on the port is an error, not a coin toss
     # A caller whose machine has vanished without a word is noticed, and its slots come back.
     ("grpc.keepalive_time_ms", 30_000),
