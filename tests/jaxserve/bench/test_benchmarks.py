@@ -12,6 +12,7 @@ from jaxserve.bench import cli, host, jobs, offline, serve, shapes, stages, step
 from jaxserve.bench.progress import Bars
 from jaxserve.bench.step import Case
 from jaxserve.config import EngineConfig
+from server import cli as commands
 from server import flags
 
 # One set of shapes for every test, so that the programs are compiled once.
@@ -124,7 +125,7 @@ def test_steps_are_timed(tmp_path):
 
 
 def test_what_a_second_host_adds_is_measured(tmp_path):
-    assert bench("control", "--quick", "--out", str(tmp_path)) == 0
+    assert commands.main(["bench", "control", "--quick", "--out", str(tmp_path)]) == 0  # it takes no engine's flags
     (result,) = json.loads((tmp_path / "control.json").read_text())["results"]
     assert result["rows"] == 4
     assert result["round_trip"] > 0
