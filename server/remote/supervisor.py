@@ -105,7 +105,8 @@ class Supervisor:
             code = await self._live()
             if self._closed.is_set():
                 return
-            if self._refusal is not None and not self.ready.is_set():
+            # One that starts again may meet what the last one has left, such as a host that is about to end.
+            if self._refusal is not None and not (self.ready.is_set() or in_a_row):
                 self._engine.disconnect("the engine cannot be started", returns=False)
                 raise UserError(self._refusal)
             if code == exit_codes.ENDED and self._job.cluster is not None and self._job.cluster.host:

@@ -37,9 +37,19 @@ def model(tmp_path) -> Path:
 
 
 @pytest.fixture
-def hosts(model, tmp_path) -> Iterator[list[subprocess.Popen[str]]]:
+def hosts(model, tmp_path, request) -> Iterator[list[subprocess.Popen[str]]]:
+    """Two of them; a parameter has more flags."""
     coordinator, started = free_ports(), []
-    flags = [*FLAGS.split(), "--model", str(model), "--coordinator", coordinator, "--flight-folder", str(tmp_path)]
+    flags = [
+        *FLAGS.split(),
+        *getattr(request, "param", "").split(),
+        "--model",
+        str(model),
+        "--coordinator",
+        coordinator,
+        "--flight-folder",
+        str(tmp_path),
+    ]
     for host in range(2):
         process = subprocess.Popen(
             [sys.executable, "-m", "server.cli", "serve", "--host-id", str(host), *flags],
@@ -86,6 +96,37 @@ def test_a_caller_of_hosts_of_which_one_dies_is_told_which(hosts, tmp_path) -> N
         assert next(health).status == health_pb2.HealthCheckResponse.NOT_SERVING
     assert hosts[0].wait(WAIT_SECONDS) == ExitCode.LOST
     assert len(list(tmp_path.glob("*.flight"))) == 1
+
+
+def engine_process_of(process: subprocess.Popen[str]) -> int:
+    """The process that a supervisor has started."""
+    found = [
+        int(path.parent.name)
+        for path in Path("/proc").glob("[0-9]*/stat")
+        if int(path.read_text().rpartition(")")[2].split()[1]) == process.pid
+    ]
+    assert len(found) == 1
+    return found[0]
+
+
+@pytest.mark.parametrize("hosts", ["--supervise"], indirect=True)
+def test_a_supervised_group_comes_back(hosts) -> None:
+    with grpc.insecure_channel(port_of(hosts[0])) as channel:
+        generate = InferenceStub(channel).Generate
+        request = GenerateRequest(prompt_token_ids={"ids": [5, 6, 7]}, max_tokens=8, ignore_eos=True, temperature=0)
+        before = generate(request, timeout=WAIT_SECONDS).token_ids
+        dead, told, after = engine_process_of(hosts[1]), [], None
+        os.kill(dead, signal.SIGKILL)
+        while after is None:  # what had begun is told, what comes while nobody serves waits
+            try:
+                after = generate(request, timeout=WAIT_SECONDS).token_ids
+            except grpc.RpcError as error:
+                told.append(error)
+        assert all(error.code() is grpc.StatusCode.UNAVAILABLE and "host 1" in error.details() for error in told)
+        assert after == before
+        assert engine_process_of(hosts[1]) != dead
+    hosts[0].send_signal(signal.SIGTERM)
+    assert [host.wait(WAIT_SECONDS) for host in hosts] == [0, 0]
 
 
 def test_hosts_end_when_host_0_is_asked_to(hosts, tmp_path) -> None:
