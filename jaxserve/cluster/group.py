@@ -337,10 +337,10 @@ class Group:
         refusal = self._admit(hello)
         if refusal is not None:
             refusal = f"host {hello.host}: {refusal}"
+            # Whoever is refused hears it first; it may be gone before this goes on.
+            if not context.add_callback(lambda: self._refuse(refusal)):
+                self._refuse(refusal)
             yield pb.FromMaster(welcome=pb.Welcome(refusal=refusal)).SerializeToString()
-            with self._changed:
-                self._refused = refusal
-                self._changed.notify_all()
             return
         member = self._members[hello.host]
         yield pb.FromMaster(welcome=pb.Welcome()).SerializeToString()
@@ -352,6 +352,11 @@ class Group:
         listening.start()
         while (data := member.queue.get()) is not None:
             yield data
+
+    def _refuse(self, refusal: str) -> None:
+        with self._changed:
+            self._refused = refusal
+            self._changed.notify_all()
 
     def _admit(self, hello: pb.Hello) -> str | None:
         """Counts a host as joined, or says why not."""

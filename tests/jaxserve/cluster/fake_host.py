@@ -40,6 +40,12 @@ BUCKET, ROWS, BLOCK, CONTEXT, BLOCKS = 8, 4, 4, 4096, 8192
 NOTHING: Any = None
 
 
+def tell(line: dict[str, Any]) -> None:
+    """Prints a line of JSON, in one piece whatever other threads print."""
+    sys.stdout.write(json.dumps(line) + "\n")
+    sys.stdout.flush()
+
+
 def layout(stages: int) -> BatchLayout:
     rows = ROWS * (stages + 1 if stages > 1 else 1)
     return BatchLayout(bucket=BUCKET, max_rows=ROWS, n_rows=rows, block_size=BLOCK, max_context=CONTEXT)
@@ -117,7 +123,7 @@ def compile_or_throw(told: dict, party: Any) -> None:
 
 
 def lead(told: dict, cluster: ClusterConfig, facts: list[tuple[str, str]]) -> None:
-    group = Group(cluster, facts, tell=lambda line: print(json.dumps({"told": line}), flush=True))
+    group = Group(cluster, facts, tell=lambda line: tell({"told": line}))
     group.listen()
     group.join()
     compile_or_throw(told, group)
@@ -127,7 +133,7 @@ def lead(told: dict, cluster: ClusterConfig, facts: list[tuple[str, str]]) -> No
     pipeline = MasterPipeline(stages, links, group, lambda: None)
     group.agree("ready", 1)
     recorder = FlightRecorder(pb.Recording(settings="{}"), BLOCK, seconds=60.0, folder=cluster.record_folder)
-    group.on_failure = lambda problem: print(json.dumps({"record": str(recorder.write(str(problem)))}), flush=True)
+    group.on_failure = lambda problem: tell({"record": str(recorder.write(str(problem)))})
     costs = [BucketCost(size=BUCKET, compile_seconds=0.0, milliseconds=1.0)]
     pool = SlotPool(BLOCKS, BLOCK, policy="grow", prefix_cache=True)
     scheduler = Scheduler(pool, BucketLadder(costs), max_rows=ROWS, max_context=CONTEXT, n_stages=len(stages))
@@ -141,11 +147,11 @@ def lead(told: dict, cluster: ClusterConfig, facts: list[tuple[str, str]]) -> No
             tokens += len(event.token_ids)
             if event.finish_reason is not None:
                 ended = {"request": event.request_id, "ended": event.finish_reason.value, "error": event.error}
-                print(json.dumps(ended | {"healthy": replica.is_healthy}), flush=True)
+                tell(ended | {"healthy": replica.is_healthy})
         if tokens >= told.get("tokens", 60) and not told.pop("announced", False):
             told["announced"] = True
             told["tokens"] = 10**9
-            print(json.dumps({"serving": True}), flush=True)
+            tell({"serving": True})
 
     for name in "abc":
         sampling = SamplingParams(max_tokens=CONTEXT - 10, ignore_eos=True, temperature=0.0)
@@ -160,7 +166,7 @@ def lead(told: dict, cluster: ClusterConfig, facts: list[tuple[str, str]]) -> No
 
 
 def follow(told: dict, cluster: ClusterConfig, facts: list[tuple[str, str]]) -> None:
-    membership = Membership(cluster, facts, tell=lambda line: print(json.dumps({"told": line}), flush=True))
+    membership = Membership(cluster, facts, tell=lambda line: tell({"told": line}))
     membership.join()
     try:
         compile_or_throw(told, membership)
@@ -190,7 +196,7 @@ def main(told: dict) -> int:
     try:
         (follow if cluster.host else lead)(told, cluster, facts)
     except ValueError as problem:
-        print(json.dumps({"refused": str(problem)}), flush=True)
+        tell({"refused": str(problem)})
         return 2
     except HostFailed:
         threading.Event().wait()  # for the watchdog, which ends the process

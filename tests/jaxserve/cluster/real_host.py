@@ -65,7 +65,8 @@ if __name__ == "__main__":
 
 
 def tell(line: dict) -> None:
-    print(json.dumps(line), file=OUT, flush=True)
+    OUT.write(json.dumps(line) + "\n")  # in one piece, whatever other threads say
+    OUT.flush()
 
 
 def say(line: str) -> None:

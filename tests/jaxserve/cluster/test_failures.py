@@ -121,7 +121,7 @@ def test_a_master_that_is_stopped(tmp_path) -> None:
         assert hosts[1].code() == ExitCode.LOST
         assert time.monotonic() - since < DEADLINE + ENDED
         hosts[0].process.send_signal(signal.SIGCONT)
-        assert hosts[0].code() == ExitCode.LOST
+        assert hosts[0].code() in (ExitCode.LOST, ExitCode.OVERDUE)  # whichever it sees first
 
 
 def test_a_host_that_throws_while_compiling(tmp_path) -> None:
