@@ -243,6 +243,15 @@ def test_a_full_disk_is_told(engine: FakeEngine, lines: Callable[..., Path], cap
     assert "error: after 0 lines: No space left on device" in capfd.readouterr().err
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """It interrupts, whoever has started the tests: what a shell runs in the background is made to ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_leaves_whole_lines(engine: FakeEngine, lines: Callable[..., Path], tmp_path: Path) -> None:
     source, target = lines({"prompt": "ab", "max_tokens": 2}, {"prompt": "cd", "max_tokens": 2000}), tmp_path / "out"
     engine.held = True
@@ -262,6 +271,7 @@ def test_ctrl_c_leaves_whole_lines(engine: FakeEngine, lines: Callable[..., Path
     assert json.loads(line)["text"] == "ab"
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_a_line_is_written_whole_though_interrupted() -> None:
     reader, writer = os.pipe()
     got = bytearray()
