@@ -62,12 +62,13 @@ class Rows:
         chunks, chosen, drafts = plan.chunks, iter(tokens), iter(plan.drafts)
         for row, start, length, samples in zip(chunks.row, chunks.start, chunks.length, chunks.samples, strict=True):
             record = self.rows[row]
-            theirs = list(itertools.islice(chosen, max(samples, 1)))
             if samples < 2:
+                token = next(chosen, 0)  # there are none where no chunk samples
                 record.computed = start + length
                 if samples:
-                    _put(record.tokens, start + length, theirs[0])
+                    _put(record.tokens, start + length, token)
                 continue
+            theirs = list(itertools.islice(chosen, samples))
             accepted = 0
             for draft, token in zip([next(drafts) for _ in range(samples - 1)], theirs, strict=False):
                 if draft != token:
@@ -121,7 +122,7 @@ class FlightRecorder:
         """The oldest one that has not is answered."""
         with self._lock:
             entry = self._waiting.popleft()
-            count = sum(max(samples, 1) for samples in entry.plan.chunks.samples) if len(result.tokens) else 0
+            count = sum([samples or 1 for samples in entry.plan.chunks.samples]) if len(result.tokens) else 0
             entry.tokens.extend(result.tokens[:count].tolist())
             entry.logprobs.extend(result.logprobs[:count].tolist())
             entry.landed = True
@@ -172,6 +173,9 @@ def read(path: Path) -> pb.Recording:
 
 def _put(values: list[int], index: int, value: int) -> None:
     """Sets an entry, which may be one or more behind the end."""
+    if index == len(values):
+        values.append(value)
+        return
     values.extend([0] * (index + 1 - len(values)))
     values[index] = value
 
