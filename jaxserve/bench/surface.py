@@ -78,7 +78,7 @@ def run(
       queue: requests that may wait; as many as there are streams at least, which come at once.
       overload: times the sustainable load.
       seconds: that each phase of load lasts.
-      turns: times that the streams are sent; the fronts take turns.
+      turns: times that the streams are sent; an engine without a server and the fronts take turns.
       fronts: of the server (its --front), each a column.
 
     Returns:
@@ -87,12 +87,13 @@ def run(
     config = dataclasses.replace(config, scoring=False, max_rows=len(workload.jobs), max_queued_requests=queue)
     streams: dict[str, list[_Streams]] = {front: [] for front in fronts}
     loads: dict[str, _Loads] = {}
+    alone: list[np.ndarray] = []
     with Bars() as bars:
-        engine = offline.make_engine(model, offline.benchmark_config(config, workload), bars)
-        load.fit(workload, engine.max_context)
-        alone = [_gaps(offline.serve_all(engine, workload, "offline", bars).outcomes) for _ in range(turns)]
-        del engine
         for turn in range(turns):
+            engine = offline.make_engine(model, offline.benchmark_config(config, workload), bars)
+            load.fit(workload, engine.max_context)
+            alone.append(_gaps(offline.serve_all(engine, workload, "offline", bars).outcomes))
+            del engine
             for front in fronts:
                 log = out / f"server-{front}.log"
                 bars.say(f"starting a server with --front {front}; its output goes to {log}")
