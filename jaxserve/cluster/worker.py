@@ -112,8 +112,11 @@ class Membership:
         def done(plan: IterationPlan, result: IterationResult | None) -> None:
             if answers:
                 assert result is not None
-                message = wire.encode_result(result, wire.entries(plan.chunks) if plan.sampler is not None else 0)
-                self._out.put(pb.FromWorker(completed=pb.Completed(sequence=plan.sequence, result=message)))
+                message = pb.FromWorker()
+                message.completed.sequence = plan.sequence
+                count = wire.entries(plan.chunks) if plan.sampler is not None else 0
+                wire.write_result(message.completed.result, result, count)
+                self._out.put(message)
 
         def failed(sequence: int, stage: int, problem: Exception) -> None:
             self.fail(f"its device failed: {problem}", sequence=sequence, stage=stage, launching=False)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import jax
@@ -129,10 +130,10 @@ def pack(plan: IterationPlan, layout: BatchLayout, n_blocks: int) -> PackedPlan:
     """
     packed = np.zeros(layout.size, np.int32)
     chunks, changes = _split(packed, layout)
-    chunks[: len(plan.chunks)] = np.array(plan.chunks, np.int32)
+    chunks[: len(plan.chunks)] = _table(plan.chunks, _CHUNK_FIELDS)
     changes[:, 0] = layout.n_rows
     if plan.table_changes:
-        changes[: len(plan.table_changes)] = np.array(plan.table_changes, np.int32)
+        changes[: len(plan.table_changes)] = _table(plan.table_changes, _CHANGE_FIELDS)
     _check_tables(plan, changes[: len(plan.table_changes)], layout, n_blocks)
     admissions = tuple(pack_admission(admission, layout) for admission in plan.admissions)
     drafts = pack_drafts(plan.chunks, plan.drafts, layout) if plan.drafts else None
@@ -171,6 +172,11 @@ def _check_tables(plan: IterationPlan, changes: np.ndarray, layout: BatchLayout,
         for block in admission.blocks:
             if not 0 <= block < n_blocks:
                 raise AssertionError(f"plan {plan.sequence} gives row {admission.row} block {block}; {there}")
+
+
+def _table(rows: Sequence[tuple[int, ...]], width: int) -> np.ndarray:
+    """What np.array makes of short tuples, in a third of the time."""
+    return np.fromiter(chain.from_iterable(rows), np.int32, width * len(rows)).reshape(-1, width)
 
 
 def _split(packed, layout: BatchLayout):

@@ -28,7 +28,7 @@ from jaxserve.scheduling.buckets import BucketLadder
 from jaxserve.scheduling.drafting import Drafting, accept
 from jaxserve.scheduling.forking import Families
 from jaxserve.scheduling.outline import Outline
-from jaxserve.scheduling.pacing import Pace
+from jaxserve.scheduling.pacing import DefaultPace, Pace
 from jaxserve.scheduling.request_state import (
     CLOSING,
     ENDED,
@@ -72,7 +72,9 @@ class Scheduler:
     Within a priority class, admission follows arrival, and so do the tokens that a plan has left for prompts. Decodes
     go before them. A key that never changes orders everything: arrival minus priority times PRIORITY_SECONDS.
 
-    With a `target_tpot` (seconds between a request's tokens) the token budget follows the load: see `pacing.Pace`.
+    How many tokens prompts may add to an iteration in which others decode depends on what that costs: see
+    `pacing.DefaultPace`, and `pacing.Pace` where there is a `target_tpot` (seconds between a request's tokens). Prompts
+    that are cut at fixed places, and batches whose answers are held back, are not paced.
 
     With a `fixed_chunk` a prompt is cut at multiples of it and nowhere else, so that its arithmetic is the same
     whoever it shares iterations with; a piece that does not fit an iteration waits for the next, and every plan asks
@@ -111,15 +113,18 @@ class Scheduler:
         self._max_rows = max_rows
         self._max_context = max_context
         self._fixed_chunk = fixed_chunk
-        self._budget = ladder.limit(token_budget)
+        self._limit = self._budget = ladder.limit(token_budget)
         self._eos = eos_token_ids
         self._most_in_flight = most
         self._exclusive = n_stages > 1  # rows of plans in flight are disjoint
         batches = most if self._exclusive else 1
         self._free_rows = list(range(batches * max_rows))
-        self._pace = None
+        self._batches = batches
+        self._pace = self._default_pace = None
         if target_tpot is not None:
-            self._pace = Pace(ladder, target_tpot=target_tpot, limit=self._budget, batches=batches)
+            self._pace = Pace(ladder, target_tpot=target_tpot, limit=self._limit, batches=batches)
+        elif fixed_chunk is None and mode == "iteration":
+            self._default_pace = DefaultPace(ladder, max_rows=max_rows, limit=self._limit)
         self._live: dict[str, RequestState] = {}
         self._waiting: WaitingQueue[RequestState] = WaitingQueue()
         self._families = Families(self._waiting, boundary=fixed_chunk)
@@ -195,12 +200,16 @@ class Scheduler:
         if len(self._in_flight) >= self._most_in_flight:
             return None
         self._families.come_back()
+        if self._default_pace is not None:
+            self._budget = self._limit
         if self._drafting is not None and self._awaits_tokens(self._drafting):
             return None
         if self._pace is not None:
             self._budget = self._paced(self._pace)
         outline = Outline()
         may_admit = self._choose(outline)
+        if self._default_pace is not None:
+            self._budget = self._paced_by_default(self._default_pace, outline)
         if may_admit:
             self._admit(outline)
         decodes = len(outline.states)
@@ -297,6 +306,12 @@ class Scheduler:
     def _paced(self, pace: Pace) -> int:
         begun = [state.length for state in self._running if state.length - state.computed > 1]
         return pace.budget(len(self._running) - len(begun), sum(begun) + self.waiting_tokens)
+
+    def _paced_by_default(self, pace: DefaultPace, outline: Outline) -> int:
+        decodes = len(outline.states)
+        if self._exclusive:  # an iteration delays the rows of all batches in flight, which have about as many each
+            decodes = max(decodes, -(-(len(self._running) - len(outline.prompts)) // self._batches))
+        return pace.budget(decodes, outline.prompt_tokens + self.waiting_tokens)
 
     def _choose(self, outline: Outline) -> bool:
         """Gather the decodes, find the rows that prompts can be continued on; whether anybody may join."""

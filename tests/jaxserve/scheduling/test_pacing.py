@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jaxserve.scheduling.buckets import BucketCost, BucketLadder
-from jaxserve.scheduling.pacing import PROMPT_ITERATIONS, Pace
+from jaxserve.scheduling.pacing import BACKLOG_ITERATIONS, PROMPT_ITERATIONS, STRETCH, DefaultPace, Pace
 from tests.jaxserve.scheduling.test_scheduler import finish, request, scheduler, step
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128)  # that cost 10 ms and one more for each token
@@ -61,12 +61,91 @@ def test_a_prompt_is_spread_while_another_request_decodes():
     assert lengths == [[1, 15], [1, 15], [1, 1]]  # over two iterations, and then it decodes as well
 
 
-def test_a_fixed_budget_lets_the_prompt_through_at_once():
-    made = scheduler(sizes=SIZES, blocks=256, context=128)
+# ---- Without an objective
+
+
+def by_default(*, rows=16, limit=128, ladder=LADDER) -> DefaultPace:
+    return DefaultPace(ladder, max_rows=rows, limit=limit)
+
+
+def test_by_default_prompts_make_an_iteration_no_longer_than_a_full_batch_of_decodes_or_twice_its_own():
+    # Of 16 rows 26 ms. 13 decodes take as long; 2, 5, 8 take 12 and 18 ms, so 26 still; 17 take 42 and may take 84.
+    assert [by_default().budget(rows, 100) for rows in (1, 2, 8, 13, 17)] == [16, 16, 16, 32, 64]
+    assert by_default(rows=64).budget(1, 100) == 64  # 74 ms, as long as a full batch
+    assert by_default(rows=2).budget(1, 100) == 8  # of two rows 12 ms, less than twice 11
+
+
+def test_by_default_an_idle_engine_and_decodes_alone_are_not_held_back():
+    assert by_default().budget(0, 5) == 128
+    assert by_default().budget(5, 0) == 128
+
+
+def test_by_default_what_waits_too_long_raises_the_budget():
+    assert [by_default().budget(4, BACKLOG_ITERATIONS * tokens) for tokens in (12, 13, 28, 29, 61, 500)] == [
+        16,
+        32,
+        32,
+        64,
+        128,
+        128,
+    ]
+
+
+def test_by_default_tokens_that_cost_next_to_nothing_are_taken():
+    flat = BucketLadder([BucketCost(size=n, compile_seconds=0.0, milliseconds=10.0 + n / 128) for n in SIZES])
+    assert by_default(rows=2, ladder=flat).budget(1, 1000) == 128
+
+
+def test_by_default_a_prompt_gets_on_beside_any_decodes():
+    steep = BucketLadder(
+        [BucketCost(size=n, compile_seconds=0.0, milliseconds=(2 * STRETCH) ** n) for n in range(1, 9)]
+    )
+    assert [by_default(rows=1, ladder=steep, limit=8).budget(rows, 1) for rows in range(1, 9)] == [*range(2, 9), 8]
+
+
+def test_the_token_budget_bounds_the_default_too():
+    assert by_default(limit=16).budget(15, 4000) == 16
+    assert by_default(limit=3).budget(2, 4000) == 3  # below the smallest bucket that would do
+
+
+def test_by_default_a_prompt_waits_for_the_decodes_and_not_at_all_for_an_idle_engine():
+    made = scheduler(rows=8, sizes=SIZES, blocks=256, context=128)
+    made.submit(request("a", 120, max_tokens=8))
+    assert step(made)[0].bucket == 128  # alone, whole
+    made.submit(request("b", 20, max_tokens=2))
+    lengths = [[chunk.length for chunk in step(made)[0].chunks] for _ in range(4)]
+    assert lengths == [[1, 7], [1, 7], [1, 6], [1, 1]]
+
+
+def test_what_is_cut_at_fixed_places_is_not_paced():
+    made = scheduler(sizes=(1, 32), blocks=256, context=128, fixed_chunk=28, policy="reserve")
     made.submit(request("a", 4, max_tokens=30))
     step(made)
-    made.submit(request("b", 31, max_tokens=2))
-    assert [chunk.length for chunk in step(made)[0].chunks] == [1, 31]
+    made.submit(request("b", 28, max_tokens=2))
+    assert [chunk.length for chunk in step(made)[0].chunks] == [1, 28]
+
+
+def test_a_batch_of_requests_is_not_paced():
+    made = scheduler(sizes=(1, 2, 4, 32), blocks=256, context=128, mode="request")
+    for name, length in (("a", 1), ("b", 62)):
+        made.submit(request(name, length, max_tokens=4))
+    lengths = [[chunk.length for chunk in step(made)[0].chunks] for _ in range(2)]
+    assert lengths == [[1, 31], [1, 31]]
+
+
+def test_iterations_in_flight_hold_prompts_back_for_each_others_decodes():
+    made = scheduler(rows=4, sizes=SIZES, blocks=256, context=128, n_stages=2, in_flight=2)
+    for name in "abcd":
+        made.submit(request(name, 1, max_tokens=50))
+    decodes = made.schedule()
+    assert decodes is not None
+    made.submit(request("e", 100))
+    beside = made.schedule()
+    assert beside is not None
+    assert (len(decodes.chunks), [chunk.length for chunk in beside.chunks]) == (4, [8])  # no decode is in it
+
+
+# ---- In the scheduler, with an objective
 
 
 def test_rows_move_to_the_batch_with_fewer():

@@ -209,11 +209,12 @@ def test_a_prompt_chunk_of_one_token_stands_with_the_decodes():
 
 def test_a_request_beyond_the_bucket_waits_on():
     # 3 + 4 tokens at 512 ms, or the first alone at 4 ms and the second later: the second is not let in yet.
-    made = scheduler(rows=2, sizes=(1,), blocks=8)
-    made._ladder = BucketLadder(
+    ladder = BucketLadder(
         [BucketCost(size=n, compile_seconds=0.0, milliseconds=ms) for n, ms in ((3, 3.0), (4, 4.0), (512, 512.0))]
     )
-    made._budget = 512
+    pool = SlotPool(8, 4, policy="grow", prefix_cache=True)
+    pool.growth_tokens = 0
+    made = Scheduler(pool, ladder, max_rows=2, max_context=64)
     made.submit(request("a", 4))
     made.submit(request("b", 4))
     used = made.pool.slots_used
@@ -257,6 +258,7 @@ def test_decodes_leave_a_token_for_an_earlier_prompt():
     step(made)
     made.submit(request("a", 3, arrival=0.0))
     assert [c.row for c in step(made)[0].chunks] == [0, 1]  # not admitted: the decodes that run fill the bucket
+    made._default_pace = None  # which is of the ladder before
     made._budget = 3
     made._ladder = BucketLadder([BucketCost(size=3, compile_seconds=0.0, milliseconds=1.0)])
     assert step(made)[0].chunks[-1] == Chunk(2, 0, 1, False)
