@@ -259,8 +259,7 @@ class Scheduler:
                 new, theirs = (token,), (logprobs[first],)
                 if samples > 1:
                     drafts, last = plan.drafts[first - index :][: samples - 1], first + samples
-                    chosen = tokens[first:last], logprobs[first:last]
-                    count, reason = accept(state, reason, drafts, *chosen, self._eos)
+                    count, reason = accept(state, reason, drafts, tokens[first:last], logprobs[first:last], self._eos)
                     computed += count
                     self.drafted_tokens += len(drafts)
                     self.accepted_tokens += count
