@@ -16,10 +16,14 @@ _NOTHING = Candidate(0, 0.0)
 
 
 class Drafting:
-    """Drafts for the rows of a scheduler, where a `Speculation` finds that it pays."""
+    """Drafts for the rows of a scheduler.
+
+    Attributes:
+      speculation: finds where they pay.
+    """
 
     def __init__(self, speculation: Speculation, pool: SlotPool) -> None:
-        self._speculation = speculation
+        self.speculation = speculation
         self._pool = pool
 
     def pays(self, states: Sequence[RequestState], budget: int) -> bool:
@@ -28,15 +32,15 @@ class Drafting:
         Args:
           budget: most tokens of the iteration.
         """
-        if not self._speculation.has_room(len(states), budget):
+        if not self.speculation.has_room(len(states), budget):
             return False
         if any(state.length - state.computed > 1 for state in states):
             return False
-        return any(self._speculation.lengths([self._candidate(state) for state in states], len(states), budget))
+        return any(self.speculation.lengths([self._candidate(state) for state in states], len(states), budget))
 
     def lengthen(self, outline: Outline, budget: int) -> None:
         """Lengthen the decodes by drafted tokens, for which nobody has to give up blocks."""
-        speculation, states, chunks = self._speculation, outline.states, outline.chunks
+        speculation, states, chunks = self.speculation, outline.states, outline.chunks
         if not speculation.has_room(len(states), budget):
             return
         candidates = [_NOTHING if state.in_flight else self._candidate(state) for state in states]
@@ -73,10 +77,10 @@ class Drafting:
         if state.variant == SamplerVariant.CONSTRAINED:  # whose masks are known for one token only
             return _NOTHING
         if state.guesses is None:
-            state.guesses = self._speculation.guesses(state.tokens)
+            state.guesses = self.speculation.guesses(state.tokens)
         guesses = state.guesses
         most, unknown = guesses.look(), 0
-        if self._speculation.drafter is None:  # what is looked up begins at the token in flight
+        if self.speculation.drafter is None:  # what is looked up begins at the token in flight
             unknown = state.length - len(state.tokens)
         return Candidate(min(most - unknown, state.limit - state.length - 1), guesses.chance, guesses.chance**unknown)
 
