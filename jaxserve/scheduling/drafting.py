@@ -52,7 +52,7 @@ class Drafting:
         long_chunks: list[Chunk] = []
         wanted: list[Wanted] = []
         for state, chunk, most in zip(states, chunks, lengths, strict=True):
-            length = self._cover(outline, state, chunk.start + 1, most)
+            length = self._cover(outline, state, chunk.start + 1, most) if most else 0
             if not length:
                 outline.states.append(state)
                 outline.chunks.append(chunk)
