@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from jaxserve.iteration import IterationResult, SamplerVariant
+from jaxserve.iteration import Admission, IterationResult, SamplerVariant
 from jaxserve.request import Alternatives, FinishReason, InvalidRequest, Request
 from jaxserve.scheduling.slots import Lease
 from jaxserve.scheduling.speculation import Guesses
@@ -84,6 +84,18 @@ class RequestState:
             variant=variant,
             length=len(tokens),
             score_end=len(tokens) - 1 if sampling.prompt_logprobs is not None else 0,
+        )
+
+    def admission(self) -> Admission:
+        """What the device is told of it when it takes its row."""
+        return Admission(
+            row=self.row,
+            request_id=self.name,
+            tokens=tuple(self.tokens),
+            prompt_length=len(self.request.prompt),
+            blocks=tuple(self.lease.blocks),
+            sampling=self.request.sampling,
+            endings=tuple(self.endings) if self.request.sampling.min_tokens else (),
         )
 
     def finish_reason(self, token: int, eos_token_ids: frozenset[int]) -> FinishReason | None:

@@ -17,17 +17,17 @@ from operator import attrgetter
 from typing import Literal, NamedTuple
 
 from jaxserve.iteration import (
-    Admission,
     BlockCopy,
     Chunk,
     IterationPlan,
     IterationResult,
     SamplerVariant,
-    TableChange,
 )
 from jaxserve.request import FinishReason, Request, TokenEvent
 from jaxserve.scheduling.buckets import BucketLadder
+from jaxserve.scheduling.drafting import Drafting, accept
 from jaxserve.scheduling.forking import Families
+from jaxserve.scheduling.outline import Outline
 from jaxserve.scheduling.pacing import DefaultPace, Pace
 from jaxserve.scheduling.request_state import (
     CLOSING,
@@ -42,7 +42,7 @@ from jaxserve.scheduling.request_state import (
     top_logprobs,
 )
 from jaxserve.scheduling.slots import SlotPool
-from jaxserve.scheduling.speculation import Candidate, Speculation, Wanted
+from jaxserve.scheduling.speculation import Speculation
 from jaxserve.scheduling.waiting import WaitingQueue
 
 PRIORITY_SECONDS = 10.0  # one step of priority outweighs this much waiting
@@ -56,22 +56,6 @@ class _Launched(NamedTuple):
     scores: dict[int, Scores]  # by chunk
     drafted: bool
     withdrawn: set[int]  # chunks after which no token is chosen after all
-
-
-class _Draft:
-    """A plan in the making: `states` own `chunks`, entry by entry; `prompts` wait for their share of the bucket."""
-
-    __slots__ = ("admissions", "changes", "chunks", "copies", "drafts", "prompt_tokens", "prompts", "states")
-
-    def __init__(self) -> None:
-        self.states: list[RequestState] = []
-        self.chunks: list[Chunk] = []
-        self.prompts: list[RequestState] = []
-        self.prompt_tokens = 0
-        self.changes: list[TableChange] = []
-        self.admissions: list[Admission] = []
-        self.copies: list[BlockCopy] = []
-        self.drafts: list[int] = []
 
 
 _by_key = attrgetter("key")
@@ -147,7 +131,7 @@ class Scheduler:
         self._running: list[RequestState] = []  # by key
         self._num_preempted = self._preempted_tokens = 0  # in phase PREEMPTED
         self._num_closing = 0
-        self._speculation = speculation
+        self._drafting = None if speculation is None else Drafting(speculation, pool)
         self.preemptions = self.drafted_tokens = self.accepted_tokens = self.withdrawals = 0  # since the start
         self._in_flight: deque[_Launched] = deque()
         self._sequence = 0
@@ -218,25 +202,25 @@ class Scheduler:
         self._families.come_back()
         if self._default_pace is not None:
             self._budget = self._limit
-        if self._speculation is not None and self._awaits_tokens(self._speculation):
+        if self._drafting is not None and self._awaits_tokens(self._drafting):
             return None
         if self._pace is not None:
             self._budget = self._paced(self._pace)
-        draft = _Draft()
-        may_admit = self._choose(draft)
+        outline = Outline()
+        may_admit = self._choose(outline)
         if self._default_pace is not None:
-            self._budget = self._paced_by_default(self._default_pace, draft)
+            self._budget = self._paced_by_default(self._default_pace, outline)
         if may_admit:
-            self._admit(draft)
-        decodes = len(draft.states)
-        if not decodes and not draft.prompts:
+            self._admit(outline)
+        decodes = len(outline.states)
+        if not decodes and not outline.prompts:
             return None
-        if self._speculation is not None and not draft.prompts:
-            self._speculate(self._speculation, draft)
-            decodes += len(draft.drafts)
-        bucket = self._ladder.pick(decodes, draft.prompt_tokens, self._budget, decodes + len(draft.prompts))
-        self._fill(draft, min(bucket, self._budget) - decodes)
-        return self._launch(draft, bucket)
+        if self._drafting is not None and not outline.prompts:
+            self._drafting.lengthen(outline, self._budget)
+            decodes += len(outline.drafts)
+        bucket = self._ladder.pick(decodes, outline.prompt_tokens, self._budget, decodes + len(outline.prompts))
+        self._fill(outline, min(bucket, self._budget) - decodes)
+        return self._launch(outline, bucket)
 
     def complete(self, plan: IterationPlan, result: IterationResult) -> list[TokenEvent]:
         """Take in what the device answered for the oldest plan in flight; one event for each request it got on with."""
@@ -275,8 +259,12 @@ class Scheduler:
                 new, theirs = (token,), (logprobs[first],)
                 if samples > 1:
                     drafts, last = plan.drafts[first - index :][: samples - 1], first + samples
-                    count, reason = self._accept(state, reason, drafts, tokens[first:last], logprobs[first:last])
+                    count, reason = accept(state, reason, drafts, tokens[first:last], logprobs[first:last], self._eos)
                     computed += count
+                    self.drafted_tokens += len(drafts)
+                    self.accepted_tokens += count
+                    if state.phase == PREEMPTED:
+                        self._preempted_tokens += count
                     last = first + 1 + count
                     new, theirs = tuple(tokens[first:last]), tuple(logprobs[first:last])
                 top = top_logprobs(state, first, len(new), result) if state.request.sampling.logprobs else ()
@@ -318,50 +306,50 @@ class Scheduler:
         begun = [state.length for state in self._running if state.length - state.computed > 1]
         return pace.budget(len(self._running) - len(begun), sum(begun) + self.waiting_tokens)
 
-    def _paced_by_default(self, pace: DefaultPace, draft: _Draft) -> int:
-        decodes = len(draft.states)
+    def _paced_by_default(self, pace: DefaultPace, outline: Outline) -> int:
+        decodes = len(outline.states)
         if self._exclusive:  # an iteration delays the rows of all batches in flight, which have about as many each
-            decodes = max(decodes, -(-(len(self._running) - len(draft.prompts)) // self._batches))
-        return pace.budget(decodes, draft.prompt_tokens + self.waiting_tokens)
+            decodes = max(decodes, -(-(len(self._running) - len(outline.prompts)) // self._batches))
+        return pace.budget(decodes, outline.prompt_tokens + self.waiting_tokens)
 
-    def _choose(self, draft: _Draft) -> bool:
-        """Draft the decodes, find the rows that prompts can be continued on; whether anybody may join."""
+    def _choose(self, outline: Outline) -> bool:
+        """Gather the decodes, find the rows that prompts can be continued on; whether anybody may join."""
         budget = self._budget
         may_admit = not self._num_preempted
         for state in self._running.copy():
             if (self._exclusive and state.in_flight) or state.phase != RUNNING:  # preempted for one before it
                 continue
-            if len(draft.states) + len(draft.prompts) == self._max_rows:
+            if len(outline.states) + len(outline.prompts) == self._max_rows:
                 break
             start = state.computed
             if state.length - start > 1:
-                draft.prompts.append(state)
-                draft.prompt_tokens += state.length - start
+                outline.prompts.append(state)
+                outline.prompt_tokens += state.length - start
                 continue
             # However small the budget, decodes leave a token for the prompt of somebody who comes before them.
-            if len(draft.states) >= (budget - 1 if draft.prompts else budget):
+            if len(outline.states) >= (budget - 1 if outline.prompts else budget):
                 continue
             if start >= state.lease.capacity:
                 if self.pool.shortage(state.lease, start + 1):
                     may_admit = False
                     if self._num_closing:
                         continue  # blocks come back as soon as a plan in flight completes
-                self._extend(draft, state, start + 1)
+                self._extend(outline, state, start + 1)
                 if state.phase != RUNNING:
                     continue
-            draft.states.append(state)
-            draft.chunks.append(Chunk(state.row, start, 1, True))
+            outline.states.append(state)
+            outline.chunks.append(Chunk(state.row, start, 1, True))
         return may_admit
 
-    def _admit(self, draft: _Draft) -> None:
+    def _admit(self, outline: Outline) -> None:
         """Let requests in, in order, as long as there are rows, blocks and tokens for them; the first who has to wait
         is not overtaken."""
-        rows = min(len(self._free_rows), self._max_rows - len(draft.states) - len(draft.prompts))
+        rows = min(len(self._free_rows), self._max_rows - len(outline.states) - len(outline.prompts))
         if self._by_request:
             if not (self._running or self._num_closing or self._num_preempted):
                 self._joinable = min(len(self._waiting), len(self._free_rows))
             rows = min(rows, self._joinable)
-        tokens = len(draft.states) + draft.prompt_tokens
+        tokens = len(outline.states) + outline.prompt_tokens
         while rows > 0 and tokens < self._budget:
             state = self._waiting.first()
             if state is None:
@@ -376,115 +364,28 @@ class Scheduler:
             state.computed = self.pool.admit(state.lease, source)
             rows -= 1
             tokens += state.length - state.computed
-            draft.prompts.append(state)
-        draft.prompt_tokens = tokens - len(draft.states)
+            outline.prompts.append(state)
+        outline.prompt_tokens = tokens - len(outline.states)
 
-    def _awaits_tokens(self, speculation: Speculation) -> bool:
+    def _awaits_tokens(self, drafting: Drafting) -> bool:
         """Whether nothing is to be launched before a plan in flight has landed, because it may yield several tokens a
         row or because the next one could."""
         if self._exclusive or not self._in_flight:
             return False
         if self._in_flight[-1].drafted:
             return True
-        first = self._waiting.first() if self._free_rows else None
         if not self._running or self._num_preempted:
             return False
+        first = self._waiting.first() if self._free_rows else None
         if first is not None and self.pool.can_admit(first.lease, self._families.source(first)):
             return False
-        states = self._running[: self._max_rows]
-        if not speculation.has_room(len(states), self._budget):
-            return False
-        if any(state.length - state.computed > 1 for state in states):
-            return False
-        candidates = [self._candidate(speculation, state) for state in states]
-        return any(speculation.lengths(candidates, len(states), self._budget))
+        return drafting.pays(self._running[: self._max_rows], self._budget)
 
-    def _candidate(self, speculation: Speculation, state: RequestState) -> Candidate:
-        """A row to be drafted for, now or when the token in flight is known: the first guess is at that one then."""
-        if state.variant == SamplerVariant.CONSTRAINED:  # whose masks are known for one token only
-            return Candidate(0, 0.0)
-        if state.guesses is None:
-            state.guesses = speculation.guesses(state.tokens)
-        guesses = state.guesses
-        most, unknown = guesses.look(), 0
-        if speculation.drafter is None:  # what is looked up begins at the token in flight
-            unknown = state.length - len(state.tokens)
-        return Candidate(min(most - unknown, state.limit - state.length - 1), guesses.chance, guesses.chance**unknown)
-
-    def _speculate(self, speculation: Speculation, draft: _Draft) -> None:
-        """Lengthen drafted decodes by drafted tokens, for which nobody has to give up blocks."""
-        states, chunks = draft.states, draft.chunks
-        if not speculation.has_room(len(states), self._budget):
-            return
-        nothing = Candidate(0, 0.0)
-        candidates = [nothing if state.in_flight else self._candidate(speculation, state) for state in states]
-        lengths = speculation.lengths(candidates, len(states), self._budget)
-        if not any(lengths):
-            return
-        draft.states, draft.chunks = [], []
+    def _fill(self, outline: Outline, room: int) -> None:
+        """Share `room` tokens among the prompts, in order."""
         long_states: list[RequestState] = []
         long_chunks: list[Chunk] = []
-        wanted: list[Wanted] = []
-        for state, chunk, most in zip(states, chunks, lengths, strict=True):
-            length = most
-            while length and self.pool.shortage(state.lease, chunk.start + 1 + length):
-                length -= 1
-            if not length:
-                draft.states.append(state)
-                draft.chunks.append(chunk)
-                continue
-            if chunk.start + 1 + length > state.lease.capacity:  # which drafts before may have left large enough
-                self._extend(draft, state, chunk.start + 1 + length)
-            assert state.guesses is not None
-            if speculation.drafter is None:
-                draft.drafts += state.guesses.latest[:length]
-            else:
-                wanted.append(Wanted(self._admission(state), state.variant, state.guesses.computed, length))
-            long_states.append(state)
-            long_chunks.append(Chunk(chunk.row, chunk.start, 1 + length, 1 + length))
-        draft.states += long_states
-        draft.chunks += long_chunks
-        if speculation.drafter is not None and wanted:
-            for state, drafts in zip(long_states, speculation.drafter.draft(wanted), strict=True):
-                assert state.guesses is not None
-                state.guesses.take(drafts)
-                draft.drafts += drafts
-
-    def _accept(
-        self,
-        state: RequestState,
-        reason: FinishReason | None,
-        drafts: Sequence[int],
-        tokens: list[int],
-        logprobs: list[float],
-    ) -> tuple[int, FinishReason | None]:
-        """Take in the tokens chosen after drafts, as long as these are what was chosen before; how many, and why the
-        last of them is the last.
-
-        Args:
-          reason: why the first token, which was certain to be taken, is the last, if it is.
-          tokens / logprobs: that one's and, one for each draft, those of the others.
-        """
-        accepted = 0
-        for draft in drafts:
-            if reason is not None or draft != tokens[accepted] or math.isnan(logprobs[accepted + 1]):
-                break
-            accepted += 1
-            state.tokens.append(tokens[accepted])
-            reason = state.finish_reason(tokens[accepted], self._eos)
-        self.drafted_tokens += len(drafts)
-        self.accepted_tokens += accepted
-        state.length += accepted
-        state.computed += accepted
-        if state.phase == PREEMPTED:
-            self._preempted_tokens += accepted
-        return accepted, reason
-
-    def _fill(self, draft: _Draft, room: int) -> None:
-        """Share `room` tokens among the drafted prompts, in order."""
-        long_states: list[RequestState] = []
-        long_chunks: list[Chunk] = []
-        for state in draft.prompts:
+        for state in outline.prompts:
             start = state.computed
             length = min(state.length - start, room)
             if self._fixed_chunk is not None:
@@ -497,20 +398,20 @@ class Scheduler:
                     self._waiting.push(state)
                 continue
             if state.phase == WAITING:
-                self._begin(draft, state)
-            self._extend(draft, state, start + length)
+                self._begin(outline, state)
+            self._extend(outline, state, start + length)
             chunk = Chunk(state.row, start, length, start + length == state.length)
             if length == 1:  # attention expects all chunks of one token in front
-                draft.states.append(state)
-                draft.chunks.append(chunk)
+                outline.states.append(state)
+                outline.chunks.append(chunk)
             else:
                 long_states.append(state)
                 long_chunks.append(chunk)
             room -= length
-        draft.states += long_states
-        draft.chunks += long_chunks
+        outline.states += long_states
+        outline.chunks += long_chunks
 
-    def _begin(self, draft: _Draft, state: RequestState) -> None:
+    def _begin(self, outline: Outline, state: RequestState) -> None:
         state.phase = RUNNING
         state.row = heapq.heappop(self._free_rows)
         if not state.has_begun:
@@ -519,26 +420,15 @@ class Scheduler:
         insort(self._running, state, key=_by_key)
         self._joinable -= 1
         if state.lease.copied is not None:
-            draft.copies.append(BlockCopy(*state.lease.copied))
-        draft.admissions.append(self._admission(state))
+            outline.copies.append(BlockCopy(*state.lease.copied))
+        outline.admissions.append(state.admission())
 
-    def _admission(self, state: RequestState) -> Admission:
-        return Admission(
-            row=state.row,
-            request_id=state.name,
-            tokens=tuple(state.tokens),
-            prompt_length=len(state.request.prompt),
-            blocks=tuple(state.lease.blocks),
-            sampling=state.request.sampling,
-            endings=tuple(state.endings) if state.request.sampling.min_tokens else (),
-        )
-
-    def _launch(self, draft: _Draft, bucket: int) -> IterationPlan:
-        """Make the draft a plan and count it as under way."""
+    def _launch(self, outline: Outline, bucket: int) -> IterationPlan:
+        """Make the outline a plan and count it as under way."""
         sampler = -1
         flat = 0
         scores: dict[int, Scores] = {}
-        for index, (state, (_, start, length, samples)) in enumerate(zip(draft.states, draft.chunks, strict=True)):
+        for index, (state, (_, start, length, samples)) in enumerate(zip(outline.states, outline.chunks, strict=True)):
             state.in_flight += 1
             state.computed = end = start + (length if samples < 2 else 1)  # drafts are not the request's yet
             if state.scored < state.score_end and state.scored < end:
@@ -561,26 +451,24 @@ class Scheduler:
         plan = IterationPlan(
             sequence=self._sequence,
             bucket=bucket,
-            admissions=tuple(draft.admissions),
-            chunks=tuple(draft.chunks),
-            table_changes=tuple(draft.changes),
+            admissions=tuple(outline.admissions),
+            chunks=tuple(outline.chunks),
+            table_changes=tuple(outline.changes),
             sampler=None if sampler < 0 else SamplerVariant(sampler),
             scoring=bool(scores),
-            drafts=tuple(draft.drafts),
-            block_copies=tuple(draft.copies),
+            drafts=tuple(outline.drafts),
+            block_copies=tuple(outline.copies),
         )
-        self._in_flight.append(_Launched(self._sequence, draft.states, scores, bool(draft.drafts), set()))
+        self._in_flight.append(_Launched(self._sequence, outline.states, scores, bool(outline.drafts), set()))
         self._sequence += 1
         return plan
 
-    def _extend(self, draft: _Draft, state: RequestState, length: int) -> None:
+    def _extend(self, outline: Outline, state: RequestState, length: int) -> None:
         """Cover `length` positions; whoever gives up blocks for it, possibly `state` itself, is preempted."""
         lease = state.lease
         index = len(lease.blocks)
         victims = self.pool.extend(lease, length, (other.lease for other in reversed(self._running)))
-        for block in lease.blocks[index:]:
-            draft.changes.append(TableChange(state.row, index, block))
-            index += 1
+        outline.change_table(state, index)
         for victim in victims:
             preempted = self._running.pop()  # candidates were offered from the end
             self.preemptions += 1

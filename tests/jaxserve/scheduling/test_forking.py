@@ -12,7 +12,7 @@ from jaxserve.request import FinishReason, InvalidRequest, Request
 from jaxserve.scheduling.buckets import BucketCost, BucketLadder
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.slots import SlotPool
-from tests.jaxserve.scheduling.test_scheduler import answer, finish, names, request
+from tests.jaxserve.scheduling.stepping import answer, finish, names, request
 
 PROMPT = tuple(range(100, 110))  # two blocks of 4 and half of one
 

@@ -6,7 +6,7 @@ import pytest
 
 from jaxserve.scheduling.buckets import BucketCost, BucketLadder
 from jaxserve.scheduling.pacing import BACKLOG_ITERATIONS, PROMPT_ITERATIONS, STRETCH, DefaultPace, Pace
-from tests.jaxserve.scheduling.test_scheduler import finish, request, scheduler, step
+from tests.jaxserve.scheduling.stepping import finish, request, scheduler, step
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128)  # that cost 10 ms and one more for each token
 LADDER = BucketLadder([BucketCost(size=n, compile_seconds=0.0, milliseconds=10.0 + n) for n in SIZES])
@@ -166,7 +166,7 @@ def test_rows_move_to_the_batch_with_fewer():
 
 
 def finish_one(made, plan):
-    from tests.jaxserve.scheduling.test_scheduler import answer
+    from tests.jaxserve.scheduling.stepping import answer
 
     return [event for event in made.complete(plan, answer(plan)) if event.finish_reason]
 

@@ -293,8 +293,9 @@ def drafting(params) -> Engine:
 def propose_by(engine: Engine, propose) -> None:
     """Has the engine draft what `propose` makes of a request's tokens, at prices at which everything pays."""
     costs = ladder(dict.fromkeys((6, 12, 24), 1000.0))
-    made = Speculation(costs, most=7, max_points=max_points(6, 7), waits=True, propose=propose)
-    engine._replicas[0].scheduler._speculation = made
+    drafting = engine._replicas[0].scheduler._drafting
+    assert drafting is not None
+    drafting.speculation = Speculation(costs, most=7, max_points=max_points(6, 7), waits=True, propose=propose)
 
 
 class Dice:
@@ -419,12 +420,12 @@ def modelled(params, tmp_path_factory) -> Engine:
 
 def drafter_of(engine: Engine) -> DraftModel:
     """The engine's, and at prices at which everything pays."""
-    scheduler = engine._replicas[0].scheduler
-    assert scheduler._speculation is not None
-    drafter = scheduler._speculation.drafter
+    drafting = engine._replicas[0].scheduler._drafting
+    assert drafting is not None
+    drafter = drafting.speculation.drafter
     assert isinstance(drafter, DraftModel)
     costs = ladder(dict.fromkeys((6, 12, 24), 1000.0))
-    scheduler._speculation = Speculation(costs, most=5, max_points=6, waits=True, drafter=drafter)
+    drafting.speculation = Speculation(costs, most=5, max_points=6, waits=True, drafter=drafter)
     return drafter
 
 
