@@ -30,7 +30,8 @@ Measures what several hosts add to an iteration beside their devices: decodes go
 loopback and come back as answers, with stages that are made up. Once through stages that compute nothing, an iteration
 at a time: what it takes of the engine's thread, and the round trip. And once with as many in flight as the engine has,
 through two stages of 5 ms: by how much the time between answers grows, which is what a deployment pays."""
-_HOSTS = """Decodes with a model in two stages, in one process and on two hosts over the loopback, in turn, and compares the time
+_HOSTS = """\
+Decodes with a model in two stages, in one process and on two hosts over the loopback, in turn, and compares the time
 of an iteration. Each device has one thread; two cores should have nothing else to do."""
 _SPECULATE = """\
 Serves one request at a time with and without speculation, in turn: a greedy answer to a passage that is repeated, and
