@@ -1,4 +1,4 @@
-"""What measures an engine in this process: `jaxserve bench offline`, step, host, stages, control, speculate,
+"""What measures an engine in this process: `jaxserve bench offline`, step, host, stages, control, hosts, speculate,
 deterministic."""
 
 from __future__ import annotations
@@ -27,8 +27,12 @@ iterations a second: stages that sleep at the same time show that they work at t
 are. Needs a C++ compiler."""
 _CONTROL = """\
 Measures what several hosts add to an iteration beside their devices: decodes go as plans to a worker process over the
-loopback and come back as answers, with stages that compute nothing. One iteration at a time, so that the round trip is
-all of it; with plans in flight the devices work meanwhile."""
+loopback and come back as answers, with stages that are made up. Once through stages that compute nothing, an iteration
+at a time: what it takes of the engine's thread, and the round trip. And once with as many in flight as the engine has,
+through two stages of 5 ms: by how much the time between answers grows, which is what a deployment pays."""
+_HOSTS = """\
+Decodes with a model in two stages, in one process and on two hosts over the loopback, in turn, and compares the time
+of an iteration. Each device has one thread; two cores should have nothing else to do."""
 _SPECULATE = """\
 Serves one request at a time with and without speculation, in turn: a greedy answer to a passage that is repeated, and
 one drawn at temperature 1, which hardly repeats anything (weights may be random: their greedy answers go round in
@@ -81,6 +85,12 @@ def add(benchmarks: Benchmarks) -> None:
     control = benchmarks.add("control", "what several hosts add to an iteration", _CONTROL, _run_control)
     control.add_argument("--rows", type=flags.integers, default=[64], metavar="N,...", help="batch sizes (default: 64)")
     control.add_argument("--iterations", type=flags.positive, default=2000, metavar="N", help="(default: %(default)s)")
+
+    hosts = benchmarks.add("hosts", "a model on one host and on two", _HOSTS, _run_hosts)
+    hosts.add_argument("--model", type=Path, metavar="DIR", help="a checkpoint directory (default: the demo model)")
+    hosts.add_argument("--rows", type=flags.positive, default=64, metavar="N", help="batch size (default: 64)")
+    hosts.add_argument("--iterations", type=flags.positive, default=200, metavar="N", help="(default: %(default)s)")
+    hosts.add_argument("--turns", type=flags.positive, default=5, metavar="N", help="of each (default: %(default)s)")
 
     speculate = benchmarks.add("speculate", "what drafted tokens bring", _SPECULATE, _run_speculate)
     flags.add_model_flags(speculate)
@@ -144,6 +154,14 @@ def _run_control(args: argparse.Namespace) -> int:
 
     rows, iterations = ([4], 50) if args.quick else (args.rows, args.iterations)
     return control.run(rows, iterations, args.out, flags.console())
+
+
+def _run_hosts(args: argparse.Namespace) -> int:
+    from jaxserve.bench import hosts
+    from jaxserve.demo import DEMO_MODEL
+
+    rows, iterations, turns = (4, 40, 1) if args.quick else (args.rows, args.iterations, args.turns)
+    return hosts.run(args.model or DEMO_MODEL, rows, iterations, turns, args.out, flags.console())
 
 
 def _run_speculate(args: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ from itertools import pairwise
 import jax
 import pytest
 
-from jaxserve.bench import cli, host, jobs, offline, serve, shapes, stages, step
+from jaxserve.bench import cli, control, host, jobs, offline, serve, shapes, stages, step
 from jaxserve.bench.progress import Bars
 from jaxserve.bench.step import Case
 from jaxserve.config import EngineConfig
@@ -129,7 +129,16 @@ def test_what_a_second_host_adds_is_measured(tmp_path):
     (result,) = json.loads((tmp_path / "control.json").read_text())["results"]
     assert result["rows"] == 4
     assert result["round_trip"] > 0
+    assert result["period_alone"] > control.STAGE_MS / 2
     assert 0 < result["bytes_a_row"] < 1024
+
+
+@pytest.mark.exhaustive
+def test_a_model_decodes_on_one_host_and_on_two(tmp_path):
+    assert commands.main(["bench", "hosts", "--quick", "--out", str(tmp_path)]) == 0
+    (result,) = json.loads((tmp_path / "hosts.json").read_text())["results"]
+    assert len(result["one_process"]) == len(result["two_hosts"]) == 1
+    assert min(result["one_process"] + result["two_hosts"]) > 0
 
 
 def test_stages_are_timed_and_traced(tmp_path):
