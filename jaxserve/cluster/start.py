@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
-from jaxserve import kv_cache, models, orbax, startup, weights
+from jaxserve import cache_folder, kv_cache, models, orbax, startup, weights
 from jaxserve.cluster import control_pb2 as pb
 from jaxserve.cluster.absent import AbsentStage
 from jaxserve.cluster.config import ClusterConfig, check, facts
@@ -295,9 +295,10 @@ def _own(stage: StagePrograms) -> weights.Place:
 
 def _cache(config: EngineConfig, stage: StagePrograms) -> ProgramCache | None:
     """For the programs of a stage whose devices are all here, which are whole here."""
-    if config.compilation_cache is None or len(stage.mesh.local_devices) < stage.mesh.size:
+    folder = cache_folder.of(config.compilation_cache)
+    if folder is None or len(stage.mesh.local_devices) < stage.mesh.size:
         return None
-    return ProgramCache(Path(config.compilation_cache))
+    return ProgramCache(folder)
 
 
 def _linked(
