@@ -54,7 +54,8 @@ class EngineConfig:
         wait less for its next token.
       layers_per_stage: how many layers each stage owns; None cuts as evenly as can be.
       sharding: a TOML file that changes the family's default sharding (`sharding.spec.read`); None changes nothing.
-      compilation_cache: folder of the persistent compilation cache; None keeps none.
+      compilation_cache: folder where compiled programs are kept between starts; `auto` is the user's own, which the
+        command line has too (`cache_folder.default`), and none for weights that are in memory; None keeps none.
     """
 
     dtype: DtypeName = "auto"
@@ -83,7 +84,7 @@ class EngineConfig:
     in_flight: int | None = None
     layers_per_stage: tuple[int, ...] | None = None
     sharding: str | None = None
-    compilation_cache: str | None = None
+    compilation_cache: str | None = "auto"
 
     def __post_init__(self) -> None:
         for name, choices in (

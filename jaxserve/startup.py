@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jaxserve import models, weights
 from jaxserve.config import EngineConfig
-from jaxserve.execution import kv_cache, measure
+from jaxserve.execution import cache_folder, kv_cache, measure
 from jaxserve.execution.draft_model import DraftModel
 from jaxserve.execution.layout import bucket_sizes, lay_out
 from jaxserve.execution.lowering import StagePrograms
@@ -71,6 +71,8 @@ def from_checkpoint(path: str | Path, config: EngineConfig, progress: Progress) 
 
 def from_params(model_config: ModelConfig, params: Any, config: EngineConfig, progress: Progress) -> Started:
     """Compiles every program for weights in memory (see `Engine.from_params`)."""
+    if config.compilation_cache == cache_folder.AUTO:
+        config = dataclasses.replace(config, compilation_cache=None)
     model = models.build(model_config)
     check_tree(model.shapes(compute_dtype(config)), params, int8=config.quantize == "int8")
     return start(config, *stage_programs(config, model), params, progress, 0.0)
@@ -156,14 +158,15 @@ def start(
 
 def program_cache(config: EngineConfig) -> ProgramCache | None:
     """Where compiled programs are kept, if they are."""
-    if config.compilation_cache is None:
+    folder = cache_folder.of(config.compilation_cache)
+    if folder is None:
         return None
     if jax.process_count() > 1:  # a program of several processes is not whole in any of them, but jax keeps them too
-        jax.config.update("jax_compilation_cache_dir", config.compilation_cache)
+        jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
         return None
-    return ProgramCache(Path(config.compilation_cache))
+    return ProgramCache(folder)
 
 
 def finish(

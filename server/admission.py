@@ -149,8 +149,7 @@ class Admission:
         """
         load = self.sample()
         now = self._clock()
-        waiting = load.waiting + self.reserved_requests + self.kept_requests
-        tokens = load.waiting_tokens + self.reserved_tokens + self.kept_tokens
+        waiting, tokens = self._ahead(load)
         wait = self._wait(load)
         over = self._over(waiting, tokens, requests, prompt_tokens)
         if over is not None:
@@ -175,6 +174,13 @@ class Admission:
         self.change(tenant, requests, prompt_tokens)
         return Ticket(self, tenant, requests, prompt_tokens, slack=slack, demoted=exceeds)
 
+    def full(self) -> errors.Refusal | None:
+        """What any call is told while the queue takes none, whatever it asks for; None while it takes some."""
+        load = self.sample()
+        waiting, tokens = self._ahead(load)
+        over = self._over(waiting, tokens, 1, 1)
+        return None if over is None else errors.queue_full(over, _bounded(self._wait(load)))
+
     def finished(self, generated: int, max_tokens: int) -> None:
         """Tells how much of what it might have generated a request did, to judge later ones by."""
         self._used_share += _SMOOTHING_ENDS * (generated / max_tokens - self._used_share)
@@ -191,6 +197,11 @@ class Admission:
         counts[1] += tokens
         if not counts[0]:
             del self._waiting[tenant.name]
+
+    def _ahead(self, load: Load) -> tuple[int, int]:
+        """(requests, tokens) that count against the bounds."""
+        waiting = load.waiting + self.reserved_requests + self.kept_requests
+        return waiting, load.waiting_tokens + self.reserved_tokens + self.kept_tokens
 
     def _over(self, waiting: int, tokens: int, requests: int, prompt_tokens: int) -> str | None:
         if waiting + requests > self._max_requests:

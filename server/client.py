@@ -1,4 +1,4 @@
-"""Streams one completion from a running server: what `jaxserve client` does, and an example to copy."""
+"""Gets completions from a running server, streamed or whole: what `jaxserve client` does, and an example to copy."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 
+from server import several
 from server.proto.jaxserve.v1.inference_pb2 import Choice, FinishReason, GenerateRequest, GenerateResponse, Grammar
 from server.proto.jaxserve.v1.inference_pb2_grpc import InferenceStub
 
@@ -17,6 +18,7 @@ Streams the completion of a prompt from a running server.
 
   jaxserve client "It was a" --max-tokens 50 --temperature 0.8
   jaxserve client --server 10.0.0.7:50051 "It was a" --max-tokens 50 --stop .
+  jaxserve client "It was a" --n 3 --use-beam-search
 """
 
 
@@ -29,11 +31,32 @@ def stream(
     **fields: Any,
 ) -> Iterator[GenerateResponse]:
     """Yields what each iteration adds; the last message says why it ended. Raises grpc.RpcError."""
-    opened = grpc.insecure_channel(address) if credentials is None else grpc.secure_channel(address, credentials)
-    metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
-    with opened as channel:
+    with _opened(address, credentials) as channel:
         request = GenerateRequest(prompt=prompt, **fields)
-        yield from InferenceStub(channel).GenerateStream(request, metadata=metadata)
+        yield from InferenceStub(channel).GenerateStream(request, metadata=_metadata(api_key))
+
+
+def whole(
+    address: str,
+    prompt: str,
+    *,
+    credentials: grpc.ChannelCredentials | None = None,
+    api_key: str | None = None,
+    **fields: Any,
+) -> list[GenerateResponse]:
+    """All answers to a prompt, once they are there. Raises grpc.RpcError."""
+    with _opened(address, credentials) as channel:
+        request = GenerateRequest(prompt=prompt, **fields)
+        response = InferenceStub(channel).Generate(request, metadata=_metadata(api_key))
+        return list(response.samples) or [response]
+
+
+def _opened(address: str, credentials: grpc.ChannelCredentials | None) -> grpc.Channel:
+    return grpc.insecure_channel(address) if credentials is None else grpc.secure_channel(address, credentials)
+
+
+def _metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
+    return (("authorization", f"Bearer {api_key}"),) if api_key else ()
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -50,6 +73,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--tls-cert", type=Path, metavar="FILE.pem", help="a certificate to show, for mutual TLS")
     group.add_argument("--tls-key", type=Path, metavar="FILE.pem", help="its private key")
     add_sampling_flags(parser)
+    several.add_flags(parser)
 
 
 def _security(args: argparse.Namespace) -> dict[str, Any]:
@@ -72,16 +96,21 @@ def _grammar(type: str, value: Any = True) -> Grammar:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the text as it comes, and what became of the request on standard error."""
+    """Prints the text as it comes, or several of them whole, and what became of each on standard error."""
     from server.flags import sampling_fields
-    from server.report import UserError, say_outcome
+    from server.report import UserError
 
-    fields = sampling_fields(args)
+    fields, wanted = sampling_fields(args), several.fields(args)
     response = GenerateResponse()
     try:
         fields["logit_bias"] = {int(token): bias for token, bias in fields.get("logit_bias", {}).items()}
         if "grammar" in fields:
             fields["grammar"] = _grammar(**fields["grammar"])
+        if wanted:
+            for response in whole(args.server, args.prompt, **_security(args), **fields, **wanted):
+                print(response.text)
+                _say_outcome(response)
+            return 0
         for response in stream(args.server, args.prompt, **_security(args), **fields):
             print(response.text, end="", flush=True)
     except (TypeError, ValueError) as problem:  # a number that does not fit its field
@@ -92,7 +121,13 @@ def run(args: argparse.Namespace) -> int:
         status: Any = problem  # every RpcError of a call is a grpc.Call as well
         raise UserError(f"{args.server} answered {status.code().name}: {status.details()}") from None
     print()
+    _say_outcome(response)
+    return 0
+
+
+def _say_outcome(response: GenerateResponse) -> None:
+    from server.report import say_outcome
+
     usage, seed = response.usage, response.seed if response.HasField("seed") else None
     reason = FinishReason.Name(response.finish_reason).removeprefix("FINISH_REASON_").lower()
     say_outcome(reason, usage.prompt_tokens, usage.completion_tokens, seed)
-    return 0

@@ -95,6 +95,11 @@ class Door:
         """Why health says that nothing is served, if it does."""
         return self._closed or self.engine.problem or self.problem
 
+    def full(self) -> errors.Refusal | None:
+        """What any call for an answer is told now, if the queue takes none, before anything of it is read."""
+        # Who is closed says so, and an engine that is not ready has no queue yet.
+        return self.admission.full() if self.closed is None and self.engine.takes_requests else None
+
     def close(self, message: str) -> None:
         """Refuses new calls from now on (UNAVAILABLE); those under way go on."""
         self._closed = message

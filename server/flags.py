@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -18,6 +17,7 @@ from jaxserve.config import (
     SchedulerName,
     SlotPolicyName,
 )
+from jaxserve.execution import cache_folder
 
 _DEFAULT = EngineConfig()
 
@@ -177,7 +177,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--compilation-cache",
         metavar="DIR|off",
-        default=str(default_compilation_cache()),
+        default=str(cache_folder.default()),
         help="where compiled programs are kept between runs (default: %(default)s)",
     )
 
@@ -213,11 +213,6 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         sharding=args.sharding,
         compilation_cache=None if args.compilation_cache == "off" else args.compilation_cache,
     )
-
-
-def default_compilation_cache() -> Path:
-    """A folder of the user's own, after the XDG base directory specification."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxserve" / "xla"
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from server import several
 from server.flags import add_sampling_flags, sampling_fields
 from server.report import UserError, console, say, say_outcome
 from server.start import add_model_flags, load_engine, model_directory, profiling
@@ -30,6 +31,7 @@ HELP = """\
 Completes one prompt, or every line of a file, without a server.
 
   jaxserve generate --prompt "It was a" --max-tokens 50 --temperature 0.8
+  jaxserve generate --prompt "It was a" --n 3 --use-beam-search
   jaxserve generate --model DIR --input in.jsonl --output out.jsonl
   zcat in.jsonl.gz | jaxserve generate --model DIR --input - | gzip > out.jsonl.gz
 
@@ -54,11 +56,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", metavar="FILE", help="where output lines go (default: standard output)")
     add_model_flags(parser)
     add_sampling_flags(parser)
+    several.add_flags(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Returns 0, or 1 if some line could not be served."""
     model_directory(args)  # a missing one is told before anything is opened
+    wanted = several.fields(args)
+    if wanted and (args.input is not None or args.output is not None):
+        raise UserError(f"--{next(iter(wanted)).replace('_', '-')} is for --prompt, without --output")
     with contextlib.ExitStack() as files:
         source, size = _open_input(args, files)
         target = _open_output(args, files)
@@ -68,6 +74,8 @@ def run(args: argparse.Namespace) -> int:
         if stat.S_ISREG(os.fstat(target.fileno()).st_mode):
             target.truncate(0)  # not before: had loading failed, the results of an earlier run would be gone
         with profiling(args.profile), engine:
+            if wanted:
+                return _print_several(engine, args.prompt, wanted, sampling_fields(args))
             if args.prompt is not None and args.output is None:
                 return _print_text(engine, args.prompt, sampling_fields(args))
             return _serve_lines(engine, source, size, target.fileno(), sampling_fields(args))
@@ -194,3 +202,27 @@ def _print_text(engine: Engine, prompt: str, fields: dict[str, Any]) -> int:
         reason = completion.finish_reason.value if completion.finish_reason else ""
         say_outcome(reason, completion.prompt_tokens, len(completion.token_ids), completion.seed)
     return 1 if completion.finish_reason in (FinishReason.ERROR, FinishReason.ABORTED) else 0
+
+
+def _print_several(engine: Engine, prompt: str, wanted: dict[str, Any], sampling: dict[str, Any]) -> int:
+    """Prints several answers to one prompt, or the best that a search finds, each with its end."""
+    from jaxserve.generation import beams, streaming
+    from jaxserve.request import FinishReason, InvalidRequest
+
+    try:
+        params = beams.params_of(wanted)
+        if params is not None:
+            answers = streaming.search(engine, prompt, params, sampling, streaming.Terms())
+        else:
+            terms = {name: wanted[name] for name in ("n", "best_of") if name in wanted}
+            answers = streaming.generate(engine, [prompt], sampling, streaming.Terms(**terms))
+    except InvalidRequest as problem:
+        raise UserError(str(problem)) from None
+    except RuntimeError as problem:  # the engine has failed, or a step of the search in it
+        say(f"error: {problem}")
+        return 1
+    for answer in answers:
+        print(answer.text, flush=True)
+        reason = answer.finish_reason.value if answer.finish_reason else ""
+        say_outcome(reason, answer.prompt_tokens, len(answer.token_ids), answer.seed)
+    return int(any(each.finish_reason in (FinishReason.ERROR, FinishReason.ABORTED) for each in answers))

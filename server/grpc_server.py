@@ -6,6 +6,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from server import rpc
 from server.auth import ApiKeys, KeyInterceptor
 from server.door import Door
 from server.proto.inference import open_inference_grpc_pb2, open_inference_grpc_pb2_grpc
@@ -21,6 +22,7 @@ ROUTER_SERVICES = (  # of other people's protocols, for their routers
     vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"].full_name,
     open_inference_grpc_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name,
 )
+_QUEUED = (f"/{SERVICE}/Generate", f"/{SERVICE}/GenerateStream", f"/{ROUTER_SERVICES[0]}/Generate")
 OPEN_SERVICES = (health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,)  # that take no API key
 _MAX_PENDING = 65_536
 _OPTIONS = (
@@ -57,7 +59,9 @@ class GrpcServer:
         self._door = door
         self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
         self._tls = tls
-        interceptors = [KeyInterceptor(keys, OPEN_SERVICES)] if keys is not None else []
+        interceptors: list[grpc.aio.ServerInterceptor] = [rpc.FullQueueInterceptor(door, _QUEUED)]
+        if keys is not None:
+            interceptors.insert(0, KeyInterceptor(keys, OPEN_SERVICES))
         self._server = grpc.aio.server(interceptors=interceptors, options=_OPTIONS)
         inference_pb2_grpc.add_InferenceServicer_to_server(
             InferenceService(door, name=name, version=version), self._server

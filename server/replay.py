@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from server import flags
+from jaxserve.execution import cache_folder
 from server.report import console, say, starting
 from server.start import mending, model_directory
 
@@ -28,7 +28,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compilation-cache",
         metavar="DIR|off",
-        default=str(flags.default_compilation_cache()),
+        default=str(cache_folder.default()),
         help="where compiled programs are kept between runs (default: %(default)s)",
     )
 

@@ -1,9 +1,13 @@
 """What every test shares: eight virtual devices, shapes checked, and programs compiled once in a run not compiled
 again."""
 
+from collections.abc import Iterator
+
 import jax
 import pytest
 from jaxtyping import install_import_hook
+
+from jaxserve.execution import cache_folder
 
 jax.config.update("jax_num_cpu_devices", 8)
 
@@ -33,3 +37,12 @@ def _compile_once(tmp_path_factory: pytest.TempPathFactory) -> None:
     jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compilation-cache")))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _keep_out_of_your_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What engines keep by themselves is not kept among what you keep."""
+    folder = tmp_path_factory.mktemp("programs")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cache_folder, "default", lambda: folder)
+        yield

@@ -185,7 +185,7 @@ def engine_flags(config: EngineConfig) -> list[str]:
     flags, default = [], EngineConfig()
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if value == getattr(default, field.name) and field.name != "compilation_cache":
+        if value == getattr(default, field.name):
             continue
         if field.name == "scoring":
             flags.append("--no-scoring")

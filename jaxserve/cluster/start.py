@@ -31,7 +31,7 @@ from jaxserve.cluster.recorder import FlightRecorder
 from jaxserve.cluster.watchdog import end_process
 from jaxserve.cluster.worker import Membership
 from jaxserve.config import EngineConfig
-from jaxserve.execution import kv_cache
+from jaxserve.execution import cache_folder, kv_cache
 from jaxserve.execution.layout import bucket_sizes, lay_out
 from jaxserve.execution.links import Link
 from jaxserve.execution.lowering import StagePrograms
@@ -297,9 +297,10 @@ def _own(stage: StagePrograms) -> weights.Place:
 
 def _cache(config: EngineConfig, stage: StagePrograms) -> ProgramCache | None:
     """For the programs of a stage whose devices are all here, which are whole here."""
-    if config.compilation_cache is None or len(stage.mesh.local_devices) < stage.mesh.size:
+    folder = cache_folder.of(config.compilation_cache)
+    if folder is None or len(stage.mesh.local_devices) < stage.mesh.size:
         return None
-    return ProgramCache(Path(config.compilation_cache))
+    return ProgramCache(folder)
 
 
 def _linked(

@@ -40,11 +40,11 @@ def make_app(
       chat_template: the checkpoint's, if it has one.
     """
 
-    def route(method: str, path: str, handle: Handler) -> Route:
-        return Route(path, Endpoint(door, handle, openai.error_of), methods=[method])
+    def route(method: str, path: str, handle: Handler, *, queued: bool = False) -> Route:
+        return Route(path, Endpoint(door, handle, openai.error_of, queued=queued), methods=[method])
 
     def tgi_route(path: str, *, streams: bool | None) -> Route:
-        endpoint = Endpoint(door, tgi.Generate(door, streams=streams), tgi.error_of, tgi.STATUSES)
+        endpoint = Endpoint(door, tgi.Generate(door, streams=streams), tgi.error_of, tgi.STATUSES, queued=True)
         return Route(path, endpoint, methods=["POST"])
 
     async def scrape(_: Request) -> Response:
@@ -53,8 +53,8 @@ def make_app(
     about = _About(door, name, version)
     app = Starlette(
         routes=[
-            route("POST", "/v1/completions", openai.Completions(door, name)),
-            route("POST", "/v1/chat/completions", Chats(door, name, chat_template)),
+            route("POST", "/v1/completions", openai.Completions(door, name), queued=True),
+            route("POST", "/v1/chat/completions", Chats(door, name, chat_template), queued=True),
             route("GET", "/v1/models", about.models),
             route("GET", "/v1/models/{name:path}", about.model),
             route("POST", "/tokenize", about.tokenize),

@@ -55,25 +55,29 @@ class Exchange:
       path_params: what the route's pattern has found in the path.
     """
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(
+        self, scope: Scope, receive: Receive, send: Send, full: Callable[[], Refusal | None] = lambda: None
+    ) -> None:
         self.id = new_id()
         self.path_params: Mapping[str, Any] = scope.get("path_params", {})
         self.has_started = False
         self.is_abandoned = False  # whether the caller has gone
         self._headers: dict[bytes, bytes] = dict(scope["headers"])
-        self._receive, self._send = receive, send
+        self._receive, self._send, self._full = receive, send, full
         self._watcher: asyncio.Task[None] | None = None
 
     async def body(self, model: type[_Model]) -> _Model:
         """The body as a value; from here on the call is cancelled when its caller goes.
 
         Raises:
-          Refusal: it is too large, too slow, not JSON, or not what the model describes.
+          Refusal: it is too large, too slow, not JSON, or not what the model describes, or nothing is taken now.
         """
         kind = self._headers.get(b"content-type", b"").split(b";")[0].strip().lower()
         if kind != b"application/json":
             raise HttpRefusal(415, "the body must be JSON, with the header Content-Type: application/json")
         body = await self._read()
+        if (refusal := self._full()) is not None:  # before anything is made of it: a refusal must cost little
+            raise refusal
         task = asyncio.current_task()
         assert task is not None
         self._watcher = asyncio.create_task(self._watch(task))
@@ -142,6 +146,7 @@ class Endpoint:
       handle: answers an exchange, or raises.
       error: the JSON body of a refusal.
       statuses: status codes that differ from the usual ones.
+      queued: whether its calls wait in the queue, and are refused where that is full.
     """
 
     def __init__(
@@ -150,12 +155,15 @@ class Endpoint:
         handle: Callable[[Exchange], Awaitable[None]],
         error: Callable[[Refusal], Any],
         statuses: Mapping[Kind, int] | None = None,
+        *,
+        queued: bool = False,
     ) -> None:
         self._door, self._handle, self._error = door, handle, error
         self._statuses = statuses or {}
+        self._queued = queued
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = Exchange(scope, receive, send)
+        exchange = Exchange(scope, receive, send, *((self._door.full,) if self._queued else ()))
         try:
             try:
                 with self._door.answering(exchange.id):

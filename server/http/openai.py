@@ -119,7 +119,8 @@ class Completions:
         self, exchange: Exchange, body: CompletionBody, params: BeamParams, prompts: list[dict[str, Any]]
     ) -> dict[str, Any]:
         answer = header_of(exchange, "text_completion", "cmpl", self._name)
-        found = [await self._door.search(prompt, call_of(exchange, body), params) for prompt in prompts]
+        call = call_of(exchange, body)  # one, with one deadline for all of them
+        found = [await self._door.search(prompt, call, params) for prompt in prompts]
         answer["choices"] = choices = []
         for request, completions in found:
             for completion in completions:

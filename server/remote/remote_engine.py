@@ -71,6 +71,8 @@ class RemoteEngine:
         self._sent = 0  # requests handed to this engine process
         self._unseen: deque[Request] = deque()  # those of them that its loads do not count yet
         self._loads: tuple[Load, ...] = (_IDLE,)
+        self._changes = 0  # of what `loads` is made from
+        self._counted: tuple[int, list[Load]] = (-1, [])  # the loads after so many of them
 
     # What the door uses
 
@@ -122,6 +124,7 @@ class RemoteEngine:
         handed = self._alive[request.request_id] = _Handed(request, sink)
         if self._send is not None:
             self._hand_over(handed)
+        self._changes += 1
 
     def abort(self, request_id: str) -> None:
         """See `jaxserve.engine.Engine.abort`."""
@@ -139,6 +142,14 @@ class RemoteEngine:
 
     def loads(self) -> list[Load]:
         """As the engine process told last, with what it has not counted yet."""
+        # Asked for by every call, those that are refused too: counted once after a change, and by any thread.
+        changes, (counted, loads) = self._changes, self._counted
+        if counted != changes:
+            loads = self._count()
+            self._counted = changes, loads
+        return loads
+
+    def _count(self) -> list[Load]:
         first, *others = self._loads
         # Copied in one step: other threads read this.
         unseen = list(self._unseen) if self._send is not None else [each.request for each in list(self._alive.values())]
@@ -165,6 +176,7 @@ class RemoteEngine:
         self._unseen.clear()
         for handed in self._alive.values():
             self._hand_over(handed)
+        self._changes += 1
 
     def take(self, body: bytes) -> None:
         """An engine process tells of iterations. Raises BadFrame."""
@@ -172,6 +184,7 @@ class RemoteEngine:
         while len(self._unseen) > max(0, self._sent - told.received):
             self._unseen.popleft()
         self._loads = told.loads or self._loads
+        self._changes += 1
         for record in told.records:
             for admission in record.plan.admissions:
                 if (handed := self._alive.get(admission.request_id)) is not None:
@@ -196,6 +209,7 @@ class RemoteEngine:
             for name, handed in list(self._alive.items())
             if not returns or handed.begun or handed.left or handed.tries >= _MOST_TRIES
         )
+        self._changes += 1
 
     def _known(self) -> Facts:
         if self._facts is None:
@@ -219,6 +233,7 @@ class RemoteEngine:
             by_sink.setdefault(handed.sink, []).append(event)
             if event.finish_reason is not None:
                 del self._alive[event.request_id]
+                self._changes += 1
         for sink, theirs in by_sink.items():
             try:
                 sink(theirs)

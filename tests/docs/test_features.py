@@ -91,7 +91,7 @@ def test_every_field_of_a_request_is_named_and_nothing_else() -> None:
         if parameter.kind is parameter.KEYWORD_ONLY
     }
     python = {*SAMPLING_FIELDS, *terms, "prompt", "prompt_token_ids", "id", "Engine.stream", "Engine.beam_search"}
-    assert set(names["Python, lines"]) == python
+    assert set(names["Python"]) == python
     sampling = flags_of("generate") & flags_of("client")
     assert set(names["command line"]) == sampling | {"--prompt", "--model"}
     openai = {*schemas.CompletionBody.model_fields, *schemas.ChatBody.model_fields} - NO_FEATURES["openai"]

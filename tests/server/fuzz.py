@@ -34,7 +34,6 @@ METHODS: dict[str, Any] = {
     for method in descriptor_pool.Default().FindServiceByName(service).methods
 }
 METHODS[f"/{SERVICE}/NoSuchMethod"] = pb.GenerateRequest.DESCRIPTOR
-GENERATING = tuple(method for method in METHODS if method.endswith(("/Generate", "/GenerateStream")))
 # What a caller may be answered.
 CODES = {
     grpc.StatusCode.OK,
@@ -47,7 +46,7 @@ CODES = {
 }
 # What the library says, ours never: of bytes that are no message, and of a call that its own side has given up.
 OF_THE_LIBRARY = ("DecodeError", "Internal error from Core")
-_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
 
 def _odd_integers(bits: int, *, signed: bool = True) -> st.SearchStrategy[int]:
@@ -122,15 +121,18 @@ def mutated(draw: st.DrawFn, kind: Any) -> bytes:
 
 
 @st.composite
-def _calls(draw: st.DrawFn) -> tuple[str, bytes, str]:
-    method = draw(st.sampled_from(GENERATING) | st.sampled_from(tuple(METHODS)))
+def calls_of(draw: st.DrawFn, *services: str) -> tuple[str, bytes, str]:
+    """(method, message, manner) of a hostile call of one of these services."""
+    methods = tuple(method for method in METHODS if method.split("/")[1] in services)
+    generating = tuple(method for method in methods if method.endswith(("/Generate", "/GenerateStream")))
+    method = draw(st.sampled_from(generating or methods) | st.sampled_from(methods))
     kind = METHODS[method]
     message = draw(requests(kind) | mutated(kind) | st.binary(max_size=200))
     manner = draw(st.sampled_from(("wait", "wait", "wait", "cancel", "half-close", "say nothing", "deadline")))
     return method, message, manner
 
 
-calls = _calls()
+calls = calls_of(SERVICE, *ROUTER_SERVICES)
 
 
 async def call(channel: grpc.aio.Channel, method: str, message: bytes, manner: str) -> tuple[grpc.StatusCode, str]:
@@ -179,7 +181,7 @@ async def reset_connections(address: str, count: int, seed: int = 0) -> None:
         _, writer = await asyncio.open_connection(host, int(port))
         noise = draw.randbytes(draw.randrange(200))
         writer.write(
-            draw.choice((b"", noise, _PREFACE, _PREFACE + noise, b"GET / HTTP/1.1\r\n", b"\x16\x03\x01" + noise))
+            draw.choice((b"", noise, PREFACE, PREFACE + noise, b"GET / HTTP/1.1\r\n", b"\x16\x03\x01" + noise))
         )
         sock = writer.get_extra_info("socket")
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

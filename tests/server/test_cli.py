@@ -214,6 +214,34 @@ def test_generate_prints_the_text_of_a_prompt(engine: FakeEngine, capfd: pytest.
     assert "length after 7 tokens (prompt 3, seed 4)" in captured.err
 
 
+def test_generate_prints_several_answers(engine: FakeEngine, capfd: pytest.CaptureFixture[str]) -> None:
+    command = ["generate", "--prompt", "ab", "--max-tokens", "3", "--n", "2"]
+    assert cli.main([*command, "--best-of", "3"]) == 0
+    drawn = capfd.readouterr()
+    assert drawn.out == "aba\naba\n"
+    assert drawn.err.count("length after 3 tokens (prompt 2, seed ") == 2
+    assert cli.main([*command, "--use-beam-search", "--best-of", "4"]) == 0
+    assert capfd.readouterr().out == "\0\0\0\n\0\0\1\n"  # what the fake says is the likeliest
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ("--prompt ab --n 0", "n: is 0"),
+        ("--prompt ab --n 2 --best-of 1", "best_of: is 1"),
+        ("--prompt ab --length-penalty 2", "length_penalty: is for beam search"),
+        ("--prompt ab --use-beam-search --stop c", "stop: is not served with use_beam_search"),
+        ("--input in.jsonl --best-of 2", "--best-of is for --prompt, without --output"),
+        ("--prompt ab --output out.jsonl --n 2", "--n is for --prompt, without --output"),
+    ],
+)
+def test_generate_says_what_is_wrong_with_several_answers(
+    engine: FakeEngine, wrong: str, told: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["generate", *wrong.split()]) == 2
+    assert told in capfd.readouterr().err
+
+
 def test_generate_writes_one_prompt_to_a_file(engine: FakeEngine, tmp_path: Path) -> None:
     target = tmp_path / "out"
     assert cli.main(["generate", "--prompt", "ab", "--max-tokens", "3", "--output", str(target)]) == 0
@@ -320,6 +348,11 @@ def test_serve_greets_with_a_command_that_works_and_ends_with_code_0() -> None:
         shown = subprocess.run(command + " --max-tokens 12", shell=True, cwd=ROOT, capture_output=True, timeout=60)
         assert shown.stdout.decode() == "It was aIt w\n"
         assert b"length after 12 tokens (prompt 8" in shown.stderr
+        several = subprocess.run(
+            command + " --max-tokens 3 --n 2", shell=True, cwd=ROOT, capture_output=True, timeout=60
+        )
+        assert several.stdout.decode() == "It \nIt \n"
+        assert several.stderr.count(b"length after 3 tokens (prompt 8") == 2
         refused = subprocess.run(command + " --top-p 3", shell=True, cwd=ROOT, capture_output=True, timeout=60)
         assert refused.returncode == 2
         assert refused.stderr.decode().startswith(f"jaxserve: error: {address} answered INVALID_ARGUMENT: top_p")

@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -107,23 +107,29 @@ def run_served(front: str, model: Path, scenario: Callable[[Any], Coroutine[Any,
         return
 
     async def behind() -> None:
-        args = cli.parser(with_bench=False).parse_args(["serve", "--model", str(model), *SMALL, *more])
-        config = flags.engine_config(args)
-        engine = RemoteEngine(config, Tokenizer.from_directory(model))
-        supervisor = Supervisor(engine, Job.of(str(model), config), restarts=None)
-        running = asyncio.create_task(supervisor.run())
-        ready = asyncio.create_task(supervisor.ready.wait())
-        await asyncio.wait([running, ready], return_when=asyncio.FIRST_COMPLETED)
-        ready.cancel()
-        try:
+        async with engine_process(model, *SMALL, *more) as engine:
             await scenario(engine)
             while engine.load().running or engine.load().slots_used:
                 await asyncio.sleep(0.01)
-        finally:
-            await supervisor.close()
-            await running
 
     asyncio.run(asyncio.wait_for(behind(), 6 * WAIT_SECONDS))
+
+
+@contextlib.asynccontextmanager
+async def engine_process(model: Path, *given: str) -> AsyncIterator[RemoteEngine]:
+    """An engine in a process of its own, ready, with the settings that the flags of `jaxserve serve` give it."""
+    config = flags.engine_config(cli.parser(with_bench=False).parse_args(["serve", "--model", str(model), *given]))
+    engine = RemoteEngine(config, Tokenizer.from_directory(model))
+    supervisor = Supervisor(engine, Job.of(str(model), config), restarts=None)
+    running = asyncio.create_task(supervisor.run())
+    ready = asyncio.create_task(supervisor.ready.wait())
+    await asyncio.wait([running, ready], return_when=asyncio.FIRST_COMPLETED)
+    ready.cancel()
+    try:
+        yield engine
+    finally:
+        await supervisor.close()
+        await running
 
 
 fronts = pytest.mark.parametrize("front", ["thread", "process"])

@@ -5,11 +5,13 @@ from collections.abc import Callable
 from typing import Any
 
 import grpc
+import httpx2 as httpx
 import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 from jaxserve.config import EngineConfig
+from server.grpc_server import ROUTER_SERVICES, SERVICE
 from server.proto.jaxserve.v1 import inference_pb2 as pb
 from tests.server.conftest import Served, collect
 from tests.server.fake_engine import EOS, WAIT_SECONDS
@@ -352,6 +354,38 @@ def test_a_full_queue_refuses_at_once_and_says_when_to_come_back(serve: Serve, l
     serve(scenario, held=True, config=EngineConfig(max_rows=1, **limit))
 
 
+def test_a_full_queue_refuses_what_it_has_not_read(serve: Serve) -> None:
+    """Under overload a refusal must cost next to nothing: no message is waited for, and no body is looked into."""
+
+    async def scenario(it: Served) -> None:
+        calls = []
+        for _ in range(2):  # one has the row, the other the queue
+            calls.append(it.stub.Generate(pb.GenerateRequest(prompt="abc", max_tokens=2)))
+            await it.until(lambda: it.engine.load().waiting == 1)
+            if len(calls) == 1:
+                await it.step()
+        for method in (f"/{SERVICE}/Generate", f"/{SERVICE}/GenerateStream", f"/{ROUTER_SERVICES[0]}/Generate"):
+            silent: Any = it.channel.stream_stream(method)()
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await silent.read()
+            assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert refusal(caught.value, error_details_pb2.RetryInfo()).retry_delay.ToMilliseconds() > 0
+        async with httpx.AsyncClient(base_url=it.url, headers={"content-type": "application/json"}) as client:
+            for path in ("/v1/completions", "/v1/chat/completions", "/generate", "/generate_stream", "/"):
+                answer = await client.post(path, content=b"no JSON")
+                assert (answer.status_code, int(answer.headers["retry-after"]) > 0) == (429, True), path
+            assert (await client.post("/tokenize", content=b"no JSON")).status_code == 400  # which never waits
+        assert (await it.stub.GetLoad(pb.GetLoadRequest())).waiting == 1
+        it.surface.door.close("closing")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await it.stub.Generate(pb.GenerateRequest(prompt="abc", max_tokens=2))
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        it.engine.release()
+        assert [(await call).text for call in calls] == ["ab", "ab"]
+
+    serve(scenario, http_port=0, held=True, config=EngineConfig(max_rows=1, max_queued_requests=1))
+
+
 def test_a_deadline_that_cannot_be_met_is_refused_before_anything_is_done(serve: Serve) -> None:
     async def scenario(it: Served) -> None:
         # 2,000 tokens at 100 ns, as the fake says it takes, are done in time; a queue of 10**12 tokens is not.
@@ -374,11 +408,12 @@ def test_everything_reserved_comes_back_however_calls_end(serve: Serve) -> None:
             it.stub.Generate(pb.GenerateRequest(prompt="abc", max_tokens=0)),
             it.stub.Generate(pb.GenerateRequest(prompt="!", max_tokens=4)),
             it.stub.Generate(pb.GenerateRequest(prompt="abc" * 9000, max_tokens=4)),  # too long
-            it.stub.Generate(pb.GenerateRequest(prompt="abc", max_tokens=LONG), timeout=0.1),
             it.stub.Generate(pb.GenerateRequest(prompt="abc", max_tokens=0, use_beam_search=True)),
         ]
         cancelled = it.stub.GenerateStream(pb.GenerateRequest(prompt="abc", max_tokens=LONG))
-        await it.until(lambda: it.engine.load().waiting == 4)
+        await it.until(lambda: it.engine.load().waiting == 3)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await it.stub.Generate(pb.GenerateRequest(prompt="abc", max_tokens=LONG), timeout=0.1)
         cancelled.cancel()
         await it.until(lambda: it.engine.load().waiting == 2)
         it.engine.release()

@@ -137,7 +137,8 @@ def test_an_address_where_nobody_answers():
 
 
 def test_engine_flags_describe_a_configuration():
-    assert serve.engine_flags(EngineConfig()) == ["--compilation-cache", "off"]
+    assert serve.engine_flags(EngineConfig()) == []
+    assert serve.engine_flags(EngineConfig(compilation_cache=None)) == ["--compilation-cache", "off"]
     config = EngineConfig(
         max_rows=8, buckets=(16, 32), target_tpot=0.1, prefix_cache=False, scoring=False, compilation_cache="/tmp/x"
     )
@@ -145,4 +146,4 @@ def test_engine_flags_describe_a_configuration():
         "--max-rows 8 --buckets 16,32 --target-tpot 0.1s --prefix-cache off --no-scoring --compilation-cache /tmp/x"
     )
     config = EngineConfig(deterministic=True, slot_policy="reserve")
-    assert " ".join(serve.engine_flags(config)) == "--slot-policy reserve --deterministic --compilation-cache off"
+    assert " ".join(serve.engine_flags(config)) == "--slot-policy reserve --deterministic"

@@ -6,10 +6,11 @@ import logging
 import jax
 import pytest
 
-from jaxserve import models, startup
+from jaxserve import models, startup, weights
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
-from jaxserve.execution import program_cache
+from jaxserve.execution import cache_folder, program_cache
+from server import cli
 from tests.fixtures.tiny import BLOOM
 
 # Sizes of no other test: what jax has loaded from its own cache is not kept.
@@ -59,6 +60,25 @@ def test_a_second_start_compiles_nothing_and_answers_the_same(params, folder, fi
     engine = start(params, folder)
     assert counts(engine) == (programs, programs)
     assert answers(engine) == expected
+
+
+def test_an_engine_of_a_checkpoint_keeps_its_programs_where_the_command_line_does(
+    params, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr(cache_folder, "default", lambda: tmp_path / "cache")
+    weights.write_hf(tmp_path / "model", MODEL, params)
+    # Neither the fixture's sizes nor another test's.
+    config = EngineConfig(dtype="float32", max_rows=2, buckets=(7,), max_context=64, slots=320, scoring=False)
+    assert Engine.from_params(MODEL, params, config).report.programs_loaded == 0
+    assert not (tmp_path / "cache").exists()  # weights in memory are an experiment
+    config = dataclasses.replace(config, buckets=(10,))
+    for setting, loaded in (("auto", False), ("auto", True), (None, False)):
+        told = dataclasses.replace(config, compilation_cache=setting)
+        programs, found = counts(Engine.from_checkpoint(tmp_path / "model", told))
+        assert found == (programs if loaded else 0)
+        assert len(list((tmp_path / "cache").iterdir())) == programs
+    args = cli.parser(with_bench=False).parse_args(["serve"])
+    assert (config.compilation_cache, args.compilation_cache) == ("auto", str(tmp_path / "cache"))
 
 
 @pytest.mark.parametrize(
