@@ -126,6 +126,13 @@ class FlightRecorder:
             entry.logprobs.extend(result.logprobs[:count].tolist())
             entry.landed = True
 
+    def forget(self) -> None:
+        """What follows begins anew; iterations that are under way still land."""
+        with self._lock:
+            self._ring.clear()
+            self._rows.rows.clear()
+            self._bytes = 0
+
     def recording(self, reason: str) -> pb.Recording:
         """What is kept now."""
         with self._lock:

@@ -48,8 +48,6 @@ _log = logging.getLogger(__name__)
 
 _HEARTBEAT_TIMEOUT = 60  # seconds until jax itself ends a process; the watchdogs are much quicker
 _MEASURING_DEADLINE = 120.0  # seconds for an iteration whose cost nobody knows yet
-_LEAST_DEADLINE = 10.0
-_COSTS = 20  # an iteration may take this many times what the largest bucket was measured to take
 _LEAVING = 5.0  # seconds that jax has to let go
 
 Tell = Callable[[str], None]
@@ -122,7 +120,7 @@ def lead(
         recorder = _recorder(path, config, cluster, prepared)
         group.on_failure = lambda problem: write_record(recorder, str(problem), tell)
         slowest = max(cost.milliseconds for cost in started.report.buckets) / 1000
-        deadline = cluster.step_deadline or max(_LEAST_DEADLINE, _COSTS * slowest)
+        deadline = cluster.deadline(slowest)
         pipeline.serve(deadline, recorder)
         tell(f"all {cluster.hosts} hosts are ready; an iteration has {deadline:g} s")
     except HostFailed:
@@ -134,15 +132,24 @@ def lead(
 
 
 def follow(
-    path: str | Path, config: EngineConfig, cluster: ClusterConfig, *, tell: Tell, progress: Progress = startup.silent
+    path: str | Path,
+    config: EngineConfig,
+    cluster: ClusterConfig,
+    *,
+    tell: Tell,
+    alive: Callable[[float], None] = lambda _: None,
+    progress: Progress = startup.silent,
 ) -> None:
     """Works for host 0 until it says that that is enough; any failure ends the process.
+
+    Args:
+      alive: called twice a second with the seconds after which a process that calls no more is lost.
 
     Raises:
       ValueError: a setting cannot be, or the master cannot be reached or refuses this host.
     """
     check(config, cluster)
-    membership = Membership(cluster, _facts(path, config, cluster), tell=tell)
+    membership = Membership(cluster, _facts(path, config, cluster), tell=tell, alive=alive)
     membership.join()
     try:
         prepared = _prepare(path, config, cluster, membership, progress, tell)
@@ -156,7 +163,10 @@ def follow(
         membership.fail(f"{type(problem).__name__}: {problem}")
         raise
     answers = cluster.host == min(host for host, each in places.items() if last in each)
-    membership.follow(pipeline, prepared.n_blocks, answers=answers)
+    recorder = _recorder(path, config, cluster, prepared) if last in places[cluster.host] else None
+    if recorder is not None:
+        membership.on_failure = lambda reason: write_record(recorder, reason, tell)
+    membership.follow(pipeline, prepared.n_blocks, answers=answers, recorder=recorder)
     leave()
 
 
@@ -262,7 +272,8 @@ def _prepare(
     loaded = time.perf_counter()
     runners = [stage for stage in stages if isinstance(stage, StageRunner)]
     total = sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
-    party.reached(f"{read / 2**20:.2f} of {total / 2**20:.2f} MiB of weights read; compiling")
+    party.reached(f"{read / 2**20:.2f} of {total / 2**20:.2f} MiB of weights read")
+    party.reached("compiling")
     n_blocks = party.agree("blocks", min(startup.pool_blocks(config, runner, ()) for runner in runners))
     for stage in stages:
         if isinstance(stage, StageRunner):

@@ -17,6 +17,7 @@ from jaxserve.cluster.config import ClusterConfig
 from jaxserve.cluster.failure import ExitCode
 from jaxserve.cluster.group import METHOD, OPTIONS, SERVICE, STARTING_SILENCE
 from jaxserve.cluster.progress import Progress, Waiter
+from jaxserve.cluster.recorder import FlightRecorder
 from jaxserve.cluster.watchdog import Watchdog, end_process
 from jaxserve.iteration import IterationPlan, IterationResult
 from jaxserve.pipeline import Pipeline
@@ -33,7 +34,11 @@ class Membership:
     Args:
       facts: what every host must have alike.
       tell: is told of this host's steps, a line each.
+      alive: called twice a second with the seconds after which a process that calls no more is lost.
       end: ends the process.
+
+    Attributes:
+      on_failure: called with the reason before the process ends, unless host 0 has given it.
     """
 
     def __init__(
@@ -42,9 +47,11 @@ class Membership:
         facts: Sequence[tuple[str, str]],
         *,
         tell: Callable[[str], None],
+        alive: Callable[[float], None] = lambda _: None,
         end: Callable[[int], None] = end_process,
     ) -> None:
-        self._cluster, self._facts, self._tell, self._end = cluster, list(facts), tell, end
+        self._cluster, self._facts, self._tell, self._alive, self._end = cluster, list(facts), tell, alive, end
+        self.on_failure: Callable[[str], None] = lambda _: None
         self._out: queue.SimpleQueue[pb.FromWorker | None] = queue.SimpleQueue()
         self._plans: queue.SimpleQueue[pb.Plan | pb.Phase | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
@@ -101,15 +108,21 @@ class Membership:
             self._changed.wait_for(lambda: about in self._agreed)
             return self._agreed[about]
 
-    def follow(self, pipeline: Pipeline, n_blocks: int, *, answers: bool) -> None:
+    def follow(
+        self, pipeline: Pipeline, n_blocks: int, *, answers: bool, recorder: FlightRecorder | None = None
+    ) -> None:
         """Launches plans in order until the master stops. An iteration that fails ends the process.
 
         Args:
           n_blocks: of the pool.
           answers: whether the master takes the results from this host.
+          recorder: of a host of the last stage, which has the answers.
         """
 
         def done(plan: IterationPlan, result: IterationResult | None) -> None:
+            if recorder is not None:
+                assert result is not None
+                recorder.landed(result)
             if answers:
                 assert result is not None
                 message = wire.encode_result(result, wire.entries(plan.chunks) if plan.sampler is not None else 0)
@@ -124,12 +137,16 @@ class Membership:
             while (message := self._plans.get()) is not None:
                 if isinstance(message, pb.Phase):
                     expected = 0
+                    if recorder is not None:
+                        recorder.forget()
                     continue
                 sequence = message.sequence
                 assert sequence == expected, f"plan {sequence} came where {expected} was next"
                 expected += 1
                 assert len(self.progress) < most, f"plan {sequence} came with {len(self.progress)} under way"
                 self.progress.begin(sequence)
+                if recorder is not None:
+                    recorder.launched(message)
                 plan = wire.decode_plan(message)
                 packed = batch.pack(plan, pipeline.shape.layout(plan.bucket), n_blocks)
                 waiter.put(pipeline.enqueue(plan, packed, message.feeds))
@@ -147,7 +164,7 @@ class Membership:
         where = f"iteration {sequence}, stage {stage}" if self._serving else self._step
         self._finish(ExitCode.BROKEN, f"host {self._cluster.host} ({where}): {cause}", flush=True)
 
-    def _finish(self, code: ExitCode, why: str, *, flush: bool = False) -> None:
+    def _finish(self, code: ExitCode, why: str, *, flush: bool = False, told: bool = False) -> None:
         with self._changed:
             if self._stopping:
                 return
@@ -155,6 +172,8 @@ class Membership:
         _log.error("%s", why)
         if flush:
             time.sleep(_FLUSH)
+        if not told:
+            self.on_failure(why)
         self._end(code)
 
     def _listen(self, messages: Iterator[pb.FromMaster]) -> None:
@@ -183,7 +202,7 @@ class Membership:
 
     def _stop(self, cause: str) -> None:
         if cause:
-            self._finish(ExitCode.LOST, f"host 0 has ended the hosts' work: {cause}")
+            self._finish(ExitCode.LOST, f"host 0 has ended the hosts' work: {cause}", told=True)
             return
         with self._changed:
             self._stopping = True
@@ -196,7 +215,7 @@ class Membership:
         if self._stopping:
             return False
         silent = time.monotonic() - self._heard
-        if silent > (max(self._deadline, _LEAST_SILENCE) if self._serving else STARTING_SILENCE):
+        if silent > self._silence():
             self._finish(ExitCode.LOST, f"host 0 is lost: nothing was heard of it for {silent:.1f} s")
             return False
         waiting = self.progress.waiting()
@@ -207,7 +226,12 @@ class Membership:
             return False
         return True
 
+    def _silence(self) -> float:
+        """Seconds for which nothing may be heard."""
+        return max(self._deadline, _LEAST_SILENCE) if self._serving else STARTING_SILENCE
+
     def _beat(self) -> None:
+        self._alive(self._silence())
         waiting = self.progress.waiting()
         beat = pb.Heartbeat()
         if waiting is not None:
