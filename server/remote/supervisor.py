@@ -223,8 +223,8 @@ class Supervisor:
         """The process lives, and will say so again before long."""
         if self._silence is not None:
             self._silence.cancel()
-        loop = asyncio.get_running_loop()
-        self._silence = loop.call_later(seconds, self.give_up, f"the engine process gave no sign of life for {seconds:g} s")
+        told = f"the engine process gave no sign of life for {seconds:g} s"
+        self._silence = asyncio.get_running_loop().call_later(seconds, self.give_up, told)
 
     def _served_seconds(self) -> float:
         if self._job.cluster is not None and self._job.cluster.host:  # which does not say when it is ready

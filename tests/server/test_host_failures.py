@@ -1,5 +1,5 @@
-"""Every way to fail, with the real thing: hosts that serve a model are killed, stopped, cut off and wedged while callers
-wait, and a clock that no host sees says how long it takes until everybody knows and every process has ended."""
+"""Every way to fail, with the real thing: hosts that serve a model are killed, stopped, cut off and wedged while
+callers wait, and a clock that no host sees says how long it takes until everybody knows and every process has ended."""
 
 import contextlib
 import os
@@ -12,12 +12,17 @@ from pathlib import Path
 import grpc
 import pytest
 
+from jaxserve.cluster.failure import ExitCode
 from server import cli
-from tests.jaxserve.cluster.processes import Cable, free_ports
+from server.proto.jaxserve.v1.inference_pb2 import GenerateRequest
+from server.proto.jaxserve.v1.inference_pb2_grpc import InferenceStub
+from server.remote import exit_codes
+from tests.jaxserve.cluster.processes import WAIT_SECONDS, Cable, free_ports
 from tests.server.served_group import AT_WORK, DEADLINE, WAITING, Callers, Group, group, until
 
 BOUND = DEADLINE + 5.0  # seconds from a fault until all is said and ended
-LOST, LATE, KILLED = "lost another host (exit code 72)", "was late with an iteration (exit code 71)", "was killed by"
+LOST, KILLED = exit_codes.told(ExitCode.LOST), exit_codes.told(-signal.SIGKILL)
+BROKEN = exit_codes.told(ExitCode.BROKEN)
 
 
 @pytest.fixture(scope="module")
@@ -26,13 +31,22 @@ def cache(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
-def check(it: Group, fault: Callable[[], None], message: str, ends: tuple[str, str], *, again: bool) -> None:
+def check(
+    it: Group,
+    fault: Callable[[], None],
+    message: str,
+    ends: tuple[str, str],
+    *,
+    again: bool,
+    undo: Callable[[], None] = lambda: None,
+) -> None:
     """Has a fault happen while callers wait, and looks at what becomes of them and of the group.
 
     Args:
       message: that those whose requests have begun are told; an expression.
       ends: how the processes with the devices end, host by host.
       again: whether the group comes back, and serves those who waited.
+      undo: what the fault was, so that it can.
     """
     it.until_told(0, "ready on")
     with grpc.insecure_channel(it.address) as channel:
@@ -42,9 +56,12 @@ def check(it: Group, fault: Callable[[], None], message: str, ends: tuple[str, s
         fault()
         until(lambda: not behind & it.processes().keys())
         gone = time.monotonic()
+        undo()
         callers.join()
-        print(f"told after {[round(told.at - since, 2) for told in callers.told]}, not serving after "
-              f"{callers.unhealthy - since:.2f}, gone after {gone - since:.2f}: {callers.told[0].message}")
+        print(
+            f"told after {[round(told.at - since, 2) for told in callers.told]}, not serving after "
+            f"{callers.unhealthy - since:.2f}, gone after {gone - since:.2f}: {callers.told[0].message}"
+        )
     assert len(callers.told) == AT_WORK + (0 if again else WAITING), callers.told
     for told in callers.told:
         assert told.status is grpc.StatusCode.UNAVAILABLE
@@ -59,6 +76,16 @@ def check(it: Group, fault: Callable[[], None], message: str, ends: tuple[str, s
         assert sorted(callers.served) == sorted(callers.expected)
         os.kill(it.fronts[0].pid, signal.SIGTERM)
         assert it.codes() == [0, 0]
+
+
+def refusal(channel: grpc.Channel, about: str) -> str | None:
+    """What a caller is told, if it is about that."""
+    try:
+        InferenceStub(channel).Generate(GenerateRequest(prompt="It was", max_tokens=3), timeout=WAIT_SECONDS)
+    except grpc.RpcError as error:
+        unavailable = error.code() is grpc.StatusCode.UNAVAILABLE
+        return error.details() if unavailable and about in error.details() else None
+    return None
 
 
 def kill(it: Group, host: int, number: int) -> Callable[[], None]:
@@ -82,4 +109,75 @@ def test_a_worker_that_is_stopped(tmp_path, cache, supervise) -> None:
         cause = r"host 1, stage 1, iteration \d+: nothing was heard of it for"
         check(it, kill(it, 1, signal.SIGSTOP), cause, (LOST, KILLED), again=supervise)
         if not supervise:
-            assert it.codes() == [72, 69]
+            assert it.codes() == [ExitCode.LOST, exit_codes.ENGINE_GONE]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("supervise", [True, False])
+def test_a_worker_wedged_in_a_kernel(tmp_path, supervise) -> None:
+    there = tmp_path / "there"
+    wedges = ("tests.server.failing_host", "wedge", str(there))
+    flags = ["--compilation-cache", "off", *["--supervise"] * supervise]
+    with group(tmp_path, flags, programs=(("server.cli",), wedges)) as it:
+        cause = rf"host 1, stage 1, iteration \d+: not done within {DEADLINE:g} s"
+        check(it, there.touch, cause, (LOST, LOST), again=supervise, undo=there.unlink)
+
+
+@pytest.mark.parametrize("way", ["close", pytest.param("fall_silent", marks=pytest.mark.exhaustive)])
+def test_a_stream_of_plans_that_is_cut(tmp_path, cache, way) -> None:
+    coordinator = free_ports()
+    with contextlib.closing(Cable(int(coordinator.rpartition(":")[2]) + 1)) as cable:
+        over = ["--control-port", str(cable.port)]
+        flags = ["--compilation-cache", str(cache)]
+        with group(tmp_path, flags, coordinator=coordinator, of_host=((), over)) as it:
+            told = {"close": "its control stream ended", "fall_silent": "nothing was heard of it for"}[way]
+            cause = rf"host 1, stage 1, iteration \d+: {told}"
+            check(it, getattr(cable, way), cause, (LOST, LOST), again=False)
+            assert it.codes() == [ExitCode.LOST, ExitCode.LOST]
+            assert re.search(r"host 0 is lost, iteration \d+, stage 1", it.log(1))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("supervise", [True, False])
+@pytest.mark.parametrize(
+    ("number", "cause"),
+    [
+        (signal.SIGKILL, r"the engine process was killed by signal 9 \(SIGKILL\)"),
+        (signal.SIGSTOP, r"the engine has completed no iteration for \d+\.\d s though it has work and was killed"),
+    ],
+)
+def test_a_master_that_is_killed_or_stopped(tmp_path, cache, supervise, number, cause) -> None:
+    flags = ["--compilation-cache", str(cache), *["--supervise"] * supervise]
+    with group(tmp_path, flags) as it:
+        cause = rf"host 0, stage 0, iteration \d+: {cause}"
+        check(it, kill(it, 0, number), cause, (KILLED, LOST), again=supervise)
+        if not supervise:
+            assert it.codes() == [exit_codes.ENGINE_GONE, ExitCode.LOST]
+        # The survivor tells what it was at, and leaves what it has seen.
+        assert re.search(r"host 0 is lost, iteration \d+, stage \d here: ", it.log(1))
+        (record,) = tmp_path.glob("*.flight")
+        assert cli.main(["replay", str(record), "--compilation-cache", "off"]) == 0
+
+
+@pytest.mark.exhaustive
+def test_a_host_that_throws_while_compiling(tmp_path) -> None:
+    """Nobody can have begun: whoever calls is told what was the matter with the last start, until one succeeds."""
+    there = tmp_path / "there"
+    there.touch()
+    throws = ("tests.server.failing_host", "compile", str(there))
+    flags = ["--supervise", "--compilation-cache", "off"]
+    with group(tmp_path, flags, programs=(("server.cli",), throws)) as it:
+        it.until_told(1, "host 1: compiling")
+        engines = [it.engine(host) for host in range(2)]
+        with grpc.insecure_channel(it.address) as channel:
+            told = until(lambda: refusal(channel, "host 1"))
+            assert re.match(r"host 1, while compiling: .*a_kernel_that_nobody_wrote", told)
+            it.until_told(1, "this host cannot start")
+            since = time.monotonic()
+            until(lambda: not set(engines) & it.processes().keys())
+            assert time.monotonic() - since < BOUND
+            assert LOST in it.ending(engines[0])
+            assert BROKEN in it.ending(engines[1])
+            there.unlink()
+            it.until_told(0, "ready on")
+            assert InferenceStub(channel).Generate(GenerateRequest(prompt="It was", max_tokens=3)).text
