@@ -209,6 +209,12 @@ class Group:
                 return
             self._problems.append(problem)
 
+    def cannot_start(self, problem: Exception) -> None:
+        """This host's own work threw. Raises HostFailed."""
+        cause = f"{type(problem).__name__}: {problem}".splitlines()[0]
+        self.report(Problem(rank=Rank.THREW, hosts=(0,), step=self._step, cause=cause))
+        self.raise_failure()
+
     def raise_failure(self) -> None:
         """Raises HostFailed, once what was reported has been weighed against what others saw."""
         with self._changed:

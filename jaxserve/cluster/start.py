@@ -76,6 +76,7 @@ class _Prepared(NamedTuple):
     links: list[Link]
     n_blocks: int
     reason: str
+    programs_loaded: int
     load_seconds: float
     compile_seconds: float
 
@@ -113,7 +114,7 @@ def lead(
             prepared.n_blocks,
             progress,
             attention_reason=prepared.reason,
-            programs_loaded=0,
+            programs_loaded=prepared.programs_loaded,
             load_seconds=prepared.load_seconds,
             compile_seconds=prepared.compile_seconds,
         )
@@ -126,6 +127,9 @@ def lead(
     except HostFailed:
         raise  # the watchdog ends the hosts
     except BaseException as problem:
+        if isinstance(problem, Exception) and not startup.can_be_mended(problem):  # as on any other host
+            _log.exception("this host cannot start")
+            group.cannot_start(problem)
         group.stop(f"host 0: {problem}")
         raise
     return Led(started, tokenizer, recorder)
@@ -255,6 +259,7 @@ def _prepare(
         room = kv_cache.weight_room(device, config.tensor * config.stages)
         check_weights(parts_of(stage).values(), room, f"{device.device_kind} device")
     startup.program_cache(config)  # jax's own, for programs that several hosts run
+    cache = None if config.compilation_cache is None else ProgramCache(Path(config.compilation_cache))
     sizes, stages, read = bucket_sizes(config), [], 0
 
     def count(nbytes: int) -> None:
@@ -268,7 +273,8 @@ def _prepare(
         params = weights.load(
             path, stage.model, dtype, place=_own(stage), int8=stage.int8, progress=progress, count=count
         )
-        stages.append(StageRunner(stage, params, sizes, _cache(config, stage)))
+        whole = len(stage.mesh.local_devices) == stage.mesh.size  # here, and so are its programs
+        stages.append(StageRunner(stage, params, sizes, cache if whole else None))
     loaded = time.perf_counter()
     runners = [stage for stage in stages if isinstance(stage, StageRunner)]
     total = sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
@@ -281,7 +287,16 @@ def _prepare(
         else:
             stage.compile(n_blocks)
     links = _linked(programs, sizes, cluster, party, tell)
-    return _Prepared(programs, stages, links, n_blocks, reason, loaded - started, time.perf_counter() - loaded)
+    return _Prepared(
+        programs=programs,
+        stages=stages,
+        links=links,
+        n_blocks=n_blocks,
+        reason=reason,
+        programs_loaded=0 if cache is None else cache.loaded,
+        load_seconds=loaded - started,
+        compile_seconds=time.perf_counter() - loaded,
+    )
 
 
 def _devices(config: EngineConfig, cluster: ClusterConfig) -> list[Any]:
@@ -304,13 +319,6 @@ def _own(stage: StagePrograms) -> weights.Place:
     return lambda name, shape, axes: place(name, shape, axes) if name in names else None
 
 
-def _cache(config: EngineConfig, stage: StagePrograms) -> ProgramCache | None:
-    """For the programs of a stage whose devices are all here, which are whole here."""
-    if config.compilation_cache is None or len(stage.mesh.local_devices) < stage.mesh.size:
-        return None
-    return ProgramCache(Path(config.compilation_cache))
-
-
 def _linked(
     programs: Sequence[StagePrograms], sizes: Sequence[int], cluster: ClusterConfig, party: _Party, tell: Tell
 ) -> list[Link]:
@@ -322,6 +330,7 @@ def _linked(
     if cluster.links == "bridge":
         way = "bridge"
     else:
+        party.agree("compiled", 1)  # together: who is not awaited yet would be taken for one that cannot be reached
         problem = probe(programs)
         way = "direct" if party.agree("direct links", int(problem is None)) else "bridge"
         why = problem or ("as other hosts found" if way == "bridge" else "probed")

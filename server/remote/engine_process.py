@@ -104,7 +104,8 @@ def _serve(channel: socket.socket, make: Callable[[Job, Progress], Any]) -> int:
 
     try:
         if job.cluster is not None and job.cluster.host:
-            return hosts.follow(Path(job.model), job.config, job.cluster, alive=alive)
+            # Nothing is left to be done: a slow interpreter's end would be taken for a process that hangs.
+            _end(hosts.follow(Path(job.model), job.config, job.cluster, alive=alive))
         with mending():
             try:
                 engine = make(job, progress)
