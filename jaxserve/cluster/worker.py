@@ -59,6 +59,7 @@ class Membership:
         self._heard = time.monotonic()
         self._deadline = 0.0
         self._step = "joining"
+        self._newest: int | None = None  # plan that has come
         self._serving = self._stopping = False
         self.progress = Progress()
         self._watchdog = Watchdog(self._look, self._beat)
@@ -136,13 +137,13 @@ class Membership:
         try:
             while (message := self._plans.get()) is not None:
                 if isinstance(message, pb.Phase):
-                    expected = 0
+                    expected, self._newest = 0, None
                     if recorder is not None:
                         recorder.forget()
                     continue
                 sequence = message.sequence
                 assert sequence == expected, f"plan {sequence} came where {expected} was next"
-                expected += 1
+                expected, self._newest = expected + 1, sequence
                 assert len(self.progress) < most, f"plan {sequence} came with {len(self.progress)} under way"
                 self.progress.begin(sequence)
                 if recorder is not None:
@@ -196,8 +197,14 @@ class Membership:
                         return
         except grpc.RpcError as problem:
             why = f"its control stream broke: {problem.details() if isinstance(problem, grpc.Call) else problem}"
-        waiting = self.progress.waiting()
-        where = "" if waiting is None else f", iteration {waiting.sequence}, stage {waiting.stage} here"
+        self._lost(why)
+
+    def _lost(self, why: str) -> None:
+        waiting, where = self.progress.waiting(), ""
+        if waiting is not None:
+            where = f", iteration {waiting.sequence}, stage {waiting.stage} here"
+        elif self._newest is not None:
+            where = f", after iteration {self._newest}"
         self._finish(ExitCode.LOST, f"host 0 is lost{where}: {why}")
 
     def _stop(self, cause: str) -> None:
@@ -216,7 +223,7 @@ class Membership:
             return False
         silent = time.monotonic() - self._heard
         if silent > self._silence():
-            self._finish(ExitCode.LOST, f"host 0 is lost: nothing was heard of it for {silent:.1f} s")
+            self._lost(f"nothing was heard of it for {silent:.1f} s")
             return False
         waiting = self.progress.waiting()
         if self._deadline and waiting is not None and waiting.seconds > self._deadline + 1.0:
