@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from jaxserve.config import EngineConfig
     from jaxserve.engine import Engine
 
-OWN_SECONDS = 2.0  # beyond an iteration's deadline, in which a host says itself what is wrong if it can
+OWN_SECONDS = 2.0  # in which the hosts say themselves what is wrong with one, before the process in front of it acts
 FAILING_SECONDS = 10.0  # that the watchdog has to end a process whose hosts have failed, when all has been told
 # Whoever ends the group has host 0 do so: a worker that left first would look like one that failed.
 WAITING = "waiting for host 0 to end the hosts"
@@ -161,7 +161,7 @@ def follow(
 
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: say(WAITING))
-        start.follow(path, config, cluster, tell=say, alive=alive)
+        start.follow(path, config, cluster, tell=say, alive=lambda seconds: alive(seconds + OWN_SECONDS))
     say("stopped")
     return 0
 
