@@ -115,11 +115,11 @@ def test_a_worker_that_is_stopped(tmp_path, cache, supervise) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("supervise", [True, False])
-def test_a_worker_wedged_in_a_kernel(tmp_path, supervise) -> None:
+def test_a_worker_wedged_in_a_kernel(tmp_path, cache, supervise) -> None:
     there = tmp_path / "there"
     wedges = ("tests.server.failing_host", "wedge", str(there))
-    flags = ["--compilation-cache", "off", *["--supervise"] * supervise]
-    with group(tmp_path, flags, programs=(("server.cli",), wedges)) as it:
+    caches = (["--compilation-cache", str(cache)], ["--compilation-cache", "off"])
+    with group(tmp_path, ["--supervise"] * supervise, programs=(("server.cli",), wedges), of_host=caches) as it:
         cause = rf"host 1, stage 1, iteration \d+: not done within {DEADLINE:g} s"
         check(it, there.touch, cause, (LOST, LOST), again=supervise, undo=there.unlink)
 
@@ -168,7 +168,7 @@ def test_a_host_that_throws_while_compiling(tmp_path, host) -> None:
     there.touch()
     programs: list[tuple[str, ...]] = [("server.cli",), ("server.cli",)]
     programs[host] = ("tests.server.failing_host", "compile", str(there))
-    flags = ["--supervise", "--compilation-cache", "off"]
+    flags = ["--supervise", "--compilation-cache", str(tmp_path / "cache")]
     with group(tmp_path, flags, programs=programs) as it, ThreadPoolExecutor() as threads:
         it.until_told(0, f"host {host}: compiling")
         engines = [it.engine(host) for host in range(2)]
