@@ -163,16 +163,15 @@ class Membership:
         cause = cause.splitlines()[0][:1000]
         self._out.put(pb.FromWorker(failed=pb.Failed(sequence=sequence, stage=stage, launching=launching, cause=cause)))
         where = f"iteration {sequence}, stage {stage}" if self._serving else self._step
-        self._finish(ExitCode.BROKEN, f"host {self._cluster.host} ({where}): {cause}", flush=True)
+        time.sleep(_FLUSH)  # and should host 0 be found lost meanwhile, then its end was the cause
+        self._finish(ExitCode.BROKEN, f"host {self._cluster.host} ({where}): {cause}")
 
-    def _finish(self, code: ExitCode, why: str, *, flush: bool = False, told: bool = False) -> None:
+    def _finish(self, code: ExitCode, why: str, *, told: bool = False) -> None:
         with self._changed:
             if self._stopping:
                 return
             self._stopping = True
         _log.error("%s", why)
-        if flush:
-            time.sleep(_FLUSH)
         if not told:
             self.on_failure(why)
         self._end(code)
