@@ -19,7 +19,6 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from jaxserve.batch import BatchLayout, PackedPlan, pack
 from jaxserve.bench import machine, report
 from jaxserve.cluster import control_pb2 as pb
 from jaxserve.cluster import wire
@@ -29,11 +28,12 @@ from jaxserve.cluster.links import Unconnected
 from jaxserve.cluster.master import MasterPipeline
 from jaxserve.cluster.recorder import FlightRecorder
 from jaxserve.cluster.worker import Membership
+from jaxserve.execution.batch import BatchLayout, PackedPlan, pack
+from jaxserve.execution.pipeline import Pipeline
+from jaxserve.execution.programs import Forward
+from jaxserve.execution.stage import Launched
 from jaxserve.iteration import Admission, Chunk, IterationPlan, SamplerVariant, TableChange
-from jaxserve.pipeline import Pipeline
-from jaxserve.programs import Forward
 from jaxserve.request import SamplingParams
-from jaxserve.stage import Launched
 
 TARGET_MS = 0.5  # that an iteration takes longer
 TARGET_BYTES = 1024  # of a decode row

@@ -6,16 +6,16 @@ import dataclasses
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from jaxserve.batch import PackedPlan
 from jaxserve.cluster import wire
 from jaxserve.cluster.failure import Problem, Rank
 from jaxserve.cluster.group import Group
 from jaxserve.cluster.progress import Waiter
 from jaxserve.cluster.recorder import FlightRecorder
+from jaxserve.execution.batch import PackedPlan
+from jaxserve.execution.links import Link
+from jaxserve.execution.pipeline import Pipeline, Stage
 from jaxserve.iteration import IterationPlan, IterationResult
-from jaxserve.links import Link
 from jaxserve.models import Params
-from jaxserve.pipeline import Pipeline, Stage
 
 
 class MasterPipeline(Pipeline):

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 
 import grpc
 
-from jaxserve import batch
 from jaxserve.cluster import control_pb2 as pb
 from jaxserve.cluster import wire
 from jaxserve.cluster.config import ClusterConfig
@@ -19,8 +18,9 @@ from jaxserve.cluster.group import METHOD, OPTIONS, SERVICE, STARTING_SILENCE
 from jaxserve.cluster.progress import Progress, Waiter
 from jaxserve.cluster.recorder import FlightRecorder
 from jaxserve.cluster.watchdog import Watchdog, end_process
+from jaxserve.execution import batch
+from jaxserve.execution.pipeline import Pipeline
 from jaxserve.iteration import IterationPlan, IterationResult
-from jaxserve.pipeline import Pipeline
 
 _log = logging.getLogger(__name__)
 
