@@ -17,8 +17,8 @@ def break_programs(how: str, file: Path) -> None:
     """Has every stage's layers end in a kernel that does what it should until the file is there."""
     import jax
 
-    from jaxserve import lowering
-    from jaxserve.programs import Forward
+    from jaxserve.execution import lowering
+    from jaxserve.execution.programs import Forward
 
     forward = lowering.forward
 
