@@ -28,7 +28,7 @@ FLAGS = (
     f"--step-deadline {DEADLINE:g}"
 )
 AT_WORK, WAITING = 3, 2  # callers
-_START_SECONDS = 400.0  # that hosts may take on a machine with much else to do
+START_SECONDS = 400.0  # that hosts may take on a machine with much else to do
 _CALL_SECONDS = 3600.0  # a call whose time is short is refused when the machine is slow
 _MARK = "TEST_GROUP"  # in the environment of every process of a group, its children's children too
 
@@ -97,7 +97,7 @@ class Group:
             assert text in self.log(host) or self.fronts[host].poll() is None, self.log(host)
             return text in self.log(host)
 
-        until(has, _START_SECONDS)
+        until(has, START_SECONDS)
 
     def processes(self) -> dict[int, int]:
         """All that are alive, fronts too: a process and its parent."""
