@@ -38,7 +38,7 @@ def until(condition: Callable[[], Any], seconds: float = WAIT_SECONDS) -> Any:
     bound = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < bound
-        time.sleep(0.005)
+        time.sleep(0.02)
     return found
 
 
