@@ -43,6 +43,13 @@ class Started:
     report: StartupReport
 
 
+def can_be_mended(problem: Exception) -> bool:
+    """Whether what has ended a start is a setting, a file or too little memory, and no defect."""
+    if isinstance(problem, RuntimeError):
+        return "RESOURCE_EXHAUSTED" in str(problem)  # jax reports a full device as JaxRuntimeError
+    return isinstance(problem, ValueError | OSError | MemoryError)
+
+
 def silent(_what: str, _done: int, _total: int) -> None:
     """A Progress that says nothing."""
 

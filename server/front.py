@@ -13,6 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from server import hosts
 from server.remote import exit_codes
 from server.remote.job import Job
 from server.remote.remote_engine import RemoteEngine
@@ -53,7 +54,12 @@ class Serving:
         self._chat_template, self._greet = chat_template, greet
         self._ports: tuple[int, int | None] = (0, None)
 
-    def surface(self, engine: ServedEngine, on_wedged: Callable[[str], None] | None = None) -> Surface:
+    def surface(
+        self,
+        engine: ServedEngine,
+        on_wedged: Callable[[str], None] | None = None,
+        wedged_seconds: Callable[[], float] | None = None,
+    ) -> Surface:
         """Every protocol on an engine."""
         from server.surface import Surface
 
@@ -66,6 +72,7 @@ class Serving:
             keys=self.args.keys,
             stall_seconds=self.args.stall_seconds,
             on_wedged=on_wedged,
+            wedged_seconds=wedged_seconds,
         )
 
     async def listen(self, surface: Surface) -> None:
@@ -154,7 +161,15 @@ async def before_a_process(
             command=ENGINE_COMMAND,
             progress=start.enter_context(starting()),
         )
-        surface = serving.surface(engine, supervisor.give_up if args.supervise else None)
+        if cluster is None:
+            surface = serving.surface(engine, supervisor.give_up if args.supervise else None)
+        else:  # whose others end when it is late: alone it never goes on
+
+            def deadline() -> float:
+                slowest = max(cost.milliseconds for cost in engine.report.buckets) / 1000
+                return cluster.deadline(slowest) + hosts.OWN_SECONDS
+
+            surface = serving.surface(engine, supervisor.give_up, deadline)
         stack.enter_context(serving.observing(surface))
         await serving.listen(surface)
         if cluster is not None:  # has the engine process write what its flight recorder holds
@@ -175,7 +190,7 @@ async def before_a_process(
             await running
         except EngineGone as problem:
             say(f"error: {problem}")
-            return problem.code if problem.code in exit_codes.OF_HOSTS else exit_codes.ENGINE_GONE
+            return problem.exit_code
     return exit_codes.ENDED
 
 

@@ -30,6 +30,7 @@ class Watchdog:
 
     Attributes:
       overdue: seconds by which the most belated replica is behind its deadline; 0 when none is.
+      still: seconds for which that one has completed no iteration; likewise.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class Watchdog:
         interval: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.overdue = 0.0
+        self.overdue = self.still = 0.0
         self._deadline = deadline
         self._engine, self._interval, self._clock = engine, interval, clock
         self._asked = clock()
@@ -52,7 +53,7 @@ class Watchdog:
         now = self._clock()
         passed = min(now - self._asked, 2 * self._interval)
         self._asked = now
-        self.overdue = 0.0
+        self.overdue = self.still = 0.0
         if self._engine.problem is not None:
             self._iterations, self._still = [], []
             return self._engine.problem
@@ -68,9 +69,9 @@ class Watchdog:
         worst = max(range(len(late)), key=late.__getitem__)
         if late[worst] <= 0:
             return None
-        self.overdue = late[worst]
+        self.overdue, self.still = late[worst], self._still[worst]
         which = f"replica {worst}" if len(loads) > 1 else "the engine"
-        return f"{which} has completed no iteration for {self._still[worst]:.1f} s though it has work"
+        return f"{which} has completed no iteration for {self.still:.1f} s though it has work"
 
     def _allowed(self, load: Load) -> float:
         """Seconds until a replica's next iteration must be complete."""

@@ -7,8 +7,9 @@ import asyncio
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, NoReturn, get_args
 
 from jaxserve.cluster.config import ClusterConfig, LinksName, Secrets, check
 from server import flags
@@ -20,9 +21,11 @@ from server.report import Report, say
 from server.start import mending
 
 if TYPE_CHECKING:
+    from jaxserve.cluster.failure import HostFailed
     from jaxserve.config import EngineConfig
     from jaxserve.engine import Engine
 
+OWN_SECONDS = 2.0  # in which the hosts say themselves what is wrong with one, before the process in front of it acts
 FAILING_SECONDS = 10.0  # that the watchdog has to end a process whose hosts have failed, when all has been told
 # Whoever ends the group has host 0 do so: a worker that left first would look like one that failed.
 WAITING = "waiting for host 0 to end the hosts"
@@ -123,38 +126,60 @@ def from_flags(args: argparse.Namespace) -> ClusterConfig | None:
 
 
 def lead(path: Path, config: EngineConfig, cluster: ClusterConfig, progress: Report) -> Engine:
-    """Host 0: the engine of all hosts. Raises ValueError for whatever the user can mend."""
+    """Host 0: the engine of all hosts. Raises ValueError for whatever the user can mend, and HostFailed."""
     from jaxserve.cluster import start
-    from jaxserve.cluster.failure import HostFailed
     from jaxserve.engine import Engine
 
-    try:
-        led = start.lead(path, config, cluster, tell=say, progress=progress)
-    except HostFailed as failure:
-        say(f"error: {failure}")
-        time.sleep(FAILING_SECONDS)
-        os._exit(failure.code)
+    led = start.lead(path, config, cluster, tell=say, progress=progress)
     signal.signal(signal.SIGUSR2, lambda *_: start.write_record(led.recorder, "asked for", say))
     return Engine(config, led.started, led.tokenizer)
 
 
-def follow(path: Path, config: EngineConfig, cluster: ClusterConfig) -> int:
-    """Any other host. Returns 0 once host 0 has ended. Raises UserError for whatever the user can mend."""
+def end_failed(failure: HostFailed) -> NoReturn:
+    """Says why the hosts could not start, and waits for the watchdog, which has the others told and ends all."""
+    say(f"error: {failure}")
+    time.sleep(FAILING_SECONDS)
+    os._exit(failure.code)
+
+
+def follow(
+    path: Path, config: EngineConfig, cluster: ClusterConfig, *, alive: Callable[[float], None] = lambda _: None
+) -> int:
+    """Any other host.
+
+    Args:
+      alive: called twice a second with the seconds after which a process that calls no more is lost.
+
+    Returns:
+      0 once host 0 has ended.
+
+    Raises:
+      UserError: whatever the user can mend.
+    """
     with mending():
         from jaxserve.cluster import start
 
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: say(WAITING))
-        start.follow(path, config, cluster, tell=say)
+        start.follow(path, config, cluster, tell=say, alive=lambda seconds: alive(seconds + OWN_SECONDS))
     say("stopped")
     return 0
 
 
-async def follow_supervised(path: Path, config: EngineConfig, cluster: ClusterConfig) -> int:
-    """Any other host, in a process that is started again when it fails. Returns the exit code, 0 once host 0 has
-    ended. Raises UserError for whatever the user can mend."""
+async def follow_behind(path: Path, config: EngineConfig, cluster: ClusterConfig, restarts: Restarts | None) -> int:
+    """Any other host, its work in a process of its own: one that is stopped is ended from here.
+
+    Args:
+      restarts: how often it is started again when it fails; None never does.
+
+    Returns:
+      The exit code, 0 once host 0 has ended.
+
+    Raises:
+      UserError: whatever the user can mend.
+    """
     job = Job.of(str(path), config, cluster=cluster)
-    supervisor = Supervisor(RemoteEngine(config, None), job, restarts=Restarts())
+    supervisor = Supervisor(RemoteEngine(config, None), job, restarts=restarts)
     loop = asyncio.get_running_loop()
 
     def leave() -> None:
@@ -167,7 +192,7 @@ async def follow_supervised(path: Path, config: EngineConfig, cluster: ClusterCo
         await supervisor.run()
     except EngineGone as problem:
         say(f"error: {problem}")
-        return exit_codes.ENGINE_GONE
+        return problem.exit_code
     say("stopped")
     return exit_codes.ENDED
 

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from server import auth, flags, hosts, settings, tls
+from server.remote.supervisor import Restarts
 from server.report import UserError, address, console
 from server.start import add_model_flags, load_engine, mending, model_directory, profiling
 
@@ -119,8 +120,9 @@ def run(args: argparse.Namespace) -> int:
     if cluster is not None and cluster.host:
         with mending():
             config = flags.engine_config(args)
-        if args.supervise:
-            return asyncio.run(hosts.follow_supervised(path, config, cluster))
+        if args.front == "process":
+            restarts = Restarts() if args.supervise else None
+            return asyncio.run(hosts.follow_behind(path, config, cluster, restarts))
         return hosts.follow(path, config, cluster)
     for port in (args.port, args.http_port, args.metrics_port):
         if port is not None:

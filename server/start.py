@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jaxserve.cluster.failure import HostFailed
 from server import flags
 from server.report import Report, UserError, show, starting
 
@@ -47,11 +48,16 @@ def load_engine(args: argparse.Namespace, cluster: ClusterConfig | None = None) 
     Args:
       cluster: this host's place among several, whose engine it then is.
     """
+    from server import hosts
+
     path = model_directory(args)
     with mending():
         config = flags.engine_config(args)  # before jax is imported: a wrong flag is told at once
         with starting() as report:
-            engine = make_engine(path, config, report, cluster)
+            try:
+                engine = make_engine(path, config, report, cluster)
+            except HostFailed as failure:
+                hosts.end_failed(failure)
     show(engine.report, model=path.name)
     return engine
 

@@ -43,6 +43,8 @@ class Surface:
       health_seconds: how often the engine is looked at.
       on_wedged: told why when the engine has been behind its deadline for so long that it is given up; None leaves it
         alone, and it serves again should it come back.
+      wedged_seconds: how long an engine that has completed no iteration is given for that; None goes by its deadline.
+        One of several hosts knows more of what is wrong with it, and says so unless it is stopped itself.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class Surface:
         stall_seconds: float | None = None,
         health_seconds: float = 0.5,
         on_wedged: Callable[[str], None] | None = None,
+        wedged_seconds: Callable[[], float] | None = None,
     ) -> None:
         self.door = Door(engine, tenants=lambda: keys.tenants if keys is not None else {})
         self._grpc = GrpcServer(self.door, name=name, version=version, tls=tls, keys=keys)
@@ -67,7 +70,7 @@ class Surface:
         app = make_app(self.door, self.metrics, live, name=name, version=version, chat_template=chat_template)
         self._http = HttpListener(KeyMiddleware(app, keys, OPEN_CALLS) if keys is not None else app, tls)
         self._watchdog = Watchdog(engine, deadline=stall_seconds, interval=health_seconds)
-        self._health_seconds, self._on_wedged = health_seconds, on_wedged
+        self._health_seconds, self._on_wedged, self._wedged_seconds = health_seconds, on_wedged, wedged_seconds
         self._watch: asyncio.Task[None] | None = None
         self._told: str | None = None  # by health, of what keeps the engine from serving
         self._has_served = False
@@ -118,13 +121,18 @@ class Surface:
             self.metrics.drain()
             await asyncio.sleep(self._health_seconds)
 
+    def _is_wedged(self) -> bool:
+        if self._wedged_seconds is None:
+            return self._watchdog.overdue > _PATIENCE
+        return 0 < self._watchdog.still > self._wedged_seconds()
+
     async def look(self) -> None:
         """Has health follow the engine now, and nobody wait for an engine that will never answer."""
         problem, own = self._watchdog.problem(), self.door.engine.problem
         self.door.problem = problem if own is None else None  # of its own one the engine is asked when a call comes
         if own is not None and not self.door.engine.takes_requests:
             self.door.fail_all(own)
-        if problem is not None and self._watchdog.overdue > _PATIENCE and self._on_wedged is not None:
+        if problem is not None and self._on_wedged is not None and self._is_wedged():
             self._on_wedged(problem)
         before, self._told = self._told, problem
         if (problem is None) == (before is None):

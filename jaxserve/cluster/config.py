@@ -15,6 +15,8 @@ from jaxserve.config import EngineConfig
 LinksName = Literal["auto", "direct", "bridge"]
 
 _OF_THE_HOST = ("compilation_cache", "max_queued_requests", "max_queued_tokens")  # settings that may differ
+_LEAST_DEADLINE = 10.0  # seconds
+_COSTS = 20  # an iteration may take this many times what the slowest bucket was measured to take
 _VERSIONS = ("jaxserve", "jax", "jaxlib", "numpy")
 
 
@@ -85,6 +87,14 @@ class ClusterConfig:
         """The master's name or address, on which it listens."""
         return self.coordinator.rpartition(":")[0]
 
+    def deadline(self, slowest: float) -> float:
+        """Seconds that an iteration has.
+
+        Args:
+          slowest: seconds that the slowest bucket was measured to take.
+        """
+        return self.step_deadline or max(_LEAST_DEADLINE, _COSTS * slowest)
+
     @property
     def control(self) -> str:
         """HOST:PORT of the control channel."""
@@ -104,6 +114,13 @@ def check(config: EngineConfig, cluster: ClusterConfig) -> None:
             f"tensor {config.tensor} times stages {config.stages} is {devices} devices, which {cluster.hosts} hosts "
             "cannot share evenly"
         )
+
+
+def stages_of(config: EngineConfig, cluster: ClusterConfig) -> tuple[int, ...]:
+    """The stages that this host has devices of (see `start`)."""
+    each = config.tensor * config.stages // cluster.hosts
+    first = cluster.host * each
+    return tuple(range(first // config.tensor, (first + each - 1) // config.tensor + 1))
 
 
 def facts(

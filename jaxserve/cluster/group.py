@@ -31,7 +31,7 @@ OPTIONS = (
 )
 STARTING_SILENCE = 60.0  # seconds: threads may starve while hosts compile
 _GATHER = 0.5  # seconds in which other symptoms of a failure may come, before one is called its cause
-_GRACE = 2.0  # seconds for callers to be told, after that
+_GRACE = 1.0  # seconds for callers to be told, after that
 _LEAST_SILENCE = 2.0  # seconds without a heartbeat that a busy machine is forgiven
 
 
@@ -58,7 +58,7 @@ class Group:
       end: ends the process.
 
     Attributes:
-      failure: why the hosts cannot go on, if they cannot. Callers then have some two seconds to be told before the
+      failure: why the hosts cannot go on, if they cannot. Callers then have about a second to be told before the
         process ends.
       on_failure: called once with it, by the watchdog's thread.
     """
@@ -208,6 +208,18 @@ class Group:
             if self._stopping:
                 return
             self._problems.append(problem)
+
+    def cannot_start(self, problem: Exception) -> None:
+        """This host's own work threw. Raises HostFailed."""
+        cause = f"{type(problem).__name__}: {problem}".splitlines()[0]
+        self.report(Problem(rank=Rank.THREW, hosts=(0,), step=self._step, cause=cause))
+        self.raise_failure()
+
+    def raise_failure(self) -> None:
+        """Raises HostFailed, once what was reported has been weighed against what others saw."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.failure is not None, STARTING_SILENCE)
+        self._raise_failure()
 
     def _raise_failure(self) -> None:
         if self.failure is not None:

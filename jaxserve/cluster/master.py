@@ -75,6 +75,7 @@ class MasterPipeline(Pipeline):
         except Exception as problem:
             cause = f"{type(problem).__name__}: {problem}".splitlines()[0]
             self._group.report(Problem(rank=Rank.THREW, hosts=(0,), sequence=numbered.sequence, cause=cause))
+            self._group.raise_failure()
             raise
 
     def wait(self) -> tuple[IterationPlan, IterationResult]:

@@ -152,6 +152,13 @@ class FlightRecorder:
             # Copies: a result may be a view of what a device has left.
             kept.logprobs, kept.tokens = result.logprobs[:count].copy(), result.tokens[:count].copy()
 
+    def forget(self) -> None:
+        """What follows begins anew; iterations that are under way still land."""
+        with self._lock:
+            self._ring.clear()
+            self._rows.rows.clear()
+            self._bytes = 0
+
     def recording(self, reason: str) -> pb.Recording:
         """What is kept now."""
         with self._lock:

@@ -50,8 +50,6 @@ _log = logging.getLogger(__name__)
 
 _HEARTBEAT_TIMEOUT = 60  # seconds until jax itself ends a process; the watchdogs are much quicker
 _MEASURING_DEADLINE = 120.0  # seconds for an iteration whose cost nobody knows yet
-_LEAST_DEADLINE = 10.0
-_COSTS = 20  # an iteration may take this many times what the largest bucket was measured to take
 _LEAVING = 5.0  # seconds that jax has to let go
 
 Tell = Callable[[str], None]
@@ -80,6 +78,7 @@ class _Prepared(NamedTuple):
     links: list[Link]
     n_blocks: int
     reason: str
+    programs_loaded: int
     load_seconds: float
     compile_seconds: float
 
@@ -117,34 +116,46 @@ def lead(
             prepared.n_blocks,
             progress,
             attention_reason=prepared.reason,
-            programs_loaded=0,
+            programs_loaded=prepared.programs_loaded,
             load_seconds=prepared.load_seconds,
             compile_seconds=prepared.compile_seconds,
         )
         recorder = _recorder(path, config, cluster, prepared)
         group.on_failure = lambda problem: write_record(recorder, str(problem), tell)
         slowest = max(cost.milliseconds for cost in started.report.buckets) / 1000
-        deadline = cluster.step_deadline or max(_LEAST_DEADLINE, _COSTS * slowest)
+        deadline = cluster.deadline(slowest)
         pipeline.serve(deadline, recorder)
         tell(f"all {cluster.hosts} hosts are ready; an iteration has {deadline:g} s")
     except HostFailed:
         raise  # the watchdog ends the hosts
     except BaseException as problem:
+        if isinstance(problem, Exception) and not startup.can_be_mended(problem):  # as on any other host
+            _log.exception("this host cannot start")
+            group.cannot_start(problem)
         group.stop(f"host 0: {problem}")
         raise
     return Led(started, tokenizer, recorder)
 
 
 def follow(
-    path: str | Path, config: EngineConfig, cluster: ClusterConfig, *, tell: Tell, progress: Progress = startup.silent
+    path: str | Path,
+    config: EngineConfig,
+    cluster: ClusterConfig,
+    *,
+    tell: Tell,
+    alive: Callable[[float], None] = lambda _: None,
+    progress: Progress = startup.silent,
 ) -> None:
     """Works for host 0 until it says that that is enough; any failure ends the process.
+
+    Args:
+      alive: called twice a second with the seconds after which a process that calls no more is lost.
 
     Raises:
       ValueError: a setting cannot be, or the master cannot be reached or refuses this host.
     """
     check(config, cluster)
-    membership = Membership(cluster, _facts(path, config, cluster), tell=tell)
+    membership = Membership(cluster, _facts(path, config, cluster), tell=tell, alive=alive)
     membership.join()
     try:
         prepared = _prepare(path, config, cluster, membership, progress, tell)
@@ -158,7 +169,10 @@ def follow(
         membership.fail(f"{type(problem).__name__}: {problem}")
         raise
     answers = cluster.host == min(host for host, each in places.items() if last in each)
-    membership.follow(pipeline, prepared.n_blocks, answers=answers)
+    recorder = _recorder(path, config, cluster, prepared) if last in places[cluster.host] else None
+    if recorder is not None:
+        membership.on_failure = lambda reason: write_record(recorder, reason, tell)
+    membership.follow(pipeline, prepared.n_blocks, answers=answers, recorder=recorder)
     leave()
 
 
@@ -247,6 +261,8 @@ def _prepare(
         room = kv_cache.weight_room(device, config.tensor * config.stages)
         check_weights(parts_of(stage).values(), room, f"{device.device_kind} device")
     startup.program_cache(config)  # jax's own, for programs that several hosts run
+    folder = cache_folder.of(config.compilation_cache)
+    cache = None if folder is None else ProgramCache(folder)
     sizes, stages, read = bucket_sizes(config), [], 0
 
     def count(nbytes: int) -> None:
@@ -260,11 +276,13 @@ def _prepare(
         params = weights.load(
             path, stage.model, dtype, place=_own(stage), int8=stage.int8, progress=progress, count=count
         )
-        stages.append(StageRunner(stage, params, sizes, _cache(config, stage)))
+        whole = len(stage.mesh.local_devices) == stage.mesh.size  # here, and so are its programs
+        stages.append(StageRunner(stage, params, sizes, cache if whole else None))
     loaded = time.perf_counter()
     runners = [stage for stage in stages if isinstance(stage, StageRunner)]
     total = sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
-    party.reached(f"{read / 2**20:.2f} of {total / 2**20:.2f} MiB of weights read; compiling")
+    party.reached(f"{read / 2**20:.2f} of {total / 2**20:.2f} MiB of weights read")
+    party.reached("compiling")
     n_blocks = party.agree("blocks", min(startup.pool_blocks(config, runner, ()) for runner in runners))
     for stage in stages:
         if isinstance(stage, StageRunner):
@@ -272,7 +290,16 @@ def _prepare(
         else:
             stage.compile(n_blocks)
     links = _linked(programs, sizes, cluster, party, tell)
-    return _Prepared(programs, stages, links, n_blocks, reason, loaded - started, time.perf_counter() - loaded)
+    return _Prepared(
+        programs=programs,
+        stages=stages,
+        links=links,
+        n_blocks=n_blocks,
+        reason=reason,
+        programs_loaded=0 if cache is None else cache.loaded,
+        load_seconds=loaded - started,
+        compile_seconds=time.perf_counter() - loaded,
+    )
 
 
 def _devices(config: EngineConfig, cluster: ClusterConfig) -> list[Any]:
@@ -295,14 +322,6 @@ def _own(stage: StagePrograms) -> weights.Place:
     return lambda name, shape, axes: place(name, shape, axes) if name in names else None
 
 
-def _cache(config: EngineConfig, stage: StagePrograms) -> ProgramCache | None:
-    """For the programs of a stage whose devices are all here, which are whole here."""
-    folder = cache_folder.of(config.compilation_cache)
-    if folder is None or len(stage.mesh.local_devices) < stage.mesh.size:
-        return None
-    return ProgramCache(folder)
-
-
 def _linked(
     programs: Sequence[StagePrograms], sizes: Sequence[int], cluster: ClusterConfig, party: _Party, tell: Tell
 ) -> list[Link]:
@@ -314,6 +333,7 @@ def _linked(
     if cluster.links == "bridge":
         way = "bridge"
     else:
+        party.agree("compiled", 1)  # together: who is not awaited yet would be taken for one that cannot be reached
         problem = probe(programs)
         way = "direct" if party.agree("direct links", int(problem is None)) else "bridge"
         why = problem or ("as other hosts found" if way == "bridge" else "probed")

@@ -16,6 +16,7 @@ from jaxserve.cluster.config import ClusterConfig
 from jaxserve.cluster.failure import ExitCode
 from jaxserve.cluster.group import METHOD, OPTIONS, SERVICE, STARTING_SILENCE
 from jaxserve.cluster.progress import Progress, Waiter
+from jaxserve.cluster.recorder import FlightRecorder
 from jaxserve.cluster.watchdog import Watchdog, end_process
 from jaxserve.execution import batch
 from jaxserve.execution.pipeline import Pipeline
@@ -33,7 +34,11 @@ class Membership:
     Args:
       facts: what every host must have alike.
       tell: is told of this host's steps, a line each.
+      alive: called twice a second with the seconds after which a process that calls no more is lost.
       end: ends the process.
+
+    Attributes:
+      on_failure: called with the reason before the process ends, unless host 0 has given it.
     """
 
     def __init__(
@@ -42,9 +47,11 @@ class Membership:
         facts: Sequence[tuple[str, str]],
         *,
         tell: Callable[[str], None],
+        alive: Callable[[float], None] = lambda _: None,
         end: Callable[[int], None] = end_process,
     ) -> None:
-        self._cluster, self._facts, self._tell, self._end = cluster, list(facts), tell, end
+        self._cluster, self._facts, self._tell, self._alive, self._end = cluster, list(facts), tell, alive, end
+        self.on_failure: Callable[[str], None] = lambda _: None
         self._out: queue.SimpleQueue[pb.FromWorker | None] = queue.SimpleQueue()
         self._plans: queue.SimpleQueue[pb.Plan | pb.Phase | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
@@ -52,6 +59,7 @@ class Membership:
         self._heard = time.monotonic()
         self._deadline = 0.0
         self._step = "joining"
+        self._newest: int | None = None  # plan that has come
         self._serving = self._stopping = False
         self.progress = Progress()
         self._watchdog = Watchdog(self._look, self._beat)
@@ -101,15 +109,21 @@ class Membership:
             self._changed.wait_for(lambda: about in self._agreed)
             return self._agreed[about]
 
-    def follow(self, pipeline: Pipeline, n_blocks: int, *, answers: bool) -> None:
+    def follow(
+        self, pipeline: Pipeline, n_blocks: int, *, answers: bool, recorder: FlightRecorder | None = None
+    ) -> None:
         """Launches plans in order until the master stops. An iteration that fails ends the process.
 
         Args:
           n_blocks: of the pool.
           answers: whether the master takes the results from this host.
+          recorder: of a host of the last stage, which has the answers.
         """
 
         def done(plan: IterationPlan, result: IterationResult | None) -> None:
+            if recorder is not None:
+                assert result is not None
+                recorder.landed(result)
             if answers:
                 assert result is not None
                 message = pb.FromWorker()
@@ -126,13 +140,17 @@ class Membership:
         try:
             while (message := self._plans.get()) is not None:
                 if isinstance(message, pb.Phase):
-                    expected = 0
+                    expected, self._newest = 0, None
+                    if recorder is not None:
+                        recorder.forget()
                     continue
                 sequence = message.sequence
                 assert sequence == expected, f"plan {sequence} came where {expected} was next"
-                expected += 1
+                expected, self._newest = expected + 1, sequence
                 assert len(self.progress) < most, f"plan {sequence} came with {len(self.progress)} under way"
                 self.progress.begin(sequence)
+                if recorder is not None:
+                    recorder.launched(message)
                 plan = wire.decode_plan(message)
                 packed = batch.pack(plan, pipeline.shape.layout(plan.bucket), n_blocks)
                 waiter.put(pipeline.enqueue(plan, packed, message.feeds))
@@ -148,16 +166,17 @@ class Membership:
         cause = cause.splitlines()[0][:1000]
         self._out.put(pb.FromWorker(failed=pb.Failed(sequence=sequence, stage=stage, launching=launching, cause=cause)))
         where = f"iteration {sequence}, stage {stage}" if self._serving else self._step
-        self._finish(ExitCode.BROKEN, f"host {self._cluster.host} ({where}): {cause}", flush=True)
+        time.sleep(_FLUSH)  # and should host 0 be found lost meanwhile, then its end was the cause
+        self._finish(ExitCode.BROKEN, f"host {self._cluster.host} ({where}): {cause}")
 
-    def _finish(self, code: ExitCode, why: str, *, flush: bool = False) -> None:
+    def _finish(self, code: ExitCode, why: str, *, told: bool = False) -> None:
         with self._changed:
             if self._stopping:
                 return
             self._stopping = True
         _log.error("%s", why)
-        if flush:
-            time.sleep(_FLUSH)
+        if not told:
+            self.on_failure(why)
         self._end(code)
 
     def _listen(self, messages: Iterator[pb.FromMaster]) -> None:
@@ -180,13 +199,19 @@ class Membership:
                         return
         except grpc.RpcError as problem:
             why = f"its control stream broke: {problem.details() if isinstance(problem, grpc.Call) else problem}"
-        waiting = self.progress.waiting()
-        where = "" if waiting is None else f", iteration {waiting.sequence}, stage {waiting.stage} here"
+        self._lost(why)
+
+    def _lost(self, why: str) -> None:
+        waiting, where = self.progress.waiting(), ""
+        if waiting is not None:
+            where = f", iteration {waiting.sequence}, stage {waiting.stage} here"
+        elif self._newest is not None:
+            where = f", after iteration {self._newest}"
         self._finish(ExitCode.LOST, f"host 0 is lost{where}: {why}")
 
     def _stop(self, cause: str) -> None:
         if cause:
-            self._finish(ExitCode.LOST, f"host 0 has ended the hosts' work: {cause}")
+            self._finish(ExitCode.LOST, f"host 0 has ended the hosts' work: {cause}", told=True)
             return
         with self._changed:
             self._stopping = True
@@ -199,8 +224,8 @@ class Membership:
         if self._stopping:
             return False
         silent = time.monotonic() - self._heard
-        if silent > (max(self._deadline, _LEAST_SILENCE) if self._serving else STARTING_SILENCE):
-            self._finish(ExitCode.LOST, f"host 0 is lost: nothing was heard of it for {silent:.1f} s")
+        if silent > self._silence():
+            self._lost(f"nothing was heard of it for {silent:.1f} s")
             return False
         waiting = self.progress.waiting()
         if self._deadline and waiting is not None and waiting.seconds > self._deadline + 1.0:
@@ -210,7 +235,12 @@ class Membership:
             return False
         return True
 
+    def _silence(self) -> float:
+        """Seconds for which nothing may be heard."""
+        return max(self._deadline, _LEAST_SILENCE) if self._serving else STARTING_SILENCE
+
     def _beat(self) -> None:
+        self._alive(self._silence())
         waiting = self.progress.waiting()
         beat = pb.Heartbeat()
         if waiting is not None:

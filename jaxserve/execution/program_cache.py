@@ -17,6 +17,7 @@ import logging
 import os
 import pickle
 import platform
+import re
 import stat
 import sys
 from collections.abc import Callable, Sequence
@@ -36,6 +37,7 @@ _PACKAGES = ("jaxserve", "sharding", "pallas_kernels")
 _NOT_TRACED = tuple(f"jaxserve/{room}" for room in ("bench", "cluster", "demo", "plan", "simulate", "traffic"))
 _SUFFIXES = {".py", ".json", ".toml", ".cc", ".h"}
 _VERSIONS = ("jax", "jaxlib", "flax", "numpy")
+_NOT_COMPILED = re.compile("_cache|_address")  # settings of jax that programs do not depend on
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 
 
@@ -116,7 +118,7 @@ def surroundings(device: Any) -> str:
             sys.version,
             *(f"{name} {metadata.version(name)}" for name in _VERSIONS),
             *(f"{name}={os.environ.get(name)}" for name in _FLAGS),
-            str({name: value for name, value in jax.config.values.items() if "_cache" not in name}),
+            str({name: value for name, value in jax.config.values.items() if not _NOT_COMPILED.search(name)}),
             device.platform,
             device.device_kind,
             device.client.platform_version,

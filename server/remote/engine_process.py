@@ -25,6 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from jaxserve.cluster.failure import HostFailed
 from jaxserve.observe import IterationRecord
 from jaxserve.request import EngineStopped, FinishReason, InvalidRequest, QueueFull, Request, TokenEvent
 from server import hosts
@@ -98,11 +99,19 @@ def _serve(channel: socket.socket, make: Callable[[Job, Progress], Any]) -> int:
     def progress(what: str, done: int, total: int) -> None:
         _send(channel, json_frame(Kind.PROGRESS, [what, done, total]))
 
+    def alive(seconds: float) -> None:
+        _send(channel, json_frame(Kind.ALIVE, seconds))
+
     try:
         if job.cluster is not None and job.cluster.host:
-            return hosts.follow(Path(job.model), job.config, job.cluster)
+            # Nothing is left to be done: a slow interpreter's end would be taken for a process that hangs.
+            _end(hosts.follow(Path(job.model), job.config, job.cluster, alive=alive))
         with mending():
-            engine = make(job, progress)
+            try:
+                engine = make(job, progress)
+            except HostFailed as failure:
+                _send(channel, json_frame(Kind.FAILED, str(failure)))
+                hosts.end_failed(failure)
     except UserError as problem:
         _send(channel, json_frame(Kind.REFUSED, str(problem)))
         return exit_codes.USER_ERROR

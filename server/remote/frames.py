@@ -33,6 +33,7 @@ class Kind(enum.IntEnum):
     REFUSED = 18  # why it cannot start, in a sentence for who started it
     ITERATION = 19  # see `iterations`; binary
     FAILED = 20  # the engine has failed
+    ALIVE = 21  # of a host that has no callers: seconds after which it is lost if this does not come again
 
 
 class BadFrame(ValueError):

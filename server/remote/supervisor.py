@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jaxserve.cluster.config import ClusterConfig, stages_of
+from jaxserve.cluster.failure import Problem, Rank
 from server.remote import exit_codes, plain
 from server.remote.frames import BadFrame, Kind, json_frame, parse_json
 from server.remote.job import Facts, Job
@@ -36,6 +38,11 @@ class EngineGone(Exception):
     def __init__(self, problem: str, code: int | None = None) -> None:
         super().__init__(problem)
         self.code = code
+
+    @property
+    def exit_code(self) -> int:
+        """Of the process in front."""
+        return self.code if self.code in exit_codes.OF_HOSTS else exit_codes.ENGINE_GONE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +98,7 @@ class Supervisor:
         self._failure: str | None = None  # what the engine says of its own end
         self._wedged: str | None = None  # why it is being killed
         self._killing: asyncio.Task[None] | None = None
+        self._silence: asyncio.TimerHandle | None = None  # that gives up a process which says no more that it lives
         self._closed = asyncio.Event()
 
     async def run(self) -> None:
@@ -176,7 +184,11 @@ class Supervisor:
         if self._closed.is_set():
             process.kill()
         process.send(json_frame(Kind.START, plain.encode(Job, self._job)))
-        return await process.ended()
+        try:
+            return await process.ended()
+        finally:
+            if self._silence is not None:
+                self._silence.cancel()
 
     def _take(self, kind: Kind, body: bytes) -> None:
         match kind:
@@ -198,8 +210,21 @@ class Supervisor:
                 self._refusal = _read(str, body)
             case Kind.FAILED:
                 self._failure = _read(str, body)
+                if self._job.cluster is not None:  # which takes its time to end, as other hosts are to be told
+                    again = self._restarts is not None
+                    text = f"{self._failure}; it is being started again" if again else self._failure
+                    self._engine.disconnect(text, returns=again)
+            case Kind.ALIVE:
+                self._hear(_read(float, body))
             case _:
                 raise BadFrame(f"{kind.name} from the engine process, out of turn")
+
+    def _hear(self, seconds: float) -> None:
+        """The process lives, and will say so again before long."""
+        if self._silence is not None:
+            self._silence.cancel()
+        told = f"the engine process gave no sign of life for {seconds:g} s"
+        self._silence = asyncio.get_running_loop().call_later(seconds, self.give_up, told)
 
     def _served_seconds(self) -> float:
         if self._job.cluster is not None and self._job.cluster.host:  # which does not say when it is ready
@@ -209,12 +234,25 @@ class Supervisor:
     def _cause(self, code: int) -> str:
         """What happened, for callers too."""
         assert self._process is not None
-        if self._wedged is not None:
-            return f"{self._wedged} and was killed"
-        if self._process.misread is not None:
-            return "the engine process sent what is no message and was killed"
         told = f"the engine process {exit_codes.told(code)}"
-        return told if self._failure is None else f"{self._failure}: {told}"
+        if self._failure is not None:
+            return f"{self._failure}: {told}"
+        if self._wedged is not None:
+            told = f"{self._wedged} and was killed"
+        elif self._process.misread is not None:
+            told = "the engine process sent what is no message and was killed"
+        return told if self._job.cluster is None else str(self._problem(self._job.cluster, told))
+
+    def _problem(self, cluster: ClusterConfig, cause: str) -> Problem:
+        """What is known from here of a host whose process could not say itself what has become of it."""
+        load = self._engine.load()
+        return Problem(
+            rank=Rank.GONE,
+            hosts=(cluster.host,),
+            stages=stages_of(self._job.config, cluster),
+            sequence=load.iterations if load.running else None,
+            cause=cause,
+        )
 
     def _tell(self, code: int, cause: str) -> None:
         """The whole of it, for who runs the server."""

@@ -93,6 +93,7 @@ def test_what_is_due_decides_how_long_it_may_take(
     assert it.problems(watchdog, 0.5 * before) == [None] * before
     assert it.problems(watchdog, 1)[-1] is not None
     assert 0 < watchdog.overdue <= 1.0
+    assert longest < watchdog.still <= longest + 1.0
 
 
 def test_a_slow_iteration_does_not_excuse_those_after_it() -> None:

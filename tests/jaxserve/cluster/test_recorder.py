@@ -104,6 +104,17 @@ def test_an_iteration_without_an_answer_never_leaves(ring, clock) -> None:
     assert [entry.plan.sequence for entry in ring.recording("").entries] == [0, 1]
 
 
+def test_what_is_under_way_when_all_is_forgotten_still_lands(ring) -> None:
+    ring.launched(plan(0, [Chunk(0, 0, 1, 1)], admissions=(admission(0, (5,)),)))
+    ring.forget()
+    ring.launched(plan(0, [Chunk(1, 0, 1, 1)], admissions=(admission(1, (6,)),)))
+    ring.landed(result(70))
+    assert [entry.landed for entry in ring.recording("").entries] == [False]
+    ring.landed(result(71))
+    (entry,) = ring.recording("").entries
+    assert list(entry.tokens) == [71]
+
+
 def test_of_drafts_a_row_keeps_what_was_chosen() -> None:
     rows = recorder.Rows(BLOCK)
     rows.prepare(plan(0, [], admissions=(admission(2, (1, 2, 3)),)))

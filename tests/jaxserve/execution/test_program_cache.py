@@ -150,6 +150,17 @@ def test_code_versions_flags_and_settings_of_jax_are_part_of_the_key(monkeypatch
     assert program_cache.surroundings(device) in seen
 
 
+def test_where_a_host_listens_is_no_part_of_the_key() -> None:
+    """It is another port at every start."""
+    name, device = "jax_cross_host_transfer_socket_address", jax.devices()[0]
+    before, address = program_cache.surroundings(device), jax.config.values[name]
+    jax.config.update(name, "127.0.0.1:4711")
+    try:
+        assert program_cache.surroundings(device) == before
+    finally:
+        jax.config.update(name, address)
+
+
 def test_a_change_of_one_file_changes_the_digest_of_the_code(monkeypatch, tmp_path) -> None:
     def digest() -> str:
         program_cache._code.cache_clear()

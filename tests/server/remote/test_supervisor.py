@@ -4,6 +4,7 @@ import asyncio
 import logging
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,11 +17,17 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_status import rpc_status
 
+from jaxserve.cluster.config import ClusterConfig, stages_of
+from jaxserve.config import EngineConfig
 from server import surface
 from server.proto.jaxserve.v1 import inference_pb2 as pb
-from server.remote.supervisor import EngineGone, Restarts
+from server.remote import exit_codes
+from server.remote.job import Job
+from server.remote.remote_engine import RemoteEngine
+from server.remote.supervisor import EngineGone, Restarts, Supervisor
 from server.report import UserError
 from tests.server.conftest import collect
+from tests.server.fake_engine import WAIT_SECONDS
 from tests.server.remote.conftest import STALL_SECONDS, Remote
 
 RunRemote = Callable[..., None]
@@ -334,3 +341,47 @@ def test_where_a_wedged_engine_stood_is_in_the_log(
     with caplog.at_level(logging.ERROR):
         run_remote(scenario, wedged_after=2)
     assert "fake_engine_process.py" in caplog.text  # the line that it stands in
+
+
+# One of several hosts
+
+FALLS_SILENT = """
+import os, signal, socket, sys
+from server.remote.frames import Kind, json_frame
+channel = socket.socket(fileno=int(sys.argv[-1]))
+for _ in range(3):
+    channel.sendall(json_frame(Kind.ALIVE, 0.2))
+os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+def test_a_worker_that_gives_no_sign_of_life_is_ended() -> None:
+    config = EngineConfig(tensor=2, stages=2)
+    cluster = ClusterConfig(hosts=2, host=1, coordinator="a:1")
+    supervisor = Supervisor(
+        RemoteEngine(config, None),
+        Job.of("fake", config, cluster=cluster),
+        restarts=None,
+        command=(sys.executable, "-c", FALLS_SILENT),
+    )
+    told = "host 1, stage 1: the engine process gave no sign of life for 0.2 s and was killed"
+    with pytest.raises(EngineGone, match=told) as caught:
+        asyncio.run(asyncio.wait_for(supervisor.run(), WAIT_SECONDS))
+    assert caught.value.exit_code == exit_codes.ENGINE_GONE
+    assert supervisor.pid is not None
+    assert is_gone(supervisor.pid)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "tensor", "stages", "mine"),
+    [
+        (2, 1, 2, [(0,), (1,)]),
+        (2, 2, 1, [(0,), (0,)]),
+        (4, 2, 2, [(0,), (0,), (1,), (1,)]),
+        (2, 2, 3, [(0, 1), (1, 2)]),
+    ],
+)
+def test_the_stages_of_a_host(hosts: int, tensor: int, stages: int, mine: list[tuple[int, ...]]) -> None:
+    config = EngineConfig(tensor=tensor, stages=stages)
+    clusters = [ClusterConfig(hosts=hosts, host=host, coordinator="a:1") for host in range(hosts)]
+    assert [stages_of(config, cluster) for cluster in clusters] == mine
