@@ -322,7 +322,8 @@ class Scheduler:
         decodes = len(draft.states)
         if self._exclusive:  # an iteration delays the rows of all batches in flight, which have about as many each
             decodes = max(decodes, -(-(len(self._running) - len(draft.prompts)) // self._batches))
-        return pace.budget(decodes, draft.prompt_tokens + self.waiting_tokens)
+        # Those who stand aside will hardly have anything left to compute.
+        return pace.budget(decodes, draft.prompt_tokens + self._waiting.num_tokens + self._preempted_tokens)
 
     def _choose(self, draft: _Draft) -> bool:
         """Draft the decodes, find the rows that prompts can be continued on; whether anybody may join."""
