@@ -1,6 +1,6 @@
 """jaxserve: iteration-level serving of BLOOM and GPT-family language models in JAX.
 
-The names below are loaded when they are first used, so that the rooms without jax (scheduler, slots, requests) can be
+The names below are loaded when they are first used, so that the rooms without jax (scheduling, requests) can be
 imported without it.
 """
 

@@ -19,8 +19,8 @@ class EngineConfig:
 
     Attributes:
       dtype: compute dtype of weights and activations; `auto` is float32 on a CPU and bfloat16 elsewhere.
-      quantize: `int8` holds matrices in eight bits, half the memory of bfloat16 (`jaxserve.quantize`); None holds them
-        in dtype.
+      quantize: `int8` holds matrices in eight bits, half the memory of bfloat16 (`jaxserve.weights.quantize`); None
+        holds them in dtype.
       kv_cache_dtype: what keys and values are held in; `auto` is the attention backend's choice, `int8` takes half the
         memory of bfloat16 (one scale a token and head, `pallas_kernels.int8`).
       max_rows: requests in one batch at most (Orca's max batch size, OSDI'22 section 4.2).

@@ -12,19 +12,21 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from jaxserve import routing, startup, streaming
-from jaxserve.beams import BeamParams
-from jaxserve.completion import Completion, Delta
+from jaxserve import startup
 from jaxserve.config import EngineConfig
-from jaxserve.limits import Limits, check_queue
-from jaxserve.matcher import Compiled, Grammars
+from jaxserve.execution.stage import Progress
+from jaxserve.generation import streaming
+from jaxserve.generation.beams import BeamParams
+from jaxserve.generation.completion import Completion, Delta
+from jaxserve.generation.streaming import Sink, Terms
+from jaxserve.grammars.matcher import Compiled, Grammars
 from jaxserve.models.schema import ModelConfig
 from jaxserve.observe import IterationRecord, Load, total
 from jaxserve.replica import Replica
 from jaxserve.request import InvalidRequest, QueueFull, Request
-from jaxserve.request_state import lease_of
-from jaxserve.stage import Progress
-from jaxserve.streaming import Sink, Terms
+from jaxserve.scheduling import routing
+from jaxserve.scheduling.limits import Limits, check_queue
+from jaxserve.scheduling.request_state import lease_of
 from jaxserve.timeline import Timeline
 from jaxserve.tokenizer import Tokenizer
 

@@ -18,18 +18,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxserve import batch
-from jaxserve.buckets import BucketCost
-from jaxserve.compilations import compilations
+from jaxserve.execution import batch
+from jaxserve.execution.compilations import compilations
+from jaxserve.execution.pipeline import Pipeline
+from jaxserve.generation.streaming import Sink
+from jaxserve.grammars.masks import Masks
+from jaxserve.grammars.matcher import Compiled
 from jaxserve.iteration import IterationPlan
-from jaxserve.masks import Masks
-from jaxserve.matcher import Compiled
 from jaxserve.observe import IterationRecord, Load
-from jaxserve.pipeline import Pipeline
 from jaxserve.request import EngineStopped, FinishReason, Request, TokenEvent
-from jaxserve.routing import Owed
-from jaxserve.scheduler import Scheduler
-from jaxserve.streaming import Sink
+from jaxserve.scheduling.buckets import BucketCost
+from jaxserve.scheduling.routing import Owed
+from jaxserve.scheduling.scheduler import Scheduler
 
 _log = logging.getLogger(__name__)
 

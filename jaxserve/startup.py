@@ -13,18 +13,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxserve import buckets, kv_cache, measure, models, weights
+from jaxserve import models, weights
 from jaxserve.config import EngineConfig
-from jaxserve.draft_model import DraftModel
-from jaxserve.layout import bucket_sizes, lay_out
-from jaxserve.lowering import StagePrograms
-from jaxserve.make_scheduler import make_scheduler
+from jaxserve.execution import kv_cache, measure
+from jaxserve.execution.draft_model import DraftModel
+from jaxserve.execution.layout import bucket_sizes, lay_out
+from jaxserve.execution.lowering import StagePrograms
+from jaxserve.execution.parts import parts_of
+from jaxserve.execution.pipeline import Pipeline
+from jaxserve.execution.program_cache import ProgramCache
+from jaxserve.execution.stage import Progress, StageRunner
 from jaxserve.models.schema import ModelConfig
-from jaxserve.parts import parts_of
-from jaxserve.pipeline import Pipeline
-from jaxserve.program_cache import ProgramCache
 from jaxserve.replica import Replica
-from jaxserve.stage import Progress, StageRunner
+from jaxserve.scheduling import buckets
+from jaxserve.scheduling.make_scheduler import make_scheduler
 from jaxserve.startup_report import StartupReport
 from jaxserve.tokenizer import Tokenizer
 from jaxserve.weights import is_matrix

@@ -17,10 +17,10 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from jaxserve.beams import BeamParams, BeamSearch, completions
-from jaxserve.completion import Assembler, Completion, parse_request
+from jaxserve.generation.beams import BeamParams, BeamSearch, completions
+from jaxserve.generation.completion import Assembler, Completion, parse_request
+from jaxserve.generation.samples import for_engine, samples_of
 from jaxserve.request import Grammar, InvalidRequest, QueueFull, Request, SamplingParams, TokenEvent
-from jaxserve.samples import for_engine, samples_of
 from server import errors
 from server.admission import Admission, Ticket
 from server.auth import Tenant

@@ -173,7 +173,7 @@ class _Bar:
 
 def _print_text(engine: Engine, prompt: str, fields: dict[str, Any]) -> int:
     """Streams the completion of one prompt to standard output."""
-    from jaxserve.completion import Assembler, parse_request
+    from jaxserve.generation.completion import Assembler, parse_request
     from jaxserve.request import FinishReason, InvalidRequest, TokenEvent
 
     inbox: queue.SimpleQueue[list[TokenEvent]] = queue.SimpleQueue()

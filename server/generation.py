@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from jaxserve.completion import Assembler, Completion, Delta, joined
+from jaxserve.generation.completion import Assembler, Completion, Delta, joined
+from jaxserve.generation.samples import PromptScores
 from jaxserve.request import FinishReason, Request, TokenEvent
-from jaxserve.samples import PromptScores
 from server import errors
 from server.admission import Ticket
 from server.auth import Tenant, current

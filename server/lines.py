@@ -11,7 +11,7 @@ from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jaxserve.completion import Assembler, parse_request
+from jaxserve.generation.completion import Assembler, parse_request
 from jaxserve.request import FinishReason, InvalidRequest, QueueFull, Request, TokenEvent
 
 if TYPE_CHECKING:

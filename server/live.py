@@ -13,7 +13,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxserve.completion import Completion
+    from jaxserve.generation.completion import Completion
     from jaxserve.observe import IterationRecord
     from server.errors import Refusal
     from server.generation import Life

@@ -10,8 +10,8 @@ from google.protobuf import any_pb2, duration_pb2
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from jaxserve import beams
-from jaxserve.completion import Completion, Delta
+from jaxserve.generation import beams
+from jaxserve.generation.completion import Completion, Delta
 from jaxserve.request import Alternatives, FinishReason, InvalidRequest
 from server.errors import Kind, Refusal
 from server.proto.jaxserve.v1 import inference_pb2 as pb

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest, sta
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.samples import Sample
 
-from jaxserve.completion import Completion
+from jaxserve.generation.completion import Completion
 from jaxserve.request import FinishReason
 from server.errors import Kind, Refusal
 from server.generation import Life

@@ -10,7 +10,7 @@ import time
 from datetime import UTC, datetime
 from typing import IO, TYPE_CHECKING, Any
 
-from jaxserve.completion import Completion
+from jaxserve.generation.completion import Completion
 from server.errors import Refusal
 from server.generation import Life
 

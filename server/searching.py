@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
-from jaxserve.beams import BeamSearch
+from jaxserve.generation.beams import BeamSearch
 from jaxserve.request import Alternatives, FinishReason, Request, TokenEvent
 from server import errors
 from server.generation import Call, Life, Observer

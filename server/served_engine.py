@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from jaxserve.config import EngineConfig
-    from jaxserve.matcher import Grammars
+    from jaxserve.grammars.matcher import Grammars
     from jaxserve.observe import IterationRecord, Load
     from jaxserve.request import Request, TokenEvent
     from jaxserve.startup_report import StartupReport

@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from jaxserve import beams
-from jaxserve.completion import Completion
+from jaxserve.generation import beams
+from jaxserve.generation.completion import Completion
+from jaxserve.generation.samples import MAX_SAMPLES, best
 from jaxserve.request import InvalidRequest
-from jaxserve.samples import MAX_SAMPLES, best
 from server import messages, rpc
 from server.door import Door
 from server.generation import Call, Generation, new_id

@@ -18,8 +18,8 @@ from server.report import UserError, say, starting
 from server.start import mending
 
 if TYPE_CHECKING:
-    from jaxserve.bench.load import Workload
     from jaxserve.simulate.replay import Policy
+    from jaxserve.traffic.load import Workload
 
 HELP = """\
 The engine's own scheduler on a virtual clock, with a roofline for the devices: no accelerator, no weights.
@@ -158,7 +158,7 @@ def _trace(args: argparse.Namespace, out: Console) -> dict[str, Any]:
 
 def _made_up(args: argparse.Namespace, max_context: int) -> Workload:
     """Uniform lengths at Poisson arrivals, as in Orca's evaluation. Token ids: see `read_trace`."""
-    from jaxserve.bench import load
+    from jaxserve.traffic import load
 
     workload = load.uniform(
         requests=args.requests or 3000,
@@ -184,7 +184,7 @@ def _chosen(policies: Sequence[Policy], names: str | None) -> Sequence[Policy]:
 
 def read_trace(args: argparse.Namespace, max_context: int) -> Workload:
     """The traffic that the flags name; what is clipped is in its notes."""
-    from jaxserve.bench import load
+    from jaxserve.traffic import load
 
     # Few token ids are enough to tell prefixes apart, and Python keeps one object for each below 257.
     return load.read_trace(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from jaxserve.completion import Completion
+from jaxserve.generation.completion import Completion
 from server.errors import Refusal
 from server.generation import Life
 

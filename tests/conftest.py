@@ -10,10 +10,10 @@ jax.config.update("jax_num_cpu_devices", 8)
 # Before anything imports them: their functions hold arguments and results to their annotations.
 SHAPE_CHECKED = (
     "jaxserve.models",
-    "jaxserve.sampler",
-    "jaxserve.selection",
-    "jaxserve.scoring",
-    "jaxserve.batch",
+    "jaxserve.sampling.sampler",
+    "jaxserve.sampling.selection",
+    "jaxserve.sampling.scoring",
+    "jaxserve.execution.batch",
     "pallas_kernels.tpu",
     "pallas_kernels.xla",
     "pallas_kernels.cpu",

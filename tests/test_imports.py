@@ -1,4 +1,5 @@
-"""Imports run one way: server -> jaxserve -> {sharding, pallas_kernels}; the scheduler's rooms need no jax."""
+"""Imports run one way: server -> jaxserve -> {sharding, pallas_kernels}, and between the rooms of jaxserve; those that
+decide, rather than compute, need no jax."""
 
 import ast
 import re
@@ -8,7 +9,19 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("jaxserve", "sharding", "pallas_kernels", "server")
-HOST_ONLY = ("request", "iteration", "slots", "buckets", "scheduler", "config")
+# The rooms of jaxserve, files and folders, a storey a line: each imports from the storeys below it only.
+ROOMS = """
+  config models request tokenizer traffic
+  iteration weights
+  grammars observe sampling scheduling
+  demo execution generation startup_report
+  plan replica timeline
+  simulate startup
+  cluster engine
+  bench
+"""
+STOREY = {room: storey for storey, line in enumerate(ROOMS.strip().splitlines()) for room in line.split()}
+HOST_ONLY = ("config", "request", "iteration", "observe", "scheduling", "grammars", "traffic")
 ALLOWED = {
     "server": {"server", "jaxserve", "sharding", "pallas_kernels"},
     "jaxserve": {"jaxserve", "sharding", "pallas_kernels"},
@@ -47,24 +60,46 @@ def test_nothing_unpickles(path: Path) -> None:
     assert not re.search(r"allow_pickle\s*=\s*(?!False)", path.read_text())
 
 
-def test_scheduling_needs_no_jax() -> None:
-    seen: set[str] = set()
-    queue = [f"jaxserve.{name}" for name in HOST_ONLY]
+def files(module: str) -> list[Path]:
+    """Of a module or of a package and all that is in it; none of a name that is neither."""
+    path = ROOT.joinpath(*module.split("."))
+    if path.is_dir():
+        return sorted(path.rglob("*.py"))
+    return [file for file in [path.with_suffix(".py")] if file.exists()]
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(ROOT / "jaxserve").with_suffix("").parts[0]
+
+
+def rooms_used(path: Path) -> set[str]:
+    """The rooms of jaxserve that a file imports from."""
+    return {name.split(".")[1] for name in imported(path) if name.startswith("jaxserve.")} & STOREY.keys()
+
+
+def test_every_room_has_its_storey() -> None:
+    assert {room_of(path) for path in files("jaxserve")} - {"__init__"} == STOREY.keys()
+
+
+@pytest.mark.parametrize("path", files("jaxserve"), ids=lambda path: str(path.relative_to(ROOT)))
+def test_rooms_import_from_below(path: Path) -> None:
+    room = room_of(path)
+    storey = STOREY.get(room, len(STOREY))  # the package itself names what is above all
+    assert {used for used in rooms_used(path) - {room} if STOREY[used] >= storey} == set()
+
+
+def test_what_decides_needs_no_jax() -> None:
+    """In a process that imports no more than these: schedulers run in simulations and front doors without devices."""
+    seen: set[Path] = set()
+    queue = [path for room in HOST_ONLY for path in files(f"jaxserve.{room}")]
     while queue:
-        module = queue.pop()
-        path = ROOT.joinpath(*module.split(".")).with_suffix(".py")
-        if module in seen or not path.exists():
+        if (path := queue.pop()) in seen:
             continue
-        seen.add(module)
+        seen.add(path)
         names = imported(path)
-        assert not {name for name in names if name.split(".")[0] in ("jax", "flax", "jaxlib")}, module
-        queue += [name for name in names if name.startswith("jaxserve.")]
-    assert seen >= {f"jaxserve.{name}" for name in HOST_ONLY}
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "jaxserve" / "models").glob("*.py")), ids=lambda path: path.stem)
-def test_models_know_nothing_of_scheduling(path: Path) -> None:
-    assert not imported(path) & {f"jaxserve.{name}" for name in ("scheduler", "engine", "slots", "stage", "batch")}
+        assert not {name for name in names if name.split(".")[0] in ("jax", "flax", "jaxlib")}, path
+        queue += [path for used in rooms_used(path) for path in files(f"jaxserve.{used}")]
+    assert len(seen) > len(HOST_ONLY)
 
 
 def partition_specs(path: Path) -> list[int]:

@@ -6,8 +6,9 @@ import jax.numpy as jnp
 import pytest
 from jaxtyping import TypeCheckError
 
-from jaxserve import batch, sampler
+from jaxserve.execution import batch
 from jaxserve.models import layers
+from jaxserve.sampling import sampler
 from tests.conftest import SHAPE_CHECKED
 
 

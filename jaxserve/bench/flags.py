@@ -100,7 +100,7 @@ def add_step_flags(parser: argparse.ArgumentParser) -> None:
 
 def uniform(args: argparse.Namespace, vocab_size: int) -> Any:
     """The workload that the flags describe, all at once."""
-    from jaxserve.bench import load
+    from jaxserve.traffic import load
 
     return load.uniform(
         requests=args.requests or (12 if args.quick else 200),

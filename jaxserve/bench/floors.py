@@ -26,12 +26,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve import sampler, startup
+from jaxserve import startup
 from jaxserve.bench import environments, machine, shapes, step
 from jaxserve.config import EngineConfig
 from jaxserve.iteration import SamplerVariant
 from jaxserve.models.schema import ModelConfig
 from jaxserve.request import SamplingParams
+from jaxserve.sampling import sampler
 from pallas_kernels.bench import seconds
 
 _STEPS = 20

@@ -23,12 +23,12 @@ from rich.table import Table
 from jaxserve import startup
 from jaxserve.bench import host, machine, report, shapes, step
 from jaxserve.bench.progress import Bars
-from jaxserve.buckets import BucketCost
 from jaxserve.config import EngineConfig
 from jaxserve.demo import DEMO_MODEL
 from jaxserve.iteration import IterationResult
-from jaxserve.make_scheduler import make_scheduler
 from jaxserve.request import Request, SamplingParams
+from jaxserve.scheduling.buckets import BucketCost
+from jaxserve.scheduling.make_scheduler import make_scheduler
 from jaxserve.tokenizer import Tokenizer
 
 KEPT = Path(__file__).with_name("guard.json")

@@ -13,12 +13,12 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxserve.bench import machine, report, shapes
-from jaxserve.bench.load import Job, Range
 from jaxserve.bench.offline import make_request
 from jaxserve.bench.progress import Bars
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine, IterationRecord
 from jaxserve.request import TokenEvent
+from jaxserve.traffic.load import Job, Range
 
 PROMPT, OUTPUT = Range(low=8, high=32), Range(low=32, high=96)
 WARM_UP = 50  # iterations that are not counted

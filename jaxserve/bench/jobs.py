@@ -19,8 +19,8 @@ from jaxserve.bench.peer_scripts.peer_traffic import Traffic
 from jaxserve.bench.step import LARGEST_BLOCK, Case, measure
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
+from jaxserve.execution.stage import Progress
 from jaxserve.request import FinishReason, Request, SamplingParams, TokenEvent
-from jaxserve.stage import Progress
 
 
 def run_job(job: dict[str, Any], progress: Progress) -> dict[str, Any]:

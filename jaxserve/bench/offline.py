@@ -15,12 +15,14 @@ from typing import Any
 
 from rich.console import Console
 
-from jaxserve.bench import load, machine, plot, report, shapes
-from jaxserve.bench.load import Job, Workload
+from jaxserve.bench import machine, plot, report, shapes
 from jaxserve.bench.progress import Bars
 from jaxserve.config import EngineConfig, SchedulerName
 from jaxserve.engine import Engine, IterationRecord
 from jaxserve.request import FinishReason, Request, SamplingParams, TokenEvent
+from jaxserve.traffic import load
+from jaxserve.traffic.load import Job, Workload
+from jaxserve.traffic.outcome import Outcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +35,7 @@ class Run:
     """
 
     name: str
-    outcomes: list[report.Outcome]
+    outcomes: list[Outcome]
     records: list[IterationRecord]
     bucket_ms: dict[int, float]
     preemptions: int
@@ -127,7 +129,7 @@ def serve_all(engine: Engine, workload: Workload, name: str, bars: Bars) -> Run:
 
     Everything is handed in before the engine starts, so that its first batch can choose among all of them.
     """
-    outcomes: dict[str, report.Outcome] = {}
+    outcomes: dict[str, Outcome] = {}
     records: list[IterationRecord] = []
     ended: queue.SimpleQueue[str] = queue.SimpleQueue()
 
@@ -145,7 +147,7 @@ def serve_all(engine: Engine, workload: Workload, name: str, bars: Bars) -> Run:
     started = time.monotonic()
     for index, job in enumerate(workload.jobs):
         request = make_request(str(index), job, started)
-        outcomes[request.request_id] = report.Outcome(arrival=started, prompt_tokens=len(job.prompt))
+        outcomes[request.request_id] = Outcome(arrival=started, prompt_tokens=len(job.prompt))
         engine.submit(request, sink)
     with engine:
         for done in range(1, len(workload.jobs) + 1):

@@ -14,16 +14,17 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from jaxserve.bench import contenders, judge, load, machine, peer_tables, report
+from jaxserve.bench import contenders, judge, machine, peer_tables, report
 from jaxserve.bench.contenders import Contender
 from jaxserve.bench.environments import PeerError
 from jaxserve.bench.judge import OURS
 from jaxserve.bench.ledger import Ledger, Turn
-from jaxserve.bench.load import Workload
 from jaxserve.bench.progress import Bars
-from jaxserve.bench.report import Outcome
 from jaxserve.bench.step import Case
 from jaxserve.config import EngineConfig
+from jaxserve.traffic import load
+from jaxserve.traffic.load import Workload
+from jaxserve.traffic.outcome import Outcome
 
 MEMORY_MARGIN = 600 * 10**6  # bytes that a process may hold beside weights and pool
 CHECK_PROMPTS, CHECK_LENGTH, CHECK_STEPS = 3, 24, 8

@@ -10,7 +10,8 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from jaxserve.bench.report import Comparison, Outcome
+from jaxserve.bench.report import Comparison
+from jaxserve.traffic.outcome import Outcome
 
 if TYPE_CHECKING:
     from jaxserve.bench.soak import Sample

@@ -15,17 +15,18 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from jaxserve.bench import load, machine, report
-from jaxserve.bench.load import Workload
+from jaxserve.bench import machine, report
 from jaxserve.bench.offline import benchmark_config, make_engine, make_request
 from jaxserve.bench.progress import Bars
-from jaxserve.bench.report import Distribution, Outcome
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine, IterationRecord
 from jaxserve.iteration import IterationPlan
 from jaxserve.request import TokenEvent
 from jaxserve.simulate.clock import Arrival, Host
 from jaxserve.simulate.system import System
+from jaxserve.traffic import load
+from jaxserve.traffic.load import Workload
+from jaxserve.traffic.outcome import Distribution, Outcome
 
 WITHIN = 0.10  # of the measured figure, where the simulated one is to lie
 # Of the measured and the simulated outcomes of a load: name -> figure.

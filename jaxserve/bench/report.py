@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from rich.console import Console
 from rich.table import Table
+
+from jaxserve.traffic.outcome import Distribution, Outcome
 
 if TYPE_CHECKING:
     from jaxserve.engine import IterationRecord
@@ -22,52 +24,6 @@ WASTE_TARGET = 0.03  # of the device's time, while work waits
 # What a reader of request-level figures must know.
 REQUEST_NOTE = "request: tokens are handed over when the whole batch has ended, so no time passes between them"
 HOST_PHASES = ("schedule", "pack", "launch", "complete")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Distribution:
-    """A sample's size, mean and percentiles (linear interpolation between order statistics), in the sample's unit."""
-
-    count: int
-    mean: float
-    p50: float
-    p95: float
-    p99: float
-    max: float
-
-    @classmethod
-    def of(cls, values: Iterable[float]) -> Distribution | None:
-        """None for an empty sample."""
-        sample = np.fromiter(values, dtype=np.float64)
-        if not sample.size:
-            return None
-        p50, p95, p99 = (float(p) for p in np.percentile(sample, (50, 95, 99)))
-        return cls(count=sample.size, mean=float(sample.mean()), p50=p50, p95=p95, p99=p99, max=float(sample.max()))
-
-
-@dataclass(slots=True, kw_only=True)
-class Outcome:
-    """What became of one job. Times are seconds on the clock of the run.
-
-    Attributes:
-      token_times: when each generated token came; tokens that came together have equal times.
-      error: why it was not served, or not wholly.
-    """
-
-    arrival: float
-    prompt_tokens: int
-    token_times: list[float] = field(default_factory=list)
-    error: str | None = None
-
-    @property
-    def first_token(self) -> float:
-        """Seconds from arrival to the first token."""
-        return self.token_times[0] - self.arrival
-
-    @property
-    def normalised(self) -> float:
-        """Seconds from arrival to the last token, divided by the tokens generated (OSDI'22 section 6.2)."""
-        return (self.token_times[-1] - self.arrival) / len(self.token_times)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,9 +19,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rich.console import Console
 
 from jaxserve.bench import machine, plot, report, wire
-from jaxserve.bench.load import Workload
 from jaxserve.bench.progress import Bars
 from jaxserve.config import EngineConfig, SchedulerName
+from jaxserve.traffic.load import Workload
 
 _STOP_SECONDS = 60.0  # how long a server may take to drain
 _COUNTERS = (

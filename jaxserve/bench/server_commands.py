@@ -103,7 +103,8 @@ def add(benchmarks: Benchmarks) -> None:
 
 
 def _run_serve(args: argparse.Namespace) -> int:
-    from jaxserve.bench import load, serve, shapes
+    from jaxserve.bench import serve, shapes
+    from jaxserve.traffic import load
 
     config = args.engine_config(args)
     model = None
@@ -153,7 +154,8 @@ def _run_start(args: argparse.Namespace) -> int:
 
 
 def _run_surface(args: argparse.Namespace) -> int:
-    from jaxserve.bench import load, shapes, surface
+    from jaxserve.bench import shapes, surface
+    from jaxserve.traffic import load
 
     model = flags.model(args)
     if isinstance(model, str):

@@ -15,14 +15,14 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxserve import startup
-from jaxserve.batch import pack
 from jaxserve.bench import machine, report, shapes
 from jaxserve.bench.progress import Bars
 from jaxserve.config import DtypeName, EngineConfig
+from jaxserve.execution.batch import pack
+from jaxserve.execution.stage import Progress
 from jaxserve.iteration import Admission, Chunk, IterationPlan, SamplerVariant
 from jaxserve.replica import Replica
 from jaxserve.request import SamplingParams
-from jaxserve.stage import Progress
 
 WARM_UP = 3  # steps that are not counted
 LARGEST_BLOCK = 256  # slots are sized for block sizes up to this

@@ -19,10 +19,12 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from jaxserve.bench import load, machine, offline, report, serve, wire
-from jaxserve.bench.load import Job, Workload
+from jaxserve.bench import machine, offline, report, serve, wire
 from jaxserve.bench.progress import Bars
 from jaxserve.config import EngineConfig
+from jaxserve.traffic import load
+from jaxserve.traffic.load import Job, Workload
+from jaxserve.traffic.outcome import Outcome
 
 REFUSAL_TARGET = 0.020  # seconds, p99
 LATENCY_TARGET = 1.10  # p95 of what is accepted under overload, as a multiple of the un-overloaded one
@@ -124,7 +126,7 @@ def run(
 class _Streams(NamedTuple):
     """All streams at once: what came of them, and seconds of CPU (server, front door, this process)."""
 
-    outcomes: list[report.Outcome]
+    outcomes: list[Outcome]
     cpu: list[float]
 
 
@@ -303,7 +305,7 @@ def _children(pid: int) -> list[int]:
     return found
 
 
-def _gaps(outcomes: list[report.Outcome]) -> np.ndarray:
+def _gaps(outcomes: list[Outcome]) -> np.ndarray:
     """Seconds between the tokens of each stream; while all of them run, that is an iteration."""
     return np.concatenate([np.diff(outcome.token_times) for outcome in outcomes])
 

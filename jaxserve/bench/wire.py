@@ -14,8 +14,8 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message_factory import GetMessageClass
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
-from jaxserve.bench.load import Job, Workload
-from jaxserve.bench.report import Outcome
+from jaxserve.traffic.load import Job, Workload
+from jaxserve.traffic.outcome import Outcome
 
 SERVICE = "jaxserve.v1.Inference"
 

@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxserve.execution.lowering import StagePrograms
+from jaxserve.execution.programs import Forward
+from jaxserve.execution.stage import Launched
 from jaxserve.iteration import IterationPlan
-from jaxserve.lowering import StagePrograms
 from jaxserve.models import Params
-from jaxserve.programs import Forward
-from jaxserve.stage import Launched
 
 _ELSEWHERE: Any = None
 

@@ -81,7 +81,7 @@ class Group:
         self.failure: HostFailed | None = None
         self.progress = Progress()  # of the stages that are here
         self._answers = Progress()  # of all of them
-        self._results: dict[int, IterationResult] = {}
+        self._results: queue.SimpleQueue[tuple[int, IterationResult] | None] = queue.SimpleQueue()  # None: no more
         self._answering = 0  # the host whose result counts
         self._sent: int | None = None  # the newest plan
         self._deadline = 0.0
@@ -172,13 +172,13 @@ class Group:
 
     # Iterations
 
-    def send(self, plan: pb.Plan) -> None:
+    def send(self, message: pb.FromMaster) -> None:
         """Sends a plan to every worker. Raises HostFailed."""
         self._raise_failure()
-        self._sent = plan.sequence
-        self._answers.begin(plan.sequence)
-        self.progress.begin(plan.sequence)
-        self._send(pb.FromMaster(plan=plan))
+        self._sent = message.plan.sequence
+        self._answers.begin(self._sent)
+        self.progress.begin(self._sent)
+        self._send(message)
 
     def done(self, sequence: int, result: IterationResult | None) -> None:
         """The stages here have run an iteration."""
@@ -187,18 +187,18 @@ class Group:
             self._answer(sequence, result)
 
     def result(self, sequence: int) -> IterationResult:
-        """Waits for the answers of an iteration. Raises HostFailed."""
-        with self._changed:
-            while sequence not in self._results:
-                self._raise_failure()
-                self._changed.wait()
-            return self._results.pop(sequence)
+        """Waits for the answers of the oldest iteration that was not asked for. Raises HostFailed."""
+        found = self._results.get()
+        if found is None:
+            self._results.put(None)
+            self._raise_failure()
+        assert found is not None
+        assert found[0] == sequence, f"the answers of iteration {found[0]} came where {sequence} was next"
+        return found[1]
 
     def _answer(self, sequence: int, result: IterationResult) -> None:
-        with self._changed:
-            self._answers.end()
-            self._results[sequence] = result
-            self._changed.notify_all()
+        self._answers.end()
+        self._results.put((sequence, result))
 
     # Failure
 
@@ -239,6 +239,7 @@ class Group:
         with self._changed:  # only now: whoever waits here may end the process
             self.failure = HostFailed(problem, code)
             self._changed.notify_all()
+        self._results.put(None)
         time.sleep(_GRACE)
         self._end(code)
         return False

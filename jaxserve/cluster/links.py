@@ -1,9 +1,9 @@
 """How arrays pass between stages on different hosts.
 
-Two ways behind one interface (`jaxserve.links.Link`). `Direct` has the runtime copy from device to device: native on
-TPUs and GPUs, on CPUs over sockets of their own that are asked for before the start. `Bridge` is a compiled program on
-the devices of both stages, a permutation that every backend has; because it is a program, it takes its turn on both
-sides, so tokens go over it only when they are known, or a first stage would stand still until they are.
+Two ways behind one interface (`jaxserve.execution.links.Link`). `Direct` has the runtime copy from device to device:
+native on TPUs and GPUs, on CPUs over sockets of their own that are asked for before the start. `Bridge` is a compiled
+program on the devices of both stages, a permutation that every backend has; because it is a program, it takes its turn
+on both sides, so tokens go over it only when they are known, or a first stage would stand still until they are.
 
 Both are called on every host that has devices of either stage, with the same plans in the same order.
 """
@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from jaxserve.links import DevicePut, Link
-from jaxserve.lowering import StagePrograms
+from jaxserve.execution.links import DevicePut, Link
+from jaxserve.execution.lowering import StagePrograms
 from sharding.spec import ShardingSpec
 
 Way = Literal["direct", "bridge"]

@@ -6,16 +6,17 @@ import dataclasses
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from jaxserve.batch import PackedPlan
+from jaxserve.cluster import control_pb2 as pb
 from jaxserve.cluster import wire
 from jaxserve.cluster.failure import Problem, Rank
 from jaxserve.cluster.group import Group
 from jaxserve.cluster.progress import Waiter
 from jaxserve.cluster.recorder import FlightRecorder
+from jaxserve.execution.batch import PackedPlan
+from jaxserve.execution.links import Link
+from jaxserve.execution.pipeline import Pipeline, Stage
 from jaxserve.iteration import IterationPlan, IterationResult
-from jaxserve.links import Link
 from jaxserve.models import Params
-from jaxserve.pipeline import Pipeline, Stage
 
 
 class MasterPipeline(Pipeline):
@@ -63,10 +64,11 @@ class MasterPipeline(Pipeline):
         # Numbered without a gap for the workers; those of a scheduler are so already, those of measurements are not.
         numbered = plan if plan.sequence == self._numbers else dataclasses.replace(plan, sequence=self._numbers)
         self._numbers += 1
-        message = wire.encode_plan(numbered, feeds)
+        message = pb.FromMaster()
+        wire.write_plan(message.plan, numbered, feeds)
         self._group.send(message)
         if self.recorder is not None:
-            self.recorder.launched(message)
+            self.recorder.launched(message.plan)
         self._plans.append(plan)
         try:
             self._waiter.put(self.enqueue(numbered, packed, feeds))

@@ -9,9 +9,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
+from jaxserve.execution.pipeline import InFlight
+from jaxserve.execution.stage import wait
 from jaxserve.iteration import IterationPlan, IterationResult
-from jaxserve.pipeline import InFlight
-from jaxserve.stage import wait
 
 
 class Waiting(NamedTuple):

@@ -15,15 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxserve import models, startup, weights
-from jaxserve.batch import pack
 from jaxserve.cluster import control_pb2 as pb
 from jaxserve.cluster import wire
 from jaxserve.cluster.recorder import Rows
 from jaxserve.config import EngineConfig
+from jaxserve.execution.batch import pack
+from jaxserve.execution.layout import bucket_sizes, lay_out
+from jaxserve.execution.pipeline import Pipeline
+from jaxserve.execution.stage import Progress, StageRunner
 from jaxserve.iteration import Admission, Chunk, IterationPlan, IterationResult
-from jaxserve.layout import bucket_sizes, lay_out
-from jaxserve.pipeline import Pipeline
-from jaxserve.stage import Progress, StageRunner
 from sharding import mesh, specs
 
 

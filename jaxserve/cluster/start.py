@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
-from jaxserve import kv_cache, models, orbax, startup, weights
+from jaxserve import models, startup, weights
 from jaxserve.cluster import control_pb2 as pb
 from jaxserve.cluster.absent import AbsentStage
 from jaxserve.cluster.config import ClusterConfig, check, facts
@@ -31,15 +31,17 @@ from jaxserve.cluster.recorder import FlightRecorder
 from jaxserve.cluster.watchdog import end_process
 from jaxserve.cluster.worker import Membership
 from jaxserve.config import EngineConfig
-from jaxserve.layout import bucket_sizes, lay_out
-from jaxserve.links import Link
-from jaxserve.lowering import StagePrograms
-from jaxserve.parts import parts_of
-from jaxserve.pipeline import Pipeline, Stage
-from jaxserve.program_cache import ProgramCache
-from jaxserve.stage import Progress, StageRunner
+from jaxserve.execution import kv_cache
+from jaxserve.execution.layout import bucket_sizes, lay_out
+from jaxserve.execution.links import Link
+from jaxserve.execution.lowering import StagePrograms
+from jaxserve.execution.parts import parts_of
+from jaxserve.execution.pipeline import Pipeline, Stage
+from jaxserve.execution.program_cache import ProgramCache
+from jaxserve.execution.stage import Progress, StageRunner
 from jaxserve.startup import Started
 from jaxserve.tokenizer import Tokenizer
+from jaxserve.weights import orbax
 from sharding import mesh, specs
 from sharding.fit import check_weights
 from sharding.spec import read as read_spec

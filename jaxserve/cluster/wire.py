@@ -19,40 +19,47 @@ _MOST = 2**31 - 1
 
 def encode_plan(plan: IterationPlan, feeds: int) -> pb.Plan:
     """A plan, and of how many earlier ones the tokens go back to the first stage before it."""
-    message = pb.Plan(
-        sequence=plan.sequence,
-        bucket=plan.bucket,
-        admissions=map(encode_admission, plan.admissions),
-        scoring=plan.scoring,
-        drafts=plan.drafts,
-        feeds=feeds,
-    )
+    message = pb.Plan()
+    write_plan(message, plan, feeds)
+    return message
+
+
+def write_plan(message: pb.Plan, plan: IterationPlan, feeds: int) -> None:
+    """As `encode_plan`, into an empty message, which may be a part of another."""
+    message.sequence, message.bucket, message.scoring, message.feeds = plan.sequence, plan.bucket, plan.scoring, feeds
     if plan.sampler is not None:
         message.sampler = plan.sampler
-    chunks = message.chunks
-    for column, values in zip(
-        (chunks.row, chunks.start, chunks.length, chunks.samples), zip(*plan.chunks, strict=True), strict=False
-    ):
-        column.extend(map(int, values))  # `samples` may be a bool
-    changes = message.table_changes
-    for column, values in zip(
-        (changes.row, changes.column, changes.block), zip(*plan.table_changes, strict=True), strict=False
-    ):
-        column.extend(values)
+    if plan.admissions:
+        message.admissions.extend(map(encode_admission, plan.admissions))
+    if plan.drafts:
+        message.drafts.extend(plan.drafts)
+    if plan.chunks:
+        row, start, length, samples = zip(*plan.chunks, strict=True)
+        chunks = message.chunks
+        chunks.row.extend(row)
+        chunks.start.extend(start)
+        chunks.length.extend(length)
+        chunks.samples.extend(map(int, samples))  # may be a bool
+    if plan.table_changes:
+        row, column, block = zip(*plan.table_changes, strict=True)
+        changes = message.table_changes
+        changes.row.extend(row)
+        changes.column.extend(column)
+        changes.block.extend(block)
     for copy in plan.block_copies:
         message.block_copies.add(source=copy.source, target=copy.target)
-    return message
 
 
 def decode_plan(message: pb.Plan) -> IterationPlan:
     """What `encode_plan` was given."""
     chunks, changes = message.chunks, message.table_changes
+    columns = chunks.row, chunks.start, chunks.length, chunks.samples
     return IterationPlan(
         sequence=message.sequence,
         bucket=message.bucket,
         admissions=tuple(map(decode_admission, message.admissions)),
-        chunks=tuple(map(Chunk, chunks.row, chunks.start, chunks.length, chunks.samples)),
-        table_changes=tuple(map(TableChange, changes.row, changes.column, changes.block)),
+        chunks=tuple(map(Chunk._make, zip(*columns, strict=True))),
+        table_changes=tuple(map(TableChange._make, zip(changes.row, changes.column, changes.block, strict=True))),
         sampler=SamplerVariant(message.sampler) if message.HasField("sampler") else None,
         scoring=message.scoring,
         drafts=tuple(message.drafts),
@@ -119,12 +126,20 @@ def decode_admission(message: pb.Admission) -> Admission:
 
 def entries(chunks: Sequence[Chunk]) -> int:
     """How many entries of a result belong to these chunks."""
-    return sum(max(chunk.samples, 1) for chunk in chunks)
+    return sum([chunk.samples or 1 for chunk in chunks])
 
 
 def encode_result(result: IterationResult, count: int) -> pb.Result:
     """The first `count` entries of a result, and what was scored."""
-    message = pb.Result(tokens=result.tokens[:count].tolist(), logprobs=result.logprobs[:count].tolist())
+    message = pb.Result()
+    write_result(message, result, count)
+    return message
+
+
+def write_result(message: pb.Result, result: IterationResult, count: int) -> None:
+    """As `encode_result`, into an empty message, which may be a part of another."""
+    message.tokens.extend(result.tokens[:count].tolist())
+    message.logprobs.extend(result.logprobs[:count].tolist())
     if result.top_ids is not None and result.top_logprobs is not None:
         _encode_table(message.top, result.top_ids[:count], result.top_logprobs[:count])
     if result.score_logprobs is not None:
@@ -132,7 +147,6 @@ def encode_result(result: IterationResult, count: int) -> pb.Result:
         assert result.score_top_logprobs is not None
         message.score_logprobs.extend(result.score_logprobs.tolist())
         _encode_table(message.score_top, result.score_top_ids, result.score_top_logprobs)
-    return message
 
 
 def decode_result(message: pb.Result) -> IterationResult:

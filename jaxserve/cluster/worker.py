@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 
 import grpc
 
-from jaxserve import batch
 from jaxserve.cluster import control_pb2 as pb
 from jaxserve.cluster import wire
 from jaxserve.cluster.config import ClusterConfig
@@ -18,8 +17,9 @@ from jaxserve.cluster.failure import ExitCode
 from jaxserve.cluster.group import METHOD, OPTIONS, SERVICE, STARTING_SILENCE
 from jaxserve.cluster.progress import Progress, Waiter
 from jaxserve.cluster.watchdog import Watchdog, end_process
+from jaxserve.execution import batch
+from jaxserve.execution.pipeline import Pipeline
 from jaxserve.iteration import IterationPlan, IterationResult
-from jaxserve.pipeline import Pipeline
 
 _log = logging.getLogger(__name__)
 
@@ -112,8 +112,11 @@ class Membership:
         def done(plan: IterationPlan, result: IterationResult | None) -> None:
             if answers:
                 assert result is not None
-                message = wire.encode_result(result, wire.entries(plan.chunks) if plan.sampler is not None else 0)
-                self._out.put(pb.FromWorker(completed=pb.Completed(sequence=plan.sequence, result=message)))
+                message = pb.FromWorker()
+                message.completed.sequence = plan.sequence
+                count = wire.entries(plan.chunks) if plan.sampler is not None else 0
+                wire.write_result(message.completed.result, result, count)
+                self._out.put(message)
 
         def failed(sequence: int, stage: int, problem: Exception) -> None:
             self.fail(f"its device failed: {problem}", sequence=sequence, stage=stage, launching=False)

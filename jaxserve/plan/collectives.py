@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from jaxserve import kv_cache
-from jaxserve.lowering import StagePrograms
-from jaxserve.parts import Part
+from jaxserve.execution import kv_cache
+from jaxserve.execution.lowering import StagePrograms
+from jaxserve.execution.parts import Part
 from jaxserve.plan.cost import Collective
 
 

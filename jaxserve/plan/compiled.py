@@ -12,8 +12,8 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 
-from jaxserve import parts
-from jaxserve.lowering import StagePrograms
+from jaxserve.execution import parts
+from jaxserve.execution.lowering import StagePrograms
 from jaxserve.plan.predict import Plan
 from jaxserve.plan.targets import compiler_options, lowering
 from jaxserve.plan.whatif import WhatIf, programs

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve import models
-from jaxserve.checkpoint import read_config, read_json
 from jaxserve.models.schema import ModelConfig
+from jaxserve.weights.checkpoint import read_config, read_json
 
 
 def _bloom(hidden: int, layers: int, heads: int) -> dict[str, Any]:

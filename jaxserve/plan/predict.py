@@ -9,9 +9,9 @@ from typing import Any
 
 import jax
 
-from jaxserve import kv_cache
-from jaxserve.lowering import StagePrograms
-from jaxserve.parts import Part, grouped, parts_of
+from jaxserve.execution import kv_cache
+from jaxserve.execution.lowering import StagePrograms
+from jaxserve.execution.parts import Part, grouped, parts_of
 from jaxserve.plan import collectives, cost
 from jaxserve.plan.cost import Collective, Seconds, StageLoad
 from jaxserve.plan.whatif import WhatIf, model_of, programs

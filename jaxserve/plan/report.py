@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from jaxserve.parts import Part
+from jaxserve.execution.parts import Part
 from jaxserve.plan import cost
 from jaxserve.plan.compiled import KINDS, CompiledStage, predicted_counts
 from jaxserve.plan.cost import Collective

@@ -17,11 +17,11 @@ from matplotlib.ticker import StrMethodFormatter
 from rich.console import Console
 from rich.table import Table
 
-from jaxserve.naming import parameters
 from jaxserve.plan.cost import ITEMSIZE
 from jaxserve.plan.predict import BucketPlan, Plan, predict
 from jaxserve.plan.whatif import WhatIf, model_of
-from jaxserve.quantize import is_quantized
+from jaxserve.weights.naming import parameters
+from jaxserve.weights.quantize import is_quantized
 from sharding.spec import PADDABLE, ShardingSpec
 
 _POINT = ("rows", "milliseconds", "tokens_per_second")

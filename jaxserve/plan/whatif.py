@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from jaxserve import models
 from jaxserve.config import EngineConfig
-from jaxserve.layout import bucket_sizes, lay_out, max_context
-from jaxserve.lowering import StagePrograms
+from jaxserve.execution.layout import bucket_sizes, lay_out, max_context
+from jaxserve.execution.lowering import StagePrograms
 from jaxserve.models.schema import ModelConfig
 from sharding import mesh
 from sharding.devices import Topology

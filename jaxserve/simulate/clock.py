@@ -9,14 +9,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxserve import routing
-from jaxserve.bench.load import Workload
-from jaxserve.bench.report import Outcome
 from jaxserve.iteration import IterationPlan, IterationResult
 from jaxserve.request import InvalidRequest, Request, SamplingParams, TokenEvent
-from jaxserve.request_state import lease_of
-from jaxserve.routing import Owed
-from jaxserve.scheduler import Scheduler
+from jaxserve.scheduling import routing
+from jaxserve.scheduling.request_state import lease_of
+from jaxserve.scheduling.routing import Owed
+from jaxserve.scheduling.scheduler import Scheduler
+from jaxserve.traffic.load import Workload
+from jaxserve.traffic.outcome import Outcome
 
 EOS = 1  # what the simulated device answers where a request ends before its limit
 

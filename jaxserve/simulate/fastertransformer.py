@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxserve.bench.report import Outcome
 from jaxserve.plan.cost import Work
 from jaxserve.simulate.clock import Arrival
 from jaxserve.simulate.roofline import Roofline
+from jaxserve.traffic.outcome import Outcome
 
 
 def iterations(batch: Sequence[Arrival]) -> int:

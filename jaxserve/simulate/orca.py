@@ -11,15 +11,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxserve.bench import load
-from jaxserve.bench.report import Outcome
-from jaxserve.buckets import BucketCost, BucketLadder, default_sizes
 from jaxserve.plan.cost import Fit, ModelSizes, StageLoad, loads, work
-from jaxserve.scheduler import Scheduler
+from jaxserve.scheduling.buckets import BucketCost, BucketLadder, default_sizes
+from jaxserve.scheduling.scheduler import Scheduler
+from jaxserve.scheduling.slots import SlotPool
 from jaxserve.simulate import clock, fastertransformer
 from jaxserve.simulate.clock import Arrival, Device, Host
 from jaxserve.simulate.roofline import Roofline
-from jaxserve.slots import SlotPool
+from jaxserve.traffic import load
+from jaxserve.traffic.outcome import Outcome
 from sharding.devices import Topology, parse
 from sharding.stages import split
 

@@ -15,13 +15,13 @@ from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 from rich.console import Console
 from rich.table import Table
 
-from jaxserve.bench.load import Workload
-from jaxserve.bench.report import Distribution, Outcome
 from jaxserve.plan.cost import FITS
 from jaxserve.plan.predict import Plan
 from jaxserve.simulate.clock import Arrival, arrivals
 from jaxserve.simulate.roofline import Roofline
 from jaxserve.simulate.system import Objective, Served, System, tpot
+from jaxserve.traffic.load import Workload
+from jaxserve.traffic.outcome import Distribution, Outcome
 
 URGENT = 1  # priority of the requests that are served first
 _DASH = "-"

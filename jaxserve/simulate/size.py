@@ -15,8 +15,6 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from jaxserve.bench.load import Workload
-from jaxserve.bench.report import Distribution
 from jaxserve.config import EngineConfig
 from jaxserve.plan.predict import Plan
 from jaxserve.plan.search import search
@@ -25,6 +23,8 @@ from jaxserve.simulate.clock import Arrival, arrivals
 from jaxserve.simulate.ladder import best_ladder
 from jaxserve.simulate.replay import system_of
 from jaxserve.simulate.system import Objective, Served, System, tpot
+from jaxserve.traffic.load import Workload
+from jaxserve.traffic.outcome import Distribution
 
 _ROWS = 256  # most that are tried
 _GRID = (1, 2, 4, 8, *range(16, 1025, 16))  # tokens of the buckets that a ladder is chosen from

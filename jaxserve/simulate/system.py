@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jaxserve.bench.report import Outcome
-from jaxserve.buckets import BucketCost
 from jaxserve.config import EngineConfig
 from jaxserve.iteration import IterationPlan
-from jaxserve.make_scheduler import make_scheduler
-from jaxserve.scheduler import Scheduler
+from jaxserve.scheduling.buckets import BucketCost
+from jaxserve.scheduling.make_scheduler import make_scheduler
+from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.simulate import clock
 from jaxserve.simulate.clock import EOS, Arrival, Device, Host, StageSeconds
+from jaxserve.traffic.outcome import Outcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

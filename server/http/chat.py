@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxserve.completion import Completion, Delta
+from jaxserve.generation.completion import Completion, Delta
 from jaxserve.request import InvalidRequest, Request
 from server.door import Door, aside
 from server.errors import Kind, Refusal

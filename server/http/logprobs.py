@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from jaxserve.completion import PromptLogprob
+from jaxserve.generation.completion import PromptLogprob
 from jaxserve.request import Alternatives
 from jaxserve.tokenizer import Tokenizer
 

@@ -6,10 +6,10 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jaxserve.beams import BeamParams
-from jaxserve.completion import Completion, Delta
+from jaxserve.generation.beams import BeamParams
+from jaxserve.generation.completion import Completion, Delta
+from jaxserve.generation.samples import best
 from jaxserve.request import FinishReason, InvalidRequest, Request
-from jaxserve.samples import best
 from server.door import Door, aside
 from server.errors import Kind, Refusal
 from server.generation import Call, Generation

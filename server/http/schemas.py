@@ -8,8 +8,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from pydantic_core import PydanticCustomError
 
-from jaxserve import grammar
-from jaxserve.beams import FIELDS, BeamParams, params_of
+from jaxserve.generation.beams import FIELDS, BeamParams, params_of
+from jaxserve.generation.samples import MAX_SAMPLES
+from jaxserve.grammars import grammar
 from jaxserve.request import (
     MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
@@ -19,7 +20,6 @@ from jaxserve.request import (
     Grammar,
     InvalidRequest,
 )
-from jaxserve.samples import MAX_SAMPLES
 
 MAX_PROMPTS = 1024  # of one call
 MAX_MESSAGES = 2048  # of a chat

@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from jaxserve import grammar
-from jaxserve.completion import Completion
+from jaxserve.generation.completion import Completion
+from jaxserve.generation.samples import MAX_SAMPLES, best
+from jaxserve.grammars import grammar
 from jaxserve.request import MAX_STOP, Alternatives, FinishReason, Grammar, InvalidRequest, Request
-from jaxserve.samples import MAX_SAMPLES, best
 from jaxserve.tokenizer import Tokenizer
 from server.door import Door
 from server.errors import Kind, Refusal

@@ -8,7 +8,7 @@ from typing import Self
 
 from jaxserve.cluster.config import ClusterConfig
 from jaxserve.config import EngineConfig
-from jaxserve.limits import Limits
+from jaxserve.scheduling.limits import Limits
 from jaxserve.startup_report import StartupReport
 
 _UNBOUNDED = 2**53

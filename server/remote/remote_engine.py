@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from jaxserve.config import EngineConfig
-from jaxserve.limits import check_queue
-from jaxserve.matcher import Grammars
+from jaxserve.grammars.matcher import Grammars
 from jaxserve.observe import IterationRecord, Load, total
 from jaxserve.request import EngineStopped, FinishReason, InvalidRequest, Request, TokenEvent
+from jaxserve.scheduling.limits import check_queue
 from jaxserve.startup_report import StartupReport
 from server.remote import iterations, plain
 from server.remote.frames import Kind, json_frame

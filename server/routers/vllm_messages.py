@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from jaxserve import grammar
-from jaxserve.completion import Completion, Delta
+from jaxserve.generation.completion import Completion, Delta
+from jaxserve.generation.samples import MAX_SAMPLES
+from jaxserve.grammars import grammar
 from jaxserve.request import Alternatives, FinishReason, Grammar, InvalidRequest, Request
-from jaxserve.samples import MAX_SAMPLES
 from server.door import Door
 from server.generation import Generation
 from server.proto.vllm.grpc.engine import vllm_engine_pb2 as pb

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from jaxserve.config import EngineConfig
-from jaxserve.lowering import StagePrograms
+from jaxserve.execution.lowering import StagePrograms
 from jaxserve.plan import compiled, known, targets
 from jaxserve.plan.whatif import WhatIf, programs
 from pallas_kernels import api, gpu

@@ -11,8 +11,8 @@ from jaxserve import models
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
 from jaxserve.iteration import SamplerVariant
-from jaxserve.make_scheduler import fixed_chunk
 from jaxserve.request import Request, SamplingParams
+from jaxserve.scheduling.make_scheduler import fixed_chunk
 from tests.fixtures.tiny import CONFIG, VOCAB
 from tests.fixtures.traffic import run
 

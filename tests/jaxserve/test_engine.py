@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve import models, sampler, startup
+from jaxserve import models, startup
 from jaxserve.engine import Engine
 from jaxserve.iteration import SamplerVariant
 from jaxserve.request import EngineStopped, FinishReason, InvalidRequest, QueueFull, Request, SamplingParams
+from jaxserve.sampling import sampler
 from tests.fixtures.tiny import BLOOM, CONFIG, VOCAB, make_engine, opinionated
 from tests.fixtures.traffic import Answers, run, traffic
 

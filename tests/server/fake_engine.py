@@ -17,13 +17,13 @@ from types import SimpleNamespace
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from jaxserve.buckets import BucketCost
 from jaxserve.config import EngineConfig
+from jaxserve.grammars.matcher import Grammars
 from jaxserve.iteration import Admission, Chunk, IterationPlan
-from jaxserve.limits import Limits
-from jaxserve.matcher import Grammars
 from jaxserve.observe import IterationRecord, Load
 from jaxserve.request import Alternatives, FinishReason, InvalidRequest, QueueFull, Request, TokenEvent
+from jaxserve.scheduling.buckets import BucketCost
+from jaxserve.scheduling.limits import Limits
 from jaxserve.startup_report import StartupReport
 from jaxserve.tokenizer import Tokenizer
 

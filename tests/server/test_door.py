@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from jaxserve.beams import BeamParams
-from jaxserve.completion import Completion
+from jaxserve.generation.beams import BeamParams
+from jaxserve.generation.completion import Completion
 from jaxserve.request import FinishReason, Request
 from server.errors import Kind, Refusal
 from server.generation import Call, Life

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve import models, weights
-from jaxserve.completion import Completion
+from jaxserve.generation.completion import Completion
 from jaxserve.tokenizer import Tokenizer
 from server import cli, flags
 from server.proto.jaxserve.v1 import inference_pb2 as pb

@@ -10,7 +10,7 @@ import pytest
 from jaxserve.bench import accuracy, cli
 from jaxserve.bench.accuracy import GENERATED, Answers
 from server import flags
-from tests.jaxserve.test_demo import HELD_OUT
+from tests.jaxserve.demo.test_demo import HELD_OUT
 
 
 def test_eight_bits_change_little(tmp_path, capsys):

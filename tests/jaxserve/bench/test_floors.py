@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve import sampler
 from jaxserve.bench import floors, shapes, step
 from jaxserve.iteration import SamplerVariant
 from jaxserve.request import SamplingParams
+from jaxserve.sampling import sampler
 
 
 def test_a_step_reads_its_weights_and_the_slots_in_use():

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from jaxserve.bench import contenders, environments, judge, load, peers, shapes
+from jaxserve.bench import contenders, environments, judge, peers, shapes
 from jaxserve.bench.environments import Peer, PeerError
-from jaxserve.bench.load import Range
 from jaxserve.bench.step import Case
 from jaxserve.config import EngineConfig
+from jaxserve.traffic import load
+from jaxserve.traffic.load import Range
 
 
 @pytest.fixture

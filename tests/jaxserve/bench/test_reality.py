@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import pytest
 
 from jaxserve.bench import reality
-from jaxserve.buckets import BucketCost
 from jaxserve.config import EngineConfig
 from jaxserve.engine import IterationRecord
 from jaxserve.iteration import Chunk
+from jaxserve.scheduling.buckets import BucketCost
 
 COSTS = (
     BucketCost(size=4, compile_seconds=0.0, milliseconds=20.0, slots_read=512),

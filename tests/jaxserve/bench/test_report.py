@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from jaxserve.bench import machine, plot, report
-from jaxserve.bench.report import Distribution, Outcome
+from jaxserve.traffic.outcome import Distribution, Outcome
 
 
 class Record(NamedTuple):

@@ -10,8 +10,8 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from grpc_reflection.v1alpha import reflection
 
 from jaxserve.bench import serve, wire
-from jaxserve.bench.load import Job, Workload
 from jaxserve.config import EngineConfig
+from jaxserve.traffic.load import Job, Workload
 
 INT, STRING, BOOL, DOUBLE, MESSAGE = 5, 9, 8, 1, 11
 

@@ -17,8 +17,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from jaxserve.batch import BatchLayout
-from jaxserve.buckets import BucketCost, BucketLadder
 from jaxserve.cluster import control_pb2 as pb
 from jaxserve.cluster.config import ClusterConfig
 from jaxserve.cluster.failure import HostFailed
@@ -27,14 +25,16 @@ from jaxserve.cluster.links import Unconnected
 from jaxserve.cluster.master import MasterPipeline
 from jaxserve.cluster.recorder import FlightRecorder
 from jaxserve.cluster.worker import Membership
+from jaxserve.execution.batch import BatchLayout
+from jaxserve.execution.pipeline import Pipeline
+from jaxserve.execution.programs import Forward
+from jaxserve.execution.stage import Launched
 from jaxserve.iteration import IterationPlan
-from jaxserve.pipeline import Pipeline
-from jaxserve.programs import Forward
 from jaxserve.replica import Replica
 from jaxserve.request import Request, SamplingParams
-from jaxserve.scheduler import Scheduler
-from jaxserve.slots import SlotPool
-from jaxserve.stage import Launched
+from jaxserve.scheduling.buckets import BucketCost, BucketLadder
+from jaxserve.scheduling.scheduler import Scheduler
+from jaxserve.scheduling.slots import SlotPool
 
 BUCKET, ROWS, BLOCK, CONTEXT, BLOCKS = 8, 4, 4, 4096, 8192
 NOTHING: Any = None

@@ -6,11 +6,11 @@ from dataclasses import fields
 import numpy as np
 import pytest
 
-from jaxserve import sampler
 from jaxserve.cluster import control_pb2 as pb
 from jaxserve.cluster import generate, wire
 from jaxserve.iteration import Admission, BlockCopy, Chunk, IterationPlan, IterationResult, SamplerVariant, TableChange
 from jaxserve.request import SamplingParams
+from jaxserve.sampling import sampler
 
 PLAN_FIELDS = {
     *("sequence", "bucket", "admissions", "chunks", "table_changes", "sampler", "scoring", "drafts", "block_copies"),

@@ -8,12 +8,12 @@ import sys
 import numpy as np
 import pytest
 
-from jaxserve.bench import load
-from jaxserve.buckets import BucketCost, BucketLadder
-from jaxserve.scheduler import Scheduler
+from jaxserve.scheduling.buckets import BucketCost, BucketLadder
+from jaxserve.scheduling.scheduler import Scheduler
+from jaxserve.scheduling.slots import SlotPool
 from jaxserve.simulate import clock
 from jaxserve.simulate.clock import EOS, Arrival, Device, Host
-from jaxserve.slots import SlotPool
+from jaxserve.traffic import load
 
 
 def arrival(time, prompt=4, output=1, *, limit=None, priority=0) -> Arrival:

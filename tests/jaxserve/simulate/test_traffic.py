@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxserve.bench import load
-from jaxserve.bench.report import Outcome
-from jaxserve.buckets import BucketCost
 from jaxserve.config import EngineConfig
+from jaxserve.scheduling.buckets import BucketCost
 from jaxserve.simulate import replay
 from jaxserve.simulate.system import Objective, System, tpot
+from jaxserve.traffic import load
+from jaxserve.traffic.outcome import Outcome
 from server import cli
 
 REAL = Path(os.environ.get("JAXSERVE_TRACES", "/nowhere"))

@@ -46,8 +46,8 @@ def test_prompts_come_in_batches_with_samples_of_each(serve_http: Serve, prompt:
 
 
 def test_best_of_answers_with_the_likeliest_samples(serve_http: Serve) -> None:
-    from jaxserve.completion import Completion
-    from jaxserve.samples import best
+    from jaxserve.generation.completion import Completion
+    from jaxserve.generation.samples import best
 
     def completion(*logprobs: float) -> Completion:
         return Completion(request_id="", text="", token_ids=(1,) * len(logprobs), finish_reason=None, logprobs=logprobs)

@@ -1,0 +1,158 @@
+"""What the scheduler knows of one live request, and how the device's answers for it become its events."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from jaxserve.iteration import IterationResult, SamplerVariant
+from jaxserve.request import Alternatives, FinishReason, InvalidRequest, Request
+from jaxserve.scheduling.slots import Lease
+from jaxserve.scheduling.speculation import Guesses
+
+if TYPE_CHECKING:
+    from jaxserve.scheduling.forking import Family
+
+WAITING, RUNNING, PREEMPTED, CLOSING, ENDED = range(5)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class RequestState:
+    """One request between submit and its end.
+
+    Attributes:
+      key: place in every queue, smallest first.
+      tokens: known tokens, prompt first; the lease holds the same list.
+      limit: length at which it ends at the latest.
+      endings: tokens that end it.
+      phase: WAITING for a row; RUNNING; PREEMPTED (its blocks are gone, a chunk of it is still in flight; it waits
+        again when that has landed); CLOSING (its last token is in flight); ENDED.
+      row: -1 without one.
+      computed: positions whose iteration is launched.
+      length: tokens known plus tokens being sampled; a chunk that ends here samples.
+      in_flight: launched chunks that have not landed.
+      scored: last prompt position whose logprob a launched iteration computes; 0 before any.
+      score_end: last prompt position to be scored; 0 when none is.
+      cached: prompt tokens found in the prefix cache when it first began.
+      guesses: what its next tokens may be, once it was looked at for drafts.
+      family: those with the same prompt that it shares keys and values with, if any.
+    """
+
+    name: str
+    request: Request
+    key: tuple[float, int]
+    tokens: list[int]
+    lease: Lease
+    limit: int
+    endings: frozenset[int]
+    variant: SamplerVariant
+    length: int
+    score_end: int
+    phase: int = WAITING
+    row: int = -1
+    computed: int = 0
+    in_flight: int = 0
+    scored: int = 0
+    has_begun: bool = False
+    cached: int = 0
+    guesses: Guesses | None = None
+    family: Family | None = None
+
+    @classmethod
+    def of(cls, request: Request, key: tuple[float, int], eos_token_ids: frozenset[int]) -> RequestState:
+        """The state in which `request` begins to wait."""
+        sampling = request.sampling
+        endings = frozenset() if sampling.ignore_eos else eos_token_ids
+        if sampling.stop_token_ids:
+            endings = endings.union(sampling.stop_token_ids)
+        if sampling.grammar is not None:
+            variant = SamplerVariant.CONSTRAINED
+        elif sampling.is_penalised or sampling.logprobs:
+            variant = SamplerVariant.FULL
+        else:
+            variant = SamplerVariant.TRUNCATED if sampling.is_truncated else SamplerVariant.PLAIN
+        lease = lease_of(request)
+        tokens = lease.tokens
+        return cls(
+            name=request.request_id,
+            request=request,
+            key=key,
+            tokens=tokens,
+            lease=lease,
+            limit=request.max_length,
+            endings=endings,
+            variant=variant,
+            length=len(tokens),
+            score_end=len(tokens) - 1 if sampling.prompt_logprobs is not None else 0,
+        )
+
+    def finish_reason(self, token: int, eos_token_ids: frozenset[int]) -> FinishReason | None:
+        """Whether and why `token`, just appended, is the last."""
+        if token in self.endings:
+            is_eos = token in eos_token_ids and not self.request.sampling.ignore_eos
+            return FinishReason.EOS if is_eos else FinishReason.STOP
+        return FinishReason.LENGTH if len(self.tokens) == self.limit else None
+
+
+def lease_of(request: Request) -> Lease:
+    """What `request` asks of a slot pool, nothing of it granted yet. A prompt to be scored is computed whole."""
+    return Lease(
+        tokens=list(request.prompt),
+        max_length=request.max_length,
+        prompt_length=len(request.prompt),
+        salt=request.cache_salt,
+        takes_hits=request.sampling.prompt_logprobs is None or len(request.prompt) == 1,
+    )
+
+
+class Scores(NamedTuple):
+    """Prompt positions first..last that one chunk scores; flat token `flat` of the plan is followed by `first`."""
+
+    first: int
+    last: int
+    flat: int
+
+
+def check_fits(request: Request, max_context: int, n_slots: int) -> None:
+    """Raise InvalidRequest, naming the field and what would fit, if `request` could never run."""
+    prompt = len(request.prompt)
+    if not prompt:
+        raise InvalidRequest("prompt", "is empty; give at least one token")
+    limit, what = min((max_context, "a request may hold"), (n_slots, "the pool holds"))
+    if prompt >= limit:
+        raise InvalidRequest("prompt", f"has {prompt} tokens; {what} {limit}, so at most {limit - 1} leave room")
+    if request.max_length > limit:
+        raise InvalidRequest(
+            "max_tokens",
+            f"is {request.sampling.max_tokens} after a prompt of {prompt} tokens; {what} {limit}, "
+            f"so at most {limit - prompt} fit",
+        )
+
+
+def top_logprobs(state: RequestState, first: int, count: int, result: IterationResult) -> tuple[Alternatives, ...]:
+    """The alternatives reported for the tokens of so many entries of the result."""
+    assert result.top_ids is not None
+    assert result.top_logprobs is not None
+    most = state.request.sampling.logprobs
+    return tuple(
+        Alternatives(tuple(result.top_ids[entry, :most].tolist()), tuple(result.top_logprobs[entry, :most].tolist()))
+        for entry in range(first, first + count)
+    )
+
+
+def prompt_logprobs(
+    state: RequestState, scores: Scores, result: IterationResult
+) -> tuple[tuple[float, Alternatives | None], ...]:
+    """(logprob, alternatives) of each prompt token that a chunk scored."""
+    assert result.score_logprobs is not None
+    count = scores.last - scores.first + 1
+    entries = slice(scores.flat, scores.flat + count)
+    logprobs = result.score_logprobs[entries].tolist()
+    most = state.request.sampling.prompt_logprobs
+    if not most:
+        return tuple((logprob, None) for logprob in logprobs)
+    assert result.score_top_ids is not None
+    assert result.score_top_logprobs is not None
+    ids = result.score_top_ids[entries, :most].tolist()
+    tops = result.score_top_logprobs[entries, :most].tolist()
+    return tuple((logprob, Alternatives(tuple(i), tuple(t))) for logprob, i, t in zip(logprobs, ids, tops, strict=True))

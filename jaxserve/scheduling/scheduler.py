@@ -1,0 +1,634 @@
+"""Iteration-level scheduling: which tokens of which requests the next iteration computes, and what its answer means.
+
+Orca's Algorithm 1 (OSDI'22, section 4.2) is the base: before every iteration choose among the requests that can run,
+first come first served, with at most `max_rows` in a batch and their slots accounted for. On top of it come chunked
+prefill (prompts fill what decodes leave of a bucket), plans made before the answers of earlier ones are known, prefix
+reuse and preemption.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from bisect import insort
+from collections import deque
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import Literal, NamedTuple
+
+from jaxserve.iteration import (
+    Admission,
+    BlockCopy,
+    Chunk,
+    IterationPlan,
+    IterationResult,
+    SamplerVariant,
+    TableChange,
+)
+from jaxserve.request import FinishReason, Request, TokenEvent
+from jaxserve.scheduling.buckets import BucketLadder
+from jaxserve.scheduling.forking import Families
+from jaxserve.scheduling.pacing import DefaultPace, Pace
+from jaxserve.scheduling.request_state import (
+    CLOSING,
+    ENDED,
+    PREEMPTED,
+    RUNNING,
+    WAITING,
+    RequestState,
+    Scores,
+    check_fits,
+    prompt_logprobs,
+    top_logprobs,
+)
+from jaxserve.scheduling.slots import SlotPool
+from jaxserve.scheduling.speculation import Candidate, Speculation, Wanted
+from jaxserve.scheduling.waiting import WaitingQueue
+
+PRIORITY_SECONDS = 10.0  # one step of priority outweighs this much waiting
+
+
+class _Launched(NamedTuple):
+    """What schedule() remembers of a plan: rows are reused before it lands."""
+
+    sequence: int
+    states: list[RequestState]
+    scores: dict[int, Scores]  # by chunk
+    drafted: bool
+    withdrawn: set[int]  # chunks after which no token is chosen after all
+
+
+class _Draft:
+    """A plan in the making: `states` own `chunks`, entry by entry; `prompts` wait for their share of the bucket."""
+
+    __slots__ = ("admissions", "changes", "chunks", "copies", "drafts", "prompt_tokens", "prompts", "states")
+
+    def __init__(self) -> None:
+        self.states: list[RequestState] = []
+        self.chunks: list[Chunk] = []
+        self.prompts: list[RequestState] = []
+        self.prompt_tokens = 0
+        self.changes: list[TableChange] = []
+        self.admissions: list[Admission] = []
+        self.copies: list[BlockCopy] = []
+        self.drafts: list[int] = []
+
+
+_by_key = attrgetter("key")
+
+
+class Scheduler:
+    """Decides every iteration. Not thread safe: one thread calls everything.
+
+    The loop: `plan = schedule()`, launch it, and `complete(plan, result)` in the order of launches; up to `in_flight`
+    plans (by default `n_stages + 1`) are under way. With one stage, they may hold the same rows, because the device
+    feeds a row's newest token back to itself; with more stages their rows are disjoint (Orca's RUNNING requests are not
+    selected).
+
+    Within a priority class, admission follows arrival, and so do the tokens that a plan has left for prompts. Decodes
+    go before them. A key that never changes orders everything: arrival minus priority times PRIORITY_SECONDS.
+
+    How many tokens prompts may add to an iteration in which others decode depends on what that costs: see
+    `pacing.DefaultPace`, and `pacing.Pace` where there is a `target_tpot` (seconds between a request's tokens). Prompts
+    that are cut at fixed places, and batches whose answers are held back, are not paced.
+
+    With a `fixed_chunk` a prompt is cut at multiples of it and nowhere else, so that its arithmetic is the same
+    whoever it shares iterations with; a piece that does not fit an iteration waits for the next, and every plan asks
+    for the same sampler.
+
+    Rows with a grammar are planned like others, and those whose mask is late are taken out of a plan (`withdraw`).
+
+    With a `speculation` rows may be drafted for, in iterations that have no prompt tokens to compute. Where plans in
+    flight share rows, nothing is then launched before the drafted plan has landed.
+
+    `mode="request"` is the baseline that Orca compares itself with: a batch is formed when no row is in use, nobody
+    joins it later, and what it answers is held back until all of it has finished.
+    """
+
+    def __init__(
+        self,
+        pool: SlotPool,
+        ladder: BucketLadder,
+        *,
+        max_rows: int,
+        max_context: int,
+        token_budget: int | None = None,
+        target_tpot: float | None = None,
+        fixed_chunk: int | None = None,
+        eos_token_ids: frozenset[int] = frozenset(),
+        mode: Literal["iteration", "request"] = "iteration",
+        n_stages: int = 1,
+        in_flight: int | None = None,
+        speculation: Speculation | None = None,
+    ) -> None:
+        most = in_flight or n_stages + 1
+        if not 1 <= most <= n_stages + 1:
+            raise ValueError(f"in_flight is {in_flight}; with {n_stages} stages it must be from 1 to {n_stages + 1}")
+        self.pool = pool
+        self._ladder = ladder
+        self._max_rows = max_rows
+        self._max_context = max_context
+        self._fixed_chunk = fixed_chunk
+        self._limit = self._budget = ladder.limit(token_budget)
+        self._eos = eos_token_ids
+        self._most_in_flight = most
+        self._exclusive = n_stages > 1  # rows of plans in flight are disjoint
+        batches = most if self._exclusive else 1
+        self._free_rows = list(range(batches * max_rows))
+        self._batches = batches
+        self._pace = self._default_pace = None
+        if target_tpot is not None:
+            self._pace = Pace(ladder, target_tpot=target_tpot, limit=self._limit, batches=batches)
+        elif fixed_chunk is None and mode == "iteration":
+            self._default_pace = DefaultPace(ladder, max_rows=max_rows, limit=self._limit)
+        self._live: dict[str, RequestState] = {}
+        self._waiting: WaitingQueue[RequestState] = WaitingQueue()
+        self._families = Families(self._waiting, boundary=fixed_chunk)
+        self._running: list[RequestState] = []  # by key
+        self._num_preempted = self._preempted_tokens = 0  # in phase PREEMPTED
+        self._num_closing = 0
+        self._speculation = speculation
+        self.preemptions = self.drafted_tokens = self.accepted_tokens = self.withdrawals = 0  # since the start
+        self._in_flight: deque[_Launched] = deque()
+        self._sequence = 0
+        self._submitted = 0
+        # Request-level batching: how many may still join the batch, and the events held back until it has finished.
+        self._by_request = mode == "request"
+        self._joinable = 0
+        self._held: list[TokenEvent] = []
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without a row: not yet begun, or preempted."""
+        return len(self._waiting) + self._num_preempted + self._families.num_aside
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Tokens that the waiting requests have to compute before they generate."""
+        return self._waiting.num_tokens + self._preempted_tokens + self._families.aside_tokens
+
+    @property
+    def num_running(self) -> int:
+        """Requests with work in the batch or a last token in flight."""
+        return len(self._running) + self._num_closing
+
+    @property
+    def has_work(self) -> bool:
+        """Whether anything waits, runs or is in flight."""
+        return bool(self._live or self._in_flight or self._held)
+
+    def submit(self, request: Request) -> None:
+        """Let `request` wait for its turn.
+
+        Raises InvalidRequest if it could never run, ValueError if a live request has its id.
+        """
+        if request.request_id in self._live or any(e.request_id == request.request_id for e in self._held):
+            raise ValueError(f"request_id {request.request_id!r} is in use by a request that has not finished")
+        check_fits(request, self._max_context, self.pool.n_slots)
+        key = (request.arrival - request.priority * PRIORITY_SECONDS, self._submitted)
+        self._submitted += 1
+        state = RequestState.of(request, key, self._eos)
+        if request.fork_of is not None and not self._by_request:  # a batch of requests is not joined by later ones
+            self._families.join(state, self._live.get(request.fork_of))
+        self._live[request.request_id] = state
+        self._waiting.push(state)
+
+    def abort(self, request_id: str) -> TokenEvent | None:
+        """End a request now and give its blocks back; its last event, or None if it is not alive."""
+        state = self._live.get(request_id)
+        if self._held:
+            kept = [event for event in self._held if event.request_id != request_id]
+            if state is None and len(kept) == len(self._held):
+                return None
+            self._held = kept
+        elif state is None:
+            return None
+        if state is not None:
+            self._end(state)
+        return TokenEvent(request_id, finish_reason=FinishReason.ABORTED, cached_tokens=state.cached if state else 0)
+
+    def flush_prefix_cache(self) -> None:
+        """Forget all cached prefixes, and never publish what was computed before now."""
+        self.pool.flush(state.lease for state in self._live.values())
+
+    def schedule(self) -> IterationPlan | None:
+        """The next iteration, to be launched at once; None when nothing can run before a plan in flight completes."""
+        if len(self._in_flight) >= self._most_in_flight:
+            return None
+        self._families.come_back()
+        if self._default_pace is not None:
+            self._budget = self._limit
+        if self._speculation is not None and self._awaits_tokens(self._speculation):
+            return None
+        if self._pace is not None:
+            self._budget = self._paced(self._pace)
+        draft = _Draft()
+        may_admit = self._choose(draft)
+        if self._default_pace is not None:
+            self._budget = self._paced_by_default(self._default_pace, draft)
+        if may_admit:
+            self._admit(draft)
+        decodes = len(draft.states)
+        if not decodes and not draft.prompts:
+            return None
+        if self._speculation is not None and not draft.prompts:
+            self._speculate(self._speculation, draft)
+            decodes += len(draft.drafts)
+        bucket = self._ladder.pick(decodes, draft.prompt_tokens, self._budget, decodes + len(draft.prompts))
+        self._fill(draft, min(bucket, self._budget) - decodes)
+        return self._launch(draft, bucket)
+
+    def complete(self, plan: IterationPlan, result: IterationResult) -> list[TokenEvent]:
+        """Take in what the device answered for the oldest plan in flight; one event for each request it got on with."""
+        launched = self._in_flight.popleft()
+        assert launched.sequence == plan.sequence, f"plan {plan.sequence} completed before {launched.sequence}"
+        events: list[TokenEvent] = []
+        tokens, logprobs, scores = result.tokens.tolist(), result.logprobs.tolist(), launched.scores
+        entry = 0  # of the result
+        for index, (state, (_, start, length, samples)) in enumerate(zip(launched.states, plan.chunks, strict=True)):
+            first = entry
+            entry += samples or 1
+            state.in_flight -= 1
+            if state.phase == ENDED:
+                self._leave_row(state)
+                continue
+            computed = start + (length if samples < 2 else 1)
+            if index in launched.withdrawn:  # the last token is computed once more, so its block is not whole yet
+                samples, computed = 0, computed - 1
+            scored = prompt_logprobs(state, scores[index], result) if index in scores else ()
+            reason = None
+            grammar_end = result.grammar_ends.get(first) if result.grammar_ends and samples else None
+            if samples and math.isnan(logprobs[first]):
+                reason = FinishReason.ERROR
+                error = f"the model's logits for position {computed} are not finite"
+                events.append(TokenEvent(state.name, finish_reason=reason, error=error))
+            elif grammar_end is not None and grammar_end.problem is not None:
+                reason, (problem, field) = FinishReason.ERROR, grammar_end
+                error = f"{field}: after {len(state.tokens) - len(state.request.prompt)} tokens {problem}"
+                events.append(TokenEvent(state.name, finish_reason=reason, error=error, field=field))
+            elif samples:
+                token = tokens[first]
+                state.tokens.append(token)
+                reason = state.finish_reason(token, self._eos)
+                if grammar_end is not None and reason in (None, FinishReason.LENGTH):
+                    reason = FinishReason.EOS  # all that could follow
+                new, theirs = (token,), (logprobs[first],)
+                if samples > 1:
+                    drafts, last = plan.drafts[first - index :][: samples - 1], first + samples
+                    count, reason = self._accept(state, reason, drafts, tokens[first:last], logprobs[first:last])
+                    computed += count
+                    last = first + 1 + count
+                    new, theirs = tuple(tokens[first:last]), tuple(logprobs[first:last])
+                top = top_logprobs(state, first, len(new), result) if state.request.sampling.logprobs else ()
+                events.append(TokenEvent(state.name, new, theirs, top, scored, reason, state.cached))
+            elif scored:
+                events.append(TokenEvent(state.name, (), (), (), scored, None, state.cached))
+            if computed >= state.lease.publish_at:
+                self.pool.publish(state.lease, computed)
+            if reason is not None:
+                self._end(state)
+            elif state.phase == PREEMPTED and not state.in_flight:
+                self._num_preempted -= 1
+                self._preempted_tokens -= state.length
+                self._requeue(state)
+        return self._hold(events) if self._by_request else events
+
+    def withdraw(self, chunks: Sequence[int]) -> None:
+        """After these chunks of the newest plan no token is chosen after all. The next plan that takes their requests
+        computes the last known token of each once more."""
+        launched = self._in_flight[-1]
+        launched.withdrawn.update(chunks)
+        self.withdrawals += len(chunks)
+        for state in (launched.states[chunk] for chunk in chunks):
+            if state.phase == ENDED:
+                continue
+            if state.phase == CLOSING:
+                state.phase = RUNNING
+                self._num_closing -= 1
+                insort(self._running, state, key=_by_key)
+            assert state.phase == RUNNING
+            state.length -= 1
+            state.computed = state.length - 1
+
+    def take_held(self) -> list[TokenEvent]:
+        """Events that no plan in flight will bring: those of a request-level batch whose last request was aborted."""
+        return [] if self._in_flight else self._hold([])
+
+    def _paced(self, pace: Pace) -> int:
+        begun = [state.length for state in self._running if state.length - state.computed > 1]
+        return pace.budget(len(self._running) - len(begun), sum(begun) + self.waiting_tokens)
+
+    def _paced_by_default(self, pace: DefaultPace, draft: _Draft) -> int:
+        decodes = len(draft.states)
+        if self._exclusive:  # an iteration delays the rows of all batches in flight, which have about as many each
+            decodes = max(decodes, -(-(len(self._running) - len(draft.prompts)) // self._batches))
+        # Those who stand aside will hardly have anything left to compute.
+        return pace.budget(decodes, draft.prompt_tokens + self._waiting.num_tokens + self._preempted_tokens)
+
+    def _choose(self, draft: _Draft) -> bool:
+        """Draft the decodes, find the rows that prompts can be continued on; whether anybody may join."""
+        budget = self._budget
+        may_admit = not self._num_preempted
+        for state in self._running.copy():
+            if (self._exclusive and state.in_flight) or state.phase != RUNNING:  # preempted for one before it
+                continue
+            if len(draft.states) + len(draft.prompts) == self._max_rows:
+                break
+            start = state.computed
+            if state.length - start > 1:
+                draft.prompts.append(state)
+                draft.prompt_tokens += state.length - start
+                continue
+            # However small the budget, decodes leave a token for the prompt of somebody who comes before them.
+            if len(draft.states) >= (budget - 1 if draft.prompts else budget):
+                continue
+            if start >= state.lease.capacity:
+                if self.pool.shortage(state.lease, start + 1):
+                    may_admit = False
+                    if self._num_closing:
+                        continue  # blocks come back as soon as a plan in flight completes
+                self._extend(draft, state, start + 1)
+                if state.phase != RUNNING:
+                    continue
+            draft.states.append(state)
+            draft.chunks.append(Chunk(state.row, start, 1, True))
+        return may_admit
+
+    def _admit(self, draft: _Draft) -> None:
+        """Let requests in, in order, as long as there are rows, blocks and tokens for them; the first who has to wait
+        is not overtaken."""
+        rows = min(len(self._free_rows), self._max_rows - len(draft.states) - len(draft.prompts))
+        if self._by_request:
+            if not (self._running or self._num_closing or self._num_preempted):
+                self._joinable = min(len(self._waiting), len(self._free_rows))
+            rows = min(rows, self._joinable)
+        tokens = len(draft.states) + draft.prompt_tokens
+        while rows > 0 and tokens < self._budget:
+            state = self._waiting.first()
+            if state is None:
+                break
+            if self._families.steps_aside(state):
+                continue
+            source = self._families.source(state)
+            if not self.pool.can_admit(state.lease, source):
+                self._joinable = 0
+                break
+            self._waiting.pop()
+            state.computed = self.pool.admit(state.lease, source)
+            rows -= 1
+            tokens += state.length - state.computed
+            draft.prompts.append(state)
+        draft.prompt_tokens = tokens - len(draft.states)
+
+    def _awaits_tokens(self, speculation: Speculation) -> bool:
+        """Whether nothing is to be launched before a plan in flight has landed, because it may yield several tokens a
+        row or because the next one could."""
+        if self._exclusive or not self._in_flight:
+            return False
+        if self._in_flight[-1].drafted:
+            return True
+        first = self._waiting.first() if self._free_rows else None
+        if not self._running or self._num_preempted:
+            return False
+        if first is not None and self.pool.can_admit(first.lease, self._families.source(first)):
+            return False
+        states = self._running[: self._max_rows]
+        if not speculation.has_room(len(states), self._budget):
+            return False
+        if any(state.length - state.computed > 1 for state in states):
+            return False
+        candidates = [self._candidate(speculation, state) for state in states]
+        return any(speculation.lengths(candidates, len(states), self._budget))
+
+    def _candidate(self, speculation: Speculation, state: RequestState) -> Candidate:
+        """A row to be drafted for, now or when the token in flight is known: the first guess is at that one then."""
+        if state.variant == SamplerVariant.CONSTRAINED:  # whose masks are known for one token only
+            return Candidate(0, 0.0)
+        if state.guesses is None:
+            state.guesses = speculation.guesses(state.tokens)
+        guesses = state.guesses
+        most, unknown = guesses.look(), 0
+        if speculation.drafter is None:  # what is looked up begins at the token in flight
+            unknown = state.length - len(state.tokens)
+        return Candidate(min(most - unknown, state.limit - state.length - 1), guesses.chance, guesses.chance**unknown)
+
+    def _speculate(self, speculation: Speculation, draft: _Draft) -> None:
+        """Lengthen drafted decodes by drafted tokens, for which nobody has to give up blocks."""
+        states, chunks = draft.states, draft.chunks
+        if not speculation.has_room(len(states), self._budget):
+            return
+        nothing = Candidate(0, 0.0)
+        candidates = [nothing if state.in_flight else self._candidate(speculation, state) for state in states]
+        lengths = speculation.lengths(candidates, len(states), self._budget)
+        if not any(lengths):
+            return
+        draft.states, draft.chunks = [], []
+        long_states: list[RequestState] = []
+        long_chunks: list[Chunk] = []
+        wanted: list[Wanted] = []
+        for state, chunk, most in zip(states, chunks, lengths, strict=True):
+            length = most
+            while length and self.pool.shortage(state.lease, chunk.start + 1 + length):
+                length -= 1
+            if not length:
+                draft.states.append(state)
+                draft.chunks.append(chunk)
+                continue
+            if chunk.start + 1 + length > state.lease.capacity:  # which drafts before may have left large enough
+                self._extend(draft, state, chunk.start + 1 + length)
+            assert state.guesses is not None
+            if speculation.drafter is None:
+                draft.drafts += state.guesses.latest[:length]
+            else:
+                wanted.append(Wanted(self._admission(state), state.variant, state.guesses.computed, length))
+            long_states.append(state)
+            long_chunks.append(Chunk(chunk.row, chunk.start, 1 + length, 1 + length))
+        draft.states += long_states
+        draft.chunks += long_chunks
+        if speculation.drafter is not None and wanted:
+            for state, drafts in zip(long_states, speculation.drafter.draft(wanted), strict=True):
+                assert state.guesses is not None
+                state.guesses.take(drafts)
+                draft.drafts += drafts
+
+    def _accept(
+        self,
+        state: RequestState,
+        reason: FinishReason | None,
+        drafts: Sequence[int],
+        tokens: list[int],
+        logprobs: list[float],
+    ) -> tuple[int, FinishReason | None]:
+        """Take in the tokens chosen after drafts, as long as these are what was chosen before; how many, and why the
+        last of them is the last.
+
+        Args:
+          reason: why the first token, which was certain to be taken, is the last, if it is.
+          tokens / logprobs: that one's and, one for each draft, those of the others.
+        """
+        accepted = 0
+        for draft in drafts:
+            if reason is not None or draft != tokens[accepted] or math.isnan(logprobs[accepted + 1]):
+                break
+            accepted += 1
+            state.tokens.append(tokens[accepted])
+            reason = state.finish_reason(tokens[accepted], self._eos)
+        self.drafted_tokens += len(drafts)
+        self.accepted_tokens += accepted
+        state.length += accepted
+        state.computed += accepted
+        if state.phase == PREEMPTED:
+            self._preempted_tokens += accepted
+        return accepted, reason
+
+    def _fill(self, draft: _Draft, room: int) -> None:
+        """Share `room` tokens among the drafted prompts, in order."""
+        long_states: list[RequestState] = []
+        long_chunks: list[Chunk] = []
+        for state in draft.prompts:
+            start = state.computed
+            length = min(state.length - start, room)
+            if self._fixed_chunk is not None:
+                length = min(state.length - start, self._fixed_chunk - start % self._fixed_chunk)
+                if length > room:
+                    length = room = 0
+            if not length:
+                if state.phase == WAITING:  # the chosen bucket ends before it: better prefix hits may come until then
+                    self.pool.release(state.lease)
+                    self._waiting.push(state)
+                continue
+            if state.phase == WAITING:
+                self._begin(draft, state)
+            self._extend(draft, state, start + length)
+            chunk = Chunk(state.row, start, length, start + length == state.length)
+            if length == 1:  # attention expects all chunks of one token in front
+                draft.states.append(state)
+                draft.chunks.append(chunk)
+            else:
+                long_states.append(state)
+                long_chunks.append(chunk)
+            room -= length
+        draft.states += long_states
+        draft.chunks += long_chunks
+
+    def _begin(self, draft: _Draft, state: RequestState) -> None:
+        state.phase = RUNNING
+        state.row = heapq.heappop(self._free_rows)
+        if not state.has_begun:
+            state.has_begun = True
+            state.cached = state.computed
+        insort(self._running, state, key=_by_key)
+        self._joinable -= 1
+        if state.lease.copied is not None:
+            draft.copies.append(BlockCopy(*state.lease.copied))
+        draft.admissions.append(self._admission(state))
+
+    def _admission(self, state: RequestState) -> Admission:
+        return Admission(
+            row=state.row,
+            request_id=state.name,
+            tokens=tuple(state.tokens),
+            prompt_length=len(state.request.prompt),
+            blocks=tuple(state.lease.blocks),
+            sampling=state.request.sampling,
+            endings=tuple(state.endings) if state.request.sampling.min_tokens else (),
+        )
+
+    def _launch(self, draft: _Draft, bucket: int) -> IterationPlan:
+        """Make the draft a plan and count it as under way."""
+        sampler = -1
+        flat = 0
+        scores: dict[int, Scores] = {}
+        for index, (state, (_, start, length, samples)) in enumerate(zip(draft.states, draft.chunks, strict=True)):
+            state.in_flight += 1
+            state.computed = end = start + (length if samples < 2 else 1)  # drafts are not the request's yet
+            if state.scored < state.score_end and state.scored < end:
+                last = min(end, state.score_end)
+                scores[index] = Scores(state.scored + 1, last, flat + state.scored - start)
+                state.scored = last
+            flat += length
+            if samples:
+                variant = state.variant if self._fixed_chunk is None else SamplerVariant.CONSTRAINED
+                if variant > sampler:
+                    sampler = variant
+                state.length += 1
+                if state.length == state.limit:
+                    state.phase = CLOSING
+                    self._running.remove(state)
+                    self._num_closing += 1
+                    # The next plan may use the row: the device runs it after this one. Not where it may come back.
+                    if not self._exclusive and state.variant < SamplerVariant.CONSTRAINED:
+                        self._leave_row(state)
+        plan = IterationPlan(
+            sequence=self._sequence,
+            bucket=bucket,
+            admissions=tuple(draft.admissions),
+            chunks=tuple(draft.chunks),
+            table_changes=tuple(draft.changes),
+            sampler=None if sampler < 0 else SamplerVariant(sampler),
+            scoring=bool(scores),
+            drafts=tuple(draft.drafts),
+            block_copies=tuple(draft.copies),
+        )
+        self._in_flight.append(_Launched(self._sequence, draft.states, scores, bool(draft.drafts), set()))
+        self._sequence += 1
+        return plan
+
+    def _extend(self, draft: _Draft, state: RequestState, length: int) -> None:
+        """Cover `length` positions; whoever gives up blocks for it, possibly `state` itself, is preempted."""
+        lease = state.lease
+        index = len(lease.blocks)
+        victims = self.pool.extend(lease, length, (other.lease for other in reversed(self._running)))
+        for block in lease.blocks[index:]:
+            draft.changes.append(TableChange(state.row, index, block))
+            index += 1
+        for victim in victims:
+            preempted = self._running.pop()  # candidates were offered from the end
+            self.preemptions += 1
+            assert preempted.lease is victim
+            self._leave_row(preempted)
+            if preempted.in_flight:
+                preempted.phase = PREEMPTED
+                self._num_preempted += 1
+                self._preempted_tokens += preempted.length
+            else:
+                self._requeue(preempted)
+
+    def _requeue(self, state: RequestState) -> None:
+        self._leave_row(state)
+        state.phase = WAITING
+        state.computed = 0
+        state.guesses = None  # a model's keys went with the blocks
+        # A prompt to be scored is computed whole; once it is, its prefix need not be computed again.
+        state.lease.takes_hits = state.scored == state.score_end
+        self._waiting.push(state)
+
+    def _end(self, state: RequestState) -> None:
+        stood_aside = self._families.leave(state)
+        if state.phase == WAITING:
+            if not stood_aside:
+                self._waiting.remove(state)
+        elif state.phase == RUNNING:
+            self._running.remove(state)
+        elif state.phase == CLOSING:
+            self._num_closing -= 1
+        else:
+            self._num_preempted -= 1
+            self._preempted_tokens -= state.length
+        state.phase = ENDED
+        self.pool.release(state.lease)
+        self._leave_row(state)
+        del self._live[state.name]
+
+    def _leave_row(self, state: RequestState) -> None:
+        """Free the row of a state that is through with it, unless plans in flight must not share it."""
+        if state.row >= 0 and not (self._exclusive and state.in_flight):
+            heapq.heappush(self._free_rows, state.row)
+            state.row = -1
+
+    def _hold(self, events: list[TokenEvent]) -> list[TokenEvent]:
+        self._held += events
+        if self._running or self._num_closing or self._num_preempted:
+            return []
+        held, self._held = self._held, []
+        return held

@@ -1,0 +1,54 @@
+"""What became of the jobs of a workload, and the distribution of a figure over them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Distribution:
+    """A sample's size, mean and percentiles (linear interpolation between order statistics), in the sample's unit."""
+
+    count: int
+    mean: float
+    p50: float
+    p95: float
+    p99: float
+    max: float
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Distribution | None:
+        """None for an empty sample."""
+        sample = np.fromiter(values, dtype=np.float64)
+        if not sample.size:
+            return None
+        p50, p95, p99 = (float(p) for p in np.percentile(sample, (50, 95, 99)))
+        return cls(count=sample.size, mean=float(sample.mean()), p50=p50, p95=p95, p99=p99, max=float(sample.max()))
+
+
+@dataclass(slots=True, kw_only=True)
+class Outcome:
+    """What became of one job. Times are seconds on the clock of the run.
+
+    Attributes:
+      token_times: when each generated token came; tokens that came together have equal times.
+      error: why it was not served, or not wholly.
+    """
+
+    arrival: float
+    prompt_tokens: int
+    token_times: list[float] = field(default_factory=list)
+    error: str | None = None
+
+    @property
+    def first_token(self) -> float:
+        """Seconds from arrival to the first token."""
+        return self.token_times[0] - self.arrival
+
+    @property
+    def normalised(self) -> float:
+        """Seconds from arrival to the last token, divided by the tokens generated (OSDI'22 section 6.2)."""
+        return (self.token_times[-1] - self.arrival) / len(self.token_times)

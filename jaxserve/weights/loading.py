@@ -1,0 +1,246 @@
+"""From a checkpoint to the devices: each parameter read slice by slice into its final sharding."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
+
+from jaxserve import models
+from jaxserve.models.layers import Quantized
+from jaxserve.models.schema import Stored
+from jaxserve.weights import naming, orbax, quantize
+from jaxserve.weights.checkpoint import StoredTensor, StoredTensors
+from jaxserve.weights.naming import Parameter, parameters
+from sharding.spec import ShardingSpec
+
+# place(name, shape, axes) -> sharding of a parameter, None of one that is not read; names are like layers.3.qkv.kernel
+Place = Callable[[str, tuple[int, ...], tuple[str, ...]], Sharding | None]
+Progress = Callable[[str, int, int], None]  # (what is being done, done, total)
+
+_CHUNK = 16 * 2**20  # bytes of a file that are copied before their pages are given back
+_TRANSPOSED = 16  # rows that are transposed at a time: a cache line of each row they go to
+_ALIGNMENT = 64  # bytes; an array so aligned becomes a jax.Array on a CPU without a copy
+
+
+def on_one_device(_name: str, _shape: tuple[int, ...], _axes: tuple[str, ...]) -> Sharding:
+    """Places everything on the first device."""
+    return SingleDeviceSharding(jax.devices()[0])
+
+
+def on_mesh(model: models.Model, mesh: Mesh, spec: ShardingSpec) -> Place:
+    """Places parameters on a mesh as a spec says; what it returns raises the ValueErrors of `ShardingSpec.resolve`."""
+    counts = model.axis_sizes()
+
+    def place(name: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> Sharding:
+        return NamedSharding(mesh, spec.resolve(axes, shape, mesh, name=name, counts=counts))
+
+    return place
+
+
+def describe(model: models.Model, dtype: jnp.dtype, place: Place, *, int8: bool) -> models.Params:
+    """A model's parameters as they are held: shapes with shardings.
+
+    Args:
+      int8: whether matrices are held in eight bits (`quantize.is_quantized`); their scales lie as their rows do.
+    """
+
+    def held(parameter: Parameter) -> jax.ShapeDtypeStruct | Quantized:
+        name, shape, axes, _ = parameter
+        whole = jax.ShapeDtypeStruct(shape.shape, dtype, sharding=place(name, shape.shape, axes))
+        if not (int8 and quantize.is_quantized(name)):
+            return whole
+        rows = jax.ShapeDtypeStruct(shape.shape[:1], dtype, sharding=place(name, shape.shape[:1], axes[:1]))
+        return Quantized(jax.ShapeDtypeStruct(shape.shape, jnp.int8, sharding=whole.sharding), rows)
+
+    return jax.tree.unflatten(jax.tree.structure(model.shapes(dtype)), map(held, parameters(model, dtype)))
+
+
+def load(
+    path: str | Path,
+    model: models.Model,
+    dtype: jnp.dtype,
+    *,
+    place: Place = on_one_device,
+    int8: bool = False,
+    progress: Progress | None = None,
+    count: Callable[[int], None] | None = None,
+) -> models.Params:
+    """Reads a checkpoint directory, of Hugging Face or written by `convert`, into a model's parameters.
+
+    Host memory beyond the parameters that stay on the host is one parameter at a time at most.
+
+    Args:
+      model: what it has more of than the checkpoint (`models.build`) is zeros.
+      dtype: what the parameters are cast to.
+      place: the sharding of each parameter; each device's slice alone is read for it. One without a sharding is not
+        read: its leaf stays a description.
+      int8: whether matrices are rounded to eight bits as they are read.
+      count: is told the bytes of every piece that is read; of Hugging Face directories.
+
+    Raises:
+      CheckpointError: the files do not hold this model.
+      ValueError: what `place` raises.
+    """
+    directory, wanted = Path(path), list(parameters(model.unpadded, dtype))
+    described = describe(model, dtype, place, int8=int8)
+    targets = jax.tree.leaves(described, is_leaf=is_matrix)
+    if orbax.is_saved(directory):
+        names = [parameter.name for parameter in wanted]
+        shapes = [parameter.shape.shape for parameter in wanted]
+        arrays = orbax.restore(
+            directory, dict(zip(names, targets, strict=True)), saved=dict(zip(names, shapes, strict=True))
+        )
+        leaves = [arrays[parameter.name] for parameter in wanted]
+    else:
+        tensors = StoredTensors(directory)
+        sources = naming.match(tensors, model, wanted, directory)
+        leaves, total = [], sum(source.values.nbytes for several in sources for source in several)
+        done = 0
+
+        def release(source: StoredTensor, nbytes: int) -> None:
+            tensors.release(source)
+            if count is not None:
+                count(nbytes)
+
+        for parameter, target, several in zip(wanted, targets, sources, strict=True):
+            if (target.values if isinstance(target, Quantized) else target).sharding is None:
+                leaf = target
+            elif isinstance(target, Quantized):
+                leaf = _place_quantized(parameter, several, model.config.head_dim, target, release)
+            else:
+                leaf = _place(parameter, several, model.config.head_dim, target, release)
+            leaves.append(leaf)
+            done += sum(source.values.nbytes for source in several)
+            if progress is not None:
+                progress("reading weights", done, total)
+    return jax.tree.unflatten(jax.tree.structure(described, is_leaf=is_matrix), leaves)
+
+
+def is_matrix(node: Any) -> bool:
+    """Whether a node of parameters is one matrix in eight bits."""
+    return isinstance(node, Quantized)
+
+
+def _place(
+    parameter: Parameter,
+    sources: tuple[StoredTensor, ...],
+    head_dim: int,
+    wanted: jax.ShapeDtypeStruct,
+    release: Callable[[StoredTensor, int], None],
+) -> jax.Array:
+    @cache  # copies on several devices are read once
+    def read(*bounds: tuple[int, int]) -> np.ndarray:
+        return _read(parameter, sources, head_dim, bounds, wanted.dtype, release)
+
+    return _array(wanted, read)
+
+
+def _place_quantized(
+    parameter: Parameter,
+    sources: tuple[StoredTensor, ...],
+    head_dim: int,
+    wanted: Quantized,
+    release: Callable[[StoredTensor, int], None],
+) -> Quantized:
+    """Reads rows whole, whichever of their columns a device wants: a scale is that of the whole row."""
+    columns = wanted.shape[1]
+    unit = 3 * head_dim if parameter.stored.regrouped else 1  # rows that are read together
+    step = max(1, _CHUNK // (4 * columns * unit)) * unit
+
+    @cache
+    def rows(start: int, stop: int) -> Quantized:
+        held = Quantized(np.empty((stop - start, columns), np.int8), np.empty(stop - start, wanted.scales.dtype))
+        for first in range(start, stop, step):
+            bounds = (first, min(first + step, stop)), (0, columns)
+            wide = _read(parameter, sources, head_dim, bounds, np.dtype(np.float32), release)
+            for whole, part in zip(held, quantize.quantize(wide, wanted.scales.dtype, np), strict=True):
+                whole[first - start : first - start + len(wide)] = part
+        return held
+
+    return Quantized(
+        _array(wanted.values, lambda of_rows, of_columns: rows(*of_rows).values[:, slice(*of_columns)]),
+        _array(wanted.scales, lambda of_rows: rows(*of_rows).scales),
+    )
+
+
+def _array(wanted: jax.ShapeDtypeStruct, read: Callable[..., np.ndarray]) -> jax.Array:
+    """An array laid out as wanted; `read(*bounds)` gives the values between (start, stop) of each axis."""
+
+    def values(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None
+        return read(*(part.indices(size)[:2] for part, size in zip(index, wanted.shape, strict=True)))
+
+    # Waited for, so that what is on its way to an accelerator does not pile up on the host.
+    array = jax.make_array_from_callback(wanted.shape, wanted.sharding, values, dtype=wanted.dtype)
+    return array.block_until_ready()
+
+
+def _read(
+    parameter: Parameter,
+    sources: tuple[StoredTensor, ...],
+    head_dim: int,
+    bounds: tuple[tuple[int, int], ...],
+    dtype: np.dtype,
+    release: Callable[[StoredTensor, int], None],
+) -> np.ndarray:
+    """The stored values between the bounds; zeros beyond the parameter's own shape."""
+    whole = target = _empty(tuple(stop - start for start, stop in bounds), dtype)
+    there = tuple((start, min(stop, size)) for (start, stop), size in zip(bounds, parameter.shape.shape, strict=True))
+    if there != bounds:
+        target[:] = 0
+        target = target[tuple(slice(max(0, stop - start)) for start, stop in there)]
+    if target.size:
+        for share, part, source in _shares(target, sources, there, parameter.stored, head_dim):
+            _copy(share, part, parameter.stored.transposed, partial(release, source))
+    return whole
+
+
+def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memory[start : start + size].view(dtype).reshape(shape)
+
+
+def _shares(
+    target: np.ndarray,
+    sources: tuple[StoredTensor, ...],
+    bounds: tuple[tuple[int, int], ...],
+    stored: Stored,
+    head_dim: int,
+) -> Iterator[tuple[np.ndarray, np.ndarray, StoredTensor]]:
+    """What of the stored values goes where, for the part of a parameter within `bounds`: views of the same shape."""
+    views = [source.values.T if stored.transposed else source.values for source in sources]
+    (start, stop), *columns = bounds
+    if not stored.regrouped:
+        yield target, views[0][tuple(slice(*each) for each in bounds)], sources[0]
+        return
+    fused = 3 * head_dim
+    assert start % fused == stop % fused == 0, "a head's q, k and v are never cut"
+    inner = (slice(start // fused, stop // fused), ..., *(slice(*column) for column in columns))
+    ours = target.reshape(-1, 3, head_dim, *target.shape[1:])  # [N, 3, D, ...]
+    if stored.parts:
+        theirs = views[0].reshape(3, -1, head_dim, *views[0].shape[1:]).swapaxes(0, 1)
+        yield ours, theirs[inner], sources[0]
+    else:
+        for i, (view, source) in enumerate(zip(views, sources, strict=True)):
+            yield ours[:, i], view.reshape(-1, head_dim, *view.shape[1:])[inner], source
+
+
+def _copy(target: np.ndarray, values: np.ndarray, transposed: bool, release: Callable[[int], None]) -> None:
+    """Copies and casts stored values, a run of stored rows at a time, each given back once it is read."""
+    if transposed:
+        target, values, step = target.T, values.T, _TRANSPOSED
+    else:
+        step = max(1, _CHUNK // values[:1].nbytes)
+    for first in range(0, len(values), step):
+        target[first : first + step] = (part := values[first : first + step])
+        release(part.nbytes)

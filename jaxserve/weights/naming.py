@@ -1,0 +1,133 @@
+"""Which tensor of a checkpoint holds which parameter of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve import models
+from jaxserve.models.schema import Stored
+from jaxserve.weights.checkpoint import CheckpointError, StoredTensor, StoredTensors
+
+_COMPARED = 16 * 2**20  # bytes that are compared before their pages are given back
+
+
+class Parameter(NamedTuple):
+    """A parameter of a model. Its name is its path in the tree: layers.3.qkv.kernel."""
+
+    name: str
+    shape: jax.ShapeDtypeStruct
+    axes: tuple[str, ...]
+    stored: Stored
+
+
+def parameters(model: models.Model, dtype: jnp.dtype) -> Iterator[Parameter]:
+    """All parameters of a model, in the order of its tree's leaves."""
+    shapes = jax.tree_util.tree_leaves_with_path(model.shapes(dtype))
+    axes, stored = (jax.tree.leaves(tree, is_leaf=models.is_tuple) for tree in (model.axes(), model.stored()))
+    for (path, shape), names, source in zip(shapes, axes, stored, strict=True):
+        yield Parameter(jax.tree_util.keystr(path, simple=True, separator="."), shape, names, source)
+
+
+def match(
+    tensors: StoredTensors, model: models.Model, wanted: list[Parameter], directory: Path
+) -> list[tuple[StoredTensor, ...]]:
+    """The tensor of each parameter, or its three, once names, shapes and dtypes of all are known to be right.
+
+    Raises:
+      CheckpointError: a tensor is missing, too much, of another shape, or of a dtype that holds no weights.
+    """
+    name_of = Names(model, tensors.names())
+    listing = tensors.files[0] if len(tensors.files) == 1 else directory
+    names = [tuple(map(name_of, parameter.stored.names)) for parameter in wanted]
+    missing = [name for several in names for name in several if name not in tensors]
+    if missing:
+        raise CheckpointError(f"{listing}: tensor {missing[0]!r} is missing{_and_more(missing)}")
+    ignored = {name_of(name) for name in model.no_parameters()}
+    head, table = name_of(name_of.head), name_of(name_of.table)
+    head_twice = model.config.tie_embeddings and head in tensors
+    if head_twice:
+        ignored.add(head)
+    extra = sorted(set(tensors.names()).difference(*names) - ignored)
+    if extra:
+        raise CheckpointError(
+            f"{tensors[extra[0]].file}: tensor {extra[0]!r}{_and_more(extra)} belongs to nothing in the "
+            f"{model.config.family} model of {model.config.num_layers} layers that config.json describes"
+        )
+    sources = [tuple(tensors[name] for name in several) for several in names]
+    for parameter, several in zip(wanted, sources, strict=True):
+        for source in several:
+            _check(parameter, source)
+    if head_twice:
+        _check_tied(tensors, head, table)
+    return sources
+
+
+class Names:
+    """Full names of tensors: all but the head's share a prefix, and versions of the library differ in it.
+
+    Args:
+      names: of the tensors that there are.
+    """
+
+    def __init__(self, model: models.Model, names: tuple[str, ...]) -> None:
+        tensors = models.family(model.config.family).TENSORS
+        self.table: str = tensors["embed"]["tokens"]["table"].name
+        self.head: str = tensors["head"]["tokens"]["table"].name
+        self._prefix = _prefix(self.table, names)
+        self._head_prefix = _prefix(self.head, names)
+
+    def __call__(self, name: str) -> str:
+        return (self._head_prefix if name == self.head else self._prefix) + name
+
+
+def _prefix(name: str, names: tuple[str, ...]) -> str:
+    found = [each for each in names if each == name or each.endswith("." + name)]
+    return min(found, key=len, default=name).removesuffix(name)
+
+
+def _and_more(names: list[str]) -> str:
+    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+
+
+def _check_tied(tensors: StoredTensors, head: str, table: str) -> None:
+    """Raises CheckpointError where a stored head differs from the table that config.json says it shares."""
+    ours, theirs = tensors[head].values, tensors[table].values
+    step = max(1, _COMPARED // theirs[:1].nbytes)
+    same = ours.shape == theirs.shape
+    for start in range(0, len(theirs) if same else 0, step):
+        same = same and np.array_equal(ours[start : start + step], theirs[start : start + step])
+        tensors.release(tensors[head])
+        tensors.release(tensors[table])
+    if not same:
+        raise CheckpointError(
+            f"{tensors[head].file}: tensor {head!r} differs from {table!r}, which config.json says serves as the head "
+            "too; set tie_word_embeddings to false there if the head is its own"
+        )
+
+
+def _check(parameter: Parameter, source: StoredTensor) -> None:
+    """Raises CheckpointError for a tensor that cannot be the parameter, or this share of it."""
+    if not source.is_float:
+        raise CheckpointError(
+            f"{source.file}: tensor {source.name!r} is stored as {source.values.dtype}; weights are read from "
+            "float32, float16 and bfloat16"
+        )
+    rows, *columns = parameter.shape.shape
+    shape = (rows // len(parameter.stored.names), *columns)
+    wanted = shape[::-1] if parameter.stored.transposed else shape
+    have = source.values.shape
+    if have == wanted:
+        return
+    if parameter.axes[0] == "vocab" and have[1:] == wanted[1:]:
+        raise CheckpointError(
+            f"{source.file}: tensor {source.name!r} has {have[0]} rows, but vocab_size is {wanted[0]} in config.json"
+        )
+    raise CheckpointError(
+        f"{source.file}: tensor {source.name!r} has shape {list(have)} where config.json asks for {list(wanted)}"
+    )

@@ -1,0 +1,133 @@
+"""Parameters saved with Orbax: written once, restored onto any devices in any dtype.
+
+Orbax takes 0.8 s to import, which only those wait for who use it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.models.layers import Quantized
+from jaxserve.weights import quantize
+from jaxserve.weights.checkpoint import CheckpointError, read_json
+
+_MARKER = "jaxserve.json"
+_ARRAYS = "weights"
+_IN_FLIGHT = 256 * 2**20  # bytes restored at a time
+_FILE = 128 * 2**20  # bytes of a data file, roughly
+_VERSION = 1  # of the parameters' names and layouts
+
+
+def is_saved(directory: Path) -> bool:
+    """Whether a directory was written by `save`."""
+    return (directory / _MARKER).is_file()
+
+
+def save(directory: Path, arrays: dict[str, jax.Array], fingerprint: str) -> None:
+    """Writes arrays by name, and last the marker that makes the directory one that `is_saved`."""
+    import orbax.checkpoint as ocp
+
+    largest = max(array.nbytes for array in arrays.values())
+    handler = ocp.PyTreeCheckpointHandler(save_concurrent_gb=1 + largest // 10**9)
+    options = ocp.args.PyTreeSave(arrays, ocdbt_target_data_file_size=_FILE)  # files are put together in memory
+    with ocp.Checkpointer(handler) as checkpointer:
+        checkpointer.save(directory.resolve() / _ARRAYS, options)
+    marker = {"version": _VERSION, "fingerprint": fingerprint}
+    (directory / _MARKER).write_text(json.dumps(marker, indent=2) + "\n", encoding="utf-8")
+
+
+def fingerprint(directory: Path) -> str:
+    """What `save` was given. Raises CheckpointError."""
+    return str(_read_marker(directory)["fingerprint"])
+
+
+def restore(
+    directory: Path,
+    targets: dict[str, jax.ShapeDtypeStruct | Quantized],
+    saved: dict[str, tuple[int, ...]] | None = None,
+) -> dict[str, jax.Array | Quantized]:
+    """Reads arrays by name, each into the dtype and sharding of its target; in eight bits where that is `Quantized`.
+
+    Args:
+      saved: the shapes they were saved in, where targets are larger and are to be filled up with zeros.
+
+    Raises:
+      CheckpointError: other names or shapes were saved, or the files are damaged.
+    """
+    import orbax.checkpoint as ocp
+
+    _read_marker(directory)
+    saved = saved or {name: target.shape for name, target in targets.items()}
+    folder = directory.resolve() / _ARRAYS
+    arrays: dict[str, jax.Array | Quantized] = {}
+    read = {name: _as_read(target) for name, target in targets.items()}
+    try:
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+            found = checkpointer.metadata(folder).item_metadata.tree
+            _check(directory, {name: tuple(entry.shape) for name, entry in found.items()}, saved)
+            for group in _groups(read):
+                restore_args = ocp.checkpoint_utils.construct_restore_args(group)
+                for name, target in group.items():
+                    if target.shape != saved[name]:
+                        restore_args[name] = dataclasses.replace(restore_args[name], strict=False)
+                options = ocp.args.PyTreeRestore(item=group, restore_args=restore_args, partial_restore=True)
+                for name, array in jax.block_until_ready(checkpointer.restore(folder, options)).items():
+                    target = targets[name]
+                    arrays[name] = quantize.on_devices(array, target) if isinstance(target, Quantized) else array
+    except CheckpointError:
+        raise
+    except Exception as error:  # whatever Orbax and the storage below it raise for files that are missing or damaged
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise CheckpointError(f"{folder} cannot be restored: {reason}") from error
+    return arrays
+
+
+def _as_read(target: jax.ShapeDtypeStruct | Quantized) -> jax.ShapeDtypeStruct:
+    """What is restored for a target: what will be rounded to eight bits comes without another rounding before."""
+    if not isinstance(target, Quantized):
+        return target
+    return jax.ShapeDtypeStruct(target.shape, jnp.float32, sharding=target.values.sharding)
+
+
+def _groups(targets: dict[str, jax.ShapeDtypeStruct]) -> Iterator[dict[str, jax.ShapeDtypeStruct]]:
+    """Arrays to restore together, the largest first: what is in flight takes memory twice, so it should be little by
+    the time that most are there."""
+    group: dict[str, jax.ShapeDtypeStruct] = {}
+    taken = 0
+    for name, target in sorted(targets.items(), key=lambda item: -math.prod(item[1].shape)):
+        size = math.prod(target.shape) * target.dtype.itemsize
+        if group and taken + size > _IN_FLIGHT:
+            yield group
+            group, taken = {}, 0
+        group[name] = target
+        taken += size
+    yield group
+
+
+def _read_marker(directory: Path) -> dict:
+    marker = read_json(directory / _MARKER)
+    if marker.get("version") != _VERSION or "fingerprint" not in marker:
+        raise CheckpointError(
+            f"{directory / _MARKER} is of version {marker.get('version')!r}, and {_VERSION} is read here; convert again"
+        )
+    return marker
+
+
+def _check(directory: Path, saved: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]]) -> None:
+    for name in sorted(saved.keys() | wanted.keys()):
+        if name not in saved:
+            raise CheckpointError(f"{directory}: parameter {name!r} is missing")
+        if name not in wanted:
+            raise CheckpointError(f"{directory}: parameter {name!r} does not belong to the model in config.json")
+        if saved[name] != wanted[name]:
+            raise CheckpointError(
+                f"{directory}: parameter {name!r} has shape {list(saved[name])} where config.json asks for "
+                f"{list(wanted[name])}"
+            )

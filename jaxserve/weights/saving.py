@@ -1,0 +1,101 @@
+"""Checkpoints written: a Hugging Face directory of a model, or one rewritten with Orbax; and what tells two apart."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import tempfile
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+from safetensors.numpy import save_file
+
+from jaxserve import models
+from jaxserve.models.schema import ModelConfig
+from jaxserve.weights import naming, orbax
+from jaxserve.weights.checkpoint import CheckpointError, StoredTensors, read_config
+from jaxserve.weights.loading import Progress, load
+from jaxserve.weights.naming import parameters
+
+_COPIED = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt")
+
+
+def write_hf(path: str | Path, config: ModelConfig, params: models.Params, dtype: jnp.dtype | None = None) -> None:
+    """Writes a Hugging Face directory, config.json and model.safetensors, that `load` and transformers read.
+
+    Args:
+      path: directory, made where it does not exist.
+      dtype: what values are stored as; as they are where None.
+    """
+    directory, model = Path(path), models.build(config)
+    family = models.family(config.family)
+    name_of = naming.Names(model, (family.PREFIX + model.stored()["embed"]["tokens"]["table"].name,))
+    tensors = {}
+    for parameter, leaf in zip(parameters(model, jnp.float32), jax.tree.leaves(params), strict=True):
+        values, stored = np.asarray(leaf) if dtype is None else np.asarray(leaf).astype(dtype), parameter.stored
+        if stored.regrouped:
+            values = values.reshape(-1, 3, config.head_dim, *values.shape[1:]).swapaxes(0, 1).reshape(values.shape)
+        for name, part in zip(stored.names, np.split(values, len(stored.names)), strict=True):
+            tensors[name_of(name)] = np.ascontiguousarray(part.T if stored.transposed else part)
+    directory.mkdir(parents=True, exist_ok=True)
+    kind = str(next(iter(tensors.values())).dtype)
+    entries = family.hf_config(config) | {"torch_dtype": kind}
+    (directory / "config.json").write_text(json.dumps(entries, indent=2) + "\n", encoding="utf-8")
+    file = directory / "model.safetensors"
+    save_file(tensors, file, metadata={"format": "pt"})
+    file.chmod(0o644)  # the library makes it private
+
+
+def convert(
+    source: str | Path, target: str | Path, dtype: jnp.dtype | None = None, progress: Progress | None = None
+) -> None:
+    """Rewrites a Hugging Face directory with Orbax, configuration and tokenizer beside it.
+
+    The target appears whole or not at all.
+
+    Args:
+      target: must not exist, or be empty.
+      dtype: what values are saved as; as they are stored where None. `load` casts to any other.
+
+    Raises:
+      CheckpointError: the source cannot be read, or the target is taken.
+    """
+    directory, out = Path(source), Path(target)
+    config = read_config(directory)
+    if orbax.is_saved(directory):
+        raise CheckpointError(f"{directory} is converted already")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise CheckpointError(f"{out} exists and is not an empty directory")
+    tensors = StoredTensors(directory)
+    if dtype is None:
+        dtype = jnp.result_type(*{tensors[name].values.dtype for name in tensors.names() if tensors[name].is_float})
+    model, host = models.build(config), SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+    params = load(directory, model, dtype, place=lambda *_: host, progress=progress)
+    names = [parameter.name for parameter in parameters(model, dtype)]
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    try:
+        for file in sorted(path for pattern in _COPIED for path in directory.glob(pattern)):
+            shutil.copyfile(file, partial / file.name)
+        arrays = dict(zip(names, jax.tree.leaves(params), strict=True))
+        orbax.save(partial, arrays, f"{fingerprint(directory)}-{jnp.dtype(dtype).name}")
+        partial.chmod(0o755)
+        partial.replace(out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def fingerprint(path: str | Path) -> str:
+    """A digest that tells checkpoints apart, in milliseconds: not every byte is read. Raises CheckpointError."""
+    directory = Path(path)
+    if orbax.is_saved(directory):
+        return orbax.fingerprint(directory)
+    try:
+        config = (directory / "config.json").read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{directory / 'config.json'} cannot be read: {error.strerror}") from None
+    return hashlib.sha256(config + StoredTensors(directory).fingerprint().encode()).hexdigest()

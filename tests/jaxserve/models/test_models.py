@@ -1,0 +1,294 @@
+"""The families: what each module promises, and what the layers compute."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve import models
+from jaxserve.models import layers
+from jaxserve.models.schema import alibi_slopes
+from jaxserve.weights import naming
+from sharding import specs
+from tests.fixtures import dense
+
+BLOOM = {
+    "model_type": "bloom",
+    "vocab_size": 61,
+    "hidden_size": 24,
+    "n_layer": 3,
+    "n_head": 3,
+    "initializer_range": 0.3,
+}
+GPT2 = BLOOM | {"model_type": "gpt2", "n_embd": 24, "n_positions": 32, "n_inner": 40}
+GPT_NEOX = {
+    "model_type": "gpt_neox",
+    "vocab_size": 61,
+    "hidden_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 3,
+    "intermediate_size": 40,
+    "max_position_embeddings": 32,
+    "initializer_range": 0.3,
+}
+OPT = GPT_NEOX | {"model_type": "opt", "ffn_dim": 40, "init_std": 0.3}
+UNTIED = {"tie_word_embeddings": False}
+NARROW = {"word_embed_proj_dim": 16}
+CONFIGS = {
+    "bloom": BLOOM,
+    "bloom-untied": BLOOM | UNTIED,
+    "bloom-post-norm": BLOOM | {"apply_residual_connection_post_layernorm": True},
+    "gpt2": GPT2,
+    "gpt2-untied": GPT2 | UNTIED | {"scale_attn_by_inverse_layer_idx": True, "activation_function": "quick_gelu"},
+    "gpt_neox": GPT_NEOX,
+    "gpt_neox-tied": GPT_NEOX
+    | {"tie_word_embeddings": True, "use_parallel_residual": False, "attention_bias": False, "rotary_pct": 1.0},
+    "opt": OPT,
+    "opt-post-norm": OPT | NARROW | UNTIED | {"do_layer_norm_before": False},
+    "opt-without-head": OPT | {"do_layer_norm_before": False},
+    "opt-bare": OPT | {"enable_bias": False, "layer_norm_elementwise_affine": False, "_remove_final_layer_norm": True},
+}
+
+
+@pytest.fixture(params=CONFIGS)
+def model(request) -> models.Model:
+    return models.build(models.parse_config(CONFIGS[request.param]))
+
+
+@pytest.fixture(params=models.families())
+def plain_model(request) -> models.Model:
+    return models.build(models.parse_config(CONFIGS[request.param]))
+
+
+def test_every_family_has_a_config_here_and_a_sharding():
+    assert {config["model_type"] for config in CONFIGS.values()} == set(models.families())
+    for name in models.families():
+        assert specs.default(name).rules
+
+
+def test_an_unknown_family_is_refused_by_name():
+    with pytest.raises(ValueError, match=f"'llama' is unknown; the known ones are {', '.join(models.families())}"):
+        models.parse_config({"model_type": "llama"})
+    with pytest.raises(ValueError, match="model_type is missing"):
+        models.parse_config({})
+
+
+def test_tables_of_a_family_match_its_parameters(model):
+    shapes = model.shapes(jnp.float32)
+    axes = model.axes()
+    stored = model.stored()
+    structure = jax.tree.structure(shapes)
+    assert jax.tree.structure(axes, is_leaf=models.is_tuple) == structure
+    assert jax.tree.structure(stored, is_leaf=models.is_tuple) == structure
+    names = [leaf.name for leaf in jax.tree.leaves(stored, is_leaf=models.is_tuple)]
+    assert len(set(names)) == len(names)
+    sizes, config = model.axis_sizes(), model.config
+    assert (sizes["vocab"], sizes["embed"]) == (config.vocab_size, config.hidden_size)
+    assert (sizes["heads"], sizes["ffn"]) == (config.num_heads, config.ffn_size)
+    rules = specs.default(config.family).rules
+    for parameter in naming.parameters(model, jnp.float32):
+        name, logical, shape = parameter.name, parameter.axes, parameter.shape.shape
+        assert len(shape) == len(logical), f"{name} has axes {logical} and shape {shape}"
+        wrong = [axis for size, axis in zip(shape, logical, strict=True) if size % sizes[axis]]
+        assert not wrong, f"{name} of shape {shape}: {wrong} of axes {logical}, which count {sizes}"
+        assert set(logical) <= set(rules), (
+            f"{name} has axes {logical}; the family's sharding has rules for {list(rules)}"
+        )
+
+
+def test_fresh_parameters_have_the_announced_shapes_and_come_from_the_seed(plain_model):
+    first, again, other = (plain_model.init(seed, jnp.bfloat16) for seed in (0, 0, 1))
+    announced = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), plain_model.shapes(jnp.bfloat16))
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), first) == announced
+    assert all(jax.tree.leaves(jax.tree.map(lambda a, b: bool((a == b).all()), first, again)))
+    kernels = [tree["layers"][i]["up"]["kernel"] for tree in (first, other) for i in range(2)]
+    assert all(bool((a != b).any()) for i, a in enumerate(kernels) for b in kernels[:i])
+
+
+def test_a_config_survives_being_written(model):
+    family = models.family(model.config.family)
+    assert models.parse_config(family.hf_config(model.config)) == model.config
+
+
+@pytest.mark.parametrize(
+    ("model_type", "names"),
+    [
+        ("bloom", {"n_embed": 24, "num_hidden_layers": 3, "num_attention_heads": 3}),
+        ("gpt2", {"hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 3, "max_position_embeddings": 32}),
+    ],
+)
+def test_other_names_of_the_same_sizes_are_read(model_type, names):
+    usual = {"bloom": BLOOM, "gpt2": GPT2 | {"n_inner": None}}[model_type]
+    entries = {"model_type": model_type, "vocab_size": 61, "initializer_range": 0.3} | names
+    assert models.parse_config(entries) == models.parse_config(usual)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"n_layer": None}, "n_layer or num_hidden_layers is missing"),
+        ({"n_layer": 0}, "n_layer is 0; it must be a whole number of at least 1"),
+        ({"n_head": 5}, "hidden size 24 does not divide into 5 heads"),
+        ({"vocab_size": "61"}, "vocab_size is '61'"),
+        ({"add_cross_attention": True}, "add_cross_attention is True, which is not supported"),
+        ({"activation_function": "mish"}, "activation_function is 'mish'; it must be one of gelu, "),
+        ({"layer_norm_epsilon": math.nan}, "layer_norm_epsilon is nan"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes'; it must be true or false"),
+        ({"eos_token_id": "</s>"}, "eos_token_id is '</s>'; it must be a token id"),
+    ],
+)
+def test_entries_that_cannot_be_used_are_refused_in_words(change, message):
+    with pytest.raises(ValueError, match=message):
+        models.parse_config(GPT2 | change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"intermediate_size": None}, "intermediate_size is missing"),
+        ({"head_dim": 16}, r"head_dim is 16, which is not supported \(the heads share the hidden size\); only 8 is"),
+        ({"rotary_pct": 0.0}, "rotary_pct is 0.0, which rotates 0 of a head's 8 numbers; it must be pairs of them"),
+        ({"rotary_pct": 0.4}, "rotary_pct is 0.4, which rotates 3 of a head's 8 numbers; it must be pairs of them"),
+        ({"rotary_pct": 1.5}, "rotary_pct is 1.5, which rotates 12 of a head's 8 numbers; it must be pairs of them"),
+        ({"rotary_emb_base": 0}, "rotary_emb_base is 0.0; it must be more than 1"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0}},
+            r"^type is 'linear', .* see rope_scaling\); only 'default' is",
+        ),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type is 'yarn', which is not supported .* rope_parameters"),
+        ({"rope_parameters": "default"}, "rope_parameters is 'default'; it must be an object"),
+        ({"rope_theta": 500.0}, r"rope_theta is 500.0, which is not supported \(rotary_emb_base says otherwise\)"),
+        ({"hidden_act": "glu"}, "hidden_act is 'glu'; it must be one of gelu, "),
+        ({"use_parallel_residual": 1}, "use_parallel_residual is 1; it must be true or false"),
+    ],
+)
+def test_rotary_positions_that_cannot_be_computed_are_refused_in_words(change, message):
+    with pytest.raises(ValueError, match=message):
+        models.parse_config(GPT_NEOX | change)
+
+
+def test_both_ways_of_writing_rotary_positions_mean_the_same():
+    old = GPT_NEOX | {"rotary_pct": 0.5, "rotary_emb_base": 500, "rope_scaling": None}
+    new = GPT_NEOX | {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}}
+    both = old | {"rope_theta": 500, "partial_rotary_factor": 0.5}
+    assert models.parse_config(old) == models.parse_config(new) == models.parse_config(both)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ffn_dim": None}, "ffn_dim is missing"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings is 0; it must be a whole number of at least 1"),
+        ({"word_embed_proj_dim": 12.5}, "word_embed_proj_dim is 12.5; it must be a whole number"),
+        ({"do_layer_norm_before": "no"}, "do_layer_norm_before is 'no'; it must be true or false"),
+        ({"enable_bias": 0}, "enable_bias is 0; it must be true or false"),
+        ({"activation_function": "relu6"}, "activation_function is 'relu6'; it must be one of gelu, "),
+        ({"num_attention_heads": 5}, "hidden size 24 does not divide into 5 heads"),
+    ],
+)
+def test_entries_of_an_opt_that_cannot_be_used_are_refused_in_words(change, message):
+    with pytest.raises(ValueError, match=message):
+        models.parse_config(OPT | change)
+
+
+def test_ends_of_a_text_are_read_as_the_library_reads_them():
+    def ends(**entries):
+        return models.parse_config(BLOOM | entries).eos_token_ids
+
+    assert ends() == (2,)  # absent: the library's default for the family
+    assert ends(eos_token_id=None) == ()
+    assert ends(eos_token_id=7) == (7,)
+    assert ends(eos_token_id=[7, 9]) == (7, 9)
+    assert ends(eos_token_id=-1) == ends(eos_token_id=61) == ()
+
+
+def test_alibi_slopes_of_head_counts_that_are_no_powers_of_two():
+    np.testing.assert_allclose(alibi_slopes(4), [0.25, 0.0625, 0.015625, 0.00390625])
+    np.testing.assert_allclose(alibi_slopes(6), [0.25, 0.0625, 0.015625, 0.00390625, 0.5, 0.125])
+    assert len(alibi_slopes(112)) == 112
+    assert len(set(alibi_slopes(112).tolist())) == 112
+
+
+def test_layers_scanned_equal_layers_unrolled(plain_model):
+    params, positions = plain_model.init(0, jnp.float32), jnp.arange(5)
+    attend = dense.attend(plain_model.config, 0)
+
+    @jax.jit
+    def unrolled(params, x):
+        for i in range(plain_model.config.num_layers):
+            x, _ = plain_model.layer(params, i, x, positions, attend, None)
+        return x
+
+    @jax.jit
+    def scanned(params, x):
+        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *params["layers"])
+        return jax.lax.scan(lambda x, weights: plain_model.block(weights, x, positions, attend, None), x, stacked)[0]
+
+    x = jax.random.normal(jax.random.key(1), (5, 24))
+    np.testing.assert_allclose(scanned(params, x), unrolled(params, x), atol=1e-5)
+
+
+def test_a_tile_of_the_vocabulary_is_a_part_of_the_logits(model):
+    params = model.init(0, jnp.float32)
+    x = model.norm(params, jax.random.normal(jax.random.key(1), (4, 24)))
+    whole = model.logits(params, x)
+    assert whole.dtype == jnp.float32
+    assert whole.shape == (4, 61)
+    np.testing.assert_allclose(
+        model.logits_tile(model.head_table(params), x, jnp.int32(17), 9), whole[:, 17:26], atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("size", [2, 6, 8])
+def test_rotated_numbers_are_complex_numbers_turned_by_their_position(size):
+    x, positions = jax.random.normal(jax.random.key(0), (5, 3, 8)), jnp.array([0, 1, 1, 7, 2000])
+    y = np.asarray(layers.rotate(x, positions, size, 100.0))
+    turns = np.exp(1j * np.outer(positions, 100.0 ** -(np.arange(size // 2) * 2 / size)))[:, None]
+    wide = np.asarray(x, np.float64)
+    exact = (wide[..., : size // 2] + 1j * wide[..., size // 2 : size]) * turns
+    np.testing.assert_allclose(y[..., : size // 2], exact.real, atol=5e-4)
+    np.testing.assert_allclose(y[..., size // 2 : size], exact.imag, atol=5e-4)
+    np.testing.assert_array_equal(y[..., size:], x[..., size:])
+    np.testing.assert_array_equal(y[0], x[0])
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("rows", [1, 2, 7, 300])
+def test_projections_sum_in_float32_whatever_the_rows(rows, dtype):
+    x = jax.random.normal(jax.random.key(0), (rows, 320), dtype)
+    kernel = jax.random.normal(jax.random.key(1), (48, 320), dtype)
+    exact = np.asarray(x, np.float64) @ np.asarray(kernel, np.float64).T
+    for project in (layers.project, jax.jit(layers.project)):
+        y = project(x, kernel)
+        assert y.dtype == jnp.float32
+        np.testing.assert_allclose(y, exact, atol=2e-4)
+
+
+def test_a_norm_keeps_its_statistics_in_float32():
+    config = models.parse_config(BLOOM | {"hidden_size": 192, "layer_norm_epsilon": 1e-3})
+    norm = layers.LayerNorm(config)
+    x = 100 + jax.random.normal(jax.random.key(0), (5, 192), jnp.bfloat16)
+    wide = np.asarray(x, np.float64)
+    exact = (wide - wide.mean(-1, keepdims=True)) / np.sqrt(wide.var(-1, keepdims=True) + 1e-3)
+    y = norm(x)
+    assert y.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(y, np.float64), exact, rtol=2**-8, atol=1e-5)
+
+
+def test_gradients_flow_to_every_parameter(plain_model):
+    params = plain_model.init(0, jnp.float32)
+    tokens = jnp.arange(6)
+
+    def loss(params):
+        return -dense.logprobs(plain_model, params, tokens)[:-1, 3].mean()
+
+    sizes = jax.tree.map(lambda leaf: float(jnp.abs(leaf).max()), jax.jit(jax.grad(loss))(params))
+    assert all(size > 0 for size in jax.tree.leaves(sizes))
+
+
+def test_heads_of_a_configuration_cannot_be_changed_in_place():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        models.parse_config(BLOOM).num_heads = 4

@@ -1,0 +1,185 @@
+"""Weights in eight bits: how they are rounded, read, laid out and multiplied, and what they change."""
+
+import dataclasses
+import re
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve import models, startup, weights
+from jaxserve.config import EngineConfig
+from jaxserve.engine import Engine
+from jaxserve.models import layers
+from jaxserve.models.layers import Quantized
+from jaxserve.weights import is_matrix, loading, quantize
+from tests.fixtures import parity
+from tests.fixtures.tiny import BLOOM, make_engine, opinionated
+from tests.fixtures.traffic import run, traffic
+
+SIZES = {  # by the names of all families
+    "vocab_size": 104,
+    "hidden_size": 32,
+    "n_embd": 32,
+    "eos_token_id": 2,
+    "n_head": 4,
+    "num_attention_heads": 4,
+    "n_positions": 96,
+    "max_position_embeddings": 96,
+    "intermediate_size": 64,
+    "ffn_dim": 64,
+    "word_embed_proj_dim": 16,
+    "n_layer": 2,
+    "num_hidden_layers": 2,
+}
+
+
+@pytest.mark.parametrize("numpy", [np, jnp])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_rows_are_rounded_to_the_nearest_of_255_steps(numpy, dtype) -> None:
+    matrix = np.random.default_rng(0).standard_normal((50, 64)).astype(np.float32)
+    matrix[3] = 0
+    matrix[4, 5] = np.nan
+    values, scales = quantize.quantize(matrix, dtype, numpy)
+    assert (values.dtype, scales.dtype) == (jnp.int8, dtype)
+    scales = np.asarray(scales, np.float32)[:, None]
+    back = np.asarray(values, np.float32) * scales
+    rest = np.arange(50) != 4
+    # The largest of a row may lie half a step of bfloat16 beyond 127 steps.
+    assert (np.abs(back - matrix)[rest] <= 0.5001 * scales[rest]).all()
+    assert not back[3].any()
+    assert np.isnan(back[4]).all()
+
+
+@pytest.mark.parametrize("family", models.families())
+def test_matrices_are_held_in_eight_bits_and_nothing_else(family) -> None:
+    model = models.build(models.parse_config({"model_type": family, **SIZES}))
+    held = weights.describe(model, jnp.dtype(jnp.bfloat16), weights.on_one_device, int8=True)
+    for path, leaf in jax.tree.leaves_with_path(held, is_leaf=is_matrix):
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        assert is_matrix(leaf) == (len(leaf.shape) == 2 and "positions" not in name), name
+        assert leaf.scales.dtype == jnp.bfloat16 if is_matrix(leaf) else leaf.dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("saved", ["huggingface", "orbax"])
+@pytest.mark.parametrize("family", models.families())
+def test_what_is_read_is_what_memory_would_be_rounded_to(family, saved, tmp_path, monkeypatch) -> None:
+    """Also where a device holds some columns only, whose scales are those of whole rows, and runs of rows are short."""
+    entries = {"model_type": family, **SIZES, "vocab_size": 103, "tie_word_embeddings": family != "bloom"}
+    path = parity.write_checkpoint(tmp_path / "model", entries, parity.draw(entries, 0))
+    model, dtype = models.build(weights.read_config(path)), jnp.dtype("bfloat16")
+    exact = weights.load(path, model, jnp.dtype("float32"))
+    if saved == "orbax":
+        weights.convert(path, tmp_path / "saved")
+        path = tmp_path / "saved"
+    (tmp_path / "pad.toml").write_text("[pad]\nvocab = true\n")
+    config = EngineConfig(
+        tensor=4, stages=2, dtype="bfloat16", quantize="int8", sharding=str(tmp_path / "pad.toml"), max_context=96
+    )
+    (stages,), _ = startup.stage_programs(config, model)
+    monkeypatch.setattr(loading, "_CHUNK", 1000)
+    params = weights.load(path, stages[0].model, dtype, place=startup.placement(stages), int8=True)
+    for stage in stages:
+        part, expected = model.part(params, stage.layers), model.part(exact, stage.layers)
+        for wanted, leaf, value in zip(
+            *(jax.tree.leaves(tree, is_leaf=is_matrix) for tree in (stage.params(), part, expected)), strict=True
+        ):
+            value = np.pad(value, [(0, size - have) for size, have in zip(wanted.shape, value.shape, strict=True)])
+            if not is_matrix(wanted):
+                np.testing.assert_array_equal(leaf, value.astype(dtype))
+                continue
+            by_hand = quantize.quantize(value, dtype, np)
+            assert (np.asarray(leaf.values) != by_hand.values).mean() < 1e-3  # ties
+            np.testing.assert_array_equal(leaf.scales, by_hand.scales)
+            if stage.is_first:
+                assert (leaf.values.sharding, leaf.scales.sharding) == (wanted.values.sharding, wanted.scales.sharding)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 8, 9, 40])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("alone", [False, True])
+def test_products_are_those_of_the_rounded_matrix(rows, dtype, alone) -> None:
+    rng = np.random.default_rng(rows)
+    x = jnp.asarray(rng.standard_normal((rows, 96)) * rng.choice([1, 1, 1, 60], 96), dtype)  # some stand out
+    kernel = quantize.quantize(rng.standard_normal((300, 96)).astype(np.float32), dtype, np)
+    exact = np.asarray(x, np.float64) @ (kernel.values.astype(np.float64) * kernel.scales.astype(np.float64)[:, None]).T
+    product = jax.jit(partial(layers._project_one, dtype=x.dtype, alone=alone))
+    matrix = Quantized(*map(jnp.asarray, kernel))
+    out = product(x, matrix)
+    np.testing.assert_allclose(out, exact, atol=3e-4 * np.abs(exact).max(), rtol=1e-4)
+    broken = product(x.at[0, 3].set(jnp.nan), matrix)
+    assert np.isnan(broken[0]).all()
+    np.testing.assert_allclose(broken[1:], out[1:], rtol=1e-5, atol=1e-5)
+
+
+@cache
+def params():
+    return opinionated(0)
+
+
+def make(**settings) -> Engine:
+    return make_engine(params(), **{"quantize": "int8", "buckets": (12,), "slots": 320} | settings)
+
+
+def test_the_bytes_of_weights_are_those_of_the_numbers_and_their_scales() -> None:
+    full, report = make(quantize=None).report, make().report
+    matrices = [leaf for leaf in jax.tree.leaves(params()) if leaf.ndim == 2]
+    numbers, rows = sum(leaf.size for leaf in matrices), sum(leaf.shape[0] for leaf in matrices)
+    assert report.weight_bytes == full.weight_bytes - 3 * numbers + 4 * rows
+    assert (full.quantize, report.quantize) == (None, "int8")
+    assert report.parameters == full.parameters
+
+
+def test_no_iteration_widens_a_whole_matrix() -> None:
+    wide = {"model_type": "bloom", "vocab_size": 4099, "hidden_size": 384, "n_layer": 2, "n_head": 3}
+    config = models.parse_config(wide)
+    settings = EngineConfig(max_rows=4, buckets=(4, 12), max_context=96, quantize="int8")
+    ((stage,),), _ = startup.stage_programs(settings, models.build(config))
+    sizes = {leaf.shape for leaf in jax.tree.leaves(stage.params()) if len(leaf.shape) == 2}
+    assert (1536, 384) in sizes
+    for bucket in (4, 12):
+        program = stage.lower_forward(bucket, 4).compile()
+        made = {
+            tuple(map(int, dims.split(",")))
+            for dims in re.findall(r"(?:f32|bf16|s32)\[(\d+,\d+)\]", program.as_text() or "")
+        }
+        assert not made & sizes
+
+
+def test_several_devices_answer_as_one_and_gather_no_weights() -> None:
+    config = models.parse_config({"model_type": "gpt2", **SIZES})
+    tree = jax.tree.map(lambda leaf: leaf * 4 if leaf.ndim > 1 else leaf, models.build(config).init(0, jnp.float32))
+    settings = EngineConfig(max_rows=4, block_size=4, slots=200, buckets=(12,), max_context=96, quantize="int8")
+    one, two = (Engine.from_params(config, tree, dataclasses.replace(settings, tensor=tensor)) for tensor in (1, 2))
+    expected, answers = (run(engine, traffic(8, scored=True)) for engine in (one, two))
+    assert sum(answers.tokens[name] != tokens for name, tokens in expected.tokens.items()) <= 1
+    for name, scores in expected.prompt_logprobs.items():
+        np.testing.assert_allclose(answers.prompt_logprobs[name], scores, atol=1e-3)
+    gathered = re.findall(r"= \(?(\S+) all-gather", two._replicas[0].pipeline.stages[0]._forward[12].as_text())
+    assert all("s8[" not in shape for shape in gathered)
+    up, down = (two._replicas[0].pipeline.stages[0].params["layers"][0][name]["kernel"] for name in ("up", "down"))
+    assert {part.data.shape for part in up.scales.addressable_shards} == {(up.shape[0] // 2,)}
+    assert {part.data.shape for part in down.scales.addressable_shards} == {(down.shape[0],)}
+    assert {part.data.shape for part in down.values.addressable_shards} == {(down.shape[0], down.shape[1] // 2)}
+
+
+def test_weights_in_memory_are_rounded_and_replaced() -> None:
+    engine = make()
+    before = run(engine, traffic(3)).logprobs
+    assert engine.load().compiled_after_ready == 0
+    other = opinionated(1)
+    engine.update_params(other)
+    after = run(engine, traffic(3)).logprobs
+    assert after != before
+    assert after == run(make_engine(other, quantize="int8", buckets=(12,), slots=320), traffic(3)).logprobs
+    rounded = engine._replicas[0].pipeline.params  # in eight bits already: taken as it is
+    assert after == run(Engine.from_params(BLOOM, rounded, engine.config), traffic(3)).logprobs
+    with pytest.raises(ValueError, match=r"kernel.*the model has"):
+        make_engine(rounded)
+
+
+def test_a_wrong_name_is_told() -> None:
+    with pytest.raises(ValueError, match="quantize is 'int4'; it must be int8 or None"):
+        EngineConfig(quantize="int4")  # type: ignore[arg-type]
