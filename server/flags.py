@@ -79,7 +79,8 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         type=duration,
         metavar="100ms",
         help="time between a request's tokens to aim at: iterations carry as many prompt tokens as the load asks for "
-        "and this leaves room for (default: as many as the token budget allows)",
+        "and this leaves room for (default: where others generate, as many as make an iteration no longer than a full "
+        "batch of decodes, or twice its own decodes, takes; more if prompts queue)",
     )
     group.add_argument(
         "--prefix-cache",

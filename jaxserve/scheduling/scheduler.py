@@ -310,7 +310,8 @@ class Scheduler:
         decodes = len(outline.states)
         if self._exclusive:  # an iteration delays the rows of all batches in flight, which have about as many each
             decodes = max(decodes, -(-(len(self._running) - len(outline.prompts)) // self._batches))
-        return pace.budget(decodes, outline.prompt_tokens + self.waiting_tokens)
+        # Those who stand aside will hardly have anything left to compute.
+        return pace.budget(decodes, outline.prompt_tokens + self._waiting.num_tokens + self._preempted_tokens)
 
     def _choose(self, outline: Outline) -> bool:
         """Gather the decodes, find the rows that prompts can be continued on; whether anybody may join."""

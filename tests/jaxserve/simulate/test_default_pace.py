@@ -1,0 +1,69 @@
+"""What the default pace of prompts comes to under load, on the virtual clock."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from jaxserve.bench import report
+from jaxserve.bench.report import RunReport
+from jaxserve.plan.cost import FITS
+from jaxserve.scheduling.buckets import BucketCost, BucketLadder
+from jaxserve.scheduling.scheduler import Scheduler
+from jaxserve.scheduling.slots import SlotPool
+from jaxserve.simulate import clock
+from jaxserve.simulate.clock import Arrival, Device
+from jaxserve.simulate.orca import SETUPS
+from jaxserve.traffic import load
+from jaxserve.traffic.load import Range
+
+# Milliseconds of 560M parameters in float32 on two cores; nearly all of it is arithmetic from 32 tokens on.
+CORES = {2: 44, 4: 48, 8: 54, 16: 70, 32: 100, 64: 155, 128: 280, 256: 500}
+CAPACITY = 1.4  # requests a second, of those below
+SIZES = (8, 16, 32, 64, 128, 256, 512)
+
+
+def arrivals(requests: int, rate: float, seed: int, prompt: Range, output: Range) -> list[Arrival]:
+    workload = load.uniform(requests=requests, prompt=prompt, output=output, vocab_size=1, seed=seed)
+    return clock.arrivals(load.poisson(workload, rate=rate, seed=seed))
+
+
+def serve(coming: list[Arrival], costs: list[BucketCost], rows: int, *, paced: bool) -> RunReport:
+    pool = SlotPool(rows * 512 // 16, 16, policy="grow", prefix_cache=False)
+    made = Scheduler(pool, BucketLadder(costs), max_rows=rows, max_context=512)
+    if not paced:
+        made._default_pace = None
+    seconds = {cost.size: cost.milliseconds / 1000 for cost in costs}
+    device = Device(lambda plan: [seconds[plan.bucket]], 1)
+    return report.summarise("", clock.run(coming, made, device, in_flight=2))
+
+
+@pytest.mark.parametrize("share", [0.8, 1.2])
+def test_on_cores_rows_wait_less_for_their_tokens_and_hardly_anything_is_lost(share):
+    costs = [BucketCost(size=size, compile_seconds=0.0, milliseconds=ms) for size, ms in CORES.items()]
+    figures = []
+    for seed in range(3):
+        coming = arrivals(40, share * CAPACITY, seed, Range(low=32, high=256), Range(low=1, high=128))
+        for paced in (True, False):
+            served = serve(coming, costs, 32, paced=paced)
+            assert served.between_tokens_ms is not None
+            assert served.first_token_ms is not None
+            figures.append((served.between_tokens_ms.p95, served.first_token_ms.p50, served.tokens_per_second))
+    between, first, rate = np.median(np.array(figures).reshape(3, 2, 3), axis=0).T
+    assert between[0] <= CORES[32]  # as long as a full batch of decodes
+    assert between[0] < 0.75 * between[1]
+    assert first[0] < 2.2 * first[1]
+    assert rate[0] > 0.97 * rate[1]
+
+
+@pytest.mark.parametrize("share", [0.8, 1.2])
+def test_on_an_accelerator_nothing_is_lost(share):
+    costs = SETUPS["13B"].roofline(FITS["gpu"], padded=True).costs(SIZES, 64)
+    prompt, output = Range(low=32, high=384), Range(low=1, high=128)
+    everything = serve(arrivals(100, 1e6, 0, prompt, output), costs, 64, paced=False)
+    coming = arrivals(100, share * everything.requests_per_second, 0, prompt, output)
+    ours, unpaced = (serve(coming, costs, 64, paced=paced) for paced in (True, False))
+    assert ours.tokens_per_second > 0.97 * unpaced.tokens_per_second
+    assert ours.between_tokens_ms is not None
+    assert unpaced.between_tokens_ms is not None
+    assert ours.between_tokens_ms.p95 <= unpaced.between_tokens_ms.p95
