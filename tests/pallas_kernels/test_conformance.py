@@ -16,12 +16,8 @@ HEADS = [(1, 1, 64), (7, 7, 64), (2, 1, 80), (6, 2, 96), (14, 14, 128), (3, 3, 2
 DTYPES, POOLS = ("float32", "bfloat16"), ("float32", "bfloat16", "int8")
 NAMES = "dtype pool heads kv_heads dim alibi"
 ALL = [(dtype, pool, *heads, alibi) for dtype, pool, heads, alibi in product(DTYPES, POOLS, HEADS, (True, False))]
-# Every shape of heads with every dtype of the pool and of queries, each of these with ALiBi and without.
-CASES = [
-    (DTYPES[(i + j) % 2], pool, *heads, (i // 2 + j) % 2 == 0)
-    for i, heads in enumerate(HEADS)
-    for j, pool in enumerate(POOLS)
-]
+# Every shape of heads, and every dtype of queries with every dtype of the pool; half of them with ALiBi.
+CASES = [(DTYPES[i % 2], POOLS[i % 3], *heads, i % 4 < 2) for i, heads in enumerate(HEADS)]
 
 
 @over_subjects()
