@@ -106,11 +106,14 @@ def run(args: argparse.Namespace) -> int:
         print(settings.as_toml(args.settings), end="")
         return 0
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    for flag, port in (("--port", args.port), ("--http-port", args.http_port)):
+    ports = (("--port", args.port), ("--http-port", args.http_port), ("--metrics-port", args.metrics_port))
+    for flag, port in ports:
         if port is not None and not 0 <= port <= 65535:
             raise UserError(f"{flag} {port} is not a port; it must be from 0 to 65535")
     if not args.drain_seconds >= 0:
         raise UserError(f"--drain-seconds {args.drain_seconds} is negative")
+    if args.stall_seconds is not None and not args.stall_seconds > 0:
+        raise UserError(f"--stall-seconds {args.stall_seconds:g} is no time above 0")
     if args.supervise and args.front == "thread":
         raise UserError("--supervise needs an engine in a process of its own; leave --front thread out")
     if args.log_prompts and args.request_log is None:
@@ -124,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
             restarts = Restarts() if args.supervise else None
             return asyncio.run(hosts.follow_behind(path, config, cluster, restarts))
         return hosts.follow(path, config, cluster)
-    for port in (args.port, args.http_port, args.metrics_port):
+    for _, port in ports:
         if port is not None:
             _check_free(args.host, port)  # now rather than after minutes of loading
     from server.http.template import ChatTemplate

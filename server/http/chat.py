@@ -26,6 +26,8 @@ class Chats:
         body = await exchange.body(ChatBody)
         check_model(body, self._name)
         usage_wanted, sampling = body.usage_wanted, body.sampling
+        if body.stream and body.prompt_logprobs is not None:
+            raise InvalidRequest("prompt_logprobs", "is not told in the stream of a chat; leave stream out")
         prompt = {"prompt": await self._render(body)} | sampling
         if "max_tokens" not in sampling and "min_tokens" in sampling:
             prompt["max_tokens"] = max(1, sampling["min_tokens"])  # until it is known how many there can be

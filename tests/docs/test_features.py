@@ -7,17 +7,12 @@ import itertools
 import json
 import re
 import shlex
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
 import pytest
 
-from jaxserve import EngineConfig
-from jaxserve.demo import DEMO_MODEL
 from jaxserve.engine import Engine
 from jaxserve.request import SAMPLING_FIELDS
 from server import cli
@@ -26,7 +21,7 @@ from server.http import schemas
 from server.proto.inference import open_inference_grpc_pb2
 from server.proto.jaxserve.v1 import inference_pb2
 from server.proto.vllm.grpc.engine import vllm_engine_pb2
-from server.surface import Surface
+from tests.docs.conftest import served
 from tests.fixtures import notebook
 
 ROOT = Path(__file__).parents[2]
@@ -152,37 +147,6 @@ def lines(program: str) -> list[list[str]]:
     """The words of each line that calls a program."""
     plain = [line for language, content in blocks() if not language for line in content.splitlines()]
     return [shlex.split(line) for line in plain if line.startswith(f"{program} ")]
-
-
-@contextmanager
-def served(engine: Engine) -> Iterator[tuple[int, int]]:
-    """The ports of gRPC and HTTP of a server on an engine, in a thread of its own."""
-    ports: asyncio.Future[Any] | Any = None
-    ready, over = threading.Event(), threading.Event()
-
-    async def serve() -> None:
-        nonlocal ports
-        surface = Surface(engine, name="demo", version="1.2.3")
-        ports = await surface.start("127.0.0.1", 0, 0)
-        ready.set()
-        await asyncio.to_thread(over.wait)
-        await surface.stop()
-
-    thread = threading.Thread(target=asyncio.run, args=(serve(),))
-    thread.start()
-    try:
-        assert ready.wait(20)
-        yield ports
-    finally:
-        over.set()
-        thread.join(20)
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
-    config = EngineConfig(buckets=(8, 32), slots=4096, max_rows=4, max_context=256)
-    with Engine.from_checkpoint(DEMO_MODEL, config) as engine:
-        yield engine
 
 
 def test_python_runs_and_prints_what_the_page_shows(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,6 +111,8 @@ def test_deterministic_takes_the_slot_policy_it_needs(command: list[str]) -> Non
         ("serve --in-flight 3", "in_flight is 3; more than stages + 1 (2)"),
         ("serve --port 70000", "--port 70000"),
         ("serve --http-port 70000", "--http-port 70000"),
+        ("serve --metrics-port 70000", "--metrics-port 70000"),
+        ("serve --stall-seconds 0", "--stall-seconds 0 is no time above 0"),
         ("serve --host not.a.host.invalid", "cannot listen on not.a.host.invalid:50051"),
         ("generate --input /no/such/file", "cannot open /no/such/file: No such file or directory"),
         ("generate --prompt a --output /no/such/file", "cannot open /no/such/file: No such file or directory"),
