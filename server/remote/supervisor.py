@@ -209,10 +209,10 @@ class Supervisor:
             case Kind.REFUSED:
                 self._refusal = _read(str, body)
             case Kind.FAILED:
-                self._failure = _read(str, body)
+                self._failure = failure = _read(str, body)
                 if self._job.cluster is not None:  # which takes its time to end, as other hosts are to be told
                     again = self._restarts is not None
-                    text = f"{self._failure}; it is being started again" if again else self._failure
+                    text = f"{failure}; it is being started again" if again else failure
                     self._engine.disconnect(text, returns=again)
             case Kind.ALIVE:
                 self._hear(_read(float, body))

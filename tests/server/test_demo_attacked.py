@@ -20,8 +20,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.completion import Completion
 from jaxserve.demo import DEMO_MODEL
+from jaxserve.generation.completion import Completion
 from server.errors import Refusal
 from server.generation import Life
 from server.grpc_server import ROUTER_SERVICES, SERVICE
