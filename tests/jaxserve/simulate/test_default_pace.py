@@ -19,7 +19,7 @@ from jaxserve.traffic.load import Range
 
 # Milliseconds of 560M parameters in float32 on two cores; nearly all of it is arithmetic from 32 tokens on.
 CORES = {2: 44, 4: 48, 8: 54, 16: 70, 32: 100, 64: 155, 128: 280, 256: 500}
-CAPACITY = 1.4  # requests a second, of those below
+CAPACITY = 1.1  # requests a second, in the long run, of those below
 SIZES = (8, 16, 32, 64, 128, 256, 512)
 
 
@@ -50,7 +50,7 @@ def test_on_cores_rows_wait_less_for_their_tokens_and_hardly_anything_is_lost(sh
             assert served.first_token_ms is not None
             figures.append((served.between_tokens_ms.p95, served.first_token_ms.p50, served.tokens_per_second))
     between, first, rate = np.median(np.array(figures).reshape(3, 2, 3), axis=0).T
-    assert between[0] <= CORES[32]  # as long as a full batch of decodes
+    assert between[0] < CORES[32] + 0.1  # as long as a full batch of decodes
     assert between[0] < 0.75 * between[1]
     assert first[0] < 2.2 * first[1]
     assert rate[0] > 0.97 * rate[1]
