@@ -121,9 +121,6 @@ class Membership:
         """
 
         def done(plan: IterationPlan, result: IterationResult | None) -> None:
-            if recorder is not None:
-                assert result is not None
-                recorder.landed(result)
             if answers:
                 assert result is not None
                 message = pb.FromWorker()
@@ -131,6 +128,9 @@ class Membership:
                 count = wire.entries(plan.chunks) if plan.sampler is not None else 0
                 wire.write_result(message.completed.result, result, count)
                 self._out.put(message)
+            if recorder is not None:  # after the answer, which somebody waits for
+                assert result is not None
+                recorder.landed(result)
 
         def failed(sequence: int, stage: int, problem: Exception) -> None:
             self.fail(f"its device failed: {problem}", sequence=sequence, stage=stage, launching=False)
