@@ -217,14 +217,17 @@ def test_generate_prints_the_text_of_a_prompt(engine: FakeEngine, capfd: pytest.
 
 
 def test_generate_prints_several_answers(engine: FakeEngine, capfd: pytest.CaptureFixture[str]) -> None:
-    assert cli.main("generate --prompt ab --max-tokens 3 --n 2 --best-of 3".split()) == 0
+    assert cli.main(["generate", "--prompt", "ab", "--max-tokens", "3", "--n", "2", "--best-of", "3"]) == 0
     drawn = capfd.readouterr()
     assert drawn.out == "aba\naba\n"
     assert drawn.err.count("length after 3 tokens (prompt 2, seed ") == 2
 
 
 def test_generate_prints_the_likeliest_answers(engine: FakeEngine, capfd: pytest.CaptureFixture[str]) -> None:
-    assert cli.main("generate --prompt ab --max-tokens 3 --n 2 --best-of 4 --use-beam-search".split()) == 0
+    assert (
+        cli.main(["generate", "--prompt", "ab", "--max-tokens", "3", "--n", "2", "--best-of", "4", "--use-beam-search"])
+        == 0
+    )
     assert capfd.readouterr().out == "\0\0\0\n\0\0\1\n"  # what the fake says is the likeliest
 
 
