@@ -71,7 +71,7 @@ def test_an_engine_of_a_checkpoint_keeps_its_programs_where_the_command_line_doe
     config = EngineConfig(dtype="float32", max_rows=2, buckets=(7,), max_context=64, slots=320, scoring=False)
     assert Engine.from_params(MODEL, params, config).report.programs_loaded == 0
     assert not (tmp_path / "cache").exists()  # weights in memory are an experiment
-    config = dataclasses.replace(config, buckets=(10,))
+    config = dataclasses.replace(config, max_rows=5, max_context=112, slots=448, buckets=(10,))
     for setting, loaded in (("auto", False), ("auto", True), (None, False)):
         told = dataclasses.replace(config, compilation_cache=setting)
         programs, found = counts(Engine.from_checkpoint(tmp_path / "model", told))
