@@ -82,7 +82,7 @@ def test_stages_of_one_device_take_it_and_weights_in_eight_bits_do_not(changes, 
     """As often as there are products: four in each of two layers, and the head's, of fewer rows than a bucket."""
     sizes = {"vocab_size": 64, "n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64}
     model = models.build(models.parse_config({"model_type": "gpt2", "eos_token_id": 0, **sizes}))
-    config = EngineConfig(**{"dtype": "bfloat16", "max_rows": 4, "buckets": (8,), **changes})
+    config = EngineConfig(**{"dtype": "bfloat16", "max_rows": 4, "buckets": (4,), **changes})
     (stages,), _ = startup.stage_programs(config, model)
     (bucket,) = config.buckets
     texts = [stage.lower_forward(bucket, 16).as_text() for stage in stages]
