@@ -97,7 +97,7 @@ def test_two_stages_of_four_devices_answer_as_one_device() -> None:
     check_same(make("gpt2", 3, settings("grow", 4, 2)), "gpt2", 3)
 
 
-@pytest.mark.parametrize("family", ["gpt_neox", "opt"])
+@pytest.mark.parametrize("family", [pytest.param("gpt_neox", marks=pytest.mark.exhaustive), "opt"])
 def test_two_stages_of_two_devices_answer_as_one_device(family) -> None:
     check_same(make(family, 2, settings("grow", 2, 2)), family, 2)
 

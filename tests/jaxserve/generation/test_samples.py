@@ -6,6 +6,7 @@ import dataclasses
 import math
 import re
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -53,19 +54,20 @@ def alone(params) -> Answers:
     return answers
 
 
+# Each takes half a minute of a processor, and samples share nothing with them but the scheduler that the others hold.
+COSTLY: list[dict[str, Any]] = [{"stages": 2}, {"replicas": 2}, {"speculate": "ngram"}, {"max_rows": 3}]
+
+
 @pytest.mark.parametrize(
     "settings",
     [
         {},
         {"prefix_cache": False},
         {"slot_policy": "reserve"},
-        {"stages": 2},
-        {"replicas": 2},
         {"in_flight": 1},
-        {"speculate": "ngram"},
         {"slots": 112},
         {"slots": 112, "prefix_cache": False, "stages": 2},
-        {"max_rows": 3},
+        *(pytest.param(each, marks=pytest.mark.exhaustive) for each in COSTLY),
     ],
     ids=str,
 )
