@@ -189,6 +189,7 @@ class Membership:
                         self._plans.put(message.plan)
                     case "phase":
                         self._deadline, self._serving = message.phase.deadline_seconds, True
+                        self._alive(self._silence())  # or what the beat before has said would hold for as long
                         self._plans.put(message.phase)
                     case "agreed":
                         with self._changed:

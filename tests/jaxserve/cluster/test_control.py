@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from jaxserve.cluster import control_pb2 as pb
+from jaxserve.cluster import watchdog
 from jaxserve.cluster.config import ClusterConfig, Secrets, check, facts
 from jaxserve.cluster.failure import ExitCode
-from jaxserve.cluster.group import Group
+from jaxserve.cluster.group import STARTING_SILENCE, Group
 from jaxserve.cluster.worker import Membership
 from jaxserve.config import EngineConfig
 from tests.jaxserve.cluster.processes import WAIT_SECONDS, free_ports, make_certificates
@@ -84,6 +85,23 @@ def test_what_a_worker_says_must_be_understood() -> None:
     group.place({0: (0,), 1: (1,)})
     membership._out.put(pb.FromWorker(completed=pb.Completed(sequence=3)))  # of an iteration that was never sent
     assert "what it said is not understood" in str(told.get(timeout=WAIT_SECONDS))
+
+
+def test_who_watches_a_worker_knows_at_once_how_long_it_may_be_silent(monkeypatch) -> None:
+    """Not half a second later: should the worker be stopped meanwhile, what held before would hold for as long."""
+    monkeypatch.setattr(watchdog, "BEAT", 3600.0)  # beats once, at the start
+    ends, allowed = Ends(), queue.SimpleQueue()
+    coordinator = free_ports()
+    group = Group(place(0, coordinator), FACTS, tell=lambda _: None, end=ends)
+    group.listen()
+    membership = Membership(place(1, coordinator), FACTS, tell=lambda _: None, alive=allowed.put, end=ends)
+    aside(membership.join)
+    group.join()
+    assert allowed.get(timeout=WAIT_SECONDS) == STARTING_SILENCE
+    for deadline in (120.0, 3.0):
+        group.phase(deadline, serving=deadline < 10)
+        assert allowed.get(timeout=WAIT_SECONDS) == deadline
+    group.stop()
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make certificates")
