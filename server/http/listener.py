@@ -8,6 +8,7 @@ import socket
 from collections.abc import Iterator
 from typing import Any
 
+import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -21,7 +22,8 @@ _TCP = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3, "TCP_USER_TIM
 
 
 class _Protocol(H11Protocol):
-    """h11 with a bound on how long a request's headers may take, which uvicorn lacks."""
+    """h11 with a bound on how long a request's headers may take, and an end of calls whose bodies cannot be understood:
+    uvicorn has neither."""
 
     _deadline: asyncio.TimerHandle | None = None
 
@@ -39,6 +41,15 @@ class _Protocol(H11Protocol):
         if self._deadline is None and self.cycle is not None and self.cycle.response_complete:
             self._deadline = self.loop.call_later(HEADER_SECONDS, self.transport.abort)
         super().data_received(data)
+
+    def send_400_response(self, msg: str) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True  # whoever answers it would find the connection closed, which is an error
+            self.cycle.message_event.set()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:  # the answer has begun
+            self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)

@@ -159,6 +159,30 @@ def test_a_body_that_does_not_come_is_not_waited_for(serve_http: Serve, monkeypa
     serve_http(scenario)
 
 
+@pytest.mark.parametrize("path", [b"/v1/completions", b"/tokenize", b"/nowhere"])
+@pytest.mark.parametrize("kind", [b"application/json", b"text/plain"])
+def test_a_body_that_is_no_http_ends_its_connection(
+    serve_http: Serve, caplog: pytest.LogCaptureFixture, path: bytes, kind: bytes
+) -> None:
+    """Whether that is seen before the call is answered or after; and no call fails because of it."""
+    head = b"POST %s HTTP/1.1\r\nHost: a\r\nContent-Type: %s\r\nTransfer-Encoding: chunked\r\n\r\n" % (path, kind)
+
+    async def scenario(it: Served) -> None:
+        assert (await raw(it, head + b"zz\r\n")).startswith(b"HTTP/1.1 400 ")
+        reader, writer = await asyncio.open_connection("127.0.0.1", it.http_port)
+        writer.write(head)
+        if path == b"/nowhere" or kind == b"text/plain":  # which is told before the body comes
+            assert (await reader.readuntil(b"}}")).startswith(b"HTTP/1.1 4")
+        writer.write(b"zz\r\n")
+        with contextlib.suppress(ConnectionError):
+            await reader.read()
+        await left(writer)
+        await it.surface.door.idle()
+
+    serve_http(scenario)
+    assert not [record for record in caplog.records if record.levelname == "ERROR"], caplog.text
+
+
 def test_headers_that_do_not_come_are_not_waited_for(serve_http: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(it: Served) -> None:
         assert await raw(it, b"") == await raw(it, b"GET /he") == b""
