@@ -107,17 +107,24 @@ def test_memory_does_not_grow_with_hostile_calls(serve: Serve) -> None:
     abort = engine_pb.AbortRequest(request_ids=["a"]).SerializeToString()
     hostile.insert(len(hostile) // 2, (f"/{ROUTER_SERVICES[0]}/Abort", abort, "wait"))
 
+    def of_ours() -> int:
+        gc.collect()
+        modules = [str(type(each).__module__) for each in gc.get_objects()]
+        kept = ("jaxserve.iteration", "jaxserve.observe")  # what the live view keeps is bounded by itself
+        return sum(each.startswith(("server.", "jaxserve.")) and each not in kept for each in modules)
+
     async def scenario(it: Served) -> None:
+        gc.freeze()  # what other tests have left, which may be millions of objects
         counts = []
-        for _ in range(4):
+        for _ in range(12):
             await fuzz.attack(it.address, hostile)
             await assert_nothing_is_left(it)
-            gc.collect()
-            # What the live view keeps of the last iterations is bounded by itself.
-            modules = [str(type(each).__module__) for each in gc.get_objects()]
-            kept = ("jaxserve.iteration", "jaxserve.observe")
-            counts.append(sum(each.startswith(("server.", "jaxserve.")) and each not in kept for each in modules))
-        assert counts[-1] <= counts[1] + 5
+            counts.append(of_ours())
+        # At times the library holds the last calls, with all that they refer to, until others come.
+        assert min(counts[-4:]) <= min(counts[:4]) + 5, counts
 
     logging.getLogger("grpc._cython.cygrpc").setLevel(logging.CRITICAL)
-    serve(scenario)
+    try:
+        serve(scenario)
+    finally:
+        gc.unfreeze()

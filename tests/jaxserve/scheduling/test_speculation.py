@@ -19,6 +19,7 @@ from jaxserve.iteration import Chunk, IterationPlan, IterationResult, max_points
 from jaxserve.request import FinishReason, Request, SamplingParams
 from jaxserve.scheduling.buckets import BucketCost, BucketLadder
 from jaxserve.scheduling.ngrams import NgramIndex
+from jaxserve.scheduling.pacing import DefaultPace
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.slots import SlotPool
 from jaxserve.scheduling.speculation import Candidate, Guesses, Speculation
@@ -291,10 +292,13 @@ def drafting(params) -> Engine:
 
 
 def propose_by(engine: Engine, propose) -> None:
-    """Has the engine draft what `propose` makes of a request's tokens, at prices at which everything pays."""
+    """Has the engine draft what `propose` makes of a request's tokens, at prices at which everything pays: what
+    prompts may cost those who decode, too, whatever the engine has measured."""
     costs = ladder(dict.fromkeys((6, 12, 24), 1000.0))
-    drafting = engine._replicas[0].scheduler._drafting
+    scheduler = engine._replicas[0].scheduler
+    drafting = scheduler._drafting
     assert drafting is not None
+    scheduler._default_pace = DefaultPace(costs, max_rows=6, limit=24)
     drafting.speculation = Speculation(costs, most=7, max_points=max_points(6, 7), waits=True, propose=propose)
 
 
