@@ -17,6 +17,7 @@ from jaxserve.execution.batch import RowState
 from jaxserve.execution.programs import Forward, StageShape, choose, feed, forward, score
 from jaxserve.iteration import SamplerVariant
 from jaxserve.models import Model, Params
+from pallas_kernels.cpu import build
 from sharding.spec import ShardingSpec
 
 
@@ -51,7 +52,7 @@ class StagePrograms:
         spec, shape, devices = self.spec, self.shape, self.mesh.devices
         sizes = {field.name: getattr(shape, field.name) for field in fields(shape)}
         # By what tells them apart: as objects they differ from one process to the next.
-        sizes |= {"backend": shape.backend.name, "product": shape.product and shape.product.most}
+        sizes |= {"backend": shape.backend.name, "product": shape.product and build.level()}
         return repr(
             (
                 (self.model.config, self.model.held, self.layers, self.int8),

@@ -1,9 +1,11 @@
 // The product of many rows with a kernel, both bfloat16, as one call of XLA's: by the CPU's own instruction for
-// neighbouring pairs of products.
+// neighbouring pairs of products. CPUs without it have product_widened.cc.
 //
 // Lanes are rows of x: those are packed first, so that a vector holds one pair of each of 16 rows, and a pair of the
 // kernel, which is read as it lies, meets all of them. A sum goes over its pairs in order, one after another, so
 // results are the same to the bit in any company and with any number of threads.
+#if defined(__AVX512BF16__)
+
 #include <algorithm>
 #include <cstdint>
 
@@ -16,8 +18,6 @@ namespace ffi = xla::ffi;
 
 namespace jaxserve {
 namespace {
-
-#if defined(__AVX512BF16__)
 
 constexpr int kGroups = 4;                    // vectors of a panel
 constexpr int64_t kPanel = kGroups * kLanes;  // rows of x in it
@@ -122,15 +122,6 @@ ffi::Error ProductMany(ffi::ThreadPool pool, ffi::BufferR2<ffi::BF16> x, ffi::Bu
   return ffi::Error::Success();
 }
 
-#else
-
-ffi::Error ProductMany(ffi::ThreadPool, ffi::BufferR2<ffi::BF16>, ffi::BufferR2<ffi::BF16>,
-                       ffi::ResultBufferR2<ffi::F32>, ffi::ResultBufferR2<ffi::BF16>) {
-  return ffi::Error::Internal("compiled for a CPU without an instruction for products of bfloat16");
-}
-
-#endif
-
 }  // namespace
 }  // namespace jaxserve
 
@@ -141,3 +132,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxserveProductMany, jaxserve::ProductMany,
                                   .Arg<ffi::BufferR2<ffi::BF16>>()
                                   .Ret<ffi::BufferR2<ffi::F32>>()
                                   .Ret<ffi::BufferR2<ffi::BF16>>());
+
+#endif
