@@ -11,8 +11,8 @@ from jaxserve.scheduling.buckets import BucketLadder
 PROMPT_ITERATIONS = 12
 
 # Without an objective: how many times as long as its decodes alone an iteration with prompts may take, and over how
-# many iterations what waits may be spread. docs/simulator.md has what others come to.
-STRETCH, BACKLOG_ITERATIONS = 2.0, 32
+# many iterations what waits may be spread. docs/simulator.md has what others come to, simulated and measured.
+STRETCH, BACKLOG_ITERATIONS = 2.0, 8
 
 
 class Pace:
