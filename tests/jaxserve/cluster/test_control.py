@@ -1,6 +1,7 @@
 """The control channel between threads of a process: who is let in, what is agreed on, and what is told of the rest."""
 
 import dataclasses
+import math
 import queue
 import shutil
 import threading
@@ -134,6 +135,9 @@ def test_mutual_tls(tmp_path) -> None:
         ({"coordinator": "10.0.0.1"}, "coordinator is '10.0.0.1'; it must be HOST:PORT"),
         ({"coordinator": ":9000"}, "coordinator is ':9000'; it must be HOST:PORT"),
         ({"step_deadline": 0.0}, "step-deadline is 0.0; it must be above 0 seconds"),
+        ({"step_deadline": math.inf}, "step-deadline is inf; it must be above 0 seconds and at most 1000000"),
+        ({"join_timeout": 1e300}, "join-timeout is 1e.300; it must be above 0 seconds and at most 1000000"),
+        ({"record_seconds": math.nan}, "flight-seconds is nan; it must be above 0 seconds and at most 1000000"),
         ({"control_port": 70000}, "control-port is 70000; it must be from 1 to 65535"),
         ({"links": "wet string"}, "links is 'wet string'; it must be one of auto, direct, bridge"),
     ],
