@@ -200,9 +200,9 @@ async def follow_behind(path: Path, config: EngineConfig, cluster: ClusterConfig
 def _hosts(text: str) -> int | str:
     if text == "auto":
         return text
-    if (count := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{count} is no number of hosts")
-    return count
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither auto nor a number of hosts")
+    return int(text)
 
 
 def _secrets(args: argparse.Namespace) -> Secrets | None:

@@ -97,7 +97,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _port_or_off(text: str) -> int | None:
-    return None if text == "off" else int(text)
+    if text == "off":
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither off nor a port") from None
 
 
 def run(args: argparse.Namespace) -> int:
@@ -154,8 +159,9 @@ def _check_free(host: str, port: int) -> None:
         with socket.socket(family, kind, protocol) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(where)
-    except OSError as problem:
-        raise UserError(f"cannot listen on {address(host, port)}: {problem.strerror or problem}") from None
+    except (OSError, UnicodeError) as problem:  # the latter of a name that cannot be one
+        why = getattr(problem, "strerror", None) or problem
+        raise UserError(f"cannot listen on {address(host, port)}: {why}") from None
 
 
 def _greet(host: str, name: str, port: int, http_port: int | None) -> None:

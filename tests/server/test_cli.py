@@ -114,6 +114,7 @@ def test_deterministic_takes_the_slot_policy_it_needs(command: list[str]) -> Non
         ("serve --metrics-port 70000", "--metrics-port 70000"),
         ("serve --stall-seconds 0", "--stall-seconds 0 is no time above 0"),
         ("serve --host not.a.host.invalid", "cannot listen on not.a.host.invalid:50051"),
+        ("serve --host not..one", "cannot listen on not..one:50051"),
         ("generate --input /no/such/file", "cannot open /no/such/file: No such file or directory"),
         ("generate --prompt a --output /no/such/file", "cannot open /no/such/file: No such file or directory"),
     ],
@@ -134,6 +135,12 @@ def test_argparse_refuses_what_it_can_see(command: str) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(command.split())
     assert ended.value.code == 2
+
+
+def test_a_port_that_is_none_is_told_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "--http-port", "on"])
+    assert "--http-port: 'on' is neither off nor a port" in capsys.readouterr().err
 
 
 def test_a_port_in_use_is_told_before_anything_is_loaded(capfd: pytest.CaptureFixture[str]) -> None:

@@ -78,7 +78,8 @@ def test_hosts_end_when_host_0_is_asked_to(hosts, tmp_path) -> None:
     ("flags", "told"),
     [
         ("--hosts 2", "--hosts 2 needs --host-id and --coordinator"),
-        ("--hosts 0", "0 is no number of hosts"),
+        ("--hosts 0", "'0' is neither auto nor a number of hosts"),
+        ("--hosts two", "'two' is neither auto nor a number of hosts"),
         ("--host-id 1", "--host-id needs --hosts"),
         ("--hosts 2 --host-id 2 --coordinator a:9000", "host-id is 2; with 2 hosts it must be from 0 to 1"),
         ("--hosts 2 --host-id 1 --coordinator a", "coordinator is 'a'; it must be HOST:PORT of host 0"),
@@ -89,7 +90,7 @@ def test_hosts_end_when_host_0_is_asked_to(hosts, tmp_path) -> None:
 )
 def test_a_mistake_is_told_before_anything_starts(flags, told, capfd) -> None:
     command = ["serve", "--port", "0", *flags.split()]
-    if flags == "--hosts 0":  # which the parser itself refuses
+    if flags in ("--hosts 0", "--hosts two"):  # which the parser itself refuses
         with pytest.raises(SystemExit):
             cli.main(command)
     else:
