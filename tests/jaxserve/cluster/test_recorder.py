@@ -1,12 +1,13 @@
 """The ring: what is in it, and that the rows before it follow from what has left it."""
 
+import json
 import random
 
 import numpy as np
 import pytest
 
 from jaxserve.cluster import control_pb2 as pb
-from jaxserve.cluster import recorder, wire
+from jaxserve.cluster import recorder, replay, wire
 from jaxserve.iteration import Admission, Chunk, IterationPlan, IterationResult, TableChange
 from jaxserve.request import SamplingParams
 
@@ -165,3 +166,10 @@ def test_a_file_is_read_as_it_was_written(ring, tmp_path) -> None:
     path.write_bytes(b"")
     with pytest.raises(ValueError, match="version 0"):
         recorder.read(path)
+
+
+def test_a_record_with_settings_of_another_version_is_refused(monkeypatch) -> None:
+    monkeypatch.setattr(replay.weights, "fingerprint", lambda path: "f")
+    record = pb.Recording(fingerprint="f", settings=json.dumps({"buckets": [4], "warp": 9}))
+    with pytest.raises(ValueError, match="another version of jaxserve: this one has no setting warp"):
+        replay.replay(record, "somewhere", cache=None, progress=lambda *_: None)
