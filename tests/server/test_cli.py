@@ -115,6 +115,13 @@ def test_deterministic_takes_the_slot_policy_it_needs(command: list[str]) -> Non
         ("serve --stall-seconds 0", "--stall-seconds 0 is no time above 0"),
         ("serve --host not.a.host.invalid", "cannot listen on not.a.host.invalid:50051"),
         ("serve --host not..one", "cannot listen on not..one:50051"),
+        (
+            "size --trace t --model gpt3-13b --topology h100:1 --plot /proc/no/x.png",
+            "cannot write --plot /proc/no/x.png",
+        ),
+        ("size --trace t --model gpt3-13b --topology h100:1 --plot x", "--plot x must end in .png, .svg or .pdf"),
+        ("simulate --paper orca --plot /proc/no/x.svg", "cannot write --plot /proc/no/x.svg"),
+        ("plan --model gpt3-13b --topology h100:1 --html /proc/no/x", "cannot write --html /proc/no/x"),
         ("generate --input /no/such/file", "cannot open /no/such/file: No such file or directory"),
         ("generate --prompt a --output /no/such/file", "cannot open /no/such/file: No such file or directory"),
     ],
