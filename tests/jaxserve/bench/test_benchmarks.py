@@ -75,6 +75,14 @@ def test_a_workload_that_cannot_fit_is_refused_in_words(tmp_path, capsys):
     assert "longest request holds 141 tokens, the engine at most 128" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("nested", [False, True])
+def test_results_that_nobody_could_write_are_not_measured(tmp_path, capsys, nested):
+    (file := tmp_path / "file").touch()
+    out = file / "folder" if nested else file
+    assert bench("step", "--quick", "--out", str(out)) == 2
+    assert f"error: --out {out} cannot be written to: Not a directory" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
