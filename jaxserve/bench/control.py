@@ -311,6 +311,8 @@ def _admission(row: int) -> Admission:
 
 def run(rows: list[int], iterations: int, out: Path, console: Console) -> int:
     """`jaxserve bench control`: prints what hosts add, against the targets, and writes JSON."""
+    if min(rows) < 1:
+        raise ValueError(f"--rows has {min(rows)}; a batch has at least 1")
     results = [measure(count, iterations) for count in rows]
     title = "what a second host adds to an iteration (loopback, medians of turns; milliseconds)"
     caption = (

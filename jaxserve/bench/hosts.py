@@ -23,6 +23,7 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
+from jaxserve import weights
 from jaxserve.bench import machine, report
 from jaxserve.bench.control import TARGET_MS
 from jaxserve.cluster import start
@@ -143,7 +144,14 @@ def _free_port() -> int:
 
 
 def run(model: Path, rows: int, iterations: int, turns: int, out: Path, console: Console) -> int:
-    """`jaxserve bench hosts`: prints the periods of every turn and their medians, and writes JSON."""
+    """`jaxserve bench hosts`: prints the periods of every turn and their medians, and writes JSON.
+
+    Raises:
+      ValueError: there is no such checkpoint, or there are too few iterations for a period.
+    """
+    if iterations <= _WINDOW:
+        raise ValueError(f"--iterations is {iterations}; {_WINDOW} are timed together, so it must be more")
+    weights.read_config(model)  # here, and not in every process
     periods = Periods(rows=rows, one_process=[], two_hosts=[])
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(turns):

@@ -28,6 +28,11 @@ def bench(*arguments: str) -> int:
     return cli.run(parser.parse_args(arguments))
 
 
+def run_alone(benchmark: str, *arguments: str) -> int:
+    """One that takes no engine's flags."""
+    return commands.main(["bench", benchmark, *arguments])
+
+
 def test_offline_compares_schedulers(tmp_path, capsys):
     code = bench("offline", "--quick", "--compare-schedulers", "--out", str(tmp_path))
     told = capsys.readouterr().out
@@ -91,11 +96,15 @@ def test_results_that_nobody_could_write_are_not_measured(tmp_path, capsys, nest
         (("offline", "--shape", "bloom"), "'bloom' is no known shape; there are bloom-560m"),
         (("offline", "--shape", "tiny", "--prompt", "9:3"), "no length range"),
         (("step", "--shape", "tiny", "--dtypes", "int8"), "'int8' is no dtype to measure"),
+        (("control", "--rows", "4,0"), "--rows has 0; a batch has at least 1"),
+        (("hosts", "--iterations", "20"), "--iterations is 20; 30 are timed together, so it must be more"),
+        (("hosts", "--model", "/no/such"), "/no/such"),
         (("serve", "--address", "h:1", "--compare-schedulers"), "leave --address out"),
     ],
 )
 def test_mistakes_are_told_in_words(arguments, message, capsys):
-    assert bench(*arguments) == 2
+    run = run_alone if arguments[0] in ("control", "hosts") else bench
+    assert run(*arguments) == 2
     assert message in capsys.readouterr().err
 
 
@@ -133,7 +142,7 @@ def test_steps_are_timed(tmp_path):
 
 
 def test_what_a_second_host_adds_is_measured(tmp_path):
-    assert commands.main(["bench", "control", "--quick", "--out", str(tmp_path)]) == 0  # it takes no engine's flags
+    assert run_alone("control", "--quick", "--out", str(tmp_path)) == 0
     (result,) = json.loads((tmp_path / "control.json").read_text())["results"]
     assert result["rows"] == 4
     assert result["round_trip"] > 0
@@ -143,7 +152,7 @@ def test_what_a_second_host_adds_is_measured(tmp_path):
 
 @pytest.mark.exhaustive
 def test_a_model_decodes_on_one_host_and_on_two(tmp_path):
-    assert commands.main(["bench", "hosts", "--quick", "--out", str(tmp_path)]) == 0
+    assert run_alone("hosts", "--quick", "--out", str(tmp_path)) == 0
     (result,) = json.loads((tmp_path / "hosts.json").read_text())["results"]
     assert len(result["one_process"]) == len(result["two_hosts"]) == 1
     assert min(result["one_process"] + result["two_hosts"]) > 0
