@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import subprocess
 from itertools import pairwise
 
 import jax
@@ -148,6 +149,20 @@ def test_what_a_second_host_adds_is_measured(tmp_path):
     assert result["round_trip"] > 0
     assert result["period_alone"] > control.STAGE_MS / 2
     assert 0 < result["bytes_a_row"] < 1024
+
+
+@pytest.mark.exhaustive
+def test_an_interrupt_ends_the_second_host(monkeypatch):
+    started, popen = [], subprocess.Popen
+
+    def remembered(*arguments, **options):
+        started.append(popen(*arguments, **options))
+        return started[-1]
+
+    monkeypatch.setattr(control.subprocess, "Popen", remembered)
+    with pytest.raises(KeyboardInterrupt), control._two_hosts(4, None):
+        raise KeyboardInterrupt
+    assert [process.returncode is None for process in started] == [False]
 
 
 @pytest.mark.exhaustive
