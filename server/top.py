@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import http.client
 import itertools
 import json
 import time
@@ -28,6 +29,7 @@ Shows what a running server does, ten times a second: each iteration a column, e
 _SECONDS = 0.1  # between two looks
 _PATIENCE = 5.0  # seconds for an answer
 _PROMPT, _DECODE, _QUEUE, _PADDING = "blue", "green", "dark_orange", "grey50"
+_EXPECTED = {"next", "healthy", "iterations", "load", "latencies", "tokens_per_second"}  # of any answer
 _BARS = " ▁▂▃▄▅▆▇█"
 
 
@@ -165,15 +167,20 @@ def _ask(args: argparse.Namespace, since: int) -> dict[str, Any]:
     address = args.server.rstrip("/")
     if not address.startswith(("http://", "https://")):
         raise UserError(f"--server {args.server} is no HTTP address such as http://127.0.0.1:8000")
-    request = urllib.request.Request(f"{address}/live?since={since}")
-    if args.api_key:
-        request.add_header("Authorization", f"Bearer {args.api_key}")
     try:
+        request = urllib.request.Request(f"{address}/live?since={since}")
+        if args.api_key:
+            request.add_header("Authorization", f"Bearer {args.api_key}")
         with urllib.request.urlopen(request, timeout=_PATIENCE) as answer:
-            return json.load(answer)
+            news = json.load(answer)
     except urllib.error.HTTPError as problem:
         with problem:
             hint = "; give --api-key" if problem.code == 401 else ""
         raise UserError(f"{address} answered {problem.code} {problem.reason}{hint}") from None
-    except (OSError, ValueError) as problem:
+    except (OSError, ValueError, http.client.InvalidURL) as problem:
         raise UserError(f"{address} does not answer: {getattr(problem, 'reason', problem)}") from None
+    except http.client.HTTPException as problem:  # gRPC's port, for one
+        raise UserError(f"{address} does not answer as HTTP has it ({type(problem).__name__})") from None
+    if not isinstance(news, dict) or _EXPECTED - news.keys() or not (since or "about" in news):
+        raise UserError(f"{address} is no server of jaxserve's: what it answers at /live is something else")
+    return news
