@@ -49,6 +49,10 @@ class Board:
     def take(self, news: dict[str, Any]) -> None:
         """Takes in one answer of `/live` (see `server.live.Live.since`)."""
         self._news = news
+        if "about" in news:  # at first, and when the server has been started again: maybe as another
+            self._about = news["about"]
+            self._columns.clear()
+            self._names.clear()
         for iteration in news["iterations"]:
             for row, name in iteration[6]:
                 self._names[iteration[0], row] = name

@@ -126,6 +126,16 @@ def test_top_says_what_a_small_window_leaves_out(engine: Recorded):
     assert any("2 rows more" in line for line in shown([live.since(0)], height=10))
 
 
+def test_top_shows_what_is_served_after_a_restart(engine: Recorded):
+    live = Live(engine)  # pyright: ignore[reportArgumentType]
+    engine.ran(0, Chunk(0, 0, 16, True))
+    about = {"model": "other", "family": "f", "device": "d", "rows": 1, "replicas": 1, "buckets": [64]}
+    later = live.since(0) | {"about": about, "iterations": [[0, 0, 64, 0, 1.0, [[0, 0, 64, 1]], []]]}
+    lines = shown([live.since(0), later])
+    assert lines[0].startswith("other ")
+    assert next(line for line in lines if line.startswith("fill"))[14:].rstrip() == "█"
+
+
 GREETING = b"\0\0\x06\x04\0\0\0\0\0\0\x05\0\0\x40\0"  # of HTTP/2, which is what gRPC's port speaks
 OTHER = b'HTTP/1.1 200 OK\r\nContent-Length: 15\r\n\r\n{"status":"ok"}'
 CUT = b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{"
