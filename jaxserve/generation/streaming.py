@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import queue
+import threading
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -45,8 +46,9 @@ class Terms:
         for name, value, least in (("n", self.n, 1), ("best_of", self.drawn, self.n)):
             if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MAX_SAMPLES:
                 raise InvalidRequest(name, f"is {value!r}; it must be a whole number from {least} to {MAX_SAMPLES}")
-        if self.timeout is not None and not self.timeout > 0:
-            raise InvalidRequest("timeout", f"is {self.timeout!r}; it must be above 0 seconds")
+        number = isinstance(self.timeout, int | float) and not isinstance(self.timeout, bool)
+        if self.timeout is not None and not (number and self.timeout > 0):
+            raise InvalidRequest("timeout", f"is {self.timeout!r}; it must be a number above 0, of seconds")
 
     @property
     def drawn(self) -> int:
@@ -171,7 +173,8 @@ def _new_name() -> str:
 
 
 def _end_of(terms: Terms) -> float | None:
-    return None if terms.timeout is None else time.monotonic() + terms.timeout
+    # What is longer than a thread can wait, such as math.inf, is for ever as well.
+    return None if terms.timeout is None or terms.timeout > threading.TIMEOUT_MAX else time.monotonic() + terms.timeout
 
 
 def _wait(events: queue.SimpleQueue[list[TokenEvent]], ends: float | None) -> list[TokenEvent]:
