@@ -270,6 +270,7 @@ class Engine:
 
         Raises:
           InvalidRequest: before anything is generated, naming the field.
+          QueueFull: as much as may waits already, of others.
           TimeoutError: it took too long; every request is ended.
         """
         terms = Terms(n=n, best_of=best_of, priority=priority, cache_salt=cache_salt, timeout=timeout)

@@ -18,7 +18,7 @@ from jaxserve.generation.completion import Assembler, Completion, Delta
 from jaxserve.generation.parsing import parse_request
 from jaxserve.generation.samples import MAX_SAMPLES, PromptScores, best, for_engine, samples_of
 from jaxserve.models.schema import ModelConfig
-from jaxserve.request import Alternatives, FinishReason, InvalidRequest, Request, TokenEvent
+from jaxserve.request import Alternatives, FinishReason, InvalidRequest, QueueFull, Request, TokenEvent
 from jaxserve.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
@@ -92,9 +92,9 @@ def generate(
     try:
         while unsent or alive:
             while unsent and len(alive) < most_alive:
-                request = unsent.pop()
-                alive.add(request.request_id)
-                engine.submit(for_engine(request), events.put)
+                if not _submitted(engine, for_engine(unsent[-1]), events.put, ours=len(alive)):
+                    break
+                alive.add(unsent.pop().request_id)
             for event in (each for told in _wait(events, ends) for each in scores.spread(told)):
                 assembler = assemblers[event.request_id]
                 assembler.push(event)
@@ -126,13 +126,16 @@ def search(
         while not made.is_finished:
             steps = made.requests(_new_name)
             answers = {step.request_id: None for step in steps}
-            for step in steps:
-                engine.submit(step, events.put)
-            while None in answers.values():
+            unsent, alive = list(reversed(steps)), 0
+            while unsent or alive:
+                while unsent and _submitted(engine, unsent[-1], events.put, ours=alive):
+                    unsent.pop()
+                    alive += 1
                 for event in _wait(events, ends):
                     if event.finish_reason in (FinishReason.ERROR, FinishReason.ABORTED):
                         raise RuntimeError(event.error or "the request was ended")
                     answers[event.request_id] = event.top_logprobs[0]
+                    alive -= 1
             made.take([answer for answer in answers.values() if answer is not None])
     finally:
         for name, answer in answers.items():
@@ -166,6 +169,21 @@ async def stream(
                 yield assembler.push(event)
     finally:
         engine.abort(request.request_id)
+
+
+def _submitted(engine: TakesRequests, request: Request, sink: Sink, *, ours: int) -> bool:
+    """Hands a request in; False where the queue is full of what may be the call's own, whose ends make room.
+
+    Args:
+      ours: requests of the call that are alive.
+    """
+    try:
+        engine.submit(request, sink)
+    except QueueFull:
+        if not ours:
+            raise
+        return False
+    return True
 
 
 def _new_name() -> str:
