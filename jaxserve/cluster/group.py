@@ -346,7 +346,10 @@ class Group:
 
     def _follow(self, requests: Iterator[pb.FromWorker], context: grpc.ServicerContext) -> Iterator[bytes]:
         """One worker's stream."""
-        hello = next(requests).hello
+        first = next(requests, None)
+        if first is None or first.WhichOneof("message") != "hello":
+            return  # a worker that has ended at once, or somebody else: neither is a host that cannot be let in
+        hello = first.hello
         refusal = self._admit(hello)
         if refusal is not None:
             refusal = f"host {hello.host}: {refusal}"

@@ -9,13 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from jaxserve.cluster import control_pb2 as pb
 from jaxserve.cluster import watchdog
 from jaxserve.cluster.config import ClusterConfig, Secrets, check, facts
 from jaxserve.cluster.failure import ExitCode
-from jaxserve.cluster.group import STARTING_SILENCE, Group
+from jaxserve.cluster.group import METHOD, SERVICE, STARTING_SILENCE, Group
 from jaxserve.cluster.worker import Membership
 from jaxserve.config import EngineConfig
 from tests.jaxserve.cluster.processes import WAIT_SECONDS, free_ports, make_certificates
@@ -86,6 +87,25 @@ def test_what_a_worker_says_must_be_understood() -> None:
     group.place({0: (0,), 1: (1,)})
     membership._out.put(pb.FromWorker(completed=pb.Completed(sequence=3)))  # of an iteration that was never sent
     assert "what it said is not understood" in str(told.get(timeout=WAIT_SECONDS))
+
+
+def test_who_says_no_hello_is_no_host(caplog) -> None:
+    place_0 = place(0, free_ports())
+    group = Group(place_0, FACTS, tell=lambda _: None, end=Ends())
+    group.listen()
+    with grpc.insecure_channel(place_0.control) as channel:
+        follow = channel.stream_stream(
+            f"/{SERVICE}/{METHOD}",
+            request_serializer=pb.FromWorker.SerializeToString,
+            response_deserializer=pb.FromMaster.FromString,
+        )
+        for said in ([], [pb.FromWorker(heartbeat=pb.Heartbeat())]):
+            assert list(follow(iter(said))) == []
+    membership = Membership(place(1, place_0.coordinator), FACTS, tell=lambda _: None, end=Ends())
+    aside(membership.join)
+    group.join()
+    group.stop()
+    assert not caplog.records
 
 
 def test_who_watches_a_worker_knows_at_once_how_long_it_may_be_silent(monkeypatch) -> None:
