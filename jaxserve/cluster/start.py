@@ -165,7 +165,8 @@ def follow(
         membership.reached("ready")
         membership.agree("ready", 1)
     except Exception as problem:
-        _log.exception("this host cannot start")
+        if not startup.can_be_mended(problem):  # what can is said in a line
+            _log.exception("this host cannot start")
         membership.fail(f"{type(problem).__name__}: {problem}")
         raise
     answers = cluster.host == min(host for host, each in places.items() if last in each)

@@ -7,13 +7,14 @@ import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import grpc
 import pytest
 
 from jaxserve.cluster import control_pb2 as pb
-from jaxserve.cluster import watchdog
+from jaxserve.cluster import start, watchdog
 from jaxserve.cluster.config import ClusterConfig, Secrets, check, facts
 from jaxserve.cluster.failure import ExitCode
 from jaxserve.cluster.group import METHOD, SERVICE, STARTING_SILENCE, Group
@@ -203,6 +204,26 @@ def test_what_hosts_compare(tmp_path) -> None:
     assert found()["the bucket table"] == "4, 12"
     assert found()["the model's fingerprint"] == "abc"
     assert {"the version of jax", "the version of jaxserve", "max_rows", "links"} <= found().keys()
+
+
+@pytest.mark.parametrize(("problem", "traced"), [(ValueError("no room"), False), (KeyError("a defect"), True)])
+def test_a_worker_shows_where_a_defect_is_and_nothing_else(monkeypatch, caplog, problem, traced) -> None:
+    said: list[str] = []
+    membership = SimpleNamespace(join=lambda: None, fail=said.append)
+    monkeypatch.setattr(start, "Membership", lambda *_, **__: membership)
+    monkeypatch.setattr(start, "_facts", lambda *_: [])
+    monkeypatch.setattr(start, "_prepare", raising(problem))
+    with pytest.raises(type(problem)):
+        start.follow("a model", EngineConfig(tensor=2), place(1, "10.0.0.1:9000"), tell=lambda _: None)
+    assert said == [f"{type(problem).__name__}: {problem}"]
+    assert any(record.exc_info for record in caplog.records) == traced
+
+
+def raising(problem: BaseException) -> Callable[..., Any]:
+    def call(*_: object) -> NoReturn:
+        raise problem
+
+    return call
 
 
 def test_slurm_is_found(monkeypatch) -> None:
