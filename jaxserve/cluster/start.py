@@ -132,7 +132,7 @@ def lead(
         if isinstance(problem, Exception) and not startup.can_be_mended(problem):  # as on any other host
             _log.exception("this host cannot start")
             group.cannot_start(problem)
-        group.stop(f"host 0: {problem}")
+        group.stop(f"host 0: {str(problem) or type(problem).__name__}")  # of an interrupt there are no words
         raise
     return Led(started, tokenizer, recorder)
 

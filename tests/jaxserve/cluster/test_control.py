@@ -219,6 +219,18 @@ def test_a_worker_shows_where_a_defect_is_and_nothing_else(monkeypatch, caplog, 
     assert any(record.exc_info for record in caplog.records) == traced
 
 
+def test_workers_are_told_that_host_0_was_interrupted(monkeypatch) -> None:
+    said: list[str] = []
+    group = SimpleNamespace(
+        listen=lambda: None, reached=lambda _: None, join=raising(KeyboardInterrupt()), stop=said.append
+    )
+    monkeypatch.setattr(start, "Group", lambda *_, **__: group)
+    monkeypatch.setattr(start, "_facts", lambda *_: [])
+    with pytest.raises(KeyboardInterrupt):
+        start.lead("a model", EngineConfig(tensor=2), place(0, "10.0.0.1:9000"), tell=lambda _: None)
+    assert said == ["host 0: KeyboardInterrupt"]
+
+
 def raising(problem: BaseException) -> Callable[..., Any]:
     def call(*_: object) -> NoReturn:
         raise problem
