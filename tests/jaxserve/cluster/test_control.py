@@ -10,14 +10,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
-import grpc
 import pytest
 
+from jaxserve.cluster import channel, start, watchdog
 from jaxserve.cluster import control_pb2 as pb
-from jaxserve.cluster import start, watchdog
 from jaxserve.cluster.config import ClusterConfig, Secrets, check, facts
 from jaxserve.cluster.failure import ExitCode
-from jaxserve.cluster.group import METHOD, SERVICE, STARTING_SILENCE, Group
+from jaxserve.cluster.group import STARTING_SILENCE, Group
 from jaxserve.cluster.worker import Membership
 from jaxserve.config import EngineConfig
 from tests.jaxserve.cluster.processes import WAIT_SECONDS, free_ports, make_certificates
@@ -94,14 +93,9 @@ def test_who_says_no_hello_is_no_host(caplog) -> None:
     place_0 = place(0, free_ports())
     group = Group(place_0, FACTS, tell=lambda _: None, end=Ends())
     group.listen()
-    with grpc.insecure_channel(place_0.control) as channel:
-        follow = channel.stream_stream(
-            f"/{SERVICE}/{METHOD}",
-            request_serializer=pb.FromWorker.SerializeToString,
-            response_deserializer=pb.FromMaster.FromString,
-        )
-        for said in ([], [pb.FromWorker(heartbeat=pb.Heartbeat())]):
-            assert list(follow(iter(said))) == []
+    open_stream = channel.connect(place(1, place_0.coordinator))
+    for said in ([], [pb.FromWorker(heartbeat=pb.Heartbeat())]):
+        assert list(open_stream(iter(said))) == []
     membership = Membership(place(1, place_0.coordinator), FACTS, tell=lambda _: None, end=Ends())
     aside(membership.join)
     group.join()
