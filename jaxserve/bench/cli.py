@@ -38,7 +38,8 @@ def run(args: argparse.Namespace) -> int:
     if (warning := machine.busy()) is not None:
         print(f"jaxserve: note: {warning}", file=sys.stderr)
     try:
-        _check_out(args.out)
+        if args.out is not None:
+            _check_out(args.out)
         return args.benchmark(args)
     except ValueError as problem:
         print(f"jaxserve: error: {problem}", file=sys.stderr)

@@ -109,6 +109,13 @@ def test_mistakes_are_told_in_words(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("flag", ["--quick", "--out=somewhere"])
+def test_the_guard_takes_no_flag_that_it_does_not_read(flag, capsys):
+    with pytest.raises(SystemExit):
+        run_alone("guard", flag)
+    assert f"unrecognized arguments: {flag}" in capsys.readouterr().err
+
+
 def test_serve_starts_a_server_and_loads_it(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     trace = tmp_path / "trace.jsonl"
