@@ -1,6 +1,7 @@
 """The commands as a person meets them: help, mistakes, files, signals."""
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -12,14 +13,14 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 import httpx2 as httpx
 import pytest
 
 from jaxserve.tokenizer import Tokenizer
-from server import cli, generate, start
+from server import cli, client, generate, start
 from server.proto.jaxserve.v1.inference_pb2 import GenerateRequest, GetLoadRequest
 from server.proto.jaxserve.v1.inference_pb2_grpc import InferenceStub
 from tests.server.fake_engine import WAIT_SECONDS, FakeEngine
@@ -337,6 +338,18 @@ def test_a_line_is_written_whole_though_interrupted() -> None:
     thread.join(WAIT_SECONDS)
     os.close(reader)
     assert bytes(got) == b"x" * 10**6 + b"\n"
+
+
+# client
+
+
+def test_a_client_whose_reader_has_gone_says_nothing_of_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(*_: object, **__: object) -> NoReturn:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")  # as `print` does
+
+    monkeypatch.setattr(client, "stream", answer)
+    with pytest.raises(BrokenPipeError):  # which `main` makes 141 of
+        client.run(cli.parser(with_bench=False).parse_args(["client", "a"]))
 
 
 # serve, in a process of its own
