@@ -11,6 +11,7 @@ than its owner may write to.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import logging
@@ -107,7 +108,8 @@ def _keep(path: Path, program: jax.stages.Compiled) -> None:
         partial.rename(path)
     except Exception as problem:  # a full disk, or a platform whose programs cannot be kept: neither stops a start
         _log.warning("a compiled program is not kept: %s", problem)
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # of a folder that cannot be written to at all
+            partial.unlink(missing_ok=True)
 
 
 def surroundings(device: Any) -> str:
