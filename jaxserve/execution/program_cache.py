@@ -21,6 +21,7 @@ import platform
 import re
 import stat
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -82,6 +83,17 @@ class ProgramCache:
         if compilations.loaded_by_jax() == before:
             _keep(path, program)
         return program
+
+    def check_kept(self) -> None:
+        """Raises ValueError where no program would be kept: for whoever wants nothing else."""
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with tempfile.TemporaryFile(dir=self._folder):
+                pass
+        except OSError as problem:
+            raise ValueError(f"the compilation cache {self._folder} cannot be written to: {problem.strerror}") from None
+        if not self._is_private():
+            raise ValueError(f"the compilation cache {self._folder} may be written to by others: nothing is kept there")
 
     def _is_private(self) -> bool:
         """Whether nobody but the one who runs this could have put a program into the folder."""
