@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -65,6 +66,18 @@ def check_output(flag: str, file: Path | None, *, kinds: tuple[str, ...] = ()) -
             file.unlink()
     except OSError as problem:
         raise UserError(f"cannot write {flag} {file}: {problem.strerror}") from None
+
+
+def check_folder(flag: str, folder: Path | None) -> None:
+    """Raises UserError for a folder that nothing can be written to; likewise."""
+    if folder is None:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as problem:
+        raise UserError(f"cannot write to {flag} {folder}: {problem.strerror}") from None
 
 
 @contextlib.contextmanager

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from server import auth, flags, hosts, settings, tls
 from server.remote.supervisor import Restarts
-from server.report import UserError, address, console
-from server.start import add_model_flags, load_engine, mending, model_directory, profiling
+from server.report import UserError, address, check_folder, console
+from server.start import add_model_flags, add_profile_flag, load_engine, mending, model_directory, profiling
 
 HELP = """\
 Serves a model over gRPC (service jaxserve.v1.Inference, with health checks and reflection) and over HTTP, as clients
@@ -93,6 +93,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     tls.add_flags(parser)
     hosts.add_flags(parser)
+    add_profile_flag(parser)
     add_model_flags(parser)
 
 
@@ -123,6 +124,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("--supervise needs an engine in a process of its own; leave --front thread out")
     if args.log_prompts and args.request_log is None:
         raise UserError("--log-prompts needs --request-log")
+    check_folder("--profile", args.profile)
     path = model_directory(args).resolve()
     cluster = hosts.from_flags(args)
     if cluster is not None and cluster.host:

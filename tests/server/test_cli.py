@@ -123,6 +123,8 @@ def test_deterministic_takes_the_slot_policy_it_needs(command: list[str]) -> Non
         ("size --trace t --model gpt3-13b --topology h100:1 --plot x", "--plot x must end in .png, .svg or .pdf"),
         ("simulate --paper orca --plot /proc/no/x.svg", "cannot write --plot /proc/no/x.svg"),
         ("plan --model gpt3-13b --topology h100:1 --html /proc/no/x", "cannot write --html /proc/no/x"),
+        ("serve --profile /proc/no", "cannot write to --profile /proc/no: No such file or directory"),
+        ("generate --prompt a --profile /proc/no", "cannot write to --profile /proc/no: No such file or directory"),
         ("generate --input /no/such/file", "cannot open /no/such/file: No such file or directory"),
         ("generate --prompt a --output /no/such/file", "cannot open /no/such/file: No such file or directory"),
     ],
@@ -137,7 +139,15 @@ def test_a_mistake_is_one_line_and_exit_code_2(command: str, told: str, capfd: p
 
 
 @pytest.mark.parametrize(
-    "command", ["", "serve --buckets x", "generate", "generate --prompt a --input b", "generate --prompt a --top-p x"]
+    "command",
+    [
+        "",
+        "serve --buckets x",
+        "generate",
+        "generate --prompt a --input b",
+        "generate --prompt a --top-p x",
+        "compile --profile nobody-reads-it",
+    ],
 )
 def test_argparse_refuses_what_it_can_see(command: str) -> None:
     with pytest.raises(SystemExit) as ended:
