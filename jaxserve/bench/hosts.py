@@ -114,7 +114,10 @@ def _turn(model: Path, rows: int, iterations: int, folder: str, hosts: int) -> f
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": _ONE_THREAD}
     command = [sys.executable, "-m", "jaxserve.bench.hosts"]
     processes = [
-        subprocess.Popen([*command, json.dumps(told)], stdout=subprocess.PIPE, text=True, env=environment)
+        # Sessions of their own: Ctrl-C is ours, who end them, and not theirs to show where they were.
+        subprocess.Popen(
+            [*command, json.dumps(told)], stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True
+        )
         for told in tolds
     ]
     try:

@@ -9,7 +9,7 @@ from itertools import pairwise
 import jax
 import pytest
 
-from jaxserve.bench import cli, control, host, jobs, offline, serve, shapes, stages, step
+from jaxserve.bench import cli, control, host, hosts, jobs, offline, serve, shapes, stages, step
 from jaxserve.bench.progress import Bars
 from jaxserve.bench.step import Case
 from jaxserve.config import EngineConfig
@@ -170,6 +170,30 @@ def test_an_interrupt_ends_the_second_host(monkeypatch):
     with pytest.raises(KeyboardInterrupt), control._two_hosts(4, None):
         raise KeyboardInterrupt
     assert [process.returncode is None for process in started] == [False]
+
+
+def test_an_interrupt_is_of_the_benchmark_and_not_of_its_hosts(monkeypatch, tmp_path):
+    ended = []
+
+    class Process:
+        returncode = None
+
+        def __init__(self, command, *, start_new_session=False, **_):
+            self.hears_the_terminal = not start_new_session
+
+        def communicate(self):
+            raise KeyboardInterrupt
+
+        def kill(self):
+            ended.append(self)
+
+        def wait(self):
+            pass
+
+    monkeypatch.setattr(hosts.subprocess, "Popen", Process)
+    with pytest.raises(KeyboardInterrupt):
+        hosts._turn(tmp_path, 4, 40, str(tmp_path), 2)
+    assert [process.hears_the_terminal for process in ended] == [False, False]
 
 
 @pytest.mark.exhaustive
