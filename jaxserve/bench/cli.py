@@ -40,6 +40,9 @@ def run(args: argparse.Namespace) -> int:
     try:
         if args.out is not None:
             _check_out(args.out)
+        timeline: Path | None = getattr(args, "timeline", None)
+        if timeline is not None and (timeline.is_dir() or not timeline.parent.is_dir()):
+            raise ValueError(f"--timeline {timeline} is no file in a folder that is there")
         return args.benchmark(args)
     except ValueError as problem:
         print(f"jaxserve: error: {problem}", file=sys.stderr)

@@ -97,6 +97,7 @@ def test_results_that_nobody_could_write_are_not_measured(tmp_path, capsys, nest
         (("offline", "--shape", "bloom"), "'bloom' is no known shape; there are bloom-560m"),
         (("offline", "--shape", "tiny", "--prompt", "9:3"), "no length range"),
         (("step", "--shape", "tiny", "--dtypes", "int8"), "'int8' is no dtype to measure"),
+        (("offline", "--timeline", "/no/such/trace.json"), "--timeline /no/such/trace.json is no file in a folder"),
         (("control", "--rows", "4,0"), "--rows has 0; a batch has at least 1"),
         (("hosts", "--iterations", "20"), "--iterations is 20; 30 are timed together, so it must be more"),
         (("hosts", "--model", "/no/such"), "/no/such"),
