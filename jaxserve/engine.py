@@ -204,10 +204,12 @@ class Engine:
         requests that come meanwhile are refused (QueueFull).
 
         Raises:
-          ValueError: the tree or a shape differs.
+          ValueError: the tree or a shape differs, or several hosts share the model.
           RuntimeError: requests are alive; their answers would belong to neither set of weights.
         """
         pipeline = self._replicas[0].pipeline
+        if pipeline.spans_hosts:
+            raise ValueError("weights are not replaced where several hosts share a model; start the hosts with others")
         expected = pipeline.model.unpadded.shapes(pipeline.shape.attention.dtype)
         startup.check_tree(expected, params, int8=self.config.quantize == "int8")
         with self._door:
@@ -237,7 +239,13 @@ class Engine:
             replica.recorders.append(recorder)
 
     def timeline(self) -> Timeline:
-        """What each stage does, watched in a `with` block, and a trace of it afterwards."""
+        """What each stage does, watched in a `with` block, and a trace of it afterwards.
+
+        Raises:
+          ValueError: several hosts share the model.
+        """
+        if self._replicas[0].pipeline.spans_hosts:
+            raise ValueError("a timeline is of the stages of one host; here several share a model")
         return Timeline([replica.pipeline for replica in self._replicas])
 
     def generate(
@@ -262,6 +270,7 @@ class Engine:
 
         Raises:
           InvalidRequest: before anything is generated, naming the field.
+          QueueFull: as much as may waits already, of others.
           TimeoutError: it took too long; every request is ended.
         """
         terms = Terms(n=n, best_of=best_of, priority=priority, cache_salt=cache_salt, timeout=timeout)

@@ -77,15 +77,18 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _security(args: argparse.Namespace) -> dict[str, Any]:
-    """Credentials and key as `stream` takes them. Raises OSError for a file that cannot be read."""
+    """Credentials and key as `stream` takes them. Raises ValueError for flags that do not go together, and for a file
+    that cannot be read."""
     if args.tls_ca is None and (args.tls_cert or args.tls_key):
         raise ValueError("--tls-cert and --tls-key need --tls-ca")
-    ca, key, certificate = (
-        path.read_bytes() if path is not None else None for path in (args.tls_ca, args.tls_key, args.tls_cert)
-    )
+    paths = (args.tls_ca, args.tls_key, args.tls_cert, args.api_key_file)
+    try:
+        ca, key, certificate, api_key = (path.read_bytes() if path is not None else None for path in paths)
+    except OSError as problem:
+        raise ValueError(f"cannot read {problem.filename}: {problem.strerror}") from None
     return {
         "credentials": grpc.ssl_channel_credentials(ca, key, certificate) if ca is not None else None,
-        "api_key": args.api_key_file.read_text().strip() if args.api_key_file is not None else None,
+        "api_key": api_key.decode().strip() if api_key is not None else None,
     }
 
 
@@ -115,8 +118,6 @@ def run(args: argparse.Namespace) -> int:
             print(response.text, end="", flush=True)
     except (TypeError, ValueError) as problem:  # a number that does not fit its field
         raise UserError(str(problem)) from None
-    except OSError as problem:
-        raise UserError(f"cannot read {problem.filename}: {problem.strerror}") from None
     except grpc.RpcError as problem:
         status: Any = problem  # every RpcError of a call is a grpc.Call as well
         raise UserError(f"{args.server} answered {status.code().name}: {status.details()}") from None

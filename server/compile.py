@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from server.report import UserError, say
@@ -38,6 +39,10 @@ def run(args: argparse.Namespace) -> int:
             from sharding.devices import parse
 
             check_here(parse(args.topology))
+    with mending():
+        from jaxserve.execution.program_cache import ProgramCache
+
+        ProgramCache(Path(args.compilation_cache)).check_kept()
     report = load_engine(args).report
     compiled = report.programs - report.programs_loaded
     say(f"{compiled} programs compiled, {report.programs_loaded} were there, in {args.compilation_cache}")

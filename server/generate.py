@@ -18,8 +18,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from server import several
 from server.flags import add_sampling_flags, sampling_fields
-from server.report import UserError, console, say, say_outcome
-from server.start import add_model_flags, load_engine, model_directory, profiling
+from server.report import UserError, check_folder, console, say, say_outcome
+from server.start import add_model_flags, add_profile_flag, load_engine, model_directory, profiling
 
 if TYPE_CHECKING:
     from jaxserve.engine import Engine
@@ -54,6 +54,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     source.add_argument("--prompt", metavar="TEXT", help="complete this text, printing it as it comes")
     source.add_argument("--input", metavar="FILE", help="complete every line of this file; - is standard input")
     parser.add_argument("--output", metavar="FILE", help="where output lines go (default: standard output)")
+    add_profile_flag(parser)
     add_model_flags(parser)
     add_sampling_flags(parser)
     several.add_flags(parser)
@@ -62,6 +63,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Returns 0, or 1 if some line could not be served."""
     model_directory(args)  # a missing one is told before anything is opened
+    check_folder("--profile", args.profile)
     wanted = several.fields(args)
     if wanted and (args.input is not None or args.output is not None):
         raise UserError(f"--{next(iter(wanted)).replace('_', '-')} is for --prompt, without --output")

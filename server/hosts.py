@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 OWN_SECONDS = 2.0  # in which the hosts say themselves what is wrong with one, before the process in front of it acts
 FAILING_SECONDS = 10.0  # that the watchdog has to end a process whose hosts have failed, when all has been told
 # Whoever ends the group has host 0 do so: a worker that left first would look like one that failed.
-WAITING = "waiting for host 0 to end the hosts"
+WAITING = "waiting for host 0 to end the hosts (again to end at once)"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -159,8 +159,9 @@ def follow(
     with mending():
         from jaxserve.cluster import start
 
+        leave = _leaving(lambda: None)
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: say(WAITING))
+            signal.signal(number, lambda number, _: leave(number))
         start.follow(path, config, cluster, tell=say, alive=lambda seconds: alive(seconds + OWN_SECONDS))
     say("stopped")
     return 0
@@ -182,12 +183,9 @@ async def follow_behind(path: Path, config: EngineConfig, cluster: ClusterConfig
     supervisor = Supervisor(RemoteEngine(config, None), job, restarts=restarts)
     loop = asyncio.get_running_loop()
 
-    def leave() -> None:
-        say(WAITING)
-        supervisor.let_end()
-
+    leave = _leaving(supervisor.let_end)
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, leave)
+        loop.add_signal_handler(number, leave, number)
     try:
         await supervisor.run()
     except EngineGone as problem:
@@ -197,12 +195,27 @@ async def follow_behind(path: Path, config: EngineConfig, cluster: ClusterConfig
     return exit_codes.ENDED
 
 
+def _leaving(let_end: Callable[[], None]) -> Callable[[int], None]:
+    """What a worker does at a signal: it waits for host 0, which may never come, so that a second one ends it."""
+    asked = False
+
+    def leave(number: int) -> None:
+        nonlocal asked
+        if asked:
+            os._exit(128 + number)
+        asked = True
+        say(WAITING)
+        let_end()
+
+    return leave
+
+
 def _hosts(text: str) -> int | str:
     if text == "auto":
         return text
-    if (count := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{count} is no number of hosts")
-    return count
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither auto nor a number of hosts")
+    return int(text)
 
 
 def _secrets(args: argparse.Namespace) -> Secrets | None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxserve.generation.completion import Assembler, parse_request
-from jaxserve.request import FinishReason, InvalidRequest, QueueFull, Request, TokenEvent
+from jaxserve.request import EngineStopped, FinishReason, InvalidRequest, QueueFull, Request, TokenEvent
 
 if TYPE_CHECKING:
     from jaxserve.engine import Engine
@@ -144,6 +144,8 @@ class LineServer:
                 return  # the engine is busy with lines before this one; their events bring us back here
             except InvalidRequest as problem:
                 self._refuse(line, str(problem))
+            except EngineStopped as problem:  # nothing of what was handed in has told so yet
+                raise EngineFailed(str(problem)) from problem
             else:
                 line.assembler = Assembler(line.request, self._engine.tokenizer, self._eos)
                 self._alive[line.request.request_id] = line

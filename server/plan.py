@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from server import flags
-from server.report import UserError, say, starting
+from server.report import PICTURES, UserError, check_output, say, starting
 from server.start import mending
 
 if TYPE_CHECKING:
@@ -60,6 +60,8 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("--plot draws what --search finds; give both")
     if args.context < 1:
         raise UserError(f"--context is {args.context}; it must be at least 1")
+    check_output("--plot", args.plot, kinds=PICTURES)
+    check_output("--html", args.html)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing runs: a device that is there may be busy
     out = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
     with mending():

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
     from jaxserve.startup_report import StartupReport
 
 Report = Callable[[str, int, int], None]  # (what is being done, done, total)
+
+PICTURES = (".png", ".svg", ".pdf")  # what --plot may draw
 
 
 class UserError(Exception):
@@ -41,6 +45,39 @@ def say_outcome(finish_reason: str, prompt_tokens: int, completion_tokens: int, 
     """How a single completion ended."""
     drawn = "" if seed is None else f", seed {seed}"
     say(f"{finish_reason} after {completion_tokens} tokens (prompt {prompt_tokens}{drawn})")
+
+
+def check_output(flag: str, file: Path | None, *, kinds: tuple[str, ...] = ()) -> None:
+    """Raises UserError where a file cannot be written: before the work for it, and not after.
+
+    Args:
+      kinds: one of which its name must end in; none takes any.
+    """
+    if file is None:
+        return
+    if kinds and file.suffix.lower() not in kinds:
+        raise UserError(f"{flag} {file} must end in {', '.join(kinds[:-1])} or {kinds[-1]}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        was_there = file.exists()
+        with open(file, "ab"):
+            pass
+        if not was_there:
+            file.unlink()
+    except OSError as problem:
+        raise UserError(f"cannot write {flag} {file}: {problem.strerror}") from None
+
+
+def check_folder(flag: str, folder: Path | None) -> None:
+    """Raises UserError for a folder that nothing can be written to; likewise."""
+    if folder is None:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as problem:
+        raise UserError(f"cannot write to {flag} {folder}: {problem.strerror}") from None
 
 
 @contextlib.contextmanager

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from server import auth, flags, hosts, settings, tls
 from server.remote.supervisor import Restarts
-from server.report import UserError, address, console
-from server.start import add_model_flags, load_engine, mending, model_directory, profiling
+from server.report import UserError, address, check_folder, console
+from server.start import add_model_flags, add_profile_flag, load_engine, mending, model_directory, profiling
 
 HELP = """\
 Serves a model over gRPC (service jaxserve.v1.Inference, with health checks and reflection) and over HTTP, as clients
@@ -93,11 +93,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     tls.add_flags(parser)
     hosts.add_flags(parser)
+    add_profile_flag(parser)
     add_model_flags(parser)
 
 
 def _port_or_off(text: str) -> int | None:
-    return None if text == "off" else int(text)
+    if text == "off":
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither off nor a port") from None
 
 
 def run(args: argparse.Namespace) -> int:
@@ -118,6 +124,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("--supervise needs an engine in a process of its own; leave --front thread out")
     if args.log_prompts and args.request_log is None:
         raise UserError("--log-prompts needs --request-log")
+    check_folder("--profile", args.profile)
     path = model_directory(args).resolve()
     cluster = hosts.from_flags(args)
     if cluster is not None and cluster.host:
@@ -154,8 +161,9 @@ def _check_free(host: str, port: int) -> None:
         with socket.socket(family, kind, protocol) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(where)
-    except OSError as problem:
-        raise UserError(f"cannot listen on {address(host, port)}: {problem.strerror or problem}") from None
+    except (OSError, UnicodeError) as problem:  # the latter of a name that cannot be one
+        why = getattr(problem, "strerror", None) or problem
+        raise UserError(f"cannot listen on {address(host, port)}: {why}") from None
 
 
 def _greet(host: str, name: str, port: int, http_port: int | None) -> None:

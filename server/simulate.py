@@ -14,7 +14,7 @@ from rich.console import Console
 
 from server import flags
 from server.plan import make_whatif
-from server.report import UserError, say, starting
+from server.report import PICTURES, UserError, check_output, say, starting
 from server.start import mending
 
 if TYPE_CHECKING:
@@ -97,6 +97,7 @@ def run(args: argparse.Namespace) -> int:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
+    check_output("--plot", args.plot, kinds=PICTURES)
     out = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
     with mending():
         answer = _paper(args, out) if args.paper else _trace(args, out)

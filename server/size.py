@@ -12,7 +12,7 @@ from rich.console import Console
 
 from server import flags
 from server.plan import make_whatif
-from server.report import UserError, say, starting
+from server.report import PICTURES, UserError, check_output, say, starting
 from server.simulate import add_trace_flags, make_objective, read_trace, share
 from server.start import mending
 
@@ -70,6 +70,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--price is {args.price:g}; it must be above 0")
     if args.requests is not None and args.requests < 1:
         raise UserError(f"--requests is {args.requests}; it must be at least 1")
+    check_output("--plot", args.plot, kinds=PICTURES)
     buckets = int(args.compile_time / args.compile_each)
     if buckets < 1:
         raise UserError(f"--compile-time {args.compile_time:g}s is less than one bucket takes ({args.compile_each:g}s)")

@@ -27,8 +27,12 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", type=Path, metavar="DIR", help="checkpoint directory (default: the built-in demo model)"
     )
-    parser.add_argument("--profile", type=Path, metavar="DIR", help="write a jax profiler capture of the run here")
     flags.add_engine_flags(parser)
+
+
+def add_profile_flag(parser: argparse.ArgumentParser) -> None:
+    """Where `profiling` writes to."""
+    parser.add_argument("--profile", type=Path, metavar="DIR", help="write a jax profiler capture of the run here")
 
 
 def model_directory(args: argparse.Namespace) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import http.client
 import itertools
 import json
 import time
@@ -28,6 +29,7 @@ Shows what a running server does, ten times a second: each iteration a column, e
 _SECONDS = 0.1  # between two looks
 _PATIENCE = 5.0  # seconds for an answer
 _PROMPT, _DECODE, _QUEUE, _PADDING = "blue", "green", "dark_orange", "grey50"
+_EXPECTED = {"next", "healthy", "iterations", "load", "latencies", "tokens_per_second"}  # of any answer
 _BARS = " ▁▂▃▄▅▆▇█"
 
 
@@ -47,6 +49,10 @@ class Board:
     def take(self, news: dict[str, Any]) -> None:
         """Takes in one answer of `/live` (see `server.live.Live.since`)."""
         self._news = news
+        if "about" in news:  # at first, and when the server has been started again: maybe as another
+            self._about = news["about"]
+            self._columns.clear()
+            self._names.clear()
         for iteration in news["iterations"]:
             for row, name in iteration[6]:
                 self._names[iteration[0], row] = name
@@ -165,15 +171,20 @@ def _ask(args: argparse.Namespace, since: int) -> dict[str, Any]:
     address = args.server.rstrip("/")
     if not address.startswith(("http://", "https://")):
         raise UserError(f"--server {args.server} is no HTTP address such as http://127.0.0.1:8000")
-    request = urllib.request.Request(f"{address}/live?since={since}")
-    if args.api_key:
-        request.add_header("Authorization", f"Bearer {args.api_key}")
     try:
+        request = urllib.request.Request(f"{address}/live?since={since}")
+        if args.api_key:
+            request.add_header("Authorization", f"Bearer {args.api_key}")
         with urllib.request.urlopen(request, timeout=_PATIENCE) as answer:
-            return json.load(answer)
+            news = json.load(answer)
     except urllib.error.HTTPError as problem:
         with problem:
             hint = "; give --api-key" if problem.code == 401 else ""
         raise UserError(f"{address} answered {problem.code} {problem.reason}{hint}") from None
-    except (OSError, ValueError) as problem:
+    except (OSError, ValueError, http.client.InvalidURL) as problem:
         raise UserError(f"{address} does not answer: {getattr(problem, 'reason', problem)}") from None
+    except http.client.HTTPException as problem:  # gRPC's port, for one
+        raise UserError(f"{address} does not answer as HTTP has it ({type(problem).__name__})") from None
+    if not isinstance(news, dict) or _EXPECTED - news.keys() or not (since or "about" in news):
+        raise UserError(f"{address} is no server of jaxserve's: what it answers at /live is something else")
+    return news

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 
 from jaxserve.bench import engine_commands, proof_commands, server_commands
 from jaxserve.bench.flags import Benchmarks
@@ -36,7 +38,22 @@ def run(args: argparse.Namespace) -> int:
     if (warning := machine.busy()) is not None:
         print(f"jaxserve: note: {warning}", file=sys.stderr)
     try:
+        if args.out is not None:
+            _check_out(args.out)
+        timeline: Path | None = getattr(args, "timeline", None)
+        if timeline is not None and (timeline.is_dir() or not timeline.parent.is_dir()):
+            raise ValueError(f"--timeline {timeline} is no file in a folder that is there")
         return args.benchmark(args)
     except ValueError as problem:
         print(f"jaxserve: error: {problem}", file=sys.stderr)
         return 2
+
+
+def _check_out(folder: Path) -> None:
+    """Raises ValueError for a folder that nothing can be written to: before what is measured for it, and not after."""
+    try:
+        there = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as problem:
+        raise ValueError(f"--out {folder} cannot be written to: {problem.strerror}") from None

@@ -195,10 +195,11 @@ def _two_hosts(rows: int, link: _Link | None) -> Iterator[Pipeline]:
         probe.bind(("127.0.0.1", 0))
         coordinator = f"127.0.0.1:{probe.getsockname()[1]}"
     command = [sys.executable, "-m", "jaxserve.bench.control", coordinator, str(rows), *map(str, link or ())]
-    worker = subprocess.Popen(command, pass_fds=link or ())
+    group = Group(_place(0, coordinator), [], tell=lambda _: None)
+    # A session of its own: Ctrl-C is ours, and the worker ends with us.
+    worker = subprocess.Popen(command, pass_fds=link or (), start_new_session=True)
     try:
         with tempfile.TemporaryDirectory() as folder:
-            group = Group(_place(0, coordinator), [], tell=lambda _: None)
             group.listen()
             group.join()
             group.place({0: (0,), 1: (1,)})
@@ -208,8 +209,11 @@ def _two_hosts(rows: int, link: _Link | None) -> Iterator[Pipeline]:
             pipeline.serve(60.0, recorder)
             yield pipeline
             pipeline.close()
+            worker.wait(30)
     finally:
-        worker.wait(30)
+        group.stop()  # before its watchdog misses the worker, and ends this process
+        worker.kill()
+        worker.wait()
 
 
 class _Compared(NamedTuple):
@@ -311,6 +315,8 @@ def _admission(row: int) -> Admission:
 
 def run(rows: list[int], iterations: int, out: Path, console: Console) -> int:
     """`jaxserve bench control`: prints what hosts add, against the targets, and writes JSON."""
+    if min(rows) < 1:
+        raise ValueError(f"--rows has {min(rows)}; a batch has at least 1")
     results = [measure(count, iterations) for count in rows]
     title = "what a second host adds to an iteration (loopback, medians of turns; milliseconds)"
     caption = (

@@ -26,13 +26,20 @@ class Benchmarks:
     add_engine_flags: Callable[[argparse.ArgumentParser], None]
 
     def add(
-        self, name: str, summary: str, text: str, benchmark: Callable[[argparse.Namespace], int]
+        self,
+        name: str,
+        summary: str,
+        text: str,
+        benchmark: Callable[[argparse.Namespace], int],
+        *,
+        has_results: bool = True,
     ) -> argparse.ArgumentParser:
-        """A benchmark, with the flags that all of them have.
+        """A benchmark, with the flags that those with results have.
 
         Args:
           summary / text: its help, in a line and in full.
           benchmark: runs it; returns the exit code.
+          has_results: whether it writes files, which a quick run makes as well.
         """
         parser = self.commands.add_parser(
             name,
@@ -41,17 +48,18 @@ class Benchmarks:
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        parser.set_defaults(benchmark=benchmark)
-        parser.add_argument(
-            "--out",
-            type=Path,
-            default=Path("bench-results"),
-            metavar="DIR",
-            help="where JSON and plots are written (default: %(default)s)",
-        )
-        parser.add_argument(
-            "--quick", action="store_true", help="a tiny model and workload, to see that everything runs"
-        )
+        parser.set_defaults(benchmark=benchmark, out=None)
+        if has_results:
+            parser.add_argument(
+                "--out",
+                type=Path,
+                default=Path("bench-results"),
+                metavar="DIR",
+                help="where JSON and plots are written (default: %(default)s)",
+            )
+            parser.add_argument(
+                "--quick", action="store_true", help="a tiny model and workload, to see that everything runs"
+            )
         return parser
 
 

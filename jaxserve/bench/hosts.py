@@ -23,6 +23,7 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
+from jaxserve import weights
 from jaxserve.bench import machine, report
 from jaxserve.bench.control import TARGET_MS
 from jaxserve.cluster import start
@@ -113,7 +114,10 @@ def _turn(model: Path, rows: int, iterations: int, folder: str, hosts: int) -> f
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": _ONE_THREAD}
     command = [sys.executable, "-m", "jaxserve.bench.hosts"]
     processes = [
-        subprocess.Popen([*command, json.dumps(told)], stdout=subprocess.PIPE, text=True, env=environment)
+        # Sessions of their own: Ctrl-C is ours, who end them, and not theirs to show where they were.
+        subprocess.Popen(
+            [*command, json.dumps(told)], stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True
+        )
         for told in tolds
     ]
     try:
@@ -143,7 +147,14 @@ def _free_port() -> int:
 
 
 def run(model: Path, rows: int, iterations: int, turns: int, out: Path, console: Console) -> int:
-    """`jaxserve bench hosts`: prints the periods of every turn and their medians, and writes JSON."""
+    """`jaxserve bench hosts`: prints the periods of every turn and their medians, and writes JSON.
+
+    Raises:
+      ValueError: there is no such checkpoint, or there are too few iterations for a period.
+    """
+    if iterations <= _WINDOW:
+        raise ValueError(f"--iterations is {iterations}; {_WINDOW} are timed together, so it must be more")
+    weights.read_config(model)  # here, and not in every process
     periods = Periods(rows=rows, one_process=[], two_hosts=[])
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(turns):

@@ -79,7 +79,7 @@ def add(benchmarks: Benchmarks) -> None:
     benchmarks.add_engine_flags(peers)
     peers.set_defaults(steps=8, requests=40)
 
-    guard = benchmarks.add("guard", "whether something has become slower", _GUARD, _run_guard)
+    guard = benchmarks.add("guard", "whether something has become slower", _GUARD, _run_guard, has_results=False)
     guard.add_argument("--write", action="store_true", help="keep what is measured now")
 
     accuracy = benchmarks.add("accuracy", "what fewer bits cost in answers", _ACCURACY, _run_accuracy)

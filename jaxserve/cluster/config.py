@@ -16,6 +16,7 @@ LinksName = Literal["auto", "direct", "bridge"]
 
 _OF_THE_HOST = ("compilation_cache", "max_queued_requests", "max_queued_tokens")  # settings that may differ
 _LEAST_DEADLINE = 10.0  # seconds
+_MOST_SECONDS = 1_000_000  # of any setting: what waits so long waits for ever, and what has no end cannot be waited for
 _COSTS = 20  # an iteration may take this many times what the slowest bucket was measured to take
 _VERSIONS = ("jaxserve", "jax", "jaxlib", "numpy")
 
@@ -75,10 +76,13 @@ class ClusterConfig:
             raise ValueError(f"coordinator is {self.coordinator!r}; it must be HOST:PORT of host 0")
         if self.control_port is not None and not 0 < self.control_port < 65536:
             raise ValueError(f"control-port is {self.control_port}; it must be from 1 to 65535")
-        for field in ("join_timeout", "step_deadline", "record_seconds"):
-            value = getattr(self, field)
-            if value is not None and not value > 0:
-                raise ValueError(f"{field.replace('_', '-')} is {value}; it must be above 0 seconds")
+        for name, value in (
+            ("join-timeout", self.join_timeout),
+            ("step-deadline", self.step_deadline),
+            ("flight-seconds", self.record_seconds),
+        ):
+            if value is not None and not 0 < value <= _MOST_SECONDS:
+                raise ValueError(f"{name} is {value}; it must be above 0 seconds and at most {_MOST_SECONDS}")
         if self.links not in get_args(LinksName):
             raise ValueError(f"links is {self.links!r}; it must be one of {', '.join(get_args(LinksName))}")
 

@@ -7,13 +7,12 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import grpc
 
+from jaxserve.cluster import channel, wire
 from jaxserve.cluster import control_pb2 as pb
-from jaxserve.cluster import wire
 from jaxserve.cluster.config import ClusterConfig
 from jaxserve.cluster.failure import ExitCode, HostFailed, Problem, Rank, cause_of
 from jaxserve.cluster.progress import Progress, Waiting
@@ -22,13 +21,6 @@ from jaxserve.iteration import IterationResult
 
 _log = logging.getLogger(__name__)
 
-SERVICE = "jaxserve.cluster.Control"
-METHOD = "Follow"
-OPTIONS = (
-    ("grpc.max_receive_message_length", 256 * 2**20),  # scores of a large bucket
-    ("grpc.max_send_message_length", -1),
-    ("grpc.so_reuseport", 0),
-)
 STARTING_SILENCE = 60.0  # seconds: threads may starve while hosts compile
 _GATHER = 0.5  # seconds in which other symptoms of a failure may come, before one is called its cause
 _GRACE = 1.0  # seconds for callers to be told, after that
@@ -95,26 +87,7 @@ class Group:
 
     def listen(self) -> None:
         """Opens the control channel. Raises ValueError if it cannot be had."""
-        handler = grpc.stream_stream_rpc_method_handler(
-            self._follow, request_deserializer=pb.FromWorker.FromString, response_serializer=bytes
-        )
-        server = grpc.server(ThreadPoolExecutor(self._cluster.hosts + 2), options=OPTIONS)
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler}),))
-        secrets, address = self._cluster.secrets, self._cluster.control
-        try:
-            if secrets is None:
-                server.add_insecure_port(address)
-            else:
-                credentials = grpc.ssl_server_credentials(
-                    [(secrets.key, secrets.certificate)],
-                    root_certificates=secrets.authority,
-                    require_client_auth=True,
-                )
-                server.add_secure_port(address, credentials)
-        except RuntimeError as problem:
-            raise ValueError(f"cannot listen on {address} for the other hosts: {problem}") from None
-        server.start()
-        self._server = server
+        self._server = channel.listen(self._cluster, self._follow)
         self._watchdog.start()
 
     def join(self) -> None:
@@ -346,7 +319,10 @@ class Group:
 
     def _follow(self, requests: Iterator[pb.FromWorker], context: grpc.ServicerContext) -> Iterator[bytes]:
         """One worker's stream."""
-        hello = next(requests).hello
+        first = next(requests, None)
+        if first is None or first.WhichOneof("message") != "hello":
+            return  # a worker that has ended at once, or somebody else: neither is a host that cannot be let in
+        hello = first.hello
         refusal = self._admit(hello)
         if refusal is not None:
             refusal = f"host {hello.host}: {refusal}"

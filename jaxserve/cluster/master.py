@@ -16,7 +16,6 @@ from jaxserve.execution.batch import PackedPlan
 from jaxserve.execution.links import Link
 from jaxserve.execution.pipeline import Pipeline, Stage
 from jaxserve.iteration import IterationPlan, IterationResult
-from jaxserve.models import Params
 
 
 class MasterPipeline(Pipeline):
@@ -43,6 +42,10 @@ class MasterPipeline(Pipeline):
     @property
     def takes_masks(self) -> bool:
         return False
+
+    @property
+    def spans_hosts(self) -> bool:
+        return True
 
     @property
     def has_answers(self) -> bool:
@@ -93,9 +96,6 @@ class MasterPipeline(Pipeline):
         self._numbers = 0
         self._group.phase(deadline, serving=True)
         self.recorder = recorder
-
-    def replace_params(self, params: Params) -> None:
-        raise RuntimeError("weights are not replaced while several hosts hold them; start them anew")
 
     def close(self) -> None:
         """Has the workers end well."""

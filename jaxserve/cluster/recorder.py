@@ -122,7 +122,8 @@ class FlightRecorder:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._about, self._seconds, self._folder, self._clock = about, seconds, folder, clock
-        self._lock = threading.Lock()
+        # A signal may ask for a recording while its thread is making one; making one changes nothing.
+        self._lock = threading.RLock()
         self._rows = Rows(block_size)
         self._ring: deque[_Kept] = deque()
         self._waiting: deque[_Kept] = deque()  # of the ring, those without an answer

@@ -81,6 +81,9 @@ def replay(recording: pb.Recording, path: str | Path, *, cache: str | None, prog
             f"{found[:16]}..."
         )
     settings = json.loads(recording.settings)
+    if unknown := settings.keys() - {field.name for field in dataclasses.fields(EngineConfig)}:
+        names = ", ".join(sorted(unknown))
+        raise ValueError(f"the record was made by another version of jaxserve: this one has no setting {names}")
     settings |= {"buckets": tuple(settings["buckets"]), "compilation_cache": cache}
     config = EngineConfig(**settings)
     pipeline = _compile(config, path, recording.n_blocks, recording.n_rows, progress)

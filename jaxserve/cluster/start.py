@@ -132,7 +132,7 @@ def lead(
         if isinstance(problem, Exception) and not startup.can_be_mended(problem):  # as on any other host
             _log.exception("this host cannot start")
             group.cannot_start(problem)
-        group.stop(f"host 0: {problem}")
+        group.stop(f"host 0: {str(problem) or type(problem).__name__}")  # of an interrupt there are no words
         raise
     return Led(started, tokenizer, recorder)
 
@@ -165,7 +165,8 @@ def follow(
         membership.reached("ready")
         membership.agree("ready", 1)
     except Exception as problem:
-        _log.exception("this host cannot start")
+        if not startup.can_be_mended(problem):  # what can is said in a line
+            _log.exception("this host cannot start")
         membership.fail(f"{type(problem).__name__}: {problem}")
         raise
     answers = cluster.host == min(host for host, each in places.items() if last in each)

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 import grpc
 
+from jaxserve.cluster import channel, wire
 from jaxserve.cluster import control_pb2 as pb
-from jaxserve.cluster import wire
 from jaxserve.cluster.config import ClusterConfig
 from jaxserve.cluster.failure import ExitCode
-from jaxserve.cluster.group import METHOD, OPTIONS, SERVICE, STARTING_SILENCE
+from jaxserve.cluster.group import STARTING_SILENCE
 from jaxserve.cluster.progress import Progress, Waiter
 from jaxserve.cluster.recorder import FlightRecorder
 from jaxserve.cluster.watchdog import Watchdog, end_process
@@ -66,24 +66,10 @@ class Membership:
 
     def join(self) -> None:
         """Reaches the master and is welcomed. Raises ValueError for an unreachable master, and for its refusal."""
-        address, secrets = self._cluster.control, self._cluster.secrets
-        if secrets is None:
-            channel = grpc.insecure_channel(address, options=OPTIONS)
-        else:
-            credentials = grpc.ssl_channel_credentials(secrets.authority, secrets.key, secrets.certificate)
-            channel = grpc.secure_channel(address, credentials, options=OPTIONS)
-        try:
-            grpc.channel_ready_future(channel).result(timeout=self._cluster.join_timeout)
-        except grpc.FutureTimeoutError:
-            raise ValueError(f"host 0 cannot be reached at {address} within {self._cluster.join_timeout:g} s") from None
-        follow = channel.stream_stream(
-            f"/{SERVICE}/{METHOD}",
-            request_serializer=pb.FromWorker.SerializeToString,
-            response_deserializer=pb.FromMaster.FromString,
-        )
+        address, open_stream = self._cluster.control, channel.connect(self._cluster)
         facts = [pb.Fact(field=name, value=value) for name, value in self._facts]
         self._out.put(pb.FromWorker(hello=pb.Hello(host=self._cluster.host, facts=facts)))
-        messages = follow(iter(self._out.get, None))
+        messages = open_stream(iter(self._out.get, None))
         try:
             welcome = next(messages).welcome
         except (grpc.RpcError, StopIteration):

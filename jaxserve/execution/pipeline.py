@@ -128,8 +128,14 @@ class Pipeline:
     def replace_params(self, params: Params) -> None:
         """Takes other weights of the same shapes; no iteration may be in flight."""
         assert not self.in_flight
+        assert not self.spans_hosts
         for stage in self.stages:
             stage.replace_params(params)
+
+    @property
+    def spans_hosts(self) -> bool:
+        """Whether stages may be on other hosts, whose weights cannot be replaced from here, nor their work watched."""
+        return False
 
     @property
     def problem(self) -> str | None:

@@ -11,6 +11,7 @@ than its owner may write to.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import logging
@@ -20,6 +21,7 @@ import platform
 import re
 import stat
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -82,6 +84,17 @@ class ProgramCache:
             _keep(path, program)
         return program
 
+    def check_kept(self) -> None:
+        """Raises ValueError where no program would be kept: for whoever wants nothing else."""
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with tempfile.TemporaryFile(dir=self._folder):
+                pass
+        except OSError as problem:
+            raise ValueError(f"the compilation cache {self._folder} cannot be written to: {problem.strerror}") from None
+        if not self._is_private():
+            raise ValueError(f"the compilation cache {self._folder} may be written to by others: nothing is kept there")
+
     def _is_private(self) -> bool:
         """Whether nobody but the one who runs this could have put a program into the folder."""
         try:
@@ -107,7 +120,8 @@ def _keep(path: Path, program: jax.stages.Compiled) -> None:
         partial.rename(path)
     except Exception as problem:  # a full disk, or a platform whose programs cannot be kept: neither stops a start
         _log.warning("a compiled program is not kept: %s", problem)
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # of a folder that cannot be written to at all
+            partial.unlink(missing_ok=True)
 
 
 def surroundings(device: Any) -> str:

@@ -65,15 +65,19 @@ class BeamParams:
     early_stopping: bool = False
 
     def __post_init__(self) -> None:
-        if not 1 <= self.width <= MAX_WIDTH:
-            raise InvalidRequest("best_of", f"is {self.width}; a beam search is from 1 to {MAX_WIDTH} beams wide")
-        if not 1 <= self.n <= self.width:
-            raise InvalidRequest("n", f"is {self.n}; it must be from 1 to the {self.width} beams of best_of")
+        if not _is_whole(self.width) or not 1 <= self.width <= MAX_WIDTH:
+            raise InvalidRequest("best_of", f"is {self.width!r}; a beam search is from 1 to {MAX_WIDTH} beams wide")
+        if not _is_whole(self.n) or not 1 <= self.n <= self.width:
+            raise InvalidRequest("n", f"is {self.n!r}; it must be from 1 to the {self.width} beams of best_of")
         penalty = self.length_penalty
         if isinstance(penalty, bool) or not isinstance(penalty, int | float) or not -10.0 <= penalty <= 10.0:
             raise InvalidRequest("length_penalty", f"is {penalty!r}; it must be a number from -10 to 10")
         if not isinstance(self.early_stopping, bool):
             raise InvalidRequest("early_stopping", f"is {self.early_stopping!r}; it must be true or false")
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def params_of(fields: Mapping[str, Any]) -> BeamParams | None:
@@ -90,8 +94,8 @@ def params_of(fields: Mapping[str, Any]) -> BeamParams | None:
                 raise InvalidRequest(name, "is for beam search; set use_beam_search as well")
         return None
     n = given.pop("n", 1)
-    if n > MAX_WIDTH and "best_of" not in given:
-        raise InvalidRequest("n", f"is {n}; a beam search is from 1 to {MAX_WIDTH} beams wide")
+    if (not _is_whole(n) or n > MAX_WIDTH) and "best_of" not in given:
+        raise InvalidRequest("n", f"is {n!r}; a beam search is from 1 to {MAX_WIDTH} beams wide")
     return BeamParams(width=given.pop("best_of", n), n=n, **given)
 
 

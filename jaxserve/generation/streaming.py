@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import queue
+import threading
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ from jaxserve.generation.completion import Assembler, Completion, Delta
 from jaxserve.generation.parsing import parse_request
 from jaxserve.generation.samples import MAX_SAMPLES, PromptScores, best, for_engine, samples_of
 from jaxserve.models.schema import ModelConfig
-from jaxserve.request import Alternatives, FinishReason, InvalidRequest, Request, TokenEvent
+from jaxserve.request import Alternatives, FinishReason, InvalidRequest, QueueFull, Request, TokenEvent
 from jaxserve.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
@@ -45,8 +46,9 @@ class Terms:
         for name, value, least in (("n", self.n, 1), ("best_of", self.drawn, self.n)):
             if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MAX_SAMPLES:
                 raise InvalidRequest(name, f"is {value!r}; it must be a whole number from {least} to {MAX_SAMPLES}")
-        if self.timeout is not None and not self.timeout > 0:
-            raise InvalidRequest("timeout", f"is {self.timeout!r}; it must be above 0 seconds")
+        number = isinstance(self.timeout, int | float) and not isinstance(self.timeout, bool)
+        if self.timeout is not None and not (number and self.timeout > 0):
+            raise InvalidRequest("timeout", f"is {self.timeout!r}; it must be a number above 0, of seconds")
 
     @property
     def drawn(self) -> int:
@@ -90,9 +92,9 @@ def generate(
     try:
         while unsent or alive:
             while unsent and len(alive) < most_alive:
-                request = unsent.pop()
-                alive.add(request.request_id)
-                engine.submit(for_engine(request), events.put)
+                if not _submitted(engine, for_engine(unsent[-1]), events.put, ours=len(alive)):
+                    break
+                alive.add(unsent.pop().request_id)
             for event in (each for told in _wait(events, ends) for each in scores.spread(told)):
                 assembler = assemblers[event.request_id]
                 assembler.push(event)
@@ -124,13 +126,16 @@ def search(
         while not made.is_finished:
             steps = made.requests(_new_name)
             answers = {step.request_id: None for step in steps}
-            for step in steps:
-                engine.submit(step, events.put)
-            while None in answers.values():
+            unsent, alive = list(reversed(steps)), 0
+            while unsent or alive:
+                while unsent and _submitted(engine, unsent[-1], events.put, ours=alive):
+                    unsent.pop()
+                    alive += 1
                 for event in _wait(events, ends):
                     if event.finish_reason in (FinishReason.ERROR, FinishReason.ABORTED):
                         raise RuntimeError(event.error or "the request was ended")
                     answers[event.request_id] = event.top_logprobs[0]
+                    alive -= 1
             made.take([answer for answer in answers.values() if answer is not None])
     finally:
         for name, answer in answers.items():
@@ -166,12 +171,28 @@ async def stream(
         engine.abort(request.request_id)
 
 
+def _submitted(engine: TakesRequests, request: Request, sink: Sink, *, ours: int) -> bool:
+    """Hands a request in; False where the queue is full of what may be the call's own, whose ends make room.
+
+    Args:
+      ours: requests of the call that are alive.
+    """
+    try:
+        engine.submit(request, sink)
+    except QueueFull:
+        if not ours:
+            raise
+        return False
+    return True
+
+
 def _new_name() -> str:
     return uuid.uuid4().hex
 
 
 def _end_of(terms: Terms) -> float | None:
-    return None if terms.timeout is None else time.monotonic() + terms.timeout
+    # What is longer than a thread can wait, such as math.inf, is for ever as well.
+    return None if terms.timeout is None or terms.timeout > threading.TIMEOUT_MAX else time.monotonic() + terms.timeout
 
 
 def _wait(events: queue.SimpleQueue[list[TokenEvent]], ends: float | None) -> list[TokenEvent]:

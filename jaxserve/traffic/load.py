@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -160,6 +161,8 @@ def read_trace(
             lines = [line for line, _ in zip(reader, range(limit or 1 << 62), strict=False)]
     except OSError as error:
         raise ValueError(f"{path}: the trace cannot be read: {error.strerror}") from None
+    except csv.Error as error:
+        raise ValueError(f"{path}: the trace is no CSV: {error}") from None
     if not lines:
         raise ValueError(f"{path}: the trace holds no requests")
 
@@ -225,13 +228,15 @@ def _read_mooncake(file: Iterator[str], path: Path) -> Iterator[_Line]:
             continue
         try:
             record = json.loads(text)
+            if not math.isfinite(milliseconds := float(record["timestamp"])):
+                raise ValueError(f"timestamp is {milliseconds}")
             yield _Line(
-                time=float(record["timestamp"]) / 1000,
+                time=milliseconds / 1000,
                 prompt_length=max(1, int(record["input_length"])),
                 output_length=max(1, int(record["output_length"])),
                 blocks=tuple(int(block) for block in record.get("hash_ids", ())),
             )
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, OverflowError) as error:  # the last of numbers without an end
             raise ValueError(
                 f"{path}, line {number}: not a request of a Mooncake trace: {error!r}; {_MOONCAKE_LINE}"
             ) from None

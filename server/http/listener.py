@@ -6,10 +6,11 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Iterator
-from typing import Any
 
 import h11
 import uvicorn
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from server.tls import Tls
@@ -57,6 +58,28 @@ class _Protocol(H11Protocol):
             self._deadline.cancel()
 
 
+class _Bounded:
+    """Holds a request's line and headers to their bound however they came: h11 looks at what is not whole yet, and
+    those that come in one piece are whole before it looks."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or _header_bytes(scope) <= MAX_HEADER_BYTES:
+            await self._app(scope, receive, send)
+            return
+        told = f"the request's line and headers are larger than {MAX_HEADER_BYTES} bytes"
+        error = {"message": told, "type": "invalid_request_error", "param": None, "code": "431"}
+        # What is left of the call is not read.
+        await JSONResponse({"error": error}, 431, {"connection": "close"})(scope, receive, send)
+
+
+def _header_bytes(scope: Scope) -> int:
+    line = len(scope["method"]) + len(scope["raw_path"]) + len(scope["query_string"])
+    return line + sum([len(name) + len(value) + 4 for name, value in scope["headers"]])
+
+
 class _Server(uvicorn.Server):
     """A server that leaves signals to whoever runs it."""
 
@@ -68,10 +91,10 @@ class _Server(uvicorn.Server):
 class HttpListener:
     """An ASGI application on one port, encrypted where `tls` is given."""
 
-    def __init__(self, app: Any, tls: Tls | None = None) -> None:
+    def __init__(self, app: ASGIApp, tls: Tls | None = None) -> None:
         self._server = _Server(
             uvicorn.Config(
-                app,
+                _Bounded(app),
                 http=_Protocol,
                 ws="none",
                 lifespan="off",

@@ -20,13 +20,13 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from jaxserve.cluster.failure import HostFailed
-from jaxserve.observe import IterationRecord
+from jaxserve.observe import IterationRecord, Load
 from jaxserve.request import EngineStopped, FinishReason, InvalidRequest, QueueFull, Request, TokenEvent
 from server import hosts
 from server.remote import exit_codes, iterations, plain
@@ -269,12 +269,24 @@ class _Outbox:
             loads = self._engine.loads()
             if items or told != (received, loads):
                 told = received, loads
-                events = [event for item in items if isinstance(item, list) for event in item]
-                records = [item for item in items if isinstance(item, IterationRecord)]
-                body = iterations.encode(received, loads, events, records)
-                _send(self._channel, frame(Kind.ITERATION, body))
+                self._tell(received, loads, items)
             if ends:
                 return
+
+    def _tell(self, received: int, loads: Sequence[Load], items: Sequence[list[TokenEvent] | IterationRecord]) -> None:
+        """In one message; in several where a front that was behind is told of more than one may hold."""
+        events = [event for item in items if isinstance(item, list) for event in item]
+        records = [item for item in items if isinstance(item, IterationRecord)]
+        try:
+            data = frame(Kind.ITERATION, iterations.encode(received, loads, events, records))
+        except ValueError:
+            if len(items) < 2:
+                raise
+            half = len(items) // 2
+            self._tell(received, loads, items[:half])
+            self._tell(received, loads, items[half:])
+        else:
+            _send(self._channel, data)
 
     def _next(self) -> tuple[list[list[TokenEvent] | IterationRecord], bool]:
         """(what has come, whether nothing more will)."""

@@ -3,6 +3,8 @@
 import threading
 import time
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,8 @@ import numpy as np
 import pytest
 
 from jaxserve import models, startup
+from jaxserve.cluster.master import MasterPipeline
+from jaxserve.cluster.progress import Progress
 from jaxserve.engine import Engine
 from jaxserve.iteration import SamplerVariant
 from jaxserve.request import EngineStopped, FinishReason, InvalidRequest, QueueFull, Request, SamplingParams
@@ -306,6 +310,18 @@ def test_update_params_changes_answers_and_forgets_prefixes(params) -> None:
     engine.step()
     with pytest.raises(RuntimeError, match="1 requests are alive"):
         engine.update_params(params)
+
+
+def test_what_several_hosts_share_is_neither_replaced_nor_watched(params) -> None:
+    engine = make_engine(params)
+    (replica,) = engine._replicas
+    group: Any = SimpleNamespace(progress=Progress(), failure=None)
+    replica.pipeline = MasterPipeline(replica.pipeline.stages, [], group, lambda: None)
+    engine.submit(Request(request_id="a", prompt=(5,), sampling=SamplingParams(max_tokens=2)), Answers())
+    with pytest.raises(ValueError, match="weights are not replaced where several hosts share a model"):
+        engine.update_params(params)
+    with pytest.raises(ValueError, match="a timeline is of the stages of one host"):
+        engine.timeline()
 
 
 def test_a_wrong_tree_is_named(params) -> None:

@@ -21,7 +21,15 @@ from jaxserve.config import EngineConfig
 from jaxserve.grammars.matcher import Grammars
 from jaxserve.iteration import Admission, Chunk, IterationPlan
 from jaxserve.observe import IterationRecord, Load
-from jaxserve.request import Alternatives, FinishReason, InvalidRequest, QueueFull, Request, TokenEvent
+from jaxserve.request import (
+    Alternatives,
+    EngineStopped,
+    FinishReason,
+    InvalidRequest,
+    QueueFull,
+    Request,
+    TokenEvent,
+)
 from jaxserve.scheduling.buckets import BucketCost
 from jaxserve.scheduling.limits import Limits
 from jaxserve.startup_report import StartupReport
@@ -237,7 +245,7 @@ class FakeEngine:
         self.check(request)
         with self._changed:
             if self._failed or self._stopping:
-                raise RuntimeError("the engine takes no more requests")
+                raise EngineStopped("the engine takes no more requests")
             tokens = sum(len(each.request.prompt) for each in self._waiting)
             if len(self._waiting) >= self.config.max_queued_requests:
                 raise QueueFull(f"{len(self._waiting)} requests are waiting")

@@ -1,6 +1,7 @@
 """The commands as a person meets them: help, mistakes, files, signals."""
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -12,14 +13,14 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 import httpx2 as httpx
 import pytest
 
 from jaxserve.tokenizer import Tokenizer
-from server import cli, generate, start
+from server import cli, client, generate, start
 from server.proto.jaxserve.v1.inference_pb2 import GenerateRequest, GetLoadRequest
 from server.proto.jaxserve.v1.inference_pb2_grpc import InferenceStub
 from tests.server.fake_engine import WAIT_SECONDS, FakeEngine
@@ -114,6 +115,16 @@ def test_deterministic_takes_the_slot_policy_it_needs(command: list[str]) -> Non
         ("serve --metrics-port 70000", "--metrics-port 70000"),
         ("serve --stall-seconds 0", "--stall-seconds 0 is no time above 0"),
         ("serve --host not.a.host.invalid", "cannot listen on not.a.host.invalid:50051"),
+        ("serve --host not..one", "cannot listen on not..one:50051"),
+        (
+            "size --trace t --model gpt3-13b --topology h100:1 --plot /proc/no/x.png",
+            "cannot write --plot /proc/no/x.png",
+        ),
+        ("size --trace t --model gpt3-13b --topology h100:1 --plot x", "--plot x must end in .png, .svg or .pdf"),
+        ("simulate --paper orca --plot /proc/no/x.svg", "cannot write --plot /proc/no/x.svg"),
+        ("plan --model gpt3-13b --topology h100:1 --html /proc/no/x", "cannot write --html /proc/no/x"),
+        ("serve --profile /proc/no", "cannot write to --profile /proc/no: No such file or directory"),
+        ("generate --prompt a --profile /proc/no", "cannot write to --profile /proc/no: No such file or directory"),
         ("generate --input /no/such/file", "cannot open /no/such/file: No such file or directory"),
         ("generate --prompt a --output /no/such/file", "cannot open /no/such/file: No such file or directory"),
     ],
@@ -128,12 +139,26 @@ def test_a_mistake_is_one_line_and_exit_code_2(command: str, told: str, capfd: p
 
 
 @pytest.mark.parametrize(
-    "command", ["", "serve --buckets x", "generate", "generate --prompt a --input b", "generate --prompt a --top-p x"]
+    "command",
+    [
+        "",
+        "serve --buckets x",
+        "generate",
+        "generate --prompt a --input b",
+        "generate --prompt a --top-p x",
+        "compile --profile nobody-reads-it",
+    ],
 )
 def test_argparse_refuses_what_it_can_see(command: str) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(command.split())
     assert ended.value.code == 2
+
+
+def test_a_port_that_is_none_is_told_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "--http-port", "on"])
+    assert "--http-port: 'on' is neither off nor a port" in capsys.readouterr().err
 
 
 def test_a_port_in_use_is_told_before_anything_is_loaded(capfd: pytest.CaptureFixture[str]) -> None:
@@ -323,6 +348,18 @@ def test_a_line_is_written_whole_though_interrupted() -> None:
     thread.join(WAIT_SECONDS)
     os.close(reader)
     assert bytes(got) == b"x" * 10**6 + b"\n"
+
+
+# client
+
+
+def test_a_client_whose_reader_has_gone_says_nothing_of_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(*_: object, **__: object) -> NoReturn:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")  # as `print` does
+
+    monkeypatch.setattr(client, "stream", answer)
+    with pytest.raises(BrokenPipeError):  # which `main` makes 141 of
+        client.run(cli.parser(with_bench=False).parse_args(["client", "a"]))
 
 
 # serve, in a process of its own

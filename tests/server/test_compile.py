@@ -33,11 +33,18 @@ def test_what_is_compiled_ahead_is_not_compiled_again(tmp_path, capsys) -> None:
         (["--topology", "v5p:2x2x1"], "--topology v5p:2x2x1 is not here: this machine has 8 x cpu"),
         (["--topology", "v5q:2x2"], "device 'v5q' is not known; did you mean v5"),
         (["--compilation-cache", "off"], "nowhere to keep what is compiled"),
+        (["--compilation-cache", "/proc/no"], "the compilation cache /proc/no cannot be written to: No such file"),
     ],
 )
 def test_mistakes_are_told(arguments, message, capsys) -> None:
     assert cli.main(["compile", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_folder_that_is_not_private_is_no_place_to_compile_for(tmp_path, capsys) -> None:
+    tmp_path.chmod(0o777)
+    assert cli.main(["compile", "--compilation-cache", str(tmp_path)]) == 2
+    assert f"{tmp_path} may be written to by others: nothing is kept there" in capsys.readouterr().err
 
 
 def test_devices_that_are_here_are_taken(monkeypatch) -> None:

@@ -1,6 +1,7 @@
 """`jaxserve serve` on two hosts, as operators meet it; what becomes of callers when one fails is in
 test_host_failures.py."""
 
+import asyncio
 import os
 import re
 import signal
@@ -8,12 +9,17 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import jax.numpy as jnp
 import pytest
 
 from jaxserve import models, weights
+from jaxserve.cluster.config import ClusterConfig
+from jaxserve.config import EngineConfig
 from server import cli
+from server import hosts as hosts_module
+from server.remote.supervisor import Supervisor
 from tests.jaxserve.cluster.processes import ROOT, WAIT_SECONDS, free_ports
 
 FLAGS = (
@@ -74,11 +80,52 @@ def test_hosts_end_when_host_0_is_asked_to(hosts, tmp_path) -> None:
     assert len(list(tmp_path.glob("*.flight"))) == 1
 
 
+@pytest.mark.parametrize("behind", [False, True])
+def test_a_worker_that_is_asked_twice_ends_at_once(behind, monkeypatch, capfd) -> None:
+    """Its host 0 may never come."""
+
+    def end(code: int) -> NoReturn:
+        raise SystemExit(code)
+
+    def interrupted(*_: object, **__: object) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        assert "waiting for host 0 to end the hosts (again to end at once)" in capfd.readouterr().err
+        signal.raise_signal(signal.SIGTERM)
+
+    async def interrupted_behind(supervisor: Supervisor) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        await supervisor._closed.wait()
+        signal.raise_signal(signal.SIGTERM)
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(hosts_module.os, "_exit", end)
+    monkeypatch.setattr("jaxserve.cluster.start.follow", interrupted)
+    monkeypatch.setattr(Supervisor, "run", interrupted_behind)
+    config = EngineConfig(tensor=2)
+    cluster = ClusterConfig(hosts=2, host=1, coordinator="127.0.0.1:9000")
+
+    def work() -> None:
+        if behind:
+            asyncio.run(hosts_module.follow_behind(Path(), config, cluster, None))
+        else:
+            hosts_module.follow(Path(), config, cluster)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        with pytest.raises(SystemExit) as ended:
+            work()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert ended.value.code == 128 + signal.SIGTERM
+
+
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
         ("--hosts 2", "--hosts 2 needs --host-id and --coordinator"),
-        ("--hosts 0", "0 is no number of hosts"),
+        ("--hosts 0", "'0' is neither auto nor a number of hosts"),
+        ("--hosts two", "'two' is neither auto nor a number of hosts"),
         ("--host-id 1", "--host-id needs --hosts"),
         ("--hosts 2 --host-id 2 --coordinator a:9000", "host-id is 2; with 2 hosts it must be from 0 to 1"),
         ("--hosts 2 --host-id 1 --coordinator a", "coordinator is 'a'; it must be HOST:PORT of host 0"),
@@ -89,7 +136,7 @@ def test_hosts_end_when_host_0_is_asked_to(hosts, tmp_path) -> None:
 )
 def test_a_mistake_is_told_before_anything_starts(flags, told, capfd) -> None:
     command = ["serve", "--port", "0", *flags.split()]
-    if flags == "--hosts 0":  # which the parser itself refuses
+    if flags in ("--hosts 0", "--hosts two"):  # which the parser itself refuses
         with pytest.raises(SystemExit):
             cli.main(command)
     else:

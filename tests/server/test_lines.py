@@ -180,6 +180,13 @@ def test_a_failed_engine_ends_the_run(tokenizer: Tokenizer) -> None:
             list(found)
 
 
+def test_an_engine_that_has_failed_before_a_line_is_handed_in_ends_the_run(tokenizer: Tokenizer) -> None:
+    with FakeEngine(tokenizer=tokenizer) as engine:
+        engine.fail()
+        with pytest.raises(EngineFailed, match="takes no more requests"):
+            list(answers(engine, encoded({"prompt": "ab", "max_tokens": 2})))
+
+
 def test_an_unreadable_input_is_raised_where_it_is_used(tokenizer: Tokenizer) -> None:
     def broken() -> Iterator[bytes]:
         yield b'{"prompt": "ab", "max_tokens": 2}\n'

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import socket
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +15,7 @@ from rich.console import Console
 from jaxserve.iteration import Admission, Chunk
 from jaxserve.observe import IterationRecord
 from jaxserve.request import Request, SamplingParams
+from server import cli
 from server import live as live_module
 from server.generation import Call, Life
 from server.live import Live
@@ -121,3 +124,49 @@ def test_top_shows_iterations_as_columns_and_rows_as_lines(engine: Recorded):
 def test_top_says_what_a_small_window_leaves_out(engine: Recorded):
     live = Live(engine)  # pyright: ignore[reportArgumentType]
     assert any("2 rows more" in line for line in shown([live.since(0)], height=10))
+
+
+def test_top_shows_what_is_served_after_a_restart(engine: Recorded):
+    live = Live(engine)  # pyright: ignore[reportArgumentType]
+    engine.ran(0, Chunk(0, 0, 16, True))
+    about = {"model": "other", "family": "f", "device": "d", "rows": 1, "replicas": 1, "buckets": [64]}
+    later = live.since(0) | {"about": about, "iterations": [[0, 0, 64, 0, 1.0, [[0, 0, 64, 1]], []]]}
+    lines = shown([live.since(0), later])
+    assert lines[0].startswith("other ")
+    assert next(line for line in lines if line.startswith("fill"))[14:].rstrip() == "█"
+
+
+GREETING = b"\0\0\x06\x04\0\0\0\0\0\0\x05\0\0\x40\0"  # of HTTP/2, which is what gRPC's port speaks
+OTHER = b'HTTP/1.1 200 OK\r\nContent-Length: 15\r\n\r\n{"status":"ok"}'
+CUT = b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{"
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        (GREETING, "does not answer as HTTP has it (BadStatusLine)"),
+        (OTHER, "is no server of jaxserve's"),
+        (CUT, "does not answer as HTTP has it (IncompleteRead)"),
+    ],
+)
+def test_top_says_in_a_line_that_something_else_answers(said: bytes, told: str, capsys: pytest.CaptureFixture[str]):
+    def answer() -> None:
+        caller, _ = listening.accept()
+        with caller:
+            caller.recv(2**16)
+            caller.sendall(said)
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        assert cli.main(["top", "--once", "--server", f"http://127.0.0.1:{listening.getsockname()[1]}"]) == 2
+        thread.join()
+    errors = capsys.readouterr().err
+    assert told in errors
+    assert errors.count("\n") == 1
+
+
+def test_top_says_in_a_line_what_is_no_address(capsys: pytest.CaptureFixture[str]):
+    for address in ("http://[::1", "http://a:b:c"):
+        assert cli.main(["top", "--once", "--server", address]) == 2
+        assert f"{address} does not answer: " in capsys.readouterr().err

@@ -3,12 +3,13 @@
 import argparse
 import dataclasses
 import json
+import subprocess
 from itertools import pairwise
 
 import jax
 import pytest
 
-from jaxserve.bench import cli, control, host, jobs, offline, serve, shapes, stages, step
+from jaxserve.bench import cli, control, host, hosts, jobs, offline, serve, shapes, stages, step
 from jaxserve.bench.progress import Bars
 from jaxserve.bench.step import Case
 from jaxserve.config import EngineConfig
@@ -26,6 +27,11 @@ def bench(*arguments: str) -> int:
     parser = argparse.ArgumentParser()
     cli.add_arguments(parser, flags.add_engine_flags, flags.engine_config)
     return cli.run(parser.parse_args(arguments))
+
+
+def run_alone(benchmark: str, *arguments: str) -> int:
+    """One that takes no engine's flags."""
+    return commands.main(["bench", benchmark, *arguments])
 
 
 def test_offline_compares_schedulers(tmp_path, capsys):
@@ -75,6 +81,14 @@ def test_a_workload_that_cannot_fit_is_refused_in_words(tmp_path, capsys):
     assert "longest request holds 141 tokens, the engine at most 128" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("nested", [False, True])
+def test_results_that_nobody_could_write_are_not_measured(tmp_path, capsys, nested):
+    (file := tmp_path / "file").touch()
+    out = file / "folder" if nested else file
+    assert bench("step", "--quick", "--out", str(out)) == 2
+    assert f"error: --out {out} cannot be written to: Not a directory" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -83,12 +97,24 @@ def test_a_workload_that_cannot_fit_is_refused_in_words(tmp_path, capsys):
         (("offline", "--shape", "bloom"), "'bloom' is no known shape; there are bloom-560m"),
         (("offline", "--shape", "tiny", "--prompt", "9:3"), "no length range"),
         (("step", "--shape", "tiny", "--dtypes", "int8"), "'int8' is no dtype to measure"),
+        (("offline", "--timeline", "/no/such/trace.json"), "--timeline /no/such/trace.json is no file in a folder"),
+        (("control", "--rows", "4,0"), "--rows has 0; a batch has at least 1"),
+        (("hosts", "--iterations", "20"), "--iterations is 20; 30 are timed together, so it must be more"),
+        (("hosts", "--model", "/no/such"), "/no/such"),
         (("serve", "--address", "h:1", "--compare-schedulers"), "leave --address out"),
     ],
 )
 def test_mistakes_are_told_in_words(arguments, message, capsys):
-    assert bench(*arguments) == 2
+    run = run_alone if arguments[0] in ("control", "hosts") else bench
+    assert run(*arguments) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--quick", "--out=somewhere"])
+def test_the_guard_takes_no_flag_that_it_does_not_read(flag, capsys):
+    with pytest.raises(SystemExit):
+        run_alone("guard", flag)
+    assert f"unrecognized arguments: {flag}" in capsys.readouterr().err
 
 
 def test_serve_starts_a_server_and_loads_it(tmp_path, capsys, monkeypatch):
@@ -125,7 +151,7 @@ def test_steps_are_timed(tmp_path):
 
 
 def test_what_a_second_host_adds_is_measured(tmp_path):
-    assert commands.main(["bench", "control", "--quick", "--out", str(tmp_path)]) == 0  # it takes no engine's flags
+    assert run_alone("control", "--quick", "--out", str(tmp_path)) == 0
     (result,) = json.loads((tmp_path / "control.json").read_text())["results"]
     assert result["rows"] == 4
     assert result["round_trip"] > 0
@@ -134,8 +160,46 @@ def test_what_a_second_host_adds_is_measured(tmp_path):
 
 
 @pytest.mark.exhaustive
+def test_an_interrupt_ends_the_second_host(monkeypatch):
+    started, popen = [], subprocess.Popen
+
+    def remembered(*arguments, **options):
+        started.append(popen(*arguments, **options))
+        return started[-1]
+
+    monkeypatch.setattr(control.subprocess, "Popen", remembered)
+    with pytest.raises(KeyboardInterrupt), control._two_hosts(4, None):
+        raise KeyboardInterrupt
+    assert [process.returncode is None for process in started] == [False]
+
+
+def test_an_interrupt_is_of_the_benchmark_and_not_of_its_hosts(monkeypatch, tmp_path):
+    ended = []
+
+    class Process:
+        returncode = None
+
+        def __init__(self, command, *, start_new_session=False, **_):
+            self.hears_the_terminal = not start_new_session
+
+        def communicate(self):
+            raise KeyboardInterrupt
+
+        def kill(self):
+            ended.append(self)
+
+        def wait(self):
+            pass
+
+    monkeypatch.setattr(hosts.subprocess, "Popen", Process)
+    with pytest.raises(KeyboardInterrupt):
+        hosts._turn(tmp_path, 4, 40, str(tmp_path), 2)
+    assert [process.hears_the_terminal for process in ended] == [False, False]
+
+
+@pytest.mark.exhaustive
 def test_a_model_decodes_on_one_host_and_on_two(tmp_path):
-    assert commands.main(["bench", "hosts", "--quick", "--out", str(tmp_path)]) == 0
+    assert run_alone("hosts", "--quick", "--out", str(tmp_path)) == 0
     (result,) = json.loads((tmp_path / "hosts.json").read_text())["results"]
     assert len(result["one_process"]) == len(result["two_hosts"]) == 1
     assert min(result["one_process"] + result["two_hosts"]) > 0

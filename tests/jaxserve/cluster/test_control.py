@@ -1,17 +1,19 @@
 """The control channel between threads of a process: who is let in, what is agreed on, and what is told of the rest."""
 
 import dataclasses
+import math
 import queue
 import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import pytest
 
+from jaxserve.cluster import channel, start, watchdog
 from jaxserve.cluster import control_pb2 as pb
-from jaxserve.cluster import watchdog
 from jaxserve.cluster.config import ClusterConfig, Secrets, check, facts
 from jaxserve.cluster.failure import ExitCode
 from jaxserve.cluster.group import STARTING_SILENCE, Group
@@ -87,6 +89,20 @@ def test_what_a_worker_says_must_be_understood() -> None:
     assert "what it said is not understood" in str(told.get(timeout=WAIT_SECONDS))
 
 
+def test_who_says_no_hello_is_no_host(caplog) -> None:
+    place_0 = place(0, free_ports())
+    group = Group(place_0, FACTS, tell=lambda _: None, end=Ends())
+    group.listen()
+    open_stream = channel.connect(place(1, place_0.coordinator))
+    for said in ([], [pb.FromWorker(heartbeat=pb.Heartbeat())]):
+        assert list(open_stream(iter(said))) == []
+    membership = Membership(place(1, place_0.coordinator), FACTS, tell=lambda _: None, end=Ends())
+    aside(membership.join)
+    group.join()
+    group.stop()
+    assert not caplog.records
+
+
 def test_who_watches_a_worker_knows_at_once_how_long_it_may_be_silent(monkeypatch) -> None:
     """Not half a second later: should the worker be stopped meanwhile, what held before would hold for as long."""
     monkeypatch.setattr(watchdog, "BEAT", 3600.0)  # beats once, at the start
@@ -134,6 +150,9 @@ def test_mutual_tls(tmp_path) -> None:
         ({"coordinator": "10.0.0.1"}, "coordinator is '10.0.0.1'; it must be HOST:PORT"),
         ({"coordinator": ":9000"}, "coordinator is ':9000'; it must be HOST:PORT"),
         ({"step_deadline": 0.0}, "step-deadline is 0.0; it must be above 0 seconds"),
+        ({"step_deadline": math.inf}, "step-deadline is inf; it must be above 0 seconds and at most 1000000"),
+        ({"join_timeout": 1e300}, "join-timeout is 1e.300; it must be above 0 seconds and at most 1000000"),
+        ({"record_seconds": math.nan}, "flight-seconds is nan; it must be above 0 seconds and at most 1000000"),
         ({"control_port": 70000}, "control-port is 70000; it must be from 1 to 65535"),
         ({"links": "wet string"}, "links is 'wet string'; it must be one of auto, direct, bridge"),
     ],
@@ -179,6 +198,38 @@ def test_what_hosts_compare(tmp_path) -> None:
     assert found()["the bucket table"] == "4, 12"
     assert found()["the model's fingerprint"] == "abc"
     assert {"the version of jax", "the version of jaxserve", "max_rows", "links"} <= found().keys()
+
+
+@pytest.mark.parametrize(("problem", "traced"), [(ValueError("no room"), False), (KeyError("a defect"), True)])
+def test_a_worker_shows_where_a_defect_is_and_nothing_else(monkeypatch, caplog, problem, traced) -> None:
+    said: list[str] = []
+    membership = SimpleNamespace(join=lambda: None, fail=said.append)
+    monkeypatch.setattr(start, "Membership", lambda *_, **__: membership)
+    monkeypatch.setattr(start, "_facts", lambda *_: [])
+    monkeypatch.setattr(start, "_prepare", raising(problem))
+    with pytest.raises(type(problem)):
+        start.follow("a model", EngineConfig(tensor=2), place(1, "10.0.0.1:9000"), tell=lambda _: None)
+    assert said == [f"{type(problem).__name__}: {problem}"]
+    assert any(record.exc_info for record in caplog.records) == traced
+
+
+def test_workers_are_told_that_host_0_was_interrupted(monkeypatch) -> None:
+    said: list[str] = []
+    group = SimpleNamespace(
+        listen=lambda: None, reached=lambda _: None, join=raising(KeyboardInterrupt()), stop=said.append
+    )
+    monkeypatch.setattr(start, "Group", lambda *_, **__: group)
+    monkeypatch.setattr(start, "_facts", lambda *_: [])
+    with pytest.raises(KeyboardInterrupt):
+        start.lead("a model", EngineConfig(tensor=2), place(0, "10.0.0.1:9000"), tell=lambda _: None)
+    assert said == ["host 0: KeyboardInterrupt"]
+
+
+def raising(problem: BaseException) -> Callable[..., Any]:
+    def call(*_: object) -> NoReturn:
+        raise problem
+
+    return call
 
 
 def test_slurm_is_found(monkeypatch) -> None:

@@ -1,14 +1,17 @@
 """The ring: what is in it, and that the rows before it follow from what has left it."""
 
+import json
 import random
+import threading
 
 import numpy as np
 import pytest
 
 from jaxserve.cluster import control_pb2 as pb
-from jaxserve.cluster import recorder, wire
+from jaxserve.cluster import recorder, replay, wire
 from jaxserve.iteration import Admission, Chunk, IterationPlan, IterationResult, TableChange
 from jaxserve.request import SamplingParams
+from tests.jaxserve.cluster.processes import WAIT_SECONDS
 
 BLOCK = 4
 
@@ -165,3 +168,27 @@ def test_a_file_is_read_as_it_was_written(ring, tmp_path) -> None:
     path.write_bytes(b"")
     with pytest.raises(ValueError, match="version 0"):
         recorder.read(path)
+
+
+def test_a_record_with_settings_of_another_version_is_refused(monkeypatch) -> None:
+    monkeypatch.setattr(replay.weights, "fingerprint", lambda path: "f")
+    record = pb.Recording(fingerprint="f", settings=json.dumps({"buckets": [4], "warp": 9}))
+    with pytest.raises(ValueError, match="another version of jaxserve: this one has no setting warp"):
+        replay.replay(record, "somewhere", cache=None, progress=lambda *_: None)
+
+
+def test_a_signal_may_ask_for_a_record_while_another_is_made(ring, monkeypatch) -> None:
+    ring.launched(plan(0, [Chunk(0, 0, 1, 1)], admissions=(admission(0, (5,)),)))
+    made, entry = [], recorder._Kept.entry
+
+    def interrupted(kept, started):
+        if not made:
+            made.append(None)
+            made[0] = ring.recording("a signal")
+        return entry(kept, started)
+
+    monkeypatch.setattr(recorder._Kept, "entry", interrupted)
+    thread = threading.Thread(target=lambda: made.append(ring.recording("asked for")), daemon=True)
+    thread.start()
+    thread.join(WAIT_SECONDS)
+    assert [(each.reason, len(each.entries)) for each in made] == [("a signal", 1), ("asked for", 1)]

@@ -1,6 +1,7 @@
 """Compiled programs kept between starts: found by what they are made from, and by nothing else."""
 
 import dataclasses
+import errno
 import logging
 
 import jax
@@ -187,3 +188,14 @@ def test_a_folder_that_others_may_write_to_is_neither_read_nor_written(tmp_path,
         assert cache.get("a", jax.devices()[:1], lowered.compile)(1.0) == 42
     assert (cache.loaded, cache.compiled, list(tmp_path.iterdir())) == (0, 2, [])
     assert "written to by others" in caplog.text
+
+
+def test_a_folder_that_is_read_only_stops_no_start(tmp_path, monkeypatch, caplog):
+    def read_only(*_, **__):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    for write in ("mkdir", "write_bytes", "unlink"):
+        monkeypatch.setattr(program_cache.Path, write, read_only)
+    monkeypatch.setattr(program_cache.serialize_executable, "serialize", lambda program: program)
+    program_cache._keep(tmp_path / "program", ())
+    assert "a compiled program is not kept: [Errno 30] Read-only file system" in caplog.text

@@ -219,8 +219,10 @@ def test_samples_and_terms_from_python(params) -> None:
         assert [one.token_ids for one in chosen] == [one.token_ids for one in best(drawn, 2)]
         with pytest.raises(InvalidRequest, match="best_of: is 1; it must be a whole number from 2"):
             engine.generate([PROMPT], n=2, best_of=1)
-        with pytest.raises(InvalidRequest, match="timeout: is -1"):
-            engine.generate([PROMPT], timeout=-1)
+        for timeout in (-1, math.nan, "5"):
+            with pytest.raises(InvalidRequest, match=f"timeout: is {timeout!r}; it must be a number above 0"):
+                engine.generate([PROMPT], timeout=timeout)  # pyright: ignore[reportArgumentType]
+        engine.generate([PROMPT], max_tokens=1, timeout=math.inf)
         with pytest.raises(TimeoutError):
             engine.generate([PROMPT], max_tokens=60, ignore_eos=True, timeout=1e-9)
         seen: list[Request] = []

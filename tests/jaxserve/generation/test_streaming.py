@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 
 from jaxserve import Engine, EngineConfig
-from jaxserve.request import FinishReason, InvalidRequest
+from jaxserve.request import FinishReason, InvalidRequest, QueueFull
 from tests.fixtures.tiny import BLOOM, make_engine, opinionated
 
 PROMPTS = [[5 + i, 6, 7 + i] for i in range(20)]
@@ -24,6 +24,29 @@ def test_many_prompts_come_back_in_order_within_the_queues_bounds(engine) -> Non
     assert [c.token_ids for c in together[:3]] == [c.token_ids for c in alone]
     assert all(c.finish_reason in (FinishReason.LENGTH, FinishReason.EOS) for c in together)
     assert all(c.prompt_tokens == 3 for c in together)
+
+
+def test_long_prompts_wait_for_room_among_the_tokens_of_the_queue(engine, monkeypatch) -> None:
+    alone = [engine.generate([prompt], max_tokens=6, temperature=0.0)[0] for prompt in PROMPTS[:6]]
+    monkeypatch.setattr(engine, "config", dataclasses.replace(engine.config, max_queued_tokens=4))
+    together = engine.generate(PROMPTS[:6], max_tokens=6, temperature=0.0)
+    assert [c.token_ids for c in together] == [c.token_ids for c in alone]
+
+
+def test_a_search_of_more_beams_than_may_wait_finds_the_same(engine, monkeypatch) -> None:
+    found = engine.beam_search([5, 6, 7], n=6, max_tokens=4)
+    monkeypatch.setattr(engine, "config", dataclasses.replace(engine.config, max_queued_requests=100))
+    wide = engine.beam_search([5, 6, 7], n=6, max_tokens=4)
+    assert [one.token_ids for one in found] == [one.token_ids for one in wide]
+
+
+def test_a_queue_that_is_full_of_others_refuses_a_call(engine, monkeypatch) -> None:
+    def full(*_):
+        raise QueueFull("others wait")
+
+    monkeypatch.setattr(engine, "submit", full)
+    with pytest.raises(QueueFull):
+        engine.generate([[5]], max_tokens=2)
 
 
 def test_a_seed_is_drawn_reported_and_repeats_the_answer(engine) -> None:

@@ -103,6 +103,9 @@ def test_clipping_keeps_the_output_and_the_shared_head(tmp_path):
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "no requests"),
         ('{"timestamp": 1, "input_length": 2, "output_length": 3}\n{"timestamp": 1}\n', "line 2"),
         ('{"timestamp": 1\n', "line 1"),
+        ('{"timestamp": NaN, "input_length": 2, "output_length": 3}\n', "line 1.*timestamp is nan"),
+        ('{"timestamp": 1, "input_length": 1e999, "output_length": 3}\n', "line 1"),
+        ("[" + "1" * 200_000 + "]\n", "the trace is no CSV: field larger than field limit"),
     ],
 )
 def test_a_bad_trace_is_named(tmp_path, text, message):

@@ -147,6 +147,13 @@ def test_a_body_or_a_header_over_the_limit_is_refused(serve_http: Serve) -> None
         assert told.startswith(b"HTTP/1.1 413 ")
         told = await raw(it, HEAD + b"X: " + b"x" * 2**16)
         assert told.startswith(b"HTTP/1.1 4")
+        end = b" HTTP/1.1\r\nHost: a\r\n"
+        for whole in (
+            b"GET /health" + end + b"X: " + b"x" * 40_000 + b"\r\n\r\n",
+            b"GET /" + b"x" * 40_000 + end + b"\r\n",
+        ):
+            told = await raw(it, whole)  # in one piece, as far as the network leaves it in one
+            assert told.startswith((b"HTTP/1.1 431 ", b"HTTP/1.1 400 ")), told[:100]
 
     serve_http(scenario)
 

@@ -22,7 +22,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.request import Request, SamplingParams, TokenEvent
 from server.proto.jaxserve.v1.inference_pb2 import GenerateRequest, GetLoadRequest
 from server.proto.jaxserve.v1.inference_pb2_grpc import InferenceStub
-from server.remote import exit_codes, iterations, plain
+from server.remote import engine_process, exit_codes, frames, iterations, plain
 from server.remote.engine_process import _Outbox
 from server.remote.frames import Kind, Splitter, json_frame
 from server.remote.job import Job
@@ -188,7 +188,11 @@ def test_a_front_that_reads_nothing_is_given_up(engine: Any) -> None:
     assert "the front has read nothing" in it.process.stderr.read()
 
 
-def test_the_engines_thread_never_waits_for_the_front() -> None:
+@pytest.mark.parametrize("max_body", [frames.MAX_BODY, 4096])
+def test_the_engines_thread_never_waits_for_the_front(monkeypatch: pytest.MonkeyPatch, max_body: int) -> None:
+    """However much there is to be told in the end: one message may hold it or not."""
+    monkeypatch.setattr(frames, "MAX_BODY", max_body)
+    monkeypatch.setattr(engine_process, "_end", lambda code: pytest.fail(f"ended with {code}"))
     ours, theirs = socket.socketpair()
     engine = FakeEngine(tokenizer=byte_tokenizer(), max_context=10**6)
     with ours, theirs, engine:
