@@ -15,6 +15,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 _MAX_TEXT = 2**20  # characters that a chat may come to
 _MAX_SECONDS = 1.0
+_MAX_TOLD = 200  # characters of what a template says is wrong, which may hold the messages
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 
 
@@ -84,7 +85,7 @@ class ChatTemplate:
             else:
                 return "".join(pieces)
         except Exception as problem:  # whatever a template may raise on messages it was not written for
-            raise ValueError(f"do not suit this checkpoint's chat template: {problem}") from problem
+            raise ValueError(f"do not suit this checkpoint's chat template: {str(problem)[:_MAX_TOLD]}") from problem
         raise ValueError("come to more text than a chat may have")
 
 

@@ -175,7 +175,9 @@ def test_a_chat_is_the_same_prompt_every_way(
     assert answer.json()["choices"][0]["message"]["content"] == expected.text
 
     found = engine.beam_search(text, n=2, max_tokens=3)
-    assert engine.beam_search(chat, n=2, max_tokens=3) == found
+    assert [each.token_ids for each in engine.beam_search(chat, n=2, max_tokens=3)] == [
+        each.token_ids for each in found
+    ]
     search: dict[str, Any] = {"n": 2, "max_tokens": 3, "use_beam_search": True}
     by_grpc = stub.Generate(pb.GenerateRequest(**chat, **search)).samples
     assert [tuple(each.token_ids) for each in by_grpc] == [each.token_ids for each in found]

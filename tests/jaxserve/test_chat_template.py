@@ -54,3 +54,11 @@ def test_one_that_is_no_text_is_refused_with_its_file(tmp_path: Path, found: Any
 def test_a_template_cannot_do_harm(source: str, told: str) -> None:
     with pytest.raises(ValueError, match=told):
         ChatTemplate(source, {}).render(messages("Hi"), add_generation_prompt=True)
+
+
+def test_what_a_template_says_is_told_to_a_length() -> None:
+    with pytest.raises(ValueError, match=r"do not suit .*: aaa") as error:
+        ChatTemplate("{{ raise_exception(messages[0].content) }}", {}).render(
+            messages("a" * 100_000), add_generation_prompt=True
+        )
+    assert len(str(error.value)) < 300

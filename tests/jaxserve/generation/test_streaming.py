@@ -90,7 +90,8 @@ def test_a_prompt_may_be_a_chat() -> None:
         ]
         assert engine.generate(chat, **greedy)[0].token_ids == asyncio.run(streamed()) == answers[0].token_ids
         searched: dict[str, Any] = {"n": 2, "max_tokens": 3}
-        assert engine.beam_search(chat, **searched) == engine.beam_search("user:Hi<bot>", **searched)
+        by_chat, by_text = (engine.beam_search(prompt, **searched) for prompt in (chat, "user:Hi<bot>"))
+        assert [each.token_ids for each in by_chat] == [each.token_ids for each in by_text]
         with pytest.raises(InvalidRequest, match="messages: has a message whose content is 7"):
             engine.generate({"messages": [{"role": "user", "content": 7}]})
 
