@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,7 +18,7 @@ from jaxserve.execution.stage import Progress
 from jaxserve.generation import streaming
 from jaxserve.generation.beams import BeamParams
 from jaxserve.generation.completion import Completion, Delta
-from jaxserve.generation.streaming import Sink, Terms
+from jaxserve.generation.streaming import Prompt, Sink, Terms
 from jaxserve.grammars.matcher import Compiled, Grammars
 from jaxserve.models.schema import ModelConfig
 from jaxserve.observe import IterationRecord, Load, total
@@ -250,7 +250,7 @@ class Engine:
 
     def generate(
         self,
-        prompts: Sequence[str | Sequence[int]],
+        prompts: Mapping[str, Any] | Sequence[Prompt],
         *,
         n: int = 1,
         best_of: int | None = None,
@@ -259,9 +259,11 @@ class Engine:
         timeout: float | None = None,
         **sampling: Any,
     ) -> list[Completion]:
-        """Generates for every prompt (text or token ids) and waits for all of them.
+        """Generates for every prompt and waits for all of them.
 
         Args:
+          prompts: each a text, token ids, or fields as an input line of `jaxserve generate` has them, such as
+            `{"messages": [{"role": "user", "content": "Hi"}]}` for a chat; these go before what the call says.
           n: samples of each prompt, which is computed once for all of them; they are next to each other in the list.
           best_of: so many are drawn, and the n of them returned whose tokens are the likeliest on average.
           priority / cache_salt: see `Request`.
@@ -278,7 +280,7 @@ class Engine:
 
     def beam_search(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         *,
         n: int = 1,
         best_of: int | None = None,
@@ -292,6 +294,7 @@ class Engine:
         """The n likeliest answers to a prompt that a beam search finds, best first, each with its score.
 
         Args:
+          prompt: as one of `generate`.
           best_of: beams, n unless given (see `beams.BeamParams`, also for length_penalty and early_stopping).
           sampling: max_tokens, stop_token_ids, ignore_eos and logprobs of SamplingParams.
 
@@ -306,14 +309,15 @@ class Engine:
 
     def stream(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         *,
         priority: int = 0,
         cache_salt: str = "",
         timeout: float | None = None,
         **sampling: Any,
     ) -> AsyncIterator[Delta]:
-        """Generates for one prompt, an item an iteration. Leaving the loop early ends the request.
+        """Generates for one prompt, as `generate` takes it, an item an iteration. Leaving the loop early ends the
+        request.
 
         Raises:
           TimeoutError: it took longer than so many seconds.

@@ -32,6 +32,12 @@ class InvalidRequest(ValueError):
         self.field = field
 
 
+def shown(value: object) -> str:
+    """A value as a message shows it: not at any length."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
 class QueueFull(Exception):
     """The queue holds as many requests or tokens as it may; the request can be tried again later."""
 

@@ -1,4 +1,4 @@
-"""Text to token ids and back, by the checkpoint's own tokenizer.json."""
+"""Text to token ids and back, by the checkpoint's own tokenizer.json; chats to text, by its chat template."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Self
 
 import tokenizers
+
+from jaxserve.chat_template import ChatTemplate
 
 _REPLACEMENT = "\ufffd"  # what bytes that are no character decode to
 _HELD = 3  # bytes of a character that miss the last one: as many tokens, or replacement characters, at most
@@ -19,10 +21,15 @@ _BYTES |= {chr(256 + i): byte for i, byte in enumerate(byte for byte in range(25
 
 
 class Tokenizer:
-    """A thin wrapper of a `tokenizers.Tokenizer`."""
+    """A thin wrapper of a `tokenizers.Tokenizer`.
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+    Attributes:
+      chat_template: what makes a text of a chat; None where the checkpoint has none.
+    """
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, chat_template: ChatTemplate | None = None) -> None:
         self._tokenizer = tokenizer
+        self.chat_template = chat_template
         tokenizer.no_truncation()  # a prompt is served whole or refused
         tokenizer.no_padding()
         self._special = frozenset(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)
@@ -31,18 +38,19 @@ class Tokenizer:
 
     @classmethod
     def from_directory(cls, path: str | Path) -> Self | None:
-        """The tokenizer of a checkpoint directory, or None if it has no tokenizer.json.
+        """The tokenizer of a checkpoint directory with its chat template, or None if it has no tokenizer.json.
 
         Raises:
-          ValueError: the file is there and cannot be read.
+          ValueError: a file is there and cannot be read.
         """
         file = Path(path) / "tokenizer.json"
         if not file.exists():
             return None
         try:
-            return cls(tokenizers.Tokenizer.from_str(file.read_text(encoding="utf-8")))
+            tokenizer = tokenizers.Tokenizer.from_str(file.read_text(encoding="utf-8"))
         except Exception as problem:  # the library raises bare Exception
             raise ValueError(f"{file}: not a tokenizer of the tokenizers library: {problem}") from problem
+        return cls(tokenizer, ChatTemplate.from_directory(file.parent))
 
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
         """Token ids of a text. Nothing is prepended or appended but what the file's own post-processor adds, and that

@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from server import several
+from server import prompts, several
 from server.proto.jaxserve.v1.inference_pb2 import Choice, FinishReason, GenerateRequest, GenerateResponse, Grammar
 from server.proto.jaxserve.v1.inference_pb2_grpc import InferenceStub
 
@@ -19,34 +19,34 @@ Streams the completion of a prompt from a running server.
   jaxserve client "It was a" --max-tokens 50 --temperature 0.8
   jaxserve client --server 10.0.0.7:50051 "It was a" --max-tokens 50 --stop .
   jaxserve client "It was a" --n 3 --use-beam-search
+  jaxserve client --messages '[{"role": "user", "content": "It was a"}]'
 """
 
 
 def stream(
     address: str,
-    prompt: str,
     *,
     credentials: grpc.ChannelCredentials | None = None,
     api_key: str | None = None,
     **fields: Any,
 ) -> Iterator[GenerateResponse]:
-    """Yields what each iteration adds; the last message says why it ended. Raises grpc.RpcError."""
+    """Yields what each iteration adds to the answer to a request of these fields; the last message says why it ended.
+    Raises grpc.RpcError."""
     with _opened(address, credentials) as channel:
-        request = GenerateRequest(prompt=prompt, **fields)
+        request = GenerateRequest(**fields)
         yield from InferenceStub(channel).GenerateStream(request, metadata=_metadata(api_key))
 
 
 def whole(
     address: str,
-    prompt: str,
     *,
     credentials: grpc.ChannelCredentials | None = None,
     api_key: str | None = None,
     **fields: Any,
 ) -> list[GenerateResponse]:
-    """All answers to a prompt, once they are there. Raises grpc.RpcError."""
+    """All answers, once they are there. Raises grpc.RpcError."""
     with _opened(address, credentials) as channel:
-        request = GenerateRequest(prompt=prompt, **fields)
+        request = GenerateRequest(**fields)
         response = InferenceStub(channel).Generate(request, metadata=_metadata(api_key))
         return list(response.samples) or [response]
 
@@ -63,7 +63,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of `jaxserve client`."""
     from server.flags import add_sampling_flags
 
-    parser.add_argument("prompt", metavar="PROMPT", help="text to continue")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("prompt", nargs="?", metavar="PROMPT", help="text to continue")
+    prompts.add_flags(parser, source)
     parser.add_argument(
         "--server", metavar="HOST:PORT", default="127.0.0.1:50051", help="address of the server (default: %(default)s)"
     )
@@ -103,18 +105,18 @@ def run(args: argparse.Namespace) -> int:
     from server.flags import sampling_fields
     from server.report import UserError
 
-    fields, wanted = sampling_fields(args), several.fields(args)
+    fields, wanted = prompts.fields(args) | sampling_fields(args), several.fields(args)
     response = GenerateResponse()
     try:
         fields["logit_bias"] = {int(token): bias for token, bias in fields.get("logit_bias", {}).items()}
         if "grammar" in fields:
             fields["grammar"] = _grammar(**fields["grammar"])
         if wanted:
-            for response in whole(args.server, args.prompt, **_security(args), **fields, **wanted):
+            for response in whole(args.server, **_security(args), **fields, **wanted):
                 print(response.text)
                 _say_outcome(response)
             return 0
-        for response in stream(args.server, args.prompt, **_security(args), **fields):
+        for response in stream(args.server, **_security(args), **fields):
             print(response.text, end="", flush=True)
     except (TypeError, ValueError) as problem:  # a number that does not fit its field
         raise UserError(str(problem)) from None

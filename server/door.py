@@ -157,7 +157,6 @@ class Door:
         call: Call,
         *,
         samples: int = 1,
-        special_tokens: bool = True,
         adjust: Callable[[Request], Request] = lambda request: request,
     ) -> AsyncIterator[Generation]:
         """Has the engine work on a call's requests for as long as the block lasts, however it ends.
@@ -165,7 +164,6 @@ class Door:
         Args:
           prompts: fields of each prompt, as `parse_request` takes them.
           samples: requests of each prompt, next to each other in the generation.
-          special_tokens: whether the tokenizer adds what the model was trained to see at a text's ends.
           adjust: what is still to be done with a request when its prompt has become tokens.
 
         Raises:
@@ -174,8 +172,8 @@ class Door:
         self._check_open(call)
         with self._admitted(prompts, call, samples) as ticket:
             requests = await aside(
-                sum(map(_size, prompts)),
-                lambda: [adjust(self._parse(fields, call, special_tokens, ticket.demoted)) for fields in prompts],
+                sum(map(_work, prompts)),
+                lambda: [adjust(self._parse(fields, call, ticket.demoted)) for fields in prompts],
             )
             ticket.correct(samples * sum(len(request.prompt) for request in requests))
             grammars = {request.sampling.grammar for request in requests}
@@ -202,7 +200,6 @@ class Door:
         call: Call,
         params: BeamParams,
         *,
-        special_tokens: bool = True,
         adjust: Callable[[Request], Request] = lambda request: request,
     ) -> tuple[Request, list[Completion]]:
         """Searches for the best answers to one prompt: the request that it became, and they, best first. The places of
@@ -215,8 +212,8 @@ class Door:
         """
         self._check_open(call)
         with self._admitted([fields], call, params.width) as ticket:
-            parse = partial(self._parse, fields, call, special_tokens, ticket.demoted)
-            request = await aside(_size(fields), lambda: adjust(parse()))
+            parse = partial(self._parse, fields, call, ticket.demoted)
+            request = await aside(_work(fields), lambda: adjust(parse()))
             self.engine.check(request)
             search = BeamSearch(request, params, self.engine.model_config.eos_token_ids)
             ticket.correct(params.width * request.max_length)
@@ -303,12 +300,11 @@ class Door:
         finally:
             ticket.release()
 
-    def _parse(self, fields: Mapping[str, Any], call: Call, special_tokens: bool, demoted: bool) -> Request:
+    def _parse(self, fields: Mapping[str, Any], call: Call, demoted: bool) -> Request:
         return parse_request(
             fields,
             request_id="",
             tokenizer=self.engine.tokenizer,
-            special_tokens=special_tokens,
             priority=call.priority - demoted,
             arrival=call.arrival,
             cache_salt=call.cache_salt,
@@ -362,9 +358,16 @@ class Door:
 
 def _size(fields: Mapping[str, Any]) -> int:
     """Most tokens that a prompt can have: a token of a text stands for a byte at least. (A tokenizer that adds tokens
-    or rewrites the text may make a few more; they are counted when they are known.)"""
-    text = fields.get("prompt")
-    return len(text.encode(errors="replace")) if text is not None else len(fields.get("prompt_token_ids") or ())
+    or rewrites the text, or a chat's template, may make a few more; they are counted when they are known.)"""
+    texts = [] if (text := fields.get("prompt")) is None else [text]
+    texts += [text for message in fields.get("messages") or () for text in message.values()]
+    return sum(len(text.encode(errors="replace")) for text in texts) + len(fields.get("prompt_token_ids") or ())
+
+
+def _work(fields: Mapping[str, Any]) -> int:
+    """How long a text has to be worked on for a prompt. A chat's counts as a long one: templates are programs, and what
+    one does with a short chat may take long."""
+    return _LONG_TEXT + 1 if fields.get("messages") else _size(fields)
 
 
 async def aside(size: int, work: Callable[..., _Result], *args: Any, **kwargs: Any) -> _Result:

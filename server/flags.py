@@ -310,12 +310,17 @@ def _layers(text: str) -> tuple[int, ...]:
 
 
 def _grammar(kind: str, text: str) -> dict[str, Any]:
-    if kind != "regex" and text.startswith("@"):
-        try:
-            text = Path(text[1:]).read_text(encoding="utf-8")
-        except (OSError, ValueError) as problem:
-            raise argparse.ArgumentTypeError(f"{text[1:]} cannot be read: {problem}") from None
-    return {"type": kind, "value": text}
+    return {"type": kind, "value": text if kind == "regex" else text_or_file(text)}
+
+
+def text_or_file(text: str) -> str:
+    """A flag's text, or that of the file that it names as @FILE."""
+    if not text.startswith("@"):
+        return text
+    try:
+        return Path(text[1:]).read_text(encoding="utf-8")
+    except (OSError, ValueError) as problem:
+        raise argparse.ArgumentTypeError(f"{text[1:]} cannot be read: {problem}") from None
 
 
 def _choice(text: str) -> dict[str, Any]:

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from jaxserve.config import EngineConfig
     from jaxserve.engine import Engine
     from jaxserve.tokenizer import Tokenizer
-    from server.http.template import ChatTemplate
     from server.served_engine import ServedEngine
     from server.surface import Surface
 
@@ -37,7 +36,6 @@ class Serving:
     Args:
       args: flags of `jaxserve serve`; `tls` and `keys` have been read.
       name: what the model is called.
-      chat_template: the checkpoint's, if it has one.
       greet: tells the person (host, model, port, HTTP port or None) once the server is ready.
     """
 
@@ -46,12 +44,11 @@ class Serving:
         args: argparse.Namespace,
         *,
         name: str,
-        chat_template: ChatTemplate | None,
         greet: Callable[[str, str, int, int | None], None],
     ) -> None:
         self.args, self.name = args, name
         self.stopping = asyncio.Event()
-        self._chat_template, self._greet = chat_template, greet
+        self._greet = greet
         self._ports: tuple[int, int | None] = (0, None)
 
     def surface(
@@ -67,7 +64,6 @@ class Serving:
             engine,
             name=self.name,
             version=metadata.version("jaxserve"),
-            chat_template=self._chat_template,
             tls=self.args.tls,
             keys=self.args.keys,
             stall_seconds=self.args.stall_seconds,
@@ -195,7 +191,7 @@ async def before_a_process(
 
 
 def read_tokenizer(model: Path) -> Tokenizer | None:
-    """The tokenizer of a checkpoint. Raises UserError if it cannot be read."""
+    """The tokenizer of a checkpoint, with its chat template. Raises UserError if it cannot be read."""
     from jaxserve import tokenizer
 
     with mending():

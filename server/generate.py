@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from server import several
+from server import prompts, several
 from server.flags import add_sampling_flags, sampling_fields
 from server.report import UserError, check_folder, console, say, say_outcome
 from server.start import add_model_flags, add_profile_flag, load_engine, model_directory, profiling
@@ -32,11 +32,12 @@ Completes one prompt, or every line of a file, without a server.
 
   jaxserve generate --prompt "It was a" --max-tokens 50 --temperature 0.8
   jaxserve generate --prompt "It was a" --n 3 --use-beam-search
+  jaxserve generate --model DIR --messages '[{"role": "user", "content": "It was a"}]'
   jaxserve generate --model DIR --input in.jsonl --output out.jsonl
   zcat in.jsonl.gz | jaxserve generate --model DIR --input - | gzip > out.jsonl.gz
 
-An input line is a JSON object with prompt (text) or prompt_token_ids, an id if you like (the line's number if not)
-and any sampling field:
+An input line is a JSON object with prompt (text), prompt_token_ids or messages (a chat), an id if you like (the line's
+number if not) and any sampling field:
 
   {"id": "a", "prompt": "It was a", "max_tokens": 20, "temperature": 0, "stop": ["."], "logprobs": 0}
 
@@ -52,6 +53,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of `jaxserve generate`."""
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", metavar="TEXT", help="complete this text, printing it as it comes")
+    prompts.add_flags(parser, source)
     source.add_argument("--input", metavar="FILE", help="complete every line of this file; - is standard input")
     parser.add_argument("--output", metavar="FILE", help="where output lines go (default: standard output)")
     add_profile_flag(parser)
@@ -66,7 +68,10 @@ def run(args: argparse.Namespace) -> int:
     check_folder("--profile", args.profile)
     wanted = several.fields(args)
     if wanted and (args.input is not None or args.output is not None):
-        raise UserError(f"--{next(iter(wanted)).replace('_', '-')} is for --prompt, without --output")
+        raise UserError(f"--{next(iter(wanted)).replace('_', '-')} is for one prompt, without --input and --output")
+    prompt = prompts.fields(args)
+    if args.input is not None and prompt:
+        raise UserError("--no-generation-prompt is for --messages; an input line says add_generation_prompt")
     with contextlib.ExitStack() as files:
         source, size = _open_input(args, files)
         target = _open_output(args, files)
@@ -77,16 +82,16 @@ def run(args: argparse.Namespace) -> int:
             target.truncate(0)  # not before: had loading failed, the results of an earlier run would be gone
         with profiling(args.profile), engine:
             if wanted:
-                return _print_several(engine, args.prompt, wanted, sampling_fields(args))
-            if args.prompt is not None and args.output is None:
-                return _print_text(engine, args.prompt, sampling_fields(args))
+                return _print_several(engine, prompt, wanted, sampling_fields(args))
+            if args.input is None and args.output is None:
+                return _print_text(engine, prompt, sampling_fields(args))
             return _serve_lines(engine, source, size, target.fileno(), sampling_fields(args))
 
 
 def _open_input(args: argparse.Namespace, files: contextlib.ExitStack) -> tuple[Iterable[bytes], int | None]:
     """The input's lines, and its size in bytes where that is known."""
     if args.input is None:
-        return [json.dumps({"prompt": args.prompt}).encode()], None
+        return [json.dumps(prompts.fields(args)).encode()], None
     # Descriptor 0 directly: the interpreter locks sys.stdin at exit, and the reading thread may be waiting in it.
     file = _opened(files, 0 if args.input == "-" else args.input, "rb")
     status = os.fstat(file.fileno())
@@ -181,14 +186,14 @@ class _Bar:
         self._bar.update(self._task, completed=answer.size, lines=lines, tokens=tokens, rate=rate)
 
 
-def _print_text(engine: Engine, prompt: str, fields: dict[str, Any]) -> int:
-    """Streams the completion of one prompt to standard output."""
+def _print_text(engine: Engine, prompt: dict[str, Any], sampling: dict[str, Any]) -> int:
+    """Streams the completion of one prompt, as an input line has it, to standard output."""
     from jaxserve.generation.completion import Assembler, parse_request
     from jaxserve.request import FinishReason, InvalidRequest, TokenEvent
 
     inbox: queue.SimpleQueue[list[TokenEvent]] = queue.SimpleQueue()
     try:
-        request = parse_request({"prompt": prompt} | fields, request_id="prompt", tokenizer=engine.tokenizer)
+        request = parse_request(prompt | sampling, request_id="prompt", tokenizer=engine.tokenizer)
         engine.submit(request, inbox.put)
     except InvalidRequest as problem:
         raise UserError(str(problem)) from None
@@ -206,7 +211,7 @@ def _print_text(engine: Engine, prompt: str, fields: dict[str, Any]) -> int:
     return 1 if completion.finish_reason in (FinishReason.ERROR, FinishReason.ABORTED) else 0
 
 
-def _print_several(engine: Engine, prompt: str, wanted: dict[str, Any], sampling: dict[str, Any]) -> int:
+def _print_several(engine: Engine, prompt: dict[str, Any], wanted: dict[str, Any], sampling: dict[str, Any]) -> int:
     """Prints several answers to one prompt, or the best that a search finds, each with its end."""
     from jaxserve.generation import beams, streaming
     from jaxserve.request import FinishReason, InvalidRequest

@@ -10,7 +10,7 @@ from google.protobuf import any_pb2, duration_pb2
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from jaxserve.generation import beams
+from jaxserve.generation import beams, chat
 from jaxserve.generation.completion import Completion, Delta
 from jaxserve.request import Alternatives, FinishReason, InvalidRequest
 from server.errors import Kind, Refusal
@@ -43,6 +43,9 @@ def fields_of(message: pb.GenerateRequest) -> dict[str, Any]:
     for name in ("stop", "stop_token_ids", "bad_words"):
         if name in fields:
             fields[name] = list(fields[name])
+    if "messages" in fields:
+        first = message.messages[: chat.MAX_MESSAGES + 1]  # one too many is as wrong as millions
+        fields["messages"] = [_message(each) for each in first]
     if "logit_bias" in fields:
         fields["logit_bias"] = dict(message.logit_bias)
     if "grammar" in fields:
@@ -50,6 +53,12 @@ def fields_of(message: pb.GenerateRequest) -> dict[str, Any]:
     for name in ("request_id", "priority", "cache_salt", *beams.FIELDS):  # of the call, not of the completion
         fields.pop(name, None)
     return fields
+
+
+def _message(message: pb.ChatMessage) -> dict[str, str]:
+    """As `chat.read` takes it."""
+    name = {"name": message.name} if message.HasField("name") else {}
+    return {"role": message.role, "content": message.content} | name
 
 
 def _grammar(message: pb.Grammar) -> dict[str, Any]:

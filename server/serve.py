@@ -137,16 +137,13 @@ def run(args: argparse.Namespace) -> int:
     for _, port in ports:
         if port is not None:
             _check_free(args.host, port)  # now rather than after minutes of loading
-    from server.http.template import ChatTemplate
-
     with mending():
         args.tls = tls.from_flags(args)
         args.keys = auth.ApiKeys(args.api_keys) if args.api_keys is not None else None
-        chat_template = ChatTemplate.from_directory(path)
         config = flags.engine_config(args)
     from server import front
 
-    serving = front.Serving(args, name=path.name, chat_template=chat_template, greet=_greet)
+    serving = front.Serving(args, name=path.name, greet=_greet)
     if args.front == "process":
         return asyncio.run(front.before_a_process(serving, path, config, cluster))
     engine = load_engine(args, cluster)

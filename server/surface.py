@@ -14,7 +14,6 @@ from server.grpc_server import GrpcServer
 from server.health import Watchdog
 from server.http.app import OPEN_CALLS, make_app
 from server.http.listener import HttpListener
-from server.http.template import ChatTemplate
 from server.live import Live
 from server.metrics import Metrics
 from server.tls import Tls
@@ -35,7 +34,6 @@ class Surface:
       engine: a started engine, or one that will be ready before long.
       name: what the model is called.
       version: of the server.
-      chat_template: the checkpoint's, if it has one.
       tls: None listens without encryption.
       keys: one of which callers must show; None asks for none.
       stall_seconds: how long the engine may have work and complete no iteration; None goes by what the iteration that
@@ -53,7 +51,6 @@ class Surface:
         *,
         name: str,
         version: str,
-        chat_template: ChatTemplate | None = None,
         tls: Tls | None = None,
         keys: ApiKeys | None = None,
         stall_seconds: float | None = None,
@@ -67,7 +64,7 @@ class Surface:
         self.door.observers.append(self.metrics)
         live = Live(engine)
         self.door.observers.append(live)
-        app = make_app(self.door, self.metrics, live, name=name, version=version, chat_template=chat_template)
+        app = make_app(self.door, self.metrics, live, name=name, version=version)
         self._http = HttpListener(KeyMiddleware(app, keys, OPEN_CALLS) if keys is not None else app, tls)
         self._watchdog = Watchdog(engine, deadline=stall_seconds, interval=health_seconds)
         self._health_seconds, self._on_wedged, self._wedged_seconds = health_seconds, on_wedged, wedged_seconds

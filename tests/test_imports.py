@@ -11,8 +11,8 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("jaxserve", "sharding", "pallas_kernels", "server")
 # The rooms of jaxserve, files and folders, a storey a line: each imports from the storeys below it only.
 ROOMS = """
-  config models request tokenizer traffic
-  iteration weights
+  chat_template config models request traffic
+  iteration tokenizer weights
   grammars observe sampling scheduling
   demo execution generation startup_report
   plan replica timeline

@@ -21,7 +21,7 @@ from jaxserve.models.schema import ModelConfig
 from jaxserve.request import Alternatives, FinishReason, InvalidRequest, QueueFull, Request, TokenEvent
 from jaxserve.tokenizer import Tokenizer
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | Mapping[str, Any]  # text, token ids, or fields as an input line has them
 Sink = Callable[[list[TokenEvent]], None]
 
 
@@ -69,10 +69,10 @@ class TakesRequests(Protocol):
 
 
 def generate(
-    engine: TakesRequests, prompts: Sequence[Prompt], sampling: Mapping[str, Any], terms: Terms
+    engine: TakesRequests, prompts: Mapping[str, Any] | Sequence[Prompt], sampling: Mapping[str, Any], terms: Terms
 ) -> list[Completion]:
     """Completions of all prompts, in their order (see `Engine.generate`)."""
-    if isinstance(prompts, str):
+    if isinstance(prompts, str | Mapping):
         prompts = [prompts]
     if terms.drawn > terms.n:
         sampling = {"logprobs": 0} | {name: value for name, value in sampling.items() if value is not None}
@@ -148,7 +148,10 @@ async def stream(
     engine: TakesRequests, prompt: Prompt, sampling: Mapping[str, Any], terms: Terms
 ) -> AsyncIterator[Delta]:
     """Deltas of one completion (see `Engine.stream`)."""
-    request = _request(engine, prompt, sampling, terms)
+    if isinstance(prompt, Mapping):  # it may be a chat, whose template takes its time
+        request = await asyncio.to_thread(_request, engine, prompt, sampling, terms)
+    else:
+        request = _request(engine, prompt, sampling, terms)
     assembler = _assembler(engine, request)
     if request.sampling.grammar is not None:
         await asyncio.to_thread(engine.check, request)  # compiles it
@@ -204,9 +207,12 @@ def _wait(events: queue.SimpleQueue[list[TokenEvent]], ends: float | None) -> li
 
 
 def _request(engine: TakesRequests, prompt: Prompt, sampling: Mapping[str, Any], terms: Terms) -> Request:
-    field = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
+    if isinstance(prompt, Mapping):
+        fields = {name: value for name, value in prompt.items() if value is not None}
+    else:
+        fields = {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
     return parse_request(
-        {field: prompt, **sampling},
+        {**sampling, **fields},
         request_id=_new_name(),
         tokenizer=engine.tokenizer,
         priority=terms.priority,

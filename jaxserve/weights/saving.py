@@ -21,7 +21,10 @@ from jaxserve.weights.checkpoint import CheckpointError, StoredTensors, read_con
 from jaxserve.weights.loading import Progress, load
 from jaxserve.weights.naming import parameters
 
-_COPIED = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt")
+_COPIED = (
+    *("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt"),
+    "chat_template.jinja",
+)
 
 
 def write_hf(path: str | Path, config: ModelConfig, params: models.Params, dtype: jnp.dtype | None = None) -> None:

@@ -18,7 +18,6 @@ from server.http import kserve, openai, page, tgi
 from server.http.chat import Chats
 from server.http.exchange import Endpoint, Exchange
 from server.http.schemas import DetokenizeBody, TokenizeBody
-from server.http.template import ChatTemplate
 from server.live import Live
 from server.metrics import CONTENT_TYPE, Metrics
 
@@ -27,9 +26,7 @@ OPEN_CALLS = (("GET", "/health"), ("GET", "/"))  # that take no API key
 Handler = Callable[[Exchange], Awaitable[None]]
 
 
-def make_app(
-    door: Door, metrics: Metrics, live: Live, *, name: str, version: str, chat_template: ChatTemplate | None
-) -> Starlette:
+def make_app(door: Door, metrics: Metrics, live: Live, *, name: str, version: str) -> Starlette:
     """The ASGI application of one model.
 
     Args:
@@ -37,7 +34,6 @@ def make_app(
       live: what the page and /live show.
       name: what calls name the model.
       version: of the server.
-      chat_template: the checkpoint's, if it has one.
     """
 
     def route(method: str, path: str, handle: Handler, *, queued: bool = False) -> Route:
@@ -54,7 +50,7 @@ def make_app(
     app = Starlette(
         routes=[
             route("POST", "/v1/completions", openai.Completions(door, name), queued=True),
-            route("POST", "/v1/chat/completions", Chats(door, name, chat_template), queued=True),
+            route("POST", "/v1/chat/completions", Chats(door, name), queued=True),
             route("GET", "/v1/models", about.models),
             route("GET", "/v1/models/{name:path}", about.model),
             route("POST", "/tokenize", about.tokenize),

@@ -6,21 +6,19 @@ from typing import Any
 
 from jaxserve.generation.completion import Completion, Delta
 from jaxserve.request import InvalidRequest, Request
-from server.door import Door, aside
-from server.errors import Kind, Refusal
+from server.door import Door
 from server.generation import Generation
 from server.http import logprobs, sse
 from server.http.exchange import Exchange
 from server.http.openai import call_of, check_model, finished, header_of, reason_of, usage_of, usage_of_beams
 from server.http.schemas import ChatBody
-from server.http.template import ChatTemplate
 
 
 class Chats:
     """`/v1/chat/completions` of one model."""
 
-    def __init__(self, door: Door, name: str, template: ChatTemplate | None) -> None:
-        self._door, self._name, self._template = door, name, template
+    def __init__(self, door: Door, name: str) -> None:
+        self._door, self._name = door, name
 
     async def __call__(self, exchange: Exchange) -> None:
         body = await exchange.body(ChatBody)
@@ -28,7 +26,7 @@ class Chats:
         usage_wanted, sampling = body.usage_wanted, body.sampling
         if body.stream and body.prompt_logprobs is not None:
             raise InvalidRequest("prompt_logprobs", "is not told in the stream of a chat; leave stream out")
-        prompt = {"prompt": await self._render(body)} | sampling
+        prompt = body.prompt_fields | sampling
         if "max_tokens" not in sampling and "min_tokens" in sampling:
             prompt["max_tokens"] = max(1, sampling["min_tokens"])  # until it is known how many there can be
         call = call_of(exchange, body)
@@ -37,37 +35,16 @@ class Chats:
             return request if "max_tokens" in sampling else self._door.to_the_end(request)
 
         if (params := body.beams) is not None:
-            found = await self._door.search(prompt, call, params, special_tokens=False, adjust=adjust)
+            found = await self._door.search(prompt, call, params, adjust=adjust)
             answer = header_of(exchange, "chat.completion", "chatcmpl", self._name)
             answer["choices"] = [self._choice(body, index, one) for index, one in enumerate(found[1])]
             await exchange.json(answer | {"usage": usage_of_beams([found])})
             return
-        async with self._door.generate(
-            [prompt],
-            call,
-            samples=body.n or 1,
-            special_tokens=False,  # the template has written them out
-            adjust=adjust,
-        ) as generation:
+        async with self._door.generate([prompt], call, samples=body.n or 1, adjust=adjust) as generation:
             if body.stream:
                 await self._stream(exchange, body, generation, usage_wanted)
             else:
                 await self._whole(exchange, body, generation)
-
-    async def _render(self, body: ChatBody) -> str:
-        template = self._template
-        if template is None:
-            raise Refusal(
-                Kind.UNSUPPORTED,
-                "messages: this checkpoint has no chat template; use /v1/completions",
-                field="messages",
-            )
-        messages = [message.for_template for message in body.messages]
-        size = sum(len(message["content"]) for message in messages)
-        text = await aside(size, template.render, messages, add_generation_prompt=body.add_generation_prompt)
-        if not text:
-            raise InvalidRequest("messages", "come to no text")
-        return text
 
     async def _whole(self, exchange: Exchange, body: ChatBody, generation: Generation) -> None:
         completions = await finished(generation)

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from pydantic_core import PydanticCustomError
 
+from jaxserve.generation import chat
 from jaxserve.generation.beams import FIELDS, BeamParams, params_of
 from jaxserve.generation.samples import MAX_SAMPLES
 from jaxserve.grammars import grammar
@@ -22,7 +23,6 @@ from jaxserve.request import (
 )
 
 MAX_PROMPTS = 1024  # of one call
-MAX_MESSAGES = 2048  # of a chat
 _MAX_REQUESTS = 1024  # that one call may come to
 
 Seed = int | float
@@ -201,33 +201,17 @@ class CompletionBody(OpenAIBody):
         return best_of
 
 
-class TextPart(Body):
-    type: Literal["text"]
-    text: str
-
-
-Parts = Annotated[list[TextPart], Field(max_length=MAX_MESSAGES, fail_fast=True)]
-
-
-class Message(Body):
-    role: str = Field(min_length=1, max_length=64)
-    content: str | Parts
-    name: str | None = Field(default=None, max_length=64)
-
-    @property
-    def for_template(self) -> dict[str, str]:
-        """The message as chat templates expect it."""
-        parts = self.content
-        text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
-        return {"role": self.role, "content": text} | ({} if self.name is None else {"name": self.name})
-
-
 class ChatBody(OpenAIBody):
-    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+    messages: Any
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     add_generation_prompt: bool = True
+
+    @property
+    def prompt_fields(self) -> dict[str, Any]:
+        """What the prompt is made of, as `parse_request` takes them. Raises InvalidRequest."""
+        return {"messages": chat.read(self.messages), "add_generation_prompt": self.add_generation_prompt}
 
     @property
     def sampling(self) -> dict[str, Any]:

@@ -1,6 +1,8 @@
 """What a request may say means the same whichever way it comes in, and a protocol that has no word for it says so: each
 field of docs/features.md is sent each way to the demo model, and compared with what Python answers."""
 
+import asyncio
+import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -8,7 +10,9 @@ import grpc
 import httpx2 as httpx
 import pytest
 
+from jaxserve.chat_template import ChatTemplate
 from jaxserve.engine import Engine
+from server.lines import LineServer
 from server.proto.jaxserve.v1 import inference_pb2 as pb
 from server.proto.jaxserve.v1.inference_pb2_grpc import InferenceStub
 from server.proto.vllm.grpc.engine import vllm_engine_pb2 as vllm_pb
@@ -18,6 +22,11 @@ from tests.docs.conftest import served
 PROMPT, TOKENS = "It was a", 12
 Answers = list[tuple[str, tuple[int, ...]]]  # text and tokens of each sample; no tokens where they are not told
 FORM = {"type": "regex", "value": "( [a-z]+){3}[.!]"}
+TEMPLATE = (
+    "{% for message in messages %}{{ message.role + ': ' + message.content + ' ' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'she:' }}{% endif %}"
+)
+CHAT = [{"role": "he", "content": "Good morning."}, {"role": "he", "content": "It was a"}]
 
 # What is said, as Python says it, and which protocols have no word for it.
 SAID: dict[str, tuple[dict[str, Any], set[str]]] = {
@@ -131,3 +140,46 @@ def test_what_tgi_has_no_word_for_is_refused_by_name(ways: Ways, name: str) -> N
     answer = ways.http.post("/generate", json={"inputs": PROMPT, "parameters": parameters})
     assert answer.status_code == 422
     assert any(f"{field}: is not a field of this call" in answer.json()["error"] for field in parameters)
+
+
+@pytest.mark.parametrize(
+    ("begins", "text"),
+    [
+        (None, "he: Good morning. he: It was a she:"),
+        (True, "he: Good morning. he: It was a she:"),
+        (False, "he: Good morning. he: It was a "),
+    ],
+)
+def test_a_chat_is_the_same_prompt_every_way(
+    engine: Engine, ways: Ways, monkeypatch: pytest.MonkeyPatch, begins: bool | None, text: str
+) -> None:
+    monkeypatch.setattr(engine.tokenizer, "chat_template", ChatTemplate(TEMPLATE, {}))
+    chat: dict[str, Any] = {"messages": CHAT} | ({} if begins is None else {"add_generation_prompt": begins})
+    stub = InferenceStub(ways.channel)
+    greedy: dict[str, Any] = {"max_tokens": TOKENS, "temperature": 0.0}
+    (expected,) = engine.generate(text, **greedy)
+
+    async def streamed() -> list[int]:
+        return [token async for delta in engine.stream(chat, **greedy) for token in delta.token_ids]
+
+    request = pb.GenerateRequest(**chat, **greedy)
+    (line,) = LineServer(engine, greedy, window=1).answers([json.dumps(chat).encode()])
+    assert {
+        "Engine.generate": engine.generate(chat, **greedy)[0].token_ids,
+        "Engine.stream": tuple(asyncio.run(streamed())),
+        "Generate": tuple(stub.Generate(request).token_ids),
+        "GenerateStream": tuple(token for message in stub.GenerateStream(request) for token in message.token_ids),
+        "a line": tuple(json.loads(line.encoded)["token_ids"]),
+    } == dict.fromkeys(("Engine.generate", "Engine.stream", "Generate", "GenerateStream", "a line"), expected.token_ids)
+    answer = ways.http.post("/v1/chat/completions", json=chat | greedy)
+    assert answer.json()["choices"][0]["message"]["content"] == expected.text
+
+    found = engine.beam_search(text, n=2, max_tokens=3)
+    assert [each.token_ids for each in engine.beam_search(chat, n=2, max_tokens=3)] == [
+        each.token_ids for each in found
+    ]
+    search: dict[str, Any] = {"n": 2, "max_tokens": 3, "use_beam_search": True}
+    by_grpc = stub.Generate(pb.GenerateRequest(**chat, **search)).samples
+    assert [tuple(each.token_ids) for each in by_grpc] == [each.token_ids for each in found]
+    by_http = ways.http.post("/v1/chat/completions", json=chat | search).json()["choices"]
+    assert [each["message"]["content"] for each in by_http] == [each.text for each in found]

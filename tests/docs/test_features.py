@@ -85,8 +85,8 @@ def test_every_field_of_a_request_is_named_and_nothing_else() -> None:
         for name, parameter in inspect.signature(method).parameters.items()
         if parameter.kind is parameter.KEYWORD_ONLY
     }
-    python = {*SAMPLING_FIELDS, *terms, "prompt", "prompt_token_ids", "id", "Engine.stream", "Engine.beam_search"}
-    assert set(names["Python"]) == python
+    python = {*SAMPLING_FIELDS, *terms, "prompt", "prompt_token_ids", "messages", "add_generation_prompt", "id"}
+    assert set(names["Python"]) == python | {"Engine.stream", "Engine.beam_search"}
     sampling = flags_of("generate") & flags_of("client")
     assert set(names["command line"]) == sampling | {"--prompt", "--model"}
     openai = {*schemas.CompletionBody.model_fields, *schemas.ChatBody.model_fields} - NO_FEATURES["openai"]

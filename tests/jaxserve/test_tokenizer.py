@@ -174,6 +174,21 @@ def test_bytes_that_are_no_text_are_a_broken_file(tmp_path):
         Tokenizer.from_directory(tmp_path)
 
 
+def test_a_chat_template_comes_with_it(tmp_path):
+    write(tmp_path, byte_level()._tokenizer)
+    assert Tokenizer.from_directory(str(tmp_path)).chat_template is None
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}!")
+    template = Tokenizer.from_directory(str(tmp_path)).chat_template
+    assert template.render([{"role": "user", "content": "Hi"}], add_generation_prompt=True) == "Hi!"
+    for file, content, told in (
+        ("chat_template.jinja", "{% for %}", "no Jinja"),
+        ("tokenizer_config.json", "{", r"tokenizer_config\.json"),
+    ):
+        (tmp_path / file).write_text(content)
+        with pytest.raises(ValueError, match=told):
+            Tokenizer.from_directory(str(tmp_path))
+
+
 def test_the_file_alone_decides_what_is_added(tmp_path):
     library = tokenizers.Tokenizer.from_str(byte_level()._tokenizer.to_str())
     write(tmp_path, library)

@@ -11,9 +11,9 @@ from typing import Any
 import grpc
 import pytest
 
+from jaxserve.chat_template import ChatTemplate
 from jaxserve.tokenizer import Tokenizer
 from server import settings
-from server.http.template import ChatTemplate
 from server.proto.jaxserve.v1 import inference_pb2 as pb
 from server.proto.jaxserve.v1.inference_pb2_grpc import InferenceStub
 from server.surface import Surface
@@ -88,11 +88,11 @@ def serve(tokenizer: Tokenizer) -> Callable[..., None]:
         surface: dict[str, Any] | None = None,
         **fields: Any,
     ) -> None:
-        settings = {"chat_template": chat_template} | (surface or {})
+        with_template = tokenizer if chat_template is None else byte_tokenizer(chat_template=chat_template)
 
         async def bounded() -> None:
-            engine = FakeEngine(**{"tokenizer": tokenizer} | fields)
-            async with asyncio.timeout(WAIT_SECONDS), served(engine, http_port, **settings) as it:
+            engine = FakeEngine(**{"tokenizer": with_template} | fields)
+            async with asyncio.timeout(WAIT_SECONDS), served(engine, http_port, **(surface or {})) as it:
                 await scenario(it)
 
         asyncio.run(bounded())

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from jaxserve.chat_template import ChatTemplate
 from jaxserve.config import EngineConfig
 from jaxserve.grammars.matcher import Grammars
 from jaxserve.iteration import Admission, Chunk, IterationPlan
@@ -42,7 +43,7 @@ WAIT_SECONDS = 20.0  # the bound of every wait in these tests; nothing ever take
 Sink = Callable[[list[TokenEvent]], None]
 
 
-def byte_tokenizer(save_to: Path | None = None) -> Tokenizer:
+def byte_tokenizer(save_to: Path | None = None, chat_template: ChatTemplate | None = None) -> Tokenizer:
     """A tokenizer whose token ids are the bytes of UTF-8; its tokenizer.json is written to `save_to` if given."""
     visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [byte for byte in range(256) if byte not in visible]
@@ -54,7 +55,7 @@ def byte_tokenizer(save_to: Path | None = None) -> Tokenizer:
     built.add_special_tokens(["<eos>"])
     if save_to is not None:
         built.save(str(save_to))
-    return Tokenizer(built)
+    return Tokenizer(built, chat_template)
 
 
 def made_up_record(

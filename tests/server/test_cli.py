@@ -19,11 +19,12 @@ import grpc
 import httpx2 as httpx
 import pytest
 
+from jaxserve.chat_template import ChatTemplate
 from jaxserve.tokenizer import Tokenizer
 from server import cli, client, generate, start
 from server.proto.jaxserve.v1.inference_pb2 import GenerateRequest, GetLoadRequest
 from server.proto.jaxserve.v1.inference_pb2_grpc import InferenceStub
-from tests.server.fake_engine import WAIT_SECONDS, FakeEngine
+from tests.server.fake_engine import WAIT_SECONDS, FakeEngine, byte_tokenizer
 
 ROOT = Path(__file__).parents[2]
 
@@ -254,18 +255,60 @@ def test_generate_prints_the_likeliest_answers(engine: FakeEngine, capfd: pytest
     assert capfd.readouterr().out == "\0\0\0\n\0\0\1\n"  # what the fake says is the likeliest
 
 
+@pytest.mark.parametrize(("flags", "answers"), [("", 1), ("--n 2", 2), ("--output out.jsonl", 0)])
+def test_generate_answers_a_chat(
+    engine: FakeEngine,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    flags: str,
+    answers: int,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+    engine.tokenizer = byte_tokenizer(chat_template=ChatTemplate(template, {}))
+    Path("chat.json").write_text('[{"role": "user", "content": "ab"}]', encoding="utf-8")
+    command = "generate --messages @chat.json --no-generation-prompt --max-tokens 3"
+    assert cli.main([*command.split(), *flags.split()]) == 0
+    assert capfd.readouterr().out == "aba\n" * answers
+    if not answers:
+        assert json.loads(Path("out.jsonl").read_text())["text"] == "aba"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ('--prompt ab --messages [{"role":"user","content":"a"}]', "not allowed with argument --prompt"),
+        ("--messages [", "is no chat: "),
+        ("--messages []", "is no chat: messages: is empty"),
+        ("--messages @/no/such/file", "/no/such/file cannot be read"),
+    ],
+)
+def test_a_chat_that_is_none_is_refused(wrong: str, told: str, capfd: pytest.CaptureFixture[str]) -> None:
+    for command in ("generate", "client"):
+        words = wrong.split()
+        if command == "client" and words[0] == "--prompt":
+            words = [*words[2:], words[1]]
+            told = "not allowed with argument --messages"
+        with pytest.raises(SystemExit):
+            cli.main([command, *words])
+        assert told in capfd.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
         ("--prompt ab --n 0", "n: is 0"),
         ("--prompt ab --n 2 --best-of 1", "best_of: is 1"),
+        ("--prompt ab --no-generation-prompt", "add_generation_prompt: is for messages"),
+        ("--input in.jsonl --no-generation-prompt", "--no-generation-prompt is for --messages"),
         ("--prompt ab --length-penalty 2", "length_penalty: is for beam search"),
         ("--prompt ab --use-beam-search --stop c", "stop: is not served with use_beam_search"),
-        ("--input in.jsonl --best-of 2", "--best-of is for --prompt, without --output"),
-        ("--prompt ab --output out.jsonl --n 2", "--n is for --prompt, without --output"),
+        ("--input in.jsonl --best-of 2", "--best-of is for one prompt, without --input and --output"),
+        ("--prompt ab --output out.jsonl --n 2", "--n is for one prompt, without --input and --output"),
     ],
 )
-def test_generate_says_what_is_wrong_with_several_answers(
+def test_generate_says_what_is_wrong_with_one_prompt(
     engine: FakeEngine, wrong: str, told: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["generate", *wrong.split()]) == 2

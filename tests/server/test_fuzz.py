@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxserve.chat_template import ChatTemplate
 from server.grpc_server import ROUTER_SERVICES, SERVICE
 from server.proto.jaxserve.v1 import inference_pb2 as pb
 from server.proto.jaxserve.v1.inference_pb2_grpc import InferenceStub
@@ -19,6 +20,7 @@ from tests.server import fuzz
 from tests.server.conftest import Served
 
 Serve = Callable[..., None]
+TEMPLATE = ChatTemplate("{% for message in messages %}{{ message.content }}{% endfor %}", {})
 BATCH = 25  # hostile calls to one server
 MANNERS = ("wait", "cancel", "half-close", "say nothing", "deadline")
 
@@ -54,7 +56,7 @@ def attacked(serve: Serve, hostile: list[tuple[str, bytes, str]], resets: int) -
 
     # The library logs each message that is none, with a traceback.
     logging.getLogger("grpc._cython.cygrpc").setLevel(logging.CRITICAL)
-    serve(scenario)
+    serve(scenario, chat_template=TEMPLATE)
 
 
 @settings(fuzz.together, max_examples=10)

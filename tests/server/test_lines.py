@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
+from jaxserve.chat_template import ChatTemplate
 from jaxserve.config import EngineConfig
 from jaxserve.tokenizer import Tokenizer
 from server.lines import Answer, EngineFailed, LineServer
-from tests.server.fake_engine import EOS, WAIT_SECONDS, FakeEngine
+from tests.server.fake_engine import EOS, WAIT_SECONDS, FakeEngine, byte_tokenizer
 
 Complete = Callable[..., list[dict[str, Any]]]
 
@@ -100,6 +101,17 @@ def test_a_bad_line_is_answered_with_its_error_and_touches_no_other(
     assert [json.loads(found[i].encoded)["text"] for i in (0, 2)] == ["aba", "aba"]
     assert error in (found[1].error or "")
     assert json.loads(found[1].encoded) == {"id": "x" if b'"x"' in line else 2, "error": found[1].error}
+
+
+def test_a_line_may_be_a_chat(complete: Complete) -> None:
+    source = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+    chat = {"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}], "max_tokens": 4}
+    found = complete(
+        chat, chat | {"add_generation_prompt": False}, chat | {"prompt": "ab"}, {"prompt": "ab", "max_tokens": 3},
+        tokenizer=byte_tokenizer(chat_template=ChatTemplate(source, {})),
+    )  # fmt: skip
+    assert [line.get("text") for line in found] == ["ab>a", "abab", None, "aba"]
+    assert found[2]["error"] == "prompt: and messages are both given; give one"
 
 
 def test_blank_lines_are_passed_over_and_counted(complete: Complete) -> None:

@@ -13,11 +13,11 @@ import httpx2 as httpx
 import pytest
 from grpc_status import rpc_status
 
+from jaxserve.chat_template import ChatTemplate
 from jaxserve.config import EngineConfig
 from jaxserve.demo import DEMO_MODEL
 from jaxserve.engine import Engine
 from server import cli
-from server.http.template import ChatTemplate
 from server.proto.jaxserve.v1 import inference_pb2 as pb
 from server.proto.jaxserve.v1.inference_pb2_grpc import InferenceStub
 from server.surface import Surface
@@ -40,6 +40,10 @@ HUGE = "(a{1000}){1000}"
 def engine() -> Iterator[Engine]:
     config = EngineConfig(max_rows=4, buckets=(8, 32), slots=2048, max_context=256, scoring=False)
     with Engine.from_checkpoint(DEMO_MODEL, config) as engine:
+        assert engine.tokenizer is not None
+        engine.tokenizer.chat_template = ChatTemplate(
+            "{% for message in messages %}{{ message.content }}{% endfor %}", {}
+        )
         yield engine
 
 
@@ -55,8 +59,7 @@ class Ports:
 
 @contextlib.asynccontextmanager
 async def serving(engine: Engine) -> AsyncIterator[Ports]:
-    template = ChatTemplate("{% for message in messages %}{{ message.content }}{% endfor %}", {})
-    surface = Surface(engine, name="demo", version="0", chat_template=template)
+    surface = Surface(engine, name="demo", version="0")
     port, http_port = await surface.start("127.0.0.1", 0, 0)
     address = f"127.0.0.1:{port}"
     try:

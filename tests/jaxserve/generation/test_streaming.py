@@ -2,11 +2,14 @@
 
 import asyncio
 import dataclasses
+from typing import Any
 
 import pytest
 
 from jaxserve import Engine, EngineConfig
+from jaxserve.chat_template import ChatTemplate
 from jaxserve.request import FinishReason, InvalidRequest, QueueFull
+from tests.fixtures.texts import printable_tokenizer
 from tests.fixtures.tiny import BLOOM, make_engine, opinionated
 
 PROMPTS = [[5 + i, 6, 7 + i] for i in range(20)]
@@ -86,6 +89,34 @@ def test_leaving_a_stream_early_ends_the_request(engine) -> None:
     engine.generate([[5]], max_tokens=2)  # a turn of the loop later
     assert engine.load().running == 0
     assert engine.load().slots_used == 0
+
+
+def test_a_prompt_may_be_a_chat() -> None:
+    tokenizer = printable_tokenizer()
+    tokenizer.chat_template = ChatTemplate(
+        "{% for message in messages %}{{ message.role + ':' + message.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<bot>{% endif %}",
+        {},
+    )
+    chat: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
+    greedy: dict[str, Any] = {"max_tokens": 6, "temperature": 0.0, "ignore_eos": True}
+    with make_engine(opinionated(0), tokenizer=tokenizer) as engine:
+
+        async def streamed() -> tuple[int, ...]:
+            return tuple([token async for delta in engine.stream(chat, **greedy) for token in delta.token_ids])
+
+        answers = engine.generate([chat, chat | {"add_generation_prompt": False, "max_tokens": 2}], **greedy)
+        assert [each.prompt_tokens for each in answers] == [len("user:Hi<bot>"), len("user:Hi")]
+        assert [each.token_ids for each in answers] == [
+            engine.generate(text, **greedy | {"max_tokens": most})[0].token_ids
+            for text, most in (("user:Hi<bot>", 6), ("user:Hi", 2))
+        ]
+        assert engine.generate(chat, **greedy)[0].token_ids == asyncio.run(streamed()) == answers[0].token_ids
+        searched: dict[str, Any] = {"n": 2, "max_tokens": 3}
+        by_chat, by_text = (engine.beam_search(prompt, **searched) for prompt in (chat, "user:Hi<bot>"))
+        assert [each.token_ids for each in by_chat] == [each.token_ids for each in by_text]
+        with pytest.raises(InvalidRequest, match="messages: has a message whose content is 7"):
+            engine.generate({"messages": [{"role": "user", "content": 7}]})
 
 
 def test_settings_are_checked_with_the_model() -> None:

@@ -34,6 +34,7 @@ def source(tmp_path) -> Path:
     params = models.build(config).init(0, jnp.float32)
     weights.write_hf(tmp_path / "source", config, params)
     (tmp_path / "source" / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}}')
+    (tmp_path / "source" / "chat_template.jinja").write_text("{{ messages }}")
     (tmp_path / "source" / "README.md").write_text("not of a checkpoint")
     return tmp_path / "source"
 
@@ -47,6 +48,7 @@ def test_a_converted_checkpoint_loads_like_its_source_in_any_dtype(source, tmp_p
     weights.convert(source, tmp_path / "new" / "out")
     out = tmp_path / "new" / "out"
     assert [path.name for path in sorted(out.iterdir())] == [
+        "chat_template.jinja",
         "config.json",
         "jaxserve.json",
         "tokenizer.json",

@@ -1,14 +1,10 @@
-"""`/v1/chat/completions`, and chat templates."""
+"""`/v1/chat/completions`."""
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from jaxserve.request import InvalidRequest
-from server.http.template import ChatTemplate
 from tests.server.conftest import Served
 from tests.server.http.conftest import ask, events, post
 
@@ -94,44 +90,3 @@ def test_a_checkpoint_without_a_template_says_so(serve_http: Serve) -> None:
         assert "no chat template" in answer["error"]["message"]
 
     serve_http(scenario, chat_template=None)
-
-
-# Templates
-
-
-def messages(*texts: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": text} for text in texts]
-
-
-def test_a_template_is_found_where_checkpoints_have_it(tmp_path: Path) -> None:
-    assert ChatTemplate.from_directory(tmp_path) is None
-    config: dict[str, Any] = {"bos_token": {"content": "<s>"}, "eos_token": "</s>"}
-    source = "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}"
-    for found in (source, [{"name": "tools", "template": "no"}, {"name": "default", "template": source}]):
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": found}))
-        template = ChatTemplate.from_directory(tmp_path)
-        assert template is not None
-        assert template.render(messages("Hi"), add_generation_prompt=True) == "<s>Hi</s>"
-    (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}\n{{ m.content | tojson }}{% endfor %}")
-    template = ChatTemplate.from_directory(tmp_path)
-    assert template is not None
-    assert template.render(messages("é"), add_generation_prompt=True) == '"é"'
-    (tmp_path / "chat_template.jinja").write_text("{% for %}")
-    with pytest.raises(ValueError, match="no Jinja"):
-        ChatTemplate.from_directory(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("source", "told"),
-    [
-        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
-        ("{{ messages.append(1) }}", "unsafe"),
-        ("{{ ''.__class__.__mro__ }}", "unsafe"),
-        ("{{ messages[3].content.missing }}", "undefined|no element|has no"),
-        ("{% for i in range(90000) %}{{ messages[0].content * 100 }}{% endfor %}", "more text"),
-        ("{% for i in range(99999) %}{% for j in range(99999) %}{{ '' }}{% endfor %}{% endfor %}", "more text"),
-    ],
-)
-def test_a_template_cannot_do_harm(source: str, told: str) -> None:
-    with pytest.raises(InvalidRequest, match=told):
-        ChatTemplate(source, {}).render(messages("Hi"), add_generation_prompt=True)

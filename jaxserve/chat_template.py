@@ -13,10 +13,9 @@ import jinja2
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from jaxserve.request import InvalidRequest
-
 _MAX_TEXT = 2**20  # characters that a chat may come to
 _MAX_SECONDS = 1.0
+_MAX_TOLD = 200  # characters of what a template says is wrong, which may hold the messages
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 
 
@@ -53,19 +52,26 @@ class ChatTemplate:
         try:
             fields = json.loads(config.read_text(encoding="utf-8")) if config.exists() else {}
             source = file.read_text(encoding="utf-8") if file.exists() else fields.get("chat_template")
-        except (ValueError, AttributeError) as problem:
-            raise ValueError(f"{config}: {problem}") from problem
-        if isinstance(source, list):  # several by name
-            source = {each["name"]: each["template"] for each in source}.get("default")
+            if isinstance(source, list):  # several by name
+                source = {each["name"]: each["template"] for each in source}.get("default")
+            special_tokens = {name: _text(fields[name]) for name in _SPECIAL if fields.get(name)}
+        except (ValueError, AttributeError, KeyError, TypeError) as problem:
+            raise ValueError(f"{config}, or {file.name} beside it, cannot be read: {problem!r}") from problem
         if not source:
             return None
-        return cls(source, {name: _text(fields[name]) for name in _SPECIAL if fields.get(name)})
+        if not isinstance(source, str):
+            raise ValueError(f"{config}: chat_template is neither a text nor a list of them by name")
+        return cls(source, special_tokens)
 
     def render(self, messages: Sequence[dict[str, str]], *, add_generation_prompt: bool) -> str:
-        """The text of a chat.
+        """The text of a chat, as the model was trained to see it: special tokens are written out.
+
+        Args:
+          messages: each with `role` and `content`.
+          add_generation_prompt: whether the text ends with what begins an answer.
 
         Raises:
-          InvalidRequest: the template does not take these messages, or takes too long or too much room for them.
+          ValueError: the template does not take these messages, or takes too long or too much room for them.
         """
         until, pieces, size = time.monotonic() + _MAX_SECONDS, [], 0
         try:
@@ -75,12 +81,12 @@ class ChatTemplate:
                 pieces.append(piece)
                 size += len(piece)
                 if size > _MAX_TEXT or time.monotonic() > until:
-                    raise InvalidRequest("messages", "come to more text than a chat may have")
-        except InvalidRequest:
-            raise
+                    break
+            else:
+                return "".join(pieces)
         except Exception as problem:  # whatever a template may raise on messages it was not written for
-            raise InvalidRequest("messages", f"do not suit this checkpoint's chat template: {problem}") from problem
-        return "".join(pieces)
+            raise ValueError(f"do not suit this checkpoint's chat template: {str(problem)[:_MAX_TOLD]}") from problem
+        raise ValueError("come to more text than a chat may have")
 
 
 def _text(token: Any) -> str:
