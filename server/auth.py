@@ -20,13 +20,14 @@ import os
 import re
 import time
 import tomllib
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import grpc
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 _log = logging.getLogger(__name__)
 
@@ -138,10 +139,6 @@ async def _deny(_requests: Any, context: Any) -> None:
     await context.abort(grpc.StatusCode.UNAUTHENTICATED, _DENIED)
 
 
-Scope = dict[str, Any]
-App = Callable[[Scope, Any, Any], Awaitable[None]]
-
-
 class KeyMiddleware:
     """The same for HTTP: an ASGI app around another, answering 401 but for calls open by name.
 
@@ -151,11 +148,11 @@ class KeyMiddleware:
       open_calls: methods and paths that take no key, compared whole, such as ("GET", "/health").
     """
 
-    def __init__(self, app: App, keys: ApiKeys, open_calls: Iterable[tuple[str, str]]) -> None:
+    def __init__(self, app: ASGIApp, keys: ApiKeys, open_calls: Iterable[tuple[str, str]]) -> None:
         self._app, self._keys = app, keys
         self._open = frozenset((method, path.encode()) for method, path in open_calls)
 
-    async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return

@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from starlette.types import Scope
 
 from server import auth
 from server.auth import ApiKeys, KeyInterceptor, KeyMiddleware
@@ -218,7 +219,7 @@ def ask(
 def test_a_path_without_a_key_is_refused_but_for_open_ones(path: Path) -> None:
     reached = []
 
-    async def inner(scope: dict[str, Any], receive: Any, send: Any) -> None:
+    async def inner(scope: Scope, receive: Any, send: Any) -> None:
         reached.append((scope.get("raw_path"), auth.current.get().name))
 
     app = KeyMiddleware(inner, ApiKeys(path), [("GET", "/health")])
