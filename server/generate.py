@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
         if args.input is not None:
             _check_differ(source, target)
         engine = load_engine(args)
-        if stat.S_ISREG(os.fstat(target.fileno()).st_mode):
+        if args.output is not None and stat.S_ISREG(os.fstat(target.fileno()).st_mode):
             target.truncate(0)  # not before: had loading failed, the results of an earlier run would be gone
         with profiling(args.profile), engine:
             if wanted:

@@ -218,6 +218,14 @@ def test_generate_serves_standard_input_to_standard_output(
     assert json.loads(capfd.readouterr().out)["text"] == "ab"
 
 
+def test_generate_leaves_what_standard_output_holds_already(
+    engine: FakeEngine, lines: Callable[..., Path], capfd: pytest.CaptureFixture[str]
+) -> None:
+    print("results of an earlier run", flush=True)  # as of `>>` into a file, which captured output is
+    assert cli.main(["generate", "--input", str(lines({"prompt": "ab", "max_tokens": 2}))]) == 0
+    assert capfd.readouterr().out.startswith('results of an earlier run\n{"id": 1, ')
+
+
 def test_generate_goes_on_after_a_bad_line_and_says_so(
     engine: FakeEngine, lines: Callable[..., Path], capfd: pytest.CaptureFixture[str]
 ) -> None:
