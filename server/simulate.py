@@ -88,7 +88,7 @@ def add_trace_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--speed", type=float, default=1.0, metavar="X", help="replay a trace X times as fast (default: %(default)s)"
     )
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="of made-up tokens (default: %(default)s)")
+    group.add_argument("--seed", type=_seed, default=0, metavar="N", help="of made-up tokens (default: %(default)s)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -210,6 +210,12 @@ def _slo(text: str) -> dict[str, float]:
     if len(found) < 2:
         raise argparse.ArgumentTypeError(f"{text!r} lacks one of ttft and tpot; write ttft=1s,tpot=100ms")
     return found
+
+
+def _seed(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no seed; write a whole number such as 7")
+    return int(text)
 
 
 def share(text: str) -> float:

@@ -105,8 +105,8 @@ def uniform(*, requests: int, prompt: Range, output: Range, vocab_size: int, see
 
 def poisson(workload: Workload, *, rate: float, seed: int) -> Workload:
     """The same jobs, arriving as a Poisson process of `rate` requests a second."""
-    if not rate > 0:
-        raise ValueError(f"rate is {rate:g}; it must be above 0 requests a second")
+    if not 0 < rate < math.inf:
+        raise ValueError(f"rate is {rate:g}; it must be above 0 requests a second, and a number")
     gaps = np.random.default_rng([seed, 1]).exponential(1.0 / rate, size=len(workload.jobs))
     jobs = tuple(
         dataclasses.replace(job, arrival=float(arrival))
@@ -161,6 +161,8 @@ def read_trace(
             lines = [line for line, _ in zip(reader, range(limit or 1 << 62), strict=False)]
     except OSError as error:
         raise ValueError(f"{path}: the trace cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: the trace is no text: {error}") from None
     except csv.Error as error:
         raise ValueError(f"{path}: the trace is no CSV: {error}") from None
     if not lines:

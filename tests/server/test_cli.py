@@ -148,6 +148,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(command: str, told: str, capfd: p
         "generate --prompt a --input b",
         "generate --prompt a --top-p x",
         "compile --profile nobody-reads-it",
+        "simulate --rate 1 --seed -1",
     ],
 )
 def test_argparse_refuses_what_it_can_see(command: str) -> None:

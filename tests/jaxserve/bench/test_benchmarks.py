@@ -117,6 +117,13 @@ def test_the_guard_takes_no_flag_that_it_does_not_read(flag, capsys):
     assert f"unrecognized arguments: {flag}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("loads", ["nan", "0.5,inf", "0"])
+def test_loads_are_numbers_above_0(loads, capsys):
+    with pytest.raises(SystemExit):
+        bench("simulate", "--loads", loads)
+    assert f"{loads!r} is not a list of numbers above 0" in capsys.readouterr().err
+
+
 def test_serve_starts_a_server_and_loads_it(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     trace = tmp_path / "trace.jsonl"

@@ -1,5 +1,6 @@
 """Workloads: their distributions, and trace files as their publishers write them."""
 
+import math
 import os
 from pathlib import Path
 
@@ -111,6 +112,21 @@ def test_clipping_keeps_the_output_and_the_shared_head(tmp_path):
 def test_a_bad_trace_is_named(tmp_path, text, message):
     with pytest.raises(ValueError, match=message):
         trace(tmp_path, text)
+
+
+def test_a_trace_that_is_no_text_is_named(tmp_path):
+    (path := tmp_path / "trace").write_bytes(b"\xa3" * 9)
+    with pytest.raises(ValueError, match=r"trace: the trace is no text: 'utf-8' codec"):
+        load.read_trace(path, max_context=9, vocab_size=9, seed=0)
+
+
+@pytest.mark.parametrize("rate", [0.0, math.inf, math.nan])
+def test_a_rate_is_a_number_above_0(rate):
+    workload = load.uniform(
+        requests=1, prompt=load.Range.parse("1"), output=load.Range.parse("1"), vocab_size=9, seed=0
+    )
+    with pytest.raises(ValueError, match=f"rate is {rate:g}; it must be above 0"):
+        load.poisson(workload, rate=rate, seed=0)
 
 
 def test_a_missing_trace_is_named(tmp_path):
