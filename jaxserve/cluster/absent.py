@@ -51,4 +51,4 @@ class AbsentStage:
         pass
 
     def replace_params(self, params: Params) -> None:
-        raise NotImplementedError("weights on several hosts are those that were read at the start")
+        raise AssertionError("an engine whose hosts share a model refuses other weights")
