@@ -104,7 +104,7 @@ def check_tree(expected: Any, params: Any, *, int8: bool = False) -> None:
 
 def stage_programs(config: EngineConfig, model: models.Model) -> tuple[list[list[StagePrograms]], str]:
     """What is settled before a weight is read: the layers, devices and programs of each replica's stages, and why they
-    attend as they do (see `layout.lay_out`)."""
+    attend as they do (see `layout.lay_out`); and that the model that is to draft, if there is one, can."""
     spec = specs.default(model.config.family)
     if config.sharding is not None:
         spec = read_spec(config.sharding, spec)
@@ -113,6 +113,8 @@ def stage_programs(config: EngineConfig, model: models.Model) -> tuple[list[list
         platform = meshes[0].devices.flat[0].platform
         programs, reason = lay_out(config, model, meshes, spec, dtype=compute_dtype(config), platform=platform)
         replicas.append(programs)
+    if config.draft_model is not None:
+        _check_drafter(config.draft_model, replicas[0][0])
     return replicas, reason
 
 
@@ -248,24 +250,27 @@ def finish(
     return Started(replicas=made, report=report)
 
 
-def draft_runner(
-    config: EngineConfig, programs: StagePrograms, cache: ProgramCache | None, progress: Progress
-) -> StageRunner:
-    """The model that drafts, on the device of the one that it drafts for, in blocks of the same size.
-
-    Raises:
-      ValueError: it has another vocabulary, or positions for fewer tokens.
-    """
-    path = config.draft_model
-    assert path is not None
-    shape, model = programs.shape, models.build(weights.read_config(path))
-    ours, theirs = programs.model.config.vocab_size, model.config.vocab_size
-    if theirs != ours:
-        raise ValueError(f"the model in {path} has a vocabulary of {theirs}; to draft for this one it must be {ours}")
-    if (limit := model.config.max_position) is not None and limit < shape.max_context:
+def _check_drafter(path: str, programs: StagePrograms) -> None:
+    """Raises ValueError if the model there has another vocabulary, or positions for fewer tokens."""
+    theirs, ours = weights.read_config(path), programs.model.config
+    if theirs.vocab_size != ours.vocab_size:
+        raise ValueError(
+            f"the model in {path} has a vocabulary of {theirs.vocab_size}; to draft for this one it must be "
+            f"{ours.vocab_size}"
+        )
+    if (limit := theirs.max_position) is not None and limit < programs.shape.max_context:
         raise ValueError(
             f"the model in {path} has positions for {limit} tokens; to draft here max_context must be that"
         )
+
+
+def draft_runner(
+    config: EngineConfig, programs: StagePrograms, cache: ProgramCache | None, progress: Progress
+) -> StageRunner:
+    """The model that drafts, on the device of the one that it drafts for, in blocks of the same size."""
+    path = config.draft_model
+    assert path is not None
+    shape, model = programs.shape, models.build(weights.read_config(path))
     own = dataclasses.replace(
         config,
         speculate=None,

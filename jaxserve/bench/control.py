@@ -6,6 +6,8 @@ compute nothing: what is left is the round trip. And as many in flight as the en
 fixed time each, asleep, so that the cores are free: what a deployment pays is by how much the period grows. The second
 stage begins an iteration once the first has run it; between processes it is told so beside the control channel, as by
 a link that takes no time.
+
+A bare stream that carries as many bytes tells how much of it is gRPC's own.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from jaxserve.bench import machine, report
+from jaxserve.bench import echo, machine, report
 from jaxserve.cluster import control_pb2 as pb
 from jaxserve.cluster import wire
 from jaxserve.cluster.config import ClusterConfig
@@ -42,7 +44,7 @@ from jaxserve.execution.batch import BatchLayout, PackedPlan, pack
 from jaxserve.execution.pipeline import Pipeline
 from jaxserve.execution.programs import Forward
 from jaxserve.execution.stage import Launched
-from jaxserve.iteration import Admission, Chunk, IterationPlan, SamplerVariant, TableChange
+from jaxserve.iteration import Admission, Chunk, IterationPlan, IterationResult, SamplerVariant, TableChange
 from jaxserve.request import SamplingParams
 
 TARGET_MS = 0.5  # that an iteration takes longer
@@ -52,6 +54,7 @@ _STAGES = 2
 _CONTEXT, _BLOCK, _BLOCKS = 2048, 16, 8192
 _CHANGES = 16  # a row in as many begins a new block
 _TURNS = 20  # of each side; the first of them is not counted
+_PAUSES_MS = (0.0, 15.0)  # of a bare stream: threads that have just been awake, and those that have slept meanwhile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +67,7 @@ class Added:
       period: more time between two answers with iterations in flight and stages of `STAGE_MS`.
       period_alone: that time in one process.
       bytes_a_row: of a plan of decodes.
+      bare: a stream that does nothing but carry as many bytes, with each pause.
     """
 
     rows: int
@@ -72,6 +76,7 @@ class Added:
     period: float
     period_alone: float
     bytes_a_row: float
+    bare: list[echo.Echo]
 
 
 class _Nothing:
@@ -266,6 +271,8 @@ def measure(rows: int, iterations: int) -> Added:
     thread, round_trip = (_compared([(a[i], b[i]) for a, b in turns]) for i in range(2))
     period = _compared(_take_turns(rows, True, lambda side: side.in_flight(each)))
     size = wire.encode_plan(_plan(rows, 1000), 1).ByteSize()
+    answers = IterationResult(tokens=np.full(rows, 1000, np.int32), logprobs=np.full(rows, -1.0, np.float32))
+    back = wire.encode_result(answers, rows).ByteSize()
     return Added(
         rows=rows,
         thread=thread.more,
@@ -273,6 +280,7 @@ def measure(rows: int, iterations: int) -> Added:
         period=period.more,
         period_alone=period.alone,
         bytes_a_row=size / rows,
+        bare=[echo.measure(size, back, max(1, iterations // len(_PAUSES_MS)), pause) for pause in _PAUSES_MS],
     )
 
 
@@ -338,6 +346,13 @@ def run(rows: list[int], iterations: int, out: Path, console: Console) -> int:
             str(TARGET_BYTES),
         )
     console.print(table)
+    for result in results:
+        for bare in result.bare:
+            console.print(
+                f"a bare stream of as many bytes, {result.rows} rows, {bare.pause:g} ms in between: round trip "
+                f"{bare.round_trip:.3f} ms, processor time of both sides {bare.processor:.3f} ms",
+                highlight=False,
+            )
     report.write_json(
         out / "control.json", {"benchmark": "control", "environment": machine.environment(), "results": results}
     )

@@ -81,8 +81,16 @@ def ensure(peer: Peer, folder: Path, say: Callable[[str], None]) -> Path:
       Its Python.
 
     Raises:
-      PeerError: the installation failed; the message holds the end of its output and names the log.
+      PeerError: the folder cannot be written, or the installation failed; then the message holds the end of its output
+        and names the log.
     """
+    try:
+        return _ensure(peer, folder, say)
+    except OSError as problem:
+        raise PeerError(f"the environment of {peer.name} cannot be kept in {folder}: {problem.strerror}") from None
+
+
+def _ensure(peer: Peer, folder: Path, say: Callable[[str], None]) -> Path:
     path = folder / (peer.environment or peer.name)
     python, marker = path / "bin" / "python", path / "installed.json"
     if marker.exists() and json.loads(marker.read_text()) == list(peer.requirements):

@@ -2,7 +2,8 @@
 
 A yardstick is work of the same kind that no change of ours can touch, so a slower or a busier machine makes both
 slower. What runs in one thread is measured in processor time, which leaves out when others have the core. What the
-multiples were when they were last written is kept in guard.json, beside this file, with what each may be now.
+multiples were when they were last written is kept in guard.json, beside this file, with what each may be now: for
+every kind of CPU by itself, since wider instructions do not speed up a step as they do its yardstick.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from jaxserve.request import Request, SamplingParams
 from jaxserve.scheduling.buckets import BucketCost
 from jaxserve.scheduling.make_scheduler import make_scheduler
 from jaxserve.tokenizer import Tokenizer
+from pallas_kernels.cpu import build
 
 KEPT = Path(__file__).with_name("guard.json")
 ALLOWED = 1.5  # of a figure that is new in guard.json
@@ -54,7 +56,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """A line of guard.json.
+    """A figure in guard.json.
 
     Attributes:
       multiple: of the yardstick, when it was written.
@@ -84,7 +86,8 @@ def run(write: bool, console: Console) -> int:
     Returns:
       The exit code: 1 when a figure is above what it may be, twice.
     """
-    kept = read(KEPT)
+    kind = cpu_kind()
+    kept = read(KEPT, kind)
     with Bars() as bars:
         figures, yardsticks = make_figures(bars), make_yardsticks()
         now = measure(figures, yardsticks, bars, "measuring")
@@ -96,17 +99,28 @@ def run(write: bool, console: Console) -> int:
     print_findings(console, found)
     if write:
         figures = {f.name: {"multiple": f.now, "allowed": f.kept.allowed if f.kept else ALLOWED} for f in found}
-        report.write_json(KEPT, {"environment": machine.environment(), "figures": figures})
-        console.print(f"written: {KEPT}", highlight=False)
+        this_kind = {"environment": machine.environment(), "figures": figures}
+        report.write_json(KEPT, _all_kinds(KEPT) | {kind: this_kind})
+        console.print(f"written: {KEPT} ({kind})", highlight=False)
         return 0
+    if not kept:
+        console.print(f"nothing is kept for CPUs like this one ({kind}); --write keeps these figures", highlight=False)
     return 0 if all(finding.holds for finding in found) else 1
 
 
-def read(path: Path) -> dict[str, Kept]:
-    """What is kept, by the figure's name; nothing where there is no such file."""
-    if not path.exists():
-        return {}
-    return {name: Kept(**fields) for name, fields in json.loads(path.read_text())["figures"].items()}
+def cpu_kind() -> str:
+    """The CPU here, as far as figures in float32 depend on it."""
+    return build.level().removesuffix("-bf16")
+
+
+def read(path: Path, kind: str) -> dict[str, Kept]:
+    """What is kept for a kind of CPU, by the figure's name; nothing where there is no such file or kind."""
+    this_kind = _all_kinds(path).get(kind, {"figures": {}})
+    return {name: Kept(**fields) for name, fields in this_kind["figures"].items()}
+
+
+def _all_kinds(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text()) if path.exists() else {}
 
 
 def judge(now: Mapping[str, float], kept: Mapping[str, Kept]) -> list[Finding]:

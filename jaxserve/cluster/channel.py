@@ -3,6 +3,7 @@ TLS. What is said on it is `Group`'s and `Membership`'s."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,6 +14,7 @@ from jaxserve.cluster.config import ClusterConfig
 
 SERVICE = "jaxserve.cluster.Control"
 METHOD = "Follow"
+FIRST_WORD = 10.0  # seconds that a stream has for it
 _OPTIONS = (
     ("grpc.max_receive_message_length", 256 * 2**20),  # scores of a large bucket
     ("grpc.max_send_message_length", -1),
@@ -47,6 +49,18 @@ def listen(cluster: ClusterConfig, follow: Follow) -> grpc.Server:
         raise ValueError(f"cannot listen on {address} for the other hosts: {problem}") from None
     server.start()
     return server
+
+
+def first_word(requests: Iterator[pb.FromWorker], context: grpc.ServicerContext) -> pb.FromWorker | None:
+    """What a worker says first; None of a stream that has ended, or that says nothing in time and holds a thread."""
+    impatient = threading.Timer(FIRST_WORD, context.cancel)
+    impatient.start()
+    try:
+        return next(requests, None)
+    except grpc.RpcError:
+        return None
+    finally:
+        impatient.cancel()
 
 
 def connect(cluster: ClusterConfig) -> OpenStream:

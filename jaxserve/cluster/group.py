@@ -319,7 +319,7 @@ class Group:
 
     def _follow(self, requests: Iterator[pb.FromWorker], context: grpc.ServicerContext) -> Iterator[bytes]:
         """One worker's stream."""
-        first = next(requests, None)
+        first = channel.first_word(requests, context)
         if first is None or first.WhichOneof("message") != "hello":
             return  # a worker that has ended at once, or somebody else: neither is a host that cannot be let in
         hello = first.hello

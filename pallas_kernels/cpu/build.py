@@ -4,6 +4,7 @@ XLA."""
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 import os
 import platform
@@ -55,6 +56,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxserve" / "native"
 
 
+@functools.cache
 def level() -> str:
     """The instructions that the CPU here has: a level of the x86-64 ABI, or the name of another kind of machine."""
     machine = platform.machine()

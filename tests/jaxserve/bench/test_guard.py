@@ -53,11 +53,12 @@ def test_figures_are_measured_between_runs_of_their_yardstick():
     assert len(order) == 6 * guard.ROUNDS
 
 
-def run(monkeypatch, tmp_path, seconds, *, write=False):
+def run(monkeypatch, tmp_path, seconds, *, write=False, kind="narrow"):
     """The guard over one figure that takes these seconds, a measurement each, by a yardstick of one second."""
     values = iter(seconds)
     monkeypatch.setattr(guard, "KEPT", tmp_path / "guard.json")
     monkeypatch.setattr(guard, "ROUNDS", 1)
+    monkeypatch.setattr(guard, "cpu_kind", lambda: kind)
     figure = Figure(name="step", yardstick="read", seconds=lambda: next(values))
     monkeypatch.setattr(guard, "make_figures", lambda bars: [figure])
     monkeypatch.setattr(guard, "make_yardsticks", lambda: {"read": lambda: 1.0})
@@ -66,9 +67,7 @@ def run(monkeypatch, tmp_path, seconds, *, write=False):
 
 def test_a_slowdown_is_told_by_name_when_it_shows_twice(monkeypatch, tmp_path, capsys):
     assert run(monkeypatch, tmp_path, [2.0], write=True) == 0
-    assert json.loads((tmp_path / "guard.json").read_text())["figures"] == {
-        "step": {"multiple": 2.0, "allowed": guard.ALLOWED}
-    }
+    assert guard.read(tmp_path / "guard.json", "narrow") == {"step": Kept(multiple=2.0, allowed=guard.ALLOWED)}
     assert run(monkeypatch, tmp_path, [2.9]) == 0
     assert run(monkeypatch, tmp_path, [8.0, 2.0]) == 0  # once only: it was the machine
     capsys.readouterr()
@@ -78,13 +77,24 @@ def test_a_slowdown_is_told_by_name_when_it_shows_twice(monkeypatch, tmp_path, c
 
 
 def test_writing_keeps_what_each_figure_may_be(monkeypatch, tmp_path):
-    (tmp_path / "guard.json").write_text(json.dumps({"figures": {"step": {"multiple": 2.0, "allowed": 1.1}}}))
+    narrow = {"narrow": {"figures": {"step": {"multiple": 2.0, "allowed": 1.1}}}}
+    (tmp_path / "guard.json").write_text(json.dumps(narrow))
     assert run(monkeypatch, tmp_path, [9.0], write=True) == 0
-    assert guard.read(tmp_path / "guard.json") == {"step": Kept(multiple=9.0, allowed=1.1)}
+    assert guard.read(tmp_path / "guard.json", "narrow") == {"step": Kept(multiple=9.0, allowed=1.1)}
 
 
-def test_what_is_kept_names_the_figures_that_are_measured():
-    kept = guard.read(guard.KEPT)
+def test_each_kind_of_cpu_has_figures_of_its_own(monkeypatch, tmp_path, capsys):
+    run(monkeypatch, tmp_path, [2.0], write=True)
+    assert run(monkeypatch, tmp_path, [9.0], kind="wide") == 0
+    assert "nothing is kept for CPUs like this one (wide)" in capsys.readouterr().out
+    run(monkeypatch, tmp_path, [9.0], write=True, kind="wide")
+    assert run(monkeypatch, tmp_path, [9.0], kind="wide") == 0
+    assert run(monkeypatch, tmp_path, [9.0, 9.0]) == 1
+
+
+@pytest.mark.parametrize("kind", ["x86-64-v3", "x86-64-v4"])
+def test_what_is_kept_names_the_figures_that_are_measured(kind):
+    kept = guard.read(guard.KEPT, kind)
     assert len(kept) == 5
     assert all(each.multiple > 0 and 1 < each.allowed <= 2 for each in kept.values())
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
+import grpc
 import pytest
 
 from jaxserve.cluster import channel, start, watchdog
@@ -101,6 +102,22 @@ def test_who_says_no_hello_is_no_host(caplog) -> None:
     group.join()
     group.stop()
     assert not caplog.records
+
+
+def test_who_says_nothing_keeps_no_host_out(monkeypatch) -> None:
+    monkeypatch.setattr(channel, "FIRST_WORD", 1.0)
+    place_0 = place(0, free_ports())
+    group = Group(place_0, FACTS, tell=lambda _: None, end=Ends())
+    group.listen()
+    never: queue.SimpleQueue[pb.FromWorker] = queue.SimpleQueue()
+    streams = [channel.connect(place(1, place_0.coordinator))(iter(never.get, None)) for _ in range(12)]  # all threads
+    membership = Membership(place(1, place_0.coordinator), FACTS, tell=lambda _: None, end=Ends())
+    aside(membership.join)
+    group.join()
+    group.stop()
+    for stream in streams:
+        with pytest.raises(grpc.RpcError):
+            list(stream)
 
 
 def test_who_watches_a_worker_knows_at_once_how_long_it_may_be_silent(monkeypatch) -> None:

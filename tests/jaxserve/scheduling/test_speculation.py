@@ -461,9 +461,10 @@ def test_another_model_drafts_and_answers_stay_the_same(params, modelled) -> Non
     assert sum(found.tokens[name] == tokens for name, tokens in expected.tokens.items()) >= 0.99 * len(arrivals)
 
 
-def test_a_model_that_cannot_draft_is_refused_in_words(params, tmp_path) -> None:
+def test_a_model_that_cannot_draft_is_refused_in_words(params, tmp_path, monkeypatch) -> None:
     other = dataclasses.replace(BLOOM, vocab_size=90)
     weights.write_hf(tmp_path, other, models.build(other).init(0, jnp.float32))
+    monkeypatch.setattr(weights, "load", lambda *_, **__: pytest.fail("read weights before"))
     with pytest.raises(ValueError, match="has a vocabulary of 90; to draft for this one it must be 97"):
         make_engine(params, speculate=str(tmp_path))
     with pytest.raises(ValueError, match="a model drafts on one device"):

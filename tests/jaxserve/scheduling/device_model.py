@@ -1,0 +1,211 @@
+"""A model of a device, and of whoever waits for its answers.
+
+Rows have a token history and a block table, and every slot of the pool remembers which token history its keys and
+values were computed from. A plan runs at launch, in order, as on a device; its answer reaches the scheduler later.
+Every chunk checks that it reads its own history and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Set
+from dataclasses import dataclass, field
+from random import Random
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxserve.iteration import IterationPlan, IterationResult, SamplerVariant
+from jaxserve.request import MAX_LOGPROBS, FinishReason, Request, TokenEvent
+
+VOCABULARY = 11
+EOS = frozenset({0})
+MAX_CONTEXT = 24
+
+
+def extend_history(fingerprint: int, token: int) -> int:
+    """What the keys and values of a position depend on: its token and all before it."""
+    return hash((fingerprint, token))
+
+
+def next_token(fingerprint: int, sample: int = 0) -> int:
+    return ((fingerprint >> 7) + sample) % VOCABULARY
+
+
+def logprob_of(token: int, position: int) -> float:
+    return -float(token) - position / 64  # exact in float32
+
+
+def fingerprints(tokens: list[int]) -> list[int]:
+    out, last = [], 0
+    for token in tokens:
+        last = extend_history(last, token)
+        out.append(last)
+    return out
+
+
+class Answer(NamedTuple):
+    tokens: list[int]
+    reason: FinishReason
+
+
+def solo(request: Request) -> Answer:
+    """What the request generates with the machine to itself."""
+    sampling, tokens = request.sampling, list(request.prompt)
+    while True:
+        token = next_token(fingerprints(tokens)[-1], sampling.sample_index)
+        tokens.append(token)
+        reason = None
+        if token in EOS and not sampling.ignore_eos:
+            reason = FinishReason.EOS
+        elif token in sampling.stop_token_ids:
+            reason = FinishReason.STOP
+        elif len(tokens) == request.max_length:
+            reason = FinishReason.LENGTH
+        if reason is not None:
+            return Answer(tokens[len(request.prompt) :], reason)
+
+
+@dataclass
+class Row:
+    history: list[int]
+    table: list[int]
+    sample: int
+
+
+class Slot(NamedTuple):
+    fingerprint: int
+    sequence: int  # of the plan that wrote it
+
+
+class Device:
+    """Runs plans at once and in order, and checks everything it reads."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self.rows: dict[int, Row] = {}
+        self.slots: dict[tuple[int, int], Slot] = {}
+
+    def run(self, plan: IterationPlan, completed: int, forks: Set[str]) -> IterationResult:
+        """`completed`: plans before this sequence number have been completed."""
+        size = self.block_size
+        for source, target in plan.block_copies:
+            for offset in range(size):
+                self.slots.pop((target, offset), None)
+                if (source, offset) in self.slots:
+                    self.slots[target, offset] = self.slots[source, offset]
+        for admission in plan.admissions:
+            tokens, blocks = list(admission.tokens), list(admission.blocks)
+            self.rows[admission.row] = Row(tokens, blocks, admission.sampling.sample_index)
+            assert admission.request_id in forks or all(
+                self.slots[block, offset].sequence < completed for block in admission.blocks for offset in range(size)
+            ), "a hit on a block whose content has not landed"
+        for row, index, block in plan.table_changes:
+            assert index == len(self.rows[row].table)
+            self.rows[row].table.append(block)
+        drafts = deque(plan.drafts)
+        for row, start, length, samples in plan.chunks:
+            if samples > 1:
+                self.rows[row].history[start + 1 :] = [drafts.popleft() for _ in range(length - 1)]
+        assert not drafts
+        # As a layer does: all chunks write, then all attend.
+        for row, start, length, _ in plan.chunks:
+            history, table = self.rows[row].history, self.rows[row].table
+            assert start + length <= len(history)
+            marks = fingerprints(history)
+            for position in range(start, start + length):
+                self.slots[table[position // size], position % size] = Slot(marks[position], plan.sequence)
+        tokens, logprobs, scores, after = [], [], [], []
+        for row, start, length, samples in plan.chunks:
+            history, table = self.rows[row].history, self.rows[row].table
+            marks = fingerprints(history)
+            for position in range(start + length):
+                slot = self.slots[table[position // size], position % size]
+                assert slot.fingerprint == marks[position], f"row {row} reads somebody else's slot at {position}"
+            for position in range(start, start + length):
+                known = history[position + 1] if position + 1 < len(history) else 0
+                after.append(known)
+                scores.append(logprob_of(known, position + 1))
+            end = start + length
+            sample = self.rows[row].sample
+            chosen = [next_token(mark, sample) for mark in marks[end - samples : end]] or [-1]
+            tokens += chosen
+            logprobs += [logprob_of(token, end + 1 - len(chosen) + at) for at, token in enumerate(chosen)]
+            if samples:  # what is chosen after a draft that was not is written all the same
+                history[end + 1 - samples :] = chosen
+        flat = np.full(plan.bucket, np.nan, np.float32)
+        flat[: len(scores)] = scores
+        ids = np.zeros((plan.bucket, MAX_LOGPROBS), np.int32)
+        ids[: len(after)] = np.array(after, np.int32)[:, None] + np.arange(MAX_LOGPROBS)
+        full = plan.sampler is not None and plan.sampler >= SamplerVariant.FULL
+        top = np.array(tokens, np.int32)[:, None] + np.arange(MAX_LOGPROBS, dtype=np.int32)
+        return IterationResult(
+            tokens=np.array(tokens, np.int32),
+            logprobs=np.array(logprobs, np.float32),
+            top_ids=top if full else None,
+            top_logprobs=-top.astype(np.float32) if full else None,
+            score_logprobs=flat if plan.scoring else None,
+            score_top_ids=ids if plan.scoring else None,
+            score_top_logprobs=-ids.astype(np.float32) if plan.scoring else None,
+        )
+
+
+@dataclass
+class Client:
+    """What one request has received."""
+
+    request: Request
+    tokens: list[int] = field(default_factory=list)
+    prompt_scores: list[float] = field(default_factory=list)
+    cached: int | None = None
+
+    def take(self, event: TokenEvent) -> None:
+        sampling, position = self.request.sampling, len(self.request.prompt) + len(self.tokens)
+        self.tokens += event.token_ids
+        expected = solo(self.request)
+        assert self.tokens == expected.tokens[: len(self.tokens)]
+        assert event.logprobs == tuple(logprob_of(token, position + at) for at, token in enumerate(event.token_ids))
+        if sampling.logprobs and event.token_ids:
+            ids = [tuple(range(token, token + sampling.logprobs)) for token in event.token_ids]
+            assert event.top_logprobs == tuple((each, tuple(-float(i) for i in each)) for each in ids)
+        else:
+            assert event.top_logprobs == ()
+        for logprob, alternatives in event.prompt_logprobs:
+            self.prompt_scores.append(logprob)
+            token = self.request.prompt[len(self.prompt_scores)]
+            most = sampling.prompt_logprobs
+            assert most is not None
+            assert alternatives == (
+                (tuple(range(token, token + most)), tuple(-float(i) for i in range(token, token + most)))
+                if most
+                else None
+            )
+        if event.finish_reason != FinishReason.ABORTED or self.cached is not None:
+            assert self.cached in (None, event.cached_tokens)
+            self.cached = event.cached_tokens
+            assert self.cached < len(self.request.prompt)
+        if event.finish_reason not in (None, FinishReason.ABORTED):
+            assert Answer(self.tokens, event.finish_reason) == expected
+            prompt = self.request.prompt
+            assert self.prompt_scores == [
+                logprob_of(token, position)
+                for position, token in enumerate(prompt)
+                if position and sampling.prompt_logprobs is not None
+            ]
+            if sampling.prompt_logprobs is not None:
+                assert self.cached == 0
+
+
+class Prophet:
+    """Drafts what will come, but for a token now and then."""
+
+    def __init__(self, tokens: list[int], errs: float) -> None:
+        self.tokens = tokens
+        self.errs = errs
+
+    def propose(self, most: int) -> list[int]:
+        draw, tokens = Random(str(self.tokens)), list(self.tokens)
+        for _ in range(draw.randint(0, most)):
+            token = next_token(fingerprints(tokens)[-1])
+            tokens.append(draw.randrange(VOCABULARY) if draw.random() < self.errs else token)
+        return tokens[len(self.tokens) :]
