@@ -46,14 +46,14 @@ class Engine:
         self.max_context = started.report.max_context
         self.grammars: Grammars | None = None  # without a tokenizer there are none
         if tokenizer is not None:
-            self.grammars = Grammars(tokenizer, self.model_config.vocab_size, self.model_config.eos_token_ids)
+            model, prepare = self.model_config, started.replicas[0].pipeline.prepare
+            self.grammars = Grammars(tokenizer, model.vocab_size, model.eos_token_ids, elsewhere=prepare)
         self.limits = Limits(
             vocab_size=self.model_config.vocab_size,
             max_context=self.max_context,
             slots=self.report.slots,
             endings=len(self.model_config.eos_token_ids),
             scoring=config.scoring,
-            masks=all(replica.pipeline.takes_masks for replica in started.replicas),
             has_tokenizer=tokenizer is not None,
         )
         self._replicas = started.replicas

@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from jaxserve.execution import batch
 from jaxserve.execution.compilations import compilations
 from jaxserve.execution.pipeline import Pipeline
@@ -73,7 +71,7 @@ class Replica:
         self.pipeline = pipeline
         self.scheduler = scheduler
         self.recorders: list[Callable[[IterationRecord], None]] = []
-        self._masks = Masks()
+        self._masks = Masks(alike=pipeline.spans_hosts)
         self._awaited: IterationPlan | None = None  # the newest plan, while the choice of its tokens waits for masks
         self._timed: deque[_Timed] = deque()
         self._alive: dict[str, _Alive] = {}
@@ -149,10 +147,7 @@ class Replica:
         started = time.perf_counter()
         if late:
             self.scheduler.withdraw(late)
-        points = self.pipeline.shape.layout(plan.bucket).points
-        allowed = np.full((points, self.pipeline.mask_words), 0xFFFFFFFF, np.uint32)
-        self._masks.fill(allowed)
-        self.pipeline.answer(allowed)
+        self.pipeline.answer(self._masks.fill(*self.pipeline.mask_shape(plan.bucket)))
         self._awaited = None
         self._timed[-1] = self._timed[-1].longer(time.perf_counter() - started)
         return True
@@ -182,7 +177,8 @@ class Replica:
             if event.finish_reason is not None:
                 self._owed_tokens -= alive.owed.tokens
                 del self._alive[event.request_id]
-                self._masks.end(event.request_id)
+                if self._masks.end(event.request_id):
+                    self.pipeline.release(event.request_id)
         for sink, theirs in by_sink.items():
             try:
                 sink(theirs)
@@ -310,7 +306,8 @@ class Replica:
             self._mailed_owed -= owed
         self._owed_tokens += owed
         if grammar is not None:
-            self._masks.begin(request, grammar)
+            self._masks.begin(request.request_id, request.sampling, grammar)
+            self.pipeline.hold(request)
         try:
             self.scheduler.submit(request)
         except ValueError as refusal:

@@ -38,33 +38,36 @@ def measure(there: int, back: int, rounds: int, pause: float) -> Echo:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdin is not None
         assert other.stdout is not None
+        say, hear = other.stdin, other.stdout
+        out: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+
+        def processor() -> float:
+            """Seconds of both processes."""
+            say.write("\n")
+            say.flush()
+            return time.process_time() + float(hear.readline())
+
+        def ask(stream: Iterator[bytes]) -> float:
+            """Seconds of a round."""
+            time.sleep(pause / 1e3)
+            started = time.perf_counter()
+            out.put(bytes(there))
+            next(stream)
+            return time.perf_counter() - started
+
         try:
-            with grpc.insecure_channel(f"127.0.0.1:{int(other.stdout.readline())}") as channel:
-                out: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-                stream = channel.stream_stream(
-                    f"/{_SERVICE}/{_METHOD}", request_serializer=None, response_deserializer=None
-                )(iter(out.get, None))
-                question, times = bytes(there), []
-                for index in range(_WARM_UP + rounds):
-                    if index == _WARM_UP:
-                        other.stdin.write("\n")
-                        other.stdin.flush()
-                        before, other_before = time.process_time(), float(other.stdout.readline())
-                    time.sleep(pause / 1e3)
-                    started = time.perf_counter()
-                    out.put(question)
-                    next(stream)
-                    times.append(time.perf_counter() - started)
-                mine = time.process_time() - before
-                other.stdin.write("\n")
-                other.stdin.flush()
-                theirs = float(other.stdout.readline()) - other_before
+            with grpc.insecure_channel(f"127.0.0.1:{int(hear.readline())}") as channel:
+                open_stream = channel.stream_stream(f"/{_SERVICE}/{_METHOD}")
+                stream = open_stream(iter(out.get, None))
+                for _ in range(_WARM_UP):
+                    ask(stream)
+                before = processor()
+                times = [ask(stream) for _ in range(rounds)]
+                used = processor() - before
                 out.put(None)
         finally:
             other.kill()
-    return Echo(
-        pause=pause, round_trip=1e3 * statistics.median(times[_WARM_UP:]), processor=1e3 * (mine + theirs) / rounds
-    )
+    return Echo(pause=pause, round_trip=1e3 * statistics.median(times), processor=1e3 * used / rounds)
 
 
 def work(back: int) -> None:

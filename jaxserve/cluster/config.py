@@ -18,7 +18,7 @@ _OF_THE_HOST = ("compilation_cache", "max_queued_requests", "max_queued_tokens")
 _LEAST_DEADLINE = 10.0  # seconds
 _MOST_SECONDS = 1_000_000  # of any setting: what waits so long waits for ever, and what has no end cannot be waited for
 _COSTS = 20  # an iteration may take this many times what the slowest bucket was measured to take
-_VERSIONS = ("jaxserve", "jax", "jaxlib", "numpy")
+_VERSIONS = ("jaxserve", "jax", "jaxlib", "numpy", "llguidance")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,16 +128,23 @@ def stages_of(config: EngineConfig, cluster: ClusterConfig) -> tuple[int, ...]:
 
 
 def facts(
-    config: EngineConfig, cluster: ClusterConfig, buckets: Sequence[int], fingerprint: str
+    config: EngineConfig, cluster: ClusterConfig, buckets: Sequence[int], fingerprint: str, files: Sequence[Path]
 ) -> list[tuple[str, str]]:
     """What must be the same on every host: (field, value)."""
     found = [("hosts", str(cluster.hosts)), ("links", cluster.links)]
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if field.name == "sharding" and value is not None:
-            value = f"a file of SHA-256 {hashlib.sha256(Path(value).read_bytes()).hexdigest()}"
+            value = _digest(Path(value))
         if field.name not in _OF_THE_HOST:
             found.append((field.name, str(value)))
     found += [(f"the version of {name}", metadata.version(name)) for name in _VERSIONS]
     found += [("the model's fingerprint", fingerprint), ("the bucket table", ", ".join(map(str, buckets)))]
+    found += [(f"the model's {file.name}", _digest(file)) for file in files]
     return found
+
+
+def _digest(file: Path) -> str:
+    if not file.exists():
+        return "no file"
+    return f"a file of SHA-256 {hashlib.sha256(file.read_bytes()).hexdigest()}"

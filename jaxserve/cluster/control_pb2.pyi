@@ -7,36 +7,44 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class FromWorker(_message.Message):
-    __slots__ = ("hello", "reached", "vote", "completed", "heartbeat", "failed")
+    __slots__ = ("hello", "reached", "vote", "completed", "heartbeat", "failed", "prepared")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     REACHED_FIELD_NUMBER: _ClassVar[int]
     VOTE_FIELD_NUMBER: _ClassVar[int]
     COMPLETED_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
+    PREPARED_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     reached: Reached
     vote: Vote
     completed: Completed
     heartbeat: Heartbeat
     failed: Failed
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., reached: _Optional[_Union[Reached, _Mapping]] = ..., vote: _Optional[_Union[Vote, _Mapping]] = ..., completed: _Optional[_Union[Completed, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ...) -> None: ...
+    prepared: Prepared
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., reached: _Optional[_Union[Reached, _Mapping]] = ..., vote: _Optional[_Union[Vote, _Mapping]] = ..., completed: _Optional[_Union[Completed, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., prepared: _Optional[_Union[Prepared, _Mapping]] = ...) -> None: ...
 
 class FromMaster(_message.Message):
-    __slots__ = ("welcome", "agreed", "phase", "plan", "heartbeat", "stop")
+    __slots__ = ("welcome", "agreed", "phase", "plan", "heartbeat", "stop", "prepare", "hold", "release")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     AGREED_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
+    PREPARE_FIELD_NUMBER: _ClassVar[int]
+    HOLD_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     agreed: Agreed
     phase: Phase
     plan: Plan
     heartbeat: Heartbeat
     stop: Stop
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., agreed: _Optional[_Union[Agreed, _Mapping]] = ..., phase: _Optional[_Union[Phase, _Mapping]] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ...) -> None: ...
+    prepare: Prepare
+    hold: Hold
+    release: Release
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., agreed: _Optional[_Union[Agreed, _Mapping]] = ..., phase: _Optional[_Union[Phase, _Mapping]] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., prepare: _Optional[_Union[Prepare, _Mapping]] = ..., hold: _Optional[_Union[Hold, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ...) -> None: ...
 
 class Fact(_message.Message):
     __slots__ = ("field", "value")
@@ -116,6 +124,46 @@ class Stop(_message.Message):
     cause: str
     def __init__(self, cause: _Optional[str] = ...) -> None: ...
 
+class Grammar(_message.Message):
+    __slots__ = ("kind", "text", "field")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    FIELD_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    text: str
+    field: str
+    def __init__(self, kind: _Optional[str] = ..., text: _Optional[str] = ..., field: _Optional[str] = ...) -> None: ...
+
+class Prepare(_message.Message):
+    __slots__ = ("number", "grammar")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    grammar: Grammar
+    def __init__(self, number: _Optional[int] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ...) -> None: ...
+
+class Prepared(_message.Message):
+    __slots__ = ("number", "problem")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    problem: str
+    def __init__(self, number: _Optional[int] = ..., problem: _Optional[str] = ...) -> None: ...
+
+class Hold(_message.Message):
+    __slots__ = ("request_id", "sampling")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    sampling: Sampling
+    def __init__(self, request_id: _Optional[str] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ...) -> None: ...
+
+class Release(_message.Message):
+    __slots__ = ("request_id",)
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    def __init__(self, request_id: _Optional[str] = ...) -> None: ...
+
 class Plan(_message.Message):
     __slots__ = ("sequence", "bucket", "admissions", "chunks", "table_changes", "sampler", "scoring", "drafts", "feeds", "block_copies")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
@@ -189,7 +237,7 @@ class Admission(_message.Message):
     def __init__(self, row: _Optional[int] = ..., request_id: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., prompt_length: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., endings: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Sampling(_message.Message):
-    __slots__ = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "sample_index", "bias_token", "bias", "min_tokens", "bad_words")
+    __slots__ = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "sample_index", "bias_token", "bias", "min_tokens", "bad_words", "grammar", "ignore_eos")
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     TOP_P_FIELD_NUMBER: _ClassVar[int]
     TOP_K_FIELD_NUMBER: _ClassVar[int]
@@ -203,6 +251,8 @@ class Sampling(_message.Message):
     BIAS_FIELD_NUMBER: _ClassVar[int]
     MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
     BAD_WORDS_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_FIELD_NUMBER: _ClassVar[int]
+    IGNORE_EOS_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_p: float
     top_k: int
@@ -216,7 +266,9 @@ class Sampling(_message.Message):
     bias: _containers.RepeatedScalarFieldContainer[float]
     min_tokens: int
     bad_words: _containers.RepeatedCompositeFieldContainer[Run]
-    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., seed: _Optional[int] = ..., sample_index: _Optional[int] = ..., bias_token: _Optional[_Iterable[int]] = ..., bias: _Optional[_Iterable[float]] = ..., min_tokens: _Optional[int] = ..., bad_words: _Optional[_Iterable[_Union[Run, _Mapping]]] = ...) -> None: ...
+    grammar: Grammar
+    ignore_eos: bool
+    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., seed: _Optional[int] = ..., sample_index: _Optional[int] = ..., bias_token: _Optional[_Iterable[int]] = ..., bias: _Optional[_Iterable[float]] = ..., min_tokens: _Optional[int] = ..., bad_words: _Optional[_Iterable[_Union[Run, _Mapping]]] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., ignore_eos: _Optional[bool] = ...) -> None: ...
 
 class Run(_message.Message):
     __slots__ = ("tokens",)

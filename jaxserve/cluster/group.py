@@ -16,6 +16,7 @@ from jaxserve.cluster import control_pb2 as pb
 from jaxserve.cluster.config import ClusterConfig
 from jaxserve.cluster.failure import ExitCode, HostFailed, Problem, Rank, cause_of
 from jaxserve.cluster.progress import Progress, Waiting
+from jaxserve.cluster.texts import Preparations
 from jaxserve.cluster.watchdog import Watchdog, end_process
 from jaxserve.iteration import IterationResult
 
@@ -75,6 +76,7 @@ class Group:
         self._answers = Progress()  # of all of them
         self._results: queue.SimpleQueue[tuple[int, IterationResult] | None] = queue.SimpleQueue()  # None: no more
         self._answering = 0  # the host whose result counts
+        self.preparations = Preparations(self.broadcast, ())
         self._sent: int | None = None  # the newest plan
         self._deadline = 0.0
         self._step: str | None = "joining"
@@ -123,14 +125,16 @@ class Group:
                 self._raise_failure()
                 self._changed.wait()
             agreed = min(value, *(member.votes[about] for member in self._members.values()))
-        self._send(pb.FromMaster(agreed=pb.Agreed(about=about, value=agreed)))
+        self.broadcast(pb.FromMaster(agreed=pb.Agreed(about=about, value=agreed)))
         return agreed
 
     def place(self, stages: dict[int, tuple[int, ...]]) -> None:
         """Which stages each host runs. One host of the last stage answers: the master if it is of it."""
         self._stages = stages
         last = max(max(each, default=0) for each in stages.values())
-        self._answering = min(host for host, each in stages.items() if last in each)
+        choosing = [host for host, each in stages.items() if last in each]
+        self._answering = min(choosing)
+        self.preparations = Preparations(self.broadcast, (host for host in choosing if host))
 
     def phase(self, deadline: float, *, serving: bool) -> None:
         """Numbers start at 0 again, and an iteration has so many seconds; 0 gives it any time."""
@@ -141,7 +145,7 @@ class Group:
                 self._step = None
                 for member in self._members.values():
                     member.step = None
-        self._send(pb.FromMaster(phase=pb.Phase(deadline_seconds=deadline)))
+        self.broadcast(pb.FromMaster(phase=pb.Phase(deadline_seconds=deadline)))
 
     # Iterations
 
@@ -151,7 +155,7 @@ class Group:
         self._sent = message.plan.sequence
         self._answers.begin(self._sent)
         self.progress.begin(self._sent)
-        self._send(message)
+        self.broadcast(message)
 
     def done(self, sequence: int, result: IterationResult | None) -> None:
         """The stages here have run an iteration."""
@@ -219,7 +223,7 @@ class Group:
             if problem.hosts == (0,):
                 code = ExitCode.OVERDUE if problem.rank == Rank.LATE else ExitCode.BROKEN
         _log.error("the hosts cannot go on: %s", problem)
-        self._send(pb.FromMaster(stop=pb.Stop(cause=str(problem))))
+        self.broadcast(pb.FromMaster(stop=pb.Stop(cause=str(problem))))
         self.on_failure(problem)
         with self._changed:  # only now: whoever waits here may end the process
             self.failure = HostFailed(problem, code)
@@ -293,7 +297,7 @@ class Group:
                 return False
             self._stopping = True
         self._watchdog.stop()
-        self._send(pb.FromMaster(stop=pb.Stop(cause=cause)))
+        self.broadcast(pb.FromMaster(stop=pb.Stop(cause=cause)))
         deadline = time.monotonic() + _GRACE
         with self._changed:
             while any(member.joined and not member.left for member in self._members.values()):
@@ -308,14 +312,15 @@ class Group:
 
     # The channel
 
-    def _send(self, message: pb.FromMaster) -> None:
+    def broadcast(self, message: pb.FromMaster) -> None:
+        """Sends a message to every worker that has joined."""
         data = message.SerializeToString()  # once for all
         for member in self._members.values():
             if member.joined:
                 member.queue.put(data)
 
     def _beat(self) -> None:
-        self._send(pb.FromMaster(heartbeat=pb.Heartbeat()))
+        self.broadcast(pb.FromMaster(heartbeat=pb.Heartbeat()))
 
     def _follow(self, requests: Iterator[pb.FromWorker], context: grpc.ServicerContext) -> Iterator[bytes]:
         """One worker's stream."""
@@ -393,6 +398,8 @@ class Group:
             case "completed":
                 if member.host == self._answering:
                     self._answer(message.completed.sequence, wire.decode_result(message.completed.result))
+            case "prepared":
+                self.preparations.answered(member.host, message.prepared)
             case "vote":
                 with self._changed:
                     member.votes[message.vote.about] = message.vote.value

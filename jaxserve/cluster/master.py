@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
 
 from jaxserve.cluster import control_pb2 as pb
 from jaxserve.cluster import wire
@@ -16,6 +19,7 @@ from jaxserve.execution.batch import PackedPlan
 from jaxserve.execution.links import Link
 from jaxserve.execution.pipeline import Pipeline, Stage
 from jaxserve.iteration import IterationPlan, IterationResult
+from jaxserve.request import Grammar, Request
 
 
 class MasterPipeline(Pipeline):
@@ -40,16 +44,17 @@ class MasterPipeline(Pipeline):
         return None if failure is None else str(failure)
 
     @property
-    def takes_masks(self) -> bool:
-        return False
-
-    @property
     def spans_hosts(self) -> bool:
         return True
 
     @property
     def has_answers(self) -> bool:
-        return bool(self._plans)
+        return len(self._plans) > (self._unanswered is not None)
+
+    @property
+    def is_idle(self) -> bool:
+        """Never, for whoever would take a row out of an iteration: the other hosts have it there."""
+        return False
 
     @property
     def in_flight(self) -> int:
@@ -62,7 +67,7 @@ class MasterPipeline(Pipeline):
     def launch(self, plan: IterationPlan, packed: PackedPlan, *, answer: bool = True) -> None:
         """Sends an iteration to the workers and enqueues it here. Raises HostFailed."""
         assert self.has_room
-        assert answer, "masks stay on one host"
+        assert self._unanswered is None
         feeds = self.take_landed()
         # Numbered without a gap for the workers; those of a scheduler are so already, those of measurements are not.
         numbered = plan if plan.sequence == self._numbers else dataclasses.replace(plan, sequence=self._numbers)
@@ -73,13 +78,38 @@ class MasterPipeline(Pipeline):
         if self.recorder is not None:
             self.recorder.launched(message.plan)
         self._plans.append(plan)
+        with self._reporting(numbered):
+            self._unanswered = self._forward(numbered, packed, feeds)
+        if answer:
+            self.answer()
+
+    def answer(self, allowed: np.ndarray | None = None) -> None:
+        """Enqueues the choice of tokens, where it is made here. Raises HostFailed."""
+        assert self._unanswered is not None
+        unanswered, self._unanswered = self._unanswered, None
+        with self._reporting(unanswered.plan):
+            self._waiter.put(self._answered(unanswered, allowed))
+
+    @contextlib.contextmanager
+    def _reporting(self, plan: IterationPlan) -> Iterator[None]:
+        """What is thrown inside ends the hosts."""
         try:
-            self._waiter.put(self.enqueue(numbered, packed, feeds))
+            yield
         except Exception as problem:
             cause = f"{type(problem).__name__}: {problem}".splitlines()[0]
-            self._group.report(Problem(rank=Rank.THREW, hosts=(0,), sequence=numbered.sequence, cause=cause))
+            self._group.report(Problem(rank=Rank.THREW, hosts=(0,), sequence=plan.sequence, cause=cause))
             self._group.raise_failure()
             raise
+
+    def prepare(self, grammar: Grammar) -> Callable[[], str | None]:
+        return self._group.preparations.ask(grammar)
+
+    def hold(self, request: Request) -> None:
+        hold = pb.Hold(request_id=request.request_id, sampling=wire.encode_sampling(request.sampling))
+        self._group.broadcast(pb.FromMaster(hold=hold))
+
+    def release(self, request_id: str) -> None:
+        self._group.broadcast(pb.FromMaster(release=pb.Release(request_id=request_id)))
 
     def wait(self) -> tuple[IterationPlan, IterationResult]:
         """Blocks until the oldest iteration has run on its last stage. Raises HostFailed."""

@@ -23,7 +23,10 @@ from jaxserve.execution.batch import pack
 from jaxserve.execution.layout import bucket_sizes, lay_out
 from jaxserve.execution.pipeline import Pipeline
 from jaxserve.execution.stage import Progress, StageRunner
+from jaxserve.grammars.masks import Masks
+from jaxserve.grammars.matcher import Grammars
 from jaxserve.iteration import Admission, Chunk, IterationPlan, IterationResult
+from jaxserve.tokenizer import Tokenizer
 from sharding import mesh, specs
 
 
@@ -87,7 +90,10 @@ def replay(recording: pb.Recording, path: str | Path, *, cache: str | None, prog
     settings |= {"buckets": tuple(settings["buckets"]), "compilation_cache": cache}
     config = EngineConfig(**settings)
     pipeline = _compile(config, path, recording.n_blocks, recording.n_rows, progress)
-    return _Replay(pipeline, recording).run(progress)
+    grammars, tokenizer, model = None, Tokenizer.from_directory(path), pipeline.model.config
+    if tokenizer is not None:
+        grammars = Grammars(tokenizer, model.vocab_size, model.eos_token_ids)
+    return _Replay(pipeline, recording, grammars).run(progress)
 
 
 def _compile(config: EngineConfig, path: str | Path, n_blocks: int, n_rows: int, progress: Progress) -> Pipeline:
@@ -107,8 +113,10 @@ def _compile(config: EngineConfig, path: str | Path, n_blocks: int, n_rows: int,
 class _Replay:
     """A recording on its way through a pipeline of one stage."""
 
-    def __init__(self, pipeline: Pipeline, recording: pb.Recording) -> None:
-        self._pipeline, self._recording = pipeline, recording
+    def __init__(self, pipeline: Pipeline, recording: pb.Recording, grammars: Grammars | None) -> None:
+        self._pipeline, self._recording, self._grammars = pipeline, recording, grammars
+        self._masks = Masks()
+        self._held_to: set[str] = set()  # requests whose texts are followed
         self._block_size = pipeline.shape.attention.block_size
         self._rows = Rows(self._block_size)
         self._held: dict[int, int] = {}  # what each block holds: the hash of all tokens up to its end
@@ -118,6 +126,7 @@ class _Replay:
             admission = wire.decode_admission(row.admission)
             self._rows.prepare(pb.Plan(admissions=[row.admission]))
             self._rows.rows[admission.row].computed = row.computed
+            self._hold(admission, row.computed + 1)
             self._compute(admission, row.computed)
         entries = self._recording.entries
         tokens, compared, differences = 0, set(), {}
@@ -157,9 +166,31 @@ class _Replay:
         )
 
     def _launch(self, plan: IterationPlan) -> IterationResult:
+        for admission in plan.admissions:
+            self._hold(admission)
         packed = pack(plan, self._pipeline.shape.layout(plan.bucket), self._recording.n_blocks)
-        self._pipeline.launch(plan, packed)
-        return self._pipeline.wait()[1]
+        masked = self._masks.launched(plan)
+        self._pipeline.launch(plan, packed, answer=not masked)
+        if masked:
+            self._masks.wait(lambda _: False)
+            self._pipeline.answer(self._masks.fill(*self._pipeline.mask_shape(plan.bucket)))
+        result = self._pipeline.wait()[1]
+        self._masks.landed(plan, result)
+        return result
+
+    def _hold(self, admission: Admission, known: int | None = None) -> None:
+        """Follows the text of a request from here on, if it has a grammar; one that comes back is followed already.
+
+        Args:
+          known: how many of its tokens count; all if None.
+        """
+        grammar, name = admission.sampling.grammar, admission.request_id
+        if grammar is None or name in self._held_to:
+            return
+        assert self._grammars is not None  # or it would have been refused
+        generated = admission.tokens[admission.prompt_length : known]
+        self._masks.begin(name, admission.sampling, self._grammars.compiled(grammar), generated)
+        self._held_to.add(name)
 
     def _chosen(self, plan: IterationPlan) -> Iterator[tuple[str, int, int]]:
         """(request, entry of the result, position) of every token that a plan chooses. Behind drafts it is the first

@@ -28,6 +28,7 @@ from jaxserve.cluster.group import Group
 from jaxserve.cluster.links import Bridge, Direct, crosses_hosts, make_links, probe
 from jaxserve.cluster.master import MasterPipeline
 from jaxserve.cluster.recorder import FlightRecorder
+from jaxserve.cluster.texts import HostTexts
 from jaxserve.cluster.watchdog import end_process
 from jaxserve.cluster.worker import Membership
 from jaxserve.config import EngineConfig
@@ -39,6 +40,7 @@ from jaxserve.execution.parts import parts_of
 from jaxserve.execution.pipeline import Pipeline, Stage
 from jaxserve.execution.program_cache import ProgramCache
 from jaxserve.execution.stage import Progress, StageRunner
+from jaxserve.grammars.matcher import Grammars
 from jaxserve.startup import Started
 from jaxserve.tokenizer import Tokenizer
 from jaxserve.weights import orbax
@@ -170,11 +172,22 @@ def follow(
         membership.fail(f"{type(problem).__name__}: {problem}")
         raise
     answers = cluster.host == min(host for host, each in places.items() if last in each)
-    recorder = _recorder(path, config, cluster, prepared) if last in places[cluster.host] else None
-    if recorder is not None:
+    recorder = texts = None
+    if last in places[cluster.host]:
+        recorder, texts = _recorder(path, config, cluster, prepared), _texts(path, pipeline)
         membership.on_failure = lambda reason: write_record(recorder, reason, tell)
-    membership.follow(pipeline, prepared.n_blocks, answers=answers, recorder=recorder)
+    membership.follow(pipeline, prepared.n_blocks, answers=answers, recorder=recorder, texts=texts)
     leave()
+
+
+def _texts(path: str | Path, pipeline: Pipeline) -> HostTexts | None:
+    """What holds texts to grammars; nothing without a tokenizer."""
+    tokenizer, model = Tokenizer.from_directory(path), pipeline.model.config
+    if tokenizer is None:
+        return None
+    grammars = Grammars(tokenizer, model.vocab_size, model.eos_token_ids)
+    grammars.read_ahead()
+    return HostTexts(grammars, pipeline.mask_shape)
 
 
 def leave() -> None:
@@ -197,7 +210,8 @@ def write_record(recorder: FlightRecorder, reason: str, tell: Tell) -> None:
 def _facts(path: str | Path, config: EngineConfig, cluster: ClusterConfig) -> list[tuple[str, str]]:
     if orbax.is_saved(Path(path)):
         raise ValueError(f"{path} was written by `jaxserve convert`; several hosts read Hugging Face directories only")
-    return facts(config, cluster, bucket_sizes(config), weights.fingerprint(path))
+    files = [Path(path, name) for name in ("config.json", "tokenizer.json")]
+    return facts(config, cluster, bucket_sizes(config), weights.fingerprint(path), files)
 
 
 def _connect(cluster: ClusterConfig, party: _Party) -> None:

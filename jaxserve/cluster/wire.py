@@ -7,12 +7,13 @@ is sent, once, when it takes its row.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from jaxserve.cluster import control_pb2 as pb
 from jaxserve.iteration import Admission, BlockCopy, Chunk, IterationPlan, IterationResult, SamplerVariant, TableChange
-from jaxserve.request import SamplingParams
+from jaxserve.request import Grammar, SamplingParams
 
 _MOST = 2**31 - 1
 
@@ -69,8 +70,6 @@ def decode_plan(message: pb.Plan) -> IterationPlan:
 
 def encode_admission(admission: Admission) -> pb.Admission:
     """A request that takes a row."""
-    sampling = admission.sampling
-    bias_tokens, biases = zip(*sampling.logit_bias, strict=True) if sampling.logit_bias else ((), ())
     return pb.Admission(
         row=admission.row,
         request_id=admission.request_id,
@@ -78,50 +77,73 @@ def encode_admission(admission: Admission) -> pb.Admission:
         prompt_length=admission.prompt_length,
         blocks=admission.blocks,
         endings=admission.endings,
-        sampling=pb.Sampling(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=min(sampling.top_k, _MOST),
-            min_p=sampling.min_p,
-            repetition_penalty=sampling.repetition_penalty,
-            presence_penalty=sampling.presence_penalty,
-            frequency_penalty=sampling.frequency_penalty,
-            seed=sampling.seed % 2**64,
-            sample_index=sampling.sample_index,
-            bias_token=bias_tokens,
-            bias=biases,
-            min_tokens=sampling.min_tokens,
-            bad_words=[pb.Run(tokens=run) for run in sampling.bad_word_tokens],
-        ),
+        sampling=encode_sampling(admission.sampling),
     )
 
 
 def decode_admission(message: pb.Admission) -> Admission:
     """What `encode_admission` was given, as far as a sampler is concerned."""
-    sampling = message.sampling
     return Admission(
         row=message.row,
         request_id=message.request_id,
         tokens=tuple(message.tokens),
         prompt_length=message.prompt_length,
         blocks=tuple(message.blocks),
-        sampling=SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            repetition_penalty=sampling.repetition_penalty,
-            presence_penalty=sampling.presence_penalty,
-            frequency_penalty=sampling.frequency_penalty,
-            seed=sampling.seed,
-            sample_index=sampling.sample_index,
-            logit_bias=tuple(zip(sampling.bias_token, sampling.bias, strict=True)),
-            min_tokens=sampling.min_tokens,
-            max_tokens=max(1, sampling.min_tokens),
-            bad_word_tokens=tuple(tuple(run.tokens) for run in sampling.bad_words),
-        ),
+        sampling=decode_sampling(message.sampling),
         endings=tuple(message.endings),
     )
+
+
+def encode_sampling(sampling: SamplingParams) -> pb.Sampling:
+    """What the choice of tokens needs of a request."""
+    bias_tokens, biases = zip(*sampling.logit_bias, strict=True) if sampling.logit_bias else ((), ())
+    return pb.Sampling(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=min(sampling.top_k, _MOST),
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        seed=sampling.seed % 2**64,
+        sample_index=sampling.sample_index,
+        bias_token=bias_tokens,
+        bias=biases,
+        min_tokens=sampling.min_tokens,
+        bad_words=[pb.Run(tokens=run) for run in sampling.bad_word_tokens],
+        grammar=None if sampling.grammar is None else encode_grammar(sampling.grammar),
+        ignore_eos=sampling.ignore_eos and sampling.grammar is not None,
+    )
+
+
+def decode_sampling(message: pb.Sampling) -> SamplingParams:
+    """What `encode_sampling` was given, without what ends a request."""
+    return SamplingParams(
+        temperature=message.temperature,
+        top_p=message.top_p,
+        top_k=message.top_k,
+        min_p=message.min_p,
+        repetition_penalty=message.repetition_penalty,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        seed=message.seed,
+        sample_index=message.sample_index,
+        logit_bias=tuple(zip(message.bias_token, message.bias, strict=True)),
+        min_tokens=message.min_tokens,
+        max_tokens=max(1, message.min_tokens),
+        bad_word_tokens=tuple(tuple(run.tokens) for run in message.bad_words),
+        grammar=decode_grammar(message.grammar) if message.HasField("grammar") else None,
+        ignore_eos=message.ignore_eos,
+    )
+
+
+def encode_grammar(grammar: Grammar) -> pb.Grammar:
+    return pb.Grammar(kind=grammar.kind, text=grammar.text, field=grammar.field)
+
+
+def decode_grammar(message: pb.Grammar) -> Grammar:
+    kind: Any = message.kind  # which Grammar checks
+    return Grammar(kind=kind, text=message.text, field=message.field)
 
 
 def entries(chunks: Sequence[Chunk]) -> int:

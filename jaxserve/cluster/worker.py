@@ -17,6 +17,7 @@ from jaxserve.cluster.failure import ExitCode
 from jaxserve.cluster.group import STARTING_SILENCE
 from jaxserve.cluster.progress import Progress, Waiter
 from jaxserve.cluster.recorder import FlightRecorder
+from jaxserve.cluster.texts import HostTexts
 from jaxserve.cluster.watchdog import Watchdog, end_process
 from jaxserve.execution import batch
 from jaxserve.execution.pipeline import Pipeline
@@ -53,7 +54,8 @@ class Membership:
         self._cluster, self._facts, self._tell, self._alive, self._end = cluster, list(facts), tell, alive, end
         self.on_failure: Callable[[str], None] = lambda _: None
         self._out: queue.SimpleQueue[pb.FromWorker | None] = queue.SimpleQueue()
-        self._plans: queue.SimpleQueue[pb.Plan | pb.Phase | None] = queue.SimpleQueue()
+        self._plans: queue.SimpleQueue[pb.Plan | pb.Phase | pb.Hold | pb.Release | None] = queue.SimpleQueue()
+        self._texts: HostTexts | None = None
         self._changed = threading.Condition()
         self._agreed: dict[str, int] = {}
         self._heard = time.monotonic()
@@ -96,7 +98,13 @@ class Membership:
             return self._agreed[about]
 
     def follow(
-        self, pipeline: Pipeline, n_blocks: int, *, answers: bool, recorder: FlightRecorder | None = None
+        self,
+        pipeline: Pipeline,
+        n_blocks: int,
+        *,
+        answers: bool,
+        recorder: FlightRecorder | None = None,
+        texts: HostTexts | None = None,
     ) -> None:
         """Launches plans in order until the master stops. An iteration that fails ends the process.
 
@@ -104,7 +112,9 @@ class Membership:
           n_blocks: of the pool.
           answers: whether the master takes the results from this host.
           recorder: of a host of the last stage, which has the answers.
+          texts: likewise, where texts may be held to grammars.
         """
+        self._texts = texts
 
         def done(plan: IterationPlan, result: IterationResult | None) -> None:
             if answers:
@@ -114,6 +124,9 @@ class Membership:
                 count = wire.entries(plan.chunks) if plan.sampler is not None else 0
                 wire.write_result(message.completed.result, result, count)
                 self._out.put(message)
+            if texts is not None:
+                assert result is not None
+                texts.landed(plan, result)
             if recorder is not None:  # after the answer, which somebody waits for
                 assert result is not None
                 recorder.landed(result)
@@ -130,6 +143,14 @@ class Membership:
                     if recorder is not None:
                         recorder.forget()
                     continue
+                if isinstance(message, pb.Hold):
+                    if texts is not None:
+                        texts.hold(message)
+                    continue
+                if isinstance(message, pb.Release):
+                    if texts is not None:
+                        texts.release(message)
+                    continue
                 sequence = message.sequence
                 assert sequence == expected, f"plan {sequence} came where {expected} was next"
                 expected, self._newest = expected + 1, sequence
@@ -139,7 +160,8 @@ class Membership:
                     recorder.launched(message)
                 plan = wire.decode_plan(message)
                 packed = batch.pack(plan, pipeline.shape.layout(plan.bucket), n_blocks)
-                waiter.put(pipeline.enqueue(plan, packed, message.feeds))
+                allowed = (lambda: None) if texts is None else texts.launched(plan)
+                waiter.put(pipeline.enqueue(plan, packed, message.feeds, allowed))
         except Exception as problem:
             _log.exception("iteration %d cannot be launched", sequence)
             self.fail(f"{type(problem).__name__}: {problem}", sequence=sequence, launching=True)
@@ -177,6 +199,13 @@ class Membership:
                         self._deadline, self._serving = message.phase.deadline_seconds, True
                         self._alive(self._silence())  # or what the beat before has said would hold for as long
                         self._plans.put(message.phase)
+                    case "hold":
+                        self._plans.put(message.hold)
+                    case "release":
+                        self._plans.put(message.release)
+                    case "prepare":
+                        if self._texts is not None:
+                            self._texts.prepare(message.prepare, self._out.put)
                     case "agreed":
                         with self._changed:
                             self._agreed[message.agreed.about] = message.agreed.value

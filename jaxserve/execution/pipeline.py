@@ -29,6 +29,7 @@ from jaxserve.execution.stage import Launched, wait
 from jaxserve.iteration import IterationPlan, IterationResult
 from jaxserve.models import Model, Params
 from jaxserve.models.layers import Quantized
+from jaxserve.request import Grammar, Request
 from jaxserve.weights import is_matrix
 
 # Called after a launch with the plan and an output of each stage, which is there when the stage has run.
@@ -110,10 +111,9 @@ class Pipeline:
         """The sizes that all stages are compiled for."""
         return self.stages[0].programs.shape
 
-    @property
-    def mask_words(self) -> int:
-        """Words of a mask of the model's tokens."""
-        return self.stages[-1].programs.mask_words
+    def mask_shape(self, bucket: int) -> tuple[int, int]:
+        """Of what `answer` is given for an iteration of a bucket: tokens that it may choose, and words of a mask."""
+        return self.shape.layout(bucket).points, self.stages[-1].programs.mask_words
 
     @property
     def params(self) -> Params:
@@ -142,10 +142,20 @@ class Pipeline:
         """Why nothing will be answered any more, where callers may be told."""
         return None
 
-    @property
-    def takes_masks(self) -> bool:
-        """Whether `answer` may be given what grammars allow."""
-        return True
+    def prepare(self, grammar: Grammar) -> Callable[[], str | None]:
+        """Has every other host that chooses tokens compile a grammar. Any thread may ask.
+
+        Returns:
+          What waits until they have, and says why one cannot, or None.
+        """
+        del grammar
+        return lambda: None
+
+    def hold(self, request: Request) -> None:
+        """A request with a grammar has come in: hosts that choose tokens follow its text."""
+
+    def release(self, request_id: str) -> None:
+        """A request with a grammar has ended."""
 
     @property
     def in_flight(self) -> int:
@@ -194,13 +204,17 @@ class Pipeline:
         landed, self._landed = self._landed, 0
         return landed
 
-    def enqueue(self, plan: IterationPlan, packed: PackedPlan, feeds: int) -> InFlight:
+    def enqueue(
+        self, plan: IterationPlan, packed: PackedPlan, feeds: int, allowed: Callable[[], np.ndarray | None]
+    ) -> InFlight:
         """Enqueues an iteration on every stage that is here; its answers are the caller's to take.
 
         Args:
           feeds: of how many earlier iterations, the oldest that were not, the first stage takes in the tokens before.
+          allowed: says what `answer` is given, called once the layers are enqueued; it may block until that is known.
         """
-        return self._answered(self._forward(plan, packed, feeds))
+        unanswered = self._forward(plan, packed, feeds)
+        return self._answered(unanswered, allowed())
 
     def _forward(self, plan: IterationPlan, packed: PackedPlan, feeds: int) -> _Unanswered:
         first = self.stages[0]

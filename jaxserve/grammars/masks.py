@@ -5,7 +5,8 @@ launched without it, and while they run the tokens of the one before land, threa
 choice of tokens is launched with them. A row whose mask is not there when the layers have run is taken out of the
 iteration; nobody waits for it.
 
-It follows plans and their results alone, so it can live wherever tokens are chosen.
+It follows plans and their results alone, so it can live wherever tokens are chosen. Where several hosts choose the same
+tokens each has one, and they must come to the same masks whatever was quicker where: `Masks(alike=True)`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import numpy as np
 
 from jaxserve.grammars.matcher import Compiled, GrammarFailed, Matcher
 from jaxserve.iteration import GrammarEnd, IterationPlan, IterationResult
-from jaxserve.request import Request
+from jaxserve.request import SamplingParams
 
 _log = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ class _Text:
       in_flight: tokens launched that have not landed.
       is_ready: whether `allowed` is what may follow the tokens that have.
       problem: why it cannot go on, if it cannot.
-      is_over: its request has ended.
+      is_over: nothing follows any more: by its grammar, or since its request has ended.
     """
 
     __slots__ = (
@@ -54,10 +55,10 @@ class _Text:
         "problem",
     )
 
-    def __init__(self, request: Request, compiled: Compiled) -> None:
-        assert request.sampling.grammar is not None
-        self.field = request.sampling.grammar.field
-        self.keeps_on = request.sampling.ignore_eos
+    def __init__(self, sampling: SamplingParams, compiled: Compiled) -> None:
+        assert sampling.grammar is not None
+        self.field = sampling.grammar.field
+        self.keeps_on = sampling.ignore_eos
         self.compiled = compiled
         self.matcher: Matcher | None = None  # until the first token
         self.allowed = self._going_on(compiled.first)
@@ -119,9 +120,14 @@ class Masks:
     """The texts of one replica's constrained requests. One thread calls everything.
 
     For each plan: `launched`, and if it says so `wait` and `fill` once `is_known`; then `landed`.
+
+    Args:
+      alike: whether other hosts must come to the same masks. What a plan under way may have then depends on plans and
+        results alone, not on when the end of a request has been heard of.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, alike: bool = False) -> None:
+        self._alike = alike
         self._texts: dict[str, _Text] = {}
         self._by_row: dict[int, _Text | None] = {}
         self._in_flight: deque[_Launched] = deque()
@@ -129,15 +135,26 @@ class Masks:
         self._changed = threading.Condition()
         self._to_do: deque[_Text] = deque()
 
-    def begin(self, request: Request, compiled: Compiled) -> None:
-        """A request with a grammar has come in."""
-        self._texts[request.request_id] = _Text(request, compiled)
+    def begin(
+        self, request_id: str, sampling: SamplingParams, compiled: Compiled, generated: Sequence[int] = ()
+    ) -> None:
+        """A request with a grammar has come in.
 
-    def end(self, request_id: str) -> None:
-        """A request has ended, one with a grammar or another."""
+        Args:
+          generated: tokens of its text that there are already.
+        """
+        text = self._texts[request_id] = _Text(sampling, compiled)
+        for token in generated:
+            text.take(token)
+        if generated:
+            text.look()
+
+    def end(self, request_id: str) -> bool:
+        """A request has ended; whether it was one with a grammar."""
         text = self._texts.pop(request_id, None)
-        if text is not None:
+        if text is not None and not self._alike:
             text.is_over = True
+        return text is not None
 
     def launched(self, plan: IterationPlan) -> bool:
         """Notes a plan about to be launched; whether the choice of its tokens waits for masks."""
@@ -183,15 +200,14 @@ class Masks:
             launched.texts.remove(each)
         return [each.chunk for each in late]
 
-    def fill(self, allowed: np.ndarray) -> None:
-        """Writes the newest plan's masks.
-
-        Args:
-          allowed: uint32[S, words] for the entries of its result, all bits set.
-        """
+    def fill(self, points: int, words: int) -> np.ndarray:
+        """The newest plan's masks: uint32[points, words] for the entries of its result, all bits set where there is no
+        grammar."""
+        allowed = np.full((points, words), 0xFFFFFFFF, np.uint32)
         for _, entry, text in self._in_flight[-1].texts:
             if text.problem is None and not text.is_over:
                 allowed[entry] = text.allowed
+        return allowed
 
     def landed(self, plan: IterationPlan, result: IterationResult) -> IterationResult:
         """Takes the tokens of the oldest plan in; the result, with the ends that the grammars make of it."""

@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -135,10 +135,18 @@ class Grammars:
     Args:
       vocab_size: of the model, whatever the tokenizer has.
       eos_token_ids: tokens that may stand where a text is whole.
+      elsewhere: has others compile a grammar too, and returns what waits for them and says why one cannot, or None.
     """
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
-        self._text_tokenizer, self._vocab_size = tokenizer, vocab_size
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        eos_token_ids: Iterable[int],
+        *,
+        elsewhere: Callable[[Grammar], Callable[[], str | None]] = lambda _: lambda: None,
+    ) -> None:
+        self._text_tokenizer, self._vocab_size, self._elsewhere = tokenizer, vocab_size, elsewhere
         self._eos = sorted(eos_token_ids)
         self._tokenizer: llguidance.LLTokenizer | None = None
         self._reading = threading.Lock()
@@ -186,6 +194,30 @@ class Grammars:
                     raise self._slow(grammar) from None
             except GrammarFailed as problem:
                 raise _refusal(grammar, str(problem)) from None
+
+    def compile_aside(self, grammar: Grammar, done: Callable[[Compiled | str], None]) -> None:
+        """As `compiled`, but returns at once. `done` is called, on any thread, with the grammar or why it is none."""
+
+        def tell(future: Future[Compiled]) -> None:
+            problem = future.exception()
+            done(future.result() if problem is None else str(problem))
+
+        try:
+            job = self._begin(grammar)
+        except InvalidRequest as problem:
+            done(str(problem).removeprefix(f"{problem.field}: "))
+            return
+        except QueueFull as problem:
+            done(str(problem))
+            return
+        if isinstance(job, Compiled):
+            done(job)
+        else:
+            job.future.add_done_callback(tell)
+
+    def read_ahead(self) -> None:
+        """Has the vocabulary read on a thread, before the first grammar comes."""
+        self._threads.submit(self._read_tokenizer)
 
     @property
     def kept(self) -> tuple[int, int]:
@@ -236,7 +268,10 @@ class Grammars:
         try:
             tokenizer = self._read_tokenizer()
             job.started = time.monotonic()
+            wait = self._elsewhere(grammar)
             compiled = self._compile(tokenizer, grammar)
+            if (problem := wait()) is not None:
+                raise GrammarFailed(problem)
             if time.monotonic() - job.started > COMPILE_SECONDS:
                 raise GrammarFailed(f"takes longer than {COMPILE_SECONDS:g} seconds to compile")
         except GrammarFailed as problem:

@@ -17,7 +17,6 @@ class Limits:
       slots: of one replica.
       endings: tokens that end the model's texts.
       scoring: whether prompt_logprobs is served.
-      masks: whether the tokens of a request can be held to a grammar.
       has_tokenizer: whether text can be made of tokens.
     """
 
@@ -26,7 +25,6 @@ class Limits:
     slots: int
     endings: int
     scoring: bool
-    masks: bool
     has_tokenizer: bool
 
     def check(self, request: Request) -> None:
@@ -51,8 +49,6 @@ class Limits:
         if request.sampling.stop and not self.has_tokenizer:
             raise InvalidRequest("stop", "needs a tokenizer, and this checkpoint has none; use stop_token_ids")
         grammar = request.sampling.grammar
-        if grammar is not None and not self.masks:
-            raise InvalidRequest(grammar.field, "is not served where several hosts share a model")
         if grammar is not None and not self.has_tokenizer:
             raise InvalidRequest(grammar.field, "needs a tokenizer, and this checkpoint has none")
 

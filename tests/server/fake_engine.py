@@ -128,7 +128,6 @@ class FakeEngine:
             slots=self.slots_total,
             endings=1,
             scoring=True,
-            masks=True,
             has_tokenizer=self.tokenizer is not None,
         )
         self.report = StartupReport(

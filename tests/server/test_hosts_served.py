@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
+import grpc
 import jax.numpy as jnp
 import pytest
 
@@ -19,7 +20,10 @@ from jaxserve.cluster.config import ClusterConfig
 from jaxserve.config import EngineConfig
 from server import cli
 from server import hosts as hosts_module
+from server.proto.jaxserve.v1.inference_pb2 import GenerateRequest, Grammar
+from server.proto.jaxserve.v1.inference_pb2_grpc import InferenceStub
 from server.remote.supervisor import Supervisor
+from tests.fixtures.texts import printable_tokenizer
 from tests.jaxserve.cluster.processes import ROOT, WAIT_SECONDS, free_ports
 
 FLAGS = (
@@ -30,9 +34,10 @@ FLAGS = (
 
 @pytest.fixture
 def model(tmp_path) -> Path:
-    entries = {"model_type": "bloom", "vocab_size": 64, "hidden_size": 16, "n_layer": 2, "n_head": 2, "eos_token_id": 2}
+    entries = {"model_type": "bloom", "vocab_size": 97, "hidden_size": 16, "n_layer": 2, "n_head": 2, "eos_token_id": 2}
     config = models.parse_config(entries)
     weights.write_hf(tmp_path / "model", config, models.build(config).init(0, jnp.float32))
+    (tmp_path / "model" / "tokenizer.json").write_text(printable_tokenizer().to_json())
     return tmp_path / "model"
 
 
@@ -78,6 +83,22 @@ def test_hosts_end_when_host_0_is_asked_to(hosts, tmp_path) -> None:
     hosts[0].send_signal(signal.SIGTERM)
     assert [host.wait(WAIT_SECONDS) for host in hosts] == [0, 0]
     assert len(list(tmp_path.glob("*.flight"))) == 1
+
+
+def test_a_text_is_held_to_its_grammar(hosts) -> None:
+    """The tokens are chosen on host 1, which has to know the grammar."""
+    with grpc.insecure_channel(port_of(hosts[0])) as channel:
+        stub = InferenceStub(channel)
+
+        def generate(pattern: str) -> str:
+            request = GenerateRequest(prompt="Well,", max_tokens=30, temperature=1.0, grammar=Grammar(regex=pattern))
+            return stub.Generate(request, timeout=WAIT_SECONDS).text
+
+        assert re.fullmatch("(yes|no){3}", generate("(yes|no){3}"))
+        with pytest.raises(grpc.RpcError, match="INVALID_ARGUMENT") as refused:
+            generate("(a")
+        assert "grammar: cannot be compiled: unclosed group" in str(refused.value)
+        assert re.fullmatch("[ab]{5}", generate("[ab]{5}"))
 
 
 @pytest.mark.parametrize("behind", [False, True])

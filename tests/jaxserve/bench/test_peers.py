@@ -300,7 +300,7 @@ def test_a_failed_installation_is_told_with_its_log(tmp_path, monkeypatch):
 
 def test_a_folder_that_cannot_be_made_is_told_in_words(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(PeerError, match="environment of x cannot be kept in .*file/peers: Not a directory"):
+    with pytest.raises(PeerError, match=r"environment of x cannot be kept in .*file/peers: Not a directory"):
         environments.ensure(Peer(name="x", requirements=(), script="z.py"), tmp_path / "file" / "peers", lambda _: None)
 
 

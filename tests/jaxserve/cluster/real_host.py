@@ -15,11 +15,18 @@ from jaxserve.cluster.config import ClusterConfig, Secrets
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
 from jaxserve.request import Request
+from tests.fixtures.texts import constrained
 from tests.fixtures.traffic import Answers, traffic
 
 CONFIG = EngineConfig(max_rows=4, block_size=4, slots=120, buckets=(4, 12), max_context=96, dtype="float32")
-REQUESTS = 40
+REQUESTS, CONSTRAINED = 40, 15
 ABORTED = {"5": 9, "11": 20, "23": 31}  # after so many steps from its submission
+
+
+def requests(count: int = REQUESTS, held: int = CONSTRAINED) -> list[tuple[int, Request]]:
+    """So many requests, and so many more that are held to grammars, each with the step of its arrival."""
+    plain = traffic(count, scored=True)
+    return plain + [(step, request) for step, request, _ in constrained(held, plain[-1][0]).values()]
 
 
 def config_of(told: dict) -> EngineConfig:
@@ -95,7 +102,7 @@ def main(told: dict) -> int:
         return 0
     led = start.lead(told["model"], config_of(told), cluster, tell=say)
     engine = Engine(config_of(told), led.started, led.tokenizer)
-    answers = run(engine, traffic(told.get("requests", REQUESTS), scored=True))
+    answers = run(engine, requests())
     load = engine.load()
     facts = {
         "preemptions": load.preemptions,

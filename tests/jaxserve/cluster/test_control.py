@@ -208,12 +208,15 @@ def test_what_hosts_compare(tmp_path) -> None:
     cluster = place(0, "10.0.0.1:9000")
 
     def found(**settings: Any) -> dict[str, str]:
-        return dict(facts(EngineConfig(**settings), cluster, (4, 12), "abc"))
+        return dict(facts(EngineConfig(**settings), cluster, (4, 12), "abc", [tmp_path / "tokenizer.json"]))
 
     assert found(compilation_cache="here") == found(compilation_cache="there")
     assert found(sharding=str(tmp_path / "a.toml")) != found(sharding=str(tmp_path / "b.toml"))
     assert found()["the bucket table"] == "4, 12"
     assert found()["the model's fingerprint"] == "abc"
+    assert found()["the model's tokenizer.json"] == "no file"
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert found()["the model's tokenizer.json"].startswith("a file of SHA-256 ")
     assert {"the version of jax", "the version of jaxserve", "max_rows", "links"} <= found().keys()
 
 

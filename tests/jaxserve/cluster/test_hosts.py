@@ -14,11 +14,13 @@ import pytest
 from jaxserve import models, weights
 from jaxserve.cluster import recorder, replay
 from jaxserve.engine import Engine
+from jaxserve.request import FinishReason
 from jaxserve.startup import silent
 from server import cli
-from tests.fixtures.traffic import traffic
+from tests.fixtures.texts import check_texts, constrained, printable_tokenizer
+from tests.fixtures.traffic import Answers, traffic
 from tests.jaxserve.cluster.processes import group, make_certificates
-from tests.jaxserve.cluster.real_host import ABORTED, REQUESTS, as_json, config_of, run
+from tests.jaxserve.cluster.real_host import ABORTED, CONSTRAINED, REQUESTS, as_json, config_of, requests, run
 
 REAL = "tests.jaxserve.cluster.real_host"
 MODEL = {
@@ -39,6 +41,7 @@ def model(tmp_path_factory) -> Path:
     tree = models.build(config).init(0, jnp.float32)
     path = tmp_path_factory.mktemp("model")
     weights.write_hf(path, config, jax.tree.map(lambda leaf: leaf * 4 if leaf.ndim > 1 else leaf, tree))
+    (path / "tokenizer.json").write_text(printable_tokenizer().to_json())
     return path
 
 
@@ -46,7 +49,7 @@ def model(tmp_path_factory) -> Path:
 def alone(model) -> Outcome:
     """What one process answers."""
     engine = Engine.from_checkpoint(model, config_of({}))
-    return as_json(run(engine, traffic(REQUESTS, scored=True)))
+    return as_json(run(engine, requests()))
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +103,14 @@ def test_four_hosts_two_for_each_stage(serve, alone) -> None:
     outcome = serve(4, 2, 2, "bridge")
     check_same(outcome, alone)
     assert "host 0: links between hosts: bridge (asked for)" in outcome["steps"][0]
+
+
+@pytest.mark.parametrize("layout", [(2, 1, 2, "direct"), (4, 2, 2, "bridge")])
+def test_texts_are_held_to_their_grammars(serve, layout) -> None:
+    given, answers = serve(*layout)["answers"], Answers()
+    answers.tokens = given["tokens"]
+    answers.reasons = {name: FinishReason(reason) for name, reason in given["reasons"].items()}
+    check_texts(answers, constrained(CONSTRAINED, traffic(REQUESTS)[-1][0]))
 
 
 def test_every_step_of_every_host_is_told(serve) -> None:

@@ -9,7 +9,7 @@ import pytest
 from jaxserve.cluster import control_pb2 as pb
 from jaxserve.cluster import generate, wire
 from jaxserve.iteration import Admission, BlockCopy, Chunk, IterationPlan, IterationResult, SamplerVariant, TableChange
-from jaxserve.request import SamplingParams
+from jaxserve.request import Grammar, SamplingParams
 from jaxserve.sampling import sampler
 
 PLAN_FIELDS = {
@@ -48,6 +48,7 @@ def plan(rng: random.Random) -> IterationPlan:
                     min_tokens=5,
                     max_tokens=5,
                     bad_word_tokens=((4, 5), (6,)),
+                    grammar=rng.choice((None, Grammar(kind="regex", text="[a-z]\n", field="guided_regex"))),
                 ),
             )
             for row in range(rng.randrange(3))

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import random
 import threading
 from typing import Any
 
@@ -16,8 +15,8 @@ from jaxserve.grammars.grammar import read
 from jaxserve.grammars.matcher import GrammarFailed, Matcher
 from jaxserve.iteration import SamplerVariant
 from jaxserve.request import FinishReason, Grammar, InvalidRequest, Request, SamplingParams
-from tests.fixtures.texts import CASES, SCHEMA, is_json, printable_tokenizer
-from tests.fixtures.tiny import VOCAB, make_engine, opinionated
+from tests.fixtures.texts import CASES, SCHEMA, check_texts, constrained, is_json, printable_tokenizer
+from tests.fixtures.tiny import make_engine, opinionated
 from tests.fixtures.traffic import Answers, run, traffic
 
 TOKENIZER = printable_tokenizer()
@@ -38,41 +37,6 @@ def alone(params) -> Answers:
         while engine.step():
             pass
     return answers
-
-
-def constrained(count: int, arrivals: int) -> dict[str, tuple[int, Request, str]]:
-    """So many requests with grammars of all kinds, some of which are cut short: step of arrival, request, case."""
-    rng, made = random.Random(3), {}
-    for index in range(count):
-        case = sorted(CASES)[index % len(CASES)]
-        sampling = SamplingParams(
-            max_tokens=rng.choice((4, 60, 60)),
-            temperature=rng.choice((0.0, 0.7, 1.0)),
-            top_k=rng.choice((0, 5)),
-            repetition_penalty=rng.choice((1.0, 1.3)),
-            seed=rng.getrandbits(63),
-            ignore_eos=rng.random() < 0.3,
-            grammar=read("grammar", CASES[case].given),
-        )
-        prompt = tuple(rng.randrange(3, VOCAB) for _ in range(rng.randint(1, 30)))
-        name = f"{case} {index}"
-        request = Request(request_id=name, prompt=prompt, sampling=sampling, arrival=float(index))
-        made[name] = rng.randrange(arrivals), request, case
-    return made
-
-
-def check_texts(answers: Answers, asked: dict[str, tuple[int, Request, str]]) -> None:
-    for name, (_, request, case) in asked.items():
-        tokens, reason = answers.tokens[name], answers.reasons[name]
-        text = TOKENIZER.decode(tokens)
-        if reason is FinishReason.LENGTH:
-            assert len(tokens) == request.sampling.max_tokens
-            assert not CASES[case].judge(text) or case == "lark", text  # some of whose texts can go on
-        else:
-            assert reason is FinishReason.EOS
-            assert CASES[case].judge(text), text
-    reasons = [answers.reasons[name] for name in asked]
-    assert {FinishReason.LENGTH, FinishReason.EOS} == set(reasons)
 
 
 @pytest.mark.parametrize(
