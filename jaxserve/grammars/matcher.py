@@ -269,8 +269,11 @@ class Grammars:
             tokenizer = self._read_tokenizer()
             job.started = time.monotonic()
             wait = self._elsewhere(grammar)
-            compiled = self._compile(tokenizer, grammar)
-            if (problem := wait()) is not None:
+            try:
+                compiled = self._compile(tokenizer, grammar)
+            finally:
+                problem = wait()  # whatever becomes of it here, or what is asked elsewhere would be kept for ever
+            if problem is not None:
                 raise GrammarFailed(problem)
             if time.monotonic() - job.started > COMPILE_SECONDS:
                 raise GrammarFailed(f"takes longer than {COMPILE_SECONDS:g} seconds to compile")

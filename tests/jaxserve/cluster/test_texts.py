@@ -70,6 +70,20 @@ def test_a_problem_elsewhere_refuses_the_request() -> None:
     grammars(lambda _: lambda: None).compiled(REGEX)
 
 
+def test_nothing_is_kept_of_a_grammar_that_host_0_cannot_compile() -> None:
+    asking = Preparations(lambda _: None, (1,))
+
+    def elsewhere(grammar: Grammar) -> Callable[[], str | None]:
+        wait = asking.ask(grammar)
+        asking.answered(1, prepared(0, "cannot be compiled: there neither"))
+        return wait
+
+    with pytest.raises(InvalidRequest, match="unclosed group"):
+        grammars(elsewhere).compiled(Grammar(kind="regex", text="(a"))
+    assert not asking._awaited
+    assert not asking._problems
+
+
 def test_a_worker_answers_with_what_became_of_a_grammar() -> None:
     answers: queue.SimpleQueue[pb.FromWorker] = queue.SimpleQueue()
     host = HostTexts(grammars(), lambda bucket: (ROWS, WORDS))
