@@ -1,12 +1,10 @@
-"""Drafted tokens in the scheduler's plans: for which rows, over which blocks, and what of them is the request's."""
+"""Drafted tokens in the scheduler's plans: for which rows, and over which blocks."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from jaxserve.iteration import Chunk, SamplerVariant
-from jaxserve.request import FinishReason
 from jaxserve.scheduling.outline import Outline
 from jaxserve.scheduling.request_state import RequestState
 from jaxserve.scheduling.slots import SlotPool
@@ -94,30 +92,3 @@ class Drafting:
             self._pool.extend(state.lease, known + length)
             outline.change_table(state, index)
         return length
-
-
-def accept(
-    state: RequestState,
-    reason: FinishReason | None,
-    drafts: Sequence[int],
-    tokens: list[int],
-    logprobs: list[float],
-    eos_token_ids: frozenset[int],
-) -> tuple[int, FinishReason | None]:
-    """Take in the tokens chosen after drafts, as long as these are what was chosen before; how many, and why the last
-    of them is the last.
-
-    Args:
-      reason: why the first token, which was certain to be taken, is the last, if it is.
-      tokens / logprobs: that one's and, one for each draft, those of the others.
-    """
-    accepted = 0
-    for draft in drafts:
-        if reason is not None or draft != tokens[accepted] or math.isnan(logprobs[accepted + 1]):
-            break
-        accepted += 1
-        state.tokens.append(tokens[accepted])
-        reason = state.finish_reason(tokens[accepted], eos_token_ids)
-    state.length += accepted
-    state.computed += accepted
-    return accepted, reason

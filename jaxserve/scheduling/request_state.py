@@ -1,12 +1,12 @@
-"""What the scheduler knows of one live request, and how the device's answers for it become its events."""
+"""What the scheduler knows of one live request."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from jaxserve.iteration import Admission, IterationResult, SamplerVariant
-from jaxserve.request import Alternatives, FinishReason, InvalidRequest, Request
+from jaxserve.iteration import Admission, SamplerVariant
+from jaxserve.request import FinishReason, InvalidRequest, Request
 from jaxserve.scheduling.slots import Lease
 from jaxserve.scheduling.speculation import Guesses
 
@@ -117,14 +117,6 @@ def lease_of(request: Request) -> Lease:
     )
 
 
-class Scores(NamedTuple):
-    """Prompt positions first..last that one chunk scores; flat token `flat` of the plan is followed by `first`."""
-
-    first: int
-    last: int
-    flat: int
-
-
 def check_fits(request: Request, max_context: int, n_slots: int) -> None:
     """Raise InvalidRequest, naming the field and what would fit, if `request` could never run."""
     prompt = len(request.prompt)
@@ -139,32 +131,3 @@ def check_fits(request: Request, max_context: int, n_slots: int) -> None:
             f"is {request.sampling.max_tokens} after a prompt of {prompt} tokens; {what} {limit}, "
             f"so at most {limit - prompt} fit",
         )
-
-
-def top_logprobs(state: RequestState, first: int, count: int, result: IterationResult) -> tuple[Alternatives, ...]:
-    """The alternatives reported for the tokens of so many entries of the result."""
-    assert result.top_ids is not None
-    assert result.top_logprobs is not None
-    most = state.request.sampling.logprobs
-    return tuple(
-        Alternatives(tuple(result.top_ids[entry, :most].tolist()), tuple(result.top_logprobs[entry, :most].tolist()))
-        for entry in range(first, first + count)
-    )
-
-
-def prompt_logprobs(
-    state: RequestState, scores: Scores, result: IterationResult
-) -> tuple[tuple[float, Alternatives | None], ...]:
-    """(logprob, alternatives) of each prompt token that a chunk scored."""
-    assert result.score_logprobs is not None
-    count = scores.last - scores.first + 1
-    entries = slice(scores.flat, scores.flat + count)
-    logprobs = result.score_logprobs[entries].tolist()
-    most = state.request.sampling.prompt_logprobs
-    if not most:
-        return tuple((logprob, None) for logprob in logprobs)
-    assert result.score_top_ids is not None
-    assert result.score_top_logprobs is not None
-    ids = result.score_top_ids[entries, :most].tolist()
-    tops = result.score_top_logprobs[entries, :most].tolist()
-    return tuple((logprob, Alternatives(tuple(i), tuple(t))) for logprob, i, t in zip(logprobs, ids, tops, strict=True))

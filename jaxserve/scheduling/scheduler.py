@@ -9,7 +9,6 @@ reuse and preemption.
 from __future__ import annotations
 
 import heapq
-import math
 from bisect import insort
 from collections import deque
 from collections.abc import Sequence
@@ -24,8 +23,9 @@ from jaxserve.iteration import (
     SamplerVariant,
 )
 from jaxserve.request import FinishReason, Request, TokenEvent
+from jaxserve.scheduling.answers import Answers, Scores
 from jaxserve.scheduling.buckets import BucketLadder
-from jaxserve.scheduling.drafting import Drafting, accept
+from jaxserve.scheduling.drafting import Drafting
 from jaxserve.scheduling.forking import Families
 from jaxserve.scheduling.outline import Outline
 from jaxserve.scheduling.pacing import DefaultPace, Pace
@@ -36,10 +36,7 @@ from jaxserve.scheduling.request_state import (
     RUNNING,
     WAITING,
     RequestState,
-    Scores,
     check_fits,
-    prompt_logprobs,
-    top_logprobs,
 )
 from jaxserve.scheduling.slots import SlotPool
 from jaxserve.scheduling.speculation import Speculation
@@ -227,53 +224,25 @@ class Scheduler:
         launched = self._in_flight.popleft()
         assert launched.sequence == plan.sequence, f"plan {plan.sequence} completed before {launched.sequence}"
         events: list[TokenEvent] = []
-        tokens, logprobs, scores = result.tokens.tolist(), result.logprobs.tolist(), launched.scores
-        entry = 0  # of the result
-        for index, (state, (_, start, length, samples)) in enumerate(zip(launched.states, plan.chunks, strict=True)):
-            first = entry
-            entry += samples or 1
+        answers = Answers(result, plan.drafts, self._eos)
+        for index, (state, chunk) in enumerate(zip(launched.states, plan.chunks, strict=True)):
             state.in_flight -= 1
             if state.phase == ENDED:
+                answers.skip(chunk)
                 self._leave_row(state)
                 continue
-            computed = start + (length if samples < 2 else 1)
-            if index in launched.withdrawn:  # the last token is computed once more, so its block is not whole yet
-                samples, computed = 0, computed - 1
-            scored = prompt_logprobs(state, scores[index], result) if index in scores else ()
-            reason = None
-            grammar_end = result.grammar_ends.get(first) if result.grammar_ends and samples else None
-            if samples and math.isnan(logprobs[first]):
-                reason = FinishReason.ERROR
-                error = f"the model's logits for position {computed} are not finite"
-                events.append(TokenEvent(state.name, finish_reason=reason, error=error))
-            elif grammar_end is not None and grammar_end.problem is not None:
-                reason, (problem, field) = FinishReason.ERROR, grammar_end
-                error = f"{field}: after {len(state.tokens) - len(state.request.prompt)} tokens {problem}"
-                events.append(TokenEvent(state.name, finish_reason=reason, error=error, field=field))
-            elif samples:
-                token = tokens[first]
-                state.tokens.append(token)
-                reason = state.finish_reason(token, self._eos)
-                if grammar_end is not None and reason in (None, FinishReason.LENGTH):
-                    reason = FinishReason.EOS  # all that could follow
-                new, theirs = (token,), (logprobs[first],)
-                if samples > 1:
-                    drafts, last = plan.drafts[first - index :][: samples - 1], first + samples
-                    count, reason = accept(state, reason, drafts, tokens[first:last], logprobs[first:last], self._eos)
-                    computed += count
-                    self.drafted_tokens += len(drafts)
-                    self.accepted_tokens += count
-                    if state.phase == PREEMPTED:
-                        self._preempted_tokens += count
-                    last = first + 1 + count
-                    new, theirs = tuple(tokens[first:last]), tuple(logprobs[first:last])
-                top = top_logprobs(state, first, len(new), result) if state.request.sampling.logprobs else ()
-                events.append(TokenEvent(state.name, new, theirs, top, scored, reason, state.cached))
-            elif scored:
-                events.append(TokenEvent(state.name, (), (), (), scored, None, state.cached))
+            event, computed, accepted = answers.take(
+                state, chunk, launched.scores.get(index), withdrawn=index in launched.withdrawn
+            )
+            self.drafted_tokens += max(chunk.samples - 1, 0)
+            self.accepted_tokens += accepted
+            if event is not None:
+                events.append(event)
             if computed >= state.lease.publish_at:
                 self.pool.publish(state.lease, computed)
-            if reason is not None:
+            if state.phase == PREEMPTED:
+                self._preempted_tokens += accepted
+            if event is not None and event.finish_reason is not None:
                 self._end(state)
             elif state.phase == PREEMPTED and not state.in_flight:
                 self._num_preempted -= 1
