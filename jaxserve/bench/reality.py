@@ -1,5 +1,5 @@
-"""The simulator held to an engine: the same arrivals served by one in this process and by its scheduler on a virtual
-clock, with the costs that the engine measured of its buckets."""
+"""The simulator held to engines: the same arrivals served by one in this process and by its scheduler on a virtual
+clock, with the costs that engines measured of their buckets."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from jaxserve.iteration import IterationPlan
 from jaxserve.request import TokenEvent
 from jaxserve.simulate.clock import Arrival, Host
 from jaxserve.simulate.system import System
+from jaxserve.startup_report import StartupReport
 from jaxserve.traffic import load
 from jaxserve.traffic.load import Workload
 from jaxserve.traffic.outcome import Distribution, Outcome
@@ -38,6 +39,22 @@ FIGURES: dict[str, Callable[[report.RunReport, Distribution], float]] = {
     "first token p50, ms": lambda run, _: run.first_token_ms.p50 if run.first_token_ms else 0.0,
 }
 JUDGED = ("generated tokens/s", "latency p50, ms", "latency p95, ms")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """A workload served by an engine of its own.
+
+    Attributes:
+      report: of the engine's start, with the costs that it measured then.
+    """
+
+    workload: Workload
+    config: EngineConfig
+    report: StartupReport
+    max_context: int
+    outcomes: list[Outcome]
+    records: list[IterationRecord]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,24 +86,27 @@ def run(
     out: Path,
     console: Console,
 ) -> int:
-    """`jaxserve bench simulate`: serves the workload at each load, prints and writes both sides; returns 0."""
-    # Each load serves the same prompts: none is to find what an earlier one has computed.
-    config = dataclasses.replace(benchmark_config(config, workload), prefix_cache=False)
+    """`jaxserve bench simulate`: serves the workload at each load, prints and writes both sides; returns 0.
+
+    An engine measures its buckets as it starts, and machines change their pace by more than what is asked of the
+    simulator here. So every load has an engine of its own, and its costs are the means of what that one and the next
+    have measured.
+    """
+    config = benchmark_config(config, workload)
     with Bars() as bars:
-        engine = make_engine(model, config, bars)
-        load.fit(workload, engine.max_context)
-        with engine:
-            records: list[IterationRecord] = []
-            engine.record(records.append)
-            warm = _serve(engine, workload, bars, "everything at once")
-            capacity = report.summarise("", warm).requests_per_second
-            system, in_service = system_of(engine, records), bucket_times(records)
-            loads = []
-            for share in shares:
-                arriving = load.poisson(workload, rate=share * capacity, seed=seed)
-                records.clear()
-                measured = _serve(engine, arriving, bars, f"{share:.0%} of capacity")
-                loads.append(_compare(system, arriving, measured, share, share * capacity, len(records)))
+        warm = _turn(model, config, workload, bars, "everything at once")
+        capacity = report.summarise("", warm.outcomes).requests_per_second
+        host = host_of(warm.records)
+        turns = []
+        for share in shares:
+            arriving = load.poisson(workload, rate=share * capacity, seed=seed)
+            turns.append(_turn(model, config, arriving, bars, f"{share:.0%} of capacity"))
+        last = make_engine(model, config, bars).report
+    after = [turn.report for turn in turns[1:]] + [last]
+    loads = [
+        _compare(turn, system_of(turn, then, host), share, share * capacity)
+        for turn, then, share in zip(turns, after, shares, strict=True)
+    ]
     table = Table(title=f"{model}: {workload.name}, {config.max_rows} rows; measured / simulated", title_justify="left")
     for column in ("load", "requests/s", *FIGURES, "iterations", f"within {WITHIN:.0%}"):
         table.add_column(column, justify="right")
@@ -96,18 +116,24 @@ def run(
         iterations = f"{each.iterations[0]} / {each.iterations[1]}"
         table.add_row(f"{each.share:.0%}", f"{each.rate:.2f}", *cells, iterations, verdict)
     console.print(table)
-    host = system.host or Host()
-    costs = ", ".join(
-        f"{cost.size}: {cost.milliseconds:.2f} / {in_service.get(cost.size, float('nan')):.2f}" for cost in system.costs
-    )
-    console.print(f"ms by bucket, measured at the start / median in service: {costs}")
-    console.print(f"{1e3 * engine.report.slot_milliseconds:.3f} us for each slot that an iteration reads")
+    paces = Table(title="ms by bucket, as measured before each load", title_justify="left")
+    starts = [warm.report, *(turn.report for turn in turns), last]
+    in_service = bucket_times(warm.records)
+    for column in ("bucket", "capacity", "in service then", *(f"{share:.0%}" for share in shares), "at the end"):
+        paces.add_column(column, justify="right")
+    for index, cost in enumerate(last.buckets):
+        first, *rest = (f"{start.buckets[index].milliseconds:.2f}" for start in starts)
+        served = in_service.get(cost.size)
+        paces.add_row(str(cost.size), first, "" if served is None else f"{served:.2f}", *rest)
+    console.print(paces)
+    slots = ", ".join(f"{1e3 * start.slot_milliseconds:.2f}" for start in starts)
+    console.print(f"us for each slot that an iteration reads: {slots}")
     console.print(f"host ms: {1e3 * host.launch:.2f} to launch, {1e3 * host.complete:.2f} after")
     result = {"benchmark": "simulate", "environment": machine.environment(), "workload": workload.name}
     result |= {
         "capacity": capacity,
-        "buckets": list(system.costs),
-        "slot_ms": engine.report.slot_milliseconds,
+        "buckets": [list(start.buckets) for start in starts],
+        "slot_ms": [start.slot_milliseconds for start in starts],
         "bucket_ms_in_service": in_service,
         "host": host._asdict(),
         "loads": loads,
@@ -126,31 +152,58 @@ def bucket_times(records: Sequence[IterationRecord]) -> dict[int, float]:
     return {bucket: statistics.median(each) for bucket, each in sorted(spans.items())}
 
 
-def system_of(engine: Engine, records: Sequence[IterationRecord]) -> System:
-    """An engine as the simulator sees it: its settings, its table of bucket costs, and its host's median times.
+def host_of(records: Sequence[IterationRecord]) -> Host:
+    """What an engine's host adds to an iteration: medians."""
+    launch = statistics.median(record.schedule_s + record.pack_s + record.launch_s for record in records)
+    return Host(launch=launch, complete=statistics.median(record.complete_s for record in records))
 
-    A bucket costs what was measured, and for each slot more or less that an iteration reads than the one measured did,
-    what the engine measured of that. With several stages the table has the time between iterations that follow each
-    other, so each stage takes that long.
+
+def system_of(turn: Turn, after: StartupReport, host: Host) -> System:
+    """The engine of a turn as the simulator sees it: its settings, the costs of its buckets, and its host's times.
+
+    The scheduler decides by the table that the engine has. An iteration takes the mean of what that table and the one
+    measured after the turn have for its bucket, and for each slot more or less that it reads than the one measured did,
+    what they have of that. With several stages the tables have the time between iterations that follow each other, so
+    each stage takes that long.
     """
-    costs = {cost.size: cost for cost in engine.report.buckets}
-    stages = engine.config.stages
+    stages = turn.config.stages
+    costs = {
+        one.size: ((one.milliseconds + other.milliseconds) / 2, one.slots_read)
+        for one, other in zip(turn.report.buckets, after.buckets, strict=True)
+    }
+    slot = (turn.report.slot_milliseconds + after.slot_milliseconds) / 2
 
     def seconds(plan: IterationPlan) -> list[float]:
-        cost = costs[plan.bucket]
-        more = sum(chunk.start for chunk in plan.chunks) - cost.slots_read
-        return [max(0.0, cost.milliseconds + engine.report.slot_milliseconds * more) / 1000] * stages
+        milliseconds, slots_read = costs[plan.bucket]
+        more = sum(chunk.start for chunk in plan.chunks) - slots_read
+        return [max(0.0, milliseconds + slot * more) / 1000] * stages
 
-    launch = statistics.median(record.schedule_s + record.pack_s + record.launch_s for record in records)
     return System(
-        config=engine.config,
+        config=turn.config,
         seconds=seconds,
-        costs=engine.report.buckets,
-        slots=engine.report.slots,
-        block_size=engine.report.block_size,
+        costs=turn.report.buckets,
+        slots=turn.report.slots,
+        block_size=turn.report.block_size,
+        max_context=turn.max_context,
+        replicas=turn.report.replicas,
+        host=host,
+    )
+
+
+def _turn(model: Path | str, config: EngineConfig, workload: Workload, bars: Bars, name: str) -> Turn:
+    engine = make_engine(model, config, bars)
+    load.fit(workload, engine.max_context)
+    records: list[IterationRecord] = []
+    with engine:
+        engine.record(records.append)
+        outcomes = _serve(engine, workload, bars, name)
+    return Turn(
+        workload=workload,
+        config=engine.config,
+        report=engine.report,
         max_context=engine.max_context,
-        replicas=engine.report.replicas,
-        host=Host(launch=launch, complete=statistics.median(record.complete_s for record in records)),
+        outcomes=outcomes,
+        records=records,
     )
 
 
@@ -180,19 +233,17 @@ def _serve(engine: Engine, workload: Workload, bars: Bars, name: str) -> list[Ou
     return list(outcomes.values())
 
 
-def _compare(
-    system: System, workload: Workload, measured: Sequence[Outcome], share: float, rate: float, iterations: int
-) -> Load:
-    start = measured[0].arrival
+def _compare(turn: Turn, system: System, share: float, rate: float) -> Load:
+    start = turn.outcomes[0].arrival
     coming = [
         Arrival(outcome.arrival - start, job.prompt, job.max_tokens, job.max_tokens)
-        for job, outcome in zip(workload.jobs, measured, strict=True)
+        for job, outcome in zip(turn.workload.jobs, turn.outcomes, strict=True)
     ]
     served = system.serve(coming)
     sides = []
-    for outcomes in (measured, served.outcomes):
+    for outcomes in (turn.outcomes, served.outcomes):
         latency = Distribution.of(1e3 * (each.token_times[-1] - each.arrival) for each in outcomes)
         assert latency is not None
         sides.append((report.summarise("", outcomes), latency))
     figures = {name: (figure(*sides[0]), figure(*sides[1])) for name, figure in FIGURES.items()}
-    return Load(share=share, rate=rate, figures=figures, iterations=(iterations, sum(served.sizes.values())))
+    return Load(share=share, rate=rate, figures=figures, iterations=(len(turn.records), sum(served.sizes.values())))

@@ -1,14 +1,20 @@
 """What the simulator takes over from an engine."""
 
+import dataclasses
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from jaxserve.bench import reality
 from jaxserve.config import EngineConfig
 from jaxserve.engine import IterationRecord
-from jaxserve.iteration import Chunk
+from jaxserve.iteration import Chunk, IterationPlan
 from jaxserve.scheduling.buckets import BucketCost
+from jaxserve.simulate.clock import Host
+from jaxserve.simulate.system import System
+from jaxserve.startup_report import StartupReport
+from jaxserve.traffic.load import Workload
 
 COSTS = (
     BucketCost(size=4, compile_seconds=0.0, milliseconds=20.0, slots_read=512),
@@ -16,19 +22,26 @@ COSTS = (
 )
 
 
-def system(slot_milliseconds=0.01):
-    report = SimpleNamespace(
-        buckets=COSTS, slot_milliseconds=slot_milliseconds, slots=1024, block_size=16, max_context=512, replicas=1
+def report(costs=COSTS, slot_milliseconds=0.01) -> StartupReport:
+    sizes = {"slots": 1024, "block_size": 16, "max_context": 512, "replicas": 1}
+    return cast(StartupReport, SimpleNamespace(buckets=costs, slot_milliseconds=slot_milliseconds, **sizes))
+
+
+def system(after=None, **settings) -> System:
+    turn = reality.Turn(
+        workload=Workload(name="", jobs=()),
+        config=EngineConfig(stages=2),
+        report=report(**settings),
+        max_context=512,
+        outcomes=[],
+        records=[],
     )
-    engine = SimpleNamespace(config=EngineConfig(stages=2), report=report, max_context=512)
-    times = {"schedule_s": 0.001, "pack_s": 0.002, "launch_s": 0.003, "wait_s": 0.5, "complete_s": 0.004}
-    counts = dict.fromkeys(("replica", "plan", "decodes", "prompt_tokens", "waiting"), 0)
-    return reality.system_of(engine, [IterationRecord(**counts, **times, finished_at=0.0)])  # pyright: ignore[reportArgumentType]
+    return reality.system_of(turn, after or report(**settings), Host())
 
 
 def seconds(bucket, chunks, **settings) -> list[float]:
     plan = SimpleNamespace(bucket=bucket, chunks=[Chunk(row, *chunk, True) for row, chunk in enumerate(chunks)])
-    return system(**settings).seconds(plan)  # pyright: ignore[reportArgumentType]
+    return [*system(**settings).seconds(cast(IterationPlan, plan))]
 
 
 def test_an_iteration_like_the_one_measured_costs_what_was_measured() -> None:
@@ -43,5 +56,17 @@ def test_slots_that_are_read_more_and_less_count() -> None:
     assert seconds(4, [(1, 1)], slot_milliseconds=1.0) == [0.0, 0.0]
 
 
+def test_what_was_measured_before_and_after_counts_alike() -> None:
+    dearer = tuple(dataclasses.replace(cost, milliseconds=2 * cost.milliseconds) for cost in COSTS)
+    after = report(dearer, slot_milliseconds=0.03)
+    assert seconds(4, [(128, 1)] * 4, after=after) == pytest.approx([0.030, 0.030])
+    assert seconds(4, [(228, 1)] * 4, after=after) == pytest.approx([0.038, 0.038])
+    assert system(after).costs == COSTS  # what the scheduler decides by
+
+
 def test_the_hosts_times_are_its_records_medians() -> None:
-    assert system().host == (pytest.approx(0.006), 0.004, False)
+    times = {"schedule_s": 0.001, "pack_s": 0.002, "launch_s": 0.003, "wait_s": 0.5, "complete_s": 0.004}
+    counts = dict.fromkeys(("replica", "plan", "decodes", "prompt_tokens", "waiting"), 0)
+    record = IterationRecord(**counts, **times, finished_at=0.0)  # pyright: ignore[reportArgumentType]
+    slow = record._replace(schedule_s=1.0, complete_s=1.0)
+    assert reality.host_of([record, slow, record]) == (pytest.approx(0.006), 0.004, False)
