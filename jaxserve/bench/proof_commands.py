@@ -12,7 +12,8 @@ _SIMULATE = """\
 Serves Poisson arrivals at several loads with an engine in this process, and the same arrivals with the simulator: the
 engine's scheduler on a virtual clock, with the costs that the engine measured of its buckets and its host's median
 times. Throughput and latencies are to agree within 10%. Every load has an engine of its own, and costs are the means
-of what its start and the next one's have measured, as machines change their pace: leave this one alone meanwhile."""
+of what its start and the next one's have measured, as machines change their pace: leave this one alone meanwhile.
+What they do change it by within a load is told, and the load simulated again with that."""
 _PEERS = """\
 Compares our engine with transformers (static batches, and its continuous batching), CTranslate2 and llama.cpp on the
 same random-weight checkpoints, in the same dtype, one process at a time and in turn. Outputs are checked against each

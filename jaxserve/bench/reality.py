@@ -22,8 +22,8 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine, IterationRecord
 from jaxserve.iteration import IterationPlan
 from jaxserve.request import TokenEvent
-from jaxserve.simulate.clock import Arrival, Host
-from jaxserve.simulate.system import System
+from jaxserve.simulate.clock import Arrival, Host, StageSeconds
+from jaxserve.simulate.system import Served, System
 from jaxserve.startup_report import StartupReport
 from jaxserve.traffic import load
 from jaxserve.traffic.load import Workload
@@ -58,23 +58,41 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
-    """One load, both ways: figure -> (measured, simulated).
+class Side:
+    """A load as it was simulated.
 
     Attributes:
-      share: of the rate that the engine serves with everything waiting.
-      iterations: (launched by the engine, by the simulator).
+      figures: figure -> (measured, simulated).
+      iterations: launched by the simulator.
     """
 
-    share: float
-    rate: float
     figures: dict[str, tuple[float, float]]
-    iterations: tuple[int, int]
+    iterations: int
 
     @property
     def holds(self) -> bool:
         """Whether the simulated figures that count are near enough."""
         return all(abs(ours / theirs - 1) <= WITHIN for theirs, ours in map(self.figures.__getitem__, JUDGED))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """One load, both ways.
+
+    Attributes:
+      share: of the rate that the engine serves with everything waiting.
+      iterations: launched by the engine.
+      pace: how many times what iterations should cost they took.
+      by_costs: as simulated with what they should cost.
+      at_pace: with so many times that.
+    """
+
+    share: float
+    rate: float
+    iterations: int
+    pace: float
+    by_costs: Side
+    at_pace: Side
 
 
 def run(
@@ -89,8 +107,8 @@ def run(
     """`jaxserve bench simulate`: serves the workload at each load, prints and writes both sides; returns 0.
 
     An engine measures its buckets as it starts, and machines change their pace by more than what is asked of the
-    simulator here. So every load has an engine of its own, and its costs are the means of what that one and the next
-    have measured.
+    simulator here. So every load has an engine of its own, its costs are the means of what that one and the next have
+    measured, and it is simulated a second time at the pace that iterations of the load had by these costs.
     """
     config = benchmark_config(config, workload)
     with Bars() as bars:
@@ -108,13 +126,13 @@ def run(
         for turn, then, share in zip(turns, after, shares, strict=True)
     ]
     table = Table(title=f"{model}: {workload.name}, {config.max_rows} rows; measured / simulated", title_justify="left")
-    for column in ("load", "requests/s", *FIGURES, "iterations", f"within {WITHIN:.0%}"):
+    for column in ("load", "requests/s", "times the costs", *FIGURES, "iterations", f"within {WITHIN:.0%}"):
         table.add_column(column, justify="right")
     for each in loads:
-        cells = [f"{theirs:.1f} / {ours:.1f} ({ours / theirs - 1:+.1%})" for theirs, ours in each.figures.values()]
-        verdict = "yes" if each.holds else "no"
-        iterations = f"{each.iterations[0]} / {each.iterations[1]}"
-        table.add_row(f"{each.share:.0%}", f"{each.rate:.2f}", *cells, iterations, verdict)
+        for pace, side in ((1.0, each.by_costs), (each.pace, each.at_pace)):
+            cells = [f"{theirs:.1f} / {ours:.1f} ({ours / theirs - 1:+.1%})" for theirs, ours in side.figures.values()]
+            iterations, verdict = f"{each.iterations} / {side.iterations}", "yes" if side.holds else "no"
+            table.add_row(f"{each.share:.0%}", f"{each.rate:.2f}", f"{pace:.2f}", *cells, iterations, verdict)
     console.print(table)
     paces = Table(title="ms by bucket, as measured before each load", title_justify="left")
     starts = [warm.report, *(turn.report for turn in turns), last]
@@ -150,6 +168,21 @@ def bucket_times(records: Sequence[IterationRecord]) -> dict[int, float]:
     for before, record in pairwise(records):
         spans.setdefault(record.bucket, []).append(1e3 * (record.finished_at - before.finished_at))
     return {bucket: statistics.median(each) for bucket, each in sorted(spans.items())}
+
+
+def pace_of(records: Sequence[IterationRecord], seconds: StageSeconds) -> float:
+    """How many times what they should have cost iterations took: the median over the time that they should have taken,
+    so that those after which nothing was left to do do not count."""
+    made = [
+        (record.finished_at - before.finished_at, max(seconds(record.plan))) for before, record in pairwise(records)
+    ]
+    made = sorted((pair for pair in made if pair[1] > 0), key=lambda pair: pair[0] / pair[1])
+    half, passed = sum(cost for _, cost in made) / 2, 0.0
+    for took, cost in made:
+        passed += cost
+        if passed >= half:
+            return took / cost
+    return 1.0
 
 
 def host_of(records: Sequence[IterationRecord]) -> Host:
@@ -239,11 +272,23 @@ def _compare(turn: Turn, system: System, share: float, rate: float) -> Load:
         Arrival(outcome.arrival - start, job.prompt, job.max_tokens, job.max_tokens)
         for job, outcome in zip(turn.workload.jobs, turn.outcomes, strict=True)
     ]
-    served = system.serve(coming)
-    sides = []
-    for outcomes in (turn.outcomes, served.outcomes):
+    pace = pace_of(turn.records, system.seconds)
+    paced = dataclasses.replace(system, seconds=lambda plan: [pace * each for each in system.seconds(plan)])
+    return Load(
+        share=share,
+        rate=rate,
+        iterations=len(turn.records),
+        pace=pace,
+        by_costs=_side(turn.outcomes, system.serve(coming)),
+        at_pace=_side(turn.outcomes, paced.serve(coming)),
+    )
+
+
+def _side(measured: Sequence[Outcome], served: Served) -> Side:
+    both = []
+    for outcomes in (measured, served.outcomes):
         latency = Distribution.of(1e3 * (each.token_times[-1] - each.arrival) for each in outcomes)
         assert latency is not None
-        sides.append((report.summarise("", outcomes), latency))
-    figures = {name: (figure(*sides[0]), figure(*sides[1])) for name, figure in FIGURES.items()}
-    return Load(share=share, rate=rate, figures=figures, iterations=(len(turn.records), sum(served.sizes.values())))
+        both.append((report.summarise("", outcomes), latency))
+    figures = {name: (figure(*both[0]), figure(*both[1])) for name, figure in FIGURES.items()}
+    return Side(figures=figures, iterations=sum(served.sizes.values()))

@@ -64,9 +64,26 @@ def test_what_was_measured_before_and_after_counts_alike() -> None:
     assert system(after).costs == COSTS  # what the scheduler decides by
 
 
+def record(finished_at=0.0, bucket=4, **times) -> IterationRecord:
+    times = {"schedule_s": 0.001, "pack_s": 0.002, "launch_s": 0.003, "wait_s": 0.5, "complete_s": 0.004} | times
+    counts = dict.fromkeys(("replica", "decodes", "prompt_tokens", "waiting"), 0)
+    plan = SimpleNamespace(bucket=bucket, chunks=[])
+    return IterationRecord(**counts, **times, plan=cast(IterationPlan, plan), finished_at=finished_at)
+
+
 def test_the_hosts_times_are_its_records_medians() -> None:
-    times = {"schedule_s": 0.001, "pack_s": 0.002, "launch_s": 0.003, "wait_s": 0.5, "complete_s": 0.004}
-    counts = dict.fromkeys(("replica", "plan", "decodes", "prompt_tokens", "waiting"), 0)
-    record = IterationRecord(**counts, **times, finished_at=0.0)  # pyright: ignore[reportArgumentType]
-    slow = record._replace(schedule_s=1.0, complete_s=1.0)
-    assert reality.host_of([record, slow, record]) == (pytest.approx(0.006), 0.004, False)
+    times = [record(), record(schedule_s=1.0, complete_s=1.0), record()]
+    assert reality.host_of(times) == (pytest.approx(0.006), 0.004, False)
+
+
+def test_the_pace_is_of_those_that_followed_each_other_and_by_what_they_should_have_cost() -> None:
+    def costs(plan):
+        return [plan.bucket / 100]
+
+    followed = [record(0.0), record(0.05), record(0.1), record(0.15)]
+    assert reality.pace_of(followed, costs) == pytest.approx(1.25)
+    waited = [*followed, record(9.0)]
+    assert reality.pace_of(waited, costs) == pytest.approx(1.25)
+    mostly_long = [*waited, record(9.32, bucket=16), record(9.64, bucket=16)]
+    assert reality.pace_of(mostly_long, costs) == pytest.approx(2.0)
+    assert reality.pace_of([], costs) == reality.pace_of(followed, lambda _: [0.0]) == 1.0
