@@ -7,6 +7,7 @@ import dataclasses
 import queue
 import statistics
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -170,19 +171,17 @@ def bucket_times(records: Sequence[IterationRecord]) -> dict[int, float]:
     return {bucket: statistics.median(each) for bucket, each in sorted(spans.items())}
 
 
-def pace_of(records: Sequence[IterationRecord], seconds: StageSeconds) -> float:
-    """How many times what they should have cost iterations took: the median over the time that they should have taken,
-    so that those after which nothing was left to do do not count."""
-    made = [
-        (record.finished_at - before.finished_at, max(seconds(record.plan))) for before, record in pairwise(records)
-    ]
-    made = sorted((pair for pair in made if pair[1] > 0), key=lambda pair: pair[0] / pair[1])
-    half, passed = sum(cost for _, cost in made) / 2, 0.0
-    for took, cost in made:
-        passed += cost
-        if passed >= half:
-            return took / cost
-    return 1.0
+def pace_of(outcomes: Sequence[Outcome], records: Sequence[IterationRecord], seconds: StageSeconds) -> float:
+    """How many times what they should have cost iterations took, all together: those that followed each other, as some
+    request was alive in between."""
+    arrivals, ends = (sorted(times) for times in zip(*((o.arrival, o.token_times[-1]) for o in outcomes), strict=True))
+    took = cost = 0.0
+    for before, record in pairwise(records):
+        then = before.finished_at
+        if bisect_right(arrivals, then) > bisect_right(ends, then):
+            took += record.finished_at - then
+            cost += max(seconds(record.plan))
+    return took / cost if cost else 1.0
 
 
 def host_of(records: Sequence[IterationRecord]) -> Host:
@@ -272,7 +271,7 @@ def _compare(turn: Turn, system: System, share: float, rate: float) -> Load:
         Arrival(outcome.arrival - start, job.prompt, job.max_tokens, job.max_tokens)
         for job, outcome in zip(turn.workload.jobs, turn.outcomes, strict=True)
     ]
-    pace = pace_of(turn.records, system.seconds)
+    pace = pace_of(turn.outcomes, turn.records, system.seconds)
     paced = dataclasses.replace(system, seconds=lambda plan: [pace * each for each in system.seconds(plan)])
     return Load(
         share=share,

@@ -15,6 +15,7 @@ from jaxserve.simulate.clock import Host
 from jaxserve.simulate.system import System
 from jaxserve.startup_report import StartupReport
 from jaxserve.traffic.load import Workload
+from jaxserve.traffic.outcome import Outcome
 
 COSTS = (
     BucketCost(size=4, compile_seconds=0.0, milliseconds=20.0, slots_read=512),
@@ -76,14 +77,15 @@ def test_the_hosts_times_are_its_records_medians() -> None:
     assert reality.host_of(times) == (pytest.approx(0.006), 0.004, False)
 
 
-def test_the_pace_is_of_those_that_followed_each_other_and_by_what_they_should_have_cost() -> None:
+def test_the_pace_is_of_iterations_that_followed_each_other() -> None:
     def costs(plan):
         return [plan.bucket / 100]
 
-    followed = [record(0.0), record(0.05), record(0.1), record(0.15)]
-    assert reality.pace_of(followed, costs) == pytest.approx(1.25)
-    waited = [*followed, record(9.0)]
-    assert reality.pace_of(waited, costs) == pytest.approx(1.25)
-    mostly_long = [*waited, record(9.32, bucket=16), record(9.64, bucket=16)]
-    assert reality.pace_of(mostly_long, costs) == pytest.approx(2.0)
-    assert reality.pace_of([], costs) == reality.pace_of(followed, lambda _: [0.0]) == 1.0
+    def outcome(arrival, end):
+        return Outcome(arrival=arrival, prompt_tokens=1, token_times=[arrival, end])
+
+    records = [record(0.1), record(0.15), record(0.2), record(9.0), record(9.1), record(9.58, bucket=16)]
+    # Nobody was there between 0.2 and 8.9; the second comes while the first is answered, the fourth after the third.
+    outcomes = [outcome(0.0, 0.15), outcome(0.12, 0.2), outcome(8.9, 9.1), outcome(9.05, 9.58)]
+    assert reality.pace_of(outcomes, records, costs) == pytest.approx((0.05 + 0.05 + 0.1 + 0.48) / (3 * 0.04 + 0.16))
+    assert reality.pace_of(outcomes, records[:1], costs) == 1.0
