@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 import pytest
+from grpc_status import rpc_status
 
 from jaxserve.chat_template import ChatTemplate
 from jaxserve.tokenizer import Tokenizer
@@ -72,6 +73,15 @@ async def served(engine: FakeEngine, http_port: int | None = None, **settings: A
 
 async def collect(call: Any) -> list[pb.GenerateResponse]:
     return [message async for message in call]
+
+
+def refusal(error: grpc.aio.AioRpcError, detail: Any) -> Any:
+    """The one detail of a status, unpacked into `detail`."""
+    status = rpc_status.from_call(error)  # pyright: ignore[reportArgumentType]
+    assert status is not None
+    assert len(status.details) == 1
+    assert status.details[0].Unpack(detail)
+    return detail
 
 
 Scenario = Callable[[Served], Coroutine[Any, Any, None]]
