@@ -121,39 +121,17 @@ def run(
             arriving = load.poisson(workload, rate=share * capacity, seed=seed)
             turns.append(_turn(model, config, arriving, bars, f"{share:.0%} of capacity"))
         last = make_engine(model, config, bars).report
-    after = [turn.report for turn in turns[1:]] + [last]
-    loads = [
-        _compare(turn, system_of(turn, then, host), share, share * capacity)
-        for turn, then, share in zip(turns, after, shares, strict=True)
-    ]
-    table = Table(title=f"{model}: {workload.name}, {config.max_rows} rows; measured / simulated", title_justify="left")
-    for column in ("load", "requests/s", "times the costs", *FIGURES, "iterations", f"within {WITHIN:.0%}"):
-        table.add_column(column, justify="right")
-    for each in loads:
-        for pace, side in ((1.0, each.by_costs), (each.pace, each.at_pace)):
-            cells = [f"{theirs:.1f} / {ours:.1f} ({ours / theirs - 1:+.1%})" for theirs, ours in side.figures.values()]
-            iterations, verdict = f"{each.iterations} / {side.iterations}", "yes" if side.holds else "no"
-            table.add_row(f"{each.share:.0%}", f"{each.rate:.2f}", f"{pace:.2f}", *cells, iterations, verdict)
-    console.print(table)
-    paces = Table(title="ms by bucket, as measured before each load", title_justify="left")
     starts = [warm.report, *(turn.report for turn in turns), last]
-    in_service = bucket_times(warm.records)
-    for column in ("bucket", "capacity", "in service then", *(f"{share:.0%}" for share in shares), "at the end"):
-        paces.add_column(column, justify="right")
-    for index, cost in enumerate(last.buckets):
-        first, *rest = (f"{start.buckets[index].milliseconds:.2f}" for start in starts)
-        served = in_service.get(cost.size)
-        paces.add_row(str(cost.size), first, "" if served is None else f"{served:.2f}", *rest)
-    console.print(paces)
-    slots = ", ".join(f"{1e3 * start.slot_milliseconds:.2f}" for start in starts)
-    console.print(f"us for each slot that an iteration reads: {slots}")
-    console.print(f"host ms: {1e3 * host.launch:.2f} to launch, {1e3 * host.complete:.2f} after")
+    loads = [
+        _compare(turn, system_of(turn, after, host), share, share * capacity)
+        for turn, after, share in zip(turns, starts[2:], shares, strict=True)
+    ]
+    _print(f"{model}: {workload.name}, {config.max_rows} rows", loads, starts, host, console)
     result = {"benchmark": "simulate", "environment": machine.environment(), "workload": workload.name}
     result |= {
         "capacity": capacity,
         "buckets": [list(start.buckets) for start in starts],
         "slot_ms": [start.slot_milliseconds for start in starts],
-        "bucket_ms_in_service": in_service,
         "host": host._asdict(),
         "loads": loads,
     }
@@ -162,13 +140,27 @@ def run(
     return 0
 
 
-def bucket_times(records: Sequence[IterationRecord]) -> dict[int, float]:
-    """Median milliseconds between iterations that followed each other, by the later one's bucket: what the table of
-    costs should say. Of a run in which there was always more to do."""
-    spans: dict[int, list[float]] = {}
-    for before, record in pairwise(records):
-        spans.setdefault(record.bucket, []).append(1e3 * (record.finished_at - before.finished_at))
-    return {bucket: statistics.median(each) for bucket, each in sorted(spans.items())}
+def _print(title: str, loads: Sequence[Load], starts: Sequence[StartupReport], host: Host, console: Console) -> None:
+    """Args:
+    starts: of the engine that was given everything at once, of each load's, and of one after them.
+    """
+    table = Table(title=f"{title}; measured / simulated", title_justify="left")
+    for column in ("load", "requests/s", "times the costs", *FIGURES, "iterations", f"within {WITHIN:.0%}"):
+        table.add_column(column, justify="right")
+    for each in loads:
+        for pace, side in ((1.0, each.by_costs), (each.pace, each.at_pace)):
+            cells = [f"{theirs:.1f} / {ours:.1f} ({ours / theirs - 1:+.1%})" for theirs, ours in side.figures.values()]
+            iterations, verdict = f"{each.iterations} / {side.iterations}", "yes" if side.holds else "no"
+            table.add_row(f"{each.share:.0%}", f"{each.rate:.2f}", f"{pace:.2f}", *cells, iterations, verdict)
+    console.print(table)
+    costs = Table(title="ms by bucket, as measured before each load", title_justify="left")
+    for column in ("bucket", "all at once", *(f"{each.share:.0%}" for each in loads), "at the end"):
+        costs.add_column(column, justify="right")
+    for measured in zip(*(start.buckets for start in starts), strict=True):
+        costs.add_row(str(measured[0].size), *(f"{cost.milliseconds:.2f}" for cost in measured))
+    costs.add_row("us a slot", *(f"{1e3 * start.slot_milliseconds:.2f}" for start in starts))
+    console.print(costs)
+    console.print(f"host ms: {1e3 * host.launch:.2f} to launch, {1e3 * host.complete:.2f} after")
 
 
 def pace_of(outcomes: Sequence[Outcome], records: Sequence[IterationRecord], seconds: StageSeconds) -> float:

@@ -30,7 +30,7 @@ from jaxserve.observe import IterationRecord, Load
 from jaxserve.request import EngineStopped, FinishReason, InvalidRequest, QueueFull, Request, TokenEvent
 from server import hosts
 from server.remote import exit_codes, iterations, plain
-from server.remote.frames import BadFrame, Kind, Splitter, frame, json_frame, parse_json
+from server.remote.frames import BadFrame, Kind, Splitter, TooLarge, frame, json_frame, parse_json
 from server.remote.job import Facts, Job
 from server.report import UserError
 from server.start import make_engine, mending, profiling
@@ -231,8 +231,7 @@ class _Outbox:
             self._engine.submit(request, self._sink)
         except (InvalidRequest, QueueFull) as refusal:  # the front has judged already; this is for the log there
             field = getattr(refusal, "field", None)
-            event = TokenEvent(request.request_id, finish_reason=FinishReason.ERROR, error=str(refusal), field=field)
-            self._sink([event])
+            self._sink([_ended(request.request_id, str(refusal), field)])
         except EngineStopped:
             pass  # the front is about to be told
 
@@ -269,22 +268,28 @@ class _Outbox:
             loads = self._engine.loads()
             if items or told != (received, loads):
                 told = received, loads
-                self._tell(received, loads, items)
+                events = [event for item in items if isinstance(item, list) for event in item]
+                self._tell(received, loads, events, [item for item in items if isinstance(item, IterationRecord)])
             if ends:
                 return
 
-    def _tell(self, received: int, loads: Sequence[Load], items: Sequence[list[TokenEvent] | IterationRecord]) -> None:
-        """In one message; in several where a front that was behind is told of more than one may hold."""
-        events = [event for item in items if isinstance(item, list) for event in item]
-        records = [item for item in items if isinstance(item, IterationRecord)]
+    def _tell(
+        self, received: int, loads: Sequence[Load], events: Sequence[TokenEvent], records: Sequence[IterationRecord]
+    ) -> None:
+        """In one message; in several where that is more than one may hold. A request whose event alone is more than
+        that is ended."""
         try:
             data = frame(Kind.ITERATION, iterations.encode(received, loads, events, records))
-        except ValueError:
-            if len(items) < 2:
-                raise
-            half = len(items) // 2
-            self._tell(received, loads, items[:half])
-            self._tell(received, loads, items[half:])
+        except TooLarge as problem:
+            if len(events) + len(records) > 1:
+                half, rest = len(events) // 2, (len(records) + 1) // 2
+                self._tell(received, loads, events[:half], records[:rest])
+                self._tell(received, loads, events[half:], records[rest:])
+                return
+            (event,) = events
+            self._engine.abort(event.request_id)
+            error = f"the answer to one iteration is {problem}; ask for fewer alternatives, or in several requests"
+            self._tell(received, loads, [_ended(event.request_id, error)], [])
         else:
             _send(self._channel, data)
 
@@ -298,6 +303,10 @@ class _Outbox:
                 item = self._held.get_nowait()
             return items, True
         return items, False
+
+
+def _ended(name: str, error: str, field: str | None = None) -> TokenEvent:
+    return TokenEvent(name, finish_reason=FinishReason.ERROR, error=error, field=field)
 
 
 if __name__ == "__main__":

@@ -40,10 +40,14 @@ class BadFrame(ValueError):
     """What has come is not what the other side would send."""
 
 
+class TooLarge(ValueError):
+    """More than one frame may hold."""
+
+
 def frame(kind: Kind, body: bytes) -> bytes:
-    """One frame. Raises ValueError for a body that is too large to be read."""
+    """One frame. Raises TooLarge for a body that would not be read."""
     if len(body) > MAX_BODY:
-        raise ValueError(f"a frame of {len(body)} bytes is larger than {MAX_BODY}")
+        raise TooLarge(f"{len(body)} bytes, more than the {MAX_BODY} that one message holds")
     return _HEAD.pack(len(body), kind) + body
 
 

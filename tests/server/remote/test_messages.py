@@ -10,7 +10,7 @@ from jaxserve.iteration import Admission, Chunk
 from jaxserve.observe import IterationRecord, Load
 from jaxserve.request import SamplingParams, TokenEvent
 from server.remote import iterations
-from server.remote.frames import MAX_BODY, BadFrame, Kind, Splitter, frame, json_frame, parse_json
+from server.remote.frames import MAX_BODY, BadFrame, Kind, Splitter, TooLarge, frame, json_frame, parse_json
 from tests.server.fake_engine import FakeEngine, made_up_record
 from tests.server.remote.test_plain import events, floats, texts
 
@@ -88,7 +88,7 @@ def test_what_is_no_frame_is_refused_before_it_is_waited_for(garbage: bytes) -> 
 
 
 def test_what_is_too_large_is_not_sent() -> None:
-    with pytest.raises(ValueError, match="larger than"):
+    with pytest.raises(TooLarge, match="more than the 67108864 that one message holds"):
         frame(Kind.ITERATION, bytes(MAX_BODY + 1))
 
 

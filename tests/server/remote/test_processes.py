@@ -19,7 +19,7 @@ import grpc
 import pytest
 
 from jaxserve.config import EngineConfig
-from jaxserve.request import Request, SamplingParams, TokenEvent
+from jaxserve.request import FinishReason, Request, SamplingParams, TokenEvent
 from server.proto.jaxserve.v1.inference_pb2 import GenerateRequest, GetLoadRequest
 from server.proto.jaxserve.v1.inference_pb2_grpc import InferenceStub
 from server.remote import engine_process, exit_codes, frames, iterations, plain
@@ -206,6 +206,28 @@ def test_the_engines_thread_never_waits_for_the_front(monkeypatch: pytest.Monkey
         theirs.close()
         tokens = [token for events in iter(reader.get, None) for event in events for token in event.token_ids]
     assert tokens == [97] * 3000
+
+
+def test_an_event_that_no_message_holds_ends_its_own_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frames, "MAX_BODY", 4096)
+    monkeypatch.setattr(engine_process, "_end", lambda code: pytest.fail(f"ended with {code}"))
+    ours, theirs = socket.socketpair()
+    engine = FakeEngine(tokenizer=byte_tokenizer(), max_context=10**6)
+    with ours, theirs, engine:
+        outbox = _Outbox(theirs, engine)
+        alike = ((-1.0, None),)
+        events = [TokenEvent("a", (1,), (0.5,)), TokenEvent("b", prompt_logprobs=alike * 2000)]
+        outbox._held.put([*events, TokenEvent("c", prompt_logprobs=alike * 200), TokenEvent("d", (2,), (0.5,))])
+        reader = _reading(ours)
+        outbox.start()
+        outbox.let_engine_end()
+        outbox.close()
+        theirs.close()
+        told = [event for events in iter(reader.get, None) for event in events]
+    assert [event.request_id for event in told] == ["a", "b", "c", "d"]
+    assert [len(event.prompt_logprobs) for event in told] == [0, 0, 200, 0]
+    assert [event.finish_reason for event in told] == [None, FinishReason.ERROR, None, None]
+    assert re.search(r"is \d+ bytes, more than the 4096 that one message holds; ask for fewer", told[1].error or "")
 
 
 def _reading(channel: socket.socket) -> queue.SimpleQueue[Any]:
