@@ -9,9 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import math
-import socket
-import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,6 +18,7 @@ import jax
 
 from jaxserve import models, startup, weights
 from jaxserve.cluster import control_pb2 as pb
+from jaxserve.cluster import distributed
 from jaxserve.cluster.absent import AbsentStage
 from jaxserve.cluster.config import ClusterConfig, check, facts
 from jaxserve.cluster.failure import HostFailed
@@ -29,7 +27,6 @@ from jaxserve.cluster.links import Bridge, Direct, crosses_hosts, make_links, pr
 from jaxserve.cluster.master import MasterPipeline
 from jaxserve.cluster.recorder import FlightRecorder
 from jaxserve.cluster.texts import HostTexts
-from jaxserve.cluster.watchdog import end_process
 from jaxserve.cluster.worker import Membership
 from jaxserve.config import EngineConfig
 from jaxserve.execution import cache_folder, kv_cache
@@ -50,9 +47,7 @@ from sharding.spec import read as read_spec
 
 _log = logging.getLogger(__name__)
 
-_HEARTBEAT_TIMEOUT = 60  # seconds until jax itself ends a process; the watchdogs are much quicker
 _MEASURING_DEADLINE = 120.0  # seconds for an iteration whose cost nobody knows yet
-_LEAVING = 5.0  # seconds that jax has to let go
 
 Tell = Callable[[str], None]
 
@@ -107,7 +102,7 @@ def lead(
         tokenizer = Tokenizer.from_directory(path)
         prepared = _prepare(path, config, cluster, group, progress, tell)
         group.place(_places(prepared.programs))
-        pipeline = MasterPipeline(prepared.stages, prepared.links, group, leave)
+        pipeline = MasterPipeline(prepared.stages, prepared.links, group, distributed.leave)
         group.agree("ready", 1)
         group.reached("measuring buckets")
         group.phase(_MEASURING_DEADLINE, serving=False)
@@ -177,7 +172,7 @@ def follow(
         recorder, texts = _recorder(path, config, cluster, prepared), _texts(path, pipeline)
         membership.on_failure = lambda reason: write_record(recorder, reason, tell)
     membership.follow(pipeline, prepared.n_blocks, answers=answers, recorder=recorder, texts=texts)
-    leave()
+    distributed.leave()
 
 
 def _texts(path: str | Path, pipeline: Pipeline) -> HostTexts | None:
@@ -188,15 +183,6 @@ def _texts(path: str | Path, pipeline: Pipeline) -> HostTexts | None:
     grammars = Grammars(tokenizer, model.vocab_size, model.eos_token_ids)
     grammars.read_ahead()
     return HostTexts(grammars, pipeline.mask_shape)
-
-
-def leave() -> None:
-    """Leaves the job of all hosts, or the process where that does not work within seconds."""
-    timer = threading.Timer(_LEAVING, end_process, (0,))
-    timer.daemon = True
-    timer.start()
-    jax.distributed.shutdown()
-    timer.cancel()
 
 
 def write_record(recorder: FlightRecorder, reason: str, tell: Tell) -> None:
@@ -214,48 +200,6 @@ def _facts(path: str | Path, config: EngineConfig, cluster: ClusterConfig) -> li
     return facts(config, cluster, bucket_sizes(config), weights.fingerprint(path), files)
 
 
-def _connect(cluster: ClusterConfig, party: _Party) -> None:
-    """Makes the processes one jax job. Nothing may have asked for devices before."""
-    party.reached("connecting devices")
-    mine = _own_address(cluster)
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself
-    if cluster.links != "bridge":  # where devices have no links of their own: CPUs
-        # The others are told this very port: with 0 they would wait for what never comes (jax 0.10).
-        jax.config.update("jax_cross_host_transfer_socket_address", f"{mine}:{_free_port(mine)}")
-        jax.config.update("jax_cross_host_transport_addresses", ",".join([f"{mine}:0"] * 4))
-    jax.distributed.initialize(
-        coordinator_address=cluster.coordinator,
-        coordinator_bind_address=cluster.coordinator,
-        num_processes=cluster.hosts,
-        process_id=cluster.host,
-        local_device_ids=cluster.local_devices,
-        initialization_timeout=math.ceil(cluster.join_timeout),
-        heartbeat_timeout_seconds=_HEARTBEAT_TIMEOUT,
-        shutdown_timeout_seconds=math.ceil(_LEAVING),
-    )
-
-
-def _own_address(cluster: ClusterConfig) -> str:
-    """Of the interface that leads to the master."""
-    name, port = cluster.interface.strip("[]"), int(cluster.coordinator.rpartition(":")[2])
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(name, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probing:
-            probing.connect(address)  # sends nothing
-            found = probing.getsockname()[0]
-    except OSError as problem:
-        raise ValueError(f"coordinator is {cluster.coordinator}, which cannot be found: {problem}") from None
-    return f"[{found}]" if ":" in found else found
-
-
-def _free_port(address: str) -> int:
-    bare = address.strip("[]")
-    with socket.socket(socket.AF_INET6 if ":" in bare else socket.AF_INET) as probing:
-        probing.bind((bare, 0))
-        return probing.getsockname()[1]
-
-
 def _prepare(
     path: str | Path, config: EngineConfig, cluster: ClusterConfig, party: _Party, progress: Progress, tell: Tell
 ) -> _Prepared:
@@ -264,7 +208,8 @@ def _prepare(
     spec = specs.default(model.config.family)
     if config.sharding is not None:
         spec = read_spec(config.sharding, spec)
-    _connect(cluster, party)
+    party.reached("connecting devices")
+    distributed.join(cluster)
     dtype = startup.compute_dtype(config)
     (meshes,) = mesh.make_meshes(config.tensor, config.stages, devices=_devices(config, cluster))
     platform = jax.local_devices()[0].platform
