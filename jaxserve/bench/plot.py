@@ -112,7 +112,9 @@ def _grouped(axis: Any, groups: Sequence[str], series: Mapping[str, Sequence[flo
         places = [group + (index - (len(series) - 1) / 2) * width for group in range(len(groups))]
         heights = [float("nan") if value is None else value for value in values]
         container = axis.bar(places, heights, width, label=name)
-        axis.bar_label(container, fmt="%.3g", fontsize=6, padding=1)
+        axis.bar_label(
+            container, fmt=lambda value: f"{value:,.0f}" if value >= 1000 else f"{value:.3g}", fontsize=6, padding=1
+        )
     axis.set_xticks(range(len(groups)), groups, fontsize=8)
 
 
