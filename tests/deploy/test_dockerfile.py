@@ -51,12 +51,16 @@ def test_a_target_serves_and_is_nobody_in_particular(target: str) -> None:
 def test_a_device_has_its_own_jax_of_a_supported_version() -> None:
     extras = {target: last(stages()[f"build-{target}"], "RUN") for target in ("cpu", "gpu", "tpu")}
     for target, extra in (("cpu", "jax=="), ("gpu", "jax[cuda12]=="), ("tpu", "jax[tpu]==")):
-        assert f'"{extra}${{JAX}}"' in extras[target]
+        assert f'"{extra}${{JAX}}" "flax==${{FLAX}}"' in extras[target]
+        assert 'python -I -c "import jaxserve.engine, server.cli"' in extras[target]
     (jax,) = re.findall(r"^ARG JAX=(\S+)$", TEXT, re.MULTILINE)
     (python,) = re.findall(r"^ARG PYTHON=(\S+)$", TEXT, re.MULTILINE)
     (supported,) = [each for each in PROJECT["project"]["dependencies"] if each.startswith("jax>=")]
     low, high = (tuple(map(int, part.split("."))) for part in re.findall(r"[\d.]+", supported))
     assert low <= tuple(map(int, jax.split("."))) < high
+    # As compiled for GPUs in the tests: an older flax does not go with this jax, which pip does not know.
+    (flax,) = re.findall(r"^ARG FLAX=(\S+)$", TEXT, re.MULTILINE)
+    assert {f"jax=={jax}", f"flax=={flax}"} <= set((ROOT / "requirements-aot-gpu.txt").read_text().split())
     assert f"Programming Language :: Python :: {python}" in PROJECT["project"]["classifiers"]
 
 
