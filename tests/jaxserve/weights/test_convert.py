@@ -12,19 +12,10 @@ from jax.sharding import SingleDeviceSharding
 from jaxserve import models, weights
 from jaxserve.weights import CheckpointError, orbax
 from sharding import mesh, specs
+from tests.jaxserve.weights import directories
+from tests.jaxserve.weights.directories import GPT2, GPT_NEOX
 
-GPT2 = {"model_type": "gpt2", "vocab_size": 61, "n_embd": 24, "n_layer": 2, "n_head": 3, "n_positions": 16}
-
-GPT_NEOX = {
-    "model_type": "gpt_neox",
-    "vocab_size": 61,
-    "hidden_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 3,
-    "intermediate_size": 40,
-    "max_position_embeddings": 16,
-}
-OPT = GPT_NEOX | {"model_type": "opt", "ffn_dim": 40, "word_embed_proj_dim": 16}
+OPT = directories.OPT | {"word_embed_proj_dim": 16}
 BARE = OPT | {"do_layer_norm_before": False, "layer_norm_elementwise_affine": False, "word_embed_proj_dim": 24}
 
 
