@@ -12,7 +12,7 @@ from jaxtyping import BFloat16, Float32
 
 from pallas_kernels.cpu import build
 
-_FEW = 8  # rows that `product.cc` takes; fewer are worth it where the CPU has no instruction for bfloat16
+_FEW, _FEW_WIDENED = 8, 16  # rows for which `product.cc` is faster; the second without an instruction for bfloat16
 _LANES = 16  # rows are packed in as many, or in fewer, for the product of many
 
 
@@ -32,7 +32,7 @@ def multiply(x: BFloat16[jax.Array, "T in"], kernel: BFloat16[jax.Array, "out in
     (rows, depth), outputs = x.shape, kernel.shape[0]
     y = jax.ShapeDtypeStruct((rows, outputs), jnp.float32)
     in_pairs = build.level().endswith("bf16")
-    if rows <= (_FEW if in_pairs else _FEW // 2):
+    if rows <= (_FEW if in_pairs else _FEW_WIDENED):
         return jax.ffi.ffi_call(build.PRODUCT, y)(x, kernel)
     in_lanes = -(-rows // _LANES) * _LANES
     packed = jax.ShapeDtypeStruct((in_lanes, depth), jnp.float32)
