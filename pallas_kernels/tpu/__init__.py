@@ -1,7 +1,7 @@
 """Ragged attention on TPUs: Mosaic kernels over a pool whose blocks are operands of matmuls as they lie.
 
 Leading chunks of length 1 (decodes) are served by one kernel that writes their tokens on the way (`decodes`), all
-others by two (`prompts`). What each kernel does is told by data: one without work costs its launch.
+others by two (`writes`, then `prompts`). What each kernel does is told by data: one without work costs its launch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jaxtyping import Float, Float32
 
 from pallas_kernels import int8
 from pallas_kernels.api import AttentionBatch, AttentionShape
-from pallas_kernels.tpu import cuts, decodes, prompts
+from pallas_kernels.tpu import cuts, decodes, prompts, writes
 from pallas_kernels.tpu.cuts import Cut, largest_block, slot_bytes
 from pallas_kernels.tpu.layout import (
     BFLOAT16,
@@ -131,7 +131,7 @@ class TpuBackend:
             new = _new(k, v, shape)
             if n_tokens > 1:  # a bucket of one token holds no longer chunk
                 around = _with_room(new, shape)
-                pool = prompts.write(around, pool, meta.prompt_bounds, meta.offsets, *walk, **static)
+                pool = writes.write(around, pool, meta.prompt_bounds, meta.offsets, *walk, **static)
         with jax.named_scope("attention_attend"):
             static |= {"scale": scale}
             rows = _decode_rows(q[:n_chunks], new, shape)
@@ -221,7 +221,7 @@ def _by_head(out: jax.Array, shape: AttentionShape) -> jax.Array:
 
 
 def _with_room(new: Pool, shape: AttentionShape) -> Pool:
-    """As `prompts.write` reads them."""
+    """As `writes.write` reads them."""
     size, n_tokens = shape.block_size, new.kv.shape[1]
     tile = slot_tile(shape.pool_dtype)
     length = round_up(size + n_tokens + size + tile, tile)

@@ -1,0 +1,187 @@
+"""The Mosaic kernel that writes the tokens of chunks longer than 1 to their blocks, a block at a time.
+
+A block of which a chunk fills every slot is only written; of another, the slots that the chunk leaves alone are read
+first and written back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.api import AttentionShape
+from pallas_kernels.tpu.layout import LANES, Pool, lanes_of, round_up, scale_rows, slot_tile
+
+
+class _Scratch(NamedTuple):
+    """What is worked in: two places for a block's new slots and for the block."""
+
+    given: Pool  # [2, 2, block_size + slot_tile, lanes] and [2, 2, scale_rows, block_size in whole tiles + 128]
+    block: Pool  # [2, 2, block_size, lanes] and [2, 2, scale_rows, block_size]
+    in_sems: Any  # [2]; likewise the other
+    out_sems: Any
+
+
+class _Leaf(NamedTuple):
+    """Keys and values, or their scales, wherever they are."""
+
+    new: Any
+    pool: Any
+    given: Any
+    block: Any
+    axis: int  # of a half's slots
+    multiple: int  # where on that axis a copy may begin
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kernel:
+    """The kernel's static side; `__call__` is its body."""
+
+    shape: AttentionShape
+
+    def __call__(
+        self, bounds, offsets, kv_lens, tables, first_block, new: Pool, _pool: Pool, pool: Pool, scratch: _Scratch
+    ):
+        shape, size = self.shape, self.shape.block_size
+        leaves = [
+            _Leaf(*leaf, axis, slot_tile(shape.pool_dtype) if axis == 0 else LANES)
+            for axis, leaf in enumerate(zip(new, pool, scratch.given, scratch.block, strict=True))
+            if leaf[0] is not None
+        ]
+        first_chunk, end_chunk = bounds[2], bounds[3]
+
+        def after(chunk, column):
+            more = (column + 1) * size < kv_lens[chunk]
+            chunk = jnp.where(more, chunk, chunk + 1)
+            return chunk, jnp.where(more, column + 1, first_column(chunk))
+
+        def first_column(chunk):
+            return lax.div(start_of(chunk), size)
+
+        def start_of(chunk):
+            """Position of a chunk's first token."""
+            return kv_lens[chunk] - (offsets[chunk + 1] - offsets[chunk])
+
+        def place(chunk, column):
+            """(block, flat token of its slot 0 shifted by a block, first slot of the chunk, end of its slots)."""
+            begin = start_of(chunk) - column * size
+            block = tables[chunk * shape.max_blocks + column] + first_block[0]
+            return block, offsets[chunk] - begin + size, jnp.maximum(begin, 0), kv_lens[chunk] - column * size
+
+        def reads(side, chunk, column, act):
+            block, token, begin, end = place(chunk, column)
+            for leaf in leaves:
+                length = leaf.given.shape[2 + leaf.axis]
+                aligned = pl.ds(pl.multiple_of(token - lax.rem(token, leaf.multiple), leaf.multiple), length)
+                source = leaf.new.at[:, aligned] if leaf.axis == 0 else leaf.new.at[:, :, aligned]
+                act(pltpu.make_async_copy(source, leaf.given.at[side], scratch.in_sems.at[side]))
+
+                @pl.when((begin > 0) | (end < size))
+                def _(leaf=leaf):
+                    act(pltpu.make_async_copy(leaf.pool.at[block], leaf.block.at[side], scratch.in_sems.at[side]))
+
+        def writes(side, chunk, column, act):
+            block = place(chunk, column)[0]
+            for leaf in leaves:
+                act(pltpu.make_async_copy(leaf.block.at[side], leaf.pool.at[block], scratch.out_sems.at[side]))
+
+        def merge(side, chunk, column):
+            _, token, begin, end = place(chunk, column)
+            for leaf in leaves:
+                shift = lax.rem(token, leaf.multiple)
+                for half in range(2):
+                    given = leaf.given[side, half].astype(jnp.float32)
+                    length = given.shape[leaf.axis]
+                    given = pltpu.roll(given, lax.rem(length - shift, length), leaf.axis)
+                    given = given[:size] if leaf.axis == 0 else given[:, :size]
+                    index = lax.broadcasted_iota(jnp.int32, given.shape, leaf.axis)
+                    held = leaf.block[side, half]
+                    merged = jnp.where((index >= begin) & (index < end), given, held.astype(jnp.float32))
+                    leaf.block[side, half] = merged.astype(held.dtype)
+
+        def serve(carry):
+            turn, chunk, column = carry
+            side, following = lax.rem(turn, 2), after(chunk, column)
+
+            @pl.when((turn > 0) & (following[0] < end_chunk))
+            def _():
+                writes(1 - side, chunk, column, lambda copy: copy.wait())  # of the turn before, as large
+
+            @pl.when(following[0] < end_chunk)
+            def _():
+                reads(1 - side, *following, lambda copy: copy.start())
+
+            reads(side, chunk, column, lambda copy: copy.wait())
+            merge(side, chunk, column)
+            writes(side, chunk, column, lambda copy: copy.start())
+            return turn + 1, *following
+
+        @pl.when(first_chunk < end_chunk)
+        def _():
+            begin = (first_chunk, first_column(first_chunk))
+            reads(0, *begin, lambda copy: copy.start())
+            turns = lax.while_loop(lambda carry: carry[1] < end_chunk, serve, (jnp.int32(0), *begin))[0]
+            writes(lax.rem(turns - 1, 2), *begin, lambda copy: copy.wait())
+
+            @pl.when(turns > 1)
+            def _():
+                writes(lax.rem(turns, 2), *begin, lambda copy: copy.wait())
+
+
+@partial(jax.jit, static_argnames=("shape", "interpret"))
+def write(
+    new: Pool,
+    pool: Pool,
+    bounds: jax.Array,
+    offsets: jax.Array,
+    kv_lens: jax.Array,
+    tables: jax.Array,
+    first_block: jax.Array,
+    *,
+    shape: AttentionShape,
+    interpret: Any,
+) -> Pool:
+    """Writes the tokens of chunks to their blocks.
+
+    Args:
+      new: keys and values of the flat tokens as the pool has those of slots, [2, tokens, lanes] and, of int8, float32
+        [2, scale_rows, tokens], with a block before them and room for any block that begins among them.
+      bounds: int32[4]. The last two are the chunks to write, from and to.
+    """
+    size, dtype, lanes, rows = shape.block_size, shape.pool_dtype, lanes_of(shape), scale_rows(shape)
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    specs = jax.tree.map(lambda _: anywhere, pool)
+    n_leaves = len(jax.tree.leaves(pool))
+    given = pltpu.VMEM((2, 2, size + slot_tile(dtype), lanes), dtype)
+    block = pltpu.VMEM((2, 2, size, lanes), dtype)
+    given_scales = block_scales = None
+    if pool.scales is not None:
+        given_scales = pltpu.VMEM((2, 2, rows, round_up(size, LANES) + LANES), jnp.float32)
+        block_scales = pltpu.VMEM((2, 2, rows, size), jnp.float32)
+    return pl.pallas_call(
+        _Kernel(shape=shape),
+        out_shape=(jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), pool),),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=5,
+            in_specs=(specs, specs),
+            out_specs=(specs,),
+            scratch_shapes=[
+                _Scratch(
+                    given=Pool(given, given_scales),
+                    block=Pool(block, block_scales),
+                    in_sems=pltpu.SemaphoreType.DMA((2,)),
+                    out_sems=pltpu.SemaphoreType.DMA((2,)),
+                )
+            ],
+        ),
+        input_output_aliases={5 + n_leaves + i: i for i in range(n_leaves)},
+        interpret=interpret,
+        name="attention_write",
+    )(bounds, offsets, kv_lens, tables, first_block, new, pool)[0]
