@@ -122,7 +122,10 @@ def _project_one(x: jax.Array, kernel: jax.Array | Quantized | Through, dtype: D
     alone: whether the kernel is known to lie on one device.
     """
     if isinstance(kernel, Through):
-        return kernel.product(x, kernel.kernel)
+        product = kernel.product(x, kernel.kernel)
+        if product is not None:
+            return product
+        kernel = kernel.kernel
     if not isinstance(kernel, Quantized):
         return jax.lax.platform_dependent(x, kernel, cpu=_project_cpu, default=partial(_project, dtype=dtype))
     on_cpu = _project_tiles if alone and len(x) > _INTEGER_ROWS else _project_integers
