@@ -135,6 +135,14 @@ def model(args: argparse.Namespace) -> Path | str:
     return args.shape or ("tiny" if args.quick else SHAPE)
 
 
+def checkpoint(args: argparse.Namespace) -> Path:
+    """A checkpoint directory, of a shape one with random weights: whoever reads it again finds its programs cached."""
+    from jaxserve.bench import shapes
+
+    chosen = model(args)
+    return chosen if isinstance(chosen, Path) else shapes.checkpoint(chosen, shapes.cache_folder() / "checkpoints")
+
+
 def schedulers(args: argparse.Namespace, config: EngineConfig) -> list[Any]:
     """By what the workload is served, in turn."""
     return ["iteration", "request"] if args.compare_schedulers else [config.scheduler]

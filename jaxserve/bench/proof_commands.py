@@ -11,9 +11,9 @@ from jaxserve.bench.flags import Benchmarks
 _SIMULATE = """\
 Serves Poisson arrivals at several loads with an engine in this process, and the same arrivals with the simulator: the
 engine's scheduler on a virtual clock, with the costs that the engine measured of its buckets and its host's median
-times. Throughput and latencies are to agree within 10%. Every load has an engine of its own, and costs are the means
-of what its start and the next one's have measured, as machines change their pace: leave this one alone meanwhile.
-What they do change it by within a load is told, and the load simulated again with that."""
+times. Throughput and latencies are to agree within 10%. Machines change their pace within minutes: every load is served
+in parts, the loads in turn, each part by an engine of its own, with the means of what its start and the next one's have
+measured for its costs; figures are medians over the parts. Leave the machine alone meanwhile."""
 _PEERS = """\
 Compares our engine with transformers (static batches, and its continuous batching), CTranslate2 and llama.cpp on the
 same random-weight checkpoints, in the same dtype, one process at a time and in turn. Outputs are checked against each
@@ -98,7 +98,7 @@ def add(benchmarks: Benchmarks) -> None:
 def _run_simulate(args: argparse.Namespace) -> int:
     from jaxserve.bench import reality
 
-    model, config = flags.model(args), args.engine_config(args)
+    model, config = flags.checkpoint(args), args.engine_config(args)
     loads = [0.5] if args.quick else args.loads
     return reality.run(
         model, config, flags.uniform(args, flags.vocab_size(model)), loads, args.seed, args.out, flags.console()

@@ -24,13 +24,14 @@ from jaxserve.engine import Engine, IterationRecord
 from jaxserve.iteration import IterationPlan
 from jaxserve.request import TokenEvent
 from jaxserve.simulate.clock import Arrival, Host, StageSeconds
-from jaxserve.simulate.system import Served, System
+from jaxserve.simulate.system import System
 from jaxserve.startup_report import StartupReport
 from jaxserve.traffic import load
 from jaxserve.traffic.load import Workload
 from jaxserve.traffic.outcome import Distribution, Outcome
 
 WITHIN = 0.10  # of the measured figure, where the simulated one is to lie
+PARTS = 5  # that each load is served in, with the others' between them
 # Of the measured and the simulated outcomes of a load: name -> figure.
 FIGURES: dict[str, Callable[[report.RunReport, Distribution], float]] = {
     "generated tokens/s": lambda run, _: run.tokens_per_second,
@@ -44,7 +45,7 @@ JUDGED = ("generated tokens/s", "latency p50, ms", "latency p95, ms")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """A workload served by an engine of its own.
+    """A workload, such as one part of a load, served by an engine of its own.
 
     Attributes:
       report: of the engine's start, with the costs that it measured then.
@@ -59,16 +60,23 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Side:
-    """A load as it was simulated.
+class Load:
+    """One load, served and simulated.
 
     Attributes:
-      figures: figure -> (measured, simulated).
-      iterations: launched by the simulator.
+      share: of the rate that the engine serves with everything waiting.
+      figures: figure -> (measured, simulated), each the median over the parts.
+      parts: the same of each part.
+      iterations: launched by the engines, and by the simulator.
+      pace: how many times what iterations should cost they took, in each part.
     """
 
+    share: float
+    rate: float
     figures: dict[str, tuple[float, float]]
-    iterations: int
+    parts: list[dict[str, tuple[float, float]]]
+    iterations: tuple[int, int]
+    pace: list[float]
 
     @property
     def holds(self) -> bool:
@@ -76,28 +84,8 @@ class Side:
         return all(abs(ours / theirs - 1) <= WITHIN for theirs, ours in map(self.figures.__getitem__, JUDGED))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
-    """One load, both ways.
-
-    Attributes:
-      share: of the rate that the engine serves with everything waiting.
-      iterations: launched by the engine.
-      pace: how many times what iterations should cost they took.
-      by_costs: as simulated with what they should cost.
-      at_pace: with so many times that.
-    """
-
-    share: float
-    rate: float
-    iterations: int
-    pace: float
-    by_costs: Side
-    at_pace: Side
-
-
 def run(
-    model: Path | str,
+    model: Path,
     config: EngineConfig,
     workload: Workload,
     shares: Sequence[float],
@@ -107,9 +95,10 @@ def run(
 ) -> int:
     """`jaxserve bench simulate`: serves the workload at each load, prints and writes both sides; returns 0.
 
-    An engine measures its buckets as it starts, and machines change their pace by more than what is asked of the
-    simulator here. So every load has an engine of its own, its costs are the means of what that one and the next have
-    measured, and it is simulated a second time at the pace that iterations of the load had by these costs.
+    An engine measures its buckets as it starts, and machines change their pace within minutes by more than what is
+    asked of the simulator here. So every load is served in parts, the loads in turn; every part has an engine of its
+    own, and its costs are the means of what that one and the next have measured. Figures are medians over the parts:
+    one in which the machine had other things to do is outvoted.
     """
     config = benchmark_config(config, workload)
     with Bars() as bars:
@@ -117,16 +106,17 @@ def run(
         capacity = report.summarise("", warm.outcomes).requests_per_second
         host = host_of(warm.records)
         turns = []
-        for share in shares:
-            arriving = load.poisson(workload, rate=share * capacity, seed=seed)
-            turns.append(_turn(model, config, arriving, bars, f"{share:.0%} of capacity"))
-        last = make_engine(model, config, bars).report
-    starts = [warm.report, *(turn.report for turn in turns), last]
+        for number, part in enumerate(parts_of(workload)):
+            for share in shares:
+                arriving = load.poisson(part, rate=share * capacity, seed=seed + number)
+                turns.append(_turn(model, config, arriving, bars, f"{share:.0%} of capacity"))
+        starts = [*(turn.report for turn in turns), make_engine(model, config, bars).report]
+    systems = [system_of(turn, after, host) for turn, after in zip(turns, starts[1:], strict=True)]
     loads = [
-        _compare(turn, system_of(turn, after, host), share, share * capacity)
-        for turn, after, share in zip(turns, starts[2:], shares, strict=True)
+        _compare(share, share * capacity, turns[index :: len(shares)], systems[index :: len(shares)])
+        for index, share in enumerate(shares)
     ]
-    _print(f"{model}: {workload.name}, {config.max_rows} rows", loads, starts, host, console)
+    _print(f"{model.name}: {workload.name}, {config.max_rows} rows", loads, starts, host, console)
     result = {"benchmark": "simulate", "environment": machine.environment(), "workload": workload.name}
     result |= {
         "capacity": capacity,
@@ -142,25 +132,35 @@ def run(
 
 def _print(title: str, loads: Sequence[Load], starts: Sequence[StartupReport], host: Host, console: Console) -> None:
     """Args:
-    starts: of the engine that was given everything at once, of each load's, and of one after them.
+    starts: of all parts' engines, and of one after them.
     """
-    table = Table(title=f"{title}; measured / simulated", title_justify="left")
-    for column in ("load", "requests/s", "times the costs", *FIGURES, "iterations", f"within {WITHIN:.0%}"):
+    table = Table(title=f"{title}; measured / simulated, medians of {len(loads[0].parts)} parts", title_justify="left")
+    for column in ("load", "requests/s", *FIGURES, "iterations", f"within {WITHIN:.0%}", "times the costs, by parts"):
         table.add_column(column, justify="right")
     for each in loads:
-        for pace, side in ((1.0, each.by_costs), (each.pace, each.at_pace)):
-            cells = [f"{theirs:.1f} / {ours:.1f} ({ours / theirs - 1:+.1%})" for theirs, ours in side.figures.values()]
-            iterations, verdict = f"{each.iterations} / {side.iterations}", "yes" if side.holds else "no"
-            table.add_row(f"{each.share:.0%}", f"{each.rate:.2f}", f"{pace:.2f}", *cells, iterations, verdict)
+        cells = [f"{theirs:.1f} / {ours:.1f} ({ours / theirs - 1:+.1%})" for theirs, ours in each.figures.values()]
+        cells += ["{} / {}".format(*each.iterations), "yes" if each.holds else "no"]
+        table.add_row(f"{each.share:.0%}", f"{each.rate:.2f}", *cells, " ".join(f"{pace:.2f}" for pace in each.pace))
     console.print(table)
-    costs = Table(title="ms by bucket, as measured before each load", title_justify="left")
-    for column in ("bucket", "all at once", *(f"{each.share:.0%}" for each in loads), "at the end"):
+    costs = Table(title=f"ms by bucket, of {len(starts)} starts", title_justify="left")
+    for column in ("bucket", "least", "median", "most"):
         costs.add_column(column, justify="right")
-    for measured in zip(*(start.buckets for start in starts), strict=True):
-        costs.add_row(str(measured[0].size), *(f"{cost.milliseconds:.2f}" for cost in measured))
-    costs.add_row("us a slot", *(f"{1e3 * start.slot_milliseconds:.2f}" for start in starts))
+    spread = {str(cost.size): [cost.milliseconds] for cost in starts[0].buckets}
+    for start in starts[1:]:
+        for cost in start.buckets:
+            spread[str(cost.size)].append(cost.milliseconds)
+    spread["us a slot"] = [1e3 * start.slot_milliseconds for start in starts]
+    for name, measured in spread.items():
+        costs.add_row(name, *(f"{each:.2f}" for each in (min(measured), statistics.median(measured), max(measured))))
     console.print(costs)
     console.print(f"host ms: {1e3 * host.launch:.2f} to launch, {1e3 * host.complete:.2f} after")
+
+
+def parts_of(workload: Workload) -> list[Workload]:
+    """A workload in parts of about as many jobs, in their order."""
+    count = min(PARTS, len(workload.jobs))
+    ends = [len(workload.jobs) * index // count for index in range(count + 1)]
+    return [dataclasses.replace(workload, jobs=workload.jobs[start:end]) for start, end in pairwise(ends)]
 
 
 def pace_of(outcomes: Sequence[Outcome], records: Sequence[IterationRecord], seconds: StageSeconds) -> float:
@@ -214,7 +214,7 @@ def system_of(turn: Turn, after: StartupReport, host: Host) -> System:
     )
 
 
-def _turn(model: Path | str, config: EngineConfig, workload: Workload, bars: Bars, name: str) -> Turn:
+def _turn(model: Path, config: EngineConfig, workload: Workload, bars: Bars, name: str) -> Turn:
     engine = make_engine(model, config, bars)
     load.fit(workload, engine.max_context)
     records: list[IterationRecord] = []
@@ -257,29 +257,38 @@ def _serve(engine: Engine, workload: Workload, bars: Bars, name: str) -> list[Ou
     return list(outcomes.values())
 
 
-def _compare(turn: Turn, system: System, share: float, rate: float) -> Load:
-    start = turn.outcomes[0].arrival
-    coming = [
-        Arrival(outcome.arrival - start, job.prompt, job.max_tokens, job.max_tokens)
-        for job, outcome in zip(turn.workload.jobs, turn.outcomes, strict=True)
-    ]
-    pace = pace_of(turn.outcomes, turn.records, system.seconds)
-    paced = dataclasses.replace(system, seconds=lambda plan: [pace * each for each in system.seconds(plan)])
+def _compare(share: float, rate: float, turns: Sequence[Turn], systems: Sequence[System]) -> Load:
+    """Args:
+    turns / systems: the parts of the load, as they were served and as the simulator sees them.
+    """
+    parts, paces, launched = [], [], [0, 0]
+    for turn, system in zip(turns, systems, strict=True):
+        start = turn.outcomes[0].arrival
+        coming = [
+            Arrival(outcome.arrival - start, job.prompt, job.max_tokens, job.max_tokens)
+            for job, outcome in zip(turn.workload.jobs, turn.outcomes, strict=True)
+        ]
+        served = system.serve(coming)
+        measured, simulated = _figures(turn.outcomes), _figures(served.outcomes)
+        parts.append({name: (measured[name], simulated[name]) for name in FIGURES})
+        paces.append(pace_of(turn.outcomes, turn.records, system.seconds))
+        launched[0] += len(turn.records)
+        launched[1] += sum(served.sizes.values())
     return Load(
-        share=share,
-        rate=rate,
-        iterations=len(turn.records),
-        pace=pace,
-        by_costs=_side(turn.outcomes, system.serve(coming)),
-        at_pace=_side(turn.outcomes, paced.serve(coming)),
+        share=share, rate=rate, figures=middle(parts), parts=parts, iterations=(launched[0], launched[1]), pace=paces
     )
 
 
-def _side(measured: Sequence[Outcome], served: Served) -> Side:
-    both = []
-    for outcomes in (measured, served.outcomes):
-        latency = Distribution.of(1e3 * (each.token_times[-1] - each.arrival) for each in outcomes)
-        assert latency is not None
-        both.append((report.summarise("", outcomes), latency))
-    figures = {name: (figure(*both[0]), figure(*both[1])) for name, figure in FIGURES.items()}
-    return Side(figures=figures, iterations=sum(served.sizes.values()))
+def _figures(outcomes: Sequence[Outcome]) -> dict[str, float]:
+    run = report.summarise("", outcomes)
+    latency = Distribution.of(1e3 * (each.token_times[-1] - each.arrival) for each in outcomes)
+    assert latency is not None
+    return {name: figure(run, latency) for name, figure in FIGURES.items()}
+
+
+def middle(parts: Sequence[dict[str, tuple[float, float]]]) -> dict[str, tuple[float, float]]:
+    """Of each figure the median over parts of what was measured, and of what was simulated."""
+    return {
+        name: (statistics.median(part[name][0] for part in parts), statistics.median(part[name][1] for part in parts))
+        for name in parts[0]
+    }

@@ -103,7 +103,7 @@ def add(benchmarks: Benchmarks) -> None:
 
 
 def _run_serve(args: argparse.Namespace) -> int:
-    from jaxserve.bench import serve, shapes
+    from jaxserve.bench import serve
     from jaxserve.traffic import load
 
     config = args.engine_config(args)
@@ -112,9 +112,7 @@ def _run_serve(args: argparse.Namespace) -> int:
         if args.compare_schedulers:
             raise ValueError("--compare-schedulers needs servers of its own; leave --address out")
     else:
-        model = flags.model(args)
-        if isinstance(model, str):
-            model = shapes.checkpoint(model, shapes.cache_folder() / "checkpoints")
+        model = flags.checkpoint(args)
 
     def make_workload(max_context: int, vocab_size: int) -> load.Workload:
         if args.trace is not None:
@@ -154,12 +152,10 @@ def _run_start(args: argparse.Namespace) -> int:
 
 
 def _run_surface(args: argparse.Namespace) -> int:
-    from jaxserve.bench import shapes, surface
+    from jaxserve.bench import surface
     from jaxserve.traffic import load
 
-    model = flags.model(args)
-    if isinstance(model, str):
-        model = shapes.checkpoint(model, shapes.cache_folder() / "checkpoints")
+    model = flags.checkpoint(args)
     streams = args.streams or (3 if args.quick else 64)
     prompt, output = (8, 16) if args.quick else (args.prompt, args.output)
     workload = load.uniform(

@@ -4,6 +4,7 @@ import dataclasses
 from types import SimpleNamespace
 from typing import cast
 
+import numpy as np
 import pytest
 
 from jaxserve.bench import reality
@@ -14,7 +15,7 @@ from jaxserve.scheduling.buckets import BucketCost
 from jaxserve.simulate.clock import Host
 from jaxserve.simulate.system import System
 from jaxserve.startup_report import StartupReport
-from jaxserve.traffic.load import Workload
+from jaxserve.traffic.load import Job, Workload
 from jaxserve.traffic.outcome import Outcome
 
 COSTS = (
@@ -89,3 +90,20 @@ def test_the_pace_is_of_iterations_that_followed_each_other() -> None:
     outcomes = [outcome(0.0, 0.15), outcome(0.12, 0.2), outcome(8.9, 9.1), outcome(9.05, 9.58)]
     assert reality.pace_of(outcomes, records, costs) == pytest.approx((0.05 + 0.05 + 0.1 + 0.48) / (3 * 0.04 + 0.16))
     assert reality.pace_of(outcomes, records[:1], costs) == 1.0
+
+
+def test_a_load_is_served_in_parts_of_about_as_many_jobs() -> None:
+    jobs = tuple(Job(arrival=0.0, prompt=np.zeros(length, np.int32), max_tokens=1) for length in range(1, 13))
+    parts = reality.parts_of(Workload(name="", jobs=jobs))
+    assert [len(part.jobs) for part in parts] == [2, 2, 3, 2, 3]
+    assert tuple(job for part in parts for job in part.jobs) == jobs
+    assert [len(part.jobs) for part in reality.parts_of(Workload(name="", jobs=jobs[:3]))] == [1, 1, 1]
+
+
+def test_a_part_that_was_disturbed_is_outvoted_in_every_figure() -> None:
+    parts = [
+        {"a": (1.0, 10.0), "b": (5.0, 5.0)},
+        {"a": (9.0, 12.0), "b": (6.0, 7.0)},
+        {"a": (2.0, 11.0), "b": (7.0, 6.0)},
+    ]
+    assert reality.middle(parts) == {"a": (2.0, 11.0), "b": (6.0, 6.0)}
