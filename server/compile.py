@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from server.report import UserError, say
-from server.start import add_model_flags, load_engine, mending
+from server.report import UserError, mending, say
+from server.start import add_model_flags, load_engine
 
 if TYPE_CHECKING:
     from sharding.devices import Topology

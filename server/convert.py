@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import get_args
 
 from jaxserve.config import DtypeName
-from server.report import UserError, say, starting
-from server.start import mending
+from server.report import UserError, mending, say, starting
 
 HELP = """\
 Rewrites a Hugging Face checkpoint as Orbax, which restores in parallel and straight into any sharding.

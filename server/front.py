@@ -18,8 +18,7 @@ from server.remote import exit_codes
 from server.remote.job import Job
 from server.remote.remote_engine import RemoteEngine
 from server.remote.supervisor import ENGINE_COMMAND, EngineGone, Restarts, Supervisor
-from server.report import UserError, address, say, show, starting
-from server.start import mending
+from server.report import UserError, address, mending, say, show, starting
 
 if TYPE_CHECKING:
     from jaxserve.cluster.config import ClusterConfig

@@ -17,8 +17,7 @@ from server.remote import exit_codes
 from server.remote.job import Job
 from server.remote.remote_engine import RemoteEngine
 from server.remote.supervisor import EngineGone, Restarts, Supervisor
-from server.report import Report, say
-from server.start import mending
+from server.report import Report, mending, say
 
 if TYPE_CHECKING:
     from jaxserve.cluster.failure import HostFailed

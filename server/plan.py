@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from server import flags
-from server.report import PICTURES, UserError, check_output, say, starting
-from server.start import mending
+from server.report import PICTURES, UserError, check_output, mending, say, starting
 
 if TYPE_CHECKING:
     from jaxserve.plan.whatif import WhatIf

@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 
 from jaxserve.execution import cache_folder
-from server.report import console, say, starting
-from server.start import mending, model_directory
+from server.report import console, mending, say, starting
+from server.start import model_directory
 
 HELP = """\
 Runs the iterations of a flight record again, on one device of this machine, and compares the tokens: what went wrong in

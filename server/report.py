@@ -26,6 +26,24 @@ class UserError(Exception):
     """A mistake of the person at the command line, told in one sentence and without a traceback."""
 
 
+@contextlib.contextmanager
+def mending() -> Iterator[None]:
+    """Turns what goes wrong before the work starts, and is the user's to mend, into UserError."""
+    try:
+        yield
+    except (ValueError, OSError) as problem:  # wrong settings, checkpoints that cannot be served, unreadable files
+        raise UserError(str(problem)) from problem
+    except MemoryError as problem:
+        raise UserError(_NO_MEMORY) from problem
+    except RuntimeError as problem:  # jax reports a full device as JaxRuntimeError
+        if "RESOURCE_EXHAUSTED" not in str(problem):
+            raise
+        raise UserError(_NO_MEMORY) from problem
+
+
+_NO_MEMORY = "not enough memory for weights and slots; try fewer --slots or --max-rows, or --dtype bfloat16"
+
+
 def console() -> Console:
     """Standard error, as it is now (tests replace it)."""
     return Console(stderr=True, highlight=False, soft_wrap=True)

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from server import auth, flags, hosts, settings, tls
 from server.remote.supervisor import Restarts
-from server.report import UserError, address, check_folder, console
-from server.start import add_model_flags, add_profile_flag, load_engine, mending, model_directory, profiling
+from server.report import UserError, address, check_folder, console, mending
+from server.start import add_model_flags, add_profile_flag, load_engine, model_directory, profiling
 
 HELP = """\
 Serves a model over gRPC (service jaxserve.v1.Inference, with health checks and reflection) and over HTTP, as clients

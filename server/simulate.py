@@ -14,8 +14,7 @@ from rich.console import Console
 
 from server import flags
 from server.plan import make_whatif
-from server.report import PICTURES, UserError, check_output, say, starting
-from server.start import mending
+from server.report import PICTURES, UserError, check_output, mending, say, starting
 
 if TYPE_CHECKING:
     from jaxserve.simulate.replay import Policy

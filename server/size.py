@@ -12,9 +12,8 @@ from rich.console import Console
 
 from server import flags
 from server.plan import make_whatif
-from server.report import PICTURES, UserError, check_output, say, starting
+from server.report import PICTURES, UserError, check_output, mending, say, starting
 from server.simulate import add_trace_flags, make_objective, read_trace, share
-from server.start import mending
 
 HELP = """\
 Which mesh, how many copies of it, and which slots, rows and buckets serve recorded traffic in time, at what cost.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from jaxserve.cluster.failure import HostFailed
 from server import flags
-from server.report import Report, UserError, show, starting
+from server.report import Report, UserError, mending, show, starting
 
 if TYPE_CHECKING:
     from jaxserve.cluster.config import ClusterConfig
@@ -76,24 +76,6 @@ def make_engine(path: Path, config: EngineConfig, progress: Report, cluster: Clu
     from jaxserve.engine import Engine
 
     return Engine.from_checkpoint(path, config, progress=progress)
-
-
-@contextlib.contextmanager
-def mending() -> Iterator[None]:
-    """Turns what goes wrong before the work starts, and is the user's to mend, into UserError."""
-    try:
-        yield
-    except (ValueError, OSError) as problem:  # wrong settings, checkpoints that cannot be served, unreadable files
-        raise UserError(str(problem)) from problem
-    except MemoryError as problem:
-        raise UserError(_NO_MEMORY) from problem
-    except RuntimeError as problem:  # jax reports a full device as JaxRuntimeError
-        if "RESOURCE_EXHAUSTED" not in str(problem):
-            raise
-        raise UserError(_NO_MEMORY) from problem
-
-
-_NO_MEMORY = "not enough memory for weights and slots; try fewer --slots or --max-rows, or --dtype bfloat16"
 
 
 @contextlib.contextmanager

@@ -32,8 +32,8 @@ from server import hosts
 from server.remote import exit_codes, iterations, plain
 from server.remote.frames import BadFrame, Kind, Splitter, TooLarge, frame, json_frame, parse_json
 from server.remote.job import Facts, Job
-from server.report import UserError
-from server.start import make_engine, mending, profiling
+from server.report import UserError, mending
+from server.start import make_engine, profiling
 
 if TYPE_CHECKING:
     from jaxserve.engine import Engine
