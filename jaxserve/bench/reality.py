@@ -145,10 +145,8 @@ def _print(title: str, loads: Sequence[Load], starts: Sequence[StartupReport], h
     costs = Table(title=f"ms by bucket, of {len(starts)} starts", title_justify="left")
     for column in ("bucket", "least", "median", "most"):
         costs.add_column(column, justify="right")
-    spread = {str(cost.size): [cost.milliseconds] for cost in starts[0].buckets}
-    for start in starts[1:]:
-        for cost in start.buckets:
-            spread[str(cost.size)].append(cost.milliseconds)
+    by_bucket = zip(*(start.buckets for start in starts), strict=True)
+    spread = {str(each[0].size): [cost.milliseconds for cost in each] for each in by_bucket}
     spread["us a slot"] = [1e3 * start.slot_milliseconds for start in starts]
     for name, measured in spread.items():
         costs.add_row(name, *(f"{each:.2f}" for each in (min(measured), statistics.median(measured), max(measured))))
