@@ -166,7 +166,7 @@ def test_a_replica_that_fails_ends_its_own_requests_only(three, monkeypatch, cap
             "b": FinishReason.ERROR,
             "c": FinishReason.LENGTH,
         }
-        later = three.generate([[9, 8]] * 4, max_tokens=3)
+        later = three.generate([[9, 8]] * 4, max_tokens=3, ignore_eos=True)
         assert [len(each.token_ids) for each in later] == [3] * 4
     assert "replica 1 failed" in caplog.text
 
