@@ -109,6 +109,14 @@ class IterationPlan:
         """Chunks that go on with an answer (or end a prompt of which one token was left)."""
         return sum(chunk.length == chunk.samples for chunk in self.chunks)
 
+    @property
+    def num_points(self) -> int:
+        """Entries that a result needs to have: those of every chunk up to the last that samples."""
+        last = len(self.chunks)
+        while last and not self.chunks[last - 1].samples:
+            last -= 1
+        return sum([chunk.samples or 1 for chunk in self.chunks[:last]])
+
 
 class GrammarEnd(NamedTuple):
     """What a grammar says of the token just chosen, where it is the last.
@@ -127,7 +135,7 @@ class IterationResult:
     """What the device answered for one plan, as host arrays.
 
     Of S entries each chunk has one, or as many as it samples tokens, in the order of chunks: without drafts entry c
-    belongs to `plan.chunks[c]`.
+    belongs to `plan.chunks[c]`. There are at least `plan.num_points`.
 
     Attributes:
       tokens: int32[S] chosen tokens (meaningless where the chunk does not sample).

@@ -147,7 +147,7 @@ class Replica:
         started = time.perf_counter()
         if late:
             self.scheduler.withdraw(late)
-        self.pipeline.answer(self._masks.fill(*self.pipeline.mask_shape(plan.bucket)))
+        self.pipeline.answer(self._masks.fill(*self.pipeline.mask_shape(plan)))
         self._awaited = None
         self._timed[-1] = self._timed[-1].longer(time.perf_counter() - started)
         return True

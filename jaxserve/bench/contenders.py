@@ -3,8 +3,8 @@
 A job is a JSON file: `model` (a checkpoint in the engine's own format), `dtype`, `threads`, `vocab_size`, and one of
   * `cases` (decodes, context, prompt; see step.Case) and `steps`: it prints `milliseconds`, for each case a list or
     null where the engine has no such step,
-  * `load` (see peer_scripts/peer_traffic.py): it prints the `tokens` of every request and the `times` at which they
-    came, or
+  * `load` (see peer_scripts/peer_traffic.py), and whether it is for the `capacity`: it prints the `tokens` of every
+    request and the `times` at which they came, or
   * `sequences` of equal length and `prompt_length`: it scores them, the prompts as a whole and the rest token by token
     through its cache, and prints `scores`: of every sequence the `logprobs` of its tokens (null where the engine tells
     none) and the `likeliest` ones. Ours takes `prompts` and `steps` in their place, and generates the sequences.

@@ -82,13 +82,17 @@ class Added:
 class _Nothing:
     """A stage that computes nothing."""
 
-    buckets = ()
     num_programs = 0
 
     def __init__(self, layout: BatchLayout) -> None:
+        self.buckets = (layout.bucket,)
         self.compile_seconds: dict[int, float] = {}
         self.params = self.pool = None
-        shape = SimpleNamespace(layout=lambda bucket: layout, attention=SimpleNamespace(block_size=_BLOCK))
+        shape = SimpleNamespace(
+            layout=lambda bucket: layout,
+            point_counts=lambda buckets: (layout.points,),
+            attention=SimpleNamespace(block_size=_BLOCK),
+        )
         self.programs: Any = SimpleNamespace(shape=shape, hidden=lambda bucket: None, everywhere=None)
         ready: Any = SimpleNamespace(block_until_ready=lambda: None)
         nothing: Any = None

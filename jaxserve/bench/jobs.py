@@ -29,6 +29,8 @@ def run_job(job: dict[str, Any], progress: Progress) -> dict[str, Any]:
     config = EngineConfig(**{**fields, "dtype": job["dtype"], "scoring": "prompts" in job, "replicas": 1})
     model = Path(job["model"])
     if "load" in job:
+        if job["capacity"]:
+            config = dataclasses.replace(config, target_tpot=None)  # which gives throughput for latency
         return serve(model, job["load"], config, progress)
     config = dataclasses.replace(config, token_budget=None, target_tpot=None)  # which are about whom to serve when
     if "prompts" in job:

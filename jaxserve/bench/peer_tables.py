@@ -124,10 +124,11 @@ def _print_load(
     capacity = ledger.rounds(shape, dtype, OURS, "capacity")
     if not capacity or not any(rounds.values()):
         return []
-    rate = capacity[0]["requests_per_second"]
+    rate, target = capacity[0]["requests_per_second"], ledger.about["config"]["target_tpot"]
+    objective = f" (and no objective; here it is {1e3 * target:g} ms a token)" if target else ""
     table = _table(
         f"{shape}, {dtype}: {ledger.about['workload']} at {share * rate:.2f}/s, {share:.0%} of our {rate:.2f}/s with "
-        "all waiting; ratio: ours / best peer's of each line",
+        f"all waiting{objective}; ratio: ours / best peer's of each line",
         engines,
     )
     verdicts = []

@@ -37,7 +37,8 @@ class Scope:
     Attributes:
       steps / rounds: timed steps of each case in one turn, and turns.
       workload: what is served under load, made for a vocabulary's size.
-      loads / load_rounds: rates, as shares of what our engine serves with everything waiting, and turns at each.
+      loads / load_rounds: rates, as shares of what our engine serves with everything waiting (and no objective for the
+        time between tokens), and turns at each.
       seed: of the arrivals.
     """
 
@@ -148,8 +149,8 @@ def time_steps(group: Sequence[Contender], scope: Scope, ledger: Ledger, bars: B
 
 
 def serve_loads(group: Sequence[Contender], scope: Scope, rows: int, ledger: Ledger, bars: Bars) -> None:
-    """Serves each load with every contender in turn. Rates are shares of what ours serves with everything waiting, in
-    the same dtype; every engine gets the same requests at the same times."""
+    """Serves each load with every contender in turn. Rates are shares of what ours serves with everything waiting and
+    no objective, in the same dtype; every engine gets the same requests at the same times."""
     capacity: dict[str, float] = {}
     for contender in group:
         if contender.engine == OURS:
@@ -224,7 +225,7 @@ def _serve(contender: Contender, workload: Workload, rows: int, ledger: Ledger, 
         "arrivals": arrivals,
         "rows": rows,
     }
-    answer = contender.do(load=asked, settings=_settings(contender, name, ledger))
+    answer = contender.do(load=asked, capacity=name == "capacity", settings=_settings(contender, name, ledger))
     tokens, times = answer.pop("tokens"), answer.pop("times")
     if [len(each) for each in tokens] != asked["outputs"]:
         raise PeerError("some answers are not as long as they were to be")

@@ -18,7 +18,7 @@ _PEERS = """\
 Compares our engine with transformers (static batches, and its continuous batching), CTranslate2 and llama.cpp on the
 same random-weight checkpoints, in the same dtype, one process at a time and in turn. Outputs are checked against each
 other first. Then steps are timed, and the same requests are served at the same Poisson arrivals, at rates that are
-shares of what our engine serves with everything waiting. All engines run in process, ours too.
+shares of what our engine serves with everything waiting and no --target-tpot. All engines run in process, ours too.
 
 Each peer gets a Python environment of its own, which is made on first use with pip (llama.cpp is compiled: a C++
 compiler is needed) and kept in --env-dir. Which index pip uses is pip's own setting, for instance PIP_EXTRA_INDEX_URL

@@ -60,14 +60,14 @@ class Rows:
             _put(self.rows[row].table, column, block)
 
     def finish(self, plan: pb.Plan, tokens: Iterable[int]) -> None:
-        """What it has computed and chosen, an entry of `tokens` for each (`wire.entries`)."""
+        """What it has computed and chosen, `tokens` its result's (`IterationPlan.num_points`)."""
         chunks, chosen, drafts, rows = plan.chunks, iter(tokens), iter(plan.drafts), self.rows
         # Lists, which are quicker to go through than a message's own.
         columns = chunks.row[:], chunks.start[:], chunks.length[:], chunks.samples[:]
         for row, start, length, samples in zip(*columns, strict=True):
             record = rows[row]
             if samples < 2:
-                token = next(chosen, 0)  # there are none where no chunk samples
+                token = next(chosen, 0)  # there are none after the last chunk that samples
                 record.computed = end = start + length
                 if samples:
                     _put(record.tokens, end, token)

@@ -152,7 +152,7 @@ class _Replay:
                         recorded=recorded,
                         replayed=replayed,
                     )
-            chosen = result.tokens[: wire.entries(plan.chunks)].tolist()
+            chosen = result.tokens[: plan.num_points].tolist()
             self._rows.finish(entry.plan, entry.tokens if entry.landed else chosen)
             for chunk in plan.chunks:
                 self._note(chunk.row, chunk.start, chunk.start + chunk.length)
@@ -173,7 +173,7 @@ class _Replay:
         self._pipeline.launch(plan, packed, answer=not masked)
         if masked:
             self._masks.wait(lambda _: False)
-            self._pipeline.answer(self._masks.fill(*self._pipeline.mask_shape(plan.bucket)))
+            self._pipeline.answer(self._masks.fill(*self._pipeline.mask_shape(plan)))
         result = self._pipeline.wait()[1]
         self._masks.landed(plan, result)
         return result

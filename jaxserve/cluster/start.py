@@ -302,8 +302,7 @@ def _linked(
     links = make_links(programs, way)
     shape = programs[0].shape
     hidden = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in map(programs[0].hidden, sizes)]
-    counts = sorted({shape.layout(bucket).points for bucket in sizes})
-    chosen = [jax.ShapeDtypeStruct((2, count), "int32") for count in counts]
+    chosen = [jax.ShapeDtypeStruct((2, count), "int32") for count in shape.point_counts(sizes)]
     for link in links:
         if isinstance(link, Bridge):
             link.prepare(chosen if link is links[-1] else hidden)

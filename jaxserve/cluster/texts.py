@@ -74,10 +74,10 @@ class HostTexts:
     `prepare` and `landed` may be called by any thread, the others by the one that launches.
 
     Args:
-      mask_shape: of the masks of a bucket (see `Pipeline.mask_shape`).
+      mask_shape: of the masks of an iteration (see `Pipeline.mask_shape`).
     """
 
-    def __init__(self, grammars: Grammars, mask_shape: Callable[[int], tuple[int, int]]) -> None:
+    def __init__(self, grammars: Grammars, mask_shape: Callable[[IterationPlan], tuple[int, int]]) -> None:
         self._grammars, self._mask_shape = grammars, mask_shape
         self._masks = Masks(alike=True)
         self._landed: queue.SimpleQueue[tuple[IterationPlan, IterationResult]] = queue.SimpleQueue()
@@ -109,10 +109,10 @@ class HostTexts:
         """Notes a plan about to be launched; what says its masks, and waits for the tokens that they depend on."""
         while not self._landed.empty():
             self._masks.landed(*self._landed.get())
-        return partial(self._allowed, plan.bucket) if self._masks.launched(plan) else lambda: None
+        return partial(self._allowed, plan) if self._masks.launched(plan) else lambda: None
 
-    def _allowed(self, bucket: int) -> np.ndarray:
+    def _allowed(self, plan: IterationPlan) -> np.ndarray:
         while not self._masks.is_known:
             self._masks.landed(*self._landed.get())
         self._masks.wait(lambda _: False)
-        return self._masks.fill(*self._mask_shape(bucket))
+        return self._masks.fill(*self._mask_shape(plan))

@@ -6,7 +6,6 @@ is sent, once, when it takes its row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -144,11 +143,6 @@ def encode_grammar(grammar: Grammar) -> pb.Grammar:
 def decode_grammar(message: pb.Grammar) -> Grammar:
     kind: Any = message.kind  # which Grammar checks
     return Grammar(kind=kind, text=message.text, field=message.field)
-
-
-def entries(chunks: Sequence[Chunk]) -> int:
-    """How many entries of a result belong to these chunks."""
-    return sum([chunk.samples or 1 for chunk in chunks])
 
 
 def encode_result(result: IterationResult, count: int) -> pb.Result:

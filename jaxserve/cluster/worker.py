@@ -121,8 +121,7 @@ class Membership:
                 assert result is not None
                 message = pb.FromWorker()
                 message.completed.sequence = plan.sequence
-                count = wire.entries(plan.chunks) if plan.sampler is not None else 0
-                wire.write_result(message.completed.result, result, count)
+                wire.write_result(message.completed.result, result, plan.num_points)
                 self._out.put(message)
             if texts is not None:
                 assert result is not None

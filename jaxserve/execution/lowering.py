@@ -14,7 +14,7 @@ from jax.stages import Lowered
 from jaxserve import weights
 from jaxserve.execution import attention, batch, kv_cache
 from jaxserve.execution.batch import RowState
-from jaxserve.execution.programs import Forward, StageShape, choose, feed, forward, score
+from jaxserve.execution.programs import Forward, StageShape, choose, feed, forward, head, score
 from jaxserve.iteration import SamplerVariant
 from jaxserve.models import Model, Params
 from pallas_kernels.cpu import build
@@ -124,7 +124,11 @@ class StagePrograms:
         )
         kept = jax.tree.map(lambda leaf: leaf.sharding, pool)
         rest = self.everywhere
-        return jax.jit(step, donate_argnums=(1, 2), out_shardings=Forward._make((kept, *[rest] * 5))).lower(
+        # Unused are those of the head; to whoever counts, arguments are to be all that the stage holds.
+        layers = jax.jit(
+            step, donate_argnums=(1, 2), keep_unused=True, out_shardings=Forward._make((kept, *[rest] * 5))
+        )
+        return layers.lower(
             self.params(),
             pool,
             state.tables,
@@ -135,9 +139,13 @@ class StagePrograms:
 
     def lower_score(self, bucket: int) -> Lowered:
         """Prompt scoring by the last stage; arguments (ends, hidden, next_tokens)."""
-        ends = {name: part for name, part in self.params().items() if name != "layers"}
         step = jax.jit(partial(score, self.model, self.mesh, self.spec), out_shardings=self.everywhere)
-        return step.lower(ends, self.hidden(bucket), self._whole((bucket,), jnp.int32))
+        return step.lower(ends(self.params()), self.hidden(bucket), self._whole((bucket,), jnp.int32))
+
+    def lower_head(self, points: int) -> Lowered:
+        """The logits at the first points of the last stage; arguments (ends, last)."""
+        step = jax.jit(partial(head, self.model, self.shape.product, points), out_shardings=self.everywhere)
+        return step.lower(ends(self.params()), self.hidden(self.shape.points))
 
     def lower_choose(self, points: int, variant: SamplerVariant) -> Lowered:
         """The choice of the next tokens by the last stage; arguments (logits, sampling, history, points), and with
@@ -149,7 +157,7 @@ class StagePrograms:
             self._whole((points, self.model.config.vocab_size), jnp.float32),
             state.sampling,
             state.history,
-            self._whole((points, 3), jnp.int32),
+            self._whole((self.shape.points, 3), jnp.int32),
             *((self._whole((points, self.mask_words), jnp.uint32),) if constrained else ()),
         )
 
@@ -168,7 +176,7 @@ class StagePrograms:
         """The first stage takes in what the last has chosen; arguments (history, points, chosen)."""
         step = jax.jit(feed, donate_argnums=0, out_shardings=self.everywhere)
         return step.lower(
-            self.state().history, self._whole((points, 3), jnp.int32), self._whole((2, points), jnp.int32)
+            self.state().history, self._whole((self.shape.points, 3), jnp.int32), self._whole((2, points), jnp.int32)
         )
 
     def lower_draft(self) -> Lowered:
@@ -186,3 +194,20 @@ class StagePrograms:
 
     def _whole(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.everywhere)
+
+
+def temporaries(*programs: jax.stages.Compiled) -> int:
+    """Most bytes that programs need on a device beside their arguments, one after the other: each its own while it
+    runs, and what those before it and itself have left."""
+    most = left = 0
+    for program in programs:
+        memory = program.memory_analysis()
+        assert memory is not None
+        left += max(0, memory.output_size_in_bytes - memory.alias_size_in_bytes)
+        most = max(most, left + memory.temp_size_in_bytes)
+    return most
+
+
+def ends(params: Params) -> Params:
+    """The parameters of a stage without those of its layers."""
+    return {name: part for name, part in params.items() if name != "layers"}

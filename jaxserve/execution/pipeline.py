@@ -5,14 +5,16 @@ them on the device). With S stages it is S + 1 of disjoint rows: one in each sta
 that no stage waits for the host. A row's newest token then goes back from the last stage to the first while other rows
 run, and is written to its history there before the row's next iteration.
 
-The choice of tokens is a launch of its own after the layers'. What it needs of a grammar depends on the row's token
-before, so that for an iteration with such rows it is enqueued later, while the layers run.
+The head and the choice of tokens are launches of their own after the layers', made for as many tokens as are chosen;
+an iteration that chooses none has neither. What the choice needs of a grammar depends on the row's token before, so
+that for an iteration with such rows it is enqueued later, while the layers run.
 
 On several hosts each has a pipeline of all stages, of which it runs those that have devices here (`cluster`).
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -56,8 +58,8 @@ class Stage(Protocol):
 
 
 class _Fed(NamedTuple):
-    """What the first stage is to take in: points int32[S, 3] and what was chosen there, int32[2, S]; each where it is,
-    or None on a host where it is not."""
+    """What the first stage is to take in: points int32[P, 3] and what was chosen at the first S of them, int32[2, S];
+    each where it is, or None on a host where it is not."""
 
     entries: int
     points: jax.Array | None
@@ -100,6 +102,7 @@ class Pipeline:
         self._landed = 0  # so many of them are known on the host
         self.watchers: list[Watcher] = []
         self._hidden: dict[int, jax.ShapeDtypeStruct] = {}  # what a link carries, by bucket
+        self._counts = self.shape.point_counts(self.stages[0].buckets)
 
     @property
     def model(self) -> Model:
@@ -111,9 +114,13 @@ class Pipeline:
         """The sizes that all stages are compiled for."""
         return self.stages[0].programs.shape
 
-    def mask_shape(self, bucket: int) -> tuple[int, int]:
-        """Of what `answer` is given for an iteration of a bucket: tokens that it may choose, and words of a mask."""
-        return self.shape.layout(bucket).points, self.stages[-1].programs.mask_words
+    def _points(self, plan: IterationPlan) -> int:
+        """Of the programs that choose an iteration's tokens (S)."""
+        return self._counts[bisect_left(self._counts, plan.num_points)]
+
+    def mask_shape(self, plan: IterationPlan) -> tuple[int, int]:
+        """Of what `answer` is given for an iteration: tokens that it may choose, and words of a mask."""
+        return self._points(plan), self.stages[-1].programs.mask_words
 
     @property
     def params(self) -> Params:
@@ -244,7 +251,7 @@ class Pipeline:
         plan, outs = unanswered
         launched = self.stages[-1].answer(plan, outs[-1], allowed)
         if len(self.stages) > 1 and plan.sampler is not None:
-            chosen, count = launched.chosen, self.shape.layout(plan.bucket).points
+            chosen, count = launched.chosen, self._points(plan)
             if not self._links[-1].in_line:
                 chosen = self._back(chosen, count)
             self._fed.append(_Fed(count, outs[0].points, chosen))

@@ -1,9 +1,9 @@
-"""The pure functions that an iteration is compiled from: a stage's layers, prompt scoring, the choice of the next
-tokens."""
+"""The pure functions that an iteration is compiled from: a stage's layers, the head, prompt scoring, the choice of the
+next tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxserve.execution.batch import BatchLayout, sample_points, unpack, write_tokens
-from jaxserve.iteration import SamplerVariant
+from jaxserve.iteration import SamplerVariant, max_points
 from jaxserve.models import Model
 from jaxserve.models.layers import Attend, Quantized, through
 from jaxserve.sampling import sampler, scoring
@@ -56,6 +56,18 @@ class StageShape:
             draft_tokens=self.draft_tokens,
         )
 
+    @property
+    def points(self) -> int:
+        """Tokens that one plan can choose, whatever its bucket (P)."""
+        return max_points(self.max_rows, self.draft_tokens)
+
+    def point_counts(self, buckets: Iterable[int]) -> tuple[int, ...]:
+        """For how many points there are programs that choose tokens, ascending: a plan takes the first that is enough.
+
+        A prompt's chunk has one token chosen or none, whatever the bucket, and the head is a large product.
+        """
+        return tuple(sorted({self.layout(bucket).points for bucket in buckets}))
+
 
 class Scores(NamedTuple):
     """Of each flat token's successor: logprob float32[T]; likeliest tokens int32[T, K] and their logprobs."""
@@ -70,9 +82,9 @@ class Forward(NamedTuple):
 
     Attributes:
       pool / tables: the donated buffers, updated.
-      points: int32[S, 3] where tokens are chosen (`batch.SamplePoints`), for the sampler.
+      points: int32[P, 3] where tokens are chosen (`batch.SamplePoints`), for the sampler.
       hidden: [T, H] every token's hidden state: what the next stage goes on with, or the last one scores prompts by.
-      logits: float32[S, V] at each point; of the last stage.
+      last: [P, H] those of the token before each point, for the head; of the last stage.
       next_tokens: int32[T] the token after each, for prompt scoring; of the last stage.
     """
 
@@ -80,7 +92,7 @@ class Forward(NamedTuple):
     tables: jax.Array
     points: jax.Array
     hidden: jax.Array
-    logits: jax.Array | None
+    last: jax.Array | None
     next_tokens: jax.Array | None
 
 
@@ -123,10 +135,27 @@ def forward(
         return make_attend(meta, layer, index * n_blocks)
 
     x, pool = model.layers(params, layers, x, view.attention.positions, attend, pool, looped=looped, between=between)
+    room = shape.points - layout.points
+    points = jnp.pad(view.points, ((0, room), (0, 0)))
     if layers.stop < model.config.num_layers:
-        return Forward(pool, tables, view.points, x, None, None)
-    logits = model.logits(params, model.norm(params, x[view.last]))
-    return Forward(pool, tables, view.points, x, logits, view.next_tokens)
+        return Forward(pool, tables, points, x, None, None)
+    return Forward(pool, tables, points, x, x[jnp.pad(view.last, (0, room))], view.next_tokens)
+
+
+def head(model: Model, product: NativeProduct | None, points: int, ends: Any, last: jax.Array) -> jax.Array:
+    """Logits float32[S, V] at the first S points. Traced.
+
+    A program of its own, so that a token's logits do not depend on the sampler that others ask for.
+
+    Args:
+      product: what takes the place of XLA's product, if anything does.
+      points: S.
+      ends: the parameters without the layers.
+      last: [P, H] of `Forward`.
+    """
+    if product is not None:
+        ends = through(ends, product)
+    return model.logits(ends, model.norm(ends, last[:points]))
 
 
 def score(model: Model, mesh: Mesh, spec: ShardingSpec, ends: Any, hidden: jax.Array, next_tokens: jax.Array) -> Scores:
@@ -181,11 +210,14 @@ def choose(
     """Chooses the next tokens and writes them to the rows' histories. Traced.
 
     Args:
+      logits: float32[S, V] at the first S points.
+      points: int32[P, 3] of `Forward`.
       allowed: as `sampler.sample` takes it; with SamplerVariant.CONSTRAINED only.
 
     Returns:
       (history, chosen int32[2, S], top): top is (ids, logprobs) with SamplerVariant.FULL and above, else None.
     """
+    points = points[: logits.shape[0]]
     where = sample_points(points)
     with jax.named_scope("sampler"):
         output = sampler.sample(
@@ -204,4 +236,4 @@ def choose(
 
 def feed(history: jax.Array, points: jax.Array, chosen: jax.Array) -> jax.Array:
     """What the first stage does with the tokens that the last has chosen (see `choose`). Traced."""
-    return write_tokens(history, points, chosen[0])
+    return write_tokens(history, points[: chosen.shape[1]], chosen[0])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -18,7 +19,7 @@ import jax
 import numpy as np
 
 from jaxserve.execution import batch, kv_cache
-from jaxserve.execution.lowering import StagePrograms
+from jaxserve.execution.lowering import StagePrograms, ends, temporaries
 from jaxserve.execution.program_cache import ProgramCache
 from jaxserve.execution.programs import Forward, Scores
 from jaxserve.iteration import IterationPlan, IterationResult, SamplerVariant
@@ -59,9 +60,11 @@ class StageRunner:
         self._cache = cache
         self.params = self._own(params)
         self.buckets = tuple(buckets)
+        self._counts = programs.shape.point_counts(buckets)
         self.compile_seconds: dict[int, float] = {}
         self.num_programs = 0
         self._forward: dict[int, Any] = {}
+        self._head: dict[int, Any] = {}
         self._score: dict[int, Any] = {}
         self._choose: dict[tuple[int, SamplerVariant], Any] = {}
         self._feed: dict[int, Any] = {}
@@ -83,10 +86,13 @@ class StageRunner:
         self.params = self._own(params)
 
     def temporaries(self) -> int:
-        """Bytes that the largest iteration needs on a device beside its arguments, from the compiled program itself."""
-        one = self._compiled(self.programs.lower_forward, self.buckets[-1], 1).memory_analysis()
-        assert one is not None
-        return one.temp_size_in_bytes + max(0, one.output_size_in_bytes - one.alias_size_in_bytes)
+        """Bytes that the largest iteration needs on a device beside its arguments, from the compiled programs
+        themselves: while its layers run, or its head."""
+        programs = [self._compiled(self.programs.lower_forward, self.buckets[-1], 1)]
+        if self.programs.is_last:
+            self._compile(self._head, self._counts[-1], self.programs.lower_head, self._counts[-1])
+            programs.append(self._head[self._counts[-1]])
+        return temporaries(*programs)
 
     def compile(self, n_blocks: int, progress: Progress) -> None:
         """Compiles every program that any plan can ask for, then allocates the pool.
@@ -98,8 +104,10 @@ class StageRunner:
         jobs: list[Callable[[], None]] = [
             partial(self._compile_forward, bucket, n_blocks) for bucket in reversed(self.buckets)
         ]
-        counts = sorted({programs.shape.layout(bucket).points for bucket in self.buckets})
+        counts = self._counts
         if programs.is_last:
+            heads = [count for count in reversed(counts) if count not in self._head]
+            jobs += [partial(self._compile, self._head, count, programs.lower_head, count) for count in heads]
             if programs.shape.scoring:
                 jobs += [partial(self._compile, self._score, b, programs.lower_score, b) for b in self.buckets]
             keys = [(points, variant) for points in counts for variant in SamplerVariant]
@@ -184,15 +192,15 @@ class StageRunner:
         """
         chosen = top = scores = None
         if plan.scoring:
-            ends = {name: part for name, part in self.params.items() if name != "layers"}
-            scores = self._score[plan.bucket](ends, out.hidden, out.next_tokens)
+            scores = self._score[plan.bucket](ends(self.params), out.hidden, out.next_tokens)
         if plan.sampler is not None:
-            points = out.points.shape[0]
+            points = self._counts[bisect_left(self._counts, plan.num_points)]
+            logits = self._head[points](ends(self.params), out.last)
             masks = ()
             if plan.sampler is SamplerVariant.CONSTRAINED:
                 masks = (self._all_allowed[points] if allowed is None else allowed,)
             choose = self._choose[points, plan.sampler]
-            history, chosen, top = choose(out.logits, self._state.sampling, self._state.history, out.points, *masks)
+            history, chosen, top = choose(logits, self._state.sampling, self._state.history, out.points, *masks)
             self._state = self._state._replace(history=history)
         launched = Launched(chosen, top, scores)
         for answer in jax.tree.leaves(launched):
@@ -200,9 +208,10 @@ class StageRunner:
         return launched
 
     def feed(self, points: jax.Array | None, chosen: jax.Array | None) -> None:
-        """Enqueues that the first stage takes in what the last chose at these points, int32[2, S]."""
+        """Enqueues that the first stage takes in what the last chose at the first S points, int32[2, S]."""
         assert points is not None
-        history = self._feed[len(points)](self._state.history, points, chosen)
+        assert chosen is not None
+        history = self._feed[chosen.shape[1]](self._state.history, points, chosen)
         self._state = self._state._replace(history=history)
 
 

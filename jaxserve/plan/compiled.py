@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 
 from jaxserve.execution import parts
-from jaxserve.execution.lowering import StagePrograms
+from jaxserve.execution.lowering import StagePrograms, temporaries
 from jaxserve.plan.predict import Plan
 from jaxserve.plan.targets import compiler_options, lowering
 from jaxserve.plan.whatif import WhatIf, programs
@@ -48,12 +48,12 @@ class Exchange(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledStage:
-    """What the compiler made of a stage's largest bucket, in bytes of one device.
+    """What the compiler made of a stage's largest bucket and of the head for it, in bytes of one device.
 
     Attributes:
       seconds: that it took.
       arguments: weights, pool and what else goes in.
-      temporaries: what the program needs beside its arguments, results that take a new place included.
+      temporaries: what the programs need beside their arguments, results that take a new place included.
       total: both, and the row state that other programs hold.
       surprises: in words: what the prediction did not have.
     """
@@ -109,29 +109,32 @@ def _compile(plan: Plan, index: int, stage: StagePrograms, whatif: WhatIf) -> Co
     started = time.perf_counter()
     try:
         with lowering(stage.mesh):
-            lowered = stage.lower_forward(bucket, plan.slots // plan.block_size)
-        program = lowered.compile(compiler_options(stage.mesh.devices.flat[0].platform))
+            lowered = [stage.lower_forward(bucket, plan.slots // plan.block_size)]
+            if stage.is_last:
+                lowered.append(stage.lower_head(stage.shape.layout(bucket).points))
+        made = [each.compile(compiler_options(stage.mesh.devices.flat[0].platform)) for each in lowered]
     except RuntimeError as problem:
         raise ValueError(f"stage {index} does not compile: {str(problem).splitlines()[0]}") from problem
     seconds = time.perf_counter() - started
-    memory, text = program.memory_analysis(), program.as_text()
-    assert memory is not None
-    assert text is not None
     state = stage.state()
     elsewhere = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.sampling))
-    beside = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-    exchanges = tuple(collectives(text))
+    arguments, exchanges, copied = 0, [], []
+    for program in made:
+        memory, text = program.memory_analysis(), program.as_text()
+        assert memory is not None
+        assert text is not None
+        arguments = arguments or memory.argument_size_in_bytes
+        exchanges += collectives(text)
+        copied += copies(stage, text, plan.slots // plan.block_size)
+    beside = temporaries(*made)
     return CompiledStage(
         bucket=bucket,
         seconds=seconds,
-        arguments=memory.argument_size_in_bytes,
+        arguments=arguments,
         temporaries=beside,
-        total=memory.argument_size_in_bytes + beside + elsewhere,
-        collectives=exchanges,
-        surprises=(
-            *unforeseen(stage, exchanges, predicted_counts(plan, index)),
-            *copies(stage, text, plan.slots // plan.block_size),
-        ),
+        total=arguments + beside + elsewhere,
+        collectives=tuple(exchanges),
+        surprises=(*unforeseen(stage, exchanges, predicted_counts(plan, index)), *copied),
     )
 
 

@@ -203,8 +203,9 @@ def compile_step(stage: StagePrograms, bucket: int, n_blocks: int) -> tuple[str,
     copied."""
     started = time.perf_counter()
     with targets.lowering(stage.mesh):
-        lowered = stage.lower_forward(bucket, n_blocks)
-    program = lowered.compile(targets.compiler_options("gpu"))
+        lowered, head = stage.lower_forward(bucket, n_blocks), stage.lower_head(stage.shape.points)
+    program, head = (each.compile(targets.compiler_options("gpu")) for each in (lowered, head))
+    assert not list(compiled.copies(stage, head.as_text() or "", n_blocks))
     text, memory = program.as_text(), program.memory_analysis()
     assert text is not None
     assert memory is not None

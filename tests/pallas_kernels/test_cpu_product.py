@@ -109,6 +109,7 @@ def test_stages_of_one_device_take_it_and_weights_in_eight_bits_do_not(changes, 
     (stages,), _ = startup.stage_programs(config, model)
     (bucket,) = config.buckets
     texts = [stage.lower_forward(bucket, 16).as_text() for stage in stages]
+    texts.append(stages[-1].lower_head(4).as_text())
     assert sum(len(re.findall(rf"@{build.PRODUCT}\w*\(", text)) for text in texts) == calls
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from jaxserve.bench import contenders, environments, judge, peers, shapes
+from jaxserve.bench import contenders, environments, jobs, judge, peers, shapes
 from jaxserve.bench.environments import Peer, PeerError
 from jaxserve.bench.step import Case
 from jaxserve.config import EngineConfig
@@ -204,6 +204,7 @@ def test_engines_take_turns_and_one_that_fails_stops_nobody(monkeypatch, tmp_pat
     for at, mine in enumerate(ours.jobs[4:]):
         assert mine["load"] == theirs.jobs[3 + at]["load"] == broken.jobs[3 + at]["load"]
         assert mine["load"]["rows"] == 3
+    assert [job["capacity"] for job in ours.jobs[3:]] == [True, False, False]
     gaps = [np.diff([0.0, *job["load"]["arrivals"]]).mean() for job in theirs.jobs[3:]]
     assert gaps[0] == pytest.approx(gaps[1] * 1.2 / 0.5)
 
@@ -217,6 +218,16 @@ def test_engines_take_turns_and_one_that_fails_stops_nobody(monkeypatch, tmp_pat
     assert "1.25x" in told
     assert "missed" in told
     assert (tmp_path / "peers-bloom.png").exists()
+
+
+@pytest.mark.parametrize(("capacity", "target"), [(True, None), (False, 0.06)])
+def test_the_capacity_is_what_is_served_without_an_objective(monkeypatch, capacity, target):
+    served = []
+    monkeypatch.setattr(jobs, "serve", lambda model, load, config, progress: served.append(config) or {})
+    config = dataclasses.asdict(EngineConfig(target_tpot=0.06, token_budget=64))
+    job = {"model": "model", "dtype": "float32", "config": config, "load": {}, "capacity": capacity}
+    jobs.run_job(json.loads(json.dumps(job)), lambda *_: None)
+    assert [(each.target_tpot, each.token_budget) for each in served] == [(target, 64)]
 
 
 def test_a_run_that_was_cut_short_goes_on_where_it_was(monkeypatch, tmp_path):

@@ -72,7 +72,11 @@ class FakeStage:
     num_programs = 0
 
     def __init__(self, index: int, stages: int, here: bool, fault: str | None, at: int) -> None:
-        shape = SimpleNamespace(layout=lambda bucket: layout(stages), attention=SimpleNamespace(block_size=BLOCK))
+        shape = SimpleNamespace(
+            layout=lambda bucket: layout(stages),
+            point_counts=lambda buckets: (layout(stages).points,),
+            attention=SimpleNamespace(block_size=BLOCK),
+        )
         self.programs: Any = SimpleNamespace(shape=shape, hidden=lambda bucket: None)
         self.params = self.pool = None
         self._here, self._last, self._fault, self._at = here, index == stages - 1, fault, at

@@ -1,0 +1,81 @@
+"""The head and the sampler work on as many tokens as a plan chooses, not on as many as its bucket could."""
+
+import numpy as np
+import pytest
+
+from jaxserve.iteration import Chunk, IterationPlan, SamplerVariant
+from jaxserve.request import Request, SamplingParams
+from tests.fixtures.tiny import make_engine, opinionated
+from tests.fixtures.traffic import Answers, run, traffic
+
+BUCKETS = (1, 2, 6, 24)
+
+
+@pytest.fixture(scope="module")
+def params():
+    return opinionated(0)
+
+
+def chunks(*samples: int) -> tuple[Chunk, ...]:
+    return tuple(Chunk(row, 5, max(each, 1), each) for row, each in enumerate(samples))
+
+
+@pytest.mark.parametrize(
+    ("samples", "points"),
+    [((), 0), ((0,), 0), ((0, 0), 0), ((1,), 1), ((1, 1, 0, 0), 2), ((0, 0, 1, 0), 3), ((1, 4, 3), 8), ((4, 0, 1), 6)],
+)
+def test_a_result_needs_entries_up_to_the_last_chunk_that_samples(samples, points) -> None:
+    plan = IterationPlan(
+        sequence=0,
+        bucket=24,
+        admissions=(),
+        chunks=chunks(*samples),
+        table_changes=(),
+        sampler=SamplerVariant.PLAIN,
+        scoring=False,
+    )
+    assert plan.num_points == points
+
+
+def test_the_head_runs_for_the_tokens_that_are_chosen_and_for_none_of_a_prompt_that_goes_on(params, monkeypatch):
+    engine = make_engine(params, buckets=BUCKETS)
+    (stage,) = engine._replicas[0].pipeline.stages
+    assert sorted(stage._head) == [1, 2, 6]
+    rows: list[int] = []
+
+    def noted(head):
+        def run_head(ends, last):
+            logits = head(ends, last)
+            rows.append(logits.shape[0])
+            return logits
+
+        return run_head
+
+    monkeypatch.setattr(stage, "_head", {points: noted(head) for points, head in stage._head.items()})
+    sampling = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+    engine.submit(Request(request_id="a", prompt=tuple(range(5, 65)), sampling=sampling), Answers())
+    iterations = 0
+    while engine.step():
+        iterations += 1
+    assert rows == [1, 1, 1]
+    assert iterations >= 5  # 60 tokens of prompt take three, of which only the last chooses a token
+    rows.clear()
+    answers = Answers()
+    for name in "abc":
+        engine.submit(Request(request_id=name, prompt=(5, 6), sampling=sampling), answers)
+    while engine.step():
+        pass
+    assert set(rows) == {6}  # of three rows, the next that there is
+    assert engine.load().compiled_after_ready == 0
+
+
+@pytest.mark.parametrize("settings", [{}, {"stages": 2}, {"speculate": "ngram", "speculate_tokens": 3}])
+def test_answers_are_the_same_however_many_points_there_are_programs_for(params, settings) -> None:
+    arrivals = traffic(40)
+    many = run(make_engine(params, buckets=BUCKETS, **settings), arrivals)
+    one = run(make_engine(params, buckets=(24,)), arrivals)
+    different = [name for name, tokens in one.tokens.items() if many.tokens[name] != tokens]
+    assert len(different) <= 1
+    for name in one.tokens.keys() - set(different):
+        np.testing.assert_allclose(many.logprobs[name], one.logprobs[name], atol=1e-4)
+        assert many.reasons[name] == one.reasons[name]
