@@ -14,7 +14,6 @@ On several hosts each has a pipeline of all stages, of which it runs those that 
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -26,7 +25,7 @@ import numpy as np
 from jaxserve.execution.batch import PackedPlan
 from jaxserve.execution.links import Link, links_within
 from jaxserve.execution.lowering import StagePrograms
-from jaxserve.execution.programs import Forward, StageShape
+from jaxserve.execution.programs import Forward, StageShape, points_for
 from jaxserve.execution.stage import Launched, wait
 from jaxserve.iteration import IterationPlan, IterationResult
 from jaxserve.models import Model, Params
@@ -114,13 +113,9 @@ class Pipeline:
         """The sizes that all stages are compiled for."""
         return self.stages[0].programs.shape
 
-    def _points(self, plan: IterationPlan) -> int:
-        """Of the programs that choose an iteration's tokens (S)."""
-        return self._counts[bisect_left(self._counts, plan.num_points)]
-
     def mask_shape(self, plan: IterationPlan) -> tuple[int, int]:
         """Of what `answer` is given for an iteration: tokens that it may choose, and words of a mask."""
-        return self._points(plan), self.stages[-1].programs.mask_words
+        return points_for(plan, self._counts), self.stages[-1].programs.mask_words
 
     @property
     def params(self) -> Params:
@@ -251,7 +246,7 @@ class Pipeline:
         plan, outs = unanswered
         launched = self.stages[-1].answer(plan, outs[-1], allowed)
         if len(self.stages) > 1 and plan.sampler is not None:
-            chosen, count = launched.chosen, self._points(plan)
+            chosen, count = launched.chosen, points_for(plan, self._counts)
             if not self._links[-1].in_line:
                 chosen = self._back(chosen, count)
             self._fed.append(_Fed(count, outs[0].points, chosen))

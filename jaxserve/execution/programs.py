@@ -3,7 +3,8 @@ next tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxserve.execution.batch import BatchLayout, sample_points, unpack, write_tokens
-from jaxserve.iteration import SamplerVariant, max_points
+from jaxserve.iteration import IterationPlan, SamplerVariant, max_points
 from jaxserve.models import Model
 from jaxserve.models.layers import Attend, Quantized, through
 from jaxserve.sampling import sampler, scoring
@@ -67,6 +68,11 @@ class StageShape:
         A prompt's chunk has one token chosen or none, whatever the bucket, and the head is a large product.
         """
         return tuple(sorted({self.layout(bucket).points for bucket in buckets}))
+
+
+def points_for(plan: IterationPlan, counts: Sequence[int]) -> int:
+    """Of the programs for so many points (`StageShape.point_counts`) the one that a plan's tokens are chosen by (S)."""
+    return counts[bisect_left(counts, plan.num_points)]
 
 
 class Scores(NamedTuple):

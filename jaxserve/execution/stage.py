@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import os
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -21,7 +20,7 @@ import numpy as np
 from jaxserve.execution import batch, kv_cache
 from jaxserve.execution.lowering import StagePrograms, ends, temporaries
 from jaxserve.execution.program_cache import ProgramCache
-from jaxserve.execution.programs import Forward, Scores
+from jaxserve.execution.programs import Forward, Scores, points_for
 from jaxserve.iteration import IterationPlan, IterationResult, SamplerVariant
 from jaxserve.models import Params
 from jaxserve.models.layers import Quantized
@@ -194,7 +193,7 @@ class StageRunner:
         if plan.scoring:
             scores = self._score[plan.bucket](ends(self.params), out.hidden, out.next_tokens)
         if plan.sampler is not None:
-            points = self._counts[bisect_left(self._counts, plan.num_points)]
+            points = points_for(plan, self._counts)
             logits = self._head[points](ends(self.params), out.last)
             masks = ()
             if plan.sampler is SamplerVariant.CONSTRAINED:
