@@ -25,6 +25,8 @@ constexpr int kWidth = 3;            // outputs that rows meet at once
 constexpr int kAtOnce = kMostRows * kVectors / kWidth;  // rows that do: their sums fit into registers
 constexpr int64_t kOutputs = 96;     // of an item; a multiple of those
 constexpr int64_t kDepth = 4096;     // numbers of each row of x that are in hand: the second cache has room
+constexpr int64_t kPitch = kDepth + 64;  // from row to row of those; a power of two would put all into one cache set
+constexpr int kFollowed = 4;         // rows up to which memory's own prefetching keeps up
 constexpr int64_t kAlone = 1 << 17;  // bytes that are read before another thread has woken up
 
 // How numbers of the kernel meet those of x. Of bfloat16, neighbouring pairs of products are added up by the CPU's own
@@ -88,10 +90,11 @@ template <typename T>
 using Number = typename Meeting<T>::Number;
 
 // y [kRows, kOuts] (+)= x [kRows, kDepth], of which so many numbers, * kernel [kOuts, depth] transposed. Rows of the
-// kernel are `stride` numbers apart, columns of y `gap`.
+// kernel are `stride` numbers apart, columns of y `gap`. Meanwhile what lies `next` numbers on is fetched: while rows
+// keep the CPU busy, the memory would have nothing to do.
 template <int kRows, int kOuts, typename T>
-void MultiplyBlock(const Number<T>* x, const T* kernel, int64_t stride, int64_t depth, float* y, int64_t out,
-                   int64_t gap, bool add) {
+void MultiplyBlock(const Number<T>* x, const T* kernel, int64_t stride, int64_t next, int64_t depth, float* y,
+                   int64_t out, int64_t gap, bool add) {
   using Meet = Meeting<T>;
   constexpr int64_t kTerms = Meet::kTerms;
   Vec sums[kRows][kOuts];
@@ -101,16 +104,20 @@ void MultiplyBlock(const Number<T>* x, const T* kernel, int64_t stride, int64_t 
   for (; i + kTerms <= depth; i += kTerms)
     for (int half = 0; half < Meet::kHalves; half++) {
       typename Meet::Terms weights[kOuts];
-      for (int o = 0; o < kOuts; o++) weights[o] = Meet::LoadWeights(kernel + o * stride + i, half);
+      for (int o = 0; o < kOuts; o++) {
+        weights[o] = Meet::LoadWeights(kernel + o * stride + i, half);
+        if constexpr (kRows > kFollowed)
+          if (half == 0) __builtin_prefetch(kernel + o * stride + i + next);
+      }
       for (int r = 0; r < kRows; r++) {
-        const auto row = Meet::Load(x + r * kDepth + i + half * kLanes);
+        const auto row = Meet::Load(x + r * kPitch + i + half * kLanes);
         for (int o = 0; o < kOuts; o++) sums[r][o] = Meet::AddProducts(sums[r][o], row, weights[o]);
       }
     }
   for (int r = 0; r < kRows; r++)
     for (int o = 0; o < kOuts; o++) {
       float sum = Reduce(sums[r][o], [](float a, float b) { return a + b; });
-      for (int64_t j = i; j < depth; j++) sum += ToFloat(x[r * kDepth + j]) * ToFloat(kernel[o * stride + j]);
+      for (int64_t j = i; j < depth; j++) sum += ToFloat(x[r * kPitch + j]) * ToFloat(kernel[o * stride + j]);
       float& to = y[r * out + o * gap];
       to = add ? to + sum : sum;
     }
@@ -130,17 +137,17 @@ inline void MultiplyGroup(int rows, const Number<T>* x, const T* kernel, const A
 template <typename T>
 void MultiplyOutputs(int rows, const T* x, const T* kernel, int64_t in, float* y, int64_t out, int64_t begin,
                      int64_t end) {
-  alignas(64) Number<T> held[kMostProductRows * kDepth];
+  alignas(64) Number<T> held[kMostProductRows * kPitch];
   const int groups = (rows + kAtOnce - 1) / kAtOnce;
   const int64_t gap = (end - begin) / kWidth;
   for (int64_t start = 0; start < in; start += kDepth) {
     const int64_t depth = std::min(kDepth, in - start);
-    for (int r = 0; r < rows; r++) Meeting<T>::Arrange(x + r * in + start, depth, held + r * kDepth);
+    for (int r = 0; r < rows; r++) Meeting<T>::Arrange(x + r * in + start, depth, held + r * kPitch);
     const auto multiply = [&](int64_t o, auto width) {
       for (int g = 0; g < groups; g++) {
         const int r = rows * g / groups, count = rows * (g + 1) / groups - r;
-        MultiplyGroup<kAtOnce, decltype(width)::value>(count, held + r * kDepth, kernel + o * in + start, gap * in,
-                                                       depth, y + r * out + o, out, gap, start > 0);
+        MultiplyGroup<kAtOnce, decltype(width)::value>(count, held + r * kPitch, kernel + o * in + start, gap * in,
+                                                       in, depth, y + r * out + o, out, gap, start > 0);
       }
     };
     for (int64_t o = begin; o < begin + gap; o++) multiply(o, std::integral_constant<int, kWidth>());

@@ -13,7 +13,7 @@ from jaxtyping import BFloat16, Float, Float32
 from pallas_kernels.cpu import build
 
 # Rows for which `product.cc` is the fastest, with an instruction for bfloat16 and without.
-_FEW = {"bfloat16": (8, 16), "float32": (0, 15)}
+_FEW = {"bfloat16": (8, 16), "float32": (16, 15)}
 _LANES = 16  # rows are packed in as many, or in fewer, for the product of many
 
 
