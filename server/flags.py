@@ -69,7 +69,8 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         "--buckets",
         type=_buckets,
         metavar="16,32,...|auto",
-        help="token counts that iterations are compiled for; auto measures a ladder at start (default: auto)",
+        help="token counts that iterations are compiled for; auto measures a ladder at start, a finer one with "
+        "--target-tpot (default: auto)",
     )
     group.add_argument(
         "--token-budget", type=int, metavar="N", help="most tokens of one iteration (default: the largest bucket)"

@@ -85,7 +85,9 @@ def lay_out(
 
 def bucket_sizes(config: EngineConfig) -> tuple[int, ...]:
     """Token counts that are compiled."""
-    sizes = config.buckets or buckets.default_sizes(config.max_rows, config.token_budget)
+    sizes = config.buckets or buckets.default_sizes(
+        config.max_rows, config.token_budget, objective=config.target_tpot is not None
+    )
     return sizes[-1:] if config.deterministic else sizes
 
 

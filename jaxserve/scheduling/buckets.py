@@ -5,10 +5,10 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import ceil, inf, log2
 
-MAX_DEFAULT_BUCKETS = 8  # each costs a compilation at start
+MAX_DEFAULT_BUCKETS = 8  # each costs a compilation at start; with an objective there is one between each two besides
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,11 +110,14 @@ class BucketLadder:
         return sizes[fills] if apart < together else sizes[holds_all]
 
 
-def default_sizes(max_rows: int, token_budget: int | None) -> tuple[int, ...]:
+def default_sizes(max_rows: int, token_budget: int | None, *, objective: bool = False) -> tuple[int, ...]:
     """The ladder to measure when none is given: at most MAX_DEFAULT_BUCKETS sizes, in two geometric series.
 
     `max_rows` itself is in it, so that a full batch of decodes has no padding. Above it are sizes for prompts, up to
     the token budget where there is one; below it sizes for quiet hours, at least two where there is room for them.
+
+    With an objective for the time between tokens, iterations are as large as it allows: half way between two sizes
+    there is one more, or what it leaves between them would be given away.
     """
     top = token_budget or max(256, 4 * max_rows)
     rows = min(max_rows, top)
@@ -124,6 +127,8 @@ def default_sizes(max_rows: int, token_budget: int | None) -> tuple[int, ...]:
     sizes = {rows, top}
     sizes.update(_rounded(rows * (top / rows) ** (step / above)) for step in range(1, above))
     sizes.update(_rounded(rows ** (step / (below + 1))) for step in range(1, below + 1))
+    if objective:
+        sizes.update((low + high) // 2 for low, high in pairwise(sorted(sizes)))
     return tuple(sorted(sizes))
 
 

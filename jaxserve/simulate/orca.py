@@ -153,7 +153,7 @@ def objective_of(setup: Setup, fit: Fit) -> float:
 
 
 def ours_of(setup: Setup, fit: Fit) -> Serve:
-    """Our engine's settings: blocks on demand, its default ladder of buckets, and a budget that follows the load."""
+    """Our engine's settings: blocks on demand, a budget that follows the load, the coarser default ladder."""
     target = objective_of(setup, fit)
     roofline = setup.roofline(fit, padded=True)
     ladder = BucketLadder(roofline.costs(default_sizes(OUR_ROWS, OUR_TOKENS), OUR_ROWS))

@@ -112,7 +112,13 @@ def test_the_default_ladder(max_rows, budget):
     assert max_rows in sizes or max_rows > sizes[-1]
     assert sizes[-1] >= max_rows or budget is not None
 
+    finer = default_sizes(max_rows, budget, objective=True)
+    assert set(sizes) <= set(finer)
+    assert (finer[0], finer[-1]) == (sizes[0], sizes[-1])
+    assert len(finer) < 2 * MAX_DEFAULT_BUCKETS
+
 
 def test_the_default_ladder_of_eight_rows():
     assert default_sizes(8, None) == (2, 4, 8, 16, 32, 64, 128, 256)
     assert default_sizes(8, 64) == (2, 3, 5, 8, 16, 32, 64)
+    assert default_sizes(8, 64, objective=True) == (2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
