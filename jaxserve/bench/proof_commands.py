@@ -25,7 +25,7 @@ compiler is needed) and kept in --env-dir. Which index pip uses is pip's own set
 for CPU builds of torch. Answers are written as they come: --resume goes on where a run was cut short.
 
   jaxserve bench peers --shape gpt2 --dtypes float32 --parts steps
-  jaxserve bench peers --requests 200 --load-rounds 3         hours on two cores"""
+  jaxserve bench peers --load-rounds 3                        hours on two cores"""
 _GUARD = """\
 Measures a few figures as multiples of a calibration loop that runs between them (a matmul, a read of memory, a loop of
 plain Python), and compares them with those kept in the repository, so that another machine or a busy one does not look
@@ -78,7 +78,7 @@ def add(benchmarks: Benchmarks) -> None:
         "--env-dir", type=Path, metavar="DIR", help="where environments are kept (default: in your cache folder)"
     )
     benchmarks.add_engine_flags(peers)
-    peers.set_defaults(steps=8, requests=40)
+    peers.set_defaults(steps=8)
 
     guard = benchmarks.add("guard", "whether something has become slower", _GUARD, _run_guard, has_results=False)
     guard.add_argument("--write", action="store_true", help="keep what is measured now")
