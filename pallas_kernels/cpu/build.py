@@ -16,8 +16,14 @@ from pathlib import Path
 
 import jax
 
-ATTENTION, PRODUCT, PRODUCT_MANY = "jaxserve_ragged_attention", "jaxserve_product", "jaxserve_product_many"
-_SYMBOLS = {ATTENTION: "JaxserveRaggedAttention", PRODUCT: "JaxserveProduct", PRODUCT_MANY: "JaxserveProductMany"}
+ATTENTION = "jaxserve_ragged_attention"
+PRODUCT, PRODUCT_MANY, PRODUCT_FLOAT = "jaxserve_product", "jaxserve_product_many", "jaxserve_product_float"
+_SYMBOLS = {
+    ATTENTION: "JaxserveRaggedAttention",
+    PRODUCT: "JaxserveProduct",
+    PRODUCT_MANY: "JaxserveProductMany",
+    PRODUCT_FLOAT: "JaxserveProductFloat",
+}
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-shared", "-fPIC")
 # Levels of the x86-64 ABI, each with what it adds, as Linux names that; the last is one more step of our own.

@@ -1,5 +1,5 @@
 // The product of many rows with a kernel, both bfloat16, as one call of XLA's: by the CPU's own instruction for
-// neighbouring pairs of products. CPUs without it have product_widened.cc.
+// neighbouring pairs of products. CPUs without it have product_float.cc.
 //
 // Lanes are rows of x: those are packed first, so that a vector holds one pair of each of 16 rows, and a pair of the
 // kernel, which is read as it lies, meets all of them. A sum goes over its pairs in order, one after another, so
@@ -11,6 +11,7 @@
 
 #include "pairs.h"
 #include "parallel.h"
+#include "turn.h"
 #include "vectors.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -29,35 +30,17 @@ constexpr int64_t kAlone = 1 << 21;           // multiplications that take as lo
 
 inline int64_t Pairs(int64_t in) { return (in + 1) / 2; }
 
-// Turns 16 vectors of 16 numbers of 32 bits: lane j of vector i goes to lane i of vector j. Squares of half the size,
-// of a quarter and so on change places with those across the diagonal.
-inline void Turn(__m512i* x) {
-  for (int side = kLanes / 2; side > 0; side /= 2) {
-    IntVec upper, lower;  // which lanes of (a, b) the vectors of the upper half take, and of the lower
-    for (int lane = 0; lane < kLanes; lane++) {
-      upper[lane] = lane & side ? kLanes + lane - side : lane;
-      lower[lane] = lane & side ? kLanes + lane : lane + side;
-    }
-    for (int i = 0; i < kLanes; i++) {
-      if (i & side) continue;
-      const __m512i a = x[i], b = x[i + side];
-      x[i] = _mm512_permutex2var_epi32(a, (__m512i)upper, b);
-      x[i + side] = _mm512_permutex2var_epi32(a, (__m512i)lower, b);
-    }
-  }
-}
-
 // Up to 16 rows of x, as [pairs, 16] of a panel whose pairs are `groups` vectors apart. Rows past the last are zeros.
 void Pack(const BFloat16* x, int64_t rows, int64_t in, int64_t groups, BFloat16* packed) {
   for (int64_t first = 0; first < Pairs(in); first += kLinePairs) {
     const int64_t numbers = std::min<int64_t>(in - 2 * first, 2 * kLinePairs);
     const __mmask32 mask = ~uint32_t{0} >> (32 - numbers);
-    __m512i lines[kLanes];
+    Vec lines[kLanes];
     for (int64_t r = 0; r < kLanes; r++)
-      lines[r] = r < rows ? _mm512_maskz_loadu_epi16(mask, x + r * in + 2 * first) : _mm512_setzero_si512();
+      lines[r] = r < rows ? (Vec)_mm512_maskz_loadu_epi16(mask, x + r * in + 2 * first) : Vec{};
     Turn(lines);
     for (int64_t i = 0; i < Pairs(numbers); i++)
-      _mm512_storeu_si512(packed + (first + i) * groups * 2 * kLanes, lines[i]);
+      _mm512_storeu_si512(packed + (first + i) * groups * 2 * kLanes, (__m512i)lines[i]);
   }
 }
 
@@ -75,11 +58,11 @@ void MultiplyPanel(const BFloat16* panel, int64_t rows, const BFloat16* kernel, 
   for (int64_t o = 0; o < outputs; o += kLanes) {
     const __mmask16 mask = 0xFFFF >> (kLanes - std::min<int64_t>(kLanes, outputs - o));
     for (int64_t begin = 0; begin < rows; begin += kLanes) {
-      __m512i turned[kLanes];
-      for (int64_t i = 0; i < kLanes; i++) turned[i] = _mm512_loadu_si512(sums + (o + i) * kPanel + begin);
+      Vec turned[kLanes];
+      for (int64_t i = 0; i < kLanes; i++) turned[i] = Load(sums + (o + i) * kPanel + begin);
       Turn(turned);
       for (int64_t r = 0; r < std::min<int64_t>(kLanes, rows - begin); r++)
-        _mm512_mask_storeu_epi32(y + (begin + r) * out + o, mask, turned[r]);
+        _mm512_mask_storeu_epi32(y + (begin + r) * out + o, mask, (__m512i)turned[r]);
     }
   }
 }

@@ -25,9 +25,8 @@ def draw(seed, *dims, dtype=jnp.bfloat16):
     return np.random.default_rng(seed).standard_normal(dims).astype(dtype)
 
 
-IN_PAIRS = build.level().endswith("bf16")
-FEW_FLOAT32 = 16 if IN_PAIRS else 15
-FEW = 8 if IN_PAIRS else 16  # rows of bfloat16; more are multiplied by another call
+FEW, _ = product.limits(np.dtype(jnp.bfloat16))  # rows of bfloat16; more are multiplied by another call
+FEW_FLOAT32, MANY_FLOAT32 = product.limits(np.dtype(np.float32))
 SIZES = [(1024, 96), (9000, 100), (2500, 33), (40, 70), (7, 5), (1, 1)]
 
 
@@ -49,7 +48,13 @@ def test_of_few_rows_is_the_product_in_any_company(inner, out):
 @pytest.mark.parametrize(("inner", "out"), SIZES)
 def test_of_few_rows_is_the_product_in_float32(inner, out):
     check(inner, out, range(1, FEW_FLOAT32 + 1), dtype=np.float32)
-    assert product.multiply(jnp.zeros((FEW_FLOAT32 + 1, inner)), jnp.zeros((out, inner))) is None
+
+
+@pytest.mark.skipif(not MANY_FLOAT32, reason="more rows of float32 are XLA's here")
+@pytest.mark.parametrize(("inner", "out"), SIZES)
+def test_of_many_rows_is_the_product_in_float32(inner, out):
+    check(inner, out, (FEW_FLOAT32 + 1, 16, 31, 48, 49, 64, 127, MANY_FLOAT32), dtype=np.float32)
+    assert product.multiply(jnp.zeros((MANY_FLOAT32 + 1, inner)), jnp.zeros((out, inner))) is None
 
 
 @pytest.mark.parametrize(("inner", "out"), SIZES)
@@ -68,7 +73,8 @@ def test_of_many_rows_is_divided_among_threads():
         (jnp.bfloat16, 8, build.PRODUCT),
         (jnp.bfloat16, 17, build.PRODUCT_MANY),
         (np.float32, FEW_FLOAT32, build.PRODUCT),
-        (np.float32, FEW_FLOAT32 + 1, None),
+        (np.float32, FEW_FLOAT32 + 1, build.PRODUCT_FLOAT if MANY_FLOAT32 else None),
+        (np.float32, (MANY_FLOAT32 or FEW_FLOAT32) + 1, None),
     ],
 )
 @pytest.mark.parametrize("looped", [True, False])
@@ -98,7 +104,8 @@ def test_layers_take_it(dtype, rows, call, looped):
         ({"quantize": "int8"}, 0),
         ({"buckets": (17,)}, 9),
         ({"dtype": "float32"}, 9),
-        ({"dtype": "float32", "buckets": (17,)}, 1),  # the head has as many rows as are chosen for
+        ({"dtype": "float32", "buckets": (17,)}, 9 if MANY_FLOAT32 else 1),  # the head: as many rows as are chosen for
+        ({"dtype": "float32", "buckets": (256,)}, 1),
     ],
 )
 def test_stages_of_one_device_take_it_and_weights_in_eight_bits_do_not(changes, calls):
