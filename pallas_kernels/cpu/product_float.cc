@@ -6,6 +6,7 @@
 // bit in any company and with any number of threads.
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 #include "parallel.h"
 #include "turn.h"
