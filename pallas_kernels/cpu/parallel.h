@@ -6,15 +6,43 @@
 #include <memory>
 #include <thread>
 
+#if defined(__linux__)
+#include <sched.h>
+#endif
+
 #include "xla/ffi/api/ffi.h"
 
 namespace jaxserve {
+
+// Which CPU this thread is on; -1: no telling.
+inline int OurCpu() {
+#if defined(__linux__)
+  return sched_getcpu();
+#else
+  return -1;
+#endif
+}
+
+// Moves this thread to another CPU if it is on that one and may be elsewhere.
+inline void Leave([[maybe_unused]] int cpu) {
+#if defined(__linux__)
+  cpu_set_t all;
+  if (sched_getcpu() != cpu || sched_getaffinity(0, sizeof all, &all) != 0) return;
+  cpu_set_t others = all;
+  CPU_CLR(cpu, &others);
+  if (CPU_COUNT(&others) == 0 || sched_setaffinity(0, sizeof others, &others) != 0) return;
+  sched_setaffinity(0, sizeof all, &all);
+#endif
+}
 
 // Calls work(i) for every i below `count`, in this thread and up to `helpers` of the pool's, and returns when all have
 // ended.
 //
 // The caller may be a thread of the pool itself, so it never waits for one to begin: it takes what nobody has taken,
 // and waits for what others are at. A helper that comes late finds nothing left and touches nothing but the counter.
+//
+// A system may wake helpers up on the caller's own CPU while another one is idle, and leave it so for milliseconds. So
+// the caller gives way once, and who finds itself there moves on.
 template <typename Work>
 void ForEach(xla::ffi::ThreadPool& pool, int64_t count, int64_t helpers, const Work& work) {
   struct Progress {
@@ -28,7 +56,13 @@ void ForEach(xla::ffi::ThreadPool& pool, int64_t count, int64_t helpers, const W
     }
   };
   helpers = std::min({helpers, count - 1, pool.num_threads() - 1});
-  for (int64_t i = 0; i < helpers; i++) pool.Schedule(decltype(take)(take));
+  const int cpu = OurCpu();
+  for (int64_t i = 0; i < helpers; i++)
+    pool.Schedule([take, cpu] {
+      Leave(cpu);
+      take();
+    });
+  if (helpers > 0) std::this_thread::yield();
   take();
   while (progress->done.load(std::memory_order_acquire) < count) std::this_thread::yield();
 }
