@@ -39,6 +39,7 @@ from jaxserve.tokenizer import Tokenizer
 EOS = 256
 VOCAB_SIZE = 257
 WAIT_SECONDS = 20.0  # the bound of every wait in these tests; nothing ever takes this long
+DEVICE_SECONDS = 1e-4  # an iteration's, in which the interpreter is the event loop's, as beside a real engine
 
 Sink = Callable[[list[TokenEvent]], None]
 
@@ -311,6 +312,7 @@ class FakeEngine:
                     self._admit(self._waiting.popleft())
                 events = [(each, self._advance(each)) for each in self._running]
                 self._running = [each for each, event in events if event.finish_reason is None]
+            time.sleep(DEVICE_SECONDS)
             self._hand_over(events)
             for recorder in self._recorders:
                 recorder(self._record(len(events)))
