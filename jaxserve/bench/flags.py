@@ -122,10 +122,9 @@ def uniform(args: argparse.Namespace, vocab_size: int) -> Any:
 
 def vocab_size(model: Path | str) -> int:
     """A checkpoint's, or a shape's."""
-    from jaxserve import weights
     from jaxserve.bench import shapes
 
-    return (weights.read_config(model) if isinstance(model, Path) else shapes.config_of(model)).vocab_size
+    return shapes.config_of(model).vocab_size
 
 
 def model(args: argparse.Namespace) -> Path | str:

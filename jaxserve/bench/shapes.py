@@ -81,10 +81,15 @@ SHAPES: dict[str, dict[str, Any]] = {
 SEED = 0  # of the weights
 
 
-def config_of(shape: str) -> ModelConfig:
-    if shape not in SHAPES:
-        raise ValueError(f"{shape!r} is no known shape; there are {', '.join(SHAPES)}")
-    return models.parse_config(SHAPES[shape])
+def config_of(model: Path | str) -> ModelConfig:
+    """A checkpoint's configuration (of a path), or a shape's (of its name)."""
+    if isinstance(model, Path):
+        from jaxserve import weights
+
+        return weights.read_config(model)
+    if model not in SHAPES:
+        raise ValueError(f"{model!r} is no known shape; there are {', '.join(SHAPES)}")
+    return models.parse_config(SHAPES[model])
 
 
 def random_params(shape: str, dtype: Any) -> tuple[ModelConfig, Any]:

@@ -19,6 +19,7 @@ from jaxserve.bench import machine, report, shapes
 from jaxserve.bench.progress import Bars
 from jaxserve.config import DtypeName, EngineConfig
 from jaxserve.execution.batch import pack
+from jaxserve.execution.layout import max_context
 from jaxserve.execution.stage import Progress
 from jaxserve.iteration import Admission, Chunk, IterationPlan, SamplerVariant
 from jaxserve.replica import Replica
@@ -58,10 +59,13 @@ class Case:
     def tokens(self) -> int:
         return self.decodes + self.prompt
 
+    def lengths(self, steps: int) -> list[int]:
+        """Tokens that each row comes to hold in `steps` steps."""
+        return [self.context + steps + 1] * self.decodes + [self.prompt] * (self.prompt > 0)
+
     def slots(self, steps: int) -> int:
         """Slots that `steps` steps come to use, rounded up to whole blocks of any size up to the largest."""
-        held = [self.context + steps + 1] * self.decodes + [self.prompt] * (self.prompt > 0)
-        return sum(-(-length // LARGEST_BLOCK) * LARGEST_BLOCK for length in held)
+        return sum(-(-length // LARGEST_BLOCK) * LARGEST_BLOCK for length in self.lengths(steps))
 
 
 CASES = (
@@ -174,7 +178,7 @@ def make_plan(case: Case, index: int, steps: int, block_size: int, vocab_size: i
     The first plan admits every row, with all blocks it will ever need. The keys of the context are whatever the pool
     holds there: their values cost nothing.
     """
-    lengths = [case.context + steps + 1] * case.decodes + [case.prompt] * (case.prompt > 0)
+    lengths = case.lengths(steps)
     admissions, block = [], 0
     if index == 0:
         rng = np.random.default_rng(0)
@@ -215,7 +219,15 @@ def run(
     out: Path,
     console: Console,
 ) -> int:
-    """`jaxserve bench step`: times every case in every dtype, prints a table and writes JSON."""
+    """`jaxserve bench step`: times every case in every dtype, prints a table and writes JSON. Cases longer than a
+    request may be are left out."""
+    most = max_context(config, shapes.config_of(model))
+    too_long = [case for case in cases if max(case.lengths(WARM_UP + steps)) > most]
+    if len(too_long) == len(cases):
+        raise ValueError(f"every case is longer than the {most:,} tokens that a request may have here")
+    for case in too_long:
+        console.print(f"left out, since a request may have {most:,} tokens here: {case.name}", highlight=False)
+    cases = [case for case in cases if case not in too_long]
     table = Table(title=f"{model}: ms a step (median, p95)", title_justify="left")
     table.add_column("case")
     columns, memories = [], {}

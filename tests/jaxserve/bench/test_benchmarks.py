@@ -20,13 +20,12 @@ from server import flags
 CONFIG = EngineConfig(dtype="float32", max_rows=3, buckets=(3, 8), max_context=128, slots=768, scoring=False)
 
 
-def bench(*arguments: str) -> int:
-    """Runs `jaxserve bench ARGUMENTS`, with the shared configuration; compiled programs are kept for the test run."""
+def bench(command: str, *arguments: str) -> int:
+    """Runs `jaxserve bench COMMAND ARGUMENTS`, with the shared configuration; compiled programs are kept."""
     config = dataclasses.replace(CONFIG, compilation_cache=jax.config.jax_compilation_cache_dir)
-    arguments += tuple(serve.engine_flags(config))
     parser = argparse.ArgumentParser()
     cli.add_arguments(parser, flags.add_engine_flags, flags.engine_config)
-    return cli.run(parser.parse_args(arguments))
+    return cli.run(parser.parse_args([command, *serve.engine_flags(config), *arguments]))
 
 
 def run_alone(benchmark: str, *arguments: str) -> int:
@@ -159,6 +158,16 @@ def test_steps_are_timed(tmp_path):
     result = json.loads((tmp_path / "step.json").read_text())
     assert [len(entry["milliseconds"]) for entry in result["steps"]["float32"]] == [3, 3, 3]
     assert result["memory"]["float32"]["pool"] > 0
+
+
+def test_cases_longer_than_a_request_may_be_are_left_out(tmp_path, capsys):
+    limits = ("--dtypes", "float32", "--max-context", "15", "--out", str(tmp_path))
+    assert bench("step", "--quick", *limits) == 0
+    (timed,) = json.loads((tmp_path / "step.json").read_text())["steps"].values()
+    assert [entry["case"]["prompt"] for entry in timed] == [8]
+    assert "a request may have 15 tokens here: decode 3 rows at 10" in capsys.readouterr().out
+    assert bench("step", "--quick", *limits, "--max-context", "4") == 2
+    assert "every case is longer than the 4 tokens" in capsys.readouterr().err
 
 
 def test_what_a_second_host_adds_is_measured(tmp_path):
