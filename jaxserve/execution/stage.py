@@ -109,7 +109,9 @@ class StageRunner:
             jobs += [partial(self._compile, self._head, count, programs.lower_head, count) for count in heads]
             if programs.shape.scoring:
                 jobs += [partial(self._compile, self._score, b, programs.lower_score, b) for b in self.buckets]
-            keys = [(points, variant) for points in counts for variant in SamplerVariant]
+            keys = [
+                (points, variant) for points in counts for variant in SamplerVariant if variant is _chosen_by(variant)
+            ]
             jobs += [partial(self._compile, self._choose, key, programs.lower_choose, *key) for key in keys]
             for points in counts:
                 everything = np.full((points, programs.mask_words), 0xFFFFFFFF, np.uint32)
@@ -195,10 +197,10 @@ class StageRunner:
         if plan.sampler is not None:
             points = points_for(plan, self._counts)
             logits = self._head[points](ends(self.params), out.last)
-            masks = ()
-            if plan.sampler is SamplerVariant.CONSTRAINED:
+            variant, masks = _chosen_by(plan.sampler), ()
+            if variant is SamplerVariant.CONSTRAINED:
                 masks = (self._all_allowed[points] if allowed is None else allowed,)
-            choose = self._choose[points, plan.sampler]
+            choose = self._choose[points, variant]
             history, chosen, top = choose(logits, self._state.sampling, self._state.history, out.points, *masks)
             self._state = self._state._replace(history=history)
         launched = Launched(chosen, top, scores)
@@ -230,6 +232,12 @@ def wait(launched: Launched) -> IterationResult:
         score_top_ids=score_top_ids,
         score_top_logprobs=score_top_logprobs,
     )
+
+
+def _chosen_by(variant: SamplerVariant) -> SamplerVariant:
+    """Whose program chooses for a variant. That of CONSTRAINED, with everything allowed, does for FULL too: it takes 1
+    to 5% longer, and a compiled program holds 16 MB on a CPU."""
+    return SamplerVariant.CONSTRAINED if variant is SamplerVariant.FULL else variant
 
 
 def _placed(values: Any, wanted: jax.ShapeDtypeStruct | Quantized) -> jax.Array | Quantized:
