@@ -169,7 +169,7 @@ def test_scoring_and_choosing_gather_no_weights() -> None:
     for shape, _ in collectives(stage.lower_score(12).compile()):
         assert "20000" not in shape
         assert "10000" not in shape
-    assert not collectives(stage.lower_choose(4, SamplerVariant.FULL).compile())
+    assert not collectives(stage.lower_choose(4, SamplerVariant.CONSTRAINED).compile())
 
 
 def test_a_stage_holds_its_layers_and_no_more(six) -> None:
