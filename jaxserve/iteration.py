@@ -13,7 +13,7 @@ from jaxserve.request import SamplingParams
 
 
 class SamplerVariant(enum.IntEnum):
-    """Which compiled sampler a plan needs: the most demanding of its sampling rows decides."""
+    """What a plan needs of the sampler: the most demanding of its sampling rows decides."""
 
     PLAIN = 0  # greedy rows and temperature alone
     TRUNCATED = 1  # some row has top_k, top_p or min_p
