@@ -370,7 +370,7 @@ def work(coordinator: str, rows: int, link: _Link | None) -> None:
     membership.join()
     pipeline = Pipeline(_stages(rows, (1,), link), [Unconnected()] * _STAGES)
     membership.agree("ready", 1)
-    membership.follow(pipeline, _BLOCKS, answers=True)
+    membership.follow(pipeline, _BLOCKS, stages=(1,), answers=True)
 
 
 if __name__ == "__main__":

@@ -131,6 +131,7 @@ class Group:
     def place(self, stages: dict[int, tuple[int, ...]]) -> None:
         """Which stages each host runs. One host of the last stage answers: the master if it is of it."""
         self._stages = stages
+        self.progress.first = min(stages[0])
         last = max(max(each, default=0) for each in stages.values())
         choosing = [host for host, each in stages.items() if last in each]
         self._answering = min(choosing)
@@ -409,10 +410,11 @@ class Group:
                 self._tell(f"host {member.host}: {member.step}")
             case "failed":
                 failed = message.failed
+                stages = self._stages.get(member.host, ()) if failed.launching else (failed.stage,)
                 problem = Problem(
                     rank=Rank.THREW if failed.launching else Rank.DEVICE,
                     hosts=(member.host,),
-                    stages=() if member.step is not None else (failed.stage,),
+                    stages=() if member.step is not None else stages,
                     sequence=None if member.step is not None else failed.sequence,
                     step=member.step,
                     cause=failed.cause,

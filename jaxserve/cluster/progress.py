@@ -28,13 +28,18 @@ class Progress:
 
     Args:
       clock: monotonic seconds; what clocks on walls say changes nothing.
+
+    Attributes:
+      first: stage that is here: where an iteration is until it is waited for in another one.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
         self._under_way: deque[int] = deque()
-        self._stage, self._since = 0, 0.0
+        self.first = 0
+        self._stage: int | None = None  # that is waited for, of the oldest
+        self._since = 0.0
 
     def __len__(self) -> int:
         return len(self._under_way)
@@ -54,14 +59,15 @@ class Progress:
         """The oldest is done."""
         with self._lock:
             self._under_way.popleft()
-            self._since = self._clock()
+            self._stage, self._since = None, self._clock()
 
     def waiting(self) -> Waiting | None:
         """What is waited for, if anything is."""
         with self._lock:
             if not self._under_way:
                 return None
-            return Waiting(self._under_way[0], self._stage, self._clock() - self._since)
+            stage = self.first if self._stage is None else self._stage
+            return Waiting(self._under_way[0], stage, self._clock() - self._since)
 
 
 class Waiter:

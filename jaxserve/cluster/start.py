@@ -166,12 +166,13 @@ def follow(
             _log.exception("this host cannot start")
         membership.fail(f"{type(problem).__name__}: {problem}")
         raise
+    here = places[cluster.host]
     answers = cluster.host == min(host for host, each in places.items() if last in each)
     recorder = texts = None
-    if last in places[cluster.host]:
+    if last in here:
         recorder, texts = _recorder(path, config, cluster, prepared), _texts(path, pipeline)
         membership.on_failure = lambda reason: write_record(recorder, reason, tell)
-    membership.follow(pipeline, prepared.n_blocks, answers=answers, recorder=recorder, texts=texts)
+    membership.follow(pipeline, prepared.n_blocks, stages=here, answers=answers, recorder=recorder, texts=texts)
     distributed.leave()
 
 

@@ -102,6 +102,7 @@ class Membership:
         pipeline: Pipeline,
         n_blocks: int,
         *,
+        stages: Sequence[int],
         answers: bool,
         recorder: FlightRecorder | None = None,
         texts: HostTexts | None = None,
@@ -110,11 +111,12 @@ class Membership:
 
         Args:
           n_blocks: of the pool.
+          stages: that are here.
           answers: whether the master takes the results from this host.
           recorder: of a host of the last stage, which has the answers.
           texts: likewise, where texts may be held to grammars.
         """
-        self._texts = texts
+        self._texts, self.progress.first = texts, min(stages)
 
         def done(plan: IterationPlan, result: IterationResult | None) -> None:
             if answers:
@@ -131,7 +133,7 @@ class Membership:
                 recorder.landed(result)
 
         def failed(sequence: int, stage: int, problem: Exception) -> None:
-            self.fail(f"its device failed: {problem}", sequence=sequence, stage=stage, launching=False)
+            self.fail(f"its device failed: {problem}", sequence=sequence, stage=stage)
 
         waiter, expected, sequence = Waiter(self.progress, done=done, failed=failed), 0, 0
         most = 2 * (len(pipeline.stages) + 1)  # the master has half as many; some may be done here and not noted yet
@@ -163,16 +165,23 @@ class Membership:
                 waiter.put(pipeline.enqueue(plan, packed, message.feeds, allowed))
         except Exception as problem:
             _log.exception("iteration %d cannot be launched", sequence)
-            self.fail(f"{type(problem).__name__}: {problem}", sequence=sequence, launching=True)
+            self.fail(f"{type(problem).__name__}: {problem}", sequence=sequence)
         waiter.close()
         self._watchdog.stop()
         self._out.put(None)
 
-    def fail(self, cause: str, *, sequence: int = 0, stage: int = 0, launching: bool = True) -> None:
-        """Says what has gone wrong here, and ends the process."""
+    def fail(self, cause: str, *, sequence: int = 0, stage: int | None = None) -> None:
+        """Says what has gone wrong here, and ends the process.
+
+        Args:
+          stage: whose device failed; None where this host's own work threw.
+        """
         cause = cause.splitlines()[0][:1000]
-        self._out.put(pb.FromWorker(failed=pb.Failed(sequence=sequence, stage=stage, launching=launching, cause=cause)))
-        where = f"iteration {sequence}, stage {stage}" if self._serving else self._step
+        failed = pb.Failed(sequence=sequence, stage=stage, launching=stage is None, cause=cause)
+        self._out.put(pb.FromWorker(failed=failed))
+        where = self._step
+        if self._serving:
+            where = f"iteration {sequence}" if stage is None else f"iteration {sequence}, stage {stage}"
         time.sleep(_FLUSH)  # and should host 0 be found lost meanwhile, then its end was the cause
         self._finish(ExitCode.BROKEN, f"host {self._cluster.host} ({where}): {cause}")
 

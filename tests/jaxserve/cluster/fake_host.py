@@ -185,7 +185,8 @@ def follow(told: dict, cluster: ClusterConfig, facts: list[tuple[str, str]]) -> 
     answers = told["host"] == min(host for host, each in places(told).items() if last in each)
     recorder = FlightRecorder(pb.Recording(settings="{}"), BLOCK, seconds=60.0, folder=cluster.record_folder)
     membership.on_failure = lambda reason: tell({"record": str(recorder.write(reason))})
-    membership.follow(pipeline, BLOCKS, answers=answers, recorder=recorder if answers else None)
+    here = places(told)[told["host"]]
+    membership.follow(pipeline, BLOCKS, stages=here, answers=answers, recorder=recorder if answers else None)
 
 
 def main(told: dict) -> int:

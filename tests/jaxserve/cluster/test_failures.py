@@ -84,7 +84,7 @@ def test_a_worker_whose_own_work_throws(tmp_path) -> None:
     told = [{"stages": 2, "deadline": DEADLINE, "tokens": 10}, {"stages": 2, "fault": "throw", "at": 30}]
     with group(FAKE, told, tmp_path) as hosts:
         serving(hosts)
-        check_told(hosts, time.monotonic(), "host 1", "iteration 30", "RuntimeError: no such program")
+        check_told(hosts, time.monotonic(), "host 1, stage 1", "iteration 30", "RuntimeError: no such program")
         assert codes(hosts) == [ExitCode.LOST, ExitCode.BROKEN]
 
 
