@@ -17,6 +17,7 @@ from server.live import Live
 from server.proto.jaxserve.v1 import inference_pb2 as pb
 from server.request_log import RequestLog
 from tests.server.conftest import Served
+from tests.server.fake_engine import WAIT_SECONDS
 
 Serve = Callable[..., None]
 DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana" / "jaxserve.json"
@@ -105,7 +106,7 @@ def test_a_scraper_has_a_port_of_its_own(serve: Serve) -> None:
         try:
 
             def scrape() -> bytes:
-                with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20) as answer:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=WAIT_SECONDS) as answer:
                     return answer.read()
 
             assert samples(await asyncio.to_thread(scrape))["jaxserve_healthy", ""] == 1

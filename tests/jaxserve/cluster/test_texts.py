@@ -23,7 +23,7 @@ from tests.fixtures.tiny import VOCAB
 REGEX = read("grammar", CASES["regex"].given)
 WORDS = -(-VOCAB // 32)
 ROWS, TURN = 4, 12  # after so many iterations, other requests take the rows
-WAIT_SECONDS = 30.0
+WAIT_SECONDS = 120.0
 
 
 def grammars(elsewhere: Callable | None = None) -> Grammars:

@@ -20,7 +20,7 @@ from tests.fixtures.tiny import make_engine, opinionated
 from tests.fixtures.traffic import Answers, run, traffic
 
 TOKENIZER = printable_tokenizer()
-WAIT_SECONDS = 30.0
+WAIT_SECONDS = 120.0
 
 
 @pytest.fixture(scope="module")

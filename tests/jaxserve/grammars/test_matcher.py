@@ -20,7 +20,7 @@ from jaxserve.request import Grammar, InvalidRequest, QueueFull
 from jaxserve.tokenizer import Tokenizer
 from tests.fixtures.texts import CASES, is_json, printable_tokenizer
 
-WAIT_SECONDS = 30.0
+WAIT_SECONDS = 120.0
 DEMO_VOCAB, DEMO_EOS = 4096, 0
 
 
