@@ -90,8 +90,8 @@ def time_start(name: str, model: Path, config: EngineConfig) -> Start:
             lines.append(line.rstrip())
             if line.startswith(tuple(_STEPS)):
                 times.append(time.monotonic())
-            if len(times) == 1 + len(_STEPS):
-                process.send_signal(signal.SIGTERM)
+                if len(times) == 1 + len(_STEPS):  # once: a second one ends it before it has seen its engine end
+                    process.send_signal(signal.SIGTERM)
     _, status, used = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     if len(times) <= len(_STEPS):
