@@ -72,7 +72,7 @@ class Group:
         self._problems: list[Problem] = []
         self._stages: dict[int, tuple[int, ...]] = {}
         self.failure: HostFailed | None = None
-        self.progress = Progress()  # of the stages that are here
+        self.progress = Progress()  # of the stages that are here, stage 0 among them
         self._answers = Progress()  # of all of them
         self._results: queue.SimpleQueue[tuple[int, IterationResult] | None] = queue.SimpleQueue()  # None: no more
         self._answering = 0  # the host whose result counts
@@ -131,7 +131,6 @@ class Group:
     def place(self, stages: dict[int, tuple[int, ...]]) -> None:
         """Which stages each host runs. One host of the last stage answers: the master if it is of it."""
         self._stages = stages
-        self.progress.first = min(stages[0])
         last = max(max(each, default=0) for each in stages.values())
         choosing = [host for host, each in stages.items() if last in each]
         self._answering = min(choosing)

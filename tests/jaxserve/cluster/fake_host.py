@@ -95,6 +95,8 @@ class FakeStage:
         self._iterations += 1
         if fault == "throw":
             raise RuntimeError("no such program")
+        if fault == "stuck":
+            threading.Event().wait()
         time.sleep(0.001)
         output: Any = Output(fault)
         return Forward(NOTHING, NOTHING, NOTHING, output, NOTHING, NOTHING)

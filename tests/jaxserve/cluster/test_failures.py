@@ -61,10 +61,13 @@ def test_a_worker_that_is_stopped(tmp_path) -> None:
         assert hosts[1].code() in (ExitCode.LOST, ExitCode.OVERDUE)
 
 
-@pytest.mark.parametrize("wedged", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
-def test_a_host_that_is_wedged_in_a_kernel(tmp_path, wedged) -> None:
+@pytest.mark.parametrize(
+    ("wedged", "fault"),  # in a kernel, and before it is launched
+    [pytest.param(0, "wedge", marks=pytest.mark.exhaustive), (1, "wedge"), (1, "stuck")],
+)
+def test_a_host_that_is_wedged(tmp_path, wedged, fault) -> None:
     told = [{"stages": 2, "deadline": DEADLINE, "tokens": 10} for _ in range(2)]
-    told[wedged] |= {"fault": "wedge", "at": 30}
+    told[wedged] |= {"fault": fault, "at": 30}
     with group(FAKE, told, tmp_path) as hosts:
         serving(hosts)
         check_told(hosts, time.monotonic(), f"host {wedged}, stage {wedged}", "iteration 30", "not done within 2 s")
