@@ -81,10 +81,10 @@ lint: $(DEV_STAMP) ## ruff and pyright
 
 proto: $(DEV_STAMP) ## regenerate the gRPC code from its .proto
 	$(BIN)/python -m server.proto.generate
-	$(BIN)/python -m jaxserve.cluster.generate
+	$(BIN)/python -m jaxserve.multihost.generate
 
 demo-model: $(DEV_STAMP) ## train the demo model again
-	$(BIN)/python -m jaxserve.demo.train
+	$(BIN)/python -m examples.train_demo.train
 
 clean: ## remove the environment and build products
 	rm -rf $(VENV) $(TPU_VENV) $(GPU_VENV) $(SCHEMAS) build dist *.egg-info

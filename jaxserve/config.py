@@ -30,9 +30,8 @@ class EngineConfig:
         `grow` allocates as tokens come and preempts the latest arrival under pressure.
       buckets: compiled token counts, ascending; None measures a ladder at start.
       token_budget: most tokens one iteration may carry; None is the largest bucket.
-      target_tpot: seconds between a request's tokens to aim at, by a token budget that follows the load (see
-        `pacing.Pace`), below `token_budget`. None has prompts hold up those who decode by a measure of the device's own
-        (`pacing.DefaultPace`).
+      target_tpot: target seconds between a request's tokens. The token budget then follows the load, below
+        `token_budget` (see `policy.ObjectiveTokenBudget`). None: see `policy.DefaultTokenBudget`.
       prefix_cache: whether full blocks of finished prompts are reused.
       max_context: most tokens (prompt and generated) of one request; None is the model's own limit, or 2,048
         for a model without one.

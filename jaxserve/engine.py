@@ -14,21 +14,21 @@ from typing import Any, Self
 
 from jaxserve import startup
 from jaxserve.config import EngineConfig
-from jaxserve.execution.stage import Progress
 from jaxserve.generation import streaming
-from jaxserve.generation.beams import BeamParams
+from jaxserve.generation.beam_search import BeamParams
 from jaxserve.generation.completion import Completion, Delta
 from jaxserve.generation.streaming import Prompt, Sink, Terms
-from jaxserve.grammars.matcher import Compiled, Grammars
+from jaxserve.loop import Replica
 from jaxserve.models.schema import ModelConfig
-from jaxserve.observe import IterationRecord, Load, total
-from jaxserve.replica import Replica
 from jaxserve.request import InvalidRequest, QueueFull, Request
-from jaxserve.scheduling import routing
-from jaxserve.scheduling.limits import Limits, check_queue
-from jaxserve.scheduling.request_state import lease_of
+from jaxserve.runner.stage import Progress
+from jaxserve.scheduler import routing
+from jaxserve.scheduler.limits import Limits, check_queue
+from jaxserve.scheduler.state import allocation_of
+from jaxserve.stats import IterationRecord, Load, total
+from jaxserve.structured_output.matcher import Compiled, Grammars
+from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.timeline import Timeline
-from jaxserve.tokenizer import Tokenizer
 
 
 class Engine:
@@ -57,7 +57,7 @@ class Engine:
             has_tokenizer=tokenizer is not None,
         )
         self._replicas = started.replicas
-        self._door = threading.Lock()
+        self._handler = threading.Lock()
         self._changing_weights = False
         # An engine that is dropped, as by a notebook's cell that is run again, takes its threads and memory with it.
         weakref.finalize(self, _end, self._replicas).atexit = False
@@ -152,7 +152,7 @@ class Engine:
         """
         self.check(request)
         grammar = self._compiled(request)
-        with self._door:
+        with self._handler:
             if any(replica.holds(request.request_id) for replica in self._replicas):
                 raise InvalidRequest("request_id", f"is {request.request_id!r}, which names a request that is alive")
             if self._changing_weights:
@@ -175,9 +175,9 @@ class Engine:
         if len(self._replicas) == 1:
             return self._replicas[0], 0
         serving = [replica for replica in self._replicas if replica.takes_requests] or self._replicas[:1]
-        lease = lease_of(request)
-        cached = [replica.scheduler.pool.cached_tokens(lease) for replica in serving]
-        chosen = routing.choose([replica.owed_tokens for replica in serving], cached)
+        allocation = allocation_of(request)
+        cached = [replica.scheduler.pool.cached_tokens(allocation) for replica in serving]
+        chosen = routing.choose([replica.outstanding_tokens for replica in serving], cached)
         return serving[chosen], cached[chosen]
 
     def check(self, request: Request) -> None:
@@ -212,7 +212,7 @@ class Engine:
             raise ValueError("weights are not replaced where several hosts share a model; start the hosts with others")
         expected = pipeline.model.unpadded.shapes(pipeline.shape.attention.dtype)
         startup.check_tree(expected, params, int8=self.config.quantize == "int8")
-        with self._door:
+        with self._handler:
             if self._changing_weights:
                 raise RuntimeError("the weights are being replaced by another call")
             if alive := sum(replica.num_alive for replica in self._replicas):
@@ -222,7 +222,7 @@ class Engine:
             for replica in self._replicas:
                 replica.replace_params(params)
         finally:
-            with self._door:
+            with self._handler:
                 self._changing_weights = False
 
     def load(self) -> Load:

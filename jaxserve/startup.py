@@ -15,20 +15,20 @@ import jax.numpy as jnp
 
 from jaxserve import models, weights
 from jaxserve.config import EngineConfig
-from jaxserve.execution import cache_folder, kv_cache, measure
-from jaxserve.execution.draft_model import DraftModel
-from jaxserve.execution.layout import bucket_sizes, lay_out
-from jaxserve.execution.lowering import StagePrograms
-from jaxserve.execution.parts import parts_of
-from jaxserve.execution.pipeline import Pipeline
-from jaxserve.execution.program_cache import ProgramCache
-from jaxserve.execution.stage import Progress, StageRunner
+from jaxserve.loop import Replica
 from jaxserve.models.schema import ModelConfig
-from jaxserve.replica import Replica
-from jaxserve.scheduling import buckets
-from jaxserve.scheduling.make_scheduler import make_scheduler
+from jaxserve.runner import cache_folder, kv_cache, measure
+from jaxserve.runner.draft_model import DraftModel
+from jaxserve.runner.layout import bucket_sizes, lay_out
+from jaxserve.runner.lowering import StagePrograms
+from jaxserve.runner.parts import parts_of
+from jaxserve.runner.pipeline import Pipeline
+from jaxserve.runner.program_cache import ProgramCache
+from jaxserve.runner.stage import Progress, StageRunner
+from jaxserve.scheduler import buckets
+from jaxserve.scheduler.factory import make_scheduler
 from jaxserve.startup_report import StartupReport
-from jaxserve.tokenizer import Tokenizer
+from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.weights import is_matrix
 from sharding import mesh, specs
 from sharding.fit import check_weights

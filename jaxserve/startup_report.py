@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jaxserve.scheduling.buckets import BucketCost
+from jaxserve.scheduler.buckets import BucketCost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

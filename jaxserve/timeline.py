@@ -13,8 +13,8 @@ from typing import NamedTuple, Self
 
 import jax
 
-from jaxserve.execution.pipeline import Pipeline
 from jaxserve.iteration import IterationPlan
+from jaxserve.runner.pipeline import Pipeline
 
 
 class Slice(NamedTuple):

@@ -4,7 +4,7 @@
 
 First comes what the ratios refer to: the bandwidth of a copy and the rate of a bfloat16 matmul, both measured. Every
 kernel is checked against the oracle before it is timed. Steps and the choice of tokens are the engine's
-(jaxserve.bench.floors), timed in a process of their own, before this one takes the device.
+(benchmarks.roofline), timed in a process of their own, before this one takes the device.
 """
 
 from __future__ import annotations
@@ -199,8 +199,8 @@ def checked(cases: Sequence[Case], backend: Backend) -> float:
 
 
 def engine_steps(small: bool) -> dict[str, Any]:
-    """What jaxserve.bench.floors measures, in a process of its own."""
-    command = [sys.executable, "-m", "jaxserve.bench.floors", *(["--small"] if small else [])]
+    """What benchmarks.roofline measures, in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.roofline", *(["--small"] if small else [])]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 

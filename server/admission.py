@@ -17,7 +17,7 @@ from server import errors
 from server.auth import Tenant
 
 if TYPE_CHECKING:
-    from jaxserve.observe import Load
+    from jaxserve.stats import Load
     from server.served_engine import ServedEngine
 
 _SAMPLE_SECONDS = 0.25  # at least, between looks at the engine's counters
@@ -41,9 +41,11 @@ class Ticket:
         self._stage = 0  # 0: not yet the engine's; 1: waits in the engine; 2: has begun, or was released
 
     def correct(self, tokens: int) -> None:
-        """Tells how many tokens the prompts really are. Raises Refusal if that makes them too late."""
+        """Tells how many tokens the prompts really are. Raises ApiError if that makes them too late."""
         if tokens / self._admission.prompt_rate > self._slack:
-            raise errors.Refusal(errors.Kind.TOO_LATE, f"{tokens} prompt tokens cannot be computed before the deadline")
+            raise errors.ApiError(
+                errors.Kind.TOO_LATE, f"{tokens} prompt tokens cannot be computed before the deadline"
+            )
         if self._stage == 0:
             self._admission.reserved_tokens += tokens - self.tokens
         if self._stage < 2:
@@ -145,7 +147,7 @@ class Admission:
           deadline: on the clock, or None.
 
         Raises:
-          Refusal: RATE_LIMITED, QUEUE_FULL or TOO_LATE, with what to wait for.
+          ApiError: RATE_LIMITED, QUEUE_FULL or TOO_LATE, with what to wait for.
         """
         load = self.sample()
         now = self._clock()
@@ -163,7 +165,7 @@ class Admission:
             own = self._decode_seconds * (new_tokens if exactly else min(new_tokens, self._mean_tokens))
             slack = deadline - now - wait - own  # the prompt's share is known when it has become tokens
             if slack < 0:
-                raise errors.Refusal(
+                raise errors.ApiError(
                     errors.Kind.TOO_LATE,
                     f"the deadline is in {max(0.0, deadline - now):.1f} s; waiting takes about {wait:.1f} s, and the "
                     f"answer {own:.1f} s",
@@ -174,7 +176,7 @@ class Admission:
         self.change(tenant, requests, prompt_tokens)
         return Ticket(self, tenant, requests, prompt_tokens, slack=slack, demoted=exceeds)
 
-    def full(self) -> errors.Refusal | None:
+    def full(self) -> errors.ApiError | None:
         """What any call is told while the queue takes none, whatever it asks for; None while it takes some."""
         load = self.sample()
         waiting, tokens = self._ahead(load)
@@ -224,7 +226,7 @@ class Admission:
         level = min(tenant.burst, level + (now - when) * tenant.rate)
         if level < min(requests, tenant.burst):
             self._rates[tenant.name] = now, level
-            raise errors.Refusal(
+            raise errors.ApiError(
                 errors.Kind.RATE_LIMITED,
                 f"{tenant.name} may make {tenant.rate:g} requests a second",
                 retry_after=(min(requests, tenant.burst) - level) / tenant.rate,
@@ -237,7 +239,7 @@ class Admission:
         free = max(0, self._max_rows - load.running)
         if ahead < free:
             return 0.0
-        owed = load.owed_tokens * self._used_share + self.reserved_tokens
+        owed = load.outstanding_tokens * self._used_share + self.reserved_tokens
         # Of the work before it, what the last rows do beside it is not waited for.
         return owed / max(self._tokens_per_second, 1e-3) * (ahead + 1) / (ahead + max(1, load.running))
 

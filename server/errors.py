@@ -22,7 +22,7 @@ class Kind(enum.Enum):
     FAILED = "failed"  # ours; the log explains it
 
 
-class Refusal(Exception):
+class ApiError(Exception):
     """A call that ends without an answer.
 
     Attributes:
@@ -39,21 +39,21 @@ class Refusal(Exception):
         self.retry_after = retry_after
 
 
-def invalid(field: str, message: str) -> Refusal:
+def invalid(field: str, message: str) -> ApiError:
     """A wrong field."""
-    return Refusal(Kind.INVALID, message, field=field)
+    return ApiError(Kind.INVALID, message, field=field)
 
 
-def queue_full(message: str, retry_after: float = RETRY_SECONDS) -> Refusal:
+def queue_full(message: str, retry_after: float = RETRY_SECONDS) -> ApiError:
     """Too much waits already."""
-    return Refusal(Kind.QUEUE_FULL, message, retry_after=retry_after)
+    return ApiError(Kind.QUEUE_FULL, message, retry_after=retry_after)
 
 
-def unavailable(message: str, retry_after: float | None = None) -> Refusal:
+def unavailable(message: str, retry_after: float | None = None) -> ApiError:
     """This server cannot serve now."""
-    return Refusal(Kind.UNAVAILABLE, message, retry_after=retry_after)
+    return ApiError(Kind.UNAVAILABLE, message, retry_after=retry_after)
 
 
-def failed(call_id: str) -> Refusal:
+def failed(call_id: str) -> ApiError:
     """A failure of ours, without its cause, which is none of the caller's business; the log has it under the id."""
-    return Refusal(Kind.FAILED, f"the request failed; the server's log explains it under {call_id}")
+    return ApiError(Kind.FAILED, f"the request failed; the server's log explains it under {call_id}")

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxserve.generation.completion import Completion
-    from jaxserve.observe import IterationRecord
-    from server.errors import Refusal
-    from server.generation import Life
+    from jaxserve.stats import IterationRecord
+    from server.call import RequestTiming
+    from server.errors import ApiError
     from server.served_engine import ServedEngine
 
 KEPT = 512  # iterations
@@ -26,7 +26,7 @@ _QUANTILES = (0.5, 0.95, 0.99)
 
 
 class Live:
-    """A ring of the engine's last iterations, and an observer (`server.generation.Observer`) of its requests.
+    """A ring of the engine's last iterations, and an observer (`server.call.Observer`) of its requests.
 
     Args:
       engine: its iterations are recorded from now on.
@@ -43,21 +43,21 @@ class Live:
     def _append(self, record: IterationRecord) -> None:
         self._ring.append((next(self._numbers), record))
 
-    def started(self, life: Life) -> None:
+    def started(self, timing: RequestTiming) -> None:
         """The engine has taken a request; nothing is known of its latencies yet."""
 
-    def tokens(self, life: Life, count: int, gap: float | None) -> None:
+    def tokens(self, timing: RequestTiming, count: int, gap: float | None) -> None:
         """A request has got tokens: its first, or some after those of an earlier event."""
         now = time.monotonic()
         if gap is None:
-            self._latencies["first_token"].append((now, now - life.request.arrival))
+            self._latencies["first_token"].append((now, now - timing.request.arrival))
         else:
             self._latencies["gap"].append((now, gap))
 
-    def ended(self, life: Life, completion: Completion) -> None:
+    def ended(self, timing: RequestTiming, completion: Completion) -> None:
         """A request is over: its latencies are known."""
 
-    def refused(self, call_id: str, refusal: Refusal) -> None:
+    def refused(self, call_id: str, refusal: ApiError) -> None:
         """A call without an answer has no latencies."""
 
     def since(self, number: int) -> dict[str, Any]:

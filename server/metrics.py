@@ -13,11 +13,11 @@ from prometheus_client.samples import Sample
 
 from jaxserve.generation.completion import Completion
 from jaxserve.request import FinishReason
-from server.errors import Kind, Refusal
-from server.generation import Life
+from server.call import RequestTiming
+from server.errors import ApiError, Kind
 
 if TYPE_CHECKING:
-    from jaxserve.observe import IterationRecord
+    from jaxserve.stats import IterationRecord
     from server.served_engine import ServedEngine
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -32,7 +32,7 @@ _GAUGES = {
     "running": ("requests_running", "Requests in the batch.", "num_requests_running"),
     "waiting": ("requests_waiting", "Requests in the queue.", "num_requests_waiting"),
     "waiting_tokens": ("waiting_tokens", "Prompt tokens of the requests in the queue.", None),
-    "owed_tokens": ("owed_tokens", "Tokens that live requests may still have computed.", None),
+    "outstanding_tokens": ("owed_tokens", "Tokens that live requests may still have computed.", None),
     "slots_used": ("slots_used", "Slots that requests hold.", None),
     "slots_cached": ("slots_cached", "Slots that hold prefixes nobody uses now.", None),
     "slots_total": ("slots_total", "Slots there are.", None),
@@ -109,25 +109,29 @@ class Metrics:
 
     # As a door's observer
 
-    def started(self, life: Life) -> None:
-        self._prompt.observe(len(life.request.prompt))
+    def started(self, timing: RequestTiming) -> None:
+        self._prompt.observe(len(timing.request.prompt))
 
-    def tokens(self, life: Life, count: int, gap: float | None) -> None:
+    def tokens(self, timing: RequestTiming, count: int, gap: float | None) -> None:
         if gap is None:
-            assert life.first_token is not None
-            self._time_to_first_token.observe(life.first_token - life.call.arrival)
-            if life.began is not None:
-                self._queue.observe(life.began - life.call.arrival)
+            assert timing.first_token is not None
+            self._time_to_first_token.observe(timing.first_token - timing.call.arrival)
+            if timing.began is not None:
+                self._queue.observe(timing.began - timing.call.arrival)
         else:
             self._inter_token.observe(gap / count)
 
-    def ended(self, life: Life, completion: Completion) -> None:
+    def ended(self, timing: RequestTiming, completion: Completion) -> None:
         self._ended[completion.finish_reason] += 1
         self._generated.observe(len(completion.token_ids))
-        if completion.finish_reason is not None and completion.finish_reason.is_answer and life.last_token is not None:
-            self._end_to_end.observe(life.last_token - life.call.arrival)
+        if (
+            completion.finish_reason is not None
+            and completion.finish_reason.is_answer
+            and timing.last_token is not None
+        ):
+            self._end_to_end.observe(timing.last_token - timing.call.arrival)
 
-    def refused(self, call_id: str, refusal: Refusal) -> None:
+    def refused(self, call_id: str, refusal: ApiError) -> None:
         self._refusals[refusal.kind] += 1
 
     # To be read

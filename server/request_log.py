@@ -11,11 +11,11 @@ from datetime import UTC, datetime
 from typing import IO, TYPE_CHECKING, Any
 
 from jaxserve.generation.completion import Completion
-from server.errors import Refusal
-from server.generation import Life
+from server.call import RequestTiming
+from server.errors import ApiError
 
 if TYPE_CHECKING:
-    from jaxserve.tokenizer import Tokenizer
+    from jaxserve.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 
@@ -37,14 +37,14 @@ class RequestLog:
         self._tokenizer, self._prompts = tokenizer, prompts
         self._failed = False
 
-    def started(self, life: Life) -> None:
+    def started(self, timing: RequestTiming) -> None:
         pass
 
-    def tokens(self, life: Life, count: int, gap: float | None) -> None:
+    def tokens(self, timing: RequestTiming, count: int, gap: float | None) -> None:
         pass
 
-    def ended(self, life: Life, completion: Completion) -> None:
-        call, sampling = life.call, life.request.sampling
+    def ended(self, timing: RequestTiming, completion: Completion) -> None:
+        call, sampling = timing.call, timing.request.sampling
         line: dict[str, Any] = {
             "id": call.id,
             "protocol": call.protocol,
@@ -54,19 +54,19 @@ class RequestLog:
             "completion_tokens": len(completion.token_ids),
             "max_tokens": sampling.max_tokens,
             "temperature": sampling.temperature,
-            "queue_seconds": _since(call.arrival, life.began),
-            "first_token_seconds": _since(call.arrival, life.first_token),
+            "queue_seconds": _since(call.arrival, timing.began),
+            "first_token_seconds": _since(call.arrival, timing.first_token),
             "seconds": _since(call.arrival, time.monotonic()),
         }
         if call.tenant.name:
             line["tenant"] = call.tenant.name
         if self._prompts:
-            prompt = life.request.prompt
+            prompt = timing.request.prompt
             line["prompt"] = self._tokenizer.decode(prompt) if self._tokenizer is not None else prompt
             line["completion"] = completion.text if self._tokenizer is not None else completion.token_ids
         self._write(line)
 
-    def refused(self, call_id: str, refusal: Refusal) -> None:
+    def refused(self, call_id: str, refusal: ApiError) -> None:
         self._write({"id": call_id, "refused": refusal.kind.value, "message": str(refusal)})
 
     def close(self) -> None:

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from jaxserve.config import EngineConfig
-    from jaxserve.grammars.matcher import Grammars
-    from jaxserve.observe import IterationRecord, Load
     from jaxserve.request import Request, TokenEvent
     from jaxserve.startup_report import StartupReport
-    from jaxserve.tokenizer import Tokenizer
+    from jaxserve.stats import IterationRecord, Load
+    from jaxserve.structured_output.matcher import Grammars
+    from jaxserve.text.tokenizer import Tokenizer
 
     Sink = Callable[[list[TokenEvent]], None]
 
@@ -32,7 +32,9 @@ class Vocabulary(Protocol):
 
 
 class ServedEngine(Protocol):
-    """An engine as its front door sees it: `jaxserve.engine.Engine`, or `server.remote.remote_engine.RemoteEngine`.
+    """What the request handler uses of an engine.
+
+    Both `jaxserve.engine.Engine` and `server.engine_process.remote_engine.RemoteEngine` have it.
 
     `report`, `model_config`, `max_context`, `grammars` and `check` raise NotReady before the engine has once been
     ready; nothing else does.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 
 from jaxserve.generation.completion import Completion
-from server.errors import Refusal
-from server.generation import Life
+from server.call import RequestTiming
+from server.errors import ApiError
 
 
 class Tracing:
@@ -34,30 +34,30 @@ class Tracing:
         self._model = model
         self._epoch = time.time_ns() - time.monotonic_ns()  # from monotonic time to the world's
 
-    def started(self, life: Life) -> None:
+    def started(self, timing: RequestTiming) -> None:
         pass
 
-    def tokens(self, life: Life, count: int, gap: float | None) -> None:
+    def tokens(self, timing: RequestTiming, count: int, gap: float | None) -> None:
         pass
 
-    def ended(self, life: Life, completion: Completion) -> None:
+    def ended(self, timing: RequestTiming, completion: Completion) -> None:
         end, reason = time.monotonic(), completion.finish_reason
         attributes = {
             "gen_ai.request.model": self._model,
-            "gen_ai.request.max_tokens": life.request.sampling.max_tokens,
+            "gen_ai.request.max_tokens": timing.request.sampling.max_tokens,
             "gen_ai.usage.input_tokens": completion.prompt_tokens,
             "gen_ai.usage.output_tokens": len(completion.token_ids),
             "gen_ai.response.finish_reasons": [reason.value if reason is not None else "cut short"],
-            "jaxserve.request_id": life.call.id,
-            "jaxserve.protocol": life.call.protocol,
+            "jaxserve.request_id": timing.call.id,
+            "jaxserve.protocol": timing.call.protocol,
             "jaxserve.cached_tokens": completion.cached_tokens,
         }
-        start = life.call.arrival
+        start = timing.call.arrival
         whole = self._tracer.start_span("generate", start_time=self._at(start), attributes=attributes)
         parts = (
-            ("queue", start, life.began or end),
-            ("prefill", life.began, life.first_token or end),
-            ("decode", life.first_token, end),
+            ("queue", start, timing.began or end),
+            ("prefill", timing.began, timing.first_token or end),
+            ("decode", timing.first_token, end),
         )
         for name, begin, until in parts:
             if begin is not None:
@@ -65,7 +65,7 @@ class Tracing:
                 part.end(self._at(until))
         whole.end(self._at(end))
 
-    def refused(self, call_id: str, refusal: Refusal) -> None:
+    def refused(self, call_id: str, refusal: ApiError) -> None:
         pass
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ import jax
 import pytest
 from jaxtyping import install_import_hook
 
-from jaxserve.execution import cache_folder
+from jaxserve.runner import cache_folder
 
 jax.config.update("jax_num_cpu_devices", 8)
 
@@ -17,7 +17,7 @@ SHAPE_CHECKED = (
     "jaxserve.sampling.sampler",
     "jaxserve.sampling.selection",
     "jaxserve.sampling.scoring",
-    "jaxserve.execution.batch",
+    "jaxserve.runner.batch",
     "pallas_kernels.tpu",
     "pallas_kernels.xla",
     "pallas_kernels.cpu",

@@ -1,5 +1,5 @@
-"""Imports run one way: server -> jaxserve -> {sharding, pallas_kernels}, and between the rooms of jaxserve; those that
-decide, rather than compute, need no jax."""
+"""Imports run one way: server -> jaxserve -> {sharding, pallas_kernels}, and down the layers of jaxserve. The packages
+that decide rather than compute import no jax."""
 
 import ast
 import re
@@ -9,21 +9,20 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("jaxserve", "sharding", "pallas_kernels", "server")
-# The rooms of jaxserve, files and folders, a storey a line: each imports from the storeys below it only.
-ROOMS = """
-  chat_template config models request traffic
-  iteration tokenizer weights
-  grammars observe sampling scheduling
-  demo execution generation startup_report
-  plan replica timeline
+# Files and folders of jaxserve, a layer a line: each imports from the layers above its own line only.
+LAYERS = """
+  config demo models request text
+  iteration weights
+  sampling scheduler stats structured_output
+  generation runner startup_report
+  loop plan timeline
   simulate startup
-  cluster engine
-  bench
+  multihost engine
 """
-STOREY = {room: storey for storey, line in enumerate(ROOMS.strip().splitlines()) for room in line.split()}
-HOST_ONLY = ("config", "request", "iteration", "observe", "scheduling", "grammars", "traffic")
+LAYER = {name: number for number, line in enumerate(LAYERS.strip().splitlines()) for name in line.split()}
+HOST_ONLY = ("config", "request", "iteration", "stats", "scheduler", "structured_output", "simulate.workload")
 ALLOWED = {
-    "server": {"server", "jaxserve", "sharding", "pallas_kernels"},
+    "server": {"server", "jaxserve", "sharding", "pallas_kernels", "benchmarks", "examples"},
     "jaxserve": {"jaxserve", "sharding", "pallas_kernels"},
     "sharding": {"sharding"},
     "pallas_kernels": {"pallas_kernels"},
@@ -43,21 +42,21 @@ def imported(path: Path) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_packages_import_one_way(path: Path) -> None:
-    package = path.relative_to(ROOT).parts[0]
-    ours = {name.split(".")[0] for name in imported(path)} & set(PACKAGES)
-    assert ours <= ALLOWED[package]
+def test_packages_import_one_way() -> None:
+    for path in FILES:
+        package = path.relative_to(ROOT).parts[0]
+        ours = {name.split(".")[0] for name in imported(path)} & {*PACKAGES, "benchmarks", "examples", "tests"}
+        assert ours <= ALLOWED[package], path
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_nothing_unpickles(path: Path) -> None:
-    """What is pickled runs code when it is read, and servers read what strangers write. Compiled programs are code in
-    any case, and read only from a folder that nobody else writes to."""
+def test_nothing_unpickles() -> None:
+    """Unpickling runs code, and servers read what strangers write. Compiled programs are code in any case; they are
+    read only from a folder that nobody else writes to."""
     unsafe = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
-    found = {name.split(".")[0] for name in imported(path)} & unsafe
-    assert found == ({"pickle"} if path.name == "program_cache.py" else set())
-    assert not re.search(r"allow_pickle\s*=\s*(?!False)", path.read_text())
+    for path in FILES:
+        found = {name.split(".")[0] for name in imported(path)} & unsafe
+        assert found == ({"pickle"} if path.name == "program_cache.py" else set()), path
+        assert not re.search(r"allow_pickle\s*=\s*(?!False)", path.read_text()), path
 
 
 def files(module: str) -> list[Path]:
@@ -68,37 +67,45 @@ def files(module: str) -> list[Path]:
     return [file for file in [path.with_suffix(".py")] if file.exists()]
 
 
-def room_of(path: Path) -> str:
+def module_file(module: str) -> list[Path]:
+    """The file of a module of jaxserve, or of a package's __init__."""
+    path = ROOT.joinpath(*module.split("."))
+    found = [path.with_suffix(".py"), path / "__init__.py"] if module.startswith("jaxserve.") else []
+    return [file for file in found if file.exists()]
+
+
+def name_of(path: Path) -> str:
+    """The file or folder of jaxserve that holds a file."""
     return path.relative_to(ROOT / "jaxserve").with_suffix("").parts[0]
 
 
-def rooms_used(path: Path) -> set[str]:
-    """The rooms of jaxserve that a file imports from."""
-    return {name.split(".")[1] for name in imported(path) if name.startswith("jaxserve.")} & STOREY.keys()
+def names_used(path: Path) -> set[str]:
+    """The files and folders of jaxserve that a file imports from."""
+    return {name.split(".")[1] for name in imported(path) if name.startswith("jaxserve.")} & LAYER.keys()
 
 
-def test_every_room_has_its_storey() -> None:
-    assert {room_of(path) for path in files("jaxserve")} - {"__init__"} == STOREY.keys()
+def test_every_package_has_its_layer() -> None:
+    assert {name_of(path) for path in files("jaxserve")} - {"__init__"} == LAYER.keys()
 
 
-@pytest.mark.parametrize("path", files("jaxserve"), ids=lambda path: str(path.relative_to(ROOT)))
-def test_rooms_import_from_below(path: Path) -> None:
-    room = room_of(path)
-    storey = STOREY.get(room, len(STOREY))  # the package itself names what is above all
-    assert {used for used in rooms_used(path) - {room} if STOREY[used] >= storey} == set()
+def test_layers_import_from_below() -> None:
+    for path in files("jaxserve"):
+        name = name_of(path)
+        layer = LAYER.get(name, len(LAYER))  # jaxserve/__init__.py names what is in every layer
+        assert {used for used in names_used(path) - {name} if LAYER[used] >= layer} == set(), path
 
 
-def test_what_decides_needs_no_jax() -> None:
-    """In a process that imports no more than these: schedulers run in simulations and front doors without devices."""
+def test_host_only_packages_need_no_jax() -> None:
+    """Schedulers run in simulations, and servers run in front of engine processes, without jax."""
     seen: set[Path] = set()
-    queue = [path for room in HOST_ONLY for path in files(f"jaxserve.{room}")]
+    queue = [path for name in HOST_ONLY for path in files(f"jaxserve.{name}")]
     while queue:
         if (path := queue.pop()) in seen:
             continue
         seen.add(path)
         names = imported(path)
         assert not {name for name in names if name.split(".")[0] in ("jax", "flax", "jaxlib")}, path
-        queue += [path for used in rooms_used(path) for path in files(f"jaxserve.{used}")]
+        queue += [file for name in names for module in (name, name.rpartition(".")[0]) for file in module_file(module)]
     assert len(seen) > len(HOST_ONLY)
 
 
@@ -121,10 +128,10 @@ def partition_specs(path: Path) -> list[int]:
     ]
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_only_resolve_makes_partition_specs(path: Path) -> None:
-    made = partition_specs(path)
-    assert len(made) == (path == ROOT / "sharding" / "spec.py"), f"{path} makes a PartitionSpec in lines {made}"
+def test_only_resolve_makes_partition_specs() -> None:
+    for path in FILES:
+        made = partition_specs(path)
+        assert len(made) == (path == ROOT / "sharding" / "spec.py"), f"{path} makes a PartitionSpec in lines {made}"
 
 
 @pytest.mark.parametrize(
@@ -137,7 +144,7 @@ def test_only_resolve_makes_partition_specs(path: Path) -> None:
         "import jax.sharding as s\ns.PartitionSpec()",
     ],
 )
-def test_a_partition_spec_is_found_under_any_name(tmp_path: Path, text: str) -> None:
+def test_partition_spec_is_found_under_any_name(tmp_path: Path, text: str) -> None:
     file = tmp_path / "file.py"
     file.write_text(text)
     assert partition_specs(file) == [2]

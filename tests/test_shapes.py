@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import pytest
 from jaxtyping import TypeCheckError
 
-from jaxserve.execution import batch
 from jaxserve.models import layers
+from jaxserve.runner import batch
 from jaxserve.sampling import sampler
 from tests.conftest import SHAPE_CHECKED
 

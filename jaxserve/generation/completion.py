@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from jaxserve.generation.parsing import parse_request as parse_request
 from jaxserve.request import Alternatives, FinishReason, InvalidRequest, Request, TokenEvent
-from jaxserve.tokenizer import Tokenizer
+from jaxserve.text.tokenizer import Tokenizer
 
 PromptLogprob = tuple[float, Alternatives | None]
 

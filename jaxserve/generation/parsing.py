@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxserve.generation import bad_words, chat
-from jaxserve.grammars import grammar
 from jaxserve.request import SAMPLING_FIELDS, InvalidRequest, Request, SamplingParams, shown
-from jaxserve.tokenizer import Tokenizer
+from jaxserve.structured_output import grammar
+from jaxserve.text.tokenizer import Tokenizer
 
 MAX_STOP_LENGTH = 1024  # characters of a stop string
 

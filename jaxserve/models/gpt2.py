@@ -58,7 +58,7 @@ TENSORS = {
     },
 }
 PREFIX = "transformer."
-# Masks that older versions of the library saved with each layer.
+# GrammarMasks that older versions of the library saved with each layer.
 NO_PARAMETERS = ("h.{i}.attn.bias", "h.{i}.attn.masked_bias")
 
 

@@ -70,7 +70,7 @@ TENSORS = {
     },
 }
 PREFIX = "gpt_neox."
-# Masks and frequencies that older versions of the library saved with each layer.
+# GrammarMasks and frequencies that older versions of the library saved with each layer.
 NO_PARAMETERS = (
     "layers.{i}.attention.bias",
     "layers.{i}.attention.masked_bias",

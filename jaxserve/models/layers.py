@@ -50,7 +50,7 @@ class Quantized(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Through:
+class NativeWeight:
     """A kernel, and the product that `project` takes in the place of XLA's."""
 
     kernel: Float[jax.Array, "out in"]
@@ -65,17 +65,17 @@ def through(weights: Any, product: NativeProduct) -> Any:
     """A tree of weights whose kernels and tables, but those in eight bits, are multiplied through a native product."""
 
     def wrap(leaf: Any) -> Any:
-        return leaf if isinstance(leaf, Quantized) or len(leaf.shape) < 2 else Through(leaf, product)
+        return leaf if isinstance(leaf, Quantized) or len(leaf.shape) < 2 else NativeWeight(leaf, product)
 
     return jax.tree.map(wrap, weights, is_leaf=lambda node: isinstance(node, Quantized))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Varying:
+class LoopedWeight:
     """The kernel of the layer that a loop is at. `project` branches to that layer's own, so that it is read where it
     lies; a slice of stacked kernels would be copied first."""
 
-    kernels: Sequence[Float[jax.Array, "out in"] | Quantized | Through]
+    kernels: Sequence[Float[jax.Array, "out in"] | Quantized | NativeWeight]
     layer: Int32[jax.Array, ""]
 
 
@@ -89,7 +89,7 @@ def varying(layers: Sequence[dict[str, Any]]) -> Callable[[jax.Array], dict[str,
 
     def weights(layer: jax.Array) -> dict[str, Any]:
         def pick(leaf: Any) -> Any:
-            return Varying(leaf, layer) if isinstance(leaf, tuple) else leaf[layer]
+            return LoopedWeight(leaf, layer) if isinstance(leaf, tuple) else leaf[layer]
 
         return jax.tree.map(pick, stacked, is_leaf=lambda node: isinstance(node, tuple))
 
@@ -98,7 +98,7 @@ def varying(layers: Sequence[dict[str, Any]]) -> Callable[[jax.Array], dict[str,
 
 def project(
     x: Float[jax.Array, "T in"],
-    kernel: Float[jax.Array, "out in"] | Quantized | Through | Varying,
+    kernel: Float[jax.Array, "out in"] | Quantized | NativeWeight | LoopedWeight,
     dtype: DTypeLike | None = None,
 ) -> Float32[jax.Array, "T out"]:
     """x times the kernel, summed in float32.
@@ -111,17 +111,19 @@ def project(
         added up; x's own if None.
     """
     dtype = x.dtype if dtype is None else dtype
-    if isinstance(kernel, Varying):
+    if isinstance(kernel, LoopedWeight):
         branches = [partial(_project_one, kernel=one, dtype=dtype, alone=True) for one in kernel.kernels]
         return jax.lax.switch(kernel.layer, branches, x)
     return _project_one(x, kernel, dtype, alone=False)
 
 
-def _project_one(x: jax.Array, kernel: jax.Array | Quantized | Through, dtype: DTypeLike, *, alone: bool) -> jax.Array:
+def _project_one(
+    x: jax.Array, kernel: jax.Array | Quantized | NativeWeight, dtype: DTypeLike, *, alone: bool
+) -> jax.Array:
     """Args:
     alone: whether the kernel is known to lie on one device.
     """
-    if isinstance(kernel, Through):
+    if isinstance(kernel, NativeWeight):
         product = kernel.product(x, kernel.kernel)
         if product is not None:
             return product
@@ -291,7 +293,9 @@ class NormedHead(nnx.Module):
         return self.norm(x)
 
 
-def head(x: Float[jax.Array, "S E"], table: Float[jax.Array, "V E"] | Quantized | Through) -> Float32[jax.Array, "S V"]:
+def head(
+    x: Float[jax.Array, "S E"], table: Float[jax.Array, "V E"] | Quantized | NativeWeight
+) -> Float32[jax.Array, "S V"]:
     """Logits."""
     return project(x, table, jnp.float32)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from jaxserve.execution import kv_cache
-from jaxserve.execution.lowering import StagePrograms
-from jaxserve.execution.parts import Part
 from jaxserve.plan.cost import Collective
+from jaxserve.runner import kv_cache
+from jaxserve.runner.lowering import StagePrograms
+from jaxserve.runner.parts import Part
 
 
 def predict(stage: StagePrograms, parts: Mapping[str, Part]) -> tuple[Collective, ...] | None:

@@ -12,11 +12,11 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 
-from jaxserve.execution import parts
-from jaxserve.execution.lowering import StagePrograms, temporaries
 from jaxserve.plan.predict import Plan
 from jaxserve.plan.targets import compiler_options, lowering
 from jaxserve.plan.whatif import WhatIf, programs
+from jaxserve.runner import parts
+from jaxserve.runner.lowering import StagePrograms, temporaries
 
 Progress = Callable[[str, int, int], None]
 

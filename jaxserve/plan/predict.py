@@ -9,12 +9,12 @@ from typing import Any
 
 import jax
 
-from jaxserve.execution import kv_cache
-from jaxserve.execution.lowering import StagePrograms
-from jaxserve.execution.parts import Part, grouped, parts_of
 from jaxserve.plan import collectives, cost
 from jaxserve.plan.cost import Collective, Seconds, StageLoad
 from jaxserve.plan.whatif import WhatIf, model_of, programs
+from jaxserve.runner import kv_cache
+from jaxserve.runner.lowering import StagePrograms
+from jaxserve.runner.parts import Part, grouped, parts_of
 from sharding.fit import check_weights
 
 REQUEST = 2048  # tokens of the requests that slots are counted in

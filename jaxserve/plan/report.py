@@ -10,11 +10,11 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from jaxserve.execution.parts import Part
 from jaxserve.plan import cost
 from jaxserve.plan.compiled import KINDS, CompiledStage, predicted_counts
 from jaxserve.plan.cost import Collective
 from jaxserve.plan.predict import REQUEST, Plan, StagePlan
+from jaxserve.runner.parts import Part
 from sharding.spec import ShardingSpec
 
 _STEPS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))

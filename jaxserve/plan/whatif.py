@@ -11,9 +11,9 @@ import jax.numpy as jnp
 
 from jaxserve import models
 from jaxserve.config import EngineConfig
-from jaxserve.execution.layout import bucket_sizes, lay_out, max_context
-from jaxserve.execution.lowering import StagePrograms
 from jaxserve.models.schema import ModelConfig
+from jaxserve.runner.layout import bucket_sizes, lay_out, max_context
+from jaxserve.runner.lowering import StagePrograms
 from sharding import mesh
 from sharding.devices import Topology
 from sharding.spec import ShardingSpec

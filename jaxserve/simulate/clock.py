@@ -11,12 +11,12 @@ import numpy as np
 
 from jaxserve.iteration import IterationPlan, IterationResult
 from jaxserve.request import InvalidRequest, Request, SamplingParams, TokenEvent
-from jaxserve.scheduling import routing
-from jaxserve.scheduling.request_state import lease_of
-from jaxserve.scheduling.routing import Owed
-from jaxserve.scheduling.scheduler import Scheduler
-from jaxserve.traffic.load import Workload
-from jaxserve.traffic.outcome import Outcome
+from jaxserve.scheduler import routing
+from jaxserve.scheduler.routing import OutstandingTokens
+from jaxserve.scheduler.scheduler import Scheduler
+from jaxserve.scheduler.state import allocation_of
+from jaxserve.simulate.outcome import Outcome
+from jaxserve.simulate.workload import Workload
 
 EOS = 1  # what the simulated device answers where a request ends before its limit
 
@@ -139,8 +139,8 @@ def serve(coming: Sequence[Arrival], replicas: Sequence[Replica]) -> list[Outcom
         if len(replicas) == 1:
             replicas[0].submit(request, arrival, outcome, 0)
             continue
-        lease = lease_of(request)
-        cached = [replica.scheduler.pool.cached_tokens(lease) for replica in replicas]
+        allocation = allocation_of(request)
+        cached = [replica.scheduler.pool.cached_tokens(allocation) for replica in replicas]
         chosen = routing.choose([replica.owed(arrival.time) for replica in replicas], cached)
         replicas[chosen].submit(request, arrival, outcome, cached[chosen])
     for replica in replicas:
@@ -154,11 +154,11 @@ class _Alive(NamedTuple):
 
     arrival: Arrival
     outcome: Outcome
-    owed: Owed
+    owed: OutstandingTokens
 
 
 class Replica:
-    """`jaxserve.replica.Replica` with a device that only says how long it takes. Tokens are 0, and EOS where a request
+    """`jaxserve.loop.Replica` with a device that only says how long it takes. Tokens are 0, and EOS where a request
     ends before its limit."""
 
     def __init__(
@@ -194,7 +194,7 @@ class Replica:
         """
         self._now = max(self._now, arrival.time)
         self._early = self._early or not request.sampling.ignore_eos
-        owed = Owed(len(request.prompt) - cached, request.sampling.max_tokens)
+        owed = OutstandingTokens(len(request.prompt) - cached, request.sampling.max_tokens)
         self._owed = self.owed(arrival.time) + owed.tokens
         self._alive[request.request_id] = _Alive(arrival, outcome, owed)
         self._mail.append(request)

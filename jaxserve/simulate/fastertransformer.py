@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from jaxserve.plan.cost import Work
 from jaxserve.simulate.clock import Arrival
+from jaxserve.simulate.outcome import Outcome
 from jaxserve.simulate.roofline import Roofline
-from jaxserve.traffic.outcome import Outcome
 
 
 def iterations(batch: Sequence[Arrival]) -> int:

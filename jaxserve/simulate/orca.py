@@ -12,14 +12,14 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxserve.plan.cost import Fit, ModelSizes, StageLoad, loads, work
-from jaxserve.scheduling.buckets import BucketCost, BucketLadder, default_sizes
-from jaxserve.scheduling.scheduler import Scheduler
-from jaxserve.scheduling.slots import SlotPool
+from jaxserve.scheduler.buckets import BucketCost, BucketLadder, default_sizes
+from jaxserve.scheduler.kv_blocks import SlotPool
+from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.simulate import clock, fastertransformer
+from jaxserve.simulate import workload as load
 from jaxserve.simulate.clock import Arrival, Device, Host
+from jaxserve.simulate.outcome import Outcome
 from jaxserve.simulate.roofline import Roofline
-from jaxserve.traffic import load
-from jaxserve.traffic.outcome import Outcome
 from sharding.devices import Topology, parse
 from sharding.stages import split
 

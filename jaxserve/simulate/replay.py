@@ -18,10 +18,10 @@ from rich.table import Table
 from jaxserve.plan.cost import FITS
 from jaxserve.plan.predict import Plan
 from jaxserve.simulate.clock import Arrival, arrivals
+from jaxserve.simulate.outcome import Distribution, Outcome
 from jaxserve.simulate.roofline import Roofline
 from jaxserve.simulate.system import Objective, Served, System, tpot
-from jaxserve.traffic.load import Workload
-from jaxserve.traffic.outcome import Distribution, Outcome
+from jaxserve.simulate.workload import Workload
 
 URGENT = 1  # priority of the requests that are served first
 _DASH = "-"

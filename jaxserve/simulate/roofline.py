@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from jaxserve.iteration import IterationPlan
 from jaxserve.plan.cost import Fit, Seconds, StageLoad, Work, stage_seconds, work
-from jaxserve.scheduling.buckets import BucketCost
+from jaxserve.scheduler.buckets import BucketCost
 from sharding.devices import Topology
 
 _CONTEXT = 128  # of the decodes that a bucket's cost is told for, as where buckets are measured

@@ -21,10 +21,10 @@ from jaxserve.plan.search import search
 from jaxserve.plan.whatif import WhatIf
 from jaxserve.simulate.clock import Arrival, arrivals
 from jaxserve.simulate.ladder import best_ladder
+from jaxserve.simulate.outcome import Distribution
 from jaxserve.simulate.replay import system_of
 from jaxserve.simulate.system import Objective, Served, System, tpot
-from jaxserve.traffic.load import Workload
-from jaxserve.traffic.outcome import Distribution
+from jaxserve.simulate.workload import Workload
 
 _ROWS = 256  # most that are tried
 _GRID = (1, 2, 4, 8, *range(16, 1025, 16))  # tokens of the buckets that a ladder is chosen from

@@ -10,12 +10,12 @@ import numpy as np
 
 from jaxserve.config import EngineConfig
 from jaxserve.iteration import IterationPlan
-from jaxserve.scheduling.buckets import BucketCost
-from jaxserve.scheduling.make_scheduler import make_scheduler
-from jaxserve.scheduling.scheduler import Scheduler
+from jaxserve.scheduler.buckets import BucketCost
+from jaxserve.scheduler.factory import make_scheduler
+from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.simulate import clock
 from jaxserve.simulate.clock import EOS, Arrival, Device, Host, StageSeconds
-from jaxserve.traffic.outcome import Outcome
+from jaxserve.simulate.outcome import Outcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

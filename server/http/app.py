@@ -12,21 +12,23 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from server.door import Door
-from server.errors import Kind, Refusal
-from server.http import kserve, openai, page, tgi
+from server.compat import kserve_http as kserve
+from server.compat import tgi
+from server.errors import ApiError, Kind
+from server.handler import RequestHandler
+from server.http import openai, page
+from server.http.call import Endpoint, HttpCall
 from server.http.chat import Chats
-from server.http.exchange import Endpoint, Exchange
 from server.http.schemas import DetokenizeBody, TokenizeBody
 from server.live import Live
 from server.metrics import CONTENT_TYPE, Metrics
 
 OPEN_CALLS = (("GET", "/health"), ("GET", "/"))  # that take no API key
 
-Handler = Callable[[Exchange], Awaitable[None]]
+Handler = Callable[[HttpCall], Awaitable[None]]
 
 
-def make_app(door: Door, metrics: Metrics, live: Live, *, name: str, version: str) -> Starlette:
+def make_app(handler: RequestHandler, metrics: Metrics, live: Live, *, name: str, version: str) -> Starlette:
     """The ASGI application of one model.
 
     Args:
@@ -37,20 +39,20 @@ def make_app(door: Door, metrics: Metrics, live: Live, *, name: str, version: st
     """
 
     def route(method: str, path: str, handle: Handler, *, queued: bool = False) -> Route:
-        return Route(path, Endpoint(door, handle, openai.error_of, queued=queued), methods=[method])
+        return Route(path, Endpoint(handler, handle, openai.error_of, queued=queued), methods=[method])
 
     def tgi_route(path: str, *, streams: bool | None) -> Route:
-        endpoint = Endpoint(door, tgi.Generate(door, streams=streams), tgi.error_of, tgi.STATUSES, queued=True)
+        endpoint = Endpoint(handler, tgi.Generate(handler, streams=streams), tgi.error_of, tgi.STATUSES, queued=True)
         return Route(path, endpoint, methods=["POST"])
 
     async def scrape(_: Request) -> Response:
         return Response(metrics.text(), media_type=CONTENT_TYPE)
 
-    about = _About(door, name, version)
+    about = _About(handler, name, version)
     app = Starlette(
         routes=[
-            route("POST", "/v1/completions", openai.Completions(door, name), queued=True),
-            route("POST", "/v1/chat/completions", Chats(door, name), queued=True),
+            route("POST", "/v1/completions", openai.Completions(handler, name), queued=True),
+            route("POST", "/v1/chat/completions", Chats(handler, name), queued=True),
             route("GET", "/v1/models", about.models),
             route("GET", "/v1/models/{name:path}", about.model),
             route("POST", "/tokenize", about.tokenize),
@@ -62,7 +64,7 @@ def make_app(door: Door, metrics: Metrics, live: Live, *, name: str, version: st
             tgi_route("/generate_stream", streams=True),
             tgi_route("/", streams=None),
             route("GET", "/info", about.info),
-            *kserve.routes(door, name, version),
+            *kserve.routes(handler, name, version),
             *page.routes(live, name),
         ],
         exception_handlers={HTTPException: _no_route},
@@ -82,8 +84,8 @@ async def _no_route(request: Request, problem: Exception) -> JSONResponse:
 class _About:
     """Calls that generate nothing."""
 
-    def __init__(self, door: Door, name: str, version: str) -> None:
-        self._door, self._name, self._version = door, name, version
+    def __init__(self, handler: RequestHandler, name: str, version: str) -> None:
+        self._handler, self._name, self._version = handler, name, version
         self._created = int(time.time())
 
     def _card(self) -> dict[str, Any]:
@@ -92,36 +94,36 @@ class _About:
             "object": "model",
             "created": self._created,
             "owned_by": "jaxserve",
-            "max_model_len": self._door.engine.max_context,
+            "max_model_len": self._handler.engine.max_context,
         }
 
-    async def models(self, exchange: Exchange) -> None:
+    async def models(self, exchange: HttpCall) -> None:
         await exchange.json({"object": "list", "data": [self._card()]})
 
-    async def model(self, exchange: Exchange) -> None:
+    async def model(self, exchange: HttpCall) -> None:
         asked = exchange.path_params["name"]
         if asked != self._name:
-            raise Refusal(Kind.NOT_FOUND, f"{asked[:100]!r} is not served here; {self._name!r} is", field="model")
+            raise ApiError(Kind.NOT_FOUND, f"{asked[:100]!r} is not served here; {self._name!r} is", field="model")
         await exchange.json(self._card())
 
-    async def tokenize(self, exchange: Exchange) -> None:
+    async def tokenize(self, exchange: HttpCall) -> None:
         body = await exchange.body(TokenizeBody)
         openai.check_model(body, self._name)
-        ids = await self._door.tokenize(body.prompt, special_tokens=body.add_special_tokens, field="prompt")
-        await exchange.json({"count": len(ids), "max_model_len": self._door.engine.max_context, "tokens": ids})
+        ids = await self._handler.tokenize(body.prompt, special_tokens=body.add_special_tokens, field="prompt")
+        await exchange.json({"count": len(ids), "max_model_len": self._handler.engine.max_context, "tokens": ids})
 
-    async def detokenize(self, exchange: Exchange) -> None:
+    async def detokenize(self, exchange: HttpCall) -> None:
         body = await exchange.body(DetokenizeBody)
         openai.check_model(body, self._name)
-        await exchange.json({"prompt": await self._door.detokenize(body.tokens, field="tokens")})
+        await exchange.json({"prompt": await self._handler.detokenize(body.tokens, field="tokens")})
 
-    async def health(self, exchange: Exchange) -> None:
-        if self._door.unwell is not None:
-            raise Refusal(Kind.UNAVAILABLE, self._door.unwell)
+    async def health(self, exchange: HttpCall) -> None:
+        if self._handler.unhealthy_reason is not None:
+            raise ApiError(Kind.UNAVAILABLE, self._handler.unhealthy_reason)
         await exchange.json({"status": "ok"})
 
-    async def version(self, exchange: Exchange) -> None:
+    async def version(self, exchange: HttpCall) -> None:
         await exchange.json({"version": self._version})
 
-    async def info(self, exchange: Exchange) -> None:
-        await exchange.json(tgi.info(self._door, self._name, self._version))
+    async def info(self, exchange: HttpCall) -> None:
+        await exchange.json(tgi.info(self._handler, self._name, self._version))

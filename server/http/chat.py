@@ -6,10 +6,10 @@ from typing import Any
 
 from jaxserve.generation.completion import Completion, Delta
 from jaxserve.request import InvalidRequest, Request
-from server.door import Door
-from server.generation import Generation
+from server.call import Generation
+from server.handler import RequestHandler
 from server.http import logprobs, sse
-from server.http.exchange import Exchange
+from server.http.call import HttpCall
 from server.http.openai import call_of, check_model, finished, header_of, reason_of, usage_of, usage_of_beams
 from server.http.schemas import ChatBody
 
@@ -17,10 +17,10 @@ from server.http.schemas import ChatBody
 class Chats:
     """`/v1/chat/completions` of one model."""
 
-    def __init__(self, door: Door, name: str) -> None:
-        self._door, self._name = door, name
+    def __init__(self, handler: RequestHandler, name: str) -> None:
+        self._handler, self._name = handler, name
 
-    async def __call__(self, exchange: Exchange) -> None:
+    async def __call__(self, exchange: HttpCall) -> None:
         body = await exchange.body(ChatBody)
         check_model(body, self._name)
         usage_wanted, sampling = body.usage_wanted, body.sampling
@@ -32,21 +32,21 @@ class Chats:
         call = call_of(exchange, body)
 
         def adjust(request: Request) -> Request:
-            return request if "max_tokens" in sampling else self._door.to_the_end(request)
+            return request if "max_tokens" in sampling else self._handler.to_the_end(request)
 
         if (params := body.beams) is not None:
-            found = await self._door.search(prompt, call, params, adjust=adjust)
+            found = await self._handler.search(prompt, call, params, adjust=adjust)
             answer = header_of(exchange, "chat.completion", "chatcmpl", self._name)
             answer["choices"] = [self._choice(body, index, one) for index, one in enumerate(found[1])]
             await exchange.json(answer | {"usage": usage_of_beams([found])})
             return
-        async with self._door.generate([prompt], call, samples=body.n or 1, adjust=adjust) as generation:
+        async with self._handler.generate([prompt], call, samples=body.n or 1, adjust=adjust) as generation:
             if body.stream:
                 await self._stream(exchange, body, generation, usage_wanted)
             else:
                 await self._whole(exchange, body, generation)
 
-    async def _whole(self, exchange: Exchange, body: ChatBody, generation: Generation) -> None:
+    async def _whole(self, exchange: HttpCall, body: ChatBody, generation: Generation) -> None:
         completions = await finished(generation)
         answer = header_of(exchange, "chat.completion", "chatcmpl", self._name)
         answer["choices"] = [self._choice(body, index, one) for index, one in enumerate(completions)]
@@ -60,7 +60,7 @@ class Chats:
         if body.logprobs:
             tops = completion.top_logprobs or ()
             told = logprobs.generated(completion.token_ids, completion.logprobs or (), tops)
-            scored = logprobs.chat(self._door.engine.tokenizer, told)
+            scored = logprobs.chat(self._handler.engine.tokenizer, told)
         return {
             "index": index,
             "message": {"role": "assistant", "content": completion.text, "refusal": None},
@@ -72,9 +72,9 @@ class Chats:
         prompt, completion = generation.requests[0].prompt, generation.completion()
         values = completion.prompt_logprobs or ()
         tops = completion.prompt_top_logprobs or (None,) * len(values)
-        return logprobs.by_id(self._door.engine.tokenizer, list(zip(prompt, values, tops, strict=True)))
+        return logprobs.by_id(self._handler.engine.tokenizer, list(zip(prompt, values, tops, strict=True)))
 
-    async def _stream(self, exchange: Exchange, body: ChatBody, generation: Generation, usage_wanted: bool) -> None:
+    async def _stream(self, exchange: HttpCall, body: ChatBody, generation: Generation, usage_wanted: bool) -> None:
         header = header_of(exchange, "chat.completion.chunk", "chatcmpl", self._name)
         if usage_wanted:
             header["usage"] = None
@@ -100,7 +100,7 @@ class Chats:
         scored = None
         if body.logprobs and delta.token_ids:
             told = logprobs.generated(delta.token_ids, delta.logprobs, delta.top_logprobs)
-            scored = logprobs.chat(self._door.engine.tokenizer, told)
+            scored = logprobs.chat(self._handler.engine.tokenizer, told)
         if not delta.text and scored is None and delta.finish_reason is None:
             return None
         content = {"content": delta.text} if delta.text or scored is not None else {}

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxserve.generation.completion import PromptLogprob
 from jaxserve.request import Alternatives
-from jaxserve.tokenizer import Tokenizer
+from jaxserve.text.tokenizer import Tokenizer
 
 _LEAST = -9999.0  # what OpenAI writes for a logprob of -inf, for which JSON has no number
 

@@ -6,15 +6,15 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jaxserve.generation.beams import BeamParams
+from jaxserve.generation.beam_search import BeamParams
 from jaxserve.generation.completion import Completion, Delta
 from jaxserve.generation.samples import best
 from jaxserve.request import FinishReason, InvalidRequest, Request
-from server.door import Door, aside
-from server.errors import Kind, Refusal
-from server.generation import Call, Generation
+from server.call import Call, Generation
+from server.errors import ApiError, Kind
+from server.handler import RequestHandler, aside
 from server.http import logprobs, sse
-from server.http.exchange import Exchange, status_of
+from server.http.call import HttpCall, status_of
 from server.http.schemas import CompletionBody, OpenAIBody
 
 _DEFAULT_MAX_TOKENS = 16  # of a completion, as OpenAI has it
@@ -30,7 +30,7 @@ _TYPES = {
 }
 
 
-def error_of(refusal: Refusal) -> dict[str, Any]:
+def error_of(refusal: ApiError) -> dict[str, Any]:
     """A refusal in OpenAI's form."""
     code = {Kind.QUEUE_FULL: "queue_full", Kind.NOT_FOUND: "not_found", Kind.UNAUTHENTICATED: "invalid_api_key"}
     return {
@@ -44,18 +44,18 @@ def error_of(refusal: Refusal) -> dict[str, Any]:
 
 
 def check_model(body: Any, name: str) -> None:
-    """Raises Refusal (404) where a call names a model that is not the one served."""
+    """Raises ApiError (404) where a call names a model that is not the one served."""
     if body.model is not None and body.model != name:
-        raise Refusal(Kind.NOT_FOUND, f"model: {body.model[:100]!r} is not served here; {name!r} is", field="model")
+        raise ApiError(Kind.NOT_FOUND, f"model: {body.model[:100]!r} is not served here; {name!r} is", field="model")
 
 
-def call_of(exchange: Exchange, body: OpenAIBody) -> Call:
+def call_of(exchange: HttpCall, body: OpenAIBody) -> Call:
     """The door's view of an exchange."""
     deadline = None if body.timeout is None else time.monotonic() + body.timeout
     return Call(id=exchange.id, protocol="http", priority=body.priority, cache_salt=body.cache_salt, deadline=deadline)
 
 
-def header_of(exchange: Exchange, kind: str, prefix: str, model: str) -> dict[str, Any]:
+def header_of(exchange: HttpCall, kind: str, prefix: str, model: str) -> dict[str, Any]:
     """The fields that every answer and every chunk begins with."""
     return {"id": f"{prefix}-{exchange.id}", "object": kind, "created": int(time.time()), "model": model}
 
@@ -96,10 +96,10 @@ async def finished(generation: Generation) -> list[Completion]:
 class Completions:
     """`/v1/completions` of one model."""
 
-    def __init__(self, door: Door, name: str) -> None:
-        self._door, self._name = door, name
+    def __init__(self, handler: RequestHandler, name: str) -> None:
+        self._handler, self._name = handler, name
 
-    async def __call__(self, exchange: Exchange) -> None:
+    async def __call__(self, exchange: HttpCall) -> None:
         body = await exchange.body(CompletionBody)
         check_model(body, self._name)
         if body.suffix:
@@ -109,32 +109,32 @@ class Completions:
         if (params := body.beams) is not None:
             await exchange.json(await self._searched(exchange, body, params, prompts))
             return
-        async with self._door.generate(prompts, call_of(exchange, body), samples=samples) as generation:
+        async with self._handler.generate(prompts, call_of(exchange, body), samples=samples) as generation:
             if body.stream:
                 await self._stream(exchange, body, generation, usage_wanted)
             else:
                 await self._whole(exchange, body, generation, samples)
 
     async def _searched(
-        self, exchange: Exchange, body: CompletionBody, params: BeamParams, prompts: list[dict[str, Any]]
+        self, exchange: HttpCall, body: CompletionBody, params: BeamParams, prompts: list[dict[str, Any]]
     ) -> dict[str, Any]:
         answer = header_of(exchange, "text_completion", "cmpl", self._name)
         call = call_of(exchange, body)  # one, with one deadline for all of them
-        found = [await self._door.search(prompt, call, params) for prompt in prompts]
+        found = [await self._handler.search(prompt, call, params) for prompt in prompts]
         answer["choices"] = choices = []
         for request, completions in found:
             for completion in completions:
-                choices.append(_Choice(self._door, body, request, len(choices)).whole(completion))
+                choices.append(_Choice(self._handler, body, request, len(choices)).whole(completion))
         answer["usage"] = usage_of_beams(found)
         return answer
 
-    async def _whole(self, exchange: Exchange, body: CompletionBody, generation: Generation, samples: int) -> None:
+    async def _whole(self, exchange: HttpCall, body: CompletionBody, generation: Generation, samples: int) -> None:
         completions, n = await finished(generation), body.n or 1
 
         def choices() -> Iterator[dict[str, Any]]:
             for first in range(0, len(completions), samples):
                 for sample, completion in enumerate(best(completions[first : first + samples], n)):
-                    choice = _Choice(self._door, body, generation.requests[first], first // samples * n + sample)
+                    choice = _Choice(self._handler, body, generation.requests[first], first // samples * n + sample)
                     yield choice.whole(completion)
 
         scored = sum(len(completion.prompt_logprobs or ()) for completion in completions)
@@ -144,12 +144,12 @@ class Completions:
         await exchange.json(answer)
 
     async def _stream(
-        self, exchange: Exchange, body: CompletionBody, generation: Generation, usage_wanted: bool
+        self, exchange: HttpCall, body: CompletionBody, generation: Generation, usage_wanted: bool
     ) -> None:
         header = header_of(exchange, "text_completion", "cmpl", self._name)
         if usage_wanted:
             header["usage"] = None
-        choices = [_Choice(self._door, body, request, index) for index, request in enumerate(generation.requests)]
+        choices = [_Choice(self._handler, body, request, index) for index, request in enumerate(generation.requests)]
         async for deltas in generation:
             found = (choices[index].piece(delta) for index, delta in deltas)
             chunks = [sse.event(header | {"choices": [choice]}) for choice in found if choice is not None]
@@ -179,8 +179,8 @@ def _sampling(body: CompletionBody) -> dict[str, Any]:
 class _Choice:
     """One choice of a completion, whole or in pieces."""
 
-    def __init__(self, door: Door, body: CompletionBody, request: Request, index: int) -> None:
-        self._tokenizer = door.engine.tokenizer
+    def __init__(self, handler: RequestHandler, body: CompletionBody, request: Request, index: int) -> None:
+        self._tokenizer = handler.engine.tokenizer
         self._body, self._request, self._index = body, request, index
         self._legacy = logprobs.Legacy(self._tokenizer)
         self._scored = 0  # prompt tokens told so far

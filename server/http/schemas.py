@@ -9,9 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from pydantic_core import PydanticCustomError
 
 from jaxserve.generation import chat
-from jaxserve.generation.beams import FIELDS, BeamParams, params_of
+from jaxserve.generation.beam_search import FIELDS, BeamParams, params_of
 from jaxserve.generation.samples import MAX_SAMPLES
-from jaxserve.grammars import grammar
 from jaxserve.request import (
     MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
@@ -21,6 +20,7 @@ from jaxserve.request import (
     Grammar,
     InvalidRequest,
 )
+from jaxserve.structured_output import grammar
 
 MAX_PROMPTS = 1024  # of one call
 _MAX_REQUESTS = 1024  # that one call may come to

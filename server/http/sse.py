@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from server.http.exchange import encoded
+from server.http.call import encoded
 
 DONE = b"data: [DONE]\n\n"
 

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from jaxserve.config import EngineConfig
-from jaxserve.execution.lowering import StagePrograms
 from jaxserve.plan import compiled, known, targets
 from jaxserve.plan.whatif import WhatIf, programs
+from jaxserve.runner.lowering import StagePrograms
 from pallas_kernels import api, gpu
 from sharding import devices, mesh, specs
 

@@ -52,7 +52,7 @@ def test_a_device_has_its_own_jax_of_a_supported_version() -> None:
     extras = {target: last(stages()[f"build-{target}"], "RUN") for target in ("cpu", "gpu", "tpu")}
     for target, extra in (("cpu", "jax=="), ("gpu", "jax[cuda12]=="), ("tpu", "jax[tpu]==")):
         assert f'"{extra}${{JAX}}" "flax==${{FLAX}}"' in extras[target]
-        assert 'python -I -c "import jaxserve.engine, server.cli"' in extras[target]
+        assert 'python -I -c "import jaxserve.engine, server.commands.cli"' in extras[target]
     (jax,) = re.findall(r"^ARG JAX=(\S+)$", TEXT, re.MULTILINE)
     (python,) = re.findall(r"^ARG PYTHON=(\S+)$", TEXT, re.MULTILINE)
     (supported,) = [each for each in PROJECT["project"]["dependencies"] if each.startswith("jax>=")]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from server import cli, settings
+from server.commands import cli, settings
 from tests.deploy import schemas
 
 ROOT = Path(__file__).parents[2]

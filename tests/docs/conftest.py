@@ -11,7 +11,7 @@ import pytest
 from jaxserve import EngineConfig
 from jaxserve.demo import DEMO_MODEL
 from jaxserve.engine import Engine
-from server.surface import Surface
+from server.app import ServerApp
 
 
 @contextmanager
@@ -22,7 +22,7 @@ def served(engine: Engine) -> Iterator[tuple[int, int]]:
 
     async def serve() -> None:
         nonlocal ports
-        surface = Surface(engine, name="demo", version="1.2.3")
+        surface = ServerApp(engine, name="demo", version="1.2.3")
         ports = await surface.start("127.0.0.1", 0, 0)
         ready.set()
         await asyncio.to_thread(over.wait)

@@ -10,9 +10,9 @@ import grpc
 import httpx2 as httpx
 import pytest
 
-from jaxserve.chat_template import ChatTemplate
 from jaxserve.engine import Engine
-from server.lines import LineServer
+from jaxserve.text.chat_template import ChatTemplate
+from server.commands.jsonl import LineServer
 from server.proto.jaxserve.v1 import inference_pb2 as pb
 from server.proto.jaxserve.v1.inference_pb2_grpc import InferenceStub
 from server.proto.vllm.grpc.engine import vllm_engine_pb2 as vllm_pb

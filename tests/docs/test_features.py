@@ -15,8 +15,8 @@ import pytest
 
 from jaxserve.engine import Engine
 from jaxserve.request import SAMPLING_FIELDS
-from server import cli
-from server.grpc_server import OPEN_SERVICES, ROUTER_SERVICES
+from server.commands import cli
+from server.grpc.server import OPEN_SERVICES, ROUTER_SERVICES
 from server.http import schemas
 from server.proto.inference import open_inference_grpc_pb2
 from server.proto.jaxserve.v1 import inference_pb2

@@ -12,7 +12,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
 from jaxserve.iteration import SamplerVariant
 from jaxserve.request import Request, SamplingParams
-from jaxserve.scheduling.make_scheduler import fixed_chunk
+from jaxserve.scheduler.factory import fixed_chunk
 from tests.fixtures.tiny import CONFIG, VOCAB
 from tests.fixtures.traffic import run
 

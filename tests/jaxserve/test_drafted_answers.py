@@ -14,16 +14,16 @@ import pytest
 from jaxserve import models, weights
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
-from jaxserve.execution.draft_model import DraftModel
 from jaxserve.iteration import max_points
 from jaxserve.request import FinishReason, Request, SamplingParams
-from jaxserve.scheduling.ngrams import NgramIndex
-from jaxserve.scheduling.pacing import DefaultPace
-from jaxserve.scheduling.speculation import Speculation
+from jaxserve.runner.draft_model import DraftModel
+from jaxserve.scheduler.ngrams import NgramIndex
+from jaxserve.scheduler.policy import DefaultTokenBudget
+from jaxserve.scheduler.speculation import Speculation
 from tests.fixtures import dense
 from tests.fixtures.tiny import BLOOM, VOCAB, make_engine, opinionated
 from tests.fixtures.traffic import Answers, run, traffic
-from tests.jaxserve.scheduling.drafts import ladder
+from tests.jaxserve.scheduler.drafts import ladder
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def propose_by(engine: Engine, propose) -> None:
     scheduler = engine._replicas[0].scheduler
     drafting = scheduler._drafting
     assert drafting is not None
-    scheduler._default_pace = DefaultPace(costs, max_rows=6, limit=24)
+    scheduler._default_pace = DefaultTokenBudget(costs, max_rows=6, limit=24)
     drafting.speculation = Speculation(costs, most=7, max_points=max_points(6, 7), waits=True, propose=propose)
 
 

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from jaxserve import models, startup
-from jaxserve.cluster.master import MasterPipeline
-from jaxserve.cluster.progress import Progress
 from jaxserve.engine import Engine
 from jaxserve.iteration import SamplerVariant
+from jaxserve.multihost.master import MasterPipeline
+from jaxserve.multihost.progress import Progress
 from jaxserve.request import EngineStopped, FinishReason, InvalidRequest, QueueFull, Request, SamplingParams
 from jaxserve.sampling import sampler
 from tests.fixtures.tiny import BLOOM, CONFIG, VOCAB, make_engine, opinionated
@@ -248,13 +248,13 @@ def test_the_first_event_says_when_the_request_got_a_row(engine_) -> None:
     heard, sampling = [], SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
     before = time.monotonic()
     engine_.submit(Request(request_id="a", prompt=(5, 6), sampling=sampling), heard.extend)
-    assert engine_.load().owed_tokens == 5
+    assert engine_.load().outstanding_tokens == 5
     while engine_.step():
         pass
     assert len(heard) == 3
     assert before <= heard[0].started <= time.monotonic()
     assert [event.started for event in heard[1:]] == [None, None]
-    assert engine_.load().owed_tokens == 0
+    assert engine_.load().outstanding_tokens == 0
 
 
 def test_threaded_engine_serves_and_stops(params) -> None:

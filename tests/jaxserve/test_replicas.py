@@ -71,7 +71,7 @@ def test_the_same_answers_whoever_gives_them(params, three) -> None:
     assert load.generated_tokens == sum(map(len, answers.tokens.values()))
     assert len(three.loads()) == 3
     assert all(each.iterations > 0 for each in three.loads())
-    assert [replica.owed_tokens for replica in three._replicas] == [0, 0, 0]
+    assert [replica.outstanding_tokens for replica in three._replicas] == [0, 0, 0]
 
 
 def test_a_request_goes_where_the_least_is_left_to_compute(three) -> None:
@@ -197,4 +197,4 @@ def test_a_sink_may_submit(three) -> None:
             thread.join()
         assert all_done.wait(60)
     assert len(set(ended)) == 40
-    assert [replica.owed_tokens for replica in three._replicas] == [0, 0, 0]
+    assert [replica.outstanding_tokens for replica in three._replicas] == [0, 0, 0]

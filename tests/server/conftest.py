@@ -12,12 +12,12 @@ import grpc
 import pytest
 from grpc_status import rpc_status
 
-from jaxserve.chat_template import ChatTemplate
-from jaxserve.tokenizer import Tokenizer
-from server import settings
+from jaxserve.text.chat_template import ChatTemplate
+from jaxserve.text.tokenizer import Tokenizer
+from server.app import ServerApp
+from server.commands import settings
 from server.proto.jaxserve.v1 import inference_pb2 as pb
 from server.proto.jaxserve.v1.inference_pb2_grpc import InferenceStub
-from server.surface import Surface
 from tests.server.fake_engine import WAIT_SECONDS, FakeEngine, byte_tokenizer
 
 FOREIGN = Path(__file__).parent / "foreign"
@@ -40,7 +40,7 @@ class Served:
     """A server on a fake engine, and a client of it; `url` where HTTP is served too."""
 
     def __init__(
-        self, engine: FakeEngine, surface: Surface, address: str, channel: grpc.aio.Channel, http_port: int | None
+        self, engine: FakeEngine, surface: ServerApp, address: str, channel: grpc.aio.Channel, http_port: int | None
     ) -> None:
         self.engine, self.surface, self.address, self.channel = engine, surface, address, channel
         self.http_port, self.url = http_port, f"http://127.0.0.1:{http_port}"
@@ -60,7 +60,7 @@ class Served:
 async def served(engine: FakeEngine, http_port: int | None = None, **settings: Any) -> AsyncIterator[Served]:
     settings = {"name": "echo", "version": "1.2.3", "health_seconds": 0.01, "stall_seconds": 1e9} | settings
     with engine:
-        surface = Surface(engine, **settings)  # pyright: ignore[reportArgumentType]
+        surface = ServerApp(engine, **settings)  # pyright: ignore[reportArgumentType]
         port, http_port = await surface.start("127.0.0.1", 0, http_port)
         address = f"127.0.0.1:{port}"
         async with grpc.aio.insecure_channel(address) as channel:

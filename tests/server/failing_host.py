@@ -17,8 +17,8 @@ def break_programs(how: str, file: Path) -> None:
     """Has every stage's layers end in a kernel that does what it should until the file is there."""
     import jax
 
-    from jaxserve.execution import lowering
-    from jaxserve.execution.programs import Forward
+    from jaxserve.runner import lowering
+    from jaxserve.runner.programs import Forward
 
     forward = lowering.forward
 
@@ -41,13 +41,14 @@ def break_programs(how: str, file: Path) -> None:
 def main() -> int:
     how, file, role, *rest = sys.argv[1:]
     if role == ENGINE:
-        from server.remote import engine_process
+        from server.engine_process import main as engine_process
 
         break_programs(how, Path(file))
         sys.argv = [sys.argv[0], *rest]
         return engine_process.main()
-    from server import cli, front, hosts
-    from server.remote.supervisor import Supervisor
+    from server import lifecycle as front
+    from server.commands import cli, hosts
+    from server.engine_process.supervisor import Supervisor
 
     command = (sys.executable, "-m", "tests.server.failing_host", how, file, ENGINE)
     front.ENGINE_COMMAND = command

@@ -17,11 +17,8 @@ from types import SimpleNamespace
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from jaxserve.chat_template import ChatTemplate
 from jaxserve.config import EngineConfig
-from jaxserve.grammars.matcher import Grammars
 from jaxserve.iteration import Admission, Chunk, IterationPlan
-from jaxserve.observe import IterationRecord, Load
 from jaxserve.request import (
     Alternatives,
     EngineStopped,
@@ -31,10 +28,13 @@ from jaxserve.request import (
     Request,
     TokenEvent,
 )
-from jaxserve.scheduling.buckets import BucketCost
-from jaxserve.scheduling.limits import Limits
+from jaxserve.scheduler.buckets import BucketCost
+from jaxserve.scheduler.limits import Limits
 from jaxserve.startup_report import StartupReport
-from jaxserve.tokenizer import Tokenizer
+from jaxserve.stats import IterationRecord, Load
+from jaxserve.structured_output.matcher import Grammars
+from jaxserve.text.chat_template import ChatTemplate
+from jaxserve.text.tokenizer import Tokenizer
 
 EOS = 256
 VOCAB_SIZE = 257
@@ -268,7 +268,8 @@ class FakeEngine:
                 running=len(self._running) if not self.owed_elsewhere else self.config.max_rows,
                 waiting=len(self._waiting),
                 waiting_tokens=sum(len(each.request.prompt) for each in self._waiting),
-                owed_tokens=sum(each.request.max_length - each.generated for each in self._all()) + self.owed_elsewhere,
+                outstanding_tokens=sum(each.request.max_length - each.generated for each in self._all())
+                + self.owed_elsewhere,
                 slots_used=sum(len(each.request.prompt) + each.generated for each in self._running),
                 slots_cached=0,
                 slots_total=self.slots_total,

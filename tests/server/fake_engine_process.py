@@ -24,10 +24,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jaxserve.observe import IterationRecord
 from jaxserve.request import Request
-from server.remote import engine_process
-from server.remote.job import Job
+from jaxserve.stats import IterationRecord
+from server.engine_process import main as engine_process
+from server.engine_process.job import Job
 from tests.server.fake_engine import FakeEngine, Sink, byte_tokenizer
 
 

@@ -14,7 +14,7 @@ from google.protobuf import descriptor_pool, message_factory
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
-from server.grpc_server import ROUTER_SERVICES, SERVICE
+from server.grpc.server import ROUTER_SERVICES, SERVICE
 from server.proto.jaxserve.v1 import inference_pb2 as pb
 from tests.server.fake_engine import WAIT_SECONDS
 

@@ -3,7 +3,8 @@ with its engine in another, which does as a file says: `python -m tests.server.s
 
 import sys
 
-from server import cli, front, serve
+from server import lifecycle as front
+from server.commands import cli, serve
 from tests.server.fake_engine import FakeEngine, byte_tokenizer
 
 if __name__ == "__main__":

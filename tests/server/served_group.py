@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from server.proto.jaxserve.v1.inference_pb2 import GenerateRequest, GetLoadRequest
 from server.proto.jaxserve.v1.inference_pb2_grpc import InferenceStub
-from tests.jaxserve.cluster.processes import ROOT, WAIT_SECONDS, free_ports
+from tests.jaxserve.multihost.processes import ROOT, WAIT_SECONDS, free_ports
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 DEADLINE = 2.0  # of an iteration, seconds
@@ -65,7 +65,7 @@ class Group:
         folder: Path,
         flags: Sequence[str] = (),
         *,
-        programs: Sequence[Sequence[str]] = (("server.cli",), ("server.cli",)),
+        programs: Sequence[Sequence[str]] = (("server.commands.cli",), ("server.commands.cli",)),
         coordinator: str | None = None,
         of_host: Sequence[Sequence[str]] = ((), ()),
     ) -> None:

@@ -8,7 +8,7 @@ import pytest
 from jaxserve.config import EngineConfig
 from server.admission import Admission, Ticket
 from server.auth import ANYBODY, Tenant
-from server.errors import Kind, Refusal
+from server.errors import ApiError, Kind
 
 
 class Engine:
@@ -20,7 +20,7 @@ class Engine:
         self.report = SimpleNamespace(buckets=(cost,))
         self.now = 50.0
         self.counts = SimpleNamespace(
-            running=0, waiting=0, waiting_tokens=0, owed_tokens=0, prompt_tokens=0, generated_tokens=0
+            running=0, waiting=0, waiting_tokens=0, outstanding_tokens=0, prompt_tokens=0, generated_tokens=0
         )
 
     def load(self) -> Any:
@@ -46,8 +46,8 @@ def ask(admission: Admission, tenant: Tenant = ANYBODY, **changes: Any) -> Ticke
     return admission.admit(tenant, **{"requests": 1, "prompt_tokens": 10, "new_tokens": 100} | changes)
 
 
-def refusal(admission: Admission, tenant: Tenant = ANYBODY, **changes: Any) -> Refusal:
-    with pytest.raises(Refusal) as caught:
+def refusal(admission: Admission, tenant: Tenant = ANYBODY, **changes: Any) -> ApiError:
+    with pytest.raises(ApiError) as caught:
         ask(admission, tenant, **changes)
     return caught.value
 
@@ -114,7 +114,7 @@ def test_everything_granted_comes_back_however_it_ends(ending: str) -> None:
 
 def test_nobody_waits_where_a_row_is_free() -> None:
     engine = Engine()
-    engine.counts.running, engine.counts.owed_tokens = 3, 10_000
+    engine.counts.running, engine.counts.outstanding_tokens = 3, 10_000
     assert engine.admission().retry_seconds() == pytest.approx(0.1)
 
 
@@ -122,7 +122,7 @@ def test_the_wait_follows_from_what_is_owed_and_how_fast_it_goes() -> None:
     engine = Engine(max_queued_requests=8)
     admission = engine.admission()
     counts = engine.counts
-    counts.running, counts.waiting, counts.owed_tokens = 4, 8, 6000
+    counts.running, counts.waiting, counts.outstanding_tokens = 4, 8, 6000
     first = refusal(admission).retry_after
     assert first == pytest.approx(6000 / 400 * 9 / 12)  # 4 rows a 10 ms as measured at start
     for _ in range(60):  # in fact it does half of that
@@ -140,7 +140,7 @@ def test_the_wait_follows_from_what_is_owed_and_how_fast_it_goes() -> None:
 def test_a_deadline_that_cannot_be_met_is_refused_at_once() -> None:
     engine = Engine()
     admission = engine.admission()
-    engine.counts.running, engine.counts.waiting, engine.counts.owed_tokens = 4, 4, 4000
+    engine.counts.running, engine.counts.waiting, engine.counts.outstanding_tokens = 4, 4, 4000
     wait = 4000 / 400 * 5 / 8
     late = refusal(admission, deadline=engine.now + wait - 0.1)
     assert late.kind is Kind.TOO_LATE
@@ -159,7 +159,7 @@ def test_a_prompt_that_takes_too_long_is_refused_once_its_length_is_known() -> N
     engine = Engine()
     admission = engine.admission()
     ask(admission, prompt_tokens=8000, deadline=engine.now + 3).correct(2000)
-    with pytest.raises(Refusal) as caught:
+    with pytest.raises(ApiError) as caught:
         ask(admission, prompt_tokens=8000, deadline=engine.now + 3).correct(4000)
     assert caught.value.kind is Kind.TOO_LATE
 
@@ -240,10 +240,10 @@ def test_kept_places_count_against_the_bounds_and_keep_nobody_waiting() -> None:
     assert (admission.reserved_requests, admission.kept_requests, admission.kept_tokens) == (0, 8, 800)
     in_time = admission.admit(ANYBODY, requests=2, prompt_tokens=100, new_tokens=1, deadline=engine.now + 0.5)
     in_time.release()
-    with pytest.raises(Refusal, match="8 requests are waiting") as refused:
+    with pytest.raises(ApiError, match="8 requests are waiting") as refused:
         admission.admit(ANYBODY, requests=3, prompt_tokens=1, new_tokens=1)
     assert refused.value.kind is Kind.QUEUE_FULL
-    with pytest.raises(Refusal, match="800 tokens are waiting"):
+    with pytest.raises(ApiError, match="800 tokens are waiting"):
         admission.admit(ANYBODY, requests=1, prompt_tokens=201, new_tokens=1)
     ticket.release()
     ticket.release()

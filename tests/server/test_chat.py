@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import pytest
 
-from jaxserve.chat_template import ChatTemplate
+from jaxserve.text.chat_template import ChatTemplate
 from server.proto.jaxserve.v1 import inference_pb2 as pb
 from tests.server.conftest import Served, collect
 from tests.server.fake_engine import WAIT_SECONDS
@@ -87,7 +87,7 @@ def test_a_slow_template_holds_nobody_up_and_its_call_has_its_place(
         chat = asyncio.ensure_future(it.stub.Generate(pb.GenerateRequest(messages=CHAT, max_tokens=3)))
         await asyncio.to_thread(begun.wait, WAIT_SECONDS)
         assert (await it.stub.Generate(pb.GenerateRequest(prompt="abc", max_tokens=4))).text == "abca"
-        admission = it.surface.door.admission
+        admission = it.surface.handler.admission
         assert (admission.reserved_requests, admission.reserved_tokens) == (1, len("uHiumeb"))
         go_on.set()
         assert (await chat).text == TEXT[:3]

@@ -22,14 +22,14 @@ from hypothesis import strategies as st
 
 from jaxserve.demo import DEMO_MODEL
 from jaxserve.generation.completion import Completion
-from server.errors import Refusal
-from server.generation import Life
-from server.grpc_server import ROUTER_SERVICES, SERVICE
+from server.app import ServerApp
+from server.call import RequestTiming
+from server.engine_process.remote_engine import RemoteEngine
+from server.errors import ApiError
+from server.grpc.server import ROUTER_SERVICES, SERVICE
 from server.proto.jaxserve.v1 import inference_pb2 as pb
 from server.proto.jaxserve.v1.inference_pb2_grpc import InferenceStub
 from server.proto.vllm.grpc.engine import vllm_engine_pb2 as engine_pb
-from server.remote.remote_engine import RemoteEngine
-from server.surface import Surface
 from tests.server import fuzz
 from tests.server.http import fuzz as http_fuzz
 from tests.server.test_engine_served import engine_process
@@ -54,7 +54,7 @@ Attack = Callable[[Callable[["Attacked", int], Awaitable[None]]], None]
 class Attacked:
     """A server on the demo model, and two who behave: one over gRPC, one over HTTP."""
 
-    def __init__(self, engine: RemoteEngine, surface: Surface, port: int, http_port: int) -> None:
+    def __init__(self, engine: RemoteEngine, surface: ServerApp, port: int, http_port: int) -> None:
         self.engine, self.surface = engine, surface
         self.port, self.http_port = port, http_port
         self._served = 0
@@ -91,14 +91,14 @@ class Attacked:
 
     async def nothing_is_left(self) -> None:
         """Returns when no call is under way, and nothing is held any more that calls hold."""
-        door = self.surface.door
+        handler = self.surface.handler
         async with asyncio.timeout(WAIT):
-            await door.idle()
-            while (load := self.engine.load()).slots_used or load.running or load.waiting or load.owed_tokens:
+            await handler.idle()
+            while (load := self.engine.load()).slots_used or load.running or load.waiting or load.outstanding_tokens:
                 await asyncio.sleep(0.01)
-        admission = door.admission
+        admission = handler.admission
         assert (admission.reserved_requests, admission.reserved_tokens, admission.kept_requests) == (0, 0, 0)
-        assert (admission._waiting, door._alive, self.engine._alive) == ({}, {}, {})
+        assert (admission._waiting, handler._alive, self.engine._alive) == ({}, {}, {})
         assert self.engine.is_healthy
         assert load.compiled_after_ready == 0
 
@@ -106,7 +106,7 @@ class Attacked:
         """Megabytes of this process and of the engine's, open files, tasks, and objects of ours."""
         await asyncio.sleep(0.5)  # connections that were just closed
         gc.collect()
-        kept = ("jaxserve.iteration", "jaxserve.observe")  # what the live view keeps is bounded by itself
+        kept = ("jaxserve.iteration", "jaxserve.stats")  # what the live view keeps is bounded by itself
         modules = [str(type(each).__module__) for each in gc.get_objects()]
         return {
             "front": _megabytes(os.getpid()),
@@ -127,7 +127,7 @@ def attack(tmp_path_factory: pytest.TempPathFactory) -> Attack:
     async def in_parts(part: Callable[[Attacked, int], Awaitable[None]]) -> None:
         async with engine_process(DEMO_MODEL, *FLAGS, "--compilation-cache", cache) as engine:
             # Where these tests share the machine an iteration may take as long as it likes.
-            surface = Surface(engine, name="echo", version="0", stall_seconds=WAIT)
+            surface = ServerApp(engine, name="echo", version="0", stall_seconds=WAIT)
             port, http_port = await surface.start("127.0.0.1", 0, 0)
             assert http_port is not None
             it = Attacked(engine, surface, port, http_port)
@@ -306,14 +306,14 @@ def test_a_thousand_readers_who_read_nothing(attack: Attack, protocol: str) -> N
         # A megabyte each, more than buffers hold; or many that are over soon.
         count, tokens = (16, 1500) if index % 5 == 4 else (121, 60)
         readers = [await connected(it, protocol, receive_buffer=4096) for _ in range(count)]
-        door, begun = it.surface.door, _Begun(tokens)
-        door.observers.append(begun)
+        handler, begun = it.surface.handler, _Begun(tokens)
+        handler.observers.append(begun)
         for _, writer in readers:
             writer.write(beginning(protocol, tokens))
         async with asyncio.timeout(WAIT):
-            while len(begun.names) < count or not door._alive.keys().isdisjoint(begun.names):
+            while len(begun.names) < count or not handler._alive.keys().isdisjoint(begun.names):
                 await asyncio.sleep(0.01)
-        door.observers.remove(begun)
+        handler.observers.remove(begun)
         for _, writer in readers:
             reset(writer)
 
@@ -327,17 +327,17 @@ class _Begun:
         self.names: set[str] = set()
         self._tokens = tokens
 
-    def started(self, life: Life) -> None:
-        if life.request.sampling.max_tokens == self._tokens:
-            self.names.add(life.request.request_id)
+    def started(self, timing: RequestTiming) -> None:
+        if timing.request.sampling.max_tokens == self._tokens:
+            self.names.add(timing.request.request_id)
 
-    def tokens(self, life: Life, count: int, gap: float | None) -> None:
+    def tokens(self, timing: RequestTiming, count: int, gap: float | None) -> None:
         pass
 
-    def ended(self, life: Life, completion: Completion) -> None:
+    def ended(self, timing: RequestTiming, completion: Completion) -> None:
         pass
 
-    def refused(self, call_id: str, refusal: Refusal) -> None:
+    def refused(self, call_id: str, refusal: ApiError) -> None:
         pass
 
 

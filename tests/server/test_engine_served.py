@@ -20,16 +20,16 @@ from hypothesis import strategies as st
 
 from jaxserve import models, weights
 from jaxserve.generation.completion import Completion
-from jaxserve.tokenizer import Tokenizer
-from server import cli, flags
+from jaxserve.text.tokenizer import Tokenizer
+from server.app import ServerApp
+from server.commands import cli, flags
+from server.engine_process.job import Job
+from server.engine_process.remote_engine import RemoteEngine
+from server.engine_process.supervisor import Supervisor
 from server.proto.jaxserve.v1 import inference_pb2 as pb
 from server.proto.jaxserve.v1.inference_pb2_grpc import InferenceStub
 from server.proto.vllm.grpc.engine import vllm_engine_pb2 as engine_pb
 from server.proto.vllm.grpc.engine.vllm_engine_pb2_grpc import VllmEngineStub
-from server.remote.job import Job
-from server.remote.remote_engine import RemoteEngine
-from server.remote.supervisor import Supervisor
-from server.surface import Surface
 from tests.server import fuzz
 from tests.server.fake_engine import EOS, VOCAB_SIZE, WAIT_SECONDS, byte_tokenizer
 
@@ -150,7 +150,7 @@ def test_the_server_answers_as_the_command_does(
     checkpoint: Path, completed: list[dict[str, Any]], scored: list[Completion], front: str
 ) -> None:
     async def scenario(engine: Any) -> None:
-        surface = Surface(engine, name="tiny", version="0")
+        surface = ServerApp(engine, name="tiny", version="0")
         port, http_port = await surface.start("127.0.0.1", 0, 0)
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
             stub: Any = InferenceStub(channel)
@@ -175,7 +175,7 @@ def test_the_server_answers_as_the_command_does(
             endless = stub.GenerateStream(pb.GenerateRequest(prompt="a", max_tokens=60, ignore_eos=True))
             await endless.read()
             endless.cancel()
-            await surface.door.idle()
+            await surface.handler.idle()
             load = await stub.GetLoad(pb.GetLoadRequest())
             assert (load.compiled_after_ready, load.iterations > 12) == (0, True)
         assert await surface.drain(10) == 0
@@ -185,11 +185,11 @@ def test_the_server_answers_as_the_command_does(
 
 def test_hostile_calls_leave_the_real_engine_as_it_was(checkpoint: Path) -> None:
     async def scenario(engine: Any, hostile: list[tuple[str, bytes, str]]) -> None:
-        surface = Surface(engine, name="tiny", version="0")
+        surface = ServerApp(engine, name="tiny", version="0")
         port, _ = await surface.start("127.0.0.1", 0, None)
         await fuzz.attack(f"127.0.0.1:{port}", hostile)
         await fuzz.reset_connections(f"127.0.0.1:{port}", 20)
-        await surface.door.idle()
+        await surface.handler.idle()
         assert await surface.drain(10) == 0
 
     with engine_of(checkpoint) as engine:
@@ -205,7 +205,7 @@ def test_hostile_calls_leave_the_real_engine_as_it_was(checkpoint: Path) -> None
         after = engine.generate(PROMPTS, max_tokens=12, temperature=0.0, ignore_eos=True)
         assert [each.token_ids for each in after] == [each.token_ids for each in before]
         assert engine.is_healthy
-        assert engine.load().owed_tokens == engine.load().compiled_after_ready == 0
+        assert engine.load().outstanding_tokens == engine.load().compiled_after_ready == 0
 
 
 def test_a_browser_sees_what_is_served(checkpoint: Path, foreign: Any, tmp_path: Path) -> None:
@@ -215,7 +215,7 @@ def test_a_browser_sees_what_is_served(checkpoint: Path, foreign: Any, tmp_path:
         pytest.skip("no chromium is installed")
 
     async def scenario(engine: Any) -> None:
-        surface = Surface(engine, name="tiny", version="0")
+        surface = ServerApp(engine, name="tiny", version="0")
         _, http_port = await surface.start("127.0.0.1", 0, 0)
         url = f"http://127.0.0.1:{http_port}"
         async with httpx.AsyncClient(base_url=url, timeout=WAIT_SECONDS) as client:
@@ -312,13 +312,13 @@ def test_a_javascript_client_of_the_real_engine(
     checkpoint: Path, foreign_client: Callable[..., Any], front: str
 ) -> None:
     async def scenario(engine: Any) -> None:
-        surface = Surface(engine, name="tiny", version="0")
+        surface = ServerApp(engine, name="tiny", version="0")
         port, _ = await surface.start("127.0.0.1", 0, None)
         found = await foreign_client(f"127.0.0.1:{port}", 16_000)
         assert (found["whole"]["code"], found["whole"]["usage"]["prompt_tokens"]) == ("OK", 12)
         assert [found[name]["code"] for name in ("cancelled", "late")] == ["CANCELLED", "DEADLINE_EXCEEDED"]
         assert found["refused"]["code"] == "INVALID_ARGUMENT"
-        await surface.door.idle()
+        await surface.handler.idle()
         assert await surface.drain(10) == 0
         assert 0 < engine.load().generated_tokens < 16_000
 

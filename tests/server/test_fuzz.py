@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.chat_template import ChatTemplate
-from server.grpc_server import ROUTER_SERVICES, SERVICE
+from jaxserve.text.chat_template import ChatTemplate
+from server.grpc.server import ROUTER_SERVICES, SERVICE
 from server.proto.jaxserve.v1 import inference_pb2 as pb
 from server.proto.jaxserve.v1.inference_pb2_grpc import InferenceStub
 from server.proto.vllm.grpc.engine import vllm_engine_pb2 as engine_pb
@@ -26,11 +26,11 @@ MANNERS = ("wait", "cancel", "half-close", "say nothing", "deadline")
 
 
 async def assert_nothing_is_left(it: Served) -> None:
-    await it.surface.door.idle()
+    await it.surface.handler.idle()
     await it.until(lambda: it.engine.load().slots_used == it.engine.load().waiting == 0)
-    admission = it.surface.door.admission
+    admission = it.surface.handler.admission
     assert (admission.reserved_requests, admission.reserved_tokens, admission._waiting) == (0, 0, {})
-    assert not it.surface.door._alive
+    assert not it.surface.handler._alive
     assert it.engine.is_healthy
 
 
@@ -112,7 +112,7 @@ def test_memory_does_not_grow_with_hostile_calls(serve: Serve) -> None:
     def of_ours() -> int:
         gc.collect()
         modules = [str(type(each).__module__) for each in gc.get_objects()]
-        kept = ("jaxserve.iteration", "jaxserve.observe")  # what the live view keeps is bounded by itself
+        kept = ("jaxserve.iteration", "jaxserve.stats")  # what the live view keeps is bounded by itself
         return sum(each.startswith(("server.", "jaxserve.")) and each not in kept for each in modules)
 
     async def scenario(it: Served) -> None:

@@ -13,12 +13,12 @@ from pathlib import Path
 import grpc
 import pytest
 
-from jaxserve.cluster.failure import ExitCode
-from server import cli
+from jaxserve.multihost.failure import ExitCode
+from server.commands import cli
+from server.engine_process import exit_codes
 from server.proto.jaxserve.v1.inference_pb2 import GenerateRequest
 from server.proto.jaxserve.v1.inference_pb2_grpc import InferenceStub
-from server.remote import exit_codes
-from tests.jaxserve.cluster.processes import WAIT_SECONDS, Cable, free_ports
+from tests.jaxserve.multihost.processes import WAIT_SECONDS, Cable, free_ports
 from tests.server.served_group import AT_WORK, DEADLINE, START_SECONDS, WAITING, Callers, Group, group, until
 
 BOUND = DEADLINE + 5.0  # seconds from a fault until all is said and ended
@@ -112,7 +112,7 @@ def test_a_worker_that_is_stopped(tmp_path, cache, supervise) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("host", "supervise"), [(1, True), (1, False), (0, False)])
 def test_a_host_wedged_in_a_kernel(tmp_path, cache, host, supervise) -> None:
-    there, caches, programs = tmp_path / "there", [str(cache)] * 2, [("server.cli",)] * 2
+    there, caches, programs = tmp_path / "there", [str(cache)] * 2, [("server.commands.cli",)] * 2
     programs[host], caches[host] = ("tests.server.failing_host", "wedge", str(there)), "off"
     own = [["--compilation-cache", each] for each in caches]
     with group(tmp_path, ["--supervise"] * supervise, programs=programs, of_host=own) as it:
@@ -164,7 +164,7 @@ def test_a_host_that_throws_while_compiling(tmp_path, host) -> None:
     """Nobody can have begun: whoever calls is told what was the matter with the last start, until one succeeds."""
     there = tmp_path / "there"
     there.touch()
-    programs = [("server.cli",)] * 2
+    programs = [("server.commands.cli",)] * 2
     programs[host] = ("tests.server.failing_host", "compile", str(there))
     flags = ["--supervise", "--compilation-cache", str(tmp_path / "cache")]
     with group(tmp_path, flags, programs=programs) as it, ThreadPoolExecutor() as threads:

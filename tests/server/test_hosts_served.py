@@ -16,15 +16,15 @@ import jax.numpy as jnp
 import pytest
 
 from jaxserve import models, weights
-from jaxserve.cluster.config import ClusterConfig
 from jaxserve.config import EngineConfig
-from server import cli
-from server import hosts as hosts_module
+from jaxserve.multihost.config import ClusterConfig
+from server.commands import cli
+from server.commands import hosts as hosts_module
+from server.engine_process.supervisor import Supervisor
 from server.proto.jaxserve.v1.inference_pb2 import GenerateRequest, Grammar
 from server.proto.jaxserve.v1.inference_pb2_grpc import InferenceStub
-from server.remote.supervisor import Supervisor
 from tests.fixtures.texts import printable_tokenizer
-from tests.jaxserve.cluster.processes import ROOT, WAIT_SECONDS, free_ports
+from tests.jaxserve.multihost.processes import ROOT, WAIT_SECONDS, free_ports
 
 FLAGS = (
     "--hosts 2 --stages 2 --buckets 4 --max-rows 2 --slots 400 --max-context 200 --block-size 16 --no-scoring --port 0 "
@@ -48,7 +48,7 @@ def hosts(model, tmp_path) -> Iterator[list[subprocess.Popen[str]]]:
     flags = [*FLAGS.split(), "--model", str(model), "--coordinator", free_ports(), "--flight-folder", str(tmp_path)]
     for host in range(2):
         process = subprocess.Popen(
-            [sys.executable, "-m", "server.cli", "serve", "--host-id", str(host), *flags],
+            [sys.executable, "-m", "server.commands.cli", "serve", "--host-id", str(host), *flags],
             cwd=ROOT,
             text=True,
             stderr=subprocess.PIPE,
@@ -120,7 +120,7 @@ def test_a_worker_that_is_asked_twice_ends_at_once(behind, monkeypatch, capfd) -
         await asyncio.Event().wait()
 
     monkeypatch.setattr(hosts_module.os, "_exit", end)
-    monkeypatch.setattr("jaxserve.cluster.start.follow", interrupted)
+    monkeypatch.setattr("jaxserve.multihost.startup.follow", interrupted)
     monkeypatch.setattr(Supervisor, "run", interrupted_behind)
     config = EngineConfig(tensor=2)
     cluster = ClusterConfig(hosts=2, host=1, coordinator="127.0.0.1:9000")

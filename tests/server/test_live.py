@@ -13,13 +13,13 @@ import pytest
 from rich.console import Console
 
 from jaxserve.iteration import Admission, Chunk
-from jaxserve.observe import IterationRecord
 from jaxserve.request import Request, SamplingParams
-from server import cli
+from jaxserve.stats import IterationRecord
 from server import live as live_module
-from server.generation import Call, Life
+from server.call import Call, RequestTiming
+from server.commands import cli
+from server.commands.top import Board
 from server.live import Live
-from server.top import Board
 from tests.server.fake_engine import FakeEngine, made_up_record
 
 
@@ -81,10 +81,10 @@ def test_latencies_and_rates_are_of_the_last_minute(engine: Recorded, monkeypatc
     live = Live(engine)  # pyright: ignore[reportArgumentType]
     for index, seconds in enumerate([9.0, *(milliseconds / 1000 for milliseconds in range(100))]):
         request = Request(request_id=str(index), prompt=(1,), sampling=SamplingParams(), arrival=clock.now)
-        life = Life(call=Call(protocol="test"), request=request)
+        timing = RequestTiming(call=Call(protocol="test"), request=request)
         clock.now += 0.25
-        live.tokens(life, 1, None)
-        live.tokens(life, 2, seconds)
+        live.tokens(timing, 1, None)
+        live.tokens(timing, 2, seconds)
         if seconds == 9.0:
             clock.now += 61
     load = engine.load()

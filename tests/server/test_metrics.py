@@ -43,7 +43,7 @@ async def some_traffic(it: Served) -> None:
     for wrong in (pb.GenerateRequest(prompt="a", top_p=2), pb.GenerateRequest(prompt="!", request_id="poisoned")):
         with pytest.raises(grpc.aio.AioRpcError):
             await it.stub.Generate(wrong)
-    await it.surface.door.idle()
+    await it.surface.handler.idle()
 
 
 def test_figures_are_true_under_both_names(serve: Serve) -> None:
@@ -153,7 +153,7 @@ def test_a_line_for_every_ending(serve: Serve, tmp_path: Path, prompts: bool) ->
 
     async def scenario(it: Served) -> None:
         log = RequestLog(str(path), tokenizer=it.engine.tokenizer, prompts=prompts)
-        it.surface.door.observers.append(log)
+        it.surface.handler.observers.append(log)
         await some_traffic(it)
         log.close()
 
@@ -184,7 +184,7 @@ def test_a_full_disk_ends_no_request(serve: Serve, caplog: pytest.LogCaptureFixt
 
     async def scenario(it: Served) -> None:
         log = RequestLog("/dev/full", tokenizer=None, prompts=False)
-        it.surface.door.observers.append(log)
+        it.surface.handler.observers.append(log)
         for _ in range(3):
             assert (await it.stub.Generate(pb.GenerateRequest(prompt="abc", max_tokens=4))).text == "abca"
         log.close()

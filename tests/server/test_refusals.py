@@ -10,7 +10,7 @@ import pytest
 from google.rpc import error_details_pb2
 
 from jaxserve.config import EngineConfig
-from server.grpc_server import ROUTER_SERVICES, SERVICE
+from server.grpc.server import ROUTER_SERVICES, SERVICE
 from server.proto.jaxserve.v1 import inference_pb2 as pb
 from tests.server.conftest import Served, collect, refusal
 from tests.server.fake_engine import WAIT_SECONDS
@@ -110,7 +110,7 @@ def test_a_full_queue_refuses_what_it_has_not_read(serve: Serve) -> None:
                 assert (answer.status_code, int(answer.headers["retry-after"]) > 0) == (429, True), path
             assert (await client.post("/tokenize", content=b"no JSON")).status_code == 400  # which never waits
         assert (await it.stub.GetLoad(pb.GetLoadRequest())).waiting == 1
-        it.surface.door.close("closing")
+        it.surface.handler.close("closing")
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await it.stub.Generate(pb.GenerateRequest(prompt="abc", max_tokens=2))
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
@@ -152,8 +152,8 @@ def test_everything_reserved_comes_back_however_calls_end(serve: Serve) -> None:
         await it.until(lambda: it.engine.load().waiting == 2)
         it.engine.release()
         await asyncio.gather(*calls, return_exceptions=True)
-        await it.surface.door.idle()
-        admission = it.surface.door.admission
+        await it.surface.handler.idle()
+        admission = it.surface.handler.admission
         assert (admission.reserved_requests, admission.reserved_tokens) == (0, 0)
         assert (admission.kept_requests, admission.kept_tokens) == (0, 0)
         assert not admission._waiting

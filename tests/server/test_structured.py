@@ -13,15 +13,15 @@ import httpx2 as httpx
 import pytest
 from grpc_status import rpc_status
 
-from jaxserve.chat_template import ChatTemplate
 from jaxserve.config import EngineConfig
 from jaxserve.demo import DEMO_MODEL
 from jaxserve.engine import Engine
-from jaxserve.grammars import matcher
-from server import cli
+from jaxserve.structured_output import matcher
+from jaxserve.text.chat_template import ChatTemplate
+from server.app import ServerApp
+from server.commands import cli
 from server.proto.jaxserve.v1 import inference_pb2 as pb
 from server.proto.jaxserve.v1.inference_pb2_grpc import InferenceStub
-from server.surface import Surface
 from tests.fixtures.texts import CASES, CHOICES, GBNF, LARK, REGEX, SCHEMA, is_json
 from tests.server.fake_engine import WAIT_SECONDS
 
@@ -66,13 +66,13 @@ class Ports:
 
 @contextlib.asynccontextmanager
 async def serving(engine: Engine) -> AsyncIterator[Ports]:
-    surface = Surface(engine, name="demo", version="0")
+    surface = ServerApp(engine, name="demo", version="0")
     port, http_port = await surface.start("127.0.0.1", 0, 0)
     address = f"127.0.0.1:{port}"
     try:
         async with asyncio.timeout(6 * WAIT_SECONDS), grpc.aio.insecure_channel(address) as channel:
             yield Ports(InferenceStub(channel), address, f"http://127.0.0.1:{http_port}")
-            await surface.door.idle()
+            await surface.handler.idle()
     finally:
         await surface.stop()
     assert engine.load().compiled_after_ready == 0

@@ -11,7 +11,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from server import auth, cli, tls
+from server import auth, tls
+from server.commands import cli
 from tests.server.fake_engine import WAIT_SECONDS
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make certificates")

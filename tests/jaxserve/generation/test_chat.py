@@ -8,11 +8,11 @@ import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers, processors
 
-from jaxserve.chat_template import ChatTemplate
 from jaxserve.generation import chat
 from jaxserve.generation.parsing import parse_request
 from jaxserve.request import InvalidRequest
-from jaxserve.tokenizer import Tokenizer
+from jaxserve.text.chat_template import ChatTemplate
+from jaxserve.text.tokenizer import Tokenizer
 
 TEMPLATE = (
     "{{ bos_token }} {% for m in messages %}{{ m.role }} {{ m.content }} {{ m.name }} {% endfor %}"

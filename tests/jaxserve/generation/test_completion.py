@@ -13,7 +13,7 @@ from tokenizers import decoders, models
 
 from jaxserve.generation.completion import Assembler, Delta
 from jaxserve.request import Alternatives, FinishReason, InvalidRequest, Request, SamplingParams, TokenEvent
-from jaxserve.tokenizer import Tokenizer
+from jaxserve.text.tokenizer import Tokenizer
 
 # Tokens are the strings they stand for; text is what they spell.
 VOCAB = ["</s>", "a", "b", "c", "ab", "bc", "abc", "ca", " ", "<0xF0>", "<0x9F>", "<0x99>", "<0x82>", "EN", "END", "D"]

@@ -10,7 +10,7 @@ from tokenizers import models, pre_tokenizers
 
 from jaxserve.generation.parsing import MAX_STOP_LENGTH, parse_request, parse_sampling
 from jaxserve.request import SAMPLING_FIELDS, Grammar, InvalidRequest, SamplingParams
-from jaxserve.tokenizer import Tokenizer
+from jaxserve.text.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")

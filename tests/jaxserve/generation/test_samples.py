@@ -16,10 +16,10 @@ import pytest
 from jaxserve import models
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
-from jaxserve.execution import kv_cache
 from jaxserve.generation.completion import Completion
 from jaxserve.generation.samples import PromptScores, best, for_engine, samples_of
 from jaxserve.request import InvalidRequest, Request, SamplingParams, TokenEvent
+from jaxserve.runner import kv_cache
 from pallas_kernels import api
 from tests.fixtures.tiny import make_engine, opinionated
 from tests.fixtures.traffic import Answers, run, traffic
@@ -156,7 +156,7 @@ def test_samples_go_to_one_replica(params) -> None:
         engine.submit(request, answers)
     holders = [[replica.holds(f"s{index}") for replica in engine._replicas] for index in range(4)]
     assert holders == [[True, False]] * 4
-    assert engine.load().owed_tokens == len(PROMPT) + 3 + 4 * 20
+    assert engine.load().outstanding_tokens == len(PROMPT) + 3 + 4 * 20
     while engine.step():
         pass
 

@@ -8,12 +8,12 @@ import sys
 import numpy as np
 import pytest
 
-from jaxserve.scheduling.buckets import BucketCost, BucketLadder
-from jaxserve.scheduling.scheduler import Scheduler
-from jaxserve.scheduling.slots import SlotPool
+from jaxserve.scheduler.buckets import BucketCost, BucketLadder
+from jaxserve.scheduler.kv_blocks import SlotPool
+from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.simulate import clock
+from jaxserve.simulate import workload as load
 from jaxserve.simulate.clock import EOS, Arrival, Device, Host
-from jaxserve.traffic import load
 
 
 def arrival(time, prompt=4, output=1, *, limit=None, priority=0) -> Arrival:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jaxserve.bench import report
-from jaxserve.bench.report import RunReport
 from jaxserve.plan.cost import FITS
-from jaxserve.scheduling.buckets import BucketCost, BucketLadder
-from jaxserve.scheduling.scheduler import Scheduler
-from jaxserve.scheduling.slots import SlotPool
+from jaxserve.scheduler.buckets import BucketCost, BucketLadder
+from jaxserve.scheduler.kv_blocks import SlotPool
+from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.simulate import clock
+from jaxserve.simulate import workload as load
 from jaxserve.simulate.clock import Arrival, Device
 from jaxserve.simulate.orca import SETUPS
-from jaxserve.traffic import load
-from jaxserve.traffic.load import Range
+from jaxserve.simulate.workload import Range
+from server.commands.bench import report
+from server.commands.bench.report import RunReport
 
 # Milliseconds of 560M parameters in float32 on two cores; nearly all of it is arithmetic from 32 tokens on.
 CORES = {2: 44, 4: 48, 8: 54, 16: 70, 32: 100, 64: 155, 128: 280, 256: 500}

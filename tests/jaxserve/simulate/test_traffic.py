@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from jaxserve.config import EngineConfig
-from jaxserve.scheduling.buckets import BucketCost
+from jaxserve.scheduler.buckets import BucketCost
 from jaxserve.simulate import replay
+from jaxserve.simulate import workload as load
+from jaxserve.simulate.outcome import Outcome
 from jaxserve.simulate.system import Objective, System, tpot
-from jaxserve.traffic import load
-from jaxserve.traffic.outcome import Outcome
-from server import cli
+from server.commands import cli
 
 REAL = Path(os.environ.get("JAXSERVE_TRACES", "/nowhere"))
 MODEL = ["--model", "bloom-560m", "--topology", "h100:2", "--max-rows", "4", "--buckets", "4,16,64", "--slots", "4096"]

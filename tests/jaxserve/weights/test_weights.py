@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 from jaxserve import models, weights
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
-from jaxserve.execution import kv_cache
+from jaxserve.runner import kv_cache
 from tests.jaxserve.weights.directories import (
     BLOOM,
     GPT2,

@@ -6,7 +6,7 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
-from jaxserve.chat_template import ChatTemplate
+from jaxserve.text.chat_template import ChatTemplate
 from tests.server.conftest import Served
 
 TEMPLATE = (

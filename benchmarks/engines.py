@@ -1,0 +1,140 @@
+"""The engines that `jaxserve bench peers` compares: each takes jobs, which it runs alone in a process of its own.
+
+A job is a JSON file: `model` (a checkpoint in the engine's own format), `dtype`, `threads`, `vocab_size`, and one of
+  * `cases` (decodes, context, prompt; see step.Case) and `steps`: it prints `milliseconds`, for each case a list or
+    null where the engine has no such step,
+  * `load` (see peer_scripts/peer_traffic.py), and whether it is for the `capacity`: it prints the `tokens` of every
+    request and the `times` at which they came, or
+  * `sequences` of equal length and `prompt_length`: it scores them, the prompts as a whole and the rest token by token
+    through its cache, and prints `scores`: of every sequence the `logprobs` of its tokens (null where the engine tells
+    none) and the `likeliest` ones. Ours takes `prompts` and `steps` in their place, and generates the sequences.
+An answer may hold `settings` that the engine found best; its next job of the kind is told them. Before all else a peer
+is asked (`ask`: a model type) whether it can serve that at all; `cannot` in its answer says why not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import environments
+from benchmarks.compare import OURS
+from benchmarks.environments import PEERS
+from jaxserve import weights
+from jaxserve.config import EngineConfig
+from server.commands.bench import machine
+
+Runner = Callable[[dict[str, Any]], dict[str, Any]]  # job -> what the engine printed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contender:
+    """One engine with one model in one dtype.
+
+    Attributes:
+      shape: the checkpoint's name.
+      model: the checkpoint in the engine's own format.
+    """
+
+    engine: str
+    shape: str
+    dtype: str
+    model: Path
+    vocab_size: int
+    run: Runner
+
+    @property
+    def name(self) -> str:
+        return f"{self.engine}, {self.shape}, {self.dtype}"
+
+    def do(self, **fields: Any) -> dict[str, Any]:
+        """Runs one job.
+
+        Raises:
+          PeerError: the engine failed.
+        """
+        return self.run(
+            {
+                "model": str(self.model),
+                "dtype": self.dtype,
+                "threads": machine.usable_cores(),
+                "vocab_size": self.vocab_size,
+                **fields,
+            }
+        )
+
+
+def ours(checkpoint: Path, dtype: str, config: EngineConfig, scratch: Path) -> Contender:
+    def run(job: dict[str, Any]) -> dict[str, Any]:
+        path = _write(scratch, {**job, "config": dataclasses.asdict(config)})
+        return json.loads(environments.run_command([sys.executable, "-m", "benchmarks.jobs", path], OURS))
+
+    vocab_size = weights.read_config(checkpoint).vocab_size
+    return Contender(engine=OURS, shape=checkpoint.name, dtype=dtype, model=checkpoint, vocab_size=vocab_size, run=run)
+
+
+def peer(
+    name: str, checkpoint: Path, dtypes: Sequence[str], env_dir: Path, scratch: Path, say: Callable[[str], None]
+) -> tuple[list[Contender], list[str]]:
+    """A peer in every dtype that it can serve, its environment made and its checkpoints converted.
+
+    Returns:
+      The contenders, and a line for each dtype that the peer cannot serve.
+
+    Raises:
+      PeerError: its environment cannot be made, or a checkpoint not be converted.
+    """
+    known = PEERS[name]
+    python = environments.ensure(known, env_dir, say)
+    model_config = weights.read_config(checkpoint)
+
+    def run(job: dict[str, Any]) -> dict[str, Any]:
+        path = _write(scratch, {**job, **known.job})
+        return json.loads(environments.run_script(python, known.script, path, name=name))
+
+    contenders, notes = [], []
+    for dtype in dtypes:
+        reason = run({"ask": model_config.family, "dtype": dtype}).get("cannot")
+        if reason is not None:
+            notes.append(f"{name} is not compared with {checkpoint.name} in {dtype}: {reason}")
+            continue
+        model = checkpoint
+        if known.converter is not None:
+            ending = known.converted.format(dtype=dtype)
+            model = env_dir / f"{checkpoint.name}-{_fingerprint(checkpoint)}{ending}"
+            if not model.exists():
+                say(f"converting the checkpoint for {name}: {model}")
+                # Written aside and renamed, so that what bears the name is whole.
+                partial = model.with_suffix(".partial")
+                environments.run_script(python, known.converter, str(checkpoint), str(partial), dtype, name=name)
+                partial.rename(model)
+        contenders.append(
+            Contender(
+                engine=name,
+                shape=checkpoint.name,
+                dtype=dtype,
+                model=model,
+                vocab_size=model_config.vocab_size,
+                run=run,
+            )
+        )
+    return contenders, notes
+
+
+def _write(scratch: Path, job: dict[str, Any]) -> str:
+    path = scratch / "job.json"
+    path.write_text(json.dumps(job))
+    return str(path)
+
+
+def _fingerprint(checkpoint: Path) -> str:
+    """Changes when a checkpoint's files do."""
+    files = sorted([*checkpoint.glob("*.safetensors"), checkpoint / "config.json"])
+    seen = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    return hashlib.sha256(repr((checkpoint.resolve(), seen)).encode()).hexdigest()[:10]

@@ -1,0 +1,136 @@
+"""What the host does for an iteration, with a model so small that hardly anything else is left."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from jaxserve.config import EngineConfig
+from jaxserve.engine import Engine, IterationRecord
+from jaxserve.request import TokenEvent
+from jaxserve.simulate.workload import Job, Range
+from server.commands.bench import machine, report, shapes
+from server.commands.bench.offline import make_request
+from server.commands.bench.progress import Bars
+
+PROMPT, OUTPUT = Range(low=8, high=32), Range(low=32, high=96)
+WARM_UP = 50  # iterations that are not counted
+TARGETS_MS = {8: 0.6, 256: 2.5}  # by rows
+FLAT = 1.25  # how much dearer an iteration may get with requests waiting before the table says so
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostTime:
+    """Host work of an iteration at one load; `stats.host_ms` has it by phase."""
+
+    rows: int
+    waiting: int
+    stats: report.IterationStats
+
+    @property
+    def median(self) -> float:
+        return self.stats.host_ms["host"].p50
+
+
+class Load:
+    """An engine with all its rows busy. Whenever requests end as many new ones come, so rows change hands at the same
+    pace however many wait.
+
+    Args:
+      waiting: numbers of requests that are to wait, at most.
+    """
+
+    def __init__(self, rows: int, waiting: Sequence[int], config: EngineConfig, bars: Bars, seed: int = 0) -> None:
+        self._model, params = shapes.random_params("tiny", "float32")
+        longest = PROMPT.high + OUTPUT.high
+        settings = dataclasses.replace(
+            config,
+            dtype="float32",
+            max_rows=rows,
+            max_context=longest,
+            slots=2 * rows * longest,
+            scoring=False,
+            max_queued_requests=2 * (rows + max(waiting)),
+            max_queued_tokens=2 * (rows + max(waiting)) * longest,
+        )
+        self._engine = Engine.from_params(self._model, params, settings, progress=bars)
+        self._records: list[IterationRecord] = []
+        self._engine.record(self._records.append)
+        self._rows, self._bars = rows, bars
+        self._rng, self._names, self._alive = np.random.default_rng(seed), itertools.count(), 0
+
+    def run(self, waiting: int, iterations: int) -> HostTime:
+        """Iterations with so many requests in the queue; those of an earlier call are not taken out of it."""
+        label = f"{self._rows} rows, {waiting:,} waiting"
+        for done in range(WARM_UP + iterations):
+            self._top_up(self._rows + waiting)
+            self._engine.step()
+            if done == WARM_UP - 1:
+                self._records.clear()
+            if done % 10 == 0:
+                self._bars(label, done, WARM_UP + iterations)
+        self._bars(label, WARM_UP + iterations, WARM_UP + iterations)
+        bucket_ms = {cost.size: cost.milliseconds for cost in self._engine.report.buckets}
+        return HostTime(rows=self._rows, waiting=waiting, stats=report.iteration_stats(self._records, bucket_ms))
+
+    def stop(self) -> None:
+        self._engine.stop()
+
+    def _sink(self, events: Sequence[TokenEvent]) -> None:
+        self._alive -= sum(event.finish_reason is not None for event in events)
+
+    def _top_up(self, wanted: int) -> None:
+        for _ in range(wanted - self._alive):
+            length = int(PROMPT.draw(self._rng, 1)[0])
+            prompt = self._rng.integers(self._model.vocab_size, size=length, dtype=np.int32)
+            job = Job(arrival=0.0, prompt=prompt, max_tokens=int(OUTPUT.draw(self._rng, 1)[0]))
+            self._engine.submit(make_request(str(next(self._names)), job, 0.0), self._sink)
+            self._alive += 1
+
+
+def measure(
+    rows: int, waiting: Sequence[int], iterations: int, config: EngineConfig, bars: Bars, seed: int = 0
+) -> list[HostTime]:
+    """Runs an engine with all rows busy and, for each entry of `waiting` (ascending), so many requests in its queue."""
+    load = Load(rows, waiting, config, bars, seed)
+    results = [load.run(queued, iterations) for queued in sorted(waiting)]
+    load.stop()
+    return results
+
+
+def run(
+    rows: Sequence[int], waiting: Sequence[int], iterations: int, config: EngineConfig, out: Path, console: Console
+) -> int:
+    """`jaxserve bench host`: prints the table of host times against their targets and writes JSON."""
+    with Bars() as bars:
+        results = [result for count in rows for result in measure(count, waiting, iterations, config, bars)]
+    table = Table(title="host time of an iteration, ms (medians; all: p50 / p95 / p99)", title_justify="left")
+    for column in ("rows", "waiting", *report.HOST_PHASES, "all", "target", "", "against none waiting", "device wait"):
+        table.add_column(column, justify="right")
+    base = {}
+    for result in results:
+        base.setdefault(result.rows, result.median)
+        growth, target = result.median / base[result.rows], TARGETS_MS.get(result.rows)
+        table.add_row(
+            str(result.rows),
+            f"{result.waiting:,}",
+            *(f"{result.stats.host_ms[phase].p50:.3f}" for phase in report.HOST_PHASES),
+            report.percentiles(result.stats.host_ms["host"], 3),
+            "" if target is None else f"{target:.1f}",
+            "" if target is None else ("reached" if result.median <= target else "missed"),
+            f"{growth:.2f}x" + ("" if growth <= FLAT else " (not flat)"),
+            f"{result.stats.wait_ms.p50:.3f}",
+        )
+    console.print(table)
+    report.write_json(
+        out / "host.json", {"benchmark": "host", "environment": machine.environment(), "results": results}
+    )
+    console.print(f"written: {out / 'host.json'}", highlight=False)
+    return 0

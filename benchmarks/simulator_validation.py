@@ -1,0 +1,292 @@
+"""The simulator held to engines: the same arrivals served by one in this process and by its scheduler on a virtual
+clock, with the costs that engines measured of their buckets."""
+
+from __future__ import annotations
+
+import dataclasses
+import queue
+import statistics
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from jaxserve.config import EngineConfig
+from jaxserve.engine import Engine, IterationRecord
+from jaxserve.iteration import IterationPlan
+from jaxserve.request import TokenEvent
+from jaxserve.simulate import workload as load
+from jaxserve.simulate.clock import Arrival, Host, StageSeconds
+from jaxserve.simulate.outcome import Distribution, Outcome
+from jaxserve.simulate.system import System
+from jaxserve.simulate.workload import Workload
+from jaxserve.startup_report import StartupReport
+from server.commands.bench import machine, report
+from server.commands.bench.offline import benchmark_config, make_engine, make_request
+from server.commands.bench.progress import Bars
+
+WITHIN = 0.10  # of the measured figure, where the simulated one is to lie
+PARTS = 5  # that each load is served in, with the others' between them
+# Of the measured and the simulated outcomes of a load: name -> figure.
+FIGURES: dict[str, Callable[[report.RunReport, Distribution], float]] = {
+    "generated tokens/s": lambda run, _: run.tokens_per_second,
+    "latency p50, ms": lambda _, latency: latency.p50,
+    "latency p95, ms": lambda _, latency: latency.p95,
+    "ms/token p50": lambda run, _: run.normalised_ms.p50 if run.normalised_ms else 0.0,
+    "first token p50, ms": lambda run, _: run.first_token_ms.p50 if run.first_token_ms else 0.0,
+}
+JUDGED = ("generated tokens/s", "latency p50, ms", "latency p95, ms")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """A workload, such as one part of a load, served by an engine of its own.
+
+    Attributes:
+      report: of the engine's start, with the costs that it measured then.
+    """
+
+    workload: Workload
+    config: EngineConfig
+    report: StartupReport
+    max_context: int
+    outcomes: list[Outcome]
+    records: list[IterationRecord]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """One load, served and simulated.
+
+    Attributes:
+      share: of the rate that the engine serves with everything waiting.
+      figures: figure -> (measured, simulated), each the median over the parts.
+      parts: the same of each part.
+      iterations: launched by the engines, and by the simulator.
+      pace: how many times what iterations should cost they took, in each part.
+    """
+
+    share: float
+    rate: float
+    figures: dict[str, tuple[float, float]]
+    parts: list[dict[str, tuple[float, float]]]
+    iterations: tuple[int, int]
+    pace: list[float]
+
+    @property
+    def holds(self) -> bool:
+        """Whether the simulated figures that count are near enough."""
+        return all(abs(ours / theirs - 1) <= WITHIN for theirs, ours in map(self.figures.__getitem__, JUDGED))
+
+
+def run(
+    model: Path,
+    config: EngineConfig,
+    workload: Workload,
+    shares: Sequence[float],
+    seed: int,
+    out: Path,
+    console: Console,
+) -> int:
+    """`jaxserve bench simulate`: serves the workload at each load, prints and writes both sides; returns 0.
+
+    An engine measures its buckets as it starts, and machines change their pace within minutes by more than what is
+    asked of the simulator here. So every load is served in parts, the loads in turn; every part has an engine of its
+    own, and its costs are the means of what that one and the next have measured. Figures are medians over the parts:
+    one in which the machine had other things to do is outvoted.
+    """
+    config = benchmark_config(config, workload)
+    with Bars() as bars:
+        warm = _turn(model, config, workload, bars, "everything at once")
+        capacity = report.summarise("", warm.outcomes).requests_per_second
+        host = host_of(warm.records)
+        turns = []
+        for number, part in enumerate(parts_of(workload)):
+            for share in shares:
+                arriving = load.poisson(part, rate=share * capacity, seed=seed + number)
+                turns.append(_turn(model, config, arriving, bars, f"{share:.0%} of capacity"))
+        starts = [*(turn.report for turn in turns), make_engine(model, config, bars).report]
+    systems = [system_of(turn, after, host) for turn, after in zip(turns, starts[1:], strict=True)]
+    loads = [
+        _compare(share, share * capacity, turns[index :: len(shares)], systems[index :: len(shares)])
+        for index, share in enumerate(shares)
+    ]
+    _print(f"{model.name}: {workload.name}, {config.max_rows} rows", loads, starts, host, console)
+    result = {"benchmark": "simulate", "environment": machine.environment(), "workload": workload.name}
+    result |= {
+        "capacity": capacity,
+        "buckets": [list(start.buckets) for start in starts],
+        "slot_ms": [start.slot_milliseconds for start in starts],
+        "host": host._asdict(),
+        "loads": loads,
+    }
+    report.write_json(out / "simulate.json", result)
+    console.print(f"written: {out / 'simulate.json'}", highlight=False)
+    return 0
+
+
+def _print(title: str, loads: Sequence[Load], starts: Sequence[StartupReport], host: Host, console: Console) -> None:
+    """Args:
+    starts: of all parts' engines, and of one after them.
+    """
+    table = Table(title=f"{title}; measured / simulated, medians of {len(loads[0].parts)} parts", title_justify="left")
+    for column in ("load", "requests/s", *FIGURES, "iterations", f"within {WITHIN:.0%}", "times the costs, by parts"):
+        table.add_column(column, justify="right")
+    for each in loads:
+        cells = [f"{theirs:.1f} / {ours:.1f} ({ours / theirs - 1:+.1%})" for theirs, ours in each.figures.values()]
+        cells += ["{} / {}".format(*each.iterations), "yes" if each.holds else "no"]
+        table.add_row(f"{each.share:.0%}", f"{each.rate:.2f}", *cells, " ".join(f"{pace:.2f}" for pace in each.pace))
+    console.print(table)
+    costs = Table(title=f"ms by bucket, of {len(starts)} starts", title_justify="left")
+    for column in ("bucket", "least", "median", "most"):
+        costs.add_column(column, justify="right")
+    by_bucket = zip(*(start.buckets for start in starts), strict=True)
+    spread = {str(each[0].size): [cost.milliseconds for cost in each] for each in by_bucket}
+    spread["us a slot"] = [1e3 * start.slot_milliseconds for start in starts]
+    for name, measured in spread.items():
+        costs.add_row(name, *(f"{each:.2f}" for each in (min(measured), statistics.median(measured), max(measured))))
+    console.print(costs)
+    console.print(f"host ms: {1e3 * host.launch:.2f} to launch, {1e3 * host.complete:.2f} after")
+
+
+def parts_of(workload: Workload) -> list[Workload]:
+    """A workload in parts of about as many jobs, in their order."""
+    count = min(PARTS, len(workload.jobs))
+    ends = [len(workload.jobs) * index // count for index in range(count + 1)]
+    return [dataclasses.replace(workload, jobs=workload.jobs[start:end]) for start, end in pairwise(ends)]
+
+
+def pace_of(outcomes: Sequence[Outcome], records: Sequence[IterationRecord], seconds: StageSeconds) -> float:
+    """How many times what they should have cost iterations took, all together: those that followed each other, as some
+    request was alive in between."""
+    arrivals, ends = (sorted(times) for times in zip(*((o.arrival, o.token_times[-1]) for o in outcomes), strict=True))
+    took = cost = 0.0
+    for before, record in pairwise(records):
+        then = before.finished_at
+        if bisect_right(arrivals, then) > bisect_right(ends, then):
+            took += record.finished_at - then
+            cost += max(seconds(record.plan))
+    return took / cost if cost else 1.0
+
+
+def host_of(records: Sequence[IterationRecord]) -> Host:
+    """What an engine's host adds to an iteration: medians."""
+    launch = statistics.median(record.schedule_s + record.pack_s + record.launch_s for record in records)
+    return Host(launch=launch, complete=statistics.median(record.complete_s for record in records))
+
+
+def system_of(turn: Turn, after: StartupReport, host: Host) -> System:
+    """The engine of a turn as the simulator sees it: its settings, the costs of its buckets, and its host's times.
+
+    The scheduler decides by the table that the engine has. An iteration takes the mean of what that table and the one
+    measured after the turn have for its bucket, and for each slot more or less that it reads than the one measured did,
+    what they have of that. With several stages the tables have the time between iterations that follow each other, so
+    each stage takes that long.
+    """
+    stages = turn.config.stages
+    costs = {
+        one.size: ((one.milliseconds + other.milliseconds) / 2, one.slots_read)
+        for one, other in zip(turn.report.buckets, after.buckets, strict=True)
+    }
+    slot = (turn.report.slot_milliseconds + after.slot_milliseconds) / 2
+
+    def seconds(plan: IterationPlan) -> list[float]:
+        milliseconds, slots_read = costs[plan.bucket]
+        more = sum(chunk.start for chunk in plan.chunks) - slots_read
+        return [max(0.0, milliseconds + slot * more) / 1000] * stages
+
+    return System(
+        config=turn.config,
+        seconds=seconds,
+        costs=turn.report.buckets,
+        slots=turn.report.slots,
+        block_size=turn.report.block_size,
+        max_context=turn.max_context,
+        replicas=turn.report.replicas,
+        host=host,
+    )
+
+
+def _turn(model: Path, config: EngineConfig, workload: Workload, bars: Bars, name: str) -> Turn:
+    engine = make_engine(model, config, bars)
+    load.fit(workload, engine.max_context)
+    records: list[IterationRecord] = []
+    with engine:
+        engine.record(records.append)
+        outcomes = _serve(engine, workload, bars, name)
+    return Turn(
+        workload=workload,
+        config=engine.config,
+        report=engine.report,
+        max_context=engine.max_context,
+        outcomes=outcomes,
+        records=records,
+    )
+
+
+def _serve(engine: Engine, workload: Workload, bars: Bars, name: str) -> list[Outcome]:
+    """Hands every job in at its time, whether or not earlier ones have ended, and waits for the last."""
+    outcomes: dict[str, Outcome] = {}
+    ended: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def sink(events: Sequence[TokenEvent]) -> None:
+        now = time.monotonic()
+        for event in events:
+            outcomes[event.request_id].token_times.extend([now] * len(event.token_ids))
+            if event.finish_reason is not None:
+                ended.put(event.request_id)
+
+    requests = [make_request(str(index), job, 0.0) for index, job in enumerate(workload.jobs)]
+    started = time.monotonic()
+    for job, request in zip(workload.jobs, requests, strict=True):
+        if (early := started + job.arrival - time.monotonic()) > 0:
+            time.sleep(early)
+        now = time.monotonic()
+        outcomes[request.request_id] = Outcome(arrival=now, prompt_tokens=len(job.prompt))
+        engine.submit(dataclasses.replace(request, arrival=now), sink)
+    for done in range(1, len(requests) + 1):
+        ended.get()
+        bars(name, done, len(requests))
+    return list(outcomes.values())
+
+
+def _compare(share: float, rate: float, turns: Sequence[Turn], systems: Sequence[System]) -> Load:
+    """Args:
+    turns / systems: the parts of the load, as they were served and as the simulator sees them.
+    """
+    parts, paces, launched = [], [], [0, 0]
+    for turn, system in zip(turns, systems, strict=True):
+        start = turn.outcomes[0].arrival
+        coming = [
+            Arrival(outcome.arrival - start, job.prompt, job.max_tokens, job.max_tokens)
+            for job, outcome in zip(turn.workload.jobs, turn.outcomes, strict=True)
+        ]
+        served = system.serve(coming)
+        measured, simulated = _figures(turn.outcomes), _figures(served.outcomes)
+        parts.append({name: (measured[name], simulated[name]) for name in FIGURES})
+        paces.append(pace_of(turn.outcomes, turn.records, system.seconds))
+        launched[0] += len(turn.records)
+        launched[1] += sum(served.sizes.values())
+    return Load(
+        share=share, rate=rate, figures=middle(parts), parts=parts, iterations=(launched[0], launched[1]), pace=paces
+    )
+
+
+def _figures(outcomes: Sequence[Outcome]) -> dict[str, float]:
+    run = report.summarise("", outcomes)
+    latency = Distribution.of(1e3 * (each.token_times[-1] - each.arrival) for each in outcomes)
+    assert latency is not None
+    return {name: figure(run, latency) for name, figure in FIGURES.items()}
+
+
+def middle(parts: Sequence[dict[str, tuple[float, float]]]) -> dict[str, tuple[float, float]]:
+    """Of each figure the median over parts of what was measured, and of what was simulated."""
+    return {
+        name: (statistics.median(part[name][0] for part in parts), statistics.median(part[name][1] for part in parts))
+        for name in parts[0]
+    }

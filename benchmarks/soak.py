@@ -1,0 +1,348 @@
+"""A long run against a server: requests that end, are cancelled, run out of time, share prefixes and are preempted, and
+what the server's process holds all the while."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import os
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import grpc
+import grpc.aio
+import numpy as np
+from rich.console import Console
+
+from jaxserve.config import EngineConfig
+from server.commands.bench import machine, plot, report, wire
+from server.commands.bench.progress import Bars
+from server.commands.bench.serve import started_server
+
+_WARM = 0.2  # share of the run whose memory is not judged
+_FLAT = 0.01  # growth over the rest, as a share of the memory held, that is told from a leak no more
+_PREFIXES, _PREFIX_TOKENS = 8, 130
+_LONGEST_DEADLINE = 1.0  # seconds
+_EMPTY_SECONDS = 30.0  # within which a server that nobody asks has let go of everything
+
+Ending = Literal["answered", "cancelled", "out of time", "failed"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """A request and what its client does.
+
+    Attributes:
+      message: encoded.
+      tokens: that it generates if it is left alone; None where the model may end it.
+      leaves_after: tokens after which the client cancels; None lets it end.
+      deadline: seconds that the client waits; None waits forever.
+    """
+
+    message: bytes
+    tokens: int | None
+    leaves_after: int | None = None
+    deadline: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """The server at one moment.
+
+    Attributes:
+      seconds: since the start of the run.
+      ended: requests that have, by then.
+      resident: bytes of memory.
+    """
+
+    seconds: float
+    ended: int
+    resident: int
+    threads: int
+    open_files: int
+    running: int
+    waiting: int
+    slots_used: int
+    slots_cached: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trend:
+    """A straight line through what was held after the warm-up, by requests ended.
+
+    Attributes:
+      growth: of the line, from the end of the warm-up to the end of the run.
+      spread: between the largest value and the smallest.
+      share: the growth as a share of the line's start.
+    """
+
+    growth: float
+    spread: float
+    share: float
+
+    @property
+    def is_flat(self) -> bool:
+        return self.share <= _FLAT
+
+
+def trend(samples: Sequence[Sample], of: Callable[[Sample], float]) -> Trend:
+    """What a figure does after the warm-up."""
+    warm = [each for each in samples if each.ended >= _WARM * samples[-1].ended]
+    ended = np.array([each.ended for each in warm], np.float64)
+    values = np.array([of(each) for each in warm], np.float64)
+    if ended[0] == ended[-1]:
+        raise ValueError("the soak was too short to see a trend; give more --requests")
+    slope, base = np.polyfit(ended - ended[0], values, 1)
+    growth = float(slope * (ended[-1] - ended[0]))
+    return Trend(growth=growth, spread=float(np.ptp(values)), share=growth / float(base))
+
+
+def draw(index: int, seed: int, vocab_size: int, make: Callable[..., Any]) -> Call:
+    """The request of this number: of random kind, lengths and settings.
+
+    Args:
+      make: the class of the message.
+    """
+    rng = np.random.default_rng([seed, index])
+    prompt = rng.integers(vocab_size, size=int(rng.integers(1, 160))).tolist()
+    if rng.random() < 0.4:  # one of a few beginnings, so that prefixes are found, and evicted by the others
+        which = int(rng.integers(_PREFIXES))
+        prefix = np.random.default_rng([seed, 1 << 32, which]).integers(vocab_size, size=_PREFIX_TOKENS)
+        prompt = [*prefix.tolist(), *prompt[:60]]
+    tokens = int(rng.integers(1, 65))
+    fields: dict[str, Any] = {"max_tokens": tokens, "ignore_eos": True, "request_id": f"soak-{index}"}
+    match rng.integers(4):
+        case 0:
+            fields["temperature"] = 0.0
+        case 1:
+            fields |= {"temperature": 0.8, "top_p": 0.9, "seed": index}
+        case 2:
+            fields |= {"top_k": 40, "repetition_penalty": 1.1, "logprobs": 2}
+        case _:
+            fields["prompt_logprobs"] = 1
+    if may_end := bool(rng.random() < 0.1):
+        fields["ignore_eos"] = False
+        fields["stop_token_ids"] = rng.integers(vocab_size, size=16).tolist()
+    message = make(**fields)
+    message.prompt_token_ids.ids.extend(prompt)
+    leaves_after = int(rng.integers(0, tokens)) if rng.random() < 0.15 else None
+    deadline = float(rng.uniform(0.005, _LONGEST_DEADLINE)) if rng.random() < 0.15 else None
+    return Call(
+        message=message.SerializeToString(),
+        tokens=None if may_end else tokens,
+        leaves_after=leaves_after,
+        deadline=deadline,
+    )
+
+
+@dataclass(slots=True)
+class Soaked:
+    """What came of it.
+
+    Attributes:
+      endings: requests by how they ended, each counted once.
+      failures: what went wrong, in words.
+      last: what the server said of itself when all was over.
+    """
+
+    endings: Counter[Ending]
+    failures: list[str]
+    samples: list[Sample]
+    last: dict[str, Any]
+
+
+async def soak(
+    address: str,
+    pid: int,
+    known: Mapping[str, wire.Method],
+    calls: Callable[[int], Call],
+    requests: int,
+    clients: int,
+    every: float,
+    progress: Callable[[int], None],
+) -> Soaked:
+    """Sends the calls 0..requests-1 by so many clients, each its next when the last has ended, and then waits until
+    the server holds nothing.
+
+    Args:
+      every: seconds between samples.
+    """
+    soaked = Soaked(Counter(), [], [], {})
+    numbers = iter(range(requests))
+    started = time.monotonic()
+    async with grpc.aio.insecure_channel(address) as channel:
+        await channel.channel_ready()
+        generate, ask = (known[name] for name in ("GenerateStream", "GetLoad"))
+        stream = channel.unary_stream(generate.path, response_deserializer=generate.response.FromString)
+        load = channel.unary_unary(
+            ask.path,
+            request_serializer=ask.request.SerializeToString,
+            response_deserializer=ask.response.FromString,
+        )
+
+        async def client() -> None:
+            for index in numbers:
+                ending, problem = await _one(stream, calls(index))
+                soaked.endings[ending] += 1
+                if problem is not None:
+                    soaked.failures.append(f"request {index}: {problem}")
+                progress(soaked.endings.total())
+
+        async def sample() -> Any:
+            answer = await load(ask.request())
+            soaked.samples.append(_sample(pid, time.monotonic() - started, soaked.endings.total(), answer))
+            return answer
+
+        async def watch() -> None:
+            while True:
+                await sample()
+                await asyncio.sleep(every)
+
+        watching = asyncio.ensure_future(watch())
+        await asyncio.gather(*(client() for _ in range(clients)))
+        watching.cancel()
+        patience = time.monotonic() + _EMPTY_SECONDS
+        while True:
+            answer = await sample()
+            if not (answer.running or answer.waiting or answer.slots_used) or time.monotonic() > patience:
+                break
+            await asyncio.sleep(0.1)
+        soaked.last = {field.name: getattr(answer, field.name) for field in answer.DESCRIPTOR.fields}
+    return soaked
+
+
+async def _one(stream: Any, call: Call) -> tuple[Ending, str | None]:
+    """Sends a call and does what its client does; how it ended, and what was wrong with that."""
+    came, finished, left = 0, False, False
+    answer = stream(call.message, timeout=call.deadline)
+    try:
+        if call.leaves_after == 0:
+            await asyncio.sleep(0.01)
+            left = answer.cancel()
+        async for message in answer:
+            came += len(message.token_ids)
+            finished = finished or message.finish_reason != 0
+            if call.leaves_after is not None and came >= call.leaves_after and not finished:
+                answer.cancel()
+                return "cancelled", None
+    except asyncio.CancelledError:
+        if not left:
+            raise
+        return "cancelled", None
+    except grpc.aio.AioRpcError as error:
+        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and call.deadline is not None:
+            return "out of time", None
+        return "failed", f"{error.code().name}: {error.details()}"
+    if not finished:
+        return "failed", f"the stream ended after {came} tokens without a reason"
+    if call.tokens is not None and came != call.tokens:
+        return "failed", f"{came} tokens came instead of {call.tokens}"
+    return "answered", None
+
+
+def _sample(pid: int, seconds: float, ended: int, load: Any) -> Sample:
+    status = Path(f"/proc/{pid}/status").read_text()
+    resident, threads = (int(re.search(rf"{name}:\s+(\d+)", status)[1]) for name in ("VmRSS", "Threads"))  # type: ignore[index]
+    return Sample(
+        seconds=seconds,
+        ended=ended,
+        resident=1024 * resident,
+        threads=threads,
+        open_files=len(os.listdir(f"/proc/{pid}/fd")),
+        running=load.running,
+        waiting=load.waiting,
+        slots_used=load.slots_used,
+        slots_cached=load.slots_cached,
+    )
+
+
+def run(
+    model: Path,
+    config: EngineConfig,
+    requests: int,
+    clients: int,
+    seed: int,
+    out: Path,
+    console: Console,
+) -> int:
+    """`jaxserve bench soak`: starts a server, soaks it, prints, plots and writes what it held.
+
+    Returns:
+      The exit code: 1 when a request failed or something was not let go of.
+    """
+    config = dataclasses.replace(config, max_queued_requests=max(config.max_queued_requests, clients))
+    log = out / "server-soak.log"
+    with Bars() as bars, started_server(model, config, log) as server:
+        known = wire.methods(server.address)
+        vocab_size = wire.call(server.address, known["GetModel"])["vocab_size"]
+        soaked = asyncio.run(
+            soak(
+                server.address,
+                server.pid,
+                known,
+                lambda index: draw(index, seed, vocab_size, known["GenerateStream"].request),
+                requests,
+                clients,
+                every=0.1 if requests < 1000 else 2.0,
+                progress=lambda done: bars("soaking", done, requests),
+            )
+        )
+    memory = trend(soaked.samples, lambda sample: sample.resident)
+    wrong = defects(soaked, requests, memory, log.read_text(encoding="utf-8", errors="replace"))
+    last, end = soaked.last, soaked.samples[-1]
+    facts = {
+        "requests": f"{requests} by {clients} clients in {end.seconds:.0f} s: "
+        + ", ".join(f"{count} {ending}" for ending, count in sorted(soaked.endings.items())),
+        "engine": f"{last['iterations']} iterations, {last['generated_tokens']} tokens generated, "
+        f"{last['cached_tokens']} prompt tokens found in the prefix cache, {last['preemptions']} preemptions",
+        "slots": f"{max(each.slots_used for each in soaked.samples)} of {last['slots_total']} in use at most; at the "
+        f"end {last['slots_used']} in use, {last['slots_cached']} hold prefixes, the rest are free",
+        "memory": f"{end.resident / 2**20:.1f} MiB at the end; a line through the last {1 - _WARM:.0%} of the requests "
+        f"grows {memory.growth / 2**20:+.2f} MiB ({memory.share:+.2%}), largest less smallest "
+        f"{memory.spread / 2**20:.2f} MiB",
+        "threads, files": f"{end.threads} threads, {end.open_files} open files at the end; at most "
+        f"{max(each.threads for each in soaked.samples)} and {max(each.open_files for each in soaked.samples)}",
+        "verdict": "; ".join(wrong) or "every request ended as it was to, every slot is free, memory is flat",
+    }
+    for name, text in facts.items():
+        console.print(f"{name:14}  {text}", soft_wrap=True)
+    report.write_json(
+        out / "soak.json",
+        {
+            "benchmark": "soak",
+            "environment": machine.environment(),
+            "requests": requests,
+            "clients": clients,
+            "endings": dict(soaked.endings),
+            "memory": memory,
+            "last": last,
+            "defects": wrong,
+            "samples": soaked.samples,
+        },
+    )
+    plot.soak(out / "soak.png", f"{model.name}: {requests} requests, {clients} clients", soaked.samples)
+    console.print(f"written: {out / 'soak.json'}, {out / 'soak.png'}", highlight=False)
+    return 1 if wrong else 0
+
+
+def defects(soaked: Soaked, requests: int, memory: Trend, log: str) -> list[str]:
+    """What a soak is to show the absence of, in words."""
+    last, (first, *_, end) = soaked.last, soaked.samples
+    wrong = soaked.failures[:5]
+    if soaked.endings.total() != requests:
+        wrong.append(f"{requests - soaked.endings.total()} requests never ended")
+    wrong += [f"{name} is {last[name]} at the end" for name in ("running", "waiting", "slots_used") if last[name]]
+    if last["compiled_after_ready"]:
+        wrong.append(f"{last['compiled_after_ready']} programs were compiled while serving")
+    if not memory.is_flat:
+        wrong.append(f"memory grew by {memory.share:.2%} after the warm-up, more than {_FLAT:.0%}")
+    if (more := end.open_files - first.open_files) > 0:
+        wrong.append(f"{more} more files are open than at the start")
+    said = itertools.islice((line for line in log.splitlines() if " ERROR " in line), 1)
+    return [*wrong, *(f"the server's log has {line!r}" for line in said)]

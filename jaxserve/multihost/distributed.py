@@ -1,0 +1,69 @@
+"""The one jax job that the processes of all hosts make: joining it and leaving it."""
+
+from __future__ import annotations
+
+import math
+import socket
+import threading
+
+import jax
+
+from jaxserve.multihost.config import ClusterConfig
+from jaxserve.multihost.watchdog import end_process
+
+_HEARTBEAT_TIMEOUT = 60  # seconds until jax itself ends a process; the watchdogs are much quicker
+_LEAVING = 5.0  # seconds that jax has to let go
+
+
+def join(cluster: ClusterConfig) -> None:
+    """Joins the job; returns when all hosts have. Nothing may have asked for devices before.
+
+    Raises:
+      ValueError: the coordinator's name leads nowhere.
+    """
+    mine = _own_address(cluster)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself
+    if cluster.links != "bridge":  # where devices have no links of their own: CPUs
+        # The others are told this very port: with 0 they would wait for what never comes (jax 0.10).
+        jax.config.update("jax_cross_host_transfer_socket_address", f"{mine}:{_free_port(mine)}")
+        jax.config.update("jax_cross_host_transport_addresses", ",".join([f"{mine}:0"] * 4))
+    jax.distributed.initialize(
+        coordinator_address=cluster.coordinator,
+        coordinator_bind_address=cluster.coordinator,
+        num_processes=cluster.hosts,
+        process_id=cluster.host,
+        local_device_ids=cluster.local_devices,
+        initialization_timeout=math.ceil(cluster.join_timeout),
+        heartbeat_timeout_seconds=_HEARTBEAT_TIMEOUT,
+        shutdown_timeout_seconds=math.ceil(_LEAVING),
+    )
+
+
+def leave() -> None:
+    """Leaves the job of all hosts, or the process where that does not work within seconds."""
+    timer = threading.Timer(_LEAVING, end_process, (0,))
+    timer.daemon = True
+    timer.start()
+    jax.distributed.shutdown()
+    timer.cancel()
+
+
+def _own_address(cluster: ClusterConfig) -> str:
+    """Of the interface that leads to the master."""
+    name, port = cluster.interface.strip("[]"), int(cluster.coordinator.rpartition(":")[2])
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(name, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probing:
+            probing.connect(address)  # sends nothing
+            found = probing.getsockname()[0]
+    except OSError as problem:
+        raise ValueError(f"coordinator is {cluster.coordinator}, which cannot be found: {problem}") from None
+    return f"[{found}]" if ":" in found else found
+
+
+def _free_port(address: str) -> int:
+    bare = address.strip("[]")
+    with socket.socket(socket.AF_INET6 if ":" in bare else socket.AF_INET) as probing:
+        probing.bind((bare, 0))
+        return probing.getsockname()[1]

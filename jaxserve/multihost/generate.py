@@ -1,0 +1,20 @@
+"""Writes control_pb2.py anew: `python -m jaxserve.multihost.generate` (grpcio-tools of the dev extra)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PROTO = "jaxserve/multihost/control.proto"
+
+
+def generate(out: Path = ROOT) -> None:
+    """Writes the generated modules under `out`, at the path they have in the repository."""
+    from grpc_tools import protoc
+
+    if protoc.main(["protoc", f"-I{ROOT}", f"--python_out={out}", f"--pyi_out={out}", str(ROOT / PROTO)]) != 0:
+        raise RuntimeError(f"protoc could not compile {PROTO}")
+
+
+if __name__ == "__main__":
+    generate()

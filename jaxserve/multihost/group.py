@@ -1,0 +1,421 @@
+"""The master's side of the control channel: who has joined, what they have agreed on, and what has become of them."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import grpc
+
+from jaxserve.iteration import IterationResult
+from jaxserve.multihost import channel, wire
+from jaxserve.multihost import control_pb2 as pb
+from jaxserve.multihost.config import ClusterConfig
+from jaxserve.multihost.failure import ExitCode, HostFailed, Problem, Rank, cause_of
+from jaxserve.multihost.progress import Progress, Waiting
+from jaxserve.multihost.remote_grammars import Preparations
+from jaxserve.multihost.watchdog import Watchdog, end_process
+
+_log = logging.getLogger(__name__)
+
+STARTING_SILENCE = 60.0  # seconds: threads may starve while hosts compile
+_GATHER = 0.5  # seconds in which other symptoms of a failure may come, before one is called its cause
+_GRACE = 1.0  # seconds for callers to be told, after that
+_LEAST_SILENCE = 2.0  # seconds without a heartbeat that a busy machine is forgiven
+
+
+@dataclass(slots=True, eq=False)
+class _Member:
+    """A worker: its messages to be sent, and what it said last."""
+
+    host: int
+    queue: queue.SimpleQueue[bytes | None] = field(default_factory=queue.SimpleQueue)
+    joined: bool = False
+    left: bool = False
+    heard: float = 0.0
+    step: str | None = "joining"
+    votes: dict[str, int] = field(default_factory=dict)
+    waiting: Waiting | None = None
+
+
+class Group:
+    """All hosts, as the master sees them.
+
+    Args:
+      facts: what every host must have alike.
+      tell: is told of steps of the start, a line each.
+      end: ends the process.
+
+    Attributes:
+      failure: why the hosts cannot go on, if they cannot. Callers then have about a second to be told before the
+        process ends.
+      on_failure: called once with it, by the watchdog's thread.
+    """
+
+    def __init__(
+        self,
+        cluster: ClusterConfig,
+        facts: Sequence[tuple[str, str]],
+        *,
+        tell: Callable[[str], None],
+        end: Callable[[int], None] = end_process,
+    ) -> None:
+        self._cluster, self._facts = cluster, list(facts)
+        self._tell, self._end = tell, end
+        self.on_failure: Callable[[Problem], None] = lambda _: None
+        self._changed = threading.Condition()
+        self._members = {host: _Member(host) for host in range(1, cluster.hosts)}
+        self._problems: list[Problem] = []
+        self._stages: dict[int, tuple[int, ...]] = {}
+        self.failure: HostFailed | None = None
+        self.progress = Progress()  # of the stages that are here, stage 0 among them
+        self._answers = Progress()  # of all of them
+        self._results: queue.SimpleQueue[tuple[int, IterationResult] | None] = queue.SimpleQueue()  # None: no more
+        self._answering = 0  # the host whose result counts
+        self.preparations = Preparations(self.broadcast, ())
+        self._sent: int | None = None  # the newest plan
+        self._deadline = 0.0
+        self._step: str | None = "joining"
+        self._refused: str | None = None
+        self._stopping = False
+        self._watchdog = Watchdog(self._look, self._beat)
+        self._server: grpc.Server | None = None
+
+    # The start
+
+    def listen(self) -> None:
+        """Opens the control channel. Raises ValueError if it cannot be had."""
+        self._server = channel.listen(self._cluster, self._follow)
+        self._watchdog.start()
+
+    def join(self) -> None:
+        """Waits until every host has joined.
+
+        Raises:
+          ValueError: one has not within the join timeout, or one was refused; the message names it.
+        """
+        deadline, wrong = time.monotonic() + self._cluster.join_timeout, None
+        with self._changed:
+            while missing := [member.host for member in self._members.values() if not member.joined]:
+                self._raise_failure()
+                left, wrong = deadline - time.monotonic(), self._refused
+                if left <= 0:
+                    hosts = f"host{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+                    wrong = f"{hosts} did not join within {self._cluster.join_timeout:g} s at {self._cluster.control}"
+                if wrong is not None:
+                    break
+                self._changed.wait(left)
+        if wrong is not None:
+            self.stop(wrong)
+            raise ValueError(wrong)
+
+    def reached(self, step: str) -> None:
+        """This host's own step of the start."""
+        self._step = step
+        self._tell(f"host 0: {step}")
+
+    def agree(self, about: str, value: int) -> int:
+        """The least of all hosts' numbers; waits until all have theirs. Raises HostFailed."""
+        with self._changed:
+            while any(about not in member.votes for member in self._members.values()):
+                self._raise_failure()
+                self._changed.wait()
+            agreed = min(value, *(member.votes[about] for member in self._members.values()))
+        self.broadcast(pb.FromMaster(agreed=pb.Agreed(about=about, value=agreed)))
+        return agreed
+
+    def place(self, stages: dict[int, tuple[int, ...]]) -> None:
+        """Which stages each host runs. One host of the last stage answers: the master if it is of it."""
+        self._stages = stages
+        last = max(max(each, default=0) for each in stages.values())
+        choosing = [host for host, each in stages.items() if last in each]
+        self._answering = min(choosing)
+        self.preparations = Preparations(self.broadcast, (host for host in choosing if host))
+
+    def phase(self, deadline: float, *, serving: bool) -> None:
+        """Numbers start at 0 again, and an iteration has so many seconds; 0 gives it any time."""
+        with self._changed:
+            self._raise_failure()
+            self._deadline = deadline
+            if serving:
+                self._step = None
+                for member in self._members.values():
+                    member.step = None
+        self.broadcast(pb.FromMaster(phase=pb.Phase(deadline_seconds=deadline)))
+
+    # Iterations
+
+    def send(self, message: pb.FromMaster) -> None:
+        """Sends a plan to every worker. Raises HostFailed."""
+        self._raise_failure()
+        self._sent = message.plan.sequence
+        self._answers.begin(self._sent)
+        self.progress.begin(self._sent)
+        self.broadcast(message)
+
+    def done(self, sequence: int, result: IterationResult | None) -> None:
+        """The stages here have run an iteration."""
+        if self._answering == 0:
+            assert result is not None
+            self._answer(sequence, result)
+
+    def result(self, sequence: int) -> IterationResult:
+        """Waits for the answers of the oldest iteration that was not asked for. Raises HostFailed."""
+        found = self._results.get()
+        if found is None:
+            self._results.put(None)
+            self._raise_failure()
+        assert found is not None
+        assert found[0] == sequence, f"the answers of iteration {found[0]} came where {sequence} was next"
+        return found[1]
+
+    def _answer(self, sequence: int, result: IterationResult) -> None:
+        self._answers.end()
+        self._results.put((sequence, result))
+
+    # Failure
+
+    def report(self, problem: Problem) -> None:
+        """A symptom; when others had time to come, one of them is called the cause and the hosts end."""
+        with self._changed:
+            if self._stopping:
+                return
+            self._problems.append(problem)
+
+    def cannot_start(self, problem: Exception) -> None:
+        """This host's own work threw. Raises HostFailed."""
+        cause = f"{type(problem).__name__}: {problem}".splitlines()[0]
+        self.report(Problem(rank=Rank.THREW, hosts=(0,), step=self._step, cause=cause))
+        self.raise_failure()
+
+    def raise_failure(self) -> None:
+        """Raises HostFailed, once what was reported has been weighed against what others saw."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.failure is not None, STARTING_SILENCE)
+        self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        if self.failure is not None:
+            raise HostFailed(self.failure.problem, self.failure.code)
+
+    def _look(self) -> bool:
+        """The watchdog's look: symptoms that were told, silent hosts, late iterations. Then it names the cause, has
+        callers told, and ends all hosts."""
+        with self._changed:
+            if self._stopping:
+                return False
+            if not (self._problems or self._silent() or self._late()):
+                return True
+        time.sleep(_GATHER)
+        with self._changed:
+            if self._stopping:
+                return False
+            self._stopping = True
+            problem = self._cause([*self._problems, *self._silent(), *self._late()])
+            if problem is None:
+                self._stopping = False  # it was only slow to answer
+                return True
+            code = ExitCode.LOST
+            if problem.hosts == (0,):
+                code = ExitCode.OVERDUE if problem.rank == Rank.LATE else ExitCode.BROKEN
+        _log.error("the hosts cannot go on: %s", problem)
+        self.broadcast(pb.FromMaster(stop=pb.Stop(cause=str(problem))))
+        self.on_failure(problem)
+        with self._changed:  # only now: whoever waits here may end the process
+            self.failure = HostFailed(problem, code)
+            self._changed.notify_all()
+        self._results.put(None)
+        time.sleep(_GRACE)
+        self._end(code)
+        return False
+
+    def _cause(self, problems: list[Problem]) -> Problem | None:
+        if not problems:
+            return None
+        first = cause_of(problems)
+        if first.rank != Rank.LATE:
+            return first
+        # Whoever waits for the earliest iteration, by the hosts' own last words, is who the others wait for.
+        waiting = [(0, self.progress.waiting()), *((each.host, each.waiting) for each in self._members.values())]
+        late = [
+            Problem(rank=Rank.LATE, hosts=(host,), stages=(each.stage,), sequence=each.sequence, cause=first.cause)
+            for host, each in waiting
+            if each is not None
+        ]
+        return cause_of(late or [first])
+
+    def _silent(self) -> list[Problem]:
+        now = time.monotonic()
+        most = STARTING_SILENCE if self._step is not None else max(self._deadline, _LEAST_SILENCE)
+        return [
+            self._of(member, Rank.GONE, f"nothing was heard of it for {now - member.heard:.1f} s")
+            for member in self._members.values()
+            if member.joined and now - member.heard > most
+        ]
+
+    def _late(self) -> list[Problem]:
+        if not self._deadline:
+            return []
+        cause = f"not done within {self._deadline:g} s"
+        mine = self.progress.waiting()
+        if mine is not None and mine.seconds > self._deadline:
+            return [self._mine(Rank.LATE, cause, mine)]
+        answer = self._answers.waiting()
+        if answer is not None and answer.seconds > self._deadline:
+            stages = self._stages.get(self._answering, ())[-1:]
+            hosts = (self._answering,)
+            return [Problem(rank=Rank.LATE, hosts=hosts, stages=stages, sequence=answer.sequence, cause=cause)]
+        return []
+
+    def _mine(self, rank: Rank, cause: str, waiting: Waiting) -> Problem:
+        return Problem(rank=rank, hosts=(0,), stages=(waiting.stage,), sequence=waiting.sequence, cause=cause)
+
+    def _of(self, member: _Member, rank: Rank, cause: str) -> Problem:
+        waiting, answer = member.waiting, self._answers.waiting()
+        sequence = self._sent if answer is None else answer.sequence
+        return Problem(
+            rank=rank,
+            hosts=(member.host,),
+            stages=self._stages.get(member.host, ()) if waiting is None else (waiting.stage,),
+            sequence=sequence if waiting is None else waiting.sequence,
+            step=member.step,
+            cause=cause,
+        )
+
+    def stop(self, cause: str = "") -> bool:
+        """Has the workers end, well if there is no cause, and waits some seconds until they have.
+
+        Returns:
+          Whether they were not ending before.
+        """
+        with self._changed:
+            if self._stopping:
+                return False
+            self._stopping = True
+        self._watchdog.stop()
+        self.broadcast(pb.FromMaster(stop=pb.Stop(cause=cause)))
+        deadline = time.monotonic() + _GRACE
+        with self._changed:
+            while any(member.joined and not member.left for member in self._members.values()):
+                if (left := deadline - time.monotonic()) <= 0:
+                    break
+                self._changed.wait(left)
+        for member in self._members.values():
+            member.queue.put(None)  # the threads of those that have not
+        if self._server is not None:
+            self._server.stop(grace=0.5)
+        return True
+
+    # The channel
+
+    def broadcast(self, message: pb.FromMaster) -> None:
+        """Sends a message to every worker that has joined."""
+        data = message.SerializeToString()  # once for all
+        for member in self._members.values():
+            if member.joined:
+                member.queue.put(data)
+
+    def _beat(self) -> None:
+        self.broadcast(pb.FromMaster(heartbeat=pb.Heartbeat()))
+
+    def _follow(self, requests: Iterator[pb.FromWorker], context: grpc.ServicerContext) -> Iterator[bytes]:
+        """One worker's stream."""
+        first = channel.first_word(requests, context)
+        if first is None or first.WhichOneof("message") != "hello":
+            return  # a worker that has ended at once, or somebody else: neither is a host that cannot be let in
+        hello = first.hello
+        refusal = self._admit(hello)
+        if refusal is not None:
+            refusal = f"host {hello.host}: {refusal}"
+            # Whoever is refused hears it first; it may be gone before this goes on.
+            if not context.add_callback(lambda: self._refuse(refusal)):
+                self._refuse(refusal)
+            yield pb.FromMaster(welcome=pb.Welcome(refusal=refusal)).SerializeToString()
+            return
+        member = self._members[hello.host]
+        yield pb.FromMaster(welcome=pb.Welcome()).SerializeToString()
+        self._tell(f"host {member.host}: joined")
+        context.add_callback(lambda: self._left(member))
+        listening = threading.Thread(
+            target=self._listen, args=(member, requests), name=f"jaxserve-host-{member.host}", daemon=True
+        )
+        listening.start()
+        while (data := member.queue.get()) is not None:
+            yield data
+
+    def _refuse(self, refusal: str) -> None:
+        with self._changed:
+            self._refused = refusal
+            self._changed.notify_all()
+
+    def _admit(self, hello: pb.Hello) -> str | None:
+        """Counts a host as joined, or says why not."""
+        if hello.host not in self._members:
+            return f"is none of hosts 1 to {self._cluster.hosts - 1} that are awaited"
+        theirs = {fact.field: fact.value for fact in hello.facts}
+        for name, ours in self._facts:
+            if theirs.get(name) != ours:
+                return f"{name} is {theirs.get(name)}; on host 0 it is {ours}"
+        with self._changed:
+            member = self._members[hello.host]
+            if member.joined:
+                return "has joined already"
+            member.joined, member.heard = True, time.monotonic()
+            self._changed.notify_all()
+        return None
+
+    def _listen(self, member: _Member, requests: Iterator[pb.FromWorker]) -> None:
+        try:
+            for message in requests:
+                self._take(member, message)
+        except grpc.RpcError:
+            pass
+        except Exception as problem:  # whatever it is, it must not end in silence
+            _log.exception("host %d said what is not understood", member.host)
+            self.report(self._of(member, Rank.GONE, f"what it said is not understood: {problem}"))
+        self._left(member)
+
+    def _left(self, member: _Member) -> None:
+        with self._changed:
+            if member.left:
+                return
+            member.left = True
+            self._changed.notify_all()
+        member.queue.put(None)
+        cause = "its control stream ended: the process has ended, or was cut off"
+        self.report(self._of(member, Rank.GONE, cause))
+
+    def _take(self, member: _Member, message: pb.FromWorker) -> None:
+        member.heard = time.monotonic()
+        match message.WhichOneof("message"):
+            case "heartbeat":
+                beat = message.heartbeat
+                member.waiting = Waiting(beat.sequence, beat.stage, 0.0) if beat.busy else None
+            case "completed":
+                if member.host == self._answering:
+                    self._answer(message.completed.sequence, wire.decode_result(message.completed.result))
+            case "prepared":
+                self.preparations.answered(member.host, message.prepared)
+            case "vote":
+                with self._changed:
+                    member.votes[message.vote.about] = message.vote.value
+                    self._changed.notify_all()
+            case "reached":
+                member.step = message.reached.step
+                self._tell(f"host {member.host}: {member.step}")
+            case "failed":
+                failed = message.failed
+                stages = self._stages.get(member.host, ()) if failed.launching else (failed.stage,)
+                problem = Problem(
+                    rank=Rank.THREW if failed.launching else Rank.DEVICE,
+                    hosts=(member.host,),
+                    stages=() if member.step is not None else stages,
+                    sequence=None if member.step is not None else failed.sequence,
+                    step=member.step,
+                    cause=failed.cause,
+                )
+                self.report(problem)

@@ -1,0 +1,156 @@
+"""How arrays pass between stages on different hosts.
+
+Two ways behind one interface (`jaxserve.runner.links.Link`). `Direct` has the runtime copy from device to device:
+native on TPUs and GPUs, on CPUs over sockets of their own that are asked for before the start. `Bridge` is a compiled
+program on the devices of both stages, a permutation that every backend has; because it is a program, it takes its turn
+on both sides, so tokens go over it only when they are known, or a first stage would stand still until they are.
+
+Both are called on every host that has devices of either stage, with the same plans in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+
+from jaxserve.runner.links import DevicePut, Link
+from jaxserve.runner.lowering import StagePrograms
+from sharding.spec import ShardingSpec
+
+Way = Literal["direct", "bridge"]
+
+_SIDES = ShardingSpec({"side": "side"})
+
+
+class Unconnected:
+    """A link between stages that are both on other hosts."""
+
+    in_line = False
+
+    def send(self, x: jax.Array | None, what: jax.ShapeDtypeStruct) -> jax.Array | None:
+        return None
+
+
+class Direct:
+    """A copy between devices of different hosts, by the runtime."""
+
+    in_line = False
+
+    def __init__(self, source: StagePrograms, target: StagePrograms) -> None:
+        self._source, self._target = source.everywhere, target.everywhere
+
+    def send(self, x: jax.Array | None, what: jax.ShapeDtypeStruct) -> jax.Array | None:
+        """Both sides ask for the copy: a host without devices of the source holds an array with no part of it."""
+        if x is None:
+            x = jax.make_array_from_single_device_arrays(what.shape, self._source, [], dtype=what.dtype)
+        received = jax.device_put(x, self._target)
+        return received if self._target.has_addressable_devices else None
+
+
+class _Crossing(NamedTuple):
+    """What carries arrays of one shape: a program, its argument, and what the receiving devices here put into it."""
+
+    program: jax.stages.Compiled
+    argument: jax.ShapeDtypeStruct
+    zeros: list[jax.Array]
+
+
+class Bridge:
+    """A permutation on the devices of both stages: side 0 gives, side 1 receives.
+
+    The array that goes in is twice as long as what is sent: its first half is what the source's devices hold, and its
+    second half, on the target's, is zeros that are kept for this.
+    """
+
+    in_line = True
+
+    def __init__(self, source: StagePrograms, target: StagePrograms) -> None:
+        self._target = target.everywhere
+        self._receiving = target.mesh.local_devices
+        devices = np.array([source.mesh.devices.reshape(-1), target.mesh.devices.reshape(-1)])
+        self._mesh = Mesh(devices, ("side", "tensor"), axis_types=(AxisType.Auto, AxisType.Auto))
+        self._prepared: dict[tuple[tuple[int, ...], np.dtype], _Crossing] = {}
+
+    def prepare(self, whats: Iterable[jax.ShapeDtypeStruct]) -> None:
+        """Compiles what carries arrays of these shapes."""
+        for what in whats:
+            both = (2 * what.shape[0], *what.shape[1:])
+            split = _SIDES.resolve(("side", *[None] * (len(both) - 1)), both, self._mesh)
+            across = jax.shard_map(
+                partial(jax.lax.ppermute, axis_name="side", perm=[(0, 1)]),
+                mesh=self._mesh,
+                in_specs=split,
+                out_specs=split,
+                check_vma=False,
+            )
+            sharding = NamedSharding(self._mesh, split)
+            argument = jax.ShapeDtypeStruct(both, what.dtype, sharding=sharding)
+            program = jax.jit(across, out_shardings=sharding).lower(argument).compile()
+            zeros = np.zeros(what.shape, what.dtype)
+            held = [jax.device_put(zeros, device) for device in self._receiving]
+            self._prepared[what.shape, what.dtype] = _Crossing(program, argument, held)
+
+    def send(self, x: jax.Array | None, what: jax.ShapeDtypeStruct) -> jax.Array | None:
+        program, both, zeros = self._prepared[what.shape, what.dtype]
+        given = [] if x is None else [shard.data for shard in x.addressable_shards]
+        held = jax.make_array_from_single_device_arrays(both.shape, both.sharding, given + zeros, dtype=both.dtype)
+        crossed = program(held)
+        if not self._receiving:
+            return None
+        received = [shard.data for shard in crossed.addressable_shards if shard.device in self._receiving]
+        return jax.make_array_from_single_device_arrays(what.shape, self._target, received)
+
+
+def make_links(stages: Sequence[StagePrograms], way: Way) -> list[Link]:
+    """From each stage to the next, and from the last to the first, as this host has a part in them."""
+    if len(stages) == 1:
+        return [Unconnected()]
+    me = jax.process_index()
+    links: list[Link] = []
+    for source, target in zip(stages, (*stages[1:], stages[0]), strict=True):
+        hosts, theirs = _hosts(source), _hosts(target)
+        if me not in hosts | theirs:
+            links.append(Unconnected())
+        elif hosts == theirs == {me}:
+            links.append(DevicePut(target))
+        else:
+            links.append(Direct(source, target) if way == "direct" else Bridge(source, target))
+    return links
+
+
+def crosses_hosts(stages: Sequence[StagePrograms]) -> bool:
+    """Whether anything passes between hosts over links."""
+    return len(stages) > 1 and len(set().union(*map(_hosts, stages))) > 1
+
+
+def probe(stages: Sequence[StagePrograms]) -> str | None:
+    """Sends a few numbers the direct way over every link.
+
+    Returns:
+      Why that does not work as far as this host can see, or None where it does.
+    """
+    sent = np.arange(8, dtype=np.float32).reshape(4, 2)
+    what = jax.ShapeDtypeStruct(sent.shape, jnp.float32)
+    for index, (link, source) in enumerate(zip(make_links(stages, "direct"), stages, strict=True)):
+        if not isinstance(link, Direct):
+            continue
+        x = None
+        if source.mesh.local_devices:
+            x = jax.make_array_from_callback(sent.shape, source.everywhere, lambda place: sent[place])
+        try:
+            received = link.send(x, what)
+            if received is not None and not np.array_equal(np.asarray(received), sent):
+                return f"what came over link {index} is not what was sent"
+        except (ValueError, RuntimeError, NotImplementedError) as problem:  # JaxRuntimeError among them
+            return str(problem).splitlines()[0] if str(problem) else type(problem).__name__
+    return None
+
+
+def _hosts(stage: StagePrograms) -> set[int]:
+    return {device.process_index for device in stage.mesh.devices.flat}

@@ -1,0 +1,140 @@
+"""The pipeline that the engine drives on the master: every plan goes to the workers and to the stages that are here."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from jaxserve.iteration import IterationPlan, IterationResult
+from jaxserve.multihost import control_pb2 as pb
+from jaxserve.multihost import wire
+from jaxserve.multihost.failure import Problem, Rank
+from jaxserve.multihost.group import Group
+from jaxserve.multihost.progress import Waiter
+from jaxserve.multihost.recorder import FlightRecorder
+from jaxserve.request import Grammar, Request
+from jaxserve.runner.batch import PackedPlan
+from jaxserve.runner.links import Link
+from jaxserve.runner.pipeline import Pipeline, Stage
+
+
+class MasterPipeline(Pipeline):
+    """Launches on all hosts; the answers are those of the last stage's host.
+
+    Args:
+      leave: leaves the job of all hosts, when they end well.
+    """
+
+    def __init__(self, stages: Sequence[Stage], links: Sequence[Link], group: Group, leave: Callable[[], None]) -> None:
+        super().__init__(stages, links)
+        self._group, self._leave = group, leave
+        self._numbers = 0
+        self._plans: deque[IterationPlan] = deque()
+        self._waiter = Waiter(group.progress, done=self._done, failed=self._failed)
+        self.recorder: FlightRecorder | None = None
+
+    @property
+    def problem(self) -> str | None:
+        """Why the hosts cannot go on, if they cannot."""
+        failure = self._group.failure
+        return None if failure is None else str(failure)
+
+    @property
+    def spans_hosts(self) -> bool:
+        return True
+
+    @property
+    def has_answers(self) -> bool:
+        return len(self._plans) > (self._unanswered is not None)
+
+    @property
+    def is_idle(self) -> bool:
+        """Never, for whoever would take a row out of an iteration: the other hosts have it there."""
+        return False
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._plans)
+
+    @property
+    def has_room(self) -> bool:
+        return len(self._plans) <= len(self.stages)
+
+    def launch(self, plan: IterationPlan, packed: PackedPlan, *, answer: bool = True) -> None:
+        """Sends an iteration to the workers and enqueues it here. Raises HostFailed."""
+        assert self.has_room
+        assert self._unanswered is None
+        feeds = self.take_landed()
+        # Numbered without a gap for the workers; those of a scheduler are so already, those of measurements are not.
+        numbered = plan if plan.sequence == self._numbers else dataclasses.replace(plan, sequence=self._numbers)
+        self._numbers += 1
+        message = pb.FromMaster()
+        wire.write_plan(message.plan, numbered, feeds)
+        self._group.send(message)
+        if self.recorder is not None:
+            self.recorder.launched(message.plan)
+        self._plans.append(plan)
+        with self._reporting(numbered):
+            self._unanswered = self._forward(numbered, packed, feeds)
+        if answer:
+            self.answer()
+
+    def answer(self, allowed: np.ndarray | None = None) -> None:
+        """Enqueues the choice of tokens, where it is made here. Raises HostFailed."""
+        assert self._unanswered is not None
+        unanswered, self._unanswered = self._unanswered, None
+        with self._reporting(unanswered.plan):
+            self._waiter.put(self._answered(unanswered, allowed))
+
+    @contextlib.contextmanager
+    def _reporting(self, plan: IterationPlan) -> Iterator[None]:
+        """What is thrown inside ends the hosts."""
+        try:
+            yield
+        except Exception as problem:
+            cause = f"{type(problem).__name__}: {problem}".splitlines()[0]
+            self._group.report(Problem(rank=Rank.THREW, hosts=(0,), sequence=plan.sequence, cause=cause))
+            self._group.raise_failure()
+            raise
+
+    def prepare(self, grammar: Grammar) -> Callable[[], str | None]:
+        return self._group.preparations.ask(grammar)
+
+    def hold(self, request: Request) -> None:
+        hold = pb.Hold(request_id=request.request_id, sampling=wire.encode_sampling(request.sampling))
+        self._group.broadcast(pb.FromMaster(hold=hold))
+
+    def release(self, request_id: str) -> None:
+        self._group.broadcast(pb.FromMaster(release=pb.Release(request_id=request_id)))
+
+    def wait(self) -> tuple[IterationPlan, IterationResult]:
+        """Blocks until the oldest iteration has run on its last stage. Raises HostFailed."""
+        plan = self._plans.popleft()
+        result = self._group.result(self._numbers - len(self._plans) - 1)
+        self.landed(plan)
+        if self.recorder is not None:
+            self.recorder.landed(result)
+        return plan, result
+
+    def serve(self, deadline: float, recorder: FlightRecorder) -> None:
+        """From now on plans are those of requests: numbered as the scheduler does, and held to a deadline."""
+        assert not self._plans
+        self._numbers = 0
+        self._group.phase(deadline, serving=True)
+        self.recorder = recorder
+
+    def close(self) -> None:
+        """Has the workers end well."""
+        if self._group.stop():
+            self._leave()
+
+    def _done(self, plan: IterationPlan, result: IterationResult | None) -> None:
+        self._group.done(plan.sequence, result)
+
+    def _failed(self, sequence: int, stage: int, problem: Exception) -> None:
+        cause = f"its device failed: {problem}".splitlines()[0]
+        self._group.report(Problem(rank=Rank.DEVICE, hosts=(0,), stages=(stage,), sequence=sequence, cause=cause))

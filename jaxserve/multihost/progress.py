@@ -1,0 +1,117 @@
+"""What a host has launched and waits for: a thread that waits for its devices, and a clock on each iteration."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+from jaxserve.iteration import IterationPlan, IterationResult
+from jaxserve.runner.pipeline import InFlight
+from jaxserve.runner.stage import wait
+
+
+class Waiting(NamedTuple):
+    """The oldest unfinished iteration, the stage that it is in, and for how long: seconds since the one before it was
+    done, or since its own launch."""
+
+    sequence: int
+    stage: int
+    seconds: float
+
+
+class Progress:
+    """Iterations begun and not ended, in order. Any thread may ask.
+
+    Args:
+      clock: monotonic seconds; what clocks on walls say changes nothing.
+
+    Attributes:
+      first: stage that is here: where an iteration is until it is waited for in another one.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._under_way: deque[int] = deque()
+        self.first = 0
+        self._stage: int | None = None  # that is waited for, of the oldest
+        self._since = 0.0
+
+    def __len__(self) -> int:
+        return len(self._under_way)
+
+    def begin(self, sequence: int) -> None:
+        """Before it is launched, which can get stuck as well."""
+        with self._lock:
+            if not self._under_way:
+                self._since = self._clock()
+            self._under_way.append(sequence)
+
+    def at(self, stage: int) -> None:
+        """The oldest is waited for in this stage."""
+        self._stage = stage
+
+    def end(self) -> None:
+        """The oldest is done."""
+        with self._lock:
+            self._under_way.popleft()
+            self._stage, self._since = None, self._clock()
+
+    def waiting(self) -> Waiting | None:
+        """What is waited for, if anything is."""
+        with self._lock:
+            if not self._under_way:
+                return None
+            stage = self.first if self._stage is None else self._stage
+            return Waiting(self._under_way[0], stage, self._clock() - self._since)
+
+
+class Waiter:
+    """A thread that waits for the iterations launched here, stage by stage and in order.
+
+    Args:
+      done: called with each plan once all stages here have run it, and with its answers where the last one is here.
+      failed: called once, with the sequence number, the stage and what its devices threw; nothing is waited for then.
+    """
+
+    def __init__(
+        self,
+        progress: Progress,
+        *,
+        done: Callable[[IterationPlan, IterationResult | None], None],
+        failed: Callable[[int, int, Exception], None],
+    ) -> None:
+        self._progress, self._done, self._failed = progress, done, failed
+        self._launched: queue.SimpleQueue[InFlight | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="jaxserve-waiter", daemon=True)
+        self._thread.start()
+
+    def put(self, launched: InFlight) -> None:
+        """The next one to wait for."""
+        self._launched.put(launched)
+
+    def close(self) -> None:
+        """Waits until all is done."""
+        self._launched.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (each := self._launched.get()) is not None:
+            last, result, stage = len(each.hidden) - 1, None, 0
+            try:
+                for stage, hidden in enumerate(each.hidden):
+                    if hidden is None:
+                        continue
+                    self._progress.at(stage)
+                    hidden.block_until_ready()
+                    if stage == last:
+                        result = wait(each.launched)
+            except Exception as problem:
+                self._failed(each.plan.sequence, stage, problem)
+                return
+            self._progress.end()
+            self._done(each.plan, result)

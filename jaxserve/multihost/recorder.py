@@ -1,0 +1,222 @@
+"""The flight recorder: every iteration of the last minutes, and the rows as they were before the first of them.
+
+Entries that grow old leave the ring and are applied to the rows, so what the ring holds always follows from them. Keys
+and values are not kept: they follow from the rows' tokens and block tables.
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from jaxserve.iteration import IterationResult
+from jaxserve.multihost import control_pb2 as pb
+
+VERSION = 1
+_MOST_BYTES = 64 * 2**20  # of plans in the ring
+
+
+@dataclass(slots=True, eq=False)
+class RowRecord:
+    """A row as iterations leave it.
+
+    Attributes:
+      admission: of the request that has it.
+      tokens: known so far, drafted ones that were not accepted behind them.
+      table: its block table.
+      computed: positions whose keys and values are there.
+    """
+
+    admission: pb.Admission
+    tokens: list[int] = field(default_factory=list)
+    table: list[int] = field(default_factory=list)
+    computed: int = 0
+
+
+class Rows:
+    """What every row holds, followed from plan to plan."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self.rows: dict[int, RowRecord] = {}
+
+    def prepare(self, plan: pb.Plan) -> None:
+        """What a plan changes before it runs."""
+        for admission in plan.admissions:
+            self.rows[admission.row] = RowRecord(
+                admission, list(admission.tokens), list(admission.blocks), len(admission.blocks) * self._block_size
+            )
+        changes = plan.table_changes
+        for row, column, block in zip(changes.row, changes.column, changes.block, strict=True):
+            _put(self.rows[row].table, column, block)
+
+    def finish(self, plan: pb.Plan, tokens: Iterable[int]) -> None:
+        """What it has computed and chosen, `tokens` its result's (`IterationPlan.num_points`)."""
+        chunks, chosen, drafts, rows = plan.chunks, iter(tokens), iter(plan.drafts), self.rows
+        # Lists, which are quicker to go through than a message's own.
+        columns = chunks.row[:], chunks.start[:], chunks.length[:], chunks.samples[:]
+        for row, start, length, samples in zip(*columns, strict=True):
+            record = rows[row]
+            if samples < 2:
+                token = next(chosen, 0)  # there are none after the last chunk that samples
+                record.computed = end = start + length
+                if samples:
+                    _put(record.tokens, end, token)
+                continue
+            theirs = list(itertools.islice(chosen, samples))
+            accepted = 0
+            for draft, token in zip([next(drafts) for _ in range(samples - 1)], theirs, strict=False):
+                if draft != token:
+                    break
+                accepted += 1
+            record.computed = start + 1 + accepted
+            for offset, token in enumerate(theirs[: accepted + 1]):
+                _put(record.tokens, start + 1 + offset, token)
+
+
+@dataclass(slots=True, eq=False)
+class _Kept:
+    """An iteration of the ring. `tokens` and `logprobs` are there once it has landed."""
+
+    plan: pb.Plan
+    launched: float
+    size: int
+    tokens: np.ndarray | None = None
+    logprobs: np.ndarray | None = None
+
+    def entry(self, started: float) -> pb.Entry:
+        """As it is written."""
+        entry = pb.Entry(plan=self.plan, seconds=self.launched - started)
+        if self.tokens is not None and self.logprobs is not None:
+            entry.landed = True
+            entry.tokens.extend(self.tokens.tolist())
+            entry.logprobs.extend(self.logprobs.tolist())
+        return entry
+
+
+class FlightRecorder:
+    """Keeps the iterations of the last `seconds`; any thread may have them written.
+
+    Args:
+      about: what a replay has to know of the engine: `Recording` without rows and entries.
+      folder: where files go.
+      clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        about: pb.Recording,
+        block_size: int,
+        *,
+        seconds: float,
+        folder: Path,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._about, self._seconds, self._folder, self._clock = about, seconds, folder, clock
+        # A signal may ask for a recording while its thread is making one; making one changes nothing.
+        self._lock = threading.RLock()
+        self._rows = Rows(block_size)
+        self._ring: deque[_Kept] = deque()
+        self._waiting: deque[_Kept] = deque()  # of the ring, those without an answer
+        self._bytes = 0
+
+    def launched(self, plan: pb.Plan) -> None:
+        """An iteration begins. The plan is kept, and must not change."""
+        now = self._clock()
+        kept = _Kept(plan, now, plan.ByteSize())
+        with self._lock:
+            self._ring.append(kept)
+            self._waiting.append(kept)
+            self._bytes += kept.size
+            while (old := self._ring[0]).tokens is not None and (
+                now - old.launched > self._seconds or self._bytes > _MOST_BYTES
+            ):
+                self._ring.popleft()
+                self._bytes -= old.size
+                self._rows.prepare(old.plan)
+                self._rows.finish(old.plan, old.tokens.tolist())
+
+    def landed(self, result: IterationResult) -> None:
+        """The oldest one that has not is answered."""
+        with self._lock:
+            kept = self._waiting.popleft()
+            count = sum([samples or 1 for samples in kept.plan.chunks.samples]) if len(result.tokens) else 0
+            # Copies: a result may be a view of what a device has left.
+            kept.logprobs, kept.tokens = result.logprobs[:count].copy(), result.tokens[:count].copy()
+
+    def forget(self) -> None:
+        """What follows begins anew; iterations that are under way still land."""
+        with self._lock:
+            self._ring.clear()
+            self._rows.rows.clear()
+            self._bytes = 0
+
+    def recording(self, reason: str) -> pb.Recording:
+        """What is kept now."""
+        with self._lock:
+            found = pb.Recording()
+            found.CopyFrom(self._about)
+            found.version, found.reason = VERSION, reason
+            started = self._ring[0].launched if self._ring else 0.0
+            taken: set[int] = set()  # rows that a request of the ring has taken
+            used: set[int] = set()  # rows that are gone on with from before the ring
+            for kept in self._ring:
+                taken.update(admission.row for admission in kept.plan.admissions)
+                used.update(row for row in kept.plan.chunks.row if row not in taken)
+                found.entries.append(kept.entry(started))
+            for row in sorted(used):
+                found.rows.append(_as_row(self._rows.rows[row]))
+            return found
+
+    def write(self, reason: str) -> Path:
+        """Writes a file and returns its path. Raises OSError."""
+        data = self.recording(reason).SerializeToString()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%S.%f")
+        path = self._folder / f"jaxserve-{now}.flight"
+        partial = path.with_suffix(f".{os.getpid()}.partial")
+        partial.write_bytes(data)
+        partial.rename(path)
+        return path
+
+
+def read(path: Path) -> pb.Recording:
+    """What `FlightRecorder.write` wrote. Raises ValueError for a file that is none."""
+    found = pb.Recording()
+    try:
+        found.ParseFromString(path.read_bytes())
+    except OSError as problem:
+        raise ValueError(f"{path} cannot be read: {problem.strerror}") from None
+    except Exception:  # protobuf's DecodeError, whose place has moved between versions
+        raise ValueError(f"{path} is no flight record, or was cut short") from None
+    if found.version != VERSION:
+        raise ValueError(f"{path} is a flight record of version {found.version}; {VERSION} is read here")
+    return found
+
+
+def _put(values: list[int], index: int, value: int) -> None:
+    """Sets an entry, which may be one or more behind the end."""
+    if index == len(values):
+        values.append(value)
+        return
+    values.extend([0] * (index + 1 - len(values)))
+    values[index] = value
+
+
+def _as_row(record: RowRecord) -> pb.Row:
+    admission = pb.Admission()
+    admission.CopyFrom(record.admission)
+    del admission.tokens[:]
+    del admission.blocks[:]
+    admission.tokens.extend(record.tokens)
+    admission.blocks.extend(record.table)
+    return pb.Row(admission=admission, computed=record.computed)

@@ -1,0 +1,240 @@
+"""A flight record run again on one machine: the same iterations in the same order, and whether they choose the same
+tokens.
+
+Keys and values that were there before the record begins are computed again from the tokens of their rows: those of the
+rows that were alive, and those of cached prefixes when a request takes them over. Only this rounds differently from
+what was recorded, and another layout of devices does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxserve import models, startup, weights
+from jaxserve.config import EngineConfig
+from jaxserve.iteration import Admission, Chunk, IterationPlan, IterationResult
+from jaxserve.multihost import control_pb2 as pb
+from jaxserve.multihost import wire
+from jaxserve.multihost.recorder import Rows
+from jaxserve.runner.batch import pack
+from jaxserve.runner.layout import bucket_sizes, lay_out
+from jaxserve.runner.pipeline import Pipeline
+from jaxserve.runner.stage import Progress, StageRunner
+from jaxserve.structured_output.masks import GrammarMasks
+from jaxserve.structured_output.matcher import Grammars
+from jaxserve.text.tokenizer import Tokenizer
+from sharding import mesh, specs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """The first token of a request that came out otherwise.
+
+    Attributes:
+      recorded / replayed: (token, its logprob).
+    """
+
+    request_id: str
+    sequence: int
+    position: int
+    recorded: tuple[int, float]
+    replayed: tuple[int, float]
+
+    def __str__(self) -> str:
+        (token, logprob), (other, its) = self.recorded, self.replayed
+        return (
+            f"iteration {self.sequence}, request {self.request_id}, position {self.position}: recorded {token} "
+            f"(logprob {logprob:.4f}), replayed {other} ({its:.4f})"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replayed:
+    """What a replay found.
+
+    Attributes:
+      iterations: that were run again, and of them those whose answers were never recorded.
+      tokens: compared, up to a request's first difference.
+      requests: that were compared.
+    """
+
+    iterations: int
+    unanswered: int
+    tokens: int
+    requests: int
+    differences: tuple[Difference, ...]
+
+
+def replay(recording: pb.Recording, path: str | Path, *, cache: str | None, progress: Progress) -> Replayed:
+    """Runs a record's iterations again with the checkpoint that it was made with.
+
+    Args:
+      cache: folder of compiled programs, if they are to be kept.
+
+    Raises:
+      ValueError: it is another checkpoint, or the record's settings cannot be had here.
+    """
+    if (found := weights.fingerprint(path)) != recording.fingerprint:
+        raise ValueError(
+            f"the record was made with a checkpoint of fingerprint {recording.fingerprint[:16]}...; {path} has "
+            f"{found[:16]}..."
+        )
+    settings = json.loads(recording.settings)
+    if unknown := settings.keys() - {field.name for field in dataclasses.fields(EngineConfig)}:
+        names = ", ".join(sorted(unknown))
+        raise ValueError(f"the record was made by another version of jaxserve: this one has no setting {names}")
+    settings |= {"buckets": tuple(settings["buckets"]), "compilation_cache": cache}
+    config = EngineConfig(**settings)
+    pipeline = _compile(config, path, recording.n_blocks, recording.n_rows, progress)
+    grammars, tokenizer, model = None, Tokenizer.from_directory(path), pipeline.model.config
+    if tokenizer is not None:
+        grammars = Grammars(tokenizer, model.vocab_size, model.eos_token_ids)
+    return _Replay(pipeline, recording, grammars).run(progress)
+
+
+def _compile(config: EngineConfig, path: str | Path, n_blocks: int, n_rows: int, progress: Progress) -> Pipeline:
+    model = models.build(weights.read_config(path))
+    meshes, dtype = [mesh.make_mesh(1)], startup.compute_dtype(config)
+    spec, platform = specs.default(model.config.family), meshes[0].devices.flat[0].platform
+    (programs,), _ = lay_out(config, model, meshes, spec, dtype=dtype, platform=platform)
+    programs = dataclasses.replace(programs, shape=dataclasses.replace(programs.shape, n_rows=n_rows))
+    params = weights.load(
+        path, programs.model, dtype, place=startup.placement([programs]), int8=programs.int8, progress=progress
+    )
+    runner = StageRunner(programs, params, bucket_sizes(config), startup.program_cache(config))
+    runner.compile(n_blocks, progress)
+    return Pipeline([runner])
+
+
+class _Replay:
+    """A recording on its way through a pipeline of one stage."""
+
+    def __init__(self, pipeline: Pipeline, recording: pb.Recording, grammars: Grammars | None) -> None:
+        self._pipeline, self._recording, self._grammars = pipeline, recording, grammars
+        self._masks = GrammarMasks()
+        self._held_to: set[str] = set()  # requests whose texts are followed
+        self._block_size = pipeline.shape.attention.block_size
+        self._rows = Rows(self._block_size)
+        self._held: dict[int, int] = {}  # what each block holds: the hash of all tokens up to its end
+
+    def run(self, progress: Progress) -> Replayed:
+        for row in self._recording.rows:
+            admission = wire.decode_admission(row.admission)
+            self._rows.prepare(pb.Plan(admissions=[row.admission]))
+            self._rows.rows[admission.row].computed = row.computed
+            self._hold(admission, row.computed + 1)
+            self._compute(admission, row.computed)
+        entries = self._recording.entries
+        tokens, compared, differences = 0, set(), {}
+        for done, entry in enumerate(entries, start=1):
+            plan = wire.decode_plan(entry.plan)
+            for admission in plan.admissions:
+                if self._misses(admission):
+                    self._compute(admission, len(admission.blocks) * self._block_size)
+            self._rows.prepare(entry.plan)
+            result = self._launch(plan)
+            for name, at, position in self._chosen(plan):
+                if not entry.landed or name in differences:
+                    continue
+                tokens += 1
+                compared.add(name)
+                recorded = entry.tokens[at], entry.logprobs[at]
+                replayed = int(result.tokens[at]), float(result.logprobs[at])
+                if recorded[0] != replayed[0]:
+                    differences[name] = Difference(
+                        request_id=name,
+                        sequence=plan.sequence,
+                        position=position,
+                        recorded=recorded,
+                        replayed=replayed,
+                    )
+            chosen = result.tokens[: plan.num_points].tolist()
+            self._rows.finish(entry.plan, entry.tokens if entry.landed else chosen)
+            for chunk in plan.chunks:
+                self._note(chunk.row, chunk.start, chunk.start + chunk.length)
+            progress("replaying", done, len(entries))
+        return Replayed(
+            iterations=len(entries),
+            unanswered=sum(not entry.landed for entry in entries),
+            tokens=tokens,
+            requests=len(compared),
+            differences=tuple(differences.values()),
+        )
+
+    def _launch(self, plan: IterationPlan) -> IterationResult:
+        for admission in plan.admissions:
+            self._hold(admission)
+        packed = pack(plan, self._pipeline.shape.layout(plan.bucket), self._recording.n_blocks)
+        masked = self._masks.launched(plan)
+        self._pipeline.launch(plan, packed, answer=not masked)
+        if masked:
+            self._masks.wait(lambda _: False)
+            self._pipeline.answer(self._masks.fill(*self._pipeline.mask_shape(plan)))
+        result = self._pipeline.wait()[1]
+        self._masks.landed(plan, result)
+        return result
+
+    def _hold(self, admission: Admission, known: int | None = None) -> None:
+        """Follows the text of a request from here on, if it has a grammar; one that comes back is followed already.
+
+        Args:
+          known: how many of its tokens count; all if None.
+        """
+        grammar, name = admission.sampling.grammar, admission.request_id
+        if grammar is None or name in self._held_to:
+            return
+        assert self._grammars is not None  # or it would have been refused
+        generated = admission.tokens[admission.prompt_length : known]
+        self._masks.begin(name, admission.sampling, self._grammars.compiled(grammar), generated)
+        self._held_to.add(name)
+
+    def _chosen(self, plan: IterationPlan) -> Iterator[tuple[str, int, int]]:
+        """(request, entry of the result, position) of every token that a plan chooses. Behind drafts it is the first
+        alone: which of the others count depends on it."""
+        at = 0
+        for chunk in plan.chunks:
+            if chunk.samples:
+                name = self._rows.rows[chunk.row].admission.request_id
+                yield name, at, chunk.start + chunk.length - chunk.samples + 1
+            at += max(chunk.samples, 1)
+
+    def _misses(self, admission: Admission) -> bool:
+        """Whether a cached prefix that a request takes over is not there yet."""
+        size = self._block_size
+        return any(
+            self._held.get(block) != hash(admission.tokens[: (column + 1) * size])
+            for column, block in enumerate(admission.blocks)
+        )
+
+    def _compute(self, admission: Admission, end: int) -> None:
+        """Has the keys and values of a row's first positions in its blocks."""
+        buckets = self._pipeline.stages[0].buckets
+        for start in range(0, end, buckets[-1]):
+            length = min(buckets[-1], end - start)
+            plan = IterationPlan(
+                sequence=0,
+                bucket=next(bucket for bucket in buckets if bucket >= length),
+                admissions=(admission,),
+                chunks=(Chunk(admission.row, start, length, 0),),
+                table_changes=(),
+                sampler=None,
+                scoring=False,
+            )
+            self._launch(plan)
+        for column, block in enumerate(admission.blocks[: end // self._block_size]):
+            self._held[block] = hash(admission.tokens[: (column + 1) * self._block_size])
+
+    def _note(self, row: int, start: int, end: int) -> None:
+        """What the blocks of a row hold, once these positions of it are computed."""
+        record, size = self._rows.rows[row], self._block_size
+        for column in range(start // size, -(-end // size)):
+            full = (column + 1) * size <= end
+            key = hash(tuple(record.tokens[: (column + 1) * size])) if full else None
+            if key is None:
+                self._held.pop(record.table[column], None)
+            else:
+                self._held[record.table[column]] = key

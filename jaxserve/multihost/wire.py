@@ -1,0 +1,194 @@
+"""Plans and results between the engine's values and the messages of control.proto. No jax.
+
+A decode row takes some ten bytes: tokens stay on the devices, and of a request's parameters only what its sampler needs
+is sent, once, when it takes its row.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from jaxserve.iteration import Admission, BlockCopy, Chunk, IterationPlan, IterationResult, SamplerVariant, TableChange
+from jaxserve.multihost import control_pb2 as pb
+from jaxserve.request import Grammar, SamplingParams
+
+_MOST = 2**31 - 1
+
+
+def encode_plan(plan: IterationPlan, feeds: int) -> pb.Plan:
+    """A plan, and of how many earlier ones the tokens go back to the first stage before it."""
+    message = pb.Plan()
+    write_plan(message, plan, feeds)
+    return message
+
+
+def write_plan(message: pb.Plan, plan: IterationPlan, feeds: int) -> None:
+    """As `encode_plan`, into an empty message, which may be a part of another."""
+    message.sequence, message.bucket, message.scoring, message.feeds = plan.sequence, plan.bucket, plan.scoring, feeds
+    if plan.sampler is not None:
+        message.sampler = plan.sampler
+    if plan.admissions:
+        message.admissions.extend(map(encode_admission, plan.admissions))
+    if plan.drafts:
+        message.drafts.extend(plan.drafts)
+    if plan.chunks:
+        row, start, length, samples = zip(*plan.chunks, strict=True)
+        chunks = message.chunks
+        chunks.row.extend(row)
+        chunks.start.extend(start)
+        chunks.length.extend(length)
+        chunks.samples.extend(map(int, samples))  # may be a bool
+    if plan.table_changes:
+        row, column, block = zip(*plan.table_changes, strict=True)
+        changes = message.table_changes
+        changes.row.extend(row)
+        changes.column.extend(column)
+        changes.block.extend(block)
+    for copy in plan.block_copies:
+        message.block_copies.add(source=copy.source, target=copy.target)
+
+
+def decode_plan(message: pb.Plan) -> IterationPlan:
+    """What `encode_plan` was given."""
+    chunks, changes = message.chunks, message.table_changes
+    columns = chunks.row, chunks.start, chunks.length, chunks.samples
+    return IterationPlan(
+        sequence=message.sequence,
+        bucket=message.bucket,
+        admissions=tuple(map(decode_admission, message.admissions)),
+        chunks=tuple(map(Chunk._make, zip(*columns, strict=True))),
+        table_changes=tuple(map(TableChange._make, zip(changes.row, changes.column, changes.block, strict=True))),
+        sampler=SamplerVariant(message.sampler) if message.HasField("sampler") else None,
+        scoring=message.scoring,
+        drafts=tuple(message.drafts),
+        block_copies=tuple(BlockCopy(copy.source, copy.target) for copy in message.block_copies),
+    )
+
+
+def encode_admission(admission: Admission) -> pb.Admission:
+    """A request that takes a row."""
+    return pb.Admission(
+        row=admission.row,
+        request_id=admission.request_id,
+        tokens=admission.tokens,
+        prompt_length=admission.prompt_length,
+        blocks=admission.blocks,
+        endings=admission.endings,
+        sampling=encode_sampling(admission.sampling),
+    )
+
+
+def decode_admission(message: pb.Admission) -> Admission:
+    """What `encode_admission` was given, as far as a sampler is concerned."""
+    return Admission(
+        row=message.row,
+        request_id=message.request_id,
+        tokens=tuple(message.tokens),
+        prompt_length=message.prompt_length,
+        blocks=tuple(message.blocks),
+        sampling=decode_sampling(message.sampling),
+        endings=tuple(message.endings),
+    )
+
+
+def encode_sampling(sampling: SamplingParams) -> pb.Sampling:
+    """What the choice of tokens needs of a request."""
+    bias_tokens, biases = zip(*sampling.logit_bias, strict=True) if sampling.logit_bias else ((), ())
+    return pb.Sampling(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=min(sampling.top_k, _MOST),
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        seed=sampling.seed % 2**64,
+        sample_index=sampling.sample_index,
+        bias_token=bias_tokens,
+        bias=biases,
+        min_tokens=sampling.min_tokens,
+        bad_words=[pb.Run(tokens=run) for run in sampling.bad_word_tokens],
+        grammar=None if sampling.grammar is None else encode_grammar(sampling.grammar),
+        ignore_eos=sampling.ignore_eos and sampling.grammar is not None,
+    )
+
+
+def decode_sampling(message: pb.Sampling) -> SamplingParams:
+    """What `encode_sampling` was given, without what ends a request."""
+    return SamplingParams(
+        temperature=message.temperature,
+        top_p=message.top_p,
+        top_k=message.top_k,
+        min_p=message.min_p,
+        repetition_penalty=message.repetition_penalty,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        seed=message.seed,
+        sample_index=message.sample_index,
+        logit_bias=tuple(zip(message.bias_token, message.bias, strict=True)),
+        min_tokens=message.min_tokens,
+        max_tokens=max(1, message.min_tokens),
+        bad_word_tokens=tuple(tuple(run.tokens) for run in message.bad_words),
+        grammar=decode_grammar(message.grammar) if message.HasField("grammar") else None,
+        ignore_eos=message.ignore_eos,
+    )
+
+
+def encode_grammar(grammar: Grammar) -> pb.Grammar:
+    return pb.Grammar(kind=grammar.kind, text=grammar.text, field=grammar.field)
+
+
+def decode_grammar(message: pb.Grammar) -> Grammar:
+    kind: Any = message.kind  # which Grammar checks
+    return Grammar(kind=kind, text=message.text, field=message.field)
+
+
+def encode_result(result: IterationResult, count: int) -> pb.Result:
+    """The first `count` entries of a result, and what was scored."""
+    message = pb.Result()
+    write_result(message, result, count)
+    return message
+
+
+def write_result(message: pb.Result, result: IterationResult, count: int) -> None:
+    """As `encode_result`, into an empty message, which may be a part of another."""
+    message.tokens.extend(result.tokens[:count].tolist())
+    message.logprobs.extend(result.logprobs[:count].tolist())
+    if result.top_ids is not None and result.top_logprobs is not None:
+        _encode_table(message.top, result.top_ids[:count], result.top_logprobs[:count])
+    if result.score_logprobs is not None:
+        assert result.score_top_ids is not None
+        assert result.score_top_logprobs is not None
+        message.score_logprobs.extend(result.score_logprobs.tolist())
+        _encode_table(message.score_top, result.score_top_ids, result.score_top_logprobs)
+
+
+def decode_result(message: pb.Result) -> IterationResult:
+    """What `encode_result` was given."""
+    top = _decode_table(message.top) if message.HasField("top") else (None, None)
+    score_top, scores = (None, None), None
+    if message.HasField("score_top"):
+        score_top = _decode_table(message.score_top)
+        scores = np.array(message.score_logprobs, np.float32)
+    return IterationResult(
+        tokens=np.array(message.tokens, np.int32),
+        logprobs=np.array(message.logprobs, np.float32),
+        top_ids=top[0],
+        top_logprobs=top[1],
+        score_logprobs=scores,
+        score_top_ids=score_top[0],
+        score_top_logprobs=score_top[1],
+    )
+
+
+def _encode_table(message: pb.Table, ids: np.ndarray, logprobs: np.ndarray) -> None:
+    message.width = ids.shape[1]
+    message.ids.extend(ids.reshape(-1).tolist())
+    message.logprobs.extend(logprobs.reshape(-1).tolist())
+
+
+def _decode_table(message: pb.Table) -> tuple[np.ndarray, np.ndarray]:
+    ids, logprobs = np.array(message.ids, np.int32), np.array(message.logprobs, np.float32)
+    return ids.reshape(-1, message.width), logprobs.reshape(-1, message.width)

@@ -1,0 +1,272 @@
+"""A worker: it follows the master's plans, in order and without waiting for its devices, and ends with the others."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import grpc
+
+from jaxserve.iteration import IterationPlan, IterationResult
+from jaxserve.multihost import channel, wire
+from jaxserve.multihost import control_pb2 as pb
+from jaxserve.multihost.config import ClusterConfig
+from jaxserve.multihost.failure import ExitCode
+from jaxserve.multihost.group import STARTING_SILENCE
+from jaxserve.multihost.progress import Progress, Waiter
+from jaxserve.multihost.recorder import FlightRecorder
+from jaxserve.multihost.remote_grammars import RemoteGrammars
+from jaxserve.multihost.watchdog import Watchdog, end_process
+from jaxserve.runner import batch
+from jaxserve.runner.pipeline import Pipeline
+
+_log = logging.getLogger(__name__)
+
+_FLUSH = 0.3  # seconds for a last word to leave
+_LEAST_SILENCE = 2.0
+
+
+class Membership:
+    """The worker's side of the control channel.
+
+    Args:
+      facts: what every host must have alike.
+      tell: is told of this host's steps, a line each.
+      alive: called twice a second with the seconds after which a process that calls no more is lost.
+      end: ends the process.
+
+    Attributes:
+      on_failure: called with the reason before the process ends, unless host 0 has given it.
+    """
+
+    def __init__(
+        self,
+        cluster: ClusterConfig,
+        facts: Sequence[tuple[str, str]],
+        *,
+        tell: Callable[[str], None],
+        alive: Callable[[float], None] = lambda _: None,
+        end: Callable[[int], None] = end_process,
+    ) -> None:
+        self._cluster, self._facts, self._tell, self._alive, self._end = cluster, list(facts), tell, alive, end
+        self.on_failure: Callable[[str], None] = lambda _: None
+        self._out: queue.SimpleQueue[pb.FromWorker | None] = queue.SimpleQueue()
+        self._plans: queue.SimpleQueue[pb.Plan | pb.Phase | pb.Hold | pb.Release | None] = queue.SimpleQueue()
+        self._texts: RemoteGrammars | None = None
+        self._changed = threading.Condition()
+        self._agreed: dict[str, int] = {}
+        self._heard = time.monotonic()
+        self._deadline = 0.0
+        self._step = "joining"
+        self._newest: int | None = None  # plan that has come
+        self._serving = self._stopping = False
+        self.progress = Progress()
+        self._watchdog = Watchdog(self._look, self._beat)
+
+    def join(self) -> None:
+        """Reaches the master and is welcomed. Raises ValueError for an unreachable master, and for its refusal."""
+        address, open_stream = self._cluster.control, channel.connect(self._cluster)
+        facts = [pb.Fact(field=name, value=value) for name, value in self._facts]
+        self._out.put(pb.FromWorker(hello=pb.Hello(host=self._cluster.host, facts=facts)))
+        messages = open_stream(iter(self._out.get, None))
+        try:
+            welcome = next(messages).welcome
+        except (grpc.RpcError, StopIteration):
+            self._out.put(None)
+            raise ValueError(f"host 0 at {address} ended the start") from None
+        if welcome.refusal:
+            self._out.put(None)  # or a thread would wait for more to say
+            raise ValueError(f"host 0 at {address} refuses: {welcome.refusal}")
+        self._heard = time.monotonic()
+        threading.Thread(target=self._listen, args=(messages,), name="jaxserve-master", daemon=True).start()
+        self._watchdog.start()
+
+    def reached(self, step: str) -> None:
+        """This host's step of the start."""
+        self._step = step
+        self._tell(f"host {self._cluster.host}: {step}")
+        self._out.put(pb.FromWorker(reached=pb.Reached(step=step)))
+
+    def agree(self, about: str, value: int) -> int:
+        """The least of all hosts' numbers; waits until all have theirs."""
+        self._out.put(pb.FromWorker(vote=pb.Vote(about=about, value=value)))
+        with self._changed:
+            self._changed.wait_for(lambda: about in self._agreed)
+            return self._agreed[about]
+
+    def follow(
+        self,
+        pipeline: Pipeline,
+        n_blocks: int,
+        *,
+        stages: Sequence[int],
+        answers: bool,
+        recorder: FlightRecorder | None = None,
+        texts: RemoteGrammars | None = None,
+    ) -> None:
+        """Launches plans in order until the master stops. An iteration that fails ends the process.
+
+        Args:
+          n_blocks: of the pool.
+          stages: that are here.
+          answers: whether the master takes the results from this host.
+          recorder: of a host of the last stage, which has the answers.
+          texts: likewise, where texts may be held to grammars.
+        """
+        self._texts, self.progress.first = texts, min(stages)
+
+        def done(plan: IterationPlan, result: IterationResult | None) -> None:
+            if answers:
+                assert result is not None
+                message = pb.FromWorker()
+                message.completed.sequence = plan.sequence
+                wire.write_result(message.completed.result, result, plan.num_points)
+                self._out.put(message)
+            if texts is not None:
+                assert result is not None
+                texts.landed(plan, result)
+            if recorder is not None:  # after the answer, which somebody waits for
+                assert result is not None
+                recorder.landed(result)
+
+        def failed(sequence: int, stage: int, problem: Exception) -> None:
+            self.fail(f"its device failed: {problem}", sequence=sequence, stage=stage)
+
+        waiter, expected, sequence = Waiter(self.progress, done=done, failed=failed), 0, 0
+        most = 2 * (len(pipeline.stages) + 1)  # the master has half as many; some may be done here and not noted yet
+        try:
+            while (message := self._plans.get()) is not None:
+                if isinstance(message, pb.Phase):
+                    expected, self._newest = 0, None
+                    if recorder is not None:
+                        recorder.forget()
+                    continue
+                if isinstance(message, pb.Hold):
+                    if texts is not None:
+                        texts.hold(message)
+                    continue
+                if isinstance(message, pb.Release):
+                    if texts is not None:
+                        texts.release(message)
+                    continue
+                sequence = message.sequence
+                assert sequence == expected, f"plan {sequence} came where {expected} was next"
+                expected, self._newest = expected + 1, sequence
+                assert len(self.progress) < most, f"plan {sequence} came with {len(self.progress)} under way"
+                self.progress.begin(sequence)
+                if recorder is not None:
+                    recorder.launched(message)
+                plan = wire.decode_plan(message)
+                packed = batch.pack(plan, pipeline.shape.layout(plan.bucket), n_blocks)
+                allowed = (lambda: None) if texts is None else texts.launched(plan)
+                waiter.put(pipeline.enqueue(plan, packed, message.feeds, allowed))
+        except Exception as problem:
+            _log.exception("iteration %d cannot be launched", sequence)
+            self.fail(f"{type(problem).__name__}: {problem}", sequence=sequence)
+        waiter.close()
+        self._watchdog.stop()
+        self._out.put(None)
+
+    def fail(self, cause: str, *, sequence: int = 0, stage: int | None = None) -> None:
+        """Says what has gone wrong here, and ends the process.
+
+        Args:
+          stage: whose device failed; None where this host's own work threw.
+        """
+        cause = cause.splitlines()[0][:1000]
+        failed = pb.Failed(sequence=sequence, stage=stage, launching=stage is None, cause=cause)
+        self._out.put(pb.FromWorker(failed=failed))
+        where = self._step
+        if self._serving:
+            where = f"iteration {sequence}" if stage is None else f"iteration {sequence}, stage {stage}"
+        time.sleep(_FLUSH)  # and should host 0 be found lost meanwhile, then its end was the cause
+        self._finish(ExitCode.BROKEN, f"host {self._cluster.host} ({where}): {cause}")
+
+    def _finish(self, code: ExitCode, why: str, *, told: bool = False) -> None:
+        with self._changed:
+            if self._stopping:
+                return
+            self._stopping = True
+        _log.error("%s", why)
+        if not told:
+            self.on_failure(why)
+        self._end(code)
+
+    def _listen(self, messages: Iterator[pb.FromMaster]) -> None:
+        why = "it ended its control stream"
+        try:
+            for message in messages:
+                self._heard = time.monotonic()
+                match message.WhichOneof("message"):
+                    case "plan":
+                        self._plans.put(message.plan)
+                    case "phase":
+                        self._deadline, self._serving = message.phase.deadline_seconds, True
+                        self._alive(self._silence())  # or what the beat before has said would hold for as long
+                        self._plans.put(message.phase)
+                    case "hold":
+                        self._plans.put(message.hold)
+                    case "release":
+                        self._plans.put(message.release)
+                    case "prepare":
+                        if self._texts is not None:
+                            self._texts.prepare(message.prepare, self._out.put)
+                    case "agreed":
+                        with self._changed:
+                            self._agreed[message.agreed.about] = message.agreed.value
+                            self._changed.notify_all()
+                    case "stop":
+                        self._stop(message.stop.cause)
+                        return
+        except grpc.RpcError as problem:
+            why = f"its control stream broke: {problem.details() if isinstance(problem, grpc.Call) else problem}"
+        self._lost(why)
+
+    def _lost(self, why: str) -> None:
+        waiting, where = self.progress.waiting(), ""
+        if waiting is not None:
+            where = f", iteration {waiting.sequence}, stage {waiting.stage} here"
+        elif self._newest is not None:
+            where = f", after iteration {self._newest}"
+        self._finish(ExitCode.LOST, f"host 0 is lost{where}: {why}")
+
+    def _stop(self, cause: str) -> None:
+        if cause:
+            self._finish(ExitCode.LOST, f"host 0 has ended the hosts' work: {cause}", told=True)
+            return
+        with self._changed:
+            self._stopping = True
+        if not self._serving:
+            self._end(0)
+        self._plans.put(None)
+
+    def _look(self) -> bool:
+        """The watchdog's look: a silent master, an iteration that is late here."""
+        if self._stopping:
+            return False
+        silent = time.monotonic() - self._heard
+        if silent > self._silence():
+            self._lost(f"nothing was heard of it for {silent:.1f} s")
+            return False
+        waiting = self.progress.waiting()
+        if self._deadline and waiting is not None and waiting.seconds > self._deadline + 1.0:
+            # A second later than the master, who knows better which host the others wait for.
+            why = f"host {self._cluster.host}, stage {waiting.stage}, iteration {waiting.sequence}: not done in time"
+            self._finish(ExitCode.OVERDUE, why)
+            return False
+        return True
+
+    def _silence(self) -> float:
+        """Seconds for which nothing may be heard."""
+        return max(self._deadline, _LEAST_SILENCE) if self._serving else STARTING_SILENCE
+
+    def _beat(self) -> None:
+        self._alive(self._silence())
+        waiting = self.progress.waiting()
+        beat = pb.Heartbeat()
+        if waiting is not None:
+            beat = pb.Heartbeat(busy=True, sequence=waiting.sequence, stage=waiting.stage)
+        self._out.put(pb.FromWorker(heartbeat=beat))

@@ -1,0 +1,107 @@
+"""Attention as the models see it; the only caller of pallas_kernels, and the only place that says what each device of a
+mesh computes: a kernel sees the heads of its own device. All else is divided by the compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxserve.models import Model
+from jaxserve.models.schema import ModelConfig
+from jaxserve.runner import kv_cache
+from pallas_kernels import api
+from sharding.spec import ShardingSpec
+
+
+def select(
+    config: ModelConfig,
+    mesh: Mesh,
+    spec: ShardingSpec,
+    *,
+    name: str,
+    dtype: np.dtype,
+    pool_dtype: np.dtype | None,
+    block_size: int | None,
+    max_context: int,
+    max_rows: int,
+    platform: str,
+) -> tuple[api.Backend, api.AttentionShape, str]:
+    """Picks the backend and the block size for a model.
+
+    Args:
+      pool_dtype: what keys and values are held in; None takes the backend's choice.
+
+    Returns:
+      (backend, shape, reason): the shape is that of one device of the mesh; the reason says in words why this backend.
+
+    Raises:
+      ValueError: the heads do not divide over the mesh, or the named backend, or every backend, refuses this model,
+        block size or pool; the message has the reason.
+    """
+    for heads in (config.num_heads, config.num_kv_heads):
+        spec.resolve(("heads",), (heads,), mesh, name="attention", section="pool")
+    parts = kv_cache.head_parts(mesh, spec)
+
+    def shape_with(pool_dtype: np.dtype) -> api.AttentionShape:
+        return api.AttentionShape(
+            num_heads=config.num_heads // parts,
+            num_kv_heads=config.num_kv_heads // parts,
+            head_dim=config.head_dim,
+            dtype=dtype,
+            pool_dtype=pool_dtype,
+            alibi=config.alibi,
+            max_rows=max_rows,
+            device_kind=mesh.devices.flat[0].device_kind if isinstance(mesh, Mesh) else "",
+        )
+
+    backend = api.select(name, shape_with(pool_dtype or dtype), platform).backend
+    shape = shape_with(pool_dtype or backend.default_pool_dtype(dtype, platform))
+    shape = shape.with_blocks(block_size or backend.default_block_size(shape), max_context)
+    backend, reason = api.select(name, shape, platform)
+    return backend, shape, reason
+
+
+def make_attend(
+    model: Model,
+    backend: api.Backend,
+    shape: api.AttentionShape,
+    mesh: Mesh,
+    spec: ShardingSpec,
+    meta: Any,
+    layer: int,
+    first_block: jax.Array | int,
+) -> Callable:
+    """`attend(q, k, v, pool) -> (out, pool)` for one layer of one iteration; on a mesh it is split as the pool is.
+
+    Args:
+      first_block: where the layer's blocks begin in the pool.
+    """
+    slopes, scale = model.alibi_slopes, model.config.attention_scale(layer)
+
+    def attend_here(q, k, v, pool, meta, slopes, first_block):
+        return backend.attend(q, k, v, pool, meta, shape, slopes=slopes, scale=scale, first_block=first_block)
+
+    if mesh.size == 1:
+        return lambda q, k, v, pool: attend_here(q, k, v, pool, meta, slopes, first_block)
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, pool: Any) -> tuple[jax.Array, Any]:
+        def split(axes: tuple[str | None, ...]) -> Any:
+            """The PartitionSpec of an array with as many heads as the model."""
+            return spec.resolve(axes, (mesh.size,) * len(axes), mesh, name="attention", section="pool")
+
+        heads, whole = split((None, "heads", None)), split(())
+        pool_heads = jax.tree.map(split, backend.pool_axes(shape), is_leaf=kv_cache.is_axes)
+        everywhere = jax.shard_map(
+            attend_here,
+            mesh=mesh,
+            in_specs=(heads, heads, heads, pool_heads, whole, split(("heads",)), whole),
+            out_specs=(heads, pool_heads),
+            check_vma=False,  # backends start their loops from constants, which it would have them cast
+        )
+        return everywhere(q, k, v, pool, meta, slopes, first_block)
+
+    return attend

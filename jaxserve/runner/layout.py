@@ -1,0 +1,101 @@
+"""What is settled before a weight is read: which layers, shardings and sizes each stage has. No device is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxserve import models, weights
+from jaxserve.config import EngineConfig
+from jaxserve.models import Model
+from jaxserve.models.schema import ModelConfig
+from jaxserve.runner import attention
+from jaxserve.runner.lowering import StagePrograms
+from jaxserve.runner.programs import StageShape
+from jaxserve.scheduler import buckets
+from jaxserve.scheduler.factory import fixed_chunk
+from jaxserve.weights import naming
+from pallas_kernels.cpu import product
+from sharding import stages
+from sharding.spec import ShardingSpec
+
+_DEFAULT_CONTEXT = 2048  # of models without a limit of their own
+
+
+def lay_out(
+    config: EngineConfig, model: Model, meshes: Sequence[Mesh], spec: ShardingSpec, *, dtype: jnp.dtype, platform: str
+) -> tuple[list[StagePrograms], str]:
+    """The programs of each stage.
+
+    Args:
+      model: not padded yet.
+      meshes: one a stage; shapes and shardings need no devices in them.
+      platform: of the devices.
+
+    Returns:
+      (programs, reason): the reason says in words why they attend with the backend they do.
+
+    Raises:
+      ValueError: layers, sharding, context or attention do not go together.
+    """
+    layers = stages.split(model.config.num_layers, config.stages, config.layers_per_stage)
+    spec.check_names(meshes[0], {name: axes for name, _, axes, _ in naming.parameters(model, dtype)})
+    counts = model.axis_sizes()
+    if (padded := spec.padded(counts, meshes[0].shape)) != counts:
+        model = models.build(model.config, padded)
+    place = weights.on_mesh(model, meshes[0], spec)
+    for name, shape, axes, _ in naming.parameters(model, dtype):
+        place(name, shape.shape, axes)
+    context = max_context(config, model.config)
+    backend, attended, reason = attention.select(
+        model.held,
+        meshes[0],
+        spec,
+        name=config.attention,
+        dtype=dtype,
+        pool_dtype=None if config.kv_cache_dtype == "auto" else jnp.dtype(config.kv_cache_dtype),
+        block_size=config.block_size,
+        max_context=context,
+        max_rows=config.max_rows,
+        platform=platform,
+    )
+    stage_shape = StageShape(
+        max_rows=config.max_rows,
+        n_rows=config.max_rows * (1 if config.stages == 1 else config.stages + 1),
+        max_context=context,
+        attention=attended,
+        backend=backend,
+        product=product.native(dtype) if backend.name == "cpu" and meshes[0].size == 1 else None,
+        scoring=config.scoring,
+        draft_tokens=config.draft_tokens,
+    )
+    programs = [
+        StagePrograms(
+            model=model, shape=stage_shape, layers=owned, mesh=each, spec=spec, int8=config.quantize == "int8"
+        )
+        for owned, each in zip(layers, meshes, strict=True)
+    ]
+    for bucket in bucket_sizes(config):
+        programs[0].between_layers(bucket)
+    fixed_chunk(config, bucket_sizes(config), attended.block_size)
+    return programs, reason
+
+
+def bucket_sizes(config: EngineConfig) -> tuple[int, ...]:
+    """Token counts that are compiled."""
+    sizes = config.buckets or buckets.default_sizes(
+        config.max_rows, config.token_budget, objective=config.target_tpot is not None
+    )
+    return sizes[-1:] if config.deterministic else sizes
+
+
+def max_context(config: EngineConfig, model_config: ModelConfig) -> int:
+    """Most tokens of a request. Raises ValueError for more than the model has positions for."""
+    limit = model_config.max_position
+    if config.max_context is None:
+        return limit or _DEFAULT_CONTEXT
+    if limit is not None and config.max_context > limit:
+        raise ValueError(f"max_context is {config.max_context}; this model has positions for {limit} tokens")
+    return config.max_context

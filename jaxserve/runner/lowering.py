@@ -1,0 +1,213 @@
+"""What a stage compiles, lowered without an array: for the engine's devices, or for a topology that nobody has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.stages import Lowered
+
+from jaxserve import weights
+from jaxserve.iteration import SamplerVariant
+from jaxserve.models import Model, Params
+from jaxserve.runner import attention, batch, kv_cache
+from jaxserve.runner.batch import RowState
+from jaxserve.runner.programs import Forward, StageShape, choose, feed, forward, head, score
+from pallas_kernels.cpu import build
+from sharding.spec import ShardingSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagePrograms:
+    """The programs of the layers that one sub-mesh owns.
+
+    Attributes:
+      layers: which of the model's; the first stage embeds, the last has the head and chooses the tokens.
+      mesh: the stage's devices, or those of a topology.
+      spec: how parameters and pool are split over them.
+      int8: whether matrices are held in eight bits.
+    """
+
+    model: Model
+    shape: StageShape
+    layers: range
+    mesh: Mesh
+    spec: ShardingSpec
+    int8: bool
+
+    @property
+    def is_first(self) -> bool:
+        return self.layers.start == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.layers.stop == self.model.config.num_layers
+
+    def made_from(self) -> str:
+        """Everything that decides what its programs are, but for the code: equal for programs that are."""
+        spec, shape, devices = self.spec, self.shape, self.mesh.devices
+        sizes = {field.name: getattr(shape, field.name) for field in fields(shape)}
+        # By what tells them apart: as objects they differ from one process to the next.
+        sizes |= {"backend": shape.backend.name, "product": shape.product and build.level()}
+        return repr(
+            (
+                (self.model.config, self.model.held, self.layers, self.int8),
+                sizes,
+                (spec.rules, spec.parameters, spec.activations, spec.pool, sorted(spec.pad)),
+                (self.mesh.axis_names, self.mesh.axis_types, devices.shape, [device.id for device in devices.flat]),
+            )
+        )
+
+    @property
+    def everywhere(self) -> NamedSharding:
+        """The sharding of what every device of the stage holds whole."""
+        return NamedSharding(self.mesh, self.spec.resolve((), (), self.mesh))
+
+    def params(self) -> Params:
+        """The stage's parameters: shapes with shardings. Raises ValueError where the spec does not fit them."""
+        dtype, place = self.shape.attention.dtype, weights.on_mesh(self.model, self.mesh, self.spec)
+        return self.model.part(weights.describe(self.model, dtype, place, int8=self.int8), self.layers)
+
+    @property
+    def looped(self) -> bool:
+        """Whether the layers are one loop in the program (`Model.layers`)."""
+        on_cpu = self.mesh.devices.flat[0].platform == "cpu"
+        return on_cpu and self.mesh.size == 1 and self.model.config.layers_alike
+
+    def pool(self, n_blocks: int) -> Any:
+        """The pool with so many blocks for each of the stage's layers: shapes with shardings."""
+        shape, total = self.shape, n_blocks * len(self.layers)
+        return kv_cache.pool(shape.backend, shape.attention, total, self.mesh, self.spec)
+
+    def state(self) -> RowState:
+        """What the stage keeps of each row: shapes with shardings."""
+        layout = self.shape.layout(1)
+        state = jax.eval_shape(partial(batch.empty_state, layout, is_first=self.is_first, is_last=self.is_last))
+        return jax.tree.map(lambda leaf: self._whole(leaf.shape, leaf.dtype), state)
+
+    def hidden(self, bucket: int) -> jax.ShapeDtypeStruct:
+        """What passes over a link: [T, H]."""
+        return self._whole((bucket, self.model.config.hidden_size), self.shape.attention.dtype)
+
+    def between_layers(self, bucket: int) -> NamedSharding:
+        """The sharding of hidden states [T, H] between the layers. Raises ValueError where they do not divide."""
+        axes, shape = ("tokens", "embed"), self.hidden(bucket).shape
+        name = f"hidden states of {bucket} tokens"
+        return NamedSharding(self.mesh, self.spec.resolve(axes, shape, self.mesh, name=name, section="activations"))
+
+    def lower_forward(self, bucket: int, n_blocks: int) -> Lowered:
+        """One iteration of the stage's layers; arguments (params, pool, tables, history, packed, x)."""
+        layout, state, pool = self.shape.layout(bucket), self.state(), self.pool(n_blocks)
+        make_attend = partial(
+            attention.make_attend,
+            self.model,
+            self.shape.backend,
+            self.shape.attention,
+            self.mesh,
+            self.spec,
+        )
+        between = partial(jax.lax.with_sharding_constraint, shardings=self.between_layers(bucket))
+        step = partial(
+            forward,
+            self.model,
+            self.shape,
+            self.layers,
+            self.looped,
+            make_attend,
+            between if self.spec.activations else None,
+            layout,
+            n_blocks,
+        )
+        kept = jax.tree.map(lambda leaf: leaf.sharding, pool)
+        rest = self.everywhere
+        # Unused are those of the head; to whoever counts, arguments are to be all that the stage holds.
+        layers = jax.jit(
+            step, donate_argnums=(1, 2), keep_unused=True, out_shardings=Forward._make((kept, *[rest] * 5))
+        )
+        return layers.lower(
+            self.params(),
+            pool,
+            state.tables,
+            state.history,
+            self._whole((layout.size,), jnp.int32),
+            None if self.is_first else self.hidden(bucket),
+        )
+
+    def lower_score(self, bucket: int) -> Lowered:
+        """Prompt scoring by the last stage; arguments (ends, hidden, next_tokens)."""
+        step = jax.jit(partial(score, self.model, self.mesh, self.spec), out_shardings=self.everywhere)
+        return step.lower(ends(self.params()), self.hidden(bucket), self._whole((bucket,), jnp.int32))
+
+    def lower_head(self, points: int) -> Lowered:
+        """The logits at the first points of the last stage; arguments (ends, last)."""
+        step = jax.jit(partial(head, self.model, self.shape.product, points), out_shardings=self.everywhere)
+        return step.lower(ends(self.params()), self.hidden(self.shape.points))
+
+    def lower_choose(self, points: int, variant: SamplerVariant) -> Lowered:
+        """The choice of the next tokens by the last stage; arguments (logits, sampling, history, points), and with
+        SamplerVariant.CONSTRAINED what the grammars allow."""
+        state = self.state()
+        step = jax.jit(partial(choose, variant), donate_argnums=2, out_shardings=self.everywhere)
+        constrained = variant is SamplerVariant.CONSTRAINED
+        return step.lower(
+            self._whole((points, self.model.config.vocab_size), jnp.float32),
+            state.sampling,
+            state.history,
+            self._whole((self.shape.points, 3), jnp.int32),
+            *((self._whole((points, self.mask_words), jnp.uint32),) if constrained else ()),
+        )
+
+    @property
+    def mask_words(self) -> int:
+        """Words of 32 bits that hold a bit for every token."""
+        return -(-self.model.config.vocab_size // 32)
+
+    def lower_admit(self) -> Lowered:
+        """A request takes a row; arguments (state, packed)."""
+        layout = self.shape.layout(1)
+        step = jax.jit(partial(batch.admit, layout=layout), donate_argnums=0, out_shardings=self.everywhere)
+        return step.lower(self.state(), self._whole((batch.admission_size(layout),), jnp.int32))
+
+    def lower_feed(self, points: int) -> Lowered:
+        """The first stage takes in what the last has chosen; arguments (history, points, chosen)."""
+        step = jax.jit(feed, donate_argnums=0, out_shardings=self.everywhere)
+        return step.lower(
+            self.state().history, self._whole((self.shape.points, 3), jnp.int32), self._whole((2, points), jnp.int32)
+        )
+
+    def lower_draft(self) -> Lowered:
+        """The first stage and the last take in drafted tokens; arguments (history, drafts)."""
+        step = jax.jit(batch.write_drafts, donate_argnums=0, out_shardings=self.everywhere)
+        return step.lower(self.state().history, self._whole((self.shape.layout(1).drafts, 3), jnp.int32))
+
+    def lower_copy(self, n_blocks: int) -> Lowered:
+        """Copies of blocks in the pool of the stage's layers; arguments (pool, copies)."""
+        pool = self.pool(n_blocks)
+        copy = partial(kv_cache.copy_blocks, n_blocks=n_blocks, layers=len(self.layers))
+        kept = jax.tree.map(lambda leaf: leaf.sharding, pool)
+        step = jax.jit(copy, donate_argnums=0, out_shardings=kept)
+        return step.lower(pool, self._whole((self.shape.max_rows, 2), jnp.int32))
+
+    def _whole(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.everywhere)
+
+
+def temporaries(*programs: jax.stages.Compiled) -> int:
+    """Most bytes that programs need on a device beside their arguments, one after the other: each its own while it
+    runs, and what those before it and itself have left."""
+    most = left = 0
+    for program in programs:
+        memory = program.memory_analysis()
+        assert memory is not None
+        left += max(0, memory.output_size_in_bytes - memory.alias_size_in_bytes)
+        most = max(most, left + memory.temp_size_in_bytes)
+    return most
+
+
+def ends(params: Params) -> Params:
+    """The parameters of a stage without those of its layers."""
+    return {name: part for name, part in params.items() if name != "layers"}

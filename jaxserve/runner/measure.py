@@ -1,0 +1,149 @@
+"""What an iteration of each bucket costs, measured on the compiled programs before any request."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from jaxserve.iteration import Admission, Chunk, IterationPlan, SamplerVariant, TableChange, max_chunks
+from jaxserve.request import SamplingParams
+from jaxserve.runner.batch import pack
+from jaxserve.runner.pipeline import Pipeline
+from jaxserve.runner.programs import StageShape
+from jaxserve.runner.stage import Progress
+from jaxserve.scheduler.buckets import BucketCost
+
+_CONTEXT = 128  # tokens before each decode
+_LONG_CONTEXT = 512  # before those that show what a longer context costs
+_PASSES, _RUNS = 3, 3  # over all buckets, and of each bucket in each: what disturbs a machine for a second is outvoted
+_LEAST_RUNS, _ENOUGH = 2, 0.5  # or so many in all, if they take so many seconds together
+
+
+class Measured(NamedTuple):
+    """What iterations cost.
+
+    Attributes:
+      buckets: each full, with decodes at a middling context.
+      slot_milliseconds: that an iteration takes longer for each slot more that it reads.
+    """
+
+    buckets: list[BucketCost]
+    slot_milliseconds: float
+
+
+def measure(pipeline: Pipeline, n_blocks: int, progress: Progress) -> Measured:
+    """Runs every bucket a few times, at most rows decoding and the rest a prompt, and reports the medians. Slow buckets
+    run fewer times: they are most of a start.
+
+    It is the time between iterations that follow each other, the next one launched before the last has answered, as the
+    engine does; with several stages, through them.
+    """
+    shape, buckets = pipeline.shape, pipeline.stages[0].buckets
+    room = min(shape.max_context, n_blocks * shape.attention.block_size) - 1
+    short, long = min(_CONTEXT, room), min(_LONG_CONTEXT, room)
+    tables = _Tables(shape, n_blocks, long + 1)
+    _spans(pipeline, tables, buckets[0], [Chunk(0, short, 1, True)], admissions=tables.admissions())
+    full = [(bucket, _full(bucket, max_chunks(bucket, shape.max_rows), short, room)) for bucket in buckets]
+    bucket = min((size for size in buckets if size >= shape.max_rows), default=buckets[-1])
+    rows = range(max_chunks(bucket, shape.max_rows))
+    works = full + [(bucket, [Chunk(row, context, 1, True) for row in rows]) for context in (short, long)]
+    spans: list[list[float]] = [[] for _ in works]
+    for number in range(_PASSES):
+        for index, (size, chunks) in enumerate(works):
+            if sum(spans[index]) < _ENOUGH:
+                spans[index] += _spans(pipeline, tables, size, chunks)
+            progress("measuring buckets", number * len(works) + index + 1, _PASSES * len(works))
+    *seconds, near, far = map(statistics.median, spans)
+    costs = [
+        BucketCost(
+            size=size,
+            compile_seconds=sum(stage.compile_seconds[size] for stage in pipeline.stages),
+            milliseconds=1e3 * each,
+            slots_read=sum(chunk.start for chunk in chunks),
+        )
+        for (size, chunks), each in zip(full, seconds, strict=True)
+    ]
+    slope = 1e3 * (far - near) / (len(rows) * (long - short)) if long > short else 0.0
+    return Measured(costs, max(slope, 0.0))
+
+
+def _full(bucket: int, rows: int, context: int, room: int) -> list[Chunk]:
+    """An iteration that fills a bucket: one prompt, and decodes in all other rows."""
+    prompt = min(bucket - rows + 1, room + 1)
+    chunks = [Chunk(row, context, 1, True) for row in range(rows - 1)]
+    return [*chunks, Chunk(rows - 1, 0, prompt, True) if prompt > 1 else Chunk(rows - 1, context, 1, True)]
+
+
+def _spans(
+    pipeline: Pipeline,
+    tables: _Tables,
+    bucket: int,
+    chunks: Sequence[Chunk],
+    *,
+    admissions: tuple[Admission, ...] = (),
+) -> list[float]:
+    """Seconds of a few iterations of these chunks. Rows are taken once, before it, and that is not timed."""
+    plan = IterationPlan(
+        sequence=0,
+        bucket=bucket,
+        admissions=admissions,
+        chunks=tuple(chunks),
+        table_changes=tuple(change for chunk in chunks if chunk.length > 1 for change in tables.changes(chunk)),
+        sampler=SamplerVariant.PLAIN,
+        scoring=False,
+    )
+    packed = pack(plan, pipeline.shape.layout(bucket), tables.n_blocks)
+    if admissions:
+        pipeline.launch(plan, packed)
+        pipeline.wait()
+        return []
+    finished: list[float] = []
+    wanted, runs = _RUNS, -len(pipeline.stages)  # as many fill the stages, and are not timed
+    while runs < wanted:
+        while pipeline.has_room and runs + pipeline.in_flight < wanted:
+            pipeline.launch(plan, packed)
+        pipeline.wait()
+        finished.append(time.perf_counter())
+        runs += 1
+        if runs == 1:
+            wanted = min(_RUNS, max(_LEAST_RUNS, math.ceil(_ENOUGH / (finished[-1] - finished[-2]))))
+    return [end - start for start, end in pairwise(finished[-1 - runs :])]
+
+
+class _Tables:
+    """Which blocks each row has: its own where the pool has enough of them, for what is read from one place again and
+    again comes from a cache. What is read does not matter, and no request holds these blocks yet."""
+
+    def __init__(self, shape: StageShape, n_blocks: int, tokens: int) -> None:
+        """Args:
+        tokens: that each row holds.
+        """
+        self.n_blocks = n_blocks
+        self._rows, self._tokens, self._block_size = shape.max_rows, tokens, shape.attention.block_size
+        self._each = -(-tokens // self._block_size)
+
+    def _block(self, row: int, index: int) -> int:
+        return (row * self._each + index) % self.n_blocks
+
+    def admissions(self) -> tuple[Admission, ...]:
+        """Every row taken."""
+        return tuple(
+            Admission(
+                row=row,
+                request_id="",
+                tokens=(0,) * self._tokens,
+                prompt_length=self._tokens,
+                blocks=tuple(self._block(row, index) for index in range(self._each)),
+                sampling=SamplingParams(temperature=0.0, max_tokens=1),
+            )
+            for row in range(self._rows)
+        )
+
+    def changes(self, chunk: Chunk) -> list[TableChange]:
+        """Blocks for a prompt, however long."""
+        count = -(-chunk.length // self._block_size)
+        return [TableChange(chunk.row, index, self._block(chunk.row, index)) for index in range(count)]

@@ -1,0 +1,245 @@
+"""The pure functions that an iteration is compiled from: a stage's layers, the head, prompt scoring, the choice of the
+next tokens."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxserve.iteration import IterationPlan, SamplerVariant, max_points
+from jaxserve.models import Model
+from jaxserve.models.layers import Attend, Quantized, through
+from jaxserve.runner.batch import BatchLayout, sample_points, unpack, write_tokens
+from jaxserve.sampling import sampler, scoring
+from pallas_kernels.api import AttentionShape, Backend
+from pallas_kernels.cpu.product import NativeProduct
+from sharding.spec import ShardingSpec
+
+_SCORING_TILE = 8192  # vocabulary entries scored at a time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageShape:
+    """The sizes that the programs of every stage are compiled for.
+
+    Attributes:
+      max_rows: rows of one plan.
+      n_rows: rows of all plans in flight.
+      attention: what one device of a stage attends with.
+      product: what takes the place of XLA's product, if anything does.
+      draft_tokens: most tokens drafted for one row; 0 without speculation.
+    """
+
+    max_rows: int
+    n_rows: int
+    max_context: int
+    attention: AttentionShape
+    backend: Backend
+    product: NativeProduct | None
+    scoring: bool
+    draft_tokens: int = 0
+
+    def layout(self, bucket: int) -> BatchLayout:
+        """The packed form of plans of this bucket."""
+        return BatchLayout(
+            bucket=bucket,
+            max_rows=self.max_rows,
+            n_rows=self.n_rows,
+            block_size=self.attention.block_size,
+            max_context=self.max_context,
+            draft_tokens=self.draft_tokens,
+        )
+
+    @property
+    def points(self) -> int:
+        """Tokens that one plan can choose, whatever its bucket (P)."""
+        return max_points(self.max_rows, self.draft_tokens)
+
+    def point_counts(self, buckets: Iterable[int]) -> tuple[int, ...]:
+        """For how many points there are programs that choose tokens, ascending: a plan takes the first that is enough.
+
+        A prompt's chunk has one token chosen or none, whatever the bucket, and the head is a large product.
+        """
+        return tuple(sorted({self.layout(bucket).points for bucket in buckets}))
+
+
+def points_for(plan: IterationPlan, counts: Sequence[int]) -> int:
+    """Of the programs for so many points (`StageShape.point_counts`) the one that a plan's tokens are chosen by (S)."""
+    return counts[bisect_left(counts, plan.num_points)]
+
+
+class Scores(NamedTuple):
+    """Of each flat token's successor: logprob float32[T]; likeliest tokens int32[T, K] and their logprobs."""
+
+    logprobs: jax.Array
+    top_ids: jax.Array
+    top_logprobs: jax.Array
+
+
+class Forward(NamedTuple):
+    """What one iteration of a stage's layers leaves.
+
+    Attributes:
+      pool / tables: the donated buffers, updated.
+      points: int32[P, 3] where tokens are chosen (`batch.SamplePoints`), for the sampler.
+      hidden: [T, H] every token's hidden state: what the next stage goes on with, or the last one scores prompts by.
+      last: [P, H] those of the token before each point, for the head; of the last stage.
+      next_tokens: int32[T] the token after each, for prompt scoring; of the last stage.
+    """
+
+    pool: Any
+    tables: jax.Array
+    points: jax.Array
+    hidden: jax.Array
+    last: jax.Array | None
+    next_tokens: jax.Array | None
+
+
+def forward(
+    model: Model,
+    shape: StageShape,
+    layers: range,
+    looped: bool,
+    make_attend: Callable[[Any, int, Any], Attend],
+    between: Callable[[jax.Array], jax.Array] | None,
+    layout: BatchLayout,
+    n_blocks: int,
+    params: Any,
+    pool: Any,
+    tables: jax.Array,
+    history: jax.Array | None,
+    packed: jax.Array,
+    x: jax.Array | None,
+) -> Forward:
+    """One iteration of a stage's layers. Traced.
+
+    Args:
+      looped: whether the layers are one loop (`Model.layers`).
+      make_attend: what `backend.prepare` made of the iteration, a layer and its first block -> the layer's attention.
+      between: what becomes of hidden states [T, H] between the layers.
+      n_blocks: blocks of the pool that each layer has.
+      history: of the first stage and the last.
+      x: [T, H] the hidden states that the stage before left; None for the first, which embeds the tokens.
+    """
+    view, tables = unpack(packed, layout, tables, history)
+    meta = shape.backend.prepare(view.attention, shape.attention)
+    if x is None:
+        assert view.tokens is not None
+        x = model.embed(params, view.tokens, view.attention.positions)  # [T, H]
+    if shape.product is not None:
+        params = through(params, shape.product)
+
+    def attend(index: Any) -> Attend:
+        layer = layers[0] if looped else layers[index]  # looped layers differ in nothing but their weights
+        return make_attend(meta, layer, index * n_blocks)
+
+    x, pool = model.layers(params, layers, x, view.attention.positions, attend, pool, looped=looped, between=between)
+    room = shape.points - layout.points
+    points = jnp.pad(view.points, ((0, room), (0, 0)))
+    if layers.stop < model.config.num_layers:
+        return Forward(pool, tables, points, x, None, None)
+    return Forward(pool, tables, points, x, x[jnp.pad(view.last, (0, room))], view.next_tokens)
+
+
+def head(model: Model, product: NativeProduct | None, points: int, ends: Any, last: jax.Array) -> jax.Array:
+    """Logits float32[S, V] at the first S points. Traced.
+
+    A program of its own, so that a token's logits do not depend on the sampler that others ask for.
+
+    Args:
+      product: what takes the place of XLA's product, if anything does.
+      points: S.
+      ends: the parameters without the layers.
+      last: [P, H] of `Forward`.
+    """
+    if product is not None:
+        ends = through(ends, product)
+    return model.logits(ends, model.norm(ends, last[:points]))
+
+
+def score(model: Model, mesh: Mesh, spec: ShardingSpec, ends: Any, hidden: jax.Array, next_tokens: jax.Array) -> Scores:
+    """How likely each token's successor was, for prompt_logprobs. Traced.
+
+    Each device of a mesh scores its part of the vocabulary: a tile cut out of all of it would have the compiler gather
+    the table.
+
+    Args:
+      ends: the parameters without the layers.
+    """
+    with jax.named_scope("prompt_scoring"):
+        table, normed = model.head_table(ends), model.norm(ends, hidden)
+        by_token, whole = spec.resolve(("vocab", None), table.shape, mesh, name="head"), spec.resolve((), (), mesh)
+        rows = spec.resolve(("vocab",), table.shape[:1], mesh, name="head")
+        axis = by_token[0] if mesh.size > 1 else None
+
+        def score_here(table: jax.Array | Quantized, normed: jax.Array, next_tokens: jax.Array) -> Scores:
+            tile = partial(model.logits_tile, table, normed)
+            vocab = table.shape[0]
+            if model.held.vocab_size > model.config.vocab_size:
+                first = 0 if axis is None else jax.lax.axis_index(axis) * vocab
+                tile = _of_tokens(tile, model.config.vocab_size - first)
+            return Scores(*scoring.score(tile, vocab, min(vocab, _SCORING_TILE), next_tokens, axis))
+
+        if axis is None:
+            return score_here(table, normed, next_tokens)
+        parts = Quantized(by_token, rows) if isinstance(table, Quantized) else by_token
+        everywhere = jax.shard_map(
+            score_here, mesh=mesh, in_specs=(parts, whole, whole), out_specs=whole, check_vma=False
+        )
+        return everywhere(table, normed, next_tokens)
+
+
+def _of_tokens(tile: scoring.LogitsTile, end: jax.Array | int) -> scoring.LogitsTile:
+    """A tile's logits with those from `end` on, which are padding, at -inf."""
+
+    def logits(start: jax.Array | int, size: int) -> jax.Array:
+        return jnp.where(start + jnp.arange(size) < end, tile(start, size), -jnp.inf)
+
+    return logits
+
+
+def choose(
+    variant: SamplerVariant,
+    logits: jax.Array,
+    rows: sampler.RowSampling,
+    history: jax.Array,
+    points: jax.Array,
+    allowed: jax.Array | None = None,
+):
+    """Chooses the next tokens and writes them to the rows' histories. Traced.
+
+    Args:
+      logits: float32[S, V] at the first S points.
+      points: int32[P, 3] of `Forward`.
+      allowed: as `sampler.sample` takes it; with SamplerVariant.CONSTRAINED only.
+
+    Returns:
+      (history, chosen int32[2, S], top): top is (ids, logprobs) with SamplerVariant.FULL and above, else None.
+    """
+    points = points[: logits.shape[0]]
+    where = sample_points(points)
+    with jax.named_scope("sampler"):
+        output = sampler.sample(
+            logits,
+            jax.tree.map(lambda field: field[where.rows], rows),
+            where.positions,
+            history[where.rows],
+            allowed,
+            variant=variant,
+        )
+    history = write_tokens(history, points, output.tokens)
+    chosen = jnp.stack([output.tokens, jax.lax.bitcast_convert_type(output.logprobs, jnp.int32)])
+    top = None if variant < SamplerVariant.FULL else (output.top_ids, output.top_logprobs)
+    return history, chosen, top
+
+
+def feed(history: jax.Array, points: jax.Array, chosen: jax.Array) -> jax.Array:
+    """What the first stage does with the tokens that the last has chosen (see `choose`). Traced."""
+    return write_tokens(history, points[: chosen.shape[1]], chosen[0])

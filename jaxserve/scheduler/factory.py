@@ -1,0 +1,83 @@
+"""A scheduler as an engine's settings describe it: in front of devices, or of a simulation of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jaxserve.config import EngineConfig
+from jaxserve.iteration import max_points
+from jaxserve.scheduler.buckets import BucketCost, BucketLadder
+from jaxserve.scheduler.kv_blocks import SlotPool
+from jaxserve.scheduler.scheduler import Scheduler
+from jaxserve.scheduler.speculation import Drafter, Speculation
+
+
+def fixed_chunk(config: EngineConfig, sizes: Sequence[int], block_size: int) -> int | None:
+    """Tokens at whose multiples prompts are cut in deterministic mode: as many whole blocks as one bucket has room for
+    beside the decodes of all other rows.
+
+    Args:
+      sizes: token counts that are compiled.
+
+    Raises:
+      ValueError: that is not one block.
+    """
+    if not config.deterministic:
+        return None
+    room = min(sizes[-1], config.token_budget or sizes[-1]) - (config.max_rows - 1)
+    if room < block_size:
+        raise ValueError(
+            f"a bucket of {sizes[-1]} tokens leaves {max(room, 0)} beside {config.max_rows - 1} decodes; with "
+            f"deterministic a block of {block_size} must fit: a bucket of {config.max_rows - 1 + block_size} or more"
+        )
+    return room // block_size * block_size
+
+
+def make_scheduler(
+    config: EngineConfig,
+    costs: Sequence[BucketCost],
+    *,
+    n_blocks: int,
+    block_size: int,
+    max_context: int,
+    eos_token_ids: frozenset[int],
+    drafter: Drafter | None = None,
+) -> Scheduler:
+    """A new scheduler over a pool of its own.
+
+    Args:
+      costs: of each bucket, ascending.
+      n_blocks / block_size / max_context: what the engine settled on, whatever `config` asks for.
+      drafter: the model that drafts, where one does.
+    """
+    chunk = fixed_chunk(config, [cost.size for cost in costs], block_size)
+    ladder = BucketLadder(costs)
+    speculation = None
+    if config.speculate is not None:
+        speculation = Speculation(
+            ladder,
+            most=config.draft_tokens,
+            max_points=max_points(config.max_rows, config.draft_tokens),
+            waits=config.stages == 1,
+            drafter=drafter,
+        )
+    return Scheduler(
+        SlotPool(
+            n_blocks,
+            block_size,
+            policy=config.slot_policy,
+            prefix_cache=config.prefix_cache,
+            prefix_blocks=None if chunk is None else chunk // block_size,
+        ),
+        ladder,
+        max_rows=config.max_rows,
+        max_context=max_context,
+        token_budget=config.token_budget,
+        target_tpot=config.target_tpot,
+        fixed_chunk=chunk,
+        eos_token_ids=eos_token_ids,
+        mode=config.scheduler,
+        n_stages=config.stages,
+        in_flight=config.in_flight,
+        speculation=speculation,
+    )

@@ -1,0 +1,135 @@
+"""What the device's answers mean for the requests: tokens that are theirs now, their events, and their ends."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from jaxserve.iteration import Chunk, IterationResult
+from jaxserve.request import Alternatives, FinishReason, TokenEvent
+from jaxserve.scheduler.state import RequestState
+
+
+class Scores(NamedTuple):
+    """Prompt positions first..last that one chunk scores; flat token `flat` of the plan is followed by `first`."""
+
+    first: int
+    last: int
+    flat: int
+
+
+class OutputProcessor:
+    """What an iteration has answered, taken in chunk by chunk in the order of the plan."""
+
+    def __init__(self, result: IterationResult, drafts: Sequence[int], eos_token_ids: frozenset[int]) -> None:
+        """Args:
+        drafts: of the plan.
+        """
+        self._result, self._drafts, self._eos = result, drafts, eos_token_ids
+        self._tokens, self._logprobs = result.tokens.tolist(), result.logprobs.tolist()
+        self._entry = self._drafted = 0  # of the result and of the drafts, the next chunk's first
+
+    def skip(self, chunk: Chunk) -> None:
+        """Leave out a chunk whose request has ended."""
+        self._entry += chunk.samples or 1
+        if chunk.samples > 1:
+            self._drafted += chunk.samples - 1
+
+    def take(
+        self, state: RequestState, chunk: Chunk, scores: Scores | None, *, withdrawn: bool
+    ) -> tuple[TokenEvent | None, int, int]:
+        """Take in what was answered for a chunk.
+
+        Args:
+          scores: what it scored of the prompt, if anything.
+          withdrawn: whether no token was chosen after it, though the plan asks for one.
+
+        Returns:
+          The event, if there is anything to tell, with the request's end if this is it; positions whose keys and values
+          are computed and the request's; drafts that were what the model chose.
+        """
+        _, start, length, samples = chunk
+        entry, drafted = self._entry, self._drafted
+        self.skip(chunk)
+        computed = start + (length if samples < 2 else 1)
+        if withdrawn:  # the last token is computed once more, so its block is not whole yet
+            samples, computed = 0, computed - 1
+        scored = () if scores is None else _prompt_logprobs(state, scores, self._result)
+        if not samples:
+            event = TokenEvent(state.name, (), (), (), scored, None, state.cached) if scored else None
+            return event, computed, 0
+        if math.isnan(self._logprobs[entry]):
+            return _failure(state, f"the model's logits for position {computed} are not finite"), computed, 0
+        end = self._result.grammar_ends.get(entry) if self._result.grammar_ends else None
+        if end is not None and end.problem is not None:
+            told = len(state.tokens) - len(state.request.prompt)
+            return _failure(state, f"{end.field}: after {told} tokens {end.problem}", end.field), computed, 0
+        token = self._tokens[entry]
+        state.tokens.append(token)
+        reason = state.finish_reason(token, self._eos)
+        if end is not None and reason in (None, FinishReason.LENGTH):
+            reason = FinishReason.EOS  # all that could follow
+        accepted = 0
+        if samples > 1:
+            accepted, reason = self._accept(state, reason, entry, self._drafts[drafted : drafted + samples - 1])
+        last = entry + 1 + accepted
+        tokens, logprobs = tuple(self._tokens[entry:last]), tuple(self._logprobs[entry:last])
+        top = _top_logprobs(state, entry, last, self._result) if state.request.sampling.logprobs else ()
+        event = TokenEvent(state.name, tokens, logprobs, top, scored, reason, state.cached)
+        return event, computed + accepted, accepted
+
+    def _accept(
+        self, state: RequestState, reason: FinishReason | None, entry: int, drafts: Sequence[int]
+    ) -> tuple[int, FinishReason | None]:
+        """Take in the tokens chosen after drafts, as long as these are what was chosen before; how many, and why the
+        last of them is the last.
+
+        Args:
+          reason: why the token before the drafts, which was certain to be taken, is the last, if it is.
+          entry: of that token; each draft has one behind it.
+        """
+        accepted = 0
+        for draft in drafts:
+            following = entry + accepted + 1
+            if reason is not None or draft != self._tokens[following - 1] or math.isnan(self._logprobs[following]):
+                break
+            accepted += 1
+            state.tokens.append(self._tokens[following])
+            reason = state.finish_reason(self._tokens[following], self._eos)
+        state.length += accepted
+        state.computed += accepted
+        return accepted, reason
+
+
+def _failure(state: RequestState, error: str, field: str | None = None) -> TokenEvent:
+    return TokenEvent(state.name, finish_reason=FinishReason.ERROR, error=error, field=field)
+
+
+def _top_logprobs(state: RequestState, first: int, end: int, result: IterationResult) -> tuple[Alternatives, ...]:
+    """The alternatives reported for the tokens of these entries of the result."""
+    assert result.top_ids is not None
+    assert result.top_logprobs is not None
+    most = state.request.sampling.logprobs
+    return tuple(
+        Alternatives(tuple(result.top_ids[entry, :most].tolist()), tuple(result.top_logprobs[entry, :most].tolist()))
+        for entry in range(first, end)
+    )
+
+
+def _prompt_logprobs(
+    state: RequestState, scores: Scores, result: IterationResult
+) -> tuple[tuple[float, Alternatives | None], ...]:
+    """(logprob, alternatives) of each prompt token that a chunk scored."""
+    assert result.score_logprobs is not None
+    count = scores.last - scores.first + 1
+    entries = slice(scores.flat, scores.flat + count)
+    logprobs = result.score_logprobs[entries].tolist()
+    most = state.request.sampling.prompt_logprobs
+    if not most:
+        return tuple((logprob, None) for logprob in logprobs)
+    assert result.score_top_ids is not None
+    assert result.score_top_logprobs is not None
+    ids = result.score_top_ids[entries, :most].tolist()
+    tops = result.score_top_logprobs[entries, :most].tolist()
+    return tuple((logprob, Alternatives(tuple(i), tuple(t))) for logprob, i, t in zip(logprobs, ids, tops, strict=True))

@@ -1,0 +1,133 @@
+"""What the scheduler knows of one live request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from jaxserve.iteration import Admission, SamplerVariant
+from jaxserve.request import FinishReason, InvalidRequest, Request
+from jaxserve.scheduler.kv_blocks import BlockAllocation
+from jaxserve.scheduler.speculation import Guesses
+
+if TYPE_CHECKING:
+    from jaxserve.scheduler.parallel_samples import ParallelSamples
+
+WAITING, RUNNING, PREEMPTED, FINISHING, ENDED = range(5)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class RequestState:
+    """One request between submit and its end.
+
+    Attributes:
+      key: place in every queue, smallest first.
+      tokens: known tokens, prompt first; the lease holds the same list.
+      limit: length at which it ends at the latest.
+      endings: tokens that end it.
+      phase: WAITING for a row; RUNNING; PREEMPTED (its blocks are gone, a chunk of it is still in flight; it waits
+        again when that has landed); FINISHING (its last token is in flight); ENDED.
+      row: -1 without one.
+      computed: positions whose iteration is launched.
+      length: tokens known plus tokens being sampled; a chunk that ends here samples.
+      in_flight: launched chunks that have not landed.
+      scored: last prompt position whose logprob a launched iteration computes; 0 before any.
+      score_end: last prompt position to be scored; 0 when none is.
+      cached: prompt tokens found in the prefix cache when it first began.
+      guesses: what its next tokens may be, once it was looked at for drafts.
+      family: those with the same prompt that it shares keys and values with, if any.
+    """
+
+    name: str
+    request: Request
+    key: tuple[float, int]
+    tokens: list[int]
+    allocation: BlockAllocation
+    limit: int
+    endings: frozenset[int]
+    variant: SamplerVariant
+    length: int
+    score_end: int
+    phase: int = WAITING
+    row: int = -1
+    computed: int = 0
+    in_flight: int = 0
+    scored: int = 0
+    has_begun: bool = False
+    cached: int = 0
+    guesses: Guesses | None = None
+    family: ParallelSamples | None = None
+
+    @classmethod
+    def of(cls, request: Request, key: tuple[float, int], eos_token_ids: frozenset[int]) -> RequestState:
+        """The state in which `request` begins to wait."""
+        sampling = request.sampling
+        endings = frozenset() if sampling.ignore_eos else eos_token_ids
+        if sampling.stop_token_ids:
+            endings = endings.union(sampling.stop_token_ids)
+        if sampling.grammar is not None:
+            variant = SamplerVariant.CONSTRAINED
+        elif sampling.is_penalised or sampling.logprobs:
+            variant = SamplerVariant.FULL
+        else:
+            variant = SamplerVariant.TRUNCATED if sampling.is_truncated else SamplerVariant.PLAIN
+        allocation = allocation_of(request)
+        tokens = allocation.tokens
+        return cls(
+            name=request.request_id,
+            request=request,
+            key=key,
+            tokens=tokens,
+            allocation=allocation,
+            limit=request.max_length,
+            endings=endings,
+            variant=variant,
+            length=len(tokens),
+            score_end=len(tokens) - 1 if sampling.prompt_logprobs is not None else 0,
+        )
+
+    def admission(self) -> Admission:
+        """What the device is told of it when it takes its row."""
+        return Admission(
+            row=self.row,
+            request_id=self.name,
+            tokens=tuple(self.tokens),
+            prompt_length=len(self.request.prompt),
+            blocks=tuple(self.allocation.blocks),
+            sampling=self.request.sampling,
+            endings=tuple(self.endings) if self.request.sampling.min_tokens else (),
+        )
+
+    def finish_reason(self, token: int, eos_token_ids: frozenset[int]) -> FinishReason | None:
+        """Whether and why `token`, just appended, is the last."""
+        if token in self.endings:
+            is_eos = token in eos_token_ids and not self.request.sampling.ignore_eos
+            return FinishReason.EOS if is_eos else FinishReason.STOP
+        return FinishReason.LENGTH if len(self.tokens) == self.limit else None
+
+
+def allocation_of(request: Request) -> BlockAllocation:
+    """What `request` asks of a slot pool, nothing of it granted yet. A prompt to be scored is computed whole."""
+    return BlockAllocation(
+        tokens=list(request.prompt),
+        max_length=request.max_length,
+        prompt_length=len(request.prompt),
+        salt=request.cache_salt,
+        takes_hits=request.sampling.prompt_logprobs is None or len(request.prompt) == 1,
+    )
+
+
+def check_fits(request: Request, max_context: int, n_slots: int) -> None:
+    """Raise InvalidRequest, naming the field and what would fit, if `request` could never run."""
+    prompt = len(request.prompt)
+    if not prompt:
+        raise InvalidRequest("prompt", "is empty; give at least one token")
+    limit, what = min((max_context, "a request may hold"), (n_slots, "the pool holds"))
+    if prompt >= limit:
+        raise InvalidRequest("prompt", f"has {prompt} tokens; {what} {limit}, so at most {limit - 1} leave room")
+    if request.max_length > limit:
+        raise InvalidRequest(
+            "max_tokens",
+            f"is {request.sampling.max_tokens} after a prompt of {prompt} tokens; {what} {limit}, "
+            f"so at most {limit - prompt} fit",
+        )

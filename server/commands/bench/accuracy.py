@@ -1,0 +1,204 @@
+"""What fewer bits cost in answers: the perplexity of a text, and greedy continuations of passages from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import math
+import queue
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from examples.train_demo import corpus
+from jaxserve.config import EngineConfig
+from jaxserve.engine import Engine
+from jaxserve.request import FinishReason, Request, SamplingParams, TokenEvent
+from jaxserve.text.tokenizer import Tokenizer
+from server.commands.bench import machine, report
+from server.commands.bench.progress import Bars
+
+WINDOW = 256  # tokens scored together; windows overlap by half
+OPENING, GENERATED = 32, 64  # tokens of the passages that are continued, and of their continuations
+
+# What is compared with the first: names and the settings that differ.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "full width": {"kv_cache_dtype": "auto", "quantize": None},
+    "int8 keys and values": {"kv_cache_dtype": "int8", "quantize": None},
+    "int8 weights": {"kv_cache_dtype": "auto", "quantize": "int8"},
+    "int8 both": {"kv_cache_dtype": "int8", "quantize": "int8"},
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answers:
+    """What one engine made of the text.
+
+    Attributes:
+      losses: float64[tokens - 1], -log p of each token given those before it in its window, natural logarithm.
+      continuations: greedy tokens after each opening.
+      memory: bytes of the weights and of a slot.
+    """
+
+    losses: np.ndarray
+    continuations: list[tuple[int, ...]]
+    dtype: str
+    memory: tuple[int, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A variant against full width.
+
+    Attributes:
+      moved: mean absolute change of a token's log probability.
+      agreement: share of greedy tokens before the first that differs, over all continuations.
+      equal: share of continuations that are wholly equal.
+    """
+
+    name: str
+    perplexity: float
+    moved: float
+    agreement: float
+    equal: float
+    weight_bytes: int
+    slot_bytes: float
+
+
+def run(
+    model: Path, text: Path | None, passages: int, limit: int | None, config: EngineConfig, out: Path, console: Console
+) -> int:
+    """`jaxserve bench accuracy`: prints and writes a row for each variant.
+
+    Args:
+      text: UTF-8; None for what was held out of the demo model's training.
+      passages: how many are continued.
+      limit: tokens of the text that are used; None for all.
+    """
+    tokenizer = Tokenizer.from_directory(model)
+    if tokenizer is None:
+        raise ValueError(f"{model} has no tokenizer.json; perplexity is of a text")
+    documents = corpus.split(corpus.read_documents(None)).test if text is None else corpus.read_documents(text)
+    tokens = [token for document in documents for token in tokenizer.encode(document)][:limit]
+    if len(tokens) < 2 * WINDOW:
+        raise ValueError(f"the text has {len(tokens)} tokens; at least {2 * WINDOW} are needed")
+    config = dataclasses.replace(
+        config,
+        scoring=True,
+        max_context=WINDOW + 1,
+        max_queued_requests=len(tokens) + passages,
+        max_queued_tokens=2 * len(tokens) + passages * OPENING,
+    )
+    answers: dict[str, Answers] = {}
+    with Bars() as bars:
+        for name, changes in VARIANTS.items():
+            engine = Engine.from_checkpoint(model, dataclasses.replace(config, **changes), progress=bars)
+            answers[name] = ask(engine, tokens, passages, name, bars)
+            del engine
+            gc.collect()
+    rows, dtype = compare(answers), next(iter(answers.values())).dtype
+    title = f"{model.name}: {len(tokens):,} tokens of text, {dtype}; {passages} continuations of {GENERATED} tokens"
+    show(rows, title, console)
+    result = {"benchmark": "accuracy", "title": title, "environment": machine.environment(), "rows": rows}
+    report.write_json(out / "accuracy.json", result)
+    console.print(f"written: {out / 'accuracy.json'}", highlight=False)
+    return 0
+
+
+def ask(engine: Engine, tokens: Sequence[int], passages: int, name: str, bars: Bars) -> Answers:
+    """Has an engine score the text and continue passages of it."""
+    half = WINDOW // 2
+    starts = range(0, max(len(tokens) - half, 1), half)
+    scored = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+    greedy = SamplingParams(max_tokens=GENERATED, temperature=0.0, ignore_eos=True)
+    openings = np.linspace(0, len(tokens) - OPENING, passages).astype(int).tolist()
+    requests = [Request(request_id=f"s{at}", prompt=tuple(tokens[at : at + WINDOW]), sampling=scored) for at in starts]
+    requests += [
+        Request(request_id=f"g{at}", prompt=tuple(tokens[at : at + OPENING]), sampling=greedy) for at in openings
+    ]
+    logprobs, continuations = _serve(engine, requests, name, bars)
+    losses = []
+    for at in starts:
+        own = logprobs[f"s{at}"]  # of the window's tokens but the first
+        losses += own[half - 1 :] if at else own
+    assert len(losses) == len(tokens) - 1
+    return Answers(
+        losses=-np.array(losses, np.float64),
+        continuations=[tuple(continuations[f"g{at}"]) for at in openings],
+        dtype=engine.report.dtype,
+        memory=(engine.report.weight_bytes, engine.report.pool_bytes / engine.report.slots),
+    )
+
+
+def _serve(
+    engine: Engine, requests: Sequence[Request], name: str, bars: Bars
+) -> tuple[dict[str, list[float]], dict[str, list[int]]]:
+    """By request: logprobs of its prompt, and tokens."""
+    logprobs: dict[str, list[float]] = {request.request_id: [] for request in requests}
+    tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
+    ended: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
+
+    def sink(events: Iterable[TokenEvent]) -> None:
+        for event in events:
+            logprobs[event.request_id] += [logprob for logprob, _ in event.prompt_logprobs]
+            tokens[event.request_id] += event.token_ids
+            if event.finish_reason is not None:
+                ended.put(event)
+
+    with engine:
+        for request in requests:
+            engine.submit(request, sink)
+        for done in range(1, len(requests) + 1):
+            last = ended.get()
+            bars(f"reading ({name})", done, len(requests))
+            if last.finish_reason not in (FinishReason.LENGTH, FinishReason.EOS):
+                raise RuntimeError(f"request {last.request_id} ended with {last.finish_reason}: {last.error}")
+    return logprobs, tokens
+
+
+def compare(answers: dict[str, Answers]) -> list[Row]:
+    """Each against the first."""
+    base = next(iter(answers.values()))
+    rows = []
+    for name, each in answers.items():
+        pairs = list(zip(base.continuations, each.continuations, strict=True))
+        agreed = sum(
+            next((i for i, (a, b) in enumerate(zip(*pair, strict=True)) if a != b), GENERATED) for pair in pairs
+        )
+        rows.append(
+            Row(
+                name=name,
+                perplexity=math.exp(each.losses.mean()),
+                moved=float(np.abs(each.losses - base.losses).mean()),
+                agreement=agreed / (GENERATED * len(pairs)),
+                equal=sum(a == b for a, b in pairs) / len(pairs),
+                weight_bytes=each.memory[0],
+                slot_bytes=each.memory[1],
+            )
+        )
+    return rows
+
+
+def show(rows: Sequence[Row], title: str, console: Console) -> None:
+    """Prints the rows as a table."""
+    table = Table(title=title, title_justify="left")
+    table.add_column("")
+    for name in ("perplexity", "change", "logprobs move by", "same greedy tokens", "wholly equal", "weights", "a slot"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(
+            row.name,
+            f"{row.perplexity:.3f}",
+            f"{100 * (row.perplexity / rows[0].perplexity - 1):+.2f}%",
+            f"{row.moved:.4f}",
+            f"{100 * row.agreement:.1f}%",
+            f"{100 * row.equal:.0f}%",
+            f"{row.weight_bytes / 2**20:.1f} MiB",
+            f"{row.slot_bytes:,.0f} B",
+        )
+    console.print(table)

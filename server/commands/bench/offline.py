@@ -1,0 +1,193 @@
+"""All requests at once through an engine in this process: what the engine can do, with nothing in front of it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import queue
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from jaxserve.config import EngineConfig, SchedulerName
+from jaxserve.engine import Engine, IterationRecord
+from jaxserve.request import FinishReason, Request, SamplingParams, TokenEvent
+from jaxserve.simulate import workload as load
+from jaxserve.simulate.outcome import Outcome
+from jaxserve.simulate.workload import Job, Workload
+from server.commands.bench import machine, plot, report, shapes
+from server.commands.bench.progress import Bars
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One workload served once, with everything that was seen of it.
+
+    Attributes:
+      bucket_ms: milliseconds of each bucket, as the engine measured them at its start.
+      engine: what the engine settled on.
+    """
+
+    name: str
+    outcomes: list[Outcome]
+    records: list[IterationRecord]
+    bucket_ms: dict[int, float]
+    preemptions: int
+    compiled_after_ready: int
+    engine: dict[str, Any]
+
+
+def run(
+    model: Path | str,
+    config: EngineConfig,
+    workload: Workload,
+    schedulers: Sequence[SchedulerName],
+    timeline: Path | None,
+    out: Path,
+    console: Console,
+) -> int:
+    """`jaxserve bench offline`: serves the workload once for each scheduler, and prints, plots and writes the result.
+
+    Args:
+      timeline: where the trace of the last engine goes.
+
+    Returns:
+      The exit code: 1 when a request failed.
+    """
+    config = benchmark_config(config, workload)
+    runs = []
+    with Bars() as bars:
+        for name in schedulers:
+            engine = make_engine(model, dataclasses.replace(config, scheduler=name), bars)
+            load.fit(workload, engine.max_context)
+            with engine.timeline() if timeline else contextlib.nullcontext() as seen:
+                runs.append(serve_all(engine, workload, name, bars))
+            if timeline and seen:
+                seen.write(timeline)
+            del engine  # its memory, before the next one takes as much
+            gc.collect()
+    bucket_ms = mean_costs([run.bucket_ms for run in runs])
+    reports = [summarise(run, bucket_ms) for run in runs]
+    comparison = report.compare(reports[0], reports[1]) if len(reports) == 2 else None
+    title = f"{model}: {workload.name}, {config.max_rows} rows"
+    notes = [*workload.notes, f"peak memory of this process: {(machine.peak_rss() or 0) / 2**20:.0f} MiB"]
+    if "request" in schedulers:
+        notes.append(report.REQUEST_NOTE)
+    report.print_runs(console, title, reports, notes)
+    if comparison is not None:
+        report.print_comparison(console, comparison)
+    result = {
+        "benchmark": "offline",
+        "workload": workload.name,
+        "notes": notes,
+        "environment": machine.environment(),
+        "engines": [run.engine for run in runs],
+        "bucket_ms": bucket_ms,
+        "runs": reports,
+        "comparison": comparison,
+    }
+    report.write_json(out / "offline.json", result)
+    plot.serving(
+        out / "offline.png",
+        title,
+        {run.name: run.outcomes for run in runs},
+        {run.name: run.records for run in runs},
+        comparison,
+    )
+    console.print(f"written: {out / 'offline.json'}, {out / 'offline.png'}", highlight=False)
+    return 1 if any(r.failed for r in reports) else 0
+
+
+def make_engine(model: Path | str, config: EngineConfig, bars: Bars) -> Engine:
+    """An engine on a checkpoint directory (a path) or on random weights of a shape (its name)."""
+    if isinstance(model, Path):
+        return Engine.from_checkpoint(model, config, progress=bars)
+    bars(f"drawing weights ({model})", 0, 1)
+    model_config, params = shapes.random_params(model, "float32" if config.dtype == "auto" else config.dtype)
+    bars(f"drawing weights ({model})", 1, 1)
+    return Engine.from_params(model_config, params, config, progress=bars)
+
+
+def benchmark_config(config: EngineConfig, workload: Workload) -> EngineConfig:
+    """The configuration with room for the whole workload to wait, and without the prompt scoring nobody asks for."""
+    return dataclasses.replace(
+        config,
+        scoring=False,
+        max_queued_requests=max(config.max_queued_requests, len(workload.jobs)),
+        max_queued_tokens=max(config.max_queued_tokens, workload.prompt_tokens),
+    )
+
+
+def serve_all(engine: Engine, workload: Workload, name: str, bars: Bars) -> Run:
+    """Serves a workload that arrives all at once, and waits for its end. The engine is started here, and stopped.
+
+    Everything is handed in before the engine starts, so that its first batch can choose among all of them.
+    """
+    outcomes: dict[str, Outcome] = {}
+    records: list[IterationRecord] = []
+    ended: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def sink(events: Sequence[TokenEvent]) -> None:
+        now = time.monotonic()
+        for event in events:
+            outcome = outcomes[event.request_id]
+            outcome.token_times.extend([now] * len(event.token_ids))
+            if event.finish_reason is not None:
+                if event.finish_reason in (FinishReason.ABORTED, FinishReason.ERROR):
+                    outcome.error = event.error or event.finish_reason.value
+                ended.put(event.request_id)
+
+    engine.record(records.append)
+    started = time.monotonic()
+    for index, job in enumerate(workload.jobs):
+        request = make_request(str(index), job, started)
+        outcomes[request.request_id] = Outcome(arrival=started, prompt_tokens=len(job.prompt))
+        engine.submit(request, sink)
+    with engine:
+        for done in range(1, len(workload.jobs) + 1):
+            ended.get()
+            bars(f"serving ({name})", done, len(workload.jobs))
+    counted = engine.load()
+    return Run(
+        name=name,
+        outcomes=list(outcomes.values()),
+        records=records,
+        bucket_ms={cost.size: cost.milliseconds for cost in engine.report.buckets},
+        preemptions=counted.preemptions,
+        compiled_after_ready=counted.compiled_after_ready,
+        engine={"config": dataclasses.asdict(engine.config), "startup": dataclasses.asdict(engine.report)},
+    )
+
+
+def summarise(run: Run, bucket_ms: Mapping[int, float]) -> report.RunReport:
+    """A run's figures, with its padding weighed by these bucket costs."""
+    return report.summarise(
+        run.name,
+        run.outcomes,
+        iterations=report.iteration_stats(run.records, bucket_ms),
+        extra={"preemptions": run.preemptions, "compiled after ready": run.compiled_after_ready},
+    )
+
+
+def mean_costs(tables: Sequence[Mapping[int, float]]) -> dict[int, float]:
+    """One cost for each bucket: schedules are compared by the same costs, though each engine measured its own."""
+    return {
+        size: statistics.fmean(table[size] for table in tables if size in table)
+        for size in sorted({size for table in tables for size in table})
+    }
+
+
+def make_request(request_id: str, job: Job, arrival: float) -> Request:
+    """A greedy request that generates exactly as many tokens as its job says."""
+    return Request(
+        request_id=request_id,
+        prompt=tuple(job.prompt.tolist()),
+        sampling=SamplingParams(max_tokens=job.max_tokens, temperature=0.0, ignore_eos=True),
+        arrival=arrival,
+    )

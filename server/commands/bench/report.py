@@ -1,0 +1,234 @@
+"""What a benchmark found: statistics over requests and iterations, as tables and as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from jaxserve.simulate.outcome import Distribution, Outcome
+
+if TYPE_CHECKING:
+    from jaxserve.engine import IterationRecord
+
+SHARE_TARGET = 0.90  # of the throughput ratio that iteration counts and bucket costs allow
+WASTE_TARGET = 0.03  # of the device's time, while work waits
+# What a reader of request-level figures must know.
+REQUEST_NOTE = "request: tokens are handed over when the whole batch has ended, so no time passes between them"
+HOST_PHASES = ("schedule", "pack", "launch", "complete")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IterationStats:
+    """What the engine's own records say about a run.
+
+    Attributes:
+      buckets: iterations by bucket.
+      cost_seconds: the device time that the measured bucket costs give for these iterations.
+      waste_waiting / waste_drain: share of that device time spent on padding while requests waited / while none did;
+        None where there was no such iteration.
+      host_ms: milliseconds of an iteration's host work by phase, and their sum as `host`.
+      wait_ms: milliseconds in which the host had nothing to do but wait for the device.
+    """
+
+    iterations: int
+    buckets: dict[int, int]
+    cost_seconds: float
+    waste_waiting: float | None
+    waste_drain: float | None
+    host_ms: dict[str, Distribution]
+    wait_ms: Distribution
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunReport:
+    """One workload served once. Rates count generated tokens unless they say otherwise."""
+
+    name: str
+    requests: int
+    failed: int
+    errors: tuple[str, ...]
+    seconds: float
+    prompt_tokens: int
+    output_tokens: int
+    tokens_per_second: float
+    total_tokens_per_second: float
+    requests_per_second: float
+    first_token_ms: Distribution | None
+    between_tokens_ms: Distribution | None
+    normalised_ms: Distribution | None
+    iterations: IterationStats | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Iteration-level against request-level scheduling of one workload.
+
+    Attributes:
+      measured: ratio of their throughputs.
+      allowed: ratio of the device times that their iterations and the measured bucket costs give; None where the
+        engine's records cannot be seen.
+      share: measured / allowed.
+    """
+
+    measured: float
+    allowed: float | None
+    share: float | None
+
+
+def summarise(
+    name: str,
+    outcomes: Sequence[Outcome],
+    *,
+    iterations: IterationStats | None = None,
+    extra: Mapping[str, Any] | None = None,
+) -> RunReport:
+    """Reduces a run's outcomes; the run lasts from the first arrival to the last token."""
+    served = [outcome for outcome in outcomes if outcome.error is None and outcome.token_times]
+    output_tokens = sum(len(outcome.token_times) for outcome in served)
+    prompt_tokens = sum(outcome.prompt_tokens for outcome in served)
+    seconds = 0.0
+    if served:
+        seconds = max(o.token_times[-1] for o in served) - min(o.arrival for o in outcomes)
+    rate = 1.0 / seconds if seconds > 0 else 0.0
+    return RunReport(
+        name=name,
+        requests=len(outcomes),
+        failed=len(outcomes) - len(served),
+        errors=tuple(sorted({outcome.error for outcome in outcomes if outcome.error is not None})),
+        seconds=seconds,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        tokens_per_second=output_tokens * rate,
+        total_tokens_per_second=(prompt_tokens + output_tokens) * rate,
+        requests_per_second=len(served) * rate,
+        first_token_ms=Distribution.of(1000 * outcome.first_token for outcome in served),
+        between_tokens_ms=Distribution.of(1000 * gap for outcome in served for gap in np.diff(outcome.token_times)),
+        normalised_ms=Distribution.of(1000 * outcome.normalised for outcome in served),
+        iterations=iterations,
+        extra=dict(extra or {}),
+    )
+
+
+def iteration_stats(records: Sequence[IterationRecord], cost_ms: Mapping[int, float]) -> IterationStats:
+    """Reduces an engine's records, with the measured milliseconds of each bucket as weights."""
+    if not records:
+        raise ValueError("no iteration was recorded")
+    host_ms = {
+        phase: _distribution([1000 * getattr(record, f"{phase}_s") for record in records]) for phase in HOST_PHASES
+    }
+    host_ms["host"] = _distribution([1000 * host_seconds(record) for record in records])
+    return IterationStats(
+        iterations=len(records),
+        buckets=dict(sorted(Counter(record.bucket for record in records).items())),
+        cost_seconds=sum(cost_ms[record.bucket] for record in records) / 1000,
+        waste_waiting=padding_waste([record for record in records if record.waiting], cost_ms),
+        waste_drain=padding_waste([record for record in records if not record.waiting], cost_ms),
+        host_ms=host_ms,
+        wait_ms=_distribution([1000 * record.wait_s for record in records]),
+    )
+
+
+def host_seconds(record: IterationRecord) -> float:
+    """The host's work for one iteration; waiting for the device is left out."""
+    return record.schedule_s + record.pack_s + record.launch_s + record.complete_s
+
+
+def padding_waste(records: Sequence[IterationRecord], cost_ms: Mapping[int, float]) -> float | None:
+    """Share of the device's time spent on padding: each iteration's padded share, weighted by its bucket's cost."""
+    total = sum(cost_ms[record.bucket] for record in records)
+    if not total:
+        return None
+    return sum(cost_ms[r.bucket] * (r.bucket - r.num_tokens) / r.bucket for r in records) / total
+
+
+def compare(iteration: RunReport, request: RunReport) -> Comparison:
+    """Sets the two schedules of one workload side by side; they generated the same number of tokens."""
+    measured = iteration.tokens_per_second / request.tokens_per_second if request.tokens_per_second else float("nan")
+    if iteration.iterations is None or request.iterations is None:
+        return Comparison(measured=measured, allowed=None, share=None)
+    allowed = request.iterations.cost_seconds / iteration.iterations.cost_seconds
+    return Comparison(measured=measured, allowed=allowed, share=measured / allowed)
+
+
+def write_json(path: Path, result: Any) -> None:
+    """Writes dataclasses, mappings and lists of them as JSON."""
+
+    def plain(value: Any) -> Any:
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        if isinstance(value, np.generic):
+            return value.item()
+        return str(value)
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, default=plain, indent=1) + "\n", encoding="utf-8")
+
+
+def print_runs(console: Console, title: str, runs: Sequence[RunReport], notes: Sequence[str] = ()) -> None:
+    """One column a run."""
+    table = Table(title=title, title_justify="left", caption_justify="left", caption="\n".join(notes) or None)
+    table.add_column("")
+    for run in runs:
+        table.add_column(run.name, justify="right")
+
+    def row(label: str, cell: Any) -> None:
+        cells = [cell(run) for run in runs]
+        if any(value is not None for value in cells):
+            table.add_row(label, *("-" if value is None else value for value in cells))
+
+    row("requests (failed)", lambda r: f"{r.requests} ({r.failed})")
+    row("seconds", lambda r: f"{r.seconds:.2f}")
+    row("generated tokens/s", lambda r: f"{r.tokens_per_second:.1f}")
+    row("prompt + generated tokens/s", lambda r: f"{r.total_tokens_per_second:.1f}")
+    row("requests/s", lambda r: f"{r.requests_per_second:.2f}")
+    row("time to first token, ms (p50 / p95 / p99)", lambda r: percentiles(r.first_token_ms))
+    row("time between tokens, ms", lambda r: percentiles(r.between_tokens_ms))
+    row("normalised latency, ms/token", lambda r: percentiles(r.normalised_ms))
+    row("iterations", lambda r: r.iterations and str(r.iterations.iterations))
+    row("device seconds by bucket costs", lambda r: r.iterations and f"{r.iterations.cost_seconds:.2f}")
+    row("padding waste while work waits", lambda r: r.iterations and percent(r.iterations.waste_waiting))
+    row("padding waste in the drain", lambda r: r.iterations and percent(r.iterations.waste_drain))
+    for phase in (*HOST_PHASES, "host"):
+        label = "host in all" if phase == "host" else phase
+        row(f"{label}, ms an iteration", lambda r, p=phase: r.iterations and percentiles(r.iterations.host_ms[p], 3))
+    row("wait for the device, ms", lambda r: r.iterations and percentiles(r.iterations.wait_ms))
+    for key in dict.fromkeys(key for run in runs for key in run.extra):
+        row(key, lambda r, k=key: str(r.extra[k]) if k in r.extra else None)
+    console.print(table)
+    for run in runs:
+        for error in run.errors:
+            console.print(f"{run.name}: {error}", style="red", markup=False)
+
+
+def print_comparison(console: Console, comparison: Comparison) -> None:
+    console.print(f"throughput, iteration / request-level: {comparison.measured:.2f}x")
+    if comparison.allowed is not None and comparison.share is not None:
+        console.print(f"what iteration counts and bucket costs allow: {comparison.allowed:.2f}x")
+        verdict = "reached" if comparison.share >= SHARE_TARGET else "missed"
+        console.print(f"share reached: {percent(comparison.share)} (target {percent(SHARE_TARGET)}: {verdict})")
+
+
+def percentiles(distribution: Distribution | None, digits: int = 1) -> str | None:
+    if distribution is None:
+        return None
+    return " / ".join(f"{value:.{digits}f}" for value in (distribution.p50, distribution.p95, distribution.p99))
+
+
+def percent(share: float | None) -> str | None:
+    return None if share is None else f"{100 * share:.1f}%"
+
+
+def _distribution(values: Sequence[float]) -> Distribution:
+    distribution = Distribution.of(values)
+    assert distribution is not None
+    return distribution

@@ -1,0 +1,207 @@
+"""A workload sent to a running server, request by request at its time. The server is another process: one that runs
+already, or one started here. What is seen is what a client sees."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from rich.console import Console
+
+from jaxserve.config import EngineConfig, SchedulerName
+from jaxserve.simulate.workload import Workload
+from server.commands.bench import machine, plot, report, wire
+from server.commands.bench.progress import Bars
+
+_STOP_SECONDS = 60.0  # how long a server may take to drain
+_COUNTERS = (
+    "iterations",
+    "prompt_tokens",
+    "generated_tokens",
+    "cached_tokens",
+    "preemptions",
+    "drafted_tokens",
+    "accepted_tokens",
+)
+
+# Makes the workload for a server of this context and vocabulary size.
+MakeWorkload = Callable[[int, int], Workload]
+
+
+def run(
+    address: str | None,
+    model: Path | None,
+    config: EngineConfig,
+    make_workload: MakeWorkload,
+    schedulers: Sequence[SchedulerName],
+    out: Path,
+    console: Console,
+) -> int:
+    """`jaxserve bench serve`: sends the workload once for each scheduler, and prints, plots and writes the result.
+
+    Args:
+      address: of a server that runs; None starts one on `model` with `config`, for each scheduler in turn.
+
+    Returns:
+      The exit code: 1 when a request failed.
+    """
+    reports, outcomes, models = [], {}, []
+    workload = None
+    with Bars() as bars:
+        for name in schedulers:
+            with contextlib.ExitStack() as stack:
+                where = address
+                if where is None:
+                    assert model is not None
+                    bars.say(f"starting a server on {model} ({name}); its output goes to {out / f'server-{name}.log'}")
+                    started = started_server(
+                        model, dataclasses.replace(config, scheduler=name), out / f"server-{name}.log"
+                    )
+                    where = stack.enter_context(started).address
+                known = wire.methods(where)
+                served = wire.call(where, known["GetModel"])
+                workload = make_workload(served["max_context"], served["vocab_size"])
+                before = wire.call(where, known["GetLoad"])
+                sent = wire.send(
+                    where,
+                    workload,
+                    known,
+                    lambda done, n=name, w=workload: bars(f"serving ({n})", done, len(w.jobs)),
+                )
+                after = wire.call(where, known["GetLoad"])
+            label = "server" if address is not None else name
+            reports.append(report.summarise(label, sent.outcomes, extra=_counted(before, after, sent)))
+            outcomes[label] = sent.outcomes
+            models.append({key: str(value) if key == "buckets" else value for key, value in served.items()})
+    assert workload is not None
+    comparison = report.compare(reports[0], reports[1]) if len(reports) == 2 else None
+    title = f"{models[0]['name']}: {workload.name}, {models[0]['max_rows']} rows"
+    notes = [*workload.notes, *([report.REQUEST_NOTE] if "request" in schedulers else [])]
+    report.print_runs(console, title, reports, notes)
+    if comparison is not None:
+        report.print_comparison(console, comparison)
+    result = {
+        "benchmark": "serve",
+        "workload": workload.name,
+        "notes": notes,
+        "environment": machine.environment(),
+        "models": models,
+        "runs": reports,
+        "comparison": comparison,
+    }
+    report.write_json(out / "serve.json", result)
+    plot.serving(out / "serve.png", title, outcomes, {}, comparison)
+    console.print(f"written: {out / 'serve.json'}, {out / 'serve.png'}", highlight=False)
+    return 1 if any(r.failed for r in reports) else 0
+
+
+def _counted(before: dict[str, Any], after: dict[str, Any], sent: wire.Sent) -> dict[str, Any]:
+    """What the server counted during the run, and how punctual the load was."""
+    counted = {name.replace("_", " "): after[name] - before[name] for name in _COUNTERS}
+    counted["padding waste"] = f"{_share(before, after, 'padding_seconds', 'bucket_seconds'):.1%}"
+    counted["host time an iteration, ms"] = round(1000 * _share(before, after, "host_seconds", "iterations"), 3)
+    counted["compiled after ready"] = after["compiled_after_ready"]
+    counted["load sent late by at most, ms"] = round(1000 * sent.late, 1)
+    return counted
+
+
+def _share(before: dict[str, Any], after: dict[str, Any], part: str, whole: str) -> float:
+    total = after[whole] - before[whole]
+    return (after[part] - before[part]) / total if total else 0.0
+
+
+class Server(NamedTuple):
+    """A server that was started here."""
+
+    address: str
+    pid: int
+
+
+@contextlib.contextmanager
+def started_server(model: Path, config: EngineConfig, log: Path, front: str | None = None) -> Iterator[Server]:
+    """Runs `jaxserve serve` while the block lasts; yields it once it is healthy.
+
+    Args:
+      front: its --front; None leaves it to the server.
+
+    Raises:
+      ValueError: the server ended before it was ready; the message holds the end of its output.
+    """
+    port = free_port()
+    address = f"127.0.0.1:{port}"
+    command = [sys.executable, "-m", "server.commands.cli", "serve", "--model", str(model)]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--http-port", "off", *engine_flags(config)]
+    command += ["--front", front] if front is not None else []
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w", encoding="utf-8") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+        try:
+            _await_healthy(address, process, log)
+            yield Server(address, process.pid)
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(_STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _await_healthy(address: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    with grpc.insecure_channel(address) as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        while True:
+            if process.poll() is not None:
+                tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-5:])
+                raise ValueError(f"the server ended with code {process.returncode} before it was ready:\n{tail}")
+            try:
+                answer = stub.Check(health_pb2.HealthCheckRequest(service=wire.SERVICE), timeout=5.0)
+                if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                    return
+            except grpc.RpcError:
+                pass  # not listening yet, or the service is not registered yet
+            time.sleep(0.2)
+
+
+def free_port() -> int:
+    """A port nobody listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def engine_flags(config: EngineConfig) -> list[str]:
+    """The command-line flags that describe a configuration, where it differs from the default."""
+    flags, default = [], EngineConfig()
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if value == getattr(default, field.name):
+            continue
+        if field.name == "scoring":
+            flags.append("--no-scoring")
+            continue
+        if field.name == "deterministic":
+            flags.append("--deterministic")
+            continue
+        if field.name == "prefix_cache":
+            text = "on" if value else "off"
+        elif field.name == "compilation_cache":
+            text = "off" if value is None else value
+        elif field.name == "target_tpot":
+            text = f"{value}s"
+        elif field.name in ("buckets", "layers_per_stage"):
+            text = ",".join(map(str, value))
+        else:
+            text = str(value)
+        flags += [f"--{field.name.replace('_', '-')}", text]
+    return flags

@@ -1,0 +1,135 @@
+"""The `jaxserve` command: its parser, and how failures are told. Nothing heavy is imported before it is needed."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib import metadata
+
+from server.commands import (
+    client,
+    compile,
+    convert,
+    flags,
+    generate,
+    plan,
+    replay,
+    serve,
+    settings,
+    simulate,
+    size,
+    top,
+)
+from server.commands.console import UserError, say
+
+_DESCRIPTION = """\
+Serves BLOOM and GPT-family language models, scheduling the work one iteration at a time.
+
+  jaxserve serve                                        serve the built-in demo model (ports 50051, 8000)
+  jaxserve client "It was a"                            stream a completion from that server
+  jaxserve generate --model DIR --prompt "It was a"     the same without a server
+  jaxserve generate --model DIR --input in.jsonl --output out.jsonl
+  jaxserve bench offline --model DIR                    measure throughput
+  jaxserve plan --model bloom-176b --topology h200:8 --tensor 8
+                                                        what it would take, without a device
+  jaxserve simulate --trace FILE --model bloom-176b --topology h200:8 --tensor 8
+                                                        recorded traffic on them, on a virtual clock
+  jaxserve compile --model DIR                          so that a server starts in seconds later
+  jaxserve convert DIR OUT                              rewrite a checkpoint for faster loading
+
+DIR is a Hugging Face directory (config.json, model.safetensors or its shards, tokenizer.json)."""
+
+_BENCH = """\
+Measures throughput, latencies and steps; tables go to the terminal, JSON and plots to bench-results/.
+
+  jaxserve bench offline --compare-schedulers          request-level against iteration-level batching
+  jaxserve bench serve --address HOST:PORT --rate 2    load on a running server
+  jaxserve bench peers                                 other engines on this machine"""
+
+_COMMANDS: tuple[tuple[str, str, str, Callable[[argparse.ArgumentParser], None], Callable], ...] = (
+    ("serve", "serve a model over gRPC and HTTP", serve.HELP, serve.add_flags, serve.run),
+    ("generate", "complete one prompt, or a file of them", generate.HELP, generate.add_flags, generate.run),
+    ("client", "stream a completion from a running server", client.HELP, client.add_flags, client.run),
+    ("top", "what a running server does, in the terminal", top.HELP, top.add_flags, top.run),
+    ("plan", "what a model would take and do on devices", plan.HELP, plan.add_flags, plan.run),
+    ("simulate", "serve traffic on a virtual clock", simulate.HELP, simulate.add_flags, simulate.run),
+    ("size", "what serves given traffic in time, at what cost", size.HELP, size.add_flags, size.run),
+    ("replay", "run a flight record's iterations again", replay.HELP, replay.add_flags, replay.run),
+    ("compile", "fill the compilation cache ahead", compile.HELP, compile.add_flags, compile.run),
+    ("convert", "rewrite a checkpoint as Orbax", convert.HELP, convert.add_flags, convert.run),
+)
+
+
+def parser(*, with_bench: bool) -> argparse.ArgumentParser:
+    """The whole command line; the benchmarks' own flags only where they are needed."""
+    whole = argparse.ArgumentParser(
+        prog="jaxserve",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    whole.add_argument("--version", action="version", version=f"jaxserve {metadata.version('jaxserve')}")
+    commands = whole.add_subparsers(
+        title="commands", metavar="COMMAND", required=True, parser_class=settings.SettingsParser
+    )
+    for name, summary, text, add_flags, run in _COMMANDS:
+        command = commands.add_parser(
+            name,
+            help=summary,
+            description=text,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+            layered=name == "serve",
+        )
+        add_flags(command)
+        command.set_defaults(run=run)
+    bench = commands.add_parser(
+        "bench",
+        help="measure throughput and latency",
+        description=_BENCH,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    if with_bench:
+        from server.commands.bench import cli as bench_cli
+
+        bench_cli.add_arguments(bench, flags.add_engine_flags, flags.engine_config)
+        bench.set_defaults(run=bench_cli.run)
+    return whole
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command.
+
+    Returns:
+      The exit code: 0, 1 where a part of the work failed, 2 for a mistake of the user's, 130 after Ctrl-C.
+    """
+    argv = sys.argv[1:] if argv is None else list(argv)
+    args = parser(with_bench="bench" in argv[:1]).parse_args(argv)
+    try:
+        return args.run(args)
+    except UserError as problem:
+        return _fail(str(problem))
+    except KeyboardInterrupt:
+        say("interrupted")
+        return 130
+    except BrokenPipeError:
+        # Whoever read our output has gone. Standard output is flushed once more at exit: give it somewhere to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + 13  # as if SIGPIPE had ended us
+    except OSError as problem:
+        if problem.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        return _fail(f"cannot write{f' {problem.filename}' if problem.filename else ''}: {problem.strerror}")
+
+
+def _fail(message: str) -> int:
+    say(f"error: {message}")
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,61 @@
+"""`jaxserve compile`: fills the compilation cache, so that a server that starts later compiles nothing."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from server.commands.console import UserError, mending, say
+from server.commands.engine_start import add_model_flags, load_engine
+
+if TYPE_CHECKING:
+    from sharding.devices import Topology
+
+HELP = """\
+Compiles every program of a server with these settings and leaves them in the compilation cache (--compilation-cache);
+a server that is started with the same settings on such a machine then loads them.
+
+  jaxserve compile --model DIR --max-rows 32
+  jaxserve compile --model DIR --tensor 8 --topology h200:8     an error where there are not eight GPUs
+
+Run it where the server will run: as an image is built, or before traffic is moved. A program is kept for the very
+devices, driver and versions that it was compiled with, and how many slots it is for depends on the memory that the
+weights leave; `jaxserve plan --compile` compiles for devices that are elsewhere, to look at the result."""
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of `jaxserve compile`."""
+    parser.add_argument("--topology", metavar="h200:8", help="an error where the machine has not such devices")
+    add_model_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Returns 0 once everything is in the cache."""
+    if args.compilation_cache == "off":
+        raise UserError("--compilation-cache is off; there is nowhere to keep what is compiled")
+    if args.topology is not None:
+        with mending():
+            from sharding.devices import parse
+
+            check_here(parse(args.topology))
+    with mending():
+        from jaxserve.runner.program_cache import ProgramCache
+
+        ProgramCache(Path(args.compilation_cache)).check_kept()
+    report = load_engine(args).report
+    compiled = report.programs - report.programs_loaded
+    say(f"{compiled} programs compiled, {report.programs_loaded} were there, in {args.compilation_cache}")
+    return 0
+
+
+def check_here(topology: Topology) -> None:
+    """Raises UserError where this machine has not as many devices of the topology's platform."""
+    import jax
+
+    here = jax.devices()
+    if here[0].platform != topology.device.platform or len(here) < topology.num_devices:
+        raise UserError(
+            f"--topology {topology} is not here: this machine has {len(here)} x {here[0].device_kind}. A program is "
+            "kept for the devices, the driver and the memory it was compiled with: run this where the server will run"
+        )

@@ -1,0 +1,233 @@
+"""`jaxserve serve` on several hosts: the flags that place a process among them, and the two parts there are to play."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn, get_args
+
+from jaxserve.multihost.config import ClusterConfig, LinksName, Secrets, check
+from server.commands import flags
+from server.commands.console import Report, mending, say
+from server.engine_process import exit_codes
+from server.engine_process.job import Job
+from server.engine_process.remote_engine import RemoteEngine
+from server.engine_process.supervisor import EngineGone, Restarts, Supervisor
+
+if TYPE_CHECKING:
+    from jaxserve.config import EngineConfig
+    from jaxserve.engine import Engine
+    from jaxserve.multihost.failure import HostFailed
+
+OWN_SECONDS = 2.0  # in which the hosts say themselves what is wrong with one, before the process in front of it acts
+FAILING_SECONDS = 10.0  # that the watchdog has to end a process whose hosts have failed, when all has been told
+# Whoever ends the group has host 0 do so: a worker that left first would look like one that failed.
+WAITING = "waiting for host 0 to end the hosts (again to end at once)"
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags that `from_flags` reads."""
+    group = parser.add_argument_group("several hosts (docs/hosts.md)")
+    group.add_argument(
+        "--hosts",
+        type=_hosts,
+        metavar="N|auto",
+        default=1,
+        help="processes that serve one model together, each with as many of its T x S devices; auto: what jax finds "
+        "out on TPU pods, Slurm and Kubernetes (default: %(default)s)",
+    )
+    group.add_argument("--host-id", type=int, metavar="I", help="which of them this is; 0 plans and has the front door")
+    group.add_argument("--coordinator", metavar="HOST:PORT", help="where the others find host 0, by this very name")
+    group.add_argument(
+        "--control-port", type=int, metavar="N", help="of host 0, for plans (default: the one after the coordinator's)"
+    )
+    group.add_argument(
+        "--join-timeout",
+        type=float,
+        metavar="S",
+        default=300.0,
+        help="how long the hosts wait for each other (default: %(default)g)",
+    )
+    group.add_argument(
+        "--step-deadline",
+        type=float,
+        metavar="S",
+        help="an iteration that takes longer has failed, and so have the hosts (default: 20 times what the largest "
+        "bucket takes, and at least 10)",
+    )
+    group.add_argument(
+        "--links",
+        choices=get_args(LinksName),
+        default="auto",
+        help="how stages on different hosts pass arrays on; direct: the runtime copies; bridge: a program on both; "
+        "auto: direct where a probe finds that it works (default: %(default)s)",
+    )
+    for name, text in (
+        ("cert", "this host's certificate, for mutual TLS between the hosts"),
+        ("key", "its private key"),
+        ("ca", "the authority that has signed the certificate of every host"),
+    ):
+        group.add_argument(f"--hosts-{name}", type=Path, metavar="FILE.pem", help=text)
+    group.add_argument(
+        "--flight-seconds",
+        type=float,
+        metavar="S",
+        default=120.0,
+        help="of iterations that are kept for `jaxserve replay`; written when a host fails and on SIGUSR2 "
+        "(default: %(default)g)",
+    )
+    group.add_argument(
+        "--flight-folder", type=Path, metavar="DIR", default=Path(), help="where to (default: the folder it runs in)"
+    )
+
+
+def from_flags(args: argparse.Namespace) -> ClusterConfig | None:
+    """This process's place; None where it serves alone. Raises UserError for flags that cannot be."""
+    with mending():
+        secrets = _secrets(args)
+        if args.hosts == 1:
+            given = ("host_id", "coordinator", "control_port", "step_deadline")
+            for name in given:
+                if getattr(args, name) is not None:
+                    raise ValueError(f"--{name.replace('_', '-')} needs --hosts")
+            if secrets is not None:
+                raise ValueError("--hosts-cert needs --hosts")
+            return None
+        local_devices = None
+        if args.hosts == "auto":
+            from jaxserve.multihost.detect import detect
+
+            count, host, coordinator, local_devices = detect()
+        else:
+            count, host, coordinator = args.hosts, args.host_id, args.coordinator
+            if host is None or coordinator is None:
+                raise ValueError(f"--hosts {count} needs --host-id and --coordinator")
+        cluster = ClusterConfig(
+            hosts=count,
+            host=host,
+            coordinator=coordinator,
+            control_port=args.control_port,
+            join_timeout=args.join_timeout,
+            step_deadline=args.step_deadline,
+            links=args.links,
+            record_seconds=args.flight_seconds,
+            record_folder=args.flight_folder,
+            secrets=secrets,
+            local_devices=local_devices,
+        )
+        check(flags.engine_config(args), cluster)
+        return cluster
+
+
+def lead(path: Path, config: EngineConfig, cluster: ClusterConfig, progress: Report) -> Engine:
+    """Host 0: the engine of all hosts. Raises ValueError for whatever the user can mend, and HostFailed."""
+    from jaxserve.engine import Engine
+    from jaxserve.multihost import startup as start
+
+    led = start.lead(path, config, cluster, tell=say, progress=progress)
+    signal.signal(signal.SIGUSR2, lambda *_: start.write_record(led.recorder, "asked for", say))
+    return Engine(config, led.started, led.tokenizer)
+
+
+def end_failed(failure: HostFailed) -> NoReturn:
+    """Says why the hosts could not start, and waits for the watchdog, which has the others told and ends all."""
+    say(f"error: {failure}")
+    time.sleep(FAILING_SECONDS)
+    os._exit(failure.code)
+
+
+def follow(
+    path: Path, config: EngineConfig, cluster: ClusterConfig, *, alive: Callable[[float], None] = lambda _: None
+) -> int:
+    """Any other host.
+
+    Args:
+      alive: called twice a second with the seconds after which a process that calls no more is lost.
+
+    Returns:
+      0 once host 0 has ended.
+
+    Raises:
+      UserError: whatever the user can mend.
+    """
+    with mending():
+        from jaxserve.multihost import startup as start
+
+        leave = _leaving(lambda: None)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda number, _: leave(number))
+        start.follow(path, config, cluster, tell=say, alive=lambda seconds: alive(seconds + OWN_SECONDS))
+    say("stopped")
+    return 0
+
+
+async def follow_behind(path: Path, config: EngineConfig, cluster: ClusterConfig, restarts: Restarts | None) -> int:
+    """Any other host, its work in a process of its own: one that is stopped is ended from here.
+
+    Args:
+      restarts: how often it is started again when it fails; None never does.
+
+    Returns:
+      The exit code, 0 once host 0 has ended.
+
+    Raises:
+      UserError: whatever the user can mend.
+    """
+    job = Job.of(str(path), config, cluster=cluster)
+    supervisor = Supervisor(RemoteEngine(config, None), job, restarts=restarts)
+    loop = asyncio.get_running_loop()
+
+    leave = _leaving(supervisor.let_end)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, leave, number)
+    try:
+        await supervisor.run()
+    except EngineGone as problem:
+        say(f"error: {problem}")
+        return problem.exit_code
+    say("stopped")
+    return exit_codes.ENDED
+
+
+def _leaving(let_end: Callable[[], None]) -> Callable[[int], None]:
+    """What a worker does at a signal: it waits for host 0, which may never come, so that a second one ends it."""
+    asked = False
+
+    def leave(number: int) -> None:
+        nonlocal asked
+        if asked:
+            os._exit(128 + number)
+        asked = True
+        say(WAITING)
+        let_end()
+
+    return leave
+
+
+def _hosts(text: str) -> int | str:
+    if text == "auto":
+        return text
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither auto nor a number of hosts")
+    return int(text)
+
+
+def _secrets(args: argparse.Namespace) -> Secrets | None:
+    from server.tls import Tls
+
+    files = (args.hosts_cert, args.hosts_key, args.hosts_ca)
+    if not any(files):
+        return None
+    if not all(files):
+        raise ValueError("--hosts-cert, --hosts-key and --hosts-ca go together")
+    try:
+        Tls(certificate=args.hosts_cert, key=args.hosts_key, client_ca=args.hosts_ca)
+    except ValueError as problem:
+        raise ValueError(str(problem).replace("--tls-client-ca", "--hosts-ca").replace("--tls-", "--hosts-")) from None
+    certificate, key, authority = (path.read_bytes() for path in files)
+    return Secrets(authority=authority, certificate=certificate, key=key)

@@ -1,0 +1,149 @@
+"""`jaxserve plan`: what a model would take and do on devices that need not be there."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from server.commands import flags
+from server.commands.console import PICTURES, UserError, check_output, mending, say, starting
+
+if TYPE_CHECKING:
+    from jaxserve.plan.whatif import WhatIf
+
+HELP = """\
+What a model would take and do on devices that need not be there: bytes, slots, collectives, milliseconds.
+
+  jaxserve plan --model bloom-176b --topology v5p:2x2x4 --tensor 16
+  jaxserve plan --model bloom-176b --topology a100-80g:2x8 --tensor 8 --stages 2 --sharding my.toml --against default
+  jaxserve plan --model DIR --topology h200:8 --search --plot frontier.png
+
+A model is a name (a wrong one lists them), a config.json or a checkpoint directory; a topology is a TPU slice (v4, v5e,
+v5p, v6e, tpu7x: chips along each axis) or a set of GPUs (a100-40g, a100-80g, h100, h200: machines x GPUs). The engine's
+flags mean what they mean to `jaxserve serve`. docs/sharding.md explains specs and has examples."""
+
+_WIDTH = 150  # of tables that go to a file or a pipe
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of `jaxserve plan`."""
+    parser.add_argument("--model", required=True, metavar="NAME|FILE|DIR", help="name, config.json or checkpoint")
+    parser.add_argument("--topology", required=True, metavar="v5p:2x2x4", help="devices")
+    parser.add_argument(
+        "--context",
+        type=int,
+        metavar="N",
+        default=1024,
+        help="positions behind each decoding row in the predicted iterations (default: %(default)s)",
+    )
+    parser.add_argument("--against", metavar="FILE|default", help="compare with this spec, differences only")
+    parser.add_argument("--search", action="store_true", help="rank all (tensor, stages) and rules that fit")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="with --search: draw the frontier (.png, .svg)")
+    parser.add_argument(
+        "--compile", action="store_true", help="compile for the devices and compare with the prediction"
+    )
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with a picture")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    flags.add_engine_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Returns 0."""
+    if args.plot is not None and not args.search:
+        raise UserError("--plot draws what --search finds; give both")
+    if args.context < 1:
+        raise UserError(f"--context is {args.context}; it must be at least 1")
+    check_output("--plot", args.plot, kinds=PICTURES)
+    check_output("--html", args.html)
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing runs: a device that is there may be busy
+    out = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
+    with mending():
+        whatif = make_whatif(args, context=args.context)
+        answers = _search(args, whatif, out) if args.search else _plan(args, whatif, out)
+    if args.json:
+        json.dump(answers, sys.stdout, indent=1)
+        print()
+    return 0
+
+
+def make_whatif(args: argparse.Namespace, *, context: int = 1024) -> WhatIf:
+    """The question that the flags ask. Raises ValueError for a name or a setting that cannot be."""
+    from sharding import devices
+
+    topology, engine = devices.parse(args.topology), flags.engine_config(args)
+    from jaxserve.plan import known
+    from jaxserve.plan.whatif import WhatIf
+
+    name, config = known.find(args.model)
+    return WhatIf(
+        name=name,
+        config=config,
+        topology=topology,
+        engine=engine,
+        spec=_spec(config.family, args.sharding),
+        context=context,
+    )
+
+
+def _spec(family: str, file: str | None) -> Any:
+    from sharding import spec, specs
+
+    default = specs.default(family)
+    return default if file in (None, "default") else spec.read(file, default)
+
+
+def _label(file: str | None) -> str:
+    return "default" if file is None else Path(file).name
+
+
+def _plan(args: argparse.Namespace, whatif: WhatIf, out: Console) -> dict[str, Any]:
+    import dataclasses
+
+    from jaxserve.plan import compiled, differences, page, report, targets
+    from jaxserve.plan.predict import predict
+
+    plan, stages, answers = predict(whatif), (), {}
+    if args.against is not None:
+        other = predict(dataclasses.replace(whatif, spec=_spec(whatif.config.family, args.against)))
+        answers["against"] = [
+            {"what": each.what, "ours": each.ours and each.ours.text, "theirs": each.theirs and each.theirs.text}
+            for each in differences.differences(plan, other)
+        ]
+        if not args.json:
+            out.print(f"[bold]{report.headline(plan)}[/bold]")
+            differences.show(plan, other, (_label(args.sharding), _label(args.against)), out)
+    elif not args.json:
+        report.show(plan, out)
+    if args.compile:
+        with starting() as progress:
+            stages = compiled.compile_stages(plan, targets.devices_of(whatif.topology), progress)
+        if not args.json:
+            report.show_compiled(plan, stages, out)
+    answers = report.as_json(plan, stages) | answers
+    if args.html is not None:
+        page.write(args.html, report.headline(plan), report.bottleneck(plan), answers)
+        say(f"{args.html} is written; open it in a browser")
+    return answers
+
+
+def _search(args: argparse.Namespace, whatif: WhatIf, out: Console) -> dict[str, Any]:
+    from jaxserve.plan import search
+
+    with starting() as progress:
+        found, left_out = search.search(whatif, progress)
+    if not found:
+        reasons = ", ".join(f"{count} x {reason}" for reason, count in left_out.items())
+        raise UserError(f"{whatif.name} does not fit on {whatif.topology} in any way{': ' if reasons else ''}{reasons}")
+    if not args.json:
+        out.print(f"[bold]{whatif.name} on {whatif.topology}: {len(found)} ways fit[/bold]")
+        search.show(found, left_out, out)
+    if args.plot is not None:
+        search.plot(found, f"{whatif.name} on {whatif.topology}, decodes at context {whatif.context:,}", args.plot)
+        say(f"{args.plot} is written")
+    return {"candidates": [search.as_json(each) for each in found], "left_out": left_out}

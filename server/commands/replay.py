@@ -1,0 +1,55 @@
+"""`jaxserve replay`: a flight record of several hosts, run again on one machine."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from jaxserve.runner import cache_folder
+from server.commands.console import console, mending, say, starting
+from server.commands.engine_start import model_directory
+
+HELP = """\
+Runs the iterations of a flight record again, on one device of this machine, and compares the tokens: what went wrong in
+production is looked at at a desk. A group of hosts writes a record when a host fails, and on SIGUSR2 to host 0.
+
+  jaxserve replay jaxserve-20261122T034500.000000.flight --model DIR
+
+A request's tokens are compared up to its first difference. Two arithmetics may differ by a rounding, so a choice within
+a hair of the next may fall otherwise: the logprobs beside a difference tell. Returns 1 where tokens differ."""
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of `jaxserve replay`."""
+    parser.add_argument("file", type=Path, metavar="FILE", help="the flight record")
+    parser.add_argument(
+        "--model", type=Path, metavar="DIR", help="checkpoint that it was made with (default: the built-in demo model)"
+    )
+    parser.add_argument(
+        "--compilation-cache",
+        metavar="DIR|off",
+        default=str(cache_folder.default()),
+        help="where compiled programs are kept between runs (default: %(default)s)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Returns 0 where all tokens came out as recorded, 1 where some did not."""
+    with mending():
+        path = model_directory(args)
+        from jaxserve.multihost.recorder import read
+        from jaxserve.multihost.replay import replay
+
+        recording = read(args.file)
+        cache = None if args.compilation_cache == "off" else args.compilation_cache
+        with starting() as report:
+            found = replay(recording, path, cache=cache, progress=report)
+    out = console()
+    out.print(f"{args.file}: {recording.reason}", markup=False)
+    for difference in found.differences:
+        out.print(str(difference), markup=False)
+    say(
+        f"{found.iterations} iterations run again ({found.unanswered} were never answered), {found.tokens} tokens of "
+        f"{found.requests} requests compared, {len(found.differences)} requests differ"
+    )
+    return 1 if found.differences else 0

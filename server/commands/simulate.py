@@ -1,0 +1,228 @@
+"""`jaxserve simulate`: the scheduler on a virtual clock, with the published evaluation of Orca or recorded traffic."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from server.commands import flags
+from server.commands.console import PICTURES, UserError, check_output, mending, say, starting
+from server.commands.plan import make_whatif
+
+if TYPE_CHECKING:
+    from jaxserve.simulate.replay import Policy
+    from jaxserve.simulate.workload import Workload
+
+HELP = """\
+The engine's own scheduler on a virtual clock, with a roofline for the devices: no accelerator, no weights.
+
+  jaxserve simulate --paper orca --plot orca.png
+  jaxserve simulate --trace FILE --model bloom-176b --topology a100-80g:1x8 --tensor 8 --max-rows 64
+  jaxserve simulate --trace FILE --model gpt3-13b --topology h100:1 --slo ttft=500ms,tpot=50ms --speed 2
+  jaxserve simulate --rate 12 --requests 1000000 --policies grow --model gpt3-13b --topology h100:1
+
+--paper orca repeats figure 10 of the paper (OSDI'22) and sets this scheduler beside it; some 10 minutes. --trace serves
+recorded traffic under several policies, --rate made-up traffic. Traces: Azure LLM inference (CSV:
+TIMESTAMP,ContextTokens,GeneratedTokens) and Mooncake (a JSON object a line: timestamp, input_length, output_length,
+hash_ids). Requests longer than the context are clipped. The engine's flags mean what they mean to `jaxserve serve`.
+docs/simulator.md explains and has examples."""
+
+_WIDTH = 170  # of tables that go to a file or a pipe
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of `jaxserve simulate`."""
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--paper", choices=("orca",), help="repeat a published evaluation")
+    what.add_argument("--trace", type=Path, metavar="FILE", help="recorded arrivals and lengths")
+    what.add_argument(
+        "--rate", type=float, metavar="R", help="made-up traffic: Poisson arrivals, R a second, uniform lengths"
+    )
+    group = parser.add_argument_group("made-up traffic")
+    group.add_argument("--prompt", default="32:512", metavar="LOW:HIGH", help="prompt tokens (default: %(default)s)")
+    group.add_argument("--output", default="1:128", metavar="LOW:HIGH", help="generated tokens (default: %(default)s)")
+    group = parser.add_argument_group("paper")
+    group.add_argument("--seeds", type=int, default=3, metavar="N", help="traces of each rate (default: %(default)s)")
+    add_trace_flags(parser)
+    group = parser.add_argument_group("policies")
+    group.add_argument(
+        "--client-max-tokens",
+        type=int,
+        metavar="N",
+        help="what clients give as max_tokens, where it is more than they use (default: exactly what they use)",
+    )
+    group.add_argument(
+        "--policies", metavar="A,B", help="only these (default: all; they are named in the first column)"
+    )
+    group.add_argument(
+        "--urgent", type=share, default=0.1, metavar="X", help="share served with priority (default: %(default)s)"
+    )
+    group.add_argument("--plot", type=Path, metavar="FILE", help="draw the result (.png, .svg)")
+    group.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    flags.add_engine_flags(parser)
+
+
+def add_trace_flags(parser: argparse.ArgumentParser) -> None:
+    """Which traffic on which devices, and what counts as served in time; `read_trace` and `objective` read them."""
+    group = parser.add_argument_group("traffic and devices")
+    group.add_argument("--model", metavar="NAME|FILE|DIR", help="name, config.json or checkpoint")
+    group.add_argument("--topology", metavar="h100:8", help="devices")
+    group.add_argument(
+        "--slo",
+        type=_slo,
+        default="ttft=1s,tpot=100ms",
+        metavar="ttft=1s,tpot=100ms",
+        help="time to the first token and between tokens that a request must meet (default: %(default)s)",
+    )
+    group.add_argument(
+        "--requests", type=int, metavar="N", help="take so many (default: all of a trace; made up, 3000)"
+    )
+    group.add_argument(
+        "--speed", type=float, default=1.0, metavar="X", help="replay a trace X times as fast (default: %(default)s)"
+    )
+    group.add_argument("--seed", type=_seed, default=0, metavar="N", help="of made-up tokens (default: %(default)s)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Returns 0."""
+    for name in ("requests", "seeds", "client_max_tokens"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise UserError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
+    check_output("--plot", args.plot, kinds=PICTURES)
+    out = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
+    with mending():
+        answer = _paper(args, out) if args.paper else _trace(args, out)
+    if args.plot is not None:
+        say(f"{args.plot} is written")
+    if args.json:
+        json.dump(answer, sys.stdout, indent=1)
+        print()
+    return 0
+
+
+def _paper(args: argparse.Namespace, out: Console) -> dict[str, Any]:
+    from jaxserve.simulate import paper
+
+    with starting() as progress:
+        found = paper.run(args.requests or 3000, args.seeds, progress)
+    if not args.json:
+        paper.show(found, out)
+    if args.plot is not None:
+        paper.plot(found, args.plot)
+    return paper.as_json(found)
+
+
+def _trace(args: argparse.Namespace, out: Console) -> dict[str, Any]:
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing runs: a device that is there may be busy
+    if args.model is None or args.topology is None:
+        raise UserError("traffic needs --model and --topology: what serves it; for instance bloom-176b and h200:8")
+    whatif = make_whatif(args)
+    workload = _made_up(args, whatif.max_context) if args.trace is None else read_trace(args, whatif.max_context)
+    from jaxserve.plan import report
+    from jaxserve.plan.predict import predict
+    from jaxserve.simulate import replay
+
+    plan = predict(whatif)
+    system = replay.system_of(plan, replicas=whatif.engine.replicas)
+    objective = make_objective(args)
+    with starting() as progress:
+        replays = replay.compare(
+            system,
+            workload,
+            _chosen(replay.policies(system, objective, args.urgent), args.policies),
+            max_tokens=args.client_max_tokens,
+            seed=args.seed,
+            progress=progress,
+        )
+    told = [replay.figures(each, objective) for each in replays]
+    title = f"{workload.name}, {workload.duration:,.0f} s; {report.headline(plan)}"
+    if not args.json:
+        out.print(f"[bold]{title}[/bold]")
+        buckets = ", ".join(str(cost.size) for cost in system.costs)
+        out.print(f"{whatif.engine.max_rows} rows, {system.slots:,} slots, buckets {buckets}")
+        for note in workload.notes:
+            out.print(note)
+        replay.show(told, objective, system.slots, out)
+    if args.plot is not None:
+        replay.plot(replays, objective, title, args.plot)
+    return {"workload": workload.name, "notes": workload.notes, "slots": system.slots, "policies": told}
+
+
+def _made_up(args: argparse.Namespace, max_context: int) -> Workload:
+    """Uniform lengths at Poisson arrivals, as in Orca's evaluation. Token ids: see `read_trace`."""
+    from jaxserve.simulate import workload as load
+
+    workload = load.uniform(
+        requests=args.requests or 3000,
+        prompt=load.Range.parse(args.prompt),
+        output=load.Range.parse(args.output),
+        vocab_size=256,
+        seed=args.seed,
+    )
+    load.fit(workload, max_context)
+    return load.poisson(workload, rate=args.rate, seed=args.seed)
+
+
+def _chosen(policies: Sequence[Policy], names: str | None) -> Sequence[Policy]:
+    """Those that were asked for."""
+    if names is None:
+        return policies
+    known = {policy.name: policy for policy in policies}
+    for name in names.split(","):
+        if name not in known:
+            raise UserError(f"--policies names {name!r}; there are {', '.join(known)}")
+    return [known[name] for name in names.split(",")]
+
+
+def read_trace(args: argparse.Namespace, max_context: int) -> Workload:
+    """The traffic that the flags name; what is clipped is in its notes."""
+    from jaxserve.simulate import workload as load
+
+    # Few token ids are enough to tell prefixes apart, and Python keeps one object for each below 257.
+    return load.read_trace(
+        args.trace, max_context=max_context, vocab_size=256, seed=args.seed, limit=args.requests, speed=args.speed
+    )
+
+
+def make_objective(args: argparse.Namespace) -> Any:
+    """The `--slo`."""
+    from jaxserve.simulate.system import Objective
+
+    return Objective(**(_slo(args.slo) if isinstance(args.slo, str) else args.slo))
+
+
+def _slo(text: str) -> dict[str, float]:
+    found = {}
+    for part in text.split(","):
+        name, _, value = part.partition("=")
+        if name not in ("ttft", "tpot") or name in found:
+            raise argparse.ArgumentTypeError(f"{text!r} is no objective; write ttft=1s,tpot=100ms")
+        found[name] = flags.duration(value)
+    if len(found) < 2:
+        raise argparse.ArgumentTypeError(f"{text!r} lacks one of ttft and tpot; write ttft=1s,tpot=100ms")
+    return found
+
+
+def _seed(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no seed; write a whole number such as 7")
+    return int(text)
+
+
+def share(text: str) -> float:
+    """A number from 0 to below 1."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = -1.0
+    if not 0 <= found < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no share; write a number from 0 to below 1, such as 0.1")
+    return found

@@ -1,0 +1,84 @@
+"""The Open Inference Protocol, version 2, over gRPC: whether the server lives, is ready, and what it serves. Its HTTP
+form (server/compat/kserve_http.py) tells the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from server.call import new_id
+from server.errors import ApiError, Kind
+from server.grpc import common as rpc
+from server.handler import RequestHandler
+from server.proto.inference import open_inference_grpc_pb2 as pb
+from server.proto.inference import open_inference_grpc_pb2_grpc
+
+PLATFORM = "jax_xla"  # in the protocol's form, project_format
+
+
+class InferenceService(open_inference_grpc_pb2_grpc.GRPCInferenceServiceServicer):
+    """`inference.GRPCInferenceService` but for tensors.
+
+    Args:
+      name: what the model is called.
+      version: of the server.
+    """
+
+    def __init__(self, handler: RequestHandler, *, name: str, version: str) -> None:
+        self._handler, self._name, self._version = handler, name, version
+
+    async def ServerLive(self, request: pb.ServerLiveRequest, context: Any) -> pb.ServerLiveResponse:
+        return pb.ServerLiveResponse(live=True)
+
+    async def ServerReady(self, request: pb.ServerReadyRequest, context: Any) -> pb.ServerReadyResponse:
+        return pb.ServerReadyResponse(ready=self._handler.unhealthy_reason is None)
+
+    async def ModelReady(self, request: pb.ModelReadyRequest, context: Any) -> pb.ModelReadyResponse:
+        async with rpc.answering(self._handler, context, new_id()):
+            check_model(self._name, request.name, request.version)
+            return pb.ModelReadyResponse(ready=self._handler.unhealthy_reason is None)
+        raise AssertionError  # `answering` has raised
+
+    async def ServerMetadata(self, request: pb.ServerMetadataRequest, context: Any) -> pb.ServerMetadataResponse:
+        return pb.ServerMetadataResponse(**server_metadata(self._version))
+
+    async def ModelMetadata(self, request: pb.ModelMetadataRequest, context: Any) -> pb.ModelMetadataResponse:
+        async with rpc.answering(self._handler, context, new_id()):
+            check_model(self._name, request.name, request.version)
+            return pb.ModelMetadataResponse(**model_metadata(self._name))
+        raise AssertionError
+
+    async def ModelInfer(self, request: pb.ModelInferRequest, context: Any) -> pb.ModelInferResponse:
+        async with rpc.answering(self._handler, context, new_id()):
+            raise infer_refusal()
+        raise AssertionError
+
+
+def check_model(served: str, name: str, version: str) -> None:
+    """Raises ApiError (NOT_FOUND) where a call asks for what is not served."""
+    if name != served:
+        raise ApiError(Kind.NOT_FOUND, f"name: {name[:100]!r} is not served here; {served!r} is", field="name")
+    if version:
+        raise ApiError(
+            Kind.NOT_FOUND,
+            f"version: {served!r} has no versions, so not {version[:100]!r}; leave it out",
+            field="version",
+        )
+
+
+def server_metadata(version: str) -> dict[str, Any]:
+    """What the server is."""
+    return {"name": "jaxserve", "version": version, "extensions": []}
+
+
+def model_metadata(name: str) -> dict[str, Any]:
+    """What the model is: text goes in and out by other calls, so it has no tensors."""
+    return {"name": name, "versions": [], "platform": PLATFORM, "inputs": [], "outputs": []}
+
+
+def infer_refusal() -> ApiError:
+    """The answer to tensors."""
+    return ApiError(
+        Kind.UNIMPLEMENTED,
+        "inference on tensors is not served; ask for text with jaxserve.v1.Inference/Generate or "
+        "vllm.grpc.engine.VllmEngine/Generate over gRPC, or POST /v1/completions over HTTP",
+    )

@@ -1,0 +1,61 @@
+"""The Open Inference Protocol, version 2, over HTTP: `/v2` and what is below it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.routing import Route
+
+from server.compat.kserve_grpc import check_model, infer_refusal, model_metadata, server_metadata
+from server.errors import ApiError
+from server.handler import RequestHandler
+from server.http.call import Endpoint, HttpCall
+
+_MODEL = "/v2/models/{name}"
+_VERSION = f"{_MODEL}/versions/{{version}}"
+
+
+def error_of(refusal: ApiError) -> dict[str, Any]:
+    """A refusal in the protocol's form."""
+    return {"error": str(refusal)}
+
+
+def routes(handler: RequestHandler, name: str, version: str) -> list[Route]:
+    """Everything of the protocol.
+
+    Args:
+      name: what the model is called.
+      version: of the server.
+    """
+
+    async def live(exchange: HttpCall) -> None:
+        await exchange.json({"live": True})
+
+    async def ready(exchange: HttpCall) -> None:
+        is_ready = handler.unhealthy_reason is None
+        await exchange.json({"ready": is_ready}, 200 if is_ready else 503)
+
+    async def server(exchange: HttpCall) -> None:
+        await exchange.json(server_metadata(version))
+
+    async def model_ready(exchange: HttpCall) -> None:
+        _check(exchange)
+        is_ready = handler.unhealthy_reason is None
+        await exchange.json({"name": name, "ready": is_ready}, 200 if is_ready else 503)
+
+    async def model(exchange: HttpCall) -> None:
+        _check(exchange)
+        await exchange.json(model_metadata(name))
+
+    async def infer(exchange: HttpCall) -> None:
+        _check(exchange)
+        raise infer_refusal()
+
+    def _check(exchange: HttpCall) -> None:
+        check_model(name, exchange.path_params["name"], exchange.path_params.get("version", ""))
+
+    calls = [("GET", "/v2", server), ("GET", "/v2/", server)]
+    calls += [("GET", "/v2/health/live", live), ("GET", "/v2/health/ready", ready)]
+    for path in (_MODEL, _VERSION):
+        calls += [("GET", path, model), ("GET", f"{path}/ready", model_ready), ("POST", f"{path}/infer", infer)]
+    return [Route(path, Endpoint(handler, handle, error_of), methods=[method]) for method, path, handle in calls]

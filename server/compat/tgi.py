@@ -1,0 +1,223 @@
+"""`/generate`, `/generate_stream` and `/info`, as clients of Hugging Face's text-generation-inference (TGI) know it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from jaxserve.generation.completion import Completion
+from jaxserve.generation.samples import MAX_SAMPLES, best
+from jaxserve.request import MAX_STOP, Alternatives, FinishReason, Grammar, InvalidRequest, Request
+from jaxserve.structured_output import grammar
+from jaxserve.text.tokenizer import Tokenizer
+from server.call import Call, Generation
+from server.errors import ApiError, Kind
+from server.handler import RequestHandler
+from server.http import logprobs, sse
+from server.http.call import HttpCall
+from server.http.openai import finished
+from server.http.schemas import TgiBody, TgiGrammar, TgiParameters, seed_of
+
+STATUSES = {Kind.INVALID: 422, Kind.UNSUPPORTED: 422, Kind.FAILED: 424}
+_DEFAULT_MAX_NEW_TOKENS = 100
+_REASONS = {FinishReason.LENGTH: "length", FinishReason.EOS: "eos_token", FinishReason.STOP: "stop_sequence"}
+_ERRORS = {
+    Kind.INVALID: "validation",
+    Kind.UNSUPPORTED: "validation",
+    Kind.QUEUE_FULL: "overloaded",
+    Kind.RATE_LIMITED: "overloaded",
+    Kind.UNAVAILABLE: "healthcheck",
+    Kind.FAILED: "generation",
+}
+
+
+def error_of(refusal: ApiError) -> dict[str, Any]:
+    """A refusal in TGI's form."""
+    message = "Model is overloaded" if refusal.kind is Kind.QUEUE_FULL else str(refusal)
+    return {"error": message, "error_type": _ERRORS.get(refusal.kind, refusal.kind.value)}
+
+
+class Generate:
+    """`/generate` and `/generate_stream` of one model.
+
+    Args:
+      streams: True for events, False for one answer, None for what the body's `stream` says.
+    """
+
+    def __init__(self, handler: RequestHandler, *, streams: bool | None) -> None:
+        self._handler, self._streams = handler, streams
+
+    async def __call__(self, exchange: HttpCall) -> None:
+        body = await exchange.body(TgiBody)
+        given = body.parameters or TgiParameters()
+        streams = body.stream if self._streams is None else self._streams
+        fields, samples = _fields(given), given.best_of or 1
+        if streams and samples > 1:
+            raise InvalidRequest("best_of", "cannot be streamed: which is best is known at the end")
+        tokenizer = self._handler.tokenizer
+        async with self._handler.generate(
+            [{"prompt": body.inputs} | fields],
+            Call(id=exchange.id, protocol="http"),
+            samples=samples,
+            adjust=lambda request: _truncated(request, given.truncate),
+        ) as generation:
+            if streams:
+                await _stream(exchange, body.inputs, given, generation, tokenizer)
+            else:
+                await _whole(exchange, body.inputs, given, generation, tokenizer)
+
+
+def _fields(given: TgiParameters) -> dict[str, Any]:
+    """The sampling fields of TGI's parameters; what is not served is refused by name."""
+    for name, value in (("adapter_id", given.adapter_id), ("watermark", given.watermark)):
+        if value:
+            raise InvalidRequest(name, "is not served")
+    if given.typical_p not in (None, 1.0):
+        raise InvalidRequest("typical_p", "is not served; leave it out, or set it to 1")
+    # As in TGI, a parameter that changes the distribution asks for drawing as much as do_sample does.
+    draws = (
+        given.do_sample
+        or given.temperature not in (None, 1.0)
+        or given.top_k not in (None, 0)
+        or given.top_p not in (None, 1.0)
+        or (given.best_of or 1) > 1
+    )
+    fields = {
+        "max_tokens": given.max_new_tokens or _DEFAULT_MAX_NEW_TOKENS,
+        "temperature": (given.temperature or 1.0) if draws else 0.0,
+        "top_k": given.top_k,
+        "top_p": given.top_p,
+        "repetition_penalty": given.repetition_penalty,
+        "frequency_penalty": given.frequency_penalty,
+        "stop": given.stop,
+        "logprobs": given.top_n_tokens or 0,
+        "prompt_logprobs": 0 if given.decoder_input_details else None,
+        "seed": None if given.seed is None else seed_of(given.seed),
+        "grammar": None if given.grammar is None else _grammar(given.grammar),
+    }
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _grammar(given: TgiGrammar) -> Grammar:
+    """TGI's three types: a regular expression, a JSON schema, or one under a name as OpenAI has it."""
+    if given.type == "regex":
+        return grammar.text("grammar", "regex", given.value)
+    schema = given.value
+    if given.type == "json_schema" and isinstance(schema, dict) and "schema" in schema:
+        schema = schema["schema"]
+    return grammar.json_schema("grammar", schema)
+
+
+def _truncated(request: Request, most: int | None) -> Request:
+    """The request with the last tokens of its prompt alone."""
+    return request if most is None else dataclasses.replace(request, prompt=request.prompt[-most:])
+
+
+async def _whole(
+    exchange: HttpCall, inputs: str, given: TgiParameters, generation: Generation, tokenizer: Tokenizer
+) -> None:
+    completions = await finished(generation)
+    (first,) = best(completions, 1)
+    others = [one for one in completions if one is not first]
+    prompt = generation.requests[0].prompt
+    answer: dict[str, Any] = {"generated_text": _text(inputs, given, first)}
+    if given.details:
+        answer["details"] = _details(tokenizer, given, first) | {"prefill": _prefill(tokenizer, prompt, first)}
+        if others:
+            answer["details"]["best_of_sequences"] = [
+                {"generated_text": _text(inputs, given, one)}
+                | _details(tokenizer, given, one)
+                | {"prefill": _prefill(tokenizer, prompt, one)}
+                for one in others
+            ]
+    await exchange.json(answer)
+
+
+async def _stream(
+    exchange: HttpCall, inputs: str, given: TgiParameters, generation: Generation, tokenizer: Tokenizer
+) -> None:
+    text, index = tokenizer.stream(generation.requests[0].prompt), 0
+    async for deltas in generation:
+        events = []
+        for _, delta in deltas:
+            tops = delta.top_logprobs or (None,) * len(delta.token_ids)
+            for token, logprob, top in zip(delta.token_ids, delta.logprobs, tops, strict=True):
+                index += 1
+                line: dict[str, Any] = {
+                    "index": index,
+                    "token": _token(tokenizer, token, logprob) | {"text": text.push([token])},
+                    "generated_text": None,
+                    "details": None,
+                }
+                if top is not None:
+                    line["top_tokens"] = _top(tokenizer, top)
+                events.append(line)
+            if delta.finish_reason is not None:
+                completion = generation.completion()
+                events[-1]["generated_text"] = _text(inputs, given, completion)
+                events[-1]["details"] = _ending(completion) | {"input_length": completion.prompt_tokens}
+        if events:
+            await exchange.event(b"".join(sse.event(line) for line in events))
+    await exchange.end()
+
+
+def _text(inputs: str, given: TgiParameters, completion: Completion) -> str:
+    return inputs + completion.text if given.return_full_text else completion.text
+
+
+def _ending(completion: Completion) -> dict[str, Any]:
+    assert completion.finish_reason is not None
+    return {
+        "finish_reason": _REASONS[completion.finish_reason],
+        "generated_tokens": len(completion.token_ids),
+        "seed": completion.seed,
+    }
+
+
+def _details(tokenizer: Tokenizer, given: TgiParameters, completion: Completion) -> dict[str, Any]:
+    pairs = zip(completion.token_ids, completion.logprobs or (), strict=True)
+    details = _ending(completion) | {"tokens": [_token(tokenizer, token, logprob) for token, logprob in pairs]}
+    if given.top_n_tokens:
+        details["top_tokens"] = [_top(tokenizer, top) for top in completion.top_logprobs or ()]
+    return details
+
+
+def _prefill(tokenizer: Tokenizer, prompt: Sequence[int], completion: Completion) -> list[dict[str, Any]]:
+    pairs = zip(prompt, completion.prompt_logprobs or (), strict=False)
+    told = [_token(tokenizer, token, logprob) for token, logprob in pairs]
+    return [{name: value for name, value in line.items() if name != "special"} for line in told]
+
+
+def _top(tokenizer: Tokenizer, top: Alternatives) -> list[dict[str, Any]]:
+    return [_token(tokenizer, token, logprob) for token, logprob in zip(*top, strict=True)]
+
+
+def _token(tokenizer: Tokenizer, token: int, logprob: float | None) -> dict[str, Any]:
+    return {
+        "id": token,
+        "text": logprobs.token_text(tokenizer, token),
+        "logprob": logprobs.finite(logprob),
+        "special": not tokenizer.is_text(token),
+    }
+
+
+def info(handler: RequestHandler, name: str, version: str) -> dict[str, Any]:
+    """What `/info` tells."""
+    engine, report = handler.engine, handler.engine.report
+    return {
+        "model_id": name,
+        "model_sha": None,
+        "model_dtype": report.dtype,
+        "model_device_type": report.platform,
+        "model_pipeline_tag": "text-generation",
+        "max_concurrent_requests": engine.config.max_queued_requests,
+        "max_best_of": MAX_SAMPLES,
+        "max_stop_sequences": MAX_STOP,
+        "max_input_tokens": engine.max_context - 1,
+        "max_total_tokens": engine.max_context,
+        "max_batch_size": report.max_rows,
+        "max_batch_total_tokens": report.slots,
+        "router": "jaxserve",
+        "version": version,
+    }

@@ -1,0 +1,173 @@
+"""`vllm.grpc.engine.VllmEngine`: routers that speak to vLLM's workers reach this server by it, through the same door as
+every other caller."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import AsyncIterator, Iterator
+from datetime import UTC, datetime
+from typing import Any
+
+from jaxserve.request import InvalidRequest
+from server import auth, errors
+from server.call import Call, Generation, new_id
+from server.compat.vllm_messages import Answer, adjusted, fields_of, samples_of
+from server.grpc import common as rpc
+from server.handler import RequestHandler
+from server.proto.vllm.grpc.engine import vllm_engine_pb2 as pb
+from server.proto.vllm.grpc.engine import vllm_engine_pb2_grpc
+
+MAX_ABORTS = 4096  # request ids of one Abort
+
+
+class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
+    """What routers need of `vllm.grpc.engine.VllmEngine`, behind a door.
+
+    Args:
+      name: what the model is called.
+      version: of the server.
+    """
+
+    def __init__(self, handler: RequestHandler, *, name: str, version: str) -> None:
+        self._handler, self._engine = handler, handler.engine
+        self._name, self._version = name, version
+        self._started = time.monotonic()
+        self._latest = 0.0  # seconds since 1970 at which Generate was called
+        self._calls: dict[tuple[str, str], set[_Abortable]] = {}  # by tenant and request id
+
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:
+        self._latest = time.time()
+        call = Call(id=request.request_id or new_id(), protocol="vllm", deadline=rpc.deadline(context))
+        params = request.sampling_params
+        async with rpc.answering(self._handler, context, call.id):
+            fields, samples = fields_of(request), samples_of(params)
+            with self._abortable(call) as abortable:
+                async with self._handler.generate(
+                    [fields],
+                    call,
+                    samples=samples,
+                    adjust=lambda parsed: adjusted(self._handler, params, parsed),
+                ) as generation:
+                    abortable.has(generation)
+                    async for response in _responses(generation, stream=request.stream):
+                        await context.write(response)
+
+    @contextlib.contextmanager
+    def _abortable(self, call: Call) -> Iterator[_Abortable]:
+        key, abortable = (call.tenant.name, call.id), _Abortable()
+        self._calls.setdefault(key, set()).add(abortable)
+        try:
+            yield abortable
+        finally:
+            self._calls[key].remove(abortable)
+            if not self._calls[key]:
+                del self._calls[key]
+
+    async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
+        async with rpc.answering(self._handler, context, new_id()):
+            if len(request.request_ids) > MAX_ABORTS:
+                raise InvalidRequest("request_ids", f"has {len(request.request_ids)} ids; it may have {MAX_ABORTS}")
+            for request_id in request.request_ids:
+                for abortable in self._calls.get((auth.current.get().name, request_id), ()):
+                    abortable.abort()
+            return pb.AbortResponse()
+        raise AssertionError  # `answering` has raised
+
+    async def HealthCheck(self, request: pb.HealthCheckRequest, context: Any) -> pb.HealthCheckResponse:
+        problem = self._handler.unhealthy_reason
+        return pb.HealthCheckResponse(healthy=problem is None, message=problem or "serving")
+
+    async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Any) -> pb.GetModelInfoResponse:
+        async with rpc.answering(self._handler, context, new_id()):
+            return self._model()
+        raise AssertionError
+
+    def _model(self) -> pb.GetModelInfoResponse:
+        engine, config = self._engine, self._engine.model_config
+        return pb.GetModelInfoResponse(
+            model_path=self._name,
+            is_generation=True,
+            max_context_length=engine.max_context,
+            vocab_size=config.vocab_size,
+            served_model_name=self._name,
+            model_type=engine.report.family,
+            eos_token_ids=config.eos_token_ids,
+            bos_token_id=config.bos_token_id or 0,
+            max_req_input_len=engine.max_context - 1,
+        )
+
+    async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Any) -> pb.GetServerInfoResponse:
+        return pb.GetServerInfoResponse(
+            active_requests=self._handler.num_alive,
+            is_paused=self._handler.unhealthy_reason is not None,
+            last_receive_timestamp=self._latest,
+            uptime_seconds=time.monotonic() - self._started,
+            server_type="jaxserve",
+            data_parallel_size=1,
+        )
+
+    async def GetLoads(self, request: pb.GetLoadsRequest, context: Any) -> pb.GetLoadsResponse:
+        async with rpc.answering(self._handler, context, new_id()):
+            if request.dp_rank:
+                raise InvalidRequest("dp_rank", f"is {request.dp_rank}; there is one rank, 0")
+            load, config = self._engine.load(), self._engine.config
+            rows = config.max_rows * config.replicas
+            told = pb.SchedulerLoad(
+                num_running_reqs=load.running,
+                num_waiting_reqs=load.waiting,
+                num_total_reqs=load.running + load.waiting,
+                num_used_tokens=load.slots_used,
+                max_total_num_tokens=load.slots_total,
+                token_usage=load.slots_used / max(1, load.slots_total),
+                cache_hit_rate=load.cached_tokens / max(1, load.cached_tokens + load.prompt_tokens),
+                utilization=min(1.0, load.running / rows),
+                max_running_requests=rows,
+            )
+            now = datetime.now(UTC).isoformat()
+            return pb.GetLoadsResponse(timestamp=now, version=self._version, dp_rank_count=1, loads=[told])
+        raise AssertionError
+
+
+class _Aborted(errors.ApiError):
+    """The caller has ended its own call; never told as a refusal."""
+
+    def __init__(self) -> None:
+        super().__init__(errors.Kind.UNAVAILABLE, "the caller has aborted the call")
+
+
+class _Abortable:
+    """A call that Abort can end, from before its prompt has become tokens on."""
+
+    def __init__(self) -> None:
+        self._generation: Generation | None = None
+        self._is_aborted = False
+
+    def has(self, generation: Generation) -> None:
+        """The engine works on it from now on."""
+        self._generation = generation
+        if self._is_aborted:
+            self.abort()
+
+    def abort(self) -> None:
+        """Ends the call in the engine now, and for its caller as soon as its handler looks."""
+        self._is_aborted = True
+        if self._generation is not None:
+            self._generation.fail(_Aborted())
+            self._generation.leave()
+
+
+async def _responses(generation: Generation, *, stream: bool) -> AsyncIterator[pb.GenerateResponse]:
+    """The messages of a call, each as soon as it can be sent."""
+    answers = [Answer(index, generation) for index in range(len(generation.requests))]
+    try:
+        async for deltas in generation:
+            for index, delta in deltas:
+                if stream and delta.token_ids:
+                    yield answers[index].chunk(delta)
+                if delta.finish_reason is not None:
+                    yield answers[index].complete()
+    except _Aborted:
+        for answer in answers:
+            if not answer.is_whole:
+                yield answer.complete()

@@ -1,0 +1,171 @@
+"""Between the messages of `vllm.grpc.engine` and the engine's values."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from jaxserve.generation.completion import Completion, Delta
+from jaxserve.generation.samples import MAX_SAMPLES
+from jaxserve.request import Alternatives, FinishReason, Grammar, InvalidRequest, Request
+from jaxserve.structured_output import grammar
+from server.call import Generation
+from server.handler import RequestHandler
+from server.proto.vllm.grpc.engine import vllm_engine_pb2 as pb
+
+# Zero means that the caller gives none.
+_UNLESS_ZERO = (
+    *("top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"),
+    *("min_tokens", "ignore_eos"),
+)
+_UNLESS_ABSENT = ("temperature", "max_tokens", "logprobs", "prompt_logprobs", "seed")
+_NOT_SERVED = {
+    "kv_transfer_params": "prompts are computed where their answers are",
+    "kv_transfer_params_json": "prompts are computed where their answers are",
+    "mm_inputs": "these models read text alone",
+}
+_REASONS = {FinishReason.LENGTH: "length", FinishReason.EOS: "stop", FinishReason.STOP: "stop"}
+
+
+def fields_of(request: pb.GenerateRequest) -> dict[str, Any]:
+    """The fields that a call gives, as `parse_request` takes them. Raises InvalidRequest for what is not served."""
+    match request.WhichOneof("input"):
+        case "tokenized":
+            fields: dict[str, Any] = {"prompt_token_ids": list(request.tokenized.input_ids)}
+        case "text":
+            fields = {"prompt": request.text}
+        case _:
+            raise InvalidRequest("tokenized", "is missing, and so is text; give one of them")
+    for name, why in _NOT_SERVED.items():
+        if request.HasField(name):
+            raise InvalidRequest(name, f"is not served: {why}; leave it out")
+    if request.data_parallel_rank:
+        raise InvalidRequest(
+            "data_parallel_rank", f"is {request.data_parallel_rank}; there is one rank, 0, so leave it out"
+        )
+    params = request.sampling_params
+    if (wanted := _grammar(params)) is not None:
+        fields["grammar"] = wanted
+    if params.min_tokens and not params.HasField("max_tokens"):
+        fields["max_tokens"] = params.min_tokens  # until it is known how many there can be
+    fields |= {name: getattr(params, name) for name in _UNLESS_ZERO if getattr(params, name)}
+    fields |= {name: getattr(params, name) for name in _UNLESS_ABSENT if params.HasField(name)}
+    for name, kind in (("stop", list), ("stop_token_ids", list), ("logit_bias", dict)):
+        if value := getattr(params, name):
+            fields[name] = kind(value)
+    return fields
+
+
+def _grammar(params: pb.SamplingParams) -> Grammar | None:
+    match params.WhichOneof("constraint"):
+        case "json_schema" as field:
+            return grammar.json_schema(field, params.json_schema)
+        case "json_object" as field:
+            return grammar.json_object(field) if params.json_object else None
+        case "regex" as field:
+            return grammar.text(field, "regex", params.regex)
+        case "grammar" as field:
+            return grammar.text(field, "lark", params.grammar)
+        case "choice" as field:
+            return grammar.choice(field, list(params.choice.choices))
+        case str() as field:
+            raise InvalidRequest(field, "is not served; give a schema, a regular expression, a choice or a grammar")
+    return None
+
+
+def samples_of(params: pb.SamplingParams) -> int:
+    """How many answers are wanted."""
+    if params.n > MAX_SAMPLES:
+        raise InvalidRequest("n", f"is {params.n}; at most {MAX_SAMPLES} samples are drawn")
+    return params.n or 1
+
+
+def adjusted(handler: RequestHandler, params: pb.SamplingParams, request: Request) -> Request:
+    """The request with its prompt cut as asked for, and with the room there is where no limit was given."""
+    if params.HasField("truncate_prompt_tokens"):
+        most = params.truncate_prompt_tokens
+        if most == -1:
+            room = min(handler.engine.max_context, handler.engine.report.slots)
+            most = max(1, room - (params.max_tokens or 1))
+        if most < 1:
+            raise InvalidRequest("truncate_prompt_tokens", f"is {most}; it must be -1, or at least 1")
+        request = dataclasses.replace(request, prompt=request.prompt[-most:])
+    return request if params.HasField("max_tokens") else handler.to_the_end(request)
+
+
+class Answer:
+    """The messages that answer with one sample of a call.
+
+    Args:
+      index: which of the generation's requests it is.
+    """
+
+    def __init__(self, index: int, generation: Generation) -> None:
+        self._index, self._generation = index, generation
+        self._request = generation.requests[index]
+        self._cached: int | None = None  # once there has been a chunk
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the engine has ended it."""
+        return self._generation.completion(self._index).finish_reason is not None
+
+    def chunk(self, delta: Delta) -> pb.GenerateResponse:
+        """What has come since the chunk before."""
+        chunk = pb.GenerateStreamChunk(
+            token_ids=delta.token_ids,
+            prompt_tokens=len(self._request.prompt),
+            completion_tokens=len(delta.token_ids),
+            index=self._index,
+        )
+        if delta.logprobs:
+            _fill_output(chunk.output_logprobs, delta)
+        if self._cached is None:
+            so_far = self._generation.completion(self._index)
+            self._cached = so_far.cached_tokens
+            if so_far.prompt_logprobs is not None:
+                _fill_input(chunk.input_logprobs, self._request, so_far)
+        chunk.cached_tokens = self._cached
+        return pb.GenerateResponse(chunk=chunk)
+
+    def complete(self) -> pb.GenerateResponse:
+        """The whole of it; "abort" is why it ended if the engine did not end it."""
+        completion = self._generation.completion(self._index)
+        reason = completion.finish_reason
+        told = pb.GenerateComplete(
+            output_ids=completion.token_ids,
+            finish_reason="abort" if reason is None else _REASONS[reason],
+            prompt_tokens=completion.prompt_tokens,
+            completion_tokens=len(completion.token_ids),
+            cached_tokens=completion.cached_tokens,
+            index=self._index,
+        )
+        if completion.logprobs:
+            _fill_output(told.output_logprobs, completion)
+        if completion.prompt_logprobs is not None:
+            _fill_input(told.input_logprobs, self._request, completion)
+        if completion.matched_stop is not None:
+            told.matched_stop_str = completion.matched_stop
+        elif reason is FinishReason.STOP:
+            told.matched_token_id = completion.token_ids[-1]
+        return pb.GenerateResponse(complete=told)
+
+
+def _fill_output(out: pb.OutputLogProbs, tokens: Delta | Completion) -> None:
+    out.token_logprobs.extend(tokens.logprobs or ())
+    out.token_ids.extend(tokens.token_ids)
+    out.top_logprobs.extend(map(_top, tokens.top_logprobs or ()))
+
+
+def _fill_input(out: pb.InputLogProbs, request: Request, completion: Completion) -> None:
+    """A request that was ended before its prompt was scored has fewer logprobs than tokens."""
+    scored = completion.prompt_logprobs or ()
+    out.token_logprobs.extend(pb.InputTokenLogProb(value=logprob) for logprob in scored)
+    out.token_ids.extend(request.prompt[: len(scored)])
+    out.top_logprobs.extend(map(_top, completion.prompt_top_logprobs or ()))
+
+
+def _top(alternatives: Alternatives | None) -> pb.TopLogProbs:
+    if alternatives is None:
+        return pb.TopLogProbs()
+    return pb.TopLogProbs(values=alternatives.logprobs, token_ids=alternatives.token_ids)

@@ -1,0 +1,150 @@
+"""One life of an engine process, as its front sees it: started, heard, and seen to end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import IO
+
+from server.engine_process.frames import BadFrame, Kind, Splitter
+
+_LAST_LINES = 20  # of its output that are kept for the log
+_REAP_SECONDS = 2.0  # that a process which has closed its socket may take to end
+_LAST_WORDS_SECONDS = 0.5  # for what it wrote last to come through
+_POLL_SECONDS = 0.01
+_TRACE_SECONDS = 0.3  # for a wedged process to write where it stands
+
+
+class EngineProcess:
+    """A child process at the other end of a socket.
+
+    Args:
+      command: of the process; the descriptor of its socket is added.
+      take: told every message, on the event loop; raises BadFrame for what is none.
+
+    Attributes:
+      last_lines: of what it has written, which goes on to standard error.
+      misread: what was wrong with a message of its, if one was.
+    """
+
+    def __init__(self, command: Sequence[str], take: Callable[[Kind, bytes], None]) -> None:
+        self.last_lines: deque[str] = deque(maxlen=_LAST_LINES)
+        self.misread: str | None = None
+        self._command, self._take = command, take
+        self._splitter = Splitter()
+        self._lost = asyncio.Event()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._transport: asyncio.Transport | None = None
+        self._pump: threading.Thread | None = None
+
+    async def start(self) -> None:
+        """Starts it. Raises OSError if that cannot be done."""
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                self._process = subprocess.Popen(
+                    [*self._command, str(theirs.fileno())],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                )
+        except BaseException:
+            ours.close()
+            self._lost.set()
+            raise
+        assert self._process.stdout is not None
+        self._pump = threading.Thread(target=self._forward, args=(self._process.stdout,), daemon=True)
+        self._pump.start()
+        loop = asyncio.get_running_loop()
+        self._transport, _ = await loop.create_connection(lambda: _Channel(self), sock=ours)
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def send(self, data: bytes) -> None:
+        """Sends a frame; it is lost where the process is gone."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(data)
+
+    def kill(self) -> None:
+        """Ends it at once, whatever it is doing."""
+        if self._process is not None:
+            self._process.kill()
+
+    def signal(self, number: int) -> None:
+        """Sends it a signal."""
+        if self._process is not None:
+            self._process.send_signal(number)
+
+    async def kill_wedged(self) -> None:
+        """The same, but it may write first where its threads stand."""
+        if self._process is not None:
+            self._process.send_signal(signal.SIGUSR1)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._lost.wait(), _TRACE_SECONDS)
+        self.kill()
+
+    async def ended(self) -> int:
+        """Waits for its end; the exit code, or minus the signal that ended it."""
+        await self._lost.wait()
+        process = self._process
+        if process is None:
+            return 1  # it could not even be started
+        loop = asyncio.get_running_loop()
+        until = loop.time() + _REAP_SECONDS
+        while process.poll() is None:
+            if loop.time() > until:
+                process.kill()
+            await asyncio.sleep(_POLL_SECONDS)
+        if self._pump is not None:  # its last words are through the pipe, unless a child of its own holds it open
+            await asyncio.to_thread(self._pump.join, _LAST_WORDS_SECONDS)
+        return process.returncode
+
+    # Of its socket
+
+    def received(self, data: bytes) -> None:
+        """Bytes have come."""
+        if self.misread is not None:
+            return
+        try:
+            for kind, body in self._splitter.feed(data):
+                self._take(kind, body)
+        except BadFrame as problem:
+            self.misread = str(problem)
+            self.kill()
+
+    def lost(self) -> None:
+        """The socket is closed."""
+        self._lost.set()
+
+    def _forward(self, output: IO[bytes]) -> None:
+        with output:
+            for line in output:
+                text = line.decode(errors="replace")
+                self.last_lines.append(text.rstrip("\n"))
+                with contextlib.suppress(OSError, ValueError):  # nobody reads ours any more
+                    sys.stderr.write(text)
+                    sys.stderr.flush()
+
+
+class _Channel(asyncio.Protocol):
+    """Passes what happens on the socket on."""
+
+    def __init__(self, process: EngineProcess) -> None:
+        self._process = process
+
+    def data_received(self, data: bytes) -> None:
+        self._process.received(data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._process.lost()

@@ -1,0 +1,277 @@
+"""Keeps an engine process behind a front: starts it, and starts it again where that is asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxserve.multihost.config import ClusterConfig, stages_of
+from jaxserve.multihost.failure import Problem, Rank
+from server.commands.console import UserError
+from server.engine_process import codec as plain
+from server.engine_process import exit_codes
+from server.engine_process.frames import BadFrame, Kind, json_frame, parse_json
+from server.engine_process.job import Facts, Job
+from server.engine_process.process import EngineProcess
+from server.engine_process.remote_engine import RemoteEngine
+
+_log = logging.getLogger(__name__)
+
+ENGINE_COMMAND = (sys.executable, "-m", "server.engine_process.main")
+
+_TELLING_SECONDS = 0.5
+_STOP_SECONDS = 10.0  # for an engine process to end its iteration and itself
+
+
+class EngineGone(Exception):
+    """There is no engine process any more, and there will be none.
+
+    Attributes:
+      code: that the last one ended with, if there was one.
+    """
+
+    def __init__(self, problem: str, code: int | None = None) -> None:
+        super().__init__(problem)
+        self.code = code
+
+    @property
+    def exit_code(self) -> int:
+        """Of the process in front."""
+        return self.code if self.code in exit_codes.OF_HOSTS else exit_codes.ENGINE_GONE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restarts:
+    """How often an engine process is started again.
+
+    Attributes:
+      most: times in a row.
+      steady_seconds: a process that has served for so long does not count towards them.
+      first_delay / longest_delay: seconds before the first one in a row; each waits twice as long as the one before.
+    """
+
+    most: int = 5
+    steady_seconds: float = 60.0
+    first_delay: float = 0.5
+    longest_delay: float = 30.0
+
+    def delay(self, in_a_row: int) -> float:
+        """Seconds to wait before restart number `in_a_row`, from 1."""
+        return min(self.first_delay * 2 ** (in_a_row - 1), self.longest_delay)
+
+
+class Supervisor:
+    """One front's engine processes, one after the other.
+
+    Args:
+      engine: the stand-in that is told of them.
+      job: what each is to do.
+      restarts: None starts one only.
+      command: that starts one; the descriptor of its socket is added.
+      progress: told how the first start goes on (what, done, total).
+
+    Attributes:
+      ready: set once the first of them is.
+    """
+
+    def __init__(
+        self,
+        engine: RemoteEngine,
+        job: Job,
+        *,
+        restarts: Restarts | None,
+        command: Sequence[str] = ENGINE_COMMAND,
+        progress: Callable[[str, int, int], None] = lambda *_: None,
+    ) -> None:
+        self.ready = asyncio.Event()
+        self._engine, self._job, self._restarts = engine, job, restarts
+        self._command, self._progress = command, progress
+        self._process: EngineProcess | None = None  # that runs, or ran last
+        self._started = 0.0  # monotonic seconds; likewise
+        self._ready_since: float | None = None
+        self._refusal: str | None = None  # why it will not start
+        self._failure: str | None = None  # what the engine says of its own end
+        self._wedged: str | None = None  # why it is being killed
+        self._killing: asyncio.Task[None] | None = None
+        self._silence: asyncio.TimerHandle | None = None  # that gives up a process which says no more that it lives
+        self._closed = asyncio.Event()
+
+    async def run(self) -> None:
+        """Returns after `close`.
+
+        Raises:
+          UserError: the engine cannot be started as it was asked for.
+          EngineGone: it has ended, and is not started again.
+        """
+        in_a_row = 0
+        while not self._closed.is_set():
+            code = await self._live()
+            if self._closed.is_set():
+                return
+            # One that starts again may meet what the last one has left, such as a host that is about to end.
+            if self._refusal is not None and not (self.ready.is_set() or in_a_row):
+                self._engine.disconnect("the engine cannot be started", returns=False)
+                raise UserError(self._refusal)
+            if code == exit_codes.ENDED and self._job.cluster is not None and self._job.cluster.host:
+                return  # host 0 has ended the hosts
+            cause = self._cause(code)
+            self._tell(code, cause)
+            if self._restarts is None:
+                self._engine.disconnect(cause, returns=False)
+                if self._job.cluster is not None:
+                    await asyncio.sleep(_TELLING_SECONDS)  # for callers to be told; then this host ends as the others
+                elif self.ready.is_set():
+                    await self._closed.wait()  # as an engine in this process that has failed: whoever runs us decides
+                raise EngineGone(cause, code)
+            in_a_row = 1 if self._served_seconds() >= self._restarts.steady_seconds else in_a_row + 1
+            if in_a_row > self._restarts.most:
+                self._engine.disconnect(cause, returns=False)
+                raise EngineGone(f"{cause}, {in_a_row} times in a row", code)
+            self._engine.disconnect(f"{cause}; it is being started again", returns=True)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._closed.wait(), self._restarts.delay(in_a_row))
+
+    def give_up(self, problem: str) -> None:
+        """Has the engine process killed, which serves nobody though it lives; it is started again if that is asked
+        for."""
+        if self._wedged is None and self._process is not None:
+            self._wedged = problem
+            self._killing = asyncio.create_task(self._process.kill_wedged())
+
+    def signal(self, number: int) -> None:
+        """Passes a signal on to the engine process, once it is ready for it."""
+        if self._process is not None and self._ready_since is not None:
+            self._process.signal(number)
+
+    def let_end(self) -> None:
+        """When the process ends now, it is not started again."""
+        self._closed.set()
+
+    async def close(self) -> None:
+        """Ends the engine process; requests that it has are given up."""
+        self._closed.set()
+        process = self._process
+        if process is None:  # its task has had no turn yet
+            return
+        if self._ready_since is None or self._wedged is not None:
+            process.kill()
+        process.send(json_frame(Kind.STOP, None))
+        try:
+            await asyncio.wait_for(process.ended(), _STOP_SECONDS)
+        except TimeoutError:
+            process.kill()
+            await process.ended()
+
+    @property
+    def pid(self) -> int | None:
+        """Of the engine process, while there is one."""
+        return None if self._process is None else self._process.pid
+
+    async def _live(self) -> int:
+        """One engine process from its start to its end; the exit code."""
+        self._refusal = self._failure = self._wedged = self._ready_since = None
+        self._started = time.monotonic()
+        self._process = process = EngineProcess(self._command, self._take)
+        try:
+            await process.start()
+        except OSError as problem:
+            raise EngineGone(f"no engine process can be started: {problem}") from problem
+        if self._closed.is_set():
+            process.kill()
+        process.send(json_frame(Kind.START, plain.encode(Job, self._job)))
+        try:
+            return await process.ended()
+        finally:
+            if self._silence is not None:
+                self._silence.cancel()
+
+    def _take(self, kind: Kind, body: bytes) -> None:
+        match kind:
+            case Kind.ITERATION if self._ready_since is not None:
+                self._engine.take(body)
+            case Kind.PROGRESS if self._ready_since is None:
+                what, done, total = _read(tuple[str, int, int], body)
+                if not self.ready.is_set():
+                    self._progress(what, done, total)
+            case Kind.READY if self._ready_since is None:
+                facts = _read(Facts, body)
+                assert self._process is not None
+                self._ready_since = time.monotonic()
+                if self.ready.is_set():
+                    _log.warning("the engine is ready again, after %.1f s", self._ready_since - self._started)
+                self._engine.connect(facts, self._process.send)
+                self.ready.set()
+            case Kind.REFUSED:
+                self._refusal = _read(str, body)
+            case Kind.FAILED:
+                self._failure = failure = _read(str, body)
+                if self._job.cluster is not None:  # which takes its time to end, as other hosts are to be told
+                    again = self._restarts is not None
+                    text = f"{failure}; it is being started again" if again else failure
+                    self._engine.disconnect(text, returns=again)
+            case Kind.ALIVE:
+                self._hear(_read(float, body))
+            case _:
+                raise BadFrame(f"{kind.name} from the engine process, out of turn")
+
+    def _hear(self, seconds: float) -> None:
+        """The process lives, and will say so again before long."""
+        if self._silence is not None:
+            self._silence.cancel()
+        told = f"the engine process gave no sign of life for {seconds:g} s"
+        self._silence = asyncio.get_running_loop().call_later(seconds, self.give_up, told)
+
+    def _served_seconds(self) -> float:
+        if self._job.cluster is not None and self._job.cluster.host:  # which does not say when it is ready
+            return time.monotonic() - self._started
+        return 0.0 if self._ready_since is None else time.monotonic() - self._ready_since
+
+    def _cause(self, code: int) -> str:
+        """What happened, for callers too."""
+        assert self._process is not None
+        told = f"the engine process {exit_codes.told(code)}"
+        if self._failure is not None:
+            return f"{self._failure}: {told}"
+        if self._wedged is not None:
+            told = f"{self._wedged} and was killed"
+        elif self._process.misread is not None:
+            told = "the engine process sent what is no message and was killed"
+        return told if self._job.cluster is None else str(self._problem(self._job.cluster, told))
+
+    def _problem(self, cluster: ClusterConfig, cause: str) -> Problem:
+        """What is known from here of a host whose process could not say itself what has become of it."""
+        load = self._engine.load()
+        return Problem(
+            rank=Rank.GONE,
+            hosts=(cluster.host,),
+            stages=stages_of(self._job.config, cluster),
+            sequence=load.iterations if load.running else None,
+            cause=cause,
+        )
+
+    def _tell(self, code: int, cause: str) -> None:
+        """The whole of it, for who runs the server."""
+        assert self._process is not None
+        lines = "\n  ".join(self._process.last_lines) or "nothing"
+        why = self._process.misread or self._refusal
+        _log.error(
+            "%s%s; process %d %s; it wrote last:\n  %s",
+            cause,
+            f" ({why})" if why is not None else "",
+            self._process.pid,
+            exit_codes.told(code),
+            lines,
+        )
+
+
+def _read(kind: Any, body: bytes) -> Any:
+    try:
+        return plain.decode(kind, parse_json(body))
+    except ValueError as problem:
+        raise BadFrame(str(problem)) from problem

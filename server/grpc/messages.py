@@ -1,0 +1,142 @@
+"""Between protobuf messages and the engine's values, and refusals as gRPC clients see them: a status code, a sentence,
+and details a program can read (google.rpc)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from jaxserve.generation import beam_search as beams
+from jaxserve.generation import chat
+from jaxserve.generation.completion import Completion, Delta
+from jaxserve.request import Alternatives, FinishReason, InvalidRequest
+from server.errors import ApiError, Kind
+from server.proto.jaxserve.v1 import inference_pb2 as pb
+
+_REASONS = {
+    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+    FinishReason.EOS: pb.FINISH_REASON_EOS,
+    FinishReason.STOP: pb.FINISH_REASON_STOP,
+}
+_CODES = {
+    Kind.INVALID: grpc.StatusCode.INVALID_ARGUMENT,
+    Kind.UNAUTHENTICATED: grpc.StatusCode.UNAUTHENTICATED,
+    Kind.NOT_FOUND: grpc.StatusCode.NOT_FOUND,
+    Kind.UNSUPPORTED: grpc.StatusCode.FAILED_PRECONDITION,
+    Kind.UNIMPLEMENTED: grpc.StatusCode.UNIMPLEMENTED,
+    Kind.QUEUE_FULL: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Kind.RATE_LIMITED: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Kind.TOO_LATE: grpc.StatusCode.DEADLINE_EXCEEDED,
+    Kind.UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
+    Kind.FAILED: grpc.StatusCode.INTERNAL,
+}
+
+
+def fields_of(message: pb.GenerateRequest) -> dict[str, Any]:
+    """The fields a caller has set, named and shaped as an input line of `jaxserve generate` would have them."""
+    fields: dict[str, Any] = {field.name: value for field, value in message.ListFields()}
+    if "prompt_token_ids" in fields:
+        fields["prompt_token_ids"] = list(message.prompt_token_ids.ids)
+    for name in ("stop", "stop_token_ids", "bad_words"):
+        if name in fields:
+            fields[name] = list(fields[name])
+    if "messages" in fields:
+        first = message.messages[: chat.MAX_MESSAGES + 1]  # one too many is as wrong as millions
+        fields["messages"] = [_message(each) for each in first]
+    if "logit_bias" in fields:
+        fields["logit_bias"] = dict(message.logit_bias)
+    if "grammar" in fields:
+        fields["grammar"] = _grammar(message.grammar)
+    for name in ("request_id", "priority", "cache_salt", *beams.FIELDS):  # of the call, not of the completion
+        fields.pop(name, None)
+    return fields
+
+
+def _message(message: pb.ChatMessage) -> dict[str, str]:
+    """As `chat.read` takes it."""
+    name = {"name": message.name} if message.HasField("name") else {}
+    return {"role": message.role, "content": message.content} | name
+
+
+def _grammar(message: pb.Grammar) -> dict[str, Any]:
+    """As `grammar.read` takes it."""
+    kind = message.WhichOneof("kind")
+    if kind is None:
+        raise InvalidRequest("grammar", "is empty; give one of its kinds")
+    value: Any = getattr(message, kind)
+    if kind == "json_object":
+        if not value:
+            raise InvalidRequest("grammar", "has json_object false; leave the grammar out instead")
+        return {"type": kind}
+    return {"type": kind, "value": list(value.options) if kind == "choice" else value}
+
+
+def add(response: pb.GenerateResponse, delta: Delta) -> None:
+    """Appends what a delta brings to a message."""
+    response.text += delta.text
+    response.token_ids.extend(delta.token_ids)
+    response.logprobs.extend(delta.logprobs)
+    response.top_logprobs.extend(map(_alternatives, delta.top_logprobs))
+    for logprob, alternatives in delta.prompt_logprobs:
+        response.prompt_logprobs.append(logprob)
+        if alternatives is not None:
+            response.prompt_top_logprobs.append(_alternatives(alternatives))
+
+
+def whole(completion: Completion, index: int) -> pb.GenerateResponse:
+    """All of a completion in one message."""
+    response = pb.GenerateResponse(index=index)
+    scored = completion.prompt_logprobs or ()
+    tops = completion.prompt_top_logprobs or (None,) * len(scored)
+    pairs = [(logprob, top) for logprob, top in zip(scored, tops, strict=True) if logprob is not None]
+    add(
+        response,
+        Delta(
+            text=completion.text,
+            token_ids=completion.token_ids,
+            logprobs=completion.logprobs or (),
+            top_logprobs=completion.top_logprobs or (),
+            prompt_logprobs=tuple(pairs),
+        ),
+    )
+    conclude(response, completion)
+    return response
+
+
+def conclude(response: pb.GenerateResponse, completion: Completion) -> None:
+    """Adds what the last message says of the whole."""
+    assert completion.finish_reason is not None
+    response.finish_reason = _REASONS[completion.finish_reason]
+    response.usage.prompt_tokens = completion.prompt_tokens
+    response.usage.completion_tokens = len(completion.token_ids)
+    response.usage.cached_tokens = completion.cached_tokens
+    if completion.seed is not None:
+        response.seed = completion.seed
+    if completion.score is not None:
+        response.score = completion.score
+
+
+def _alternatives(alternatives: Alternatives) -> pb.Alternatives:
+    return pb.Alternatives(token_ids=alternatives.token_ids, logprobs=alternatives.logprobs)
+
+
+def status_of(refusal: ApiError) -> grpc.Status:
+    """A refusal in the form `abort_with_status` takes: BadRequest names the field, RetryInfo says when to come back."""
+    details = []
+    if refusal.field is not None:
+        violation = error_details_pb2.BadRequest.FieldViolation(field=refusal.field, description=str(refusal))
+        details.append(error_details_pb2.BadRequest(field_violations=[violation]))
+    if refusal.retry_after is not None:
+        delay = duration_pb2.Duration()
+        delay.FromMilliseconds(round(refusal.retry_after * 1000))
+        details.append(error_details_pb2.RetryInfo(retry_delay=delay))
+    packed = []
+    for detail in details:
+        packed.append(any_pb2.Any())
+        packed[-1].Pack(detail)
+    number: int = _CODES[refusal.kind].value[0]
+    return rpc_status.to_status(status_pb2.Status(code=number, message=str(refusal), details=packed))

@@ -1,0 +1,105 @@
+"""The gRPC server: the services with health checks, reflection, limits, and an end in good order."""
+
+from __future__ import annotations
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from server.auth import ApiKeys, KeyInterceptor
+from server.compat import kserve_grpc as kserve
+from server.compat import vllm
+from server.grpc import common as rpc
+from server.grpc.service import InferenceService
+from server.handler import RequestHandler
+from server.proto.inference import open_inference_grpc_pb2, open_inference_grpc_pb2_grpc
+from server.proto.jaxserve.v1 import inference_pb2, inference_pb2_grpc
+from server.proto.vllm.grpc.engine import vllm_engine_pb2, vllm_engine_pb2_grpc
+from server.tls import Tls
+
+MAX_MESSAGE_BYTES = 4 * 2**20  # of a request
+SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
+ROUTER_SERVICES = (  # of other people's protocols, for their routers
+    vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"].full_name,
+    open_inference_grpc_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name,
+)
+_QUEUED = (f"/{SERVICE}/Generate", f"/{SERVICE}/GenerateStream", f"/{ROUTER_SERVICES[0]}/Generate")
+OPEN_SERVICES = (health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,)  # that take no API key
+_MAX_PENDING = 65_536
+_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", -1),  # answers are bounded by the context
+    ("grpc.max_metadata_size", 16 * 2**10),
+    ("grpc.absolute_max_metadata_size", 32 * 2**10),
+    ("grpc.max_concurrent_streams", 4096),  # of one connection
+    # Calls that the event loop has not got to yet. Beyond its own bounds (1,000 and 3,000) grpc drops some at random,
+    # CANCELLED and without a word; the door refuses in words, and what a connection may have open is bounded above.
+    ("grpc.server.max_pending_requests", _MAX_PENDING),
+    ("grpc.server.max_pending_requests_hard_limit", _MAX_PENDING),
+    ("grpc.so_reuseport", 0),  # a second server on the port is an error, not a coin toss
+    # A caller whose machine has vanished without a word is noticed, and its slots come back.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+)
+
+
+class GrpcServer:
+    """The services on one port.
+
+    Args:
+      name: what the model is called.
+      version: of the server.
+      tls: None listens without encryption.
+      keys: one of which callers must show; None asks for none.
+    """
+
+    def __init__(
+        self, handler: RequestHandler, *, name: str, version: str, tls: Tls | None = None, keys: ApiKeys | None = None
+    ) -> None:
+        self._handler = handler
+        self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
+        self._tls = tls
+        interceptors: list[grpc.aio.ServerInterceptor] = [rpc.FullQueueInterceptor(handler, _QUEUED)]
+        if keys is not None:
+            interceptors.insert(0, KeyInterceptor(keys, OPEN_SERVICES))
+        self._server = grpc.aio.server(interceptors=interceptors, options=_OPTIONS)
+        inference_pb2_grpc.add_InferenceServicer_to_server(
+            InferenceService(handler, name=name, version=version), self._server
+        )
+        vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(
+            vllm.VllmEngineService(handler, name=name, version=version), self._server
+        )
+        open_inference_grpc_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(
+            kserve.InferenceService(handler, name=name, version=version), self._server
+        )
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        reflection.enable_server_reflection(
+            (SERVICE, *ROUTER_SERVICES, *OPEN_SERVICES, reflection.SERVICE_NAME),
+            self._server,
+        )
+
+    async def start(self, host: str, port: int) -> int:
+        """Listens. Returns the port, which matters when 0 was asked for. Raises RuntimeError if it cannot be had."""
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        if self._tls is None:
+            port = self._server.add_insecure_port(address)
+        else:
+            port = self._server.add_secure_port(address, self._tls.grpc_credentials())
+        await self.set_health(self._handler.unhealthy_reason is None)
+        await self._server.start()
+        return port
+
+    async def set_health(self, healthy: bool) -> None:
+        """What the health service answers from now on."""
+        status = health_pb2.HealthCheckResponse.SERVING if healthy else health_pb2.HealthCheckResponse.NOT_SERVING
+        for service in ("", SERVICE, *ROUTER_SERVICES):
+            await self._health.set(service, status)
+
+    async def announce_end(self) -> None:
+        """Has the health service answer NOT_SERVING for good."""
+        await self._health.enter_graceful_shutdown()
+
+    async def stop(self) -> None:
+        """Stops listening; calls under way have a second to end."""
+        await self._server.stop(grace=1.0)

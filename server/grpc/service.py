@@ -1,0 +1,168 @@
+"""The gRPC service: calls become the door's, what comes of them becomes messages."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from jaxserve.generation import beam_search as beams
+from jaxserve.generation.completion import Completion
+from jaxserve.generation.samples import MAX_SAMPLES, best
+from jaxserve.request import InvalidRequest
+from server.call import Call, Generation, new_id
+from server.grpc import common as rpc
+from server.grpc import messages
+from server.handler import RequestHandler
+from server.proto.jaxserve.v1 import inference_pb2 as pb
+from server.proto.jaxserve.v1 import inference_pb2_grpc
+
+
+class InferenceService(inference_pb2_grpc.InferenceServicer):
+    """`jaxserve.v1.Inference` behind a door.
+
+    Args:
+      name: what GetModel calls the model.
+      version: of the server.
+    """
+
+    def __init__(self, handler: RequestHandler, *, name: str, version: str) -> None:
+        self._handler, self._engine = handler, handler.engine
+        self._name, self._version = name, version
+
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:
+        call = _call(request, context)
+        async with rpc.answering(self._handler, context, call.id):
+            completions = await self._completions(request, call)
+            responses = [messages.whole(each, index) for index, each in enumerate(completions)]
+            if request.n <= 1:
+                responses[0].request_id = call.id
+                return responses[0]
+            return pb.GenerateResponse(request_id=call.id, samples=responses)
+        raise AssertionError  # `answering` has raised
+
+    async def _completions(self, request: pb.GenerateRequest, call: Call) -> list[Completion]:
+        """The answers to a call: all samples, the best of them, or those that were searched for."""
+        params = beams.params_of(_set_of(request, beams.FIELDS))
+        if params is not None:
+            return (await self._handler.search(messages.fields_of(request), call, params))[1]
+        n, drawn = _samples(request)
+        fields = messages.fields_of(request)
+        if drawn > n:
+            fields.setdefault("logprobs", 0)
+        async with self._handler.generate([fields], call, samples=drawn) as generation:
+            async for _ in generation:
+                pass
+            answers = best([generation.completion(index) for index in range(drawn)], n)
+        return answers if request.HasField("logprobs") else [replace(each, logprobs=None) for each in answers]
+
+    async def GenerateStream(self, request: pb.GenerateRequest, context: Any) -> None:
+        call = _call(request, context)
+        async with rpc.answering(self._handler, context, call.id):
+            n, drawn = _samples(request)
+            if beams.params_of(_set_of(request, beams.FIELDS)) is not None:
+                raise InvalidRequest("use_beam_search", "cannot be streamed: what is best is known at the end")
+            if drawn > n:
+                raise InvalidRequest("best_of", "cannot be streamed: which is best is known at the end")
+            async with self._handler.generate([messages.fields_of(request)], call, samples=n) as generation:
+                async for response in _responses(generation):
+                    response.request_id = call.id
+                    await context.write(response)
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
+        async with rpc.answering(self._handler, context, new_id()):
+            return pb.TokenizeResponse(token_ids=await self._handler.tokenize(request.text))
+        raise AssertionError  # `answering` has raised
+
+    async def Detokenize(self, request: pb.DetokenizeRequest, context: Any) -> pb.DetokenizeResponse:
+        async with rpc.answering(self._handler, context, new_id()):
+            return pb.DetokenizeResponse(text=await self._handler.detokenize(request.token_ids))
+        raise AssertionError
+
+    async def GetModel(self, request: pb.GetModelRequest, context: Any) -> pb.GetModelResponse:
+        async with rpc.answering(self._handler, context, new_id()):
+            return self._model()
+        raise AssertionError
+
+    def _model(self) -> pb.GetModelResponse:
+        engine, report = self._engine, self._engine.report
+        return pb.GetModelResponse(
+            name=self._name,
+            family=report.family,
+            parameters=report.parameters,
+            dtype=report.dtype,
+            vocab_size=engine.model_config.vocab_size,
+            max_context=engine.max_context,
+            eos_token_ids=engine.model_config.eos_token_ids,
+            has_tokenizer=engine.tokenizer is not None,
+            device=report.device,
+            attention=report.attention,
+            max_rows=report.max_rows,
+            slots=report.slots,
+            block_size=report.block_size,
+            buckets=[
+                pb.Bucket(tokens=cost.size, compile_seconds=cost.compile_seconds, milliseconds=cost.milliseconds)
+                for cost in report.buckets
+            ],
+            version=self._version,
+        )
+
+    async def GetLoad(self, request: pb.GetLoadRequest, context: Any) -> pb.GetLoadResponse:
+        load, config = self._engine.load(), self._engine.config
+        return pb.GetLoadResponse(
+            running=load.running,
+            max_rows=config.max_rows,
+            waiting=load.waiting,
+            waiting_tokens=load.waiting_tokens,
+            max_queued_requests=config.max_queued_requests,
+            max_queued_tokens=config.max_queued_tokens,
+            slots_used=load.slots_used,
+            slots_cached=load.slots_cached,
+            slots_total=load.slots_total,
+            iterations=load.iterations,
+            prompt_tokens=load.prompt_tokens,
+            generated_tokens=load.generated_tokens,
+            cached_tokens=load.cached_tokens,
+            preemptions=load.preemptions,
+            drafted_tokens=load.drafted_tokens,
+            accepted_tokens=load.accepted_tokens,
+            host_seconds=load.host_seconds,
+            bucket_seconds=load.bucket_seconds,
+            padding_seconds=load.padding_seconds,
+            compiled_after_ready=load.compiled_after_ready,
+        )
+
+
+def _call(message: pb.GenerateRequest, context: Any) -> Call:
+    return Call(
+        id=message.request_id or new_id(),
+        protocol="grpc",
+        priority=message.priority,
+        cache_salt=message.cache_salt,
+        deadline=rpc.deadline(context),
+    )
+
+
+def _set_of(message: pb.GenerateRequest, names: Sequence[str]) -> dict[str, Any]:
+    return {name: getattr(message, name) for name in names if message.HasField(name)}  # pyright: ignore[reportArgumentType]
+
+
+def _samples(message: pb.GenerateRequest) -> tuple[int, int]:
+    """(samples to answer with, samples to draw). Raises InvalidRequest."""
+    n = message.n if message.HasField("n") else 1
+    drawn = message.best_of if message.HasField("best_of") else n
+    for name, value, least in (("n", n, 1), ("best_of", drawn, n)):
+        if not least <= value <= MAX_SAMPLES:
+            raise InvalidRequest(name, f"is {value}; it must be from {least} to {MAX_SAMPLES}")
+    return n, drawn
+
+
+async def _responses(generation: Generation) -> AsyncIterator[pb.GenerateResponse]:
+    """A message a sample whenever the engine has been heard of; its last one has the finish reason, usage and seed."""
+    async for deltas in generation:
+        for index, delta in deltas:
+            response = pb.GenerateResponse(index=index)
+            messages.add(response, delta)
+            if delta.finish_reason is not None:
+                messages.conclude(response, generation.completion(index))
+            yield response

@@ -1,0 +1,228 @@
+"""One HTTP call: its body in, checked and bounded, and its answer out, whole or as a stream of events."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, TypeVar
+
+import pydantic
+from starlette.types import Receive, Scope, Send
+
+from server.call import new_id
+from server.errors import ApiError, Kind
+from server.handler import RequestHandler
+
+MAX_BODY_BYTES = 4 * 2**20
+BODY_SECONDS = 30.0  # for it to arrive
+_MAX_FIELDS = 512  # of one object in it
+
+_Model = TypeVar("_Model", bound=pydantic.BaseModel)
+_STATUS = {
+    Kind.INVALID: 400,
+    Kind.UNAUTHENTICATED: 401,
+    Kind.NOT_FOUND: 404,
+    Kind.UNSUPPORTED: 400,
+    Kind.UNIMPLEMENTED: 501,
+    Kind.QUEUE_FULL: 429,
+    Kind.RATE_LIMITED: 429,
+    Kind.TOO_LATE: 504,
+    Kind.UNAVAILABLE: 503,
+    Kind.FAILED: 500,
+}
+
+
+class HttpError(ApiError):
+    """A refusal with a status that only HTTP knows, such as 413."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(Kind.INVALID, message)
+        self.status = status
+
+
+def status_of(refusal: ApiError) -> int:
+    """The status code of a refusal."""
+    return refusal.status if isinstance(refusal, HttpError) else _STATUS[refusal.kind]
+
+
+class HttpCall:
+    """A call that is being answered.
+
+    Attributes:
+      id: what answer and log call it.
+      path_params: what the route's pattern has found in the path.
+    """
+
+    def __init__(
+        self, scope: Scope, receive: Receive, send: Send, full: Callable[[], ApiError | None] = lambda: None
+    ) -> None:
+        self.id = new_id()
+        self.path_params: Mapping[str, Any] = scope.get("path_params", {})
+        self.has_started = False
+        self.is_abandoned = False  # whether the caller has gone
+        self._headers: dict[bytes, bytes] = dict(scope["headers"])
+        self._receive, self._send, self._full = receive, send, full
+        self._watcher: asyncio.Task[None] | None = None
+
+    async def body(self, model: type[_Model]) -> _Model:
+        """The body as a value; from here on the call is cancelled when its caller goes.
+
+        Raises:
+          ApiError: it is too large, too slow, not JSON, or not what the model describes, or nothing is taken now.
+        """
+        kind = self._headers.get(b"content-type", b"").split(b";")[0].strip().lower()
+        if kind != b"application/json":
+            raise HttpError(415, "the body must be JSON, with the header Content-Type: application/json")
+        body = await self._read()
+        if (refusal := self._full()) is not None:  # before anything is made of it: a refusal must cost little
+            raise refusal
+        task = asyncio.current_task()
+        assert task is not None
+        self._watcher = asyncio.create_task(self._watch(task))
+        return _parsed(body, model)
+
+    async def _read(self) -> bytes:
+        too_large = HttpError(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
+        length = self._headers.get(b"content-length", b"0")
+        if not length.isdigit() or int(length) > MAX_BODY_BYTES:
+            raise too_large
+        body = bytearray()
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                while True:
+                    message = await self._receive()
+                    if message["type"] == "http.disconnect":
+                        self.is_abandoned = True
+                        raise asyncio.CancelledError
+                    body += message.get("body", b"")
+                    if len(body) > MAX_BODY_BYTES:
+                        raise too_large
+                    if not message.get("more_body"):
+                        return bytes(body)
+        except TimeoutError:
+            raise HttpError(408, f"the body took longer than {BODY_SECONDS:g} seconds") from None
+
+    async def _watch(self, task: asyncio.Task[Any]) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self.is_abandoned = True
+        task.cancel()
+
+    def close(self) -> None:
+        """No more is expected of the caller."""
+        if self._watcher is not None:
+            self._watcher.cancel()
+
+    async def json(self, value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
+        """Answers with one JSON value."""
+        body = encoded(value)
+        known = {"content-type": "application/json", "content-length": str(len(body))}
+        await self._start(status, known | dict(headers or {}))
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def event(self, data: bytes) -> None:
+        """Answers with one more server-sent event; what goes out at once goes in one piece."""
+        if not self.has_started:
+            await self._start(200, {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"})
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def end(self) -> None:
+        """Ends a stream of events."""
+        await self._send({"type": "http.response.body", "body": b""})
+
+    async def _start(self, status: int, headers: Mapping[str, str]) -> None:
+        self.has_started = True
+        named = {**headers, "x-request-id": self.id, "x-content-type-options": "nosniff"}
+        raw = [(name.encode(), value.encode("latin-1")) for name, value in named.items()]
+        await self._send({"type": "http.response.start", "status": status, "headers": raw})
+
+
+class Endpoint:
+    """An ASGI application that answers one route.
+
+    Args:
+      handle: answers an exchange, or raises.
+      error: the JSON body of a refusal.
+      statuses: status codes that differ from the usual ones.
+      queued: whether its calls wait in the queue, and are refused where that is full.
+    """
+
+    def __init__(
+        self,
+        handler: RequestHandler,
+        handle: Callable[[HttpCall], Awaitable[None]],
+        error: Callable[[ApiError], Any],
+        statuses: Mapping[Kind, int] | None = None,
+        *,
+        queued: bool = False,
+    ) -> None:
+        self._handler, self._handle, self._error = handler, handle, error
+        self._statuses = statuses or {}
+        self._queued = queued
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = HttpCall(scope, receive, send, *((self._handler.full,) if self._queued else ()))
+        try:
+            try:
+                with self._handler.answering(exchange.id):
+                    await self._handle(exchange)
+            except ApiError as refusal:
+                await self._refuse(exchange, refusal)
+        except asyncio.CancelledError:
+            if not exchange.is_abandoned:
+                raise  # nobody is left to be answered
+        finally:
+            exchange.close()
+
+    async def _refuse(self, exchange: HttpCall, refusal: ApiError) -> None:
+        body = self._error(refusal)
+        if exchange.has_started:  # a stream: the status is out
+            await exchange.event(b"data: " + encoded(body) + b"\n\n")
+            await exchange.end()
+            return
+        status = status_of(refusal)
+        if not isinstance(refusal, HttpError):
+            status = self._statuses.get(refusal.kind, status)
+        headers = {}
+        if refusal.retry_after is not None:
+            headers["retry-after"] = str(math.ceil(refusal.retry_after))
+        if status in (408, 413, 415):  # what is left of the body is not read
+            headers["connection"] = "close"
+        await exchange.json(body, status, headers)
+
+
+def encoded(value: Any) -> bytes:
+    """JSON in UTF-8; surrogates, which JSON's escapes can smuggle in, have none and go back as escapes."""
+    try:
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+    except UnicodeEncodeError:
+        return json.dumps(value).encode()
+
+
+def _parsed(body: bytes, model: type[_Model]) -> _Model:
+    try:
+        value = json.loads(body, parse_constant=_no_constant, object_pairs_hook=_object)
+    except RecursionError:
+        raise ApiError(Kind.INVALID, "the body is no JSON: nested too deeply") from None
+    except ValueError as problem:  # also text that is no UTF-8
+        raise ApiError(Kind.INVALID, f"the body is no JSON: {problem}") from None
+    try:
+        return model.model_validate(value)
+    except pydantic.ValidationError as problem:
+        first = problem.errors(include_url=False, include_context=False, include_input=False)[0]
+        path = ".".join(map(str, first["loc"]))
+        field = str(first["loc"][0]) if first["loc"] else None
+        told = "is not a field of this call" if first["type"] == "extra_forbidden" else first["msg"]
+        raise ApiError(Kind.INVALID, f"{path}: {told}" if path else told, field=field) from None
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a number of JSON")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(pairs) > _MAX_FIELDS:
+        raise ValueError(f"an object with {len(pairs)} fields")
+    return dict(pairs)

@@ -1,0 +1,81 @@
+"""Health that is true: it follows the iterations that engines complete, not what they say of themselves."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jaxserve.stats import Load
+    from server.served_engine import ServedEngine
+
+_LEAST_SECONDS = 2.0
+_COSTS = 4  # an iteration may take this many times what its bucket was measured to take
+_LONGEST_WAIT = 3.0  # seconds, but no more than this beyond it: what is slow is slow more evenly
+
+
+class Watchdog:
+    """Says whether an engine serves; to be asked every `interval` seconds.
+
+    A replica that has work and completes no iteration within its deadline is wedged, and serves again once it completes
+    one. The deadline follows the iteration that is due next: its bucket's measured time, with what reading every used
+    slot takes. The time counted is the watchdog's own: a process that was stopped as a whole, or a machine that slept,
+    is not taken for a wedged engine.
+
+    Args:
+      deadline: seconds, whatever is due; None goes by the above.
+      interval: seconds between two questions, as intended.
+      clock: monotonic seconds.
+
+    Attributes:
+      overdue: seconds by which the most belated replica is behind its deadline; 0 when none is.
+      still: seconds for which that one has completed no iteration; likewise.
+    """
+
+    def __init__(
+        self,
+        engine: ServedEngine,
+        *,
+        deadline: float | None = None,
+        interval: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.overdue = self.still = 0.0
+        self._deadline = deadline
+        self._engine, self._interval, self._clock = engine, interval, clock
+        self._asked = clock()
+        self._iterations: list[int] = []
+        self._still: list[float] = []  # seconds that each replica had work and did none
+
+    def problem(self) -> str | None:
+        """What keeps the engine from serving, or None."""
+        now = self._clock()
+        passed = min(now - self._asked, 2 * self._interval)
+        self._asked = now
+        self.overdue = self.still = 0.0
+        if self._engine.problem is not None:
+            self._iterations, self._still = [], []
+            return self._engine.problem
+        loads = self._engine.loads()
+        if len(loads) != len(self._iterations):
+            self._iterations, self._still = [-1] * len(loads), [0.0] * len(loads)
+        self._still = [
+            seconds + passed if load.iterations == last and load.running + load.waiting else 0.0
+            for load, last, seconds in zip(loads, self._iterations, self._still, strict=True)
+        ]
+        self._iterations = [load.iterations for load in loads]
+        late = [seconds - self._allowed(load) for load, seconds in zip(loads, self._still, strict=True)]
+        worst = max(range(len(late)), key=late.__getitem__)
+        if late[worst] <= 0:
+            return None
+        self.overdue, self.still = late[worst], self._still[worst]
+        which = f"replica {worst}" if len(loads) > 1 else "the engine"
+        return f"{which} has completed no iteration for {self.still:.1f} s though it has work"
+
+    def _allowed(self, load: Load) -> float:
+        """Seconds until a replica's next iteration must be complete."""
+        if self._deadline is not None:
+            return self._deadline
+        expected = load.due_seconds + self._engine.report.slot_milliseconds / 1000 * load.slots_used
+        return max(_LEAST_SECONDS, min(_COSTS * expected, expected + _LONGEST_WAIT))

@@ -1,0 +1,294 @@
+"""The benchmarks from their command line to their files, on tiny models. No figure is judged here."""
+
+import argparse
+import dataclasses
+import json
+import subprocess
+from itertools import pairwise
+
+import jax
+import pytest
+
+from benchmarks import control, host, hosts, jobs, stages
+from jaxserve.config import EngineConfig
+from server.commands import cli as commands
+from server.commands import flags
+from server.commands.bench import cli, offline, serve, shapes, step
+from server.commands.bench.progress import Bars
+from server.commands.bench.step import Case
+
+# One set of shapes for every test, so that the programs are compiled once.
+CONFIG = EngineConfig(dtype="float32", max_rows=3, buckets=(3, 8), max_context=128, slots=768, scoring=False)
+
+
+def bench(command: str, *arguments: str) -> int:
+    """Runs `jaxserve bench COMMAND ARGUMENTS`, with the shared configuration; compiled programs are kept."""
+    config = dataclasses.replace(CONFIG, compilation_cache=jax.config.jax_compilation_cache_dir)
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser, flags.add_engine_flags, flags.engine_config)
+    return cli.run(parser.parse_args([command, *serve.engine_flags(config), *arguments]))
+
+
+def run_alone(benchmark: str, *arguments: str) -> int:
+    """One that takes no engine's flags."""
+    return commands.main(["bench", benchmark, *arguments])
+
+
+def test_offline_compares_schedulers(tmp_path, capsys):
+    code = bench("offline", "--quick", "--compare-schedulers", "--out", str(tmp_path))
+    told = capsys.readouterr().out
+    assert code == 0
+    assert "throughput, iteration / request-level" in told
+    result = json.loads((tmp_path / "offline.json").read_text())
+    iteration, request = result["runs"]
+    assert (iteration["name"], request["name"]) == ("iteration", "request")
+    assert iteration["failed"] == request["failed"] == 0
+    assert iteration["output_tokens"] == request["output_tokens"]
+    assert iteration["prompt_tokens"] == request["prompt_tokens"]
+    assert iteration["iterations"]["iterations"] <= request["iterations"]["iterations"]
+    assert iteration["extra"]["compiled after ready"] == 0
+    assert result["comparison"]["allowed"] >= 1.0
+    assert set(result["bucket_ms"]) == {"3", "8"}
+    assert (tmp_path / "offline.png").stat().st_size > 0
+
+
+def test_the_surface_is_loaded_over_the_wire(tmp_path, capsys):
+    assert bench("surface", "--quick", "--out", str(tmp_path)) == 0
+    assert "refusal latency, ms (p99)" in capsys.readouterr().out
+    result = json.loads((tmp_path / "surface.json").read_text())
+    assert result["failed"] == []
+    assert list(result["figures"]) == ["process", "thread"]
+    for figures in result["figures"].values():
+        assert figures["refused under overload"] > 0
+        assert figures["accepted under overload, requests/s"] > 0
+        assert figures["front door CPU, ms a token"] <= figures["server CPU, ms a token"]
+        assert set(result["targets"]) <= set(figures)
+
+
+def test_the_simulator_serves_what_the_engine_served(tmp_path, capsys):
+    assert bench("simulate", "--quick", "--out", str(tmp_path)) == 0
+    assert "measured / simulated" in capsys.readouterr().out
+    result = json.loads((tmp_path / "simulate.json").read_text())
+    (load,) = result["loads"]
+    assert load["share"] == 0.5
+    assert all(measured > 0 and simulated > 0 for measured, simulated in load["figures"].values())
+    assert all(count > 0 for count in load["iterations"])
+    assert len(load["pace"]) == 5
+    assert all(pace > 0 for pace in load["pace"])
+    # Before each part, and after the last.
+    assert [[bucket["size"] for bucket in start] for start in result["buckets"]] == [[3, 8]] * 6
+
+
+def test_a_workload_that_cannot_fit_is_refused_in_words(tmp_path, capsys):
+    model = ("--shape", "tiny", "--requests", "3", "--prompt", "140", "--output", "1")
+    assert bench("offline", *model, "--out", str(tmp_path)) == 2
+    assert "longest request holds 141 tokens, the engine at most 128" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_results_that_nobody_could_write_are_not_measured(tmp_path, capsys, nested):
+    (file := tmp_path / "file").touch()
+    out = file / "folder" if nested else file
+    assert bench("step", "--quick", "--out", str(out)) == 2
+    assert f"error: --out {out} cannot be written to: Not a directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("peers", "--engines", "vllm"), "'vllm' is no known peer; there are transformers, continuous, ctranslate2"),
+        (("peers", "--parts", "steps,all"), "'all' is no known part; there are steps, load"),
+        (("offline", "--shape", "bloom"), "'bloom' is no known shape; there are bloom-560m"),
+        (("offline", "--shape", "tiny", "--prompt", "9:3"), "no length range"),
+        (("step", "--shape", "tiny", "--dtypes", "int8"), "'int8' is no dtype to measure"),
+        (("offline", "--timeline", "/no/such/trace.json"), "--timeline /no/such/trace.json is no file in a folder"),
+        (("control", "--rows", "4,0"), "--rows has 0; a batch has at least 1"),
+        (("hosts", "--iterations", "20"), "--iterations is 20; 30 are timed together, so it must be more"),
+        (("hosts", "--model", "/no/such"), "/no/such"),
+        (("serve", "--address", "h:1", "--compare-schedulers"), "leave --address out"),
+    ],
+)
+def test_mistakes_are_told_in_words(arguments, message, capsys):
+    run = run_alone if arguments[0] in ("control", "hosts") else bench
+    assert run(*arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--quick", "--out=somewhere"])
+def test_the_guard_takes_no_flag_that_it_does_not_read(flag, capsys):
+    with pytest.raises(SystemExit):
+        run_alone("guard", flag)
+    assert f"unrecognized arguments: {flag}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("loads", ["nan", "0.5,inf", "0"])
+def test_loads_are_numbers_above_0(loads, capsys):
+    with pytest.raises(SystemExit):
+        bench("simulate", "--loads", loads)
+    assert f"{loads!r} is not a list of numbers above 0" in capsys.readouterr().err
+
+
+def test_serve_starts_a_server_and_loads_it(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    trace = tmp_path / "trace.jsonl"
+    lines = [{"timestamp": 5 * n, "input_length": 4 + n, "output_length": 1 + n, "hash_ids": [n]} for n in range(5)]
+    lines.append({"timestamp": 40, "input_length": 200, "output_length": 3, "hash_ids": [7]})
+    trace.write_text("\n".join(map(json.dumps, lines)))
+    out = tmp_path / "out"
+    assert bench("serve", "--quick", "--trace", str(trace), "--out", str(out)) == 0
+    told = capsys.readouterr().out
+    assert "1 of 6 requests were clipped to a context of 128 tokens" in told
+    result = json.loads((out / "serve.json").read_text())
+    (run,) = result["runs"]
+    assert (run["requests"], run["failed"], run["output_tokens"]) == (6, 0, 1 + 2 + 3 + 4 + 5 + 3)
+    assert run["extra"]["generated tokens"] == run["output_tokens"]
+    assert run["extra"]["compiled after ready"] == 0
+    assert (out / "serve.png").stat().st_size > 0
+    assert (out / "server-iteration.log").read_text()
+
+
+def test_a_server_that_cannot_start_is_told_with_its_output(tmp_path, capsys):
+    assert bench("serve", "--model", str(tmp_path / "nowhere"), "--out", str(tmp_path)) == 2
+    told = capsys.readouterr().err
+    assert "before it was ready" in told
+    assert "nowhere" in told
+
+
+def test_steps_are_timed(tmp_path):
+    assert bench("step", "--quick", "--dtypes", "float32", "--out", str(tmp_path)) == 0
+    result = json.loads((tmp_path / "step.json").read_text())
+    assert [len(entry["milliseconds"]) for entry in result["steps"]["float32"]] == [3, 3, 3]
+    assert result["memory"]["float32"]["pool"] > 0
+
+
+def test_cases_longer_than_a_request_may_be_are_left_out(tmp_path, capsys):
+    limits = ("--dtypes", "float32", "--max-context", "15", "--out", str(tmp_path))
+    assert bench("step", "--quick", *limits) == 0
+    (timed,) = json.loads((tmp_path / "step.json").read_text())["steps"].values()
+    assert [entry["case"]["prompt"] for entry in timed] == [8]
+    assert "a request may have 15 tokens here: decode 3 rows at 10" in capsys.readouterr().out
+    assert bench("step", "--quick", *limits, "--max-context", "4") == 2
+    assert "every case is longer than the 4 tokens" in capsys.readouterr().err
+
+
+def test_what_a_second_host_adds_is_measured(tmp_path):
+    assert run_alone("control", "--quick", "--out", str(tmp_path)) == 0
+    (result,) = json.loads((tmp_path / "control.json").read_text())["results"]
+    assert result["rows"] == 4
+    assert result["round_trip"] > 0
+    assert result["period_alone"] > control.STAGE_MS / 2
+    assert 0 < result["bytes_a_row"] < 1024
+
+
+@pytest.mark.exhaustive
+def test_an_interrupt_ends_the_second_host(monkeypatch):
+    started, popen = [], subprocess.Popen
+
+    def remembered(*arguments, **options):
+        started.append(popen(*arguments, **options))
+        return started[-1]
+
+    monkeypatch.setattr(control.subprocess, "Popen", remembered)
+    with pytest.raises(KeyboardInterrupt), control._two_hosts(4, None):
+        raise KeyboardInterrupt
+    assert [process.returncode is None for process in started] == [False]
+
+
+def test_an_interrupt_is_of_the_benchmark_and_not_of_its_hosts(monkeypatch, tmp_path):
+    ended = []
+
+    class Process:
+        returncode = None
+
+        def __init__(self, command, *, start_new_session=False, **_):
+            self.hears_the_terminal = not start_new_session
+
+        def communicate(self):
+            raise KeyboardInterrupt
+
+        def kill(self):
+            ended.append(self)
+
+        def wait(self):
+            pass
+
+    monkeypatch.setattr(hosts.subprocess, "Popen", Process)
+    with pytest.raises(KeyboardInterrupt):
+        hosts._turn(tmp_path, 4, 40, str(tmp_path), 2)
+    assert [process.hears_the_terminal for process in ended] == [False, False]
+
+
+@pytest.mark.exhaustive
+def test_a_model_decodes_on_one_host_and_on_two(tmp_path):
+    assert run_alone("hosts", "--quick", "--out", str(tmp_path)) == 0
+    (result,) = json.loads((tmp_path / "hosts.json").read_text())["results"]
+    assert len(result["one_process"]) == len(result["two_hosts"]) == 1
+    assert min(result["one_process"] + result["two_hosts"]) > 0
+
+
+def test_stages_are_timed_and_traced(tmp_path):
+    if (refusal := stages.compile_sleep()) is not None:
+        pytest.skip(refusal)
+    trace = tmp_path / "trace.json"
+    assert bench("stages", "--quick", "--timeline", str(trace), "--out", str(tmp_path)) == 0
+    result = json.loads((tmp_path / "stages.json").read_text())
+    assert [entry["stages"] for entry in result["results"]] == [1, 2]
+    assert all(entry["iterations_per_second"] > 0 for entry in result["results"])
+    events = json.loads(trace.read_text())["traceEvents"]
+    names = [event["args"]["name"] for event in events if event["name"] == "thread_name"]
+    assert names == ["stage 0: layers 0 to 0, 1 device", "stage 1: layers 1 to 1, 1 device"]
+    tracks = [[event for event in events if event["ph"] == "X" and event["tid"] == stage] for stage in (0, 1)]
+    assert [each["name"] for each in tracks[0]] == [each["name"] for each in tracks[1]]
+    for track in tracks:
+        for before, after in pairwise(track):
+            assert before["ts"] + before["dur"] <= after["ts"] + 1e-3
+    for first, second in zip(*tracks, strict=True):
+        assert first["ts"] + first["dur"] <= second["ts"] + 1e-3
+
+
+def test_synthetic_plans_own_their_blocks_and_advance():
+    case = Case(decodes=2, context=10, prompt=6)
+    first, third = (step.make_plan(case, index, 5, 4, 100) for index in (0, 2))
+    assert [tuple(chunk) for chunk in first.chunks] == [(0, 10, 1, True), (1, 10, 1, True), (2, 0, 6, True)]
+    assert [tuple(chunk) for chunk in third.chunks] == [(0, 12, 1, True), (1, 12, 1, True), (2, 0, 6, True)]
+    assert third.admissions == ()
+    blocks = [admission.blocks for admission in first.admissions]
+    assert blocks == [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9)]
+    assert [len(admission.tokens) for admission in first.admissions] == [11, 11, 6]
+    assert first.bucket == first.num_tokens == 8
+    assert case.slots(5) >= 4 * 10
+
+
+def test_completions_for_the_peers_check(tmp_path):
+    checkpoint = shapes.checkpoint("tiny", tmp_path)
+    assert shapes.checkpoint("tiny", tmp_path) == checkpoint  # written once
+    prompts = [[1, 2, 3, 4, 5, 6, 7, index] for index in range(3)]
+    config = dataclasses.replace(CONFIG, scoring=True)
+    answers = jobs.complete(checkpoint, prompts, 3, config, lambda what, done, total: None)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer["tokens"][:8] == prompt
+        assert (len(answer["tokens"]), len(answer["logprobs"]), len(answer["gaps"])) == (11, 10, 3)
+        assert all(logprob < 0 for logprob in answer["logprobs"])
+        assert all(gap >= 0 for gap in answer["gaps"])
+
+
+def test_host_time_at_several_loads():
+    with Bars() as bars:
+        few, many = host.measure(3, [0, 30], 6, CONFIG, bars)
+    assert (few.waiting, many.waiting) == (0, 30)
+    for result in (few, many):
+        assert result.stats.iterations == 6
+        assert result.median == result.stats.host_ms["host"].p50 > 0
+
+
+def test_speculation_is_set_against_none(tmp_path, capsys):
+    assert bench("speculate", "--quick", "--out", str(tmp_path)) == 0
+    assert "same answers" in capsys.readouterr().out
+    result = json.loads((tmp_path / "speculate.json").read_text())
+    assert [each["text"] for each in result["results"]] == ["repeats itself", "does not"]
+    assert all(each["without"] and len(each["without"]) == len(each["with_"]) for each in result["results"])
+    assert all(each["drafted"] >= each["accepted"] for each in result["results"])
+
+
+def test_schedules_are_compared_by_the_same_costs():
+    assert offline.mean_costs([{8: 1.0, 16: 4.0}, {8: 3.0, 32: 5.0}]) == {8: 2.0, 16: 4.0, 32: 5.0}

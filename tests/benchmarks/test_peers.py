@@ -1,0 +1,393 @@
+"""The judge of peers: its targets, its check of outputs, its turns and its environments, with peers made up here."""
+
+import dataclasses
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from benchmarks import compare as judge
+from benchmarks import engines as contenders
+from benchmarks import environments, jobs, peers
+from benchmarks.environments import Peer, PeerError
+from jaxserve.config import EngineConfig
+from jaxserve.simulate import workload as load
+from jaxserve.simulate.workload import Range
+from server.commands.bench import shapes
+from server.commands.bench.step import Case
+
+
+@pytest.fixture
+def scripts(monkeypatch):
+    """Imports a program of peer_scripts as it runs: its folder is where it finds the others."""
+    monkeypatch.syspath_prepend(str(environments.SCRIPTS))
+    return importlib.import_module
+
+
+DECODE_1, DECODE_8 = Case(decodes=1, context=100), Case(decodes=8, context=100)
+PREFILL, MIXED = Case(prompt=256), Case(decodes=8, context=100, prompt=120)
+
+
+def test_case_names():
+    assert [case.name for case in (DECODE_1, DECODE_8, PREFILL, MIXED)] == [
+        "decode 1 row at 100",
+        "decode 8 rows at 100",
+        "prefill 256",
+        "8 decodes + 120 prompt tokens",
+    ]
+    assert [case.rows for case in (DECODE_1, DECODE_8, PREFILL, MIXED)] == [1, 8, 1, 9]
+    assert [case.tokens for case in (DECODE_1, DECODE_8, PREFILL, MIXED)] == [1, 8, 256, 128]
+
+
+@pytest.mark.parametrize(
+    ("case", "ours", "ratio", "target", "reached"),
+    [
+        (DECODE_1, 50.0, 1.0, 1.0, True),
+        (DECODE_1, 60.0, 50 / 60, 1.0, False),
+        (DECODE_8, 40.0, 1.25, 1.2, True),
+        (DECODE_8, 45.0, 50 / 45, 1.2, False),
+        (PREFILL, 40.0, 1.25, 1.2, True),
+        (MIXED, 50.0, 1.0, 1.0, True),
+    ],
+)
+def test_steps_are_held_to_the_fastest_peer(case, ours, ratio, target, reached):
+    found = judge.judge_step(case, {"jaxserve": ours, "transformers": 80.0, "ctranslate2": None, "llama.cpp": 50.0})
+    assert found is not None
+    assert (found.against, found.target, found.reached) == ("llama.cpp", target, reached)
+    assert found.ratio == pytest.approx(ratio)
+
+
+METRICS = {metric.label: metric for metric in judge.METRICS}
+
+
+@pytest.mark.parametrize(
+    ("label", "dtype", "highest", "ours", "against", "target", "reached"),
+    [
+        ("generated tokens/s", "float32", True, 130.0, "b", 1.3, True),
+        ("generated tokens/s", "float32", True, 120.0, "b", 1.3, False),
+        ("generated tokens/s", "bfloat16", False, 100.0, "b", None, None),  # below capacity all serve what comes
+        ("time between tokens p95, ms", "float32", False, 25.0, "a", 0.5, True),
+        ("time between tokens p95, ms", "float32", False, 26.0, "a", 0.5, False),
+        ("time between tokens p95, ms", "bfloat16", True, 32.0, "a", 0.65, True),
+        ("time to first token p95, ms", "float32", True, 51.0, "a", 1.0, False),
+        ("normalised latency p95, ms/token", "float32", True, 51.0, "a", None, None),
+    ],
+)
+def test_loads_are_held_to_the_best_peer_of_each_figure(label, dtype, highest, ours, against, target, reached):
+    found = judge.judge_load(METRICS[label], dtype, highest, {"jaxserve": ours, "a": 50.0, "b": 100.0})
+    assert found is not None
+    assert (found.against, found.target, found.reached) == (against, target, reached)
+
+
+def test_nothing_is_judged_without_both_sides():
+    assert judge.judge_step(DECODE_8, {"jaxserve": None, "transformers": 1.0}) is None
+    assert judge.judge_step(DECODE_8, {"jaxserve": 1.0, "transformers": None}) is None
+    assert judge.judge_load(judge.METRICS[0], "float32", True, {"jaxserve": 1.0}) is None
+
+
+OURS = [{"tokens": [5, 6, 7, 8], "logprobs": [-1.0, -2.0, -3.0], "gaps": [0.5, 0.001]}]
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "likeliest", "largest", "mismatches"),
+    [
+        ([-1.0, -2.0, -3.0], [6, 7, 8], 0.0, 0),
+        ([-1.0, -2.005, -3.0], [1, 7, 8], 0.005, 0),  # what the prompt's tokens would have been does not matter
+        ([-1.0, -2.0, -3.0], [6, 7, 9], 0.0, 0),  # two tokens about as likely: rounding decides
+        ([-1.0, -2.0, -3.0], [6, 9, 8], 0.0, 1),
+        ([-1.5, -2.0, -3.0], [6, 7, 8], 0.5, 0),
+    ],
+)
+def test_agreement(logprobs, likeliest, largest, mismatches):
+    found = judge.agreement(OURS, [{"logprobs": logprobs, "likeliest": likeliest}], "float32")
+    assert found.largest == pytest.approx(largest)
+    assert found.mismatches == mismatches
+    assert found.holds == (largest <= 0.01 and mismatches == 0)
+
+
+def test_a_peer_that_tells_no_logprobs_is_held_to_its_tokens():
+    found = judge.agreement(OURS, [{"logprobs": None, "likeliest": [0, 7, 8]}], "float32")
+    assert (found.largest, found.mismatches, found.holds) == (None, 0, True)
+    assert not judge.agreement(OURS, [{"logprobs": None, "likeliest": [0, 1, 8]}], "float32").holds
+
+
+def test_openings_are_compared_request_by_request():
+    assert judge.same_openings([[1, 2, 3, 4, 5], [6]], [[1, 2, 3, 4, 9], [7]]) == 0.5
+
+
+class Fake:
+    """An engine that answers every kind of job: decodes take its `milliseconds`, and tokens of a load so many seconds
+    each. With `broken`, the named kind of job fails."""
+
+    def __init__(self, engine: str, milliseconds: float, *, broken: str = "", token: int = 7) -> None:
+        self.engine, self.milliseconds, self.broken, self.token = engine, milliseconds, broken, token
+        self.jobs: list[dict] = []
+
+    def __call__(self, job: dict) -> dict:
+        self.jobs.append(job)
+        if self.broken and self.broken in job:
+            raise PeerError(f"{self.engine} fell over")
+        if "prompts" in job:
+            return {"completions": [{"tokens": [5, 6], "logprobs": [-1.0], "gaps": [0.5]}]}
+        if "sequences" in job:
+            return {"scores": [{"logprobs": [-1.0], "likeliest": [6]}], "version": self.engine}
+        told = {"peak_rss": 100, "settings": ["found"]}
+        if "cases" in job:
+            extra = {"weights": 10, "pool": 20} if self.engine == "jaxserve" else {}
+            times = [None if case["prompt"] else [self.milliseconds] * 3 for case in job["cases"]]
+            return {"milliseconds": times, **told, **extra}
+        load = job["load"]
+        tokens = [[self.token] * count for count in load["outputs"]]
+        times = [
+            [arrival + self.milliseconds * (at + 1) for at in range(len(each))]
+            for arrival, each in zip(load["arrivals"], tokens, strict=True)
+        ]
+        return {"tokens": tokens, "times": times, **told}
+
+    @property
+    def contender(self) -> contenders.Contender:
+        return contenders.Contender(
+            engine=self.engine, shape="bloom", dtype="float32", model=Path("model"), vocab_size=50, run=self
+        )
+
+    def kinds(self) -> list[str]:
+        names = ("prompts", "sequences", "cases", "load")
+        return [next(name for name in names if name in job) for job in self.jobs]
+
+
+SCOPE = peers.Scope(
+    cases=(DECODE_8, PREFILL),
+    steps=3,
+    rounds=2,
+    workload=lambda vocab_size: load.uniform(
+        requests=5, prompt=Range(low=2, high=4), output=Range(low=1, high=6), vocab_size=vocab_size, seed=0
+    ),
+    loads=(0.5, 1.2),
+    load_rounds=1,
+    seed=0,
+)
+
+
+def measure(monkeypatch, tmp_path, engines, *, resume=False, scope=SCOPE) -> tuple[int, dict]:
+    monkeypatch.setattr(peers, "gather", lambda *rest: [engine.contender for engine in engines])
+    code = peers.run(
+        [Path("bloom")],
+        [],
+        ["float32"],
+        scope,
+        EngineConfig(max_rows=3),
+        env_dir=tmp_path,
+        out=tmp_path,
+        resume=resume,
+        console=Console(width=200),
+    )
+    return code, json.loads((tmp_path / "peers.json").read_text())
+
+
+def test_engines_take_turns_and_one_that_fails_stops_nobody(monkeypatch, tmp_path, capsys):
+    ours, theirs = Fake("jaxserve", 4.0), Fake("llama.cpp", 5.0)
+    broken = Fake("transformers", 9.0, broken="cases")
+    code, found = measure(monkeypatch, tmp_path, [ours, broken, theirs])
+    assert code == 1
+    assert [problem for problem in found["problems"] if "fell over" in problem] == [
+        "transformers, bloom, float32, steps: transformers fell over"
+    ] * 2
+    assert ours.kinds() == ["prompts", "cases", "cases", "load", "load", "load"]
+    assert theirs.kinds() == ["sequences", "cases", "cases", "load", "load"]
+    assert broken.kinds() == theirs.kinds()
+    assert theirs.jobs[1]["settings"] is None
+    assert theirs.jobs[2]["settings"] == ["found"]
+    assert theirs.jobs[4]["settings"] == ["found"]
+    # Everybody gets the same requests at the same times, at most three at once.
+    for at, mine in enumerate(ours.jobs[4:]):
+        assert mine["load"] == theirs.jobs[3 + at]["load"] == broken.jobs[3 + at]["load"]
+        assert mine["load"]["rows"] == 3
+    assert [job["capacity"] for job in ours.jobs[3:]] == [True, False, False]
+    gaps = [np.diff([0.0, *job["load"]["arrivals"]]).mean() for job in theirs.jobs[3:]]
+    assert gaps[0] == pytest.approx(gaps[1] * 1.2 / 0.5)
+
+    verdicts = {(entry.get("load"), entry.get("case", entry.get("metric"))): entry for entry in found["verdicts"]}
+    assert verdicts[None, DECODE_8.name]["ratio"] == 1.25
+    assert verdicts[None, DECODE_8.name]["reached"]
+    assert (None, PREFILL.name) not in verdicts  # nobody has such a step
+    assert verdicts[1.2, "time between tokens p95, ms"]["ratio"] == pytest.approx(0.8)
+    assert not verdicts[1.2, "time between tokens p95, ms"]["reached"]
+    told = capsys.readouterr().out
+    assert "1.25x" in told
+    assert "missed" in told
+    assert (tmp_path / "peers-bloom.png").exists()
+
+
+@pytest.mark.parametrize(("capacity", "target"), [(True, None), (False, 0.06)])
+def test_the_capacity_is_what_is_served_without_an_objective(monkeypatch, capacity, target):
+    served = []
+    monkeypatch.setattr(jobs, "serve", lambda model, load, config, progress: served.append(config) or {})
+    config = dataclasses.asdict(EngineConfig(target_tpot=0.06, token_budget=64))
+    job = {"model": "model", "dtype": "float32", "config": config, "load": {}, "capacity": capacity}
+    jobs.run_job(json.loads(json.dumps(job)), lambda *_: None)
+    assert [(each.target_tpot, each.token_budget) for each in served] == [(target, 64)]
+
+
+def test_a_run_that_was_cut_short_goes_on_where_it_was(monkeypatch, tmp_path):
+    ours, theirs = Fake("jaxserve", 4.0), Fake("llama.cpp", 5.0)
+    stopped = Fake("llama.cpp", 5.0)
+
+    def stop(job):
+        if "load" in job:
+            raise KeyboardInterrupt
+        return Fake.__call__(stopped, job)
+
+    monkeypatch.setattr(Fake, "contender", property(lambda self: replaced(self, stop if self is stopped else self)))
+    code, found = measure(monkeypatch, tmp_path, [ours, stopped])
+    assert code == 1
+    assert found["problems"] == ["interrupted: the tables have what there was"]
+    before = len(ours.jobs)
+    code, found = measure(monkeypatch, tmp_path, [ours, theirs], resume=True)
+    assert (code, found["problems"]) == (0, [])
+    assert theirs.kinds() == ["load", "load"]
+    assert len(ours.jobs) == before + 1  # the second load
+    with pytest.raises(ValueError, match="other settings; leave --resume out"):
+        measure(monkeypatch, tmp_path, [ours], resume=True, scope=dataclasses.replace(SCOPE, seed=1))
+
+
+def replaced(fake: Fake, run) -> contenders.Contender:
+    return contenders.Contender(
+        engine=fake.engine, shape="bloom", dtype="float32", model=Path("model"), vocab_size=50, run=run
+    )
+
+
+def test_an_engine_whose_outputs_are_not_ours_is_left_out(monkeypatch, tmp_path):
+    theirs = Fake("llama.cpp", 5.0, token=8)
+    monkeypatch.setattr(judge, "agreement", lambda *rest: judge.Agreement(largest=9.0, mismatches=0, tolerance=0.1))
+    code, found = measure(monkeypatch, tmp_path, [Fake("jaxserve", 4.0), theirs])
+    assert code == 1
+    assert theirs.kinds() == ["sequences"]
+    assert "its outputs are not ours: Agreement(largest=9.0" in found["problems"][0]
+
+
+def test_an_engine_that_answers_otherwise_under_load_is_told(monkeypatch, tmp_path):
+    code, found = measure(monkeypatch, tmp_path, [Fake("jaxserve", 4.0), Fake("llama.cpp", 5.0, token=8)])
+    assert code == 1
+    assert found["problems"] == [
+        f"llama.cpp, bloom, float32, load {share}: only 0% of its answers begin as ours do" for share in (0.5, 1.2)
+    ]
+
+
+def test_an_environment_is_made_once(tmp_path, monkeypatch):
+    commands = []
+
+    def fake(command, **settings):
+        commands.append((command, settings["env"]["CMAKE_ARGS"]))
+        Path(tmp_path / "made" / "x" / "bin").mkdir(parents=True, exist_ok=True)
+        Path(tmp_path / "made" / "x" / "bin" / "python").touch()
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(environments.subprocess, "run", fake)
+    peer = Peer(name="x", requirements=("y==1",), script="z.py", build={"CMAKE_ARGS": "-DA=B"})
+    for _ in range(2):
+        python = environments.ensure(peer, tmp_path / "made", lambda line: None)
+    assert python == tmp_path / "made" / "x" / "bin" / "python"
+    assert [command[1:3] for command, _ in commands] == [["-m", "venv"], ["-m", "pip"]]
+    assert {flags for _, flags in commands} == {"-DA=B"}
+    newer = Peer(name="x", requirements=("y==2",), script="z.py", build={"CMAKE_ARGS": ""})
+    environments.ensure(newer, tmp_path / "made", lambda line: None)
+    assert commands[-1][0][-1] == "y==2"
+    assert len(commands) == 3
+
+
+def test_a_failed_installation_is_told_with_its_log(tmp_path, monkeypatch):
+    def fake(command, *, stdout, **settings):
+        stdout.write("no compiler found\n")
+        stdout.flush()
+        return subprocess.CompletedProcess(command, 1)
+
+    monkeypatch.setattr(environments.subprocess, "run", fake)
+    with pytest.raises(PeerError, match=r"(?s)environment of x cannot be made.*x\.log.*no compiler found"):
+        environments.ensure(Peer(name="x", requirements=(), script="z.py"), tmp_path, lambda line: None)
+    assert not (tmp_path / "x" / "installed.json").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_told_in_words(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(PeerError, match=r"environment of x cannot be kept in .*file/peers: Not a directory"):
+        environments.ensure(Peer(name="x", requirements=(), script="z.py"), tmp_path / "file" / "peers", lambda _: None)
+
+
+BROKEN = "import sys; print('bad things', file=sys.stderr); sys.exit(3)"
+
+
+def test_a_failed_run_is_told_with_what_it_said():
+    with pytest.raises(PeerError, match=r"(?s)x ended with code 3:\nbad things"):
+        environments.run_command([sys.executable, "-c", BROKEN], "x")
+    assert environments.run_command([sys.executable, "-c", "print(1); print('{}')"], "x") == "{}"
+
+
+def test_gguf_names(scripts):
+    gguf = scripts("write_gguf")
+    assert gguf.rename("transformer.h.3.mlp.dense_4h_to_h.bias", gguf.BLOOM_TOP, gguf.BLOOM_LAYER) == (
+        "blk.3.ffn_down.bias"
+    )
+    assert gguf.rename("word_embeddings.weight", gguf.BLOOM_TOP, gguf.BLOOM_LAYER) == "token_embd.weight"
+    assert gguf.rename("lm_head.weight", gguf.GPT2_TOP, gguf.GPT2_LAYER) is None
+    assert gguf.rename("h.0.attn.bias", gguf.GPT2_TOP, gguf.GPT2_LAYER) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        ("transformer.h.3.attn.c_attn.weight", "layer.3.self_attention.linear.0.weight"),
+        ("h.3.ln_2.bias", "layer.3.ffn.layer_norm.beta"),
+        ("h.0.mlp.c_proj.bias", "layer.0.ffn.linear_1.bias"),
+        ("wpe.weight", "position_encodings.encodings"),
+        ("ln_f.weight", "layer_norm.gamma"),
+        ("lm_head.weight", None),
+        ("h.0.attn.bias", None),
+    ],
+)
+def test_ctranslate2_paths(scripts, name, path):
+    writer = scripts("write_ctranslate2")
+    assert writer.rename(name, writer.GPT2_TOP, writer.GPT2_LAYER) == path
+
+
+def test_the_order_of_qkv(scripts):
+    fused = np.arange(2 * 3 * 2).reshape(12, 1)  # two heads of size two: q0 q0 k0 k0 v0 v0 q1 ...
+    assert scripts("peer_common").part_qkv(fused, 2)[:, 0].tolist() == [0, 1, 6, 7, 2, 3, 8, 9, 4, 5, 10, 11]
+
+
+def test_every_peer_has_its_files():
+    for peer in environments.PEERS.values():
+        for script in filter(None, (peer.script, peer.converter)):
+            assert (environments.SCRIPTS / script).exists()
+        assert peer.environment in (None, *environments.PEERS)
+        json.dumps([peer.requirements, peer.job])
+
+
+def test_what_a_peer_cannot_serve_is_left_out_before_anything_is_converted(monkeypatch, tmp_path):
+    (tmp_path / "model.safetensors").touch()
+    (tmp_path / "config.json").write_text(json.dumps(shapes.SHAPES["tiny"]))
+    ran = []
+
+    def run_script(python, script, *arguments, name):
+        ran.append((script, arguments[1:]))
+        if script == "write_ctranslate2.py":
+            Path(arguments[1]).mkdir()
+            return ""
+        job = json.loads(Path(arguments[0]).read_text())
+        assert job["ask"] == "bloom"
+        return json.dumps({"cannot": "no such type"} if job["dtype"] == "bfloat16" else {})
+
+    monkeypatch.setattr(environments, "ensure", lambda peer, folder, say: Path("python"))
+    monkeypatch.setattr(environments, "run_script", run_script)
+    dtypes = ["float32", "bfloat16"]
+    for _ in range(2):  # a checkpoint is converted once
+        made, notes = contenders.peer("ctranslate2", tmp_path, dtypes, tmp_path, tmp_path, lambda line: None)
+    assert [each.dtype for each in made] == ["float32"]
+    assert made[0].model.is_dir()
+    assert made[0].vocab_size == 128
+    assert notes == [f"ctranslate2 is not compared with {tmp_path.name} in bfloat16: no such type"]
+    assert [script for script, _ in ran].count("write_ctranslate2.py") == 1

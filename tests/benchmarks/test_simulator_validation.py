@@ -1,0 +1,109 @@
+"""What the simulator takes over from an engine."""
+
+import dataclasses
+from types import SimpleNamespace
+from typing import cast
+
+import numpy as np
+import pytest
+
+from benchmarks import simulator_validation as reality
+from jaxserve.config import EngineConfig
+from jaxserve.engine import IterationRecord
+from jaxserve.iteration import Chunk, IterationPlan
+from jaxserve.scheduler.buckets import BucketCost
+from jaxserve.simulate.clock import Host
+from jaxserve.simulate.outcome import Outcome
+from jaxserve.simulate.system import System
+from jaxserve.simulate.workload import Job, Workload
+from jaxserve.startup_report import StartupReport
+
+COSTS = (
+    BucketCost(size=4, compile_seconds=0.0, milliseconds=20.0, slots_read=512),
+    BucketCost(size=16, compile_seconds=0.0, milliseconds=50.0, slots_read=384),
+)
+
+
+def report(costs=COSTS, slot_milliseconds=0.01) -> StartupReport:
+    sizes = {"slots": 1024, "block_size": 16, "max_context": 512, "replicas": 1}
+    return cast(StartupReport, SimpleNamespace(buckets=costs, slot_milliseconds=slot_milliseconds, **sizes))
+
+
+def system(after=None, **settings) -> System:
+    turn = reality.Turn(
+        workload=Workload(name="", jobs=()),
+        config=EngineConfig(stages=2),
+        report=report(**settings),
+        max_context=512,
+        outcomes=[],
+        records=[],
+    )
+    return reality.system_of(turn, after or report(**settings), Host())
+
+
+def seconds(bucket, chunks, **settings) -> list[float]:
+    plan = SimpleNamespace(bucket=bucket, chunks=[Chunk(row, *chunk, True) for row, chunk in enumerate(chunks)])
+    return [*system(**settings).seconds(cast(IterationPlan, plan))]
+
+
+def test_an_iteration_like_the_one_measured_costs_what_was_measured() -> None:
+    assert seconds(4, [(128, 1)] * 4) == pytest.approx([0.020, 0.020])
+    assert seconds(16, [(128, 1)] * 3 + [(0, 13)]) == pytest.approx([0.050, 0.050])
+
+
+def test_slots_that_are_read_more_and_less_count() -> None:
+    assert seconds(4, [(228, 1)] * 4) == pytest.approx([0.024, 0.024])
+    assert seconds(4, [(128, 1)]) == pytest.approx([0.020 - 384e-5] * 2)
+    assert seconds(16, [(128, 1)] * 3 + [(64, 13)]) == pytest.approx([0.05064] * 2)
+    assert seconds(4, [(1, 1)], slot_milliseconds=1.0) == [0.0, 0.0]
+
+
+def test_what_was_measured_before_and_after_counts_alike() -> None:
+    dearer = tuple(dataclasses.replace(cost, milliseconds=2 * cost.milliseconds) for cost in COSTS)
+    after = report(dearer, slot_milliseconds=0.03)
+    assert seconds(4, [(128, 1)] * 4, after=after) == pytest.approx([0.030, 0.030])
+    assert seconds(4, [(228, 1)] * 4, after=after) == pytest.approx([0.038, 0.038])
+    assert system(after).costs == COSTS  # what the scheduler decides by
+
+
+def record(finished_at=0.0, bucket=4, **times) -> IterationRecord:
+    times = {"schedule_s": 0.001, "pack_s": 0.002, "launch_s": 0.003, "wait_s": 0.5, "complete_s": 0.004} | times
+    counts = dict.fromkeys(("replica", "decodes", "prompt_tokens", "waiting"), 0)
+    plan = SimpleNamespace(bucket=bucket, chunks=[])
+    return IterationRecord(**counts, **times, plan=cast(IterationPlan, plan), finished_at=finished_at)
+
+
+def test_the_hosts_times_are_its_records_medians() -> None:
+    times = [record(), record(schedule_s=1.0, complete_s=1.0), record()]
+    assert reality.host_of(times) == (pytest.approx(0.006), 0.004, False)
+
+
+def test_the_pace_is_of_iterations_that_followed_each_other() -> None:
+    def costs(plan):
+        return [plan.bucket / 100]
+
+    def outcome(arrival, end):
+        return Outcome(arrival=arrival, prompt_tokens=1, token_times=[arrival, end])
+
+    records = [record(0.1), record(0.15), record(0.2), record(9.0), record(9.1), record(9.58, bucket=16)]
+    # Nobody was there between 0.2 and 8.9; the second comes while the first is answered, the fourth after the third.
+    outcomes = [outcome(0.0, 0.15), outcome(0.12, 0.2), outcome(8.9, 9.1), outcome(9.05, 9.58)]
+    assert reality.pace_of(outcomes, records, costs) == pytest.approx((0.05 + 0.05 + 0.1 + 0.48) / (3 * 0.04 + 0.16))
+    assert reality.pace_of(outcomes, records[:1], costs) == 1.0
+
+
+def test_a_load_is_served_in_parts_of_about_as_many_jobs() -> None:
+    jobs = tuple(Job(arrival=0.0, prompt=np.zeros(length, np.int32), max_tokens=1) for length in range(1, 13))
+    parts = reality.parts_of(Workload(name="", jobs=jobs))
+    assert [len(part.jobs) for part in parts] == [2, 2, 3, 2, 3]
+    assert tuple(job for part in parts for job in part.jobs) == jobs
+    assert [len(part.jobs) for part in reality.parts_of(Workload(name="", jobs=jobs[:3]))] == [1, 1, 1]
+
+
+def test_a_part_that_was_disturbed_is_outvoted_in_every_figure() -> None:
+    parts = [
+        {"a": (1.0, 10.0), "b": (5.0, 5.0)},
+        {"a": (9.0, 12.0), "b": (6.0, 7.0)},
+        {"a": (2.0, 11.0), "b": (7.0, 6.0)},
+    ]
+    assert reality.middle(parts) == {"a": (2.0, 11.0), "b": (6.0, 6.0)}

@@ -1,0 +1,269 @@
+"""The control channel between threads of a process: who is let in, what is agreed on, and what is told of the rest."""
+
+import dataclasses
+import math
+import queue
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import grpc
+import pytest
+
+from jaxserve.config import EngineConfig
+from jaxserve.multihost import channel, watchdog
+from jaxserve.multihost import control_pb2 as pb
+from jaxserve.multihost import startup as start
+from jaxserve.multihost.config import ClusterConfig, Secrets, check, facts
+from jaxserve.multihost.failure import ExitCode
+from jaxserve.multihost.group import STARTING_SILENCE, Group
+from jaxserve.multihost.worker import Membership
+from tests.jaxserve.multihost.processes import WAIT_SECONDS, free_ports, make_certificates
+
+FACTS = [("max_rows", "4"), ("the model's fingerprint", "abc")]
+
+
+class Ends:
+    """Takes the place of the end of a process."""
+
+    def __init__(self) -> None:
+        self.codes: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    def __call__(self, code: int) -> None:
+        self.codes.put(code)
+
+
+def place(host: int, coordinator: str, hosts: int = 2, **settings: Any) -> ClusterConfig:
+    return ClusterConfig(hosts=hosts, host=host, coordinator=coordinator, **{"join_timeout": 30.0} | settings)
+
+
+def joined(coordinator: str, ends: Ends, **settings: Any) -> tuple[Group, Membership]:
+    """Both sides, past the handshake."""
+    group = Group(place(0, coordinator, **settings), FACTS, tell=lambda _: None, end=ends)
+    group.listen()
+    membership = Membership(place(1, coordinator, **settings), FACTS, tell=lambda _: None, end=ends)
+    aside(membership.join)
+    group.join()
+    return group, membership
+
+
+def aside(call: Callable[[], Any]) -> threading.Thread:
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_the_least_number_is_agreed_on() -> None:
+    ends = Ends()
+    group, membership = joined(free_ports(), ends)
+    found: queue.SimpleQueue[int] = queue.SimpleQueue()
+    aside(lambda: found.put(membership.agree("blocks", 70)))
+    assert group.agree("blocks", 80) == 70
+    assert found.get(timeout=WAIT_SECONDS) == 70
+    assert group.stop()
+    assert ends.codes.get(timeout=WAIT_SECONDS) == 0
+
+
+def test_a_worker_says_what_went_wrong_and_the_master_tells_the_others() -> None:
+    ends, told = Ends(), queue.SimpleQueue()
+    group, membership = joined(free_ports(), ends)
+    group.on_failure = told.put
+    membership.reached("compiling")
+    membership.fail("ValueError: no\nand more of it")
+    problem = told.get(timeout=WAIT_SECONDS)
+    assert str(problem) == "host 1, while compiling: ValueError: no"
+    assert {ends.codes.get(timeout=WAIT_SECONDS), ends.codes.get(timeout=WAIT_SECONDS)} == {
+        ExitCode.BROKEN,
+        ExitCode.LOST,
+    }
+    assert str(group.failure) == str(problem)
+
+
+def test_what_a_worker_says_must_be_understood() -> None:
+    ends, told = Ends(), queue.SimpleQueue()
+    group, membership = joined(free_ports(), ends)
+    group.on_failure = told.put
+    group.place({0: (0,), 1: (1,)})
+    membership._out.put(pb.FromWorker(completed=pb.Completed(sequence=3)))  # of an iteration that was never sent
+    assert "what it said is not understood" in str(told.get(timeout=WAIT_SECONDS))
+
+
+def test_who_says_no_hello_is_no_host(caplog) -> None:
+    place_0 = place(0, free_ports())
+    group = Group(place_0, FACTS, tell=lambda _: None, end=Ends())
+    group.listen()
+    open_stream = channel.connect(place(1, place_0.coordinator))
+    for said in ([], [pb.FromWorker(heartbeat=pb.Heartbeat())]):
+        assert list(open_stream(iter(said))) == []
+    membership = Membership(place(1, place_0.coordinator), FACTS, tell=lambda _: None, end=Ends())
+    aside(membership.join)
+    group.join()
+    group.stop()
+    assert not caplog.records
+
+
+def test_who_says_nothing_keeps_no_host_out(monkeypatch) -> None:
+    monkeypatch.setattr(channel, "FIRST_WORD", 1.0)
+    place_0 = place(0, free_ports())
+    group = Group(place_0, FACTS, tell=lambda _: None, end=Ends())
+    group.listen()
+    never: queue.SimpleQueue[pb.FromWorker] = queue.SimpleQueue()
+    streams = [channel.connect(place(1, place_0.coordinator))(iter(never.get, None)) for _ in range(12)]  # all threads
+    membership = Membership(place(1, place_0.coordinator), FACTS, tell=lambda _: None, end=Ends())
+    aside(membership.join)
+    group.join()
+    group.stop()
+    for stream in streams:
+        with pytest.raises(grpc.RpcError):
+            list(stream)
+
+
+def test_who_watches_a_worker_knows_at_once_how_long_it_may_be_silent(monkeypatch) -> None:
+    """Not half a second later: should the worker be stopped meanwhile, what held before would hold for as long."""
+    monkeypatch.setattr(watchdog, "BEAT", 3600.0)  # beats once, at the start
+    ends, allowed = Ends(), queue.SimpleQueue()
+    coordinator = free_ports()
+    group = Group(place(0, coordinator), FACTS, tell=lambda _: None, end=ends)
+    group.listen()
+    membership = Membership(place(1, coordinator), FACTS, tell=lambda _: None, alive=allowed.put, end=ends)
+    aside(membership.join)
+    group.join()
+    assert allowed.get(timeout=WAIT_SECONDS) == STARTING_SILENCE
+    for deadline in (120.0, 3.0):
+        group.phase(deadline, serving=deadline < 10)
+        assert allowed.get(timeout=WAIT_SECONDS) == deadline
+    group.stop()
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make certificates")
+def test_mutual_tls(tmp_path) -> None:
+    make_certificates(tmp_path)
+    make_certificates(other := tmp_path / "other")
+
+    def secrets(folder: Path) -> Secrets:
+        ca, certificate, key = ((folder / name).read_bytes() for name in ("ca.pem", "host.pem", "host.key"))
+        return Secrets(authority=ca, certificate=certificate, key=key)
+
+    coordinator, ends = free_ports(), Ends()
+    group = Group(place(0, coordinator, secrets=secrets(tmp_path)), FACTS, tell=lambda _: None, end=ends)
+    group.listen()
+    for theirs in (None, secrets(other), dataclasses.replace(secrets(other), authority=secrets(tmp_path).authority)):
+        stranger = place(1, coordinator, secrets=theirs, join_timeout=2.0)
+        with pytest.raises(ValueError, match="host 0"):
+            Membership(stranger, FACTS, tell=lambda _: None, end=ends).join()
+    ours = Membership(place(1, coordinator, secrets=secrets(tmp_path)), FACTS, tell=lambda _: None, end=ends)
+    aside(ours.join)
+    group.join()
+    assert group.stop()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"hosts": 1}, "hosts is 1; several are at least 2"),
+        ({"host": 2}, "host-id is 2; with 2 hosts it must be from 0 to 1"),
+        ({"coordinator": "10.0.0.1"}, "coordinator is '10.0.0.1'; it must be HOST:PORT"),
+        ({"coordinator": ":9000"}, "coordinator is ':9000'; it must be HOST:PORT"),
+        ({"step_deadline": 0.0}, "step-deadline is 0.0; it must be above 0 seconds"),
+        ({"step_deadline": math.inf}, "step-deadline is inf; it must be above 0 seconds and at most 1000000"),
+        ({"join_timeout": 1e300}, "join-timeout is 1e.300; it must be above 0 seconds and at most 1000000"),
+        ({"record_seconds": math.nan}, "flight-seconds is nan; it must be above 0 seconds and at most 1000000"),
+        ({"control_port": 70000}, "control-port is 70000; it must be from 1 to 65535"),
+        ({"links": "wet string"}, "links is 'wet string'; it must be one of auto, direct, bridge"),
+    ],
+)
+def test_places_that_cannot_be(settings, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        ClusterConfig(**{"hosts": 2, "host": 0, "coordinator": "10.0.0.1:9000"} | settings)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (EngineConfig(tensor=3), "tensor 3 times stages 1 is 3 devices, which 2 hosts cannot share evenly"),
+        (EngineConfig(tensor=2, replicas=2), "replicas is 2; with hosts it must be 1"),
+        (EngineConfig(tensor=2, speculate="ngram"), None),
+    ],
+)
+def test_settings_that_hosts_do_not_go_with(config, message) -> None:
+    cluster = place(0, "10.0.0.1:9000")
+    if message is None:
+        check(config, cluster)
+        return
+    with pytest.raises(ValueError, match=message):
+        check(config, cluster)
+
+
+def test_a_model_does_not_draft_across_hosts() -> None:
+    config = EngineConfig(speculate="a folder")
+    with pytest.raises(ValueError, match="speculate is a folder; with hosts a model does not draft, but ngram can"):
+        check(config, place(0, "10.0.0.1:9000", hosts=2))
+
+
+def test_what_hosts_compare(tmp_path) -> None:
+    (tmp_path / "a.toml").write_text("[axes]\n")
+    (tmp_path / "b.toml").write_text("[axes]\nvocab = 'none'\n")
+    cluster = place(0, "10.0.0.1:9000")
+
+    def found(**settings: Any) -> dict[str, str]:
+        return dict(facts(EngineConfig(**settings), cluster, (4, 12), "abc", [tmp_path / "tokenizer.json"]))
+
+    assert found(compilation_cache="here") == found(compilation_cache="there")
+    assert found(sharding=str(tmp_path / "a.toml")) != found(sharding=str(tmp_path / "b.toml"))
+    assert found()["the bucket table"] == "4, 12"
+    assert found()["the model's fingerprint"] == "abc"
+    assert found()["the model's tokenizer.json"] == "no file"
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert found()["the model's tokenizer.json"].startswith("a file of SHA-256 ")
+    assert {"the version of jax", "the version of jaxserve", "max_rows", "links"} <= found().keys()
+
+
+@pytest.mark.parametrize(("problem", "traced"), [(ValueError("no room"), False), (KeyError("a defect"), True)])
+def test_a_worker_shows_where_a_defect_is_and_nothing_else(monkeypatch, caplog, problem, traced) -> None:
+    said: list[str] = []
+    membership = SimpleNamespace(join=lambda: None, fail=said.append)
+    monkeypatch.setattr(start, "Membership", lambda *_, **__: membership)
+    monkeypatch.setattr(start, "_facts", lambda *_: [])
+    monkeypatch.setattr(start, "_prepare", raising(problem))
+    with pytest.raises(type(problem)):
+        start.follow("a model", EngineConfig(tensor=2), place(1, "10.0.0.1:9000"), tell=lambda _: None)
+    assert said == [f"{type(problem).__name__}: {problem}"]
+    assert any(record.exc_info for record in caplog.records) == traced
+
+
+def test_workers_are_told_that_host_0_was_interrupted(monkeypatch) -> None:
+    said: list[str] = []
+    group = SimpleNamespace(
+        listen=lambda: None, reached=lambda _: None, join=raising(KeyboardInterrupt()), stop=said.append
+    )
+    monkeypatch.setattr(start, "Group", lambda *_, **__: group)
+    monkeypatch.setattr(start, "_facts", lambda *_: [])
+    with pytest.raises(KeyboardInterrupt):
+        start.lead("a model", EngineConfig(tensor=2), place(0, "10.0.0.1:9000"), tell=lambda _: None)
+    assert said == ["host 0: KeyboardInterrupt"]
+
+
+def raising(problem: BaseException) -> Callable[..., Any]:
+    def call(*_: object) -> NoReturn:
+        raise problem
+
+    return call
+
+
+def test_slurm_is_found(monkeypatch) -> None:
+    from jaxserve.multihost.detect import detect
+
+    for name, value in {
+        "SLURM_JOB_ID": "7",
+        "SLURM_STEP_NODELIST": "node[3-4]",
+        "SLURM_NTASKS": "2",
+        "SLURM_PROCID": "1",
+        "SLURM_LOCALID": "0",
+    }.items():
+        monkeypatch.setenv(name, value)
+    found = detect()
+    assert (found.hosts, found.host) == (2, 1)
+    assert found.coordinator.startswith("node3:")

@@ -1,0 +1,284 @@
+"""One process, many devices: the same answers however a model is laid out, and programs that do no needless work."""
+
+import dataclasses
+import re
+from collections import Counter
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve import models, startup, weights
+from jaxserve.config import EngineConfig
+from jaxserve.engine import Engine
+from jaxserve.iteration import SamplerVariant
+from jaxserve.request import Request, SamplingParams
+from jaxserve.runner.lowering import StagePrograms
+from tests.fixtures import parity
+from tests.fixtures.tiny import VOCAB
+from tests.fixtures.traffic import Answers, run, traffic
+
+SIZES = {  # by the names of all families
+    "vocab_size": 104,
+    "hidden_size": 32,
+    "n_embd": 32,
+    "eos_token_id": 2,
+    "n_head": 8,
+    "num_attention_heads": 8,
+    "n_positions": 96,
+    "max_position_embeddings": 96,
+    "intermediate_size": 64,
+    "ffn_dim": 64,
+    "rotary_pct": 0.5,
+    "word_embed_proj_dim": 16,
+}
+CONFIG = EngineConfig(max_rows=4, block_size=4, slots=200, buckets=(12,), max_context=96)
+REQUESTS = 40
+LAYOUTS = [(tensor, stages) for tensor in (1, 2, 4, 8) for stages in range(1, 9) if 1 < tensor * stages <= 8]
+assert SIZES["vocab_size"] >= VOCAB  # of the traffic
+
+
+def config_of(family: str, num_layers: int) -> models.ModelConfig:
+    return models.parse_config({"model_type": family, "n_layer": num_layers, "num_hidden_layers": num_layers, **SIZES})
+
+
+def settings(policy: Any, tensor: int = 1, stages: int = 1, **changes) -> EngineConfig:
+    return dataclasses.replace(CONFIG, slot_policy=policy, tensor=tensor, stages=stages, **changes)
+
+
+@cache
+def params_of(family: str, num_layers: int):
+    """Random weights, large enough that the model prefers some tokens to others."""
+    tree = models.build(config_of(family, num_layers)).init(0, jnp.float32)
+    return jax.tree.map(lambda leaf: leaf * 4 if leaf.ndim > 1 else leaf, tree)
+
+
+def make(family: str, num_layers: int, config: EngineConfig) -> Engine:
+    return Engine.from_params(config_of(family, num_layers), params_of(family, num_layers), config)
+
+
+@cache
+def alone(family: str, num_layers: int) -> Answers:
+    """What one device answers."""
+    return run(make(family, num_layers, settings("reserve")), traffic(REQUESTS, scored=True))
+
+
+def check_same(engine: Engine, family: str, num_layers: int) -> None:
+    expected, answers = alone(family, num_layers), run(engine, traffic(REQUESTS, scored=True))
+    load = engine.load()
+    assert load.compiled_after_ready == 0
+    assert load.slots_used == 0
+    assert load.cached_tokens > 0
+    different = [name for name, tokens in expected.tokens.items() if answers.tokens[name] != tokens]
+    assert len(different) <= REQUESTS // 40  # a draw or a choice within a hair of the next
+    for name, tokens in expected.tokens.items():
+        pairs = zip(tokens, answers.tokens[name], strict=name not in different)
+        same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(tokens))
+        np.testing.assert_allclose(answers.logprobs[name][:same], expected.logprobs[name][:same], atol=1e-4)
+        np.testing.assert_allclose(answers.prompt_logprobs[name], expected.prompt_logprobs[name], atol=1e-4)
+        if name not in different:
+            assert answers.reasons[name] == expected.reasons[name]
+
+
+@pytest.fixture(scope="module")
+def six() -> Engine:
+    """Three stages of two devices."""
+    return make("bloom", 4, settings("reserve", 2, 3, layers_per_stage=(1, 1, 2), slots=640))
+
+
+def test_three_stages_of_two_devices_answer_as_one_device(six) -> None:
+    check_same(six, "bloom", 4)
+
+
+def test_two_stages_of_four_devices_answer_as_one_device() -> None:
+    check_same(make("gpt2", 3, settings("grow", 4, 2)), "gpt2", 3)
+
+
+@pytest.mark.parametrize("family", [pytest.param("gpt_neox", marks=pytest.mark.exhaustive), "opt"])
+def test_two_stages_of_two_devices_answer_as_one_device(family) -> None:
+    check_same(make(family, 2, settings("grow", 2, 2)), family, 2)
+
+
+def test_other_rules_for_parameters_activations_and_pool_answer_the_same(tmp_path) -> None:
+    rules = """
+        [axes]
+        vocab = "none"
+        [parameters."layers.1.up.*"]
+        ffn = "none"
+        [activations]
+        tokens = "tensor"
+        [pool]
+        heads = "none"
+    """
+    (tmp_path / "rules.toml").write_text(rules)
+    engine = make("gpt2", 3, settings("grow", 2, sharding=str(tmp_path / "rules.toml")))
+    check_same(engine, "gpt2", 3)
+    (stage,) = engine._replicas[0].pipeline.stages
+    for leaf in jax.tree.leaves((stage.params["embed"], stage.params["layers"][1]["up"], stage.pool)):
+        assert leaf.is_fully_replicated
+    assert not stage.params["layers"][0]["up"]["kernel"].is_fully_replicated
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("policy", ["grow", "reserve"])
+@pytest.mark.parametrize("family", models.families())
+@pytest.mark.parametrize(("tensor", "stages"), LAYOUTS)
+def test_every_layout_of_eight_devices_answers_as_one(family, policy, tensor, stages) -> None:
+    check_same(make(family, 8, settings(policy, tensor, stages)), family, 8)
+
+
+def lowered(family: str, tensor: int = 1, stages: int = 1, num_layers: int = 2, **changes) -> list[StagePrograms]:
+    """The stages' programs; nothing is on a device."""
+    config = dataclasses.replace(config_of(family, num_layers), **changes)
+    return startup.stage_programs(settings("grow", tensor, stages), models.build(config))[0][0]
+
+
+def collectives(compiled: jax.stages.Compiled) -> list[tuple[str, str]]:
+    """Kind and result of every collective of a program."""
+    kinds = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute|collective-broadcast"
+    return re.findall(rf"= (\S+?)(?:\{{[\d,]*\}})? ({kinds})(?:-start)?\(", compiled.as_text() or "")
+
+
+@pytest.mark.parametrize(("family", "bucket"), [("bloom", 12), ("gpt2", 256)])
+def test_a_layer_needs_two_all_reduces_and_nothing_is_gathered_but_logits(family, bucket) -> None:
+    (stage,) = lowered(family, tensor=2)
+    compiled = stage.lower_forward(bucket, 2048).compile()
+    found = Counter(kind for _, kind in collectives(compiled))
+    assert found == {"all-reduce": 2 * 2 + 1}  # one more for the tokens' embeddings
+    for points in (1, 4):
+        assert collectives(stage.lower_head(points).compile()) == [
+            (f"f32[{points},{SIZES['vocab_size']}]", "all-gather")
+        ]
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    pool = sum(leaf.size // 2 * leaf.dtype.itemsize for leaf in jax.tree.leaves(stage.pool(2048)))
+    assert memory.alias_size_in_bytes >= pool
+    assert memory.temp_size_in_bytes < pool / 2
+
+
+def test_a_stage_in_the_middle_gathers_nothing() -> None:
+    middle = lowered("bloom", tensor=2, stages=3, num_layers=3)[1]
+    assert Counter(kind for _, kind in collectives(middle.lower_forward(12, 64).compile())) == {"all-reduce": 2}
+
+
+def test_scoring_and_choosing_gather_no_weights() -> None:
+    (stage,) = lowered("gpt2", tensor=2, num_layers=1, vocab_size=20_000)
+    for shape, _ in collectives(stage.lower_score(12).compile()):
+        assert "20000" not in shape
+        assert "10000" not in shape
+    assert not collectives(stage.lower_choose(4, SamplerVariant.CONSTRAINED).compile())
+
+
+def test_a_stage_holds_its_layers_and_no_more(six) -> None:
+    stages = six._replicas[0].pipeline.stages
+    assert [sorted(stage.params["layers"]) for stage in stages] == [[0], [1], [2, 3]]
+    assert [sorted(stage.params) for stage in stages] == [["embed", "layers"], ["layers"], ["embed", "head", "layers"]]
+    assert sorted(stages[2].params["embed"]) == ["tokens"]  # the head; the embedding's norm is the first stage's
+    for index, stage in enumerate(stages):
+        mine = set(jax.devices()[2 * index : 2 * index + 2])
+        for leaf in jax.tree.leaves((stage.params, stage.pool)):
+            assert set(leaf.devices()) == mine
+        kernel = stage.params["layers"][index]["up"]["kernel"]
+        assert kernel.addressable_shards[0].data.shape == (64, 32)
+        for leaf in jax.tree.leaves(stage.pool):
+            assert leaf.addressable_shards[0].data.size * 2 == leaf.size
+            assert leaf.shape[0] * CONFIG.block_size == six.config.slots * len(stage.params["layers"])
+    assert six.report.layers_per_stage == (1, 1, 2)
+    whole = sum(leaf.nbytes for leaf in jax.tree.leaves(params_of("bloom", 4)))
+    assert whole < six.report.weight_bytes < 1.3 * whole  # the token table twice; norms and some biases on both devices
+
+
+@pytest.mark.parametrize("saved", ["hugging face", "orbax"])
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("bloom", {}),
+        ("gpt2", {"tie_word_embeddings": False}),
+        ("bloom", {"tie_word_embeddings": False, "n_head": 7, "hidden_size": 28, "vocab_size": 103}),
+        ("gpt2", {"n_head": 7, "n_embd": 28, "vocab_size": 103, "n_inner": 31}),
+    ],
+)
+def test_checkpoints_are_read_to_where_they_are_used(family, changes, saved, tmp_path) -> None:
+    entries = {"model_type": family, "n_layer": 3, **SIZES, **changes}
+    path = parity.write_checkpoint(tmp_path / "model", entries, parity.draw(entries, 0))
+    model, dtype = models.build(weights.read_config(path)), jnp.dtype("float32")
+    whole = weights.load(path, model, dtype)
+    if saved == "orbax":
+        weights.convert(path, tmp_path / "saved")
+        path = tmp_path / "saved"
+    (tmp_path / "pad.toml").write_text("[pad]\nheads = true\nvocab = true\nffn = true\n")
+    config = EngineConfig(tensor=2, stages=2, dtype="float32", sharding=str(tmp_path / "pad.toml"))
+    (stages,), _ = startup.stage_programs(config, model)
+    params = weights.load(path, stages[0].model, dtype, place=startup.placement(stages))
+    for stage in stages:
+        part = model.part(params, stage.layers)
+        expected = jax.tree.leaves(model.part(whole, stage.layers))
+        for wanted, leaf, value in zip(jax.tree.leaves(stage.params()), jax.tree.leaves(part), expected, strict=True):
+            missing = [(0, size - have) for size, have in zip(wanted.shape, value.shape, strict=True)]
+            np.testing.assert_array_equal(leaf, np.pad(value, missing))
+            is_table = model.config.tie_embeddings and wanted.shape[0] == stage.model.held.vocab_size
+            assert leaf.sharding == wanted.sharding or (is_table and stage.is_last)
+
+
+def test_four_iterations_are_in_flight_and_tokens_go_back_when_they_are_known(six, monkeypatch) -> None:
+    pipeline, order = six._replicas[0].pipeline, []
+    landed = pipeline._landed
+
+    def note(what, call, *args):
+        result = call(*args)
+        order.append(what)
+        return result
+
+    for owner, name in ((pipeline, "launch"), (pipeline, "wait"), (pipeline.stages[0], "feed")):
+        monkeypatch.setattr(owner, name, partial(note, name, getattr(owner, name)))
+    sampling = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+    requests = [(0, Request(request_id=str(i), prompt=(5, 6, 7 + i), sampling=sampling)) for i in range(16)]
+    run(six, requests)
+    in_flight = most = 0
+    for what in order:
+        if what == "feed":
+            landed -= 1
+        elif what == "launch":
+            assert landed == 0  # what has landed was fed first, and nothing else
+            in_flight += 1
+            most = max(most, in_flight)
+        else:
+            in_flight -= 1
+            landed += 1
+    assert most == 4
+
+
+def test_new_weights_reach_every_stage(six) -> None:
+    other = jax.tree.map(lambda leaf: np.asarray(leaf) + 1, params_of("bloom", 4))
+    six.update_params(other)
+    for stage in six._replicas[0].pipeline.stages:
+        expected = jax.tree.leaves(stage.programs.model.part(other, stage.programs.layers))
+        for leaf, value, wanted in zip(
+            jax.tree.leaves(stage.params), expected, jax.tree.leaves(stage.programs.params()), strict=True
+        ):
+            np.testing.assert_array_equal(leaf, value)
+            assert leaf.sharding == wanted.sharding
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tensor": 3}, r"axis 'vocab' of size 104 does not divide over mesh axis 'tensor' of size 3"),
+        (
+            {"tensor": 4, "stages": 3},
+            r"tensor 4 times stages 3 is 12, more devices than there are: 8 \(XLA_FLAGS=.*=12",
+        ),
+        ({"tensor": 8, "sharding": "rules.toml", "buckets": (12, 20)}, r"hidden states of 12 tokens: axis 'tokens' of"),
+        ({"stages": 4}, r"stages is 4; it must be at least 1 and at most 3, the number of layers"),
+        ({"stages": 2, "layers_per_stage": (3, 1)}, r"layers_per_stage is 3,1, which are 4 layers; the model has 3"),
+        ({"stages": 3, "layers_per_stage": (1, 2)}, r"layers_per_stage is 1,2, which are 2 stages; stages is 3"),
+    ],
+)
+def test_layouts_that_cannot_be_are_refused_before_a_weight_is_read(changes, message, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rules.toml").write_text('[activations]\ntokens = "tensor"\n')
+    with pytest.raises(ValueError, match=message):
+        startup.stage_programs(EngineConfig(**changes), models.build(config_of("bloom", 3)))

@@ -1,0 +1,201 @@
+"""Compiled programs kept between starts: found by what they are made from, and by nothing else."""
+
+import dataclasses
+import errno
+import logging
+
+import jax
+import pytest
+
+from jaxserve import models, startup, weights
+from jaxserve.config import EngineConfig
+from jaxserve.engine import Engine
+from jaxserve.runner import cache_folder, program_cache
+from server.commands import cli
+from tests.fixtures.tiny import BLOOM
+
+# Sizes of no other test: what jax has loaded from its own cache is not kept.
+MODEL = dataclasses.replace(BLOOM, vocab_size=93)
+CONFIG = EngineConfig(dtype="float32", max_rows=2, buckets=(9,), max_context=96, slots=384, scoring=False)
+PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [12, 13]]
+
+
+@pytest.fixture(scope="module")
+def params():
+    return models.build(MODEL).init(0, "float32")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("programs")
+
+
+def start(params, folder, **settings) -> Engine:
+    config = dataclasses.replace(CONFIG, compilation_cache=str(folder), **settings)
+    return Engine.from_params(MODEL, params, config)
+
+
+def counts(engine: Engine) -> tuple[int, int]:
+    return engine.report.programs, engine.report.programs_loaded
+
+
+def answers(engine: Engine) -> list[tuple]:
+    with engine:
+        told = engine.generate(PROMPTS, max_tokens=12, temperature=0.7, seed=3, logprobs=0, ignore_eos=True)
+    assert engine.load().compiled_after_ready == 0
+    return [(each.token_ids, each.logprobs) for each in told]
+
+
+@pytest.fixture(scope="module")
+def first(params, folder):
+    """What the engine that filled the folder answered, and how many programs it has."""
+    engine = start(params, folder)
+    programs, loaded = counts(engine)
+    assert loaded == 0
+    assert len(list(folder.iterdir())) == programs
+    return answers(engine), programs
+
+
+def test_a_second_start_compiles_nothing_and_answers_the_same(params, folder, first) -> None:
+    expected, programs = first
+    engine = start(params, folder)
+    assert counts(engine) == (programs, programs)
+    assert answers(engine) == expected
+
+
+def test_an_engine_of_a_checkpoint_keeps_its_programs_where_the_command_line_does(
+    params, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr(cache_folder, "default", lambda: tmp_path / "cache")
+    weights.write_hf(tmp_path / "model", MODEL, params)
+    # Neither the fixture's sizes nor another test's.
+    config = EngineConfig(dtype="float32", max_rows=2, buckets=(7,), max_context=64, slots=320, scoring=False)
+    assert Engine.from_params(MODEL, params, config).report.programs_loaded == 0
+    assert not (tmp_path / "cache").exists()  # weights in memory are an experiment
+    config = dataclasses.replace(config, max_rows=5, max_context=112, slots=448, buckets=(10,))
+    for setting, loaded in (("auto", False), ("auto", True), (None, False)):
+        told = dataclasses.replace(config, compilation_cache=setting)
+        programs, found = counts(Engine.from_checkpoint(tmp_path / "model", told))
+        assert found == (programs if loaded else 0)
+        assert len(list((tmp_path / "cache").iterdir())) == programs
+    args = cli.parser(with_bench=False).parse_args(["serve"])
+    assert (config.compilation_cache, args.compilation_cache) == ("auto", str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_rows": 3},
+        {"max_context": 160},
+        {"kv_cache_dtype": "bfloat16"},
+        {"dtype": "bfloat16"},
+        {"quantize": "int8"},
+        {"scoring": True},
+        {"tensor": 3},
+        {"replicas": 2},
+    ],
+)
+def test_a_setting_that_changes_programs_is_another_key(settings) -> None:
+    model = models.build(MODEL)
+    (before,), _ = startup.stage_programs(CONFIG, model)
+    *_, after = startup.stage_programs(dataclasses.replace(CONFIG, **settings), model)[0]
+    assert after[0].made_from() != before[0].made_from()
+    assert before[0].made_from() == startup.stage_programs(CONFIG, model)[0][0][0].made_from()
+    assert " at 0x" not in after[0].made_from()  # no object's place in memory
+
+
+def test_programs_over_several_devices_and_stages_are_found(params, tmp_path) -> None:
+    settings = {"tensor": 3, "stages": 2}
+    fresh = start(params, tmp_path, **settings)
+    engine = start(params, tmp_path, **settings)
+    assert counts(fresh) == (fresh.report.programs, 0)
+    assert counts(engine) == (fresh.report.programs, fresh.report.programs)
+    assert answers(engine) == answers(fresh)
+
+
+def test_a_broken_entry_is_told_and_compiled_anew(params, folder, first, caplog) -> None:
+    expected, programs = first
+    broken = min(folder.iterdir())
+    whole = broken.read_bytes()
+    broken.write_bytes(whole[: len(whole) // 2])
+    with caplog.at_level(logging.WARNING):
+        engine = start(params, folder)
+    assert f"{broken} cannot be loaded" in caplog.text
+    assert counts(engine) == (programs, programs - 1)
+    assert answers(engine) == expected
+    broken.write_bytes(whole)
+
+
+def test_what_jax_has_loaded_is_not_kept(params, first, tmp_path) -> None:
+    """It would not be whole."""
+    _, programs = first
+    assert counts(start(params, tmp_path)) == (programs, 0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_code_versions_flags_and_settings_of_jax_are_part_of_the_key(monkeypatch) -> None:
+    device = jax.devices()[0]
+    seen = {program_cache.surroundings(device)}
+    with monkeypatch.context() as patch:
+        patch.setattr(program_cache, "_code", lambda: "other code")
+        seen.add(program_cache.surroundings(device))
+    with monkeypatch.context() as patch:
+        patch.setenv("XLA_FLAGS", "--xla_other")
+        seen.add(program_cache.surroundings(device))
+    with monkeypatch.context() as patch:
+        patch.setattr(program_cache.metadata, "version", lambda name: "0")
+        seen.add(program_cache.surroundings(device))
+    with jax.default_matmul_precision("highest"):
+        seen.add(program_cache.surroundings(device))
+    assert len(seen) == 5
+    assert program_cache.surroundings(device) in seen
+
+
+def test_where_a_host_listens_is_no_part_of_the_key() -> None:
+    """It is another port at every start."""
+    name, device = "jax_cross_host_transfer_socket_address", jax.devices()[0]
+    before, address = program_cache.surroundings(device), jax.config.values[name]
+    jax.config.update(name, "127.0.0.1:4711")
+    try:
+        assert program_cache.surroundings(device) == before
+    finally:
+        jax.config.update(name, address)
+
+
+def test_a_change_of_one_file_changes_the_digest_of_the_code(monkeypatch, tmp_path) -> None:
+    def digest() -> str:
+        program_cache._code.cache_clear()
+        return program_cache._code()
+
+    monkeypatch.setattr(program_cache, "_ROOT", tmp_path)
+    for name in ("jaxserve/a.py", "server/commands/bench/b.py", "pallas_kernels/tpu/c.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("1")
+    before = digest()
+    (tmp_path / "server/commands/bench/b.py").write_text("2")  # nothing is traced from benchmarks
+    assert digest() == before
+    (tmp_path / "pallas_kernels/tpu/c.py").write_text("2")
+    assert digest() != before
+    program_cache._code.cache_clear()
+
+
+@pytest.mark.parametrize("mode", [0o720, 0o702])
+def test_a_folder_that_others_may_write_to_is_neither_read_nor_written(tmp_path, caplog, mode) -> None:
+    cache = program_cache.ProgramCache(tmp_path)
+    lowered = jax.jit(lambda x: x + 41).lower(1.0)
+    tmp_path.chmod(mode)
+    for _ in range(2):
+        assert cache.get("a", jax.devices()[:1], lowered.compile)(1.0) == 42
+    assert (cache.loaded, cache.compiled, list(tmp_path.iterdir())) == (0, 2, [])
+    assert "written to by others" in caplog.text
+
+
+def test_a_folder_that_is_read_only_stops_no_start(tmp_path, monkeypatch, caplog):
+    def read_only(*_, **__):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    for write in ("mkdir", "write_bytes", "unlink"):
+        monkeypatch.setattr(program_cache.Path, write, read_only)
+    monkeypatch.setattr(program_cache.serialize_executable, "serialize", lambda program: program)
+    program_cache._keep(tmp_path / "program", ())
+    assert "a compiled program is not kept: [Errno 30] Read-only file system" in caplog.text

@@ -1,0 +1,183 @@
+"""The token budget that follows the load."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxserve.scheduler.buckets import BucketCost, BucketLadder
+from jaxserve.scheduler.policy import (
+    BACKLOG_ITERATIONS,
+    PROMPT_ITERATIONS,
+    STRETCH,
+    DefaultTokenBudget,
+    ObjectiveTokenBudget,
+)
+from tests.jaxserve.scheduler.stepping import finish, request, scheduler, step
+
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128)  # that cost 10 ms and one more for each token
+LADDER = BucketLadder([BucketCost(size=n, compile_seconds=0.0, milliseconds=10.0 + n) for n in SIZES])
+
+
+def pace(*, target_tpot=10.0, limit=128, batches=1) -> ObjectiveTokenBudget:
+    return ObjectiveTokenBudget(LADDER, target_tpot=target_tpot, limit=limit, batches=batches)
+
+
+def test_where_nobody_decodes_a_prompt_is_not_spread():
+    assert pace().budget(0, 100) == 128
+
+
+def test_the_more_rows_decode_the_more_iterations_a_prompt_is_spread_over():
+    # rows and their share of a prompt of 96 tokens: 1 + 48, 3 + 24, 31 + 8
+    assert [pace().budget(rows, 96) for rows in (1, 3, 31)] == [64, 32, 64]
+    assert pace().budget(4, PROMPT_ITERATIONS * 28) == 128  # 4 + 336 / 5
+    assert pace().budget(36, PROMPT_ITERATIONS * 28) == 64  # 36 + 28
+
+
+def test_what_waits_raises_the_budget():
+    assert [pace().budget(16, tokens) for tokens in (0, 192, 384, 1200)] == [16, 32, 64, 128]
+
+
+def test_batches_in_flight_take_equal_shares_of_the_rows():
+    assert [pace(batches=batches).budget(64, 0) for batches in (1, 2, 4)] == [64, 32, 16]
+    assert pace(batches=2).budget(3, 0) == 2
+
+
+def test_the_objective_bounds_an_iteration_but_not_below_the_decodes():
+    assert pace(target_tpot=0.030).budget(4, 1000) == 16  # 26 ms; 32 tokens would take 42
+    assert pace(target_tpot=0.060, batches=2).budget(4, 1000) == 16  # a row's next token is two iterations away
+    assert pace(target_tpot=0.030).budget(40, 1000) == 64
+    assert pace(target_tpot=0.001).budget(0, 1000) == 1  # no bucket is as quick as that
+
+
+def test_the_token_budget_bounds_everything():
+    assert pace(limit=16).budget(40, 1000) == 16
+
+
+def test_an_objective_is_above_zero():
+    with pytest.raises(ValueError, match="target_tpot is 0"):
+        pace(target_tpot=0.0)
+
+
+def test_a_prompt_is_spread_while_another_request_decodes():
+    made = scheduler(sizes=SIZES, blocks=256, context=128, target_tpot=10.0)
+    made.submit(request("a", 4, max_tokens=30))
+    assert step(made)[0].bucket == 4  # alone, whole
+    made.submit(request("b", 30, max_tokens=2))
+    lengths = [[chunk.length for chunk in step(made)[0].chunks] for _ in range(3)]
+    assert lengths == [[1, 15], [1, 15], [1, 1]]  # over two iterations, and then it decodes as well
+
+
+# ---- Without an objective
+
+
+def by_default(*, rows=16, limit=128, ladder=LADDER) -> DefaultTokenBudget:
+    return DefaultTokenBudget(ladder, max_rows=rows, limit=limit)
+
+
+def test_by_default_prompts_make_an_iteration_no_longer_than_a_full_batch_of_decodes_or_twice_its_own():
+    # Of 16 rows 26 ms. 13 decodes take as long; 2, 5, 8 take 12 and 18 ms, so 26 still; 17 take 42 and may take 84.
+    assert [by_default().budget(rows, 20) for rows in (1, 2, 8, 13, 17)] == [16, 16, 16, 32, 64]
+    assert by_default(rows=64).budget(1, 20) == 64  # 74 ms, as long as a full batch
+    assert by_default(rows=2).budget(1, 20) == 8  # of two rows 12 ms, less than twice 11
+
+
+def test_by_default_an_idle_engine_and_decodes_alone_are_not_held_back():
+    assert by_default().budget(0, 5) == 128
+    assert by_default().budget(5, 0) == 128
+
+
+def test_by_default_what_waits_too_long_raises_the_budget():
+    assert [by_default().budget(4, BACKLOG_ITERATIONS * tokens) for tokens in (12, 13, 28, 29, 61, 500)] == [
+        16,
+        32,
+        32,
+        64,
+        128,
+        128,
+    ]
+
+
+def test_by_default_tokens_that_cost_next_to_nothing_are_taken():
+    flat = BucketLadder([BucketCost(size=n, compile_seconds=0.0, milliseconds=10.0 + n / 128) for n in SIZES])
+    assert by_default(rows=2, ladder=flat).budget(1, 1000) == 128
+
+
+def test_by_default_a_prompt_gets_on_beside_any_decodes():
+    steep = BucketLadder(
+        [BucketCost(size=n, compile_seconds=0.0, milliseconds=(2 * STRETCH) ** n) for n in range(1, 9)]
+    )
+    assert [by_default(rows=1, ladder=steep, limit=8).budget(rows, 1) for rows in range(1, 9)] == [*range(2, 9), 8]
+
+
+def test_the_token_budget_bounds_the_default_too():
+    assert by_default(limit=16).budget(15, 4000) == 16
+    assert by_default(limit=3).budget(2, 4000) == 3  # below the smallest bucket that would do
+
+
+def test_by_default_a_prompt_waits_for_the_decodes_and_not_at_all_for_an_idle_engine():
+    made = scheduler(rows=8, sizes=SIZES, blocks=256, context=128)
+    made.submit(request("a", 120, max_tokens=8))
+    assert step(made)[0].bucket == 128  # alone, whole
+    made.submit(request("b", 20, max_tokens=2))
+    lengths = [[chunk.length for chunk in step(made)[0].chunks] for _ in range(4)]
+    assert lengths == [[1, 7], [1, 7], [1, 6], [1, 1]]
+
+
+def test_what_is_cut_at_fixed_places_is_not_paced():
+    made = scheduler(sizes=(1, 32), blocks=256, context=128, fixed_chunk=28, policy="reserve")
+    made.submit(request("a", 4, max_tokens=30))
+    step(made)
+    made.submit(request("b", 28, max_tokens=2))
+    assert [chunk.length for chunk in step(made)[0].chunks] == [1, 28]
+
+
+def test_a_batch_of_requests_is_not_paced():
+    made = scheduler(sizes=(1, 2, 4, 32), blocks=256, context=128, mode="request")
+    for name, length in (("a", 1), ("b", 62)):
+        made.submit(request(name, length, max_tokens=4))
+    lengths = [[chunk.length for chunk in step(made)[0].chunks] for _ in range(2)]
+    assert lengths == [[1, 31], [1, 31]]
+
+
+def test_iterations_in_flight_hold_prompts_back_for_each_others_decodes():
+    made = scheduler(rows=4, sizes=SIZES, blocks=256, context=128, n_stages=2, in_flight=2)
+    for name in "abcd":
+        made.submit(request(name, 1, max_tokens=50))
+    decodes = made.schedule()
+    assert decodes is not None
+    made.submit(request("e", 30))
+    beside = made.schedule()
+    assert beside is not None
+    assert (len(decodes.chunks), [chunk.length for chunk in beside.chunks]) == (4, [8])  # no decode is in it
+
+
+# ---- In the scheduler, with an objective
+
+
+def test_rows_move_to_the_batch_with_fewer():
+    made = scheduler(rows=8, sizes=SIZES, blocks=256, context=128, target_tpot=10.0, n_stages=2, in_flight=2)
+    for index in range(8):
+        made.submit(request(chr(ord("a") + index), 1, max_tokens=50))
+    first = made.schedule()
+    assert first is not None
+    assert len(first.chunks) == 8
+    finished = finish_one(made, first)
+    second, third = made.schedule(), made.schedule()
+    assert second is not None
+    assert third is not None
+    assert [len(second.chunks), len(third.chunks)] == [4, 4]
+    assert made.schedule() is None  # two are in flight
+    assert not finished
+    finish(made, second, third)
+
+
+def finish_one(made, plan):
+    from tests.jaxserve.scheduler.stepping import answer
+
+    return [event for event in made.complete(plan, answer(plan)) if event.finish_reason]
+
+
+@pytest.mark.parametrize("wrong", [3, -1])
+def test_more_iterations_in_flight_than_there_is_room_for_are_refused(wrong):
+    with pytest.raises(ValueError, match=f"in_flight is {wrong}; with 1 stages it must be from 1 to 2"):
+        scheduler(in_flight=wrong)

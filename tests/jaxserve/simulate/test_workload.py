@@ -1,0 +1,146 @@
+"""Workloads: their distributions, and trace files as their publishers write them."""
+
+import math
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxserve.simulate import workload as load
+
+AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
+2023-11-16 18:15:46.6805900,374,44
+2023-11-16 18:15:50.9305900,396,109
+2023-11-16 18:15:48.6805900,5000,0
+"""
+MOONCAKE = """{"timestamp": 1000, "input_length": 600, "output_length": 5, "hash_ids": [7, 8]}
+{"timestamp": 2500, "input_length": 1030, "output_length": 500, "hash_ids": [7, 9, 10]}
+
+{"timestamp": 2500, "input_length": 40, "output_length": 3, "hash_ids": [11]}
+"""
+
+
+def trace(tmp_path: Path, text: str, **settings) -> load.Workload:
+    path = tmp_path / "trace"
+    path.write_text(text)
+    return load.read_trace(path, **{"max_context": 2048, "vocab_size": 100, "seed": 3, **settings})
+
+
+def test_uniform_lengths_cover_their_range():
+    workload = load.uniform(
+        requests=500, prompt=load.Range.parse("3:6"), output=load.Range.parse("2"), vocab_size=50, seed=1
+    )
+    assert {len(job.prompt) for job in workload.jobs} == {3, 4, 5, 6}
+    assert {job.max_tokens for job in workload.jobs} == {2}
+    assert all(job.prompt.min() >= 0 and job.prompt.max() < 50 for job in workload.jobs)
+    assert {job.arrival for job in workload.jobs} == {0.0}
+    assert workload.output_tokens == 1000
+    assert workload.longest == 8
+
+
+def test_a_seed_fixes_the_workload():
+    settings = {"requests": 4, "prompt": load.Range(low=1, high=9), "output": load.Range(low=1, high=9)}
+    first, again = (load.uniform(**settings, vocab_size=50, seed=5) for _ in range(2))
+    other = load.uniform(**settings, vocab_size=50, seed=6)
+    assert all(np.array_equal(a.prompt, b.prompt) for a, b in zip(first.jobs, again.jobs, strict=True))
+    assert any(not np.array_equal(a.prompt, b.prompt) for a, b in zip(first.jobs, other.jobs, strict=True))
+
+
+def test_poisson_arrivals_have_the_rate_and_the_spread():
+    base = load.uniform(
+        requests=4000, prompt=load.Range(low=1, high=1), output=load.Range(low=1, high=1), vocab_size=9, seed=0
+    )
+    workload = load.poisson(base, rate=8.0, seed=0)
+    gaps = np.diff([0.0] + [job.arrival for job in workload.jobs])
+    assert (gaps > 0).all()
+    assert gaps.mean() == pytest.approx(1 / 8, rel=0.05)
+    assert gaps.std() == pytest.approx(1 / 8, rel=0.08)  # of an exponential distribution, the mean again
+
+
+@pytest.mark.parametrize("text", ["", "a:b", "0:3", "5:4", "3:", "1:2:3"])
+def test_length_ranges_are_checked(text):
+    with pytest.raises(ValueError, match="length range"):
+        load.Range.parse(text)
+
+
+def test_azure_trace(tmp_path):
+    workload = trace(tmp_path, AZURE)
+    assert [job.arrival for job in workload.jobs] == pytest.approx([0.0, 2.0, 4.25])
+    assert [len(job.prompt) for job in workload.jobs] == [374, 2047, 396]
+    assert [job.max_tokens for job in workload.jobs] == [44, 1, 109]
+    lost = 5001 - 2048
+    assert "1 of 3 requests" in workload.notes[0]
+    assert f"{100 * lost / (418 + 5001 + 505):.1f}%" in workload.notes[0]
+
+
+def test_trace_limit_and_speed(tmp_path):
+    workload = trace(tmp_path, AZURE, limit=2, speed=2.0)
+    assert [job.arrival for job in workload.jobs] == pytest.approx([0.0, 2.125])
+    assert not workload.notes
+
+
+def test_mooncake_trace_shares_prefixes(tmp_path):
+    first, second, third = trace(tmp_path, MOONCAKE).jobs
+    assert [job.arrival for job in (first, second, third)] == pytest.approx([0.0, 1.5, 1.5])
+    assert [len(job.prompt) for job in (first, second, third)] == [600, 1030, 40]
+    assert np.array_equal(first.prompt[:512], second.prompt[:512])
+    assert not np.array_equal(first.prompt[512:600], second.prompt[512:600])
+    assert not np.array_equal(first.prompt[:40], third.prompt)
+
+
+def test_clipping_keeps_the_output_and_the_shared_head(tmp_path):
+    first, second, _ = trace(tmp_path, MOONCAKE, max_context=700).jobs
+    assert (len(first.prompt), first.max_tokens) == (600, 5)
+    assert (len(second.prompt), second.max_tokens) == (200, 500)
+    assert np.array_equal(first.prompt[:200], second.prompt)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("time,tokens\n1,2\n", "unknown trace format"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,1,2\n", "line 2"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "no requests"),
+        ('{"timestamp": 1, "input_length": 2, "output_length": 3}\n{"timestamp": 1}\n', "line 2"),
+        ('{"timestamp": 1\n', "line 1"),
+        ('{"timestamp": NaN, "input_length": 2, "output_length": 3}\n', "line 1.*timestamp is nan"),
+        ('{"timestamp": 1, "input_length": 1e999, "output_length": 3}\n', "line 1"),
+        ("[" + "1" * 200_000 + "]\n", "the trace is no CSV: field larger than field limit"),
+    ],
+)
+def test_a_bad_trace_is_named(tmp_path, text, message):
+    with pytest.raises(ValueError, match=message):
+        trace(tmp_path, text)
+
+
+def test_a_trace_that_is_no_text_is_named(tmp_path):
+    (path := tmp_path / "trace").write_bytes(b"\xa3" * 9)
+    with pytest.raises(ValueError, match=r"trace: the trace is no text: 'utf-8' codec"):
+        load.read_trace(path, max_context=9, vocab_size=9, seed=0)
+
+
+@pytest.mark.parametrize("rate", [0.0, math.inf, math.nan])
+def test_a_rate_is_a_number_above_0(rate):
+    workload = load.uniform(
+        requests=1, prompt=load.Range.parse("1"), output=load.Range.parse("1"), vocab_size=9, seed=0
+    )
+    with pytest.raises(ValueError, match=f"rate is {rate:g}; it must be above 0"):
+        load.poisson(workload, rate=rate, seed=0)
+
+
+def test_a_missing_trace_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"absent\.csv.*cannot be read"):
+        load.read_trace(tmp_path / "absent.csv", max_context=8, vocab_size=9, seed=0)
+
+
+@pytest.mark.parametrize("name", ["azure_conv_first_half.csv", "mooncake_conversation_head.jsonl"])
+def test_published_traces_can_be_read(name):
+    """Runs where JAXSERVE_TRACES names a folder with the published samples."""
+    path = Path(os.environ.get("JAXSERVE_TRACES", "/nowhere")) / name
+    if not path.exists():
+        pytest.skip("the published traces are not here")
+    workload = load.read_trace(path, max_context=2048, vocab_size=1000, seed=0, limit=300)
+    assert len(workload.jobs) == 300
+    assert workload.longest <= 2048
+    assert all(a.arrival <= b.arrival for a, b in zip(workload.jobs, workload.jobs[1:], strict=False))

@@ -1,0 +1,56 @@
+"""What eight bits cost the demo model, on a passage: bounds that a wrong scale or axis would break."""
+
+import argparse
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from server.commands import flags
+from server.commands.bench import accuracy, cli
+from server.commands.bench.accuracy import GENERATED, Answers
+from tests.examples.test_train_demo import HELD_OUT
+
+
+def test_eight_bits_change_little(tmp_path, capsys):
+
+    text = tmp_path / "text"
+    text.write_text(2 * HELD_OUT, encoding="utf-8")
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser, flags.add_engine_flags, flags.engine_config)
+    command = ["accuracy", "--quick", "--text", str(text), "--out", str(tmp_path), "--max-rows", "4", "--buckets", "64"]
+    command += ["--compilation-cache", str(jax.config.jax_compilation_cache_dir)]
+    assert cli.run(parser.parse_args(command)) == 0
+    assert "wholly equal" in capsys.readouterr().out
+    rows = {row["name"]: row for row in json.loads((tmp_path / "accuracy.json").read_text())["rows"]}
+    assert set(rows) == set(accuracy.VARIANTS)
+    full = rows["full width"]
+    assert (full["moved"], full["agreement"], full["equal"]) == (0, 1, 1)
+    for name in rows.keys() - {"full width"}:
+        assert rows[name]["perplexity"] == pytest.approx(full["perplexity"], rel=0.02)
+        assert 0 < rows[name]["moved"] < 0.03
+        assert rows[name]["agreement"] > 0.5
+    assert rows["int8 keys and values"]["slot_bytes"] == full["slot_bytes"] * (32 + 4) / (4 * 32)  # heads of 32
+
+
+def test_a_text_too_short_is_refused(tmp_path, capsys):
+
+    (tmp_path / "text").write_text("It is a truth")
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser, flags.add_engine_flags, flags.engine_config)
+    assert cli.run(parser.parse_args(["accuracy", "--text", str(tmp_path / "text")])) == 2
+    assert "the text has 4 tokens; at least 512 are needed" in capsys.readouterr().err
+
+
+def test_agreement_counts_tokens_before_the_first_that_differs():
+    def answers(losses, *continuations):
+        return Answers(losses=np.array(losses), continuations=list(continuations), dtype="float32", memory=(8, 2.0))
+
+    same = tuple(range(GENERATED))
+    late, early = (*same[:-16], *[0] * 16), (99, *same[1:])
+    _, row = accuracy.compare({"a": answers([1.0, 2.0], same, same), "b": answers([1.5, 1.5], late, early)})
+    assert row.perplexity == pytest.approx(np.exp(1.5))
+    assert (row.moved, row.agreement, row.equal) == (0.5, (GENERATED - 16) / (2 * GENERATED), 0)
+    _, row = accuracy.compare({"a": answers([1.0], same), "b": answers([1.0], same)})
+    assert (row.agreement, row.equal) == (1, 1)

@@ -1,0 +1,88 @@
+"""`jaxserve plan` from the command line."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from server.commands import cli
+
+ASKED = [
+    "plan",
+    "--model",
+    "bloom-560m",
+    "--topology",
+    "h200:8",
+    "--tensor",
+    "4",
+    "--buckets",
+    "8,64",
+    "--max-rows",
+    "8",
+]
+
+
+@pytest.fixture(autouse=True)
+def _on_a_cpu(monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+
+
+@pytest.fixture
+def whole(tmp_path):
+    path = tmp_path / "whole.toml"
+    path.write_text('[axes]\nvocab = "none"\n')
+    return path
+
+
+def test_a_plan_is_printed(capsys):
+    assert cli.main(ASKED) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("bloom-560m (bloom, 0.559 G parameters, bfloat16) on h200:8 (8 devices): tensor 4, stages 1")
+    assert "embed.tokens.table" in text
+
+
+def test_a_plan_is_json_and_a_page(capsys, tmp_path, whole):
+    assert cli.main([*ASKED, "--json", "--sharding", str(whole), "--html", str(tmp_path / "page.html")]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["spec"]["axes"]["vocab"] is None
+    assert [bucket["tokens"] for bucket in told["buckets"]] == [8, 64]
+    assert (tmp_path / "page.html").is_file()
+
+
+def test_two_specs_are_compared(capsys, whole):
+    assert cli.main([*ASKED, "--against", str(whole)]) == 0
+    text = capsys.readouterr().out
+    assert "whole.toml against default, differences only" in text
+    assert "layers.*.up.kernel" not in text
+    assert cli.main([*ASKED, "--sharding", str(whole), "--against", "default", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert {"what": "[axes] vocab", "ours": "none", "theirs": "tensor"} in told["against"]
+
+
+def test_a_search_is_printed_and_drawn(capsys, tmp_path):
+    plot = tmp_path / "frontier.svg"
+    assert cli.main([*ASKED[:3], "--topology", "h200:2", "--buckets", "8", "--search", "--plot", str(plot)]) == 0
+    assert "The frontier" in capsys.readouterr().out
+    assert plot.read_text().startswith("<?xml")
+    assert cli.main([*ASKED[:3], "--topology", "h200:2", "--search", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["candidates"][0]["tokens_per_second"] > 0
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (["--model", "bloom-561m"], "did you mean bloom-560m?"),
+        (["--topology", "h20:8"], "device 'h20' is not known; did you mean h200?"),
+        (["--tensor", "16"], "tensor 16 x stages 1 are 16 devices; h200:8 has 8"),
+        (["--tensor", "3"], "does not divide over mesh axis 'tensor' of size 3"),
+        (["--sharding", "nowhere.toml"], "nowhere.toml cannot be read"),
+        (["--plot", "x.png"], "--plot draws what --search finds"),
+        (["--replicas", "0"], "replicas is 0; it must be a whole number of at least 1"),
+        (["--context", "0"], "--context is 0; it must be at least 1"),
+        (["--stages", "25", "--tensor", "1", "--topology", "v5p:4x4x4"], "at most 24, the number of layers"),
+    ],
+)
+def test_mistakes_are_told_in_a_sentence(capsys, changed, message):
+    assert cli.main([*ASKED, *changed]) == 2
+    assert message in capsys.readouterr().err
