@@ -1,5 +1,6 @@
 import asyncio
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -152,3 +153,15 @@ def foreign_client(foreign: Callable[..., Any]) -> Callable[[str, int], Coroutin
     """Runs gRPC's JavaScript client: `await foreign_client(address, n)` tells what it found, where n tokens are more
     than the server generates in 0.3 seconds."""
     return lambda address, tokens: foreign("client.js", address, ROOT, tokens)
+
+
+TEMPLATE = (
+    "{% for message in messages %}{{ '<' + message.role + '>' + message.content }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<bot>' }}{% endif %}"
+)
+
+
+@pytest.fixture
+def serve_http(serve: Callable[..., None]) -> Callable[..., None]:
+    """Runs a coroutine with a server, as `serve` does, that answers over HTTP too."""
+    return functools.partial(serve, http_port=0, chat_template=ChatTemplate(TEMPLATE, {}))

@@ -216,7 +216,7 @@ def test_what_means_nothing_to_a_search_is_refused_by_name(sampling):
 
 
 def test_texts_end_before_what_ended_them():
-    from tests.jaxserve.text.test_completion import EOS, ids, spelling
+    from tests.jaxserve.generation.test_completion import EOS, ids, spelling
 
     request = Request(request_id="r", prompt=(1,), sampling=SamplingParams(max_tokens=2))
     made = BeamSearch(request, BeamParams(width=1, n=1), (EOS,))

@@ -356,7 +356,7 @@ def test_a_supervised_engine_comes_back(tmp_path: Path) -> None:
             stub: Any = InferenceStub(channel)
             whole = stub.Generate(GenerateRequest(prompt="ab", max_tokens=4), timeout=WAIT_SECONDS)
             assert whole.text == "abab"
-            assert stub.GetLoad(GetLoadRequest()).iterations >= 4
+            assert stub.GetLoad(GetLoadRequest()).iterations >= 1
         second = child_of(process.pid)
         assert second != engine
         process.send_signal(signal.SIGTERM)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.server.conftest import Served
-from tests.server.http.conftest import ask, events, post
+from tests.server.http.http_calls import ask, events, post
 
 Serve = Callable[..., None]
 PATH = "/v1/chat/completions"

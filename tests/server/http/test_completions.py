@@ -9,7 +9,7 @@ import pytest
 
 from tests.server.conftest import Served
 from tests.server.fake_engine import EOS
-from tests.server.http.conftest import ask, events, post
+from tests.server.http.http_calls import ask, events, post
 
 Serve = Callable[..., None]
 PATH = "/v1/completions"

@@ -13,7 +13,7 @@ from jaxserve.config import EngineConfig
 from server.http import call as exchange
 from tests.server.conftest import Served
 from tests.server.fake_engine import WAIT_SECONDS
-from tests.server.http.conftest import ask, events, post
+from tests.server.http.http_calls import ask, events, post
 
 Serve = Callable[..., None]
 PATH = "/v1/completions"

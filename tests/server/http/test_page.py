@@ -8,7 +8,7 @@ import httpx2 as httpx
 
 from server.auth import ApiKeys
 from tests.server.conftest import Served
-from tests.server.http.conftest import ask
+from tests.server.http.http_calls import ask
 
 
 def test_the_page_holds_everything_it_needs(serve_http: Callable[..., None]) -> None:

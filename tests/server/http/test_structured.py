@@ -7,7 +7,7 @@ import pytest
 
 from jaxserve.request import Grammar
 from tests.server.conftest import Served
-from tests.server.http.conftest import ask, post
+from tests.server.http.http_calls import ask, post
 
 Serve = Callable[..., None]
 SCHEMA = {"type": "object", "properties": {"a": {"type": "null"}}}

@@ -1,24 +1,12 @@
-import functools
+"""Calls over HTTP that tests make, and what comes back as JSON."""
+
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx2 as httpx
-import pytest
 
-from jaxserve.text.chat_template import ChatTemplate
 from tests.server.conftest import Served
-
-TEMPLATE = (
-    "{% for message in messages %}{{ '<' + message.role + '>' + message.content }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<bot>' }}{% endif %}"
-)
-
-
-@pytest.fixture
-def serve_http(serve: Callable[..., None]) -> Callable[..., None]:
-    """Runs a coroutine with a server, as `serve` does, that answers over HTTP too."""
-    return functools.partial(serve, http_port=0, chat_template=ChatTemplate(TEMPLATE, {}))
 
 
 async def post(it: Served, path: str, /, **body: Any) -> tuple[int, Any]:
