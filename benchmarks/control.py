@@ -41,11 +41,11 @@ from jaxserve.multihost.links import Unconnected
 from jaxserve.multihost.master import MasterPipeline
 from jaxserve.multihost.recorder import FlightRecorder
 from jaxserve.multihost.worker import Membership
-from jaxserve.request import SamplingParams
 from jaxserve.runner.batch import BatchLayout, PackedPlan, pack
 from jaxserve.runner.pipeline import Pipeline
 from jaxserve.runner.programs import Forward
 from jaxserve.runner.stage import Launched
+from jaxserve.sampling_params import SamplingParams
 from server.commands.bench import machine, report
 
 TARGET_MS = 0.5  # that an iteration takes longer

@@ -19,7 +19,8 @@ from rich.table import Table
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
-from jaxserve.request import Request, SamplingParams, TokenEvent
+from jaxserve.request import Request, TokenEvent
+from jaxserve.sampling_params import SamplingParams
 from server.commands.bench import machine, report
 from server.commands.bench.offline import make_engine
 from server.commands.bench.progress import Bars

@@ -29,7 +29,8 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
 from jaxserve.multihost import startup as start
 from jaxserve.multihost.config import ClusterConfig
-from jaxserve.request import Request, SamplingParams
+from jaxserve.request import Request
+from jaxserve.sampling_params import SamplingParams
 from server.commands.bench import machine, report
 
 _STAGES = 2

@@ -17,8 +17,9 @@ from benchmarks.peer_scripts.peer_traffic import Traffic
 from jaxserve import startup
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
-from jaxserve.request import FinishReason, Request, SamplingParams, TokenEvent
+from jaxserve.request import FinishReason, Request, TokenEvent
 from jaxserve.runner.stage import Progress
+from jaxserve.sampling_params import SamplingParams
 from server.commands.bench import machine
 from server.commands.bench.step import LARGEST_BLOCK, Case, measure
 

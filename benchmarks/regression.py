@@ -26,7 +26,8 @@ from jaxserve import startup
 from jaxserve.config import EngineConfig
 from jaxserve.demo import DEMO_MODEL
 from jaxserve.iteration import IterationResult
-from jaxserve.request import Request, SamplingParams
+from jaxserve.request import Request
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler.buckets import BucketCost
 from jaxserve.scheduler.factory import make_scheduler
 from jaxserve.text.tokenizer import Tokenizer

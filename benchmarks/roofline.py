@@ -31,8 +31,8 @@ from jaxserve import startup
 from jaxserve.config import EngineConfig
 from jaxserve.iteration import SamplerVariant
 from jaxserve.models.schema import ModelConfig
-from jaxserve.request import SamplingParams
 from jaxserve.sampling import sampler
+from jaxserve.sampling_params import SamplingParams
 from pallas_kernels.bench import seconds
 from server.commands.bench import machine, shapes, step
 

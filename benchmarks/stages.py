@@ -24,7 +24,8 @@ from rich.table import Table
 from jaxserve import models, startup
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
-from jaxserve.request import Request, SamplingParams
+from jaxserve.request import Request
+from jaxserve.sampling_params import SamplingParams
 from pallas_kernels.api import Backend
 from server.commands.bench import machine, report, shapes
 from server.commands.bench.progress import Bars

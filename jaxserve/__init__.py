@@ -1,7 +1,6 @@
 """jaxserve: iteration-level serving of BLOOM and GPT-family language models in JAX.
 
-The names below are loaded when they are first used, so that the rooms without jax (scheduling, requests) can be
-imported without it.
+The names below are imported on first use, so that modules without jax (scheduling, requests) load without it.
 """
 
 from importlib import import_module
@@ -10,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jaxserve.config import EngineConfig
     from jaxserve.engine import Engine
-    from jaxserve.request import Request, SamplingParams
+    from jaxserve.request import Request
+    from jaxserve.sampling_params import SamplingParams
 
 __all__ = ["Engine", "EngineConfig", "Request", "SamplingParams"]
 
@@ -18,7 +18,7 @@ _HOMES = {
     "Engine": "jaxserve.engine",
     "EngineConfig": "jaxserve.config",
     "Request": "jaxserve.request",
-    "SamplingParams": "jaxserve.request",
+    "SamplingParams": "jaxserve.sampling_params",
 }
 
 

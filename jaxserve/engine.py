@@ -14,13 +14,14 @@ from typing import Any, Self
 
 from jaxserve import startup
 from jaxserve.config import EngineConfig
+from jaxserve.errors import InvalidRequest, QueueFull
 from jaxserve.generation import streaming
 from jaxserve.generation.beam_search import BeamParams
 from jaxserve.generation.completion import Completion, Delta
 from jaxserve.generation.streaming import Prompt, Sink, Terms
 from jaxserve.loop import Replica
 from jaxserve.models.schema import ModelConfig
-from jaxserve.request import InvalidRequest, QueueFull, Request
+from jaxserve.request import Request
 from jaxserve.runner.stage import Progress
 from jaxserve.scheduler import routing
 from jaxserve.scheduler.limits import Limits, check_queue

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxserve.request import SamplingParams
+from jaxserve.sampling_params import SamplingParams
 
 
 class SamplerVariant(enum.IntEnum):

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+from jaxserve.errors import EngineStopped
 from jaxserve.generation.streaming import Sink
 from jaxserve.iteration import IterationPlan
-from jaxserve.request import EngineStopped, FinishReason, Request, TokenEvent
+from jaxserve.request import FinishReason, Request, TokenEvent
 from jaxserve.runner import batch
 from jaxserve.runner.compilations import compilations
 from jaxserve.runner.pipeline import Pipeline

@@ -17,10 +17,12 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from jaxserve.errors import InvalidRequest, QueueFull
 from jaxserve.generation.beam_search import BeamParams, BeamSearch, completions
 from jaxserve.generation.completion import Assembler, Completion, parse_request
 from jaxserve.generation.samples import for_engine, samples_of
-from jaxserve.request import Grammar, InvalidRequest, QueueFull, Request, SamplingParams, TokenEvent
+from jaxserve.request import Request, TokenEvent
+from jaxserve.sampling_params import Grammar, SamplingParams
 from server import errors
 from server.admission import Admission, Ticket
 from server.auth import Tenant

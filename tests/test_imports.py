@@ -11,7 +11,9 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("jaxserve", "sharding", "pallas_kernels", "server")
 # Files and folders of jaxserve, a layer a line: each imports from the layers above its own line only.
 LAYERS = """
-  config demo models request text
+  config demo errors models text
+  sampling_params
+  request
   iteration weights
   sampling scheduler stats structured_output
   generation runner startup_report
@@ -20,7 +22,16 @@ LAYERS = """
   multihost engine
 """
 LAYER = {name: number for number, line in enumerate(LAYERS.strip().splitlines()) for name in line.split()}
-HOST_ONLY = ("config", "request", "iteration", "stats", "scheduler", "structured_output", "simulate.workload")
+HOST_ONLY = (
+    "config",
+    "sampling_params",
+    "request",
+    "iteration",
+    "stats",
+    "scheduler",
+    "structured_output",
+    "simulate.workload",
+)
 ALLOWED = {
     "server": {"server", "jaxserve", "sharding", "pallas_kernels", "benchmarks", "examples"},
     "jaxserve": {"jaxserve", "sharding", "pallas_kernels"},

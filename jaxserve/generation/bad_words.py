@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxserve.request import InvalidRequest
+from jaxserve.errors import InvalidRequest
 from jaxserve.text.tokenizer import Tokenizer
 
 

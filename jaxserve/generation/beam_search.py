@@ -16,16 +16,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from jaxserve.errors import InvalidRequest
 from jaxserve.generation.completion import Assembler, Completion
-from jaxserve.request import (
-    MAX_LOGPROBS,
-    Alternatives,
-    FinishReason,
-    InvalidRequest,
-    Request,
-    SamplingParams,
-    TokenEvent,
-)
+from jaxserve.request import Alternatives, FinishReason, Request, TokenEvent
+from jaxserve.sampling_params import MAX_LOGPROBS, SamplingParams
 from jaxserve.text.tokenizer import Tokenizer
 
 MAX_WIDTH = MAX_LOGPROBS // 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxserve.request import InvalidRequest, shown
+from jaxserve.errors import InvalidRequest, shown
 
 MAX_MESSAGES = 2048  # of a chat, and parts of one message's content
 _MAX_NAME = 64  # characters of a role, and of a name

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from jaxserve.errors import InvalidRequest
 from jaxserve.generation.parsing import parse_request as parse_request
-from jaxserve.request import Alternatives, FinishReason, InvalidRequest, Request, TokenEvent
+from jaxserve.request import Alternatives, FinishReason, Request, TokenEvent
 from jaxserve.text.tokenizer import Tokenizer
 
 PromptLogprob = tuple[float, Alternatives | None]

@@ -9,8 +9,10 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxserve.errors import InvalidRequest, shown
 from jaxserve.generation import bad_words, chat
-from jaxserve.request import SAMPLING_FIELDS, InvalidRequest, Request, SamplingParams, shown
+from jaxserve.request import Request
+from jaxserve.sampling_params import SAMPLING_FIELDS, SamplingParams
 from jaxserve.structured_output import grammar
 from jaxserve.text.tokenizer import Tokenizer
 

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from jaxserve.config import EngineConfig
+from jaxserve.errors import InvalidRequest, QueueFull
 from jaxserve.generation import beam_search as beams
 from jaxserve.generation.completion import Assembler, Completion, Delta
 from jaxserve.generation.parsing import parse_request
 from jaxserve.generation.samples import MAX_SAMPLES, PromptScores, best, for_engine, samples_of
 from jaxserve.models.schema import ModelConfig
-from jaxserve.request import Alternatives, FinishReason, InvalidRequest, QueueFull, Request, TokenEvent
+from jaxserve.request import Alternatives, FinishReason, Request, TokenEvent
 from jaxserve.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]  # text, token ids, or fields as an input line has them

@@ -16,10 +16,11 @@ from jaxserve.multihost.failure import Problem, Rank
 from jaxserve.multihost.group import Group
 from jaxserve.multihost.progress import Waiter
 from jaxserve.multihost.recorder import FlightRecorder
-from jaxserve.request import Grammar, Request
+from jaxserve.request import Request
 from jaxserve.runner.batch import PackedPlan
 from jaxserve.runner.links import Link
 from jaxserve.runner.pipeline import Pipeline, Stage
+from jaxserve.sampling_params import Grammar
 
 
 class MasterPipeline(Pipeline):

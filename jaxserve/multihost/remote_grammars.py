@@ -18,7 +18,7 @@ import numpy as np
 from jaxserve.iteration import IterationPlan, IterationResult
 from jaxserve.multihost import control_pb2 as pb
 from jaxserve.multihost import wire
-from jaxserve.request import Grammar
+from jaxserve.sampling_params import Grammar
 from jaxserve.structured_output.masks import GrammarMasks
 from jaxserve.structured_output.matcher import COMPILE_SECONDS, Compiled, Grammars
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxserve.iteration import Admission, BlockCopy, Chunk, IterationPlan, IterationResult, SamplerVariant, TableChange
 from jaxserve.multihost import control_pb2 as pb
-from jaxserve.request import Grammar, SamplingParams
+from jaxserve.sampling_params import Grammar, SamplingParams
 
 _MOST = 2**31 - 1
 

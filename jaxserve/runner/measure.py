@@ -10,11 +10,11 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from jaxserve.iteration import Admission, Chunk, IterationPlan, SamplerVariant, TableChange, max_chunks
-from jaxserve.request import SamplingParams
 from jaxserve.runner.batch import pack
 from jaxserve.runner.pipeline import Pipeline
 from jaxserve.runner.programs import StageShape
 from jaxserve.runner.stage import Progress
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler.buckets import BucketCost
 
 _CONTEXT = 128  # tokens before each decode

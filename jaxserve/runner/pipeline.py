@@ -25,12 +25,13 @@ import numpy as np
 from jaxserve.iteration import IterationPlan, IterationResult
 from jaxserve.models import Model, Params
 from jaxserve.models.layers import Quantized
-from jaxserve.request import Grammar, Request
+from jaxserve.request import Request
 from jaxserve.runner.batch import PackedPlan
 from jaxserve.runner.links import Link, links_within
 from jaxserve.runner.lowering import StagePrograms
 from jaxserve.runner.programs import Forward, StageShape, points_for
 from jaxserve.runner.stage import Launched, wait
+from jaxserve.sampling_params import Grammar
 from jaxserve.weights import is_matrix
 
 # Called after a launch with the plan and an output of each stage, which is there when the stage has run.

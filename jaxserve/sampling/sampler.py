@@ -28,9 +28,9 @@ from jax.extend.random import threefry_2x32
 from jaxtyping import Bool, Float32, Int32, UInt32
 
 from jaxserve.iteration import SamplerVariant
-from jaxserve.request import MAX_BAD_WORD_TOKENS, MAX_ENDINGS, MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
 from jaxserve.sampling import selection
 from jaxserve.sampling.selection import block_reduce, largest, once_if
+from jaxserve.sampling_params import MAX_BAD_WORD_TOKENS, MAX_ENDINGS, MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
 
 BLOCK = 128  # ids summed together before the cumulative sum over blocks
 PURPOSE = 0x746F6B65  # sets the keys of token choice apart from any other use of a request's seed

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float32, Int32
 
-from jaxserve.request import MAX_LOGPROBS
 from jaxserve.sampling.selection import largest
+from jaxserve.sampling_params import MAX_LOGPROBS
 
 LogitsTile = Callable[[jax.Array | int, int], jax.Array]
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jaxserve.config import EngineConfig
-from jaxserve.request import MAX_ENDINGS, InvalidRequest, QueueFull, Request
+from jaxserve.errors import InvalidRequest, QueueFull
+from jaxserve.request import Request
+from jaxserve.sampling_params import MAX_ENDINGS
 from jaxserve.scheduler.state import check_fits
 
 

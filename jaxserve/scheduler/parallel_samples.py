@@ -12,7 +12,7 @@ preempted or ends too early, the next one is let in to compute it.
 
 from __future__ import annotations
 
-from jaxserve.request import InvalidRequest
+from jaxserve.errors import InvalidRequest
 from jaxserve.scheduler.kv_blocks import Source
 from jaxserve.scheduler.state import FINISHING, RUNNING, RequestState
 from jaxserve.scheduler.waiting import WaitingQueue

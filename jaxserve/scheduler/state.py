@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from jaxserve.errors import InvalidRequest
 from jaxserve.iteration import Admission, SamplerVariant
-from jaxserve.request import FinishReason, InvalidRequest, Request
+from jaxserve.request import FinishReason, Request
 from jaxserve.scheduler.kv_blocks import BlockAllocation
 from jaxserve.scheduler.speculation import Guesses
 

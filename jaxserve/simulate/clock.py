@@ -9,8 +9,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxserve.errors import InvalidRequest
 from jaxserve.iteration import IterationPlan, IterationResult
-from jaxserve.request import InvalidRequest, Request, SamplingParams, TokenEvent
+from jaxserve.request import Request, TokenEvent
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler import routing
 from jaxserve.scheduler.routing import OutstandingTokens
 from jaxserve.scheduler.scheduler import Scheduler

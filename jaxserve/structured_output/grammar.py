@@ -6,7 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
-from jaxserve.request import MAX_GRAMMAR_BYTES, Grammar, GrammarKind, InvalidRequest
+from jaxserve.errors import InvalidRequest
+from jaxserve.sampling_params import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
 
 GRAMMAR_TYPES = (*get_args(GrammarKind), "json_object")
 

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxserve.iteration import GrammarEnd, IterationPlan, IterationResult
-from jaxserve.request import SamplingParams
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.structured_output.matcher import Compiled, GrammarFailed, Matcher
 
 _log = logging.getLogger(__name__)

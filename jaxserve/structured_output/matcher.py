@@ -23,7 +23,8 @@ import llguidance
 import numpy as np
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from jaxserve.request import Grammar, InvalidRequest, QueueFull
+from jaxserve.errors import InvalidRequest, QueueFull
+from jaxserve.sampling_params import Grammar
 from jaxserve.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)

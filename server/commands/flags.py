@@ -267,7 +267,7 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
 
 def sampling_fields(args: argparse.Namespace) -> dict[str, Any]:
     """The sampling fields given on the command line, as an input line would carry them."""
-    from jaxserve.request import SAMPLING_FIELDS
+    from jaxserve.sampling_params import SAMPLING_FIELDS
 
     return {name: getattr(args, name) for name in SAMPLING_FIELDS if getattr(args, name) is not None}
 

@@ -189,8 +189,9 @@ class _Bar:
 
 def _print_text(engine: Engine, prompt: dict[str, Any], sampling: dict[str, Any]) -> int:
     """Streams the completion of one prompt, as an input line has it, to standard output."""
+    from jaxserve.errors import InvalidRequest
     from jaxserve.generation.completion import Assembler, parse_request
-    from jaxserve.request import FinishReason, InvalidRequest, TokenEvent
+    from jaxserve.request import FinishReason, TokenEvent
 
     inbox: queue.SimpleQueue[list[TokenEvent]] = queue.SimpleQueue()
     try:
@@ -214,9 +215,10 @@ def _print_text(engine: Engine, prompt: dict[str, Any], sampling: dict[str, Any]
 
 def _print_several(engine: Engine, prompt: dict[str, Any], wanted: dict[str, Any], sampling: dict[str, Any]) -> int:
     """Prints several answers to one prompt, or the best that a search finds, each with its end."""
+    from jaxserve.errors import InvalidRequest
     from jaxserve.generation import beam_search as beams
     from jaxserve.generation import streaming
-    from jaxserve.request import FinishReason, InvalidRequest
+    from jaxserve.request import FinishReason
 
     try:
         params = beams.params_of(wanted)

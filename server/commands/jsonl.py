@@ -11,8 +11,9 @@ from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from jaxserve.errors import EngineStopped, InvalidRequest, QueueFull
 from jaxserve.generation.completion import Assembler, parse_request
-from jaxserve.request import EngineStopped, FinishReason, InvalidRequest, QueueFull, Request, TokenEvent
+from jaxserve.request import FinishReason, Request, TokenEvent
 
 if TYPE_CHECKING:
     from jaxserve.engine import Engine

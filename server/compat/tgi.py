@@ -6,9 +6,11 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from jaxserve.errors import InvalidRequest
 from jaxserve.generation.completion import Completion
 from jaxserve.generation.samples import MAX_SAMPLES, best
-from jaxserve.request import MAX_STOP, Alternatives, FinishReason, Grammar, InvalidRequest, Request
+from jaxserve.request import Alternatives, FinishReason, Request
+from jaxserve.sampling_params import MAX_STOP, Grammar
 from jaxserve.structured_output import grammar
 from jaxserve.text.tokenizer import Tokenizer
 from server.call import Call, Generation

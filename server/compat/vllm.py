@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Iterator
 from datetime import UTC, datetime
 from typing import Any
 
-from jaxserve.request import InvalidRequest
+from jaxserve.errors import InvalidRequest
 from server import auth, errors
 from server.call import Call, Generation, new_id
 from server.compat.vllm_messages import Answer, adjusted, fields_of, samples_of

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from jaxserve.errors import InvalidRequest
 from jaxserve.generation.completion import Completion, Delta
 from jaxserve.generation.samples import MAX_SAMPLES
-from jaxserve.request import Alternatives, FinishReason, Grammar, InvalidRequest, Request
+from jaxserve.request import Alternatives, FinishReason, Request
+from jaxserve.sampling_params import Grammar
 from jaxserve.structured_output import grammar
 from server.call import Generation
 from server.handler import RequestHandler

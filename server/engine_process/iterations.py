@@ -17,7 +17,8 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from jaxserve.iteration import Admission, Chunk, IterationPlan
-from jaxserve.request import SamplingParams, TokenEvent
+from jaxserve.request import TokenEvent
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.stats import IterationRecord, Load
 from server.engine_process import codec as plain
 from server.engine_process.frames import BadFrame

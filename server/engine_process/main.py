@@ -25,8 +25,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from jaxserve.errors import EngineStopped, InvalidRequest, QueueFull
 from jaxserve.multihost.failure import HostFailed
-from jaxserve.request import EngineStopped, FinishReason, InvalidRequest, QueueFull, Request, TokenEvent
+from jaxserve.request import FinishReason, Request, TokenEvent
 from jaxserve.stats import IterationRecord, Load
 from server.commands import hosts
 from server.commands.console import UserError, mending

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from jaxserve.config import EngineConfig
-from jaxserve.request import EngineStopped, FinishReason, InvalidRequest, Request, TokenEvent
+from jaxserve.errors import EngineStopped, InvalidRequest
+from jaxserve.request import FinishReason, Request, TokenEvent
 from jaxserve.scheduler.limits import check_queue
 from jaxserve.startup_report import StartupReport
 from jaxserve.stats import IterationRecord, Load, total

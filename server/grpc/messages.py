@@ -10,10 +10,11 @@ from google.protobuf import any_pb2, duration_pb2
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
+from jaxserve.errors import InvalidRequest
 from jaxserve.generation import beam_search as beams
 from jaxserve.generation import chat
 from jaxserve.generation.completion import Completion, Delta
-from jaxserve.request import Alternatives, FinishReason, InvalidRequest
+from jaxserve.request import Alternatives, FinishReason
 from server.errors import ApiError, Kind
 from server.proto.jaxserve.v1 import inference_pb2 as pb
 

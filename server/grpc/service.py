@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from jaxserve.errors import InvalidRequest
 from jaxserve.generation import beam_search as beams
 from jaxserve.generation.completion import Completion
 from jaxserve.generation.samples import MAX_SAMPLES, best
-from jaxserve.request import InvalidRequest
 from server.call import Call, Generation, new_id
 from server.grpc import common as rpc
 from server.grpc import messages

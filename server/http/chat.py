@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from jaxserve.errors import InvalidRequest
 from jaxserve.generation.completion import Completion, Delta
-from jaxserve.request import InvalidRequest, Request
+from jaxserve.request import Request
 from server.call import Generation
 from server.handler import RequestHandler
 from server.http import logprobs, sse

@@ -6,10 +6,11 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from jaxserve.errors import InvalidRequest
 from jaxserve.generation.beam_search import BeamParams
 from jaxserve.generation.completion import Completion, Delta
 from jaxserve.generation.samples import best
-from jaxserve.request import FinishReason, InvalidRequest, Request
+from jaxserve.request import FinishReason, Request
 from server.call import Call, Generation
 from server.errors import ApiError, Kind
 from server.handler import RequestHandler, aside

@@ -8,18 +8,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from pydantic_core import PydanticCustomError
 
+from jaxserve.errors import InvalidRequest
 from jaxserve.generation import chat
 from jaxserve.generation.beam_search import FIELDS, BeamParams, params_of
 from jaxserve.generation.samples import MAX_SAMPLES
-from jaxserve.request import (
-    MAX_BAD_WORDS,
-    MAX_LOGIT_BIAS,
-    MAX_LOGPROBS,
-    MAX_STOP,
-    SAMPLING_FIELDS,
-    Grammar,
-    InvalidRequest,
-)
+from jaxserve.sampling_params import MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP, SAMPLING_FIELDS, Grammar
 from jaxserve.structured_output import grammar
 
 MAX_PROMPTS = 1024  # of one call

@@ -8,8 +8,8 @@ import numpy as np
 
 from benchmarks import roofline as floors
 from jaxserve.iteration import SamplerVariant
-from jaxserve.request import SamplingParams
 from jaxserve.sampling import sampler
+from jaxserve.sampling_params import SamplingParams
 from server.commands.bench import shapes, step
 
 

@@ -14,7 +14,7 @@ import httpx2 as httpx
 import pytest
 
 from jaxserve.engine import Engine
-from jaxserve.request import SAMPLING_FIELDS
+from jaxserve.sampling_params import SAMPLING_FIELDS
 from server.commands import cli
 from server.grpc.server import OPEN_SERVICES, ROUTER_SERVICES
 from server.http import schemas

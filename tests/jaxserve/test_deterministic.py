@@ -11,7 +11,8 @@ from jaxserve import models
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
 from jaxserve.iteration import SamplerVariant
-from jaxserve.request import Request, SamplingParams
+from jaxserve.request import Request
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler.factory import fixed_chunk
 from tests.fixtures.tiny import CONFIG, VOCAB
 from tests.fixtures.traffic import run

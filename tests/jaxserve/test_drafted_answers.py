@@ -15,8 +15,9 @@ from jaxserve import models, weights
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
 from jaxserve.iteration import max_points
-from jaxserve.request import FinishReason, Request, SamplingParams
+from jaxserve.request import FinishReason, Request
 from jaxserve.runner.draft_model import DraftModel
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler.ngrams import NgramIndex
 from jaxserve.scheduler.policy import DefaultTokenBudget
 from jaxserve.scheduler.speculation import Speculation

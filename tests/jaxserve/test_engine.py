@@ -13,11 +13,13 @@ import pytest
 
 from jaxserve import models, startup
 from jaxserve.engine import Engine
+from jaxserve.errors import EngineStopped, InvalidRequest, QueueFull
 from jaxserve.iteration import SamplerVariant
 from jaxserve.multihost.master import MasterPipeline
 from jaxserve.multihost.progress import Progress
-from jaxserve.request import EngineStopped, FinishReason, InvalidRequest, QueueFull, Request, SamplingParams
+from jaxserve.request import FinishReason, Request
 from jaxserve.sampling import sampler
+from jaxserve.sampling_params import SamplingParams
 from tests.fixtures.tiny import BLOOM, CONFIG, VOCAB, make_engine, opinionated
 from tests.fixtures.traffic import Answers, run, traffic
 

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from jaxserve.engine import Engine
-from jaxserve.request import FinishReason, QueueFull, Request, SamplingParams
+from jaxserve.errors import QueueFull
+from jaxserve.request import FinishReason, Request
+from jaxserve.sampling_params import SamplingParams
 from tests.fixtures.tiny import make_engine, opinionated
 from tests.fixtures.traffic import Answers, run, traffic
 

@@ -18,16 +18,9 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from jaxserve.config import EngineConfig
+from jaxserve.errors import EngineStopped, InvalidRequest, QueueFull
 from jaxserve.iteration import Admission, Chunk, IterationPlan
-from jaxserve.request import (
-    Alternatives,
-    EngineStopped,
-    FinishReason,
-    InvalidRequest,
-    QueueFull,
-    Request,
-    TokenEvent,
-)
+from jaxserve.request import Alternatives, FinishReason, Request, TokenEvent
 from jaxserve.scheduler.buckets import BucketCost
 from jaxserve.scheduler.limits import Limits
 from jaxserve.startup_report import StartupReport

@@ -13,7 +13,8 @@ import pytest
 from rich.console import Console
 
 from jaxserve.iteration import Admission, Chunk
-from jaxserve.request import Request, SamplingParams
+from jaxserve.request import Request
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.stats import IterationRecord
 from server import live as live_module
 from server.call import Call, RequestTiming

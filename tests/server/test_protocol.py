@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.request import SAMPLING_FIELDS
+from jaxserve.sampling_params import SAMPLING_FIELDS
 from server.proto.generate import PROTOS, ROOT, generate
 from server.proto.jaxserve.v1 import inference_pb2
 

@@ -18,7 +18,8 @@ from rich.table import Table
 from examples.train_demo import corpus
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
-from jaxserve.request import FinishReason, Request, SamplingParams, TokenEvent
+from jaxserve.request import FinishReason, Request, TokenEvent
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.text.tokenizer import Tokenizer
 from server.commands.bench import machine, report
 from server.commands.bench.progress import Bars

@@ -17,7 +17,8 @@ from rich.console import Console
 
 from jaxserve.config import EngineConfig, SchedulerName
 from jaxserve.engine import Engine, IterationRecord
-from jaxserve.request import FinishReason, Request, SamplingParams, TokenEvent
+from jaxserve.request import FinishReason, Request, TokenEvent
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.simulate import workload as load
 from jaxserve.simulate.outcome import Outcome
 from jaxserve.simulate.workload import Job, Workload

@@ -18,10 +18,10 @@ from jaxserve import startup
 from jaxserve.config import DtypeName, EngineConfig
 from jaxserve.iteration import Admission, Chunk, IterationPlan, SamplerVariant
 from jaxserve.loop import Replica
-from jaxserve.request import SamplingParams
 from jaxserve.runner.batch import pack
 from jaxserve.runner.layout import max_context
 from jaxserve.runner.stage import Progress
+from jaxserve.sampling_params import SamplingParams
 from server.commands.bench import machine, report, shapes
 from server.commands.bench.progress import Bars
 

@@ -13,8 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve import models
+from jaxserve.errors import InvalidRequest
 from jaxserve.generation.beam_search import BeamParams, BeamSearch, completions, params_of
-from jaxserve.request import Alternatives, FinishReason, InvalidRequest, Request, SamplingParams
+from jaxserve.request import Alternatives, FinishReason, Request
+from jaxserve.sampling_params import SamplingParams
 from tests.fixtures import dense
 from tests.fixtures.tiny import BLOOM, make_engine, opinionated
 

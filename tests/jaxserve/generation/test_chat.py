@@ -8,9 +8,9 @@ import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers, processors
 
+from jaxserve.errors import InvalidRequest
 from jaxserve.generation import chat
 from jaxserve.generation.parsing import parse_request
-from jaxserve.request import InvalidRequest
 from jaxserve.text.chat_template import ChatTemplate
 from jaxserve.text.tokenizer import Tokenizer
 

@@ -11,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models
 
+from jaxserve.errors import InvalidRequest
 from jaxserve.generation.completion import Assembler, Delta
-from jaxserve.request import Alternatives, FinishReason, InvalidRequest, Request, SamplingParams, TokenEvent
+from jaxserve.request import Alternatives, FinishReason, Request, TokenEvent
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.text.tokenizer import Tokenizer
 
 # Tokens are the strings they stand for; text is what they spell.

@@ -8,8 +8,9 @@ import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers
 
+from jaxserve.errors import InvalidRequest
 from jaxserve.generation.parsing import MAX_STOP_LENGTH, parse_request, parse_sampling
-from jaxserve.request import SAMPLING_FIELDS, Grammar, InvalidRequest, SamplingParams
+from jaxserve.sampling_params import SAMPLING_FIELDS, Grammar, SamplingParams
 from jaxserve.text.tokenizer import Tokenizer
 
 

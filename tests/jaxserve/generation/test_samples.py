@@ -16,10 +16,12 @@ import pytest
 from jaxserve import models
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
+from jaxserve.errors import InvalidRequest
 from jaxserve.generation.completion import Completion
 from jaxserve.generation.samples import PromptScores, best, for_engine, samples_of
-from jaxserve.request import InvalidRequest, Request, SamplingParams, TokenEvent
+from jaxserve.request import Request, TokenEvent
 from jaxserve.runner import kv_cache
+from jaxserve.sampling_params import SamplingParams
 from pallas_kernels import api
 from tests.fixtures.tiny import make_engine, opinionated
 from tests.fixtures.traffic import Answers, run, traffic

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from jaxserve import Engine, EngineConfig
-from jaxserve.request import FinishReason, InvalidRequest, QueueFull
+from jaxserve.errors import InvalidRequest, QueueFull
+from jaxserve.request import FinishReason
 from jaxserve.text.chat_template import ChatTemplate
 from tests.fixtures.texts import printable_tokenizer
 from tests.fixtures.tiny import BLOOM, make_engine, opinionated

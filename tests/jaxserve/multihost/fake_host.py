@@ -27,11 +27,12 @@ from jaxserve.multihost.links import Unconnected
 from jaxserve.multihost.master import MasterPipeline
 from jaxserve.multihost.recorder import FlightRecorder
 from jaxserve.multihost.worker import Membership
-from jaxserve.request import Request, SamplingParams
+from jaxserve.request import Request
 from jaxserve.runner.batch import BatchLayout
 from jaxserve.runner.pipeline import Pipeline
 from jaxserve.runner.programs import Forward
 from jaxserve.runner.stage import Launched
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler.buckets import BucketCost, BucketLadder
 from jaxserve.scheduler.kv_blocks import SlotPool
 from jaxserve.scheduler.scheduler import Scheduler

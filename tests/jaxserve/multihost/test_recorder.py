@@ -10,7 +10,7 @@ import pytest
 from jaxserve.iteration import Admission, Chunk, IterationPlan, IterationResult, TableChange
 from jaxserve.multihost import control_pb2 as pb
 from jaxserve.multihost import recorder, replay, wire
-from jaxserve.request import SamplingParams
+from jaxserve.sampling_params import SamplingParams
 from tests.jaxserve.multihost.processes import WAIT_SECONDS
 
 BLOCK = 4

@@ -9,12 +9,13 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from jaxserve.errors import InvalidRequest
 from jaxserve.iteration import Admission, Chunk, IterationPlan, IterationResult, SamplerVariant
 from jaxserve.multihost import control_pb2 as pb
 from jaxserve.multihost import remote_grammars as texts
 from jaxserve.multihost import wire
 from jaxserve.multihost.remote_grammars import Preparations, RemoteGrammars
-from jaxserve.request import Grammar, InvalidRequest, SamplingParams
+from jaxserve.sampling_params import Grammar, SamplingParams
 from jaxserve.structured_output.grammar import read
 from jaxserve.structured_output.masks import GrammarMasks
 from jaxserve.structured_output.matcher import Grammars

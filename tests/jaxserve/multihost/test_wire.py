@@ -9,8 +9,8 @@ import pytest
 from jaxserve.iteration import Admission, BlockCopy, Chunk, IterationPlan, IterationResult, SamplerVariant, TableChange
 from jaxserve.multihost import control_pb2 as pb
 from jaxserve.multihost import generate, wire
-from jaxserve.request import Grammar, SamplingParams
 from jaxserve.sampling import sampler
+from jaxserve.sampling_params import Grammar, SamplingParams
 
 PLAN_FIELDS = {
     *("sequence", "bucket", "admissions", "chunks", "table_changes", "sampler", "scoring", "drafts", "block_copies"),

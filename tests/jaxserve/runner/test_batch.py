@@ -3,8 +3,8 @@
 import pytest
 
 from jaxserve.iteration import Admission, Chunk, IterationPlan, SamplerVariant, TableChange
-from jaxserve.request import SamplingParams
 from jaxserve.runner.batch import BatchLayout, pack
+from jaxserve.sampling_params import SamplingParams
 
 LAYOUT = BatchLayout(bucket=8, max_rows=2, n_rows=2, block_size=4, max_context=16)
 N_BLOCKS = 6

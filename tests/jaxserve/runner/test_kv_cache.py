@@ -11,7 +11,8 @@ import pytest
 from jaxserve import models
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
-from jaxserve.request import Request, SamplingParams
+from jaxserve.request import Request
+from jaxserve.sampling_params import SamplingParams
 from tests.fixtures.tiny import BLOOM, VOCAB, make_engine, opinionated
 from tests.fixtures.traffic import Answers, run, traffic
 

@@ -15,8 +15,9 @@ from jaxserve import models, startup, weights
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
 from jaxserve.iteration import SamplerVariant
-from jaxserve.request import Request, SamplingParams
+from jaxserve.request import Request
 from jaxserve.runner.lowering import StagePrograms
+from jaxserve.sampling_params import SamplingParams
 from tests.fixtures import parity
 from tests.fixtures.tiny import VOCAB
 from tests.fixtures.traffic import Answers, run, traffic

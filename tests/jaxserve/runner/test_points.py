@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from jaxserve.iteration import Chunk, IterationPlan, SamplerVariant
-from jaxserve.request import Request, SamplingParams
+from jaxserve.request import Request
+from jaxserve.sampling_params import SamplingParams
 from tests.fixtures.tiny import make_engine, opinionated
 from tests.fixtures.traffic import Answers, run, traffic
 

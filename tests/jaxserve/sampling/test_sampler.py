@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.iteration import SamplerVariant
-from jaxserve.request import MAX_LOGPROBS, SamplingParams
 from jaxserve.sampling import sampler
+from jaxserve.sampling_params import MAX_LOGPROBS, SamplingParams
 
 PLAIN, TRUNCATED, FULL, CONSTRAINED = SamplerVariant
 VOCAB = 6001  # odd, and large enough for every way in which limits are found

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxserve.request import MAX_LOGPROBS
 from jaxserve.sampling.scoring import score
+from jaxserve.sampling_params import MAX_LOGPROBS
 
 
 def run(logits, tile, next_tokens):

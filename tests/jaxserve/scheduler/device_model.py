@@ -16,7 +16,8 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxserve.iteration import IterationPlan, IterationResult, SamplerVariant
-from jaxserve.request import MAX_LOGPROBS, FinishReason, Request, TokenEvent
+from jaxserve.request import FinishReason, Request, TokenEvent
+from jaxserve.sampling_params import MAX_LOGPROBS
 
 VOCABULARY = 11
 EOS = frozenset({0})

@@ -7,7 +7,8 @@ from collections import deque
 import numpy as np
 
 from jaxserve.iteration import IterationPlan, IterationResult
-from jaxserve.request import MAX_LOGPROBS, Request, SamplingParams
+from jaxserve.request import Request
+from jaxserve.sampling_params import MAX_LOGPROBS, SamplingParams
 from jaxserve.scheduler.buckets import BucketCost, BucketLadder
 from jaxserve.scheduler.kv_blocks import SlotPool
 from jaxserve.scheduler.scheduler import Scheduler

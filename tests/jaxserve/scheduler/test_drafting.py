@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from jaxserve.iteration import Chunk, IterationPlan, IterationResult
-from jaxserve.request import FinishReason, Request, SamplingParams
+from jaxserve.request import FinishReason, Request
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler.kv_blocks import SlotPool
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.scheduler.speculation import Speculation

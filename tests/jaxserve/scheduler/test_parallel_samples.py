@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 import pytest
 
+from jaxserve.errors import InvalidRequest
 from jaxserve.iteration import Chunk, IterationPlan
-from jaxserve.request import FinishReason, InvalidRequest, Request
+from jaxserve.request import FinishReason, Request
 from jaxserve.scheduler.buckets import BucketCost, BucketLadder
 from jaxserve.scheduler.kv_blocks import SlotPool
 from jaxserve.scheduler.scheduler import Scheduler

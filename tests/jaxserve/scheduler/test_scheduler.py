@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from jaxserve.errors import InvalidRequest
 from jaxserve.iteration import Chunk, IterationPlan
-from jaxserve.request import FinishReason, InvalidRequest
+from jaxserve.request import FinishReason
 from jaxserve.scheduler.buckets import BucketCost, BucketLadder
 from jaxserve.scheduler.kv_blocks import SlotPool
 from jaxserve.scheduler.scheduler import PRIORITY_SECONDS, Scheduler

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from jaxserve.errors import InvalidRequest
 from jaxserve.iteration import (
     IterationPlan,
     IterationResult,
@@ -22,14 +23,8 @@ from jaxserve.iteration import (
     max_points,
     max_table_changes,
 )
-from jaxserve.request import (
-    FinishReason,
-    Grammar,
-    InvalidRequest,
-    Request,
-    SamplingParams,
-    TokenEvent,
-)
+from jaxserve.request import FinishReason, Request, TokenEvent
+from jaxserve.sampling_params import Grammar, SamplingParams
 from jaxserve.scheduler.buckets import BucketCost, BucketLadder
 from jaxserve.scheduler.kv_blocks import SlotPool
 from jaxserve.scheduler.scheduler import PRIORITY_SECONDS, Scheduler

@@ -17,7 +17,8 @@ from collections import deque
 import numpy as np
 
 from jaxserve.iteration import Admission, Chunk, IterationPlan, IterationResult, SamplerVariant, TableChange
-from jaxserve.request import FinishReason, Request, SamplingParams, TokenEvent
+from jaxserve.request import FinishReason, Request, TokenEvent
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler.buckets import BucketCost, BucketLadder
 from jaxserve.scheduler.kv_blocks import SlotPool
 from jaxserve.scheduler.scheduler import Scheduler

@@ -10,8 +10,10 @@ import pytest
 from jaxserve.config import EngineConfig
 from jaxserve.demo import DEMO_MODEL
 from jaxserve.engine import Engine
+from jaxserve.errors import InvalidRequest
 from jaxserve.iteration import SamplerVariant
-from jaxserve.request import FinishReason, Grammar, InvalidRequest, Request, SamplingParams
+from jaxserve.request import FinishReason, Request
+from jaxserve.sampling_params import Grammar, SamplingParams
 from jaxserve.structured_output import masks
 from jaxserve.structured_output.grammar import read
 from jaxserve.structured_output.matcher import GrammarFailed, Matcher

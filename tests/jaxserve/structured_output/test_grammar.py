@@ -4,8 +4,9 @@ import json
 
 import pytest
 
+from jaxserve.errors import InvalidRequest
 from jaxserve.generation.parsing import parse_sampling
-from jaxserve.request import MAX_GRAMMAR_BYTES, Grammar, InvalidRequest, SamplingParams
+from jaxserve.sampling_params import MAX_GRAMMAR_BYTES, Grammar, SamplingParams
 from jaxserve.structured_output.grammar import read
 
 

@@ -13,7 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jaxserve.demo import DEMO_MODEL
-from jaxserve.request import Grammar, InvalidRequest, QueueFull
+from jaxserve.errors import InvalidRequest, QueueFull
+from jaxserve.sampling_params import Grammar
 from jaxserve.structured_output import matcher
 from jaxserve.structured_output.grammar import read
 from jaxserve.structured_output.matcher import Compiled, GrammarFailed, Grammars

@@ -7,7 +7,7 @@ import grpc
 import pytest
 
 from jaxserve.config import EngineConfig
-from jaxserve.request import Grammar
+from jaxserve.sampling_params import Grammar
 from server.call import RequestTiming
 from server.proto.vllm.grpc.engine import vllm_engine_pb2 as pb
 from server.proto.vllm.grpc.engine.vllm_engine_pb2_grpc import VllmEngineStub

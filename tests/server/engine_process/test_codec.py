@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.config import EngineConfig
-from jaxserve.request import Alternatives, FinishReason, Request, SamplingParams, TokenEvent
+from jaxserve.request import Alternatives, FinishReason, Request, TokenEvent
+from jaxserve.sampling_params import SamplingParams
 from server.engine_process import codec as plain
 from server.engine_process.job import Facts, Job
 from tests.server.fake_engine import FakeEngine

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.iteration import Admission, Chunk
-from jaxserve.request import SamplingParams, TokenEvent
+from jaxserve.request import TokenEvent
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.stats import IterationRecord, Load
 from server.engine_process import iterations
 from server.engine_process.frames import MAX_BODY, BadFrame, Kind, Splitter, TooLarge, frame, json_frame, parse_json

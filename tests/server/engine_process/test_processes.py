@@ -19,7 +19,8 @@ import grpc
 import pytest
 
 from jaxserve.config import EngineConfig
-from jaxserve.request import FinishReason, Request, SamplingParams, TokenEvent
+from jaxserve.request import FinishReason, Request, TokenEvent
+from jaxserve.sampling_params import SamplingParams
 from server.engine_process import codec as plain
 from server.engine_process import exit_codes, frames, iterations
 from server.engine_process import main as engine_process

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from jaxserve.request import Grammar
+from jaxserve.sampling_params import Grammar
 from tests.server.conftest import Served
 from tests.server.http.http_calls import ask, post
 
