@@ -18,7 +18,7 @@ from server.auth import Tenant
 
 if TYPE_CHECKING:
     from jaxserve.stats import Load
-    from server.served_engine import ServedEngine
+    from server.engine_client import EngineClient
 
 _SAMPLE_SECONDS = 0.25  # at least, between looks at the engine's counters
 _OLD_SECONDS = 5.0  # a look that is older is not compared with
@@ -32,7 +32,7 @@ class Ticket:
     """What one call was granted, until it is released; releasing twice is releasing once."""
 
     def __init__(
-        self, admission: Admission, tenant: Tenant, requests: int, tokens: int, *, slack: float, demoted: bool
+        self, admission: AdmissionController, tenant: Tenant, requests: int, tokens: int, *, slack: float, demoted: bool
     ) -> None:
         self.tenant, self.requests, self.tokens = tenant, requests, tokens
         self.demoted = demoted  # whether others go first: the tenant has more waiting than its share
@@ -44,7 +44,7 @@ class Ticket:
         """Tells how many tokens the prompts really are. Raises ApiError if that makes them too late."""
         if tokens / self._admission.prompt_rate > self._slack:
             raise errors.ApiError(
-                errors.Kind.TOO_LATE, f"{tokens} prompt tokens cannot be computed before the deadline"
+                errors.ErrorKind.TOO_LATE, f"{tokens} prompt tokens cannot be computed before the deadline"
             )
         if self._stage == 0:
             self._admission.reserved_tokens += tokens - self.tokens
@@ -84,7 +84,7 @@ class Ticket:
             self._admission.kept_tokens -= self.tokens
 
 
-class Admission:
+class AdmissionController:
     """The judge of calls to one engine.
 
     Args:
@@ -95,7 +95,7 @@ class Admission:
 
     def __init__(
         self,
-        engine: ServedEngine,
+        engine: EngineClient,
         *,
         tenants: Callable[[], dict[str, Tenant]] = dict,
         clock: Callable[[], float] = time.monotonic,
@@ -166,7 +166,7 @@ class Admission:
             slack = deadline - now - wait - own  # the prompt's share is known when it has become tokens
             if slack < 0:
                 raise errors.ApiError(
-                    errors.Kind.TOO_LATE,
+                    errors.ErrorKind.TOO_LATE,
                     f"the deadline is in {max(0.0, deadline - now):.1f} s; waiting takes about {wait:.1f} s, and the "
                     f"answer {own:.1f} s",
                 )
@@ -227,7 +227,7 @@ class Admission:
         if level < min(requests, tenant.burst):
             self._rates[tenant.name] = now, level
             raise errors.ApiError(
-                errors.Kind.RATE_LIMITED,
+                errors.ErrorKind.RATE_LIMITED,
                 f"{tenant.name} may make {tenant.rate:g} requests a second",
                 retry_after=(min(requests, tenant.burst) - level) / tenant.rate,
             )

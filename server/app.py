@@ -1,4 +1,4 @@
-"""Every protocol on one engine: they start, drain and stop together."""
+"""The server: every protocol on one engine, its health checks and its metrics."""
 
 from __future__ import annotations
 
@@ -13,41 +13,41 @@ from server.grpc.server import GrpcServer
 from server.handler import RequestHandler
 from server.http.app import OPEN_CALLS, make_app
 from server.http.listener import HttpListener
-from server.live import Live
+from server.live import LiveStats
 from server.metrics import Metrics
 from server.tls import Tls
-from server.watchdog import Watchdog
+from server.watchdog import EngineWatchdog
 
 if TYPE_CHECKING:
-    from server.served_engine import ServedEngine
+    from server.engine_client import EngineClient
 
 _log = logging.getLogger(__name__)
 
 _STOPPING = "the server is stopping"
-_PATIENCE = 3.0  # seconds behind its deadline that an engine may come back in
+_RECOVERY_SECONDS = 3.0  # an engine may recover within this time after its deadline
 
 
 class ServerApp:
-    """What callers of one engine reach, whatever they speak.
+    """Serves gRPC and HTTP for one engine; the protocols start, drain and stop together.
 
     Args:
-      engine: a started engine, or one that will be ready before long.
-      name: what the model is called.
-      version: of the server.
+      engine: a started engine, or one that is still starting.
+      name: served name of the model.
+      version: version of the server.
       tls: None listens without encryption.
-      keys: one of which callers must show; None asks for none.
-      stall_seconds: how long the engine may have work and complete no iteration; None goes by what the iteration that
-        is due was measured to take.
-      health_seconds: how often the engine is looked at.
-      on_wedged: told why when the engine has been behind its deadline for so long that it is given up; None leaves it
-        alone, and it serves again should it come back.
-      wedged_seconds: how long an engine that has completed no iteration is given for that; None goes by its deadline.
-        One of several hosts knows more of what is wrong with it, and says so unless it is stopped itself.
+      keys: API keys; callers must send one of them. None accepts every caller.
+      stall_seconds: seconds that an engine with work may take for an iteration; None derives them from the measured
+        bucket costs.
+      health_seconds: interval of the health checks.
+      on_wedged: called with the reason when the engine has missed its deadline for too long; None waits for it to
+        recover.
+      wedged_seconds: seconds without an iteration after which on_wedged is called; None uses the deadline plus a
+        margin. An engine on several hosts reports its own failures, so it gets more time.
     """
 
     def __init__(
         self,
-        engine: ServedEngine,
+        engine: EngineClient,
         *,
         name: str,
         version: str,
@@ -62,27 +62,27 @@ class ServerApp:
         self._grpc = GrpcServer(self.handler, name=name, version=version, tls=tls, keys=keys)
         self.metrics = Metrics(engine, model=name, healthy=lambda: self.handler.unhealthy_reason is None)
         self.handler.observers.append(self.metrics)
-        live = Live(engine)
+        live = LiveStats(engine)
         self.handler.observers.append(live)
         app = make_app(self.handler, self.metrics, live, name=name, version=version)
         self._http = HttpListener(KeyMiddleware(app, keys, OPEN_CALLS) if keys is not None else app, tls)
-        self._watchdog = Watchdog(engine, deadline=stall_seconds, interval=health_seconds)
+        self._watchdog = EngineWatchdog(engine, deadline=stall_seconds, interval=health_seconds)
         self._health_seconds, self._on_wedged, self._wedged_seconds = health_seconds, on_wedged, wedged_seconds
         self._watch: asyncio.Task[None] | None = None
-        self._told: str | None = None  # by health, of what keeps the engine from serving
+        self._reported_problem: str | None = None  # at the last health check
         self._has_served = False
 
     async def start(self, host: str, port: int, http_port: int | None) -> tuple[int, int | None]:
-        """Listens for gRPC on one port and for HTTP on another, or not at all.
+        """Listens for gRPC on `port` and for HTTP on `http_port`, unless that is None.
 
         Returns:
-          The ports, which matter when 0 was asked for.
+          The ports in use (port 0 picks a free one).
 
         Raises:
-          RuntimeError, OSError: a port cannot be had.
+          RuntimeError, OSError: a port cannot be opened.
         """
-        self._told = self._watchdog.problem()
-        self._has_served = self._told is None
+        self._reported_problem = self._watchdog.problem()
+        self._has_served = self._reported_problem is None
         port = await self._grpc.start(host, port)
         if http_port is not None:
             http_port = await self._http.start(host, http_port)
@@ -90,10 +90,10 @@ class ServerApp:
         return port, http_port
 
     async def drain(self, seconds: float) -> int:
-        """Refuses new calls, gives those under way this long, then stops.
+        """Refuses new calls, waits at most `seconds` for active ones, then stops.
 
         Returns:
-          How many requests had to be cut short.
+          The number of requests that did not finish.
         """
         self.handler.close(_STOPPING)
         await self._grpc.announce_end()
@@ -104,7 +104,7 @@ class ServerApp:
         return left
 
     async def stop(self) -> None:
-        """Ends what is under way with UNAVAILABLE, and stops listening."""
+        """Ends active calls with UNAVAILABLE and stops listening."""
         self.handler.close(_STOPPING)
         self.handler.fail_all("the server stopped before the answer was whole")
         if self._watch is not None:
@@ -113,25 +113,25 @@ class ServerApp:
 
     async def _watch_engine(self) -> None:
         while True:
-            await self.look()
+            await self.check_health()
             self.handler.admission.sample()
             self.metrics.drain()
             await asyncio.sleep(self._health_seconds)
 
     def _is_wedged(self) -> bool:
         if self._wedged_seconds is None:
-            return self._watchdog.overdue > _PATIENCE
+            return self._watchdog.overdue > _RECOVERY_SECONDS
         return 0 < self._watchdog.still > self._wedged_seconds()
 
-    async def look(self) -> None:
-        """Has health follow the engine now, and nobody wait for an engine that will never answer."""
+    async def check_health(self) -> None:
+        """Updates the health status; fails active calls if the engine will not recover."""
         problem, own = self._watchdog.problem(), self.handler.engine.problem
-        self.handler.problem = problem if own is None else None  # of its own one the engine is asked when a call comes
+        self.handler.problem = problem if own is None else None  # each call asks the engine for its own
         if own is not None and not self.handler.engine.takes_requests:
             self.handler.fail_all(own)
         if problem is not None and self._on_wedged is not None and self._is_wedged():
             self._on_wedged(problem)
-        before, self._told = self._told, problem
+        before, self._reported_problem = self._reported_problem, problem
         if (problem is None) == (before is None):
             return
         if problem is not None:

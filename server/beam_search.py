@@ -12,7 +12,7 @@ from server import errors
 from server.call import Call, Observer, RequestTiming
 
 
-class Searching:
+class BeamSearchCall:
     """A beam search and its place in the door, where it stands for its requests as a `Generation` does for its own.
 
     Args:

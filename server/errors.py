@@ -1,38 +1,40 @@
-"""How a call ends without an answer, whatever its protocol; each protocol says in its own file what it makes of it."""
+"""The errors that end a call, independent of the protocol; each protocol maps them to its own status codes."""
 
 from __future__ import annotations
 
 import enum
 
-RETRY_SECONDS = 1.0  # what a refused caller is told to wait: a queue of requests moves on in seconds, not in minutes
+RETRY_SECONDS = 1.0  # default Retry-After: a queue of requests moves within seconds
 
 
-class Kind(enum.Enum):
-    """Whose fault it is, and whether trying again may help."""
+class ErrorKind(enum.Enum):
+    """Why a call failed: who is at fault, and whether a retry may succeed."""
 
-    INVALID = "invalid"  # the caller's; the same call will never be served
-    UNAUTHENTICATED = "unauthenticated"  # the caller has not shown who it is
-    NOT_FOUND = "not found"  # what the call names is not there
-    UNSUPPORTED = "unsupported"  # this checkpoint cannot do it
-    UNIMPLEMENTED = "unimplemented"  # nothing served here can
-    QUEUE_FULL = "queue full"  # too much waits already; again in `retry_after` seconds
-    RATE_LIMITED = "rate limited"  # the caller calls more often than it may; likewise
-    TOO_LATE = "too late"  # the answer would come after the caller's deadline
-    UNAVAILABLE = "unavailable"  # this server cannot serve now, another one may
-    FAILED = "failed"  # ours; the log explains it
+    INVALID = "invalid"  # the call is wrong; a retry fails too
+    UNAUTHENTICATED = "unauthenticated"  # no valid API key
+    NOT_FOUND = "not found"  # the call names a model or route that does not exist
+    UNSUPPORTED = "unsupported"  # this checkpoint lacks what the call needs
+    UNIMPLEMENTED = "unimplemented"  # this server does not implement the call
+    QUEUE_FULL = "queue full"  # retry after `retry_after` seconds
+    RATE_LIMITED = "rate limited"  # the tenant exceeds its rate; retry after `retry_after` seconds
+    TOO_LATE = "too late"  # the deadline has passed, or cannot be met
+    UNAVAILABLE = "unavailable"  # this server cannot serve now; another one may
+    FAILED = "failed"  # an error of the server; the log has the traceback
 
 
 class ApiError(Exception):
-    """A call that ends without an answer.
+    """Ends a call with an error that its caller sees.
 
     Attributes:
-      kind: see Kind.
-      field: name of the field at fault, with Kind.INVALID.
-      retry_after: seconds after which trying again makes sense, with Kind.QUEUE_FULL and Kind.RATE_LIMITED, and with
-        Kind.UNAVAILABLE where the engine may be back by then.
+      kind: see ErrorKind.
+      field: name of the field at fault, with ErrorKind.INVALID.
+      retry_after: seconds after which a retry makes sense: with QUEUE_FULL and RATE_LIMITED, and with UNAVAILABLE where
+        the engine may be back by then.
     """
 
-    def __init__(self, kind: Kind, message: str, *, field: str | None = None, retry_after: float | None = None) -> None:
+    def __init__(
+        self, kind: ErrorKind, message: str, *, field: str | None = None, retry_after: float | None = None
+    ) -> None:
         super().__init__(message)
         self.kind = kind
         self.field = field
@@ -40,20 +42,20 @@ class ApiError(Exception):
 
 
 def invalid(field: str, message: str) -> ApiError:
-    """A wrong field."""
-    return ApiError(Kind.INVALID, message, field=field)
+    """The error for a field that is wrong."""
+    return ApiError(ErrorKind.INVALID, message, field=field)
 
 
 def queue_full(message: str, retry_after: float = RETRY_SECONDS) -> ApiError:
-    """Too much waits already."""
-    return ApiError(Kind.QUEUE_FULL, message, retry_after=retry_after)
+    """The error for a full queue."""
+    return ApiError(ErrorKind.QUEUE_FULL, message, retry_after=retry_after)
 
 
 def unavailable(message: str, retry_after: float | None = None) -> ApiError:
-    """This server cannot serve now."""
-    return ApiError(Kind.UNAVAILABLE, message, retry_after=retry_after)
+    """The error for a server that cannot serve now."""
+    return ApiError(ErrorKind.UNAVAILABLE, message, retry_after=retry_after)
 
 
 def failed(call_id: str) -> ApiError:
-    """A failure of ours, without its cause, which is none of the caller's business; the log has it under the id."""
-    return ApiError(Kind.FAILED, f"the request failed; the server's log explains it under {call_id}")
+    """The error for an internal failure. It hides the cause, which the log has under the call's id."""
+    return ApiError(ErrorKind.FAILED, f"the request failed; the server's log explains it under {call_id}")

@@ -24,15 +24,15 @@ from jaxserve.generation.samples import for_engine, samples_of
 from jaxserve.request import Request, TokenEvent
 from jaxserve.sampling_params import Grammar, SamplingParams
 from server import errors
-from server.admission import Admission, Ticket
+from server.admission import AdmissionController, Ticket
 from server.auth import Tenant
-from server.beam_search import Searching
+from server.beam_search import BeamSearchCall
 from server.call import Call, Generation, Observer, RequestTiming
-from server.served_engine import NotReady
+from server.engine_client import EngineNotReady
 
 if TYPE_CHECKING:
     from jaxserve.text.tokenizer import Tokenizer
-    from server.served_engine import ServedEngine
+    from server.engine_client import EngineClient
 
 _Result = TypeVar("_Result")
 
@@ -51,14 +51,14 @@ class RequestHandler:
       tenants: that callers may belong to, by name.
     """
 
-    def __init__(self, engine: ServedEngine, *, tenants: Callable[[], dict[str, Tenant]] = dict) -> None:
+    def __init__(self, engine: EngineClient, *, tenants: Callable[[], dict[str, Tenant]] = dict) -> None:
         self.engine = engine
-        self.admission = Admission(engine, tenants=tenants)
+        self.admission = AdmissionController(engine, tenants=tenants)
         self.problem: str | None = None  # what the watchdog has seen keep the engine from serving, if something does
         self.observers: list[Observer] = []
         self._loop = asyncio.get_running_loop()
-        self._alive: dict[str, Generation | Searching] = {}  # by the engine's name of a request it has not ended yet
-        self._generations: set[Generation | Searching] = set()
+        self._alive: dict[str, Generation | BeamSearchCall] = {}  # by request id, until the last event
+        self._generations: set[Generation | BeamSearchCall] = set()
         self._numbers = itertools.count()
         self._closed: str | None = None
         self._sink = self._deliver  # one object for all requests: the engine groups events by it
@@ -145,7 +145,7 @@ class RequestHandler:
                 return errors.invalid(problem.field, str(problem))
             case QueueFull():
                 return errors.queue_full(str(problem), self.admission.retry_seconds())
-            case NotReady():
+            case EngineNotReady():
                 return errors.unavailable(str(problem), errors.RETRY_SECONDS)
         if self.engine.problem is not None:
             return errors.unavailable(self.engine.problem)
@@ -173,7 +173,7 @@ class RequestHandler:
         """
         self._check_open(call)
         with self._admitted(prompts, call, samples) as ticket:
-            requests = await aside(
+            requests = await offload_if_long(
                 sum(map(_work, prompts)),
                 lambda: [adjust(self._parse(fields, call, ticket.demoted)) for fields in prompts],
             )
@@ -191,7 +191,7 @@ class RequestHandler:
             raise InvalidRequest(grammar.field, "needs a tokenizer, and this checkpoint has none")
         return await self.engine.grammars.prepare(grammar)
 
-    def to_the_end(self, request: Request) -> Request:
+    def fill_context(self, request: Request) -> Request:
         """A request whose caller gives no limit, with all the room that the context leaves it."""
         room = min(self.engine.max_context, self.engine.report.slots) - len(request.prompt)
         return replace(request, sampling=replace(request.sampling, max_tokens=max(1, room)))
@@ -215,12 +215,12 @@ class RequestHandler:
         self._check_open(call)
         with self._admitted([fields], call, params.width) as ticket:
             parse = partial(self._parse, fields, call, ticket.demoted)
-            request = await aside(_work(fields), lambda: adjust(parse()))
+            request = await offload_if_long(_work(fields), lambda: adjust(parse()))
             self.engine.check(request)
             search = BeamSearch(request, params, self.engine.model_config.eos_token_ids)
             ticket.correct(params.width * request.max_length)
             ticket.keep()
-            searching = Searching(
+            searching = BeamSearchCall(
                 call,
                 search,
                 self.observers,
@@ -233,7 +233,7 @@ class RequestHandler:
             self.admission.finished(len(answers[0].token_ids), request.sampling.max_tokens)
             return request, answers
 
-    async def _searched(self, searching: Searching) -> list[Completion]:
+    async def _searched(self, searching: BeamSearchCall) -> list[Completion]:
         tokenizer, eos = self.engine.tokenizer, self.engine.model_config.eos_token_ids
         completion = Assembler(searching.search.request, tokenizer, eos).completion()
         for observer in self.observers:
@@ -247,7 +247,7 @@ class RequestHandler:
             for observer in self.observers:
                 observer.ended(searching.timing, completion)
 
-    def _submit(self, request: Request, owner: Generation | Searching) -> None:
+    def _submit(self, request: Request, owner: Generation | BeamSearchCall) -> None:
         self._alive[request.request_id] = owner
         try:
             self.engine.submit(request, self._sink)
@@ -256,11 +256,11 @@ class RequestHandler:
             raise
 
     @contextlib.contextmanager
-    def _under_way(self, owner: Generation | Searching) -> Iterator[None]:
+    def _under_way(self, owner: Generation | BeamSearchCall) -> Iterator[None]:
         """Counts a call's requests as under way, and ends them at its deadline."""
         bound = None
         if (deadline := owner.call.deadline) is not None:
-            late = errors.ApiError(errors.Kind.TOO_LATE, "the deadline has passed")
+            late = errors.ApiError(errors.ErrorKind.TOO_LATE, "the deadline has passed")
             bound = self._loop.call_later(deadline - time.monotonic() + _GRACE, owner.fail, late)
         self._generations.add(owner)
         try:
@@ -339,13 +339,13 @@ class RequestHandler:
     def tokenizer(self) -> Tokenizer:
         """The checkpoint's. Raises ApiError if it has none."""
         if self.engine.tokenizer is None:
-            raise errors.ApiError(errors.Kind.UNSUPPORTED, "this checkpoint has no tokenizer")
+            raise errors.ApiError(errors.ErrorKind.UNSUPPORTED, "this checkpoint has no tokenizer")
         return self.engine.tokenizer
 
     async def tokenize(self, text: str, *, special_tokens: bool = True, field: str = "text") -> list[int]:
         """Token ids of a text. Raises ApiError, naming the field, for what has none."""
         try:
-            return await aside(len(text), self.tokenizer.encode, text, special_tokens=special_tokens)
+            return await offload_if_long(len(text), self.tokenizer.encode, text, special_tokens=special_tokens)
         except ValueError as problem:
             raise errors.invalid(field, str(problem)) from problem
 
@@ -355,7 +355,7 @@ class RequestHandler:
         for token in token_ids:
             if not 0 <= token < vocab_size:
                 raise errors.invalid(field, f"has token id {token}; the vocabulary has {vocab_size}")
-        return await aside(len(token_ids), tokenizer.decode, token_ids)
+        return await offload_if_long(len(token_ids), tokenizer.decode, token_ids)
 
 
 def _size(fields: Mapping[str, Any]) -> int:
@@ -372,7 +372,7 @@ def _work(fields: Mapping[str, Any]) -> int:
     return _LONG_TEXT + 1 if fields.get("messages") else _size(fields)
 
 
-async def aside(size: int, work: Callable[..., _Result], *args: Any, **kwargs: Any) -> _Result:
+async def offload_if_long(size: int, work: Callable[..., _Result], *args: Any, **kwargs: Any) -> _Result:
     """Does work on a text, and off the event loop if the text is long."""
     if size <= _LONG_TEXT:
         return work(*args, **kwargs)

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from jaxserve.generation.completion import Completion
     from jaxserve.stats import IterationRecord
     from server.call import RequestTiming
+    from server.engine_client import EngineClient
     from server.errors import ApiError
-    from server.served_engine import ServedEngine
 
 KEPT = 512  # iterations
 _WINDOW = 60.0  # seconds that latencies and rates look back
@@ -25,14 +25,14 @@ _SAMPLES = 4096  # of each latency, at most
 _QUANTILES = (0.5, 0.95, 0.99)
 
 
-class Live:
+class LiveStats:
     """A ring of the engine's last iterations, and an observer (`server.call.Observer`) of its requests.
 
     Args:
       engine: its iterations are recorded from now on.
     """
 
-    def __init__(self, engine: ServedEngine) -> None:
+    def __init__(self, engine: EngineClient) -> None:
         self._engine = engine
         self._numbers = itertools.count()
         self._ring: deque[tuple[int, IterationRecord]] = deque(maxlen=KEPT)

@@ -14,11 +14,11 @@ from prometheus_client.samples import Sample
 from jaxserve.generation.completion import Completion
 from jaxserve.request import FinishReason
 from server.call import RequestTiming
-from server.errors import ApiError, Kind
+from server.errors import ApiError, ErrorKind
 
 if TYPE_CHECKING:
     from jaxserve.stats import IterationRecord
-    from server.served_engine import ServedEngine
+    from server.engine_client import EngineClient
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -82,7 +82,7 @@ class Metrics:
       healthy: whether the engine serves.
     """
 
-    def __init__(self, engine: ServedEngine, *, model: str, healthy: Callable[[], bool]) -> None:
+    def __init__(self, engine: EngineClient, *, model: str, healthy: Callable[[], bool]) -> None:
         self._engine, self._model, self._healthy = engine, model, healthy
         self._registry = CollectorRegistry()
         self._iterations: deque[IterationRecord] = deque(maxlen=_HELD)
@@ -97,7 +97,7 @@ class Metrics:
         self._host = self._histogram("iteration_host_seconds", "The host's part of it.", _HOST_SECONDS)
         self._batch = self._histogram("iteration_tokens", "Tokens one iteration carries.", _TOKENS)
         self._ended: Counter[FinishReason | None] = Counter(dict.fromkeys(_FINISHED, 0))
-        self._refusals: Counter[Kind] = Counter(dict.fromkeys(Kind, 0))
+        self._refusals: Counter[ErrorKind] = Counter(dict.fromkeys(ErrorKind, 0))
         self._registry.register(self)  # pyright: ignore[reportArgumentType]
         engine.record(self._iterations.append)  # all that the engine's thread does for metrics
 

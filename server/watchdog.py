@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from jaxserve.stats import Load
-    from server.served_engine import ServedEngine
+    from server.engine_client import EngineClient
 
 _LEAST_SECONDS = 2.0
 _COSTS = 4  # an iteration may take this many times what its bucket was measured to take
 _LONGEST_WAIT = 3.0  # seconds, but no more than this beyond it: what is slow is slow more evenly
 
 
-class Watchdog:
+class EngineWatchdog:
     """Says whether an engine serves; to be asked every `interval` seconds.
 
     A replica that has work and completes no iteration within its deadline is wedged, and serves again once it completes
@@ -35,7 +35,7 @@ class Watchdog:
 
     def __init__(
         self,
-        engine: ServedEngine,
+        engine: EngineClient,
         *,
         deadline: float | None = None,
         interval: float,

@@ -15,9 +15,9 @@ from jaxserve.multihost.config import ClusterConfig, LinksName, Secrets, check
 from server.commands import flags
 from server.commands.console import Report, mending, say
 from server.engine_process import exit_codes
-from server.engine_process.job import Job
+from server.engine_process.job import EngineJob
 from server.engine_process.remote_engine import RemoteEngine
-from server.engine_process.supervisor import EngineGone, Restarts, Supervisor
+from server.engine_process.supervisor import EngineGone, RestartPolicy, Supervisor
 
 if TYPE_CHECKING:
     from jaxserve.config import EngineConfig
@@ -166,7 +166,9 @@ def follow(
     return 0
 
 
-async def follow_behind(path: Path, config: EngineConfig, cluster: ClusterConfig, restarts: Restarts | None) -> int:
+async def follow_behind(
+    path: Path, config: EngineConfig, cluster: ClusterConfig, restarts: RestartPolicy | None
+) -> int:
     """Any other host, its work in a process of its own: one that is stopped is ended from here.
 
     Args:
@@ -178,7 +180,7 @@ async def follow_behind(path: Path, config: EngineConfig, cluster: ClusterConfig
     Raises:
       UserError: whatever the user can mend.
     """
-    job = Job.of(str(path), config, cluster=cluster)
+    job = EngineJob.of(str(path), config, cluster=cluster)
     supervisor = Supervisor(RemoteEngine(config, None), job, restarts=restarts)
     loop = asyncio.get_running_loop()
 

@@ -15,7 +15,7 @@ from server import auth, tls
 from server.commands import flags, hosts, settings
 from server.commands.console import UserError, address, check_folder, console, mending
 from server.commands.engine_start import add_model_flags, add_profile_flag, load_engine, model_directory, profiling
-from server.engine_process.supervisor import Restarts
+from server.engine_process.supervisor import RestartPolicy
 
 HELP = """\
 Serves a model over gRPC (service jaxserve.v1.Inference, with health checks and reflection) and over HTTP, as clients
@@ -132,7 +132,7 @@ def run(args: argparse.Namespace) -> int:
         with mending():
             config = flags.engine_config(args)
         if args.front == "process":
-            restarts = Restarts() if args.supervise else None
+            restarts = RestartPolicy() if args.supervise else None
             return asyncio.run(hosts.follow_behind(path, config, cluster, restarts))
         return hosts.follow(path, config, cluster)
     for _, port in ports:
@@ -142,14 +142,14 @@ def run(args: argparse.Namespace) -> int:
         args.tls = tls.from_flags(args)
         args.keys = auth.ApiKeys(args.api_keys) if args.api_keys is not None else None
         config = flags.engine_config(args)
-    from server import lifecycle as front
+    from server.lifecycle import ServerLifecycle, serve_engine_process, serve_in_process
 
-    serving = front.Serving(args, name=path.name, greet=_greet)
+    lifecycle = ServerLifecycle(args, name=path.name, greet=_greet)
     if args.front == "process":
-        return asyncio.run(front.before_a_process(serving, path, config, cluster))
+        return asyncio.run(serve_engine_process(lifecycle, path, config, cluster))
     engine = load_engine(args, cluster)
     with profiling(args.profile), engine:
-        asyncio.run(front.in_this_process(serving, engine))
+        asyncio.run(serve_in_process(lifecycle, engine))
     return 0
 
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 from server.call import new_id
-from server.errors import ApiError, Kind
-from server.grpc import common as rpc
+from server.errors import ApiError, ErrorKind
+from server.grpc import calls
 from server.handler import RequestHandler
 from server.proto.inference import open_inference_grpc_pb2 as pb
 from server.proto.inference import open_inference_grpc_pb2_grpc
@@ -15,7 +15,7 @@ from server.proto.inference import open_inference_grpc_pb2_grpc
 PLATFORM = "jax_xla"  # in the protocol's form, project_format
 
 
-class InferenceService(open_inference_grpc_pb2_grpc.GRPCInferenceServiceServicer):
+class OpenInferenceService(open_inference_grpc_pb2_grpc.GRPCInferenceServiceServicer):
     """`inference.GRPCInferenceService` but for tensors.
 
     Args:
@@ -33,7 +33,7 @@ class InferenceService(open_inference_grpc_pb2_grpc.GRPCInferenceServiceServicer
         return pb.ServerReadyResponse(ready=self._handler.unhealthy_reason is None)
 
     async def ModelReady(self, request: pb.ModelReadyRequest, context: Any) -> pb.ModelReadyResponse:
-        async with rpc.answering(self._handler, context, new_id()):
+        async with calls.answering(self._handler, context, new_id()):
             check_model(self._name, request.name, request.version)
             return pb.ModelReadyResponse(ready=self._handler.unhealthy_reason is None)
         raise AssertionError  # `answering` has raised
@@ -42,13 +42,13 @@ class InferenceService(open_inference_grpc_pb2_grpc.GRPCInferenceServiceServicer
         return pb.ServerMetadataResponse(**server_metadata(self._version))
 
     async def ModelMetadata(self, request: pb.ModelMetadataRequest, context: Any) -> pb.ModelMetadataResponse:
-        async with rpc.answering(self._handler, context, new_id()):
+        async with calls.answering(self._handler, context, new_id()):
             check_model(self._name, request.name, request.version)
             return pb.ModelMetadataResponse(**model_metadata(self._name))
         raise AssertionError
 
     async def ModelInfer(self, request: pb.ModelInferRequest, context: Any) -> pb.ModelInferResponse:
-        async with rpc.answering(self._handler, context, new_id()):
+        async with calls.answering(self._handler, context, new_id()):
             raise infer_refusal()
         raise AssertionError
 
@@ -56,10 +56,10 @@ class InferenceService(open_inference_grpc_pb2_grpc.GRPCInferenceServiceServicer
 def check_model(served: str, name: str, version: str) -> None:
     """Raises ApiError (NOT_FOUND) where a call asks for what is not served."""
     if name != served:
-        raise ApiError(Kind.NOT_FOUND, f"name: {name[:100]!r} is not served here; {served!r} is", field="name")
+        raise ApiError(ErrorKind.NOT_FOUND, f"name: {name[:100]!r} is not served here; {served!r} is", field="name")
     if version:
         raise ApiError(
-            Kind.NOT_FOUND,
+            ErrorKind.NOT_FOUND,
             f"version: {served!r} has no versions, so not {version[:100]!r}; leave it out",
             field="version",
         )
@@ -78,7 +78,7 @@ def model_metadata(name: str) -> dict[str, Any]:
 def infer_refusal() -> ApiError:
     """The answer to tensors."""
     return ApiError(
-        Kind.UNIMPLEMENTED,
+        ErrorKind.UNIMPLEMENTED,
         "inference on tensors is not served; ask for text with jaxserve.v1.Inference/Generate or "
         "vllm.grpc.engine.VllmEngine/Generate over gRPC, or POST /v1/completions over HTTP",
     )

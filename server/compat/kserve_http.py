@@ -28,31 +28,31 @@ def routes(handler: RequestHandler, name: str, version: str) -> list[Route]:
       version: of the server.
     """
 
-    async def live(exchange: HttpCall) -> None:
-        await exchange.json({"live": True})
+    async def live(http_call: HttpCall) -> None:
+        await http_call.json({"live": True})
 
-    async def ready(exchange: HttpCall) -> None:
+    async def ready(http_call: HttpCall) -> None:
         is_ready = handler.unhealthy_reason is None
-        await exchange.json({"ready": is_ready}, 200 if is_ready else 503)
+        await http_call.json({"ready": is_ready}, 200 if is_ready else 503)
 
-    async def server(exchange: HttpCall) -> None:
-        await exchange.json(server_metadata(version))
+    async def server(http_call: HttpCall) -> None:
+        await http_call.json(server_metadata(version))
 
-    async def model_ready(exchange: HttpCall) -> None:
-        _check(exchange)
+    async def model_ready(http_call: HttpCall) -> None:
+        _check(http_call)
         is_ready = handler.unhealthy_reason is None
-        await exchange.json({"name": name, "ready": is_ready}, 200 if is_ready else 503)
+        await http_call.json({"name": name, "ready": is_ready}, 200 if is_ready else 503)
 
-    async def model(exchange: HttpCall) -> None:
-        _check(exchange)
-        await exchange.json(model_metadata(name))
+    async def model(http_call: HttpCall) -> None:
+        _check(http_call)
+        await http_call.json(model_metadata(name))
 
-    async def infer(exchange: HttpCall) -> None:
-        _check(exchange)
+    async def infer(http_call: HttpCall) -> None:
+        _check(http_call)
         raise infer_refusal()
 
-    def _check(exchange: HttpCall) -> None:
-        check_model(name, exchange.path_params["name"], exchange.path_params.get("version", ""))
+    def _check(http_call: HttpCall) -> None:
+        check_model(name, http_call.path_params["name"], http_call.path_params.get("version", ""))
 
     calls = [("GET", "/v2", server), ("GET", "/v2/", server)]
     calls += [("GET", "/v2/health/live", live), ("GET", "/v2/health/ready", ready)]

@@ -14,29 +14,29 @@ from jaxserve.sampling_params import MAX_STOP, Grammar
 from jaxserve.structured_output import grammar
 from jaxserve.text.tokenizer import Tokenizer
 from server.call import Call, Generation
-from server.errors import ApiError, Kind
+from server.errors import ApiError, ErrorKind
 from server.handler import RequestHandler
 from server.http import logprobs, sse
 from server.http.call import HttpCall
 from server.http.openai import finished
 from server.http.schemas import TgiBody, TgiGrammar, TgiParameters, seed_of
 
-STATUSES = {Kind.INVALID: 422, Kind.UNSUPPORTED: 422, Kind.FAILED: 424}
+STATUSES = {ErrorKind.INVALID: 422, ErrorKind.UNSUPPORTED: 422, ErrorKind.FAILED: 424}
 _DEFAULT_MAX_NEW_TOKENS = 100
 _REASONS = {FinishReason.LENGTH: "length", FinishReason.EOS: "eos_token", FinishReason.STOP: "stop_sequence"}
 _ERRORS = {
-    Kind.INVALID: "validation",
-    Kind.UNSUPPORTED: "validation",
-    Kind.QUEUE_FULL: "overloaded",
-    Kind.RATE_LIMITED: "overloaded",
-    Kind.UNAVAILABLE: "healthcheck",
-    Kind.FAILED: "generation",
+    ErrorKind.INVALID: "validation",
+    ErrorKind.UNSUPPORTED: "validation",
+    ErrorKind.QUEUE_FULL: "overloaded",
+    ErrorKind.RATE_LIMITED: "overloaded",
+    ErrorKind.UNAVAILABLE: "healthcheck",
+    ErrorKind.FAILED: "generation",
 }
 
 
 def error_of(refusal: ApiError) -> dict[str, Any]:
     """A refusal in TGI's form."""
-    message = "Model is overloaded" if refusal.kind is Kind.QUEUE_FULL else str(refusal)
+    message = "Model is overloaded" if refusal.kind is ErrorKind.QUEUE_FULL else str(refusal)
     return {"error": message, "error_type": _ERRORS.get(refusal.kind, refusal.kind.value)}
 
 
@@ -50,8 +50,8 @@ class Generate:
     def __init__(self, handler: RequestHandler, *, streams: bool | None) -> None:
         self._handler, self._streams = handler, streams
 
-    async def __call__(self, exchange: HttpCall) -> None:
-        body = await exchange.body(TgiBody)
+    async def __call__(self, http_call: HttpCall) -> None:
+        body = await http_call.body(TgiBody)
         given = body.parameters or TgiParameters()
         streams = body.stream if self._streams is None else self._streams
         fields, samples = _fields(given), given.best_of or 1
@@ -60,14 +60,14 @@ class Generate:
         tokenizer = self._handler.tokenizer
         async with self._handler.generate(
             [{"prompt": body.inputs} | fields],
-            Call(id=exchange.id, protocol="http"),
+            Call(id=http_call.id, protocol="http"),
             samples=samples,
             adjust=lambda request: _truncated(request, given.truncate),
         ) as generation:
             if streams:
-                await _stream(exchange, body.inputs, given, generation, tokenizer)
+                await _stream(http_call, body.inputs, given, generation, tokenizer)
             else:
-                await _whole(exchange, body.inputs, given, generation, tokenizer)
+                await _whole(http_call, body.inputs, given, generation, tokenizer)
 
 
 def _fields(given: TgiParameters) -> dict[str, Any]:
@@ -117,7 +117,7 @@ def _truncated(request: Request, most: int | None) -> Request:
 
 
 async def _whole(
-    exchange: HttpCall, inputs: str, given: TgiParameters, generation: Generation, tokenizer: Tokenizer
+    http_call: HttpCall, inputs: str, given: TgiParameters, generation: Generation, tokenizer: Tokenizer
 ) -> None:
     completions = await finished(generation)
     (first,) = best(completions, 1)
@@ -133,11 +133,11 @@ async def _whole(
                 | {"prefill": _prefill(tokenizer, prompt, one)}
                 for one in others
             ]
-    await exchange.json(answer)
+    await http_call.json(answer)
 
 
 async def _stream(
-    exchange: HttpCall, inputs: str, given: TgiParameters, generation: Generation, tokenizer: Tokenizer
+    http_call: HttpCall, inputs: str, given: TgiParameters, generation: Generation, tokenizer: Tokenizer
 ) -> None:
     text, index = tokenizer.stream(generation.requests[0].prompt), 0
     async for deltas in generation:
@@ -160,8 +160,8 @@ async def _stream(
                 events[-1]["generated_text"] = _text(inputs, given, completion)
                 events[-1]["details"] = _ending(completion) | {"input_length": completion.prompt_tokens}
         if events:
-            await exchange.event(b"".join(sse.event(line) for line in events))
-    await exchange.end()
+            await http_call.event(b"".join(sse.event(line) for line in events))
+    await http_call.end()
 
 
 def _text(inputs: str, given: TgiParameters, completion: Completion) -> str:

@@ -13,7 +13,7 @@ from jaxserve.errors import InvalidRequest
 from server import auth, errors
 from server.call import Call, Generation, new_id
 from server.compat.vllm_messages import Answer, adjusted, fields_of, samples_of
-from server.grpc import common as rpc
+from server.grpc import calls
 from server.handler import RequestHandler
 from server.proto.vllm.grpc.engine import vllm_engine_pb2 as pb
 from server.proto.vllm.grpc.engine import vllm_engine_pb2_grpc
@@ -38,9 +38,9 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:
         self._latest = time.time()
-        call = Call(id=request.request_id or new_id(), protocol="vllm", deadline=rpc.deadline(context))
+        call = Call(id=request.request_id or new_id(), protocol="vllm", deadline=calls.deadline(context))
         params = request.sampling_params
-        async with rpc.answering(self._handler, context, call.id):
+        async with calls.answering(self._handler, context, call.id):
             fields, samples = fields_of(request), samples_of(params)
             with self._abortable(call) as abortable:
                 async with self._handler.generate(
@@ -65,7 +65,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
                 del self._calls[key]
 
     async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
-        async with rpc.answering(self._handler, context, new_id()):
+        async with calls.answering(self._handler, context, new_id()):
             if len(request.request_ids) > MAX_ABORTS:
                 raise InvalidRequest("request_ids", f"has {len(request.request_ids)} ids; it may have {MAX_ABORTS}")
             for request_id in request.request_ids:
@@ -79,7 +79,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
         return pb.HealthCheckResponse(healthy=problem is None, message=problem or "serving")
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Any) -> pb.GetModelInfoResponse:
-        async with rpc.answering(self._handler, context, new_id()):
+        async with calls.answering(self._handler, context, new_id()):
             return self._model()
         raise AssertionError
 
@@ -108,7 +108,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
         )
 
     async def GetLoads(self, request: pb.GetLoadsRequest, context: Any) -> pb.GetLoadsResponse:
-        async with rpc.answering(self._handler, context, new_id()):
+        async with calls.answering(self._handler, context, new_id()):
             if request.dp_rank:
                 raise InvalidRequest("dp_rank", f"is {request.dp_rank}; there is one rank, 0")
             load, config = self._engine.load(), self._engine.config
@@ -133,7 +133,7 @@ class _Aborted(errors.ApiError):
     """The caller has ended its own call; never told as a refusal."""
 
     def __init__(self) -> None:
-        super().__init__(errors.Kind.UNAVAILABLE, "the caller has aborted the call")
+        super().__init__(errors.ErrorKind.UNAVAILABLE, "the caller has aborted the call")
 
 
 class _Abortable:

@@ -92,7 +92,7 @@ def adjusted(handler: RequestHandler, params: pb.SamplingParams, request: Reques
         if most < 1:
             raise InvalidRequest("truncate_prompt_tokens", f"is {most}; it must be -1, or at least 1")
         request = dataclasses.replace(request, prompt=request.prompt[-most:])
-    return request if params.HasField("max_tokens") else handler.to_the_end(request)
+    return request if params.HasField("max_tokens") else handler.fill_context(request)
 
 
 class Answer:

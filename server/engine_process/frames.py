@@ -19,7 +19,7 @@ HEAD_BYTES = _HEAD.size
 MAX_BODY = 64 * 2**20  # bytes: an iteration that scores a thousand prompt tokens with 20 alternatives each has one
 
 
-class Kind(enum.IntEnum):
+class FrameKind(enum.IntEnum):
     """What a frame says. The body is JSON where nothing else is said."""
 
     # From the front
@@ -44,14 +44,14 @@ class TooLarge(ValueError):
     """More than one frame may hold."""
 
 
-def frame(kind: Kind, body: bytes) -> bytes:
+def frame(kind: FrameKind, body: bytes) -> bytes:
     """One frame. Raises TooLarge for a body that would not be read."""
     if len(body) > MAX_BODY:
         raise TooLarge(f"{len(body)} bytes, more than the {MAX_BODY} that one message holds")
     return _HEAD.pack(len(body), kind) + body
 
 
-def json_frame(kind: Kind, value: Any) -> bytes:
+def json_frame(kind: FrameKind, value: Any) -> bytes:
     """One frame with plain data in it."""
     return frame(kind, json.dumps(value, separators=(",", ":")).encode())
 
@@ -64,13 +64,13 @@ def parse_json(body: bytes) -> Any:
         raise BadFrame(f"no JSON: {problem}") from None
 
 
-def read_head(head: bytes) -> tuple[int, Kind]:
+def read_head(head: bytes) -> tuple[int, FrameKind]:
     """(bytes of the body, kind). Raises BadFrame."""
     size, number = _HEAD.unpack(head)
     if size > MAX_BODY:
         raise BadFrame(f"a frame of {size} bytes, more than {MAX_BODY}")
     try:
-        return size, Kind(number)
+        return size, FrameKind(number)
     except ValueError:
         raise BadFrame(f"a frame of kind {number}, which is none") from None
 
@@ -81,7 +81,7 @@ class Splitter:
     def __init__(self) -> None:
         self._pieces = bytearray()
 
-    def feed(self, data: bytes) -> Iterator[tuple[Kind, bytes]]:
+    def feed(self, data: bytes) -> Iterator[tuple[FrameKind, bytes]]:
         """The frames that are whole now. Raises BadFrame."""
         pieces = self._pieces
         pieces += data

@@ -15,7 +15,7 @@ _UNBOUNDED = 2**53
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class EngineJob:
     """What an engine process is to do.
 
     Attributes:
@@ -40,7 +40,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
+class EngineInfo:
     """What an engine turned out to be like."""
 
     report: StartupReport

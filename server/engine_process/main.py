@@ -34,8 +34,8 @@ from server.commands.console import UserError, mending
 from server.commands.engine_start import make_engine, profiling
 from server.engine_process import codec as plain
 from server.engine_process import exit_codes, iterations
-from server.engine_process.frames import BadFrame, Kind, Splitter, TooLarge, frame, json_frame, parse_json
-from server.engine_process.job import Facts, Job
+from server.engine_process.frames import BadFrame, FrameKind, Splitter, TooLarge, frame, json_frame, parse_json
+from server.engine_process.job import EngineInfo, EngineJob
 
 if TYPE_CHECKING:
     from jaxserve.engine import Engine
@@ -52,7 +52,7 @@ _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 Progress = Callable[[str, int, int], None]
 
 
-def main(make: Callable[[Job, Progress], Any] | None = None) -> int:
+def main(make: Callable[[EngineJob, Progress], Any] | None = None) -> int:
     """Serves the front at the other end of the socket whose descriptor is the last argument.
 
     Args:
@@ -81,7 +81,7 @@ def _follow_front() -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # where a wedged engine stands
 
 
-def _make(job: Job, progress: Progress) -> Engine:
+def _make(job: EngineJob, progress: Progress) -> Engine:
     return make_engine(Path(job.model), job.config, progress, job.cluster)
 
 
@@ -91,18 +91,18 @@ def _end(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _serve(channel: socket.socket, make: Callable[[Job, Progress], Any]) -> int:
+def _serve(channel: socket.socket, make: Callable[[EngineJob, Progress], Any]) -> int:
     messages = _messages(channel)
     kind, body = next(messages)
-    if kind is not Kind.START:
+    if kind is not FrameKind.START:
         raise BadFrame(f"{kind.name} before START")
-    job = _decoded(Job, body)
+    job = _decoded(EngineJob, body)
 
     def progress(what: str, done: int, total: int) -> None:
-        _send(channel, json_frame(Kind.PROGRESS, [what, done, total]))
+        _send(channel, json_frame(FrameKind.PROGRESS, [what, done, total]))
 
     def alive(seconds: float) -> None:
-        _send(channel, json_frame(Kind.ALIVE, seconds))
+        _send(channel, json_frame(FrameKind.ALIVE, seconds))
 
     try:
         if job.cluster is not None and job.cluster.host:
@@ -112,10 +112,10 @@ def _serve(channel: socket.socket, make: Callable[[Job, Progress], Any]) -> int:
             try:
                 engine = make(job, progress)
             except HostFailed as failure:
-                _send(channel, json_frame(Kind.FAILED, str(failure)))
+                _send(channel, json_frame(FrameKind.FAILED, str(failure)))
                 hosts.end_failed(failure)
     except UserError as problem:
-        _send(channel, json_frame(Kind.REFUSED, str(problem)))
+        _send(channel, json_frame(FrameKind.REFUSED, str(problem)))
         return exit_codes.USER_ERROR
     with contextlib.ExitStack() as stack:
         stack.enter_context(profiling(job.profile))
@@ -123,21 +123,21 @@ def _serve(channel: socket.socket, make: Callable[[Job, Progress], Any]) -> int:
         stack.callback(outbox.close)
         stack.enter_context(engine)
         stack.callback(outbox.let_engine_end)
-        facts = Facts(
+        facts = EngineInfo(
             report=engine.report,
             limits=engine.limits,
             eos_token_ids=tuple(engine.model_config.eos_token_ids),
             bos_token_id=engine.model_config.bos_token_id,
         )
-        _send(channel, json_frame(Kind.READY, plain.encode(Facts, facts)))
+        _send(channel, json_frame(FrameKind.READY, plain.encode(EngineInfo, facts)))
         outbox.start()
         for kind, body in messages:
             match kind:
-                case Kind.SUBMIT:
+                case FrameKind.SUBMIT:
                     outbox.submit(_decoded(Request, body))
-                case Kind.ABORT:
+                case FrameKind.ABORT:
                     outbox.abort(_decoded(str, body))
-                case Kind.STOP:
+                case FrameKind.STOP:
                     break
                 case _:
                     raise BadFrame(f"{kind.name} from the front")
@@ -151,7 +151,7 @@ def _decoded(kind: Any, body: bytes) -> Any:
         raise BadFrame(str(problem)) from problem
 
 
-def _messages(channel: socket.socket) -> Iterator[tuple[Kind, bytes]]:
+def _messages(channel: socket.socket) -> Iterator[tuple[FrameKind, bytes]]:
     """What the front says; ends the process when the front is gone. Raises BadFrame."""
     splitter = Splitter()
     while True:
@@ -263,7 +263,7 @@ class _Outbox:
         while True:
             items, ends = self._next()
             if self._engine.problem is not None and not self._ends:
-                _send(self._channel, json_frame(Kind.FAILED, self._engine.problem))
+                _send(self._channel, json_frame(FrameKind.FAILED, self._engine.problem))
                 time.sleep(self._failing_seconds)
                 _end(exit_codes.ENGINE_FAILED)
             received = self._received  # before the loads: what it counts is in them
@@ -281,7 +281,7 @@ class _Outbox:
         """In one message; in several where that is more than one may hold. A request whose event alone is more than
         that is ended."""
         try:
-            data = frame(Kind.ITERATION, iterations.encode(received, loads, events, records))
+            data = frame(FrameKind.ITERATION, iterations.encode(received, loads, events, records))
         except TooLarge as problem:
             if len(events) + len(records) > 1:
                 half, rest = len(events) // 2, (len(records) + 1) // 2

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import IO
 
-from server.engine_process.frames import BadFrame, Kind, Splitter
+from server.engine_process.frames import BadFrame, FrameKind, Splitter
 
 _LAST_LINES = 20  # of its output that are kept for the log
 _REAP_SECONDS = 2.0  # that a process which has closed its socket may take to end
@@ -34,7 +34,7 @@ class EngineProcess:
       misread: what was wrong with a message of its, if one was.
     """
 
-    def __init__(self, command: Sequence[str], take: Callable[[Kind, bytes], None]) -> None:
+    def __init__(self, command: Sequence[str], take: Callable[[FrameKind, bytes], None]) -> None:
         self.last_lines: deque[str] = deque(maxlen=_LAST_LINES)
         self.misread: str | None = None
         self._command, self._take = command, take

@@ -19,15 +19,15 @@ from jaxserve.scheduler.limits import check_queue
 from jaxserve.startup_report import StartupReport
 from jaxserve.stats import IterationRecord, Load, total
 from jaxserve.structured_output.matcher import Grammars
+from server.engine_client import EngineNotReady
 from server.engine_process import codec as plain
 from server.engine_process import iterations
-from server.engine_process.frames import Kind, json_frame
-from server.engine_process.job import Facts
-from server.served_engine import NotReady
+from server.engine_process.frames import FrameKind, json_frame
+from server.engine_process.job import EngineInfo
 
 if TYPE_CHECKING:
     from jaxserve.text.tokenizer import Tokenizer
-    from server.served_engine import Sink
+    from server.engine_client import Sink
 
 _log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class _Handed:
 
 
 class RemoteEngine:
-    """Has the face of an engine (`server.served_engine.ServedEngine`) for as many engine processes as come and go.
+    """Has the face of an engine (`server.engine_client.EngineClient`) for as many engine processes as come and go.
 
     Args:
       config: of the engine; what may wait is counted here.
@@ -63,7 +63,7 @@ class RemoteEngine:
 
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None) -> None:
         self.config, self.tokenizer = config, tokenizer
-        self._facts: Facts | None = None
+        self._facts: EngineInfo | None = None
         self._grammars: Grammars | None = None
         self._problem: str | None = _STARTING
         self._returns = False
@@ -83,7 +83,7 @@ class RemoteEngine:
         return self._known().report
 
     @property
-    def model_config(self) -> Facts:
+    def model_config(self) -> EngineInfo:
         return self._known()
 
     @property
@@ -135,7 +135,7 @@ class RemoteEngine:
             return
         handed.left = True
         if self._send is not None:
-            self._send(json_frame(Kind.ABORT, request_id))
+            self._send(json_frame(FrameKind.ABORT, request_id))
         else:
             self._deliver([TokenEvent(request_id, finish_reason=FinishReason.ABORTED)])
 
@@ -172,7 +172,7 @@ class RemoteEngine:
 
     # What happens to the engine process
 
-    def connect(self, facts: Facts, send: Callable[[bytes], None]) -> None:
+    def connect(self, facts: EngineInfo, send: Callable[[bytes], None]) -> None:
         """An engine process is ready: what waits is handed to it, in order."""
         self._facts, self._send, self._problem, self._returns = facts, send, None, False
         self._loads = (dataclasses.replace(_IDLE, slots_total=facts.report.slots * facts.report.replicas),)
@@ -215,9 +215,9 @@ class RemoteEngine:
         )
         self._changes += 1
 
-    def _known(self) -> Facts:
+    def _known(self) -> EngineInfo:
         if self._facts is None:
-            raise NotReady(self._problem)
+            raise EngineNotReady(self._problem)
         return self._facts
 
     def _hand_over(self, handed: _Handed) -> None:
@@ -225,7 +225,7 @@ class RemoteEngine:
         handed.tries += 1
         self._sent += 1
         self._unseen.append(handed.request)
-        self._send(json_frame(Kind.SUBMIT, plain.encode(Request, handed.request)))
+        self._send(json_frame(FrameKind.SUBMIT, plain.encode(Request, handed.request)))
 
     def _deliver(self, events: Iterable[TokenEvent]) -> None:
         by_sink: dict[Sink, list[TokenEvent]] = {}

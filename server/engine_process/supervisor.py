@@ -16,8 +16,8 @@ from jaxserve.multihost.failure import Problem, Rank
 from server.commands.console import UserError
 from server.engine_process import codec as plain
 from server.engine_process import exit_codes
-from server.engine_process.frames import BadFrame, Kind, json_frame, parse_json
-from server.engine_process.job import Facts, Job
+from server.engine_process.frames import BadFrame, FrameKind, json_frame, parse_json
+from server.engine_process.job import EngineInfo, EngineJob
 from server.engine_process.process import EngineProcess
 from server.engine_process.remote_engine import RemoteEngine
 
@@ -47,7 +47,7 @@ class EngineGone(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Restarts:
+class RestartPolicy:
     """How often an engine process is started again.
 
     Attributes:
@@ -83,9 +83,9 @@ class Supervisor:
     def __init__(
         self,
         engine: RemoteEngine,
-        job: Job,
+        job: EngineJob,
         *,
-        restarts: Restarts | None,
+        restarts: RestartPolicy | None,
         command: Sequence[str] = ENGINE_COMMAND,
         progress: Callable[[str, int, int], None] = lambda *_: None,
     ) -> None:
@@ -161,7 +161,7 @@ class Supervisor:
             return
         if self._ready_since is None or self._wedged is not None:
             process.kill()
-        process.send(json_frame(Kind.STOP, None))
+        process.send(json_frame(FrameKind.STOP, None))
         try:
             await asyncio.wait_for(process.ended(), _STOP_SECONDS)
         except TimeoutError:
@@ -184,38 +184,38 @@ class Supervisor:
             raise EngineGone(f"no engine process can be started: {problem}") from problem
         if self._closed.is_set():
             process.kill()
-        process.send(json_frame(Kind.START, plain.encode(Job, self._job)))
+        process.send(json_frame(FrameKind.START, plain.encode(EngineJob, self._job)))
         try:
             return await process.ended()
         finally:
             if self._silence is not None:
                 self._silence.cancel()
 
-    def _take(self, kind: Kind, body: bytes) -> None:
+    def _take(self, kind: FrameKind, body: bytes) -> None:
         match kind:
-            case Kind.ITERATION if self._ready_since is not None:
+            case FrameKind.ITERATION if self._ready_since is not None:
                 self._engine.take(body)
-            case Kind.PROGRESS if self._ready_since is None:
+            case FrameKind.PROGRESS if self._ready_since is None:
                 what, done, total = _read(tuple[str, int, int], body)
                 if not self.ready.is_set():
                     self._progress(what, done, total)
-            case Kind.READY if self._ready_since is None:
-                facts = _read(Facts, body)
+            case FrameKind.READY if self._ready_since is None:
+                facts = _read(EngineInfo, body)
                 assert self._process is not None
                 self._ready_since = time.monotonic()
                 if self.ready.is_set():
                     _log.warning("the engine is ready again, after %.1f s", self._ready_since - self._started)
                 self._engine.connect(facts, self._process.send)
                 self.ready.set()
-            case Kind.REFUSED:
+            case FrameKind.REFUSED:
                 self._refusal = _read(str, body)
-            case Kind.FAILED:
+            case FrameKind.FAILED:
                 self._failure = failure = _read(str, body)
                 if self._job.cluster is not None:  # which takes its time to end, as other hosts are to be told
                     again = self._restarts is not None
                     text = f"{failure}; it is being started again" if again else failure
                     self._engine.disconnect(text, returns=again)
-            case Kind.ALIVE:
+            case FrameKind.ALIVE:
                 self._hear(_read(float, body))
             case _:
                 raise BadFrame(f"{kind.name} from the engine process, out of turn")

@@ -15,7 +15,7 @@ from jaxserve.generation import beam_search as beams
 from jaxserve.generation import chat
 from jaxserve.generation.completion import Completion, Delta
 from jaxserve.request import Alternatives, FinishReason
-from server.errors import ApiError, Kind
+from server.errors import ApiError, ErrorKind
 from server.proto.jaxserve.v1 import inference_pb2 as pb
 
 _REASONS = {
@@ -24,16 +24,16 @@ _REASONS = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
 }
 _CODES = {
-    Kind.INVALID: grpc.StatusCode.INVALID_ARGUMENT,
-    Kind.UNAUTHENTICATED: grpc.StatusCode.UNAUTHENTICATED,
-    Kind.NOT_FOUND: grpc.StatusCode.NOT_FOUND,
-    Kind.UNSUPPORTED: grpc.StatusCode.FAILED_PRECONDITION,
-    Kind.UNIMPLEMENTED: grpc.StatusCode.UNIMPLEMENTED,
-    Kind.QUEUE_FULL: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    Kind.RATE_LIMITED: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    Kind.TOO_LATE: grpc.StatusCode.DEADLINE_EXCEEDED,
-    Kind.UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
-    Kind.FAILED: grpc.StatusCode.INTERNAL,
+    ErrorKind.INVALID: grpc.StatusCode.INVALID_ARGUMENT,
+    ErrorKind.UNAUTHENTICATED: grpc.StatusCode.UNAUTHENTICATED,
+    ErrorKind.NOT_FOUND: grpc.StatusCode.NOT_FOUND,
+    ErrorKind.UNSUPPORTED: grpc.StatusCode.FAILED_PRECONDITION,
+    ErrorKind.UNIMPLEMENTED: grpc.StatusCode.UNIMPLEMENTED,
+    ErrorKind.QUEUE_FULL: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    ErrorKind.RATE_LIMITED: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    ErrorKind.TOO_LATE: grpc.StatusCode.DEADLINE_EXCEEDED,
+    ErrorKind.UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
+    ErrorKind.FAILED: grpc.StatusCode.INTERNAL,
 }
 
 

@@ -7,9 +7,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from server.auth import ApiKeys, KeyInterceptor
-from server.compat import kserve_grpc as kserve
-from server.compat import vllm
-from server.grpc import common as rpc
+from server.compat import kserve_grpc, vllm
+from server.grpc import calls
 from server.grpc.service import InferenceService
 from server.handler import RequestHandler
 from server.proto.inference import open_inference_grpc_pb2, open_inference_grpc_pb2_grpc
@@ -60,7 +59,7 @@ class GrpcServer:
         self._handler = handler
         self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
         self._tls = tls
-        interceptors: list[grpc.aio.ServerInterceptor] = [rpc.FullQueueInterceptor(handler, _QUEUED)]
+        interceptors: list[grpc.aio.ServerInterceptor] = [calls.FullQueueInterceptor(handler, _QUEUED)]
         if keys is not None:
             interceptors.insert(0, KeyInterceptor(keys, OPEN_SERVICES))
         self._server = grpc.aio.server(interceptors=interceptors, options=_OPTIONS)
@@ -71,7 +70,7 @@ class GrpcServer:
             vllm.VllmEngineService(handler, name=name, version=version), self._server
         )
         open_inference_grpc_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(
-            kserve.InferenceService(handler, name=name, version=version), self._server
+            kserve_grpc.OpenInferenceService(handler, name=name, version=version), self._server
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection(

@@ -11,8 +11,7 @@ from jaxserve.generation import beam_search as beams
 from jaxserve.generation.completion import Completion
 from jaxserve.generation.samples import MAX_SAMPLES, best
 from server.call import Call, Generation, new_id
-from server.grpc import common as rpc
-from server.grpc import messages
+from server.grpc import calls, messages
 from server.handler import RequestHandler
 from server.proto.jaxserve.v1 import inference_pb2 as pb
 from server.proto.jaxserve.v1 import inference_pb2_grpc
@@ -32,7 +31,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:
         call = _call(request, context)
-        async with rpc.answering(self._handler, context, call.id):
+        async with calls.answering(self._handler, context, call.id):
             completions = await self._completions(request, call)
             responses = [messages.whole(each, index) for index, each in enumerate(completions)]
             if request.n <= 1:
@@ -58,7 +57,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
     async def GenerateStream(self, request: pb.GenerateRequest, context: Any) -> None:
         call = _call(request, context)
-        async with rpc.answering(self._handler, context, call.id):
+        async with calls.answering(self._handler, context, call.id):
             n, drawn = _samples(request)
             if beams.params_of(_set_of(request, beams.FIELDS)) is not None:
                 raise InvalidRequest("use_beam_search", "cannot be streamed: what is best is known at the end")
@@ -70,17 +69,17 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                     await context.write(response)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
-        async with rpc.answering(self._handler, context, new_id()):
+        async with calls.answering(self._handler, context, new_id()):
             return pb.TokenizeResponse(token_ids=await self._handler.tokenize(request.text))
         raise AssertionError  # `answering` has raised
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Any) -> pb.DetokenizeResponse:
-        async with rpc.answering(self._handler, context, new_id()):
+        async with calls.answering(self._handler, context, new_id()):
             return pb.DetokenizeResponse(text=await self._handler.detokenize(request.token_ids))
         raise AssertionError
 
     async def GetModel(self, request: pb.GetModelRequest, context: Any) -> pb.GetModelResponse:
-        async with rpc.answering(self._handler, context, new_id()):
+        async with calls.answering(self._handler, context, new_id()):
             return self._model()
         raise AssertionError
 
@@ -139,7 +138,7 @@ def _call(message: pb.GenerateRequest, context: Any) -> Call:
         protocol="grpc",
         priority=message.priority,
         cache_salt=message.cache_salt,
-        deadline=rpc.deadline(context),
+        deadline=calls.deadline(context),
     )
 
 

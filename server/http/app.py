@@ -12,15 +12,14 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from server.compat import kserve_http as kserve
-from server.compat import tgi
-from server.errors import ApiError, Kind
+from server.compat import kserve_http, tgi
+from server.errors import ApiError, ErrorKind
 from server.handler import RequestHandler
 from server.http import openai, page
 from server.http.call import Endpoint, HttpCall
-from server.http.chat import Chats
+from server.http.chat import ChatCompletions
 from server.http.schemas import DetokenizeBody, TokenizeBody
-from server.live import Live
+from server.live import LiveStats
 from server.metrics import CONTENT_TYPE, Metrics
 
 OPEN_CALLS = (("GET", "/health"), ("GET", "/"))  # that take no API key
@@ -28,7 +27,7 @@ OPEN_CALLS = (("GET", "/health"), ("GET", "/"))  # that take no API key
 Handler = Callable[[HttpCall], Awaitable[None]]
 
 
-def make_app(handler: RequestHandler, metrics: Metrics, live: Live, *, name: str, version: str) -> Starlette:
+def make_app(handler: RequestHandler, metrics: Metrics, live: LiveStats, *, name: str, version: str) -> Starlette:
     """The ASGI application of one model.
 
     Args:
@@ -52,7 +51,7 @@ def make_app(handler: RequestHandler, metrics: Metrics, live: Live, *, name: str
     app = Starlette(
         routes=[
             route("POST", "/v1/completions", openai.Completions(handler, name), queued=True),
-            route("POST", "/v1/chat/completions", Chats(handler, name), queued=True),
+            route("POST", "/v1/chat/completions", ChatCompletions(handler, name), queued=True),
             route("GET", "/v1/models", about.models),
             route("GET", "/v1/models/{name:path}", about.model),
             route("POST", "/tokenize", about.tokenize),
@@ -64,7 +63,7 @@ def make_app(handler: RequestHandler, metrics: Metrics, live: Live, *, name: str
             tgi_route("/generate_stream", streams=True),
             tgi_route("/", streams=None),
             route("GET", "/info", about.info),
-            *kserve.routes(handler, name, version),
+            *kserve_http.routes(handler, name, version),
             *page.routes(live, name),
         ],
         exception_handlers={HTTPException: _no_route},
@@ -97,33 +96,33 @@ class _About:
             "max_model_len": self._handler.engine.max_context,
         }
 
-    async def models(self, exchange: HttpCall) -> None:
-        await exchange.json({"object": "list", "data": [self._card()]})
+    async def models(self, http_call: HttpCall) -> None:
+        await http_call.json({"object": "list", "data": [self._card()]})
 
-    async def model(self, exchange: HttpCall) -> None:
-        asked = exchange.path_params["name"]
+    async def model(self, http_call: HttpCall) -> None:
+        asked = http_call.path_params["name"]
         if asked != self._name:
-            raise ApiError(Kind.NOT_FOUND, f"{asked[:100]!r} is not served here; {self._name!r} is", field="model")
-        await exchange.json(self._card())
+            raise ApiError(ErrorKind.NOT_FOUND, f"{asked[:100]!r} is not served here; {self._name!r} is", field="model")
+        await http_call.json(self._card())
 
-    async def tokenize(self, exchange: HttpCall) -> None:
-        body = await exchange.body(TokenizeBody)
+    async def tokenize(self, http_call: HttpCall) -> None:
+        body = await http_call.body(TokenizeBody)
         openai.check_model(body, self._name)
         ids = await self._handler.tokenize(body.prompt, special_tokens=body.add_special_tokens, field="prompt")
-        await exchange.json({"count": len(ids), "max_model_len": self._handler.engine.max_context, "tokens": ids})
+        await http_call.json({"count": len(ids), "max_model_len": self._handler.engine.max_context, "tokens": ids})
 
-    async def detokenize(self, exchange: HttpCall) -> None:
-        body = await exchange.body(DetokenizeBody)
+    async def detokenize(self, http_call: HttpCall) -> None:
+        body = await http_call.body(DetokenizeBody)
         openai.check_model(body, self._name)
-        await exchange.json({"prompt": await self._handler.detokenize(body.tokens, field="tokens")})
+        await http_call.json({"prompt": await self._handler.detokenize(body.tokens, field="tokens")})
 
-    async def health(self, exchange: HttpCall) -> None:
+    async def health(self, http_call: HttpCall) -> None:
         if self._handler.unhealthy_reason is not None:
-            raise ApiError(Kind.UNAVAILABLE, self._handler.unhealthy_reason)
-        await exchange.json({"status": "ok"})
+            raise ApiError(ErrorKind.UNAVAILABLE, self._handler.unhealthy_reason)
+        await http_call.json({"status": "ok"})
 
-    async def version(self, exchange: HttpCall) -> None:
-        await exchange.json({"version": self._version})
+    async def version(self, http_call: HttpCall) -> None:
+        await http_call.json({"version": self._version})
 
-    async def info(self, exchange: HttpCall) -> None:
-        await exchange.json(tgi.info(self._handler, self._name, self._version))
+    async def info(self, http_call: HttpCall) -> None:
+        await http_call.json(tgi.info(self._handler, self._name, self._version))

@@ -12,7 +12,7 @@ import pydantic
 from starlette.types import Receive, Scope, Send
 
 from server.call import new_id
-from server.errors import ApiError, Kind
+from server.errors import ApiError, ErrorKind
 from server.handler import RequestHandler
 
 MAX_BODY_BYTES = 4 * 2**20
@@ -21,16 +21,16 @@ _MAX_FIELDS = 512  # of one object in it
 
 _Model = TypeVar("_Model", bound=pydantic.BaseModel)
 _STATUS = {
-    Kind.INVALID: 400,
-    Kind.UNAUTHENTICATED: 401,
-    Kind.NOT_FOUND: 404,
-    Kind.UNSUPPORTED: 400,
-    Kind.UNIMPLEMENTED: 501,
-    Kind.QUEUE_FULL: 429,
-    Kind.RATE_LIMITED: 429,
-    Kind.TOO_LATE: 504,
-    Kind.UNAVAILABLE: 503,
-    Kind.FAILED: 500,
+    ErrorKind.INVALID: 400,
+    ErrorKind.UNAUTHENTICATED: 401,
+    ErrorKind.NOT_FOUND: 404,
+    ErrorKind.UNSUPPORTED: 400,
+    ErrorKind.UNIMPLEMENTED: 501,
+    ErrorKind.QUEUE_FULL: 429,
+    ErrorKind.RATE_LIMITED: 429,
+    ErrorKind.TOO_LATE: 504,
+    ErrorKind.UNAVAILABLE: 503,
+    ErrorKind.FAILED: 500,
 }
 
 
@@ -38,7 +38,7 @@ class HttpError(ApiError):
     """A refusal with a status that only HTTP knows, such as 413."""
 
     def __init__(self, status: int, message: str) -> None:
-        super().__init__(Kind.INVALID, message)
+        super().__init__(ErrorKind.INVALID, message)
         self.status = status
 
 
@@ -154,7 +154,7 @@ class Endpoint:
         handler: RequestHandler,
         handle: Callable[[HttpCall], Awaitable[None]],
         error: Callable[[ApiError], Any],
-        statuses: Mapping[Kind, int] | None = None,
+        statuses: Mapping[ErrorKind, int] | None = None,
         *,
         queued: bool = False,
     ) -> None:
@@ -163,24 +163,24 @@ class Endpoint:
         self._queued = queued
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = HttpCall(scope, receive, send, *((self._handler.full,) if self._queued else ()))
+        http_call = HttpCall(scope, receive, send, *((self._handler.full,) if self._queued else ()))
         try:
             try:
-                with self._handler.answering(exchange.id):
-                    await self._handle(exchange)
+                with self._handler.answering(http_call.id):
+                    await self._handle(http_call)
             except ApiError as refusal:
-                await self._refuse(exchange, refusal)
+                await self._refuse(http_call, refusal)
         except asyncio.CancelledError:
-            if not exchange.is_abandoned:
+            if not http_call.is_abandoned:
                 raise  # nobody is left to be answered
         finally:
-            exchange.close()
+            http_call.close()
 
-    async def _refuse(self, exchange: HttpCall, refusal: ApiError) -> None:
+    async def _refuse(self, http_call: HttpCall, refusal: ApiError) -> None:
         body = self._error(refusal)
-        if exchange.has_started:  # a stream: the status is out
-            await exchange.event(b"data: " + encoded(body) + b"\n\n")
-            await exchange.end()
+        if http_call.has_started:  # a stream: the status is out
+            await http_call.event(b"data: " + encoded(body) + b"\n\n")
+            await http_call.end()
             return
         status = status_of(refusal)
         if not isinstance(refusal, HttpError):
@@ -190,7 +190,7 @@ class Endpoint:
             headers["retry-after"] = str(math.ceil(refusal.retry_after))
         if status in (408, 413, 415):  # what is left of the body is not read
             headers["connection"] = "close"
-        await exchange.json(body, status, headers)
+        await http_call.json(body, status, headers)
 
 
 def encoded(value: Any) -> bytes:
@@ -205,9 +205,9 @@ def _parsed(body: bytes, model: type[_Model]) -> _Model:
     try:
         value = json.loads(body, parse_constant=_no_constant, object_pairs_hook=_object)
     except RecursionError:
-        raise ApiError(Kind.INVALID, "the body is no JSON: nested too deeply") from None
+        raise ApiError(ErrorKind.INVALID, "the body is no JSON: nested too deeply") from None
     except ValueError as problem:  # also text that is no UTF-8
-        raise ApiError(Kind.INVALID, f"the body is no JSON: {problem}") from None
+        raise ApiError(ErrorKind.INVALID, f"the body is no JSON: {problem}") from None
     try:
         return model.model_validate(value)
     except pydantic.ValidationError as problem:
@@ -215,7 +215,7 @@ def _parsed(body: bytes, model: type[_Model]) -> _Model:
         path = ".".join(map(str, first["loc"]))
         field = str(first["loc"][0]) if first["loc"] else None
         told = "is not a field of this call" if first["type"] == "extra_forbidden" else first["msg"]
-        raise ApiError(Kind.INVALID, f"{path}: {told}" if path else told, field=field) from None
+        raise ApiError(ErrorKind.INVALID, f"{path}: {told}" if path else told, field=field) from None
 
 
 def _no_constant(name: str) -> None:

@@ -15,14 +15,14 @@ from server.http.openai import call_of, check_model, finished, header_of, reason
 from server.http.schemas import ChatBody
 
 
-class Chats:
+class ChatCompletions:
     """`/v1/chat/completions` of one model."""
 
     def __init__(self, handler: RequestHandler, name: str) -> None:
         self._handler, self._name = handler, name
 
-    async def __call__(self, exchange: HttpCall) -> None:
-        body = await exchange.body(ChatBody)
+    async def __call__(self, http_call: HttpCall) -> None:
+        body = await http_call.body(ChatBody)
         check_model(body, self._name)
         usage_wanted, sampling = body.usage_wanted, body.sampling
         if body.stream and body.prompt_logprobs is not None:
@@ -30,31 +30,31 @@ class Chats:
         prompt = body.prompt_fields | sampling
         if "max_tokens" not in sampling and "min_tokens" in sampling:
             prompt["max_tokens"] = max(1, sampling["min_tokens"])  # until it is known how many there can be
-        call = call_of(exchange, body)
+        call = call_of(http_call, body)
 
         def adjust(request: Request) -> Request:
-            return request if "max_tokens" in sampling else self._handler.to_the_end(request)
+            return request if "max_tokens" in sampling else self._handler.fill_context(request)
 
         if (params := body.beams) is not None:
             found = await self._handler.search(prompt, call, params, adjust=adjust)
-            answer = header_of(exchange, "chat.completion", "chatcmpl", self._name)
+            answer = header_of(http_call, "chat.completion", "chatcmpl", self._name)
             answer["choices"] = [self._choice(body, index, one) for index, one in enumerate(found[1])]
-            await exchange.json(answer | {"usage": usage_of_beams([found])})
+            await http_call.json(answer | {"usage": usage_of_beams([found])})
             return
         async with self._handler.generate([prompt], call, samples=body.n or 1, adjust=adjust) as generation:
             if body.stream:
-                await self._stream(exchange, body, generation, usage_wanted)
+                await self._stream(http_call, body, generation, usage_wanted)
             else:
-                await self._whole(exchange, body, generation)
+                await self._whole(http_call, body, generation)
 
-    async def _whole(self, exchange: HttpCall, body: ChatBody, generation: Generation) -> None:
+    async def _whole(self, http_call: HttpCall, body: ChatBody, generation: Generation) -> None:
         completions = await finished(generation)
-        answer = header_of(exchange, "chat.completion", "chatcmpl", self._name)
+        answer = header_of(http_call, "chat.completion", "chatcmpl", self._name)
         answer["choices"] = [self._choice(body, index, one) for index, one in enumerate(completions)]
         answer["usage"] = usage_of(generation, body.n or 1)
         if body.prompt_logprobs is not None:
             answer["prompt_logprobs"] = self._prompt_logprobs(generation)
-        await exchange.json(answer)
+        await http_call.json(answer)
 
     def _choice(self, body: ChatBody, index: int, completion: Completion) -> dict[str, Any]:
         scored = None
@@ -75,8 +75,8 @@ class Chats:
         tops = completion.prompt_top_logprobs or (None,) * len(values)
         return logprobs.by_id(self._handler.engine.tokenizer, list(zip(prompt, values, tops, strict=True)))
 
-    async def _stream(self, exchange: HttpCall, body: ChatBody, generation: Generation, usage_wanted: bool) -> None:
-        header = header_of(exchange, "chat.completion.chunk", "chatcmpl", self._name)
+    async def _stream(self, http_call: HttpCall, body: ChatBody, generation: Generation, usage_wanted: bool) -> None:
+        header = header_of(http_call, "chat.completion.chunk", "chatcmpl", self._name)
         if usage_wanted:
             header["usage"] = None
         begun: set[int] = set()
@@ -90,12 +90,12 @@ class Chats:
                 chunks.append(self._piece(body, index, delta))
             told = [sse.event(header | {"choices": [chunk]}) for chunk in chunks if chunk is not None]
             if told:
-                await exchange.event(b"".join(told))
+                await http_call.event(b"".join(told))
         last = b""
         if usage_wanted:
             last = sse.event(header | {"choices": [], "usage": usage_of(generation, body.n or 1)})
-        await exchange.event(last + sse.DONE)
-        await exchange.end()
+        await http_call.event(last + sse.DONE)
+        await http_call.end()
 
     def _piece(self, body: ChatBody, index: int, delta: Delta) -> dict[str, Any] | None:
         scored = None

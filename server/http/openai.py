@@ -12,8 +12,8 @@ from jaxserve.generation.completion import Completion, Delta
 from jaxserve.generation.samples import best
 from jaxserve.request import FinishReason, Request
 from server.call import Call, Generation
-from server.errors import ApiError, Kind
-from server.handler import RequestHandler, aside
+from server.errors import ApiError, ErrorKind
+from server.handler import RequestHandler, offload_if_long
 from server.http import logprobs, sse
 from server.http.call import HttpCall, status_of
 from server.http.schemas import CompletionBody, OpenAIBody
@@ -21,25 +21,29 @@ from server.http.schemas import CompletionBody, OpenAIBody
 _DEFAULT_MAX_TOKENS = 16  # of a completion, as OpenAI has it
 _REASONS = {FinishReason.LENGTH: "length", FinishReason.EOS: "stop", FinishReason.STOP: "stop"}
 _TYPES = {
-    Kind.UNAUTHENTICATED: "authentication_error",
-    Kind.NOT_FOUND: "not_found_error",
-    Kind.QUEUE_FULL: "rate_limit_error",
-    Kind.RATE_LIMITED: "rate_limit_error",
-    Kind.TOO_LATE: "timeout_error",
-    Kind.UNAVAILABLE: "service_unavailable_error",
-    Kind.FAILED: "internal_server_error",
+    ErrorKind.UNAUTHENTICATED: "authentication_error",
+    ErrorKind.NOT_FOUND: "not_found_error",
+    ErrorKind.QUEUE_FULL: "rate_limit_error",
+    ErrorKind.RATE_LIMITED: "rate_limit_error",
+    ErrorKind.TOO_LATE: "timeout_error",
+    ErrorKind.UNAVAILABLE: "service_unavailable_error",
+    ErrorKind.FAILED: "internal_server_error",
+}
+_CODES = {
+    ErrorKind.QUEUE_FULL: "queue_full",
+    ErrorKind.NOT_FOUND: "not_found",
+    ErrorKind.UNAUTHENTICATED: "invalid_api_key",
 }
 
 
 def error_of(refusal: ApiError) -> dict[str, Any]:
     """A refusal in OpenAI's form."""
-    code = {Kind.QUEUE_FULL: "queue_full", Kind.NOT_FOUND: "not_found", Kind.UNAUTHENTICATED: "invalid_api_key"}
     return {
         "error": {
             "message": str(refusal),
             "type": _TYPES.get(refusal.kind, "invalid_request_error"),
             "param": refusal.field,
-            "code": code.get(refusal.kind) or str(status_of(refusal)),
+            "code": _CODES.get(refusal.kind) or str(status_of(refusal)),
         }
     }
 
@@ -47,18 +51,20 @@ def error_of(refusal: ApiError) -> dict[str, Any]:
 def check_model(body: Any, name: str) -> None:
     """Raises ApiError (404) where a call names a model that is not the one served."""
     if body.model is not None and body.model != name:
-        raise ApiError(Kind.NOT_FOUND, f"model: {body.model[:100]!r} is not served here; {name!r} is", field="model")
+        raise ApiError(
+            ErrorKind.NOT_FOUND, f"model: {body.model[:100]!r} is not served here; {name!r} is", field="model"
+        )
 
 
-def call_of(exchange: HttpCall, body: OpenAIBody) -> Call:
+def call_of(http_call: HttpCall, body: OpenAIBody) -> Call:
     """The door's view of an exchange."""
     deadline = None if body.timeout is None else time.monotonic() + body.timeout
-    return Call(id=exchange.id, protocol="http", priority=body.priority, cache_salt=body.cache_salt, deadline=deadline)
+    return Call(id=http_call.id, protocol="http", priority=body.priority, cache_salt=body.cache_salt, deadline=deadline)
 
 
-def header_of(exchange: HttpCall, kind: str, prefix: str, model: str) -> dict[str, Any]:
+def header_of(http_call: HttpCall, kind: str, prefix: str, model: str) -> dict[str, Any]:
     """The fields that every answer and every chunk begins with."""
-    return {"id": f"{prefix}-{exchange.id}", "object": kind, "created": int(time.time()), "model": model}
+    return {"id": f"{prefix}-{http_call.id}", "object": kind, "created": int(time.time()), "model": model}
 
 
 def usage_of(generation: Generation, samples: int, dropped: int = 0) -> dict[str, Any]:
@@ -100,27 +106,27 @@ class Completions:
     def __init__(self, handler: RequestHandler, name: str) -> None:
         self._handler, self._name = handler, name
 
-    async def __call__(self, exchange: HttpCall) -> None:
-        body = await exchange.body(CompletionBody)
+    async def __call__(self, http_call: HttpCall) -> None:
+        body = await http_call.body(CompletionBody)
         check_model(body, self._name)
         if body.suffix:
             raise InvalidRequest("suffix", "is not served: these models do not fill in the middle")
         usage_wanted, samples, sampling = body.usage_wanted, body.samples, _sampling(body)
         prompts = [prompt | sampling for prompt in body.prompts]
         if (params := body.beams) is not None:
-            await exchange.json(await self._searched(exchange, body, params, prompts))
+            await http_call.json(await self._searched(http_call, body, params, prompts))
             return
-        async with self._handler.generate(prompts, call_of(exchange, body), samples=samples) as generation:
+        async with self._handler.generate(prompts, call_of(http_call, body), samples=samples) as generation:
             if body.stream:
-                await self._stream(exchange, body, generation, usage_wanted)
+                await self._stream(http_call, body, generation, usage_wanted)
             else:
-                await self._whole(exchange, body, generation, samples)
+                await self._whole(http_call, body, generation, samples)
 
     async def _searched(
-        self, exchange: HttpCall, body: CompletionBody, params: BeamParams, prompts: list[dict[str, Any]]
+        self, http_call: HttpCall, body: CompletionBody, params: BeamParams, prompts: list[dict[str, Any]]
     ) -> dict[str, Any]:
-        answer = header_of(exchange, "text_completion", "cmpl", self._name)
-        call = call_of(exchange, body)  # one, with one deadline for all of them
+        answer = header_of(http_call, "text_completion", "cmpl", self._name)
+        call = call_of(http_call, body)  # one, with one deadline for all of them
         found = [await self._handler.search(prompt, call, params) for prompt in prompts]
         answer["choices"] = choices = []
         for request, completions in found:
@@ -129,7 +135,7 @@ class Completions:
         answer["usage"] = usage_of_beams(found)
         return answer
 
-    async def _whole(self, exchange: HttpCall, body: CompletionBody, generation: Generation, samples: int) -> None:
+    async def _whole(self, http_call: HttpCall, body: CompletionBody, generation: Generation, samples: int) -> None:
         completions, n = await finished(generation), body.n or 1
 
         def choices() -> Iterator[dict[str, Any]]:
@@ -139,15 +145,16 @@ class Completions:
                     yield choice.whole(completion)
 
         scored = sum(len(completion.prompt_logprobs or ()) for completion in completions)
-        answer = header_of(exchange, "text_completion", "cmpl", self._name)
-        answer["choices"] = await aside(100 * scored, lambda: list(choices()))  # a token is as much work as a line
+        answer = header_of(http_call, "text_completion", "cmpl", self._name)
+        size = 100 * scored  # a token is as much work as a line of text
+        answer["choices"] = await offload_if_long(size, lambda: list(choices()))
         answer["usage"] = usage_of(generation, samples, dropped=body.max_tokens == 0)
-        await exchange.json(answer)
+        await http_call.json(answer)
 
     async def _stream(
-        self, exchange: HttpCall, body: CompletionBody, generation: Generation, usage_wanted: bool
+        self, http_call: HttpCall, body: CompletionBody, generation: Generation, usage_wanted: bool
     ) -> None:
-        header = header_of(exchange, "text_completion", "cmpl", self._name)
+        header = header_of(http_call, "text_completion", "cmpl", self._name)
         if usage_wanted:
             header["usage"] = None
         choices = [_Choice(self._handler, body, request, index) for index, request in enumerate(generation.requests)]
@@ -155,13 +162,13 @@ class Completions:
             found = (choices[index].piece(delta) for index, delta in deltas)
             chunks = [sse.event(header | {"choices": [choice]}) for choice in found if choice is not None]
             if chunks:
-                await exchange.event(b"".join(chunks))
+                await http_call.event(b"".join(chunks))
         last = b""
         if usage_wanted:
             usage = usage_of(generation, body.n or 1, dropped=body.max_tokens == 0)
             last = sse.event(header | {"choices": [], "usage": usage})
-        await exchange.event(last + sse.DONE)
-        await exchange.end()
+        await http_call.event(last + sse.DONE)
+        await http_call.end()
 
 
 def _sampling(body: CompletionBody) -> dict[str, Any]:

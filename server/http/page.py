@@ -8,8 +8,8 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
-from server.live import Live
-from server.served_engine import NotReady
+from server.engine_client import EngineNotReady
+from server.live import LiveStats
 
 _PAGE = resources.files("server.http").joinpath("page.html").read_text(encoding="utf-8")
 # The page holds everything it needs and talks to this server only.
@@ -19,7 +19,7 @@ _POLICY = (
 )
 
 
-def routes(live: Live, model: str) -> list[Route]:
+def routes(live: LiveStats, model: str) -> list[Route]:
     """`/` and `/live`.
 
     Args:
@@ -36,7 +36,7 @@ def routes(live: Live, model: str) -> list[Route]:
         if since == 0 or told["next"] < since:  # the first question, or the server has been started again
             try:
                 told["about"] = {"model": model} | live.about()
-            except NotReady as problem:
+            except EngineNotReady as problem:
                 return JSONResponse({"error": str(problem)}, 503, {"Retry-After": "1"})
         return JSONResponse(told, headers={"Cache-Control": "no-store"})
 

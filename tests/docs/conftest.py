@@ -22,11 +22,11 @@ def served(engine: Engine) -> Iterator[tuple[int, int]]:
 
     async def serve() -> None:
         nonlocal ports
-        surface = ServerApp(engine, name="demo", version="1.2.3")
-        ports = await surface.start("127.0.0.1", 0, 0)
+        app = ServerApp(engine, name="demo", version="1.2.3")
+        ports = await app.start("127.0.0.1", 0, 0)
         ready.set()
         await asyncio.to_thread(over.wait)
-        await surface.stop()
+        await app.stop()
 
     thread = threading.Thread(target=asyncio.run, args=(serve(),))
     thread.start()

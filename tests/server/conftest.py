@@ -41,9 +41,9 @@ class Served:
     """A server on a fake engine, and a client of it; `url` where HTTP is served too."""
 
     def __init__(
-        self, engine: FakeEngine, surface: ServerApp, address: str, channel: grpc.aio.Channel, http_port: int | None
+        self, engine: FakeEngine, app: ServerApp, address: str, channel: grpc.aio.Channel, http_port: int | None
     ) -> None:
-        self.engine, self.surface, self.address, self.channel = engine, surface, address, channel
+        self.engine, self.app, self.address, self.channel = engine, app, address, channel
         self.http_port, self.url = http_port, f"http://127.0.0.1:{http_port}"
         self.stub: Any = InferenceStub(channel)
 
@@ -61,15 +61,15 @@ class Served:
 async def served(engine: FakeEngine, http_port: int | None = None, **settings: Any) -> AsyncIterator[Served]:
     settings = {"name": "echo", "version": "1.2.3", "health_seconds": 0.01, "stall_seconds": 1e9} | settings
     with engine:
-        surface = ServerApp(engine, **settings)  # pyright: ignore[reportArgumentType]
-        port, http_port = await surface.start("127.0.0.1", 0, http_port)
+        app = ServerApp(engine, **settings)  # pyright: ignore[reportArgumentType]
+        port, http_port = await app.start("127.0.0.1", 0, http_port)
         address = f"127.0.0.1:{port}"
         async with grpc.aio.insecure_channel(address) as channel:
             try:
-                yield Served(engine, surface, address, channel, http_port)
+                yield Served(engine, app, address, channel, http_port)
             finally:
                 engine.release()
-                await surface.stop()
+                await app.stop()
 
 
 async def collect(call: Any) -> list[pb.GenerateResponse]:
@@ -96,14 +96,14 @@ def serve(tokenizer: Tokenizer) -> Callable[..., None]:
         scenario: Scenario,
         http_port: int | None = None,
         chat_template: ChatTemplate | None = None,
-        surface: dict[str, Any] | None = None,
+        app: dict[str, Any] | None = None,
         **fields: Any,
     ) -> None:
         with_template = tokenizer if chat_template is None else byte_tokenizer(chat_template=chat_template)
 
         async def bounded() -> None:
             engine = FakeEngine(**{"tokenizer": with_template} | fields)
-            async with asyncio.timeout(WAIT_SECONDS), served(engine, http_port, **(surface or {})) as it:
+            async with asyncio.timeout(WAIT_SECONDS), served(engine, http_port, **(app or {})) as it:
                 await scenario(it)
 
         asyncio.run(bounded())

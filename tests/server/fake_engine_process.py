@@ -27,7 +27,7 @@ from typing import Any
 from jaxserve.request import Request
 from jaxserve.stats import IterationRecord
 from server.engine_process import main as engine_process
-from server.engine_process.job import Job
+from server.engine_process.job import EngineJob
 from tests.server.fake_engine import FakeEngine, Sink, byte_tokenizer
 
 
@@ -52,7 +52,7 @@ class Ordered(FakeEngine):
             self.fail()
 
 
-def make(job: Job, progress: Callable[[str, int, int], None]) -> FakeEngine:
+def make(job: EngineJob, progress: Callable[[str, int, int], None]) -> FakeEngine:
     orders = json.loads(Path(sys.argv[1]).read_text())
     progress("loading", 0, 1)
     if "refuses" in orders:

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from jaxserve.config import EngineConfig
-from server.admission import Admission, Ticket
+from server.admission import AdmissionController, Ticket
 from server.auth import ANYBODY, Tenant
-from server.errors import ApiError, Kind
+from server.errors import ApiError, ErrorKind
 
 
 class Engine:
@@ -26,9 +26,9 @@ class Engine:
     def load(self) -> Any:
         return self.counts
 
-    def admission(self, *tenants: Tenant) -> Admission:
+    def admission(self, *tenants: Tenant) -> AdmissionController:
         named = {tenant.name: tenant for tenant in tenants}
-        return Admission(self, tenants=lambda: named, clock=lambda: self.now)  # pyright: ignore[reportArgumentType]
+        return AdmissionController(self, tenants=lambda: named, clock=lambda: self.now)  # pyright: ignore[reportArgumentType]
 
     def take(self, ticket: Ticket) -> None:
         """Counts a ticket's requests as waiting, as the engine does from `submit` on."""
@@ -42,11 +42,11 @@ class Engine:
         ticket.begun()
 
 
-def ask(admission: Admission, tenant: Tenant = ANYBODY, **changes: Any) -> Ticket:
+def ask(admission: AdmissionController, tenant: Tenant = ANYBODY, **changes: Any) -> Ticket:
     return admission.admit(tenant, **{"requests": 1, "prompt_tokens": 10, "new_tokens": 100} | changes)
 
 
-def refusal(admission: Admission, tenant: Tenant = ANYBODY, **changes: Any) -> ApiError:
+def refusal(admission: AdmissionController, tenant: Tenant = ANYBODY, **changes: Any) -> ApiError:
     with pytest.raises(ApiError) as caught:
         ask(admission, tenant, **changes)
     return caught.value
@@ -59,25 +59,25 @@ def test_requests_are_counted_from_the_moment_they_are_granted() -> None:
     engine = Engine(max_queued_requests=3)
     admission = engine.admission()
     tickets = [ask(admission), ask(admission, requests=2)]
-    assert refusal(admission).kind is Kind.QUEUE_FULL
+    assert refusal(admission).kind is ErrorKind.QUEUE_FULL
     for ticket in tickets:
         engine.take(ticket)  # now the engine counts them: nothing is counted twice, nothing is forgotten
-    assert refusal(admission).kind is Kind.QUEUE_FULL
+    assert refusal(admission).kind is ErrorKind.QUEUE_FULL
     engine.begin(tickets[0])
     ask(admission)
-    assert refusal(admission).kind is Kind.QUEUE_FULL
+    assert refusal(admission).kind is ErrorKind.QUEUE_FULL
 
 
 def test_tokens_are_counted_at_most_and_then_as_they_are() -> None:
     engine = Engine(max_queued_tokens=100)
     admission = engine.admission()
     ticket = ask(admission, prompt_tokens=90)
-    assert refusal(admission, prompt_tokens=20).kind is Kind.QUEUE_FULL
+    assert refusal(admission, prompt_tokens=20).kind is ErrorKind.QUEUE_FULL
     ticket.correct(30)
     other = ask(admission, prompt_tokens=70)
-    assert refusal(admission, prompt_tokens=1).kind is Kind.QUEUE_FULL
+    assert refusal(admission, prompt_tokens=1).kind is ErrorKind.QUEUE_FULL
     engine.take(ticket)
-    assert refusal(admission, prompt_tokens=1).kind is Kind.QUEUE_FULL
+    assert refusal(admission, prompt_tokens=1).kind is ErrorKind.QUEUE_FULL
     other.release()
     assert engine.counts.waiting_tokens == 30
     ask(admission, prompt_tokens=70)
@@ -87,7 +87,7 @@ def test_a_prompt_over_the_bound_is_taken_by_an_empty_queue() -> None:
     admission = Engine(max_queued_tokens=100).admission()
     ask(admission, prompt_tokens=1000).release()
     ask(admission)
-    assert refusal(admission, prompt_tokens=1000).kind is Kind.QUEUE_FULL
+    assert refusal(admission, prompt_tokens=1000).kind is ErrorKind.QUEUE_FULL
 
 
 @pytest.mark.parametrize("ending", ["before", "waiting", "begun", "twice"])
@@ -143,16 +143,16 @@ def test_a_deadline_that_cannot_be_met_is_refused_at_once() -> None:
     engine.counts.running, engine.counts.waiting, engine.counts.outstanding_tokens = 4, 4, 4000
     wait = 4000 / 400 * 5 / 8
     late = refusal(admission, deadline=engine.now + wait - 0.1)
-    assert late.kind is Kind.TOO_LATE
+    assert late.kind is ErrorKind.TOO_LATE
     ask(admission, deadline=engine.now + wait + 1.3)
     engine.counts.waiting = engine.counts.running = 0
     admission = engine.admission()
-    assert refusal(admission, new_tokens=200, exactly=True, deadline=engine.now + 1.9).kind is Kind.TOO_LATE
+    assert refusal(admission, new_tokens=200, exactly=True, deadline=engine.now + 1.9).kind is ErrorKind.TOO_LATE
     ask(admission, new_tokens=200, exactly=True, deadline=engine.now + 2.1)
     ask(admission, new_tokens=200, deadline=engine.now + 1.0)  # it may end early
     for _ in range(200):
         admission.finished(150, 200)
-    assert refusal(admission, new_tokens=200, deadline=engine.now + 1.0).kind is Kind.TOO_LATE
+    assert refusal(admission, new_tokens=200, deadline=engine.now + 1.0).kind is ErrorKind.TOO_LATE
 
 
 def test_a_prompt_that_takes_too_long_is_refused_once_its_length_is_known() -> None:
@@ -161,7 +161,7 @@ def test_a_prompt_that_takes_too_long_is_refused_once_its_length_is_known() -> N
     ask(admission, prompt_tokens=8000, deadline=engine.now + 3).correct(2000)
     with pytest.raises(ApiError) as caught:
         ask(admission, prompt_tokens=8000, deadline=engine.now + 3).correct(4000)
-    assert caught.value.kind is Kind.TOO_LATE
+    assert caught.value.kind is ErrorKind.TOO_LATE
 
 
 # Tenants
@@ -210,11 +210,11 @@ def test_a_rate_is_a_bucket_that_fills() -> None:
     for _ in range(3):
         ask(admission, limited)
     late = refusal(admission, limited)
-    assert (late.kind, late.retry_after) == (Kind.RATE_LIMITED, pytest.approx(0.5))
+    assert (late.kind, late.retry_after) == (ErrorKind.RATE_LIMITED, pytest.approx(0.5))
     ask(admission, LARGE)
     engine.now += 0.5
     ask(admission, limited)
-    assert refusal(admission, limited).kind is Kind.RATE_LIMITED
+    assert refusal(admission, limited).kind is ErrorKind.RATE_LIMITED
     engine.now += 3600
     ask(admission, limited, requests=5)  # more than may ever come at once: it is paid for afterwards
     assert refusal(admission, limited).retry_after == pytest.approx(1.5)
@@ -226,7 +226,7 @@ def test_what_others_refuse_costs_nothing_of_the_rate() -> None:
     admission = engine.admission(limited)
     other = ask(admission, ANYBODY)
     for _ in range(5):
-        assert refusal(admission, limited).kind is Kind.QUEUE_FULL
+        assert refusal(admission, limited).kind is ErrorKind.QUEUE_FULL
     other.release()
     ask(admission, limited)
 
@@ -242,7 +242,7 @@ def test_kept_places_count_against_the_bounds_and_keep_nobody_waiting() -> None:
     in_time.release()
     with pytest.raises(ApiError, match="8 requests are waiting") as refused:
         admission.admit(ANYBODY, requests=3, prompt_tokens=1, new_tokens=1)
-    assert refused.value.kind is Kind.QUEUE_FULL
+    assert refused.value.kind is ErrorKind.QUEUE_FULL
     with pytest.raises(ApiError, match="800 tokens are waiting"):
         admission.admit(ANYBODY, requests=1, prompt_tokens=201, new_tokens=1)
     ticket.release()

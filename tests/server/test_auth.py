@@ -193,7 +193,7 @@ def test_the_server_asks_for_keys_and_counts_rates(serve: Any, path: Path) -> No
         for target in ("/metrics", "/v1/models"):
             assert await asyncio.to_thread(get, target, Authorization="Bearer key-of-hashed") == 200
 
-    serve(scenario, http_port=0, surface={"keys": ApiKeys(path)})
+    serve(scenario, http_port=0, app={"keys": ApiKeys(path)})
 
 
 def ask(

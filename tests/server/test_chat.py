@@ -87,7 +87,7 @@ def test_a_slow_template_holds_nobody_up_and_its_call_has_its_place(
         chat = asyncio.ensure_future(it.stub.Generate(pb.GenerateRequest(messages=CHAT, max_tokens=3)))
         await asyncio.to_thread(begun.wait, WAIT_SECONDS)
         assert (await it.stub.Generate(pb.GenerateRequest(prompt="abc", max_tokens=4))).text == "abca"
-        admission = it.surface.handler.admission
+        admission = it.app.handler.admission
         assert (admission.reserved_requests, admission.reserved_tokens) == (1, len("uHiumeb"))
         go_on.set()
         assert (await chat).text == TEXT[:3]

@@ -54,8 +54,8 @@ Attack = Callable[[Callable[["Attacked", int], Awaitable[None]]], None]
 class Attacked:
     """A server on the demo model, and two who behave: one over gRPC, one over HTTP."""
 
-    def __init__(self, engine: RemoteEngine, surface: ServerApp, port: int, http_port: int) -> None:
-        self.engine, self.surface = engine, surface
+    def __init__(self, engine: RemoteEngine, app: ServerApp, port: int, http_port: int) -> None:
+        self.engine, self.app = engine, app
         self.port, self.http_port = port, http_port
         self._served = 0
 
@@ -91,7 +91,7 @@ class Attacked:
 
     async def nothing_is_left(self) -> None:
         """Returns when no call is under way, and nothing is held any more that calls hold."""
-        handler = self.surface.handler
+        handler = self.app.handler
         async with asyncio.timeout(WAIT):
             await handler.idle()
             while (load := self.engine.load()).slots_used or load.running or load.waiting or load.outstanding_tokens:
@@ -127,10 +127,10 @@ def attack(tmp_path_factory: pytest.TempPathFactory) -> Attack:
     async def in_parts(part: Callable[[Attacked, int], Awaitable[None]]) -> None:
         async with engine_process(DEMO_MODEL, *FLAGS, "--compilation-cache", cache) as engine:
             # Where these tests share the machine an iteration may take as long as it likes.
-            surface = ServerApp(engine, name="echo", version="0", stall_seconds=WAIT)
-            port, http_port = await surface.start("127.0.0.1", 0, 0)
+            app = ServerApp(engine, name="echo", version="0", stall_seconds=WAIT)
+            port, http_port = await app.start("127.0.0.1", 0, 0)
             assert http_port is not None
-            it = Attacked(engine, surface, port, http_port)
+            it = Attacked(engine, app, port, http_port)
             sizes = []
             try:
                 for index in range(PARTS):
@@ -138,7 +138,7 @@ def attack(tmp_path_factory: pytest.TempPathFactory) -> Attack:
                         await part(it, index)
                     sizes.append(await it.sizes())
             finally:
-                await surface.stop()
+                await app.stop()
             first, last = sizes[0], sizes[-1]
             assert last["front"] < first["front"] + MEGABYTES, sizes
             assert last["engine"] < first["engine"] + MEGABYTES, sizes
@@ -306,7 +306,7 @@ def test_a_thousand_readers_who_read_nothing(attack: Attack, protocol: str) -> N
         # A megabyte each, more than buffers hold; or many that are over soon.
         count, tokens = (16, 1500) if index % 5 == 4 else (121, 60)
         readers = [await connected(it, protocol, receive_buffer=4096) for _ in range(count)]
-        handler, begun = it.surface.handler, _Begun(tokens)
+        handler, begun = it.app.handler, _Begun(tokens)
         handler.observers.append(begun)
         for _, writer in readers:
             writer.write(beginning(protocol, tokens))

@@ -33,7 +33,7 @@ def test_a_cancelled_call_gives_its_slots_back_within_one_iteration(serve: Serve
         call.cancel()
         await it.until(lambda: it.engine.load().slots_used == 0)
         assert it.engine.iterations == 1
-        await it.surface.handler.idle()
+        await it.app.handler.idle()
 
     serve(scenario, held=True)
 
@@ -57,7 +57,7 @@ def test_a_deadline_gives_the_slots_back(serve: Serve, streams: bool) -> None:
             await (collect(call) if streams else call)
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         await it.until(lambda: len(it.engine.aborted) == 1)
-        await it.surface.handler.idle()
+        await it.app.handler.idle()
 
     serve(scenario, held=True)
 
@@ -77,7 +77,7 @@ def test_a_reader_who_stops_reading_delays_nobody_and_can_still_be_ended(
             assert other.text == "xy" * 1000
             if timeout is None:
                 call.cancel()
-            await it.surface.handler.idle()
+            await it.app.handler.idle()
             await it.until(lambda: it.engine.load().slots_used == 0)
             assert len(it.engine.aborted) == 1
 
@@ -156,7 +156,7 @@ def test_a_wedged_engine_is_told_from_an_idle_one_and_may_come_back(serve: Serve
         assert await asyncio.to_thread(health_status) == 200
         watch.cancel()
 
-    serve(scenario, held=True, http_port=0, surface={"stall_seconds": 0.05})
+    serve(scenario, held=True, http_port=0, app={"stall_seconds": 0.05})
 
 
 def test_reflection_shows_the_services(serve: Serve) -> None:
@@ -177,7 +177,7 @@ def test_drain_refuses_new_calls_and_lets_running_ones_finish(serve: Serve) -> N
         await it.until(lambda: it.engine.load().waiting == 1)
         watch = HealthStub(it.channel).Watch(HealthCheckRequest())
         assert (await watch.read()).status == HealthCheckResponse.SERVING
-        draining = asyncio.create_task(it.surface.drain(WAIT_SECONDS))
+        draining = asyncio.create_task(it.app.drain(WAIT_SECONDS))
         assert (await watch.read()).status == HealthCheckResponse.NOT_SERVING
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await it.stub.Generate(pb.GenerateRequest(prompt="abc"))
@@ -197,7 +197,7 @@ def test_drain_cuts_short_what_does_not_end_in_time(serve: Serve) -> None:
         await it.until(lambda: it.engine.load().waiting == 1)
         await it.step()
         assert (await call.read()).text == "a"
-        assert await it.surface.drain(0.01) == 1
+        assert await it.app.drain(0.01) == 1
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call.read()
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE

@@ -23,7 +23,7 @@ from jaxserve.generation.completion import Completion
 from jaxserve.text.tokenizer import Tokenizer
 from server.app import ServerApp
 from server.commands import cli, flags
-from server.engine_process.job import Job
+from server.engine_process.job import EngineJob
 from server.engine_process.remote_engine import RemoteEngine
 from server.engine_process.supervisor import Supervisor
 from server.proto.jaxserve.v1 import inference_pb2 as pb
@@ -120,7 +120,7 @@ async def engine_process(model: Path, *given: str) -> AsyncIterator[RemoteEngine
     """An engine in a process of its own, ready, with the settings that the flags of `jaxserve serve` give it."""
     config = flags.engine_config(cli.parser(with_bench=False).parse_args(["serve", "--model", str(model), *given]))
     engine = RemoteEngine(config, Tokenizer.from_directory(model))
-    supervisor = Supervisor(engine, Job.of(str(model), config), restarts=None)
+    supervisor = Supervisor(engine, EngineJob.of(str(model), config), restarts=None)
     running = asyncio.create_task(supervisor.run())
     ready = asyncio.create_task(supervisor.ready.wait())
     await asyncio.wait([running, ready], return_when=asyncio.FIRST_COMPLETED)
@@ -150,8 +150,8 @@ def test_the_server_answers_as_the_command_does(
     checkpoint: Path, completed: list[dict[str, Any]], scored: list[Completion], front: str
 ) -> None:
     async def scenario(engine: Any) -> None:
-        surface = ServerApp(engine, name="tiny", version="0")
-        port, http_port = await surface.start("127.0.0.1", 0, 0)
+        app = ServerApp(engine, name="tiny", version="0")
+        port, http_port = await app.start("127.0.0.1", 0, 0)
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
             stub: Any = InferenceStub(channel)
 
@@ -175,22 +175,22 @@ def test_the_server_answers_as_the_command_does(
             endless = stub.GenerateStream(pb.GenerateRequest(prompt="a", max_tokens=60, ignore_eos=True))
             await endless.read()
             endless.cancel()
-            await surface.handler.idle()
+            await app.handler.idle()
             load = await stub.GetLoad(pb.GetLoadRequest())
             assert (load.compiled_after_ready, load.iterations > 12) == (0, True)
-        assert await surface.drain(10) == 0
+        assert await app.drain(10) == 0
 
     run_served(front, checkpoint, scenario)
 
 
 def test_hostile_calls_leave_the_real_engine_as_it_was(checkpoint: Path) -> None:
     async def scenario(engine: Any, hostile: list[tuple[str, bytes, str]]) -> None:
-        surface = ServerApp(engine, name="tiny", version="0")
-        port, _ = await surface.start("127.0.0.1", 0, None)
+        app = ServerApp(engine, name="tiny", version="0")
+        port, _ = await app.start("127.0.0.1", 0, None)
         await fuzz.attack(f"127.0.0.1:{port}", hostile)
         await fuzz.reset_connections(f"127.0.0.1:{port}", 20)
-        await surface.handler.idle()
-        assert await surface.drain(10) == 0
+        await app.handler.idle()
+        assert await app.drain(10) == 0
 
     with engine_of(checkpoint) as engine:
 
@@ -215,8 +215,8 @@ def test_a_browser_sees_what_is_served(checkpoint: Path, foreign: Any, tmp_path:
         pytest.skip("no chromium is installed")
 
     async def scenario(engine: Any) -> None:
-        surface = ServerApp(engine, name="tiny", version="0")
-        _, http_port = await surface.start("127.0.0.1", 0, 0)
+        app = ServerApp(engine, name="tiny", version="0")
+        _, http_port = await app.start("127.0.0.1", 0, 0)
         url = f"http://127.0.0.1:{http_port}"
         async with httpx.AsyncClient(base_url=url, timeout=WAIT_SECONDS) as client:
 
@@ -234,7 +234,7 @@ def test_a_browser_sees_what_is_served(checkpoint: Path, foreign: Any, tmp_path:
         assert seen["refused"].startswith("temperature: ")
         assert [each for each in seen["complaints"] if "400" not in each] == []
         assert (tmp_path / "page.png").read_bytes().startswith(b"\x89PNG")
-        assert await surface.drain(10) == 0
+        assert await app.drain(10) == 0
 
     with engine_of(checkpoint) as engine:
         asyncio.run(scenario(engine))
@@ -312,14 +312,14 @@ def test_a_javascript_client_of_the_real_engine(
     checkpoint: Path, foreign_client: Callable[..., Any], front: str
 ) -> None:
     async def scenario(engine: Any) -> None:
-        surface = ServerApp(engine, name="tiny", version="0")
-        port, _ = await surface.start("127.0.0.1", 0, None)
+        app = ServerApp(engine, name="tiny", version="0")
+        port, _ = await app.start("127.0.0.1", 0, None)
         found = await foreign_client(f"127.0.0.1:{port}", 16_000)
         assert (found["whole"]["code"], found["whole"]["usage"]["prompt_tokens"]) == ("OK", 12)
         assert [found[name]["code"] for name in ("cancelled", "late")] == ["CANCELLED", "DEADLINE_EXCEEDED"]
         assert found["refused"]["code"] == "INVALID_ARGUMENT"
-        await surface.handler.idle()
-        assert await surface.drain(10) == 0
+        await app.handler.idle()
+        assert await app.drain(10) == 0
         assert 0 < engine.load().generated_tokens < 16_000
 
     run_served(front, checkpoint, scenario, "--buckets", "16", "--max-context", "16384", "--slots", "32768")

@@ -12,7 +12,7 @@ from jaxserve.generation.beam_search import BeamParams
 from jaxserve.generation.completion import Completion
 from jaxserve.request import FinishReason, Request
 from server.call import Call, RequestTiming
-from server.errors import ApiError, Kind
+from server.errors import ApiError, ErrorKind
 from tests.server.conftest import Served
 
 Serve = Callable[..., None]
@@ -26,8 +26,8 @@ def call(**fields: Any) -> Call:
 async def answer(it: Served, *prompts: dict[str, Any], **fields: Any) -> None:
     """Hears a call out."""
     asked = call(**fields)
-    with it.surface.handler.answering(asked.id):
-        async with it.surface.handler.generate(prompts, asked) as generation:
+    with it.app.handler.answering(asked.id):
+        async with it.app.handler.generate(prompts, asked) as generation:
             async for _ in generation:
                 pass
 
@@ -53,7 +53,7 @@ def test_the_requests_of_one_call_are_answered_side_by_side(serve: Serve) -> Non
     async def scenario(it: Served) -> None:
         prompts = [{"prompt": "ab", "max_tokens": 3}, {"prompt": "xyz", "max_tokens": LONG, "stop": "zx"}]
         texts = [""] * 4
-        async with it.surface.handler.generate(prompts, call(), samples=2) as generation:
+        async with it.app.handler.generate(prompts, call(), samples=2) as generation:
             assert [request.sampling.sample_index for request in generation.requests] == [0, 1, 0, 1]
             async for deltas in generation:
                 for index, delta in deltas:
@@ -70,11 +70,11 @@ def test_the_requests_of_one_call_are_answered_side_by_side(serve: Serve) -> Non
 def test_a_call_that_is_left_gives_up_all_of_its_requests(serve: Serve) -> None:
     async def scenario(it: Served) -> None:
         prompts = [{"prompt": "ab", "max_tokens": LONG}, {"prompt": "cd", "max_tokens": 1}]
-        async with it.surface.handler.generate(prompts, call()) as generation:
+        async with it.app.handler.generate(prompts, call()) as generation:
             await it.step(2)
             assert dict(await anext(generation))[1].finish_reason is FinishReason.LENGTH
-            assert it.surface.handler.num_alive == 2
-        assert it.surface.handler.num_alive == 0
+            assert it.app.handler.num_alive == 2
+        assert it.app.handler.num_alive == 0
         await it.until(lambda: it.engine.load().slots_used == 0)
         assert len(it.engine.aborted) == 1
 
@@ -86,7 +86,7 @@ def test_samples_are_forks_of_the_first_and_the_prompt_is_scored_once(serve: Ser
         seen, submit = [], it.engine.submit
         it.engine.submit = lambda request, sink: (seen.append(request), submit(request, sink))[1]  # type: ignore
         prompts = [{"prompt": text, "max_tokens": 2, "prompt_logprobs": 0} for text in ("abc", "de")]
-        async with it.surface.handler.generate(prompts, call(), samples=3) as generation:
+        async with it.app.handler.generate(prompts, call(), samples=3) as generation:
             async for _ in generation:
                 pass
             scores = [generation.completion(index).prompt_logprobs for index in range(6)]
@@ -103,8 +103,8 @@ def test_a_call_ends_at_its_deadline(serve: Serve) -> None:
     async def scenario(it: Served) -> None:
         # Of calls that are let in, as they would be done in time; but the engine does not move.
         async def found(asked: Call) -> None:
-            with it.surface.handler.answering(asked.id):
-                await it.surface.handler.search({"prompt": "ab", "max_tokens": 2}, asked, BeamParams(width=2, n=2))
+            with it.app.handler.answering(asked.id):
+                await it.app.handler.search({"prompt": "ab", "max_tokens": 2}, asked, BeamParams(width=2, n=2))
 
         def drawn(asked: Call) -> Coroutine[Any, Any, None]:
             return answer(it, {"prompt": "ab", "max_tokens": 2}, deadline=asked.deadline)
@@ -112,8 +112,8 @@ def test_a_call_ends_at_its_deadline(serve: Serve) -> None:
         for ask in (found, drawn):
             with pytest.raises(ApiError, match="deadline has passed") as refused:
                 await ask(call(deadline=time.monotonic() + 0.05))
-            assert refused.value.kind is Kind.TOO_LATE
-            assert it.surface.handler.num_alive == 0
+            assert refused.value.kind is ErrorKind.TOO_LATE
+            assert it.app.handler.num_alive == 0
         await it.until(lambda: len(it.engine.aborted) == 2)
         assert it.engine.load().waiting == 0
 
@@ -122,7 +122,7 @@ def test_a_call_ends_at_its_deadline(serve: Serve) -> None:
 
 def test_a_beam_search_is_one_call_to_everybody(serve: Serve) -> None:
     async def scenario(it: Served) -> None:
-        handler, listener = it.surface.handler, Listener()
+        handler, listener = it.app.handler, Listener()
         handler.observers.append(listener)
         fields, asked = {"prompt": "ab", "max_tokens": 2}, call(id="mine")
         searching = asyncio.create_task(handler.search(fields, asked, BeamParams(width=3, n=2)))
@@ -147,7 +147,7 @@ def test_a_beam_search_is_one_call_to_everybody(serve: Serve) -> None:
 
 def test_a_beam_search_that_is_left_or_fails_frees_everything(serve: Serve) -> None:
     async def scenario(it: Served) -> None:
-        handler = it.surface.handler
+        handler = it.app.handler
         left = asyncio.create_task(handler.search({"prompt": "ab", "max_tokens": 9}, call(), BeamParams(width=3, n=1)))
         await it.until(lambda: it.engine.load().waiting == 1)
         await it.step()
@@ -172,9 +172,9 @@ def test_one_wrong_prompt_refuses_the_call_before_anything_is_generated(serve: S
         for field, wrong in (("prompt", {"prompt": ""}), ("prompt_token_ids", {"prompt_token_ids": [999]})):
             with pytest.raises(ApiError, match=field) as refused:
                 await answer(it, {"prompt": "ab"}, wrong)
-            assert (refused.value.kind, refused.value.field) == (Kind.INVALID, field)
+            assert (refused.value.kind, refused.value.field) == (ErrorKind.INVALID, field)
         await it.until(lambda: it.engine.load().waiting == 0)
-        assert it.surface.handler.num_alive == 0
+        assert it.app.handler.num_alive == 0
 
     serve(scenario, held=True)
 
@@ -184,7 +184,7 @@ def test_a_request_is_adjusted_when_its_prompt_has_become_tokens(serve: Serve) -
         def last_two(request: Request) -> Request:
             return dataclasses.replace(request, prompt=request.prompt[-2:])
 
-        async with it.surface.handler.generate([{"prompt": "abcd", "max_tokens": 3}], call(), adjust=last_two) as one:
+        async with it.app.handler.generate([{"prompt": "abcd", "max_tokens": 3}], call(), adjust=last_two) as one:
             async for _ in one:
                 pass
         assert one.completion().text == "cdc"
@@ -194,7 +194,7 @@ def test_a_request_is_adjusted_when_its_prompt_has_become_tokens(serve: Serve) -
 
 def test_observers_are_told_of_start_events_end_and_refusal(serve: Serve) -> None:
     async def scenario(it: Served) -> None:
-        handler, listener = it.surface.handler, Listener()
+        handler, listener = it.app.handler, Listener()
         handler.observers.append(listener)
         await answer(it, {"prompt": "ab", "max_tokens": 2}, id="mine")
         async with handler.generate([{"prompt": "cd", "max_tokens": LONG}], call(id="yours")):
@@ -218,9 +218,9 @@ def test_a_failure_names_the_call_and_not_its_cause(serve: Serve, caplog: pytest
     async def scenario(it: Served) -> None:
         with pytest.raises(ApiError, match="under mine") as refused:
             await answer(it, {"prompt": "!", "max_tokens": 2}, id="mine")
-        assert refused.value.kind is Kind.FAILED
+        assert refused.value.kind is ErrorKind.FAILED
         assert "poison" not in str(refused.value)
-        await asyncio.wait_for(it.surface.handler.idle(), 1)
+        await asyncio.wait_for(it.app.handler.idle(), 1)
 
     serve(scenario, poison=frozenset(b"!"))
     assert "this prompt is poison" in caplog.text

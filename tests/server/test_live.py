@@ -20,7 +20,7 @@ from server import live as live_module
 from server.call import Call, RequestTiming
 from server.commands import cli
 from server.commands.top import Board
-from server.live import Live
+from server.live import LiveStats
 from tests.server.fake_engine import FakeEngine, made_up_record
 
 
@@ -46,7 +46,7 @@ def engine() -> Recorded:
 
 
 def test_a_watcher_is_told_each_iteration_once(engine: Recorded):
-    live = Live(engine)  # pyright: ignore[reportArgumentType]
+    live = LiveStats(engine)  # pyright: ignore[reportArgumentType]
     first = live.since(0)
     assert (first["next"], first["iterations"], first["healthy"]) == (0, [], False)
     engine.ran(0, Chunk(2, 0, 9, True), taken=((2, "a"),))
@@ -62,14 +62,14 @@ def test_a_watcher_is_told_each_iteration_once(engine: Recorded):
 
 
 def test_who_watched_another_server_is_told_everything_again(engine: Recorded):
-    live = Live(engine)  # pyright: ignore[reportArgumentType]
+    live = LiveStats(engine)  # pyright: ignore[reportArgumentType]
     engine.ran(0, Chunk(0, 0, 1, True))
     told = live.since(4711)
     assert (told["next"], len(told["iterations"])) == (1, 1)
 
 
 def test_only_the_last_iterations_are_kept(engine: Recorded):
-    live = Live(engine)  # pyright: ignore[reportArgumentType]
+    live = LiveStats(engine)  # pyright: ignore[reportArgumentType]
     for sequence in range(live_module.KEPT + 5):
         engine.ran(sequence)
     told = live.since(0)
@@ -79,7 +79,7 @@ def test_only_the_last_iterations_are_kept(engine: Recorded):
 def test_latencies_and_rates_are_of_the_last_minute(engine: Recorded, monkeypatch: pytest.MonkeyPatch):
     clock = SimpleNamespace(now=1000.0)
     monkeypatch.setattr(live_module.time, "monotonic", lambda: clock.now)
-    live = Live(engine)  # pyright: ignore[reportArgumentType]
+    live = LiveStats(engine)  # pyright: ignore[reportArgumentType]
     for index, seconds in enumerate([9.0, *(milliseconds / 1000 for milliseconds in range(100))]):
         request = Request(request_id=str(index), prompt=(1,), sampling=SamplingParams(), arrival=clock.now)
         timing = RequestTiming(call=Call(protocol="test"), request=request)
@@ -110,7 +110,7 @@ def shown(news: list[dict[str, Any]], height: int = 40) -> list[str]:
 
 
 def test_top_shows_iterations_as_columns_and_rows_as_lines(engine: Recorded):
-    live = Live(engine)  # pyright: ignore[reportArgumentType]
+    live = LiveStats(engine)  # pyright: ignore[reportArgumentType]
     engine.ran(0, Chunk(2, 0, 16, True), taken=((2, "abc"),))
     first = live.since(0)
     engine.ran(1, Chunk(0, 0, 3, False), Chunk(2, 16, 1, True))
@@ -123,12 +123,12 @@ def test_top_shows_iterations_as_columns_and_rows_as_lines(engine: Recorded):
 
 
 def test_top_says_what_a_small_window_leaves_out(engine: Recorded):
-    live = Live(engine)  # pyright: ignore[reportArgumentType]
+    live = LiveStats(engine)  # pyright: ignore[reportArgumentType]
     assert any("2 rows more" in line for line in shown([live.since(0)], height=10))
 
 
 def test_top_shows_what_is_served_after_a_restart(engine: Recorded):
-    live = Live(engine)  # pyright: ignore[reportArgumentType]
+    live = LiveStats(engine)  # pyright: ignore[reportArgumentType]
     engine.ran(0, Chunk(0, 0, 16, True))
     about = {"model": "other", "family": "f", "device": "d", "rows": 1, "replicas": 1, "buckets": [64]}
     later = live.since(0) | {"about": about, "iterations": [[0, 0, 64, 0, 1.0, [[0, 0, 64, 1]], []]]}

@@ -13,7 +13,7 @@ import grpc
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from server.live import Live
+from server.live import LiveStats
 from server.proto.jaxserve.v1 import inference_pb2 as pb
 from server.request_log import RequestLog
 from tests.server.conftest import Served
@@ -43,13 +43,13 @@ async def some_traffic(it: Served) -> None:
     for wrong in (pb.GenerateRequest(prompt="a", top_p=2), pb.GenerateRequest(prompt="!", request_id="poisoned")):
         with pytest.raises(grpc.aio.AioRpcError):
             await it.stub.Generate(wrong)
-    await it.surface.handler.idle()
+    await it.app.handler.idle()
 
 
 def test_figures_are_true_under_both_names(serve: Serve) -> None:
     async def scenario(it: Served) -> None:
         await some_traffic(it)
-        load, found = it.engine.load(), samples(it.surface.metrics.text())
+        load, found = it.engine.load(), samples(it.app.metrics.text())
         for ours, theirs, value in (
             ("jaxserve_requests_running", "vllm:num_requests_running", 0),
             ("jaxserve_requests_waiting", "vllm:num_requests_waiting", 0),
@@ -83,7 +83,7 @@ def test_gauges_are_of_this_moment(serve: Serve) -> None:
         calls = [it.stub.Generate(pb.GenerateRequest(prompt="abc", max_tokens=9)) for _ in range(6)]
         await it.until(lambda: it.engine.load().waiting == 6)
         await it.step()
-        found = samples(it.surface.metrics.text())
+        found = samples(it.app.metrics.text())
         assert (found["vllm:num_requests_running", ""], found["vllm:num_requests_waiting", ""]) == (4, 2)
         assert found["vllm:kv_cache_usage_perc", ""] == 16 / 8192
         assert found["jaxserve_owed_tokens", ""] == 6 * 12 - 4
@@ -92,7 +92,7 @@ def test_gauges_are_of_this_moment(serve: Serve) -> None:
             await call
         it.engine.fail()
         await it.until(lambda: not it.engine.is_healthy)
-        assert samples(it.surface.metrics.text())["jaxserve_healthy", ""] == 0
+        assert samples(it.app.metrics.text())["jaxserve_healthy", ""] == 0
 
     serve(scenario, held=True)
 
@@ -102,7 +102,7 @@ def test_a_scraper_has_a_port_of_its_own(serve: Serve) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        end = it.surface.metrics.serve("127.0.0.1", port)
+        end = it.app.metrics.serve("127.0.0.1", port)
         try:
 
             def scrape() -> bytes:
@@ -118,7 +118,9 @@ def test_a_scraper_has_a_port_of_its_own(serve: Serve) -> None:
 
 def test_the_engines_thread_does_nothing_but_append(serve: Serve) -> None:
     async def scenario(it: Served) -> None:
-        recorders = [each for each in it.engine._recorders if not isinstance(getattr(each, "__self__", None), Live)]
+        recorders = [
+            each for each in it.engine._recorders if not isinstance(getattr(each, "__self__", None), LiveStats)
+        ]
         assert [each.__name__ for each in recorders] == ["append"]
 
     serve(scenario)
@@ -135,7 +137,7 @@ def test_the_dashboard_asks_for_metrics_that_exist(serve: Serve) -> None:
 
     async def scenario(it: Served) -> None:
         await some_traffic(it)
-        known = {name for name, _ in samples(it.surface.metrics.text())}
+        known = {name for name, _ in samples(it.app.metrics.text())}
         assert asked <= known
         assert len(asked) > 20
         assert "jaxserve_healthy" in known
@@ -153,7 +155,7 @@ def test_a_line_for_every_ending(serve: Serve, tmp_path: Path, prompts: bool) ->
 
     async def scenario(it: Served) -> None:
         log = RequestLog(str(path), tokenizer=it.engine.tokenizer, prompts=prompts)
-        it.surface.handler.observers.append(log)
+        it.app.handler.observers.append(log)
         await some_traffic(it)
         log.close()
 
@@ -184,7 +186,7 @@ def test_a_full_disk_ends_no_request(serve: Serve, caplog: pytest.LogCaptureFixt
 
     async def scenario(it: Served) -> None:
         log = RequestLog("/dev/full", tokenizer=None, prompts=False)
-        it.surface.handler.observers.append(log)
+        it.app.handler.observers.append(log)
         for _ in range(3):
             assert (await it.stub.Generate(pb.GenerateRequest(prompt="abc", max_tokens=4))).text == "abca"
         log.close()

@@ -110,7 +110,7 @@ def test_a_full_queue_refuses_what_it_has_not_read(serve: Serve) -> None:
                 assert (answer.status_code, int(answer.headers["retry-after"]) > 0) == (429, True), path
             assert (await client.post("/tokenize", content=b"no JSON")).status_code == 400  # which never waits
         assert (await it.stub.GetLoad(pb.GetLoadRequest())).waiting == 1
-        it.surface.handler.close("closing")
+        it.app.handler.close("closing")
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await it.stub.Generate(pb.GenerateRequest(prompt="abc", max_tokens=2))
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
@@ -152,8 +152,8 @@ def test_everything_reserved_comes_back_however_calls_end(serve: Serve) -> None:
         await it.until(lambda: it.engine.load().waiting == 2)
         it.engine.release()
         await asyncio.gather(*calls, return_exceptions=True)
-        await it.surface.handler.idle()
-        admission = it.surface.handler.admission
+        await it.app.handler.idle()
+        admission = it.app.handler.admission
         assert (admission.reserved_requests, admission.reserved_tokens) == (0, 0)
         assert (admission.kept_requests, admission.kept_tokens) == (0, 0)
         assert not admission._waiting

@@ -66,15 +66,15 @@ class Ports:
 
 @contextlib.asynccontextmanager
 async def serving(engine: Engine) -> AsyncIterator[Ports]:
-    surface = ServerApp(engine, name="demo", version="0")
-    port, http_port = await surface.start("127.0.0.1", 0, 0)
+    app = ServerApp(engine, name="demo", version="0")
+    port, http_port = await app.start("127.0.0.1", 0, 0)
     address = f"127.0.0.1:{port}"
     try:
         async with asyncio.timeout(6 * WAIT_SECONDS), grpc.aio.insecure_channel(address) as channel:
             yield Ports(InferenceStub(channel), address, f"http://127.0.0.1:{http_port}")
-            await surface.handler.idle()
+            await app.handler.idle()
     finally:
-        await surface.stop()
+        await app.stop()
     assert engine.load().compiled_after_ready == 0
 
 

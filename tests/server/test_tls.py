@@ -113,7 +113,7 @@ def test_server_and_client_command_with_mutual_tls_and_a_key(
         "tls": tls.Tls(certificate=folder / "server.pem", key=folder / "server.key", client_ca=folder / "ca.pem"),
         "keys": auth.ApiKeys(folder / "keys.toml"),
     }
-    serve(scenario, surface=security)
+    serve(scenario, app=security)
 
 
 @pytest.mark.parametrize(

@@ -29,9 +29,9 @@ def test_a_request_is_a_span_of_queue_prefill_and_decode(
 
     async def scenario(it: Served) -> None:
         tracing = Tracing(model="echo")
-        it.surface.handler.observers.append(tracing)
+        it.app.handler.observers.append(tracing)
         await it.stub.Generate(pb.GenerateRequest(prompt="abc", max_tokens=4, request_id="mine"))
-        await it.surface.handler.idle()
+        await it.app.handler.idle()
         tracing.close()
 
     serve(scenario)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from server.watchdog import Watchdog
+from server.watchdog import EngineWatchdog
 
 
 class Watched:
@@ -22,7 +22,7 @@ class Watched:
     def loads(self) -> Any:
         return self.replicas
 
-    def problems(self, watchdog: Watchdog, seconds: float, *, iterate: bool = False) -> list[str | None]:
+    def problems(self, watchdog: EngineWatchdog, seconds: float, *, iterate: bool = False) -> list[str | None]:
         """What it says while time passes, asked twice a second."""
         said = []
         for _ in range(round(seconds / 0.5)):
@@ -33,8 +33,8 @@ class Watched:
         return said
 
 
-def watch(it: Watched, deadline: float | None = None) -> Watchdog:
-    return Watchdog(it, deadline=deadline, interval=0.5, clock=lambda: it.now)  # pyright: ignore[reportArgumentType]
+def watch(it: Watched, deadline: float | None = None) -> EngineWatchdog:
+    return EngineWatchdog(it, deadline=deadline, interval=0.5, clock=lambda: it.now)  # pyright: ignore[reportArgumentType]
 
 
 def test_an_idle_engine_is_well_for_ever() -> None:

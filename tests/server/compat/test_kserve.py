@@ -122,4 +122,4 @@ def test_http_asks_for_a_key_too(serve: Serve, tmp_path: Path) -> None:
                 assert (await client.get(path)).status_code == 401
                 assert (await client.get(path, headers={"x-api-key": "key-of-team"})).status_code == 200
 
-    serve(scenario, http_port=0, surface={"keys": ApiKeys(keys)})
+    serve(scenario, http_port=0, app={"keys": ApiKeys(keys)})

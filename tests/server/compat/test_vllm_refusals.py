@@ -104,10 +104,10 @@ def test_a_full_queue_a_rate_and_an_end_are_told_as_to_anybody(serve: Serve, tmp
         assert bytes((await complete(it, ask(max_tokens=1), **team)).output_ids) == b"a"
         rate = await code(**team)
         assert (rate.code(), "team may make" in rate.details()) == (grpc.StatusCode.RESOURCE_EXHAUSTED, True)
-        it.surface.handler.close("the server is stopping")
+        it.app.handler.close("the server is stopping")
         assert (await code(**other)).code() is grpc.StatusCode.UNAVAILABLE
 
-    serve(scenario, held=True, config=EngineConfig(max_queued_requests=1), surface={"keys": ApiKeys(keys)})
+    serve(scenario, held=True, config=EngineConfig(max_queued_requests=1), app={"keys": ApiKeys(keys)})
 
 
 def test_no_rpc_of_a_router_is_open_without_a_key(serve: Serve, tmp_path: Path) -> None:
@@ -129,4 +129,4 @@ def test_no_rpc_of_a_router_is_open_without_a_key(serve: Serve, tmp_path: Path) 
         stub: Any = VllmEngineStub(it.channel)
         assert (await stub.HealthCheck(pb.HealthCheckRequest(), metadata=[("x-api-key", "key-of-team")])).healthy
 
-    serve(scenario, surface={"keys": ApiKeys(keys)})
+    serve(scenario, app={"keys": ApiKeys(keys)})

@@ -52,5 +52,5 @@ async def watched(it: Served, timings: list[RequestTiming], scenario: Callable[[
         def ended(self, *_: Any) -> None: ...
         def refused(self, *_: Any) -> None: ...
 
-    it.surface.handler.observers.append(Seen())
+    it.app.handler.observers.append(Seen())
     await scenario(it)

@@ -14,14 +14,14 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from jaxserve.config import EngineConfig
 from server.app import ServerApp
-from server.engine_process.job import Job
+from server.engine_process.job import EngineJob
 from server.engine_process.remote_engine import RemoteEngine
-from server.engine_process.supervisor import Restarts, Supervisor
+from server.engine_process.supervisor import RestartPolicy, Supervisor
 from server.proto.jaxserve.v1.inference_pb2_grpc import InferenceStub
 from tests.server.fake_engine import WAIT_SECONDS, byte_tokenizer
 
 STALL_SECONDS = 0.5  # the deadline of an iteration
-QUICK = Restarts(first_delay=0.01)
+QUICK = RestartPolicy(first_delay=0.01)
 
 
 class Remote:
@@ -29,7 +29,7 @@ class Remote:
 
     def __init__(self, supervisor: Supervisor, engine: RemoteEngine, orders: Path) -> None:
         self.supervisor, self.engine, self._orders = supervisor, engine, orders
-        self.surface: ServerApp
+        self.app: ServerApp
         self.stub: Any
         self.http: httpx.AsyncClient
         self.health: Any
@@ -57,18 +57,18 @@ async def remote(
     folder: Path,
     orders: dict[str, Any],
     *,
-    restarts: Restarts | None,
+    restarts: RestartPolicy | None,
     ready: bool = True,
     **config: Any,
 ) -> AsyncIterator[Remote]:
     engine = RemoteEngine(EngineConfig(**{"max_rows": 4} | config), byte_tokenizer())
     path = folder / "orders.json"
     command = (sys.executable, "-m", "tests.server.fake_engine_process", str(path))
-    supervisor = Supervisor(engine, Job.of("fake", engine.config), restarts=restarts, command=command)
+    supervisor = Supervisor(engine, EngineJob.of("fake", engine.config), restarts=restarts, command=command)
     it = Remote(supervisor, engine, path)
     it.order(**orders)
     on_wedged = supervisor.give_up if restarts is not None else None
-    it.surface = ServerApp(
+    it.app = ServerApp(
         engine,
         name="echo",
         version="1.2.3",
@@ -76,7 +76,7 @@ async def remote(
         stall_seconds=STALL_SECONDS,
         on_wedged=on_wedged,
     )
-    port, http_port = await it.surface.start("127.0.0.1", 0, 0)
+    port, http_port = await it.app.start("127.0.0.1", 0, 0)
     it.running = asyncio.create_task(supervisor.run())
     async with (
         grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
@@ -89,7 +89,7 @@ async def remote(
                 await it.until_health("SERVING")
             yield it
         finally:
-            await it.surface.stop()
+            await it.app.stop()
             await supervisor.close()
             await asyncio.wait([it.running])
             it.running.exception()  # which is the test's to look at
@@ -104,7 +104,7 @@ def run_remote(tmp_path: Path) -> Callable[..., None]:
 
     def run(
         scenario: Scenario,
-        restarts: Restarts | None = QUICK,
+        restarts: RestartPolicy | None = QUICK,
         ready: bool = True,
         config: dict[str, Any] | None = None,
         **orders: Any,

@@ -14,7 +14,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.request import Alternatives, FinishReason, Request, TokenEvent
 from jaxserve.sampling_params import SamplingParams
 from server.engine_process import codec as plain
-from server.engine_process.job import Facts, Job
+from server.engine_process.job import EngineInfo, EngineJob
 from tests.server.fake_engine import FakeEngine
 
 
@@ -71,16 +71,16 @@ def test_events_arrive_as_they_left(event: TokenEvent) -> None:
 
 def test_every_setting_and_fact_crosses() -> None:
     config = EngineConfig(dtype="bfloat16", buckets=(8, 64), target_tpot=0.1, layers_per_stage=(1, 2), max_rows=3)
-    job = Job(model="/a model", config=config, profile="p")
-    assert there_and_back(Job, job) == job
+    job = EngineJob(model="/a model", config=config, profile="p")
+    assert there_and_back(EngineJob, job) == job
     assert there_and_back(EngineConfig, EngineConfig()) == EngineConfig()
     engine = FakeEngine(tokenizer=None)
-    facts = Facts(report=engine.report, limits=engine.limits, eos_token_ids=(7,), bos_token_id=None)
-    assert there_and_back(Facts, facts) == facts
+    facts = EngineInfo(report=engine.report, limits=engine.limits, eos_token_ids=(7,), bos_token_id=None)
+    assert there_and_back(EngineInfo, facts) == facts
 
 
 def test_an_engine_behind_a_front_takes_what_the_front_lets_in() -> None:
-    assert Job.of("m", EngineConfig(max_queued_requests=1)).config.max_queued_requests > 10**9
+    assert EngineJob.of("m", EngineConfig(max_queued_requests=1)).config.max_queued_requests > 10**9
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,16 @@ from jaxserve.request import TokenEvent
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.stats import IterationRecord, Load
 from server.engine_process import iterations
-from server.engine_process.frames import MAX_BODY, BadFrame, Kind, Splitter, TooLarge, frame, json_frame, parse_json
+from server.engine_process.frames import (
+    MAX_BODY,
+    BadFrame,
+    FrameKind,
+    Splitter,
+    TooLarge,
+    frame,
+    json_frame,
+    parse_json,
+)
 from tests.server.engine_process.test_codec import events, floats, texts
 from tests.server.fake_engine import FakeEngine, made_up_record
 
@@ -72,25 +81,25 @@ def test_damaged_iterations_never_raise_anything_else(cut: st.DataObject) -> Non
 @few
 @given(bodies=st.lists(st.binary(max_size=20), max_size=5), cuts=st.lists(st.integers(1, 7), min_size=1, max_size=5))
 def test_frames_are_whole_however_they_come(bodies: list[bytes], cuts: list[int]) -> None:
-    stream, splitter, found, turn = b"".join(frame(Kind.ITERATION, body) for body in bodies), Splitter(), [], 0
+    stream, splitter, found, turn = b"".join(frame(FrameKind.ITERATION, body) for body in bodies), Splitter(), [], 0
     while stream:
         size = cuts[turn % len(cuts)]
         found += splitter.feed(stream[:size])
         stream, turn = stream[size:], turn + 1
-    assert found == [(Kind.ITERATION, body) for body in bodies]
+    assert found == [(FrameKind.ITERATION, body) for body in bodies]
 
 
 @pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\n", b"\x00\x00\x00\x00\x63", b"\xff\xff\xff\xff\x01"])
 def test_what_is_no_frame_is_refused_before_it_is_waited_for(garbage: bytes) -> None:
     splitter = Splitter()
-    assert list(splitter.feed(json_frame(Kind.STOP, None))) == [(Kind.STOP, b"null")]
+    assert list(splitter.feed(json_frame(FrameKind.STOP, None))) == [(FrameKind.STOP, b"null")]
     with pytest.raises(BadFrame):
         list(splitter.feed(garbage))
 
 
 def test_what_is_too_large_is_not_sent() -> None:
     with pytest.raises(TooLarge, match="more than the 67108864 that one message holds"):
-        frame(Kind.ITERATION, bytes(MAX_BODY + 1))
+        frame(FrameKind.ITERATION, bytes(MAX_BODY + 1))
 
 
 @pytest.mark.parametrize("body", [b"{", b"\xff", b"[" * 100_000])

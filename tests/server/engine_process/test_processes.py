@@ -24,8 +24,8 @@ from jaxserve.sampling_params import SamplingParams
 from server.engine_process import codec as plain
 from server.engine_process import exit_codes, frames, iterations
 from server.engine_process import main as engine_process
-from server.engine_process.frames import Kind, Splitter, json_frame
-from server.engine_process.job import Job
+from server.engine_process.frames import FrameKind, Splitter, json_frame
+from server.engine_process.job import EngineJob
 from server.engine_process.main import _Outbox
 from server.proto.jaxserve.v1.inference_pb2 import GenerateRequest, GetLoadRequest
 from server.proto.jaxserve.v1.inference_pb2_grpc import InferenceStub
@@ -74,11 +74,13 @@ class Engine:
         self._splitter, self._frames = Splitter(), iter(())
 
     def start(self) -> None:
-        self.channel.sendall(json_frame(Kind.START, plain.encode(Job, Job.of("fake", EngineConfig(max_rows=4)))))
-        while self.read()[0] is not Kind.READY:
+        self.channel.sendall(
+            json_frame(FrameKind.START, plain.encode(EngineJob, EngineJob.of("fake", EngineConfig(max_rows=4))))
+        )
+        while self.read()[0] is not FrameKind.READY:
             pass
 
-    def read(self) -> tuple[Kind, bytes]:
+    def read(self) -> tuple[FrameKind, bytes]:
         while (found := next(self._frames, None)) is None:
             data = self.channel.recv(2**16)
             assert data, "the engine's process has closed its socket"
@@ -87,11 +89,11 @@ class Engine:
 
     def submit(self, name: str, max_tokens: int) -> None:
         request = Request(request_id=name, prompt=(97, 98), sampling=SamplingParams(max_tokens=max_tokens))
-        self.channel.sendall(json_frame(Kind.SUBMIT, plain.encode(Request, request)))
+        self.channel.sendall(json_frame(FrameKind.SUBMIT, plain.encode(Request, request)))
 
     def events(self) -> list[TokenEvent]:
         kind, body = self.read()
-        assert kind is Kind.ITERATION
+        assert kind is FrameKind.ITERATION
         return iterations.decode(body).events
 
 
@@ -132,7 +134,7 @@ def test_it_ends_when_it_is_told(engine: Any) -> None:
     it.submit("a", LONG)
     while not it.events():
         pass
-    it.channel.sendall(json_frame(Kind.STOP, None))
+    it.channel.sendall(json_frame(FrameKind.STOP, None))
     assert it.process.wait(WAIT_SECONDS) == exit_codes.ENDED
 
 
@@ -153,10 +155,10 @@ def test_it_ends_with_its_front_and_not_with_a_signal_for_both(engine: Any) -> N
     [
         b"GET / HTTP/1.1\r\n\r\n",
         b"\xff" * 100,
-        json_frame(Kind.SUBMIT, {"request_id": "a"}),
-        json_frame(Kind.SUBMIT, ["a"] * 1000),
-        json_frame(Kind.READY, None),
-        json_frame(Kind.ABORT, {"a": 1}),
+        json_frame(FrameKind.SUBMIT, {"request_id": "a"}),
+        json_frame(FrameKind.SUBMIT, ["a"] * 1000),
+        json_frame(FrameKind.READY, None),
+        json_frame(FrameKind.ABORT, {"a": 1}),
     ],
 )
 def test_what_is_no_message_ends_it(engine: Any, garbage: bytes) -> None:

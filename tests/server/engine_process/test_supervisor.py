@@ -19,12 +19,11 @@ from grpc_status import rpc_status
 
 from jaxserve.config import EngineConfig
 from jaxserve.multihost.config import ClusterConfig, stages_of
-from server import app as surface
 from server.commands.console import UserError
 from server.engine_process import exit_codes
-from server.engine_process.job import Job
+from server.engine_process.job import EngineJob
 from server.engine_process.remote_engine import RemoteEngine
-from server.engine_process.supervisor import EngineGone, Restarts, Supervisor
+from server.engine_process.supervisor import EngineGone, RestartPolicy, Supervisor
 from server.proto.jaxserve.v1 import inference_pb2 as pb
 from tests.server.conftest import collect
 from tests.server.engine_process.conftest import STALL_SECONDS, Remote
@@ -177,14 +176,14 @@ def test_one_that_dies_at_its_start_is_tried_so_often_and_no_more(
         with pytest.raises(EngineGone, match="ended with exit code 3, 3 times in a row"):
             await it.running
 
-    run_remote(scenario, Restarts(most=2, first_delay=0.01), ready=False, dies=3)
+    run_remote(scenario, RestartPolicy(most=2, first_delay=0.01), ready=False, dies=3)
     told = [record.getMessage() for record in caplog.records if "it wrote last" in record.getMessage()]
     assert len(told) == 3
     assert all("these are its last words" in each for each in told)
 
 
 def test_restarts_wait_longer_each_time_up_to_a_bound() -> None:
-    restarts = Restarts(first_delay=0.5, longest_delay=3.0)
+    restarts = RestartPolicy(first_delay=0.5, longest_delay=3.0)
     assert [restarts.delay(n) for n in range(1, 6)] == [0.5, 1.0, 2.0, 3.0, 3.0]
 
 
@@ -262,7 +261,7 @@ def test_an_engine_process_that_sends_no_messages_is_killed(
         with pytest.raises(EngineGone, match="sent what is no message and was killed"):
             await it.running
 
-    run_remote(scenario, Restarts(most=1, first_delay=0.01), ready=False, babbles=True)
+    run_remote(scenario, RestartPolicy(most=1, first_delay=0.01), ready=False, babbles=True)
     assert "a frame of kind 99" in caplog.text
 
 
@@ -281,7 +280,7 @@ def test_calls_wait_for_the_engine_within_the_bounds(run_remote: RunRemote, tmp_
         await it.until(lambda: it.engine.load().waiting == 1)
         (tmp_path / "go").touch()
         assert (await waits[0]).text == "abababa"
-        await it.surface.handler.idle()
+        await it.app.handler.idle()
         assert it.engine.load().outstanding_tokens == 0
 
     run_remote(scenario, config={"max_queued_requests": 2})
@@ -332,7 +331,7 @@ def test_without_a_supervisor_a_wedged_engine_may_come_back(run_remote: RunRemot
 def test_where_a_wedged_engine_stood_is_in_the_log(
     run_remote: RunRemote, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(surface, "_PATIENCE", 0.1)
+    monkeypatch.setattr("server.app._RECOVERY_SECONDS", 0.1)
 
     async def scenario(it: Remote) -> None:
         it.order()
@@ -347,10 +346,10 @@ def test_where_a_wedged_engine_stood_is_in_the_log(
 
 FALLS_SILENT = """
 import os, signal, socket, sys
-from server.engine_process.frames import Kind, json_frame
+from server.engine_process.frames import FrameKind, json_frame
 channel = socket.socket(fileno=int(sys.argv[-1]))
 for _ in range(3):
-    channel.sendall(json_frame(Kind.ALIVE, 0.2))
+    channel.sendall(json_frame(FrameKind.ALIVE, 0.2))
 os.kill(os.getpid(), signal.SIGSTOP)
 """
 
@@ -360,7 +359,7 @@ def test_a_worker_that_gives_no_sign_of_life_is_ended() -> None:
     cluster = ClusterConfig(hosts=2, host=1, coordinator="a:1")
     supervisor = Supervisor(
         RemoteEngine(config, None),
-        Job.of("fake", config, cluster=cluster),
+        EngineJob.of("fake", config, cluster=cluster),
         restarts=None,
         command=(sys.executable, "-c", FALLS_SILENT),
     )

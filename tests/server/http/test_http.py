@@ -10,7 +10,7 @@ import httpx2 as httpx
 import pytest
 
 from jaxserve.config import EngineConfig
-from server.http import call as exchange
+from server.http import call as http_call
 from tests.server.conftest import Served
 from tests.server.fake_engine import WAIT_SECONDS
 from tests.server.http.http_calls import ask, events, post
@@ -162,7 +162,7 @@ def test_a_body_that_does_not_come_is_not_waited_for(serve_http: Serve, monkeypa
     async def scenario(it: Served) -> None:
         assert (await raw(it, HEAD + b"Content-Length: 9\r\n\r\n{")).startswith(b"HTTP/1.1 408 ")
 
-    monkeypatch.setattr(exchange, "BODY_SECONDS", 0.01)
+    monkeypatch.setattr(http_call, "BODY_SECONDS", 0.01)
     serve_http(scenario)
 
 
@@ -184,7 +184,7 @@ def test_a_body_that_is_no_http_ends_its_connection(
         with contextlib.suppress(ConnectionError):
             await reader.read()
         await left(writer)
-        await it.surface.handler.idle()
+        await it.app.handler.idle()
 
     serve_http(scenario)
     assert not [record for record in caplog.records if record.levelname == "ERROR"], caplog.text
@@ -261,7 +261,7 @@ def test_a_caller_who_leaves_gives_the_slots_back(serve_http: Serve, streams: bo
         await left(writer)
         await it.until(lambda: it.engine.load().slots_used == 0)
         assert it.engine.iterations == 1
-        await it.surface.handler.idle()
+        await it.app.handler.idle()
 
     serve_http(scenario, held=True)
 
@@ -274,7 +274,7 @@ def test_a_reader_who_stops_reading_delays_nobody(serve_http: Serve, caplog: pyt
                 assert slow.status_code == 200
                 other = await ask(it, PATH, prompt="xy", max_tokens=2000)
                 assert other["choices"][0]["text"] == "xy" * 1000
-        await it.surface.handler.idle()
+        await it.app.handler.idle()
         await it.until(lambda: it.engine.load().slots_used == 0)
 
     serve_http(scenario, max_context=2 * 10**6)
@@ -300,7 +300,7 @@ def test_drain_lets_answers_end_and_refuses_new_ones(serve_http: Serve) -> None:
         async with asyncio.TaskGroup() as tasks:
             call = tasks.create_task(post(it, PATH, prompt="abc", max_tokens=3))
             await it.until(lambda: it.engine.load().waiting == 1)
-            draining = tasks.create_task(it.surface.drain(WAIT_SECONDS))
+            draining = tasks.create_task(it.app.drain(WAIT_SECONDS))
             await asyncio.sleep(0)
             assert (await post(it, PATH, prompt="abc"))[0] == 503
             it.engine.release()

@@ -61,4 +61,4 @@ def test_with_keys_the_page_alone_is_open(serve_http: Callable[..., None], tmp_p
             allowed = {"authorization": "Bearer a-key-of-mine"}
             assert (await client.get("/live", headers=allowed)).status_code == 200
 
-    serve_http(scenario, surface={"keys": ApiKeys(keys)})
+    serve_http(scenario, app={"keys": ApiKeys(keys)})

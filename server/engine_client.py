@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     Sink = Callable[[list[TokenEvent]], None]
 
 
-class NotReady(RuntimeError):
+class EngineNotReady(RuntimeError):
     """The engine is still starting: what it will be like is not known yet."""
 
 
@@ -31,12 +31,12 @@ class Vocabulary(Protocol):
     def bos_token_id(self) -> int | None: ...
 
 
-class ServedEngine(Protocol):
+class EngineClient(Protocol):
     """What the request handler uses of an engine.
 
     Both `jaxserve.engine.Engine` and `server.engine_process.remote_engine.RemoteEngine` have it.
 
-    `report`, `model_config`, `max_context`, `grammars` and `check` raise NotReady before the engine has once been
+    `report`, `model_config`, `max_context`, `grammars` and `check` raise EngineNotReady before the engine has once been
     ready; nothing else does.
     """
 
