@@ -1,10 +1,14 @@
-"""What an engine is told once, before it starts. Nothing here reads the environment."""
+"""Settings of an engine. Nothing here reads the environment.
+
+`param` gives a field its limits, its help and the spelling of its flag; `server/commands/flags.py` reads them.
+"""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
+
+from jaxserve.fields import param, params
 
 SlotPolicyName = Literal["reserve", "grow"]
 SchedulerName = Literal["iteration", "request"]
@@ -15,105 +19,137 @@ CacheDtypeName = Literal["auto", "float32", "bfloat16", "int8"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Every setting of an engine, validated on construction.
+    """Settings of an engine, fixed before it starts.
 
-    Attributes:
-      dtype: compute dtype of weights and activations; `auto` is float32 on a CPU and bfloat16 elsewhere.
-      quantize: `int8` holds matrices in eight bits, half the memory of bfloat16 (`jaxserve.weights.quantize`); None
-        holds them in dtype.
-      kv_cache_dtype: what keys and values are held in; `auto` is the attention backend's choice, `int8` takes half the
-        memory of bfloat16 (one scale a token and head, `pallas_kernels.int8`).
-      max_rows: requests in one batch at most (Orca's max batch size, OSDI'22 section 4.2).
-      slots: tokens the KV pool holds; None sizes the pool from the device's memory.
-      block_size: slots in a block; None takes the attention backend's choice.
-      slot_policy: `reserve` sets a request's worst case aside at admission (Orca, Algorithm 1);
-        `grow` allocates as tokens come and preempts the latest arrival under pressure.
-      buckets: compiled token counts, ascending; None measures a ladder at start.
-      token_budget: most tokens one iteration may carry; None is the largest bucket.
-      target_tpot: target seconds between a request's tokens. The token budget then follows the load, below
-        `token_budget` (see `policy.ObjectiveTokenBudget`). None: see `policy.DefaultTokenBudget`.
-      prefix_cache: whether full blocks of finished prompts are reused.
-      max_context: most tokens (prompt and generated) of one request; None is the model's own limit, or 2,048
-        for a model without one.
-      max_queued_requests / max_queued_tokens: what may wait before a request is refused at the door.
-      scheduler: `iteration`, or `request` for request-level batching in the same engine (the baseline Orca compares
-        itself with).
-      deterministic: whether an answer is the same to the bit whatever else is served: one bucket, prompts cut at fixed
-        positions, one sampler, nothing preempted (slot policy `reserve`), prefixes reused where prompts are cut only.
-      speculate: what drafts tokens for an iteration to check several at once: `ngram` looks up what followed the last
-        few tokens before; the folder of a checkpoint is that of a smaller model of the same vocabulary; None drafts
-        none. The answers are the same (see `speculation`).
-      speculate_tokens: tokens drafted for one row at most.
-      scoring: whether prompt_logprobs is served (a second program per bucket).
-      attention: name of the attention backend, or `auto`.
-      tensor: devices that share each layer (tensor or intra-layer parallelism), the same number in every stage.
-      stages: parts that the layers are cut into, each on devices of its own (pipeline or inter-layer parallelism).
-      replicas: copies of the whole model, each on devices of its own, behind one door.
-      in_flight: iterations launched before the oldest has answered; None is one more than stages, so that no device
-        waits for the host. With several stages their rows are disjoint, and as many as there are stages have a row
-        wait less for its next token.
-      layers_per_stage: how many layers each stage owns; None cuts as evenly as can be.
-      sharding: a TOML file that changes the family's default sharding (`sharding.spec.read`); None changes nothing.
-      compilation_cache: folder where compiled programs are kept between starts; `auto` is the user's own, which the
-        command line has too (`cache_folder.default`), and none for weights that are in memory; None keeps none.
+    Raises:
+      ValueError: naming the setting whose value is wrong.
     """
 
-    dtype: DtypeName = "auto"
-    quantize: QuantizeName | None = None
-    kv_cache_dtype: CacheDtypeName = "auto"
-    max_rows: int = 16
-    slots: int | None = None
-    block_size: int | None = None
-    slot_policy: SlotPolicyName = "grow"
-    buckets: tuple[int, ...] | None = None
-    token_budget: int | None = None
-    target_tpot: float | None = None
-    prefix_cache: bool = True
-    max_context: int | None = None
-    max_queued_requests: int = 1024
-    max_queued_tokens: int = 1_048_576
-    scheduler: SchedulerName = "iteration"
-    deterministic: bool = False
-    speculate: str | None = None
-    speculate_tokens: int = 7
-    scoring: bool = True
-    attention: str = "auto"
-    tensor: int = 1
-    stages: int = 1
-    replicas: int = 1
-    in_flight: int | None = None
-    layers_per_stage: tuple[int, ...] | None = None
-    sharding: str | None = None
-    compilation_cache: str | None = "auto"
+    dtype: DtypeName = param("auto", "dtype of weights and arithmetic; auto: float32 on a CPU, bfloat16 elsewhere")
+    quantize: QuantizeName | None = param(
+        None,
+        "quantize weights as they are loaded; int8 takes half the memory of bfloat16",
+        default_help="keep weights in --dtype",
+    )
+    kv_cache_dtype: CacheDtypeName = param(
+        "auto",
+        "dtype of cached keys and values; int8 takes half the memory of bfloat16, so twice the slots fit; auto: the "
+        "attention backend's choice",
+    )
+    # Orca's max batch size (OSDI'22, section 4.2).
+    max_rows: int = param(16, "most requests in one batch", minimum=1, metavar="N")
+    slots: int | None = param(
+        None,
+        "tokens whose keys and values the KV pool holds",
+        default_help="as many as the device's memory allows",
+        minimum=1,
+        metavar="N",
+    )
+    block_size: int | None = param(
+        None, "slots in a block", default_help="the attention backend's choice", minimum=1, metavar="N"
+    )
+    # reserve: Orca, Algorithm 1.
+    slot_policy: SlotPolicyName = param(
+        "grow",
+        "reserve: allocate a request's worst case when it starts, never preempt; grow: allocate blocks as tokens come, "
+        "preempt the latest arrival when the pool is full",
+        default_help="grow; reserve with --deterministic",
+    )
+    buckets: tuple[int, ...] | None = param(
+        None,
+        "token counts that iterations are compiled for, ascending; auto measures a ladder at start, a finer one with "
+        "--target-tpot",
+        default_help="auto",
+        minimum=1,
+        metavar="16,32,...|auto",
+        none="auto",
+    )
+    token_budget: int | None = param(
+        None, "most tokens in one iteration", default_help="the largest bucket", minimum=1, metavar="N"
+    )
+    # See policy.ObjectiveTokenBudget, and policy.DefaultTokenBudget without a target.
+    target_tpot: float | None = param(
+        None,
+        "target time between a request's tokens: iterations carry as many prompt tokens as the load needs and the "
+        "target allows",
+        default_help="while requests generate, prompt tokens may make an iteration as long as a full batch of decodes, "
+        "or twice as long as its own decodes; longer when prompts queue",
+        minimum=0,
+        exclusive=True,
+        metavar="100ms",
+        is_duration=True,
+    )
+    prefix_cache: bool = param(True, "reuse the cached blocks of prompts that begin alike")
+    max_context: int | None = param(
+        None,
+        "most tokens, prompt and generated, of one request",
+        default_help="the model's limit, or 2048 if it has none",
+        minimum=1,
+        metavar="N",
+    )
+    max_queued_requests: int = param(
+        1024, "requests that may wait before further ones are refused", minimum=1, metavar="N"
+    )
+    max_queued_tokens: int = param(
+        1_048_576, "tokens that may wait before further requests are refused", minimum=1, metavar="N"
+    )
+    # request: the baseline that Orca compares itself with.
+    scheduler: SchedulerName = param("iteration", "request batches whole requests, for comparison")
+    # One bucket, prompts cut at fixed positions, one sampler, no preemption, prefixes reused at the cuts only.
+    deterministic: bool = param(
+        False, "make answers bitwise independent of other requests; all iterations use one bucket"
+    )
+    speculate: str | None = param(
+        None,
+        "draft tokens and check several in one iteration, where that pays; ngram: what followed the last few tokens "
+        "before; DIR: the checkpoint of a smaller model with the same vocabulary. Answers stay the same",
+        default_help="off",
+        metavar="ngram|DIR",
+    )
+    speculate_tokens: int = param(7, "most tokens drafted for a request", minimum=1, metavar="K")
+    scoring: bool = param(True, "do not serve prompt_logprobs; less is compiled at start", flag="--no-scoring")
+    attention: str = param("auto", "attention backend", metavar="NAME")
+    tensor: int = param(
+        1,
+        "devices that share each layer (tensor parallelism); heads, feed-forward and vocabulary are split over them",
+        minimum=1,
+        metavar="T",
+    )
+    stages: int = param(
+        1, "parts of the layers (pipeline parallelism), each on T devices of its own", minimum=1, metavar="S"
+    )
+    replicas: int = param(
+        1,
+        "copies of the model, each on T x S devices of its own; a request goes to the one with the least outstanding "
+        "work, less what its prefix cache holds",
+        minimum=1,
+        metavar="R",
+    )
+    # With several stages the rows of the iterations in flight are disjoint.
+    in_flight: int | None = param(
+        None,
+        "iterations launched before the oldest has completed",
+        default_help="one more than stages; as many as stages shortens the time between tokens where devices take much "
+        "longer than the host",
+        minimum=1,
+        metavar="N",
+    )
+    layers_per_stage: tuple[int, ...] | None = param(
+        None, "layers in each stage", default_help="as even as possible", minimum=1, metavar="20,25,25"
+    )
+    # Read by sharding.spec.read.
+    sharding: str | None = param(
+        None, "changes to how the model family is split over the T devices", metavar="FILE.toml"
+    )
+    # auto: cache_folder.default(), and no cache for weights that are already in memory.
+    compilation_cache: str | None = param(
+        "auto", "folder that keeps compiled programs between runs", metavar="DIR|off", none="off"
+    )
 
     def __post_init__(self) -> None:
-        for name, choices in (
-            ("dtype", DtypeName),
-            ("kv_cache_dtype", CacheDtypeName),
-            ("slot_policy", SlotPolicyName),
-            ("scheduler", SchedulerName),
-        ):
-            if getattr(self, name) not in get_args(choices):
-                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(get_args(choices))}")
-        if self.quantize not in (None, *get_args(QuantizeName)):
-            raise ValueError(f"quantize is {self.quantize!r}; it must be {', '.join(get_args(QuantizeName))} or None")
-        for name in (
-            "max_rows",
-            "max_queued_requests",
-            "max_queued_tokens",
-            "speculate_tokens",
-            "tensor",
-            "stages",
-            "replicas",
-        ):
-            _at_least_one(name, getattr(self, name))
-        for name in ("slots", "block_size", "token_budget", "max_context", "in_flight"):
-            if getattr(self, name) is not None:
-                _at_least_one(name, getattr(self, name))
-        for count in self.layers_per_stage or ():
-            _at_least_one("layers_per_stage", count)
-        if self.target_tpot is not None and not 0 < self.target_tpot < math.inf:
-            raise ValueError(f"target_tpot is {self.target_tpot!r}; it must be above 0 seconds")
+        for name, each in ENGINE_PARAMS.items():
+            if (problem := each.problem(getattr(self, name))) is not None:
+                raise ValueError(f"{name} {problem}")
         if self.in_flight is not None and self.in_flight > self.stages + 1:
             raise ValueError(
                 f"in_flight is {self.in_flight}; more than stages + 1 ({self.stages + 1}) would only wait in line"
@@ -128,8 +164,6 @@ class EngineConfig:
         if self.buckets is not None:
             if not self.buckets:
                 raise ValueError("buckets is empty; give at least one token count, or leave it out to measure a ladder")
-            for bucket in self.buckets:
-                _at_least_one("buckets", bucket)
             if list(self.buckets) != sorted(set(self.buckets)):
                 raise ValueError(f"buckets are {self.buckets}; they must ascend without repeats")
             if self.token_budget is not None and self.token_budget > self.buckets[-1]:
@@ -139,12 +173,12 @@ class EngineConfig:
 
     @property
     def draft_tokens(self) -> int:
-        """Tokens drafted for one row at most; 0 without speculation."""
+        """Most tokens drafted for one row; 0 without speculation."""
         return self.speculate_tokens if self.speculate else 0
 
     @property
     def draft_model(self) -> str | None:
-        """The folder of the checkpoint that drafts, if one does."""
+        """Folder of the draft model's checkpoint, if there is one."""
         return None if self.speculate == "ngram" else self.speculate
 
     def _check_deterministic(self) -> None:
@@ -157,9 +191,9 @@ class EngineConfig:
             if getattr(self, name) != allowed:
                 raise ValueError(f"{name} is {getattr(self, name)}; with deterministic it must be {allowed}")
         if self.buckets is not None and len(self.buckets) > 1:
-            raise ValueError(f"buckets are {self.buckets}; with deterministic there is one: another rounds otherwise")
+            raise ValueError(
+                f"buckets are {self.buckets}; with deterministic there must be one: others round differently"
+            )
 
 
-def _at_least_one(name: str, value: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} is {value!r}; it must be a whole number of at least 1")
+ENGINE_PARAMS = params(EngineConfig)

@@ -11,8 +11,8 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("jaxserve", "sharding", "pallas_kernels", "server")
 # Files and folders of jaxserve, a layer a line: each imports from the layers above its own line only.
 LAYERS = """
-  config demo errors models text
-  sampling_params
+  demo errors fields models text
+  config sampling_params
   request
   iteration weights
   sampling scheduler stats structured_output

@@ -1,8 +1,7 @@
-"""Strings that are never to be generated, as runs of tokens that are never to stand complete.
+"""Tokens of strings that must not be generated.
 
-A string is tokenised both as it stands at the beginning of a text and as it stands behind a space (as vLLM does, which
-takes the second only where it is as many tokens as the first). What keeps it out are the runs of tokens that the
-tokenizer makes of it: a model that spells it with other tokens is not kept from doing so.
+A string is tokenised both as the start of a text and after a space, as vLLM does (vLLM keeps the second form only where
+it has as many tokens as the first). Only these token runs are barred: a model can still spell the string with others.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ from jaxserve.text.tokenizer import Tokenizer
 
 
 def token_ids(words: Sequence[str], tokenizer: Tokenizer | None) -> tuple[tuple[int, ...], ...]:
-    """The runs of token ids of these strings, none of them twice.
+    """The token runs of these strings, without repeats.
 
     Raises:
-      InvalidRequest: a string has no tokens, or there is no tokenizer.
+      InvalidRequest: if a string has no tokens, or there is no tokenizer.
     """
     if tokenizer is None:
         raise InvalidRequest("bad_words", "need a tokenizer, and this checkpoint has none; bar tokens by logit_bias")
@@ -29,6 +28,6 @@ def token_ids(words: Sequence[str], tokenizer: Tokenizer | None) -> tuple[tuple[
             except ValueError as problem:
                 raise InvalidRequest("bad_words", f"{word[:60]!r} {problem}") from problem
             if not run or not word.strip():
-                raise InvalidRequest("bad_words", f"holds {word[:60]!r}, of which the tokenizer makes no token")
+                raise InvalidRequest("bad_words", f"holds {word[:60]!r}, for which the tokenizer has no token")
             runs[run] = None
     return tuple(runs)

@@ -19,27 +19,11 @@ from typing import Any, NamedTuple
 from jaxserve.errors import InvalidRequest
 from jaxserve.generation.completion import Assembler, Completion
 from jaxserve.request import Alternatives, FinishReason, Request, TokenEvent
-from jaxserve.sampling_params import MAX_LOGPROBS, SamplingParams
+from jaxserve.sampling_params import MAX_LOGPROBS, SAMPLING_PARAMS, SamplingParams
 from jaxserve.text.tokenizer import Tokenizer
 
 MAX_WIDTH = MAX_LOGPROBS // 2
 FIELDS = ("use_beam_search", "n", "best_of", "length_penalty", "early_stopping")
-
-_SAMPLED = SamplingParams()
-_OF_NO_USE = (  # to a search, which draws nothing and looks at tokens, not at text
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "logit_bias",
-    "stop",
-    "min_tokens",
-    "bad_words",
-    "prompt_logprobs",
-    "grammar",
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,8 +80,8 @@ def params_of(fields: Mapping[str, Any]) -> BeamParams | None:
 def check(request: Request) -> None:
     """Raises InvalidRequest for a request with a field that means nothing to a beam search."""
     sampling = request.sampling
-    for name in _OF_NO_USE:
-        if getattr(sampling, name) != getattr(_SAMPLED, name):
+    for name, param in SAMPLING_PARAMS.items():
+        if not param.beam_search and getattr(sampling, name) != param.default:
             raise InvalidRequest(name, "is not served with use_beam_search")
     if sampling.temperature not in (0.0, 1.0):
         raise InvalidRequest("temperature", f"is {sampling.temperature}; with use_beam_search nothing is drawn")

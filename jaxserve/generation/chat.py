@@ -1,4 +1,4 @@
-"""The messages of a chat, read as strictly as every other field of a request."""
+"""Strict parsing of chat messages."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any
 
 from jaxserve.errors import InvalidRequest, shown
 
-MAX_MESSAGES = 2048  # of a chat, and parts of one message's content
-_MAX_NAME = 64  # characters of a role, and of a name
+MAX_MESSAGES = 2048  # most messages in a chat, and parts in one content
+_MAX_NAME = 64  # most characters in a role or a name
 _FIELDS = ("role", "content", "name")
 
 
 def read(messages: Any) -> list[dict[str, str]]:
-    """Messages as chat templates expect them: of each its role, its content and, if it is given, its name.
+    """Messages as chat templates take them: each with a role, a content and, if given, a name.
 
-    A content is a string, or a list of parts as OpenAI's clients send them, `{"type": "text", "text": ...}`, which are
-    put together. What has been read is read as itself.
+    A content is a string, or a list of `{"type": "text", "text": ...}` parts as OpenAI's clients send them; the parts
+    are joined. Reading the result again returns it unchanged.
 
     Raises:
       InvalidRequest: naming `messages`.
@@ -57,7 +57,7 @@ def _content(content: Any) -> str:
     if isinstance(content, str):
         return content
     if isinstance(content, bytes) or not isinstance(content, Sequence):
-        raise _wrong(f"has a message whose content is {shown(content)}; it must be a text")
+        raise _wrong(f"has a message whose content is {shown(content)}; it must be a string")
     if len(content) > MAX_MESSAGES:
         raise _wrong(f"has a message whose content has more than {MAX_MESSAGES} parts")
     return "".join(map(_part, content))
@@ -68,7 +68,7 @@ def _part(part: Any) -> str:
         text = part["text"]
         if isinstance(text, str):
             return text
-    raise _wrong(f"has a message whose content holds {shown(part)}; each part must be a text")
+    raise _wrong(f"has a message whose content holds {shown(part)}; each part must be text")
 
 
 def _wrong(message: str) -> InvalidRequest:

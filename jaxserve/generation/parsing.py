@@ -1,4 +1,4 @@
-"""The one strict reading of a request's fields, shared by every way in: JSON lines, calls from Python, the network."""
+"""Strict parsing of a request's fields, shared by JSON lines, Python calls and every protocol."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from typing import Any
 from jaxserve.errors import InvalidRequest, shown
 from jaxserve.generation import bad_words, chat
 from jaxserve.request import Request
-from jaxserve.sampling_params import SAMPLING_FIELDS, SamplingParams
+from jaxserve.sampling_params import SAMPLING_PARAMS, Grammar, SamplingParams
 from jaxserve.structured_output import grammar
 from jaxserve.text.tokenizer import Tokenizer
 
 MAX_STOP_LENGTH = 1024  # characters of a stop string
 
-_PROMPTS = ("prompt", "prompt_token_ids", "messages")  # of which a request has one
-_OF_PROMPTS = (*_PROMPTS, "add_generation_prompt")
-_FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+_PROMPTS = ("prompt", "prompt_token_ids", "messages")  # a request has one of them
+_PROMPT_FIELDS = (*_PROMPTS, "add_generation_prompt")
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 
 
@@ -33,21 +32,21 @@ def parse_request(
     arrival: float = 0.0,
     cache_salt: str = "",
 ) -> Request:
-    """Reads a mapping as a JSON object has it: `prompt`, `prompt_token_ids` or `messages`, and any sampling field.
+    """Parses a JSON object: `prompt`, `prompt_token_ids` or `messages`, and any sampling parameter.
 
-    A field whose value is None counts as not given. Whole numbers are taken where a float is wanted, and nothing else
-    is converted. logit_bias is a mapping from token id (a number, or its decimal text) to bias; stop is a string or a
-    list of them, and so is bad_words; grammar is as `grammar.read` takes it. Without a seed one is drawn. Token ids are
-    held against the vocabulary by the engine, not here.
+    A field whose value is None counts as absent. A whole number is accepted for a float; nothing else is converted.
+    `logit_bias` maps token ids (numbers, or their decimal text) to biases; `stop` and `bad_words` are strings or lists
+    of strings; `grammar` is what `grammar.read` takes. Without a seed one is drawn. The engine checks token ids against
+    the vocabulary.
 
-    Messages are a chat (see `chat.read`), of which the checkpoint's template makes the prompt; it ends with what begins
-    an answer unless `add_generation_prompt` is false. A template is a program, and may take a second.
+    `messages` are a chat (see `chat.read`). The checkpoint's chat template turns them into the prompt, which ends with
+    the start of an answer unless `add_generation_prompt` is false. A template is a program, and may take a second.
 
     Raises:
-      InvalidRequest: naming the field, and for an unknown one the field that was probably meant.
+      InvalidRequest: naming the field, and for an unknown field the likely one.
     """
-    # Before the prompt, which may be long.
-    sampling = parse_sampling({name: value for name, value in fields.items() if name not in _OF_PROMPTS})
+    # Sampling first: the prompt may be long.
+    sampling = parse_sampling({name: value for name, value in fields.items() if name not in _PROMPT_FIELDS})
     if sampling.bad_words:
         runs = bad_words.token_ids(sampling.bad_words, tokenizer)
         sampling = dataclasses.replace(sampling, bad_word_tokens=runs)
@@ -62,23 +61,23 @@ def parse_request(
 
 
 def parse_sampling(fields: Mapping[str, Any]) -> SamplingParams:
-    """Reads the sampling fields of a mapping, as `parse_request` does.
+    """Parses the sampling parameters of a mapping, as `parse_request` does.
 
     Raises:
       InvalidRequest: naming the field.
     """
     values: dict[str, Any] = {}
     for name, value in fields.items():
-        if name not in SAMPLING_FIELDS:
+        if name not in SAMPLING_PARAMS:
             raise InvalidRequest(str(name), _unknown(name))
         if value is not None:
-            values[name] = _READERS.get(name, _same)(name, value)
+            values[name] = _READERS[SAMPLING_PARAMS[name].kind](name, value)
     values.setdefault("seed", secrets.randbits(63))
     return SamplingParams(**values)
 
 
 def _unknown(name: object) -> str:
-    near = difflib.get_close_matches(str(name), (*_OF_PROMPTS, *SAMPLING_FIELDS), n=1)
+    near = difflib.get_close_matches(str(name), (*_PROMPT_FIELDS, *SAMPLING_PARAMS), n=1)
     return f"is not a field of a request; did you mean {near[0]}?" if near else "is not a field of a request"
 
 
@@ -89,7 +88,7 @@ def _prompt(fields: Mapping[str, Any], tokenizer: Tokenizer | None) -> tuple[int
     if len(given) > 1:
         raise InvalidRequest(given[0], f"and {given[1]} are both given; give one")
     if fields.get("add_generation_prompt") is not None and given != ["messages"]:
-        raise InvalidRequest("add_generation_prompt", "is for messages, and there are none")
+        raise InvalidRequest("add_generation_prompt", "is only for messages, which are missing")
     if given == ["messages"]:
         return _chat(fields, tokenizer)
     if given == ["prompt"]:
@@ -111,19 +110,19 @@ def _text(text: Any, tokenizer: Tokenizer | None) -> tuple[int, ...]:
 
 
 def _chat(fields: Mapping[str, Any], tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    messages, begins = chat.read(fields["messages"]), fields.get("add_generation_prompt")
-    begins = True if begins is None else _bool("add_generation_prompt", begins)
+    messages, given = chat.read(fields["messages"]), fields.get("add_generation_prompt")
+    begins_answer = True if given is None else _bool("add_generation_prompt", given)
     if tokenizer is None:
         raise InvalidRequest("messages", "need a tokenizer, and this checkpoint has none; give prompt_token_ids")
     if tokenizer.chat_template is None:
-        raise InvalidRequest("messages", "cannot be served, as this checkpoint has no chat template; give prompt")
+        raise InvalidRequest("messages", "need a chat template, and this checkpoint has none; give prompt")
     try:
-        text = tokenizer.chat_template.render(messages, add_generation_prompt=begins)
+        text = tokenizer.chat_template.render(messages, add_generation_prompt=begins_answer)
     except ValueError as problem:
         raise InvalidRequest("messages", str(problem)) from problem
     if not text:
-        raise InvalidRequest("messages", "come to no text")
-    return _tokens("messages", text, tokenizer, special_tokens=False)  # the template has written them out
+        raise InvalidRequest("messages", "give an empty prompt under the chat template")
+    return _tokens("messages", text, tokenizer, special_tokens=False)  # the template adds them
 
 
 def _tokens(field: str, text: str, tokenizer: Tokenizer, *, special_tokens: bool) -> tuple[int, ...]:
@@ -132,7 +131,7 @@ def _tokens(field: str, text: str, tokenizer: Tokenizer, *, special_tokens: bool
     except ValueError as problem:
         raise InvalidRequest(field, str(problem)) from problem
     if not tokens:
-        raise InvalidRequest(field, f"comes to {shown(text)}, of which the tokenizer makes no token")
+        raise InvalidRequest(field, f"is {shown(text)}, for which the tokenizer has no token")
     return tokens
 
 
@@ -190,12 +189,13 @@ def _biases(name: str, value: Any) -> tuple[tuple[int, float], ...]:
     return tuple(biases.items())
 
 
+# By the type of the parameter. SamplingParams checks whole numbers itself.
 _READERS = {
-    **dict.fromkeys(_FLOATS, _float),
-    "ignore_eos": _bool,
-    "stop": _strings,
-    "bad_words": _strings,
-    "stop_token_ids": _integers,
-    "logit_bias": _biases,
-    "grammar": grammar.read,
+    int: _same,
+    float: _float,
+    bool: _bool,
+    tuple[str, ...]: _strings,
+    tuple[int, ...]: _integers,
+    tuple[tuple[int, float], ...]: _biases,
+    Grammar: grammar.read,
 }

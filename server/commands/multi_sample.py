@@ -1,4 +1,4 @@
-"""Several answers to one prompt, drawn or searched for, on the command line."""
+"""Command-line flags for several answers to one prompt: samples, or a beam search."""
 
 from __future__ import annotations
 
@@ -7,38 +7,38 @@ from typing import Any
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of `jaxserve generate` and `jaxserve client`; `fields` reads those that were given."""
-    group = parser.add_argument_group("several answers", "They are printed whole, one after the other.")
-    group.add_argument("--n", type=int, metavar="N", help="answers (default: 1)")
+    """Adds the flags to `jaxserve generate` or `jaxserve client`; `fields` reads those that were given."""
+    group = parser.add_argument_group("several answers", "Answers are printed when all are complete.")
+    group.add_argument("--n", type=int, metavar="N", help="number of answers (default: 1)")
     group.add_argument(
         "--best-of",
         type=int,
         metavar="N",
-        help="draw so many and print those whose tokens are the likeliest on average; with --use-beam-search the "
-        "beams (default: as many as --n)",
+        help="number of samples, of which the --n with the highest mean logprob are printed; with --use-beam-search "
+        "the number of beams (default: --n)",
     )
     group.add_argument(
         "--use-beam-search",
         action="store_true",
         default=None,
-        help="search for the likeliest answers instead of drawing them; best first",
+        help="search for the likeliest answers instead of sampling; best first",
     )
     group.add_argument(
         "--length-penalty",
         type=float,
         metavar="X",
-        help="power of the length that an answer's logprobs are divided by in the search (default: 1)",
+        help="beam search divides an answer's logprob by its length to this power (default: 1)",
     )
     group.add_argument(
         "--early-stopping",
         action="store_true",
         default=None,
-        help="end the search as soon as there are as many answers as beams",
+        help="end the search once as many answers as beams are complete",
     )
 
 
 def fields(args: argparse.Namespace) -> dict[str, Any]:
-    """What was given of them, under the names that a call has for them."""
+    """The flags that were given, by the names that calls use."""
     from jaxserve.generation.beam_search import FIELDS
 
     return {name: getattr(args, name) for name in FIELDS if getattr(args, name) is not None}

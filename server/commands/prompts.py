@@ -1,4 +1,4 @@
-"""What is to be answered, on the command line: a text, or a chat."""
+"""Command-line flags for the prompt: a text or a chat."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from server.commands.flags import text_or_file
 
 
 def add_flags(parser: argparse.ArgumentParser, source: Any) -> None:
-    """The flags of a chat, for `jaxserve generate` and `jaxserve client`; `fields` reads them and the prompt.
+    """Adds the flags of a chat to `jaxserve generate` or `jaxserve client`; `fields` reads them and the prompt.
 
     Args:
-      source: the group of what a prompt may come from, of which one is given.
+      source: the mutually exclusive group of prompt sources.
     """
     source.add_argument(
         "--messages",
         type=_messages,
         metavar="TEXT|@FILE",
-        help="answer this chat, a JSON list of {role, content}, by the checkpoint's chat template; @FILE reads it "
+        help="answer this chat, a JSON list of {role, content}, using the checkpoint's chat template; @FILE reads it "
         "from a file",
     )
     parser.add_argument(
@@ -27,12 +27,12 @@ def add_flags(parser: argparse.ArgumentParser, source: Any) -> None:
         dest="add_generation_prompt",
         action="store_false",
         default=None,
-        help="leave out what begins an answer in the template: the chat's last message is gone on with",
+        help="continue the chat's last message instead of starting an answer",
     )
 
 
 def fields(args: argparse.Namespace) -> dict[str, Any]:
-    """What was given of them, as an input line would carry it."""
+    """The prompt fields that were given, as an input line would carry them."""
     names = ("prompt", "messages", "add_generation_prompt")
     return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
 
@@ -43,4 +43,4 @@ def _messages(text: str) -> list[dict[str, str]]:
     try:
         return chat.read(json.loads(text_or_file(text)))
     except (ValueError, RecursionError) as problem:
-        raise argparse.ArgumentTypeError(f"is no chat: {problem}") from None
+        raise argparse.ArgumentTypeError(f"is not a chat: {problem}") from None

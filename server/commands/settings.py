@@ -1,8 +1,8 @@
 """Settings of a command from its flags, the environment and a TOML file.
 
-The parser's own flags are the one list of names, types and defaults: `--max-rows 8` on the command line,
-`JAXSERVE_MAX_ROWS=8` in the environment and `max-rows = 8` in the file that `--config` names are the same setting, and
-the first of them that is given counts. Nothing else of the project reads settings from the environment.
+The parser's flags define the names, types and defaults. `--max-rows 8` on the command line, `JAXSERVE_MAX_ROWS=8` in
+the environment and `max-rows = 8` in the file named by `--config` set the same value; the first of them wins. No other
+module reads settings from the environment.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from typing import Any, NamedTuple
 PREFIX = "JAXSERVE_"
 
 _UNSET: Any = object()
-_OFF = ("http-port",)  # settings whose value is None when they are off
-_ITSELF = ("help", "config", "print_config")  # flags that say where settings are, and are none
+_OFF = ("http-port",)  # settings for which None means off
+_ITSELF = ("help", "config", "print_config")  # flags that are not settings
 
 
 class Setting(NamedTuple):
-    """One setting as it counts.
+    """The effective value of one setting.
 
     Attributes:
       name: as in the file: the flag without its dashes.
-      value: None where it was left to the program.
-      source: `flag`, the variable, the file, or `default`.
+      value: None where the program chooses.
+      source: `flag`, the environment variable, the file, or `default`.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Setting(NamedTuple):
 
 
 class SettingsParser(argparse.ArgumentParser):
-    """A parser that, where `layered`, takes what the flags do not say from the environment and `--config FILE`.
+    """A parser that, if `layered`, takes missing flags from the environment and then from `--config FILE`.
 
     The namespace then has `settings`, a list of Setting in the order of the flags.
     """
@@ -73,17 +73,17 @@ class SettingsParser(argparse.ArgumentParser):
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags that say where settings come from."""
+    """Adds the flags `--config` and `--print-config`."""
     parser.add_argument(
-        "--config", metavar="FILE.toml", help="read settings from here; flags and JAXSERVE_ variables go before it"
+        "--config", metavar="FILE.toml", help="read settings from here; flags and JAXSERVE_ variables override it"
     )
     parser.add_argument(
-        "--print-config", action="store_true", help="print every setting and where it came from as TOML, and end"
+        "--print-config", action="store_true", help="print every setting and its source as TOML, and exit"
     )
 
 
 def as_toml(settings: Iterable[Setting]) -> str:
-    """What `--print-config` prints: a file for `--config`. No setting is a secret; keys are in files of their own."""
+    """The settings as a file for `--config`. No setting is a secret: keys are in files of their own."""
     lines = []
     for name, value, source in settings:
         value = "off" if value is None and name in _OFF else value
@@ -97,14 +97,14 @@ def _name(action: argparse.Action) -> str:
 
 
 def _from_environment(actions: Iterable[argparse.Action], environment: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
-    """Values by destination. Raises ValueError for a variable that is no setting, or whose value is none."""
+    """Values by destination. Raises ValueError for an unknown variable or a wrong value."""
     known = {PREFIX + _name(action).replace("-", "_").upper(): action for action in actions}
     found = {}
     for variable, text in environment.items():
         if not variable.startswith(PREFIX) or variable == f"{PREFIX}CONFIG":
             continue
         if variable not in known:
-            raise ValueError(f"the environment's {variable} is no setting{_nearest(variable, known)}")
+            raise ValueError(f"the environment variable {variable} is not a setting{_nearest(variable, known)}")
         action, value = known[variable], text
         if action.nargs == 0:
             if text.lower() not in ("true", "false", "1", "0"):
@@ -115,29 +115,27 @@ def _from_environment(actions: Iterable[argparse.Action], environment: Mapping[s
 
 
 def _from_file(actions: Iterable[argparse.Action], path: Path) -> dict[str, tuple[Any, str]]:
-    """Values by destination. Raises ValueError for a file, a key or a value that is wrong."""
+    """Values by destination. Raises ValueError for an unreadable file, an unknown key or a wrong value."""
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as problem:
         raise ValueError(f"{path}: the settings cannot be read: {problem.strerror}") from None
     except ValueError as problem:
-        raise ValueError(f"{path}: no TOML: {problem}") from None
+        raise ValueError(f"{path}: not TOML: {problem}") from None
     known = {_name(action): action for action in actions}
     found = {}
     for name, value in content.items():
         if name not in known:
-            raise ValueError(f"{path}: {name} is no setting{_nearest(name, known)}")
+            raise ValueError(f"{path}: {name} is not a setting{_nearest(name, known)}")
         found[known[name].dest] = (_convert(known[name], value, f"{path}: {name}"), str(path))
     return found
 
 
 def _convert(action: argparse.Action, value: Any, where: str) -> Any:
-    """What the flag itself would make of a value."""
+    """The value as the flag would convert it."""
     if action.nargs == 0 or isinstance(value, bool):
         if action.nargs != 0 or not isinstance(value, bool):
-            raise ValueError(
-                f"{where} is {value!r}; it must be {'true or false' if action.nargs == 0 else _kind(action)}"
-            )
+            raise ValueError(f"{where} is {value!r}; it must be {_kind(action)}")
         return value
     if isinstance(value, list) and action.type not in (None, str):
         value = ",".join(map(str, value))
@@ -155,10 +153,12 @@ def _convert(action: argparse.Action, value: Any, where: str) -> Any:
 
 
 def _kind(action: argparse.Action) -> str:
+    if action.nargs == 0:
+        return "true or false"
     if action.choices is not None:
         return f"one of {', '.join(map(str, action.choices))}"
     kinds = {int: "a whole number", float: "a number"}
-    return kinds.get(action.type, f"as --{_name(action)} takes it")  # pyright: ignore[reportArgumentType]
+    return kinds.get(action.type, f"a value that --{_name(action)} takes")  # pyright: ignore[reportArgumentType]
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:

@@ -10,7 +10,7 @@ from jaxserve.errors import InvalidRequest
 from jaxserve.generation.completion import Completion
 from jaxserve.generation.samples import MAX_SAMPLES, best
 from jaxserve.request import Alternatives, FinishReason, Request
-from jaxserve.sampling_params import MAX_STOP, Grammar
+from jaxserve.sampling_params import MAX_STOP, SAMPLING_PARAMS, Grammar
 from jaxserve.structured_output import grammar
 from jaxserve.text.tokenizer import Tokenizer
 from server.call import Call, Generation
@@ -23,6 +23,7 @@ from server.http.schemas import TgiBody, TgiGrammar, TgiParameters, seed_of
 
 STATUSES = {ErrorKind.INVALID: 422, ErrorKind.UNSUPPORTED: 422, ErrorKind.FAILED: 424}
 _DEFAULT_MAX_NEW_TOKENS = 100
+_TGI_PARAMS = [param for param in SAMPLING_PARAMS.values() if param.in_tgi]
 _REASONS = {FinishReason.LENGTH: "length", FinishReason.EOS: "eos_token", FinishReason.STOP: "stop_sequence"}
 _ERRORS = {
     ErrorKind.INVALID: "validation",
@@ -71,27 +72,23 @@ class Generate:
 
 
 def _fields(given: TgiParameters) -> dict[str, Any]:
-    """The sampling fields of TGI's parameters; what is not served is refused by name."""
+    """The sampling parameters of a TGI call. Raises InvalidRequest for a parameter that is not served."""
     for name, value in (("adapter_id", given.adapter_id), ("watermark", given.watermark)):
         if value:
             raise InvalidRequest(name, "is not served")
     if given.typical_p not in (None, 1.0):
         raise InvalidRequest("typical_p", "is not served; leave it out, or set it to 1")
-    # As in TGI, a parameter that changes the distribution asks for drawing as much as do_sample does.
+    # As in TGI, a parameter that changes the distribution turns sampling on, as do_sample does.
     draws = (
         given.do_sample
         or given.temperature not in (None, 1.0)
-        or given.top_k not in (None, 0)
-        or given.top_p not in (None, 1.0)
+        or any(getattr(given, param.name) not in (None, param.default) for param in _TGI_PARAMS if param.truncates)
         or (given.best_of or 1) > 1
     )
-    fields = {
+    fields = {param.name: getattr(given, param.name) for param in _TGI_PARAMS}
+    fields |= {
         "max_tokens": given.max_new_tokens or _DEFAULT_MAX_NEW_TOKENS,
         "temperature": (given.temperature or 1.0) if draws else 0.0,
-        "top_k": given.top_k,
-        "top_p": given.top_p,
-        "repetition_penalty": given.repetition_penalty,
-        "frequency_penalty": given.frequency_penalty,
         "stop": given.stop,
         "logprobs": given.top_n_tokens or 0,
         "prompt_logprobs": 0 if given.decoder_input_details else None,

@@ -1,4 +1,4 @@
-"""Between the messages of `vllm.grpc.engine` and the engine's values."""
+"""Conversion between the messages of `vllm.grpc.engine` and the engine's values."""
 
 from __future__ import annotations
 
@@ -9,28 +9,23 @@ from jaxserve.errors import InvalidRequest
 from jaxserve.generation.completion import Completion, Delta
 from jaxserve.generation.samples import MAX_SAMPLES
 from jaxserve.request import Alternatives, FinishReason, Request
-from jaxserve.sampling_params import Grammar
+from jaxserve.sampling_params import SAMPLING_PARAMS, Grammar
 from jaxserve.structured_output import grammar
 from server.call import Generation
+from server.grpc.messages import set_fields
 from server.handler import RequestHandler
 from server.proto.vllm.grpc.engine import vllm_engine_pb2 as pb
 
-# Zero means that the caller gives none.
-_UNLESS_ZERO = (
-    *("top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"),
-    *("min_tokens", "ignore_eos"),
-)
-_UNLESS_ABSENT = ("temperature", "max_tokens", "logprobs", "prompt_logprobs", "seed")
 _NOT_SERVED = {
-    "kv_transfer_params": "prompts are computed where their answers are",
-    "kv_transfer_params_json": "prompts are computed where their answers are",
-    "mm_inputs": "these models read text alone",
+    "kv_transfer_params": "prompts and answers are computed in the same place",
+    "kv_transfer_params_json": "prompts and answers are computed in the same place",
+    "mm_inputs": "these models read text only",
 }
 _REASONS = {FinishReason.LENGTH: "length", FinishReason.EOS: "stop", FinishReason.STOP: "stop"}
 
 
 def fields_of(request: pb.GenerateRequest) -> dict[str, Any]:
-    """The fields that a call gives, as `parse_request` takes them. Raises InvalidRequest for what is not served."""
+    """The fields that a call gives, as `parse_request` takes them. Raises InvalidRequest for one not served."""
     match request.WhichOneof("input"):
         case "tokenized":
             fields: dict[str, Any] = {"prompt_token_ids": list(request.tokenized.input_ids)}
@@ -49,13 +44,9 @@ def fields_of(request: pb.GenerateRequest) -> dict[str, Any]:
     if (wanted := _grammar(params)) is not None:
         fields["grammar"] = wanted
     if params.min_tokens and not params.HasField("max_tokens"):
-        fields["max_tokens"] = params.min_tokens  # until it is known how many there can be
-    fields |= {name: getattr(params, name) for name in _UNLESS_ZERO if getattr(params, name)}
-    fields |= {name: getattr(params, name) for name in _UNLESS_ABSENT if params.HasField(name)}
-    for name, kind in (("stop", list), ("stop_token_ids", list), ("logit_bias", dict)):
-        if value := getattr(params, name):
-            fields[name] = kind(value)
-    return fields
+        fields["max_tokens"] = params.min_tokens  # `adjusted` sets the real limit
+    given = {name: value for name, value in set_fields(params).items() if name in SAMPLING_PARAMS}
+    return given | fields
 
 
 def _grammar(params: pb.SamplingParams) -> Grammar | None:
@@ -76,14 +67,14 @@ def _grammar(params: pb.SamplingParams) -> Grammar | None:
 
 
 def samples_of(params: pb.SamplingParams) -> int:
-    """How many answers are wanted."""
+    """Number of answers that the call asks for. Raises InvalidRequest."""
     if params.n > MAX_SAMPLES:
-        raise InvalidRequest("n", f"is {params.n}; at most {MAX_SAMPLES} samples are drawn")
+        raise InvalidRequest("n", f"is {params.n}; it must be at most {MAX_SAMPLES}")
     return params.n or 1
 
 
 def adjusted(handler: RequestHandler, params: pb.SamplingParams, request: Request) -> Request:
-    """The request with its prompt cut as asked for, and with the room there is where no limit was given."""
+    """The request with its prompt truncated, and without a given limit with all the context that is left."""
     if params.HasField("truncate_prompt_tokens"):
         most = params.truncate_prompt_tokens
         if most == -1:
@@ -96,24 +87,24 @@ def adjusted(handler: RequestHandler, params: pb.SamplingParams, request: Reques
 
 
 class Answer:
-    """The messages that answer with one sample of a call.
+    """Response messages of one sample of a call.
 
     Args:
-      index: which of the generation's requests it is.
+      index: index of the sample among the generation's requests.
     """
 
     def __init__(self, index: int, generation: Generation) -> None:
         self._index, self._generation = index, generation
         self._request = generation.requests[index]
-        self._cached: int | None = None  # once there has been a chunk
+        self._cached: int | None = None  # set by the first chunk
 
     @property
     def is_whole(self) -> bool:
-        """Whether the engine has ended it."""
+        """Whether the engine has finished the sample."""
         return self._generation.completion(self._index).finish_reason is not None
 
     def chunk(self, delta: Delta) -> pb.GenerateResponse:
-        """What has come since the chunk before."""
+        """A message with what was generated since the previous one."""
         chunk = pb.GenerateStreamChunk(
             token_ids=delta.token_ids,
             prompt_tokens=len(self._request.prompt),
@@ -131,10 +122,10 @@ class Answer:
         return pb.GenerateResponse(chunk=chunk)
 
     def complete(self) -> pb.GenerateResponse:
-        """The whole of it; "abort" is why it ended if the engine did not end it."""
+        """The last message; its finish reason is "abort" if the engine did not finish the sample."""
         completion = self._generation.completion(self._index)
         reason = completion.finish_reason
-        told = pb.GenerateComplete(
+        complete = pb.GenerateComplete(
             output_ids=completion.token_ids,
             finish_reason="abort" if reason is None else _REASONS[reason],
             prompt_tokens=completion.prompt_tokens,
@@ -143,14 +134,14 @@ class Answer:
             index=self._index,
         )
         if completion.logprobs:
-            _fill_output(told.output_logprobs, completion)
+            _fill_output(complete.output_logprobs, completion)
         if completion.prompt_logprobs is not None:
-            _fill_input(told.input_logprobs, self._request, completion)
+            _fill_input(complete.input_logprobs, self._request, completion)
         if completion.matched_stop is not None:
-            told.matched_stop_str = completion.matched_stop
+            complete.matched_stop_str = completion.matched_stop
         elif reason is FinishReason.STOP:
-            told.matched_token_id = completion.token_ids[-1]
-        return pb.GenerateResponse(complete=told)
+            complete.matched_token_id = completion.token_ids[-1]
+        return pb.GenerateResponse(complete=complete)
 
 
 def _fill_output(out: pb.OutputLogProbs, tokens: Delta | Completion) -> None:
@@ -160,7 +151,7 @@ def _fill_output(out: pb.OutputLogProbs, tokens: Delta | Completion) -> None:
 
 
 def _fill_input(out: pb.InputLogProbs, request: Request, completion: Completion) -> None:
-    """A request that was ended before its prompt was scored has fewer logprobs than tokens."""
+    """Adds prompt logprobs; a request that ended before its prompt was scored has fewer than tokens."""
     scored = completion.prompt_logprobs or ()
     out.token_logprobs.extend(pb.InputTokenLogProb(value=logprob) for logprob in scored)
     out.token_ids.extend(request.prompt[: len(scored)])

@@ -1,12 +1,13 @@
-"""Between protobuf messages and the engine's values, and refusals as gRPC clients see them: a status code, a sentence,
-and details a program can read (google.rpc)."""
+"""Conversion between protobuf messages and the engine's values, and from errors to gRPC statuses (google.rpc)."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import grpc
 from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
@@ -38,22 +39,26 @@ _CODES = {
 
 
 def fields_of(message: pb.GenerateRequest) -> dict[str, Any]:
-    """The fields a caller has set, named and shaped as an input line of `jaxserve generate` would have them."""
-    fields: dict[str, Any] = {field.name: value for field, value in message.ListFields()}
+    """The fields a caller has set, as `parse_request` takes them."""
+    fields = set_fields(message)
     if "prompt_token_ids" in fields:
         fields["prompt_token_ids"] = list(message.prompt_token_ids.ids)
-    for name in ("stop", "stop_token_ids", "bad_words"):
-        if name in fields:
-            fields[name] = list(fields[name])
     if "messages" in fields:
-        first = message.messages[: chat.MAX_MESSAGES + 1]  # one too many is as wrong as millions
+        first = message.messages[: chat.MAX_MESSAGES + 1]  # one too many is refused just as well
         fields["messages"] = [_message(each) for each in first]
-    if "logit_bias" in fields:
-        fields["logit_bias"] = dict(message.logit_bias)
     if "grammar" in fields:
         fields["grammar"] = _grammar(message.grammar)
-    for name in ("request_id", "priority", "cache_salt", *beams.FIELDS):  # of the call, not of the completion
+    for name in ("request_id", "priority", "cache_salt", *beams.FIELDS):  # these belong to the call
         fields.pop(name, None)
+    return fields
+
+
+def set_fields(message: Message) -> dict[str, Any]:
+    """The fields that are set in a message (for one without presence: not zero), lists and maps as Python's own."""
+    fields: dict[str, Any] = {}
+    for field, value in message.ListFields():
+        is_list = field.is_repeated and field.message_type is None
+        fields[field.name] = dict(value) if isinstance(value, Mapping) else list(value) if is_list else value
     return fields
 
 
@@ -67,7 +72,7 @@ def _grammar(message: pb.Grammar) -> dict[str, Any]:
     """As `grammar.read` takes it."""
     kind = message.WhichOneof("kind")
     if kind is None:
-        raise InvalidRequest("grammar", "is empty; give one of its kinds")
+        raise InvalidRequest("grammar", "is empty; set one of its kinds")
     value: Any = getattr(message, kind)
     if kind == "json_object":
         if not value:
@@ -77,7 +82,7 @@ def _grammar(message: pb.Grammar) -> dict[str, Any]:
 
 
 def add(response: pb.GenerateResponse, delta: Delta) -> None:
-    """Appends what a delta brings to a message."""
+    """Appends a delta to a message."""
     response.text += delta.text
     response.token_ids.extend(delta.token_ids)
     response.logprobs.extend(delta.logprobs)
@@ -89,7 +94,7 @@ def add(response: pb.GenerateResponse, delta: Delta) -> None:
 
 
 def whole(completion: Completion, index: int) -> pb.GenerateResponse:
-    """All of a completion in one message."""
+    """A whole completion in one message."""
     response = pb.GenerateResponse(index=index)
     scored = completion.prompt_logprobs or ()
     tops = completion.prompt_top_logprobs or (None,) * len(scored)
@@ -109,7 +114,7 @@ def whole(completion: Completion, index: int) -> pb.GenerateResponse:
 
 
 def conclude(response: pb.GenerateResponse, completion: Completion) -> None:
-    """Adds what the last message says of the whole."""
+    """Fills in what only the last message has: finish reason, usage, seed and score."""
     assert completion.finish_reason is not None
     response.finish_reason = _REASONS[completion.finish_reason]
     response.usage.prompt_tokens = completion.prompt_tokens
@@ -126,7 +131,7 @@ def _alternatives(alternatives: Alternatives) -> pb.Alternatives:
 
 
 def status_of(refusal: ApiError) -> grpc.Status:
-    """A refusal in the form `abort_with_status` takes: BadRequest names the field, RetryInfo says when to come back."""
+    """The status of an error: BadRequest in its details names the field, RetryInfo says when to try again."""
     details = []
     if refusal.field is not None:
         violation = error_details_pb2.BadRequest.FieldViolation(field=refusal.field, description=str(refusal))

@@ -1,22 +1,23 @@
-"""Bodies of HTTP calls: what may be in them, of which type. Ranges are checked where the engine's values are made."""
+"""Bodies of HTTP calls: their fields and types. `SamplingParams` checks the ranges of sampling parameters."""
 
 from __future__ import annotations
 
 import hashlib
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, create_model, field_validator
 from pydantic_core import PydanticCustomError
 
 from jaxserve.errors import InvalidRequest
+from jaxserve.fields import Param
 from jaxserve.generation import chat
 from jaxserve.generation.beam_search import FIELDS, BeamParams, params_of
 from jaxserve.generation.samples import MAX_SAMPLES
-from jaxserve.sampling_params import MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP, SAMPLING_FIELDS, Grammar
+from jaxserve.sampling_params import MAX_LOGPROBS, MAX_STOP, SAMPLING_PARAMS, Grammar
 from jaxserve.structured_output import grammar
 
-MAX_PROMPTS = 1024  # of one call
-_MAX_REQUESTS = 1024  # that one call may come to
+MAX_PROMPTS = 1024  # most prompts in one call
+_MAX_REQUESTS = 1024  # most requests that one call can make
 
 Seed = int | float
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
@@ -24,9 +25,31 @@ Stops = Annotated[list[str], Field(max_length=MAX_STOP, fail_fast=True)]
 
 
 class Body(BaseModel):
-    """A body whose fields are all known, and of the type that JSON gave them."""
+    """A body that refuses unknown fields and converts no types."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
+
+def _field(param: Param) -> tuple[Any, None]:
+    """An optional pydantic field of a sampling parameter's type."""
+    items = Field(max_length=param.max_items, fail_fast=True)
+    kinds: dict[Any, Any] = {
+        tuple[str, ...]: str | Annotated[list[str], items],
+        tuple[int, ...]: Annotated[list[int], items],
+        tuple[tuple[int, float], ...]: Annotated[dict[str, float], Field(max_length=param.max_items)],
+    }
+    return kinds.get(param.kind, param.kind) | None, None
+
+
+def _body(name: str, *params: Param) -> type[Body]:
+    fields: Any = {param.name: _field(param) for param in params}
+    return create_model(name, __base__=Body, **fields)
+
+
+# Protocols have grammars and logprobs in forms of their own.
+_PLAIN_PARAMS = [param for name, param in SAMPLING_PARAMS.items() if name not in ("grammar", "logprobs")]
+_OpenAISampling = _body("_OpenAISampling", *_PLAIN_PARAMS)
+_TgiSampling = _body("_TgiSampling", *(param for param in _PLAIN_PARAMS if param.in_tgi))
 
 
 class StreamOptions(Body):
@@ -34,7 +57,7 @@ class StreamOptions(Body):
 
 
 class JsonSchema(Body):
-    """OpenAI's; the schema is held to whether `strict` says so or not."""
+    """OpenAI's; the text always follows the schema, whatever `strict` says."""
 
     name: str | None = Field(default=None, max_length=256)
     description: str | None = None
@@ -48,10 +71,10 @@ class ResponseFormat(Body):
 
     @property
     def grammar(self) -> Grammar | None:
-        """What the text has to be. Raises InvalidRequest."""
+        """The constraint on the text. Raises InvalidRequest."""
         if (self.json_schema is None) == (self.type == "json_schema"):
             raise InvalidRequest(
-                "response_format", "of type json_schema needs a json_schema, and of another type must not have one"
+                "response_format", "needs json_schema with type json_schema, and must not have it with another type"
             )
         if self.json_schema is not None:
             return grammar.json_schema("response_format", self.json_schema.schema_)
@@ -68,30 +91,16 @@ class StructuredOutputs(Body):
     json_object: bool | None = None
 
 
-class OpenAIBody(Body):
-    """What completions and chats have in common; fields beyond OpenAI's are named as everywhere in jaxserve."""
+class OpenAIBody(_OpenAISampling):
+    """Fields that completions and chats share: sampling parameters, OpenAI's other fields, and our extensions."""
 
     model: str | None = None
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
+    max_tokens: int | None = None  # as inherited; stated for the type checker, like prompt_logprobs
+    prompt_logprobs: int | None = None
+    seed: Seed | None = None
     n: int | None = Field(default=None, ge=1, le=MAX_SAMPLES)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    stop: str | Stops | None = None
-    seed: Seed | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = Field(default=None, max_length=MAX_LOGIT_BIAS)
-    # Beyond OpenAI's.
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    ignore_eos: bool | None = None
-    stop_token_ids: TokenIds | None = None
-    min_tokens: int | None = None
-    bad_words: Annotated[list[str], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = None
-    prompt_logprobs: int | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | None = None
@@ -104,15 +113,15 @@ class OpenAIBody(Body):
     use_beam_search: bool | None = None
     length_penalty: float | None = None
     early_stopping: bool | None = None
-    # Accepted from clients that send them, and of no effect.
+    # Accepted from OpenAI's clients, without effect.
     user: str | None = None
     metadata: dict[str, str] | None = Field(default=None, max_length=16)
     store: bool | None = None
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """The sampling fields that are given, as `parse_request` takes them."""
-        fields = {name: getattr(self, name) for name in SAMPLING_FIELDS if getattr(self, name, None) is not None}
+        """The sampling parameters that are given, as `parse_request` takes them. Raises InvalidRequest."""
+        fields = {name: getattr(self, name) for name in SAMPLING_PARAMS if getattr(self, name, None) is not None}
         if fields.get("top_k") == -1:
             fields["top_k"] = 0  # another way to say off
         if "seed" in fields:
@@ -122,7 +131,7 @@ class OpenAIBody(Body):
         return fields
 
     def _grammar(self) -> Grammar | None:
-        """What the text has to be, whichever way it was said. Raises InvalidRequest."""
+        """The constraint on the text, in whichever field it is given. Raises InvalidRequest."""
         found = [] if self.response_format is None else [self.response_format.grammar]
         vllm = self.structured_outputs or StructuredOutputs()
         for name, kind, values in (
@@ -143,19 +152,19 @@ class OpenAIBody(Body):
 
     @property
     def beams(self) -> BeamParams | None:
-        """How the answers are searched for; None where they are drawn."""
+        """The beam search that the call asks for; None if it samples."""
         params = params_of({name: getattr(self, name, None) for name in FIELDS})
         if params is not None:
             for name in ("stream", "echo"):
                 if getattr(self, name, None):
-                    raise InvalidRequest(name, "is not served with use_beam_search: what is best is known at the end")
+                    raise InvalidRequest(name, "is not served with use_beam_search: the best is known only at the end")
         return params
 
     @property
     def usage_wanted(self) -> bool:
         """Whether a stream ends with its usage."""
         if self.stream_options is not None and not self.stream:
-            raise InvalidRequest("stream_options", "is for streams; set stream as well")
+            raise InvalidRequest("stream_options", "needs stream to be true")
         return self.stream_options is not None and self.stream_options.include_usage
 
 
@@ -183,12 +192,12 @@ class CompletionBody(OpenAIBody):
 
     @property
     def samples(self) -> int:
-        """How many requests each prompt makes."""
+        """Requests that each prompt makes."""
         n, best_of = self.n or 1, self.best_of or self.n or 1
         if best_of < n:
             raise InvalidRequest("best_of", f"is {best_of}, less than n ({n})")
         if best_of > n and self.stream:
-            raise InvalidRequest("best_of", "cannot be streamed: which is best is known at the end")
+            raise InvalidRequest("best_of", "cannot be streamed: the best answer is known only at the end")
         if best_of * len(self.prompts) > _MAX_REQUESTS:
             raise InvalidRequest("prompt", f"makes more than {_MAX_REQUESTS} requests, {best_of} for each prompt")
         return best_of
@@ -203,7 +212,7 @@ class ChatBody(OpenAIBody):
 
     @property
     def prompt_fields(self) -> dict[str, Any]:
-        """What the prompt is made of, as `parse_request` takes them. Raises InvalidRequest."""
+        """The prompt's fields, as `parse_request` takes them. Raises InvalidRequest."""
         return {"messages": chat.read(self.messages), "add_generation_prompt": self.add_generation_prompt}
 
     @property
@@ -237,25 +246,21 @@ class TgiGrammar(Body):
     value: dict[str, Any] | str
 
 
-class TgiParameters(Body):
-    """TGI's names; what is not served is refused by name in `tgi.py`."""
+class TgiParameters(_TgiSampling):
+    """TGI's names; `tgi.py` refuses those that are not served."""
 
     best_of: int | None = Field(default=None, ge=1, le=MAX_SAMPLES)
     decoder_input_details: bool = False
     details: bool = False
     do_sample: bool = False
-    frequency_penalty: float | None = None
     grammar: TgiGrammar | None = None
     adapter_id: str | None = None
     max_new_tokens: int | None = Field(default=None, ge=1)
-    repetition_penalty: float | None = None
     return_full_text: bool | None = None
     seed: Seed | None = None
     stop: Stops = Field(default_factory=list)
     temperature: float | None = Field(default=None, gt=0)
-    top_k: int | None = None
     top_n_tokens: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
-    top_p: float | None = None
     truncate: int | None = Field(default=None, ge=1)
     typical_p: float | None = None
     watermark: bool = False
@@ -272,7 +277,7 @@ def _is_ids(value: Any) -> bool:
 
 
 def seed_of(number: Seed) -> int:
-    """A 64-bit seed of any number: a whole number that fits is itself, others are hashed."""
+    """A 64-bit seed from any number: a whole number that fits stays as it is, others are hashed."""
     if isinstance(number, int) and -(2**63) <= number < 2**64:
         return number
     return int.from_bytes(hashlib.blake2b(repr(number).encode(), digest_size=8).digest())

@@ -225,7 +225,7 @@ def test_bad_words_are_barred_with_and_without_a_space_before_them():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ([" "], "holds ' ', of which the tokenizer makes no token"),
+        ([" "], "holds ' ', for which the tokenizer has no token"),
         ([""], "every entry must be a non-empty str"),
         (["a"] * 65, "has 65 entries; at most 64 are allowed"),
         (["ab" * 200], "come to [0-9]+ tokens; at most 256 are allowed"),

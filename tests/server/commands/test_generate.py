@@ -133,8 +133,8 @@ def test_generate_answers_a_chat(
     ("wrong", "told"),
     [
         ('--prompt ab --messages [{"role":"user","content":"a"}]', "not allowed with argument --prompt"),
-        ("--messages [", "is no chat: "),
-        ("--messages []", "is no chat: messages: is empty"),
+        ("--messages [", "is not a chat: "),
+        ("--messages []", "is not a chat: messages: is empty"),
         ("--messages @/no/such/file", "/no/such/file cannot be read"),
     ],
 )
@@ -154,7 +154,7 @@ def test_a_chat_that_is_none_is_refused(wrong: str, told: str, capfd: pytest.Cap
     [
         ("--prompt ab --n 0", "n: is 0"),
         ("--prompt ab --n 2 --best-of 1", "best_of: is 1"),
-        ("--prompt ab --no-generation-prompt", "add_generation_prompt: is for messages"),
+        ("--prompt ab --no-generation-prompt", "add_generation_prompt: is only for messages"),
         ("--input in.jsonl --no-generation-prompt", "--no-generation-prompt is for --messages"),
         ("--prompt ab --length-penalty 2", "length_penalty: is for beam search"),
         ("--prompt ab --use-beam-search --stop c", "stop: is not served with use_beam_search"),

@@ -73,18 +73,18 @@ def test_the_file_may_be_named_in_the_environment(parse: Parse, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("variables", "file", "told"),
     [
-        ({"JAXSERVE_MAXROWS": "3"}, None, "JAXSERVE_MAXROWS is no setting; did you mean JAXSERVE_MAX_ROWS?"),
+        ({"JAXSERVE_MAXROWS": "3"}, None, "JAXSERVE_MAXROWS is not a setting; did you mean JAXSERVE_MAX_ROWS?"),
         ({"JAXSERVE_PORT": "x"}, None, "JAXSERVE_PORT is 'x'; it must be a whole number"),
         ({"JAXSERVE_DETERMINISTIC": "maybe"}, None, "JAXSERVE_DETERMINISTIC is 'maybe'; it must be true or false"),
-        ({}, "max_rows = 3", "serve.toml: max_rows is no setting; did you mean max-rows?"),
-        ({}, "[engine]\nmax-rows = 3", "engine is no setting"),
+        ({}, "max_rows = 3", "serve.toml: max_rows is not a setting; did you mean max-rows?"),
+        ({}, "[engine]\nmax-rows = 3", "engine is not a setting"),
         ({}, "port = true", "port is True; it must be a whole number"),
         ({}, "port = 1.5", "port is 1.5; it must be a whole number"),
         ({}, "deterministic = 1", "deterministic is 1; it must be true or false"),
         ({}, 'dtype = "int4"', "dtype is 'int4'; it must be one of auto, float32, bfloat16"),
-        ({}, 'target-tpot = "3"', "target-tpot: '3' is no time above 0"),
+        ({}, 'target-tpot = "3"', "target-tpot: '3' is not a time above 0"),
         ({}, "host = [1]", "host is [1]"),
-        ({}, "port =", "no TOML"),
+        ({}, "port =", "not TOML"),
     ],
 )
 def test_what_is_wrong_is_named(

@@ -87,6 +87,6 @@ def test_a_checkpoint_without_a_template_says_so(serve_http: Serve) -> None:
     async def scenario(it: Served) -> None:
         status, answer = await post(it, PATH, messages=CHAT)
         assert status == 400
-        assert "no chat template" in answer["error"]["message"]
+        assert "need a chat template" in answer["error"]["message"]
 
     serve_http(scenario, chat_template=None)
