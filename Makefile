@@ -14,7 +14,7 @@ PYTHON312 = $(firstword $(foreach python,$(shell command -v python3.12) $(wildca
   $(shell $(python) -c "print('$(python)')" 2>/dev/null)))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv serve test test-aot test-aot-tpu test-aot-gpu test-deploy bench-guard lint proto demo-model clean
+.PHONY: help venv serve test test-aot test-aot-tpu test-aot-gpu test-deploy bench-guard lint proto docs-tables demo-model clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -82,6 +82,9 @@ lint: $(DEV_STAMP) ## ruff and pyright
 proto: $(DEV_STAMP) ## regenerate the gRPC code from its .proto
 	$(BIN)/python -m server.proto.generate
 	$(BIN)/python -m jaxserve.multihost.generate
+
+docs-tables: $(DEV_STAMP) ## write the table of sampling parameters in docs/features.md anew
+	$(BIN)/python -m tests.docs.sampling_table
 
 demo-model: $(DEV_STAMP) ## train the demo model again
 	$(BIN)/python -m examples.train_demo.train

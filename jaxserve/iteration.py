@@ -16,7 +16,7 @@ class SamplerVariant(enum.IntEnum):
     """What a plan needs of the sampler: the most demanding of its sampling rows decides."""
 
     PLAIN = 0  # greedy rows and temperature alone
-    TRUNCATED = 1  # some row has top_k, top_p or min_p
+    TRUNCATED = 1  # some row drops unlikely tokens (`SamplingParams.is_truncated`)
     FULL = 2  # some row has penalties or a bias, or wants alternatives reported
     CONSTRAINED = 3  # some row has a grammar: as FULL, and takes a mask of the tokens that each row may have
 

@@ -11,6 +11,7 @@ import httpx2 as httpx
 import pytest
 
 from jaxserve.engine import Engine
+from jaxserve.sampling_params import SAMPLING_PARAMS
 from jaxserve.text.chat_template import ChatTemplate
 from server.commands.jsonl import LineServer
 from server.proto.jaxserve.v1 import inference_pb2 as pb
@@ -113,6 +114,11 @@ def ways(engine: Engine) -> Iterator[Ways]:
         it = Ways(port, http_port)
         with it.channel, it.http:
             yield it
+
+
+def test_every_parameter_is_sent() -> None:
+    sent = {"max_tokens", *(name for fields, _ in SAID.values() for name in fields)}
+    assert sent >= SAMPLING_PARAMS.keys() - {"logprobs", "prompt_logprobs"}  # these change no answer
 
 
 @pytest.mark.parametrize("name", SAID)

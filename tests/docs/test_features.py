@@ -14,13 +14,14 @@ import httpx2 as httpx
 import pytest
 
 from jaxserve.engine import Engine
-from jaxserve.sampling_params import SAMPLING_FIELDS
+from jaxserve.sampling_params import SAMPLING_PARAMS
 from server.commands import cli
 from server.grpc.server import OPEN_SERVICES, ROUTER_SERVICES
 from server.http import schemas
 from server.proto.inference import open_inference_grpc_pb2
 from server.proto.jaxserve.v1 import inference_pb2
 from server.proto.vllm.grpc.engine import vllm_engine_pb2
+from tests.docs import sampling_table
 from tests.docs.conftest import served
 from tests.fixtures import notebook
 
@@ -78,6 +79,10 @@ def assert_tests_exist(names: list[str]) -> None:
 def test_every_field_of_a_request_is_named_and_nothing_else() -> None:
     names = table("What a request may say")
     assert_tests_exist(names["test"])
+    for column in ("command line", "OpenAI", "TGI", "vLLM"):
+        names[column] += [name for param in SAMPLING_PARAMS.values() for name in sampling_table.names(column, param)]
+    names["gRPC"] += SAMPLING_PARAMS
+    names["Python"] += SAMPLING_PARAMS
     assert set(names["gRPC"]) == fields_of(inference_pb2.GenerateRequest) | {"GenerateStream"}
     terms = {
         name
@@ -85,7 +90,7 @@ def test_every_field_of_a_request_is_named_and_nothing_else() -> None:
         for name, parameter in inspect.signature(method).parameters.items()
         if parameter.kind is parameter.KEYWORD_ONLY
     }
-    python = {*SAMPLING_FIELDS, *terms, "prompt", "prompt_token_ids", "messages", "add_generation_prompt", "id"}
+    python = {*SAMPLING_PARAMS, *terms, "prompt", "prompt_token_ids", "messages", "add_generation_prompt", "id"}
     assert set(names["Python"]) == python | {"Engine.stream", "Engine.beam_search"}
     sampling = flags_of("generate") & flags_of("client")
     assert set(names["command line"]) == sampling | {"--prompt", "--model"}
@@ -95,6 +100,10 @@ def test_every_field_of_a_request_is_named_and_nothing_else() -> None:
     assert set(names["TGI"]) == tgi | {"/generate_stream"}
     vllm = fields_of(vllm_engine_pb2.GenerateRequest, vllm_engine_pb2.SamplingParams) - NO_FEATURES["vllm"]
     assert set(names["vLLM"]) == vllm
+
+
+def test_sampling_table_is_current() -> None:
+    assert sampling_table.page(PAGE) == PAGE, "make docs-tables writes it"
 
 
 def test_every_call_is_named_and_nothing_else() -> None:
