@@ -1,1 +1,1 @@
-"""The choice of each row's next token from its logits, and logprobs of tokens that are known already."""
+"""Sampling of next tokens from logits, and logprobs of given tokens."""

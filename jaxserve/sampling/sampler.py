@@ -1,23 +1,16 @@
-"""Choosing each row's next token: one pure function over f32[S, V] logits.
+"""Samples each row's next token: one pure function over f32[S, V] logits.
 
-The order is penalties and logit_bias on the raw logits, barred tokens, what a grammar allows, temperature, top_k, top_p
-over what top_k left, min_p; temperature 0 takes the largest adjusted logit (the first of equals). Logprobs are those of
-the model's own distribution, the log-softmax of the raw logits.
+Rules apply in this order: penalties and logit_bias on the raw logits, barred tokens, the grammar's mask, temperature,
+top_k, top_p over what top_k left, min_p. Temperature 0 takes the largest adjusted logit (the first of equals). Logprobs
+are those of the model's own distribution, the log-softmax of the raw logits.
 
-A token is drawn by inverting the cumulative distribution at one uniform number u of the row: token i, in order of ids,
-owns the interval [F(i-1), F(i)) of [0, 1), where F is the cumulative probability after every rule above, and the token
-whose interval holds u is chosen. The *margin* of a choice is the distance from u to the nearer end of that interval:
-the choice stands under any change of arithmetic that moves F by less. F is summed in float32 in two levels (blocks of
-`BLOCK` ids, then the ids of one block), whose rounding moves it by some 1e-6. A token of probability zero is never
-chosen, however u falls.
-
-u depends on (seed, sample_index, position) alone and every rule works within its row, so neither the other rows nor
-the variant that they ask for change what a row gets.
+`draw` inverts the cumulative distribution at one uniform number u per row. u depends on (seed, sample_index, position)
+only, and every rule works within its row, so neither the other rows nor the variant change a row's token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -29,15 +22,15 @@ from jaxtyping import Bool, Float32, Int32, UInt32
 
 from jaxserve.iteration import SamplerVariant
 from jaxserve.sampling import selection
+from jaxserve.sampling.draw import BLOCK, draw, first_of_peak
 from jaxserve.sampling.selection import block_reduce, largest, once_if
 from jaxserve.sampling_params import MAX_BAD_WORD_TOKENS, MAX_ENDINGS, MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
 
-BLOCK = 128  # ids summed together before the cumulative sum over blocks
-PURPOSE = 0x746F6B65  # sets the keys of token choice apart from any other use of a request's seed
+PURPOSE = 0x746F6B65  # separates the keys of sampling from any other use of a request's seed
 
 
 class RowSampling(NamedTuple):
-    """How tokens are chosen, one entry a row: on the device by rows, or gathered to the rows that sample.
+    """Sampling parameters on the device: of all rows, or gathered for the rows that sample.
 
     Attributes:
       temperature / top_p / min_p: float32[rows].
@@ -48,10 +41,10 @@ class RowSampling(NamedTuple):
       prompt_length: int32[rows]; tokens from there on are the generated ones.
       bias_ids: int32[rows, MAX_LOGIT_BIAS], -1 where unused. An id given twice gets the sum of its biases.
       bias: float32[rows, MAX_LOGIT_BIAS].
-      min_length: int32[rows]; at positions below, the tokens that end the request are barred.
-      bar_ids: int32[rows, MAX_ENDINGS + MAX_BAD_WORD_TOKENS], -1 where unused: tokens that end the request, and runs of
-        tokens that are never to stand complete, one run after another.
-      bar_back: int32, likewise: of a run's tokens how many come after it, 0 for the last; -1 for what ends the request.
+      min_length: int32[rows]; at positions below it, tokens that end the request are barred.
+      bar_ids: int32[rows, MAX_ENDINGS + MAX_BAD_WORD_TOKENS], -1 where unused: tokens that end the request, then the
+        token runs of bad words, one after another.
+      bar_back: int32, same shape: how many tokens of the run follow this one; -1 for a token that ends the request.
     """
 
     temperature: jax.Array
@@ -72,10 +65,10 @@ class RowSampling(NamedTuple):
 
 
 class SampleOutput(NamedTuple):
-    """What was chosen.
+    """Sampled tokens and their logprobs.
 
     Attributes:
-      tokens: int32[S], in 0..V-1 whatever the logits.
+      tokens: int32[S], in 0..V-1 even where logits are not finite.
       logprobs: float32[S] under the raw logits; not finite where the row's logits hold NaN or +inf.
       top_ids / top_logprobs: int32 / float32 [S, min(MAX_LOGPROBS, V)], likeliest first, the lower id first among
         equals; with SamplerVariant.FULL and above only.
@@ -88,10 +81,10 @@ class SampleOutput(NamedTuple):
 
 
 def encode(params: SamplingParams, prompt_length: int, endings: Sequence[int] = ()) -> RowSampling:
-    """One row's values, as NumPy arrays without the leading axis.
+    """The parameters of one row as NumPy arrays, without the leading axis.
 
     Args:
-      endings: tokens that end the request, with min_tokens; at most MAX_ENDINGS.
+      endings: tokens that end the request, for min_tokens; at most MAX_ENDINGS.
     """
     seed = params.seed % 2**64
     bias_ids = np.full(MAX_LOGIT_BIAS, -1, np.int32)
@@ -114,7 +107,7 @@ def encode(params: SamplingParams, prompt_length: int, endings: Sequence[int] = 
         "top_p": np.float32(params.top_p),
         "top_k": np.int32(min(params.top_k, 2**31 - 1)),
         "min_p": np.float32(params.min_p),
-        "repetition": np.float32(min(max(params.repetition_penalty, 1e-20), 1e20)),  # so that 0 times it is 0
+        "repetition": np.float32(min(max(params.repetition_penalty, 1e-20), 1e20)),  # finite, so that 0 times it is 0
         "presence": np.float32(params.presence_penalty),
         "frequency": np.float32(params.frequency_penalty),
         "seed": np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32),
@@ -130,7 +123,7 @@ def encode(params: SamplingParams, prompt_length: int, endings: Sequence[int] = 
 
 
 def empty_rows(rows: int) -> RowSampling:
-    """Greedy rows as NumPy arrays: what the device holds before any request."""
+    """Greedy rows as NumPy arrays: the device's state before any request."""
     row = encode(SamplingParams(temperature=0.0), 0)
     return jax.tree.map(lambda value: np.broadcast_to(value, (rows, *value.shape)).copy(), row)
 
@@ -144,16 +137,16 @@ def sample(
     *,
     variant: SamplerVariant,
 ) -> SampleOutput:
-    """Chooses the next token of each row.
+    """Samples the next token of each row.
 
     Args:
       logits: of the model.
       rows: parameters of these S rows.
-      positions: where the new token will stand.
-      history: tokens at positions below the row's own are valid. Read by FULL and above only.
-      allowed: the tokens that may be chosen, 32 a word, the lowest bit first; with CONSTRAINED only. A row that may
-        have none gets any.
-      variant: which rules any of these rows needs; a lesser row gets the same token from a greater variant.
+      positions: positions of the new tokens.
+      history: tokens by position, valid below the row's position. Read by FULL and above only.
+      allowed: bit mask of the allowed tokens, 32 a word, lowest bit first; with CONSTRAINED only. A row that allows
+        none gets any token.
+      variant: the rules that some row needs; every variant that includes a row's rules gives it the same token.
     """
     with jax.named_scope("sampler"):
         adjusted = logits
@@ -164,13 +157,13 @@ def sample(
             adjusted = jnp.where(_bits(allowed, logits.shape[1]), adjusted, -jnp.inf)
         block_max = block_reduce(adjusted, BLOCK, jax.lax.max)  # [S, blocks]
         peak = block_max.max(-1, keepdims=True)  # [S, 1]
-        greedy = _first_of_peak(adjusted, block_max, peak)
+        greedy = first_of_peak(adjusted, block_max, peak)
         temperature = jnp.where(rows.temperature > 0, rows.temperature, 1.0)[:, None]
         floor = None
         if variant != SamplerVariant.PLAIN:
             floor = _floor(adjusted, peak, temperature, rows)
         uniforms = uniform(rows.seed, rows.sample_index, positions)
-        drawn = _draw(adjusted, partial(_weigh, peak, temperature), floor, uniforms)
+        drawn = draw(adjusted, partial(_weigh, peak, temperature), floor, uniforms)
         # A row with NaN or +inf among its logits, or nothing but -inf, has no distribution to draw from.
         tokens = jnp.where((rows.temperature > 0) & jnp.isfinite(peak[:, 0]), drawn, greedy)
 
@@ -187,10 +180,10 @@ def sample(
 def uniform(
     seed: UInt32[jax.Array, "S 2"], sample_index: Int32[jax.Array, " S"], positions: Int32[jax.Array, " S"]
 ) -> Float32[jax.Array, " S"]:
-    """The one random number of each row: in [0, 1), multiples of 2**-24.
+    """The uniform number of each row, in [0, 1): a multiple of 2**-24.
 
-    Threefry-2x32 (Salmon et al., SC'11) of (position, 0), under the key that it makes of (sample_index, PURPOSE) under
-    the seed.
+    Threefry-2x32 (Salmon et al., SC'11) of (position, 0); its key is Threefry of (sample_index, PURPOSE) with the seed
+    as key.
     """
 
     def bits(seed, index, position):
@@ -202,7 +195,7 @@ def uniform(
 
 
 def _apart(x: jax.Array) -> jax.Array:
-    # Keeps XLA from sharing what two passes over [S, V] make of x: it would write that array out to read it twice.
+    # Keeps XLA from sharing an [S, V] array between two passes: writing and reading it costs more than computing it.
     return jax.lax.optimization_barrier(x)
 
 
@@ -212,25 +205,10 @@ def _bits(words: UInt32[jax.Array, "S words"], count: int) -> Bool[jax.Array, "S
     return bits.reshape(words.shape[0], -1)[:, :count] != 0
 
 
-def _of_block(logits: Float32[jax.Array, "S V"], block: Int32[jax.Array, " S"]) -> Float32[jax.Array, "S block"]:
-    """Logits of one block a row, filled up with -inf."""
-    ids = block[:, None] * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
-    inside = jnp.take_along_axis(logits, jnp.minimum(ids, logits.shape[1] - 1), -1)
-    return jnp.where(ids < logits.shape[1], inside, -jnp.inf)
-
-
-def _first_of_peak(
-    logits: Float32[jax.Array, "S V"], block_max: Float32[jax.Array, "S blocks"], peak: Float32[jax.Array, "S 1"]
-) -> Int32[jax.Array, " S"]:
-    """Lowest id of the largest logit, by the block that holds it: an argmax over V is slow on a CPU."""
-    block = jnp.argmax(block_max >= peak, -1).astype(jnp.int32)
-    return block * BLOCK + jnp.argmax(_of_block(logits, block) >= peak, -1).astype(jnp.int32)
-
-
 def _weigh(
     peak: Float32[jax.Array, "S 1"], temperature: Float32[jax.Array, "S 1"], logits: Float32[jax.Array, "S n"]
 ) -> Float32[jax.Array, "S n"]:
-    """Unnormalised probabilities; the likeliest token of a row has exactly 1."""
+    """Unnormalised probabilities; exactly 1 for the likeliest token of a row."""
     return jnp.exp((logits - peak) / temperature)
 
 
@@ -240,7 +218,7 @@ def _floor(
     temperature: Float32[jax.Array, "S 1"],
     rows: RowSampling,
 ) -> Float32[jax.Array, "S 1"]:
-    """The logit that a token needs to stay. Greedy rows have none, so that they cost nobody a search."""
+    """The smallest logit that is kept. Greedy rows keep all, so that they trigger no search."""
     drawn = rows.temperature > 0
     top_k, top_p = jnp.where(drawn, rows.top_k, 0), jnp.where(drawn, rows.top_p, 1.0)
     weigh = partial(_weigh, _apart(peak), temperature)
@@ -250,37 +228,6 @@ def _floor(
         jnp.full_like(peak, -jnp.inf),
     )
     return jnp.maximum(floor, peak + temperature * jnp.log(rows.min_p[:, None]))
-
-
-def _draw(
-    logits: Float32[jax.Array, "S V"],
-    weigh: Callable[[jax.Array], jax.Array],
-    floor: Float32[jax.Array, "S 1"] | None,
-    uniforms: Float32[jax.Array, " S"],
-) -> Int32[jax.Array, " S"]:
-    """Tokens by the inverse of the cumulative distribution."""
-
-    def kept(logits):
-        return weigh(logits) if floor is None else jnp.where(logits >= floor, weigh(logits), 0.0)
-
-    sums = block_reduce(kept(logits), BLOCK, jax.lax.add)  # [S, blocks]
-    cumulative = jnp.cumsum(sums, -1)
-    target = uniforms[:, None] * cumulative[:, -1:]
-    block = _first_beyond(cumulative, sums, target)
-    before = jnp.take_along_axis(cumulative - sums, block[:, None], -1)
-    weights = kept(_of_block(logits, block))  # [S, BLOCK]
-    return block * BLOCK + _first_beyond(jnp.cumsum(weights, -1), weights, target - before)
-
-
-def _first_beyond(
-    cumulative: Float32[jax.Array, "S n"], parts: Float32[jax.Array, "S n"], target: Float32[jax.Array, "S 1"]
-) -> Int32[jax.Array, " S"]:
-    """First index whose cumulative sum passes the target, of parts above zero; the last such if none does."""
-    index = jnp.arange(parts.shape[-1], dtype=jnp.int32)
-    some = parts > 0
-    beyond = some & (cumulative > target)
-    last = jnp.where(some, index, 0).max(-1)
-    return jnp.where(beyond.any(-1), jnp.argmax(beyond, -1).astype(jnp.int32), last)
 
 
 def _penalise(
@@ -321,15 +268,15 @@ def _bar(
     positions: Int32[jax.Array, " S"],
     history: Int32[jax.Array, "S max_context"],
 ) -> Float32[jax.Array, "S V"]:
-    """Logits with -inf for what would end a request too early, and for what would complete a barred run."""
+    """Logits with -inf for tokens that would end a request too early or complete a bad word."""
     ids, back = rows.bar_ids, rows.bar_back
     where = positions[:, None] - back
     stands = jnp.take_along_axis(history, jnp.maximum(where, 0), 1) == ids
     wrong = ((back > 0) & ~(stands & (where >= 0))).astype(jnp.int32)
     so_far = jnp.cumsum(wrong, -1)
-    begins = jnp.roll(back, 1, -1).at[:, 0].set(0) <= 0  # after a run's last token, another begins
-    at_begin = jax.lax.cummax(jnp.where(begins, so_far - wrong, 0), axis=1)
-    completes = (back == 0) & (so_far == at_begin)
+    is_first = jnp.roll(back, 1, -1).at[:, 0].set(0) <= 0  # a run starts after the last token of another
+    before_run = jax.lax.cummax(jnp.where(is_first, so_far - wrong, 0), axis=1)
+    completes = (back == 0) & (so_far == before_run)
     ends_early = (back < 0) & (positions < rows.min_length)[:, None]
     barred = jnp.where((completes | ends_early) & (ids >= 0), ids, logits.shape[1])
     return logits.at[jnp.arange(logits.shape[0])[:, None], barred].set(-jnp.inf, mode="drop")

@@ -1,7 +1,7 @@
-"""Logprobs of tokens that are known already, over the vocabulary a tile at a time.
+"""Logprobs of given tokens, one tile of the vocabulary at a time.
 
-1,024 positions of a vocabulary of 250,880 would be 1 GB of logits. A running maximum and sum and the likeliest tokens
-so far need one tile.
+1,024 positions of a vocabulary of 250,880 would be 1 GB of logits. A running maximum, a running
+sum and the likeliest tokens so far need one tile.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ LogitsTile = Callable[[jax.Array | int, int], jax.Array]
 
 
 class _Running(NamedTuple):
-    """What is known of each position's logits after some tiles, all [T] but the last two [T, top]."""
+    """Statistics of each position's logits over the tiles so far: [T], the last two [T, top]."""
 
     peak: jax.Array
     total: jax.Array  # sum of exp(logit - peak)
-    target: jax.Array  # logit of the token asked about
+    target: jax.Array  # logit of the given token
     top: jax.Array
     top_ids: jax.Array
 
@@ -36,15 +36,15 @@ def score(
     next_tokens: Int32[jax.Array, " T"],
     axis: str | None = None,
 ) -> tuple[Float32[jax.Array, " T"], Int32[jax.Array, "T top"], Float32[jax.Array, "T top"]]:
-    """Scores the token that follows each position, with the likeliest alternatives. Traced.
+    """Logprobs of the token after each position, and of the likeliest alternatives. Traced.
 
     Args:
       logits_tile: (start, size) -> float32[T, size] logits of ids start:start+size; start may be traced.
-      vocab: ids in all.
-      tile: most ids at a time.
-      next_tokens: the token asked about at each position.
-      axis: a mesh axis, inside a shard_map over it: vocab and logits_tile are this device's share of the vocabulary,
-        which is split evenly, in order of ids.
+      vocab: size of the vocabulary.
+      tile: most ids per tile.
+      next_tokens: the given token at each position.
+      axis: the mesh axis of the enclosing shard_map, if any: vocab and logits_tile are then this device's share of the
+        vocabulary, which is split evenly in order of ids.
 
     Returns:
       (logprobs, top ids, top logprobs), top = min(MAX_LOGPROBS, vocab) in all; likeliest first, the lower id first
@@ -58,14 +58,14 @@ def score(
     def add(state: _Running, start: jax.Array | int, size: int) -> _Running:
         logits = logits_tile(start, size)
         peak = jnp.maximum(state.peak, logits.max(-1))
-        # A row of -inf so far keeps the sum 0, not the NaN of inf - inf.
+        # A row of -inf so far keeps the sum 0; inf - inf would be NaN.
         shift = jnp.where(jnp.isneginf(peak), 0.0, peak)
         total = state.total * jnp.exp(state.peak - shift) + jnp.exp(logits - shift[:, None]).sum(-1)
         local = next_tokens - start
         here = (local >= 0) & (local < size)
         asked = jnp.take_along_axis(logits, jnp.clip(local, 0, size - 1)[:, None], -1)[:, 0]
         found, found_ids = largest(logits, min(keep, size))
-        # The earlier, lower ids come first, and top_k keeps the order of equals.
+        # Lower ids come first, and top_k keeps the order of equals.
         top, places = jax.lax.top_k(jnp.concatenate([state.top, found], -1), keep)
         ids = jnp.concatenate([state.top_ids, found_ids + start], -1)
         return _Running(peak, total, jnp.where(here, asked, state.target), top, jnp.take_along_axis(ids, places, -1))
@@ -78,7 +78,7 @@ def score(
         top_ids=jnp.zeros((count, keep), jnp.int32),
     )
     whole = vocab // tile
-    if whole:  # a loop of no turns is traced all the same, and a tile may be larger than the vocabulary
+    if whole:  # an empty loop is traced too, and a tile can be larger than the vocabulary
         state = jax.lax.fori_loop(0, whole, lambda i, s: add(s, i * tile, tile), state)
     if rest := vocab - whole * tile:
         state = add(state, whole * tile, rest)
@@ -89,7 +89,7 @@ def score(
 
 
 def _merged(parts: _Running) -> _Running:
-    """What parts of the vocabulary, along a leading axis and in order of ids, come to together."""
+    """Combines the statistics of parts of the vocabulary, on a leading axis in order of ids."""
     peak = parts.peak.max(0)
     total = (parts.total * jnp.exp(parts.peak - jnp.where(jnp.isneginf(peak), 0.0, peak))).sum(0)
     count, keep = parts.top.shape[1], min(MAX_LOGPROBS, parts.top.shape[0] * parts.top.shape[2])

@@ -1,8 +1,8 @@
 """The likeliest tokens of a vocabulary, exactly and without sorting it.
 
-A full sort of 8 x 32,000 floats takes 45 ms on two CPU cores, a pass over them 0.05 ms. So the few largest are looked
-for in the blocks with the largest maxima, and where a limit (top_k, top_p) lies beyond those few, a bisection on its
-value narrows it down, a pass a step, until it lies among few tokens again.
+A full sort of 8 x 32,000 floats takes 45 ms on two CPU cores, a pass over them 0.05 ms. So the largest few are found in
+the blocks with the largest maxima. Where a limit (top_k, top_p) lies below those few, a bisection narrows its value,
+one pass a step, until only a few tokens remain.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float32, Int32
 
-FEW = 64  # tokens among which a limit is looked up in order
+FEW = 64  # tokens among which a limit is looked up by sorting
 
-_BLOCK = 32  # ids whose maximum is taken first when looking for the largest few
+_BLOCK = 32  # ids per block when searching for the largest few
 _SMALLEST_NORMAL = float(np.finfo(np.float32).smallest_normal)
 
 
 def block_reduce(
     values: Float32[jax.Array, "S n"], block: int, operator: Callable[[Any, Any], Any]
 ) -> Float32[jax.Array, "S blocks"]:
-    """Reduces each run of `block` values, the last one as far as it goes.
+    """Reduces each run of `block` values; the last run may be shorter.
 
     Args:
       operator: jax.lax.add or jax.lax.max.
@@ -42,23 +42,23 @@ def largest(
 ) -> tuple[Float32[jax.Array, "S {count}"], Int32[jax.Array, "S {count}"]]:
     """The `count` largest of each row: (values, ids), the lower id first of equals.
 
-    They lie in the `count` blocks with the largest maxima, so only those blocks are looked through.
+    They lie in the `count` blocks with the largest maxima, so only those blocks are searched.
     """
     size = values.shape[1]
     if size <= 2 * count * _BLOCK:
         return _top_k(values, count)
     _, blocks = _top_k(block_reduce(values, _BLOCK, jax.lax.max), count)
-    blocks = jnp.sort(blocks, -1)  # in order of ids, so that equals stay in it
+    blocks = jnp.sort(blocks, -1)  # in order of ids, which top_k keeps for equals
     ids = (blocks[:, :, None] * _BLOCK + jnp.arange(_BLOCK, dtype=jnp.int32)).reshape(values.shape[0], -1)
     found = jnp.take_along_axis(values, jnp.minimum(ids, size - 1), -1)
-    # Past the end, the last value comes up again; its own place is before those, so it must not be found there.
+    # Places past the end repeat the last value, which must be found at its own place only.
     top, places = _top_k(jnp.where(ids < size, found, -jnp.inf), count)
-    # A row of -inf or NaN may still have found places past the end.
+    # A row of -inf or NaN can still find places past the end.
     return top, jnp.minimum(jnp.take_along_axis(ids, places, -1), size - 1)
 
 
 def _top_k(values: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    values = jnp.where(values == 0, 0.0, values)  # top_k puts -0 below 0, where a maximum takes either
+    values = jnp.where(values == 0, 0.0, values)  # top_k puts -0 below 0; a maximum does not
     # The barriers keep XLA's CPU compiler from merging a later slice into top_k, which turns it into a full sort. One
     # barrier for both crashes it where the program is for several devices (jax 0.10.2).
     top, places = jax.lax.top_k(values, count)
@@ -71,12 +71,12 @@ def floor(
     top_k: Int32[jax.Array, " S"],
     top_p: Float32[jax.Array, " S"],
 ) -> Float32[jax.Array, "S 1"]:
-    """The logit that a token needs to stay under top_k, and under top_p over what top_k leaves; exact.
+    """The smallest logit that top_k, and top_p over what top_k left, keep; exact.
 
-    Tokens as likely as the last one that stays, stay; where both are off, it is -inf.
+    Tokens as likely as the last one kept are kept; -inf where both are off.
 
     Args:
-      weigh: from logits [S, n] to their unnormalised probabilities, of the same order, 0 for -inf.
+      weigh: from logits [S, n] to unnormalised probabilities; monotone, 0 for -inf.
       top_k: 0 is off; top_p: 1 is off.
     """
     vocab = logits.shape[1]
@@ -104,26 +104,26 @@ def floor(
 
     def search_pth():
         weights = left(kth)
-        # Where the k-th was among the few, it is known that the few do not hold the share.
+        # Where the k-th is among the few, the few are known not to hold the share.
         high = jnp.where(has_kth, top[:, -1:], top[:, :1])
         found = _search(logits, weights, weigh, share(weights), kth, high, has_pth)
         return jnp.where(has_pth, few_pth, found)
 
     pth = once_if(~has_pth.all(), search_pth, few_pth)
-    return jnp.where(has_p, jnp.maximum(kth, pth), kth)  # rounding may have put a share near 1 below the k-th
+    return jnp.where(has_p, jnp.maximum(kth, pth), kth)  # rounding can put a share near 1 below the k-th
 
 
 def once_if(condition: jax.Array, compute: Callable[[], Any], otherwise: Any) -> Any:
-    """What `compute` returns if the condition holds, without its cost if it does not.
+    """The result of `compute` if the condition holds, else `otherwise`, without computing.
 
-    A loop of one turn, since XLA's CPU compiler gives a conditional's branches one thread.
+    A loop of at most one turn: XLA's CPU compiler runs the branches of a conditional on one thread.
     """
     _, result = jax.lax.while_loop(lambda s: s[0], lambda _: (jnp.bool(False), compute()), (condition, otherwise))
     return result
 
 
 def _total(parts: Float32[jax.Array, "S n"]) -> Float32[jax.Array, "S 1"]:
-    """Sum of each row, in two levels for the sake of rounding."""
+    """Sum of each row, in two levels to round less."""
     return block_reduce(parts, 128, jax.lax.add).sum(-1, keepdims=True)
 
 
@@ -133,14 +133,14 @@ def _reach(
     target: Float32[jax.Array, "S 1"],
     above: Float32[jax.Array, "S 1"] | float,
 ) -> tuple[Float32[jax.Array, "S 1"], Bool[jax.Array, "S 1"]]:
-    """The first of descending values at which the parts so far reach the target, and whether one does."""
+    """The first of descending values where the running sum of parts reaches the target, if any does."""
     reached = above + jnp.cumsum(parts, -1) >= target
     first = jnp.take_along_axis(top, jnp.argmax(reached, -1, keepdims=True), -1)
     return first, reached.any(-1, keepdims=True)
 
 
 class _Bracket(NamedTuple):
-    """Bounds of a logit, each [S, 1]: the parts of logits >= low reach the target, those of logits >= high do not."""
+    """Bounds of a logit, each [S, 1]: parts of logits >= low reach the target, of logits >= high do not."""
 
     low: jax.Array  # as ordered integers
     high: jax.Array
@@ -157,20 +157,20 @@ def _search(
     high: Float32[jax.Array, "S 1"],
     done: Bool[jax.Array, "S 1"],
 ) -> Float32[jax.Array, "S 1"]:
-    """The largest logit of each row such that the parts of the logits from there on reach the target.
+    """The largest logit of each row such that the parts of logits >= it reach the target.
 
     Args:
-      parts: what each counts, or one number for all.
-      weigh: from logits to parts: rising.
-      low / high: the least and the most that the logit can be.
-      done: rows that need no search, and get any value.
+      parts: part of each logit, or one number for all.
+      weigh: from logits to parts; monotone.
+      low / high: bounds of the result.
+      done: rows that need no search; their result is arbitrary.
     """
 
     def reached(key):
         return _total(jnp.where(logits >= _unordered(key), parts, 0.0))
 
     def is_close(state):
-        # Each part of the bracket is as large as one at `low`, which bounds how many there are.
+        # Each part in the bracket is at least as large as one at `low`, which bounds their number.
         few = FEW * weigh(_unordered(state.low))
         return (state.low_sum - state.high_sum <= few) | (state.low + 1 >= state.high)
 
@@ -178,7 +178,7 @@ def _search(
         middle = (state.low & state.high) + ((state.low ^ state.high) >> 1)
         total = reached(middle)
         enough = total >= target
-        moves = ~(done | is_close(state))  # a row that is done stays, however long the others take
+        moves = ~(done | is_close(state))  # a finished row stays as it is
         up, down = moves & enough, moves & ~enough
         return _Bracket(
             low=jnp.where(up, middle, state.low),
@@ -196,11 +196,11 @@ def _search(
     return jnp.where(has_found, found, _unordered(end.low))
 
 
-# A CPU under XLA takes subnormal numbers for zero in comparisons, so the search does it everywhere.
+# XLA compares subnormal numbers as zero on a CPU, so the search treats them as zero everywhere.
 
 
 def _ordered(x: jax.Array) -> jax.Array:
-    """int32 with the order of the floats; the two zeros and the subnormal numbers are one."""
+    """int32 in the order of the floats; both zeros and all subnormal numbers are equal."""
     bits = jax.lax.bitcast_convert_type(jnp.where(jnp.abs(x) < _SMALLEST_NORMAL, 0.0, x), jnp.int32)
     return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
