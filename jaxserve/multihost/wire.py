@@ -12,9 +12,11 @@ import numpy as np
 
 from jaxserve.iteration import Admission, BlockCopy, Chunk, IterationPlan, IterationResult, SamplerVariant, TableChange
 from jaxserve.multihost import control_pb2 as pb
-from jaxserve.sampling_params import Grammar, SamplingParams
+from jaxserve.sampling_params import SAMPLING_PARAMS, Grammar, SamplingParams
 
 _MOST = 2**31 - 1
+_FLOATS = tuple(name for name, param in SAMPLING_PARAMS.items() if param.kind is float)
+_OPTIONAL = {field.name for field in pb.Sampling.DESCRIPTOR.fields if field.has_presence}
 
 
 def encode_plan(plan: IterationPlan, feeds: int) -> pb.Plan:
@@ -97,13 +99,8 @@ def encode_sampling(sampling: SamplingParams) -> pb.Sampling:
     """What the choice of tokens needs of a request."""
     bias_tokens, biases = zip(*sampling.logit_bias, strict=True) if sampling.logit_bias else ((), ())
     return pb.Sampling(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
+        **{name: getattr(sampling, name) for name in _FLOATS},
         top_k=min(sampling.top_k, _MOST),
-        min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
         seed=sampling.seed % 2**64,
         sample_index=sampling.sample_index,
         bias_token=bias_tokens,
@@ -118,13 +115,8 @@ def encode_sampling(sampling: SamplingParams) -> pb.Sampling:
 def decode_sampling(message: pb.Sampling) -> SamplingParams:
     """What `encode_sampling` was given, without what ends a request."""
     return SamplingParams(
-        temperature=message.temperature,
-        top_p=message.top_p,
+        **{name: getattr(message, name) for name in _FLOATS if name not in _OPTIONAL or message.HasField(name)},
         top_k=message.top_k,
-        min_p=message.min_p,
-        repetition_penalty=message.repetition_penalty,
-        presence_penalty=message.presence_penalty,
-        frequency_penalty=message.frequency_penalty,
         seed=message.seed,
         sample_index=message.sample_index,
         logit_bias=tuple(zip(message.bias_token, message.bias, strict=True)),

@@ -23,20 +23,19 @@ BLOCK = 128  # ids summed together before the cumulative sum over blocks
 def draw(
     logits: Float32[jax.Array, "S V"],
     weigh: Callable[[jax.Array], jax.Array],
-    floor: Float32[jax.Array, "S 1"] | None,
     uniforms: Float32[jax.Array, " S"],
 ) -> Int32[jax.Array, " S"]:
-    """The tokens at these uniform numbers, among those with logits of at least `floor`."""
+    """The tokens at these uniform numbers.
 
-    def kept(logits):
-        return weigh(logits) if floor is None else jnp.where(logits >= floor, weigh(logits), 0.0)
-
-    sums = block_reduce(kept(logits), BLOCK, jax.lax.add)  # [S, blocks]
+    Args:
+      weigh: from logits [S, n] to unnormalised probabilities; 0 for a token that must not be drawn.
+    """
+    sums = block_reduce(weigh(logits), BLOCK, jax.lax.add)  # [S, blocks]
     cumulative = jnp.cumsum(sums, -1)
     target = uniforms[:, None] * cumulative[:, -1:]
     block = _first_beyond(cumulative, sums, target)
     before = jnp.take_along_axis(cumulative - sums, block[:, None], -1)
-    weights = kept(_of_block(logits, block))  # [S, BLOCK]
+    weights = weigh(_of_block(logits, block))  # [S, BLOCK]
     return block * BLOCK + _first_beyond(jnp.cumsum(weights, -1), weights, target - before)
 
 

@@ -10,7 +10,7 @@ only, and every rule works within its row, so neither the other rows nor the var
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -159,11 +159,10 @@ def sample(
         peak = block_max.max(-1, keepdims=True)  # [S, 1]
         greedy = first_of_peak(adjusted, block_max, peak)
         temperature = jnp.where(rows.temperature > 0, rows.temperature, 1.0)[:, None]
-        floor = None
+        weigh = partial(_weigh, peak, temperature)
         if variant != SamplerVariant.PLAIN:
-            floor = _floor(adjusted, peak, temperature, rows)
-        uniforms = uniform(rows.seed, rows.sample_index, positions)
-        drawn = draw(adjusted, partial(_weigh, peak, temperature), floor, uniforms)
+            weigh = partial(_weigh_kept, weigh, _floor(adjusted, peak, temperature, rows))
+        drawn = draw(adjusted, weigh, uniform(rows.seed, rows.sample_index, positions))
         # A row with NaN or +inf among its logits, or nothing but -inf, has no distribution to draw from.
         tokens = jnp.where((rows.temperature > 0) & jnp.isfinite(peak[:, 0]), drawn, greedy)
 
@@ -210,6 +209,12 @@ def _weigh(
 ) -> Float32[jax.Array, "S n"]:
     """Unnormalised probabilities; exactly 1 for the likeliest token of a row."""
     return jnp.exp((logits - peak) / temperature)
+
+
+def _weigh_kept(
+    weigh: Callable[[jax.Array], jax.Array], floor: Float32[jax.Array, "S 1"], logits: Float32[jax.Array, "S n"]
+) -> Float32[jax.Array, "S n"]:
+    return jnp.where(logits >= floor, weigh(logits), 0.0)
 
 
 def _floor(

@@ -87,12 +87,12 @@ def floor(
         return jnp.where(logits >= kth, weigh(logits), 0.0)
 
     def share(weights):
-        return jnp.where(has_p, top_p[:, None] * _total(weights), 0.0)
+        return jnp.where(has_p, top_p[:, None] * total(weights), 0.0)
 
     top, _ = largest(logits, min(FEW, vocab))
-    few_kth, has_kth = _reach(top, jnp.ones_like(top), k, 0.0)
+    few_kth, has_kth = reach(top, jnp.ones_like(top), k, 0.0)
     few_kth = jnp.where(has_k, few_kth, -jnp.inf)
-    few_pth, has_pth = _reach(top, weigh(top), share(left(few_kth)), 0.0)
+    few_pth, has_pth = reach(top, weigh(top), share(left(few_kth)), 0.0)
     has_pth = has_pth & has_kth | ~has_p
 
     def search_kth():
@@ -122,12 +122,12 @@ def once_if(condition: jax.Array, compute: Callable[[], Any], otherwise: Any) ->
     return result
 
 
-def _total(parts: Float32[jax.Array, "S n"]) -> Float32[jax.Array, "S 1"]:
+def total(parts: Float32[jax.Array, "S n"]) -> Float32[jax.Array, "S 1"]:
     """Sum of each row, in two levels to round less."""
     return block_reduce(parts, 128, jax.lax.add).sum(-1, keepdims=True)
 
 
-def _reach(
+def reach(
     top: Float32[jax.Array, "S n"],
     parts: Float32[jax.Array, "S n"],
     target: Float32[jax.Array, "S 1"],
@@ -167,7 +167,7 @@ def _search(
     """
 
     def reached(key):
-        return _total(jnp.where(logits >= _unordered(key), parts, 0.0))
+        return total(jnp.where(logits >= _unordered(key), parts, 0.0))
 
     def is_close(state):
         # Each part in the bracket is at least as large as one at `low`, which bounds their number.
@@ -176,15 +176,15 @@ def _search(
 
     def step(state):
         middle = (state.low & state.high) + ((state.low ^ state.high) >> 1)
-        total = reached(middle)
-        enough = total >= target
+        amount = reached(middle)
+        enough = amount >= target
         moves = ~(done | is_close(state))  # a finished row stays as it is
         up, down = moves & enough, moves & ~enough
         return _Bracket(
             low=jnp.where(up, middle, state.low),
             high=jnp.where(down, middle, state.high),
-            low_sum=jnp.where(up, total, state.low_sum),
-            high_sum=jnp.where(down, total, state.high_sum),
+            low_sum=jnp.where(up, amount, state.low_sum),
+            high_sum=jnp.where(down, amount, state.high_sum),
         )
 
     key = _ordered(high)
@@ -192,7 +192,7 @@ def _search(
     start = _Bracket(_ordered(low), above, jnp.full_like(target, jnp.inf), reached(above))
     end = jax.lax.while_loop(lambda state: ~(done | is_close(state)).all(), step, start)
     top, _ = largest(jnp.where(logits < _unordered(end.high), logits, -jnp.inf), min(FEW, logits.shape[1]))
-    found, has_found = _reach(top, weigh(top), target, end.high_sum)
+    found, has_found = reach(top, weigh(top), target, end.high_sum)
     return jnp.where(has_found, found, _unordered(end.low))
 
 
