@@ -76,8 +76,6 @@ def _fields(given: TgiParameters) -> dict[str, Any]:
     for name, value in (("adapter_id", given.adapter_id), ("watermark", given.watermark)):
         if value:
             raise InvalidRequest(name, "is not served")
-    if given.typical_p not in (None, 1.0):
-        raise InvalidRequest("typical_p", "is not served; leave it out, or set it to 1")
     # As in TGI, a parameter that changes the distribution turns sampling on, as do_sample does.
     draws = (
         given.do_sample

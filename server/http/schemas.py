@@ -262,7 +262,6 @@ class TgiParameters(_TgiSampling):
     temperature: float | None = Field(default=None, gt=0)
     top_n_tokens: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     truncate: int | None = Field(default=None, ge=1)
-    typical_p: float | None = None
     watermark: bool = False
 
 

@@ -30,7 +30,7 @@ PAGE = (ROOT / "docs" / "features.md").read_text(encoding="utf-8")
 # Accepted from OpenAI's clients, and of no effect; refused by name; not read. None of them is a feature.
 NO_FEATURES = {
     "openai": {"user", "metadata", "store", "suffix"},
-    "tgi": {"parameters", "adapter_id", "typical_p", "watermark"},
+    "tgi": {"parameters", "adapter_id", "watermark"},
     "vllm": {
         *("sampling_params", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output"),
         *("kv_transfer_params", "kv_transfer_params_json", "mm_inputs", "data_parallel_rank"),

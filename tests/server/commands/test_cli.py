@@ -17,6 +17,8 @@ import grpc
 import httpx2 as httpx
 import pytest
 
+from jaxserve.fields import Param
+from jaxserve.sampling_params import SAMPLING_PARAMS
 from server.commands import cli, client
 from server.commands import engine_start as start
 from server.proto.jaxserve.v1.inference_pb2 import GenerateRequest, GetLoadRequest
@@ -87,6 +89,16 @@ def test_engine_flags_are_the_same_for_every_command(command: list[str]) -> None
     assert (config.target_tpot, config.in_flight) == (0.08, 2)
     assert (config.speculate, config.speculate_tokens) == ("ngram", 3)
     assert (config.scoring, config.attention, config.compilation_cache) == (False, "xla", None)
+
+
+@pytest.mark.parametrize("param", SAMPLING_PARAMS.values(), ids=lambda param: param.name)
+def test_sampling_flag(param: Param) -> None:
+    values = {int: ("3", 3), float: ("0.5", 0.5), bool: (None, True), tuple[str, ...]: ("x", ["x"])}
+    values |= {tuple[int, ...]: ("1,2", (1, 2)), tuple[tuple[int, float], ...]: ('{"5": 1.5}', {"5": 1.5})}
+    flag = "--json-object" if param.name == "grammar" else "--" + param.name.replace("_", "-")
+    text, value = values.get(param.kind, (None, {"type": "json_object"}))
+    args = cli.parser(with_bench=False).parse_args(["generate", "--prompt", "a", flag, *([text] if text else [])])
+    assert cli.flags.sampling_fields(args) == {param.name: value}
 
 
 @pytest.mark.parametrize("command", [["serve"], ["generate", "--prompt", "a"], ["bench", "offline"]])
