@@ -53,7 +53,8 @@ class Grammar:
 class SamplingParams:
     """How one request's tokens are chosen and when it ends.
 
-    Rules apply in this order: penalties and logit_bias, temperature, top_k, top_p (over what top_k left), min_p.
+    Rules apply in this order: penalties and logit_bias, temperature, top_k, top_p (over what top_k left), min_p,
+    typical_p (over what the others left).
     Logprobs are those of the model's own distribution, before any of these rules.
     """
 
@@ -85,6 +86,17 @@ class SamplingParams:
         minimum=0,
         maximum=1,
         truncates=True,
+    )
+    # Locally typical sampling (Meister et al. 2022, arXiv:2202.00666).
+    typical_p: float = param(
+        1.0,
+        "sample from the tokens with surprisal nearest to the entropy that hold this much probability",
+        default_help="1, off",
+        minimum=0,
+        exclusive=True,
+        maximum=1,
+        truncates=True,
+        in_tgi=True,
     )
     # CTRL, arXiv:1909.05858, section 4.1: divides positive and multiplies negative logits.
     repetition_penalty: float = param(

@@ -237,7 +237,7 @@ class Admission(_message.Message):
     def __init__(self, row: _Optional[int] = ..., request_id: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., prompt_length: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., endings: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Sampling(_message.Message):
-    __slots__ = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "sample_index", "bias_token", "bias", "min_tokens", "bad_words", "grammar", "ignore_eos")
+    __slots__ = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "sample_index", "bias_token", "bias", "min_tokens", "bad_words", "grammar", "ignore_eos", "typical_p")
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     TOP_P_FIELD_NUMBER: _ClassVar[int]
     TOP_K_FIELD_NUMBER: _ClassVar[int]
@@ -253,6 +253,7 @@ class Sampling(_message.Message):
     BAD_WORDS_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     IGNORE_EOS_FIELD_NUMBER: _ClassVar[int]
+    TYPICAL_P_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_p: float
     top_k: int
@@ -268,7 +269,8 @@ class Sampling(_message.Message):
     bad_words: _containers.RepeatedCompositeFieldContainer[Run]
     grammar: Grammar
     ignore_eos: bool
-    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., seed: _Optional[int] = ..., sample_index: _Optional[int] = ..., bias_token: _Optional[_Iterable[int]] = ..., bias: _Optional[_Iterable[float]] = ..., min_tokens: _Optional[int] = ..., bad_words: _Optional[_Iterable[_Union[Run, _Mapping]]] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., ignore_eos: _Optional[bool] = ...) -> None: ...
+    typical_p: float
+    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., seed: _Optional[int] = ..., sample_index: _Optional[int] = ..., bias_token: _Optional[_Iterable[int]] = ..., bias: _Optional[_Iterable[float]] = ..., min_tokens: _Optional[int] = ..., bad_words: _Optional[_Iterable[_Union[Run, _Mapping]]] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., ignore_eos: _Optional[bool] = ..., typical_p: _Optional[float] = ...) -> None: ...
 
 class Run(_message.Message):
     __slots__ = ("tokens",)

@@ -1,8 +1,8 @@
 """Samples each row's next token: one pure function over f32[S, V] logits.
 
 Rules apply in this order: penalties and logit_bias on the raw logits, barred tokens, the grammar's mask, temperature,
-top_k, top_p over what top_k left, min_p. Temperature 0 takes the largest adjusted logit (the first of equals). Logprobs
-are those of the model's own distribution, the log-softmax of the raw logits.
+top_k, top_p over what top_k left, min_p, typical_p over what the others left. Temperature 0 takes the largest adjusted
+logit (the first of equals). Logprobs are those of the model's own distribution, the log-softmax of the raw logits.
 
 `draw` inverts the cumulative distribution at one uniform number u per row. u depends on (seed, sample_index, position)
 only, and every rule works within its row, so neither the other rows nor the variant change a row's token.
@@ -23,9 +23,10 @@ from jaxtyping import Bool, Float32, Int32, UInt32
 from jaxserve.iteration import SamplerVariant
 from jaxserve.sampling import selection
 from jaxserve.sampling.draw import BLOCK, draw, first_of_peak
-from jaxserve.sampling.selection import block_reduce, largest, once_if
+from jaxserve.sampling.selection import FEW, block_reduce, largest, once_if, reach, total
 from jaxserve.sampling_params import MAX_BAD_WORD_TOKENS, MAX_ENDINGS, MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
 
+_SMALLEST_NORMAL = float(np.finfo(np.float32).smallest_normal)
 PURPOSE = 0x746F6B65  # separates the keys of sampling from any other use of a request's seed
 
 
@@ -33,7 +34,7 @@ class RowSampling(NamedTuple):
     """Sampling parameters on the device: of all rows, or gathered for the rows that sample.
 
     Attributes:
-      temperature / top_p / min_p: float32[rows].
+      temperature / top_p / min_p / typical_p: float32[rows].
       top_k: int32[rows], 0 is off.
       repetition / presence / frequency: float32[rows] penalties.
       seed: uint32[rows, 2], the low and the high half.
@@ -51,6 +52,7 @@ class RowSampling(NamedTuple):
     top_p: jax.Array
     top_k: jax.Array
     min_p: jax.Array
+    typical_p: jax.Array
     repetition: jax.Array
     presence: jax.Array
     frequency: jax.Array
@@ -107,6 +109,7 @@ def encode(params: SamplingParams, prompt_length: int, endings: Sequence[int] = 
         "top_p": np.float32(params.top_p),
         "top_k": np.int32(min(params.top_k, 2**31 - 1)),
         "min_p": np.float32(params.min_p),
+        "typical_p": np.float32(params.typical_p),
         "repetition": np.float32(min(max(params.repetition_penalty, 1e-20), 1e20)),  # finite, so that 0 times it is 0
         "presence": np.float32(params.presence_penalty),
         "frequency": np.float32(params.frequency_penalty),
@@ -161,7 +164,14 @@ def sample(
         temperature = jnp.where(rows.temperature > 0, rows.temperature, 1.0)[:, None]
         weigh = partial(_weigh, peak, temperature)
         if variant != SamplerVariant.PLAIN:
-            weigh = partial(_weigh_kept, weigh, _floor(adjusted, peak, temperature, rows))
+            floor = _floor(adjusted, peak, temperature, rows)
+            typical_p = jnp.where(rows.temperature > 0, rows.typical_p, 1.0)[:, None]
+            floor, ceiling = once_if(
+                (typical_p < 1).any(),
+                partial(_typical, adjusted, peak, temperature, floor, typical_p),
+                (floor, jnp.full_like(floor, jnp.inf)),
+            )
+            weigh = partial(_weigh_kept, weigh, floor, ceiling)
         drawn = draw(adjusted, weigh, uniform(rows.seed, rows.sample_index, positions))
         # A row with NaN or +inf among its logits, or nothing but -inf, has no distribution to draw from.
         tokens = jnp.where((rows.temperature > 0) & jnp.isfinite(peak[:, 0]), drawn, greedy)
@@ -212,9 +222,12 @@ def _weigh(
 
 
 def _weigh_kept(
-    weigh: Callable[[jax.Array], jax.Array], floor: Float32[jax.Array, "S 1"], logits: Float32[jax.Array, "S n"]
+    weigh: Callable[[jax.Array], jax.Array],
+    floor: Float32[jax.Array, "S 1"],
+    ceiling: Float32[jax.Array, "S 1"],
+    logits: Float32[jax.Array, "S n"],
 ) -> Float32[jax.Array, "S n"]:
-    return jnp.where(logits >= floor, weigh(logits), 0.0)
+    return jnp.where((logits >= floor) & (logits <= ceiling), weigh(logits), 0.0)
 
 
 def _floor(
@@ -233,6 +246,51 @@ def _floor(
         jnp.full_like(peak, -jnp.inf),
     )
     return jnp.maximum(floor, peak + temperature * jnp.log(rows.min_p[:, None]))
+
+
+def _typical(
+    logits: Float32[jax.Array, "S V"],
+    peak: Float32[jax.Array, "S 1"],
+    temperature: Float32[jax.Array, "S 1"],
+    floor: Float32[jax.Array, "S 1"],
+    typical_p: Float32[jax.Array, "S 1"],
+) -> tuple[Float32[jax.Array, "S 1"], Float32[jax.Array, "S 1"]]:
+    """The smallest and the largest logit that typical_p keeps of those from `floor` on; exact.
+
+    Tokens are kept in order of |surprisal - entropy|, which is |logit - mean logit| at this temperature, until they
+    hold `typical_p` of the probability. Tokens as far away as the last one are kept too, as in Hugging Face's
+    TypicalLogitsWarper. Where typical_p is 1, the bounds are `floor` and infinity.
+    """
+    scaled = (logits - peak) / temperature
+    weights = jnp.where(logits >= floor, jnp.exp(scaled), 0.0)
+    mass = total(weights)
+    mean = total(jnp.where(weights > 0, weights * scaled, 0.0)) / mass
+    distance = jnp.where(weights > 0, jnp.abs(scaled - mean), jnp.inf)
+    # One array for every pass: computed anew it could round differently. Comparisons take subnormal numbers for zero.
+    distance = jax.lax.optimization_barrier(jnp.where(distance < _SMALLEST_NORMAL, 0.0, distance))
+    target = typical_p * mass
+    nearest, ids = largest(-distance, min(FEW, logits.shape[1]))
+    few_limit, is_few = reach(-nearest, jnp.take_along_axis(weights, ids, -1), target, 0.0)
+
+    def bisect():
+        keys = jax.lax.bitcast_convert_type(distance, jnp.int32)  # in the order of floats of at least 0
+
+        def step(_, bounds):
+            low, high = bounds
+            middle = low + (high - low) // 2
+            is_enough = total(jnp.where(keys <= middle, weights, 0.0)) >= target
+            return jnp.where(is_enough, low, middle), jnp.where(is_enough, middle, high)
+
+        low = jax.lax.bitcast_convert_type(-nearest[:, -1:], jnp.int32)  # the nearest few are not enough
+        high = jax.lax.bitcast_convert_type(jnp.full_like(mass, jnp.inf), jnp.int32)
+        limit = jax.lax.bitcast_convert_type(jax.lax.fori_loop(0, 31, step, (low, high))[1], jnp.float32)
+        return jnp.where(is_few, few_limit, limit)
+
+    is_off = typical_p >= 1
+    kept = (distance <= once_if(~(is_few | is_off).all(), bisect, few_limit)) & (weights > 0)
+    lowest = jnp.where(kept, logits, jnp.inf).min(-1, keepdims=True)
+    highest = jnp.where(kept, logits, -jnp.inf).max(-1, keepdims=True)
+    return jnp.where(is_off, floor, lowest), jnp.where(is_off, jnp.inf, highest)
 
 
 def _penalise(

@@ -34,6 +34,7 @@ SAID: dict[str, tuple[dict[str, Any], set[str]]] = {
     "greedy": ({"temperature": 0.0}, set()),
     "drawn": ({"temperature": 0.8, "top_p": 0.95, "top_k": 50, "seed": 7}, set()),
     "min_p": ({"min_p": 0.05, "seed": 7}, {"tgi"}),
+    "typical_p": ({"typical_p": 0.5, "seed": 7}, {"vllm"}),
     "repeat less": ({"temperature": 0.0, "repetition_penalty": 1.3, "frequency_penalty": 0.5}, set()),
     "presence_penalty": ({"temperature": 0.0, "presence_penalty": 1.5}, {"tgi"}),
     "logit_bias": ({"temperature": 0.0, "logit_bias": {387: -100.0}}, {"tgi"}),

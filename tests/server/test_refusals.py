@@ -34,6 +34,7 @@ LONG = 1500  # tokens: more than any test waits for
         ("top_p", {"prompt": "a", "top_p": 0.0}),
         ("top_k", {"prompt": "a", "top_k": -1}),
         ("min_p", {"prompt": "a", "min_p": 2.0}),
+        ("typical_p", {"prompt": "a", "typical_p": 0.0}),
         ("repetition_penalty", {"prompt": "a", "repetition_penalty": 0.0}),
         ("presence_penalty", {"prompt": "a", "presence_penalty": 3.0}),
         ("frequency_penalty", {"prompt": "a", "frequency_penalty": float("inf")}),

@@ -39,6 +39,7 @@ def plan(rng: random.Random) -> IterationPlan:
                     top_p=rng.random() or 1.0,
                     top_k=rng.randrange(50),
                     min_p=rng.random(),
+                    typical_p=1 - rng.random(),
                     repetition_penalty=1.1,
                     presence_penalty=-0.5,
                     frequency_penalty=0.25,

@@ -98,7 +98,23 @@ def reference(logits, params, prompt=(), generated=()):
         margin = np.abs(shares - params.top_p).min()
         weights[weights < values[::-1][limit]] = 0
     weights[weights < params.min_p] = 0
+    if params.typical_p < 1:
+        weights, gap = typical(weights, params.typical_p)
+        margin = min(margin, gap)
     return Distribution(x, weights / weights.sum(), margin)
+
+
+def typical(weights, typical_p):
+    """Locally typical weights (Meister et al. 2022), and by how much the limit could move without another set."""
+    p = weights[weights > 0] / weights.sum()
+    distance = np.full(weights.size, np.inf)
+    distance[weights > 0] = np.abs(-np.log(p) + (p * np.log(p)).sum())
+    values, inverse = np.unique(distance.round(9), return_inverse=True)  # equals stay together
+    shares = np.bincount(inverse, weights).cumsum() / weights.sum()
+    limit = np.argmax(shares >= typical_p - 1e-12)
+    others = np.delete(values, limit)
+    gap = min(np.abs(shares - typical_p).min(), np.abs(others - values[limit]).min(initial=1.0) / 10)
+    return np.where(inverse <= limit, weights, 0.0), gap
 
 
 def assert_chosen(token, distribution, u):
@@ -125,6 +141,7 @@ sampling_params = st.builds(
     top_p=st.sampled_from([1.0, 1.0, 0.999, 0.93, 0.5, 0.01]),
     top_k=st.sampled_from([0, 0, 1, 2, 40, 64, 65, 700, 5999, VOCAB, 10**6]),
     min_p=st.sampled_from([0.0, 0.0, 0.003, 0.2, 1.0]),
+    typical_p=st.sampled_from([1.0, 1.0, 0.9, 0.4, 0.02]),
     repetition_penalty=st.sampled_from([1.0, 1.0, 1.25, 0.5]),
     presence_penalty=st.sampled_from([0.0, 0.0, 0.75, -2.0]),
     frequency_penalty=st.sampled_from([0.0, 0.0, 0.5, -0.25]),
@@ -257,6 +274,28 @@ def test_extreme_uniforms_choose_possible_tokens(monkeypatch, vocab, variant):
     assert tokens[16] == np.flatnonzero(possible[16])[-1]  # u just under 1
 
 
+@pytest.mark.parametrize("typical_p", [0.01, 0.3, 0.9, 0.9999999])
+@pytest.mark.parametrize("vocab", [3, 40, 4001])
+def test_typical_p_keeps_the_reference_set(typical_p, vocab):
+    rng = np.random.default_rng(vocab)
+    logits = draw_logits(rng, 1, vocab, scale=1.0)  # with ties
+    params = SamplingParams(typical_p=typical_p)
+    kept = reference(logits[0], params).probabilities > 0
+    rows = jax.tree.map(jnp.asarray, stack([params]))
+    peak = jnp.full((1, 1), logits.max())
+    floor = jnp.full((1, 1), -jnp.inf)
+    bounds = sampler._typical(jnp.asarray(logits), peak, jnp.ones((1, 1)), floor, rows.typical_p[:, None])
+    low, high = (float(bound[0, 0]) for bound in bounds)
+    np.testing.assert_array_equal((logits[0] >= low) & (logits[0] <= high), kept)
+
+
+def test_typical_p_can_drop_the_likeliest_token():
+    probabilities = np.array([0.4] + [0.012] * 50, np.float32)  # entropy 3.0 nats: the surprisal 4.4 is nearer than 0.9
+    params = [SamplingParams(typical_p=0.5, seed=seed) for seed in range(64)]
+    tokens = choose(np.tile(np.log(probabilities), (64, 1)), params, variant=TRUNCATED).tokens
+    assert (tokens > 0).all()
+
+
 MIXED = [
     SamplingParams(temperature=0.0, seed=1),
     SamplingParams(temperature=0.7, seed=2),
@@ -264,7 +303,7 @@ MIXED = [
     SamplingParams(temperature=1.0, seed=4, top_k=300, top_p=0.95),
     SamplingParams(temperature=1.0, seed=5, min_p=0.01),
     SamplingParams(temperature=0.9, seed=6, repetition_penalty=1.3, logit_bias=((3, 2.0),)),
-    SamplingParams(temperature=3.0, seed=7, top_k=5000),
+    SamplingParams(temperature=3.0, seed=7, top_k=5000, typical_p=0.7),
     SamplingParams(temperature=1.0, seed=8, frequency_penalty=0.4, top_k=9),
 ]
 

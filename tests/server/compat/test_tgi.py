@@ -82,6 +82,7 @@ def test_a_stream_has_an_event_a_token(serve_http: Serve, path: str, more: dict[
         ({"do_sample": True}, 1.0),
         ({"temperature": 0.5}, 0.5),
         ({"top_k": 3}, 1.0),
+        ({"typical_p": 0.9}, 1.0),
         ({"top_p": 0.5}, 1.0),
     ],
 )
@@ -97,7 +98,8 @@ def test_what_draws_and_what_is_greedy(given: dict[str, Any], temperature: float
     [
         ("max_new_tokens", {"max_new_tokens": 0}),
         ("temperature", {"temperature": 0.0}),
-        ("typical_p", {"typical_p": 0.9}),
+        ("typical_p", {"typical_p": 0.0}),
+        ("typical_p", {"typical_p": 1.5}),
         ("watermark", {"watermark": True}),
         ("grammar", {"grammar": {"type": "regex", "value": "(a"}}),
         ("grammar", {"grammar": {"type": "regex", "value": {}}}),
