@@ -1,4 +1,4 @@
-# Two commands are all there is to know: `make serve` and `make test`. Needs python3 (3.11 or later) and make.
+# `make serve` and `make test` are the two commands to know. Needs python3 (3.11 or later) and make.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -14,7 +14,7 @@ PYTHON312 = $(firstword $(foreach python,$(shell command -v python3.12) $(wildca
   $(shell $(python) -c "print('$(python)')" 2>/dev/null)))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv serve test test-aot test-aot-tpu test-aot-gpu test-deploy bench-guard lint proto docs-tables demo-model clean
+.PHONY: help venv serve test test-groups test-all test-weekly test-aot test-aot-tpu test-aot-gpu test-deploy bench-guard lint proto docs-tables demo-model clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -39,6 +39,20 @@ serve: $(RUN_STAMP) ## serve the built-in demo model (ARGS="--port 50052" adds f
 test: $(DEV_STAMP) ## run the test suite (ARGS="-k sampler" selects)
 	$(BIN)/python -m pytest $(ARGS)
 
+# The markers of pyproject.toml: every test is in `make test`, here, in test-aot, in test-deploy or in test-weekly.
+GROUPS := not smoke and not weekly and (exhaustive or interpret or processes or clients or bench or long)
+test-groups: $(DEV_STAMP) ## run the groups of tests that `make test` leaves out
+	$(BIN)/python -m pytest -m "$(GROUPS)" -rs $(ARGS)
+
+test-all: test-aot test-deploy test-groups test ## run every test but for the weekly ones
+
+test-weekly: $(DEV_STAMP) $(TPU_STAMP) ## run the combinations that take hours
+	$(BIN)/python -m pytest -m weekly $(ARGS)
+	$(MAKE) test-aot AOT="-n 0 -m weekly"
+
+ACCELERATORS := tests/jaxserve/plan/test_compiled.py::test_collectives_are_those_of_accelerators
+# One after another, for the tables that they print.
+AOT = -n 0 -m 'not weekly'
 test-aot: test-aot-tpu test-aot-gpu ## compile kernels and steps for accelerators that are not there
 
 # The compilers for TPUs come with libtpu, in an environment of their own: its plugin would be loaded by every start.
@@ -49,14 +63,14 @@ $(TPU_STAMP): requirements-dev.txt
 	touch $@
 
 test-aot-tpu: $(TPU_STAMP)
-	$(TPU_VENV)/bin/python -m pytest tests/aot/test_tpu.py $(ARGS)
+	$(TPU_VENV)/bin/python -m pytest $(AOT) tests/aot/test_tpu.py $(ACCELERATORS) $(ARGS)
 
 ifneq ($(PYTHON312),)
 test-aot-gpu: $(GPU_STAMP)
-	JAX_PLATFORMS=cpu $(GPU_VENV)/bin/python -m pytest tests/aot/test_gpu.py $(ARGS)
+	JAX_PLATFORMS=cpu $(GPU_VENV)/bin/python -m pytest $(AOT) tests/aot/test_gpu.py $(ACCELERATORS) $(ARGS)
 else
 test-aot-gpu:
-	@echo "not compiled for GPUs: that takes Python 3.12, and there is no python3.12 here"
+	@echo "WARNING: nothing is compiled for GPUs: that takes Python 3.12, and there is no python3.12 here" >&2
 endif
 
 $(GPU_STAMP): requirements-aot-gpu.txt

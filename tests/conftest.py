@@ -1,7 +1,12 @@
-"""What every test shares: eight virtual devices, shapes checked, and programs compiled once in a run not compiled
-again."""
+"""What every test shares: eight virtual devices, and programs that are traced and compiled once in a run."""
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+# Before jax starts: a worker for each core takes one core, and so do the processes that tests start.
+os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false")
 
 import jax
 import pytest
@@ -10,8 +15,13 @@ from jaxtyping import install_import_hook
 from jaxserve.runner import cache_folder
 
 jax.config.update("jax_num_cpu_devices", 8)
+# All workers share this cache, and later runs find what earlier ones compiled.
+jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parents[1] / ".pytest_cache" / "compiled"))
+jax.config.update("jax_compilation_cache_max_size", 2 * 2**30)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
-# Before anything imports them: their functions hold arguments and results to their annotations.
+# Their functions hold arguments and results to their annotations where CHECK_SHAPES is set (tests/test_shapes.py).
 SHAPE_CHECKED = (
     "jaxserve.models",
     "jaxserve.sampling.sampler",
@@ -25,7 +35,8 @@ SHAPE_CHECKED = (
     "pallas_kernels.gpu",
     "pallas_kernels.int8",
 )
-install_import_hook(SHAPE_CHECKED, "beartype.beartype")
+if os.environ.get("CHECK_SHAPES"):
+    install_import_hook(SHAPE_CHECKED, "beartype.beartype")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -33,16 +44,37 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _compile_once(tmp_path_factory: pytest.TempPathFactory) -> None:
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compilation-cache")))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-
-
-@pytest.fixture(scope="session", autouse=True)
 def _keep_out_of_your_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What engines keep by themselves is not kept among what you keep."""
+    """Engines keep their programs in a folder of the run, not in the user's cache."""
     folder = tmp_path_factory.mktemp("programs")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cache_folder, "default", lambda: folder)
+        yield
+
+
+class SharedPrograms:
+    """The programs of all engines in this process: a `ProgramCache` in memory."""
+
+    loaded = 0
+
+    def __init__(self) -> None:
+        self._programs: dict[Any, jax.stages.Compiled] = {}
+
+    def get(
+        self, made_from: str, devices: Sequence[Any], compile_program: Callable[[], jax.stages.Compiled]
+    ) -> jax.stages.Compiled:
+        key = (made_from, tuple(device.id for device in devices))
+        if key not in self._programs:
+            self._programs[key] = compile_program()
+        return self._programs[key]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _share_programs() -> Iterator[None]:
+    """Engines that keep no programs on disk share those of this process."""
+    from jaxserve import startup
+
+    own, shared = startup.program_cache, SharedPrograms()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(startup, "program_cache", lambda config: own(config) or shared)
         yield

@@ -1,42 +1,39 @@
-"""Annotated dtypes and shapes are held while tests run (tests/conftest.py installs the check)."""
+"""Tests that run with shapes and dtypes checked against their annotations: the check slows every trace."""
 
-import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
 
-import jax.numpy as jnp
 import pytest
-from jaxtyping import TypeCheckError
 
-from jaxserve.models import layers
-from jaxserve.runner import batch
-from jaxserve.sampling import sampler
-from tests.conftest import SHAPE_CHECKED
+ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.parametrize("name", SHAPE_CHECKED)
-def test_every_module_named_is_there(name) -> None:
-    importlib.import_module(name)
+def run_checked(*arguments: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-n", "0", *arguments],
+        cwd=ROOT,
+        env=os.environ | {"CHECK_SHAPES": "1"},
+        capture_output=True,
+        text=True,
+        timeout=1200,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize(
-    ("kernel", "is_right"), [((5, 4), True), ((4, 5), False), ((4,), False)], ids=["right", "turned", "flat"]
-)
-def test_a_wrong_shape_is_caught(kernel, is_right) -> None:
-    if is_right:
-        assert layers.project(jnp.ones((3, 4)), jnp.ones(kernel)).shape == (3, 5)
-        return
-    with pytest.raises(TypeCheckError):
-        layers.project(jnp.ones((3, 4)), jnp.ones(kernel))
+def test_the_check_catches_wrong_shapes() -> None:
+    run_checked("tests/shapes.py")
 
 
-def test_sizes_of_one_letter_must_agree() -> None:
-    history, tokens = jnp.zeros((2, 8), jnp.int32), jnp.zeros(3, jnp.int32)
-    batch.write_tokens(history, jnp.zeros((3, 3), jnp.int32), tokens)
-    with pytest.raises(TypeCheckError):
-        batch.write_tokens(history, jnp.zeros((2, 3), jnp.int32), tokens)
-
-
-def test_a_wrong_dtype_is_caught() -> None:
-    seed, index = jnp.zeros((2, 2), jnp.uint32), jnp.zeros(2, jnp.int32)
-    sampler.uniform(seed, index, index)
-    with pytest.raises(TypeCheckError):
-        sampler.uniform(seed.astype(jnp.int32), index, index)
+@pytest.mark.long
+def test_annotations_hold() -> None:
+    """Models, the sampler, kernels and a whole engine."""
+    run_checked(
+        "tests/jaxserve/models/test_models.py",
+        "tests/jaxserve/sampling",
+        "tests/jaxserve/test_engine.py",
+        "tests/pallas_kernels/test_conformance.py",
+        "tests/pallas_kernels/test_cpu_product.py",
+        "tests/pallas_kernels/test_int8.py",
+    )

@@ -80,7 +80,7 @@ def kernels(dump: Path) -> list[Kernel]:
     ("device", "heads", "kv_heads", "dim", "dtype", "pool"),
     # The first on both devices, the others on one of them unless all combinations are asked for.
     [
-        pytest.param(device, *model, marks=pytest.mark.exhaustive if i and (i + j) % 2 else ())
+        pytest.param(device, *model, marks=pytest.mark.weekly if i and (i + j) % 2 else ())
         for i, model in enumerate(MODELS)
         for j, device in enumerate(DEVICES)
     ],

@@ -76,9 +76,7 @@ def compiled_attention(device, shape: AttentionShape, n_tokens: int, rows: int, 
     # BLOOM-176B's on every generation, the others on every other one unless all combinations are asked for. The largest
     # takes minutes on some.
     [
-        pytest.param(
-            generation, *case, marks=pytest.mark.exhaustive if i and ((i + j) % 2 or case[-1] == PROMPTS) else ()
-        )
+        pytest.param(generation, *case, marks=pytest.mark.weekly if i and ((i + j) % 2 or case[-1] == PROMPTS) else ())
         for i, case in enumerate(CASES)
         for j, generation in enumerate(GENERATIONS)
     ],

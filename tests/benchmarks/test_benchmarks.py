@@ -34,6 +34,7 @@ def run_alone(benchmark: str, *arguments: str) -> int:
     return commands.main(["bench", benchmark, *arguments])
 
 
+@pytest.mark.bench
 def test_offline_compares_schedulers(tmp_path, capsys):
     code = bench("offline", "--quick", "--compare-schedulers", "--out", str(tmp_path))
     told = capsys.readouterr().out
@@ -52,6 +53,7 @@ def test_offline_compares_schedulers(tmp_path, capsys):
     assert (tmp_path / "offline.png").stat().st_size > 0
 
 
+@pytest.mark.bench
 def test_the_surface_is_loaded_over_the_wire(tmp_path, capsys):
     assert bench("surface", "--quick", "--out", str(tmp_path)) == 0
     assert "refusal latency, ms (p99)" in capsys.readouterr().out
@@ -65,6 +67,7 @@ def test_the_surface_is_loaded_over_the_wire(tmp_path, capsys):
         assert set(result["targets"]) <= set(figures)
 
 
+@pytest.mark.bench
 def test_the_simulator_serves_what_the_engine_served(tmp_path, capsys):
     assert bench("simulate", "--quick", "--out", str(tmp_path)) == 0
     assert "measured / simulated" in capsys.readouterr().out
@@ -128,6 +131,7 @@ def test_loads_are_numbers_above_0(loads, capsys):
     assert f"{loads!r} is not a list of numbers above 0" in capsys.readouterr().err
 
 
+@pytest.mark.bench
 def test_serve_starts_a_server_and_loads_it(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     trace = tmp_path / "trace.jsonl"
@@ -154,6 +158,8 @@ def test_a_server_that_cannot_start_is_told_with_its_output(tmp_path, capsys):
     assert "nowhere" in told
 
 
+@pytest.mark.bench
+@pytest.mark.smoke
 def test_steps_are_timed(tmp_path):
     assert bench("step", "--quick", "--dtypes", "float32", "--out", str(tmp_path)) == 0
     result = json.loads((tmp_path / "step.json").read_text())
@@ -161,6 +167,7 @@ def test_steps_are_timed(tmp_path):
     assert result["memory"]["float32"]["pool"] > 0
 
 
+@pytest.mark.bench
 def test_cases_longer_than_a_request_may_be_are_left_out(tmp_path, capsys):
     limits = ("--dtypes", "float32", "--max-context", "15", "--out", str(tmp_path))
     assert bench("step", "--quick", *limits) == 0
@@ -171,6 +178,7 @@ def test_cases_longer_than_a_request_may_be_are_left_out(tmp_path, capsys):
     assert "every case is longer than the 4 tokens" in capsys.readouterr().err
 
 
+@pytest.mark.bench
 def test_what_a_second_host_adds_is_measured(tmp_path):
     assert run_alone("control", "--quick", "--out", str(tmp_path)) == 0
     (result,) = json.loads((tmp_path / "control.json").read_text())["results"]
@@ -226,6 +234,7 @@ def test_a_model_decodes_on_one_host_and_on_two(tmp_path):
     assert min(result["one_process"] + result["two_hosts"]) > 0
 
 
+@pytest.mark.bench
 def test_stages_are_timed_and_traced(tmp_path):
     if (refusal := stages.compile_sleep()) is not None:
         pytest.skip(refusal)
@@ -259,6 +268,7 @@ def test_synthetic_plans_own_their_blocks_and_advance():
     assert case.slots(5) >= 4 * 10
 
 
+@pytest.mark.bench
 def test_completions_for_the_peers_check(tmp_path):
     checkpoint = shapes.checkpoint("tiny", tmp_path)
     assert shapes.checkpoint("tiny", tmp_path) == checkpoint  # written once
@@ -272,6 +282,7 @@ def test_completions_for_the_peers_check(tmp_path):
         assert all(gap >= 0 for gap in answer["gaps"])
 
 
+@pytest.mark.bench
 def test_host_time_at_several_loads():
     with Bars() as bars:
         few, many = host.measure(3, [0, 30], 6, CONFIG, bars)
@@ -281,6 +292,7 @@ def test_host_time_at_several_loads():
         assert result.median == result.stats.host_ms["host"].p50 > 0
 
 
+@pytest.mark.bench
 def test_speculation_is_set_against_none(tmp_path, capsys):
     assert bench("speculate", "--quick", "--out", str(tmp_path)) == 0
     assert "same answers" in capsys.readouterr().out

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from benchmarks import roofline as floors
 from jaxserve.iteration import SamplerVariant
@@ -21,6 +22,7 @@ def test_a_step_reads_its_weights_and_the_slots_in_use():
     assert floors.flops(config, case, weights, 2) == 2 * 2 * 10**6 + 4 * 250_880 * 4096 + 4 * 30 * 4096 * 200
 
 
+@pytest.mark.bench
 def test_a_model_is_timed():
     model = floors.Model(shape="tiny", context=10, rows=(2,), prompt=8)
     decode, prefill = floors.time_model(model, 2)
@@ -29,6 +31,7 @@ def test_a_model_is_timed():
     assert decode["name"] == "tiny decode 2 rows at 10"
 
 
+@pytest.mark.bench
 def test_sorting_keeps_what_the_sampler_keeps():
     params = SamplingParams(temperature=0.7, top_k=30, top_p=0.8, max_tokens=1)
     rows = jax.tree.map(lambda value: np.broadcast_to(value, (64, *value.shape)), sampler.encode(params, 0))

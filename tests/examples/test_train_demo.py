@@ -140,6 +140,7 @@ def made(documents, tmp_path_factory):
     return path
 
 
+@pytest.mark.bench
 def test_the_script_writes_a_model_that_loads(made):
     assert sorted(path.name for path in made.iterdir()) == sorted(train.FILES)
     model = build(read_config(made))
@@ -148,6 +149,7 @@ def test_the_script_writes_a_model_that_loads(made):
     assert "| this model |" in (made / "README.md").read_text()
 
 
+@pytest.mark.bench
 def test_a_run_that_was_stopped_gives_the_same_files(made, documents, tmp_path, monkeypatch, capsys):
     checkpoint, words = tmp_path / "run.npz", frozenset(["the", "lady"])
     all_batches = train.batches

@@ -124,6 +124,7 @@ def test_an_abort_while_drafts_are_checked(drafting) -> None:
     assert drafting.load().slots_used == 0
 
 
+@pytest.mark.long
 def test_the_distribution_of_answers_is_the_models_own(params, drafting) -> None:
     """Three tokens out of two each, drafts right and wrong: the eight answers come as often as the model has it
     (chi-square, 7 degrees of freedom: 24.3 in one of a thousand runs)."""

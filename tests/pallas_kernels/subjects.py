@@ -69,12 +69,19 @@ def thinned(cases: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
     return kept
 
 
-def over_subjects(names: str = "", cases: Sequence[tuple[Any, ...]] = ((),)) -> pytest.MarkDecorator:
+def over_subjects(
+    names: str = "", cases: Sequence[tuple[Any, ...]] = ((),), *, interpreted: int = 0
+) -> pytest.MarkDecorator:
     """Parametrizes a test over `subject` and, for each, over the cases: tuples of values for `names`, which
-    spaces part."""
-    parameters = [
-        (subject, *case)
-        for subject, how in SUBJECTS.items()
-        for case in (thinned(cases) if how.slow and names else cases)
-    ]
+    spaces part.
+
+    Args:
+      interpreted: cases that a slow subject takes by default; its others are in the group `interpret`.
+    """
+    parameters = []
+    for subject, how in SUBJECTS.items():
+        kept = thinned(cases) if how.slow and names else cases
+        for index, case in enumerate(kept):
+            marks = pytest.mark.interpret if how.slow and index >= interpreted else ()
+            parameters.append(pytest.param(subject, *case, marks=marks))
     return pytest.mark.parametrize(("subject", *names.split()), parameters)

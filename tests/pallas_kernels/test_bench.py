@@ -16,6 +16,7 @@ STEPS = {
 }
 
 
+@pytest.mark.bench
 def test_it_checks_times_and_writes(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(bench, "engine_steps", lambda small: STEPS)
     monkeypatch.setattr(bench, "SAMPLES", 1)
@@ -39,6 +40,7 @@ class Unscaled(XlaBackend):
         return super().attend(*args, scale=1.0, **kw)
 
 
+@pytest.mark.bench
 def test_what_is_wrong_is_not_timed():
     with pytest.raises(ValueError, match=r"off by .* from the oracle; nothing was timed"):
         bench.checked(bench.SMALL_CASES[:1], Unscaled())

@@ -20,7 +20,7 @@ ALL = [(dtype, pool, *heads, alibi) for dtype, pool, heads, alibi in product(DTY
 CASES = [(DTYPES[i % 2], POOLS[i % 3], *heads, i % 4 < 2) for i, heads in enumerate(HEADS)]
 
 
-@over_subjects()
+@pytest.mark.parametrize("subject", SUBJECTS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("pool", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
@@ -48,12 +48,12 @@ def mixed_iterations(h):
     h.check([(b, 1), (a, 1), (d, 1), (c, 4 * size - 2)])
 
 
-@over_subjects(NAMES, CASES)
+@over_subjects(NAMES, CASES, interpreted=1)
 def test_mixed_iterations(harness, subject, dtype, pool, heads, kv_heads, dim, alibi):
     mixed_iterations(harness(subject, heads=heads, kv_heads=kv_heads, dim=dim, dtype=dtype, pool=pool, alibi=alibi))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.weekly
 @over_subjects(NAMES, ALL)
 def test_mixed_iterations_in_every_combination(harness, subject, dtype, pool, heads, kv_heads, dim, alibi):
     for block in SUBJECTS[subject].block_sizes:
@@ -72,7 +72,12 @@ def test_mixed_iterations_in_every_combination(harness, subject, dtype, pool, he
 
 
 @pytest.mark.parametrize(
-    ("subject", "block"), [(name, block) for name, each in SUBJECTS.items() for block in each.block_sizes]
+    ("subject", "block"),
+    [
+        pytest.param(name, block, marks=pytest.mark.interpret if each.slow else ())
+        for name, each in SUBJECTS.items()
+        for block in each.block_sizes
+    ],
 )
 def test_block_sizes_in_a_small_bucket(harness, subject, block):
     h = harness(subject, block=block, bucket=5, max_blocks=-(-100 // block), n_blocks=220)
@@ -113,7 +118,7 @@ def test_random_histories(harness, seed, subject, drawn):
         h.check(sorted(chunks, key=lambda c: c[1] > 1))
 
 
-@over_subjects()
+@over_subjects(interpreted=1)
 def test_length_one_prompt_pieces_among_longer_chunks(harness, subject):
     h = harness(subject)
     a, b, c = (h.add_row() for _ in range(3))
@@ -148,7 +153,7 @@ def test_full_pool(harness, subject, pool):
     assert not h.free
 
 
-@over_subjects("pool", [("float32",), ("int8",)])
+@over_subjects("pool", [("int8",), ("float32",)], interpreted=1)
 def test_shared_prefix_blocks(harness, subject, pool):
     h = harness(subject, pool=pool)
     size = h.shape.block_size
@@ -212,7 +217,7 @@ def test_other_rows_poison_nothing(harness, subject, pool):
     h.check([(a, 1), (c, 1), (d, 1)])
 
 
-@over_subjects("kv_len pool", [(9, "float32"), (70, "int8"), (1, "float32"), (8, "float32")])
+@over_subjects("kv_len pool", [(9, "float32"), (70, "int8"), (1, "float32"), (8, "float32")], interpreted=1)
 def test_a_row_does_not_depend_on_its_companions(harness, subject, kv_len, pool):
     """Same bucket, same tokens: a decode's result is the same to the bit alone and in company, in any order."""
 

@@ -28,6 +28,7 @@ SHAPE = AttentionShape(
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 2)])
+@pytest.mark.interpret
 def test_parts_of_a_context_are_put_together(harness, heads, kv_heads):
     """More parts than some rows have tiles; rows of one tile, of several, and of none."""
     backend = GpuBackend(interpret=True)

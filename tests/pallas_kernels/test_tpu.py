@@ -40,6 +40,7 @@ def small(block: int) -> Cut:
     return Cut(units=2, unit_slots=2 * block, tile=32, tile_slots=2 * block)
 
 
+@pytest.mark.interpret
 def test_no_races(harness, capfd):
     """Nor between the two cores of a chip that share the work."""
     block = 8
@@ -62,6 +63,7 @@ class Unwaited:
 
 
 @pytest.mark.parametrize("interpret", [LATE, WATCHED], ids=["late", "watched"])
+@pytest.mark.interpret
 def test_a_missing_wait_is_caught(harness, monkeypatch, capfd, interpret):
     """The canary: a kernel whose blocks nobody waits for gives NaN where copies come late, and a race where they are
     watched."""

@@ -208,6 +208,7 @@ def test_hostile_calls_leave_the_real_engine_as_it_was(checkpoint: Path) -> None
         assert engine.load().outstanding_tokens == engine.load().compiled_after_ready == 0
 
 
+@pytest.mark.clients
 def test_a_browser_sees_what_is_served(checkpoint: Path, foreign: Any, tmp_path: Path) -> None:
     """The page, in a browser, while the engine serves others too."""
     browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -308,6 +309,7 @@ def test_a_converted_checkpoint_serves_alike(
 
 
 @fronts
+@pytest.mark.clients
 def test_a_javascript_client_of_the_real_engine(
     checkpoint: Path, foreign_client: Callable[..., Any], front: str
 ) -> None:

@@ -90,6 +90,7 @@ def test_readers_who_never_read_hold_nobody_up(serve: Serve) -> None:
     serve(scenario, max_context=2 * 10**6)
 
 
+@pytest.mark.long
 def test_memory_does_not_grow_with_hostile_calls(serve: Serve) -> None:
     hostile = [
         (method, pb.GenerateRequest(prompt=prompt, max_tokens=most).SerializeToString(), manner)

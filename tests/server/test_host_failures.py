@@ -21,6 +21,8 @@ from server.proto.jaxserve.v1.inference_pb2_grpc import InferenceStub
 from tests.jaxserve.multihost.processes import WAIT_SECONDS, Cable, free_ports
 from tests.server.served_group import AT_WORK, DEADLINE, START_SECONDS, WAITING, Callers, Group, group, until
 
+pytestmark = pytest.mark.processes
+
 BOUND = DEADLINE + 5.0  # seconds from a fault until all is said and ended
 LOST, KILLED = exit_codes.told(ExitCode.LOST), exit_codes.told(-signal.SIGKILL)
 LATE, BROKEN = exit_codes.told(ExitCode.OVERDUE), exit_codes.told(ExitCode.BROKEN)

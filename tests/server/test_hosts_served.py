@@ -74,6 +74,8 @@ def port_of(process: subprocess.Popen[str]) -> str:
     raise AssertionError(told)
 
 
+@pytest.mark.processes
+@pytest.mark.smoke
 def test_hosts_end_when_host_0_is_asked_to(hosts, tmp_path) -> None:
     port_of(hosts[0])
     hosts[1].send_signal(signal.SIGTERM)  # which is not what ends them
@@ -85,6 +87,7 @@ def test_hosts_end_when_host_0_is_asked_to(hosts, tmp_path) -> None:
     assert len(list(tmp_path.glob("*.flight"))) == 1
 
 
+@pytest.mark.processes
 def test_a_text_is_held_to_its_grammar(hosts) -> None:
     """The tokens are chosen on host 1, which has to know the grammar."""
     with grpc.insecure_channel(port_of(hosts[0])) as channel:

@@ -10,6 +10,8 @@ from jaxserve.config import EngineConfig
 from jaxserve.demo import DEMO_MODEL
 from jaxserve.engine import Engine
 
+pytestmark = pytest.mark.clients
+
 FOLDER = Path(__file__).parent / "foreign" / "lm_eval"
 
 

@@ -58,13 +58,15 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_wheel_imports_engine_and_protocol_side_by_side(wheel: Path, tmp_path: Path) -> None:
-    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    site = str(tmp_path / "site")
+    zipfile.ZipFile(wheel).extractall(site)
     code = (
+        f"import sys; sys.path.insert(0, {site!r})\n"  # before any path hook
         "import jaxserve, server.proto.jaxserve.v1.inference_pb2 as pb, server.proto.jaxserve.v1.inference_pb2_grpc\n"
         "import jaxserve.request\n"
         "print(jaxserve.__file__, pb.__file__, pb.GenerateRequest(prompt='a').prompt)"
     )
-    environment = {"PYTHONPATH": str(tmp_path / "site"), "PATH": "/usr/bin:/bin"}
+    environment = {"PYTHONPATH": site, "PATH": "/usr/bin:/bin"}
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", code],
         cwd=tmp_path,

@@ -84,6 +84,7 @@ def test_samples_are_what_they_would_be_alone(params, alone, settings) -> None:
     assert (load.slots_used, load.compiled_after_ready) == (0, 0)
 
 
+@pytest.mark.long
 def test_blocks_that_are_split_over_devices_are_copied_where_they_are() -> None:
     entries = {"model_type": "gpt2", "n_layer": 2, "vocab_size": 104, "n_embd": 32, "n_head": 8, "n_positions": 96}
     config = models.parse_config(entries)
@@ -152,6 +153,7 @@ def test_samples_that_are_aborted_leave_nothing_behind(params) -> None:
     assert engine.load().slots_used == 0
 
 
+@pytest.mark.long
 def test_samples_go_to_one_replica(params) -> None:
     engine, answers = make_engine(params, replicas=2), Answers()
     for request in samples(4):

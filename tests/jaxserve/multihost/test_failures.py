@@ -13,6 +13,8 @@ from jaxserve.multihost import recorder
 from jaxserve.multihost.failure import ExitCode
 from tests.jaxserve.multihost.processes import Cable, Host, free_ports, group
 
+pytestmark = pytest.mark.processes
+
 FAKE = "tests.jaxserve.multihost.fake_host"
 DEADLINE = 2.0
 ENDED = 5.0  # seconds after the deadline in which callers are told and processes gone
@@ -50,6 +52,7 @@ def test_a_worker_that_is_killed(tmp_path) -> None:
         assert codes(hosts) == [ExitCode.LOST, -signal.SIGKILL, ExitCode.LOST]
 
 
+@pytest.mark.smoke
 def test_a_worker_that_is_stopped(tmp_path) -> None:
     told = {"stages": 2, "deadline": DEADLINE}
     with group(FAKE, [told] * 2, tmp_path) as hosts:

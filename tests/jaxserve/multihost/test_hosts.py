@@ -22,6 +22,8 @@ from tests.fixtures.traffic import Answers, traffic
 from tests.jaxserve.multihost.processes import group, make_certificates
 from tests.jaxserve.multihost.real_host import ABORTED, CONSTRAINED, REQUESTS, as_json, config_of, requests, run
 
+pytestmark = pytest.mark.processes
+
 REAL = "tests.jaxserve.multihost.real_host"
 MODEL = {
     "model_type": "bloom",

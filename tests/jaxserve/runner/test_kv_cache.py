@@ -80,6 +80,7 @@ def test_answers_change_little() -> None:
     assert off.mean() < 0.02
 
 
+@pytest.mark.long
 def test_heads_and_their_scales_are_split_over_devices() -> None:
     entries = {"model_type": "gpt2", "n_layer": 2, "vocab_size": 104, "n_embd": 32, "n_head": 8, "n_positions": 96}
     config = models.parse_config(entries)

@@ -94,6 +94,7 @@ def test_three_stages_of_two_devices_answer_as_one_device(six) -> None:
     check_same(six, "bloom", 4)
 
 
+@pytest.mark.long
 def test_two_stages_of_four_devices_answer_as_one_device() -> None:
     check_same(make("gpt2", 3, settings("grow", 4, 2)), "gpt2", 3)
 
@@ -123,7 +124,7 @@ def test_other_rules_for_parameters_activations_and_pool_answer_the_same(tmp_pat
     assert not stage.params["layers"][0]["up"]["kernel"].is_fully_replicated
 
 
-@pytest.mark.exhaustive
+@pytest.mark.weekly
 @pytest.mark.parametrize("policy", ["grow", "reserve"])
 @pytest.mark.parametrize("family", models.families())
 @pytest.mark.parametrize(("tensor", "stages"), LAYOUTS)

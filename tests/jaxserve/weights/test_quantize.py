@@ -148,6 +148,7 @@ def test_no_iteration_widens_a_whole_matrix() -> None:
         assert not made & sizes
 
 
+@pytest.mark.long
 def test_several_devices_answer_as_one_and_gather_no_weights() -> None:
     config = models.parse_config({"model_type": "gpt2", **SIZES})
     tree = jax.tree.map(lambda leaf: leaf * 4 if leaf.ndim > 1 else leaf, models.build(config).init(0, jnp.float32))

@@ -13,6 +13,7 @@ from server.commands.bench.accuracy import GENERATED, Answers
 from tests.examples.test_train_demo import HELD_OUT
 
 
+@pytest.mark.bench
 def test_eight_bits_change_little(tmp_path, capsys):
 
     text = tmp_path / "text"
