@@ -124,6 +124,26 @@ def test_a_host_wedged_in_a_kernel(tmp_path, cache, host, supervise) -> None:
             assert it.codes() == [ExitCode.LOST if host else ExitCode.OVERDUE, ExitCode.LOST]
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("host", [1, 0])
+@pytest.mark.parametrize(
+    ("fault", "cause"),
+    [
+        ("device", "its device failed: .*the kernel divides by zero"),
+        ("raise", "RuntimeError: no such program"),
+    ],
+)
+def test_host_whose_work_fails(tmp_path, cache, host, fault, cause) -> None:
+    there, caches, programs = tmp_path / "there", [str(cache)] * 2, [("server.commands.cli",)] * 2
+    programs[host], caches[host] = ("tests.server.failing_host", fault, str(there)), "off"
+    own = [["--compilation-cache", each] for each in caches]
+    with group(tmp_path, programs=programs, of_host=own) as it:
+        stage = "" if (host, fault) == (0, "raise") else f", stage {host}"
+        ends = (LOST, BROKEN) if host else (BROKEN, LOST)
+        check(it, there.touch, rf"host {host}{stage}, iteration \d+: {cause}", ends, again=False)
+        assert it.codes() == ([ExitCode.LOST, ExitCode.BROKEN] if host else [ExitCode.BROKEN, ExitCode.LOST])
+
+
 @pytest.mark.parametrize("way", ["close", pytest.param("fall_silent", marks=pytest.mark.exhaustive)])
 def test_a_stream_of_plans_that_is_cut(tmp_path, cache, way) -> None:
     coordinator = free_ports()
