@@ -36,11 +36,11 @@ from jaxserve.iteration import Admission, Chunk, IterationPlan, IterationResult,
 from jaxserve.multihost import control_pb2 as pb
 from jaxserve.multihost import wire
 from jaxserve.multihost.config import ClusterConfig
-from jaxserve.multihost.group import Group
-from jaxserve.multihost.links import Unconnected
+from jaxserve.multihost.flight_recorder import FlightRecorder
+from jaxserve.multihost.group import HostGroup
+from jaxserve.multihost.links import NoLink
 from jaxserve.multihost.master import MasterPipeline
-from jaxserve.multihost.recorder import FlightRecorder
-from jaxserve.multihost.worker import Membership
+from jaxserve.multihost.worker import MasterConnection
 from jaxserve.runner.batch import BatchLayout, PackedPlan, pack
 from jaxserve.runner.pipeline import Pipeline
 from jaxserve.runner.programs import Forward
@@ -205,7 +205,7 @@ def _two_hosts(rows: int, link: _Link | None) -> Iterator[Pipeline]:
         probe.bind(("127.0.0.1", 0))
         coordinator = f"127.0.0.1:{probe.getsockname()[1]}"
     command = [sys.executable, "-m", "benchmarks.control", coordinator, str(rows), *map(str, link or ())]
-    group = Group(_place(0, coordinator), [], tell=lambda _: None)
+    group = HostGroup(_place(0, coordinator), [], tell=lambda _: None)
     # A session of its own: Ctrl-C is ours, and the worker ends with us.
     worker = subprocess.Popen(command, pass_fds=link or (), start_new_session=True)
     try:
@@ -213,7 +213,7 @@ def _two_hosts(rows: int, link: _Link | None) -> Iterator[Pipeline]:
             group.listen()
             group.join()
             group.place({0: (0,), 1: (1,)})
-            pipeline = MasterPipeline(_stages(rows, (0,), link), [Unconnected()] * _STAGES, group, lambda: None)
+            pipeline = MasterPipeline(_stages(rows, (0,), link), [NoLink()] * _STAGES, group, lambda: None)
             group.agree("ready", 1)
             recorder = FlightRecorder(pb.Recording(), _BLOCK, seconds=1.0, folder=Path(folder))
             pipeline.serve(60.0, recorder)
@@ -292,7 +292,7 @@ def measure(rows: int, iterations: int) -> Added:
 def _take_turns(rows: int, asleep: bool, turn: Callable[[_Side], Any]) -> list[tuple[Any, Any]]:
     """What a turn gives without a second host and with one, pairs."""
     links = [_Link(*os.pipe()) if asleep else None for _ in range(2)]
-    alone = Pipeline(_stages(rows, tuple(range(_STAGES)), links[0]), [Unconnected()] * _STAGES)
+    alone = Pipeline(_stages(rows, tuple(range(_STAGES)), links[0]), [NoLink()] * _STAGES)
     try:
         with _two_hosts(rows, links[1]) as pipeline:
             sides = [_Side(each, rows) for each in (alone, pipeline)]
@@ -367,9 +367,9 @@ def run(rows: list[int], iterations: int, out: Path, console: Console) -> int:
 
 def work(coordinator: str, rows: int, link: _Link | None) -> None:
     """The worker's process."""
-    membership = Membership(_place(1, coordinator), [], tell=lambda _: None)
+    membership = MasterConnection(_place(1, coordinator), [], tell=lambda _: None)
     membership.join()
-    pipeline = Pipeline(_stages(rows, (1,), link), [Unconnected()] * _STAGES)
+    pipeline = Pipeline(_stages(rows, (1,), link), [NoLink()] * _STAGES)
     membership.agree("ready", 1)
     membership.follow(pipeline, _BLOCKS, stages=(1,), answers=True)
 

@@ -21,9 +21,9 @@ from jaxserve.engine import Engine, IterationRecord
 from jaxserve.iteration import IterationPlan
 from jaxserve.request import TokenEvent
 from jaxserve.simulate import workload as load
-from jaxserve.simulate.clock import Arrival, Host, StageSeconds
 from jaxserve.simulate.outcome import Distribution, Outcome
-from jaxserve.simulate.system import System
+from jaxserve.simulate.system import SimulatedEngine
+from jaxserve.simulate.virtual_clock import Arrival, HostTimes, StageSeconds
 from jaxserve.simulate.workload import Workload
 from jaxserve.startup_report import StartupReport
 from server.commands.bench import machine, report
@@ -130,7 +130,9 @@ def run(
     return 0
 
 
-def _print(title: str, loads: Sequence[Load], starts: Sequence[StartupReport], host: Host, console: Console) -> None:
+def _print(
+    title: str, loads: Sequence[Load], starts: Sequence[StartupReport], host: HostTimes, console: Console
+) -> None:
     """Args:
     starts: of all parts' engines, and of one after them.
     """
@@ -174,13 +176,13 @@ def pace_of(outcomes: Sequence[Outcome], records: Sequence[IterationRecord], sec
     return took / cost if cost else 1.0
 
 
-def host_of(records: Sequence[IterationRecord]) -> Host:
+def host_of(records: Sequence[IterationRecord]) -> HostTimes:
     """What an engine's host adds to an iteration: medians."""
     launch = statistics.median(record.schedule_s + record.pack_s + record.launch_s for record in records)
-    return Host(launch=launch, complete=statistics.median(record.complete_s for record in records))
+    return HostTimes(launch=launch, complete=statistics.median(record.complete_s for record in records))
 
 
-def system_of(turn: Turn, after: StartupReport, host: Host) -> System:
+def system_of(turn: Turn, after: StartupReport, host: HostTimes) -> SimulatedEngine:
     """The engine of a turn as the simulator sees it: its settings, the costs of its buckets, and its host's times.
 
     The scheduler decides by the table that the engine has. An iteration takes the mean of what that table and the one
@@ -200,7 +202,7 @@ def system_of(turn: Turn, after: StartupReport, host: Host) -> System:
         more = sum(chunk.start for chunk in plan.chunks) - slots_read
         return [max(0.0, milliseconds + slot * more) / 1000] * stages
 
-    return System(
+    return SimulatedEngine(
         config=turn.config,
         seconds=seconds,
         costs=turn.report.buckets,
@@ -255,7 +257,7 @@ def _serve(engine: Engine, workload: Workload, bars: Bars, name: str) -> list[Ou
     return list(outcomes.values())
 
 
-def _compare(share: float, rate: float, turns: Sequence[Turn], systems: Sequence[System]) -> Load:
+def _compare(share: float, rate: float, turns: Sequence[Turn], systems: Sequence[SimulatedEngine]) -> Load:
     """Args:
     turns / systems: the parts of the load, as they were served and as the simulator sees them.
     """

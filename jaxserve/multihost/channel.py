@@ -1,5 +1,5 @@
 """The control channel, opened from either side: a gRPC stream from every worker to host 0, in the clear or by mutual
-TLS. What is said on it is `Group`'s and `Membership`'s."""
+TLS. What is said on it is `HostGroup`'s and `MasterConnection`'s."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ _VERSIONS = ("jaxserve", "jax", "jaxlib", "numpy", "llguidance")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Secrets:
+class TlsFiles:
     """Mutual TLS between the hosts: contents of PEM files.
 
     Attributes:
@@ -63,7 +63,7 @@ class ClusterConfig:
     links: LinksName = "auto"
     record_seconds: float = 120.0
     record_folder: Path = Path()
-    secrets: Secrets | None = None
+    secrets: TlsFiles | None = None
     local_devices: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -106,7 +106,7 @@ class ClusterConfig:
         return f"{self.interface}:{port}"
 
 
-def check(config: EngineConfig, cluster: ClusterConfig) -> None:
+def check_settings(config: EngineConfig, cluster: ClusterConfig) -> None:
     """Raises ValueError for settings that several hosts do not go together with."""
     if config.replicas != 1:
         raise ValueError(f"replicas is {config.replicas}; with hosts it must be 1 (start as many groups of hosts)")

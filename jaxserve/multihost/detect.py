@@ -8,7 +8,7 @@ from typing import NamedTuple
 _SECONDS = 60  # that finding the coordinator may take
 
 
-class Place(NamedTuple):
+class DetectedHost(NamedTuple):
     """As in `ClusterConfig`."""
 
     hosts: int
@@ -17,7 +17,7 @@ class Place(NamedTuple):
     local_devices: tuple[int, ...] | None
 
 
-def detect() -> Place:
+def detect() -> DetectedHost:
     """Asks jax. Raises ValueError where it does not know."""
     # The one way to it that does not connect at once, and a worker's plans come by another channel first.
     from jax._src.clusters import ClusterEnv
@@ -33,4 +33,4 @@ def detect() -> Place:
             "hosts is auto, and jax finds none of the surroundings it knows (TPU pods, Slurm, Open MPI, Kubernetes "
             "with the kubernetes package); give --hosts, --host-id and --coordinator"
         )
-    return Place(hosts, host, coordinator, None if devices is None else tuple(devices))
+    return DetectedHost(hosts, host, coordinator, None if devices is None else tuple(devices))

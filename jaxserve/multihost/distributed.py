@@ -9,7 +9,7 @@ import threading
 import jax
 
 from jaxserve.multihost.config import ClusterConfig
-from jaxserve.multihost.watchdog import end_process
+from jaxserve.multihost.process_watchdog import end_process
 
 _HEARTBEAT_TIMEOUT = 60  # seconds until jax itself ends a process; the watchdogs are much quicker
 _LEAVING = 5.0  # seconds that jax has to let go

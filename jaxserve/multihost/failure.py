@@ -15,17 +15,17 @@ class ExitCode(enum.IntEnum):
     BROKEN = 73  # this host's own work threw
 
 
-class Rank(enum.IntEnum):
+class SymptomKind(enum.IntEnum):
     """How near to the cause a symptom is: one dead host makes others' collectives fail and all hosts late."""
 
-    GONE = 0  # its stream ended, or nothing was heard of it
-    THREW = 1  # its own work threw
-    DEVICE = 2  # a program on its devices failed, maybe because another host's did not answer
+    DISCONNECTED = 0  # its stream ended, or nothing was heard of it
+    RAISED = 1  # its own work threw
+    DEVICE_ERROR = 2  # a program on its devices failed, maybe because another host's did not answer
     LATE = 3  # an iteration was not done in time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
+class Symptom:
     """One symptom.
 
     Attributes:
@@ -35,7 +35,7 @@ class Problem:
       step: of the start, before it has ended.
     """
 
-    rank: Rank
+    kind: SymptomKind
     hosts: tuple[int, ...]
     cause: str
     stages: tuple[int, ...] = ()
@@ -54,37 +54,48 @@ class Problem:
 
 
 class HostFailed(RuntimeError):
-    """The hosts cannot go on together; the message is a `Problem`'s.
+    """The hosts cannot go on together; the message is a `Symptom`'s.
 
     Attributes:
       code: that this process ends with.
     """
 
-    def __init__(self, problem: Problem, code: ExitCode) -> None:
+    def __init__(self, problem: Symptom, code: ExitCode) -> None:
         super().__init__(str(problem))
         self.problem, self.code = problem, code
 
 
-def cause_of(problems: Iterable[Problem]) -> Problem:
+def cause_of(problems: Iterable[Symptom]) -> Symptom:
     """The symptom nearest to the cause. Of hosts that are late, those that wait for the earliest iteration, in its
     earliest stage: the others wait for them."""
     found = list(problems)
     # Who has said why it ends is gone for that reason.
-    said = {host for each in found if each.rank in (Rank.THREW, Rank.DEVICE) for host in each.hosts}
-    found = [each for each in found if each.rank != Rank.GONE or not said.issuperset(each.hosts)]
+    said = {
+        host for each in found if each.kind in (SymptomKind.RAISED, SymptomKind.DEVICE_ERROR) for host in each.hosts
+    }
+    found = [each for each in found if each.kind != SymptomKind.DISCONNECTED or not said.issuperset(each.hosts)]
     first = min(found, key=_nearness)
-    if first.rank != Rank.LATE:
+    if first.kind != SymptomKind.LATE:
         return first
     alike = [each for each in found if _nearness(each) == _nearness(first)]
     hosts = tuple(sorted({host for each in alike for host in each.hosts}))
-    return Problem(
-        rank=first.rank, hosts=hosts, cause=first.cause, stages=first.stages, sequence=first.sequence, step=first.step
+    return Symptom(
+        kind=first.kind, hosts=hosts, cause=first.cause, stages=first.stages, sequence=first.sequence, step=first.step
     )
 
 
-def _nearness(problem: Problem) -> tuple[int, float, float]:
+def one_line(problem: Exception) -> str:
+    """An error's message in one line: the last one where the message holds a traceback."""
+    lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
+    if not lines:
+        return type(problem).__name__
+    first, traceback, _ = lines[0].partition("Traceback (most recent call last)")
+    return f"{first}{lines[-1]}" if traceback else first
+
+
+def _nearness(problem: Symptom) -> tuple[int, float, float]:
     sequence = float("inf") if problem.sequence is None else problem.sequence
-    return problem.rank, sequence, min(problem.stages, default=float("inf"))
+    return problem.kind, sequence, min(problem.stages, default=float("inf"))
 
 
 def _listed(numbers: Iterable[int]) -> str:

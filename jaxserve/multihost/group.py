@@ -10,15 +10,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import grpc
+from jax.errors import JaxRuntimeError
 
 from jaxserve.iteration import IterationResult
 from jaxserve.multihost import channel, wire
 from jaxserve.multihost import control_pb2 as pb
 from jaxserve.multihost.config import ClusterConfig
-from jaxserve.multihost.failure import ExitCode, HostFailed, Problem, Rank, cause_of
-from jaxserve.multihost.progress import Progress, Waiting
-from jaxserve.multihost.remote_grammars import Preparations
-from jaxserve.multihost.watchdog import Watchdog, end_process
+from jaxserve.multihost.failure import ExitCode, HostFailed, Symptom, SymptomKind, cause_of, one_line
+from jaxserve.multihost.in_flight import IterationTracker, OldestIteration
+from jaxserve.multihost.process_watchdog import ProcessWatchdog, end_process
+from jaxserve.multihost.remote_grammars import GrammarCompileRequests
 
 _log = logging.getLogger(__name__)
 
@@ -39,10 +40,10 @@ class _Member:
     heard: float = 0.0
     step: str | None = "joining"
     votes: dict[str, int] = field(default_factory=dict)
-    waiting: Waiting | None = None
+    waiting: OldestIteration | None = None
 
 
-class Group:
+class HostGroup:
     """All hosts, as the master sees them.
 
     Args:
@@ -66,23 +67,23 @@ class Group:
     ) -> None:
         self._cluster, self._facts = cluster, list(facts)
         self._tell, self._end = tell, end
-        self.on_failure: Callable[[Problem], None] = lambda _: None
+        self.on_failure: Callable[[Symptom], None] = lambda _: None
         self._changed = threading.Condition()
         self._members = {host: _Member(host) for host in range(1, cluster.hosts)}
-        self._problems: list[Problem] = []
+        self._problems: list[Symptom] = []
         self._stages: dict[int, tuple[int, ...]] = {}
         self.failure: HostFailed | None = None
-        self.progress = Progress()  # of the stages that are here, stage 0 among them
-        self._answers = Progress()  # of all of them
+        self.progress = IterationTracker()  # of the stages that are here, stage 0 among them
+        self._answers = IterationTracker()  # of all of them
         self._results: queue.SimpleQueue[tuple[int, IterationResult] | None] = queue.SimpleQueue()  # None: no more
         self._answering = 0  # the host whose result counts
-        self.preparations = Preparations(self.broadcast, ())
+        self.preparations = GrammarCompileRequests(self.broadcast, ())
         self._sent: int | None = None  # the newest plan
         self._deadline = 0.0
         self._step: str | None = "joining"
         self._refused: str | None = None
         self._stopping = False
-        self._watchdog = Watchdog(self._look, self._beat)
+        self._watchdog = ProcessWatchdog(self._look, self._beat)
         self._server: grpc.Server | None = None
 
     # The start
@@ -134,7 +135,7 @@ class Group:
         last = max(max(each, default=0) for each in stages.values())
         choosing = [host for host, each in stages.items() if last in each]
         self._answering = min(choosing)
-        self.preparations = Preparations(self.broadcast, (host for host in choosing if host))
+        self.preparations = GrammarCompileRequests(self.broadcast, (host for host in choosing if host))
 
     def phase(self, deadline: float, *, serving: bool) -> None:
         """Numbers start at 0 again, and an iteration has so many seconds; 0 gives it any time."""
@@ -179,17 +180,34 @@ class Group:
 
     # Failure
 
-    def report(self, problem: Problem) -> None:
+    def report(self, problem: Symptom) -> None:
         """A symptom; when others had time to come, one of them is called the cause and the hosts end."""
         with self._changed:
             if self._stopping:
                 return
             self._problems.append(problem)
 
+    def report_error(self, problem: Exception, *, sequence: int, stage: int | None = None) -> None:
+        """Reports what an iteration raised on this host.
+
+        Args:
+          stage: whose device raised it; None where the launch did, of any stage here.
+        """
+        on_device = stage is not None or isinstance(problem, JaxRuntimeError)
+        self.report(
+            Symptom(
+                kind=SymptomKind.DEVICE_ERROR if on_device else SymptomKind.RAISED,
+                hosts=(0,),
+                stages=self._stages.get(0, ()) if stage is None else (stage,),
+                sequence=sequence,
+                cause=f"{'its device failed' if on_device else type(problem).__name__}: {one_line(problem)}",
+            )
+        )
+
     def cannot_start(self, problem: Exception) -> None:
         """This host's own work threw. Raises HostFailed."""
-        cause = f"{type(problem).__name__}: {problem}".splitlines()[0]
-        self.report(Problem(rank=Rank.THREW, hosts=(0,), step=self._step, cause=cause))
+        cause = f"{type(problem).__name__}: {one_line(problem)}"
+        self.report(Symptom(kind=SymptomKind.RAISED, hosts=(0,), step=self._step, cause=cause))
         self.raise_failure()
 
     def raise_failure(self) -> None:
@@ -221,7 +239,7 @@ class Group:
                 return True
             code = ExitCode.LOST
             if problem.hosts == (0,):
-                code = ExitCode.OVERDUE if problem.rank == Rank.LATE else ExitCode.BROKEN
+                code = ExitCode.OVERDUE if problem.kind == SymptomKind.LATE else ExitCode.BROKEN
         _log.error("the hosts cannot go on: %s", problem)
         self.broadcast(pb.FromMaster(stop=pb.Stop(cause=str(problem))))
         self.on_failure(problem)
@@ -233,52 +251,54 @@ class Group:
         self._end(code)
         return False
 
-    def _cause(self, problems: list[Problem]) -> Problem | None:
+    def _cause(self, problems: list[Symptom]) -> Symptom | None:
         if not problems:
             return None
         first = cause_of(problems)
-        if first.rank != Rank.LATE:
+        if first.kind != SymptomKind.LATE:
             return first
         # Whoever waits for the earliest iteration, by the hosts' own last words, is who the others wait for.
         waiting = [(0, self.progress.waiting()), *((each.host, each.waiting) for each in self._members.values())]
         late = [
-            Problem(rank=Rank.LATE, hosts=(host,), stages=(each.stage,), sequence=each.sequence, cause=first.cause)
+            Symptom(
+                kind=SymptomKind.LATE, hosts=(host,), stages=(each.stage,), sequence=each.sequence, cause=first.cause
+            )
             for host, each in waiting
             if each is not None
         ]
         return cause_of(late or [first])
 
-    def _silent(self) -> list[Problem]:
+    def _silent(self) -> list[Symptom]:
         now = time.monotonic()
         most = STARTING_SILENCE if self._step is not None else max(self._deadline, _LEAST_SILENCE)
         return [
-            self._of(member, Rank.GONE, f"nothing was heard of it for {now - member.heard:.1f} s")
+            self._of(member, SymptomKind.DISCONNECTED, f"nothing was heard of it for {now - member.heard:.1f} s")
             for member in self._members.values()
             if member.joined and now - member.heard > most
         ]
 
-    def _late(self) -> list[Problem]:
+    def _late(self) -> list[Symptom]:
         if not self._deadline:
             return []
         cause = f"not done within {self._deadline:g} s"
         mine = self.progress.waiting()
         if mine is not None and mine.seconds > self._deadline:
-            return [self._mine(Rank.LATE, cause, mine)]
+            return [self._mine(SymptomKind.LATE, cause, mine)]
         answer = self._answers.waiting()
         if answer is not None and answer.seconds > self._deadline:
             stages = self._stages.get(self._answering, ())[-1:]
             hosts = (self._answering,)
-            return [Problem(rank=Rank.LATE, hosts=hosts, stages=stages, sequence=answer.sequence, cause=cause)]
+            return [Symptom(kind=SymptomKind.LATE, hosts=hosts, stages=stages, sequence=answer.sequence, cause=cause)]
         return []
 
-    def _mine(self, rank: Rank, cause: str, waiting: Waiting) -> Problem:
-        return Problem(rank=rank, hosts=(0,), stages=(waiting.stage,), sequence=waiting.sequence, cause=cause)
+    def _mine(self, kind: SymptomKind, cause: str, waiting: OldestIteration) -> Symptom:
+        return Symptom(kind=kind, hosts=(0,), stages=(waiting.stage,), sequence=waiting.sequence, cause=cause)
 
-    def _of(self, member: _Member, rank: Rank, cause: str) -> Problem:
+    def _of(self, member: _Member, kind: SymptomKind, cause: str) -> Symptom:
         waiting, answer = member.waiting, self._answers.waiting()
         sequence = self._sent if answer is None else answer.sequence
-        return Problem(
-            rank=rank,
+        return Symptom(
+            kind=kind,
             hosts=(member.host,),
             stages=self._stages.get(member.host, ()) if waiting is None else (waiting.stage,),
             sequence=sequence if waiting is None else waiting.sequence,
@@ -376,7 +396,7 @@ class Group:
             pass
         except Exception as problem:  # whatever it is, it must not end in silence
             _log.exception("host %d said what is not understood", member.host)
-            self.report(self._of(member, Rank.GONE, f"what it said is not understood: {problem}"))
+            self.report(self._of(member, SymptomKind.DISCONNECTED, f"what it said is not understood: {problem}"))
         self._left(member)
 
     def _left(self, member: _Member) -> None:
@@ -387,14 +407,14 @@ class Group:
             self._changed.notify_all()
         member.queue.put(None)
         cause = "its control stream ended: the process has ended, or was cut off"
-        self.report(self._of(member, Rank.GONE, cause))
+        self.report(self._of(member, SymptomKind.DISCONNECTED, cause))
 
     def _take(self, member: _Member, message: pb.FromWorker) -> None:
         member.heard = time.monotonic()
         match message.WhichOneof("message"):
             case "heartbeat":
                 beat = message.heartbeat
-                member.waiting = Waiting(beat.sequence, beat.stage, 0.0) if beat.busy else None
+                member.waiting = OldestIteration(beat.sequence, beat.stage, 0.0) if beat.busy else None
             case "completed":
                 if member.host == self._answering:
                     self._answer(message.completed.sequence, wire.decode_result(message.completed.result))
@@ -410,8 +430,8 @@ class Group:
             case "failed":
                 failed = message.failed
                 stages = self._stages.get(member.host, ()) if failed.launching else (failed.stage,)
-                problem = Problem(
-                    rank=Rank.THREW if failed.launching else Rank.DEVICE,
+                problem = Symptom(
+                    kind=SymptomKind.RAISED if failed.launching else SymptomKind.DEVICE_ERROR,
                     hosts=(member.host,),
                     stages=() if member.step is not None else stages,
                     sequence=None if member.step is not None else failed.sequence,

@@ -1,11 +1,11 @@
 """How arrays pass between stages on different hosts.
 
-Two ways behind one interface (`jaxserve.runner.links.Link`). `Direct` has the runtime copy from device to device:
-native on TPUs and GPUs, on CPUs over sockets of their own that are asked for before the start. `Bridge` is a compiled
-program on the devices of both stages, a permutation that every backend has; because it is a program, it takes its turn
-on both sides, so tokens go over it only when they are known, or a first stage would stand still until they are.
+There are two implementations of `jaxserve.runner.links.Link`. With `DirectLink` the runtime copies from device to
+device: natively on TPUs and GPUs, over sockets on CPUs. `BridgeLink` is a compiled collective-permute over the devices
+of both stages, which every backend supports. It runs in order with the other programs of both sides, so the chosen
+tokens are sent only once they are known; otherwise the first stage would block on them.
 
-Both are called on every host that has devices of either stage, with the same plans in the same order.
+Every host with devices of either stage calls `send`, with the same plans in the same order.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
+from jaxserve.multihost.failure import one_line
 from jaxserve.runner.links import DevicePut, Link
 from jaxserve.runner.lowering import StagePrograms
 from sharding.spec import ShardingSpec
@@ -28,7 +29,7 @@ Way = Literal["direct", "bridge"]
 _SIDES = ShardingSpec({"side": "side"})
 
 
-class Unconnected:
+class NoLink:
     """A link between stages that are both on other hosts."""
 
     in_line = False
@@ -37,7 +38,7 @@ class Unconnected:
         return None
 
 
-class Direct:
+class DirectLink:
     """A copy between devices of different hosts, by the runtime."""
 
     in_line = False
@@ -61,7 +62,7 @@ class _Crossing(NamedTuple):
     zeros: list[jax.Array]
 
 
-class Bridge:
+class BridgeLink:
     """A permutation on the devices of both stages: side 0 gives, side 1 receives.
 
     The array that goes in is twice as long as what is sent: its first half is what the source's devices hold, and its
@@ -110,17 +111,17 @@ class Bridge:
 def make_links(stages: Sequence[StagePrograms], way: Way) -> list[Link]:
     """From each stage to the next, and from the last to the first, as this host has a part in them."""
     if len(stages) == 1:
-        return [Unconnected()]
+        return [NoLink()]
     me = jax.process_index()
     links: list[Link] = []
     for source, target in zip(stages, (*stages[1:], stages[0]), strict=True):
         hosts, theirs = _hosts(source), _hosts(target)
         if me not in hosts | theirs:
-            links.append(Unconnected())
+            links.append(NoLink())
         elif hosts == theirs == {me}:
             links.append(DevicePut(target))
         else:
-            links.append(Direct(source, target) if way == "direct" else Bridge(source, target))
+            links.append(DirectLink(source, target) if way == "direct" else BridgeLink(source, target))
     return links
 
 
@@ -138,7 +139,7 @@ def probe(stages: Sequence[StagePrograms]) -> str | None:
     sent = np.arange(8, dtype=np.float32).reshape(4, 2)
     what = jax.ShapeDtypeStruct(sent.shape, jnp.float32)
     for index, (link, source) in enumerate(zip(make_links(stages, "direct"), stages, strict=True)):
-        if not isinstance(link, Direct):
+        if not isinstance(link, DirectLink):
             continue
         x = None
         if source.mesh.local_devices:
@@ -148,7 +149,7 @@ def probe(stages: Sequence[StagePrograms]) -> str | None:
             if received is not None and not np.array_equal(np.asarray(received), sent):
                 return f"what came over link {index} is not what was sent"
         except (ValueError, RuntimeError, NotImplementedError) as problem:  # JaxRuntimeError among them
-            return str(problem).splitlines()[0] if str(problem) else type(problem).__name__
+            return one_line(problem)
     return None
 
 

@@ -12,10 +12,9 @@ import numpy as np
 from jaxserve.iteration import IterationPlan, IterationResult
 from jaxserve.multihost import control_pb2 as pb
 from jaxserve.multihost import wire
-from jaxserve.multihost.failure import Problem, Rank
-from jaxserve.multihost.group import Group
-from jaxserve.multihost.progress import Waiter
-from jaxserve.multihost.recorder import FlightRecorder
+from jaxserve.multihost.flight_recorder import FlightRecorder
+from jaxserve.multihost.group import HostGroup
+from jaxserve.multihost.in_flight import CompletionWaiter
 from jaxserve.request import Request
 from jaxserve.runner.batch import PackedPlan
 from jaxserve.runner.links import Link
@@ -30,12 +29,14 @@ class MasterPipeline(Pipeline):
       leave: leaves the job of all hosts, when they end well.
     """
 
-    def __init__(self, stages: Sequence[Stage], links: Sequence[Link], group: Group, leave: Callable[[], None]) -> None:
+    def __init__(
+        self, stages: Sequence[Stage], links: Sequence[Link], group: HostGroup, leave: Callable[[], None]
+    ) -> None:
         super().__init__(stages, links)
         self._group, self._leave = group, leave
         self._numbers = 0
         self._plans: deque[IterationPlan] = deque()
-        self._waiter = Waiter(group.progress, done=self._done, failed=self._failed)
+        self._waiter = CompletionWaiter(group.progress, done=self._done, failed=self._failed)
         self.recorder: FlightRecorder | None = None
 
     @property
@@ -97,8 +98,7 @@ class MasterPipeline(Pipeline):
         try:
             yield
         except Exception as problem:
-            cause = f"{type(problem).__name__}: {problem}".splitlines()[0]
-            self._group.report(Problem(rank=Rank.THREW, hosts=(0,), sequence=plan.sequence, cause=cause))
+            self._group.report_error(problem, sequence=plan.sequence)
             self._group.raise_failure()
             raise
 
@@ -137,5 +137,4 @@ class MasterPipeline(Pipeline):
         self._group.done(plan.sequence, result)
 
     def _failed(self, sequence: int, stage: int, problem: Exception) -> None:
-        cause = f"its device failed: {problem}".splitlines()[0]
-        self._group.report(Problem(rank=Rank.DEVICE, hosts=(0,), stages=(stage,), sequence=sequence, cause=cause))
+        self._group.report_error(problem, sequence=sequence, stage=stage)

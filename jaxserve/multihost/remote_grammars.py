@@ -25,7 +25,7 @@ from jaxserve.structured_output.matcher import COMPILE_SECONDS, Compiled, Gramma
 _PATIENCE = 2 * COMPILE_SECONDS  # another host may be busier than this one
 
 
-class Preparations:
+class GrammarCompileRequests:
     """Grammars that other hosts have been asked to compile. Thread safe.
 
     Args:
@@ -68,7 +68,7 @@ class Preparations:
         return problem
 
 
-class RemoteGrammars:
+class WorkerGrammars:
     """The texts of a worker that chooses tokens: what may come next in each.
 
     `prepare` and `landed` may be called by any thread, the others by the one that launches.

@@ -20,15 +20,15 @@ from jaxserve import models, startup, weights
 from jaxserve.config import EngineConfig
 from jaxserve.multihost import control_pb2 as pb
 from jaxserve.multihost import distributed
-from jaxserve.multihost.config import ClusterConfig, check, facts
-from jaxserve.multihost.failure import HostFailed
-from jaxserve.multihost.group import Group
-from jaxserve.multihost.links import Bridge, Direct, crosses_hosts, make_links, probe
+from jaxserve.multihost.config import ClusterConfig, check_settings, facts
+from jaxserve.multihost.failure import HostFailed, one_line
+from jaxserve.multihost.flight_recorder import FlightRecorder
+from jaxserve.multihost.group import HostGroup
+from jaxserve.multihost.links import BridgeLink, DirectLink, crosses_hosts, make_links, probe
 from jaxserve.multihost.master import MasterPipeline
-from jaxserve.multihost.recorder import FlightRecorder
-from jaxserve.multihost.remote_grammars import RemoteGrammars
+from jaxserve.multihost.remote_grammars import WorkerGrammars
 from jaxserve.multihost.remote_stage import RemoteStage
-from jaxserve.multihost.worker import Membership
+from jaxserve.multihost.worker import MasterConnection
 from jaxserve.runner import cache_folder, kv_cache
 from jaxserve.runner.layout import bucket_sizes, lay_out
 from jaxserve.runner.links import Link
@@ -52,14 +52,14 @@ _MEASURING_DEADLINE = 120.0  # seconds for an iteration whose cost nobody knows 
 Tell = Callable[[str], None]
 
 
-class _Party(Protocol):
-    """A host's way to the others: a `Group` or a `Membership`."""
+class _ControlChannel(Protocol):
+    """A host's way to the others: a `HostGroup` or a `MasterConnection`."""
 
     def reached(self, step: str) -> None: ...
     def agree(self, about: str, value: int) -> int: ...
 
 
-class Led(NamedTuple):
+class StartedMaster(NamedTuple):
     """What host 0 makes an engine of, and what keeps its iterations."""
 
     started: Started
@@ -67,7 +67,7 @@ class Led(NamedTuple):
     recorder: FlightRecorder
 
 
-class _Prepared(NamedTuple):
+class _PreparedStages(NamedTuple):
     """What every host has before the first plan."""
 
     programs: list[StagePrograms]
@@ -82,7 +82,7 @@ class _Prepared(NamedTuple):
 
 def lead(
     path: str | Path, config: EngineConfig, cluster: ClusterConfig, *, tell: Tell, progress: Progress = startup.silent
-) -> Led:
+) -> StartedMaster:
     """What `startup.from_checkpoint` does, with the devices of several hosts; on host 0.
 
     Args:
@@ -93,8 +93,8 @@ def lead(
         or weights; the message names it.
       HostFailed: a host failed on the way.
     """
-    check(config, cluster)
-    group = Group(cluster, _facts(path, config, cluster), tell=tell)
+    check_settings(config, cluster)
+    group = HostGroup(cluster, _facts(path, config, cluster), tell=tell)
     group.listen()
     try:
         group.reached(f"waiting for {cluster.hosts - 1} more at {cluster.control}")
@@ -131,7 +131,7 @@ def lead(
             group.cannot_start(problem)
         group.stop(f"host 0: {str(problem) or type(problem).__name__}")  # of an interrupt there are no words
         raise
-    return Led(started, tokenizer, recorder)
+    return StartedMaster(started, tokenizer, recorder)
 
 
 def follow(
@@ -151,8 +151,8 @@ def follow(
     Raises:
       ValueError: a setting cannot be, or the master cannot be reached or refuses this host.
     """
-    check(config, cluster)
-    membership = Membership(cluster, _facts(path, config, cluster), tell=tell, alive=alive)
+    check_settings(config, cluster)
+    membership = MasterConnection(cluster, _facts(path, config, cluster), tell=tell, alive=alive)
     membership.join()
     try:
         prepared = _prepare(path, config, cluster, membership, progress, tell)
@@ -164,7 +164,7 @@ def follow(
     except Exception as problem:
         if not startup.can_be_mended(problem):  # what can is said in a line
             _log.exception("this host cannot start")
-        membership.fail(f"{type(problem).__name__}: {problem}")
+        membership.fail(f"{type(problem).__name__}: {one_line(problem)}")
         raise
     here = places[cluster.host]
     answers = cluster.host == min(host for host, each in places.items() if last in each)
@@ -176,14 +176,14 @@ def follow(
     distributed.leave()
 
 
-def _texts(path: str | Path, pipeline: Pipeline) -> RemoteGrammars | None:
+def _texts(path: str | Path, pipeline: Pipeline) -> WorkerGrammars | None:
     """What holds texts to grammars; nothing without a tokenizer."""
     tokenizer, model = Tokenizer.from_directory(path), pipeline.model.config
     if tokenizer is None:
         return None
     grammars = Grammars(tokenizer, model.vocab_size, model.eos_token_ids)
     grammars.read_ahead()
-    return RemoteGrammars(grammars, pipeline.mask_shape)
+    return WorkerGrammars(grammars, pipeline.mask_shape)
 
 
 def write_record(recorder: FlightRecorder, reason: str, tell: Tell) -> None:
@@ -202,8 +202,13 @@ def _facts(path: str | Path, config: EngineConfig, cluster: ClusterConfig) -> li
 
 
 def _prepare(
-    path: str | Path, config: EngineConfig, cluster: ClusterConfig, party: _Party, progress: Progress, tell: Tell
-) -> _Prepared:
+    path: str | Path,
+    config: EngineConfig,
+    cluster: ClusterConfig,
+    party: _ControlChannel,
+    progress: Progress,
+    tell: Tell,
+) -> _PreparedStages:
     started = time.perf_counter()
     model = models.build(weights.read_config(path))
     spec = specs.default(model.config.family)
@@ -251,7 +256,7 @@ def _prepare(
         else:
             stage.compile(n_blocks)
     links = _linked(programs, sizes, cluster, party, tell)
-    return _Prepared(
+    return _PreparedStages(
         programs=programs,
         stages=stages,
         links=links,
@@ -284,7 +289,7 @@ def _own(stage: StagePrograms) -> weights.Place:
 
 
 def _linked(
-    programs: Sequence[StagePrograms], sizes: Sequence[int], cluster: ClusterConfig, party: _Party, tell: Tell
+    programs: Sequence[StagePrograms], sizes: Sequence[int], cluster: ClusterConfig, party: _ControlChannel, tell: Tell
 ) -> list[Link]:
     """The links, by the way that was asked for or that all hosts found to work."""
     if not crosses_hosts(programs):
@@ -305,9 +310,9 @@ def _linked(
     hidden = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in map(programs[0].hidden, sizes)]
     chosen = [jax.ShapeDtypeStruct((2, count), "int32") for count in shape.point_counts(sizes)]
     for link in links:
-        if isinstance(link, Bridge):
+        if isinstance(link, BridgeLink):
             link.prepare(chosen if link is links[-1] else hidden)
-    if cluster.host == 0 or any(isinstance(link, Direct | Bridge) for link in links):
+    if cluster.host == 0 or any(isinstance(link, DirectLink | BridgeLink) for link in links):
         tell(f"host {cluster.host}: links between hosts: {way} ({why})")
     return links
 
@@ -321,7 +326,9 @@ def _places(programs: Sequence[StagePrograms]) -> dict[int, tuple[int, ...]]:
     return {host: tuple(stages) for host, stages in found.items()}
 
 
-def _recorder(path: str | Path, config: EngineConfig, cluster: ClusterConfig, prepared: _Prepared) -> FlightRecorder:
+def _recorder(
+    path: str | Path, config: EngineConfig, cluster: ClusterConfig, prepared: _PreparedStages
+) -> FlightRecorder:
     """With everything that a replay on one machine has to know of the engine."""
     shape = prepared.programs[0].shape
     settled = dataclasses.replace(

@@ -9,17 +9,18 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 import grpc
+from jax.errors import JaxRuntimeError
 
 from jaxserve.iteration import IterationPlan, IterationResult
 from jaxserve.multihost import channel, wire
 from jaxserve.multihost import control_pb2 as pb
 from jaxserve.multihost.config import ClusterConfig
-from jaxserve.multihost.failure import ExitCode
+from jaxserve.multihost.failure import ExitCode, one_line
+from jaxserve.multihost.flight_recorder import FlightRecorder
 from jaxserve.multihost.group import STARTING_SILENCE
-from jaxserve.multihost.progress import Progress, Waiter
-from jaxserve.multihost.recorder import FlightRecorder
-from jaxserve.multihost.remote_grammars import RemoteGrammars
-from jaxserve.multihost.watchdog import Watchdog, end_process
+from jaxserve.multihost.in_flight import CompletionWaiter, IterationTracker
+from jaxserve.multihost.process_watchdog import ProcessWatchdog, end_process
+from jaxserve.multihost.remote_grammars import WorkerGrammars
 from jaxserve.runner import batch
 from jaxserve.runner.pipeline import Pipeline
 
@@ -29,7 +30,7 @@ _FLUSH = 0.3  # seconds for a last word to leave
 _LEAST_SILENCE = 2.0
 
 
-class Membership:
+class MasterConnection:
     """The worker's side of the control channel.
 
     Args:
@@ -55,7 +56,7 @@ class Membership:
         self.on_failure: Callable[[str], None] = lambda _: None
         self._out: queue.SimpleQueue[pb.FromWorker | None] = queue.SimpleQueue()
         self._plans: queue.SimpleQueue[pb.Plan | pb.Phase | pb.Hold | pb.Release | None] = queue.SimpleQueue()
-        self._texts: RemoteGrammars | None = None
+        self._texts: WorkerGrammars | None = None
         self._changed = threading.Condition()
         self._agreed: dict[str, int] = {}
         self._heard = time.monotonic()
@@ -63,8 +64,8 @@ class Membership:
         self._step = "joining"
         self._newest: int | None = None  # plan that has come
         self._serving = self._stopping = False
-        self.progress = Progress()
-        self._watchdog = Watchdog(self._look, self._beat)
+        self.progress = IterationTracker()
+        self._watchdog = ProcessWatchdog(self._look, self._beat)
 
     def join(self) -> None:
         """Reaches the master and is welcomed. Raises ValueError for an unreachable master, and for its refusal."""
@@ -105,7 +106,7 @@ class Membership:
         stages: Sequence[int],
         answers: bool,
         recorder: FlightRecorder | None = None,
-        texts: RemoteGrammars | None = None,
+        texts: WorkerGrammars | None = None,
     ) -> None:
         """Launches plans in order until the master stops. An iteration that fails ends the process.
 
@@ -133,9 +134,9 @@ class Membership:
                 recorder.landed(result)
 
         def failed(sequence: int, stage: int, problem: Exception) -> None:
-            self.fail(f"its device failed: {problem}", sequence=sequence, stage=stage)
+            self.fail(f"its device failed: {one_line(problem)}", sequence=sequence, stage=stage)
 
-        waiter, expected, sequence = Waiter(self.progress, done=done, failed=failed), 0, 0
+        waiter, expected, sequence = CompletionWaiter(self.progress, done=done, failed=failed), 0, 0
         most = 2 * (len(pipeline.stages) + 1)  # the master has half as many; some may be done here and not noted yet
         try:
             while (message := self._plans.get()) is not None:
@@ -165,7 +166,10 @@ class Membership:
                 waiter.put(pipeline.enqueue(plan, packed, message.feeds, allowed))
         except Exception as problem:
             _log.exception("iteration %d cannot be launched", sequence)
-            self.fail(f"{type(problem).__name__}: {problem}", sequence=sequence)
+            if isinstance(problem, JaxRuntimeError):  # of an earlier program, whose result this launch takes
+                failed(sequence, self.progress.first, problem)
+            else:
+                self.fail(f"{type(problem).__name__}: {one_line(problem)}", sequence=sequence)
         waiter.close()
         self._watchdog.stop()
         self._out.put(None)

@@ -12,9 +12,9 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 
+from jaxserve.plan.deployment import Deployment, programs
 from jaxserve.plan.predict import Plan
 from jaxserve.plan.targets import compiler_options, lowering
-from jaxserve.plan.whatif import WhatIf, programs
 from jaxserve.runner import parts
 from jaxserve.runner.lowering import StagePrograms, temporaries
 
@@ -32,7 +32,7 @@ _ARRAY = re.compile(r"(?P<dtype>[a-z]+[0-9]*)\[(?P<sizes>[0-9,]*)\]")
 _WIDTHS = {"pred": 1, "bf16": 2}
 
 
-class Exchange(NamedTuple):
+class CollectiveOp(NamedTuple):
     """Collectives of one kind and result in a compiled program.
 
     Attributes:
@@ -63,7 +63,7 @@ class CompiledStage:
     arguments: int
     temporaries: int
     total: int
-    collectives: tuple[Exchange, ...]
+    collectives: tuple[CollectiveOp, ...]
     surprises: tuple[str, ...]
 
     def counts(self) -> dict[str, int]:
@@ -91,21 +91,21 @@ def compile_stages(plan: Plan, devices: Sequence[Any], progress: Progress) -> tu
     Raises:
       ValueError: the compiler refuses, with its first words.
     """
-    whatif, made = plan.whatif, []
-    stages = programs(whatif, devices)
+    deployment, made = plan.deployment, []
+    stages = programs(deployment, devices)
     known: dict[tuple[int, bool, bool], CompiledStage] = {}
     for index, stage in enumerate(stages):
         progress("compiling", index, len(stages))
         alike = (len(stage.layers), stage.is_first, stage.is_last)
         if alike not in known:
-            known[alike] = _compile(plan, index, stage, whatif)
+            known[alike] = _compile(plan, index, stage, deployment)
         made.append(known[alike])
     progress("compiling", len(stages), len(stages))
     return tuple(made)
 
 
-def _compile(plan: Plan, index: int, stage: StagePrograms, whatif: WhatIf) -> CompiledStage:
-    bucket = whatif.buckets[-1]
+def _compile(plan: Plan, index: int, stage: StagePrograms, deployment: Deployment) -> CompiledStage:
+    bucket = deployment.buckets[-1]
     started = time.perf_counter()
     try:
         with lowering(stage.mesh):
@@ -138,13 +138,13 @@ def _compile(plan: Plan, index: int, stage: StagePrograms, whatif: WhatIf) -> Co
     )
 
 
-def collectives(text: str) -> list[Exchange]:
+def collectives(text: str) -> list[CollectiveOp]:
     """The collectives in an HLO module, each told once; those in a loop count once, however often it turns."""
     found: Counter[tuple[str, str, int]] = Counter()
     for op, arrays, _ in _instructions(text):
         if op in KINDS:
             found[op, ", ".join(name for name, _ in arrays), sum(nbytes for _, nbytes in arrays)] += 1
-    return [Exchange(*key, count) for key, count in found.items()]
+    return [CollectiveOp(*key, count) for key, count in found.items()]
 
 
 def _instructions(text: str) -> Iterator[tuple[str, list[tuple[str, int]], str]]:
@@ -169,7 +169,7 @@ def _nbytes(array: re.Match[str]) -> int:
 
 
 def unforeseen(
-    stage: StagePrograms, exchanges: Sequence[Exchange], predicted: Mapping[str, int] | None
+    stage: StagePrograms, exchanges: Sequence[CollectiveOp], predicted: Mapping[str, int] | None
 ) -> Iterator[str]:
     """What goes over links and was not predicted."""
     whole = _kernels(stage, "shape")

@@ -11,7 +11,7 @@ import jax
 
 from jaxserve.plan import collectives, cost
 from jaxserve.plan.cost import Collective, Seconds, StageLoad
-from jaxserve.plan.whatif import WhatIf, model_of, programs
+from jaxserve.plan.deployment import Deployment, model_of, programs
 from jaxserve.runner import kv_cache
 from jaxserve.runner.lowering import StagePrograms
 from jaxserve.runner.parts import Part, grouped, parts_of
@@ -96,7 +96,7 @@ class Plan:
       slots: that every stage has room for, in whole blocks.
     """
 
-    whatif: WhatIf
+    deployment: Deployment
     parameters: int
     padding: Mapping[str, tuple[int, int]]
     memory: tuple[int, int]
@@ -112,36 +112,36 @@ class Plan:
         return self.slots // REQUEST
 
 
-def predict(whatif: WhatIf) -> Plan:
+def predict(deployment: Deployment) -> Plan:
     """Predicts what the engine would hold and how fast it would be.
 
     Raises:
       ValueError: in words, for what cannot be (`programs`), and for weights that do not fit (`check_weights`).
     """
-    stages = programs(whatif)
+    stages = programs(deployment)
     attention = stages[0].shape.attention
-    memory = whatif.topology.device.memory
+    memory = deployment.topology.device.memory
     usable = int(memory * kv_cache.ACCELERATOR_SHARE)
-    held = [_held(stage, usable, whatif) for stage in stages]
+    held = [_held(stage, usable, deployment) for stage in stages]
     blocks = [
         (usable - each.weights - each.activations - each.state) // (each.slot_bytes * attention.block_size)
         for each in held
     ]
-    n_blocks = min(blocks) if whatif.engine.slots is None else whatif.engine.slots // attention.block_size
+    n_blocks = min(blocks) if deployment.engine.slots is None else deployment.engine.slots // attention.block_size
     if n_blocks < 1 or n_blocks > min(blocks):
-        raise ValueError(_no_room(whatif, held[blocks.index(min(blocks))], usable, n_blocks * attention.block_size))
+        raise ValueError(_no_room(deployment, held[blocks.index(min(blocks))], usable, n_blocks * attention.block_size))
     slots = n_blocks * attention.block_size
     plans = tuple(_with_pool(each, slots, usable) for each in held)
     return Plan(
-        whatif=whatif,
-        parameters=sum(leaf.size for leaf in jax.tree.leaves(model_of(whatif.config).shapes(attention.dtype))),
-        padding=whatif.padding(),
+        deployment=deployment,
+        parameters=sum(leaf.size for leaf in jax.tree.leaves(model_of(deployment.config).shapes(attention.dtype))),
+        padding=deployment.padding(),
         memory=(memory, usable),
         block_size=attention.block_size,
         kv_cache_dtype=str(attention.pool_dtype),
         slots=slots,
         stages=plans,
-        buckets=tuple(_bucket(whatif, [each.load for each in held], tokens) for tokens in whatif.buckets),
+        buckets=tuple(_bucket(deployment, [each.load for each in held], tokens) for tokens in deployment.buckets),
     )
 
 
@@ -161,16 +161,16 @@ def activation_bytes(stage: StagePrograms, parts: Mapping[str, Part], bucket: in
     return tokens + 4 * rows * (config.vocab_size + collectives.head_table(parts).local[0])
 
 
-def _held(stage: StagePrograms, usable: int, whatif: WhatIf) -> StagePlan:
+def _held(stage: StagePrograms, usable: int, deployment: Deployment) -> StagePlan:
     parts = parts_of(stage)
-    check_weights(parts.values(), usable, f"{whatif.topology.device.name} device")
+    check_weights(parts.values(), usable, f"{deployment.topology.device.name} device")
     attention = stage.shape.attention
     block = kv_cache.block_bytes(stage.shape.backend, attention, len(stage.layers))
     sent = collectives.predict(stage, parts)
     return StagePlan(
         layers=(stage.layers.start, stage.layers.stop),
         weights=sum(part.nbytes for part in parts.values()),
-        activations=activation_bytes(stage, parts, whatif.buckets[-1]),
+        activations=activation_bytes(stage, parts, deployment.buckets[-1]),
         state=_bytes(stage.state()),
         pool=0,
         free=usable,
@@ -204,28 +204,28 @@ def _load(stage: StagePrograms, parts: Mapping[str, Part], sent: tuple[Collectiv
     )
 
 
-def _bucket(whatif: WhatIf, loads: Sequence[StageLoad], tokens: int) -> BucketPlan:
+def _bucket(deployment: Deployment, loads: Sequence[StageLoad], tokens: int) -> BucketPlan:
     """An iteration of as many decodes as there are rows, and prompts in what room is left."""
-    context = min(whatif.context, whatif.max_context - 1)
-    decodes = min(tokens, whatif.engine.max_rows)
+    context = min(deployment.context, deployment.max_context - 1)
+    decodes = min(tokens, deployment.engine.max_rows)
     chunks = [(context, 1)] * decodes
-    for start in range(decodes, tokens, whatif.max_context):
-        chunks.append((0, min(whatif.max_context, tokens - start)))
+    for start in range(decodes, tokens, deployment.max_context):
+        chunks.append((0, min(deployment.max_context, tokens - start)))
     work = cost.work(chunks)
-    stages = tuple(cost.stage_seconds(load, whatif.topology, work, dtype=whatif.dtype) for load in loads)
+    stages = tuple(cost.stage_seconds(load, deployment.topology, work, dtype=deployment.dtype) for load in loads)
     pace = max(stage.total for stage in stages)
     return BucketPlan(
-        tokens=tokens, decodes=decodes, stages=stages, tokens_per_second=whatif.engine.replicas * tokens / pace
+        tokens=tokens, decodes=decodes, stages=stages, tokens_per_second=deployment.engine.replicas * tokens / pace
     )
 
 
-def _no_room(whatif: WhatIf, stage: StagePlan, usable: int, slots: int) -> str:
+def _no_room(deployment: Deployment, stage: StagePlan, usable: int, slots: int) -> str:
     used = stage.weights + stage.activations + stage.state
     asked = f"; {slots} slots take {slots * stage.slot_bytes / 2**30:.2f} GiB" if slots > 0 else ""
     return (
-        f"no room for keys and values: of {usable / 2**30:.2f} GiB that may be used of a {whatif.topology.device.name} "
-        f"device, weights take {stage.weights / 2**30:.2f} GiB and one iteration {(used - stage.weights) / 2**30:.2f} "
-        f"GiB{asked}; use more devices, fewer rows or smaller buckets"
+        f"no room for keys and values: of {usable / 2**30:.2f} GiB that may be used of a "
+        f"{deployment.topology.device.name} device, weights take {stage.weights / 2**30:.2f} GiB and one iteration "
+        f"{(used - stage.weights) / 2**30:.2f} GiB{asked}; use more devices, fewer rows or smaller buckets"
     )
 
 

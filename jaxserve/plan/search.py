@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxserve.plan.cost import ITEMSIZE
+from jaxserve.plan.deployment import Deployment, model_of
 from jaxserve.plan.predict import BucketPlan, Plan, predict
-from jaxserve.plan.whatif import WhatIf, model_of
 from jaxserve.weights.naming import parameters
 from jaxserve.weights.quantize import is_quantized
 from sharding.spec import PADDABLE, ShardingSpec
@@ -51,25 +51,25 @@ class Candidate:
     @property
     def label(self) -> str:
         """tensor x stages x replicas."""
-        engine = self.plan.whatif.engine
+        engine = self.plan.deployment.engine
         return f"{engine.tensor} x {engine.stages} x {engine.replicas}"
 
 
-def search(whatif: WhatIf, progress: Callable[[str, int, int], None]) -> tuple[list[Candidate], dict[str, int]]:
+def search(deployment: Deployment, progress: Callable[[str, int, int], None]) -> tuple[list[Candidate], dict[str, int]]:
     """Tries all (tensor, stages), the rest of the devices being replicas, with all choices of rules.
 
     Returns:
       (candidates, the fastest first; why others were left out -> how many).
     """
-    questions = list(_questions(whatif))
+    questions = list(_questions(deployment))
     weights = sum(
-        shape.size * (1 if whatif.engine.quantize and is_quantized(name) else ITEMSIZE[whatif.dtype])
-        for name, shape, _, _ in parameters(model_of(whatif.config), jnp.dtype(whatif.dtype))
+        shape.size * (1 if deployment.engine.quantize and is_quantized(name) else ITEMSIZE[deployment.dtype])
+        for name, shape, _, _ in parameters(model_of(deployment.config), jnp.dtype(deployment.dtype))
     )
     found, left_out = [], Counter[str]()
     for done, (question, rules) in enumerate(questions):
         progress("searching", done, len(questions))
-        if weights > question.engine.tensor * question.engine.stages * whatif.topology.device.memory:
+        if weights > question.engine.tensor * question.engine.stages * deployment.topology.device.memory:
             left_out[_TOO_LARGE] += 1  # known without laying them out
             continue
         try:
@@ -86,23 +86,23 @@ def search(whatif: WhatIf, progress: Callable[[str, int, int], None]) -> tuple[l
     return sorted(found, key=lambda each: -each.tokens_per_second), dict(left_out)
 
 
-def _questions(whatif: WhatIf) -> Iterator[tuple[WhatIf, str]]:
-    devices, rows = whatif.topology.num_devices, whatif.engine.max_rows
-    counts = model_of(whatif.config).axis_sizes()
-    ladder = {rows, whatif.buckets[-1], *(1 << power for power in range(rows.bit_length()))}
+def _questions(deployment: Deployment) -> Iterator[tuple[Deployment, str]]:
+    devices, rows = deployment.topology.num_devices, deployment.engine.max_rows
+    counts = model_of(deployment.config).axis_sizes()
+    ladder = {rows, deployment.buckets[-1], *(1 << power for power in range(rows.bit_length()))}
     for tensor, stages in itertools.product(range(1, devices + 1), repeat=2):
-        if devices % (tensor * stages) or stages > whatif.config.num_layers:
+        if devices % (tensor * stages) or stages > deployment.config.num_layers:
             continue
         engine = dataclasses.replace(
-            whatif.engine,
+            deployment.engine,
             tensor=tensor,
             stages=stages,
             replicas=devices // (tensor * stages),
             layers_per_stage=None,
             buckets=tuple(sorted(ladder)),
         )
-        laid = dataclasses.replace(whatif, engine=engine)
-        for spec, rules in _specs(whatif.spec, counts, tensor) if tensor > 1 else [(whatif.spec, "")]:
+        laid = dataclasses.replace(deployment, engine=engine)
+        for spec, rules in _specs(deployment.spec, counts, tensor) if tensor > 1 else [(deployment.spec, "")]:
             yield dataclasses.replace(laid, spec=spec), rules
 
 
@@ -120,12 +120,12 @@ def _specs(base: ShardingSpec, counts: Mapping[str, int], tensor: int) -> Iterat
 
 def _points(plan: Plan) -> Iterator[tuple[int, float, float]]:
     """Rows in every batch in flight, while the slots last."""
-    stages = plan.whatif.engine.stages
+    stages = plan.deployment.engine.stages
     batches = 1 if stages == 1 else stages + 1
     for bucket in plan.buckets:
-        if bucket.tokens > plan.whatif.engine.max_rows:
+        if bucket.tokens > plan.deployment.engine.max_rows:
             break
-        if batches * bucket.tokens * (plan.whatif.context + 1) <= plan.slots:
+        if batches * bucket.tokens * (plan.deployment.context + 1) <= plan.slots:
             yield bucket.tokens, 1e3 * stages * _pace(bucket), bucket.tokens_per_second
 
 
@@ -152,7 +152,7 @@ def show(candidates: Sequence[Candidate], left_out: dict[str, int], out: Console
     for rank, each in enumerate(candidates[:_SHOWN], start=1):
         rows, latency, speed = each.points[-1]
         bucket = next(bucket for bucket in each.plan.buckets if bucket.tokens == rows)
-        requests = f"{each.plan.requests * each.plan.whatif.engine.replicas:,}"
+        requests = f"{each.plan.requests * each.plan.deployment.engine.replicas:,}"
         table.add_row(
             str(rank), each.label, each.rules, str(rows), f"{speed:,.0f}", f"{latency:.1f}", bucket.bottleneck, requests
         )
@@ -171,11 +171,11 @@ def show(candidates: Sequence[Candidate], left_out: dict[str, int], out: Console
 
 def as_json(candidate: Candidate) -> dict[str, Any]:
     """A candidate for programs."""
-    whatif = candidate.plan.whatif
+    deployment = candidate.plan.deployment
     return {
-        "tensor": whatif.engine.tensor,
-        "stages": whatif.engine.stages,
-        "replicas": whatif.engine.replicas,
+        "tensor": deployment.engine.tensor,
+        "stages": deployment.engine.stages,
+        "replicas": deployment.engine.replicas,
         "rules": candidate.rules,
         "slots": candidate.plan.slots,
         "tokens_per_second": candidate.tokens_per_second,

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jaxserve.plan.cost import Work
-from jaxserve.simulate.clock import Arrival
 from jaxserve.simulate.outcome import Outcome
 from jaxserve.simulate.roofline import Roofline
+from jaxserve.simulate.virtual_clock import Arrival
 
 
 def iterations(batch: Sequence[Arrival]) -> int:

@@ -15,11 +15,11 @@ from jaxserve.plan.cost import Fit, ModelSizes, StageLoad, loads, work
 from jaxserve.scheduler.buckets import BucketCost, BucketLadder, default_sizes
 from jaxserve.scheduler.kv_blocks import SlotPool
 from jaxserve.scheduler.scheduler import Scheduler
-from jaxserve.simulate import clock, fastertransformer
+from jaxserve.simulate import fastertransformer, virtual_clock
 from jaxserve.simulate import workload as load
-from jaxserve.simulate.clock import Arrival, Device, Host
 from jaxserve.simulate.outcome import Outcome
 from jaxserve.simulate.roofline import Roofline
+from jaxserve.simulate.virtual_clock import Arrival, HostTimes, SimulatedDevice
 from sharding.devices import Topology, parse
 from sharding.stages import split
 
@@ -118,7 +118,7 @@ def trace(rate: float, *, requests: int, seed: int) -> list[Arrival]:
     """Section 6.2: lengths uniform, never an end of sequence, Poisson arrivals. Rates of one seed differ in nothing but
     the scale of time."""
     workload = load.uniform(requests=requests, prompt=PROMPT, output=OUTPUT, vocab_size=1, seed=seed)
-    return clock.arrivals(load.poisson(workload, rate=rate, seed=seed))
+    return virtual_clock.arrivals(load.poisson(workload, rate=rate, seed=seed))
 
 
 def fastertransformer_of(setup: Setup, fit: Fit, max_batch: int) -> Serve:
@@ -141,8 +141,8 @@ def orca_of(setup: Setup, fit: Fit, max_rows: int) -> Serve:
             n_stages=setup.stages,
             in_flight=setup.stages,
         )
-        device = Device(setup.roofline(fit, padded=False), setup.stages)
-        return clock.run(coming, scheduler, device, in_flight=setup.stages, host=Host(polls=True))
+        device = SimulatedDevice(setup.roofline(fit, padded=False), setup.stages)
+        return virtual_clock.run(coming, scheduler, device, in_flight=setup.stages, host=HostTimes(polls=True))
 
     return serve
 
@@ -168,7 +168,7 @@ def ours_of(setup: Setup, fit: Fit) -> Serve:
             n_stages=setup.stages,
             in_flight=setup.stages,
         )
-        return clock.run(coming, scheduler, Device(roofline, setup.stages), in_flight=setup.stages)
+        return virtual_clock.run(coming, scheduler, SimulatedDevice(roofline, setup.stages), in_flight=setup.stages)
 
     return serve
 

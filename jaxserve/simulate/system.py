@@ -13,13 +13,13 @@ from jaxserve.iteration import IterationPlan
 from jaxserve.scheduler.buckets import BucketCost
 from jaxserve.scheduler.factory import make_scheduler
 from jaxserve.scheduler.scheduler import Scheduler
-from jaxserve.simulate import clock
-from jaxserve.simulate.clock import EOS, Arrival, Device, Host, StageSeconds
+from jaxserve.simulate import virtual_clock
 from jaxserve.simulate.outcome import Outcome
+from jaxserve.simulate.virtual_clock import EOS, Arrival, HostTimes, SimulatedDevice, StageSeconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class System:
+class SimulatedEngine:
     """Everything that decides how arrivals are served.
 
     Attributes:
@@ -35,16 +35,16 @@ class System:
     slots: int
     block_size: int
     max_context: int
-    host: Host | None = None
+    host: HostTimes | None = None
     replicas: int = 1
 
     def __post_init__(self) -> None:
         if self.config.speculate is not None:
             raise ValueError(f"speculate is {self.config.speculate}; the simulator knows no text to draft from")
 
-    def serve(self, coming: Sequence[Arrival]) -> Served:
+    def serve(self, coming: Sequence[Arrival]) -> SimulationResult:
         """Serves every arrival (ascending in time)."""
-        served = Served(slots=self.slots, stages=self.config.stages * self.replicas)
+        served = SimulationResult(slots=self.slots, stages=self.config.stages * self.replicas)
         replicas, devices, watchers = [], [], []
         for _ in range(self.replicas):
             scheduler = make_scheduler(
@@ -55,9 +55,9 @@ class System:
                 max_context=self.max_context,
                 eos_token_ids=frozenset({EOS}),
             )
-            devices.append(Device(self.seconds, self.config.stages))
-            watchers.append(_Watcher(served, scheduler))
-            replica = clock.Replica(
+            devices.append(SimulatedDevice(self.seconds, self.config.stages))
+            watchers.append(_UsageRecorder(served, scheduler))
+            replica = virtual_clock.SimulatedReplica(
                 scheduler,
                 devices[-1],
                 in_flight=self.config.in_flight or self.config.stages + 1,
@@ -65,7 +65,7 @@ class System:
                 watch=watchers[-1].launched,
             )
             replicas.append(replica)
-        served.outcomes = clock.serve(coming, replicas)
+        served.outcomes = virtual_clock.serve(coming, replicas)
         served.preemptions = sum(replica.scheduler.preemptions for replica in replicas)
         served.busy = sum(sum(device.busy) for device in devices)
         served.series = watchers[0].series
@@ -73,7 +73,7 @@ class System:
 
 
 @dataclass(slots=True, kw_only=True)
-class Served:
+class SimulationResult:
     """What came of it, all replicas together.
 
     Attributes:
@@ -122,10 +122,10 @@ class Served:
         return self.busy / self.stages / self.duration if self.duration else 0.0
 
 
-class _Watcher:
+class _UsageRecorder:
     """Adds up what each iteration of a replica carried, and how full the pool was meanwhile."""
 
-    def __init__(self, served: Served, scheduler: Scheduler) -> None:
+    def __init__(self, served: SimulationResult, scheduler: Scheduler) -> None:
         self._served = served
         self._pool = scheduler.pool
         self._before = 0.0

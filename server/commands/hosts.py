@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, get_args
 
-from jaxserve.multihost.config import ClusterConfig, LinksName, Secrets, check
+from jaxserve.multihost.config import ClusterConfig, LinksName, TlsFiles, check_settings
 from server.commands import flags
 from server.commands.console import Report, mending, say
 from server.engine_process import exit_codes
@@ -120,7 +120,7 @@ def from_flags(args: argparse.Namespace) -> ClusterConfig | None:
             secrets=secrets,
             local_devices=local_devices,
         )
-        check(flags.engine_config(args), cluster)
+        check_settings(flags.engine_config(args), cluster)
         return cluster
 
 
@@ -219,7 +219,7 @@ def _hosts(text: str) -> int | str:
     return int(text)
 
 
-def _secrets(args: argparse.Namespace) -> Secrets | None:
+def _secrets(args: argparse.Namespace) -> TlsFiles | None:
     from server.tls import Tls
 
     files = (args.hosts_cert, args.hosts_key, args.hosts_ca)
@@ -232,4 +232,4 @@ def _secrets(args: argparse.Namespace) -> Secrets | None:
     except ValueError as problem:
         raise ValueError(str(problem).replace("--tls-client-ca", "--hosts-ca").replace("--tls-", "--hosts-")) from None
     certificate, key, authority = (path.read_bytes() for path in files)
-    return Secrets(authority=authority, certificate=certificate, key=key)
+    return TlsFiles(authority=authority, certificate=certificate, key=key)

@@ -15,7 +15,7 @@ from server.commands import flags
 from server.commands.console import PICTURES, UserError, check_output, mending, say, starting
 
 if TYPE_CHECKING:
-    from jaxserve.plan.whatif import WhatIf
+    from jaxserve.plan.deployment import Deployment
 
 HELP = """\
 What a model would take and do on devices that need not be there: bytes, slots, collectives, milliseconds.
@@ -64,24 +64,24 @@ def run(args: argparse.Namespace) -> int:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing runs: a device that is there may be busy
     out = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
     with mending():
-        whatif = make_whatif(args, context=args.context)
-        answers = _search(args, whatif, out) if args.search else _plan(args, whatif, out)
+        deployment = make_deployment(args, context=args.context)
+        answers = _search(args, deployment, out) if args.search else _plan(args, deployment, out)
     if args.json:
         json.dump(answers, sys.stdout, indent=1)
         print()
     return 0
 
 
-def make_whatif(args: argparse.Namespace, *, context: int = 1024) -> WhatIf:
+def make_deployment(args: argparse.Namespace, *, context: int = 1024) -> Deployment:
     """The question that the flags ask. Raises ValueError for a name or a setting that cannot be."""
     from sharding import devices
 
     topology, engine = devices.parse(args.topology), flags.engine_config(args)
-    from jaxserve.plan import known
-    from jaxserve.plan.whatif import WhatIf
+    from jaxserve.plan import model_catalog
+    from jaxserve.plan.deployment import Deployment
 
-    name, config = known.find(args.model)
-    return WhatIf(
+    name, config = model_catalog.find(args.model)
+    return Deployment(
         name=name,
         config=config,
         topology=topology,
@@ -102,48 +102,52 @@ def _label(file: str | None) -> str:
     return "default" if file is None else Path(file).name
 
 
-def _plan(args: argparse.Namespace, whatif: WhatIf, out: Console) -> dict[str, Any]:
+def _plan(args: argparse.Namespace, deployment: Deployment, out: Console) -> dict[str, Any]:
     import dataclasses
 
-    from jaxserve.plan import compiled, differences, page, report, targets
+    from jaxserve.plan import comparison, compiled, plan_page, plan_report, targets
     from jaxserve.plan.predict import predict
 
-    plan, stages, answers = predict(whatif), (), {}
+    plan, stages, answers = predict(deployment), (), {}
     if args.against is not None:
-        other = predict(dataclasses.replace(whatif, spec=_spec(whatif.config.family, args.against)))
+        other = predict(dataclasses.replace(deployment, spec=_spec(deployment.config.family, args.against)))
         answers["against"] = [
             {"what": each.what, "ours": each.ours and each.ours.text, "theirs": each.theirs and each.theirs.text}
-            for each in differences.differences(plan, other)
+            for each in comparison.differences(plan, other)
         ]
         if not args.json:
-            out.print(f"[bold]{report.headline(plan)}[/bold]")
-            differences.show(plan, other, (_label(args.sharding), _label(args.against)), out)
+            out.print(f"[bold]{plan_report.headline(plan)}[/bold]")
+            comparison.show(plan, other, (_label(args.sharding), _label(args.against)), out)
     elif not args.json:
-        report.show(plan, out)
+        plan_report.show(plan, out)
     if args.compile:
         with starting() as progress:
-            stages = compiled.compile_stages(plan, targets.devices_of(whatif.topology), progress)
+            stages = compiled.compile_stages(plan, targets.devices_of(deployment.topology), progress)
         if not args.json:
-            report.show_compiled(plan, stages, out)
-    answers = report.as_json(plan, stages) | answers
+            plan_report.show_compiled(plan, stages, out)
+    answers = plan_report.as_json(plan, stages) | answers
     if args.html is not None:
-        page.write(args.html, report.headline(plan), report.bottleneck(plan), answers)
+        plan_page.write(args.html, plan_report.headline(plan), plan_report.bottleneck(plan), answers)
         say(f"{args.html} is written; open it in a browser")
     return answers
 
 
-def _search(args: argparse.Namespace, whatif: WhatIf, out: Console) -> dict[str, Any]:
+def _search(args: argparse.Namespace, deployment: Deployment, out: Console) -> dict[str, Any]:
     from jaxserve.plan import search
 
     with starting() as progress:
-        found, left_out = search.search(whatif, progress)
+        found, left_out = search.search(deployment, progress)
     if not found:
         reasons = ", ".join(f"{count} x {reason}" for reason, count in left_out.items())
-        raise UserError(f"{whatif.name} does not fit on {whatif.topology} in any way{': ' if reasons else ''}{reasons}")
+        raise UserError(
+            f"{deployment.name} does not fit on {deployment.topology} in any way{': ' if reasons else ''}{reasons}"
+        )
     if not args.json:
-        out.print(f"[bold]{whatif.name} on {whatif.topology}: {len(found)} ways fit[/bold]")
+        out.print(f"[bold]{deployment.name} on {deployment.topology}: {len(found)} ways fit[/bold]")
         search.show(found, left_out, out)
     if args.plot is not None:
-        search.plot(found, f"{whatif.name} on {whatif.topology}, decodes at context {whatif.context:,}", args.plot)
+        search.plot(
+            found, f"{deployment.name} on {deployment.topology}, decodes at context {deployment.context:,}", args.plot
+        )
         say(f"{args.plot} is written")
     return {"candidates": [search.as_json(each) for each in found], "left_out": left_out}

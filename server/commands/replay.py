@@ -37,8 +37,8 @@ def run(args: argparse.Namespace) -> int:
     """Returns 0 where all tokens came out as recorded, 1 where some did not."""
     with mending():
         path = model_directory(args)
-        from jaxserve.multihost.recorder import read
-        from jaxserve.multihost.replay import replay
+        from jaxserve.multihost.flight_recorder import read
+        from jaxserve.multihost.flight_replay import replay
 
         recording = read(args.file)
         cache = None if args.compilation_cache == "off" else args.compilation_cache

@@ -14,10 +14,10 @@ from rich.console import Console
 
 from server.commands import flags
 from server.commands.console import PICTURES, UserError, check_output, mending, say, starting
-from server.commands.plan import make_whatif
+from server.commands.plan import make_deployment
 
 if TYPE_CHECKING:
-    from jaxserve.simulate.replay import Policy
+    from jaxserve.simulate.policy_comparison import Policy
     from jaxserve.simulate.workload import Workload
 
 HELP = """\
@@ -124,35 +124,37 @@ def _trace(args: argparse.Namespace, out: Console) -> dict[str, Any]:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing runs: a device that is there may be busy
     if args.model is None or args.topology is None:
         raise UserError("traffic needs --model and --topology: what serves it; for instance bloom-176b and h200:8")
-    whatif = make_whatif(args)
-    workload = _made_up(args, whatif.max_context) if args.trace is None else read_trace(args, whatif.max_context)
-    from jaxserve.plan import report
+    deployment = make_deployment(args)
+    workload = (
+        _made_up(args, deployment.max_context) if args.trace is None else read_trace(args, deployment.max_context)
+    )
+    from jaxserve.plan import plan_report
     from jaxserve.plan.predict import predict
-    from jaxserve.simulate import replay
+    from jaxserve.simulate import policy_comparison
 
-    plan = predict(whatif)
-    system = replay.system_of(plan, replicas=whatif.engine.replicas)
+    plan = predict(deployment)
+    system = policy_comparison.system_of(plan, replicas=deployment.engine.replicas)
     objective = make_objective(args)
     with starting() as progress:
-        replays = replay.compare(
+        replays = policy_comparison.compare(
             system,
             workload,
-            _chosen(replay.policies(system, objective, args.urgent), args.policies),
+            _chosen(policy_comparison.policies(system, objective, args.urgent), args.policies),
             max_tokens=args.client_max_tokens,
             seed=args.seed,
             progress=progress,
         )
-    told = [replay.figures(each, objective) for each in replays]
-    title = f"{workload.name}, {workload.duration:,.0f} s; {report.headline(plan)}"
+    told = [policy_comparison.figures(each, objective) for each in replays]
+    title = f"{workload.name}, {workload.duration:,.0f} s; {plan_report.headline(plan)}"
     if not args.json:
         out.print(f"[bold]{title}[/bold]")
         buckets = ", ".join(str(cost.size) for cost in system.costs)
-        out.print(f"{whatif.engine.max_rows} rows, {system.slots:,} slots, buckets {buckets}")
+        out.print(f"{deployment.engine.max_rows} rows, {system.slots:,} slots, buckets {buckets}")
         for note in workload.notes:
             out.print(note)
-        replay.show(told, objective, system.slots, out)
+        policy_comparison.show(told, objective, system.slots, out)
     if args.plot is not None:
-        replay.plot(replays, objective, title, args.plot)
+        policy_comparison.plot(replays, objective, title, args.plot)
     return {"workload": workload.name, "notes": workload.notes, "slots": system.slots, "policies": told}
 
 

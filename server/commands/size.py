@@ -12,14 +12,14 @@ from rich.console import Console
 
 from server.commands import flags
 from server.commands.console import PICTURES, UserError, check_output, mending, say, starting
-from server.commands.plan import make_whatif
+from server.commands.plan import make_deployment
 from server.commands.simulate import add_trace_flags, make_objective, read_trace, share
 
 HELP = """\
 Which mesh, how many copies of it, and which slots, rows and buckets serve recorded traffic in time, at what cost.
 
   jaxserve size --trace FILE --model bloom-176b --topology h200:2x8 --slo ttft=2s,tpot=100ms
-  jaxserve size --trace FILE --model gpt3-13b --topology h100:8 --price 2.50 --plot size.png
+  jaxserve size --trace FILE --model gpt3-13b --topology h100:8 --price 2.50 --plot sizing.png
 
 Every way to cut the model over the topology's devices is simulated with the engine's own scheduler (see `jaxserve
 simulate`): with the fewest copies that are enough, as many rows as are used, and the ladder of buckets that suits the
@@ -76,19 +76,19 @@ def run(args: argparse.Namespace) -> int:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing runs: a device that is there may be busy
     out = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
     with mending():
-        whatif = make_whatif(args)
-        workload = read_trace(args, whatif.max_context)
-        from jaxserve.simulate import size
+        deployment = make_deployment(args)
+        workload = read_trace(args, deployment.max_context)
+        from jaxserve.simulate import sizing
 
         objective = make_objective(args)
         with starting() as progress:
-            found = size.size(whatif, workload, objective, share=args.in_time, buckets=buckets, progress=progress)
-    title = f"{whatif.name} on {whatif.topology}: {workload.name}, {workload.duration:,.0f} s"
+            found = sizing.size(deployment, workload, objective, share=args.in_time, buckets=buckets, progress=progress)
+    title = f"{deployment.name} on {deployment.topology}: {workload.name}, {workload.duration:,.0f} s"
     if args.plot is not None:
-        size.plot(found, objective, args.price, title, args.plot)
+        sizing.plot(found, objective, args.price, title, args.plot)
         say(f"{args.plot} is written")
     if args.json:
-        answer = [size.as_json(each, args.price) for each in found]
+        answer = [sizing.as_json(each, args.price) for each in found]
         json.dump({"workload": workload.name, "notes": workload.notes, "layouts": answer}, sys.stdout, indent=1)
         print()
     else:
@@ -97,5 +97,5 @@ def run(args: argparse.Namespace) -> int:
         out.print(f"{args.in_time:.0%} of the requests: {objective}; at most {buckets} buckets{price}")
         for note in workload.notes:
             out.print(note)
-        size.show(found, args.price, out)
+        sizing.show(found, args.price, out)
     return 0 if found[0].enough else 1

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxserve.multihost.config import ClusterConfig, stages_of
-from jaxserve.multihost.failure import Problem, Rank
+from jaxserve.multihost.failure import Symptom, SymptomKind
 from server.commands.console import UserError
 from server.engine_process import codec as plain
 from server.engine_process import exit_codes
@@ -244,11 +244,11 @@ class Supervisor:
             told = "the engine process sent what is no message and was killed"
         return told if self._job.cluster is None else str(self._problem(self._job.cluster, told))
 
-    def _problem(self, cluster: ClusterConfig, cause: str) -> Problem:
+    def _problem(self, cluster: ClusterConfig, cause: str) -> Symptom:
         """What is known from here of a host whose process could not say itself what has become of it."""
         load = self._engine.load()
-        return Problem(
-            rank=Rank.GONE,
+        return Symptom(
+            kind=SymptomKind.DISCONNECTED,
             hosts=(cluster.host,),
             stages=stages_of(self._job.config, cluster),
             sequence=load.iterations if load.running else None,

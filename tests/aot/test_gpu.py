@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from jaxserve.config import EngineConfig
-from jaxserve.plan import compiled, known, targets
-from jaxserve.plan.whatif import WhatIf, programs
+from jaxserve.plan import compiled, model_catalog, targets
+from jaxserve.plan.deployment import Deployment, programs
 from jaxserve.runner.lowering import StagePrograms
 from pallas_kernels import api, gpu
 from sharding import devices, mesh, specs
@@ -161,7 +161,7 @@ def test_kernels_fit_and_the_pool_is_never_copied(
 def test_a_whole_step_is_a_dozen_kernels_a_layer(name, device, bucket, int8, tell) -> None:
     """Weights and pool in eight bits are widened where they are read: that takes no memory. New keys and values are
     rounded by three kernels more."""
-    rows, config = 32, known.find(name)[1]
+    rows, config = 32, model_catalog.find(name)[1]
     engine = EngineConfig(
         max_rows=rows,
         buckets=(bucket,),
@@ -170,14 +170,14 @@ def test_a_whole_step_is_a_dozen_kernels_a_layer(name, device, bucket, int8, tel
         quantize="int8" if int8 else None,
         kv_cache_dtype="int8" if int8 else "auto",
     )
-    whatif = WhatIf(
+    deployment = Deployment(
         name=name,
         config=config,
         topology=devices.parse(device),
         engine=engine,
         spec=specs.default(config.family),
     )
-    (stage,) = programs(whatif, targets.devices_of(whatif.topology))
+    (stage,) = programs(deployment, targets.devices_of(deployment.topology))
     assert stage.shape.backend.name == "gpu"
     text, temporaries, seconds = compile_step(stage, bucket, rows * 1024 // stage.shape.attention.block_size)
     entry = text[text.index("\nENTRY ") :]

@@ -15,9 +15,9 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxserve import models
 from jaxserve.config import EngineConfig
-from jaxserve.plan import compiled, known, targets
+from jaxserve.plan import compiled, model_catalog, targets
+from jaxserve.plan.deployment import Deployment
 from jaxserve.plan.predict import predict
-from jaxserve.plan.whatif import WhatIf
 from pallas_kernels.api import AttentionBatch, AttentionShape
 from pallas_kernels.tpu import BACKEND
 from pallas_kernels.tpu.layout import round_up
@@ -124,15 +124,15 @@ def test_the_kernels_compile(tell, generation, heads, kv_heads, dim, dtype, pool
 @pytest.mark.parametrize("topology", ["v5e:2x2", "v6e:2x2"])
 def test_a_step_with_weights_and_pool_in_eight_bits(tell, topology):
     """They are widened where they are read: in memory there is nothing else."""
-    name, config = known.find("bloom-1b7")
+    name, config = model_catalog.find("bloom-1b7")
     engine = EngineConfig(tensor=4, buckets=(64,), slots=32768, quantize="int8", kv_cache_dtype="int8")
-    whatif = WhatIf(
+    deployment = Deployment(
         name=name, config=config, topology=devices.parse(topology), engine=engine, spec=specs.default("bloom")
     )
-    plan = predict(whatif)
-    (stage,) = compiled.compile_stages(plan, targets.devices_of(whatif.topology), lambda *_: None)
+    plan = predict(deployment)
+    (stage,) = compiled.compile_stages(plan, targets.devices_of(deployment.topology), lambda *_: None)
     held = plan.stages[0].weights + plan.stages[0].pool
-    wide = predict(dataclasses.replace(whatif, engine=dataclasses.replace(engine, quantize=None))).stages[0].weights
+    wide = predict(dataclasses.replace(deployment, engine=dataclasses.replace(engine, quantize=None))).stages[0].weights
     tell(
         "bloom-1b7 over 4 devices in eight bits, 64 tokens, compiled without a device",
         devices=topology,
@@ -150,7 +150,7 @@ def test_a_step_with_weights_and_pool_in_eight_bits(tell, topology):
 def test_a_step_of_bloom_176b(tell, topology):
     """A mixed iteration over 16 devices: two all-reduces a layer and one of the embedding, the logits gathered; nothing
     else moves, and what the program needs beside weights and pool is small."""
-    whatif = WhatIf(
+    deployment = Deployment(
         name="bloom-176b",
         config=models.parse_config(BLOOM_176B),
         topology=devices.parse(topology),
@@ -159,8 +159,8 @@ def test_a_step_of_bloom_176b(tell, topology):
         ),
         spec=specs.default("bloom"),
     )
-    plan = predict(whatif)
-    (stage,) = compiled.compile_stages(plan, targets.devices_of(whatif.topology), lambda *_: None)
+    plan = predict(deployment)
+    (stage,) = compiled.compile_stages(plan, targets.devices_of(deployment.topology), lambda *_: None)
     held = plan.stages[0].weights + plan.stages[0].pool
     tell(
         "BLOOM-176B over 16 devices, 256 tokens of 16 rows, 32,768 slots, compiled without a device",

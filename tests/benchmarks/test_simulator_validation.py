@@ -12,9 +12,9 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine import IterationRecord
 from jaxserve.iteration import Chunk, IterationPlan
 from jaxserve.scheduler.buckets import BucketCost
-from jaxserve.simulate.clock import Host
 from jaxserve.simulate.outcome import Outcome
-from jaxserve.simulate.system import System
+from jaxserve.simulate.system import SimulatedEngine
+from jaxserve.simulate.virtual_clock import HostTimes
 from jaxserve.simulate.workload import Job, Workload
 from jaxserve.startup_report import StartupReport
 
@@ -29,7 +29,7 @@ def report(costs=COSTS, slot_milliseconds=0.01) -> StartupReport:
     return cast(StartupReport, SimpleNamespace(buckets=costs, slot_milliseconds=slot_milliseconds, **sizes))
 
 
-def system(after=None, **settings) -> System:
+def system(after=None, **settings) -> SimulatedEngine:
     turn = reality.Turn(
         workload=Workload(name="", jobs=()),
         config=EngineConfig(stages=2),
@@ -38,7 +38,7 @@ def system(after=None, **settings) -> System:
         outcomes=[],
         records=[],
     )
-    return reality.system_of(turn, after or report(**settings), Host())
+    return reality.system_of(turn, after or report(**settings), HostTimes())
 
 
 def seconds(bucket, chunks, **settings) -> list[float]:

@@ -15,8 +15,8 @@ from jaxserve import models, startup
 from jaxserve.engine import Engine
 from jaxserve.errors import EngineStopped, InvalidRequest, QueueFull
 from jaxserve.iteration import SamplerVariant
+from jaxserve.multihost.in_flight import IterationTracker
 from jaxserve.multihost.master import MasterPipeline
-from jaxserve.multihost.progress import Progress
 from jaxserve.request import FinishReason, Request
 from jaxserve.sampling import sampler
 from jaxserve.sampling_params import SamplingParams
@@ -317,7 +317,7 @@ def test_update_params_changes_answers_and_forgets_prefixes(params) -> None:
 def test_what_several_hosts_share_is_neither_replaced_nor_watched(params) -> None:
     engine = make_engine(params)
     (replica,) = engine._replicas
-    group: Any = SimpleNamespace(progress=Progress(), failure=None)
+    group: Any = SimpleNamespace(progress=IterationTracker(), failure=None)
     replica.pipeline = MasterPipeline(replica.pipeline.stages, [], group, lambda: None)
     engine.submit(Request(request_id="a", prompt=(5,), sampling=SamplingParams(max_tokens=2)), Answers())
     with pytest.raises(ValueError, match="weights are not replaced where several hosts share a model"):

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxserve import models
 from jaxserve.models.schema import ModelConfig
-from jaxserve.plan import known
+from jaxserve.plan import model_catalog
 
 # As a Hugging Face config.json would say it.
 SHAPES: dict[str, dict[str, Any]] = {
@@ -21,9 +21,9 @@ SHAPES: dict[str, dict[str, Any]] = {
         "n_head": 16,
         "layer_norm_epsilon": 1e-5,
     },
-    "bloom-560m-250k": known.KNOWN["bloom-560m"],
-    "bloom-7b1": known.KNOWN["bloom-7b1"],
-    "gpt2-xl": known.KNOWN["gpt2-xl"],
+    "bloom-560m-250k": model_catalog.KNOWN["bloom-560m"],
+    "bloom-7b1": model_catalog.KNOWN["bloom-7b1"],
+    "gpt2-xl": model_catalog.KNOWN["gpt2-xl"],
     "gpt2": {
         "model_type": "gpt2",
         "architectures": ["GPT2LMHeadModel"],

@@ -22,11 +22,11 @@ from jaxserve.loop import Replica
 from jaxserve.multihost import control_pb2 as pb
 from jaxserve.multihost.config import ClusterConfig
 from jaxserve.multihost.failure import HostFailed
-from jaxserve.multihost.group import Group
-from jaxserve.multihost.links import Unconnected
+from jaxserve.multihost.flight_recorder import FlightRecorder
+from jaxserve.multihost.group import HostGroup
+from jaxserve.multihost.links import NoLink
 from jaxserve.multihost.master import MasterPipeline
-from jaxserve.multihost.recorder import FlightRecorder
-from jaxserve.multihost.worker import Membership
+from jaxserve.multihost.worker import MasterConnection
 from jaxserve.request import Request
 from jaxserve.runner.batch import BatchLayout
 from jaxserve.runner.pipeline import Pipeline
@@ -130,12 +130,12 @@ def compile_or_throw(told: dict, party: Any) -> None:
 
 
 def lead(told: dict, cluster: ClusterConfig, facts: list[tuple[str, str]]) -> None:
-    group = Group(cluster, facts, tell=lambda line: tell({"told": line}))
+    group = HostGroup(cluster, facts, tell=lambda line: tell({"told": line}))
     group.listen()
     group.join()
     compile_or_throw(told, group)
     stages: Any = stages_of(told)
-    links = [Unconnected()] * len(stages)
+    links = [NoLink()] * len(stages)
     group.place(places(told))
     pipeline = MasterPipeline(stages, links, group, lambda: None)
     group.agree("ready", 1)
@@ -173,12 +173,12 @@ def lead(told: dict, cluster: ClusterConfig, facts: list[tuple[str, str]]) -> No
 
 
 def follow(told: dict, cluster: ClusterConfig, facts: list[tuple[str, str]]) -> None:
-    membership = Membership(cluster, facts, tell=lambda line: tell({"told": line}))
+    membership = MasterConnection(cluster, facts, tell=lambda line: tell({"told": line}))
     membership.join()
     try:
         compile_or_throw(told, membership)
         stages: Any = stages_of(told)
-        pipeline = Pipeline(stages, [Unconnected()] * len(stages))
+        pipeline = Pipeline(stages, [NoLink()] * len(stages))
         membership.reached("ready")
         membership.agree("ready", 1)
     except Exception as problem:

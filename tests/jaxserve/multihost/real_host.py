@@ -13,7 +13,7 @@ from pathlib import Path
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
 from jaxserve.multihost import startup as start
-from jaxserve.multihost.config import ClusterConfig, Secrets
+from jaxserve.multihost.config import ClusterConfig, TlsFiles
 from jaxserve.request import Request
 from tests.fixtures.texts import constrained
 from tests.fixtures.traffic import Answers, traffic
@@ -85,7 +85,7 @@ def main(told: dict) -> int:
     secrets = None
     if "secrets" in told:
         files = [(Path(told["secrets"]) / name).read_bytes() for name in ("ca.pem", "host.pem", "host.key")]
-        secrets = Secrets(authority=files[0], certificate=files[1], key=files[2])
+        secrets = TlsFiles(authority=files[0], certificate=files[1], key=files[2])
     cluster = ClusterConfig(
         hosts=told["hosts"],
         host=told["host"],

@@ -14,13 +14,13 @@ import grpc
 import pytest
 
 from jaxserve.config import EngineConfig
-from jaxserve.multihost import channel, watchdog
+from jaxserve.multihost import channel, process_watchdog
 from jaxserve.multihost import control_pb2 as pb
 from jaxserve.multihost import startup as start
-from jaxserve.multihost.config import ClusterConfig, Secrets, check, facts
+from jaxserve.multihost.config import ClusterConfig, TlsFiles, check_settings, facts
 from jaxserve.multihost.failure import ExitCode
-from jaxserve.multihost.group import STARTING_SILENCE, Group
-from jaxserve.multihost.worker import Membership
+from jaxserve.multihost.group import STARTING_SILENCE, HostGroup
+from jaxserve.multihost.worker import MasterConnection
 from tests.jaxserve.multihost.processes import WAIT_SECONDS, free_ports, make_certificates
 
 FACTS = [("max_rows", "4"), ("the model's fingerprint", "abc")]
@@ -40,11 +40,11 @@ def place(host: int, coordinator: str, hosts: int = 2, **settings: Any) -> Clust
     return ClusterConfig(hosts=hosts, host=host, coordinator=coordinator, **{"join_timeout": 30.0} | settings)
 
 
-def joined(coordinator: str, ends: Ends, **settings: Any) -> tuple[Group, Membership]:
+def joined(coordinator: str, ends: Ends, **settings: Any) -> tuple[HostGroup, MasterConnection]:
     """Both sides, past the handshake."""
-    group = Group(place(0, coordinator, **settings), FACTS, tell=lambda _: None, end=ends)
+    group = HostGroup(place(0, coordinator, **settings), FACTS, tell=lambda _: None, end=ends)
     group.listen()
-    membership = Membership(place(1, coordinator, **settings), FACTS, tell=lambda _: None, end=ends)
+    membership = MasterConnection(place(1, coordinator, **settings), FACTS, tell=lambda _: None, end=ends)
     aside(membership.join)
     group.join()
     return group, membership
@@ -93,12 +93,12 @@ def test_what_a_worker_says_must_be_understood() -> None:
 
 def test_who_says_no_hello_is_no_host(caplog) -> None:
     place_0 = place(0, free_ports())
-    group = Group(place_0, FACTS, tell=lambda _: None, end=Ends())
+    group = HostGroup(place_0, FACTS, tell=lambda _: None, end=Ends())
     group.listen()
     open_stream = channel.connect(place(1, place_0.coordinator))
     for said in ([], [pb.FromWorker(heartbeat=pb.Heartbeat())]):
         assert list(open_stream(iter(said))) == []
-    membership = Membership(place(1, place_0.coordinator), FACTS, tell=lambda _: None, end=Ends())
+    membership = MasterConnection(place(1, place_0.coordinator), FACTS, tell=lambda _: None, end=Ends())
     aside(membership.join)
     group.join()
     group.stop()
@@ -108,11 +108,11 @@ def test_who_says_no_hello_is_no_host(caplog) -> None:
 def test_who_says_nothing_keeps_no_host_out(monkeypatch) -> None:
     monkeypatch.setattr(channel, "FIRST_WORD", 1.0)
     place_0 = place(0, free_ports())
-    group = Group(place_0, FACTS, tell=lambda _: None, end=Ends())
+    group = HostGroup(place_0, FACTS, tell=lambda _: None, end=Ends())
     group.listen()
     never: queue.SimpleQueue[pb.FromWorker] = queue.SimpleQueue()
     streams = [channel.connect(place(1, place_0.coordinator))(iter(never.get, None)) for _ in range(12)]  # all threads
-    membership = Membership(place(1, place_0.coordinator), FACTS, tell=lambda _: None, end=Ends())
+    membership = MasterConnection(place(1, place_0.coordinator), FACTS, tell=lambda _: None, end=Ends())
     aside(membership.join)
     group.join()
     group.stop()
@@ -123,12 +123,12 @@ def test_who_says_nothing_keeps_no_host_out(monkeypatch) -> None:
 
 def test_who_watches_a_worker_knows_at_once_how_long_it_may_be_silent(monkeypatch) -> None:
     """Not half a second later: should the worker be stopped meanwhile, what held before would hold for as long."""
-    monkeypatch.setattr(watchdog, "BEAT", 3600.0)  # beats once, at the start
+    monkeypatch.setattr(process_watchdog, "BEAT", 3600.0)  # beats once, at the start
     ends, allowed = Ends(), queue.SimpleQueue()
     coordinator = free_ports()
-    group = Group(place(0, coordinator), FACTS, tell=lambda _: None, end=ends)
+    group = HostGroup(place(0, coordinator), FACTS, tell=lambda _: None, end=ends)
     group.listen()
-    membership = Membership(place(1, coordinator), FACTS, tell=lambda _: None, alive=allowed.put, end=ends)
+    membership = MasterConnection(place(1, coordinator), FACTS, tell=lambda _: None, alive=allowed.put, end=ends)
     aside(membership.join)
     group.join()
     assert allowed.get(timeout=WAIT_SECONDS) == STARTING_SILENCE
@@ -143,18 +143,18 @@ def test_mutual_tls(tmp_path) -> None:
     make_certificates(tmp_path)
     make_certificates(other := tmp_path / "other")
 
-    def secrets(folder: Path) -> Secrets:
+    def secrets(folder: Path) -> TlsFiles:
         ca, certificate, key = ((folder / name).read_bytes() for name in ("ca.pem", "host.pem", "host.key"))
-        return Secrets(authority=ca, certificate=certificate, key=key)
+        return TlsFiles(authority=ca, certificate=certificate, key=key)
 
     coordinator, ends = free_ports(), Ends()
-    group = Group(place(0, coordinator, secrets=secrets(tmp_path)), FACTS, tell=lambda _: None, end=ends)
+    group = HostGroup(place(0, coordinator, secrets=secrets(tmp_path)), FACTS, tell=lambda _: None, end=ends)
     group.listen()
     for theirs in (None, secrets(other), dataclasses.replace(secrets(other), authority=secrets(tmp_path).authority)):
         stranger = place(1, coordinator, secrets=theirs, join_timeout=2.0)
         with pytest.raises(ValueError, match="host 0"):
-            Membership(stranger, FACTS, tell=lambda _: None, end=ends).join()
-    ours = Membership(place(1, coordinator, secrets=secrets(tmp_path)), FACTS, tell=lambda _: None, end=ends)
+            MasterConnection(stranger, FACTS, tell=lambda _: None, end=ends).join()
+    ours = MasterConnection(place(1, coordinator, secrets=secrets(tmp_path)), FACTS, tell=lambda _: None, end=ends)
     aside(ours.join)
     group.join()
     assert group.stop()
@@ -191,16 +191,16 @@ def test_places_that_cannot_be(settings, message) -> None:
 def test_settings_that_hosts_do_not_go_with(config, message) -> None:
     cluster = place(0, "10.0.0.1:9000")
     if message is None:
-        check(config, cluster)
+        check_settings(config, cluster)
         return
     with pytest.raises(ValueError, match=message):
-        check(config, cluster)
+        check_settings(config, cluster)
 
 
 def test_a_model_does_not_draft_across_hosts() -> None:
     config = EngineConfig(speculate="a folder")
     with pytest.raises(ValueError, match="speculate is a folder; with hosts a model does not draft, but ngram can"):
-        check(config, place(0, "10.0.0.1:9000", hosts=2))
+        check_settings(config, place(0, "10.0.0.1:9000", hosts=2))
 
 
 def test_what_hosts_compare(tmp_path) -> None:
@@ -225,7 +225,7 @@ def test_what_hosts_compare(tmp_path) -> None:
 def test_a_worker_shows_where_a_defect_is_and_nothing_else(monkeypatch, caplog, problem, traced) -> None:
     said: list[str] = []
     membership = SimpleNamespace(join=lambda: None, fail=said.append)
-    monkeypatch.setattr(start, "Membership", lambda *_, **__: membership)
+    monkeypatch.setattr(start, "MasterConnection", lambda *_, **__: membership)
     monkeypatch.setattr(start, "_facts", lambda *_: [])
     monkeypatch.setattr(start, "_prepare", raising(problem))
     with pytest.raises(type(problem)):
@@ -239,7 +239,7 @@ def test_workers_are_told_that_host_0_was_interrupted(monkeypatch) -> None:
     group = SimpleNamespace(
         listen=lambda: None, reached=lambda _: None, join=raising(KeyboardInterrupt()), stop=said.append
     )
-    monkeypatch.setattr(start, "Group", lambda *_, **__: group)
+    monkeypatch.setattr(start, "HostGroup", lambda *_, **__: group)
     monkeypatch.setattr(start, "_facts", lambda *_: [])
     with pytest.raises(KeyboardInterrupt):
         start.lead("a model", EngineConfig(tensor=2), place(0, "10.0.0.1:9000"), tell=lambda _: None)

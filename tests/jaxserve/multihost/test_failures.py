@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.multihost import recorder
+from jaxserve.multihost import flight_recorder
 from jaxserve.multihost.failure import ExitCode
 from tests.jaxserve.multihost.processes import Cable, Host, free_ports, group
 
@@ -124,7 +124,7 @@ def test_a_master_that_is_killed(tmp_path) -> None:
         assert "host 0 is lost" in hosts[1].errors.read_text()
         # It is of the last stage: it has all that host 0 had.
         record = next(line["record"] for line in hosts[1].rest() if "record" in line)
-    found = recorder.read(Path(record))
+    found = flight_recorder.read(Path(record))
     assert "host 0 is lost" in found.reason
     assert [entry.plan.sequence for entry in found.entries] == list(range(len(found.entries)))
     answered = [entry for entry in found.entries if entry.landed]

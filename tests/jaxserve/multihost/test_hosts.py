@@ -13,7 +13,7 @@ import pytest
 
 from jaxserve import models, weights
 from jaxserve.engine import Engine
-from jaxserve.multihost import recorder, replay
+from jaxserve.multihost import flight_recorder, flight_replay
 from jaxserve.request import FinishReason
 from jaxserve.startup import silent
 from server.commands import cli
@@ -136,8 +136,8 @@ def test_a_host_reads_its_own_part_of_the_weights(serve, model) -> None:
 @pytest.mark.parametrize(("hosts", "stages", "links"), [(2, 2, "direct"), (4, 2, "bridge")])
 def test_a_flight_record_runs_again_on_one_device(serve, model, hosts, stages, links, capfd) -> None:
     outcome = serve(hosts, hosts // stages, stages, links)
-    recording = recorder.read(Path(outcome["record"]))
-    found = replay.replay(recording, model, cache=None, progress=silent)
+    recording = flight_recorder.read(Path(outcome["record"]))
+    found = flight_replay.replay(recording, model, cache=None, progress=silent)
     assert found.iterations == len(recording.entries) > 100
     assert found.unanswered == 0
     assert found.requests >= REQUESTS - len(ABORTED)
@@ -154,20 +154,20 @@ def test_a_flight_record_runs_again_on_one_device(serve, model, hosts, stages, l
 
 def test_a_record_that_begins_in_the_middle_runs_again(serve, model) -> None:
     outcome = serve(2, 1, 2, "direct")
-    recording = recorder.read(Path(outcome["record"]))
+    recording = flight_recorder.read(Path(outcome["record"]))
     about = type(recording)()
     about.CopyFrom(recording)
     del about.entries[:], about.rows[:]
     clock = iter(range(10**6))
-    late = recorder.FlightRecorder(about, 4, seconds=60.0, folder=Path(), clock=lambda: float(next(clock)))
+    late = flight_recorder.FlightRecorder(about, 4, seconds=60.0, folder=Path(), clock=lambda: float(next(clock)))
     for entry in recording.entries:  # a second apart: the last minute's remain
         late.launched(entry.plan)
         tokens, logprobs = np.array(entry.tokens, np.int32), np.array(entry.logprobs, np.float32)
-        late.landed(replay.IterationResult(tokens=tokens, logprobs=logprobs))
+        late.landed(flight_replay.IterationResult(tokens=tokens, logprobs=logprobs))
     cut = late.recording("the last minute")
     assert 50 < len(cut.entries) < len(recording.entries)
     assert cut.rows
-    found = replay.replay(cut, model, cache=None, progress=silent)
+    found = flight_replay.replay(cut, model, cache=None, progress=silent)
     assert found.tokens > 50
     assert not found.differences
 

@@ -14,7 +14,7 @@ from jaxserve.iteration import Admission, Chunk, IterationPlan, IterationResult,
 from jaxserve.multihost import control_pb2 as pb
 from jaxserve.multihost import remote_grammars as texts
 from jaxserve.multihost import wire
-from jaxserve.multihost.remote_grammars import Preparations, RemoteGrammars
+from jaxserve.multihost.remote_grammars import GrammarCompileRequests, WorkerGrammars
 from jaxserve.sampling_params import Grammar, SamplingParams
 from jaxserve.structured_output.grammar import read
 from jaxserve.structured_output.masks import GrammarMasks
@@ -39,7 +39,7 @@ def prepared(number: int, problem: str = "") -> pb.Prepared:
 
 def test_a_grammar_is_let_in_once_all_have_compiled_it() -> None:
     sent: list[pb.FromMaster] = []
-    asking = Preparations(sent.append, (2, 3))
+    asking = GrammarCompileRequests(sent.append, (2, 3))
     wait, done = asking.ask(REGEX), queue.SimpleQueue()
     assert wire.decode_grammar(sent[0].prepare.grammar) == REGEX
     threading.Thread(target=lambda: done.put(wait()), daemon=True).start()
@@ -53,7 +53,7 @@ def test_a_grammar_is_let_in_once_all_have_compiled_it() -> None:
 
 
 def test_who_cannot_compile_it_is_named(monkeypatch) -> None:
-    asking = Preparations(lambda _: None, (2, 3))
+    asking = GrammarCompileRequests(lambda _: None, (2, 3))
     first, second = asking.ask(REGEX), asking.ask(REGEX)
     for host in (2, 3):
         asking.answered(host, prepared(0, "cannot be compiled: no" if host == 3 else ""))
@@ -73,7 +73,7 @@ def test_a_problem_elsewhere_refuses_the_request() -> None:
 
 
 def test_nothing_is_kept_of_a_grammar_that_host_0_cannot_compile() -> None:
-    asking = Preparations(lambda _: None, (1,))
+    asking = GrammarCompileRequests(lambda _: None, (1,))
 
     def elsewhere(grammar: Grammar) -> Callable[[], str | None]:
         wait = asking.ask(grammar)
@@ -88,7 +88,7 @@ def test_nothing_is_kept_of_a_grammar_that_host_0_cannot_compile() -> None:
 
 def test_a_worker_answers_with_what_became_of_a_grammar() -> None:
     answers: queue.SimpleQueue[pb.FromWorker] = queue.SimpleQueue()
-    host = RemoteGrammars(grammars(), lambda bucket: (ROWS, WORDS))
+    host = WorkerGrammars(grammars(), lambda bucket: (ROWS, WORDS))
     wrong = Grammar(kind="regex", text="(a", field="response_format")
     for number, grammar in enumerate((REGEX, wrong, REGEX, wrong)):  # the second time it is known
         host.prepare(pb.Prepare(number=number, grammar=wire.encode_grammar(grammar)), answers.put)
@@ -140,7 +140,7 @@ def test_hosts_come_to_the_same_masks_whatever_is_quicker_where(seed) -> None:
     """One hears of ends early and of tokens late, the other the other way round."""
     traffic, made = Traffic(seed), grammars()
     everything = np.full((ROWS, WORDS), 0xFFFFFFFF, np.uint32)
-    master, worker = GrammarMasks(alike=True), RemoteGrammars(made, lambda bucket: (ROWS, WORDS))
+    master, worker = GrammarMasks(alike=True), WorkerGrammars(made, lambda bucket: (ROWS, WORDS))
     results: dict[int, IterationResult] = {}
     for index, plan in enumerate(traffic.plans):
         for admission in plan.admissions:
@@ -176,7 +176,7 @@ def test_a_request_that_was_aborted_is_masked_as_long_as_it_is_under_way() -> No
     """Some hosts hear of it before they come to the iteration, others after."""
     made, found = grammars(), []
     for early in (True, False):
-        host = RemoteGrammars(made, lambda bucket: (ROWS, WORDS))
+        host = WorkerGrammars(made, lambda bucket: (ROWS, WORDS))
         plan = Traffic(0).plans[0]
         for admission in plan.admissions:
             host.hold(pb.Hold(request_id=admission.request_id, sampling=wire.encode_sampling(admission.sampling)))

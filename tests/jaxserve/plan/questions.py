@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxserve import models
 from jaxserve.config import EngineConfig
-from jaxserve.plan.whatif import WhatIf
+from jaxserve.plan.deployment import Deployment
 from sharding import devices, specs
 from sharding.spec import ShardingSpec
 
@@ -38,9 +38,9 @@ SIZES["attention"] = "xla"  # which a CPU compiles too, whatever the topology
 
 def question(
     entries: dict[str, Any], spec: ShardingSpec | None = None, topology: str = "v5p:2x2x2", **settings: Any
-) -> WhatIf:
+) -> Deployment:
     config = models.parse_config(entries)
-    return WhatIf(
+    return Deployment(
         name=config.family,
         config=config,
         topology=devices.parse(topology),

@@ -41,11 +41,11 @@ COMBINATIONS = {
 }
 
 
-@pytest.mark.parametrize("whatif", COMBINATIONS.values(), ids=COMBINATIONS.keys())
-def test_bytes_within_3_percent_and_collectives_equal(whatif):
-    plan = predict(whatif)
+@pytest.mark.parametrize("deployment", COMBINATIONS.values(), ids=COMBINATIONS.keys())
+def test_bytes_within_3_percent_and_collectives_equal(deployment):
+    plan = predict(deployment)
     stages = compiled.compile_stages(plan, jax.devices(), lambda *_: None)
-    assert len(stages) == whatif.engine.stages
+    assert len(stages) == deployment.engine.stages
     for index, (predicted, found) in enumerate(zip(plan.stages, stages, strict=True)):
         assert predicted.total == pytest.approx(found.total, rel=0.03)
         assert compiled.predicted_counts(plan, index) == found.counts()
@@ -53,8 +53,8 @@ def test_bytes_within_3_percent_and_collectives_equal(whatif):
 
 
 def test_a_split_embedding_is_left_to_the_compiler():
-    whatif = question(BLOOM, rules(B, vocab=None, heads=None, ffn=None, embed="tensor"), tensor=4)
-    plan = predict(whatif)
+    deployment = question(BLOOM, rules(B, vocab=None, heads=None, ffn=None, embed="tensor"), tensor=4)
+    plan = predict(deployment)
     assert plan.stages[0].collectives is None
     (stage,) = compiled.compile_stages(plan, jax.devices(), lambda *_: None)
     assert stage.total == pytest.approx(plan.stages[0].total, rel=0.03)
@@ -72,19 +72,19 @@ HLO = """
 
 def test_collectives_are_found_in_a_module():
     assert compiled.collectives(HLO) == [
-        compiled.Exchange("all-reduce", "f32[8,128]", 4096, 2),
-        compiled.Exchange("all-gather", "f32[8]", 32, 1),
-        compiled.Exchange("all-reduce", "f32[8,128], bf16[2,2]", 4104, 1),
+        compiled.CollectiveOp("all-reduce", "f32[8,128]", 4096, 2),
+        compiled.CollectiveOp("all-gather", "f32[8]", 32, 1),
+        compiled.CollectiveOp("all-reduce", "f32[8,128], bf16[2,2]", 4104, 1),
     ]
 
 
-def programs_of(whatif):
-    return compiled.programs(whatif)[0]
+def programs_of(deployment):
+    return compiled.programs(deployment)[0]
 
 
 def test_gathered_weights_and_copied_pools_are_told():
     stage = programs_of(question(BLOOM | {"hidden_size": 1024}, tensor=4))
-    gathers = [compiled.Exchange("all-gather", "f32[3072,1024]", 12 * 2**20, 2)]
+    gathers = [compiled.CollectiveOp("all-gather", "f32[3072,1024]", 12 * 2**20, 2)]
     assert list(compiled.unforeseen(stage, gathers, {"all-reduce": 5})) == [
         "2 x all-gather of f32[3072,1024]: gathers the weights layers.*.qkv.kernel",
         "0 x all-reduce where 5 were predicted",
@@ -124,9 +124,9 @@ gpu = pytest.mark.skipif(not GPU, reason="no CUDA wheels are installed; pip inst
 )
 def test_collectives_are_those_of_accelerators(topology):
     sizes = {"slots": 2**17, "dtype": "bfloat16", "attention": "auto"}
-    whatif = question(BLOOM | {"hidden_size": 1024}, topology=topology, tensor=4, **sizes)
-    plan = predict(whatif)
-    (stage,) = compiled.compile_stages(plan, targets.devices_of(whatif.topology), lambda *_: None)
+    deployment = question(BLOOM | {"hidden_size": 1024}, topology=topology, tensor=4, **sizes)
+    plan = predict(deployment)
+    (stage,) = compiled.compile_stages(plan, targets.devices_of(deployment.topology), lambda *_: None)
     assert stage.counts() == compiled.predicted_counts(plan, 0)
     assert plan.stages[0].total == pytest.approx(stage.total, rel=0.03)
     assert not stage.surprises

@@ -34,11 +34,11 @@ def test_orcas_microbenchmark_is_met_within_4_percent(batch, milliseconds):
 
 @pytest.mark.parametrize(("tensor", "stages"), [(1, 1), (4, 1), (2, 2)])
 def test_the_default_loads_are_those_of_the_default_specs(tensor, stages):
-    whatif = question(GPT2, tensor=tensor, stages=stages, dtype="bfloat16")
+    deployment = question(GPT2, tensor=tensor, stages=stages, dtype="bfloat16")
     sizes = cost.ModelSizes(
         num_layers=2, hidden_size=128, num_heads=8, num_kv_heads=8, head_dim=16, ffn_size=512, vocab_size=1024
     )
-    for load, stage in zip(cost.loads(sizes, tensor, [2 // stages] * stages), predict(whatif).stages, strict=True):
+    for load, stage in zip(cost.loads(sizes, tensor, [2 // stages] * stages), predict(deployment).stages, strict=True):
         exact = stage.load
         for name in ("layers", "token_ops", "row_ops", "slot_ops", "slot_bytes", "hop_bytes", "tensor"):
             assert getattr(load, name) == getattr(exact, name), name

@@ -9,16 +9,16 @@ from dataclasses import replace
 import pytest
 
 from jaxserve.config import EngineConfig
-from jaxserve.plan import known
+from jaxserve.plan import model_catalog
+from jaxserve.plan.deployment import Deployment
 from jaxserve.plan.predict import predict
-from jaxserve.plan.whatif import WhatIf
 from sharding import devices, specs
 from tests.jaxserve.plan.questions import BLOOM, GPT2, question
 
 
-def named(name: str, topology: str, spec=None, **settings) -> WhatIf:
-    _, config = known.find(name)
-    return WhatIf(
+def named(name: str, topology: str, spec=None, **settings) -> Deployment:
+    _, config = model_catalog.find(name)
+    return Deployment(
         name=name,
         config=config,
         topology=devices.parse(topology),
@@ -95,7 +95,7 @@ def test_what_a_single_layer_has_otherwise_is_told_apart():
 
 
 @pytest.mark.parametrize(
-    ("whatif", "message"),
+    ("deployment", "message"),
     [
         (
             named("bloom-176b", "v5p:2x4x4", tensor=32),
@@ -122,9 +122,9 @@ def test_what_a_single_layer_has_otherwise_is_told_apart():
         ),
     ],
 )
-def test_what_cannot_be_is_refused_in_words(whatif, message):
+def test_what_cannot_be_is_refused_in_words(deployment, message):
     with pytest.raises(ValueError, match=message):
-        predict(whatif)
+        predict(deployment)
 
 
 def test_buckets_are_filled_with_decodes_and_then_prompts():
@@ -133,7 +133,7 @@ def test_buckets_are_filled_with_decodes_and_then_prompts():
     assert plan.buckets[0].bottleneck == "memory"
     assert plan.buckets[2].bottleneck == "compute"
     double = predict(
-        replace(plan.whatif, topology=devices.parse("h200:2x8"), engine=replace(plan.whatif.engine, replicas=2))
+        replace(plan.deployment, topology=devices.parse("h200:2x8"), engine=replace(plan.deployment.engine, replicas=2))
     )
     assert double.buckets[1].milliseconds == plan.buckets[1].milliseconds
     assert double.buckets[1].tokens_per_second == 2 * plan.buckets[1].tokens_per_second
@@ -154,31 +154,34 @@ def test_buckets_are_filled_with_decodes_and_then_prompts():
 def test_known_models_have_their_published_sizes(name, billions):
     plan = predict(
         named(
-            name, "tpu7x:4x4x4", replace(specs.default(known.find(name)[1].family), pad=frozenset({"vocab"})), stages=12
+            name,
+            "tpu7x:4x4x4",
+            replace(specs.default(model_catalog.find(name)[1].family), pad=frozenset({"vocab"})),
+            stages=12,
         )
     )
     assert plan.parameters / 1e9 == pytest.approx(billions, rel=0.01)
 
 
-@pytest.mark.parametrize("name", known.KNOWN)
+@pytest.mark.parametrize("name", model_catalog.KNOWN)
 def test_every_known_model_is_read(name):
-    assert known.find(name)[1].num_layers >= 12
+    assert model_catalog.find(name)[1].num_layers >= 12
 
 
 def test_a_model_is_found_by_name_file_or_directory(tmp_path):
-    assert known.find("gpt2")[1].num_layers == 12
+    assert model_catalog.find("gpt2")[1].num_layers == 12
     folder = tmp_path / "mine"
     folder.mkdir()
     (folder / "config.json").write_text(
         '{"model_type": "gpt2", "n_layer": 3, "n_embd": 8, "n_head": 2, "vocab_size": 9, "n_positions": 8}'
     )
-    assert known.find(str(folder / "config.json")) == known.find(str(folder))
-    name, config = known.find(str(folder))
+    assert model_catalog.find(str(folder / "config.json")) == model_catalog.find(str(folder))
+    name, config = model_catalog.find(str(folder))
     assert (name, config.num_layers) == ("mine", 3)
     with pytest.raises(ValueError, match=r"model 'bloom-176' is neither .*; did you mean bloom-176b\?"):
-        known.find("bloom-176")
+        model_catalog.find("bloom-176")
     with pytest.raises(ValueError, match=r"model 'x' is neither .*; the known ones are bloom-560m"):
-        known.find("x")
+        model_catalog.find("x")
 
 
 def test_no_device_is_started():

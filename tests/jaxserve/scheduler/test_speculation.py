@@ -4,7 +4,7 @@ import pytest
 
 from jaxserve.config import EngineConfig
 from jaxserve.scheduler.speculation import Candidate, Guesses, Speculation
-from jaxserve.simulate.system import System
+from jaxserve.simulate.system import SimulatedEngine
 from tests.jaxserve.scheduler.drafts import Script, ladder
 
 
@@ -90,7 +90,7 @@ def test_what_cannot_go_together_is_refused() -> None:
     with pytest.raises(ValueError, match="speculate_tokens is 0"):
         EngineConfig(speculate="ngram", speculate_tokens=0)
     with pytest.raises(ValueError, match="the simulator knows no text"):
-        System(
+        SimulatedEngine(
             config=EngineConfig(speculate="ngram"),
             seconds=lambda plan: [1.0],
             costs=(),

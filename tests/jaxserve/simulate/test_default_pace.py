@@ -9,10 +9,10 @@ from jaxserve.plan.cost import FITS
 from jaxserve.scheduler.buckets import BucketCost, BucketLadder
 from jaxserve.scheduler.kv_blocks import SlotPool
 from jaxserve.scheduler.scheduler import Scheduler
-from jaxserve.simulate import clock
+from jaxserve.simulate import virtual_clock
 from jaxserve.simulate import workload as load
-from jaxserve.simulate.clock import Arrival, Device
 from jaxserve.simulate.orca import SETUPS
+from jaxserve.simulate.virtual_clock import Arrival, SimulatedDevice
 from jaxserve.simulate.workload import Range
 from server.commands.bench import report
 from server.commands.bench.report import RunReport
@@ -25,7 +25,7 @@ SIZES = (8, 16, 32, 64, 128, 256, 512)
 
 def arrivals(requests: int, rate: float, seed: int, prompt: Range, output: Range) -> list[Arrival]:
     workload = load.uniform(requests=requests, prompt=prompt, output=output, vocab_size=1, seed=seed)
-    return clock.arrivals(load.poisson(workload, rate=rate, seed=seed))
+    return virtual_clock.arrivals(load.poisson(workload, rate=rate, seed=seed))
 
 
 def serve(coming: list[Arrival], costs: list[BucketCost], rows: int, *, paced: bool) -> RunReport:
@@ -34,8 +34,8 @@ def serve(coming: list[Arrival], costs: list[BucketCost], rows: int, *, paced: b
     if not paced:
         made._default_pace = None
     seconds = {cost.size: cost.milliseconds / 1000 for cost in costs}
-    device = Device(lambda plan: [seconds[plan.bucket]], 1)
-    return report.summarise("", clock.run(coming, made, device, in_flight=2))
+    device = SimulatedDevice(lambda plan: [seconds[plan.bucket]], 1)
+    return report.summarise("", virtual_clock.run(coming, made, device, in_flight=2))
 
 
 @pytest.mark.parametrize(("share", "longest"), [(0.8, 32), (1.2, 64)])

@@ -6,7 +6,7 @@ import numpy as np
 
 from jaxserve.plan.cost import Work
 from jaxserve.simulate import fastertransformer
-from jaxserve.simulate.clock import Arrival
+from jaxserve.simulate.virtual_clock import Arrival
 
 
 class Counted:

@@ -12,10 +12,10 @@ import pytest
 
 from jaxserve.config import EngineConfig
 from jaxserve.scheduler.buckets import BucketCost
-from jaxserve.simulate import replay
+from jaxserve.simulate import policy_comparison
 from jaxserve.simulate import workload as load
 from jaxserve.simulate.outcome import Outcome
-from jaxserve.simulate.system import Objective, System, tpot
+from jaxserve.simulate.system import Objective, SimulatedEngine, tpot
 from server.commands import cli
 
 REAL = Path(os.environ.get("JAXSERVE_TRACES", "/nowhere"))
@@ -46,10 +46,10 @@ def mooncake(tmp_path) -> Path:
     return path
 
 
-def system(**config) -> System:
+def system(**config) -> SimulatedEngine:
     settings = EngineConfig(**{"max_rows": 2, "buckets": (2, 8, 32), **config})
     costs = tuple(BucketCost(size=n, compile_seconds=0.0, milliseconds=10.0 * n) for n in (2, 8, 32))
-    return System(
+    return SimulatedEngine(
         config=settings,
         seconds=lambda plan: [0.01 * plan.bucket],
         costs=costs,
@@ -70,13 +70,13 @@ def workload(count=8, prompt="8", output="4", rate=4.0) -> load.Workload:
     return load.poisson(jobs, rate=rate, seed=0)
 
 
-def compared(made: System, policies, **more) -> list[replay.Replay]:
+def compared(made: SimulatedEngine, policies, **more) -> list[policy_comparison.PolicyResult]:
     settings = {"max_tokens": None, "seed": 0, "progress": lambda *_: None, **more}
-    return replay.compare(made, workload(), policies, **settings)
+    return policy_comparison.compare(made, workload(), policies, **settings)
 
 
 def test_every_policy_serves_every_token():
-    policies = replay.policies(system(), Objective(ttft=1.0, tpot=0.1), 0.5)
+    policies = policy_comparison.policies(system(), Objective(ttft=1.0, tpot=0.1), 0.5)
     names = [policy.name for policy in policies]
     assert names == ["reserve", "grow", "no prefix cache", "budget 8", "tpot 100 ms", "50% urgent"]
     for each in compared(system(), policies):
@@ -86,7 +86,9 @@ def test_every_policy_serves_every_token():
 
 def test_replicas_share_the_arrivals():
     one, two = (
-        compared(dataclasses.replace(system(), replicas=count), [replay.Policy(name="", changes={})])[0].served
+        compared(dataclasses.replace(system(), replicas=count), [policy_comparison.Policy(name="", changes={})])[
+            0
+        ].served
         for count in (1, 2)
     )
     assert len(one.outcomes) == len(two.outcomes) == 8
@@ -95,10 +97,10 @@ def test_replicas_share_the_arrivals():
 
 def test_urgent_requests_do_not_wait_behind_the_others():
     coming = workload(count=40, rate=1000.0)
-    (found,) = replay.compare(
+    (found,) = policy_comparison.compare(
         system(),
         coming,
-        [replay.Policy(name="", changes={}, urgent=0.2)],
+        [policy_comparison.Policy(name="", changes={}, urgent=0.2)],
         max_tokens=None,
         seed=1,
         progress=lambda *_: None,
@@ -108,7 +110,7 @@ def test_urgent_requests_do_not_wait_behind_the_others():
 
 
 def test_a_reservation_of_what_clients_ask_for_holds_more_than_what_they_use():
-    policies = [replay.Policy(name=name, changes={"slot_policy": name}) for name in ("reserve", "grow")]
+    policies = [policy_comparison.Policy(name=name, changes={"slot_policy": name}) for name in ("reserve", "grow")]
     reserve, grow = (each.served for each in compared(system(), policies, max_tokens=50))
     assert reserve.promised > 2 * reserve.held
     assert grow.promised < 1.5 * grow.held
@@ -210,7 +212,12 @@ def test_real_traffic_is_served(name):
     if not (REAL / name).is_file():
         pytest.skip("the published traces are not here")
     work = load.read_trace(REAL / name, max_context=64, vocab_size=256, seed=0, limit=200)
-    (found,) = replay.compare(
-        system(), work, [replay.Policy(name="", changes={})], max_tokens=None, seed=0, progress=lambda *_: None
+    (found,) = policy_comparison.compare(
+        system(),
+        work,
+        [policy_comparison.Policy(name="", changes={})],
+        max_tokens=None,
+        seed=0,
+        progress=lambda *_: None,
     )
     assert all(each.error is None for each in found.served.outcomes)

@@ -17,10 +17,10 @@ from rich.table import Table
 
 from jaxserve.plan.cost import FITS
 from jaxserve.plan.predict import Plan
-from jaxserve.simulate.clock import Arrival, arrivals
 from jaxserve.simulate.outcome import Distribution, Outcome
 from jaxserve.simulate.roofline import Roofline
-from jaxserve.simulate.system import Objective, Served, System, tpot
+from jaxserve.simulate.system import Objective, SimulatedEngine, SimulationResult, tpot
+from jaxserve.simulate.virtual_clock import Arrival, arrivals
 from jaxserve.simulate.workload import Workload
 
 URGENT = 1  # priority of the requests that are served first
@@ -42,7 +42,7 @@ class Policy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Replay:
+class PolicyResult:
     """Traffic served under one policy.
 
     Attributes:
@@ -50,7 +50,7 @@ class Replay:
     """
 
     policy: Policy
-    served: Served
+    served: SimulationResult
     urgent: tuple[bool, ...]
 
     def of(self, *, urgent: bool) -> list[Outcome]:
@@ -58,24 +58,24 @@ class Replay:
         return [each for each, is_urgent in zip(self.served.outcomes, self.urgent, strict=True) if is_urgent == urgent]
 
 
-def system_of(plan: Plan, *, replicas: int) -> System:
+def system_of(plan: Plan, *, replicas: int) -> SimulatedEngine:
     """The engine that a plan is of, with the plan's slots and roofline."""
-    whatif = plan.whatif
-    fit = FITS[whatif.topology.device.platform]
+    deployment = plan.deployment
+    fit = FITS[deployment.topology.device.platform]
     loads = [stage.load for stage in plan.stages]
-    roofline = Roofline(loads, whatif.topology, dtype=whatif.dtype, fit=fit, padded=True)
-    return System(
-        config=whatif.engine,
+    roofline = Roofline(loads, deployment.topology, dtype=deployment.dtype, fit=fit, padded=True)
+    return SimulatedEngine(
+        config=deployment.engine,
         seconds=roofline,
-        costs=tuple(roofline.costs(whatif.buckets, whatif.engine.max_rows)),
+        costs=tuple(roofline.costs(deployment.buckets, deployment.engine.max_rows)),
         slots=plan.slots,
         block_size=plan.block_size,
-        max_context=whatif.max_context,
+        max_context=deployment.max_context,
         replicas=replicas,
     )
 
 
-def policies(system: System, objective: Objective, urgent: float) -> list[Policy]:
+def policies(system: SimulatedEngine, objective: Objective, urgent: float) -> list[Policy]:
     """Those that are compared: both slot policies, no prefix cache, smaller token budgets, one that follows the load,
     and two classes of requests."""
     grow: dict[str, Any] = {"slot_policy": "grow"}
@@ -94,14 +94,14 @@ def policies(system: System, objective: Objective, urgent: float) -> list[Policy
 
 
 def compare(
-    system: System,
+    system: SimulatedEngine,
     workload: Workload,
     chosen: Sequence[Policy],
     *,
     max_tokens: int | None,
     seed: int,
     progress: Callable[[str, int, int], None],
-) -> list[Replay]:
+) -> list[PolicyResult]:
     """Serves the workload under each policy.
 
     Args:
@@ -117,12 +117,12 @@ def compare(
         config = dataclasses.replace(system.config, **policy.changes)
         mixed = [Arrival(*each[:4], priority=URGENT * bool(mark)) for each, mark in zip(coming, urgent, strict=True)]
         served = dataclasses.replace(system, config=config).serve(mixed)
-        replays.append(Replay(policy=policy, served=served, urgent=tuple(map(bool, urgent))))
+        replays.append(PolicyResult(policy=policy, served=served, urgent=tuple(map(bool, urgent))))
     progress("simulating", len(chosen), len(chosen))
     return replays
 
 
-def figures(replay: Replay, objective: Objective) -> dict[str, Any]:
+def figures(replay: PolicyResult, objective: Objective) -> dict[str, Any]:
     """What is told of a replay; milliseconds, tokens, requests a second."""
     served = replay.served
     good = [each for each in served.outcomes if each.error is None and each.token_times]
@@ -201,7 +201,7 @@ def show(told: Sequence[dict[str, Any]], objective: Objective, slots: int, out: 
     )
 
 
-def plot(replays: Sequence[Replay], objective: Objective, title: str, path: Path) -> None:
+def plot(replays: Sequence[PolicyResult], objective: Objective, title: str, path: Path) -> None:
     """Draws the distributions of both latencies, and the slots held over time."""
     figure = Figure(figsize=(14, 4.2), layout="constrained")
     FigureCanvasAgg(figure)

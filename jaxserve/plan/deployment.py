@@ -20,7 +20,7 @@ from sharding.spec import ShardingSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WhatIf:
+class Deployment:
     """Everything that a prediction depends on.
 
     Attributes:
@@ -73,7 +73,7 @@ def model_of(config: ModelConfig) -> models.Model:
     return models.build(config)
 
 
-def programs(whatif: WhatIf, devices: Sequence[Any] | None = None) -> list[StagePrograms]:
+def programs(deployment: Deployment, devices: Sequence[Any] | None = None) -> list[StagePrograms]:
     """The programs of each stage, as the engine would lay them out.
 
     Args:
@@ -82,12 +82,12 @@ def programs(whatif: WhatIf, devices: Sequence[Any] | None = None) -> list[Stage
     Raises:
       ValueError: layers, devices, sharding, context or attention do not go together.
     """
-    whatif.check_devices()
-    engine, platform = whatif.engine, whatif.topology.device.platform
+    deployment.check_devices()
+    engine, platform = deployment.engine, deployment.topology.device.platform
     meshes: Any
     if devices is None:
         meshes = (mesh.abstract(engine.tensor),) * engine.stages
     else:
         (meshes,) = mesh.make_meshes(engine.tensor, engine.stages, devices=devices)
-    model, dtype = model_of(whatif.config), jnp.dtype(whatif.dtype)
-    return lay_out(engine, model, meshes, whatif.spec, dtype=dtype, platform=platform)[0]
+    model, dtype = model_of(deployment.config), jnp.dtype(deployment.dtype)
+    return lay_out(engine, model, meshes, deployment.spec, dtype=dtype, platform=platform)[0]

@@ -9,7 +9,7 @@ import pytest
 
 from jaxserve.iteration import Admission, Chunk, IterationPlan, IterationResult, TableChange
 from jaxserve.multihost import control_pb2 as pb
-from jaxserve.multihost import recorder, replay, wire
+from jaxserve.multihost import flight_recorder, flight_replay, wire
 from jaxserve.sampling_params import SamplingParams
 from tests.jaxserve.multihost.processes import WAIT_SECONDS
 
@@ -58,9 +58,9 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def ring(tmp_path, clock) -> recorder.FlightRecorder:
+def ring(tmp_path, clock) -> flight_recorder.FlightRecorder:
     about = pb.Recording(fingerprint="f", settings="{}", n_blocks=9, n_rows=3)
-    return recorder.FlightRecorder(about, BLOCK, seconds=10.0, folder=tmp_path / "records", clock=clock)
+    return flight_recorder.FlightRecorder(about, BLOCK, seconds=10.0, folder=tmp_path / "records", clock=clock)
 
 
 def test_what_is_old_becomes_the_rows_before(ring, clock) -> None:
@@ -119,7 +119,7 @@ def test_what_is_under_way_when_all_is_forgotten_still_lands(ring) -> None:
 
 
 def test_of_drafts_a_row_keeps_what_was_chosen() -> None:
-    rows = recorder.Rows(BLOCK)
+    rows = flight_recorder.RowRecords(BLOCK)
     rows.prepare(plan(0, [], admissions=(admission(2, (1, 2, 3)),)))
     message = plan(1, [Chunk(2, 2, 4, 4)], drafts=(50, 51, 52))
     rows.prepare(message)
@@ -135,7 +135,7 @@ def test_of_drafts_a_row_keeps_what_was_chosen() -> None:
 
 def test_rows_agree_with_a_history_kept_apart() -> None:
     """Chunks that do not sample and those that do, in any order, each take their own entries of the result."""
-    rng, rows = random.Random(3), recorder.Rows(BLOCK)
+    rng, rows = random.Random(3), flight_recorder.RowRecords(BLOCK)
     known = {row: [rng.randrange(100) for _ in range(rng.randint(1, 9))] for row in range(5)}
     rows.prepare(plan(0, [], admissions=tuple(admission(row, tuple(tokens)) for row, tokens in known.items())))
     computed = dict.fromkeys(known, 0)
@@ -161,25 +161,25 @@ def test_a_file_is_read_as_it_was_written(ring, tmp_path) -> None:
     ring.landed(result(6))
     path = ring.write("a test")
     assert path.parent == tmp_path / "records"
-    assert recorder.read(path) == ring.recording("a test")
+    assert flight_recorder.read(path) == ring.recording("a test")
     path.write_bytes(path.read_bytes()[:-3])
     with pytest.raises(ValueError, match="no flight record, or was cut short"):
-        recorder.read(path)
+        flight_recorder.read(path)
     path.write_bytes(b"")
     with pytest.raises(ValueError, match="version 0"):
-        recorder.read(path)
+        flight_recorder.read(path)
 
 
 def test_a_record_with_settings_of_another_version_is_refused(monkeypatch) -> None:
-    monkeypatch.setattr(replay.weights, "fingerprint", lambda path: "f")
+    monkeypatch.setattr(flight_replay.weights, "fingerprint", lambda path: "f")
     record = pb.Recording(fingerprint="f", settings=json.dumps({"buckets": [4], "warp": 9}))
     with pytest.raises(ValueError, match="another version of jaxserve: this one has no setting warp"):
-        replay.replay(record, "somewhere", cache=None, progress=lambda *_: None)
+        flight_replay.replay(record, "somewhere", cache=None, progress=lambda *_: None)
 
 
 def test_a_signal_may_ask_for_a_record_while_another_is_made(ring, monkeypatch) -> None:
     ring.launched(plan(0, [Chunk(0, 0, 1, 1)], admissions=(admission(0, (5,)),)))
-    made, entry = [], recorder._Kept.entry
+    made, entry = [], flight_recorder._RecordedIteration.entry
 
     def interrupted(kept, started):
         if not made:
@@ -187,7 +187,7 @@ def test_a_signal_may_ask_for_a_record_while_another_is_made(ring, monkeypatch) 
             made[0] = ring.recording("a signal")
         return entry(kept, started)
 
-    monkeypatch.setattr(recorder._Kept, "entry", interrupted)
+    monkeypatch.setattr(flight_recorder._RecordedIteration, "entry", interrupted)
     thread = threading.Thread(target=lambda: made.append(ring.recording("asked for")), daemon=True)
     thread.start()
     thread.join(WAIT_SECONDS)

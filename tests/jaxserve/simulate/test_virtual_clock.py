@@ -11,9 +11,9 @@ import pytest
 from jaxserve.scheduler.buckets import BucketCost, BucketLadder
 from jaxserve.scheduler.kv_blocks import SlotPool
 from jaxserve.scheduler.scheduler import Scheduler
-from jaxserve.simulate import clock
+from jaxserve.simulate import virtual_clock
 from jaxserve.simulate import workload as load
-from jaxserve.simulate.clock import EOS, Arrival, Device, Host
+from jaxserve.simulate.virtual_clock import EOS, Arrival, HostTimes, SimulatedDevice
 
 
 def arrival(time, prompt=4, output=1, *, limit=None, priority=0) -> Arrival:
@@ -27,8 +27,8 @@ def scheduler(*, rows=1, stages=1, sizes=(64,), **more) -> Scheduler:
 
 
 def run(coming, made, seconds, *, stages=1, in_flight=1, **more):
-    device = Device(lambda _: [seconds] * stages, stages)
-    return clock.run(coming, made, device, in_flight=in_flight, **more)
+    device = SimulatedDevice(lambda _: [seconds] * stages, stages)
+    return virtual_clock.run(coming, made, device, in_flight=in_flight, **more)
 
 
 def test_a_server_of_constant_time_queues_as_by_hand():
@@ -42,7 +42,7 @@ def test_poisson_arrivals_at_one_server_wait_as_queueing_theory_says():
     workload = load.uniform(
         requests=20_000, prompt=load.Range(low=4, high=4), output=load.Range(low=1, high=1), vocab_size=1, seed=0
     )
-    coming = clock.arrivals(load.poisson(workload, rate=0.6, seed=2))
+    coming = virtual_clock.arrivals(load.poisson(workload, rate=0.6, seed=2))
     outcomes = run(coming, scheduler(), 1.0)
     waits = [each.token_times[0] - each.arrival - 1.0 for each in outcomes]
     assert np.mean(waits) == pytest.approx(0.6 / (2 * 0.4), rel=0.05)
@@ -90,15 +90,15 @@ def test_with_more_stages_no_request_is_in_two_batches_in_flight():
 def test_a_polling_host_sees_who_arrives_while_it_has_room():
     coming = [arrival(0.0, output=2), arrival(0.5, output=1)]
     blocked = run(coming, scheduler(rows=1, stages=2), 1.0, stages=2, in_flight=2)
-    polled = run(coming, scheduler(rows=1, stages=2), 1.0, stages=2, in_flight=2, host=Host(polls=True))
+    polled = run(coming, scheduler(rows=1, stages=2), 1.0, stages=2, in_flight=2, host=HostTimes(polls=True))
     assert blocked[1].token_times == [5.0]  # seen when the first iteration lands, at 2; behind the next one
     assert polled[1].token_times == [3.0]  # launched at 0.5, in the first stage at 1
 
 
 def test_the_hosts_time_is_spent_before_and_after():
-    outcomes = run([arrival(0.0, output=2)], scheduler(), 1.0, host=Host(launch=0.25, complete=0.5))
+    outcomes = run([arrival(0.0, output=2)], scheduler(), 1.0, host=HostTimes(launch=0.25, complete=0.5))
     assert outcomes[0].token_times == [1.75, 3.5]
-    ahead = run([arrival(0.0, output=3)], scheduler(), 1.0, host=Host(launch=0.25, complete=0.5), in_flight=2)
+    ahead = run([arrival(0.0, output=3)], scheduler(), 1.0, host=HostTimes(launch=0.25, complete=0.5), in_flight=2)
     assert ahead[0].token_times == [1.75, 2.75, 3.75]  # behind the device's back
 
 
@@ -119,9 +119,9 @@ def test_what_can_never_fit_is_refused_by_name():
 
 def by_two(coming, *, seconds=1.0, rows=1) -> tuple[list, list[int]]:
     """Outcomes of two replicas that take so long an iteration, and how many iterations each ran."""
-    devices = [Device(lambda _: [seconds], 1) for _ in range(2)]
-    replicas = [clock.Replica(scheduler(rows=rows), device, in_flight=1) for device in devices]
-    outcomes = clock.serve(coming, replicas)
+    devices = [SimulatedDevice(lambda _: [seconds], 1) for _ in range(2)]
+    replicas = [virtual_clock.SimulatedReplica(scheduler(rows=rows), device, in_flight=1) for device in devices]
+    outcomes = virtual_clock.serve(coming, replicas)
     return outcomes, [round(device.busy[0] / seconds) for device in devices]
 
 
@@ -145,7 +145,7 @@ def test_two_replicas_are_two_servers():
     workload = load.uniform(
         requests=5000, prompt=load.Range(low=4, high=4), output=load.Range(low=1, high=1), vocab_size=1, seed=0
     )
-    outcomes, iterations = by_two(clock.arrivals(load.poisson(workload, rate=1.6, seed=2)))
+    outcomes, iterations = by_two(virtual_clock.arrivals(load.poisson(workload, rate=1.6, seed=2)))
     assert sum(iterations) == 5000
     waits = [each.token_times[0] - each.arrival - 1.0 for each in outcomes]
     assert min(waits) > -1e-9
@@ -153,6 +153,6 @@ def test_two_replicas_are_two_servers():
 
 
 def test_no_jax_is_needed():
-    modules = "clock, fastertransformer, orca, paper, system, ladder"
+    modules = "virtual_clock, fastertransformer, orca, paper, system, ladder"
     program = f"import sys; from jaxserve.simulate import {modules}; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

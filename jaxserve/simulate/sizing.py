@@ -16,14 +16,14 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxserve.config import EngineConfig
+from jaxserve.plan.deployment import Deployment
 from jaxserve.plan.predict import Plan
 from jaxserve.plan.search import search
-from jaxserve.plan.whatif import WhatIf
-from jaxserve.simulate.clock import Arrival, arrivals
 from jaxserve.simulate.ladder import best_ladder
 from jaxserve.simulate.outcome import Distribution
-from jaxserve.simulate.replay import system_of
-from jaxserve.simulate.system import Objective, Served, System, tpot
+from jaxserve.simulate.policy_comparison import system_of
+from jaxserve.simulate.system import Objective, SimulatedEngine, SimulationResult, tpot
+from jaxserve.simulate.virtual_clock import Arrival, arrivals
 from jaxserve.simulate.workload import Workload
 
 _ROWS = 256  # most that are tried
@@ -31,7 +31,7 @@ _GRID = (1, 2, 4, 8, *range(16, 1025, 16))  # tokens of the buckets that a ladde
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sized:
+class SizedLayout:
     """A layout and what it takes of it.
 
     Attributes:
@@ -46,7 +46,7 @@ class Sized:
     config: EngineConfig
     enough: bool
     share: float
-    served: Served
+    served: SimulationResult
 
     @property
     def devices(self) -> int:
@@ -66,14 +66,14 @@ class Sized:
 
 
 def size(
-    whatif: WhatIf,
+    deployment: Deployment,
     workload: Workload,
     objective: Objective,
     *,
     share: float,
     buckets: int,
     progress: Callable[[str, int, int], None],
-) -> list[Sized]:
+) -> list[SizedLayout]:
     """Every layout of the topology's devices that holds the model, the cheapest that is in time first.
 
     For each, the fewest replicas with which `share` of the requests meet the objective are looked for, with many rows
@@ -81,20 +81,22 @@ def size(
     iterations best, and is served again. Where that is not enough any more, a replica is added.
     """
     engine = dataclasses.replace(
-        whatif.engine, max_rows=_ROWS, buckets=None, token_budget=None, target_tpot=objective.tpot, in_flight=None
+        deployment.engine, max_rows=_ROWS, buckets=None, token_budget=None, target_tpot=objective.tpot, in_flight=None
     )
-    candidates, left_out = search(dataclasses.replace(whatif, engine=engine), progress)
+    candidates, left_out = search(dataclasses.replace(deployment, engine=engine), progress)
     if not candidates:
         reasons = ", ".join(f"{count} x {reason}" for reason, count in left_out.items())
         raise ValueError(
-            f"{whatif.name} does not fit on {whatif.topology} in any way{': ' if reasons else ''}{reasons}"
+            f"{deployment.name} does not fit on {deployment.topology} in any way{': ' if reasons else ''}{reasons}"
         )
-    layouts = {(each.plan.whatif.engine.tensor, each.plan.whatif.engine.stages): each for each in reversed(candidates)}
+    layouts = {
+        (each.plan.deployment.engine.tensor, each.plan.deployment.engine.stages): each for each in reversed(candidates)
+    }
     coming, found = arrivals(workload), []
     for done, each in enumerate(layouts.values()):
         progress("simulating", done, len(layouts))
-        in_flight = each.plan.whatif.engine.stages if each.plan.whatif.engine.stages > 1 else None
-        config = dataclasses.replace(each.plan.whatif.engine, buckets=_GRID, in_flight=in_flight)
+        in_flight = each.plan.deployment.engine.stages if each.plan.deployment.engine.stages > 1 else None
+        config = dataclasses.replace(each.plan.deployment.engine, buckets=_GRID, in_flight=in_flight)
         found.append(_sized(each.plan, each.rules, config, coming, objective, share, buckets))
     progress("simulating", len(layouts), len(layouts))
     return sorted(found, key=lambda each: (not each.enough, each.device_hours if each.enough else -each.share))
@@ -108,11 +110,11 @@ def _sized(
     objective: Objective,
     share: float,
     buckets: int,
-) -> Sized:
-    most = plan.whatif.topology.num_devices // (config.tensor * config.stages)
+) -> SizedLayout:
+    most = plan.deployment.topology.num_devices // (config.tensor * config.stages)
     rough = _system(plan, config)
 
-    def serve(system: System, replicas: int) -> tuple[float, Served]:
+    def serve(system: SimulatedEngine, replicas: int) -> tuple[float, SimulationResult]:
         served = dataclasses.replace(system, replicas=replicas).serve(coming)
         return objective.share(served.outcomes), served
 
@@ -138,7 +140,7 @@ def _sized(
             break
         replicas += 1
         kept = serve(rough, replicas)
-    return Sized(
+    return SizedLayout(
         plan=plan,
         rules=rules,
         replicas=replicas,
@@ -149,11 +151,13 @@ def _sized(
     )
 
 
-def _system(plan: Plan, config: EngineConfig) -> System:
-    return system_of(dataclasses.replace(plan, whatif=dataclasses.replace(plan.whatif, engine=config)), replicas=1)
+def _system(plan: Plan, config: EngineConfig) -> SimulatedEngine:
+    return system_of(
+        dataclasses.replace(plan, deployment=dataclasses.replace(plan.deployment, engine=config)), replicas=1
+    )
 
 
-def as_json(sized: Sized, price: float | None) -> dict[str, Any]:
+def as_json(sized: SizedLayout, price: float | None) -> dict[str, Any]:
     """A layout for programs."""
     first = Distribution.of(1e3 * each.first_token for each in sized.served.outcomes if each.token_times)
     between = Distribution.of(1e3 * tpot(each) for each in sized.served.outcomes if len(each.token_times) > 1)
@@ -179,7 +183,7 @@ def as_json(sized: Sized, price: float | None) -> dict[str, Any]:
     }
 
 
-def show(found: Sequence[Sized], price: float | None, out: Console) -> None:
+def show(found: Sequence[SizedLayout], price: float | None, out: Console) -> None:
     """Prints a row a layout, the best one first, and how to start it."""
     cost = "device hours" if price is None else "cost"
     columns = ("tensor x stages x replicas", "devices", "in time", "ttft p95 ms", "tpot p95 ms", "slots", "rows")
@@ -218,7 +222,7 @@ def show(found: Sequence[Sized], price: float | None, out: Console) -> None:
     out.print(f"the cheapest in time: jaxserve serve --model ... {flags}")
 
 
-def plot(found: Sequence[Sized], objective: Objective, price: float | None, title: str, path: Path) -> None:
+def plot(found: Sequence[SizedLayout], objective: Objective, price: float | None, title: str, path: Path) -> None:
     """Draws what a million generated tokens cost with each layout, and how much is in time."""
     figure = Figure(figsize=(9, 1.6 + 0.42 * len(found)), layout="constrained")
     FigureCanvasAgg(figure)

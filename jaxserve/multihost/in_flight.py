@@ -14,7 +14,7 @@ from jaxserve.runner.pipeline import InFlight
 from jaxserve.runner.stage import wait
 
 
-class Waiting(NamedTuple):
+class OldestIteration(NamedTuple):
     """The oldest unfinished iteration, the stage that it is in, and for how long: seconds since the one before it was
     done, or since its own launch."""
 
@@ -23,7 +23,7 @@ class Waiting(NamedTuple):
     seconds: float
 
 
-class Progress:
+class IterationTracker:
     """Iterations begun and not ended, in order. Any thread may ask.
 
     Args:
@@ -61,16 +61,16 @@ class Progress:
             self._under_way.popleft()
             self._stage, self._since = None, self._clock()
 
-    def waiting(self) -> Waiting | None:
+    def waiting(self) -> OldestIteration | None:
         """What is waited for, if anything is."""
         with self._lock:
             if not self._under_way:
                 return None
             stage = self.first if self._stage is None else self._stage
-            return Waiting(self._under_way[0], stage, self._clock() - self._since)
+            return OldestIteration(self._under_way[0], stage, self._clock() - self._since)
 
 
-class Waiter:
+class CompletionWaiter:
     """A thread that waits for the iterations launched here, stage by stage and in order.
 
     Args:
@@ -80,7 +80,7 @@ class Waiter:
 
     def __init__(
         self,
-        progress: Progress,
+        progress: IterationTracker,
         *,
         done: Callable[[IterationPlan, IterationResult | None], None],
         failed: Callable[[int, int, Exception], None],

@@ -8,23 +8,23 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from jaxserve.plan.plan_report import partition, shape, size
 from jaxserve.plan.predict import Plan
-from jaxserve.plan.report import partition, shape, size
 
 
-class Fact(NamedTuple):
+class PlanValue(NamedTuple):
     """One thing a plan says: in words, and as a number where it is one."""
 
     text: str
     number: float | None = None
 
 
-class Difference(NamedTuple):
+class PlanDifference(NamedTuple):
     """What two plans say differently; a side that has no such thing is None."""
 
     what: str
-    ours: Fact | None
-    theirs: Fact | None
+    ours: PlanValue | None
+    theirs: PlanValue | None
 
     @property
     def change(self) -> str:
@@ -34,13 +34,13 @@ class Difference(NamedTuple):
         return f"{100 * (self.theirs.number / self.ours.number - 1):+.1f}%"
 
 
-def differences(ours: Plan, theirs: Plan) -> list[Difference]:
+def differences(ours: Plan, theirs: Plan) -> list[PlanDifference]:
     """What the plans say differently, in the order in which a plan is told."""
     one, other = _facts(ours), _facts(theirs)
     return [
-        Difference(what, one.get(what), other.get(what))
+        PlanDifference(what, one.get(what), other.get(what))
         for what in dict.fromkeys([*one, *other])
-        if (one.get(what) or Fact("-")).text != (other.get(what) or Fact("-")).text
+        if (one.get(what) or PlanValue("-")).text != (other.get(what) or PlanValue("-")).text
     ]
 
 
@@ -61,30 +61,32 @@ def show(ours: Plan, theirs: Plan, names: tuple[str, str], out: Console) -> None
     out.print(table)
 
 
-def _facts(plan: Plan) -> dict[str, Fact]:
-    spec = plan.whatif.spec
+def _facts(plan: Plan) -> dict[str, PlanValue]:
+    spec = plan.deployment.spec
     sections = {"[axes]": spec.rules, "[activations]": spec.activations, "[pool]": spec.pool}
     sections |= {f'[parameters."{glob}"]': rules for glob, rules in spec.parameters.items()}
     facts = {
-        f"{title} {axis}": Fact(target or "none") for title, rules in sections.items() for axis, target in rules.items()
+        f"{title} {axis}": PlanValue(target or "none")
+        for title, rules in sections.items()
+        for axis, target in rules.items()
     }
     for axis, (count, held) in plan.padding.items():
-        facts[f"{axis} padded"] = Fact(f"{count:,} to {held:,}")
+        facts[f"{axis} padded"] = PlanValue(f"{count:,} to {held:,}")
     for part in {part.name: part for stage in plan.stages for part in stage.parts}.values():
-        facts[part.name] = Fact(f"{partition(part)} {shape(part.local)}, {size(part.nbytes)}", part.nbytes)
+        facts[part.name] = PlanValue(f"{partition(part)} {shape(part.local)}, {size(part.nbytes)}", part.nbytes)
     for index, stage in enumerate(plan.stages):
         for name in ("weights", "pool", "activations", "state"):
-            facts[f"stage {index}: {name}"] = Fact(size(getattr(stage, name)), getattr(stage, name))
+            facts[f"stage {index}: {name}"] = PlanValue(size(getattr(stage, name)), getattr(stage, name))
         for each in stage.collectives or ():
             unit = "row" if each.per_row else "token"
-            facts[f"stage {index}: {each.kind} after {each.what}"] = Fact(
+            facts[f"stage {index}: {each.kind} after {each.what}"] = PlanValue(
                 f"{each.times} x {size(each.nbytes)} a {unit}", each.times * each.nbytes
             )
-    facts["slots"] = Fact(f"{plan.slots:,}", plan.slots)
-    facts["requests of 2,048 tokens"] = Fact(f"{plan.requests:,}", plan.requests)
+    facts["slots"] = PlanValue(f"{plan.slots:,}", plan.slots)
+    facts["requests of 2,048 tokens"] = PlanValue(f"{plan.requests:,}", plan.requests)
     for bucket in plan.buckets:
-        facts[f"bucket {bucket.tokens}: ms"] = Fact(f"{bucket.milliseconds:.2f}", bucket.milliseconds)
+        facts[f"bucket {bucket.tokens}: ms"] = PlanValue(f"{bucket.milliseconds:.2f}", bucket.milliseconds)
         speed = bucket.tokens_per_second
-        facts[f"bucket {bucket.tokens}: tokens/s"] = Fact(f"{speed:,.0f}", speed)
-        facts[f"bucket {bucket.tokens}: bound by"] = Fact(bucket.bottleneck)
+        facts[f"bucket {bucket.tokens}: tokens/s"] = PlanValue(f"{speed:,.0f}", speed)
+        facts[f"bucket {bucket.tokens}: bound by"] = PlanValue(bucket.bottleneck)
     return facts

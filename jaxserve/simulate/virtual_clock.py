@@ -45,7 +45,7 @@ class Arrival(NamedTuple):
     priority: int = 0
 
 
-class Host(NamedTuple):
+class HostTimes(NamedTuple):
     """What the host adds to an iteration, in seconds.
 
     Attributes:
@@ -59,7 +59,7 @@ class Host(NamedTuple):
     polls: bool = False
 
 
-class Device:
+class SimulatedDevice:
     """Stages in a row. Each works on one iteration at a time, in the order of launches.
 
     Attributes:
@@ -99,17 +99,17 @@ def arrivals(workload: Workload, *, max_tokens: int | None = None, max_context: 
 def run(
     coming: Sequence[Arrival],
     scheduler: Scheduler,
-    device: Device,
+    device: SimulatedDevice,
     *,
     in_flight: int,
-    host: Host | None = None,
+    host: HostTimes | None = None,
     watch: Watch | None = None,
 ) -> list[Outcome]:
     """Serves every arrival (ascending in time) by one replica; see `serve`."""
-    return serve(coming, [Replica(scheduler, device, in_flight=in_flight, host=host, watch=watch)])
+    return serve(coming, [SimulatedReplica(scheduler, device, in_flight=in_flight, host=host, watch=watch)])
 
 
-def serve(coming: Sequence[Arrival], replicas: Sequence[Replica]) -> list[Outcome]:
+def serve(coming: Sequence[Arrival], replicas: Sequence[SimulatedReplica]) -> list[Outcome]:
     """Serves every arrival (ascending in time) as the engine would, and says when each got its tokens.
 
     An arrival goes to the replica that the engine would choose: the one with the least left to compute, cached prefixes
@@ -159,17 +159,17 @@ class _Alive(NamedTuple):
     owed: OutstandingTokens
 
 
-class Replica:
+class SimulatedReplica:
     """`jaxserve.loop.Replica` with a device that only says how long it takes. Tokens are 0, and EOS where a request
     ends before its limit."""
 
     def __init__(
         self,
         scheduler: Scheduler,
-        device: Device,
+        device: SimulatedDevice,
         *,
         in_flight: int,
-        host: Host | None = None,
+        host: HostTimes | None = None,
         watch: Watch | None = None,
     ) -> None:
         """Args:
@@ -177,7 +177,7 @@ class Replica:
         in_flight: iterations launched ahead of the answers at most.
         """
         self.scheduler = scheduler
-        self._device, self._in_flight, self._host, self._watch = device, in_flight, host or Host(), watch
+        self._device, self._in_flight, self._host, self._watch = device, in_flight, host or HostTimes(), watch
         self._now = 0.0
         self._flying: deque[tuple[IterationPlan, IterationResult, float]] = deque()
         self._mail: list[Request] = []

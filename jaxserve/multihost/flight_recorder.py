@@ -42,7 +42,7 @@ class RowRecord:
     computed: int = 0
 
 
-class Rows:
+class RowRecords:
     """What every row holds, followed from plan to plan."""
 
     def __init__(self, block_size: int) -> None:
@@ -84,7 +84,7 @@ class Rows:
 
 
 @dataclass(slots=True, eq=False)
-class _Kept:
+class _RecordedIteration:
     """An iteration of the ring. `tokens` and `logprobs` are there once it has landed."""
 
     plan: pb.Plan
@@ -124,15 +124,15 @@ class FlightRecorder:
         self._about, self._seconds, self._folder, self._clock = about, seconds, folder, clock
         # A signal may ask for a recording while its thread is making one; making one changes nothing.
         self._lock = threading.RLock()
-        self._rows = Rows(block_size)
-        self._ring: deque[_Kept] = deque()
-        self._waiting: deque[_Kept] = deque()  # of the ring, those without an answer
+        self._rows = RowRecords(block_size)
+        self._ring: deque[_RecordedIteration] = deque()
+        self._waiting: deque[_RecordedIteration] = deque()  # of the ring, those without an answer
         self._bytes = 0
 
     def launched(self, plan: pb.Plan) -> None:
         """An iteration begins. The plan is kept, and must not change."""
         now = self._clock()
-        kept = _Kept(plan, now, plan.ByteSize())
+        kept = _RecordedIteration(plan, now, plan.ByteSize())
         with self._lock:
             self._ring.append(kept)
             self._waiting.append(kept)

@@ -16,7 +16,7 @@ INTERVAL = 0.1  # seconds between two looks
 BEAT = 0.5  # seconds between two heartbeats
 
 
-class Watchdog:
+class ProcessWatchdog:
     """Looks at something ten times a second, from a thread of its own.
 
     Args:

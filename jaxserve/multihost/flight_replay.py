@@ -19,7 +19,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.iteration import Admission, Chunk, IterationPlan, IterationResult
 from jaxserve.multihost import control_pb2 as pb
 from jaxserve.multihost import wire
-from jaxserve.multihost.recorder import Rows
+from jaxserve.multihost.flight_recorder import RowRecords
 from jaxserve.runner.batch import pack
 from jaxserve.runner.layout import bucket_sizes, lay_out
 from jaxserve.runner.pipeline import Pipeline
@@ -31,7 +31,7 @@ from sharding import mesh, specs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
+class TokenDifference:
     """The first token of a request that came out otherwise.
 
     Attributes:
@@ -53,7 +53,7 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Replayed:
+class ReplayResult:
     """What a replay found.
 
     Attributes:
@@ -66,10 +66,10 @@ class Replayed:
     unanswered: int
     tokens: int
     requests: int
-    differences: tuple[Difference, ...]
+    differences: tuple[TokenDifference, ...]
 
 
-def replay(recording: pb.Recording, path: str | Path, *, cache: str | None, progress: Progress) -> Replayed:
+def replay(recording: pb.Recording, path: str | Path, *, cache: str | None, progress: Progress) -> ReplayResult:
     """Runs a record's iterations again with the checkpoint that it was made with.
 
     Args:
@@ -118,10 +118,10 @@ class _Replay:
         self._masks = GrammarMasks()
         self._held_to: set[str] = set()  # requests whose texts are followed
         self._block_size = pipeline.shape.attention.block_size
-        self._rows = Rows(self._block_size)
+        self._rows = RowRecords(self._block_size)
         self._held: dict[int, int] = {}  # what each block holds: the hash of all tokens up to its end
 
-    def run(self, progress: Progress) -> Replayed:
+    def run(self, progress: Progress) -> ReplayResult:
         for row in self._recording.rows:
             admission = wire.decode_admission(row.admission)
             self._rows.prepare(pb.Plan(admissions=[row.admission]))
@@ -145,7 +145,7 @@ class _Replay:
                 recorded = entry.tokens[at], entry.logprobs[at]
                 replayed = int(result.tokens[at]), float(result.logprobs[at])
                 if recorded[0] != replayed[0]:
-                    differences[name] = Difference(
+                    differences[name] = TokenDifference(
                         request_id=name,
                         sequence=plan.sequence,
                         position=position,
@@ -157,7 +157,7 @@ class _Replay:
             for chunk in plan.chunks:
                 self._note(chunk.row, chunk.start, chunk.start + chunk.length)
             progress("replaying", done, len(entries))
-        return Replayed(
+        return ReplayResult(
             iterations=len(entries),
             unanswered=sum(not entry.landed for entry in entries),
             tokens=tokens,

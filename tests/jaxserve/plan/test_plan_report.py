@@ -10,8 +10,8 @@ import re
 import pytest
 from rich.console import Console
 
-from jaxserve.plan import differences, page, report, search
-from jaxserve.plan.compiled import CompiledStage, Exchange
+from jaxserve.plan import comparison, plan_page, plan_report, search
+from jaxserve.plan.compiled import CollectiveOp, CompiledStage
 from jaxserve.plan.predict import predict
 from sharding import specs
 from tests.jaxserve.plan.questions import BLOOM, question
@@ -32,7 +32,7 @@ def plan():
 
 
 def test_a_plan_is_told_as_tables(plan):
-    text = printed(report.show, plan)
+    text = printed(plan_report.show, plan)
     assert re.search(r"layers\.\*\.qkv\.kernel +2 +heads, embed +\(tensor, -\) +384 x 128 +96 x 128 +48\.00 KiB", text)
     assert re.search(r"0 +0-3 +0-0 ", text)
     assert "8,192 slots in blocks of 64, float32, fit: 4 requests of 2,048 tokens" in text
@@ -42,7 +42,7 @@ def test_a_plan_is_told_as_tables(plan):
 
 
 def test_a_plan_is_json(plan):
-    told = json.loads(json.dumps(report.as_json(plan)))
+    told = json.loads(json.dumps(plan_report.as_json(plan)))
     assert told["slots"] == 8192
     assert told["stages"][1]["collectives"][-1]["kind"] == "all-gather"
     assert told["stages"][0]["parameters"][0]["axes"] == ["embed"]
@@ -51,33 +51,33 @@ def test_a_plan_is_json(plan):
 
 
 def compiled(*surprises: str) -> CompiledStage:
-    found = (Exchange("all-reduce", "f32[8,128]", 4096, 3),)
+    found = (CollectiveOp("all-reduce", "f32[8,128]", 4096, 3),)
     return CompiledStage(
         bucket=8, seconds=1.0, arguments=4, temporaries=2, total=6, collectives=found, surprises=surprises
     )
 
 
 def test_a_compiled_program_stands_next_to_the_prediction(plan):
-    text = printed(report.show_compiled, plan, [compiled(), compiled()])
+    text = printed(plan_report.show_compiled, plan, [compiled(), compiled()])
     assert re.search(r"0 +all-reduce +3 +3", text)
     assert re.search(r"1 +all-gather +1 +0", text)
     assert "stage 0: 3 x all-reduce of f32[8,128], 4.00 KiB each" in text
     assert "Nothing unexpected" in text
     out = Console(file=io.StringIO(), width=200, force_terminal=True, highlight=False, color_system="standard")
-    report.show_compiled(plan, [compiled("2 x copy of the pool as u16[4]"), compiled()], out)
+    plan_report.show_compiled(plan, [compiled("2 x copy of the pool as u16[4]"), compiled()], out)
     assert "\x1b[31m2 x copy of the pool as u16[4]\x1b[0m" in out.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_two_specs_are_told_by_their_differences():
     ours, theirs = (predict(question(BLOOM, spec, tensor=4)) for spec in (SPEC, WHOLE))
-    found = {each.what: each for each in differences.differences(ours, theirs)}
-    assert found["[axes] vocab"] == differences.Difference("[axes] vocab", ("tensor", None), ("none", None))
+    found = {each.what: each for each in comparison.differences(ours, theirs)}
+    assert found["[axes] vocab"] == comparison.PlanDifference("[axes] vocab", ("tensor", None), ("none", None))
     assert found["stage 0: all-gather after head"].theirs is None
     assert found["embed.tokens.table"].change == "+300.0%"
     assert "layers.*.up.kernel" not in found
-    text = printed(differences.show, ours, theirs, ("default", "my.toml"))
+    text = printed(comparison.show, ours, theirs, ("default", "my.toml"))
     assert re.search(r"\[axes\] vocab +tensor +none", text)
-    assert "default and same.toml come to the same" in printed(differences.show, ours, ours, ("default", "same.toml"))
+    assert "default and same.toml come to the same" in printed(comparison.show, ours, ours, ("default", "same.toml"))
 
 
 @pytest.fixture(scope="module")
@@ -122,17 +122,17 @@ def test_a_search_is_told_and_drawn(found, tmp_path):
 
 
 def test_what_does_not_fit_is_counted():
-    whatif = question(BLOOM | {"hidden_size": 8192, "n_layer": 40, "n_head": 64}, topology="v5e:2x2", slots=None)
-    candidates, left_out = search.search(whatif, lambda *_: None)
+    deployment = question(BLOOM | {"hidden_size": 8192, "n_layer": 40, "n_head": 64}, topology="v5e:2x2", slots=None)
+    candidates, left_out = search.search(deployment, lambda *_: None)
     assert not candidates
     assert set(left_out) <= {"the weights do not fit", "no room for keys and values"}
 
 
 def test_a_page_holds_everything(plan, tmp_path):
-    told = report.as_json(plan)
+    told = plan_report.as_json(plan)
     told["model"] = "</script><b>"
-    page.write(tmp_path / "new" / "page.html", "a <headline>", "a summary", told)
-    text = (tmp_path / "new" / "page.html").read_text()
+    plan_page.write(tmp_path / "new" / "plan_page.html", "a <headline>", "a summary", told)
+    text = (tmp_path / "new" / "plan_page.html").read_text()
     assert "<h1>a &lt;headline&gt;</h1>" in text
     assert "%%" not in text
     assert not re.search(r"(src|href)=", text)

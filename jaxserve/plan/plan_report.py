@@ -23,7 +23,7 @@ _STEPS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 def show(plan: Plan, out: Console) -> None:
     """Prints everything that is predicted."""
     out.print(f"[bold]{headline(plan)}[/bold]")
-    for line in spec_lines(plan.whatif.spec):
+    for line in spec_lines(plan.deployment.spec):
         out.print(f"  {escape(line)}")
     for axis, (count, held) in plan.padding.items():
         out.print(f"  {axis} {count:,} is padded to {held:,}, {100 * (held - count) / count:.2g}% more")
@@ -44,7 +44,7 @@ def _show_parameters(plan: Plan, out: Console) -> None:
 
 
 def _show_memory(plan: Plan, out: Console) -> None:
-    tensor, replicas = plan.whatif.engine.tensor, plan.whatif.engine.replicas
+    tensor, replicas = plan.deployment.engine.tensor, plan.deployment.engine.replicas
     table = _table("stage", "devices", "layers", "weights", "pool", "activations", "row state", "free", "in use")
     for index, stage in enumerate(plan.stages):
         table.add_row(
@@ -72,13 +72,13 @@ def _show_collectives(plan: Plan, out: Console) -> None:
     if any(stage.collectives is None for stage in plan.stages):
         out.print('\nCollectives: to split "embed" or activations leaves the compiler a choice; --compile shows it')
     elif table.row_count:
-        _section(out, f"Collectives, each over {plan.whatif.engine.tensor} devices", table)
+        _section(out, f"Collectives, each over {plan.deployment.engine.tensor} devices", table)
     else:
         out.print("\nNo collectives: no stage has more than one device")
 
 
 def _show_iterations(plan: Plan, out: Console) -> None:
-    whatif, device = plan.whatif, plan.whatif.topology.device
+    deployment, device = plan.deployment, plan.deployment.topology.device
     table = _table(
         "bucket", "decodes", "prompt tokens", "ms", "tokens/s", "compute", "memory", "links", "overhead", "bound by"
     )
@@ -90,12 +90,14 @@ def _show_iterations(plan: Plan, out: Console) -> None:
             *(f"{1e3 * seconds:.2f}" for seconds in each.stages[each.slowest]),
             Text(each.bottleneck, "bold"),
         )
-    _section(out, f"Iterations: decodes at context {whatif.context:,}, then prompts; ms of the slowest stage", table)
-    fit = cost.FITS[device.platform]
+    _section(
+        out, f"Iterations: decodes at context {deployment.context:,}, then prompts; ms of the slowest stage", table
+    )
+    fit, dtype = cost.FITS[device.platform], deployment.dtype
+    links = deployment.topology.group_bandwidth(deployment.engine.tensor)
     out.print(
-        f"Roofline: {100 * fit.efficiency:.0f}% of {device.flops[whatif.dtype] / 1e12:,.0f} TFLOP/s ({whatif.dtype}), "
-        f"of {device.bandwidth / 1e9:,.0f} GB/s memory and of "
-        f"{whatif.topology.group_bandwidth(whatif.engine.tensor) / 1e9:,.0f} GB/s links, one after the other, and "
+        f"Roofline: {100 * fit.efficiency:.0f}% of {device.flops[dtype] / 1e12:,.0f} TFLOP/s ({dtype}), of "
+        f"{device.bandwidth / 1e9:,.0f} GB/s memory and of {links / 1e9:,.0f} GB/s links, one after the other, and "
         f"{1e6 * fit.layer_seconds:.0f} us a layer"
     )
 
@@ -130,26 +132,26 @@ def show_compiled(plan: Plan, stages: Sequence[CompiledStage], out: Console) -> 
 
 def as_json(plan: Plan, compiled: Sequence[CompiledStage] = ()) -> dict[str, Any]:
     """Everything that is predicted, and what was compiled where it was. Bytes, milliseconds, tokens a second."""
-    whatif = plan.whatif
+    deployment = plan.deployment
     return {
-        "model": whatif.name,
-        "family": whatif.config.family,
-        "dtype": whatif.dtype,
-        "topology": str(whatif.topology),
+        "model": deployment.name,
+        "family": deployment.config.family,
+        "dtype": deployment.dtype,
+        "topology": str(deployment.topology),
         "devices": {
-            "platform": whatif.topology.device.platform,
-            "shape": list(whatif.topology.shape),
-            "chip_devices": whatif.topology.device.chip_devices,
+            "platform": deployment.topology.device.platform,
+            "shape": list(deployment.topology.shape),
+            "chip_devices": deployment.topology.device.chip_devices,
         },
-        "tensor": whatif.engine.tensor,
+        "tensor": deployment.engine.tensor,
         "stages": [_stage_json(stage) for stage in plan.stages],
-        "replicas": whatif.engine.replicas,
+        "replicas": deployment.engine.replicas,
         "spec": {
-            "axes": dict(whatif.spec.rules),
-            "parameters": {glob: dict(rules) for glob, rules in whatif.spec.parameters.items()},
-            "activations": dict(whatif.spec.activations),
-            "pool": dict(whatif.spec.pool),
-            "pad": sorted(whatif.spec.pad),
+            "axes": dict(deployment.spec.rules),
+            "parameters": {glob: dict(rules) for glob, rules in deployment.spec.parameters.items()},
+            "activations": dict(deployment.spec.activations),
+            "pool": dict(deployment.spec.pool),
+            "pad": sorted(deployment.spec.pad),
         },
         "padding": {axis: list(sizes) for axis, sizes in plan.padding.items()},
         "memory": plan.memory[0],
@@ -158,7 +160,7 @@ def as_json(plan: Plan, compiled: Sequence[CompiledStage] = ()) -> dict[str, Any
         "kv_cache_dtype": plan.kv_cache_dtype,
         "slots": plan.slots,
         "requests_of_2048": plan.requests,
-        "context": whatif.context,
+        "context": deployment.context,
         "buckets": [
             {
                 "tokens": bucket.tokens,
@@ -205,13 +207,15 @@ def _compiled_json(stage: CompiledStage) -> dict[str, Any]:
 
 def headline(plan: Plan) -> str:
     """The question in one line."""
-    whatif = plan.whatif
+    deployment = plan.deployment
     stages = ", ".join(str(stage.layers[1] - stage.layers[0]) for stage in plan.stages)
-    layout = f"tensor {whatif.engine.tensor}, stages {whatif.engine.stages}"
-    layout += f" (layers {stages})" if whatif.engine.stages > 1 else ""
-    layout += f", replicas {whatif.engine.replicas}" if whatif.engine.replicas > 1 else ""
-    model = f"{whatif.name} ({whatif.config.family}, {plan.parameters / 1e9:.3g} G parameters, {whatif.dtype})"
-    return f"{model} on {whatif.topology} ({whatif.topology.num_devices} devices): {layout}"
+    layout = f"tensor {deployment.engine.tensor}, stages {deployment.engine.stages}"
+    layout += f" (layers {stages})" if deployment.engine.stages > 1 else ""
+    layout += f", replicas {deployment.engine.replicas}" if deployment.engine.replicas > 1 else ""
+    model = (
+        f"{deployment.name} ({deployment.config.family}, {plan.parameters / 1e9:.3g} G parameters, {deployment.dtype})"
+    )
+    return f"{model} on {deployment.topology} ({deployment.topology.num_devices} devices): {layout}"
 
 
 def spec_lines(spec: ShardingSpec) -> list[str]:
@@ -229,7 +233,7 @@ def rules_text(rules: Mapping[str, str | None]) -> str:
 
 def bottleneck(plan: Plan) -> str:
     """One sentence: what to look at first."""
-    full = next((each for each in plan.buckets if each.decodes == plan.whatif.engine.max_rows), plan.buckets[-1])
+    full = next((each for each in plan.buckets if each.decodes == plan.deployment.engine.max_rows), plan.buckets[-1])
     seconds = full.stages[full.slowest]
     share = getattr(seconds, full.bottleneck) / seconds.total
     where = f" of stage {full.slowest}" if len(full.stages) > 1 else ""
@@ -244,7 +248,7 @@ def bottleneck(plan: Plan) -> str:
 
 def carried(plan: Plan, collective: Collective, bucket: int) -> int:
     """Bytes of the result of a collective in a bucket."""
-    return collective.nbytes * (min(bucket, plan.whatif.engine.max_rows) if collective.per_row else bucket)
+    return collective.nbytes * (min(bucket, plan.deployment.engine.max_rows) if collective.per_row else bucket)
 
 
 def partition(part: Part) -> str:
