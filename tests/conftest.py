@@ -28,6 +28,7 @@ SHAPE_CHECKED = (
     "jaxserve.sampling.selection",
     "jaxserve.sampling.scoring",
     "jaxserve.runner.batch",
+    "jaxserve.runner.matmul",
     "pallas_kernels.tpu",
     "pallas_kernels.xla",
     "pallas_kernels.cpu",

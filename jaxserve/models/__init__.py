@@ -109,7 +109,7 @@ class Model:
           between: applied to x before each layer, of several in a row.
         """
         if looped:
-            weights = layers.varying([params["layers"][i] for i in which])
+            weights = layers.looped([params["layers"][i] for i in which])
             with jax.named_scope("layers"):
                 return jax.lax.fori_loop(
                     0,
@@ -153,21 +153,10 @@ class Model:
     def logits(self, params: Params, x: Float[jax.Array, "S E"]) -> Float32[jax.Array, "S V"]:
         """Logits of normed x."""
         with jax.named_scope("head"):
-            return layers.head(x, self.head_table(params))[:, : self.config.vocab_size]
-
-    def logits_tile(
-        self,
-        table: Float[jax.Array, "V E"] | layers.Quantized,
-        x: Float[jax.Array, "S E"],
-        start: jax.Array | int,
-        size: int,
-    ) -> Float32[jax.Array, "S {size}"]:
-        """Logits of normed x from rows start to start + size of (some of) the head's table."""
-        with jax.named_scope("head"):
-            return layers.head(x, jax.tree.map(lambda part: jax.lax.dynamic_slice_in_dim(part, start, size), table))
+            return layers.project(x, self.head_table(params), jnp.float32)[:, : self.config.vocab_size]
 
     def head_table(self, params: Params) -> Any:
-        """What normed hidden states are multiplied with: [V, E], in eight bits, or what `layers.through` made of it."""
+        """The matrix of the head: [V, E], or Quantized, or bound to a matmul (`layers.bind`)."""
         piece = params["embed"] if self.config.tie_embeddings else params["head"]
         return piece["tokens"]["table"]
 

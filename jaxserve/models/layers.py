@@ -1,8 +1,10 @@
-"""The layers that the families are composed of.
+"""The layers that the model families share.
 
-Every layer computes its sums in float32 and leaves the rounding to its caller, who does it once. T is the number of
-flat tokens of an iteration, H the hidden size, N the heads, D the size of a head, V the vocabulary, F the
-feed-forward size.
+Every layer sums in float32; its caller rounds the result once. T is the number of flat tokens of an iteration, H the
+hidden size, N the heads, D the head size, V the vocabulary, F the feed-forward size.
+
+Matrices lie [out, in], because a CPU reads them in order when it multiplies few rows; accelerators take either order.
+The runner binds weights to a matmul for its devices (`bind`); unbound weights are multiplied by `dot`.
 """
 
 from __future__ import annotations
@@ -17,16 +19,15 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Float, Float32, Int8, Int32
+from jaxtyping import Float, Float32, Int32
 
 from jaxserve.models.schema import ModelConfig
-from pallas_kernels.cpu.product import NativeProduct
 
 # attend(q [T, N, D], k [T, K, D], v [T, K, D], cache) -> (out [T, N, D], cache)
 Attend = Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
 
-_FEW_ROWS, _MANY_ROWS = 4, 256  # between them kernels stand first in a CPU's products (`_project_cpu`)
-_INTEGER_ROWS, _TILE = 8, 256  # up to so many rows are multiplied as integers; rows of a kernel widened at a time
+# matmul(x [T, in], matrix [out, in], dtype) -> float32[T, out]; the matrix may be Quantized (see `project`)
+Matmul = Callable[[jax.Array, Any, DTypeLike], jax.Array]
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": lambda x: nnx.gelu(x, approximate=False),
@@ -39,7 +40,10 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 class Quantized(NamedTuple):
-    """A matrix in eight bits: row r is about values[r] * scales[r]. Scales are of the dtype the model computes in."""
+    """An int8 matrix: row r is about values[r] * scales[r].
+
+    Scales have the dtype that the model computes in.
+    """
 
     values: Any  # int8[out, in]
     scales: Any  # [out]
@@ -50,37 +54,39 @@ class Quantized(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class NativeWeight:
-    """A kernel, and the product that `project` takes in the place of XLA's."""
+class BoundWeight:
+    """A matrix with the function that multiplies by it (see `bind`)."""
 
-    kernel: Float[jax.Array, "out in"]
-    product: NativeProduct
+    matrix: Float[jax.Array, "out in"] | Quantized
+    matmul: Matmul
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.kernel.shape
+        return self.matrix.shape
 
 
-def through(weights: Any, product: NativeProduct) -> Any:
-    """A tree of weights whose kernels and tables, but those in eight bits, are multiplied through a native product."""
+def bind(weights: Any, matmul: Matmul) -> Any:
+    """The same tree of weights, with `matmul` as the product of every matrix in it."""
 
     def wrap(leaf: Any) -> Any:
-        return leaf if isinstance(leaf, Quantized) or len(leaf.shape) < 2 else NativeWeight(leaf, product)
+        return leaf if len(leaf.shape) < 2 else BoundWeight(leaf, matmul)
 
     return jax.tree.map(wrap, weights, is_leaf=lambda node: isinstance(node, Quantized))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoopedWeight:
-    """The kernel of the layer that a loop is at. `project` branches to that layer's own, so that it is read where it
-    lies; a slice of stacked kernels would be copied first."""
+    """The matrix of the current layer of a loop.
 
-    kernels: Sequence[Float[jax.Array, "out in"] | Quantized | NativeWeight]
+    `project` branches to that layer's own matrix, so that it is read in place; slicing stacked matrices copies.
+    """
+
+    matrices: Sequence[Float[jax.Array, "out in"] | Quantized | BoundWeight]
     layer: Int32[jax.Array, ""]
 
 
-def varying(layers: Sequence[dict[str, Any]]) -> Callable[[jax.Array], dict[str, Any]]:
-    """The weights of one layer as a function of its number int32[], for a loop over `layers`."""
+def looped(layers: Sequence[dict[str, Any]]) -> Callable[[jax.Array], dict[str, Any]]:
+    """The weights of one layer as a function of its index int32[], for a loop over `layers`."""
     stacked = jax.tree.map(
         lambda *leaves: leaves if len(leaves[0].shape) > 1 else jnp.stack(leaves),
         *layers,
@@ -98,100 +104,31 @@ def varying(layers: Sequence[dict[str, Any]]) -> Callable[[jax.Array], dict[str,
 
 def project(
     x: Float[jax.Array, "T in"],
-    kernel: Float[jax.Array, "out in"] | Quantized | NativeWeight | LoopedWeight,
+    kernel: Float[jax.Array, "out in"] | Quantized | BoundWeight | LoopedWeight,
     dtype: DTypeLike | None = None,
 ) -> Float32[jax.Array, "T out"]:
-    """x times the kernel, summed in float32.
-
-    The kernel lies [out, in] for the CPU's sake, where reading it in order is what a matmul of few rows costs; an
-    accelerator takes either order.
+    """x times the kernel transposed, summed in float32.
 
     Args:
-      dtype: what an accelerator hands on between its sums and the caller, where partial sums of several devices are
-        added up; x's own if None.
+      dtype: of partial sums that devices add up, where the bound matmul uses one; x's own if None.
     """
-    dtype = x.dtype if dtype is None else dtype
     if isinstance(kernel, LoopedWeight):
-        branches = [partial(_project_one, kernel=one, dtype=dtype, alone=True) for one in kernel.kernels]
+        branches = [partial(project, kernel=one, dtype=dtype) for one in kernel.matrices]
         return jax.lax.switch(kernel.layer, branches, x)
-    return _project_one(x, kernel, dtype, alone=False)
+    if isinstance(kernel, BoundWeight):
+        return kernel.matmul(x, kernel.matrix, x.dtype if dtype is None else dtype)
+    if isinstance(kernel, Quantized):
+        return dot(x, kernel.values.astype(x.dtype), jnp.float32) * kernel.scales.astype(jnp.float32)
+    return dot(x, kernel, jnp.float32)
 
 
-def _project_one(
-    x: jax.Array, kernel: jax.Array | Quantized | NativeWeight, dtype: DTypeLike, *, alone: bool
-) -> jax.Array:
-    """Args:
-    alone: whether the kernel is known to lie on one device.
-    """
-    if isinstance(kernel, NativeWeight):
-        product = kernel.product(x, kernel.kernel)
-        if product is not None:
-            return product
-        kernel = kernel.kernel
-    if not isinstance(kernel, Quantized):
-        return jax.lax.platform_dependent(x, kernel, cpu=_project_cpu, default=partial(_project, dtype=dtype))
-    on_cpu = _project_tiles if alone and len(x) > _INTEGER_ROWS else _project_integers
-    # The compilers of GPUs and TPUs widen what a dot reads on its way: the kernel is never there in other than 8 bits.
-    sums = jax.lax.platform_dependent(
-        x, kernel.values, cpu=on_cpu, default=lambda x, values: _project(x, values.astype(x.dtype), dtype)
-    )
-    return sums * kernel.scales.astype(jnp.float32)
-
-
-def _project(x: jax.Array, kernel: jax.Array, dtype: DTypeLike) -> jax.Array:
-    return _dot(x, kernel, dtype).astype(jnp.float32)
-
-
-def _project_cpu(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """The order of operands that XLA's CPU matmul is fastest with (measured in jax 0.10.2).
-
-    For a few to some 200 rows that is kernel times x: half the time of the reverse at 8 rows in float32, five sixths
-    at 32 in bfloat16. XLA would swap the operands to do away with the transpose, hence the barrier. For more rows it
-    is still so by some percent where the result is no wider than x. One row in bfloat16 is made two (it is 16 times
-    slower), and float32 sums are handed on (bfloat16 ones are 3 to 7 times slower). Either order takes two thirds of
-    the time that a kernel [in, out] does at 8 rows, and 5% more or less at 256.
-    """
-    rows, (out_features, in_features) = x.shape[0], kernel.shape
-    few = 1 if x.dtype == jnp.float32 else _FEW_ROWS
-    if few <= rows < _MANY_ROWS or (rows >= _MANY_ROWS and out_features <= in_features):
-        return jax.lax.optimization_barrier(_dot(kernel, x, jnp.float32)).T
-    if rows == 1:
-        return _dot(jnp.pad(x, ((0, 1), (0, 0))), kernel, jnp.float32)[:1]
-    return _dot(x, kernel, jnp.float32)
-
-
-def _project_tiles(x: jax.Array, kernel: Int8[jax.Array, "out in"]) -> jax.Array:
-    """Widens a kernel a tile at a time, which stays in the cache; XLA's CPU compiler would write all of it to memory
-    first, which takes ten times as long as reading float32."""
-    tile = min(_TILE, kernel.shape[0])
-
-    def step(i: jax.Array, sums: jax.Array) -> jax.Array:  # the last tile may reach back: slices are kept inside
-        part = jax.lax.dynamic_slice_in_dim(kernel, i * tile, tile).astype(x.dtype)
-        return jax.lax.dynamic_update_slice_in_dim(sums, _project_cpu(x, part), i * tile, 1)
-
-    return jax.lax.fori_loop(0, -(-kernel.shape[0] // tile), step, jnp.zeros((len(x), len(kernel)), jnp.float32))
-
-
-def _project_integers(x: jax.Array, kernel: Int8[jax.Array, "out in"]) -> jax.Array:
-    """Multiplies as integers: a row of x is a sum of two int8 rows, 15 bits of its largest number, and sums are exact.
-
-    It reads the kernel as it lies. One row takes half the time of a bfloat16 kernel, 8 as long, more are slower.
-    """
-    wide = x.astype(jnp.float32)
-    step = jnp.max(jnp.abs(wide), axis=1, keepdims=True) / 127
-    step = jnp.where(step == 0, 1, step)  # NaN for a row that is not finite, and so are its sums
-    high = jnp.round(wide / step)
-    low = jnp.round((wide - high * step) * (254 / step))
-    rows = jnp.concatenate([high, low]).astype(jnp.int8)
-    sums = jax.lax.dot_general(rows, kernel, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32)
-    high_sums, low_sums = jnp.split(sums.astype(jnp.float32), 2)
-    return (high_sums + low_sums / 254) * step
-
-
-def _dot(
+def dot(
     left: Float[jax.Array, "rows in"], right: Float[jax.Array, "columns in"], dtype: DTypeLike
 ) -> Float[jax.Array, "rows columns"]:
-    """left times right, transposed. The precision is explicit: a default float32 may mean TF32 or bfloat16."""
+    """left times right transposed, returned in `dtype`.
+
+    The precision is explicit, since a default float32 product may be computed in TF32 or bfloat16.
+    """
     precision = jax.lax.Precision.HIGHEST if left.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     return jax.lax.dot_general(left, right, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=dtype)
 
@@ -241,7 +178,7 @@ BLOCK_AXES = {
 
 
 class TransformerBlock(nnx.Module):
-    """The layers that a block of any family has; how they are joined is the family's to say.
+    """The layers of a transformer block; each family joins them in its own way.
 
     Args:
       attention_bias / ffn_bias: whether the projections of each half have biases.
@@ -267,7 +204,7 @@ class TransformerBlock(nnx.Module):
 
 
 class Table(nnx.Module):
-    """Rows by number: table [rows, E]. Serves as embedding and, for the token table, as the head."""
+    """An embedding table [rows, E]; the token table may also serve as the head."""
 
     def __init__(self, rows: int, features: int, config: ModelConfig, rngs: nnx.Rngs) -> None:
         normal = nnx.initializers.normal(config.initializer_range)
@@ -282,7 +219,7 @@ class Table(nnx.Module):
 
 
 class NormedHead(nnx.Module):
-    """The last norm and, where it is not the token table, the table of the head."""
+    """The last norm and, unless the embeddings are tied, the table of the head."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
         self.norm = LayerNorm(config)
@@ -293,19 +230,12 @@ class NormedHead(nnx.Module):
         return self.norm(x)
 
 
-def head(
-    x: Float[jax.Array, "S E"], table: Float[jax.Array, "V E"] | Quantized | NativeWeight
-) -> Float32[jax.Array, "S V"]:
-    """Logits."""
-    return project(x, table, jnp.float32)
-
-
 def split_heads(
     qkv: Float[jax.Array, "T columns"], config: ModelConfig, dtype: DTypeLike
 ) -> tuple[Float[jax.Array, "T N D"], Float[jax.Array, "T N D"], Float[jax.Array, "T N D"]]:
-    """q, k and v out of columns that lie [N, 3, D].
+    """Splits columns that lie [N, 3, D] into q, k and v.
 
-    A head's q, k and v stand together, so a device that holds some of the columns holds whole heads.
+    The q, k and v of a head are adjacent, so a device that holds a share of the columns holds whole heads.
     """
     parts = qkv.astype(dtype).reshape(-1, config.num_heads, 3, config.head_dim)  # [T, N, 3, D]
     return parts[:, :, 0], parts[:, :, 1], parts[:, :, 2]
@@ -316,7 +246,7 @@ def rotate(
 ) -> Float[jax.Array, "T N D"]:
     """Rotary positions (RoFormer, arXiv:2104.09864) in the first `size` numbers of each head.
 
-    A number of their first half makes a pair with its counterpart in the second, as in GPT-NeoX; pair i is turned by
+    Number i of the first half is paired with number i of the second, as in GPT-NeoX; pair i is rotated by
     position / base^(2 i / size).
     """
     frequencies = (1 / base ** (np.arange(0, size, 2) / size)).astype(np.float32)

@@ -1,5 +1,7 @@
-"""Attention as the models see it; the only caller of pallas_kernels, and the only place that says what each device of a
-mesh computes: a kernel sees the heads of its own device. All else is divided by the compiler."""
+"""Chooses an attention backend and calls it for each layer.
+
+On a mesh, each device runs the kernel on its own heads (`shard_map`). The compiler divides everything else.
+"""
 
 from __future__ import annotations
 
@@ -30,17 +32,17 @@ def select(
     max_rows: int,
     platform: str,
 ) -> tuple[api.Backend, api.AttentionShape, str]:
-    """Picks the backend and the block size for a model.
+    """Chooses the backend and the block size for a model.
 
     Args:
-      pool_dtype: what keys and values are held in; None takes the backend's choice.
+      pool_dtype: of keys and values; None for the backend's default.
 
     Returns:
-      (backend, shape, reason): the shape is that of one device of the mesh; the reason says in words why this backend.
+      (backend, shape, reason): the attention shape of one device, and a sentence that explains the choice.
 
     Raises:
-      ValueError: the heads do not divide over the mesh, or the named backend, or every backend, refuses this model,
-        block size or pool; the message has the reason.
+      ValueError: the heads do not divide over the mesh, or the named backend (or every backend) does not support this
+        model, block size or pool; the message gives the reason.
     """
     for heads in (config.num_heads, config.num_kv_heads):
         spec.resolve(("heads",), (heads,), mesh, name="attention", section="pool")
@@ -75,10 +77,11 @@ def make_attend(
     layer: int,
     first_block: jax.Array | int,
 ) -> Callable:
-    """`attend(q, k, v, pool) -> (out, pool)` for one layer of one iteration; on a mesh it is split as the pool is.
+    """Makes `attend(q, k, v, pool) -> (out, pool)` for one layer of one iteration.
 
     Args:
-      first_block: where the layer's blocks begin in the pool.
+      meta: result of `backend.prepare`.
+      first_block: index of the layer's first block in the pool.
     """
     slopes, scale = model.alibi_slopes, model.config.attention_scale(layer)
 
@@ -100,7 +103,7 @@ def make_attend(
             mesh=mesh,
             in_specs=(heads, heads, heads, pool_heads, whole, split(("heads",)), whole),
             out_specs=(heads, pool_heads),
-            check_vma=False,  # backends start their loops from constants, which it would have them cast
+            check_vma=False,  # backends start loops from constants, which the check would require them to cast
         )
         return everywhere(q, k, v, pool, meta, slopes, first_block)
 

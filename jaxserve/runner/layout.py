@@ -11,13 +11,12 @@ from jaxserve import models, weights
 from jaxserve.config import EngineConfig
 from jaxserve.models import Model
 from jaxserve.models.schema import ModelConfig
-from jaxserve.runner import attention
+from jaxserve.runner import attention, matmul
 from jaxserve.runner.lowering import StagePrograms
 from jaxserve.runner.programs import StageShape
 from jaxserve.scheduler import buckets
 from jaxserve.scheduler.factory import fixed_chunk
 from jaxserve.weights import naming
-from pallas_kernels.cpu import product
 from sharding import stages
 from sharding.spec import ShardingSpec
 
@@ -67,7 +66,7 @@ def lay_out(
         max_context=context,
         attention=attended,
         backend=backend,
-        product=product.native(dtype) if backend.name == "cpu" and meshes[0].size == 1 else None,
+        product=matmul.native_product(dtype, backend.name, meshes[0].size),
         scoring=config.scoring,
         draft_tokens=config.draft_tokens,
     )

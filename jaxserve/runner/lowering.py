@@ -14,10 +14,9 @@ from jax.stages import Lowered
 from jaxserve import weights
 from jaxserve.iteration import SamplerVariant
 from jaxserve.models import Model, Params
-from jaxserve.runner import attention, batch, kv_cache
+from jaxserve.runner import attention, batch, kv_cache, matmul
 from jaxserve.runner.batch import RowState
 from jaxserve.runner.programs import Forward, StageShape, choose, feed, forward, head, score
-from pallas_kernels.cpu import build
 from sharding.spec import ShardingSpec
 
 
@@ -52,7 +51,7 @@ class StagePrograms:
         spec, shape, devices = self.spec, self.shape, self.mesh.devices
         sizes = {field.name: getattr(shape, field.name) for field in fields(shape)}
         # By what tells them apart: as objects they differ from one process to the next.
-        sizes |= {"backend": shape.backend.name, "product": shape.product and build.level()}
+        sizes |= {"backend": shape.backend.name, "product": matmul.product_key(shape.product)}
         return repr(
             (
                 (self.model.config, self.model.held, self.layers, self.int8),
@@ -113,14 +112,14 @@ class StagePrograms:
         between = partial(jax.lax.with_sharding_constraint, shardings=self.between_layers(bucket))
         step = partial(
             forward,
-            self.model,
-            self.shape,
-            self.layers,
-            self.looped,
-            make_attend,
-            between if self.spec.activations else None,
-            layout,
-            n_blocks,
+            model=self.model,
+            shape=self.shape,
+            layers=self.layers,
+            looped=self.looped,
+            make_attend=make_attend,
+            between=between if self.spec.activations else None,
+            layout=layout,
+            n_blocks=n_blocks,
         )
         kept = jax.tree.map(lambda leaf: leaf.sharding, pool)
         rest = self.everywhere

@@ -12,14 +12,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from jaxtyping import Float32
 
 from jaxserve.iteration import IterationPlan, SamplerVariant, max_points
 from jaxserve.models import Model
-from jaxserve.models.layers import Attend, Quantized, through
+from jaxserve.models.layers import Attend, Quantized, bind, project
+from jaxserve.runner import matmul
 from jaxserve.runner.batch import BatchLayout, sample_points, unpack, write_tokens
 from jaxserve.sampling import sampler, scoring
 from pallas_kernels.api import AttentionShape, Backend
-from pallas_kernels.cpu.product import NativeProduct
 from sharding.spec import ShardingSpec
 
 _SCORING_TILE = 8192  # vocabulary entries scored at a time
@@ -33,7 +34,7 @@ class StageShape:
       max_rows: rows of one plan.
       n_rows: rows of all plans in flight.
       attention: what one device of a stage attends with.
-      product: what takes the place of XLA's product, if anything does.
+      product: the native CPU product, or None for XLA's.
       draft_tokens: most tokens drafted for one row; 0 without speculation.
     """
 
@@ -42,7 +43,7 @@ class StageShape:
     max_context: int
     attention: AttentionShape
     backend: Backend
-    product: NativeProduct | None
+    product: matmul.NativeProduct | None
     scoring: bool
     draft_tokens: int = 0
 
@@ -103,6 +104,13 @@ class Forward(NamedTuple):
 
 
 def forward(
+    params: Any,
+    pool: Any,
+    tables: jax.Array,
+    history: jax.Array | None,
+    packed: jax.Array,
+    x: jax.Array | None,
+    *,
     model: Model,
     shape: StageShape,
     layers: range,
@@ -111,30 +119,23 @@ def forward(
     between: Callable[[jax.Array], jax.Array] | None,
     layout: BatchLayout,
     n_blocks: int,
-    params: Any,
-    pool: Any,
-    tables: jax.Array,
-    history: jax.Array | None,
-    packed: jax.Array,
-    x: jax.Array | None,
 ) -> Forward:
-    """One iteration of a stage's layers. Traced.
+    """Runs one iteration of a stage's layers. Traced.
 
     Args:
+      history: of the first stage and the last; None in others.
+      x: [T, H] hidden states from the stage before; None in the first, which embeds the tokens.
       looped: whether the layers are one loop (`Model.layers`).
-      make_attend: what `backend.prepare` made of the iteration, a layer and its first block -> the layer's attention.
-      between: what becomes of hidden states [T, H] between the layers.
+      make_attend: (result of `backend.prepare`, layer, its first block) -> the layer's attention.
+      between: applied to the hidden states [T, H] before each layer.
       n_blocks: blocks of the pool that each layer has.
-      history: of the first stage and the last.
-      x: [T, H] the hidden states that the stage before left; None for the first, which embeds the tokens.
     """
     view, tables = unpack(packed, layout, tables, history)
     meta = shape.backend.prepare(view.attention, shape.attention)
     if x is None:
         assert view.tokens is not None
         x = model.embed(params, view.tokens, view.attention.positions)  # [T, H]
-    if shape.product is not None:
-        params = through(params, shape.product)
+    params = bind(params, matmul.make(shape.product, tiles=looped))
 
     def attend(index: Any) -> Attend:
         layer = layers[0] if looped else layers[index]  # looped layers differ in nothing but their weights
@@ -148,19 +149,18 @@ def forward(
     return Forward(pool, tables, points, x, x[jnp.pad(view.last, (0, room))], view.next_tokens)
 
 
-def head(model: Model, product: NativeProduct | None, points: int, ends: Any, last: jax.Array) -> jax.Array:
+def head(model: Model, product: matmul.NativeProduct | None, points: int, ends: Any, last: jax.Array) -> jax.Array:
     """Logits float32[S, V] at the first S points. Traced.
 
     A program of its own, so that a token's logits do not depend on the sampler that others ask for.
 
     Args:
-      product: what takes the place of XLA's product, if anything does.
+      product: the native CPU product, or None for XLA's.
       points: S.
       ends: the parameters without the layers.
       last: [P, H] of `Forward`.
     """
-    if product is not None:
-        ends = through(ends, product)
+    ends = bind(ends, matmul.make(product, tiles=False))
     return model.logits(ends, model.norm(ends, last[:points]))
 
 
@@ -180,7 +180,7 @@ def score(model: Model, mesh: Mesh, spec: ShardingSpec, ends: Any, hidden: jax.A
         axis = by_token[0] if mesh.size > 1 else None
 
         def score_here(table: jax.Array | Quantized, normed: jax.Array, next_tokens: jax.Array) -> Scores:
-            tile = partial(model.logits_tile, table, normed)
+            tile = partial(_logits_tile, table, normed)
             vocab = table.shape[0]
             if model.held.vocab_size > model.config.vocab_size:
                 first = 0 if axis is None else jax.lax.axis_index(axis) * vocab
@@ -194,6 +194,15 @@ def score(model: Model, mesh: Mesh, spec: ShardingSpec, ends: Any, hidden: jax.A
             score_here, mesh=mesh, in_specs=(parts, whole, whole), out_specs=whole, check_vma=False
         )
         return everywhere(table, normed, next_tokens)
+
+
+def _logits_tile(
+    table: jax.Array | Quantized, normed: jax.Array, start: jax.Array | int, size: int
+) -> Float32[jax.Array, "T {size}"]:
+    """Logits of rows start to start + size of (a device's share of) the head's table."""
+    with jax.named_scope("head"):
+        rows = jax.tree.map(lambda part: jax.lax.dynamic_slice_in_dim(part, start, size), table)
+        return project(normed, bind(rows, matmul.make(None, tiles=False)), jnp.float32)
 
 
 def _of_tokens(tile: scoring.LogitsTile, end: jax.Array | int) -> scoring.LogitsTile:

@@ -1,4 +1,4 @@
-"""The native products: right, in the layers as they use them, and the same in any company."""
+"""The native products: correct, used by the layers, and independent of the other rows in a batch."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 from jaxserve import models, startup
 from jaxserve.config import EngineConfig
 from jaxserve.models import layers
+from jaxserve.runner import matmul
 from pallas_kernels.cpu import build, product
 
 
@@ -30,39 +31,39 @@ FEW_FLOAT32, MANY_FLOAT32 = product.limits(np.dtype(np.float32))
 SIZES = [(1024, 96), (9000, 100), (2500, 33), (40, 70), (7, 5), (1, 1)]
 
 
-def check(inner, out, companies, dtype=jnp.bfloat16):
-    """The largest of the companies is multiplied right, and each smaller one as a part of it, to the bit."""
-    kernel, x = draw(0, out, inner, dtype=dtype), draw(1, max(companies), inner, dtype=dtype)
+def check(inner, out, row_counts, dtype=jnp.bfloat16):
+    """The largest batch is correct, and every smaller one equals its rows of that result, to the bit."""
+    kernel, x = draw(0, out, inner, dtype=dtype), draw(1, max(row_counts), inner, dtype=dtype)
     expected = x.astype(np.float64) @ kernel.astype(np.float64).T
     whole = np.asarray(jax.jit(product.multiply)(x, kernel))
     np.testing.assert_allclose(whole, expected, rtol=1e-5, atol=1e-6 * inner)
-    for rows in companies:
+    for rows in row_counts:
         np.testing.assert_array_equal(jax.jit(product.multiply)(x[-rows:], kernel), whole[-rows:])
 
 
 @pytest.mark.parametrize(("inner", "out"), SIZES)
-def test_of_few_rows_is_the_product_in_any_company(inner, out):
+def test_few_rows(inner, out):
     check(inner, out, range(1, FEW + 1))
 
 
 @pytest.mark.parametrize(("inner", "out"), SIZES)
-def test_of_few_rows_is_the_product_in_float32(inner, out):
+def test_few_float32_rows(inner, out):
     check(inner, out, range(1, FEW_FLOAT32 + 1), dtype=np.float32)
 
 
 @pytest.mark.skipif(not MANY_FLOAT32, reason="more rows of float32 are XLA's here")
 @pytest.mark.parametrize(("inner", "out"), SIZES)
-def test_of_many_rows_is_the_product_in_float32(inner, out):
+def test_many_float32_rows(inner, out):
     check(inner, out, (FEW_FLOAT32 + 1, 16, 31, 48, 49, 64, 127, MANY_FLOAT32), dtype=np.float32)
     assert product.multiply(jnp.zeros((MANY_FLOAT32 + 1, inner)), jnp.zeros((out, inner))) is None
 
 
 @pytest.mark.parametrize(("inner", "out"), SIZES)
-def test_of_many_rows_is_the_product_in_any_company(inner, out):
+def test_many_rows(inner, out):
     check(inner, out, (17, 31, 48, 49, 64, 130, 257))
 
 
-def test_of_many_rows_is_divided_among_threads():
+def test_many_rows_over_threads():
     check(4096, 3000, (17, 200))
 
 
@@ -78,16 +79,16 @@ def test_of_many_rows_is_divided_among_threads():
     ],
 )
 @pytest.mark.parametrize("looped", [True, False])
-def test_layers_take_it(dtype, rows, call, looped):
-    taken = product.native(np.dtype(dtype))
+def test_layers_use_it(dtype, rows, call, looped):
+    taken = matmul.make(product.native(np.dtype(dtype)), tiles=looped)
     kernels = [jnp.asarray(draw(i, 48, 64, dtype=dtype)) for i in range(3)]
     x = jnp.asarray(draw(9, rows, 64, dtype=dtype))
 
     def step(x, place):
         if looped:
-            weights = layers.varying([layers.through({"kernel": kernel}, taken) for kernel in kernels])
+            weights = layers.looped([layers.bind({"kernel": kernel}, taken) for kernel in kernels])
             return layers.project(x, weights(place)["kernel"])
-        return layers.project(x, layers.through({"kernel": kernels[1]}, taken)["kernel"])
+        return layers.project(x, layers.bind({"kernel": kernels[1]}, taken)["kernel"])
 
     program = jax.jit(step).lower(x, jnp.int32(1)).compile()
     assert (call is None) == ("jaxserve_product" not in program.as_text())
@@ -108,8 +109,8 @@ def test_layers_take_it(dtype, rows, call, looped):
         ({"dtype": "float32", "buckets": (256,)}, 1),
     ],
 )
-def test_stages_of_one_device_take_it_and_weights_in_eight_bits_do_not(changes, calls):
-    """As often as there are products: four in each of two layers, and the head's, of fewer rows than a bucket."""
+def test_calls_per_program(changes, calls):
+    """One call a product: four in each of two layers, and the head's, which has fewer rows than a bucket."""
     sizes = {"vocab_size": 64, "n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64}
     model = models.build(models.parse_config({"model_type": "gpt2", "eos_token_id": 0, **sizes}))
     config = EngineConfig(**{"dtype": "bfloat16", "max_rows": 4, "buckets": (4,), **changes})
@@ -120,5 +121,5 @@ def test_stages_of_one_device_take_it_and_weights_in_eight_bits_do_not(changes, 
     assert sum(len(re.findall(rf"@{build.PRODUCT}\w*\(", text)) for text in texts) == calls
 
 
-def test_float16_has_none():
+def test_none_for_float16():
     assert product.native(np.dtype(np.float16)) is None

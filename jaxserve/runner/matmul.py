@@ -1,0 +1,121 @@
+"""Matrix products of the compiled programs: native CPU kernels where they are faster, XLA's elsewhere.
+
+The only place that knows about `pallas_kernels.cpu.product`. Models call what `make` returns (see `layers.bind`).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Float, Float32, Int8
+
+from jaxserve.models.layers import Matmul, Quantized, dot
+from pallas_kernels.cpu import build, product
+from pallas_kernels.cpu.product import NativeProduct
+
+_FEW_ROWS, _MANY_ROWS = 4, 256  # between these row counts `_dot_cpu` puts the kernel first
+_INTEGER_ROWS, _TILE = 8, 256  # most rows multiplied as integers; kernel rows widened at a time
+
+
+def native_product(dtype: np.dtype, attention: str, devices: int) -> NativeProduct | None:
+    """The native product of a stage, or None where XLA's is used.
+
+    Args:
+      attention: name of the attention backend; "cpu" means that native kernels are wanted.
+      devices: of the stage; the compiler cannot divide a native call over several.
+    """
+    return product.native(dtype) if attention == "cpu" and devices == 1 else None
+
+
+def product_key(native: NativeProduct | None) -> str | None:
+    """Identifies the native product of a program in the program cache."""
+    return native and build.level()
+
+
+def make(native: NativeProduct | None, *, tiles: bool) -> Matmul:
+    """The matmul of a program.
+
+    Args:
+      native: multiplies in place of XLA, except by int8 matrices and where it returns None.
+      tiles: whether a CPU widens int8 matrices in tiles for many rows; only for matrices on one device.
+    """
+
+    def matmul(
+        x: Float[jax.Array, "T in"], matrix: Float[jax.Array, "out in"] | Quantized, dtype: DTypeLike
+    ) -> Float32[jax.Array, "T out"]:
+        """Args:
+        dtype: of the sums before the cast to float32 on an accelerator, where several devices may add up partial sums.
+        """
+        if isinstance(matrix, Quantized):
+            return _quantized(x, matrix, dtype, tiles=tiles)
+        y = None if native is None else native(x, matrix)
+        if y is not None:
+            return y
+        return jax.lax.platform_dependent(x, matrix, cpu=_dot_cpu, default=partial(_dot_wide, dtype=dtype))
+
+    return matmul
+
+
+def _quantized(x: jax.Array, matrix: Quantized, dtype: DTypeLike, *, tiles: bool) -> jax.Array:
+    on_cpu = _dot_tiles if tiles and len(x) > _INTEGER_ROWS else _dot_integers
+    # The compilers of GPUs and TPUs fuse the widening into the dot: only the int8 matrix is in memory.
+    sums = jax.lax.platform_dependent(
+        x, matrix.values, cpu=on_cpu, default=lambda x, values: _dot_wide(x, values.astype(x.dtype), dtype)
+    )
+    return sums * matrix.scales.astype(jnp.float32)
+
+
+def _dot_wide(x: jax.Array, kernel: jax.Array, dtype: DTypeLike) -> jax.Array:
+    return dot(x, kernel, dtype).astype(jnp.float32)
+
+
+def _dot_cpu(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """Multiplies with the operand order that is fastest in XLA's CPU matmul (measured in jax 0.10.2).
+
+    From a few to about 200 rows this is kernel times x: half the time of the reverse at 8 rows in float32, five sixths
+    at 32 in bfloat16. XLA would swap the operands to remove the transpose, hence the barrier. For more rows it is
+    still faster by a few percent if the result is no wider than x. One bfloat16 row is padded to two, since one is 16
+    times slower. Sums are float32, since bfloat16 sums are 3 to 7 times slower. Either order takes two thirds of the
+    time of a kernel [in, out] at 8 rows, and about the same at 256.
+    """
+    rows, (out_features, in_features) = x.shape[0], kernel.shape
+    few = 1 if x.dtype == jnp.float32 else _FEW_ROWS
+    if few <= rows < _MANY_ROWS or (rows >= _MANY_ROWS and out_features <= in_features):
+        return jax.lax.optimization_barrier(dot(kernel, x, jnp.float32)).T
+    if rows == 1:
+        return dot(jnp.pad(x, ((0, 1), (0, 0))), kernel, jnp.float32)[:1]
+    return dot(x, kernel, jnp.float32)
+
+
+def _dot_tiles(x: jax.Array, kernel: Int8[jax.Array, "out in"]) -> jax.Array:
+    """Widens an int8 kernel one tile at a time, so that the wide tile stays in the CPU's cache.
+
+    XLA's CPU compiler would write the whole wide kernel to memory first, ten times slower than reading float32.
+    """
+    tile = min(_TILE, kernel.shape[0])
+
+    def step(i: jax.Array, sums: jax.Array) -> jax.Array:  # slices are clamped: tiles may overlap
+        part = jax.lax.dynamic_slice_in_dim(kernel, i * tile, tile).astype(x.dtype)
+        return jax.lax.dynamic_update_slice_in_dim(sums, _dot_cpu(x, part), i * tile, 1)
+
+    return jax.lax.fori_loop(0, -(-kernel.shape[0] // tile), step, jnp.zeros((len(x), len(kernel)), jnp.float32))
+
+
+def _dot_integers(x: jax.Array, kernel: Int8[jax.Array, "out in"]) -> jax.Array:
+    """Multiplies as integers: each row of x becomes the sum of two int8 rows (15 bits); integer sums are exact.
+
+    The kernel is read in place. One row takes half the time of a bfloat16 kernel, 8 rows the same, more are slower.
+    """
+    wide = x.astype(jnp.float32)
+    step = jnp.max(jnp.abs(wide), axis=1, keepdims=True) / 127
+    step = jnp.where(step == 0, 1, step)  # a row that is not finite gives NaN
+    high = jnp.round(wide / step)
+    low = jnp.round((wide - high * step) * (254 / step))
+    rows = jnp.concatenate([high, low]).astype(jnp.int8)
+    sums = jax.lax.dot_general(rows, kernel, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32)
+    high_sums, low_sums = jnp.split(sums.astype(jnp.float32), 2)
+    return (high_sums + low_sums / 254) * step
