@@ -110,7 +110,7 @@ def test_prompts_are_cut_at_fixed_places_and_the_sampler_is_always_the_same(engi
         ({"slot_policy": "grow"}, "slot_policy is grow; with deterministic it must be reserve"),
         ({"scheduler": "request"}, "scheduler is request; with deterministic it must be iteration"),
         ({"target_tpot": 0.1}, "target_tpot is 0.1; with deterministic it must be None"),
-        ({"buckets": (8, 16)}, r"buckets are \(8, 16\); with deterministic there is one"),
+        ({"buckets": (8, 16)}, r"buckets are \(8, 16\); with deterministic there must be one"),
     ],
 )
 def test_settings_that_contradict_it_are_refused(settings, message) -> None:

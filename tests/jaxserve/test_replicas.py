@@ -40,6 +40,7 @@ def finish(engine: Engine) -> None:
         pass
 
 
+@pytest.mark.long
 def test_each_replica_has_devices_of_its_own(params) -> None:
     engine = make_engine(params, replicas=3, stages=2)
     held = [

@@ -16,8 +16,8 @@ PADDED = (("bloom-7-heads", 4), ("gpt2-4-heads", 2))  # 7 heads, vocabularies of
 @pytest.mark.parametrize(
     ("name", "tensor"),
     [
-        *((name, 1) for name in CASES),
-        *PADDED,
+        *(pytest.param(name, 1, marks=pytest.mark.long if i else ()) for i, name in enumerate(CASES)),
+        *(pytest.param(*each, marks=pytest.mark.long) for each in PADDED),
         *(pytest.param(name, 1, marks=pytest.mark.exhaustive) for name in VARIANTS),
     ],
 )

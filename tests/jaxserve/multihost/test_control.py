@@ -139,6 +139,7 @@ def test_who_watches_a_worker_knows_at_once_how_long_it_may_be_silent(monkeypatc
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make certificates")
+@pytest.mark.long
 def test_mutual_tls(tmp_path) -> None:
     make_certificates(tmp_path)
     make_certificates(other := tmp_path / "other")

@@ -41,7 +41,13 @@ COMBINATIONS = {
 }
 
 
-@pytest.mark.parametrize("deployment", COMBINATIONS.values(), ids=COMBINATIONS.keys())
+@pytest.mark.parametrize(
+    "deployment",
+    [
+        pytest.param(deployment, id=name, marks=pytest.mark.long if i % 5 else ())
+        for i, (name, deployment) in enumerate(COMBINATIONS.items())
+    ],
+)
 def test_bytes_within_3_percent_and_collectives_equal(deployment):
     plan = predict(deployment)
     stages = compiled.compile_stages(plan, jax.devices(), lambda *_: None)
@@ -52,6 +58,7 @@ def test_bytes_within_3_percent_and_collectives_equal(deployment):
         assert not found.surprises
 
 
+@pytest.mark.long
 def test_a_split_embedding_is_left_to_the_compiler():
     deployment = question(BLOOM, rules(B, vocab=None, heads=None, ffn=None, embed="tensor"), tensor=4)
     plan = predict(deployment)

@@ -100,6 +100,7 @@ def test_two_stages_of_four_devices_answer_as_one_device() -> None:
 
 
 @pytest.mark.parametrize("family", [pytest.param("gpt_neox", marks=pytest.mark.exhaustive), "opt"])
+@pytest.mark.long
 def test_two_stages_of_two_devices_answer_as_one_device(family) -> None:
     check_same(make(family, 2, settings("grow", 2, 2)), family, 2)
 

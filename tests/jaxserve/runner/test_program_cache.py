@@ -76,6 +76,7 @@ def test_a_second_start_compiles_nothing_and_answers_the_same(params, folder, fi
     assert answers(engine) == expected
 
 
+@pytest.mark.long
 def test_an_engine_of_a_checkpoint_keeps_its_programs_where_the_command_line_does(
     params, tmp_path, monkeypatch
 ) -> None:

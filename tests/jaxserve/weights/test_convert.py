@@ -56,6 +56,7 @@ def test_a_converted_checkpoint_loads_like_its_source_in_any_dtype(source, tmp_p
 
 
 @pytest.mark.parametrize("entries", [GPT_NEOX, OPT, BARE], ids=["gpt_neox", "opt", "opt-bare"])
+@pytest.mark.long
 def test_other_families_are_converted_too(tmp_path, entries):
     model = models.build(models.parse_config(entries))
     weights.write_hf(tmp_path / "source", model.config, model.init(0, jnp.float32))

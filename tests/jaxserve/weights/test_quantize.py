@@ -113,6 +113,7 @@ def test_weight_bytes_count_values_and_scales() -> None:
     assert report.parameters == full.parameters
 
 
+@pytest.mark.long
 def test_no_iteration_widens_a_whole_matrix() -> None:
     wide = {"model_type": "bloom", "vocab_size": 4099, "hidden_size": 384, "n_layer": 2, "n_head": 3}
     config = models.parse_config(wide)
