@@ -21,9 +21,9 @@ from jaxserve.runner import cache_folder, kv_cache, measure
 from jaxserve.runner.draft_model import DraftModel
 from jaxserve.runner.layout import bucket_sizes, lay_out
 from jaxserve.runner.lowering import StagePrograms
-from jaxserve.runner.parts import parts_of
 from jaxserve.runner.pipeline import Pipeline
 from jaxserve.runner.program_cache import ProgramCache
+from jaxserve.runner.sharded_parameters import parameters_of
 from jaxserve.runner.stage import Progress, StageRunner
 from jaxserve.scheduler import buckets
 from jaxserve.scheduler.factory import make_scheduler
@@ -64,7 +64,7 @@ def from_checkpoint(path: str | Path, config: EngineConfig, progress: Progress) 
     device = programs[0].mesh.devices.flat[0]
     for stage in programs:
         room = kv_cache.weight_room(device, _num_devices(config))
-        check_weights(parts_of(stage).values(), room, f"{device.device_kind} device")
+        check_weights(parameters_of(stage).values(), room, f"{device.device_kind} device")
     params = weights.load(
         path,
         programs[0].model,
@@ -120,7 +120,7 @@ def stage_programs(config: EngineConfig, model: models.Model) -> tuple[list[list
 
 def placement(programs: Sequence[StagePrograms]) -> weights.Place:
     """Where each parameter is read to; the first of two places for a token table that is the head too."""
-    meshes = {name: stage.mesh for stage in reversed(programs) for name in parts_of(stage)}
+    meshes = {name: stage.mesh for stage in reversed(programs) for name in parameters_of(stage)}
     places = {name: weights.on_mesh(programs[0].model, mesh, programs[0].spec) for name, mesh in meshes.items()}
     return lambda name, shape, axes: places[name](name, shape, axes)
 

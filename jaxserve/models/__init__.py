@@ -63,19 +63,19 @@ class Model:
     tokens, S rows whose logits are asked for, H hidden size, E width of the token table (mostly H), V vocabulary.
     """
 
-    def __init__(self, config: ModelConfig, held: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, padded_config: ModelConfig) -> None:
         """Args:
-        held: the configuration with as many heads, tokens and so on as there are parameters for (see `build`).
+        padded_config: the configuration with its padded counts of heads, tokens and so on (see `build`).
         """
         self.config = config
-        self.held = held
+        self.padded_config = padded_config
         self._family = family(config.family)
         self._embed, self._embed_state = self._split("Embed")
         self._block, self._block_state = self._split("Block")
         self._head, self._head_state = self._split("Head")
 
     def _make(self, piece: str, key: jax.Array) -> nnx.Module:
-        return getattr(self._family, piece)(self.held, rngs=nnx.Rngs(key))
+        return getattr(self._family, piece)(self.padded_config, rngs=nnx.Rngs(key))
 
     def _split(self, piece: str) -> tuple[nnx.GraphDef, dict[str, Any]]:
         graph, state = nnx.split(nnx.eval_shape(lambda: self._make(piece, jax.random.key(0))))
@@ -164,12 +164,12 @@ class Model:
     def alibi_slopes(self) -> np.ndarray | None:
         """float32[N] ALiBi slopes of the heads that are held, or None."""
         slopes = self.config.alibi_slopes
-        return None if slopes is None else np.pad(slopes, (0, self.held.num_heads - len(slopes)))
+        return None if slopes is None else np.pad(slopes, (0, self.padded_config.num_heads - len(slopes)))
 
     @property
     def unpadded(self) -> Model:
         """The same with the parameters that the configuration asks for, as a checkpoint has them."""
-        return self if self.held == self.config else Model(self.config, self.config)
+        return self if self.padded_config == self.config else Model(self.config, self.config)
 
     def _tree(self, embed: Any, layer: Any, head: Any) -> Params:
         return {"embed": embed, "layers": [layer] * self.config.num_layers, "head": head}
@@ -220,7 +220,7 @@ class Model:
         sizes: dict[str, int] = {}
         for names, leaf in zip(axes, shapes, strict=True):
             sizes |= zip(names, leaf.shape, strict=True)
-        return sizes | {"heads": self.held.num_heads}
+        return sizes | {"heads": self.padded_config.num_heads}
 
     def init(self, seed: int, dtype: DTypeLike) -> Params:
         """Freshly drawn parameters: weights normal with the configuration's initializer_range, norms 1, biases 0."""
@@ -259,11 +259,11 @@ def build(config: ModelConfig, counts: Mapping[str, int] | None = None) -> Model
     if counts is None:
         return Model(config, config)
     assert config.num_kv_heads == config.num_heads
-    held = dataclasses.replace(
+    padded_config = dataclasses.replace(
         config,
         num_heads=counts["heads"],
         num_kv_heads=counts["heads"],
         vocab_size=counts["vocab"],
         ffn_size=counts["ffn"],
     )
-    return Model(config, held)
+    return Model(config, padded_config)

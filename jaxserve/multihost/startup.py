@@ -33,9 +33,9 @@ from jaxserve.runner import cache_folder, kv_cache
 from jaxserve.runner.layout import bucket_sizes, lay_out
 from jaxserve.runner.links import Link
 from jaxserve.runner.lowering import StagePrograms
-from jaxserve.runner.parts import parts_of
 from jaxserve.runner.pipeline import Pipeline, Stage
 from jaxserve.runner.program_cache import ProgramCache
+from jaxserve.runner.sharded_parameters import parameters_of
 from jaxserve.runner.stage import Progress, StageRunner
 from jaxserve.startup import Started
 from jaxserve.structured_output.matcher import Grammars
@@ -225,7 +225,7 @@ def _prepare(
     for stage in here:
         device = stage.mesh.local_devices[0]
         room = kv_cache.weight_room(device, config.tensor * config.stages)
-        check_weights(parts_of(stage).values(), room, f"{device.device_kind} device")
+        check_weights(parameters_of(stage).values(), room, f"{device.device_kind} device")
     startup.program_cache(config)  # jax's own, for programs that several hosts run
     folder = cache_folder.of(config.compilation_cache)
     cache = None if folder is None else ProgramCache(folder)
@@ -284,7 +284,7 @@ def _devices(config: EngineConfig, cluster: ClusterConfig) -> list[Any]:
 
 def _own(stage: StagePrograms) -> weights.Place:
     """Has only the stage's own parameters read; of these, devices read their own slices."""
-    names, place = parts_of(stage).keys(), weights.on_mesh(stage.model, stage.mesh, stage.spec)
+    names, place = parameters_of(stage).keys(), weights.on_mesh(stage.model, stage.mesh, stage.spec)
     return lambda name, shape, axes: place(name, shape, axes) if name in names else None
 
 

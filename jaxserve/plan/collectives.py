@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from jaxserve.plan.cost import Collective
 from jaxserve.runner import kv_cache
 from jaxserve.runner.lowering import StagePrograms
-from jaxserve.runner.parts import Part
+from jaxserve.runner.sharded_parameters import ShardedParameter
 
 
-def predict(stage: StagePrograms, parts: Mapping[str, Part]) -> tuple[Collective, ...] | None:
+def predict(stage: StagePrograms, parts: Mapping[str, ShardedParameter]) -> tuple[Collective, ...] | None:
     """The collectives of one iteration of a stage; None where the spec leaves the compiler a choice of them.
 
     It does by splitting "embed" or the hidden states between the layers.
@@ -26,7 +26,7 @@ def predict(stage: StagePrograms, parts: Mapping[str, Part]) -> tuple[Collective
         return None
     if any(stage.spec.activations.values()):
         return None
-    config, item = stage.model.held, stage.shape.attention.dtype.itemsize
+    config, item = stage.model.padded_config, stage.shape.attention.dtype.itemsize
     hidden, heads = config.hidden_size * item, config.num_heads * config.head_dim * item
     keys = config.num_kv_heads * config.head_dim * item
     pool_split = kv_cache.head_parts(stage.mesh, stage.spec) > 1
@@ -70,6 +70,6 @@ def predict(stage: StagePrograms, parts: Mapping[str, Part]) -> tuple[Collective
     return tuple(found.values())
 
 
-def head_table(parts: Mapping[str, Part]) -> Part:
+def head_table(parts: Mapping[str, ShardedParameter]) -> ShardedParameter:
     """The parameter that makes logits: a table of the head's own, or the embedding's."""
     return parts.get("head.tokens.table") or parts["embed.tokens.table"]

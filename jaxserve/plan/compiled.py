@@ -15,7 +15,7 @@ import jax
 from jaxserve.plan.deployment import Deployment, programs
 from jaxserve.plan.predict import Plan
 from jaxserve.plan.targets import compiler_options, lowering
-from jaxserve.runner import parts
+from jaxserve.runner import sharded_parameters
 from jaxserve.runner.lowering import StagePrograms, temporaries
 
 Progress = Callable[[str, int, int], None]
@@ -214,7 +214,7 @@ def copies(stage: StagePrograms, text: str, n_blocks: int) -> Iterator[str]:
 def _kernels(stage: StagePrograms, which: Literal["shape", "local"]) -> dict[tuple[int, ...], str]:
     """Names of the kernels and tables of each size, transposed or not."""
     names: dict[tuple[int, ...], str] = {}
-    for part in parts.grouped(parts.parts_of(stage).values()):
+    for part in sharded_parameters.group_layers(sharded_parameters.parameters_of(stage).values()):
         if len(part.shape) > 1:
             sizes = _arrangement(getattr(part, which))
             names[sizes] = f"{names[sizes]} or {part.name}" if sizes in names else part.name

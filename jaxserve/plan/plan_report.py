@@ -14,7 +14,7 @@ from jaxserve.plan import cost
 from jaxserve.plan.compiled import KINDS, CompiledStage, predicted_counts
 from jaxserve.plan.cost import Collective
 from jaxserve.plan.predict import REQUEST, Plan, StagePlan
-from jaxserve.runner.parts import Part
+from jaxserve.runner.sharded_parameters import ShardedParameter
 from sharding.spec import ShardingSpec
 
 _STEPS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
@@ -251,7 +251,7 @@ def carried(plan: Plan, collective: Collective, bucket: int) -> int:
     return collective.nbytes * (min(bucket, plan.deployment.engine.max_rows) if collective.per_row else bucket)
 
 
-def partition(part: Part) -> str:
+def partition(part: ShardedParameter) -> str:
     """(tensor, -)."""
     return f"({', '.join(target or '-' for target in part.partition)})"
 

@@ -14,7 +14,7 @@ from jaxserve.plan.cost import Collective, Seconds, StageLoad
 from jaxserve.plan.deployment import Deployment, model_of, programs
 from jaxserve.runner import kv_cache
 from jaxserve.runner.lowering import StagePrograms
-from jaxserve.runner.parts import Part, grouped, parts_of
+from jaxserve.runner.sharded_parameters import ShardedParameter, group_layers, parameters_of
 from sharding.fit import check_weights
 
 REQUEST = 2048  # tokens of the requests that slots are counted in
@@ -40,7 +40,7 @@ class StagePlan:
     state: int
     pool: int
     free: int
-    parts: tuple[Part, ...]
+    parts: tuple[ShardedParameter, ...]
     collectives: tuple[Collective, ...] | None
     load: StageLoad
 
@@ -145,13 +145,13 @@ def predict(deployment: Deployment) -> Plan:
     )
 
 
-def activation_bytes(stage: StagePrograms, parts: Mapping[str, Part], bucket: int) -> int:
+def activation_bytes(stage: StagePrograms, parts: Mapping[str, ShardedParameter], bucket: int) -> int:
     """Bytes of a device that one iteration needs beside its arguments, at its widest point.
 
     Hidden states in, out and between, the widest inner state in float32 with its rounded copy, and, in the last stage,
     the logits in part and whole.
     """
-    config, attention = stage.model.held, stage.shape.attention
+    config, attention = stage.model.padded_config, stage.shape.attention
     inner = max(part.local[0] for name, part in parts.items() if name.startswith("layers.") and len(part.local) == 2)
     item = attention.dtype.itemsize
     tokens = bucket * (3 * config.hidden_size * item + inner * (4 + item))
@@ -162,7 +162,7 @@ def activation_bytes(stage: StagePrograms, parts: Mapping[str, Part], bucket: in
 
 
 def _held(stage: StagePrograms, usable: int, deployment: Deployment) -> StagePlan:
-    parts = parts_of(stage)
+    parts = parameters_of(stage)
     check_weights(parts.values(), usable, f"{deployment.topology.device.name} device")
     attention = stage.shape.attention
     block = kv_cache.block_bytes(stage.shape.backend, attention, len(stage.layers))
@@ -174,7 +174,7 @@ def _held(stage: StagePrograms, usable: int, deployment: Deployment) -> StagePla
         state=_bytes(stage.state()),
         pool=0,
         free=usable,
-        parts=grouped(parts.values()),
+        parts=group_layers(parts.values()),
         collectives=sent,
         load=_load(stage, parts, sent or (), block // attention.block_size),
     )
@@ -185,7 +185,9 @@ def _with_pool(stage: StagePlan, slots: int, usable: int) -> StagePlan:
     return replace(filled, free=usable - filled.total)
 
 
-def _load(stage: StagePrograms, parts: Mapping[str, Part], sent: tuple[Collective, ...], slot_bytes: int) -> StageLoad:
+def _load(
+    stage: StagePrograms, parts: Mapping[str, ShardedParameter], sent: tuple[Collective, ...], slot_bytes: int
+) -> StageLoad:
     """What the stage's parameters come to, as the cost model takes it."""
     shape = stage.shape.attention
     kernels = [part for part in parts.values() if part.name.endswith(".kernel")]

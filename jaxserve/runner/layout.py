@@ -49,7 +49,7 @@ def lay_out(
         place(name, shape.shape, axes)
     context = max_context(config, model.config)
     backend, attended, reason = attention.select(
-        model.held,
+        model.padded_config,
         meshes[0],
         spec,
         name=config.attention,

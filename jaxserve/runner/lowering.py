@@ -54,7 +54,7 @@ class StagePrograms:
         sizes |= {"backend": shape.backend.name, "product": matmul.product_key(shape.product)}
         return repr(
             (
-                (self.model.config, self.model.held, self.layers, self.int8),
+                (self.model.config, self.model.padded_config, self.layers, self.int8),
                 sizes,
                 (spec.rules, spec.parameters, spec.activations, spec.pool, sorted(spec.pad)),
                 (self.mesh.axis_names, self.mesh.axis_types, devices.shape, [device.id for device in devices.flat]),

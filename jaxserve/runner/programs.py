@@ -182,7 +182,7 @@ def score(model: Model, mesh: Mesh, spec: ShardingSpec, ends: Any, hidden: jax.A
         def score_here(table: jax.Array | Quantized, normed: jax.Array, next_tokens: jax.Array) -> Scores:
             tile = partial(_logits_tile, table, normed)
             vocab = table.shape[0]
-            if model.held.vocab_size > model.config.vocab_size:
+            if model.padded_config.vocab_size > model.config.vocab_size:
                 first = 0 if axis is None else jax.lax.axis_index(axis) * vocab
                 tile = _of_tokens(tile, model.config.vocab_size - first)
             return Scores(*scoring.score(tile, vocab, min(vocab, _SCORING_TILE), next_tokens, axis))

@@ -15,7 +15,7 @@ from jaxtyping import Float, Float32
 
 from pallas_kernels.api import AttentionBatch, AttentionShape
 from pallas_kernels.cpu import build
-from pallas_kernels.xla import Pool, XlaBackend
+from pallas_kernels.xla import XlaBackend, XlaPool
 
 
 class CpuBackend(XlaBackend):
@@ -34,14 +34,14 @@ class CpuBackend(XlaBackend):
         q: Float[jax.Array, "T N D"],
         k: Float[jax.Array, "T K D"],
         v: Float[jax.Array, "T K D"],
-        pool: Pool,
+        pool: XlaPool,
         meta: Any,
         shape: AttentionShape,
         *,
         slopes: Float32[jax.Array | np.ndarray, " N"] | None,
         scale: float,
         first_block: jax.Array | int = 0,
-    ) -> tuple[Float[jax.Array, "T N D"], Pool]:
+    ) -> tuple[Float[jax.Array, "T N D"], XlaPool]:
         held, structure = jax.tree.flatten(pool)
         operands = (
             q,

@@ -29,8 +29,8 @@ from pallas_kernels.gpu.kernels import (
     LANE_NUMBERS,
     LEAST_DOT,
     Context,
+    GpuPool,
     Parts,
-    Pool,
     Tiling,
     combine_kernel,
     is_exact,
@@ -49,7 +49,7 @@ _BFLOAT16, _INT8 = np.dtype(jnp.bfloat16), np.dtype(np.int8)
 _DTYPES = (np.dtype(np.float32), _BFLOAT16)
 
 
-class Meta(NamedTuple):
+class GpuMetadata(NamedTuple):
     """Attributes:
     slots: int32[T, 2] block and slot in it that each token is written to; block -1 for padding.
     decodes / prompts: int32[n, 4] queries that one program computes together: first flat token, how many (0 for
@@ -92,7 +92,7 @@ class GpuBackend:
         del platform
         return np.dtype(dtype)
 
-    def pool(self, shape: AttentionShape, n_blocks: int) -> Pool:
+    def pool(self, shape: AttentionShape, n_blocks: int) -> GpuPool:
         block = (shape.num_kv_heads, shape.block_size, shape.head_dim)
         if shape.pool_dtype == _INT8:
             # Offsets have 32 bits, with a sign, in arrays of up to 2**32 bytes.
@@ -101,14 +101,14 @@ class GpuBackend:
                 n_blocks = 2**32 // math.prod(block) + 1
         held = jax.ShapeDtypeStruct((n_blocks, *block), shape.pool_dtype)
         scales = jax.ShapeDtypeStruct((n_blocks, *block[:2]), np.float32) if shape.pool_dtype == _INT8 else None
-        return Pool(held, held, scales, scales)
+        return GpuPool(held, held, scales, scales)
 
-    def pool_axes(self, shape: AttentionShape) -> Pool:
+    def pool_axes(self, shape: AttentionShape) -> GpuPool:
         axes = (None, "heads", None, None)
         scales = axes[:3] if shape.pool_dtype == _INT8 else None
-        return Pool(axes, axes, scales, scales)
+        return GpuPool(axes, axes, scales, scales)
 
-    def prepare(self, batch: AttentionBatch, shape: AttentionShape) -> Meta:
+    def prepare(self, batch: AttentionBatch, shape: AttentionShape) -> GpuMetadata:
         with jax.named_scope("attention_prepare"):
             n_tokens, n_chunks = batch.positions.shape[0], batch.kv_lens.shape[0]
             in_use = jnp.arange(n_tokens) < batch.query_offsets[-1]
@@ -117,24 +117,24 @@ class GpuBackend:
             slots = jnp.stack([block, batch.positions % shape.block_size], axis=1)
             if n_tokens <= n_chunks:  # no more tiles than tokens to be saved: each token goes alone
                 decodes = _items(jnp.arange(n_tokens), in_use, batch.positions, batch.token_chunk)
-                return Meta(slots, decodes, None, batch.block_tables)
+                return GpuMetadata(slots, decodes, None, batch.block_tables)
             single = jnp.diff(batch.query_offsets) == 1
             decodes = _items(batch.query_offsets[:-1], single, batch.kv_lens - 1, jnp.arange(n_chunks))
-            return Meta(slots, decodes, _prompt_items(batch, shape), batch.block_tables)
+            return GpuMetadata(slots, decodes, _prompt_items(batch, shape), batch.block_tables)
 
     def attend(
         self,
         q: Float[jax.Array, "T N D"],
         k: Float[jax.Array, "T K D"],
         v: Float[jax.Array, "T K D"],
-        pool: Pool,
-        meta: Meta,
+        pool: GpuPool,
+        meta: GpuMetadata,
         shape: AttentionShape,
         *,
         slopes: Float32[jax.Array | np.ndarray, " N"] | None,
         scale: float,
         first_block: jax.Array | int = 0,
-    ) -> tuple[Float[jax.Array, "T N D"], Pool]:
+    ) -> tuple[Float[jax.Array, "T N D"], GpuPool]:
         first = jnp.asarray(first_block, jnp.int32).reshape(1)
         if slopes is not None:
             slopes = jnp.asarray(slopes, jnp.float32)
@@ -202,14 +202,14 @@ def _attend(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    pool: Pool,
-    meta: Meta,
+    pool: GpuPool,
+    meta: GpuMetadata,
     first_block: jax.Array,
     slopes: jax.Array | None,
     shape: AttentionShape,
     scale: float,
     interpret: bool,
-) -> tuple[jax.Array, Pool]:
+) -> tuple[jax.Array, GpuPool]:
     call = partial(_call, interpret=interpret)
     with jax.named_scope("attention_write"):
         new_out = jax.ShapeDtypeStruct(q.shape, q.dtype)
@@ -269,9 +269,9 @@ def _call(
     )(*inputs, changed)
 
 
-def _stored(k: jax.Array, v: jax.Array, shape: AttentionShape) -> Pool:
+def _stored(k: jax.Array, v: jax.Array, shape: AttentionShape) -> GpuPool:
     """Keys and values as the pool holds them: [T, K, D], and scales [T, K]."""
     if shape.pool_dtype == _INT8:
         (keys, key_scales), (values, value_scales) = int8.quantize(k), int8.quantize(v)
-        return Pool(keys, values, key_scales, value_scales)
-    return Pool(k.astype(shape.pool_dtype), v.astype(shape.pool_dtype))
+        return GpuPool(keys, values, key_scales, value_scales)
+    return GpuPool(k.astype(shape.pool_dtype), v.astype(shape.pool_dtype))

@@ -22,7 +22,7 @@ _LOWEST = -1e30  # stands for minus infinity where a difference of two of them m
 _LOG2_E = math.log2(math.e)
 
 
-class Pool(NamedTuple):
+class GpuPool(NamedTuple):
     """Keys and values: arrays, their `ShapeDtypeStruct`, or the names of their axes. Scales belong to int8
     (`int8.quantize`) and are None otherwise."""
 
@@ -35,7 +35,7 @@ class Pool(NamedTuple):
 class Context(NamedTuple):
     """What the queries of a layer attend to."""
 
-    pool: Pool
+    pool: GpuPool
     tables: Any  # int32[C, max_blocks]
     first_block: Any  # int32[1]
     slopes: Any  # float32[N] or None
@@ -77,7 +77,9 @@ def is_exact(shape: AttentionShape) -> bool:
 # Writing.
 
 
-def write_kernel(stored: Pool, slots: Any, first_block: Any, _: Pool, pool: Pool, out: Any, *, shape: AttentionShape):
+def write_kernel(
+    stored: GpuPool, slots: Any, first_block: Any, _: GpuPool, pool: GpuPool, out: Any, *, shape: AttentionShape
+):
     """One token: its keys and values, or zeros in the place of its output if it is padding."""
     token = pl.program_id(0)
     block, slot = slots[token, 0], slots[token, 1]

@@ -22,7 +22,7 @@ from pallas_kernels.tpu.layout import (
     BFLOAT16,
     INT8,
     LANES,
-    Pool,
+    TpuPool,
     lanes_of,
     operand_dtype,
     round_up,
@@ -35,7 +35,7 @@ _MOST_SLOTS = 128  # of a block, by default
 _MOST_TABLES = 960 * 1024
 
 
-class Meta(NamedTuple):
+class TpuMetadata(NamedTuple):
     """What all layers share; see the kernels for what they read in it."""
 
     decode_bounds: jax.Array  # int32[2 * cores + 1]
@@ -93,18 +93,18 @@ class TpuBackend:
         del platform
         return np.dtype(dtype)
 
-    def pool(self, shape: AttentionShape, n_blocks: int) -> Pool:
+    def pool(self, shape: AttentionShape, n_blocks: int) -> TpuPool:
         size, scales = shape.block_size, None
         if shape.pool_dtype == INT8:
             scales = jax.ShapeDtypeStruct((n_blocks, 2, scale_rows(shape), size), np.float32)
-        return Pool(jax.ShapeDtypeStruct((n_blocks, 2, size, lanes_of(shape)), shape.pool_dtype), scales)
+        return TpuPool(jax.ShapeDtypeStruct((n_blocks, 2, size, lanes_of(shape)), shape.pool_dtype), scales)
 
-    def pool_axes(self, shape: AttentionShape) -> Pool:
-        return Pool(
+    def pool_axes(self, shape: AttentionShape) -> TpuPool:
+        return TpuPool(
             kv=(None, None, None, "heads"), scales=(None, None, "heads", None) if shape.pool_dtype == INT8 else None
         )
 
-    def prepare(self, batch: AttentionBatch, shape: AttentionShape) -> Meta:
+    def prepare(self, batch: AttentionBatch, shape: AttentionShape) -> TpuMetadata:
         with jax.named_scope("attention_prepare"):
             return _prepare(batch, shape, self.cut or cuts.cut(shape, batch.positions.shape[0]))
 
@@ -113,14 +113,14 @@ class TpuBackend:
         q: Float[jax.Array, "T N D"],
         k: Float[jax.Array, "T K D"],
         v: Float[jax.Array, "T K D"],
-        pool: Pool,
-        meta: Meta,
+        pool: TpuPool,
+        meta: TpuMetadata,
         shape: AttentionShape,
         *,
         slopes: Float32[jax.Array | np.ndarray, " N"] | None,
         scale: float,
         first_block: jax.Array | int = 0,
-    ) -> tuple[Float[jax.Array, "T N D"], Pool]:
+    ) -> tuple[Float[jax.Array, "T N D"], TpuPool]:
         n_tokens, n_chunks = q.shape[0], min(q.shape[0], meta.kv_lens.shape[0] - 1)
         cut = self.cut or cuts.cut(shape, n_tokens)
         slopes = None if slopes is None else jnp.asarray(slopes, jnp.float32)
@@ -162,7 +162,7 @@ class TpuBackend:
             return out.astype(q.dtype), pool
 
 
-def _prepare(batch: AttentionBatch, shape: AttentionShape, cut: Cut) -> Meta:
+def _prepare(batch: AttentionBatch, shape: AttentionShape, cut: Cut) -> TpuMetadata:
     offsets, kv_lens, n_tokens = batch.query_offsets, batch.kv_lens, batch.positions.shape[0]
     lengths = jnp.diff(offsets)
     is_decode = jnp.cumprod(lengths == 1, dtype=jnp.int32)
@@ -176,7 +176,7 @@ def _prepare(batch: AttentionBatch, shape: AttentionShape, cut: Cut) -> Meta:
     first = jnp.maximum(tile * cut.tile, n_decodes)
     last = jnp.minimum((tile + 1) * cut.tile, offsets[-1]) - 1
     tile_chunks = batch.token_chunk[jnp.clip(jnp.stack([first, last], axis=1), 0, n_tokens - 1)]
-    return Meta(
+    return TpuMetadata(
         decode_bounds=jnp.concatenate([begins, units]),
         prompt_bounds=jnp.stack([n_decodes, offsets[-1], n_decodes, n_chunks]),
         offsets=jnp.pad(offsets, (0, 1), mode="edge"),
@@ -189,12 +189,12 @@ def _prepare(batch: AttentionBatch, shape: AttentionShape, cut: Cut) -> Meta:
 # Arranging queries, keys and values as the kernels read them.
 
 
-def _new(k: jax.Array, v: jax.Array, shape: AttentionShape) -> Pool:
+def _new(k: jax.Array, v: jax.Array, shape: AttentionShape) -> TpuPool:
     """Keys and values of the flat tokens: [2, T, K, D] as the pool holds them, and their scales [2, T, K]."""
     kv = jnp.stack([k, v])
     if shape.pool_dtype == INT8:
-        return Pool(*int8.quantize(kv))
-    return Pool(kv.astype(shape.pool_dtype))
+        return TpuPool(*int8.quantize(kv))
+    return TpuPool(kv.astype(shape.pool_dtype))
 
 
 def _packed(x: jax.Array, shape: AttentionShape) -> jax.Array:
@@ -203,7 +203,7 @@ def _packed(x: jax.Array, shape: AttentionShape) -> jax.Array:
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, lanes_of(shape) - x.shape[-1])])
 
 
-def _decode_rows(q: jax.Array, new: Pool, shape: AttentionShape) -> jax.Array:
+def _decode_rows(q: jax.Array, new: TpuPool, shape: AttentionShape) -> jax.Array:
     """float32[C, group + 2 or + 4, lanes] (see `decodes.attend`)."""
     n_chunks = len(q)
     queries = q.reshape(n_chunks, shape.num_kv_heads, shape.group, shape.head_dim).swapaxes(1, 2)
@@ -220,18 +220,18 @@ def _by_head(out: jax.Array, shape: AttentionShape) -> jax.Array:
     return out.reshape(len(out), shape.num_heads, shape.head_dim)
 
 
-def _with_room(new: Pool, shape: AttentionShape) -> Pool:
+def _with_room(new: TpuPool, shape: AttentionShape) -> TpuPool:
     """As `writes.write` reads them."""
     size, n_tokens = shape.block_size, new.kv.shape[1]
     tile = slot_tile(shape.pool_dtype)
     length = round_up(size + n_tokens + size + tile, tile)
     kv = jnp.pad(_packed(new.kv, shape), ((0, 0), (size, length - size - n_tokens), (0, 0)))
     if new.scales is None:
-        return Pool(kv)
+        return TpuPool(kv)
     scales = new.scales.swapaxes(1, 2)  # [2, K, T]
     length = round_up(size + n_tokens + round_up(size, LANES) + LANES, LANES)
     room = (0, scale_rows(shape) - scales.shape[1]), (size, length - size - n_tokens)
-    return Pool(kv, jnp.pad(scales, ((0, 0), *room)))
+    return TpuPool(kv, jnp.pad(scales, ((0, 0), *room)))
 
 
 def _tiles(q: jax.Array, shape: AttentionShape, tile: int) -> jax.Array:

@@ -26,7 +26,7 @@ from pallas_kernels.tpu.layout import (
     LANES,
     LOWEST,
     SUBLANES,
-    Pool,
+    TpuPool,
     dot,
     lanes_of,
     operand_dtype,
@@ -75,11 +75,11 @@ def slopes_of_rows(slopes: jax.Array, shape: AttentionShape) -> jax.Array:
     return jnp.broadcast_to(rows, (len(groups), one.rows, LANES))
 
 
-class _Scratch(NamedTuple):
+class _DecodeScratch(NamedTuple):
     """What a core works in; `units` places, or twice as many, for what comes in and goes out."""
 
-    blocks: Pool  # [2, units, 2, slots, lanes] and [2, units, slots / block_size, 2, scale_rows, block_size]
-    new: Pool  # [units, 2, slot_tile, lanes] and [units, 2, scale_rows, block_size]
+    blocks: TpuPool  # [2, units, 2, slots, lanes] and [2, units, slots / block_size, 2, scale_rows, block_size]
+    new: TpuPool  # [units, 2, slot_tile, lanes] and [units, 2, scale_rows, block_size]
     rows: Any  # [2 * units, ...]
     out: Any  # [units, group, lanes]
     maximum: Any  # [groups, rows, 128], the same in all lanes; likewise the sum
@@ -92,7 +92,7 @@ class _Scratch(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Kernel:
+class _DecodeKernel:
     """The kernel's static side; `__call__` is its body."""
 
     shape: AttentionShape
@@ -101,7 +101,17 @@ class _Kernel:
     slots: int
 
     def __call__(
-        self, bounds, kv_lens, tables, first_block, rows, slopes, _pool: Pool, out, pool: Pool, scratch: _Scratch
+        self,
+        bounds,
+        kv_lens,
+        tables,
+        first_block,
+        rows,
+        slopes,
+        _pool: TpuPool,
+        out,
+        pool: TpuPool,
+        scratch: _DecodeScratch,
     ):
         shape, size = self.shape, self.shape.block_size
         kv_buf, scale_buf = scratch.blocks
@@ -331,7 +341,7 @@ class _Kernel:
 @partial(jax.jit, static_argnames=("shape", "scale", "units", "slots", "interpret"))
 def attend(
     rows: jax.Array,
-    pool: Pool,
+    pool: TpuPool,
     bounds: jax.Array,
     kv_lens: jax.Array,
     tables: jax.Array,
@@ -343,7 +353,7 @@ def attend(
     units: int,
     slots: int,
     interpret: Any,
-) -> tuple[jax.Array, Pool]:
+) -> tuple[jax.Array, TpuPool]:
     """Writes and attends.
 
     Args:
@@ -372,7 +382,7 @@ def attend(
     slopes = None if slopes is None else slopes_of_rows(slopes, shape)
     n_before = 5 + (slopes is not None)  # operands before the pool
     return pl.pallas_call(
-        _Kernel(shape=shape, scale=scale, units=units, slots=slots),
+        _DecodeKernel(shape=shape, scale=scale, units=units, slots=slots),
         out_shape=(
             jax.ShapeDtypeStruct((n_chunks, shape.group, lanes), jnp.float32),
             jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), pool),
@@ -383,9 +393,9 @@ def attend(
             in_specs=(anywhere, None if slopes is None else pl.BlockSpec(memory_space=pltpu.VMEM), pool_specs),
             out_specs=(anywhere, pool_specs),
             scratch_shapes=[
-                _Scratch(
-                    blocks=Pool(scratch(2, units, 2, slots, lanes, dtype=dtype), scales(2, units, slots // size)),
-                    new=Pool(scratch(units, 2, slot_tile(dtype), lanes, dtype=dtype), scales(units)),
+                _DecodeScratch(
+                    blocks=TpuPool(scratch(2, units, 2, slots, lanes, dtype=dtype), scales(2, units, slots // size)),
+                    new=TpuPool(scratch(units, 2, slot_tile(dtype), lanes, dtype=dtype), scales(units)),
                     rows=scratch(2 * units, *rows.shape[1:]),
                     out=scratch(units, shape.group, lanes),
                     maximum=scratch(*state, LANES),

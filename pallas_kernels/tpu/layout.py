@@ -18,7 +18,7 @@ LOWEST = -1e30
 BFLOAT16, INT8 = np.dtype(jnp.bfloat16), np.dtype(np.int8)
 
 
-class Pool(NamedTuple):
+class TpuPool(NamedTuple):
     """Arrays, their `ShapeDtypeStruct`, or the names of their axes.
 
     A slot is a row of a matmul's operand: its key heads, or its value heads, lie side by side along the lanes. Scales

@@ -23,7 +23,7 @@ from pallas_kernels.tpu.cuts import cores
 from pallas_kernels.tpu.layout import (
     LANES,
     LOWEST,
-    Pool,
+    TpuPool,
     dot,
     lanes_of,
     operand_dtype,
@@ -45,10 +45,10 @@ def out_lanes(shape: AttentionShape) -> int:
     return round_up(shape.head_dim, LANES)
 
 
-class _Scratch(NamedTuple):
+class _PromptScratch(NamedTuple):
     """What a core works in: two places for what comes in and goes out; a head's queries and its softmax."""
 
-    blocks: Pool  # [2, 2, slots, window] and [2, slots / block_size, 2, scale_rows, block_size]
+    blocks: TpuPool  # [2, 2, slots, window] and [2, slots / block_size, 2, scale_rows, block_size]
     queries: Any  # [2, group, tile, out_lanes]; likewise the results
     out: Any
     query: Any  # [rows, window]
@@ -61,7 +61,7 @@ class _Scratch(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Kernel:
+class _PromptKernel:
     """The kernel's static side; `__call__` is its body."""
 
     shape: AttentionShape
@@ -70,7 +70,18 @@ class _Kernel:
     slots: int
 
     def __call__(
-        self, bounds, offsets, kv_lens, tables, first_block, tile_chunks, slopes, q, pool: Pool, out, scratch: _Scratch
+        self,
+        bounds,
+        offsets,
+        kv_lens,
+        tables,
+        first_block,
+        tile_chunks,
+        slopes,
+        q,
+        pool: TpuPool,
+        out,
+        scratch: _PromptScratch,
     ):
         shape, tile, slots = self.shape, self.tile, self.slots
         size, dim, group = shape.block_size, shape.head_dim, shape.group
@@ -257,7 +268,7 @@ def _turn(x: jax.Array, lanes: jax.Array, head_dim: int) -> jax.Array:
 @partial(jax.jit, static_argnames=("shape", "scale", "tile", "slots", "interpret"))
 def attend(
     q: jax.Array,
-    pool: Pool,
+    pool: TpuPool,
     bounds: jax.Array,
     offsets: jax.Array,
     kv_lens: jax.Array,
@@ -291,7 +302,7 @@ def attend(
 
     scales = None if pool.scales is None else scratch(2, slots // size, 2, scale_rows(shape), size)
     return pl.pallas_call(
-        _Kernel(shape=shape, scale=scale, tile=tile, slots=slots),
+        _PromptKernel(shape=shape, scale=scale, tile=tile, slots=slots),
         out_shape=jax.ShapeDtypeStruct(q.shape, jnp.float32),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=6,
@@ -303,8 +314,8 @@ def attend(
             ),
             out_specs=anywhere,
             scratch_shapes=[
-                _Scratch(
-                    blocks=Pool(scratch(2, 2, slots, lanes, dtype=shape.pool_dtype), scales),
+                _PromptScratch(
+                    blocks=TpuPool(scratch(2, 2, slots, lanes, dtype=shape.pool_dtype), scales),
                     queries=scratch(2, shape.group, tile, out_lanes(shape), dtype=q.dtype),
                     out=scratch(2, shape.group, tile, out_lanes(shape)),
                     query=scratch(rows, lanes, dtype=operand_dtype(shape)),

@@ -28,7 +28,7 @@ SHAPES = [
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class TuningLoad:
     """An iteration to time: rows that decode at some context, and prompts of some length that begin.
 
     Attributes:
@@ -44,15 +44,15 @@ class Load:
 
 # Which sizes a load is about: those of decodes, or those of prompts.
 DECODING = (
-    Load(decodes=64, context=128, prompts=0, length=0, weight=1.0),
-    Load(decodes=16, context=2048, prompts=0, length=0, weight=1.0),
+    TuningLoad(decodes=64, context=128, prompts=0, length=0, weight=1.0),
+    TuningLoad(decodes=16, context=2048, prompts=0, length=0, weight=1.0),
 )
 PROMPTING = (
-    Load(decodes=0, context=0, prompts=1, length=1024, weight=1.0),
-    Load(decodes=0, context=0, prompts=8, length=120, weight=0.5),
+    TuningLoad(decodes=0, context=0, prompts=1, length=1024, weight=1.0),
+    TuningLoad(decodes=0, context=0, prompts=8, length=120, weight=0.5),
 )
 
-Timer = Callable[[AttentionShape, Cut, Load], float]
+Timer = Callable[[AttentionShape, Cut, TuningLoad], float]
 
 
 def best(shape: AttentionShape, timer: Timer) -> Cut:
@@ -71,7 +71,7 @@ def best(shape: AttentionShape, timer: Timer) -> Cut:
 
 
 def _timed(
-    shape: AttentionShape, ways: Iterable[Cut], loads: Sequence[Load], timer: Timer
+    shape: AttentionShape, ways: Iterable[Cut], loads: Sequence[TuningLoad], timer: Timer
 ) -> Iterator[tuple[float, Cut]]:
     for cut in ways:
         try:
@@ -80,7 +80,7 @@ def _timed(
             continue
 
 
-def seconds(shape: AttentionShape, cut: Cut, load: Load, backend: TpuBackend = BACKEND) -> float:
+def seconds(shape: AttentionShape, cut: Cut, load: TuningLoad, backend: TpuBackend = BACKEND) -> float:
     """What an iteration's attention takes on the default device: the least of five turns of ten."""
     backend, (batch, n_blocks) = replace(backend, cut=cut), _batch(shape, load)
     n_tokens = len(batch.positions)
@@ -111,7 +111,7 @@ def seconds(shape: AttentionShape, cut: Cut, load: Load, backend: TpuBackend = B
     return min(taken[1:])
 
 
-def _batch(shape: AttentionShape, load: Load) -> tuple[AttentionBatch, int]:
+def _batch(shape: AttentionShape, load: TuningLoad) -> tuple[AttentionBatch, int]:
     lengths = np.array([1] * load.decodes + [load.length] * load.prompts, np.int32)
     kv_lens = np.array([load.context] * load.decodes + [load.length] * load.prompts, np.int32)
     columns = -(-kv_lens // shape.block_size)

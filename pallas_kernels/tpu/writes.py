@@ -17,14 +17,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.api import AttentionShape
-from pallas_kernels.tpu.layout import LANES, Pool, lanes_of, round_up, scale_rows, slot_tile
+from pallas_kernels.tpu.layout import LANES, TpuPool, lanes_of, round_up, scale_rows, slot_tile
 
 
-class _Scratch(NamedTuple):
+class _WriteScratch(NamedTuple):
     """What is worked in: two places for a block's new slots and for the block."""
 
-    given: Pool  # [2, 2, block_size + slot_tile, lanes] and [2, 2, scale_rows, block_size in whole tiles + 128]
-    block: Pool  # [2, 2, block_size, lanes] and [2, 2, scale_rows, block_size]
+    given: TpuPool  # [2, 2, block_size + slot_tile, lanes] and [2, 2, scale_rows, block_size in whole tiles + 128]
+    block: TpuPool  # [2, 2, block_size, lanes] and [2, 2, scale_rows, block_size]
     in_sems: Any  # [2]; likewise the other
     out_sems: Any
 
@@ -41,13 +41,22 @@ class _Leaf(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Kernel:
+class _WriteKernel:
     """The kernel's static side; `__call__` is its body."""
 
     shape: AttentionShape
 
     def __call__(
-        self, bounds, offsets, kv_lens, tables, first_block, new: Pool, _pool: Pool, pool: Pool, scratch: _Scratch
+        self,
+        bounds,
+        offsets,
+        kv_lens,
+        tables,
+        first_block,
+        new: TpuPool,
+        _pool: TpuPool,
+        pool: TpuPool,
+        scratch: _WriteScratch,
     ):
         shape, size = self.shape, self.shape.block_size
         leaves = [
@@ -137,8 +146,8 @@ class _Kernel:
 
 @partial(jax.jit, static_argnames=("shape", "interpret"))
 def write(
-    new: Pool,
-    pool: Pool,
+    new: TpuPool,
+    pool: TpuPool,
     bounds: jax.Array,
     offsets: jax.Array,
     kv_lens: jax.Array,
@@ -147,7 +156,7 @@ def write(
     *,
     shape: AttentionShape,
     interpret: Any,
-) -> Pool:
+) -> TpuPool:
     """Writes the tokens of chunks to their blocks.
 
     Args:
@@ -166,16 +175,16 @@ def write(
         given_scales = pltpu.VMEM((2, 2, rows, round_up(size, LANES) + LANES), jnp.float32)
         block_scales = pltpu.VMEM((2, 2, rows, size), jnp.float32)
     return pl.pallas_call(
-        _Kernel(shape=shape),
+        _WriteKernel(shape=shape),
         out_shape=(jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), pool),),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=5,
             in_specs=(specs, specs),
             out_specs=(specs,),
             scratch_shapes=[
-                _Scratch(
-                    given=Pool(given, given_scales),
-                    block=Pool(block, block_scales),
+                _WriteScratch(
+                    given=TpuPool(given, given_scales),
+                    block=TpuPool(block, block_scales),
                     in_sems=pltpu.SemaphoreType.DMA((2,)),
                     out_sems=pltpu.SemaphoreType.DMA((2,)),
                 )

@@ -20,7 +20,7 @@ from jaxtyping import Bool, Float, Float32, Int32
 
 from pallas_kernels import int8
 from pallas_kernels.api import AttentionBatch, AttentionShape
-from pallas_kernels.xla.work import Decodes, Meta, Writes, decode_step, of_layer, prepare, query_tile
+from pallas_kernels.xla.work import Decodes, Writes, XlaMetadata, decode_step, of_layer, prepare, query_tile
 
 # Slots that the queries of a tile visit in a loop step at most.
 _TILE_SLOTS = 128
@@ -33,7 +33,7 @@ _HIGHEST = lax.Precision.HIGHEST
 _BFLOAT16, _INT8 = np.dtype(jnp.bfloat16), np.dtype(np.int8)
 
 
-class Pool(NamedTuple):
+class XlaPool(NamedTuple):
     """Keys and values: arrays, their `ShapeDtypeStruct`, or something else about each.
 
     A key block holds its slots innermost, so that scores of neighbouring slots are neighbouring lanes. bfloat16 is held
@@ -47,7 +47,7 @@ class Pool(NamedTuple):
     value_scales: Any = None  # likewise
 
 
-_SLOT_AXIS = Pool(keys=3, values=2, key_scales=2, value_scales=2)
+_SLOT_AXIS = XlaPool(keys=3, values=2, key_scales=2, value_scales=2)
 
 
 class XlaBackend:
@@ -69,23 +69,23 @@ class XlaBackend:
         del platform
         return np.dtype(dtype)
 
-    def pool(self, shape: AttentionShape, n_blocks: int) -> Pool:
+    def pool(self, shape: AttentionShape, n_blocks: int) -> XlaPool:
         heads, dim, size = shape.num_kv_heads, shape.head_dim, shape.block_size
         dtype = np.uint16 if shape.pool_dtype == _BFLOAT16 else shape.pool_dtype
         scales = jax.ShapeDtypeStruct((n_blocks, heads, size), np.float32) if dtype == _INT8 else None
-        return Pool(
+        return XlaPool(
             keys=jax.ShapeDtypeStruct((n_blocks, heads, dim, size), dtype),
             values=jax.ShapeDtypeStruct((n_blocks, heads, size, dim), dtype),
             key_scales=scales,
             value_scales=scales,
         )
 
-    def pool_axes(self, shape: AttentionShape) -> Pool:
+    def pool_axes(self, shape: AttentionShape) -> XlaPool:
         axes = (None, "heads", None, None)
         scales = axes[:3] if shape.pool_dtype == _INT8 else None
-        return Pool(keys=axes, values=axes, key_scales=scales, value_scales=scales)
+        return XlaPool(keys=axes, values=axes, key_scales=scales, value_scales=scales)
 
-    def prepare(self, batch: AttentionBatch, shape: AttentionShape) -> Meta:
+    def prepare(self, batch: AttentionBatch, shape: AttentionShape) -> XlaMetadata:
         with jax.named_scope("attention_prepare"):
             return prepare(batch, shape)
 
@@ -94,14 +94,14 @@ class XlaBackend:
         q: Float[jax.Array, "T N D"],
         k: Float[jax.Array, "T K D"],
         v: Float[jax.Array, "T K D"],
-        pool: Pool,
-        meta: Meta,
+        pool: XlaPool,
+        meta: XlaMetadata,
         shape: AttentionShape,
         *,
         slopes: Float32[jax.Array | np.ndarray, " N"] | None,
         scale: float,
         first_block: jax.Array | int = 0,
-    ) -> tuple[Float[jax.Array, "T N D"], Pool]:
+    ) -> tuple[Float[jax.Array, "T N D"], XlaPool]:
         return _attend(q, k, v, pool, of_layer(meta, first_block), slopes, shape, scale)
 
 
@@ -110,12 +110,12 @@ def _attend(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    pool: Pool,
-    meta: Meta,
+    pool: XlaPool,
+    meta: XlaMetadata,
     slopes: jax.Array | None,
     shape: AttentionShape,
     scale: float,
-) -> tuple[jax.Array, Pool]:
+) -> tuple[jax.Array, XlaPool]:
     prompts = q.shape[0] > 1  # a bucket of one token holds no longer chunk
     with jax.named_scope("attention_write"):
         new = _stored(k, v, shape)
@@ -136,24 +136,24 @@ def _attend(
 # Writing.
 
 
-def _stored(k: Float[jax.Array, "T K D"], v: Float[jax.Array, "T K D"], shape: AttentionShape) -> Pool:
+def _stored(k: Float[jax.Array, "T K D"], v: Float[jax.Array, "T K D"], shape: AttentionShape) -> XlaPool:
     """Keys and values of tokens as the pool holds them; T in the place of blocks and slots."""
     if shape.pool_dtype == _INT8:
         (keys, key_scales), (values, value_scales) = int8.quantize(k), int8.quantize(v)
-        return Pool(keys, values, key_scales, value_scales)
+        return XlaPool(keys, values, key_scales, value_scales)
     k, v = k.astype(shape.pool_dtype), v.astype(shape.pool_dtype)
     if shape.pool_dtype == _BFLOAT16:
         k, v = (lax.bitcast_convert_type(x, jnp.uint16) for x in (k, v))
-    return Pool(k, v)
+    return XlaPool(k, v)
 
 
-def _each(change: Callable[..., jax.Array], *pools: Pool) -> Pool:
+def _each(change: Callable[..., jax.Array], *pools: XlaPool) -> XlaPool:
     """`change` of the like parts of pools, where they have that part."""
-    return Pool._make(None if parts[0] is None else change(*parts) for parts in zip(*pools, strict=True))
+    return XlaPool._make(None if parts[0] is None else change(*parts) for parts in zip(*pools, strict=True))
 
 
-def _write_decodes(new: Pool, pool: Pool, decodes: Decodes) -> Pool:
-    def write(i: jax.Array, pool: Pool) -> Pool:
+def _write_decodes(new: XlaPool, pool: XlaPool, decodes: Decodes) -> XlaPool:
+    def write(i: jax.Array, pool: XlaPool) -> XlaPool:
         block, slot, token = decodes.slot[i, 0], decodes.slot[i, 1], decodes.token[i]
 
         def put(held: jax.Array, new: jax.Array, slot_axis: int) -> jax.Array:
@@ -167,14 +167,14 @@ def _write_decodes(new: Pool, pool: Pool, decodes: Decodes) -> Pool:
     return lax.fori_loop(0, decodes.total, write, pool)
 
 
-def _write_prompts(new: Pool, pool: Pool, writes: Writes) -> Pool:
+def _write_prompts(new: XlaPool, pool: XlaPool, writes: Writes) -> XlaPool:
     size = pool.values.shape[2]
     # With room for a block that begins or ends outside the batch, and turned as the pool holds them, once for all
     # blocks; a padding that XLA merges with the turn takes four times as long.
     new = lax.optimization_barrier(jax.tree.map(lambda x: jnp.pad(x, [(size, size)] + [(0, 0)] * (x.ndim - 1)), new))
     new = _each(lambda x, slot_axis: jnp.moveaxis(x, 0, slot_axis - 1), new, _SLOT_AXIS)
 
-    def write(i: jax.Array, pool: Pool) -> Pool:
+    def write(i: jax.Array, pool: XlaPool) -> XlaPool:
         block, first = writes.block[i], writes.token[i]
         token = first + jnp.arange(size)
         mine = (token >= writes.start[i]) & (token < writes.end[i])
@@ -237,7 +237,7 @@ def _contract(
 def _attend_decodes(
     q: Float32[jax.Array, "T K G D"],
     out: Float32[jax.Array, "T K G D"],
-    pool: Pool,
+    pool: XlaPool,
     decodes: Decodes,
     shape: AttentionShape,
     slopes: Float32[jax.Array, "K G 1"] | None,
@@ -291,8 +291,8 @@ def _attend_decodes(
 def _attend_prompts(
     q: Float32[jax.Array, "T K G D"],
     out: Float32[jax.Array, "T K G D"],
-    pool: Pool,
-    meta: Meta,
+    pool: XlaPool,
+    meta: XlaMetadata,
     shape: AttentionShape,
     slopes: Float32[jax.Array, "K G 1"] | None,
     scale: float,

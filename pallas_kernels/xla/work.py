@@ -46,22 +46,22 @@ class Tiles(NamedTuple):
     chunk: jax.Array  # int32[n]
 
 
-class Meta(NamedTuple):
+class XlaMetadata(NamedTuple):
     decodes: Decodes
     writes: Writes
     tiles: Tiles
     tables: jax.Array  # int32[C, max_blocks]
 
 
-def prepare(batch: AttentionBatch, shape: AttentionShape) -> Meta:
+def prepare(batch: AttentionBatch, shape: AttentionShape) -> XlaMetadata:
     """The work of an iteration on the blocks of the first layer."""
-    return Meta(_decodes(batch, shape), _writes(batch, shape), _query_tiles(batch), batch.block_tables)
+    return XlaMetadata(_decodes(batch, shape), _writes(batch, shape), _query_tiles(batch), batch.block_tables)
 
 
-def of_layer(meta: Meta, first_block: jax.Array | int) -> Meta:
+def of_layer(meta: XlaMetadata, first_block: jax.Array | int) -> XlaMetadata:
     """The same work on the blocks of the layer whose first block this is."""
     decodes, writes = meta.decodes, meta.writes
-    return Meta(
+    return XlaMetadata(
         decodes._replace(tables=decodes.tables + first_block, slot=decodes.slot.at[:, 0].add(first_block)),
         writes._replace(block=writes.block + first_block),
         meta.tiles,

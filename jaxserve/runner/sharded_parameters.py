@@ -1,4 +1,4 @@
-"""The parameters of a stage, those of all its layers told once."""
+"""How the parameters of a stage are sharded over its devices."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from sharding.spec import pattern
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """A parameter, laid over the devices of a stage.
+class ShardedParameter:
+    """A parameter and its sharding over the devices of a stage.
 
     Attributes:
-      name: layers.3.qkv.kernel, or with `*` for the layer where it stands for several; the scales of a matrix in
-        eight bits are a part of their own, layers.3.qkv.kernel.scales.
-      count: how many it stands for.
+      name: layers.3.qkv.kernel, or with `*` for the layer if it stands for several. The scales of an int8 matrix are a
+        separate entry, layers.3.qkv.kernel.scales.
+      count: number of parameters that it stands for.
       axes: logical name of each axis.
-      partition: the mesh axis that each is split over, or None.
-      shape / local: of the whole, and on each device.
-      nbytes: of one on each device.
+      partition: for each axis, the mesh axis that it is split over, or None.
+      shape / local: the global shape, and the shape on each device.
+      nbytes: bytes of one parameter on each device.
     """
 
     name: str
@@ -40,20 +40,20 @@ class Part:
 
     @property
     def whole(self) -> bool:
-        """Whether each device holds all of it."""
+        """Whether it is replicated on every device."""
         return self.local == self.shape
 
     def split(self, axis: str) -> bool:
-        """Whether a logical axis of it is split over devices."""
+        """Whether this logical axis is split over devices."""
         return any(
             name == axis and whole != part for name, whole, part in zip(self.axes, self.shape, self.local, strict=True)
         )
 
 
-def parts_of(stage: StagePrograms) -> dict[str, Part]:
+def parameters_of(stage: StagePrograms) -> dict[str, ShardedParameter]:
     """The parameters of a stage by name, in the order of the model."""
     axes = {name: axes for name, _, axes, _ in naming.parameters(stage.model, jnp.dtype(stage.shape.attention.dtype))}
-    found: dict[str, Part] = {}
+    found: dict[str, ShardedParameter] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(stage.params(), is_leaf=weights.is_matrix):
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         if isinstance(leaf, Quantized):
@@ -65,9 +65,9 @@ def parts_of(stage: StagePrograms) -> dict[str, Part]:
     return dict(sorted(found.items(), key=lambda item: order[item[0].split(".")[0]]))
 
 
-def _part(name: str, axes: tuple[str, ...], leaf: jax.ShapeDtypeStruct) -> Part:
+def _part(name: str, axes: tuple[str, ...], leaf: jax.ShapeDtypeStruct) -> ShardedParameter:
     local = leaf.sharding.shard_shape(leaf.shape)
-    return Part(
+    return ShardedParameter(
         name=name,
         count=1,
         axes=axes,
@@ -78,12 +78,12 @@ def _part(name: str, axes: tuple[str, ...], leaf: jax.ShapeDtypeStruct) -> Part:
     )
 
 
-def grouped(parts: Iterable[Part]) -> tuple[Part, ...]:
-    """Parameters of a kind that lie alike, told once: `*` for the layer.
+def group_layers(parts: Iterable[ShardedParameter]) -> tuple[ShardedParameter, ...]:
+    """Merges parameters that differ only in their layer; `*` replaces the layer.
 
-    Where the spec has exceptions for single layers there is a line for each sharding, called after its first layer.
+    Layers that the spec shards differently stay separate entries, named after the first layer of each.
     """
-    found: dict[tuple[str, tuple[str | None, ...]], Part] = {}
+    found: dict[tuple[str, tuple[str | None, ...]], ShardedParameter] = {}
     kinds: set[str] = set()
     for part in parts:
         kind = pattern(part.name)
