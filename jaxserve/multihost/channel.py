@@ -1,5 +1,6 @@
-"""The control channel, opened from either side: a gRPC stream from every worker to host 0, in the clear or by mutual
-TLS. What is said on it is `HostGroup`'s and `MasterConnection`'s."""
+"""The control channel: a gRPC stream from every worker to host 0, plain or with mutual TLS.
+
+`HostGroup` and `MasterConnection` send and receive its messages."""
 
 from __future__ import annotations
 
@@ -21,14 +22,14 @@ _OPTIONS = (
     ("grpc.so_reuseport", 0),
 )
 
-# One worker's stream on host 0: what it says, to what it is told, which comes as bytes that are the same for many.
+# Host 0's side of a stream: a worker's messages -> serialized messages to it.
 Follow = Callable[[Iterator[pb.FromWorker], grpc.ServicerContext], Iterator[bytes]]
-# Its other side.
+# A worker's side.
 OpenStream = Callable[[Iterator[pb.FromWorker]], Iterator[pb.FromMaster]]
 
 
 def listen(cluster: ClusterConfig, follow: Follow) -> grpc.Server:
-    """Serves every worker's stream on a thread of its own. Raises ValueError if the port cannot be had."""
+    """Serves each worker's stream on its own thread. Raises ValueError if the port is taken."""
     handler = grpc.stream_stream_rpc_method_handler(
         follow, request_deserializer=pb.FromWorker.FromString, response_serializer=bytes
     )
@@ -52,7 +53,7 @@ def listen(cluster: ClusterConfig, follow: Follow) -> grpc.Server:
 
 
 def first_word(requests: Iterator[pb.FromWorker], context: grpc.ServicerContext) -> pb.FromWorker | None:
-    """What a worker says first; None of a stream that has ended, or that says nothing in time and holds a thread."""
+    """A worker's first message; None if the stream ended or nothing came within 10 s."""
     impatient = threading.Timer(FIRST_WORD, context.cancel)
     impatient.start()
     try:
@@ -64,7 +65,7 @@ def first_word(requests: Iterator[pb.FromWorker], context: grpc.ServicerContext)
 
 
 def connect(cluster: ClusterConfig) -> OpenStream:
-    """Reaches host 0; what opens the stream. Raises ValueError if it cannot be reached within the join timeout."""
+    """Connects to host 0. Raises ValueError if that takes longer than the join timeout."""
     address, secrets = cluster.control, cluster.secrets
     if secrets is None:
         channel = grpc.insecure_channel(address, options=_OPTIONS)

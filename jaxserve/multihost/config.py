@@ -1,4 +1,4 @@
-"""What one process is told of the hosts it works with, and what all of them must have alike. No devices are asked."""
+"""A process's settings for several hosts, and the facts that all hosts must agree on."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class TlsFiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig:
-    """One host's place among others.
+    """How this host takes part in a group of hosts.
 
     Attributes:
       hosts: how many there are; each gives as many devices.
-      host: which one this is. Host 0 is the master: it plans, has the front door, and works like the others.
-      coordinator: HOST:PORT of the master, where jax.distributed meets. Its interface is the only one listened on.
+      host: this host's number. Host 0 is the master: it schedules, serves clients, and runs its stages.
+      coordinator: HOST:PORT of the master's jax.distributed service. The master listens on this interface only.
       control_port: of the master, for plans; None is the one after the coordinator's.
       join_timeout: seconds within which all hosts must have joined.
       step_deadline: seconds within which an iteration must be done; None goes by what the largest bucket was measured
@@ -107,7 +107,7 @@ class ClusterConfig:
 
 
 def check_settings(config: EngineConfig, cluster: ClusterConfig) -> None:
-    """Raises ValueError for settings that several hosts do not go together with."""
+    """Raises ValueError for settings that several hosts do not support."""
     if config.replicas != 1:
         raise ValueError(f"replicas is {config.replicas}; with hosts it must be 1 (start as many groups of hosts)")
     if config.draft_model is not None:
@@ -130,7 +130,7 @@ def stages_of(config: EngineConfig, cluster: ClusterConfig) -> tuple[int, ...]:
 def facts(
     config: EngineConfig, cluster: ClusterConfig, buckets: Sequence[int], fingerprint: str, files: Sequence[Path]
 ) -> list[tuple[str, str]]:
-    """What must be the same on every host: (field, value)."""
+    """The (field, value) pairs that must be the same on every host."""
     found = [("hosts", str(cluster.hosts)), ("links", cluster.links)]
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)

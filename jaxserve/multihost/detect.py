@@ -1,5 +1,4 @@
-"""Which host this is where the surroundings say so: TPU pods, Slurm, Open MPI and Kubernetes, by what jax knows of
-them."""
+"""Detects this host's number from TPU pods, Slurm, Open MPI or Kubernetes, through jax."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ class DetectedHost(NamedTuple):
 
 
 def detect() -> DetectedHost:
-    """Asks jax. Raises ValueError where it does not know."""
+    """Asks jax. Raises ValueError if jax finds no environment that it knows."""
     # The one way to it that does not connect at once, and a worker's plans come by another channel first.
     from jax._src.clusters import ClusterEnv
 

@@ -1,4 +1,4 @@
-"""The one jax job that the processes of all hosts make: joining it and leaving it."""
+"""Joins and leaves the jax.distributed job of all hosts."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _LEAVING = 5.0  # seconds that jax has to let go
 
 
 def join(cluster: ClusterConfig) -> None:
-    """Joins the job; returns when all hosts have. Nothing may have asked for devices before.
+    """Joins the job and waits for all hosts. Call it before anything touches a device.
 
     Raises:
-      ValueError: the coordinator's name leads nowhere.
+      ValueError: the coordinator's name does not resolve.
     """
     mine = _own_address(cluster)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -41,7 +41,7 @@ def join(cluster: ClusterConfig) -> None:
 
 
 def leave() -> None:
-    """Leaves the job of all hosts, or the process where that does not work within seconds."""
+    """Leaves the job; ends the process if that takes longer than 5 seconds."""
     timer = threading.Timer(_LEAVING, end_process, (0,))
     timer.daemon = True
     timer.start()

@@ -1,4 +1,4 @@
-"""What can go wrong on one of several hosts, which of several symptoms is the cause, and how processes end. No jax."""
+"""Failure symptoms of hosts, which of them is the cause, and exit codes. No jax."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ class ExitCode(enum.IntEnum):
 
 
 class SymptomKind(enum.IntEnum):
-    """How near to the cause a symptom is: one dead host makes others' collectives fail and all hosts late."""
+    """Kinds of symptoms, the nearest to a cause first: one dead host makes all others late."""
 
-    DISCONNECTED = 0  # its stream ended, or nothing was heard of it
-    RAISED = 1  # its own work threw
+    DISCONNECTED = 0  # its stream ended, or its heartbeats stopped
+    RAISED = 1  # its own code raised
     DEVICE_ERROR = 2  # a program on its devices failed, maybe because another host's did not answer
     LATE = 3  # an iteration was not done in time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Symptom:
-    """One symptom.
+    """One symptom of a failure.
 
     Attributes:
-      hosts: whose it is.
-      stages: of the pipeline that these hosts run; or the one that was being run.
+      hosts: the hosts that show it.
+      stages: the stages of these hosts, or the one that was running.
       sequence: of the iteration under way, if one was.
       step: of the start, before it has ended.
     """
@@ -66,10 +66,12 @@ class HostFailed(RuntimeError):
 
 
 def cause_of(problems: Iterable[Symptom]) -> Symptom:
-    """The symptom nearest to the cause. Of hosts that are late, those that wait for the earliest iteration, in its
-    earliest stage: the others wait for them."""
+    """The symptom nearest to the cause.
+
+    Of late hosts it is those that wait for the earliest iteration in its earliest stage: the others wait for them.
+    """
     found = list(problems)
-    # Who has said why it ends is gone for that reason.
+    # A host that reported an error disconnects because of it.
     said = {
         host for each in found if each.kind in (SymptomKind.RAISED, SymptomKind.DEVICE_ERROR) for host in each.hosts
     }

@@ -1,4 +1,4 @@
-"""The master's side of the control channel: who has joined, what they have agreed on, and what has become of them."""
+"""Host 0's side of the control channel: joining, votes, results, and the end of the group."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 
 import grpc
 from jax.errors import JaxRuntimeError
@@ -16,44 +15,28 @@ from jaxserve.iteration import IterationResult
 from jaxserve.multihost import channel, wire
 from jaxserve.multihost import control_pb2 as pb
 from jaxserve.multihost.config import ClusterConfig
-from jaxserve.multihost.failure import ExitCode, HostFailed, Symptom, SymptomKind, cause_of, one_line
-from jaxserve.multihost.in_flight import IterationTracker, OldestIteration
+from jaxserve.multihost.failure import ExitCode, HostFailed, Symptom, SymptomKind, one_line
+from jaxserve.multihost.failure_detector import STARTING_SILENCE, FailureDetector, Member
+from jaxserve.multihost.in_flight import OldestIteration
 from jaxserve.multihost.process_watchdog import ProcessWatchdog, end_process
 from jaxserve.multihost.remote_grammars import GrammarCompileRequests
 
 _log = logging.getLogger(__name__)
 
-STARTING_SILENCE = 60.0  # seconds: threads may starve while hosts compile
 _GATHER = 0.5  # seconds in which other symptoms of a failure may come, before one is called its cause
 _GRACE = 1.0  # seconds for callers to be told, after that
-_LEAST_SILENCE = 2.0  # seconds without a heartbeat that a busy machine is forgiven
-
-
-@dataclass(slots=True, eq=False)
-class _Member:
-    """A worker: its messages to be sent, and what it said last."""
-
-    host: int
-    queue: queue.SimpleQueue[bytes | None] = field(default_factory=queue.SimpleQueue)
-    joined: bool = False
-    left: bool = False
-    heard: float = 0.0
-    step: str | None = "joining"
-    votes: dict[str, int] = field(default_factory=dict)
-    waiting: OldestIteration | None = None
 
 
 class HostGroup:
-    """All hosts, as the master sees them.
+    """All hosts, as host 0 sees them.
 
     Args:
-      facts: what every host must have alike.
-      tell: is told of steps of the start, a line each.
+      facts: the values that every host must share.
+      tell: prints a line for each step of the start.
       end: ends the process.
 
     Attributes:
-      failure: why the hosts cannot go on, if they cannot. Callers then have about a second to be told before the
-        process ends.
+      failure: why the group failed. The process ends about a second later, once callers have the error.
       on_failure: called once with it, by the watchdog's thread.
     """
 
@@ -69,18 +52,13 @@ class HostGroup:
         self._tell, self._end = tell, end
         self.on_failure: Callable[[Symptom], None] = lambda _: None
         self._changed = threading.Condition()
-        self._members = {host: _Member(host) for host in range(1, cluster.hosts)}
+        self._detector = FailureDetector(range(1, cluster.hosts))
+        self._members = self._detector.members
+        self.progress = self._detector.local
         self._problems: list[Symptom] = []
-        self._stages: dict[int, tuple[int, ...]] = {}
         self.failure: HostFailed | None = None
-        self.progress = IterationTracker()  # of the stages that are here, stage 0 among them
-        self._answers = IterationTracker()  # of all of them
         self._results: queue.SimpleQueue[tuple[int, IterationResult] | None] = queue.SimpleQueue()  # None: no more
-        self._answering = 0  # the host whose result counts
         self.preparations = GrammarCompileRequests(self.broadcast, ())
-        self._sent: int | None = None  # the newest plan
-        self._deadline = 0.0
-        self._step: str | None = "joining"
         self._refused: str | None = None
         self._stopping = False
         self._watchdog = ProcessWatchdog(self._look, self._beat)
@@ -89,7 +67,7 @@ class HostGroup:
     # The start
 
     def listen(self) -> None:
-        """Opens the control channel. Raises ValueError if it cannot be had."""
+        """Opens the control channel. Raises ValueError if the port is taken."""
         self._server = channel.listen(self._cluster, self._follow)
         self._watchdog.start()
 
@@ -115,12 +93,12 @@ class HostGroup:
             raise ValueError(wrong)
 
     def reached(self, step: str) -> None:
-        """This host's own step of the start."""
-        self._step = step
+        """Announces this host's step of the start."""
+        self._detector.step = step
         self._tell(f"host 0: {step}")
 
     def agree(self, about: str, value: int) -> int:
-        """The least of all hosts' numbers; waits until all have theirs. Raises HostFailed."""
+        """Waits for every host's vote; returns the minimum. Raises HostFailed."""
         with self._changed:
             while any(about not in member.votes for member in self._members.values()):
                 self._raise_failure()
@@ -130,20 +108,20 @@ class HostGroup:
         return agreed
 
     def place(self, stages: dict[int, tuple[int, ...]]) -> None:
-        """Which stages each host runs. One host of the last stage answers: the master if it is of it."""
-        self._stages = stages
+        """Sets the stages of each host. The first host of the last stage returns the results."""
+        self._detector.stages = stages
         last = max(max(each, default=0) for each in stages.values())
         choosing = [host for host, each in stages.items() if last in each]
-        self._answering = min(choosing)
+        self._detector.answering = min(choosing)
         self.preparations = GrammarCompileRequests(self.broadcast, (host for host in choosing if host))
 
     def phase(self, deadline: float, *, serving: bool) -> None:
-        """Numbers start at 0 again, and an iteration has so many seconds; 0 gives it any time."""
+        """Restarts plan numbers at 0 and sets the deadline in seconds; 0 is no deadline."""
         with self._changed:
             self._raise_failure()
-            self._deadline = deadline
+            self._detector.deadline = deadline
             if serving:
-                self._step = None
+                self._detector.step = None
                 for member in self._members.values():
                     member.step = None
         self.broadcast(pb.FromMaster(phase=pb.Phase(deadline_seconds=deadline)))
@@ -153,19 +131,19 @@ class HostGroup:
     def send(self, message: pb.FromMaster) -> None:
         """Sends a plan to every worker. Raises HostFailed."""
         self._raise_failure()
-        self._sent = message.plan.sequence
-        self._answers.begin(self._sent)
-        self.progress.begin(self._sent)
+        self._detector.sent = message.plan.sequence
+        self._detector.answers.begin(self._detector.sent)
+        self.progress.begin(self._detector.sent)
         self.broadcast(message)
 
     def done(self, sequence: int, result: IterationResult | None) -> None:
-        """The stages here have run an iteration."""
-        if self._answering == 0:
+        """Called when this host's stages have run an iteration."""
+        if self._detector.answering == 0:
             assert result is not None
             self._answer(sequence, result)
 
     def result(self, sequence: int) -> IterationResult:
-        """Waits for the answers of the oldest iteration that was not asked for. Raises HostFailed."""
+        """Waits for the result of the next iteration. Raises HostFailed."""
         found = self._results.get()
         if found is None:
             self._results.put(None)
@@ -175,13 +153,13 @@ class HostGroup:
         return found[1]
 
     def _answer(self, sequence: int, result: IterationResult) -> None:
-        self._answers.end()
+        self._detector.answers.end()
         self._results.put((sequence, result))
 
     # Failure
 
     def report(self, problem: Symptom) -> None:
-        """A symptom; when others had time to come, one of them is called the cause and the hosts end."""
+        """Adds a symptom. After 0.5 s the watchdog picks the cause and ends all hosts."""
         with self._changed:
             if self._stopping:
                 return
@@ -198,20 +176,20 @@ class HostGroup:
             Symptom(
                 kind=SymptomKind.DEVICE_ERROR if on_device else SymptomKind.RAISED,
                 hosts=(0,),
-                stages=self._stages.get(0, ()) if stage is None else (stage,),
+                stages=self._detector.stages.get(0, ()) if stage is None else (stage,),
                 sequence=sequence,
                 cause=f"{'its device failed' if on_device else type(problem).__name__}: {one_line(problem)}",
             )
         )
 
     def cannot_start(self, problem: Exception) -> None:
-        """This host's own work threw. Raises HostFailed."""
+        """Reports that this host failed to start. Raises HostFailed."""
         cause = f"{type(problem).__name__}: {one_line(problem)}"
-        self.report(Symptom(kind=SymptomKind.RAISED, hosts=(0,), step=self._step, cause=cause))
+        self.report(Symptom(kind=SymptomKind.RAISED, hosts=(0,), step=self._detector.step, cause=cause))
         self.raise_failure()
 
     def raise_failure(self) -> None:
-        """Raises HostFailed, once what was reported has been weighed against what others saw."""
+        """Waits until the cause is known, then raises HostFailed."""
         with self._changed:
             self._changed.wait_for(lambda: self.failure is not None, STARTING_SILENCE)
         self._raise_failure()
@@ -221,19 +199,18 @@ class HostGroup:
             raise HostFailed(self.failure.problem, self.failure.code)
 
     def _look(self) -> bool:
-        """The watchdog's look: symptoms that were told, silent hosts, late iterations. Then it names the cause, has
-        callers told, and ends all hosts."""
+        """Checks for symptoms. If there are any: picks the cause, fails callers, ends all hosts."""
         with self._changed:
             if self._stopping:
                 return False
-            if not (self._problems or self._silent() or self._late()):
+            if not (self._problems or self._detector.silent() or self._detector.late()):
                 return True
         time.sleep(_GATHER)
         with self._changed:
             if self._stopping:
                 return False
             self._stopping = True
-            problem = self._cause([*self._problems, *self._silent(), *self._late()])
+            problem = self._detector.cause([*self._problems, *self._detector.silent(), *self._detector.late()])
             if problem is None:
                 self._stopping = False  # it was only slow to answer
                 return True
@@ -243,7 +220,7 @@ class HostGroup:
         _log.error("the hosts cannot go on: %s", problem)
         self.broadcast(pb.FromMaster(stop=pb.Stop(cause=str(problem))))
         self.on_failure(problem)
-        with self._changed:  # only now: whoever waits here may end the process
+        with self._changed:  # last: a thread that waits for it may end the process
             self.failure = HostFailed(problem, code)
             self._changed.notify_all()
         self._results.put(None)
@@ -251,66 +228,11 @@ class HostGroup:
         self._end(code)
         return False
 
-    def _cause(self, problems: list[Symptom]) -> Symptom | None:
-        if not problems:
-            return None
-        first = cause_of(problems)
-        if first.kind != SymptomKind.LATE:
-            return first
-        # Whoever waits for the earliest iteration, by the hosts' own last words, is who the others wait for.
-        waiting = [(0, self.progress.waiting()), *((each.host, each.waiting) for each in self._members.values())]
-        late = [
-            Symptom(
-                kind=SymptomKind.LATE, hosts=(host,), stages=(each.stage,), sequence=each.sequence, cause=first.cause
-            )
-            for host, each in waiting
-            if each is not None
-        ]
-        return cause_of(late or [first])
-
-    def _silent(self) -> list[Symptom]:
-        now = time.monotonic()
-        most = STARTING_SILENCE if self._step is not None else max(self._deadline, _LEAST_SILENCE)
-        return [
-            self._of(member, SymptomKind.DISCONNECTED, f"nothing was heard of it for {now - member.heard:.1f} s")
-            for member in self._members.values()
-            if member.joined and now - member.heard > most
-        ]
-
-    def _late(self) -> list[Symptom]:
-        if not self._deadline:
-            return []
-        cause = f"not done within {self._deadline:g} s"
-        mine = self.progress.waiting()
-        if mine is not None and mine.seconds > self._deadline:
-            return [self._mine(SymptomKind.LATE, cause, mine)]
-        answer = self._answers.waiting()
-        if answer is not None and answer.seconds > self._deadline:
-            stages = self._stages.get(self._answering, ())[-1:]
-            hosts = (self._answering,)
-            return [Symptom(kind=SymptomKind.LATE, hosts=hosts, stages=stages, sequence=answer.sequence, cause=cause)]
-        return []
-
-    def _mine(self, kind: SymptomKind, cause: str, waiting: OldestIteration) -> Symptom:
-        return Symptom(kind=kind, hosts=(0,), stages=(waiting.stage,), sequence=waiting.sequence, cause=cause)
-
-    def _of(self, member: _Member, kind: SymptomKind, cause: str) -> Symptom:
-        waiting, answer = member.waiting, self._answers.waiting()
-        sequence = self._sent if answer is None else answer.sequence
-        return Symptom(
-            kind=kind,
-            hosts=(member.host,),
-            stages=self._stages.get(member.host, ()) if waiting is None else (waiting.stage,),
-            sequence=sequence if waiting is None else waiting.sequence,
-            step=member.step,
-            cause=cause,
-        )
-
     def stop(self, cause: str = "") -> bool:
-        """Has the workers end, well if there is no cause, and waits some seconds until they have.
+        """Stops the workers, normally if there is no cause, and waits up to a second for them.
 
         Returns:
-          Whether they were not ending before.
+          False if the group was stopping already.
         """
         with self._changed:
             if self._stopping:
@@ -346,12 +268,12 @@ class HostGroup:
         """One worker's stream."""
         first = channel.first_word(requests, context)
         if first is None or first.WhichOneof("message") != "hello":
-            return  # a worker that has ended at once, or somebody else: neither is a host that cannot be let in
+            return  # no worker, or one that ended at once: not a refused host
         hello = first.hello
         refusal = self._admit(hello)
         if refusal is not None:
             refusal = f"host {hello.host}: {refusal}"
-            # Whoever is refused hears it first; it may be gone before this goes on.
+            # The worker gets its refusal first; its stream may end before this resumes.
             if not context.add_callback(lambda: self._refuse(refusal)):
                 self._refuse(refusal)
             yield pb.FromMaster(welcome=pb.Welcome(refusal=refusal)).SerializeToString()
@@ -373,7 +295,7 @@ class HostGroup:
             self._changed.notify_all()
 
     def _admit(self, hello: pb.Hello) -> str | None:
-        """Counts a host as joined, or says why not."""
+        """Marks a host as joined, or returns why it is refused."""
         if hello.host not in self._members:
             return f"is none of hosts 1 to {self._cluster.hosts - 1} that are awaited"
         theirs = {fact.field: fact.value for fact in hello.facts}
@@ -388,18 +310,18 @@ class HostGroup:
             self._changed.notify_all()
         return None
 
-    def _listen(self, member: _Member, requests: Iterator[pb.FromWorker]) -> None:
+    def _listen(self, member: Member, requests: Iterator[pb.FromWorker]) -> None:
         try:
             for message in requests:
                 self._take(member, message)
         except grpc.RpcError:
             pass
-        except Exception as problem:  # whatever it is, it must not end in silence
-            _log.exception("host %d said what is not understood", member.host)
-            self.report(self._of(member, SymptomKind.DISCONNECTED, f"what it said is not understood: {problem}"))
+        except Exception as problem:  # must not end silently
+            _log.exception("host %d sent an invalid message", member.host)
+            self.report(self._detector.of(member, SymptomKind.DISCONNECTED, f"it sent an invalid message: {problem}"))
         self._left(member)
 
-    def _left(self, member: _Member) -> None:
+    def _left(self, member: Member) -> None:
         with self._changed:
             if member.left:
                 return
@@ -407,16 +329,16 @@ class HostGroup:
             self._changed.notify_all()
         member.queue.put(None)
         cause = "its control stream ended: the process has ended, or was cut off"
-        self.report(self._of(member, SymptomKind.DISCONNECTED, cause))
+        self.report(self._detector.of(member, SymptomKind.DISCONNECTED, cause))
 
-    def _take(self, member: _Member, message: pb.FromWorker) -> None:
+    def _take(self, member: Member, message: pb.FromWorker) -> None:
         member.heard = time.monotonic()
         match message.WhichOneof("message"):
             case "heartbeat":
                 beat = message.heartbeat
                 member.waiting = OldestIteration(beat.sequence, beat.stage, 0.0) if beat.busy else None
             case "completed":
-                if member.host == self._answering:
+                if member.host == self._detector.answering:
                     self._answer(message.completed.sequence, wire.decode_result(message.completed.result))
             case "prepared":
                 self.preparations.answered(member.host, message.prepared)
@@ -429,7 +351,7 @@ class HostGroup:
                 self._tell(f"host {member.host}: {member.step}")
             case "failed":
                 failed = message.failed
-                stages = self._stages.get(member.host, ()) if failed.launching else (failed.stage,)
+                stages = self._detector.stages.get(member.host, ()) if failed.launching else (failed.stage,)
                 problem = Symptom(
                     kind=SymptomKind.RAISED if failed.launching else SymptomKind.DEVICE_ERROR,
                     hosts=(member.host,),

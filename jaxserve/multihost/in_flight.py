@@ -1,4 +1,4 @@
-"""What a host has launched and waits for: a thread that waits for its devices, and a clock on each iteration."""
+"""Iterations in flight on a host: how long each has taken, and a thread that awaits them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from jaxserve.runner.stage import wait
 
 
 class OldestIteration(NamedTuple):
-    """The oldest unfinished iteration, the stage that it is in, and for how long: seconds since the one before it was
-    done, or since its own launch."""
+    """The oldest unfinished iteration and its stage.
+
+    `seconds` counts from the end of the iteration before it, or from its own launch.
+    """
 
     sequence: int
     stage: int
@@ -24,10 +26,10 @@ class OldestIteration(NamedTuple):
 
 
 class IterationTracker:
-    """Iterations begun and not ended, in order. Any thread may ask.
+    """Iterations begun and not ended, in order. Thread safe.
 
     Args:
-      clock: monotonic seconds; what clocks on walls say changes nothing.
+      clock: monotonic seconds.
 
     Attributes:
       first: stage that is here: where an iteration is until it is waited for in another one.
@@ -45,24 +47,24 @@ class IterationTracker:
         return len(self._under_way)
 
     def begin(self, sequence: int) -> None:
-        """Before it is launched, which can get stuck as well."""
+        """Adds an iteration; called before its launch, which can hang too."""
         with self._lock:
             if not self._under_way:
                 self._since = self._clock()
             self._under_way.append(sequence)
 
     def at(self, stage: int) -> None:
-        """The oldest is waited for in this stage."""
+        """Notes the stage in which the oldest iteration is awaited."""
         self._stage = stage
 
     def end(self) -> None:
-        """The oldest is done."""
+        """Removes the oldest iteration."""
         with self._lock:
             self._under_way.popleft()
             self._stage, self._since = None, self._clock()
 
     def waiting(self) -> OldestIteration | None:
-        """What is waited for, if anything is."""
+        """The oldest iteration; None if there is none."""
         with self._lock:
             if not self._under_way:
                 return None
@@ -71,7 +73,7 @@ class IterationTracker:
 
 
 class CompletionWaiter:
-    """A thread that waits for the iterations launched here, stage by stage and in order.
+    """A thread that waits for launched iterations in order, stage by stage.
 
     Args:
       done: called with each plan once all stages here have run it, and with its answers where the last one is here.
@@ -91,11 +93,11 @@ class CompletionWaiter:
         self._thread.start()
 
     def put(self, launched: InFlight) -> None:
-        """The next one to wait for."""
+        """Queues a launched iteration."""
         self._launched.put(launched)
 
     def close(self) -> None:
-        """Waits until all is done."""
+        """Waits until all iterations are done."""
         self._launched.put(None)
         self._thread.join()
 

@@ -1,4 +1,4 @@
-"""The pipeline that the engine drives on the master: every plan goes to the workers and to the stages that are here."""
+"""Host 0's pipeline: it sends each plan to the workers and runs the stages on this host."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from jaxserve.sampling_params import Grammar
 
 
 class MasterPipeline(Pipeline):
-    """Launches on all hosts; the answers are those of the last stage's host.
+    """Launches iterations on all hosts; one host of the last stage returns the results.
 
     Args:
-      leave: leaves the job of all hosts, when they end well.
+      leave: leaves the jax job at a normal end.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class MasterPipeline(Pipeline):
 
     @property
     def problem(self) -> str | None:
-        """Why the hosts cannot go on, if they cannot."""
+        """Why the group of hosts has failed; None if it has not."""
         failure = self._group.failure
         return None if failure is None else str(failure)
 
@@ -55,7 +55,7 @@ class MasterPipeline(Pipeline):
 
     @property
     def is_idle(self) -> bool:
-        """Never, for whoever would take a row out of an iteration: the other hosts have it there."""
+        """Always False: a row must stay in its iteration because the other hosts have it there."""
         return False
 
     @property
@@ -67,7 +67,7 @@ class MasterPipeline(Pipeline):
         return len(self._plans) <= len(self.stages)
 
     def launch(self, plan: IterationPlan, packed: PackedPlan, *, answer: bool = True) -> None:
-        """Sends an iteration to the workers and enqueues it here. Raises HostFailed."""
+        """Sends an iteration to the workers and enqueues it on this host. Raises HostFailed."""
         assert self.has_room
         assert self._unanswered is None
         feeds = self.take_landed()
@@ -86,7 +86,7 @@ class MasterPipeline(Pipeline):
             self.answer()
 
     def answer(self, allowed: np.ndarray | None = None) -> None:
-        """Enqueues the choice of tokens, where it is made here. Raises HostFailed."""
+        """Enqueues the sampler if the last stage is on this host. Raises HostFailed."""
         assert self._unanswered is not None
         unanswered, self._unanswered = self._unanswered, None
         with self._reporting(unanswered.plan):
@@ -94,7 +94,7 @@ class MasterPipeline(Pipeline):
 
     @contextlib.contextmanager
     def _reporting(self, plan: IterationPlan) -> Iterator[None]:
-        """What is thrown inside ends the hosts."""
+        """Reports an exception to the group, which then ends all hosts."""
         try:
             yield
         except Exception as problem:
@@ -122,14 +122,14 @@ class MasterPipeline(Pipeline):
         return plan, result
 
     def serve(self, deadline: float, recorder: FlightRecorder) -> None:
-        """From now on plans are those of requests: numbered as the scheduler does, and held to a deadline."""
+        """Starts serving: plans are numbered from 0 and each has a deadline."""
         assert not self._plans
         self._numbers = 0
         self._group.phase(deadline, serving=True)
         self.recorder = recorder
 
     def close(self) -> None:
-        """Has the workers end well."""
+        """Stops the workers normally."""
         if self._group.stop():
             self._leave()
 

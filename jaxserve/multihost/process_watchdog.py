@@ -1,5 +1,4 @@
-"""A thread with its own clock that ends a process which can no longer do its part, whatever its other threads are
-stuck in."""
+"""A thread that ends a process whose other threads hang."""
 
 from __future__ import annotations
 
@@ -17,11 +16,11 @@ BEAT = 0.5  # seconds between two heartbeats
 
 
 class ProcessWatchdog:
-    """Looks at something ten times a second, from a thread of its own.
+    """Calls `look` ten times and `beat` twice a second, on its own thread.
 
     Args:
-      look: returns whether to go on looking.
-      beat: called twice a second.
+      look: returns whether to continue.
+      beat: sends a heartbeat.
     """
 
     def __init__(self, look: Callable[[], bool], beat: Callable[[], None]) -> None:
@@ -30,11 +29,11 @@ class ProcessWatchdog:
         self._thread = threading.Thread(target=self._run, name="jaxserve-watchdog", daemon=True)
 
     def start(self) -> None:
-        """Begins to look."""
+        """Starts the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Looks no more."""
+        """Stops the thread."""
         self._stopped.set()
 
     def _run(self) -> None:
@@ -46,14 +45,14 @@ class ProcessWatchdog:
                 if not self._look():
                     return
             except Exception:
-                # Whoever watches must not be the one that fails in silence.
+                # A watchdog that fails must not do so silently.
                 traceback.print_exc()
                 os._exit(70)
             looks += 1
 
 
 def end_process(code: int) -> None:
-    """Ends this process at once: threads that are stuck in a collective cannot be asked."""
+    """Ends this process at once: threads that hang in a collective cannot be stopped."""
     logging.shutdown()
     sys.stderr.flush()
     os._exit(code)

@@ -1,4 +1,4 @@
-"""A worker: it follows the master's plans, in order and without waiting for its devices, and ends with the others."""
+"""A worker host: launches the master's plans in order, and ends when the group does."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from jaxserve.multihost import channel, wire
 from jaxserve.multihost import control_pb2 as pb
 from jaxserve.multihost.config import ClusterConfig
 from jaxserve.multihost.failure import ExitCode, one_line
+from jaxserve.multihost.failure_detector import LEAST_SILENCE, STARTING_SILENCE
 from jaxserve.multihost.flight_recorder import FlightRecorder
-from jaxserve.multihost.group import STARTING_SILENCE
 from jaxserve.multihost.in_flight import CompletionWaiter, IterationTracker
 from jaxserve.multihost.process_watchdog import ProcessWatchdog, end_process
 from jaxserve.multihost.remote_grammars import WorkerGrammars
@@ -27,16 +27,15 @@ from jaxserve.runner.pipeline import Pipeline
 _log = logging.getLogger(__name__)
 
 _FLUSH = 0.3  # seconds for a last word to leave
-_LEAST_SILENCE = 2.0
 
 
 class MasterConnection:
-    """The worker's side of the control channel.
+    """A worker's side of the control channel.
 
     Args:
-      facts: what every host must have alike.
-      tell: is told of this host's steps, a line each.
-      alive: called twice a second with the seconds after which a process that calls no more is lost.
+      facts: the values that every host must share.
+      tell: prints a line for each step of the start.
+      alive: called twice a second with the seconds until the next call must come.
       end: ends the process.
 
     Attributes:
@@ -68,7 +67,7 @@ class MasterConnection:
         self._watchdog = ProcessWatchdog(self._look, self._beat)
 
     def join(self) -> None:
-        """Reaches the master and is welcomed. Raises ValueError for an unreachable master, and for its refusal."""
+        """Joins the group. Raises ValueError if host 0 cannot be reached or refuses this host."""
         address, open_stream = self._cluster.control, channel.connect(self._cluster)
         facts = [pb.Fact(field=name, value=value) for name, value in self._facts]
         self._out.put(pb.FromWorker(hello=pb.Hello(host=self._cluster.host, facts=facts)))
@@ -86,13 +85,13 @@ class MasterConnection:
         self._watchdog.start()
 
     def reached(self, step: str) -> None:
-        """This host's step of the start."""
+        """Announces this host's step of the start."""
         self._step = step
         self._tell(f"host {self._cluster.host}: {step}")
         self._out.put(pb.FromWorker(reached=pb.Reached(step=step)))
 
     def agree(self, about: str, value: int) -> int:
-        """The least of all hosts' numbers; waits until all have theirs."""
+        """Votes; waits for every host's vote and returns the minimum."""
         self._out.put(pb.FromWorker(vote=pb.Vote(about=about, value=value)))
         with self._changed:
             self._changed.wait_for(lambda: about in self._agreed)
@@ -175,10 +174,10 @@ class MasterConnection:
         self._out.put(None)
 
     def fail(self, cause: str, *, sequence: int = 0, stage: int | None = None) -> None:
-        """Says what has gone wrong here, and ends the process.
+        """Reports a failure on this host to host 0 and ends the process.
 
         Args:
-          stage: whose device failed; None where this host's own work threw.
+          stage: whose device failed; None if this host's own code raised.
         """
         cause = cause.splitlines()[0][:1000]
         failed = pb.Failed(sequence=sequence, stage=stage, launching=stage is None, cause=cause)
@@ -248,7 +247,7 @@ class MasterConnection:
         self._plans.put(None)
 
     def _look(self) -> bool:
-        """The watchdog's look: a silent master, an iteration that is late here."""
+        """Checks that host 0 still sends messages and that no iteration is late."""
         if self._stopping:
             return False
         silent = time.monotonic() - self._heard
@@ -264,8 +263,8 @@ class MasterConnection:
         return True
 
     def _silence(self) -> float:
-        """Seconds for which nothing may be heard."""
-        return max(self._deadline, _LEAST_SILENCE) if self._serving else STARTING_SILENCE
+        """Seconds without a message after which host 0 counts as lost."""
+        return max(self._deadline, LEAST_SILENCE) if self._serving else STARTING_SILENCE
 
     def _beat(self) -> None:
         self._alive(self._silence())

@@ -19,7 +19,8 @@ from jaxserve.multihost import control_pb2 as pb
 from jaxserve.multihost import startup as start
 from jaxserve.multihost.config import ClusterConfig, TlsFiles, check_settings, facts
 from jaxserve.multihost.failure import ExitCode
-from jaxserve.multihost.group import STARTING_SILENCE, HostGroup
+from jaxserve.multihost.failure_detector import STARTING_SILENCE
+from jaxserve.multihost.group import HostGroup
 from jaxserve.multihost.worker import MasterConnection
 from tests.jaxserve.multihost.processes import WAIT_SECONDS, free_ports, make_certificates
 
@@ -67,7 +68,7 @@ def test_the_least_number_is_agreed_on() -> None:
     assert ends.codes.get(timeout=WAIT_SECONDS) == 0
 
 
-def test_a_worker_says_what_went_wrong_and_the_master_tells_the_others() -> None:
+def test_worker_error_reaches_all_hosts() -> None:
     ends, told = Ends(), queue.SimpleQueue()
     group, membership = joined(free_ports(), ends)
     group.on_failure = told.put
@@ -82,13 +83,13 @@ def test_a_worker_says_what_went_wrong_and_the_master_tells_the_others() -> None
     assert str(group.failure) == str(problem)
 
 
-def test_what_a_worker_says_must_be_understood() -> None:
+def test_invalid_message_fails_the_group() -> None:
     ends, told = Ends(), queue.SimpleQueue()
     group, membership = joined(free_ports(), ends)
     group.on_failure = told.put
     group.place({0: (0,), 1: (1,)})
     membership._out.put(pb.FromWorker(completed=pb.Completed(sequence=3)))  # of an iteration that was never sent
-    assert "what it said is not understood" in str(told.get(timeout=WAIT_SECONDS))
+    assert "it sent an invalid message" in str(told.get(timeout=WAIT_SECONDS))
 
 
 def test_who_says_no_hello_is_no_host(caplog) -> None:
@@ -121,7 +122,7 @@ def test_who_says_nothing_keeps_no_host_out(monkeypatch) -> None:
             list(stream)
 
 
-def test_who_watches_a_worker_knows_at_once_how_long_it_may_be_silent(monkeypatch) -> None:
+def test_alive_reports_the_allowed_silence(monkeypatch) -> None:
     """Not half a second later: should the worker be stopped meanwhile, what held before would hold for as long."""
     monkeypatch.setattr(process_watchdog, "BEAT", 3600.0)  # beats once, at the start
     ends, allowed = Ends(), queue.SimpleQueue()
@@ -228,7 +229,7 @@ def test_a_worker_shows_where_a_defect_is_and_nothing_else(monkeypatch, caplog, 
     membership = SimpleNamespace(join=lambda: None, fail=said.append)
     monkeypatch.setattr(start, "MasterConnection", lambda *_, **__: membership)
     monkeypatch.setattr(start, "_facts", lambda *_: [])
-    monkeypatch.setattr(start, "_prepare", raising(problem))
+    monkeypatch.setattr(start, "prepare", raising(problem))
     with pytest.raises(type(problem)):
         start.follow("a model", EngineConfig(tensor=2), place(1, "10.0.0.1:9000"), tell=lambda _: None)
     assert said == [f"{type(problem).__name__}: {problem}"]

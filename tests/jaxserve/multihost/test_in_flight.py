@@ -3,7 +3,7 @@
 from jaxserve.multihost.in_flight import IterationTracker, OldestIteration
 
 
-def test_an_iteration_is_in_the_first_stage_here_until_another_is_waited_for() -> None:
+def test_tracker_stage_and_seconds() -> None:
     now = 10.0
     progress = IterationTracker(lambda: now)
     progress.first = 1

@@ -172,7 +172,7 @@ def test_hosts_come_to_the_same_masks_whatever_is_quicker_where(seed) -> None:
         results[index] = choose(ours, traffic.draw)
 
 
-def test_a_request_that_was_aborted_is_masked_as_long_as_it_is_under_way() -> None:
+def test_aborted_request_masked_in_flight() -> None:
     """Some hosts hear of it before they come to the iteration, others after."""
     made, found = grammars(), []
     for early in (True, False):

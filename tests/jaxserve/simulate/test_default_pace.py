@@ -39,7 +39,7 @@ def serve(coming: list[Arrival], costs: list[BucketCost], rows: int, *, paced: b
 
 
 @pytest.mark.parametrize(("share", "longest"), [(0.8, 32), (1.2, 64)])
-def test_on_cores_rows_wait_less_for_their_tokens_and_hardly_anything_is_lost(share, longest):
+def test_default_pace_on_cores(share, longest):
     """An iteration is as long as a full batch of 32 decodes, or a bucket longer where more comes than can be served."""
     costs = [BucketCost(size=size, compile_seconds=0.0, milliseconds=ms) for size, ms in CORES.items()]
     figures = []

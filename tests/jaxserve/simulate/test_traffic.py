@@ -109,7 +109,7 @@ def test_urgent_requests_do_not_wait_behind_the_others():
     assert firsts[0] < firsts[1] / 2
 
 
-def test_a_reservation_of_what_clients_ask_for_holds_more_than_what_they_use():
+def test_reserve_holds_requested_tokens():
     policies = [policy_comparison.Policy(name=name, changes={"slot_policy": name}) for name in ("reserve", "grow")]
     reserve, grow = (each.served for each in compared(system(), policies, max_tokens=50))
     assert reserve.promised > 2 * reserve.held
@@ -137,7 +137,7 @@ def test_a_trace_is_simulated(azure, capsys, tmp_path):
     assert plot.stat().st_size > 10_000
 
 
-def test_made_up_traffic_is_simulated_under_the_policies_asked_for(capsys):
+def test_synthetic_traffic_policies(capsys):
     lengths = ["--requests", "40", "--prompt", "4:8", "--output", "3"]
     assert cli.main(["simulate", "--rate", "20", *lengths, *MODEL, "--policies", "grow,reserve", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)

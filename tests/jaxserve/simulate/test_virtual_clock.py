@@ -37,7 +37,7 @@ def test_a_server_of_constant_time_queues_as_by_hand():
     assert [each.token_times for each in outcomes] == [[2.0], [4.0], [6.0], [9.0]]
 
 
-def test_poisson_arrivals_at_one_server_wait_as_queueing_theory_says():
+def test_poisson_waits_match_queueing_theory():
     # M/D/1: the mean wait is rho / (2 (1 - rho)) service times (Pollaczek-Khinchine).
     workload = load.uniform(
         requests=20_000, prompt=load.Range(low=4, high=4), output=load.Range(low=1, high=1), vocab_size=1, seed=0
@@ -48,19 +48,19 @@ def test_poisson_arrivals_at_one_server_wait_as_queueing_theory_says():
     assert np.mean(waits) == pytest.approx(0.6 / (2 * 0.4), rel=0.05)
 
 
-def test_tokens_come_an_iteration_apart_and_who_arrives_joins_the_next():
+def test_arrival_joins_next_iteration():
     outcomes = run([arrival(0.0, output=4), arrival(0.5, output=2)], scheduler(rows=2), 1.0)
     assert outcomes[0].token_times == [1.0, 2.0, 3.0, 4.0]
     assert outcomes[1].token_times == [2.0, 3.0]
 
 
-def test_an_iteration_ahead_is_launched_before_who_arrives_meanwhile_is_seen():
+def test_arrival_waits_for_launched_iteration():
     outcomes = run([arrival(0.0, output=4), arrival(0.5, output=1)], scheduler(rows=2), 1.0, in_flight=2)
     assert outcomes[0].token_times == [1.0, 2.0, 3.0, 4.0]  # nothing between them
     assert outcomes[1].token_times == [3.0]
 
 
-def test_batches_of_two_stages_overlap_and_one_batch_a_stage_is_in_flight():
+def test_batches_of_two_stages_overlap():
     coming = [arrival(0.0, output=3), arrival(0.0, output=3)]
     outcomes = run(coming, scheduler(rows=1, stages=2), 1.0, stages=2, in_flight=2)
     # While one is in the second stage the other is in the first.
