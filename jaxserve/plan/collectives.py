@@ -1,4 +1,4 @@
-"""What the compiler will send between the devices of a stage, from the spec alone."""
+"""Predicts the collectives of a stage from its sharding spec."""
 
 from __future__ import annotations
 

@@ -13,14 +13,14 @@ from jaxserve.plan.predict import Plan
 
 
 class PlanValue(NamedTuple):
-    """One thing a plan says: in words, and as a number where it is one."""
+    """A value in a plan, as text and, if it is numeric, as a number."""
 
     text: str
     number: float | None = None
 
 
 class PlanDifference(NamedTuple):
-    """What two plans say differently; a side that has no such thing is None."""
+    """A value that differs between two plans; None on a side that lacks it."""
 
     what: str
     ours: PlanValue | None
@@ -35,7 +35,7 @@ class PlanDifference(NamedTuple):
 
 
 def differences(ours: Plan, theirs: Plan) -> list[PlanDifference]:
-    """What the plans say differently, in the order in which a plan is told."""
+    """The values in which two plans differ, in the order of the report."""
     one, other = _facts(ours), _facts(theirs)
     return [
         PlanDifference(what, one.get(what), other.get(what))

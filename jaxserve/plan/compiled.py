@@ -1,4 +1,4 @@
-"""The answer to a what-if from the compiled programs: what the engine would run, for devices that are not there."""
+"""Compiles a plan's programs for absent devices and reads their memory and collectives."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class CompiledStage:
       arguments: weights, pool and what else goes in.
       temporaries: what the programs need beside their arguments, results that take a new place included.
       total: both, and the row state that other programs hold.
-      surprises: in words: what the prediction did not have.
+      surprises: collectives and copies that were not predicted, in words.
     """
 
     bucket: int
@@ -139,7 +139,7 @@ def _compile(plan: Plan, index: int, stage: StagePrograms, deployment: Deploymen
 
 
 def collectives(text: str) -> list[CollectiveOp]:
-    """The collectives in an HLO module, each told once; those in a loop count once, however often it turns."""
+    """The collectives in an HLO module; one in a loop counts once."""
     found: Counter[tuple[str, str, int]] = Counter()
     for op, arrays, _ in _instructions(text):
         if op in KINDS:
@@ -171,7 +171,7 @@ def _nbytes(array: re.Match[str]) -> int:
 def unforeseen(
     stage: StagePrograms, exchanges: Sequence[CollectiveOp], predicted: Mapping[str, int] | None
 ) -> Iterator[str]:
-    """What goes over links and was not predicted."""
+    """Collectives that were not predicted."""
     whole = _kernels(stage, "shape")
     counts: Counter[str] = Counter()
     for each in exchanges:

@@ -1,4 +1,4 @@
-"""A question to `jaxserve plan`: a model, devices, a sharding; and what the engine would compile for it."""
+"""A deployment to plan: a model, devices and a sharding, and the programs that it compiles."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sharding.spec import ShardingSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deployment:
-    """Everything that a prediction depends on.
+    """Everything that a plan depends on.
 
     Attributes:
       name: what to call the model.
@@ -52,7 +52,7 @@ class Deployment:
         return bucket_sizes(self.engine)
 
     def check_devices(self) -> None:
-        """Raises ValueError where there are fewer devices than the stages ask for."""
+        """Raises ValueError if the topology has too few devices."""
         replicas = self.engine.replicas
         asked, have = self.engine.tensor * self.engine.stages * replicas, self.topology.num_devices
         if asked > have:
@@ -69,7 +69,7 @@ class Deployment:
 
 @functools.cache
 def model_of(config: ModelConfig) -> models.Model:
-    """The model of a configuration, without parameters; made once for all questions about it."""
+    """The model of a configuration, without parameters (cached)."""
     return models.build(config)
 
 

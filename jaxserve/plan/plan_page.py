@@ -1,4 +1,4 @@
-"""A plan as a page with a picture. The page holds everything: it can be mailed, and opens without a network."""
+"""Writes a plan as one self-contained HTML page with a diagram."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def write(path: Path, headline: str, summary: str, plan: dict[str, Any]) -> None
     """Writes the page of a plan.
 
     Args:
-      headline: the question in one line.
+      headline: the deployment in one line.
       summary: what to look at first, in a sentence.
       plan: `report.as_json`.
     """

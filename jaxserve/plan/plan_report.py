@@ -1,4 +1,4 @@
-"""A plan told to people, as tables, and to programs, as JSON."""
+"""Prints a plan as tables, and converts it to JSON."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def _show_iterations(plan: Plan, out: Console) -> None:
 
 
 def show_compiled(plan: Plan, stages: Sequence[CompiledStage], out: Console) -> None:
-    """Prints the compiled programs next to the prediction; what was not foreseen in red."""
+    """Prints the compiled programs next to the prediction; surprises in red."""
     table = _table("stage", "", "predicted", "compiled", "difference")
     for index, (stage, compiled) in enumerate(zip(plan.stages, stages, strict=True)):
         for name, predicted, found in (

@@ -1,4 +1,4 @@
-"""The answer to a what-if without compiling: bytes, slots, collectives, milliseconds. No device, no array."""
+"""Predicts bytes, slots, collectives and times without compiling; uses no device or array."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class StagePlan:
       pool: for all slots of the plan.
       free: what is left of the memory that may be used.
       collectives: in one iteration; None where the compiler has a choice (see `collectives.predict`).
-      load: what an iteration costs is reckoned from.
+      load: the input of the cost model.
     """
 
     layers: tuple[int, int]
@@ -87,7 +87,7 @@ class BucketPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Everything that is predicted of a what-if.
+    """Everything that is predicted of a deployment.
 
     Attributes:
       parameters: numbers that the model has, padding left out.

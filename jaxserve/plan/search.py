@@ -36,7 +36,7 @@ class Candidate:
     Attributes:
       rules: what it changes of the spec, in words.
       points: (rows, ms between a request's tokens, tokens a second of all replicas), for each number of rows that the
-        slots hold at the what-if's context, rising.
+        slots hold at the deployment's context, rising.
     """
 
     plan: Plan

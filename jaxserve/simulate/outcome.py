@@ -1,4 +1,4 @@
-"""What became of the jobs of a workload, and the distribution of a figure over them."""
+"""The outcome of each job, and the distribution of a metric over jobs."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class Distribution:
 
 @dataclass(slots=True, kw_only=True)
 class Outcome:
-    """What became of one job. Times are seconds on the clock of the run.
+    """The outcome of one job. Times are seconds on the clock of the run.
 
     Attributes:
       token_times: when each generated token came; tokens that came together have equal times.
-      error: why it was not served, or not wholly.
+      error: why it was not served or not finished.
     """
 
     arrival: float

@@ -1,4 +1,4 @@
-"""`jaxserve simulate --trace`: recorded traffic through engines that differ in one setting each."""
+"""`jaxserve simulate --trace`: the same traffic under different scheduling policies."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _DASH = "-"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """One way to serve.
+    """A scheduling policy to compare.
 
     Attributes:
       changes: of the engine's settings.
@@ -46,7 +46,7 @@ class PolicyResult:
     """Traffic served under one policy.
 
     Attributes:
-      urgent: which requests had priority, in order of arrival.
+      urgent: whether each request had priority, in order of arrival.
     """
 
     policy: Policy

@@ -1,4 +1,4 @@
-"""Seconds of an iteration in each stage by the roofline of `plan.cost`, quickly: it is asked millions of times."""
+"""A fast form of the roofline in `plan.cost`, for millions of iterations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`jaxserve size`: which mesh, copies, slots, rows and buckets serve recorded traffic in time, and at what cost."""
+"""`jaxserve size`: the cheapest layouts that serve recorded traffic within an objective."""
 
 from __future__ import annotations
 

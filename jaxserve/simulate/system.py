@@ -1,4 +1,4 @@
-"""An engine without its devices: what its settings, a model's loads and a topology come to, serving arrivals."""
+"""A simulated engine: settings, a cost model and a topology that serve arrivals."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class SimulatedEngine:
 
 @dataclass(slots=True, kw_only=True)
 class SimulationResult:
-    """What came of it, all replicas together.
+    """The results of a simulation, over all replicas.
 
     Attributes:
       stages: of all replicas.

@@ -1,4 +1,4 @@
-"""The real Scheduler on a virtual clock: the engine's loop with a cost model where the device would be. No jax."""
+"""Runs the real Scheduler on a virtual clock, with a cost model for the device. No jax."""
 
 from __future__ import annotations
 
