@@ -1,5 +1,7 @@
-"""Eight-bit keys and values: one scale for each slot and head, so that a token's rounding depends on nothing but itself
-(per-token symmetric quantization, as in Xiao et al., SmoothQuant, 2023, section 3)."""
+"""Int8 keys and values, with one scale for each slot and head.
+
+A token's rounding depends only on itself (per-token symmetric quantization, as in Xiao et al., SmoothQuant, 2023,
+section 3)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a model's weights fit under a spec, and what to say if they do not. Nothing here has an array."""
+"""Checks that a model's weights fit on devices under a spec, before any array exists."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ Params = dict[str, Any]
 
 
 def is_tuple(leaf: Any) -> bool:
-    """Whether a node of `Model.axes` or `Model.stored` is a leaf; both are tuples, which jax.tree would enter."""
+    """Whether a node is a leaf of `Model.axes` or `Model.stored`; jax.tree would descend into tuples."""
     return isinstance(leaf, tuple)
 
 
@@ -50,17 +50,18 @@ def family(name: str) -> ModuleType:
 
 
 def parse_config(entries: Mapping[str, Any]) -> ModelConfig:
-    """The configuration that the entries of a config.json describe. Raises ValueError naming the entry at fault."""
+    """Parses the entries of a config.json. Raises ValueError that names the invalid entry."""
     if not isinstance(entries.get("model_type"), str):
         raise ValueError(f"model_type is missing; it names the model's family, one of {', '.join(families())}")
     return family(entries["model_type"]).parse_config(entries)
 
 
 class Model:
-    """A model as functions of its parameters, `{"embed": ..., "layers": [...], "head": ...}` of plain arrays.
+    """A model as pure functions of its parameters.
 
-    The NNX modules are made once, abstractly, and merged with arrays while a caller's function is traced. Shapes: T
-    tokens, S rows whose logits are asked for, H hidden size, E width of the token table (mostly H), V vocabulary.
+    Parameters are plain arrays in `{"embed": ..., "layers": [...], "head": ...}`. The NNX modules are created once,
+    abstractly, and merged with arrays during tracing. Shapes: T tokens, S rows whose logits are computed, H hidden
+    size, E width of the token table (mostly H), V vocabulary.
     """
 
     def __init__(self, config: ModelConfig, padded_config: ModelConfig) -> None:
@@ -84,7 +85,7 @@ class Model:
     def embed(
         self, params: Params, tokens: Int32[jax.Array, " T"], positions: Int32[jax.Array, " T"]
     ) -> Float[jax.Array, "T H"]:
-        """What the first layer reads."""
+        """The input of the first layer."""
         with jax.named_scope("embed"):
             return nnx.merge(self._embed, params["embed"])(tokens, positions)
 
@@ -100,13 +101,13 @@ class Model:
         looped: bool,
         between: Callable[[jax.Array], jax.Array] | None = None,
     ) -> tuple[Float[jax.Array, "T H"], Any]:
-        """Layers in a row, and the cache as the last `attend` returned it.
+        """Runs consecutive layers; returns the hidden states and the updated cache.
 
         Args:
-          attend: the attention of a layer, by its place among these; that is an int32[] where they are looped over.
-          looped: one loop over the layers, compiled once, rather than all of them in a row. The program is a sixth of
-            the size and as fast on a CPU; accelerators would wait for the branch to each layer's kernels.
-          between: applied to x before each layer, of several in a row.
+          attend: returns the attention of a layer, given its index within `which` (an int32[] if looped).
+          looped: compiles one loop instead of unrolled layers. The program is a sixth of the size and as fast on a CPU;
+            accelerators would wait for the branch to each layer's kernels.
+          between: applied to x before each layer; not with `looped`.
         """
         if looped:
             weights = layers.looped([params["layers"][i] for i in which])
@@ -130,7 +131,7 @@ class Model:
         attend: layers.Attend,
         cache: Any,
     ) -> tuple[Float[jax.Array, "T H"], Any]:
-        """Layer i, and the cache as `attend` returned it."""
+        """Runs layer i; returns the hidden states and the updated cache."""
         with jax.named_scope(f"layer_{i}"):
             return self.block(params["layers"][i], x, positions, attend, cache)
 
@@ -142,11 +143,11 @@ class Model:
         attend: layers.Attend,
         cache: Any,
     ) -> tuple[Float[jax.Array, "T H"], Any]:
-        """The same given one layer's weights, for a scan over layers stacked along a leading axis."""
+        """Runs a layer given its weights, as for a scan over stacked layers."""
         return nnx.merge(self._block, weights)(x, positions, attend, cache)
 
     def norm(self, params: Params, x: Float[jax.Array, "T H"]) -> Float[jax.Array, "T E"]:
-        """What stands between the layers and the token table, mostly a norm."""
+        """What comes between the layers and the head's matrix: usually a norm."""
         with jax.named_scope("norm"):
             return nnx.merge(self._head, params["head"])(x)
 
@@ -168,15 +169,17 @@ class Model:
 
     @property
     def unpadded(self) -> Model:
-        """The same with the parameters that the configuration asks for, as a checkpoint has them."""
+        """The model without padding, as a checkpoint stores it."""
         return self if self.padded_config == self.config else Model(self.config, self.config)
 
     def _tree(self, embed: Any, layer: Any, head: Any) -> Params:
         return {"embed": embed, "layers": [layer] * self.config.num_layers, "head": head}
 
     def part(self, tree: Params, layers: range) -> Params:
-        """What a stage of these layers needs of parameters, or of a tree like them: the first the embedding, the last
-        the head, which may be the token table."""
+        """The parameters of a pipeline stage (or of any tree like them).
+
+        The first stage has the embedding; the last has the head, and the token table if tied.
+        """
         config = self.config
         part: Params = {"layers": {i: tree["layers"][i] for i in layers}}
         if layers.stop == config.num_layers:
@@ -215,7 +218,7 @@ class Model:
         return self._tree(**{piece: _entries_of(state, table[piece]) for piece, state in states.items()})
 
     def axis_sizes(self) -> dict[str, int]:
-        """How many things each logical axis counts; an array may hold several numbers for one (q, k, v of a head)."""
+        """Units along each logical axis; an array may hold several numbers a unit (q, k, v of a head)."""
         axes, shapes = jax.tree.leaves(self.axes(), is_leaf=is_tuple), jax.tree.leaves(self.shapes(jnp.float32))
         sizes: dict[str, int] = {}
         for names, leaf in zip(axes, shapes, strict=True):
@@ -223,7 +226,7 @@ class Model:
         return sizes | {"heads": self.padded_config.num_heads}
 
     def init(self, seed: int, dtype: DTypeLike) -> Params:
-        """Freshly drawn parameters: weights normal with the configuration's initializer_range, norms 1, biases 0."""
+        """Random parameters: normal weights (initializer_range), norms 1, biases 0."""
 
         def draw(piece: str):
             def make(key: jax.Array) -> dict[str, Any]:
@@ -242,7 +245,7 @@ class Model:
 
 
 def _entries_of(state: dict[str, Any], table: dict[str, Any]) -> dict[str, Any]:
-    """The part of a family's table that speaks of the parameters in `state`."""
+    """The entries of a family's table for the parameters in `state`."""
     return {
         name: _entries_of(below, table[name]) if isinstance(below, dict) else table[name]
         for name, below in state.items()

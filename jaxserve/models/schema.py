@@ -1,4 +1,4 @@
-"""A model's configuration as a value, how one is read from config.json, and how a checkpoint stores a parameter."""
+"""Model configurations, their parsing from config.json, and how checkpoints store parameters."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class ModelConfig:
         return len({self.attention_scale(layer) for layer in range(self.num_layers)}) == 1
 
     def attention_scale(self, layer: int) -> float:
-        """What queries times keys are multiplied with in this layer."""
+        """The factor applied to query-key products in this layer."""
         return 1.0 / math.sqrt(self.head_dim)
 
 
@@ -94,7 +94,7 @@ class Stored(NamedTuple):
 
     @property
     def regrouped(self) -> bool:
-        """Whether it holds q, k and v in another order than we do, who keep those of a head together."""
+        """Whether its q, k and v need reordering; ours keep those of a head adjacent."""
         return self.parts or "{qkv}" in self.name
 
 
@@ -117,10 +117,9 @@ _ACTIVATION_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """The entries of a config.json, read with an error in words for each that cannot be used.
+    """Reads the entries of a config.json; every invalid one raises ValueError with its name.
 
-    A null stands for an entry that is absent, as Hugging Face writes them. Every method takes the names an entry has
-    gone by, the one that wins first.
+    A null entry counts as absent, as in Hugging Face. Methods take the names of an entry, the preferred one first.
     """
 
     entries: Mapping[str, Any]
@@ -169,7 +168,7 @@ class Fields:
         return _ACTIVATION_NAMES[value]
 
     def tokens(self, name: str, vocab_size: int, *, default: int) -> tuple[int, ...]:
-        """A token id or a list of them. None where it is null; the default where it is absent, as in transformers."""
+        """A token id or a list of them; none if it is null, the default if it is absent (as in transformers)."""
         value = self.entries.get(name, default)
         listed = [] if value is None else value if isinstance(value, list) else [value]
         for token in listed:
@@ -179,11 +178,11 @@ class Fields:
         return tuple(token for token in listed if 0 <= token < vocab_size)
 
     def token(self, name: str, vocab_size: int, *, default: int) -> int | None:
-        """The same for one token: None where there is no such."""
+        """Like `tokens` for one token; None if there is none."""
         return next(iter(self.tokens(name, vocab_size, default=default)), None)
 
     def refuse(self, name: str, *, unless: Any, because: str) -> None:
-        """Refuses a value that changes what the model computes and that we do not compute."""
+        """Raises ValueError for a value that the model does not support."""
         value = self.entries.get(name)
         if value is not None and value != unless:
             raise ValueError(f"{name} is {value!r}, which is not supported ({because}); only {unless!r} is")

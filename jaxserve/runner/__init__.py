@@ -1,5 +1,5 @@
-"""An iteration on the devices: the batch, the programs that stages compile and run, and what they hold between runs.
+"""Runs iterations on the devices.
 
-`batch` packs a plan; `programs` is what is computed, `lowering` what is compiled of it and `layout` for which sizes;
-`stage` runs the layers of one sub-mesh and `pipeline` the stages in a row.
+`layout` decides what each stage holds, `batch` packs a plan, `programs` has the traced functions, `lowering` lowers
+them, `stage` runs the layers of one sub-mesh, and `pipeline` runs the stages in order.
 """

@@ -1,4 +1,4 @@
-"""How many programs jax has compiled, and how many of them it found in its own cache, by thread."""
+"""Counts the programs that jax compiled or found in its own cache, by thread."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""The device pool of keys and values: how large it can be, its allocation, copies of its blocks. The layout is the
-backend's."""
+"""The device pool of keys and values: its size, allocation and block copies.
+
+The attention backend decides its layout.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ _GPU_POOL_SHARE = 0.99  # of what jax has set aside on a GPU, which leaves the r
 
 
 def is_axes(node: Any) -> bool:
-    """Whether a node of `Backend.pool_axes` is a leaf: a plain tuple, where a pool may be a named one."""
+    """Whether a node is a leaf of `Backend.pool_axes`: a plain tuple (a pool may be a named one)."""
     return type(node) is tuple
 
 
@@ -33,13 +35,13 @@ def block_bytes(backend: Backend, shape: AttentionShape, num_layers: int) -> int
 
 
 def head_parts(mesh: Mesh, spec: ShardingSpec) -> int:
-    """Into how many parts a spec splits the pool's heads, one part a device."""
+    """Number of devices that a spec splits the pool's heads over."""
     (axis,) = spec.resolve(("heads",), (mesh.size,), mesh, name="the pool", section="pool")
     return 1 if axis is None else mesh.shape[axis]
 
 
 def pool(backend: Backend, shape: AttentionShape, n_blocks: int, mesh: Mesh, spec: ShardingSpec) -> Any:
-    """A pool on all devices of a mesh: what the backend asks for on each, their heads one after another.
+    """The pool on all devices of a mesh, with heads sharded by the spec.
 
     Args:
       n_blocks: of all layers that share it.
@@ -63,12 +65,13 @@ def allocate(described: Any) -> Any:
 
 
 def copy_blocks(pool: Any, copies: Int32[jax.Array, "R 2"], *, n_blocks: int, layers: int) -> Any:
-    """A pool in which some blocks hold what others do, in every layer. Traced; the pool is donated, and nothing of its
-    size is made beside it: one pair after another, as each is a small part of it.
+    """Copies blocks to other blocks of the pool, in every layer. Traced; the pool is donated.
+
+    Pairs are copied one after another, so that no second pool is allocated.
 
     Args:
-      copies: source and target of each pair, -1 where there are no more. No target is a source.
-      n_blocks: of each layer, one layer's after another's along the first axis of every leaf.
+      copies: source and target block of each pair, padded with -1. No target is a source.
+      n_blocks: blocks of each layer; layers follow one another along the first axis of every leaf.
     """
     first = jnp.arange(layers, dtype=jnp.int32) * n_blocks
 
@@ -87,7 +90,7 @@ def copy_blocks(pool: Any, copies: Int32[jax.Array, "R 2"], *, n_blocks: int, la
 
 
 def free_bytes(device: Any) -> int:
-    """Bytes of the memory of a device (one of `jax.devices()`) that may still be taken."""
+    """Bytes of a device's memory that may still be allocated."""
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:
         share = _GPU_POOL_SHARE if device.platform == "gpu" else ACCELERATOR_SHARE
@@ -96,7 +99,7 @@ def free_bytes(device: Any) -> int:
 
 
 def weight_room(device: Any, devices: int) -> int:
-    """Bytes that weights may take of each of so many devices like this; virtual ones share the memory of their CPU."""
+    """Bytes available for weights on each device; virtual devices share their CPU's memory."""
     return _available() // devices if device.platform == "cpu" else free_bytes(device)
 
 
@@ -106,7 +109,7 @@ def _available() -> int:
 
 
 def fitting_blocks(free: int, temporaries: int, bytes_a_block: int, wanted: int) -> int:
-    """How many blocks to allocate when none were asked for.
+    """Number of blocks to allocate by default.
 
     Args:
       free: bytes that may be taken (`free_bytes`).
@@ -127,7 +130,9 @@ def fitting_blocks(free: int, temporaries: int, bytes_a_block: int, wanted: int)
 
 
 def _coarse(count: int) -> int:
-    """Rounded down to four binary digits: the next start, with a little more or less memory free, finds its programs
-    in the compilation cache."""
+    """Rounds down to four binary digits.
+
+    So the next start, with slightly more or less free memory, finds its programs in the compilation cache.
+    """
     step = 1 << max(count.bit_length() - 4, 0)
     return count // step * step

@@ -1,4 +1,4 @@
-"""What is settled before a weight is read: which layers, shardings and sizes each stage has. No device is asked."""
+"""Decides the layers, shardings and sizes of each stage, before weights are read; needs no device."""
 
 from __future__ import annotations
 

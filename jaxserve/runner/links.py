@@ -1,6 +1,6 @@
-"""How arrays pass from the devices of one stage to those of another: the links of a pipeline within one process.
+"""Transfers arrays between the devices of pipeline stages within one process.
 
-Between hosts there are others, behind the same interface: `cluster.links`.
+Links between hosts have the same interface: `multihost.links`.
 """
 
 from __future__ import annotations

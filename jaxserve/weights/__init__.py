@@ -1,7 +1,7 @@
-"""Weights between a checkpoint and the devices. What others call is named here: `weights.load`, `weights.write_hf`.
+"""Reads checkpoints into sharded arrays and writes checkpoints.
 
-`checkpoint` knows the files of a directory and `naming` which tensor is which parameter; `loading` reads, `saving`
-writes; `orbax` is the other form they are kept in, `quantize` how they are held in eight bits.
+`checkpoint` knows the files of a directory, `naming` maps tensors to parameters, `loading` reads, `saving` writes,
+`orbax` is the converted format, and `quantize` makes int8 weights.
 """
 
 from jaxserve.weights.checkpoint import CheckpointError, read_config

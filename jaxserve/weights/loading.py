@@ -1,4 +1,4 @@
-"""From a checkpoint to the devices: each parameter read slice by slice into its final sharding."""
+"""Loads a checkpoint: reads each parameter slice by slice into its final sharding."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ def on_one_device(_name: str, _shape: tuple[int, ...], _axes: tuple[str, ...]) -
 
 
 def on_mesh(model: models.Model, mesh: Mesh, spec: ShardingSpec) -> Place:
-    """Places parameters on a mesh as a spec says; what it returns raises the ValueErrors of `ShardingSpec.resolve`."""
+    """Places parameters on a mesh by a spec.
+
+    The returned function raises the ValueErrors of `ShardingSpec.resolve`.
+    """
     counts = model.axis_sizes()
 
     def place(name: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> Sharding:

@@ -37,10 +37,10 @@ def parameters(model: models.Model, dtype: jnp.dtype) -> Iterator[Parameter]:
 def match(
     tensors: StoredTensors, model: models.Model, wanted: list[Parameter], directory: Path
 ) -> list[tuple[StoredTensor, ...]]:
-    """The tensor of each parameter, or its three, once names, shapes and dtypes of all are known to be right.
+    """Finds the tensors of each parameter and checks their names, shapes and dtypes.
 
     Raises:
-      CheckpointError: a tensor is missing, too much, of another shape, or of a dtype that holds no weights.
+      CheckpointError: a tensor is missing or unknown, or has the wrong shape or a dtype that is not a weight's.
     """
     name_of = Names(model, tensors.names())
     listing = tensors.files[0] if len(tensors.files) == 1 else directory
@@ -69,10 +69,10 @@ def match(
 
 
 class Names:
-    """Full names of tensors: all but the head's share a prefix, and versions of the library differ in it.
+    """Full tensor names: all but the head's share a prefix, which differs between library versions.
 
     Args:
-      names: of the tensors that there are.
+      names: of the stored tensors.
     """
 
     def __init__(self, model: models.Model, names: tuple[str, ...]) -> None:
@@ -96,7 +96,7 @@ def _and_more(names: list[str]) -> str:
 
 
 def _check_tied(tensors: StoredTensors, head: str, table: str) -> None:
-    """Raises CheckpointError where a stored head differs from the table that config.json says it shares."""
+    """Raises CheckpointError if a stored head differs from the table it is tied to."""
     ours, theirs = tensors[head].values, tensors[table].values
     step = max(1, _COMPARED // theirs[:1].nbytes)
     same = ours.shape == theirs.shape

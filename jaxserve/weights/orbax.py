@@ -1,6 +1,6 @@
 """Parameters saved with Orbax: written once, restored onto any devices in any dtype.
 
-Orbax takes 0.8 s to import, which only those wait for who use it.
+Orbax takes 0.8 s to import, so functions import it when they need it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def is_saved(directory: Path) -> bool:
 
 
 def save(directory: Path, arrays: dict[str, jax.Array], fingerprint: str) -> None:
-    """Writes arrays by name, and last the marker that makes the directory one that `is_saved`."""
+    """Writes arrays by name, then the marker file that `is_saved` looks for."""
     import orbax.checkpoint as ocp
 
     largest = max(array.nbytes for array in arrays.values())
@@ -44,7 +44,7 @@ def save(directory: Path, arrays: dict[str, jax.Array], fingerprint: str) -> Non
 
 
 def fingerprint(directory: Path) -> str:
-    """What `save` was given. Raises CheckpointError."""
+    """The fingerprint that `save` wrote. Raises CheckpointError."""
     return str(_read_marker(directory)["fingerprint"])
 
 
@@ -53,10 +53,11 @@ def restore(
     targets: dict[str, jax.ShapeDtypeStruct | Quantized],
     saved: dict[str, tuple[int, ...]] | None = None,
 ) -> dict[str, jax.Array | Quantized]:
-    """Reads arrays by name, each into the dtype and sharding of its target; in eight bits where that is `Quantized`.
+    """Reads arrays by name into the dtype and sharding of each target.
 
     Args:
-      saved: the shapes they were saved in, where targets are larger and are to be filled up with zeros.
+      targets: shapes with shardings; a `Quantized` target is quantized to int8 after reading.
+      saved: the stored shapes, if targets are larger; the rest is filled with zeros.
 
     Raises:
       CheckpointError: other names or shapes were saved, or the files are damaged.
@@ -90,15 +91,17 @@ def restore(
 
 
 def _as_read(target: jax.ShapeDtypeStruct | Quantized) -> jax.ShapeDtypeStruct:
-    """What is restored for a target: what will be rounded to eight bits comes without another rounding before."""
+    """What Orbax restores for a target: float32 if it is quantized afterwards."""
     if not isinstance(target, Quantized):
         return target
     return jax.ShapeDtypeStruct(target.shape, jnp.float32, sharding=target.values.sharding)
 
 
 def _groups(targets: dict[str, jax.ShapeDtypeStruct]) -> Iterator[dict[str, jax.ShapeDtypeStruct]]:
-    """Arrays to restore together, the largest first: what is in flight takes memory twice, so it should be little by
-    the time that most are there."""
+    """Groups of arrays to restore together, the largest first.
+
+    An array that is being restored takes its memory twice, so the last groups should be small.
+    """
     group: dict[str, jax.ShapeDtypeStruct] = {}
     taken = 0
     for name, target in sorted(targets.items(), key=lambda item: -math.prod(item[1].shape)):

@@ -1,5 +1,7 @@
-"""Weights in eight bits: a scale for each row of a matrix, which is one output of a projection (LLM.int8(),
-arXiv:2208.07339, section 2.1, vector-wise). Activations stay as they are."""
+"""Int8 weights with one scale per matrix row, that is, per output of a projection.
+
+Vector-wise quantization of LLM.int8() (arXiv:2208.07339, section 2.1); activations are not quantized.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,11 @@ _STEP = np.float32(1 / 127)
 
 
 def is_quantized(name: str) -> bool:
-    """Whether a parameter of this name is held in eight bits: all that hidden states are multiplied with, the token
-    table too, which may be half of a small model. Norms, biases and learned positions are not."""
+    """Whether a parameter of this name is stored as int8.
+
+    True for every matrix that multiplies hidden states, and for the token table, which may be half of a small model;
+    false for norms, biases and learned positions.
+    """
     return name.endswith(("kernel", "tokens.table"))
 
 
@@ -38,7 +43,7 @@ def quantize(matrix: np.ndarray | jax.Array, dtype: DTypeLike, numpy: ModuleType
 
 
 def on_devices(matrix: jax.Array, wanted: Quantized) -> Quantized:
-    """A matrix that lies on devices, in eight bits and where `wanted`, shapes with shardings, says."""
+    """Quantizes a matrix on its devices, into the shardings of `wanted`."""
     return _placing(wanted.scales.dtype, wanted.values.sharding, wanted.scales.sharding)(matrix)
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints written: a Hugging Face directory of a model, or one rewritten with Orbax; and what tells two apart."""
+"""Writes checkpoints, as a Hugging Face directory or with Orbax, and computes their fingerprints."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _COPIED = (
 
 
 def write_hf(path: str | Path, config: ModelConfig, params: models.Params, dtype: jnp.dtype | None = None) -> None:
-    """Writes a Hugging Face directory, config.json and model.safetensors, that `load` and transformers read.
+    """Writes a Hugging Face directory (config.json, model.safetensors).
 
     Args:
-      path: directory, made where it does not exist.
-      dtype: what values are stored as; as they are where None.
+      path: directory; created if it does not exist.
+      dtype: of the stored values; None keeps theirs.
     """
     directory, model = Path(path), models.build(config)
     family = models.family(config.family)
@@ -56,16 +56,16 @@ def write_hf(path: str | Path, config: ModelConfig, params: models.Params, dtype
 def convert(
     source: str | Path, target: str | Path, dtype: jnp.dtype | None = None, progress: Progress | None = None
 ) -> None:
-    """Rewrites a Hugging Face directory with Orbax, configuration and tokenizer beside it.
+    """Converts a Hugging Face directory to Orbax; copies configuration and tokenizer.
 
-    The target appears whole or not at all.
+    The target appears complete or not at all.
 
     Args:
       target: must not exist, or be empty.
-      dtype: what values are saved as; as they are stored where None. `load` casts to any other.
+      dtype: of the saved values; None keeps the stored one. `load` casts to any dtype.
 
     Raises:
-      CheckpointError: the source cannot be read, or the target is taken.
+      CheckpointError: the source cannot be read, or the target exists and is not empty.
     """
     directory, out = Path(source), Path(target)
     config = read_config(directory)
@@ -93,7 +93,11 @@ def convert(
 
 
 def fingerprint(path: str | Path) -> str:
-    """A digest that tells checkpoints apart, in milliseconds: not every byte is read. Raises CheckpointError."""
+    """A digest of a checkpoint that reads only some of its bytes (milliseconds).
+
+    Raises:
+      CheckpointError: the checkpoint cannot be read.
+    """
     directory = Path(path)
     if orbax.is_saved(directory):
         return orbax.fingerprint(directory)

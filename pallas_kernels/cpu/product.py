@@ -1,6 +1,8 @@
-"""Products with a large kernel, native. Of few rows one takes as long as reading the kernel does; of many rows it is
-nearer to the CPU's own pace than XLA's: in bfloat16, with an instruction for it or without, and in float32 with AVX-512
-as long as memory, too, sets the pace."""
+"""Native matrix products for CPUs.
+
+A product of few rows takes as long as reading the kernel. A product of many rows is faster than XLA's in bfloat16, and
+in float32 with AVX-512 while memory bandwidth is the limit.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +23,17 @@ NativeProduct = Callable[[jax.Array, jax.Array], jax.Array | None]
 
 
 def native(dtype: np.dtype) -> NativeProduct | None:
-    """The native product of this dtype, where there is one; on one device, since the compiler cannot divide it."""
+    """The native product of this dtype, or None. It runs on one device only."""
     if dtype.name not in ("bfloat16", "float32") or build.refusal() is not None:
         return None
     return multiply
 
 
 def limits(dtype: np.dtype) -> tuple[int, int | None]:
-    """Rows up to which `product.cc` is the fastest, and those up to which a product of many rows is (None: any number):
-    on the CPU here, as measured on one of its kind."""
+    """Most rows for which `product.cc` and the product of many rows are fastest (None: any).
+
+    Measured on a CPU of the same kind as this one.
+    """
     level = build.level()
     if dtype.name == "bfloat16":
         return (8 if level.endswith("bf16") else 16), None

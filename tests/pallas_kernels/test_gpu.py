@@ -98,7 +98,7 @@ def test_an_eight_bit_pool_has_no_size_whose_offsets_overflow(n_blocks):
 
 @pytest.mark.parametrize("pool", ["bfloat16", "float32", "int8"])
 @pytest.mark.parametrize("head_dim", [64, 80, 256])
-def test_it_becomes_triton_kernels_that_change_the_pool_in_place(pool, head_dim):
+def test_lowers_to_in_place_triton_kernels(pool, head_dim):
     """As far as a jax without GPUs goes; tests/aot has the rest."""
     shape = dataclasses.replace(SHAPE, pool_dtype=jnp.dtype(pool), head_dim=head_dim)
     backend = GpuBackend()

@@ -186,7 +186,7 @@ def test_an_axis_of_the_mesh_that_no_rule_names_holds_copies():
     assert SPEC.resolve(("heads", "embed"), (24, 16), wide) == PartitionSpec("tensor", None)
 
 
-def test_a_mesh_has_the_first_devices_and_lets_the_compiler_choose():
+def test_mesh_devices_and_axis_types():
     made = mesh.make_mesh()
     assert isinstance(made, Mesh)
     assert made.axis_names == ("tensor",)

@@ -51,7 +51,7 @@ class MadeUp:
         self._now = max(self._now, self._flying.popleft())
 
 
-def test_an_iteration_costs_what_the_device_takes_when_the_next_is_launched_ahead(monkeypatch) -> None:
+def test_cost_is_device_time_with_launch_ahead(monkeypatch) -> None:
     costs, slope = measure.measure(MadeUp(monkeypatch), 4096, lambda *_: None)
     assert [cost.size for cost in costs] == [2, 4, 16]
     assert [cost.slots_read for cost in costs] == [2 * 128, 4 * 128, 3 * 128]

@@ -105,7 +105,7 @@ def test_two_stages_of_two_devices_answer_as_one_device(family) -> None:
     check_same(make(family, 2, settings("grow", 2, 2)), family, 2)
 
 
-def test_other_rules_for_parameters_activations_and_pool_answer_the_same(tmp_path) -> None:
+def test_answers_do_not_depend_on_rules(tmp_path) -> None:
     rules = """
         [axes]
         vocab = "none"
@@ -146,7 +146,7 @@ def collectives(compiled: jax.stages.Compiled) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("family", "bucket"), [("bloom", 12), ("gpt2", 256)])
-def test_a_layer_needs_two_all_reduces_and_nothing_is_gathered_but_logits(family, bucket) -> None:
+def test_collectives_of_a_layer_and_the_head(family, bucket) -> None:
     (stage,) = lowered(family, tensor=2)
     compiled = stage.lower_forward(bucket, 2048).compile()
     found = Counter(kind for _, kind in collectives(compiled))
@@ -226,7 +226,7 @@ def test_checkpoints_are_read_to_where_they_are_used(family, changes, saved, tmp
             assert leaf.sharding == wanted.sharding or (is_table and stage.is_last)
 
 
-def test_four_iterations_are_in_flight_and_tokens_go_back_when_they_are_known(six, monkeypatch) -> None:
+def test_iterations_in_flight_and_token_feedback(six, monkeypatch) -> None:
     pipeline, order = six._replicas[0].pipeline, []
     landed = pipeline._landed
 
@@ -280,7 +280,7 @@ def test_new_weights_reach_every_stage(six) -> None:
         ({"stages": 3, "layers_per_stage": (1, 2)}, r"layers_per_stage is 1,2, which are 2 stages; stages is 3"),
     ],
 )
-def test_layouts_that_cannot_be_are_refused_before_a_weight_is_read(changes, message, tmp_path, monkeypatch) -> None:
+def test_invalid_layouts_are_refused_early(changes, message, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rules.toml").write_text('[activations]\ntokens = "tensor"\n')
     with pytest.raises(ValueError, match=message):

@@ -25,7 +25,7 @@ def chunks(*samples: int) -> tuple[Chunk, ...]:
     ("samples", "points"),
     [((), 0), ((0,), 0), ((0, 0), 0), ((1,), 1), ((1, 1, 0, 0), 2), ((0, 0, 1, 0), 3), ((1, 4, 3), 8), ((4, 0, 1), 6)],
 )
-def test_a_result_needs_entries_up_to_the_last_chunk_that_samples(samples, points) -> None:
+def test_result_entries_end_at_last_sampled_chunk(samples, points) -> None:
     plan = IterationPlan(
         sequence=0,
         bucket=24,
@@ -38,7 +38,7 @@ def test_a_result_needs_entries_up_to_the_last_chunk_that_samples(samples, point
     assert plan.num_points == points
 
 
-def test_the_head_runs_for_the_tokens_that_are_chosen_and_for_none_of_a_prompt_that_goes_on(params, monkeypatch):
+def test_head_runs_only_for_sampled_tokens(params, monkeypatch):
     engine = make_engine(params, buckets=BUCKETS)
     (stage,) = engine._replicas[0].pipeline.stages
     assert sorted(stage._head) == [1, 2, 6]
@@ -71,7 +71,7 @@ def test_the_head_runs_for_the_tokens_that_are_chosen_and_for_none_of_a_prompt_t
 
 
 @pytest.mark.parametrize("settings", [{}, {"stages": 2}, {"speculate": "ngram", "speculate_tokens": 3}])
-def test_answers_are_the_same_however_many_points_there_are_programs_for(params, settings) -> None:
+def test_answers_do_not_depend_on_sample_counts(params, settings) -> None:
     arrivals = traffic(40)
     many = run(make_engine(params, buckets=BUCKETS, **settings), arrivals)
     one = run(make_engine(params, buckets=(24,)), arrivals)

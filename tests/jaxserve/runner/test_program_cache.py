@@ -77,9 +77,7 @@ def test_a_second_start_compiles_nothing_and_answers_the_same(params, folder, fi
 
 
 @pytest.mark.long
-def test_an_engine_of_a_checkpoint_keeps_its_programs_where_the_command_line_does(
-    params, tmp_path, monkeypatch
-) -> None:
+def test_engine_and_command_share_a_cache_folder(params, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(cache_folder, "default", lambda: tmp_path / "cache")
     weights.write_hf(tmp_path / "model", MODEL, params)
     # Neither the fixture's sizes nor another test's.
@@ -149,7 +147,7 @@ def test_what_jax_has_loaded_is_not_kept(params, first, tmp_path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_code_versions_flags_and_settings_of_jax_are_part_of_the_key(monkeypatch) -> None:
+def test_key_has_code_versions_flags_and_settings(monkeypatch) -> None:
     device = jax.devices()[0]
     seen = {program_cache.surroundings(device)}
     with monkeypatch.context() as patch:
@@ -196,7 +194,7 @@ def test_a_change_of_one_file_changes_the_digest_of_the_code(monkeypatch, tmp_pa
 
 
 @pytest.mark.parametrize("mode", [0o720, 0o702])
-def test_a_folder_that_others_may_write_to_is_neither_read_nor_written(tmp_path, caplog, mode) -> None:
+def test_shared_folder_is_not_used(tmp_path, caplog, mode) -> None:
     cache = program_cache.ProgramCache(tmp_path)
     lowered = jax.jit(lambda x: x + 41).lower(1.0)
     tmp_path.chmod(mode)

@@ -226,7 +226,7 @@ def test_a_broken_checkpoint_is_refused_in_one_sentence(tmp_path, breakage):
         ),
     ],
 )
-def test_what_is_wrong_with_one_of_three_tensors_is_told_by_its_name(tmp_path, name, change, message):
+def test_error_names_the_wrong_tensor_of_three(tmp_path, name, change, message):
     model, _ = write(tmp_path, OPT)
     name = "model.decoder." + name
 

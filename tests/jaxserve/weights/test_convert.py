@@ -35,7 +35,7 @@ def same(ours: models.Params, other: models.Params) -> bool:
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_a_converted_checkpoint_loads_like_its_source_in_any_dtype(source, tmp_path, dtype):
+def test_converted_checkpoint_loads_like_its_source(source, tmp_path, dtype):
     weights.convert(source, tmp_path / "new" / "out")
     out = tmp_path / "new" / "out"
     assert [path.name for path in sorted(out.iterdir())] == [

@@ -120,7 +120,7 @@ def test_generation_config_has_the_last_word_on_ends(tmp_path):
     assert weights.read_config(tmp_path).eos_token_ids == (3, 4)
 
 
-def test_a_fingerprint_tells_checkpoints_apart_and_knows_one_again(tmp_path):
+def test_fingerprint_identifies_a_checkpoint(tmp_path):
     for name in ("one", "same"):
         write(tmp_path / name)
     write(tmp_path / "half", dtype=np.float16)
