@@ -34,18 +34,18 @@ def break_programs(fault: str, file: Path) -> None:
             threading.Event().wait()
         return hidden
 
-    def broken(*args: Any) -> Forward:
-        out = compiled(*args)
+    def broken(*args: Any, **kwargs: Any) -> Forward:
+        out = compiled(*args, **kwargs)
         if fault == "compile":
             if not file.exists():
                 return out
             return out._replace(hidden=jax.ffi.ffi_call("a_kernel_that_nobody_wrote", out.hidden)(out.hidden))
         return out._replace(hidden=jax.pure_callback(kernel, out.hidden, out.hidden))
 
-    def raising(*args: Any) -> Forward:
+    def raising(*args: Any, **kwargs: Any) -> Forward:
         if file.exists():
             raise RuntimeError("no such program")
-        return launch(*args)
+        return launch(*args, **kwargs)
 
     if fault == "raise":
         StageRunner.forward = raising
