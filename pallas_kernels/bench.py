@@ -1,4 +1,4 @@
-"""Times the attention kernels of the device here against what the device can do, and whole steps after them.
+"""Times attention kernels and whole steps on this device, against what it could reach.
 
     python -m pallas_kernels.bench [--small] [--out DIR]
 
@@ -39,7 +39,7 @@ _MOST_LAYERS = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class KernelCase:
     """One timed kernel call: rows that all add `new` tokens to a context.
 
     Attributes:
@@ -84,14 +84,17 @@ class Case:
 
 
 CASES = [
-    *[Case(rows=rows, context=context) for rows in (1, 8, 32, 128) for context in (512, 2048, 8192)],
-    Case(rows=32, context=2048, pool_dtype="int8"),
-    Case(rows=32, context=2048, heads=16, head_dim=64),
-    *[Case(rows=1, context=n, new=n) for n in (1024, 2048, 4096, 8192)],
+    *[KernelCase(rows=rows, context=context) for rows in (1, 8, 32, 128) for context in (512, 2048, 8192)],
+    KernelCase(rows=32, context=2048, pool_dtype="int8"),
+    KernelCase(rows=32, context=2048, heads=16, head_dim=64),
+    *[KernelCase(rows=1, context=n, new=n) for n in (1024, 2048, 4096, 8192)],
 ]
-WRITE_CASE = Case(rows=128, context=1)  # next to nothing to read
-SMALL_CASES = [Case(rows=2, context=64, heads=2, head_dim=64), Case(rows=1, context=48, new=48, heads=2, head_dim=64)]
-SMALL_WRITE_CASE = Case(rows=4, context=1, heads=2, head_dim=64)
+WRITE_CASE = KernelCase(rows=128, context=1)  # next to nothing to read
+SMALL_CASES = [
+    KernelCase(rows=2, context=64, heads=2, head_dim=64),
+    KernelCase(rows=1, context=48, new=48, heads=2, head_dim=64),
+]
+SMALL_WRITE_CASE = KernelCase(rows=4, context=1, heads=2, head_dim=64)
 
 
 def seconds(call: Callable[[], Any], calls: int) -> float:
@@ -119,7 +122,7 @@ def matmul_rate(size: int) -> float:
     return 2 * size**3 / seconds(lambda: multiply(a, b), 4)
 
 
-def make_batch(case: Case, shape: AttentionShape) -> AttentionBatch:
+def make_batch(case: KernelCase, shape: AttentionShape) -> AttentionBatch:
     """All rows at their context, blocks dealt out at random."""
     rows, tokens = case.rows, case.rows * case.new
     blocks = np.random.default_rng(0).permutation(rows * shape.max_blocks).astype(np.int32)
@@ -133,7 +136,7 @@ def make_batch(case: Case, shape: AttentionShape) -> AttentionBatch:
     )
 
 
-def time_case(case: Case, backend: Backend) -> float:
+def time_case(case: KernelCase, backend: Backend) -> float:
     """Milliseconds of one layer."""
     shape = case.shape(backend)
     layers = max(1, min(_MOST_LAYERS, _BYTES_AT_ONCE // case.nbytes))
@@ -159,7 +162,7 @@ def time_case(case: Case, backend: Backend) -> float:
     return 1e3 * seconds(call, 4) / layers
 
 
-def check(case: Case, backend: Backend) -> float:
+def check(case: KernelCase, backend: Backend) -> float:
     """The largest difference from the oracle of a prompt and then a decode of each row."""
     shape, rng = case.shape(backend), np.random.default_rng(1)
     rows, first = case.rows, case.context - 1
@@ -187,7 +190,7 @@ def check(case: Case, backend: Backend) -> float:
     return worst
 
 
-def checked(cases: Sequence[Case], backend: Backend) -> float:
+def checked(cases: Sequence[KernelCase], backend: Backend) -> float:
     """Checks small versions of cases; ValueError for one that is off by more than rounding to eight bits explains."""
     worst = 0.0
     for case in {dataclasses.replace(case, rows=3, context=150, new=1) for case in cases}:

@@ -1,5 +1,4 @@
-"""The native calls: compiled where a C++ compiler is found, kept in the user's cache folder, loaded and made known to
-XLA."""
+"""Compiles the native CPU kernels, caches them in the user's folder, and registers them with XLA."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""How the TPU kernels cut their work: a table by device and shape, which `python -m pallas_kernels.tpu.tune` fills, and
-a rule for what is not in it."""
+"""Tile sizes of the TPU kernels, by device and shape.
+
+`python -m pallas_kernels.tpu.tune` measures the table; a rule covers shapes that are not in it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Times the ways of cutting the TPU kernels' work on the TPU at hand, and prints the table for `cuts.MEASURED`.
+"""Times tile sizes of the TPU kernels on this TPU and prints the table for `cuts.MEASURED`.
 
 python -m pallas_kernels.tpu.tune [--heads 7 --kv-heads 7 --head-dim 128 --pool bfloat16]
 """

@@ -47,9 +47,9 @@ def test_what_is_wrong_is_not_timed():
 
 
 def test_bytes_and_operations_of_a_case():
-    decode = bench.Case(rows=2, context=10, heads=3, head_dim=64)
+    decode = bench.KernelCase(rows=2, context=10, heads=3, head_dim=64)
     assert (decode.nbytes, decode.flops) == (2 * 2 * 10 * 3 * 64 * 2, 4 * 2 * 10 * 3 * 64)
-    eight = bench.Case(rows=2, context=10, heads=3, head_dim=64, pool_dtype="int8")
+    eight = bench.KernelCase(rows=2, context=10, heads=3, head_dim=64, pool_dtype="int8")
     assert eight.nbytes == 2 * 2 * 10 * 3 * (64 + 4)
-    prefill = bench.Case(rows=1, context=4, new=4, heads=1, head_dim=64)
+    prefill = bench.KernelCase(rows=1, context=4, new=4, heads=1, head_dim=64)
     assert prefill.flops == 4 * 10 * 64
