@@ -56,8 +56,8 @@ def test_every_form_becomes_the_same_request(
 @pytest.mark.parametrize(
     ("given", "param", "told"),
     [
-        ({"response_format": {"type": "json_schema"}}, "response_format", "needs a json_schema"),
-        ({"response_format": {"type": "text", "json_schema": NAMED}}, "response_format", "must not have one"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "needs json_schema"),
+        ({"response_format": {"type": "text", "json_schema": NAMED}}, "response_format", "must not have it"),
         ({"response_format": {"type": "xml"}}, "response_format", "response_format.type"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format", "schema"),
         (
@@ -82,7 +82,7 @@ def test_every_form_becomes_the_same_request(
         ),
     ],
 )
-def test_what_is_wrong_is_told_by_the_callers_own_name(
+def test_errors_name_the_callers_field(
     serve_http: Serve, given: dict[str, Any], param: str, told: str
 ) -> None:
     async def scenario(it: Served) -> None:
