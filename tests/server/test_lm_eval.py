@@ -1,4 +1,4 @@
-"""lm-evaluation-harness scored a small task over HTTP (`docs/http.md` has the command); here the same task is scored
+"""lm-evaluation-harness scored a small task over HTTP (`docs/serving.md` has the command); here the same task is scored
 with the library directly."""
 
 import json
