@@ -9,12 +9,14 @@ TPU_STAMP := $(TPU_VENV)/.installed
 GPU_VENV := .venv-gpu
 GPU_STAMP := $(GPU_VENV)/.installed
 SCHEMAS := .venv-schemas
+DOCS_VENV := .venv-docs
+DOCS_STAMP := $(DOCS_VENV)/.installed
 # Wheels that compile for GPUs are for Python 3.12 and later; a pyenv shim may stand for a version that is not active.
 PYTHON312 = $(firstword $(foreach python,$(shell command -v python3.12) $(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python3.12),\
   $(shell $(python) -c "print('$(python)')" 2>/dev/null)))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv serve test test-groups test-all test-weekly test-aot test-aot-tpu test-aot-gpu test-deploy bench-guard lint proto docs-tables demo-model clean
+.PHONY: help venv serve test test-groups test-all test-weekly test-aot test-aot-tpu test-aot-gpu test-deploy bench-guard lint proto docs docs-tables demo-model clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -97,6 +99,15 @@ proto: $(DEV_STAMP) ## regenerate the gRPC code from its .proto
 	$(BIN)/python -m server.proto.generate
 	$(BIN)/python -m jaxserve.multihost.generate
 
+# In an environment of its own: the site's tools read the code and import nothing of it.
+$(DOCS_STAMP): requirements-docs.txt
+	test -x $(DOCS_VENV)/bin/python || $(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-docs.txt
+	touch $@
+
+docs: $(DOCS_STAMP) ## build the documentation site into site/; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict --quiet
+
 docs-tables: $(DEV_STAMP) ## write the table of sampling parameters in docs/features.md anew
 	$(BIN)/python -m tests.docs.sampling_table
 
@@ -104,4 +115,4 @@ demo-model: $(DEV_STAMP) ## train the demo model again
 	$(BIN)/python -m examples.train_demo.train
 
 clean: ## remove the environment and build products
-	rm -rf $(VENV) $(TPU_VENV) $(GPU_VENV) $(SCHEMAS) build dist *.egg-info
+	rm -rf $(VENV) $(TPU_VENV) $(GPU_VENV) $(SCHEMAS) $(DOCS_VENV) site build dist *.egg-info
