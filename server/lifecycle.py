@@ -1,8 +1,7 @@
-"""Life of a server: open the ports, start the engine (here or in its own process), drain, stop."""
+"""Life of a server: open the ports, start the engine (here or in its own process), serve, drain, stop."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import os
@@ -12,39 +11,39 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from server.app import ServerApp
 from server.commands import hosts
 from server.commands.console import UserError, address, mending, say, show, starting
 from server.engine_process import exit_codes
 from server.engine_process.job import EngineJob
 from server.engine_process.remote_engine import RemoteEngine
-from server.engine_process.supervisor import ENGINE_COMMAND, EngineGone, RestartPolicy, Supervisor
+from server.engine_process.supervisor import ENGINE_COMMAND, EngineGone, Supervisor
+from server.request_log import RequestLog
+from server.tracing import Tracing
 
 if TYPE_CHECKING:
-    from jaxserve.config import EngineConfig
     from jaxserve.engine import Engine
     from jaxserve.multihost.config import ClusterConfig
     from jaxserve.text.tokenizer import Tokenizer
-    from server.app import ServerApp
+    from server.commands.serve_settings import ServeSettings
     from server.engine_client import EngineClient
+
+Greet = Callable[["ServeSettings", int, int | None], None]  # (settings, gRPC port, HTTP port or None)
 
 
 class ServerLifecycle:
     """The steps of serving that do not depend on where the engine runs.
 
     Args:
-      args: flags of `jaxserve serve`, with `tls` and `keys` already loaded.
-      name: served name of the model.
-      greet: called with (host, model, port, HTTP port or None) once the server is ready.
+      settings: of `jaxserve serve`.
+      greet: called once the server is ready.
+
+    Attributes:
+      stopping: set by the first SIGTERM or SIGINT.
     """
 
-    def __init__(
-        self,
-        args: argparse.Namespace,
-        *,
-        name: str,
-        greet: Callable[[str, str, int, int | None], None],
-    ) -> None:
-        self.args, self.name = args, name
+    def __init__(self, settings: ServeSettings, greet: Greet) -> None:
+        self.settings = settings
         self.stopping = asyncio.Event()
         self._greet = greet
         self._ports: tuple[int, int | None] = (0, None)
@@ -55,23 +54,21 @@ class ServerLifecycle:
         on_wedged: Callable[[str], None] | None = None,
         wedged_seconds: Callable[[], float] | None = None,
     ) -> ServerApp:
-        """A server of every protocol on an engine."""
-        from server.app import ServerApp
-
+        """The server app for an engine."""
         return ServerApp(
             engine,
-            name=self.name,
+            name=self.settings.name,
             version=metadata.version("jaxserve"),
-            tls=self.args.tls,
-            keys=self.args.keys,
-            stall_seconds=self.args.stall_seconds,
+            tls=self.settings.tls,
+            keys=self.settings.keys,
+            stall_seconds=self.settings.stall_seconds,
             on_wedged=on_wedged,
             wedged_seconds=wedged_seconds,
         )
 
     async def listen(self, app: ServerApp) -> None:
         """Opens the ports and installs signal handlers. Raises UserError if a port cannot be opened."""
-        host, port, http_port = self.args.host, self.args.port, self.args.http_port
+        host, port, http_port = self.settings.host, self.settings.port, self.settings.http_port
         try:
             self._ports = await app.start(host, port, http_port)
         except (RuntimeError, OSError) as problem:
@@ -87,11 +84,11 @@ class ServerLifecycle:
 
     def greet(self) -> None:
         """Reports that the engine is ready."""
-        self._greet(self.args.host, self.name, *self._ports)
+        self._greet(self.settings, *self._ports)
 
     async def drain(self, app: ServerApp) -> None:
         """Stops accepting calls and waits up to `--drain-seconds` for active ones to finish."""
-        seconds = self.args.drain_seconds
+        seconds = self.settings.drain_seconds
         if app.handler.num_alive:
             say(f"draining {app.handler.num_alive} requests, at most {seconds:g} s (again to end at once)")
         left = await app.drain(seconds)
@@ -99,29 +96,27 @@ class ServerLifecycle:
 
     @contextlib.contextmanager
     def observing(self, app: ServerApp) -> Iterator[None]:
-        """Runs the request log, traces and the metrics port that the flags ask for."""
-        from server.request_log import RequestLog
-        from server.tracing import Tracing
-
-        args = self.args
+        """Runs the request log, the traces and the metrics port that were asked for."""
+        chosen = self.settings
         with contextlib.ExitStack() as stack:
             with mending():
-                watching: list[RequestLog | Tracing] = []
-                if args.request_log is not None:
+                observers: list[RequestLog | Tracing] = []
+                if chosen.request_log is not None:
                     tokenizer = app.handler.engine.tokenizer
-                    watching.append(RequestLog(args.request_log, tokenizer=tokenizer, prompts=args.log_prompts))
-                if args.traces:
-                    watching.append(Tracing(model=self.name))
-                for observer in watching:
+                    observers.append(RequestLog(chosen.request_log, tokenizer=tokenizer, prompts=chosen.log_prompts))
+                if chosen.traces:
+                    observers.append(Tracing(model=chosen.name))
+                for observer in observers:
                     app.handler.observers.append(observer)
                     stack.callback(observer.close)
-                if args.metrics_port is not None:
-                    stack.callback(app.metrics.serve(args.host, args.metrics_port))
+                if chosen.metrics_port is not None:
+                    stack.callback(app.metrics.serve(chosen.host, chosen.metrics_port))
             yield
 
 
-async def serve_in_process(lifecycle: ServerLifecycle, engine: Engine) -> None:
+async def serve_in_process(settings: ServeSettings, greet: Greet, engine: Engine) -> None:
     """Serves a started engine of this process until a signal."""
+    lifecycle = ServerLifecycle(settings, greet)
     app = lifecycle.make_app(engine)
     with lifecycle.observing(app):
         await lifecycle.listen(app)
@@ -130,14 +125,10 @@ async def serve_in_process(lifecycle: ServerLifecycle, engine: Engine) -> None:
         await lifecycle.drain(app)
 
 
-async def serve_engine_process(
-    lifecycle: ServerLifecycle, model: Path, config: EngineConfig, cluster: ClusterConfig | None = None
-) -> int:
-    """Serves an engine that runs in its own process until a signal. The ports open at once; health reports NOT_SERVING
-    until the engine is ready.
+async def serve_engine_process(settings: ServeSettings, greet: Greet) -> int:
+    """Serves an engine that runs in its own process until a signal.
 
-    Args:
-      cluster: placement of this host (host 0), where several share the model.
+    The ports open at once; health reports NOT_SERVING until the engine is ready.
 
     Returns:
       The exit code: 0 after a drain, 69 if the engine process ended first (with several hosts, that process's code).
@@ -145,28 +136,20 @@ async def serve_engine_process(
     Raises:
       UserError: the settings or the checkpoint do not allow the engine to start.
     """
-    args = lifecycle.args
-    engine = RemoteEngine(config, read_tokenizer(model))
+    lifecycle = ServerLifecycle(settings, greet)
+    engine = RemoteEngine(settings.engine, read_tokenizer(settings.model))
     with contextlib.ExitStack() as stack, contextlib.ExitStack() as start:
         supervisor = Supervisor(
             engine,
-            EngineJob.of(str(model), config, None if args.profile is None else str(args.profile), cluster),
-            restarts=RestartPolicy() if args.supervise else None,
+            engine_job(settings),
+            restarts=settings.restarts,
             command=ENGINE_COMMAND,
             progress=start.enter_context(starting()),
         )
-        if cluster is None:
-            app = lifecycle.make_app(engine, supervisor.give_up if args.supervise else None)
-        else:  # the other hosts end when this one is late, so this engine never recovers alone
-
-            def deadline() -> float:
-                slowest = max(cost.milliseconds for cost in engine.report.buckets) / 1000
-                return cluster.deadline(slowest) + hosts.OWN_SECONDS
-
-            app = lifecycle.make_app(engine, supervisor.give_up, deadline)
+        app = _app_for(lifecycle, engine, supervisor)
         stack.enter_context(lifecycle.observing(app))
         await lifecycle.listen(app)
-        if cluster is not None:  # the engine process writes its flight record
+        if settings.cluster is not None:  # the engine process writes its flight record
             asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, supervisor.signal, signal.SIGUSR2)
         running = asyncio.create_task(supervisor.run())
         try:
@@ -174,7 +157,7 @@ async def serve_engine_process(
             start.close()
             if supervisor.ready.is_set():
                 await app.check_health()
-                show(engine.report, model=lifecycle.name)
+                show(engine.report, model=settings.name)
                 lifecycle.greet()
                 await _wait_for_first(running, lifecycle.stopping)
             await (lifecycle.drain(app) if lifecycle.stopping.is_set() else app.stop())
@@ -186,6 +169,27 @@ async def serve_engine_process(
             say(f"error: {problem}")
             return problem.exit_code
     return exit_codes.ENDED
+
+
+def engine_job(settings: ServeSettings) -> EngineJob:
+    """What the engine process is to do."""
+    profile = None if settings.profile is None else str(settings.profile)
+    return EngineJob.of(str(settings.model), settings.engine, profile, settings.cluster)
+
+
+def _app_for(lifecycle: ServerLifecycle, engine: RemoteEngine, supervisor: Supervisor) -> ServerApp:
+    """The app of an engine process that the supervisor can kill when it hangs."""
+    cluster = lifecycle.settings.cluster
+    if cluster is None:
+        return lifecycle.make_app(engine, supervisor.give_up if lifecycle.settings.restarts is not None else None)
+    # The other hosts end when this one is late, so this engine never recovers alone.
+    return lifecycle.make_app(engine, supervisor.give_up, lambda: _cluster_deadline(engine, cluster))
+
+
+def _cluster_deadline(engine: RemoteEngine, cluster: ClusterConfig) -> float:
+    """Seconds without an iteration after which the engine process of a host is killed."""
+    slowest = max(cost.milliseconds for cost in engine.report.buckets) / 1000
+    return cluster.deadline(slowest) + hosts.OWN_SECONDS
 
 
 def read_tokenizer(model: Path) -> Tokenizer | None:

@@ -46,22 +46,27 @@ def model_directory(args: argparse.Namespace) -> Path:
     return args.model
 
 
-def load_engine(args: argparse.Namespace, cluster: ClusterConfig | None = None) -> Engine:
-    """Loads and compiles, telling how it goes. Raises UserError for whatever the user can mend.
+def load_engine(args: argparse.Namespace) -> Engine:
+    """The engine that the flags describe, loaded and compiled. Raises UserError for what the user can correct."""
+    path = model_directory(args)
+    with mending():
+        config = flags.engine_config(args)  # before jax is imported: a wrong flag is reported at once
+    return start_engine(path, config)
+
+
+def start_engine(path: Path, config: EngineConfig, cluster: ClusterConfig | None = None) -> Engine:
+    """Loads and compiles an engine and reports the progress. Raises UserError for what the user can correct.
 
     Args:
-      cluster: this host's place among several, whose engine it then is.
+      cluster: this host's place among several.
     """
     from server.commands import hosts
 
-    path = model_directory(args)
-    with mending():
-        config = flags.engine_config(args)  # before jax is imported: a wrong flag is told at once
-        with starting() as report:
-            try:
-                engine = make_engine(path, config, report, cluster)
-            except HostFailed as failure:
-                hosts.end_failed(failure)
+    with mending(), starting() as report:
+        try:
+            engine = make_engine(path, config, report, cluster)
+        except HostFailed as failure:
+            hosts.end_failed(failure)
     show(engine.report, model=path.name)
     return engine
 

@@ -166,7 +166,7 @@ def follow(
     return 0
 
 
-async def follow_behind(
+async def follow_in_own_process(
     path: Path, config: EngineConfig, cluster: ClusterConfig, restarts: RestartPolicy | None
 ) -> int:
     """Any other host, its work in a process of its own: one that is stopped is ended from here.

@@ -19,7 +19,7 @@ from server.app import ServerApp
 from server.commands import settings
 from server.proto.jaxserve.v1 import inference_pb2 as pb
 from server.proto.jaxserve.v1.inference_pb2_grpc import InferenceStub
-from tests.server.fake_engine import WAIT_SECONDS, FakeEngine, byte_tokenizer
+from tests.server.fake_engine import EOS, VOCAB_SIZE, WAIT_SECONDS, FakeEngine, byte_tokenizer
 
 FOREIGN = Path(__file__).parent / "foreign"
 ROOT = Path(__file__).parents[2]
@@ -35,6 +35,55 @@ def no_settings_of_yours(monkeypatch: pytest.MonkeyPatch) -> None:
     """Settings in the environment of whoever runs the tests are not the tests'."""
     for name in [name for name in os.environ if name.startswith(settings.PREFIX)]:
         monkeypatch.delenv(name)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a tiny BLOOM with a tokenizer of bytes."""
+    import jax
+    import jax.numpy as jnp
+
+    from jaxserve import models, weights
+
+    folder = tmp_path_factory.mktemp("checkpoint")
+    config = models.parse_config(
+        {
+            "model_type": "bloom",
+            "vocab_size": VOCAB_SIZE,
+            "hidden_size": 24,
+            "n_layer": 2,
+            "n_head": 3,
+            "eos_token_id": EOS,
+            "layer_norm_epsilon": 1e-5,
+        }
+    )
+    params = models.build(config).init(0, jnp.float32)
+    weights.write_hf(folder, config, jax.tree.map(lambda leaf: leaf * 4 if leaf.ndim > 1 else leaf, params))
+    byte_tokenizer(save_to=folder / "tokenizer.json")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with ca.pem; server.pem and client.pem, which it signed; stranger.pem; and a NAME.key for each."""
+    if shutil.which("openssl") is None:
+        pytest.skip("needs openssl to make certificates")
+    folder = tmp_path_factory.mktemp("certificates")
+
+    def openssl(*arguments: str) -> None:
+        subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
+
+    curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "30"]
+    for name in ("ca", "stranger"):
+        openssl("req", "-x509", *curve, "-keyout", f"{name}.key", "-out", f"{name}.pem", "-subj", f"/CN={name}")
+    (folder / "names").write_text("subjectAltName=DNS:localhost,IP:127.0.0.2\n")
+    for name in ("server", "client"):
+        openssl("req", *curve[:-2], "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}")
+        openssl(
+            *("x509", "-req", "-in", f"{name}.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial"),
+            *("-days", "30", "-extfile", "names", "-out", f"{name}.pem"),
+        )
+    return folder
 
 
 class Served:

@@ -17,5 +17,5 @@ if __name__ == "__main__":
         front.read_tokenizer = lambda _: byte_tokenizer()
         sys.exit(cli.main(["serve", *flags]))
     engine = FakeEngine(tokenizer=byte_tokenizer(), held="--held" in sys.argv)
-    serve.load_engine = lambda *_: engine  # pyright: ignore[reportAttributeAccessIssue]
+    serve.start_engine = lambda *_: engine  # pyright: ignore[reportAttributeAccessIssue]
     sys.exit(cli.main(["serve", "--front", "thread", *flags]))

@@ -12,13 +12,10 @@ from typing import Any
 
 import grpc
 import httpx2 as httpx
-import jax
-import jax.numpy as jnp
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve import models, weights
 from jaxserve.generation.completion import Completion
 from jaxserve.text.tokenizer import Tokenizer
 from server.app import ServerApp
@@ -31,32 +28,12 @@ from server.proto.jaxserve.v1.inference_pb2_grpc import InferenceStub
 from server.proto.vllm.grpc.engine import vllm_engine_pb2 as engine_pb
 from server.proto.vllm.grpc.engine.vllm_engine_pb2_grpc import VllmEngineStub
 from tests.server import fuzz
-from tests.server.fake_engine import EOS, VOCAB_SIZE, WAIT_SECONDS, byte_tokenizer
+from tests.server.fake_engine import VOCAB_SIZE, WAIT_SECONDS
 
 SMALL = ["--buckets", "4,16", "--slots", "512", "--max-rows", "4", "--max-context", "64", "--compilation-cache", "off"]
 FIELDS: dict[str, Any] = {"max_tokens": 12, "seed": 11, "ignore_eos": True, "logprobs": 2, "prompt_logprobs": 0}
 TEXTS = [f"Question {i}? Answer: {answer}" for i in range(3) for answer in ("yes", "no", "maybe")]
 PROMPTS = ["It was a", "Grüße", "a longer prompt than any bucket"]
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("checkpoint")
-    config = models.parse_config(
-        {
-            "model_type": "bloom",
-            "vocab_size": VOCAB_SIZE,
-            "hidden_size": 24,
-            "n_layer": 2,
-            "n_head": 3,
-            "eos_token_id": EOS,
-            "layer_norm_epsilon": 1e-5,
-        }
-    )
-    params = models.build(config).init(0, jnp.float32)
-    weights.write_hf(folder, config, jax.tree.map(lambda leaf: leaf * 4 if leaf.ndim > 1 else leaf, params))
-    byte_tokenizer(save_to=folder / "tokenizer.json")
-    return folder
 
 
 @pytest.fixture(scope="module")

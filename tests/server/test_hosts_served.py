@@ -130,7 +130,7 @@ def test_a_worker_that_is_asked_twice_ends_at_once(behind, monkeypatch, capfd) -
 
     def work() -> None:
         if behind:
-            asyncio.run(hosts_module.follow_behind(Path(), config, cluster, None))
+            asyncio.run(hosts_module.follow_in_own_process(Path(), config, cluster, None))
         else:
             hosts_module.follow(Path(), config, cluster)
 

@@ -1,8 +1,6 @@
 """TLS: who reaches the server, and which files are refused."""
 
 import asyncio
-import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,32 +13,9 @@ from server import auth, tls
 from server.commands import cli
 from tests.server.fake_engine import WAIT_SECONDS
 
-pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make certificates")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """ca.pem, and server.pem, client.pem (signed by it), stranger.pem (by itself), each with NAME.key."""
-    folder = tmp_path_factory.mktemp("tls")
-
-    def openssl(*arguments: str) -> None:
-        subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
-
-    curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "30"]
-    for name in ("ca", "stranger"):
-        openssl("req", "-x509", *curve, "-keyout", f"{name}.key", "-out", f"{name}.pem", "-subj", f"/CN={name}")
-    (folder / "names").write_text("subjectAltName=DNS:localhost\n")
-    for name in ("server", "client"):
-        openssl("req", *curve[:-2], "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}")
-        openssl(
-            *("x509", "-req", "-in", f"{name}.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial"),
-            *("-days", "30", "-extfile", "names", "-out", f"{name}.pem"),
-        )
-    return folder
-
 
 @pytest.fixture
-def reached(folder: Path) -> Callable[..., bool]:
+def reached(certificates: Path) -> Callable[..., bool]:
     """Whether a client gets an answer: `reached(mutual=True, client="client")`."""
 
     async def check(mutual: bool, client: str | None, trusts: str) -> bool:
@@ -48,16 +23,16 @@ def reached(folder: Path) -> Callable[..., bool]:
         checks = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
         health_pb2_grpc.add_HealthServicer_to_server(checks, server)
         shown = tls.Tls(
-            certificate=folder / "server.pem",
-            key=folder / "server.key",
-            client_ca=folder / "ca.pem" if mutual else None,
+            certificate=certificates / "server.pem",
+            key=certificates / "server.key",
+            client_ca=certificates / "ca.pem" if mutual else None,
         )
         port = server.add_secure_port("127.0.0.1:0", shown.grpc_credentials())
         await server.start()
         credentials = grpc.ssl_channel_credentials(
-            (folder / f"{trusts}.pem").read_bytes(),
-            (folder / f"{client}.key").read_bytes() if client else None,
-            (folder / f"{client}.pem").read_bytes() if client else None,
+            (certificates / f"{trusts}.pem").read_bytes(),
+            (certificates / f"{client}.key").read_bytes() if client else None,
+            (certificates / f"{client}.pem").read_bytes() if client else None,
         )
         async with grpc.aio.secure_channel(f"localhost:{port}", credentials) as channel:
             stub: Any = health_pb2_grpc.HealthStub(channel)
@@ -86,32 +61,36 @@ def test_mutual_tls_asks_for_a_certificate_of_the_authority(reached: Callable[..
     assert not reached(mutual=True, client="stranger")
 
 
-def test_http_gets_the_same_files(folder: Path) -> None:
+def test_http_gets_the_same_files(certificates: Path) -> None:
     uvicorn = pytest.importorskip("uvicorn")
-    shown = tls.Tls(certificate=folder / "server.pem", key=folder / "server.key", client_ca=folder / "ca.pem")
+    shown = tls.Tls(
+        certificate=certificates / "server.pem", key=certificates / "server.key", client_ca=certificates / "ca.pem"
+    )
     config = uvicorn.Config(lambda: None, **shown.uvicorn_settings())
     config.load()
     assert config.ssl.verify_mode.name == "CERT_REQUIRED"
 
 
-def test_server_and_client_command_with_mutual_tls_and_a_key(
-    folder: Path, serve: Callable[..., None], capfd: pytest.CaptureFixture[str]
+def test_client_command_with_mutual_tls_and_key(
+    certificates: Path, serve: Callable[..., None], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    (folder / "keys.toml").write_text('[us]\nkeys = ["our-own-key"]\n')
-    (folder / "key").write_text("our-own-key\n")
+    (certificates / "keys.toml").write_text('[us]\nkeys = ["our-own-key"]\n')
+    (certificates / "key").write_text("our-own-key\n")
 
     async def scenario(it: Any) -> None:
         where = f"localhost:{it.address.rpartition(':')[2]}"
-        command = ["client", "ab", "--max-tokens", "3", "--server", where, "--tls-ca", str(folder / "ca.pem")]
-        shown = ["--tls-cert", str(folder / "client.pem"), "--tls-key", str(folder / "client.key")]
+        command = ["client", "ab", "--max-tokens", "3", "--server", where, "--tls-ca", str(certificates / "ca.pem")]
+        shown = ["--tls-cert", str(certificates / "client.pem"), "--tls-key", str(certificates / "client.key")]
         assert await asyncio.to_thread(cli.main, [*command, *shown]) == 2
         assert "UNAUTHENTICATED" in capfd.readouterr().err
-        assert await asyncio.to_thread(cli.main, [*command, *shown, "--api-key-file", str(folder / "key")]) == 0
+        assert await asyncio.to_thread(cli.main, [*command, *shown, "--api-key-file", str(certificates / "key")]) == 0
         assert capfd.readouterr().out == "aba\n"
 
     security = {
-        "tls": tls.Tls(certificate=folder / "server.pem", key=folder / "server.key", client_ca=folder / "ca.pem"),
-        "keys": auth.ApiKeys(folder / "keys.toml"),
+        "tls": tls.Tls(
+            certificate=certificates / "server.pem", key=certificates / "server.key", client_ca=certificates / "ca.pem"
+        ),
+        "keys": auth.ApiKeys(certificates / "keys.toml"),
     }
     serve(scenario, app=security)
 
@@ -128,9 +107,9 @@ def test_server_and_client_command_with_mutual_tls_and_a_key(
     ],
 )
 def test_wrong_files_are_told_before_anything_is_loaded(
-    folder: Path, given: str, told: str, capfd: pytest.CaptureFixture[str]
+    certificates: Path, given: str, told: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["serve", "--port", "0", *given.format(folder).split()]) == 2
+    assert cli.main(["serve", "--port", "0", *given.format(certificates).split()]) == 2
     err = capfd.readouterr().err
     assert told in err
     assert err.count("\n") == 1

@@ -123,7 +123,7 @@ def test_deterministic_takes_the_slot_policy_it_needs(command: list[str]) -> Non
         ("serve --port 70000", "--port 70000"),
         ("serve --http-port 70000", "--http-port 70000"),
         ("serve --metrics-port 70000", "--metrics-port 70000"),
-        ("serve --stall-seconds 0", "--stall-seconds 0 is no time above 0"),
+        ("serve --stall-seconds 0", "--stall-seconds is 0; it must be above 0"),
         ("serve --host not.a.host.invalid", "cannot listen on not.a.host.invalid:50051"),
         ("serve --host not..one", "cannot listen on not..one:50051"),
         (

@@ -82,9 +82,7 @@ def test_every_form_becomes_the_same_request(
         ),
     ],
 )
-def test_errors_name_the_callers_field(
-    serve_http: Serve, given: dict[str, Any], param: str, told: str
-) -> None:
+def test_errors_name_the_callers_field(serve_http: Serve, given: dict[str, Any], param: str, told: str) -> None:
     async def scenario(it: Served) -> None:
         for path, fields in CALLS.items():
             for streams in (False, True):
