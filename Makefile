@@ -88,7 +88,7 @@ $(SCHEMAS): $(DEV_STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --target $@ kubernetes-validate==1.37.0 || mkdir -p $@
 
 bench-guard: $(RUN_STAMP) ## see whether something has become slower (ARGS=--write keeps what it measures)
-	$(BIN)/jaxserve bench guard $(ARGS)
+	$(BIN)/python -m benchmarks regression $(ARGS)
 
 lint: $(DEV_STAMP) ## ruff and pyright
 	$(BIN)/ruff check .

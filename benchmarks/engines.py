@@ -1,4 +1,4 @@
-"""The engines that `jaxserve bench peers` compares: each takes jobs, which it runs alone in a process of its own.
+"""The engines that `python -m benchmarks peers` compares: each takes jobs, which it runs alone in a process of its own.
 
 A job is a JSON file: `model` (a checkpoint in the engine's own format), `dtype`, `threads`, `vocab_size`, and one of
   * `cases` (decodes, context, prompt; see step.Case) and `steps`: it prints `milliseconds`, for each case a list or

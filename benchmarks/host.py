@@ -1,29 +1,33 @@
-"""What the host does for an iteration, with a model so small that hardly anything else is left."""
+"""`python -m benchmarks host`: the host's work of an iteration, on a model so small that little else remains."""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine, IterationRecord
 from jaxserve.request import TokenEvent
 from jaxserve.simulate.workload import Job, Range
-from server.commands.bench import machine, report, shapes
+from server.commands.bench import flags, machine, report, shapes
 from server.commands.bench.offline import make_request
 from server.commands.bench.progress import Bars
+from server.commands.flags import add_engine_flags, engine_config
+
+HELP = """\
+Measures the host's work of an iteration (schedule, pack, launch, complete) with few and with very many requests
+waiting."""
 
 PROMPT, OUTPUT = Range(low=8, high=32), Range(low=32, high=96)
 WARM_UP = 50  # iterations that are not counted
 TARGETS_MS = {8: 0.6, 256: 2.5}  # by rows
-FLAT = 1.25  # how much dearer an iteration may get with requests waiting before the table says so
+FLAT = 1.25  # the growth with requests waiting above which the table reports it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,12 +43,11 @@ class HostTime:
         return self.stats.host_ms["host"].p50
 
 
-class Load:
-    """An engine with all its rows busy. Whenever requests end as many new ones come, so rows change hands at the same
-    pace however many wait.
+class BusyEngine:
+    """An engine whose rows are all busy: a new request replaces each that ends, however many wait.
 
     Args:
-      waiting: numbers of requests that are to wait, at most.
+      waiting: the queue lengths that `run` will be called with.
     """
 
     def __init__(self, rows: int, waiting: Sequence[int], config: EngineConfig, bars: Bars, seed: int = 0) -> None:
@@ -67,7 +70,7 @@ class Load:
         self._rng, self._names, self._alive = np.random.default_rng(seed), itertools.count(), 0
 
     def run(self, waiting: int, iterations: int) -> HostTime:
-        """Iterations with so many requests in the queue; those of an earlier call are not taken out of it."""
+        """Runs iterations with `waiting` requests in the queue, or as many as an earlier call left there."""
         label = f"{self._rows} rows, {waiting:,} waiting"
         for done in range(WARM_UP + iterations):
             self._top_up(self._rows + waiting)
@@ -98,21 +101,40 @@ class Load:
 def measure(
     rows: int, waiting: Sequence[int], iterations: int, config: EngineConfig, bars: Bars, seed: int = 0
 ) -> list[HostTime]:
-    """Runs an engine with all rows busy and, for each entry of `waiting` (ascending), so many requests in its queue."""
-    load = Load(rows, waiting, config, bars, seed)
+    """Measures one engine with all rows busy at each queue length of `waiting`, in ascending order."""
+    load = BusyEngine(rows, waiting, config, bars, seed)
     results = [load.run(queued, iterations) for queued in sorted(waiting)]
     load.stop()
     return results
 
 
-def run(
-    rows: Sequence[int], waiting: Sequence[int], iterations: int, config: EngineConfig, out: Path, console: Console
-) -> int:
-    """`jaxserve bench host`: prints the table of host times against their targets and writes JSON."""
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of this benchmark."""
+    flags.add_output_flags(parser)
+    parser.add_argument(
+        "--rows", type=flags.integers, default=[8, 256], metavar="N,...", help="batch sizes (default: 8,256)"
+    )
+    parser.add_argument(
+        "--waiting",
+        type=flags.integers,
+        default=[0, 1_000, 100_000],
+        metavar="N,...",
+        help="requests in the queue (default: 0,1000,100000)",
+    )
+    parser.add_argument("--iterations", type=flags.positive, default=300, metavar="N", help="(default: %(default)s)")
+    add_engine_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints host times against their targets and writes JSON; returns 0."""
+    rows, waiting, iterations = args.rows, args.waiting, args.iterations
+    if args.quick:
+        rows, waiting, iterations = [4], [0, 20], 20
+    config, console = engine_config(args), flags.console()
     with Bars() as bars:
         results = [result for count in rows for result in measure(count, waiting, iterations, config, bars)]
     table = Table(title="host time of an iteration, ms (medians; all: p50 / p95 / p99)", title_justify="left")
-    for column in ("rows", "waiting", *report.HOST_PHASES, "all", "target", "", "against none waiting", "device wait"):
+    for column in ("rows", "waiting", *report.HOST_PHASES, "all", "target", "", "against first", "device wait"):
         table.add_column(column, justify="right")
     base = {}
     for result in results:
@@ -129,8 +151,6 @@ def run(
             f"{result.stats.wait_ms.p50:.3f}",
         )
     console.print(table)
-    report.write_json(
-        out / "host.json", {"benchmark": "host", "environment": machine.environment(), "results": results}
-    )
-    console.print(f"written: {out / 'host.json'}", highlight=False)
+    result = {"benchmark": "host", "environment": machine.environment(), "results": results}
+    report.write_json(args.out / "host.json", result, console)
     return 0

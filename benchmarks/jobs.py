@@ -1,6 +1,6 @@
-"""Does the jobs of `jaxserve bench peers` with our engine, in this process, as the peers' libraries run in theirs.
+"""Runs the jobs of `python -m benchmarks peers` with our engine, in a process of its own.
 
-python -m benchmarks.jobs JOB.json      (see contenders.py for what a job is and what is printed)
+python -m benchmarks.jobs JOB.json      (see engines.py for what a job is and what is printed)
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The tables of `jaxserve bench peers`, made of whatever its ledger holds."""
+"""The tables of `python -m benchmarks peers`, made of whatever its ledger holds."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def print_all(
             _draw_loads(console, out, ledger, shape, dtype, engines, loads)
         if any(value is not None for values in series.values() for value in values):
             path = out / f"peers-{shape}.png"
-            plot.bars(path, f"{shape}: ms a step", [case.name for case in cases], series)
+            draw_steps(path, f"{shape}: ms a step", [case.name for case in cases], series)
             console.print(f"written: {path}", highlight=False)
     for turn, answer in ledger.answers.items():
         if turn.work == "check" and turn.engine != OURS:
@@ -159,9 +159,47 @@ def _draw_loads(
         return
     path = out / f"peers-{shape}-{dtype}-load.png"
     groups = [f"{share:.0%} of our capacity" for share in loads]
-    plot.loads(path, f"{shape}, {dtype}: {ledger.about['workload']}", groups, panels)
+    draw_loads(path, f"{shape}, {dtype}: {ledger.about['workload']}", groups, panels)
     console.print(f"written: {path}", highlight=False)
 
 
 def _cells(values: Mapping[str, float | None], tell: Callable[[float], str]) -> list[str]:
     return ["-" if value is None else tell(value) for value in values.values()]
+
+
+def draw_steps(path: Path, title: str, groups: Sequence[str], series: Mapping[str, Sequence[float | None]]) -> None:
+    """Draws milliseconds as grouped bars: one group a workload, one colour an engine; None leaves a gap."""
+    figure, (axis,) = plot.new_figure(1, title, width=max(6.0, 1.3 * len(groups)))
+    _grouped(axis, groups, series)
+    plot.label_axis(axis, "", "ms", "")
+    plot.save(figure, path)
+
+
+def draw_loads(
+    path: Path, title: str, groups: Sequence[str], panels: Mapping[str, Mapping[str, Sequence[float | None]]]
+) -> None:
+    """Draws figures of loads as grouped bars: a panel a figure, one group a load, one colour an engine."""
+    figure, axes = plot.new_figure(len(panels), title)
+    for axis, (figure_name, series) in zip(axes, panels.items(), strict=True):
+        _grouped(axis, groups, series)
+        plot.label_axis(axis, "", "", figure_name)
+        values = [value for each in series.values() for value in each if value]
+        if values and max(values) > 30 * min(values):
+            axis.set_yscale("log")
+    for axis in axes:
+        axis.get_legend().remove()  # one is enough, and here it would lie over the bars
+    axes[0].set_ylim(top=1.4 * axes[0].get_ylim()[1])
+    axes[0].legend(fontsize=8, ncols=2)
+    plot.save(figure, path)
+
+
+def _grouped(axis: Any, groups: Sequence[str], series: Mapping[str, Sequence[float | None]]) -> None:
+    width = 0.8 / max(1, len(series))
+    for index, (name, values) in enumerate(series.items()):
+        places = [group + (index - (len(series) - 1) / 2) * width for group in range(len(groups))]
+        heights = [float("nan") if value is None else value for value in values]
+        container = axis.bar(places, heights, width, label=name)
+        axis.bar_label(
+            container, fmt=lambda value: f"{value:,.0f}" if value >= 1000 else f"{value:.3g}", fontsize=6, padding=1
+        )
+    axis.set_xticks(range(len(groups)), groups, fontsize=8)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import functools
+import signal
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
@@ -19,15 +21,29 @@ from benchmarks import engines as contenders
 from benchmarks import peer_tables
 from benchmarks.compare import OURS
 from benchmarks.engines import Contender
-from benchmarks.environments import PeerError
+from benchmarks.environments import PEERS, PeerError
 from benchmarks.results import Ledger, Turn
 from jaxserve.config import EngineConfig
 from jaxserve.simulate import workload as load
 from jaxserve.simulate.outcome import Outcome
 from jaxserve.simulate.workload import Workload
-from server.commands.bench import machine, report
+from server.commands.bench import flags, machine, report, shapes, step
 from server.commands.bench.progress import Bars
 from server.commands.bench.step import Case
+from server.commands.flags import add_engine_flags, engine_config
+
+HELP = """\
+Compares our engine with transformers (static batches, and its continuous batching), CTranslate2 and llama.cpp on the
+same random-weight checkpoints, in the same dtype, one process at a time and in turn. It checks their outputs against
+each other first. Then it times steps, and serves the same requests at the same Poisson arrivals, at rates that are
+shares of what our engine serves with everything waiting and no --target-tpot. All engines run in process, ours too.
+
+Each peer has a Python environment of its own, which pip makes on first use (llama.cpp is compiled: it needs a C++
+compiler) and --env-dir keeps. Settings of pip apply, for instance PIP_EXTRA_INDEX_URL for CPU builds of torch.
+Answers are written as they come: --resume continues an interrupted run.
+
+  python -m benchmarks peers --shape gpt2 --dtypes float32 --parts steps
+  python -m benchmarks peers --load-rounds 3                  hours on two cores"""
 
 MEMORY_MARGIN = 600 * 10**6  # bytes that a process may hold beside weights and pool
 CHECK_PROMPTS, CHECK_LENGTH, CHECK_STEPS = 3, 24, 8
@@ -54,7 +70,71 @@ class Scope:
     seed: int
 
 
-def run(
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of this benchmark."""
+    flags.add_output_flags(parser)
+    flags.add_model_flags(parser, "bloom-560m,gpt2, one after the other")
+    flags.add_step_flags(parser, steps=8)
+    flags.add_sizes(parser)
+    group = parser.add_argument_group("turns")
+    group.add_argument("--engines", default=",".join(PEERS), metavar="A,B", help="peers (default: %(default)s)")
+    group.add_argument("--parts", default="steps,load", metavar="A,B", help="what to measure (default: %(default)s)")
+    group.add_argument("--rounds", type=flags.positive, default=2, metavar="N", help="of steps (default: %(default)s)")
+    group.add_argument(
+        "--loads", type=flags.shares, default=[0.5, 0.8, 1.2], metavar="X,...", help="(default: 0.5,0.8,1.2)"
+    )
+    group.add_argument(
+        "--load-rounds", type=flags.positive, default=1, metavar="N", help="of each load (default: %(default)s)"
+    )
+    group.add_argument("--resume", action="store_true", help="keep what an earlier run wrote to --out")
+    group.add_argument(
+        "--env-dir", type=Path, metavar="DIR", help="where environments are kept (default: in your cache folder)"
+    )
+    add_engine_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Checks the engines' outputs, times their steps and serves loads with them in turn, and prints tables.
+
+    Results are written after each turn; an interrupted run prints those it has.
+
+    Returns:
+      The exit code: 1 when a peer could not be made or run, or its outputs differ from ours.
+    """
+    names, parts = args.engines.split(","), args.parts.split(",")
+    for kind, given, known in (("peer", names, PEERS), ("part", parts, ("steps", "load"))):
+        for name in given:
+            if name not in known:
+                raise ValueError(f"{name!r} is no known {kind}; there are {', '.join(known)}")
+    checkpoints = [args.model]
+    if args.model is None:
+        chosen = (args.shape or ("tiny,tiny-gpt2" if args.quick else "bloom-560m,gpt2")).split(",")
+        checkpoints = [shapes.cached_checkpoint(shape) for shape in chosen]
+    for number in (signal.SIGINT, signal.SIGTERM):  # a shell ignores SIGINT for commands in the background
+        signal.signal(number, signal.default_int_handler)
+    scope = Scope(
+        cases=() if "steps" not in parts else step.QUICK_CASES if args.quick else step.PEER_CASES,
+        steps=3 if args.quick else args.steps,
+        rounds=1 if args.quick else args.rounds,
+        workload=lambda vocab_size: flags.uniform(args, vocab_size),
+        loads=tuple(args.loads) if "load" in parts else (),
+        load_rounds=args.load_rounds,
+        seed=args.seed,
+    )
+    return measure(
+        checkpoints,
+        names,
+        flags.dtypes(args),
+        scope,
+        engine_config(args),
+        env_dir=args.env_dir or shapes.cache_folder() / "peers",
+        out=args.out,
+        resume=args.resume,
+        console=flags.console(),
+    )
+
+
+def measure(
     checkpoints: Sequence[Path],
     peers: Sequence[str],
     dtypes: Sequence[str],
@@ -66,13 +146,7 @@ def run(
     resume: bool,
     console: Console,
 ) -> int:
-    """`jaxserve bench peers`: checks the engines' outputs against each other, times their steps and serves loads with
-    them in turn, and judges. What is found is written as it comes; interrupted, it prints what there is.
-
-    Returns:
-      The exit code: 1 when a peer could not be made or run, or its outputs differ from ours; a missed target is a
-      finding, not a failure.
-    """
+    """Measures everything in scope; returns the exit code (see `run`)."""
     about = {
         "checkpoints": [str(checkpoint) for checkpoint in checkpoints],
         "cases": [case.name for case in scope.cases],

@@ -1,13 +1,14 @@
-"""Whether something has become slower: a few figures, each as a multiple of a yardstick measured around it.
+"""`python -m benchmarks regression`: a few figures as multiples of a yardstick, against those in regression.json.
 
-A yardstick is work of the same kind that no change of ours can touch, so a slower or a busier machine makes both
-slower. What runs in one thread is measured in processor time, which leaves out when others have the core. What the
-multiples were when they were last written is kept in guard.json, beside this file, with what each may be now: for
-every kind of CPU by itself, since wider instructions do not speed up a step as they do its yardstick.
+A yardstick is work of the same kind that no change of ours affects, so a slower or busier machine slows both down.
+Single-threaded work is measured in processor time, which excludes the time when other processes have the core.
+regression.json has the multiples for each kind of CPU, since wider instructions speed up a step and its yardstick
+differently, and how much larger each may become.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import statistics
@@ -32,11 +33,16 @@ from jaxserve.scheduler.buckets import BucketCost
 from jaxserve.scheduler.factory import make_scheduler
 from jaxserve.text.tokenizer import Tokenizer
 from pallas_kernels.cpu import build
-from server.commands.bench import machine, report, shapes, step
+from server.commands.bench import flags, machine, report, shapes, step
 from server.commands.bench.progress import Bars
 
+HELP = """\
+Measures a few figures as multiples of a calibration loop that runs between them (a matmul, a read of memory, a loop of
+plain Python), and compares them with those kept in the repository, so that another machine or a busy one does not look
+like a slowdown. Exits with 1 when a figure is too large in two measurements."""
+
 KEPT = Path(__file__).with_name("regression.json")
-ALLOWED = 1.5  # of a figure that is new in guard.json
+ALLOWED = 1.5  # the default for a figure that is new in regression.json
 ROUNDS = 5
 SHAPE = "gpt2"
 
@@ -45,10 +51,10 @@ Clock = Callable[[], float]  # does its work once; returns the seconds that coun
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """Something that is to stay as fast as it is.
+    """A piece of work whose time is guarded.
 
     Attributes:
-      yardstick: name of the work that it is measured by.
+      yardstick: the name of the work that its time is divided by.
     """
 
     name: str
@@ -58,11 +64,11 @@ class Figure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """A figure in guard.json.
+    """A figure in regression.json.
 
     Attributes:
-      multiple: of the yardstick, when it was written.
-      allowed: what the multiple may be now, as a multiple of that.
+      multiple: the time divided by the yardstick's when it was written.
+      allowed: how many times as large it may be now.
     """
 
     multiple: float
@@ -71,7 +77,7 @@ class Kept:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """A figure now beside what is kept of it; `kept` is None for a figure that is new."""
+    """A figure now beside the kept one; `kept` is None for a new figure."""
 
     name: str
     now: float
@@ -82,19 +88,25 @@ class Finding:
         return self.kept is None or self.now <= self.kept.multiple * self.kept.allowed
 
 
-def run(write: bool, console: Console) -> int:
-    """`jaxserve bench guard`: measures, and compares with what is kept or writes it anew.
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of this benchmark."""
+    parser.add_argument("--write", action="store_true", help="keep what is measured now")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures, and compares with what is kept or, with --write, keeps it.
 
     Returns:
-      The exit code: 1 when a figure is above what it may be, twice.
+      The exit code: 1 when a figure is larger than allowed in two measurements.
     """
+    write, console = args.write, flags.console()
     kind = cpu_kind()
     kept = read(KEPT, kind)
     with Bars() as bars:
         figures, yardsticks = make_figures(bars), make_yardsticks()
         now = measure(figures, yardsticks, bars, "measuring")
         late = [figure for figure in figures if not judge({figure.name: now[figure.name]}, kept)[0].holds]
-        if late and not write:  # it may have been the machine: whoever is slow shows it again
+        if late and not write:  # a real slowdown shows in a second measurement as well
             again = measure(late, yardsticks, bars, "measuring again what looks slower")
             now |= {name: min(now[name], multiple) for name, multiple in again.items()}
     found = judge(now, kept)
@@ -102,8 +114,7 @@ def run(write: bool, console: Console) -> int:
     if write:
         figures = {f.name: {"multiple": f.now, "allowed": f.kept.allowed if f.kept else ALLOWED} for f in found}
         this_kind = {"environment": machine.environment(), "figures": figures}
-        report.write_json(KEPT, _all_kinds(KEPT) | {kind: this_kind})
-        console.print(f"written: {KEPT} ({kind})", highlight=False)
+        report.write_json(KEPT, _all_kinds(KEPT) | {kind: this_kind}, console)
         return 0
     if not kept:
         console.print(f"nothing is kept for CPUs like this one ({kind}); --write keeps these figures", highlight=False)
@@ -111,12 +122,12 @@ def run(write: bool, console: Console) -> int:
 
 
 def cpu_kind() -> str:
-    """The CPU here, as far as figures in float32 depend on it."""
+    """The kind of this CPU, as far as figures in float32 depend on it."""
     return build.level().removesuffix("-bf16")
 
 
 def read(path: Path, kind: str) -> dict[str, Kept]:
-    """What is kept for a kind of CPU, by the figure's name; nothing where there is no such file or kind."""
+    """The figures kept for a kind of CPU by name; empty where there is no such file or kind."""
     this_kind = _all_kinds(path).get(kind, {"figures": {}})
     return {name: Kept(**fields) for name, fields in this_kind["figures"].items()}
 
@@ -126,6 +137,7 @@ def _all_kinds(path: Path) -> dict[str, Any]:
 
 
 def judge(now: Mapping[str, float], kept: Mapping[str, Kept]) -> list[Finding]:
+    """Sets the figures beside those that are kept."""
     return [Finding(name=name, now=multiple, kept=kept.get(name)) for name, multiple in now.items()]
 
 
@@ -147,7 +159,7 @@ def print_findings(console: Console, found: Sequence[Finding]) -> None:
 def measure(
     figures: Sequence[Figure], yardsticks: Mapping[str, Clock], bars: Callable[[str, int, int], None], name: str
 ) -> dict[str, float]:
-    """Each figure as a multiple of the mean of its yardstick before and after it: the median over rounds."""
+    """Each figure as a multiple of its yardstick before and after it; the median over rounds."""
     multiples: dict[str, list[float]] = {figure.name: [] for figure in figures}
     for done in range(ROUNDS):
         bars(name, done, ROUNDS)
@@ -160,6 +172,7 @@ def measure(
 
 
 def make_yardsticks() -> dict[str, Clock]:
+    """The yardsticks by name: a matmul, a read of memory and a loop of plain Python."""
     rng = np.random.default_rng(0)
     square = rng.standard_normal((1024, 1024), np.float32)
     large, vector = rng.standard_normal((8192, 8192), np.float32), np.ones(8192, np.float32)
@@ -177,7 +190,7 @@ def make_yardsticks() -> dict[str, Clock]:
 
 
 def _least(work: Callable[[], Any], clock: Clock) -> float:
-    """Seconds of a few runs of some work, by a clock."""
+    """The seconds of some work by a clock, from a few runs."""
     times = []
     for _ in range(6):
         started = clock()
@@ -187,7 +200,7 @@ def _least(work: Callable[[], Any], clock: Clock) -> float:
 
 
 def make_figures(bars: Bars) -> list[Figure]:
-    """The figures, with everything that they need compiled."""
+    """The guarded figures, with their programs compiled."""
     decode, prefill = step.Case(decodes=8, context=100), step.Case(prompt=256)
     model_config, params = shapes.random_params(SHAPE, "float32")
     cached = EngineConfig(compilation_cache=str(shapes.cache_folder() / "xla"))
@@ -197,10 +210,10 @@ def make_figures(bars: Bars) -> list[Figure]:
     def a_step(case: step.Case, steps: int) -> Clock:
         return lambda: _quicker(step.time_case(replica, case, steps)) / 1000
 
-    load, iterations = host.Load(8, [0], cached, bars), 150
+    load, iterations = host.BusyEngine(8, [0], cached, bars), 150
 
     def host_seconds() -> float:
-        """All that the host's thread does for an iteration, new requests and records included."""
+        """Processor seconds of the host's thread for an iteration, new requests and records included."""
         started = time.thread_time()
         load.run(0, iterations)
         return (time.thread_time() - started) / (host.WARM_UP + iterations)
@@ -215,12 +228,12 @@ def make_figures(bars: Bars) -> list[Figure]:
 
 
 def _quicker(times: Sequence[float]) -> float:
-    """The mean of the quicker half: what others take from the machine comes in bursts."""
+    """The mean of the quicker half: other processes slow the machine in bursts."""
     return statistics.fmean(sorted(times)[: max(1, len(times) // 2)])
 
 
 def scheduler_seconds(rows: int = 64, iterations: int = 200) -> float:
-    """Seconds of an iteration's schedule and complete with all rows decoding and as many requests waiting."""
+    """Seconds of schedule and complete with all rows decoding and as many requests waiting."""
     costs = [BucketCost(size=size, compile_seconds=0.0, milliseconds=10.0 + size) for size in (16, 64, 128, 512)]
     config = EngineConfig(max_rows=rows, prefix_cache=False)
     scheduler = make_scheduler(
@@ -243,7 +256,7 @@ def scheduler_seconds(rows: int = 64, iterations: int = 200) -> float:
 
 
 def text_seconds(tokenizer: Tokenizer | None) -> Clock:
-    """Seconds to turn a token into text as it comes."""
+    """Measures the seconds to turn one token of a stream into text."""
     assert tokenizer is not None
     tokens = tokenizer.encode("The scheduler may admit, drop or return requests after every iteration. " * 40)
 

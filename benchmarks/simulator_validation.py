@@ -1,8 +1,8 @@
-"""The simulator held to engines: the same arrivals served by one in this process and by its scheduler on a virtual
-clock, with the costs that engines measured of their buckets."""
+"""`python -m benchmarks simulator`: the same arrivals served by an engine and by the simulator, compared."""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import queue
 import statistics
@@ -20,15 +20,23 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine, IterationRecord
 from jaxserve.iteration import IterationPlan
 from jaxserve.request import TokenEvent
-from jaxserve.simulate import workload as load
+from jaxserve.simulate import workload as traffic
 from jaxserve.simulate.outcome import Distribution, Outcome
 from jaxserve.simulate.system import SimulatedEngine
 from jaxserve.simulate.virtual_clock import Arrival, HostTimes, StageSeconds
 from jaxserve.simulate.workload import Workload
 from jaxserve.startup_report import StartupReport
-from server.commands.bench import machine, report
+from server.commands.bench import flags, machine, report, shapes
 from server.commands.bench.offline import benchmark_config, make_engine, make_request
 from server.commands.bench.progress import Bars
+from server.commands.flags import add_engine_flags, engine_config
+
+HELP = """\
+Serves Poisson arrivals at several loads with an engine in this process, and the same arrivals with the simulator: the
+engine's scheduler on a virtual clock, with the bucket costs and the host times of the engine. Throughput and latencies
+should agree within 10%. Machines change their pace within minutes, so each load is served in parts, the loads in turn;
+each part has its own engine, and its costs are the means of what its start and the next one's measured. Figures are
+medians over the parts. Leave the machine alone meanwhile."""
 
 WITHIN = 0.10  # of the measured figure, where the simulated one is to lie
 PARTS = 5  # that each load is served in, with the others' between them
@@ -44,7 +52,7 @@ JUDGED = ("generated tokens/s", "latency p50, ms", "latency p95, ms")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
+class ServedPart:
     """A workload, such as one part of a load, served by an engine of its own.
 
     Attributes:
@@ -60,7 +68,7 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class ValidatedLoad:
     """One load, served and simulated.
 
     Attributes:
@@ -84,22 +92,26 @@ class Load:
         return all(abs(ours / theirs - 1) <= WITHIN for theirs, ours in map(self.figures.__getitem__, JUDGED))
 
 
-def run(
-    model: Path,
-    config: EngineConfig,
-    workload: Workload,
-    shares: Sequence[float],
-    seed: int,
-    out: Path,
-    console: Console,
-) -> int:
-    """`jaxserve bench simulate`: serves the workload at each load, prints and writes both sides; returns 0.
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of this benchmark."""
+    flags.add_output_flags(parser)
+    flags.add_model_flags(parser)
+    flags.add_sizes(parser)
+    parser.add_argument(
+        "--loads",
+        type=flags.shares,
+        default=[0.3, 0.5, 0.7, 0.9, 1.1],
+        metavar="X,...",
+        help="rates, as shares of what is served with everything waiting (default: 0.3,0.5,0.7,0.9,1.1)",
+    )
+    add_engine_flags(parser)
+    parser.set_defaults(max_rows=8)
 
-    An engine measures its buckets as it starts, and machines change their pace within minutes by more than what is
-    asked of the simulator here. So every load is served in parts, the loads in turn; every part has an engine of its
-    own, and its costs are the means of what that one and the next have measured. Figures are medians over the parts:
-    one in which the machine had other things to do is outvoted.
-    """
+
+def run(args: argparse.Namespace) -> int:
+    """Serves the workload at each load, prints and writes both sides; returns 0."""
+    model, config, console = flags.checkpoint(args), engine_config(args), flags.console()
+    workload, shares = flags.uniform(args, shapes.config_of(model).vocab_size), [0.5] if args.quick else args.loads
     config = benchmark_config(config, workload)
     with Bars() as bars:
         warm = _turn(model, config, workload, bars, "everything at once")
@@ -108,7 +120,7 @@ def run(
         turns = []
         for number, part in enumerate(parts_of(workload)):
             for share in shares:
-                arriving = load.poisson(part, rate=share * capacity, seed=seed + number)
+                arriving = traffic.poisson(part, rate=share * capacity, seed=args.seed + number)
                 turns.append(_turn(model, config, arriving, bars, f"{share:.0%} of capacity"))
         starts = [*(turn.report for turn in turns), make_engine(model, config, bars).report]
     systems = [system_of(turn, after, host) for turn, after in zip(turns, starts[1:], strict=True)]
@@ -117,7 +129,7 @@ def run(
         for index, share in enumerate(shares)
     ]
     _print(f"{model.name}: {workload.name}, {config.max_rows} rows", loads, starts, host, console)
-    result = {"benchmark": "simulate", "environment": machine.environment(), "workload": workload.name}
+    result = {"benchmark": "simulator", "environment": machine.environment(), "workload": workload.name}
     result |= {
         "capacity": capacity,
         "buckets": [list(start.buckets) for start in starts],
@@ -125,13 +137,12 @@ def run(
         "host": host._asdict(),
         "loads": loads,
     }
-    report.write_json(out / "simulate.json", result)
-    console.print(f"written: {out / 'simulate.json'}", highlight=False)
+    report.write_json(args.out / "simulator.json", result, console)
     return 0
 
 
 def _print(
-    title: str, loads: Sequence[Load], starts: Sequence[StartupReport], host: HostTimes, console: Console
+    title: str, loads: Sequence[ValidatedLoad], starts: Sequence[StartupReport], host: HostTimes, console: Console
 ) -> None:
     """Args:
     starts: of all parts' engines, and of one after them.
@@ -182,7 +193,7 @@ def host_of(records: Sequence[IterationRecord]) -> HostTimes:
     return HostTimes(launch=launch, complete=statistics.median(record.complete_s for record in records))
 
 
-def system_of(turn: Turn, after: StartupReport, host: HostTimes) -> SimulatedEngine:
+def system_of(turn: ServedPart, after: StartupReport, host: HostTimes) -> SimulatedEngine:
     """The engine of a turn as the simulator sees it: its settings, the costs of its buckets, and its host's times.
 
     The scheduler decides by the table that the engine has. An iteration takes the mean of what that table and the one
@@ -214,14 +225,14 @@ def system_of(turn: Turn, after: StartupReport, host: HostTimes) -> SimulatedEng
     )
 
 
-def _turn(model: Path, config: EngineConfig, workload: Workload, bars: Bars, name: str) -> Turn:
+def _turn(model: Path, config: EngineConfig, workload: Workload, bars: Bars, name: str) -> ServedPart:
     engine = make_engine(model, config, bars)
-    load.fit(workload, engine.max_context)
+    traffic.fit(workload, engine.max_context)
     records: list[IterationRecord] = []
     with engine:
         engine.record(records.append)
         outcomes = _serve(engine, workload, bars, name)
-    return Turn(
+    return ServedPart(
         workload=workload,
         config=engine.config,
         report=engine.report,
@@ -257,7 +268,9 @@ def _serve(engine: Engine, workload: Workload, bars: Bars, name: str) -> list[Ou
     return list(outcomes.values())
 
 
-def _compare(share: float, rate: float, turns: Sequence[Turn], systems: Sequence[SimulatedEngine]) -> Load:
+def _compare(
+    share: float, rate: float, turns: Sequence[ServedPart], systems: Sequence[SimulatedEngine]
+) -> ValidatedLoad:
     """Args:
     turns / systems: the parts of the load, as they were served and as the simulator sees them.
     """
@@ -274,7 +287,7 @@ def _compare(share: float, rate: float, turns: Sequence[Turn], systems: Sequence
         paces.append(pace_of(turn.outcomes, turn.records, system.seconds))
         launched[0] += len(turn.records)
         launched[1] += sum(served.sizes.values())
-    return Load(
+    return ValidatedLoad(
         share=share, rate=rate, figures=middle(parts), parts=parts, iterations=(launched[0], launched[1]), pace=paces
     )
 

@@ -1,8 +1,8 @@
-"""A long run against a server: requests that end, are cancelled, run out of time, share prefixes and are preempted, and
-what the server's process holds all the while."""
+"""`python -m benchmarks soak`: requests of every kind, and what the server's process holds meanwhile."""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import dataclasses
 import itertools
@@ -18,12 +18,18 @@ from typing import Any, Literal
 import grpc
 import grpc.aio
 import numpy as np
-from rich.console import Console
 
-from jaxserve.config import EngineConfig
-from server.commands.bench import machine, plot, report, wire
+from jaxserve.demo import DEMO_MODEL
+from server.commands.bench import flags, machine, plot, report, wire
 from server.commands.bench.progress import Bars
 from server.commands.bench.serve import started_server
+from server.commands.flags import add_engine_flags, engine_config
+
+HELP = """\
+Starts a server and sends it requests of every kind from many clients at once: some are cancelled, some run out of time,
+some share prefixes, and the slots are too few for all of them, so the scheduler preempts requests. The benchmark
+watches memory, slots, threads and open files of the server. At the end no request may be lost, every slot must be free
+and memory flat."""
 
 _WARM = 0.2  # share of the run whose memory is not judged
 _FLAT = 0.01  # growth over the rest, as a share of the memory held, that is told from a leak no more
@@ -35,7 +41,7 @@ Ending = Literal["answered", "cancelled", "out of time", "failed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class SoakRequest:
     """A request and what its client does.
 
     Attributes:
@@ -52,7 +58,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class ServerSample:
     """The server at one moment.
 
     Attributes:
@@ -91,7 +97,7 @@ class Trend:
         return self.share <= _FLAT
 
 
-def trend(samples: Sequence[Sample], of: Callable[[Sample], float]) -> Trend:
+def trend(samples: Sequence[ServerSample], of: Callable[[ServerSample], float]) -> Trend:
     """What a figure does after the warm-up."""
     warm = [each for each in samples if each.ended >= _WARM * samples[-1].ended]
     ended = np.array([each.ended for each in warm], np.float64)
@@ -103,7 +109,7 @@ def trend(samples: Sequence[Sample], of: Callable[[Sample], float]) -> Trend:
     return Trend(growth=growth, spread=float(np.ptp(values)), share=growth / float(base))
 
 
-def draw(index: int, seed: int, vocab_size: int, make: Callable[..., Any]) -> Call:
+def draw(index: int, seed: int, vocab_size: int, make: Callable[..., Any]) -> SoakRequest:
     """The request of this number: of random kind, lengths and settings.
 
     Args:
@@ -133,7 +139,7 @@ def draw(index: int, seed: int, vocab_size: int, make: Callable[..., Any]) -> Ca
     message.prompt_token_ids.ids.extend(prompt)
     leaves_after = int(rng.integers(0, tokens)) if rng.random() < 0.15 else None
     deadline = float(rng.uniform(0.005, _LONGEST_DEADLINE)) if rng.random() < 0.15 else None
-    return Call(
+    return SoakRequest(
         message=message.SerializeToString(),
         tokens=None if may_end else tokens,
         leaves_after=leaves_after,
@@ -153,7 +159,7 @@ class Soaked:
 
     endings: Counter[Ending]
     failures: list[str]
-    samples: list[Sample]
+    samples: list[ServerSample]
     last: dict[str, Any]
 
 
@@ -161,7 +167,7 @@ async def soak(
     address: str,
     pid: int,
     known: Mapping[str, wire.Method],
-    calls: Callable[[int], Call],
+    calls: Callable[[int], SoakRequest],
     requests: int,
     clients: int,
     every: float,
@@ -217,7 +223,7 @@ async def soak(
     return soaked
 
 
-async def _one(stream: Any, call: Call) -> tuple[Ending, str | None]:
+async def _one(stream: Any, call: SoakRequest) -> tuple[Ending, str | None]:
     """Sends a call and does what its client does; how it ended, and what was wrong with that."""
     came, finished, left = 0, False, False
     answer = stream(call.message, timeout=call.deadline)
@@ -246,10 +252,10 @@ async def _one(stream: Any, call: Call) -> tuple[Ending, str | None]:
     return "answered", None
 
 
-def _sample(pid: int, seconds: float, ended: int, load: Any) -> Sample:
+def _sample(pid: int, seconds: float, ended: int, load: Any) -> ServerSample:
     status = Path(f"/proc/{pid}/status").read_text()
     resident, threads = (int(re.search(rf"{name}:\s+(\d+)", status)[1]) for name in ("VmRSS", "Threads"))  # type: ignore[index]
-    return Sample(
+    return ServerSample(
         seconds=seconds,
         ended=ended,
         resident=1024 * resident,
@@ -262,20 +268,27 @@ def _sample(pid: int, seconds: float, ended: int, load: Any) -> Sample:
     )
 
 
-def run(
-    model: Path,
-    config: EngineConfig,
-    requests: int,
-    clients: int,
-    seed: int,
-    out: Path,
-    console: Console,
-) -> int:
-    """`jaxserve bench soak`: starts a server, soaks it, prints, plots and writes what it held.
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of this benchmark."""
+    flags.add_output_flags(parser)
+    parser.add_argument("--model", type=Path, metavar="DIR", help="a checkpoint directory (default: the demo model)")
+    parser.add_argument("--requests", type=flags.positive, default=20_000, metavar="N", help="(default: %(default)s)")
+    parser.add_argument(
+        "--clients", type=flags.positive, default=48, metavar="N", help="that ask at a time (default: %(default)s)"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the requests (default: %(default)s)")
+    add_engine_flags(parser)
+    parser.set_defaults(slots=1536, max_context=1024)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Starts a server and soaks it; prints, plots and writes what it held.
 
     Returns:
-      The exit code: 1 when a request failed or something was not let go of.
+      The exit code: 1 when a request failed or the server kept something.
     """
+    model, requests, clients = args.model or DEMO_MODEL, 200 if args.quick else args.requests, args.clients
+    config, console, out, seed = engine_config(args), flags.console(), args.out, args.seed
     config = dataclasses.replace(config, max_queued_requests=max(config.max_queued_requests, clients))
     log = out / "server-soak.log"
     with Bars() as bars, started_server(model, config, log) as server:
@@ -312,23 +325,38 @@ def run(
     }
     for name, text in facts.items():
         console.print(f"{name:14}  {text}", soft_wrap=True)
-    report.write_json(
-        out / "soak.json",
-        {
-            "benchmark": "soak",
-            "environment": machine.environment(),
-            "requests": requests,
-            "clients": clients,
-            "endings": dict(soaked.endings),
-            "memory": memory,
-            "last": last,
-            "defects": wrong,
-            "samples": soaked.samples,
-        },
-    )
-    plot.soak(out / "soak.png", f"{model.name}: {requests} requests, {clients} clients", soaked.samples)
-    console.print(f"written: {out / 'soak.json'}, {out / 'soak.png'}", highlight=False)
+    result = {
+        "benchmark": "soak",
+        "environment": machine.environment(),
+        "requests": requests,
+        "clients": clients,
+        "endings": dict(soaked.endings),
+        "memory": memory,
+        "last": last,
+        "defects": wrong,
+        "samples": soaked.samples,
+    }
+    draw_samples(out / "soak.png", f"{model.name}: {requests} requests, {clients} clients", soaked.samples)
+    report.write_json(out / "soak.json", result, console)
     return 1 if wrong else 0
+
+
+def draw_samples(path: Path, title: str, samples: Sequence[ServerSample]) -> None:
+    """Draws memory, slots, requests, threads and files over the requests that had ended."""
+    figure, axes = plot.new_figure(3, title)
+    ended = [sample.ended / 1000 for sample in samples]
+    memory = [sample.resident / 2**20 for sample in samples]
+    axes[0].plot(ended, memory, label="resident", linewidth=1)
+    axes[0].set_ylim(0, 1.2 * max(memory))
+    for name, of in (("in use", "slots_used"), ("hold prefixes", "slots_cached")):
+        axes[1].plot(ended, [getattr(sample, of) for sample in samples], label=name, linewidth=0.7)
+    for name in ("running", "waiting", "threads", "open_files"):
+        axes[2].plot(ended, [getattr(sample, name) for sample in samples], label=name.replace("_", " "), linewidth=0.7)
+    for axis, unit, what in zip(
+        axes, ("MiB", "slots", ""), ("memory of the server", "slots", "requests, threads, files"), strict=True
+    ):
+        plot.label_axis(axis, "thousand requests ended", unit, what)
+    plot.save(figure, path)
 
 
 def defects(soaked: Soaked, requests: int, memory: Trend, log: str) -> list[str]:

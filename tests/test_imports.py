@@ -33,7 +33,7 @@ HOST_ONLY = (
     "simulate.workload",
 )
 ALLOWED = {
-    "server": {"server", "jaxserve", "sharding", "pallas_kernels", "benchmarks", "examples"},
+    "server": {"server", "jaxserve", "sharding", "pallas_kernels"},
     "jaxserve": {"jaxserve", "sharding", "pallas_kernels"},
     "sharding": {"sharding"},
     "pallas_kernels": {"pallas_kernels"},

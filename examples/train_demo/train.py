@@ -263,7 +263,7 @@ def measure(
 
 
 def make(recipe: Recipe, documents: list[str], words: frozenset[str], out: Path, checkpoint: Path | None) -> None:
-    """From text to a Hugging Face directory at `out`: config, weights, tokenizer and card."""
+    """Writes a Hugging Face directory to `out`: config, weights, tokenizer, card and held-out text."""
     parts = split(documents)
     tokenizer = train_tokenizer(parts.train, recipe.vocab_size)
     entries = model_entries(recipe, tokenizer)
@@ -292,6 +292,7 @@ def make(recipe: Recipe, documents: list[str], words: frozenset[str], out: Path,
         ),
     )
     (out / "README.md").write_text(text, encoding="utf-8")
+    (out / "held_out.txt").write_text("\n\f\n".join(parts.test) + "\n", encoding="utf-8")
 
 
 def main() -> None:

@@ -6,8 +6,8 @@ A device spends on a stage
 
 The three are added rather than overlapped: a layer is a chain of kernels, each bound by one of them. Efficiency 0.57
 and 55 us a layer fit Orca's published microbenchmark (OSDI'22: 101B on 8 A100-40GB, prompts of 128, 32 tokens, batches
-of 1 to 32) within 4% and serve for every GPU. (Least squares, in `simulate.orca`, give 0.61 and 82 us: six points read
-off a figure hardly tell the two apart.) For TPUs both are assumptions: there a layer launches nothing.
+of 1 to 32) within 4% and serve for every GPU. (Least squares, in benchmarks/orca.py, give 0.61 and 82 us: six points
+read off a figure hardly tell the two apart.) For TPUs both are assumptions: there a layer launches nothing.
 """
 
 from __future__ import annotations

@@ -13,7 +13,6 @@ from server.commands import (
     client,
     compile,
     convert,
-    flags,
     generate,
     plan,
     replay,
@@ -23,6 +22,7 @@ from server.commands import (
     size,
     top,
 )
+from server.commands.bench import cli as bench_cli
 from server.commands.console import UserError, say
 
 _DESCRIPTION = """\
@@ -47,7 +47,8 @@ Measures throughput, latencies and steps; tables go to the terminal, JSON and pl
 
   jaxserve bench offline --compare-schedulers          request-level against iteration-level batching
   jaxserve bench serve --address HOST:PORT --rate 2    load on a running server
-  jaxserve bench peers                                 other engines on this machine"""
+  jaxserve bench step --model DIR                      the compiled step alone
+  jaxserve bench accuracy                              what eight bits cost in answers"""
 
 _COMMANDS: tuple[tuple[str, str, str, Callable[[argparse.ArgumentParser], None], Callable], ...] = (
     ("serve", "serve a model over gRPC and HTTP", serve.HELP, serve.add_flags, serve.run),
@@ -63,8 +64,8 @@ _COMMANDS: tuple[tuple[str, str, str, Callable[[argparse.ArgumentParser], None],
 )
 
 
-def parser(*, with_bench: bool) -> argparse.ArgumentParser:
-    """The whole command line; the benchmarks' own flags only where they are needed."""
+def parser(*, benchmark: str | None = None) -> argparse.ArgumentParser:
+    """The whole command line, with the flags of at most one benchmark."""
     whole = argparse.ArgumentParser(
         prog="jaxserve",
         description=_DESCRIPTION,
@@ -93,11 +94,8 @@ def parser(*, with_bench: bool) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    if with_bench:
-        from server.commands.bench import cli as bench_cli
-
-        bench_cli.add_arguments(bench, flags.add_engine_flags, flags.engine_config)
-        bench.set_defaults(run=bench_cli.run)
+    bench_cli.add_benchmarks(bench, bench_cli.BENCHMARKS, benchmark)
+    bench.set_defaults(run=bench_cli.run)
     return whole
 
 
@@ -108,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       The exit code: 0, 1 where a part of the work failed, 2 for a mistake of the user's, 130 after Ctrl-C.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
-    args = parser(with_bench="bench" in argv[:1]).parse_args(argv)
+    args = parser(benchmark=argv[1] if argv[:1] == ["bench"] and len(argv) > 1 else None).parse_args(argv)
     try:
         return args.run(args)
     except UserError as problem:

@@ -1,4 +1,4 @@
-"""`jaxserve simulate`: the scheduler on a virtual clock, with the published evaluation of Orca or recorded traffic."""
+"""`jaxserve simulate`: the scheduler on a virtual clock, with recorded or made-up traffic."""
 
 from __future__ import annotations
 
@@ -23,13 +23,11 @@ if TYPE_CHECKING:
 HELP = """\
 The engine's own scheduler on a virtual clock, with a roofline for the devices: no accelerator, no weights.
 
-  jaxserve simulate --paper orca --plot orca.png
   jaxserve simulate --trace FILE --model bloom-176b --topology a100-80g:1x8 --tensor 8 --max-rows 64
   jaxserve simulate --trace FILE --model gpt3-13b --topology h100:1 --slo ttft=500ms,tpot=50ms --speed 2
   jaxserve simulate --rate 12 --requests 1000000 --policies grow --model gpt3-13b --topology h100:1
 
---paper orca repeats figure 10 of the paper (OSDI'22) and sets this scheduler beside it; some 10 minutes. --trace serves
-recorded traffic under several policies, --rate made-up traffic. Traces: Azure LLM inference (CSV:
+--trace serves recorded traffic under several policies, --rate made-up traffic. Traces: Azure LLM inference (CSV:
 TIMESTAMP,ContextTokens,GeneratedTokens) and Mooncake (a JSON object a line: timestamp, input_length, output_length,
 hash_ids). Requests longer than the context are clipped. The engine's flags mean what they mean to `jaxserve serve`.
 docs/simulator.md explains and has examples."""
@@ -40,7 +38,6 @@ _WIDTH = 170  # of tables that go to a file or a pipe
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of `jaxserve simulate`."""
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--paper", choices=("orca",), help="repeat a published evaluation")
     what.add_argument("--trace", type=Path, metavar="FILE", help="recorded arrivals and lengths")
     what.add_argument(
         "--rate", type=float, metavar="R", help="made-up traffic: Poisson arrivals, R a second, uniform lengths"
@@ -48,8 +45,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("made-up traffic")
     group.add_argument("--prompt", default="32:512", metavar="LOW:HIGH", help="prompt tokens (default: %(default)s)")
     group.add_argument("--output", default="1:128", metavar="LOW:HIGH", help="generated tokens (default: %(default)s)")
-    group = parser.add_argument_group("paper")
-    group.add_argument("--seeds", type=int, default=3, metavar="N", help="traces of each rate (default: %(default)s)")
     add_trace_flags(parser)
     group = parser.add_argument_group("policies")
     group.add_argument(
@@ -92,32 +87,20 @@ def add_trace_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Returns 0."""
-    for name in ("requests", "seeds", "client_max_tokens"):
+    for name in ("requests", "client_max_tokens"):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
     check_output("--plot", args.plot, kinds=PICTURES)
     out = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
     with mending():
-        answer = _paper(args, out) if args.paper else _trace(args, out)
+        answer = _trace(args, out)
     if args.plot is not None:
         say(f"{args.plot} is written")
     if args.json:
         json.dump(answer, sys.stdout, indent=1)
         print()
     return 0
-
-
-def _paper(args: argparse.Namespace, out: Console) -> dict[str, Any]:
-    from jaxserve.simulate import paper
-
-    with starting() as progress:
-        found = paper.run(args.requests or 3000, args.seeds, progress)
-    if not args.json:
-        paper.show(found, out)
-    if args.plot is not None:
-        paper.plot(found, args.plot)
-    return paper.as_json(found)
 
 
 def _trace(args: argparse.Namespace, out: Console) -> dict[str, Any]:

@@ -1,19 +1,17 @@
 """The benchmarks from their command line to their files, on tiny models. No figure is judged here."""
 
-import argparse
 import dataclasses
 import json
-import subprocess
-from itertools import pairwise
 
 import jax
 import pytest
 
-from benchmarks import control, host, hosts, jobs, stages
+from benchmarks import host, jobs
+from benchmarks.__main__ import BENCHMARKS
+from benchmarks.__main__ import main as checkout_main
 from jaxserve.config import EngineConfig
 from server.commands import cli as commands
-from server.commands import flags
-from server.commands.bench import cli, offline, serve, shapes, step
+from server.commands.bench import offline, serve, shapes, step
 from server.commands.bench.progress import Bars
 from server.commands.bench.step import Case
 
@@ -22,16 +20,12 @@ CONFIG = EngineConfig(dtype="float32", max_rows=3, buckets=(3, 8), max_context=1
 
 
 def bench(command: str, *arguments: str) -> int:
-    """Runs `jaxserve bench COMMAND ARGUMENTS`, with the shared configuration; compiled programs are kept."""
+    """Runs `jaxserve bench COMMAND` or `python -m benchmarks COMMAND` with the shared configuration."""
     config = dataclasses.replace(CONFIG, compilation_cache=jax.config.jax_compilation_cache_dir)
-    parser = argparse.ArgumentParser()
-    cli.add_arguments(parser, flags.add_engine_flags, flags.engine_config)
-    return cli.run(parser.parse_args([command, *serve.engine_flags(config), *arguments]))
-
-
-def run_alone(benchmark: str, *arguments: str) -> int:
-    """One that takes no engine's flags."""
-    return commands.main(["bench", benchmark, *arguments])
+    arguments = (*serve.engine_flags(config), *arguments)
+    if command in BENCHMARKS:
+        return checkout_main([command, *arguments])
+    return commands.main(["bench", command, *arguments])
 
 
 @pytest.mark.bench
@@ -54,24 +48,10 @@ def test_offline_compares_schedulers(tmp_path, capsys):
 
 
 @pytest.mark.bench
-def test_the_surface_is_loaded_over_the_wire(tmp_path, capsys):
-    assert bench("surface", "--quick", "--out", str(tmp_path)) == 0
-    assert "refusal latency, ms (p99)" in capsys.readouterr().out
-    result = json.loads((tmp_path / "surface.json").read_text())
-    assert result["failed"] == []
-    assert list(result["figures"]) == ["process", "thread"]
-    for figures in result["figures"].values():
-        assert figures["refused under overload"] > 0
-        assert figures["accepted under overload, requests/s"] > 0
-        assert figures["front door CPU, ms a token"] <= figures["server CPU, ms a token"]
-        assert set(result["targets"]) <= set(figures)
-
-
-@pytest.mark.bench
 def test_the_simulator_serves_what_the_engine_served(tmp_path, capsys):
-    assert bench("simulate", "--quick", "--out", str(tmp_path)) == 0
+    assert bench("simulator", "--quick", "--out", str(tmp_path)) == 0
     assert "measured / simulated" in capsys.readouterr().out
-    result = json.loads((tmp_path / "simulate.json").read_text())
+    result = json.loads((tmp_path / "simulator.json").read_text())
     (load,) = result["loads"]
     assert load["share"] == 0.5
     assert all(measured > 0 and simulated > 0 for measured, simulated in load["figures"].values())
@@ -105,29 +85,25 @@ def test_results_that_nobody_could_write_are_not_measured(tmp_path, capsys, nest
         (("offline", "--shape", "tiny", "--prompt", "9:3"), "no length range"),
         (("step", "--shape", "tiny", "--dtypes", "int8"), "'int8' is no dtype to measure"),
         (("offline", "--timeline", "/no/such/trace.json"), "--timeline /no/such/trace.json is no file in a folder"),
-        (("control", "--rows", "4,0"), "--rows has 0; a batch has at least 1"),
-        (("hosts", "--iterations", "20"), "--iterations is 20; 30 are timed together, so it must be more"),
-        (("hosts", "--model", "/no/such"), "/no/such"),
         (("serve", "--address", "h:1", "--compare-schedulers"), "leave --address out"),
     ],
 )
 def test_mistakes_are_told_in_words(arguments, message, capsys):
-    run = run_alone if arguments[0] in ("control", "hosts") else bench
-    assert run(*arguments) == 2
+    assert bench(*arguments) == 2
     assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flag", ["--quick", "--out=somewhere"])
-def test_the_guard_takes_no_flag_that_it_does_not_read(flag, capsys):
+def test_regression_takes_no_output_flags(flag, capsys):
     with pytest.raises(SystemExit):
-        run_alone("guard", flag)
+        checkout_main(["regression", flag])
     assert f"unrecognized arguments: {flag}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("loads", ["nan", "0.5,inf", "0"])
 def test_loads_are_numbers_above_0(loads, capsys):
     with pytest.raises(SystemExit):
-        bench("simulate", "--loads", loads)
+        bench("simulator", "--loads", loads)
     assert f"{loads!r} is not a list of numbers above 0" in capsys.readouterr().err
 
 
@@ -178,83 +154,6 @@ def test_cases_longer_than_a_request_may_be_are_left_out(tmp_path, capsys):
     assert "every case is longer than the 4 tokens" in capsys.readouterr().err
 
 
-@pytest.mark.bench
-def test_what_a_second_host_adds_is_measured(tmp_path):
-    assert run_alone("control", "--quick", "--out", str(tmp_path)) == 0
-    (result,) = json.loads((tmp_path / "control.json").read_text())["results"]
-    assert result["rows"] == 4
-    assert result["round_trip"] > 0
-    assert result["period_alone"] > control.STAGE_MS / 2
-    assert 0 < result["bytes_a_row"] < 1024
-
-
-@pytest.mark.exhaustive
-def test_an_interrupt_ends_the_second_host(monkeypatch):
-    started, popen = [], subprocess.Popen
-
-    def remembered(*arguments, **options):
-        started.append(popen(*arguments, **options))
-        return started[-1]
-
-    monkeypatch.setattr(control.subprocess, "Popen", remembered)
-    with pytest.raises(KeyboardInterrupt), control._two_hosts(4, None):
-        raise KeyboardInterrupt
-    assert [process.returncode is None for process in started] == [False]
-
-
-def test_an_interrupt_is_of_the_benchmark_and_not_of_its_hosts(monkeypatch, tmp_path):
-    ended = []
-
-    class Process:
-        returncode = None
-
-        def __init__(self, command, *, start_new_session=False, **_):
-            self.hears_the_terminal = not start_new_session
-
-        def communicate(self):
-            raise KeyboardInterrupt
-
-        def kill(self):
-            ended.append(self)
-
-        def wait(self):
-            pass
-
-    monkeypatch.setattr(hosts.subprocess, "Popen", Process)
-    with pytest.raises(KeyboardInterrupt):
-        hosts._turn(tmp_path, 4, 40, str(tmp_path), 2)
-    assert [process.hears_the_terminal for process in ended] == [False, False]
-
-
-@pytest.mark.exhaustive
-def test_a_model_decodes_on_one_host_and_on_two(tmp_path):
-    assert run_alone("hosts", "--quick", "--out", str(tmp_path)) == 0
-    (result,) = json.loads((tmp_path / "hosts.json").read_text())["results"]
-    assert len(result["one_process"]) == len(result["two_hosts"]) == 1
-    assert min(result["one_process"] + result["two_hosts"]) > 0
-
-
-@pytest.mark.bench
-def test_stages_are_timed_and_traced(tmp_path):
-    if (refusal := stages.compile_sleep()) is not None:
-        pytest.skip(refusal)
-    trace = tmp_path / "trace.json"
-    assert bench("stages", "--quick", "--timeline", str(trace), "--out", str(tmp_path)) == 0
-    result = json.loads((tmp_path / "stages.json").read_text())
-    assert [entry["stages"] for entry in result["results"]] == [1, 2]
-    assert all(entry["iterations_per_second"] > 0 for entry in result["results"])
-    events = json.loads(trace.read_text())["traceEvents"]
-    names = [event["args"]["name"] for event in events if event["name"] == "thread_name"]
-    assert names == ["stage 0: layers 0 to 0, 1 device", "stage 1: layers 1 to 1, 1 device"]
-    tracks = [[event for event in events if event["ph"] == "X" and event["tid"] == stage] for stage in (0, 1)]
-    assert [each["name"] for each in tracks[0]] == [each["name"] for each in tracks[1]]
-    for track in tracks:
-        for before, after in pairwise(track):
-            assert before["ts"] + before["dur"] <= after["ts"] + 1e-3
-    for first, second in zip(*tracks, strict=True):
-        assert first["ts"] + first["dur"] <= second["ts"] + 1e-3
-
-
 def test_synthetic_plans_own_their_blocks_and_advance():
     case = Case(decodes=2, context=10, prompt=6)
     first, third = (step.make_plan(case, index, 5, 4, 100) for index in (0, 2))
@@ -292,15 +191,13 @@ def test_host_time_at_several_loads():
         assert result.median == result.stats.host_ms["host"].p50 > 0
 
 
-@pytest.mark.bench
-def test_speculation_is_set_against_none(tmp_path, capsys):
-    assert bench("speculate", "--quick", "--out", str(tmp_path)) == 0
-    assert "same answers" in capsys.readouterr().out
-    result = json.loads((tmp_path / "speculate.json").read_text())
-    assert [each["text"] for each in result["results"]] == ["repeats itself", "does not"]
-    assert all(each["without"] and len(each["without"]) == len(each["with_"]) for each in result["results"])
-    assert all(each["drafted"] >= each["accepted"] for each in result["results"])
-
-
 def test_schedules_are_compared_by_the_same_costs():
     assert offline.mean_costs([{8: 1.0, 16: 4.0}, {8: 3.0, 32: 5.0}]) == {8: 2.0, 16: 4.0, 32: 5.0}
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_every_benchmark_has_help(name, capsys):
+    with pytest.raises(SystemExit) as ended:
+        checkout_main([name, "--help"])
+    assert ended.value.code == 0
+    assert f"usage: python -m benchmarks {name}" in capsys.readouterr().out

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from rich.console import Console
 
 from benchmarks import compare as judge
 from benchmarks import engines as contenders
-from benchmarks import environments, jobs, peers
+from benchmarks import environments, jobs, peer_tables, peers
 from benchmarks.environments import Peer, PeerError
 from jaxserve.config import EngineConfig
 from jaxserve.simulate import workload as load
@@ -175,7 +176,7 @@ SCOPE = peers.Scope(
 
 def measure(monkeypatch, tmp_path, engines, *, resume=False, scope=SCOPE) -> tuple[int, dict]:
     monkeypatch.setattr(peers, "gather", lambda *rest: [engine.contender for engine in engines])
-    code = peers.run(
+    code = peers.measure(
         [Path("bloom")],
         [],
         ["float32"],
@@ -391,3 +392,11 @@ def test_what_a_peer_cannot_serve_is_left_out_before_anything_is_converted(monke
     assert made[0].vocab_size == 128
     assert notes == [f"ctranslate2 is not compared with {tmp_path.name} in bfloat16: no such type"]
     assert [script for script, _ in ran].count("write_ctranslate2.py") == 1
+
+
+def test_bars_are_drawn(tmp_path):
+    figures = {"tokens/s": {"x": [1.0, 2.0], "y": [None, 3.0]}, "ms": {"x": [1.0, 100.0], "y": [None, None]}}
+    peer_tables.draw_loads(tmp_path / "a.png", "t", ["50%", "120%"], figures)
+    peer_tables.draw_steps(tmp_path / "b.png", "t", ["one", "two"], {"x": [1.0, None], "y": [2.0, math.pi]})
+    for name in "ab":
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")

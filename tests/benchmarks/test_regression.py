@@ -1,10 +1,10 @@
 """The judge of the regression guard, with figures made up here."""
 
+import argparse
 import itertools
 import json
 
 import pytest
-from rich.console import Console
 
 from benchmarks import regression as guard
 from benchmarks.regression import Figure, Kept
@@ -62,7 +62,7 @@ def run(monkeypatch, tmp_path, seconds, *, write=False, kind="narrow"):
     figure = Figure(name="step", yardstick="read", seconds=lambda: next(values))
     monkeypatch.setattr(guard, "make_figures", lambda bars: [figure])
     monkeypatch.setattr(guard, "make_yardsticks", lambda: {"read": lambda: 1.0})
-    return guard.run(write, Console(width=120))
+    return guard.run(argparse.Namespace(write=write))
 
 
 def test_a_slowdown_is_told_by_name_when_it_shows_twice(monkeypatch, tmp_path, capsys):

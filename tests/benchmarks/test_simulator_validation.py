@@ -30,7 +30,7 @@ def report(costs=COSTS, slot_milliseconds=0.01) -> StartupReport:
 
 
 def system(after=None, **settings) -> SimulatedEngine:
-    turn = reality.Turn(
+    turn = reality.ServedPart(
         workload=Workload(name="", jobs=()),
         config=EngineConfig(stages=2),
         report=report(**settings),

@@ -15,9 +15,9 @@ from tests.server.fake_engine import VOCAB_SIZE, WAIT_SECONDS, FakeEngine, byte_
 REQUESTS, CLIENTS = 60, 6
 
 
-def sample(ended: int, **changes) -> soak.Sample:
+def sample(ended: int, **changes) -> soak.ServerSample:
     usual = {"resident": 100 * 2**20, "threads": 9, "open_files": 12, "slots_used": 64, "slots_cached": 32}
-    return soak.Sample(**{"seconds": float(ended), "ended": ended, "running": 2, "waiting": 1} | usual | changes)
+    return soak.ServerSample(**{"seconds": float(ended), "ended": ended, "running": 2, "waiting": 1} | usual | changes)
 
 
 def soaked(samples, **last) -> soak.Soaked:
@@ -30,7 +30,7 @@ def defects(samples, log="", requests=100, **last) -> list[str]:
     return soak.defects(soaked(samples, **last), requests, soak.trend(samples, lambda each: each.resident), log)
 
 
-def steady(**changes) -> list[soak.Sample]:
+def steady(**changes) -> list[soak.ServerSample]:
     return [sample(ended, **changes) for ended in range(0, 101, 5)]
 
 
@@ -40,13 +40,13 @@ def test_every_kind_of_ending_is_met_and_nothing_is_kept() -> None:
         async with asyncio.timeout(WAIT_SECONDS), served(engine) as it:
             known = await asyncio.to_thread(wire.methods, it.address)
 
-            def call(index: int) -> soak.Call:
+            def call(index: int) -> soak.SoakRequest:
                 drawn = soak.draw(index, 0, VOCAB_SIZE, known["GenerateStream"].request)
                 message = known["GenerateStream"].request.FromString(drawn.message)
                 message.ClearField("stop_token_ids")
                 kind = ("answered", "cancelled", "out of time")[index % 3]
                 message.ignore_eos = True
-                return soak.Call(
+                return soak.SoakRequest(
                     message=message.SerializeToString(),
                     tokens=message.max_tokens,
                     leaves_after=1 if kind == "cancelled" and message.max_tokens > 1 else None,

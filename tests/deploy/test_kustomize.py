@@ -107,7 +107,7 @@ def test_the_command_line_takes_its_settings(
             monkeypatch.delenv(name)
         for name, value in environment(container).items():
             monkeypatch.setenv(name, value)
-        parsed = cli.parser(with_bench=False).parse_args(args)
+        parsed = cli.parser().parse_args(args)
         given = {each.name for each in parsed.settings if each.source != "default"}
         assert given >= {
             name.removeprefix(settings.PREFIX).lower().replace("_", "-") for name in environment(container)
@@ -115,7 +115,7 @@ def test_the_command_line_takes_its_settings(
     # What Kubernetes would add for a service called jaxserve, were enableServiceLinks left alone.
     monkeypatch.setenv("JAXSERVE_PORT", "tcp://10.0.0.1:50051")
     with pytest.raises(SystemExit):
-        cli.parser(with_bench=False).parse_args(["serve"])
+        cli.parser().parse_args(["serve"])
     assert "JAXSERVE_PORT" in capsys.readouterr().err
 
 

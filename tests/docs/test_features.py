@@ -55,7 +55,7 @@ def table(heading: str) -> dict[str, list[str]]:
 
 def flags_of(*commands: str) -> set[str]:
     """Every flag of some commands but --help."""
-    parser = cli.parser(with_bench=False)
+    parser = cli.parser()
     (choices,) = (action.choices for action in parser._actions if action.choices)
     actions: list[Any] = [action for command in commands for action in choices[command]._actions]  # type: ignore[index]
     return {flag for action in actions for flag in action.option_strings if flag not in ("-h", "--help")}
@@ -134,7 +134,9 @@ def test_commands_are_such_that_the_command_line_takes_them(tmp_path: Path, monk
     commands = lines("jaxserve")
     assert len(commands) > 5
     for _, *words in commands:
-        cli.parser(with_bench=words[0] == "bench").parse_args(words)  # ends the test with what is wrong
+        cli.parser(benchmark=words[1] if words[0] == "bench" else None).parse_args(
+            words
+        )  # ends the test with what is wrong
 
 
 def blocks() -> list[tuple[str, str]]:

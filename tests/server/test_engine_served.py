@@ -62,7 +62,7 @@ def scored(checkpoint: Path) -> list[Completion]:
 def engine_of(model: Path, *more: str) -> Iterator[Any]:
     from jaxserve.engine import Engine
 
-    args = cli.parser(with_bench=False).parse_args(["serve", "--model", str(model), *SMALL, *more])
+    args = cli.parser().parse_args(["serve", "--model", str(model), *SMALL, *more])
     with Engine.from_checkpoint(model, flags.engine_config(args)) as engine:
         yield engine
 
@@ -95,7 +95,7 @@ def run_served(front: str, model: Path, scenario: Callable[[Any], Coroutine[Any,
 @contextlib.asynccontextmanager
 async def engine_process(model: Path, *given: str) -> AsyncIterator[RemoteEngine]:
     """An engine in a process of its own, ready, with the settings that the flags of `jaxserve serve` give it."""
-    config = flags.engine_config(cli.parser(with_bench=False).parse_args(["serve", "--model", str(model), *given]))
+    config = flags.engine_config(cli.parser().parse_args(["serve", "--model", str(model), *given]))
     engine = RemoteEngine(config, Tokenizer.from_directory(model))
     supervisor = Supervisor(engine, EngineJob.of(str(model), config), restarts=None)
     running = asyncio.create_task(supervisor.run())

@@ -82,10 +82,37 @@ def test_wheel_imports_engine_and_protocol_side_by_side(wheel: Path, tmp_path: P
     assert prompt == "a"
 
 
+@pytest.mark.parametrize("benchmark", ["", "offline", "serve", "step", "accuracy"])
+def test_wheel_benchmarks_need_no_checkout(wheel: Path, tmp_path: Path, benchmark: str) -> None:
+    """Runs `jaxserve bench` from the wheel, in a process that cannot see the checkout."""
+    site = str(tmp_path / "site")
+    zipfile.ZipFile(wheel).extractall(site)
+    checkout = str(Path(ROOT).resolve())
+    code = (
+        f"import sys; sys.path[:] = [{site!r}, *(path for path in sys.path if path not in ('', {checkout!r}))]\n"
+        f"sys.meta_path = [each for each in sys.meta_path if 'editable' not in repr(each).lower()]\n"
+        "from server.commands import cli\n"
+        "try: cli.main(sys.argv[1:])\n"
+        "finally:\n"
+        "    assert not {name.split('.')[0] for name in sys.modules} & {'benchmarks', 'examples', 'tests'}\n"
+        f"    assert cli.__file__.startswith({site!r})"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "bench", *benchmark.split(), "--help"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert " ".join(["usage: jaxserve bench", *benchmark.split()]) in done.stdout
+
+
 def test_wheel_holds_packages_and_no_tests(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     tops = {name.split("/")[0] for name in names}
     assert {"jaxserve", "server", "sharding", "pallas_kernels"} <= tops
     assert all(top.endswith(".dist-info") for top in tops - {"jaxserve", "server", "sharding", "pallas_kernels"})
     assert {*PROTOS, *(proto.replace(".proto", "_pb2.py") for proto in PROTOS)} <= set(names)
+    assert "jaxserve/demo/held_out.txt" in names
     assert metadata.version("jaxserve") in wheel.name

@@ -1,7 +1,8 @@
-"""What fewer bits cost in answers: the perplexity of a text, and greedy continuations of passages from it."""
+"""`jaxserve bench accuracy`: the answers of one checkpoint with eight bits against full width."""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import gc
 import math
@@ -15,19 +16,28 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from examples.train_demo import corpus
-from jaxserve.config import EngineConfig
+from jaxserve.demo import DEMO_MODEL
 from jaxserve.engine import Engine
 from jaxserve.request import FinishReason, Request, TokenEvent
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.text.tokenizer import Tokenizer
-from server.commands.bench import machine, report
+from server.commands.bench import flags, machine, report
 from server.commands.bench.progress import Bars
+from server.commands.flags import add_engine_flags, engine_config
+
+HELP = """\
+Compares the answers of one checkpoint at full width and with eight bits: the perplexity of a text, read in windows of
+256 tokens that overlap by half, and greedy continuations of passages from it. By default it compares the demo model on
+the text that was held out of its training.
+
+  jaxserve bench accuracy
+  jaxserve bench accuracy --model DIR --text FILE --dtype bfloat16"""
 
 WINDOW = 256  # tokens scored together; windows overlap by half
 OPENING, GENERATED = 32, 64  # tokens of the passages that are continued, and of their continuations
+_HELD_OUT = DEMO_MODEL / "held_out.txt"
 
-# What is compared with the first: names and the settings that differ.
+# Each is compared with the first: names and the settings that differ.
 VARIANTS: dict[str, dict[str, Any]] = {
     "full width": {"kv_cache_dtype": "auto", "quantize": None},
     "int8 keys and values": {"kv_cache_dtype": "int8", "quantize": None},
@@ -38,7 +48,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answers:
-    """What one engine made of the text.
+    """The answers of one engine about the text.
 
     Attributes:
       losses: float64[tokens - 1], -log p of each token given those before it in its window, natural logarithm.
@@ -54,7 +64,7 @@ class Answers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A variant against full width.
+    """One variant against full width.
 
     Attributes:
       moved: mean absolute change of a token's log probability.
@@ -71,23 +81,28 @@ class Row:
     slot_bytes: float
 
 
-def run(
-    model: Path, text: Path | None, passages: int, limit: int | None, config: EngineConfig, out: Path, console: Console
-) -> int:
-    """`jaxserve bench accuracy`: prints and writes a row for each variant.
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of `jaxserve bench accuracy`."""
+    flags.add_output_flags(parser)
+    parser.add_argument("--model", type=Path, metavar="DIR", help="a checkpoint directory (default: the demo model)")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="UTF-8 text (default: held out of the demo's)")
+    parser.add_argument(
+        "--passages", type=flags.positive, default=200, metavar="N", help="that are continued (default: %(default)s)"
+    )
+    add_engine_flags(parser)
 
-    Args:
-      text: UTF-8; None for what was held out of the demo model's training.
-      passages: how many are continued.
-      limit: tokens of the text that are used; None for all.
-    """
+
+def run(args: argparse.Namespace) -> int:
+    """Prints and writes a row for each variant; returns 0."""
+    model, passages, console = args.model or DEMO_MODEL, 8 if args.quick else args.passages, flags.console()
     tokenizer = Tokenizer.from_directory(model)
     if tokenizer is None:
         raise ValueError(f"{model} has no tokenizer.json; perplexity is of a text")
-    documents = corpus.split(corpus.read_documents(None)).test if text is None else corpus.read_documents(text)
-    tokens = [token for document in documents for token in tokenizer.encode(document)][:limit]
+    tokens = [token for document in _documents(args.text or _HELD_OUT) for token in tokenizer.encode(document)]
+    tokens = tokens[: 2 * WINDOW if args.quick else None]
     if len(tokens) < 2 * WINDOW:
         raise ValueError(f"the text has {len(tokens)} tokens; at least {2 * WINDOW} are needed")
+    config = engine_config(args)
     config = dataclasses.replace(
         config,
         scoring=True,
@@ -106,9 +121,17 @@ def run(
     title = f"{model.name}: {len(tokens):,} tokens of text, {dtype}; {passages} continuations of {GENERATED} tokens"
     show(rows, title, console)
     result = {"benchmark": "accuracy", "title": title, "environment": machine.environment(), "rows": rows}
-    report.write_json(out / "accuracy.json", result)
-    console.print(f"written: {out / 'accuracy.json'}", highlight=False)
+    report.write_json(args.out / "accuracy.json", result, console)
     return 0
+
+
+def _documents(path: Path) -> list[str]:
+    """The documents of a UTF-8 file, which form feeds part; raises ValueError where it cannot be read."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read as UTF-8 text: {error}") from error
+    return [document for part in text.split("\f") if (document := part.strip())]
 
 
 def ask(engine: Engine, tokens: Sequence[int], passages: int, name: str, bars: Bars) -> Answers:

@@ -1,48 +1,54 @@
-"""The command line of `jaxserve bench`."""
+"""The command line of benchmarks: `jaxserve bench NAME`, and `python -m benchmarks NAME` in a checkout."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
-from benchmarks import engine_commands, proof_commands, server_commands
-from jaxserve.config import EngineConfig
-from server.commands.bench.flags import Benchmarks
+from server.commands.bench import machine
 
 
-def add_arguments(
-    parser: argparse.ArgumentParser,
-    add_engine_flags: Callable[[argparse.ArgumentParser], None],
-    engine_config: Callable[[argparse.Namespace], EngineConfig],
-) -> None:
-    """Adds the benchmarks as subcommands of `parser`.
+class Benchmark(NamedTuple):
+    """A benchmark's module, which has HELP, add_flags(parser) and run(args), and what it measures."""
 
-    Args:
-      add_engine_flags: adds the engine's flags, which are the same in every command, to a parser.
-      engine_config: makes a configuration of them.
-    """
-    parser.set_defaults(engine_config=engine_config)
+    module: str
+    summary: str
+
+
+BENCHMARKS = {
+    "offline": Benchmark("server.commands.bench.offline", "serve all requests at once, in this process"),
+    "serve": Benchmark("server.commands.bench.serve", "load a server over gRPC"),
+    "step": Benchmark("server.commands.bench.step", "time the compiled step alone"),
+    "accuracy": Benchmark("server.commands.bench.accuracy", "compare the answers of eight bits with full width"),
+}
+
+
+def add_benchmarks(parser: argparse.ArgumentParser, benchmarks: Mapping[str, Benchmark], chosen: str | None) -> None:
+    """Adds the benchmarks as subcommands; imports only the chosen one, so that --help is quick."""
     commands = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
-    benchmarks = Benchmarks(commands=commands, add_engine_flags=add_engine_flags)
-    for group in (engine_commands, server_commands, proof_commands):
-        group.add(benchmarks)
+    for name, (module, summary) in benchmarks.items():
+        command = commands.add_parser(
+            name, help=summary, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        )
+        if name == chosen:
+            benchmark = importlib.import_module(module)
+            command.description = benchmark.HELP
+            command.set_defaults(benchmark=benchmark.run, out=None)
+            benchmark.add_flags(command)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the benchmark that was chosen; returns the exit code (2 for a mistake of the user's)."""
-    from server.commands.bench import machine
-
+    """Runs the chosen benchmark; returns the exit code (2 for a mistake of the user's)."""
     if (warning := machine.busy()) is not None:
         print(f"jaxserve: note: {warning}", file=sys.stderr)
     try:
         if args.out is not None:
             _check_out(args.out)
-        timeline: Path | None = getattr(args, "timeline", None)
-        if timeline is not None and (timeline.is_dir() or not timeline.parent.is_dir()):
-            raise ValueError(f"--timeline {timeline} is no file in a folder that is there")
         return args.benchmark(args)
     except ValueError as problem:
         print(f"jaxserve: error: {problem}", file=sys.stderr)
@@ -50,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_out(folder: Path) -> None:
-    """Raises ValueError for a folder that nothing can be written to: before what is measured for it, and not after."""
+    """Raises ValueError for a folder that cannot be written to, before anything is measured."""
     try:
         there = next(each for each in (folder, *folder.absolute().parents) if each.exists())
         with tempfile.TemporaryFile(dir=there):

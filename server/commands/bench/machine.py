@@ -1,4 +1,4 @@
-"""The machine that figures belong to, and whether it had nothing else to do."""
+"""The machine that figures were measured on, and whether it was idle."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BUSY_SHARE = 0.5  # load average, as a share of the cores, at which figures are 
 
 
 def environment(**extra: Any) -> dict[str, Any]:
-    """The machine, the versions and the date that figures belong to."""
+    """The machine, the versions and the date of a measurement."""
     packages = ("jaxserve", "jax", "jaxlib", "flax", "numpy")
     versions = {}
     for package in packages:
@@ -34,25 +34,25 @@ def environment(**extra: Any) -> dict[str, Any]:
 
 
 def usable_cores() -> int:
-    """Cores this process may run on."""
+    """The number of cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def busy() -> str | None:
-    """What to tell somebody who measures on a machine that was doing something else in the last minute, if it was."""
+    """A warning if the machine ran something else in the last minute."""
     load, cores = os.getloadavg()[0], usable_cores()
     if load < BUSY_SHARE * cores:
         return None
     return (
-        f"the load average is {load:.1f} on {cores} cores: what else runs here changes these figures, above all those "
-        "of engines whose threads wait for each other"
+        f"the load average is {load:.1f} on {cores} cores: other work on this machine changes these figures, most of "
+        "all for engines whose threads wait for each other"
     )
 
 
 def peak_rss() -> int | None:
-    """Most bytes of memory this process ever held resident; None where the system does not tell.
+    """The largest resident memory of this process so far, in bytes; None where the system does not tell.
 
-    Read from VmHWM: getrusage would count what a forking parent held.
+    It is read from VmHWM: getrusage would count the memory of a forking parent.
     """
     try:
         for line in Path("/proc/self/status").read_text().splitlines():

@@ -1,7 +1,8 @@
-"""All requests at once through an engine in this process: what the engine can do, with nothing in front of it."""
+"""`jaxserve bench offline`: all requests at once through an engine in this process."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import gc
@@ -13,26 +14,32 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
-from jaxserve.config import EngineConfig, SchedulerName
+from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine, IterationRecord
 from jaxserve.request import FinishReason, Request, TokenEvent
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.simulate import workload as load
 from jaxserve.simulate.outcome import Outcome
 from jaxserve.simulate.workload import Job, Workload
-from server.commands.bench import machine, plot, report, shapes
+from server.commands.bench import flags, machine, plot, report, shapes
 from server.commands.bench.progress import Bars
+from server.commands.flags import add_engine_flags, engine_config
+
+HELP = """\
+Serves all requests at once through an engine in this process, and reports throughput, latencies, padding and the
+host's work. By default the workload and shape of Orca's evaluation, scaled to a CPU:
+
+  jaxserve bench offline --compare-schedulers            request-level against iteration-level batching
+  jaxserve bench offline --model DIR --requests 50       on your own checkpoint"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One workload served once, with everything that was seen of it.
+    """One workload served once, with its requests' outcomes and the engine's records.
 
     Attributes:
       bucket_ms: milliseconds of each bucket, as the engine measured them at its start.
-      engine: what the engine settled on.
+      engine: the engine's configuration and start-up report.
     """
 
     name: str
@@ -44,23 +51,29 @@ class Run:
     engine: dict[str, Any]
 
 
-def run(
-    model: Path | str,
-    config: EngineConfig,
-    workload: Workload,
-    schedulers: Sequence[SchedulerName],
-    timeline: Path | None,
-    out: Path,
-    console: Console,
-) -> int:
-    """`jaxserve bench offline`: serves the workload once for each scheduler, and prints, plots and writes the result.
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of `jaxserve bench offline`."""
+    flags.add_output_flags(parser)
+    flags.add_model_flags(parser)
+    flags.add_workload_flags(parser)
+    parser.add_argument(
+        "--timeline", type=Path, metavar="FILE", help="write when each stage ran which iteration, for ui.perfetto.dev"
+    )
+    add_engine_flags(parser)
+    parser.set_defaults(max_rows=8)
 
-    Args:
-      timeline: where the trace of the last engine goes.
+
+def run(args: argparse.Namespace) -> int:
+    """Serves the workload once for each scheduler, and prints, plots and writes the result.
 
     Returns:
       The exit code: 1 when a request failed.
     """
+    timeline, console = args.timeline, flags.console()
+    if timeline is not None and (timeline.is_dir() or not timeline.parent.is_dir()):
+        raise ValueError(f"--timeline {timeline} is no file in a folder that is there")
+    config, model = engine_config(args), flags.model(args)
+    workload, schedulers = flags.uniform(args, shapes.config_of(model).vocab_size), flags.schedulers(args, config)
     config = benchmark_config(config, workload)
     runs = []
     with Bars() as bars:
@@ -93,15 +106,14 @@ def run(
         "runs": reports,
         "comparison": comparison,
     }
-    report.write_json(out / "offline.json", result)
     plot.serving(
-        out / "offline.png",
+        args.out / "offline.png",
         title,
         {run.name: run.outcomes for run in runs},
         {run.name: run.records for run in runs},
         comparison,
     )
-    console.print(f"written: {out / 'offline.json'}, {out / 'offline.png'}", highlight=False)
+    report.write_json(args.out / "offline.json", result, console)
     return 1 if any(r.failed for r in reports) else 0
 
 

@@ -160,8 +160,8 @@ def compare(iteration: RunReport, request: RunReport) -> Comparison:
     return Comparison(measured=measured, allowed=allowed, share=measured / allowed)
 
 
-def write_json(path: Path, result: Any) -> None:
-    """Writes dataclasses, mappings and lists of them as JSON."""
+def write_json(path: Path, result: Any, console: Console | None = None) -> None:
+    """Writes dataclasses, mappings and lists of them as JSON, and prints the path to a console."""
 
     def plain(value: Any) -> Any:
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -172,6 +172,8 @@ def write_json(path: Path, result: Any) -> None:
 
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, default=plain, indent=1) + "\n", encoding="utf-8")
+    if console is not None:
+        console.print(f"written: {path}", highlight=False)
 
 
 def print_runs(console: Console, title: str, runs: Sequence[RunReport], notes: Sequence[str] = ()) -> None:

@@ -1,8 +1,8 @@
-"""A workload sent to a running server, request by request at its time. The server is another process: one that runs
-already, or one started here. What is seen is what a client sees."""
+"""`jaxserve bench serve`: a workload sent over gRPC to a server that runs, or to one started for it."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import signal
@@ -10,18 +10,29 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from rich.console import Console
 
-from jaxserve.config import EngineConfig, SchedulerName
+from jaxserve.config import EngineConfig
+from jaxserve.simulate import workload as traffic
 from jaxserve.simulate.workload import Workload
-from server.commands.bench import machine, plot, report, wire
+from server.commands.bench import flags, machine, plot, report, wire
 from server.commands.bench.progress import Bars
+from server.commands.flags import add_engine_flags, engine_config
+
+HELP = """\
+Sends requests to a running server over gRPC, each at its time whether or not earlier ones have ended.
+
+  jaxserve bench serve --address 127.0.0.1:50051 --rate 2          Poisson arrivals at a server of yours
+  jaxserve bench serve --model DIR --trace FILE --requests 500     recorded traffic, on a server started for it
+  jaxserve bench serve --model DIR --rate 2 --compare-schedulers
+
+Traces: Azure LLM inference (CSV: TIMESTAMP,ContextTokens,GeneratedTokens) and Mooncake (a JSON object a line:
+timestamp, input_length, output_length, hash_ids). Requests longer than the server's context are clipped."""
 
 _STOP_SECONDS = 60.0  # how long a server may take to drain
 _COUNTERS = (
@@ -34,27 +45,37 @@ _COUNTERS = (
     "accepted_tokens",
 )
 
-# Makes the workload for a server of this context and vocabulary size.
-MakeWorkload = Callable[[int, int], Workload]
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of `jaxserve bench serve`."""
+    flags.add_output_flags(parser)
+    group = parser.add_argument_group("server").add_mutually_exclusive_group()
+    group.add_argument("--address", metavar="HOST:PORT", help="a server that runs already")
+    group.add_argument("--model", type=Path, metavar="DIR", help="start a server on this checkpoint")
+    group.add_argument("--shape", metavar="NAME", help=f"start one on random weights (default: {flags.SHAPE})")
+    flags.add_workload_flags(parser)
+    group = parser.add_argument_group("arrivals")
+    arrivals = group.add_mutually_exclusive_group()
+    arrivals.add_argument("--rate", type=float, metavar="R", help="Poisson arrivals, requests a second (default: 1)")
+    arrivals.add_argument("--trace", type=Path, metavar="FILE", help="recorded arrivals and lengths")
+    group.add_argument(
+        "--speed", type=float, default=1.0, metavar="X", help="replay a trace X times as fast (default: %(default)s)"
+    )
+    add_engine_flags(parser)
+    parser.set_defaults(max_rows=8)
 
 
-def run(
-    address: str | None,
-    model: Path | None,
-    config: EngineConfig,
-    make_workload: MakeWorkload,
-    schedulers: Sequence[SchedulerName],
-    out: Path,
-    console: Console,
-) -> int:
-    """`jaxserve bench serve`: sends the workload once for each scheduler, and prints, plots and writes the result.
-
-    Args:
-      address: of a server that runs; None starts one on `model` with `config`, for each scheduler in turn.
+def run(args: argparse.Namespace) -> int:
+    """Sends the workload once for each scheduler, and prints, plots and writes the result.
 
     Returns:
       The exit code: 1 when a request failed.
     """
+    address, out, console, config = args.address, args.out, flags.console(), engine_config(args)
+    if address is not None and args.compare_schedulers:
+        raise ValueError("--compare-schedulers needs servers of its own; leave --address out")
+    model = flags.checkpoint(args) if address is None else None
+    schedulers = flags.schedulers(args, config)
     reports, outcomes, models = [], {}, []
     workload = None
     with Bars() as bars:
@@ -70,7 +91,7 @@ def run(
                     where = stack.enter_context(started).address
                 known = wire.methods(where)
                 served = wire.call(where, known["GetModel"])
-                workload = make_workload(served["max_context"], served["vocab_size"])
+                workload = _workload(args, served["max_context"], served["vocab_size"])
                 before = wire.call(where, known["GetLoad"])
                 sent = wire.send(
                     where,
@@ -99,10 +120,25 @@ def run(
         "runs": reports,
         "comparison": comparison,
     }
-    report.write_json(out / "serve.json", result)
     plot.serving(out / "serve.png", title, outcomes, {}, comparison)
-    console.print(f"written: {out / 'serve.json'}, {out / 'serve.png'}", highlight=False)
+    report.write_json(out / "serve.json", result, console)
     return 1 if any(r.failed for r in reports) else 0
+
+
+def _workload(args: argparse.Namespace, max_context: int, vocab_size: int) -> Workload:
+    """The workload that the flags describe, for a server of this context and vocabulary size."""
+    if args.trace is not None:
+        return traffic.read_trace(
+            args.trace,
+            max_context=max_context,
+            vocab_size=vocab_size,
+            seed=args.seed,
+            limit=args.requests,
+            speed=args.speed,
+        )
+    workload = flags.uniform(args, vocab_size)
+    traffic.fit(workload, max_context)
+    return traffic.poisson(workload, rate=args.rate or (50.0 if args.quick else 1.0), seed=args.seed)
 
 
 def _counted(before: dict[str, Any], after: dict[str, Any], sent: wire.Sent) -> dict[str, Any]:

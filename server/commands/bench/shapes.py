@@ -1,4 +1,4 @@
-"""Models of random weights in known shapes: what speed depends on, without a download."""
+"""Models of known shapes with random weights, which need no download."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "layer_norm_epsilon": 1e-5,
         "activation_function": "gelu_new",
     },
-    "tiny": {  # so small that only the host's work is left
+    "tiny": {  # so small that host work dominates
         "model_type": "bloom",
         "architectures": ["BloomForCausalLM"],
         "vocab_size": 128,
@@ -99,13 +99,13 @@ def random_params(shape: str, dtype: Any) -> tuple[ModelConfig, Any]:
 
 
 def checkpoint(shape: str, folder: Path) -> Path:
-    """A Hugging Face directory of this shape with random float32 weights, written under `folder` unless it is there."""
+    """A Hugging Face directory with random float32 weights, written under `folder` unless it exists."""
     from jaxserve import weights
 
     path = folder / f"{shape}-seed{SEED}"
     if not (path / "config.json").exists():
         config, params = random_params(shape, "float32")
-        # Written aside and renamed, so that what bears the name is whole.
+        # The directory is renamed when it is complete, so that an interrupted run leaves none.
         partial = folder / f".{path.name}.{os.getpid()}"
         partial.mkdir(parents=True, exist_ok=True)
         weights.write_hf(partial, config, params)
@@ -113,6 +113,11 @@ def checkpoint(shape: str, folder: Path) -> Path:
     return path
 
 
+def cached_checkpoint(shape: str) -> Path:
+    """The checkpoint of a shape in the user's cache folder."""
+    return checkpoint(shape, cache_folder() / "checkpoints")
+
+
 def cache_folder() -> Path:
-    """Where benchmarks keep checkpoints and peers' environments: a folder of the user's own."""
+    """The user's folder in which benchmarks keep checkpoints and peers' environments."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxserve"

@@ -1,7 +1,8 @@
-"""The engine's step alone, timed at given shapes: synthetic plans, packed and launched as the engine does it."""
+"""`jaxserve bench step`: the compiled step alone, timed on synthetic plans at given shapes."""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import gc
 import statistics
@@ -11,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from jaxserve import startup
@@ -22,8 +22,13 @@ from jaxserve.runner.batch import pack
 from jaxserve.runner.layout import max_context
 from jaxserve.runner.stage import Progress
 from jaxserve.sampling_params import SamplingParams
-from server.commands.bench import machine, report, shapes
+from server.commands.bench import flags, machine, report, shapes
 from server.commands.bench.progress import Bars
+from server.commands.flags import add_engine_flags, engine_config
+
+HELP = """\
+Times the engine's compiled step alone, without scheduler or requests: decodes at several contexts, a prefill, and
+decodes mixed with a prompt."""
 
 WARM_UP = 3  # steps that are not counted
 LARGEST_BLOCK = 256  # slots are sized for block sizes up to this
@@ -210,17 +215,26 @@ def make_plan(case: Case, index: int, steps: int, block_size: int, vocab_size: i
     )
 
 
-def run(
-    model: Path | str,
-    dtypes: Sequence[DtypeName],
-    cases: Sequence[Case],
-    steps: int,
-    config: EngineConfig,
-    out: Path,
-    console: Console,
-) -> int:
-    """`jaxserve bench step`: times every case in every dtype, prints a table and writes JSON. Cases longer than a
-    request may be are left out."""
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of `jaxserve bench step`."""
+    flags.add_output_flags(parser)
+    flags.add_model_flags(parser)
+    flags.add_step_flags(parser)
+    add_engine_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Times every case in every dtype, prints a table and writes JSON; returns 0.
+
+    Cases longer than a request may be are left out.
+    """
+    cases, steps = (QUICK_CASES, 3) if args.quick else (CASES, args.steps)
+    model, dtypes, config, console = (
+        flags.model(args),
+        flags.dtypes(args),
+        engine_config(args),
+        flags.console(),
+    )
     most = max_context(config, shapes.config_of(model))
     too_long = [case for case in cases if max(case.lengths(WARM_UP + steps)) > most]
     if len(too_long) == len(cases):
@@ -247,6 +261,5 @@ def run(
         "memory": memories,
         "steps": dict(zip(dtypes, columns, strict=True)),
     }
-    report.write_json(out / "step.json", result)
-    console.print(f"written: {out / 'step.json'}", highlight=False)
+    report.write_json(args.out / "step.json", result, console)
     return 0

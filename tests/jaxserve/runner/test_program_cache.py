@@ -90,7 +90,7 @@ def test_engine_and_command_share_a_cache_folder(params, tmp_path, monkeypatch) 
         programs, found = counts(Engine.from_checkpoint(tmp_path / "model", told))
         assert found == (programs if loaded else 0)
         assert len(list((tmp_path / "cache").iterdir())) == programs
-    args = cli.parser(with_bench=False).parse_args(["serve"])
+    args = cli.parser().parse_args(["serve"])
     assert config.compilation_cache == "auto"
     assert Path(args.compilation_cache).parts[-2:] == ("jaxserve", "xla")
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from benchmarks.orca import SETUPS
 from jaxserve.plan.cost import FITS
 from jaxserve.scheduler.buckets import BucketCost, BucketLadder
 from jaxserve.scheduler.kv_blocks import SlotPool
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.simulate import virtual_clock
 from jaxserve.simulate import workload as load
-from jaxserve.simulate.orca import SETUPS
 from jaxserve.simulate.virtual_clock import Arrival, SimulatedDevice
 from jaxserve.simulate.workload import Range
 from server.commands.bench import report

@@ -19,7 +19,7 @@ import pytest
 
 from jaxserve.fields import Param
 from jaxserve.sampling_params import SAMPLING_PARAMS
-from server.commands import cli, client
+from server.commands import cli, client, flags
 from server.commands import engine_start as start
 from server.proto.jaxserve.v1.inference_pb2 import GenerateRequest, GetLoadRequest
 from server.proto.jaxserve.v1.inference_pb2_grpc import InferenceStub
@@ -78,8 +78,8 @@ def test_engine_flags_are_the_same_for_every_command(command: list[str]) -> None
         "--tensor 4 --stages 2 --replicas 3 --in-flight 2 --compilation-cache off "
         "--speculate ngram --speculate-tokens 3"
     )
-    args = cli.parser(with_bench=True).parse_args([*command, *given.split()])
-    config = cli.flags.engine_config(args)
+    args = cli.parser(benchmark="offline").parse_args([*command, *given.split()])
+    config = flags.engine_config(args)
     assert (config.dtype, config.max_rows, config.slots, config.block_size) == ("bfloat16", 3, 640, 16)
     assert config.kv_cache_dtype == "int8"
     assert (config.slot_policy, config.buckets, config.token_budget) == ("reserve", (8, 64), 32)
@@ -97,19 +97,19 @@ def test_sampling_flag(param: Param) -> None:
     values |= {tuple[int, ...]: ("1,2", (1, 2)), tuple[tuple[int, float], ...]: ('{"5": 1.5}', {"5": 1.5})}
     flag = "--json-object" if param.name == "grammar" else "--" + param.name.replace("_", "-")
     text, value = values.get(param.kind, (None, {"type": "json_object"}))
-    args = cli.parser(with_bench=False).parse_args(["generate", "--prompt", "a", flag, *([text] if text else [])])
-    assert cli.flags.sampling_fields(args) == {param.name: value}
+    args = cli.parser().parse_args(["generate", "--prompt", "a", flag, *([text] if text else [])])
+    assert flags.sampling_fields(args) == {param.name: value}
 
 
 @pytest.mark.parametrize("command", [["serve"], ["generate", "--prompt", "a"], ["bench", "offline"]])
 def test_deterministic_takes_the_slot_policy_it_needs(command: list[str]) -> None:
-    parser = cli.parser(with_bench=True)
-    config = cli.flags.engine_config(parser.parse_args([*command, "--deterministic"]))
+    parser = cli.parser(benchmark="offline")
+    config = flags.engine_config(parser.parse_args([*command, "--deterministic"]))
     assert (config.deterministic, config.slot_policy) == (True, "reserve")
-    config = cli.flags.engine_config(parser.parse_args(command))
+    config = flags.engine_config(parser.parse_args(command))
     assert (config.deterministic, config.slot_policy) == (False, "grow")
     with pytest.raises(ValueError, match="slot_policy is grow; with deterministic it must be reserve"):
-        cli.flags.engine_config(parser.parse_args([*command, "--deterministic", "--slot-policy", "grow"]))
+        flags.engine_config(parser.parse_args([*command, "--deterministic", "--slot-policy", "grow"]))
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,10 @@ def test_deterministic_takes_the_slot_policy_it_needs(command: list[str]) -> Non
             "cannot write --plot /proc/no/x.png",
         ),
         ("size --trace t --model gpt3-13b --topology h100:1 --plot x", "--plot x must end in .png, .svg or .pdf"),
-        ("simulate --paper orca --plot /proc/no/x.svg", "cannot write --plot /proc/no/x.svg"),
+        (
+            "simulate --rate 1 --plot /proc/no/x.svg",
+            "cannot write --plot /proc/no/x.svg",
+        ),
         ("plan --model gpt3-13b --topology h100:1 --html /proc/no/x", "cannot write --html /proc/no/x"),
         ("serve --profile /proc/no", "cannot write to --profile /proc/no: No such file or directory"),
         ("generate --prompt a --profile /proc/no", "cannot write to --profile /proc/no: No such file or directory"),
@@ -189,7 +192,7 @@ def test_a_client_whose_reader_has_gone_says_nothing_of_files(monkeypatch: pytes
 
     monkeypatch.setattr(client, "stream", answer)
     with pytest.raises(BrokenPipeError):  # which `main` makes 141 of
-        client.run(cli.parser(with_bench=False).parse_args(["client", "a"]))
+        client.run(cli.parser().parse_args(["client", "a"]))
 
 
 # serve, in a process of its own

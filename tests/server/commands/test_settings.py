@@ -23,7 +23,7 @@ def parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Parse:
         if file is not None:
             (tmp_path / "serve.toml").write_text(file)
             argv += ["--config", str(tmp_path / "serve.toml")]
-        return cli.parser(with_bench=False).parse_args(argv)
+        return cli.parser().parse_args(argv)
 
     return run
 
@@ -121,12 +121,10 @@ def test_what_is_printed_is_a_file_that_says_the_same(parse: Parse, capsys: pyte
     assert "port = 50051  # default\n" in printed
     assert "# slots is not set  # default\n" in printed
     again = parse(file=printed)
-    assert [each[:2] for each in again.settings] == [
-        each[:2] for each in cli.parser(with_bench=False).parse_args(given).settings
-    ]
+    assert [each[:2] for each in again.settings] == [each[:2] for each in cli.parser().parse_args(given).settings]
 
 
 def test_other_commands_read_no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAXSERVE_MAX_ROWS", "3")
-    args = cli.parser(with_bench=False).parse_args(["generate", "--prompt", "a"])
+    args = cli.parser().parse_args(["generate", "--prompt", "a"])
     assert args.max_rows == 16

@@ -1,28 +1,26 @@
 """What eight bits cost the demo model, on a passage: bounds that a wrong scale or axis would break."""
 
-import argparse
 import json
 
 import jax
 import numpy as np
 import pytest
 
-from server.commands import flags
-from server.commands.bench import accuracy, cli
+from jaxserve.demo import DEMO_MODEL
+from jaxserve.text.tokenizer import Tokenizer
+from server.commands import cli
+from server.commands.bench import accuracy
 from server.commands.bench.accuracy import GENERATED, Answers
 from tests.examples.test_train_demo import HELD_OUT
 
 
 @pytest.mark.bench
 def test_eight_bits_change_little(tmp_path, capsys):
-
     text = tmp_path / "text"
     text.write_text(2 * HELD_OUT, encoding="utf-8")
-    parser = argparse.ArgumentParser()
-    cli.add_arguments(parser, flags.add_engine_flags, flags.engine_config)
     command = ["accuracy", "--quick", "--text", str(text), "--out", str(tmp_path), "--max-rows", "4", "--buckets", "64"]
     command += ["--compilation-cache", str(jax.config.jax_compilation_cache_dir)]
-    assert cli.run(parser.parse_args(command)) == 0
+    assert cli.main(["bench", *command]) == 0
     assert "wholly equal" in capsys.readouterr().out
     rows = {row["name"]: row for row in json.loads((tmp_path / "accuracy.json").read_text())["rows"]}
     assert set(rows) == set(accuracy.VARIANTS)
@@ -36,11 +34,8 @@ def test_eight_bits_change_little(tmp_path, capsys):
 
 
 def test_a_text_too_short_is_refused(tmp_path, capsys):
-
     (tmp_path / "text").write_text("It is a truth")
-    parser = argparse.ArgumentParser()
-    cli.add_arguments(parser, flags.add_engine_flags, flags.engine_config)
-    assert cli.run(parser.parse_args(["accuracy", "--text", str(tmp_path / "text")])) == 2
+    assert cli.main(["bench", "accuracy", "--text", str(tmp_path / "text")]) == 2
     assert "the text has 4 tokens; at least 512 are needed" in capsys.readouterr().err
 
 
@@ -55,3 +50,12 @@ def test_agreement_counts_tokens_before_the_first_that_differs():
     assert (row.moved, row.agreement, row.equal) == (0.5, (GENERATED - 16) / (2 * GENERATED), 0)
     _, row = accuracy.compare({"a": answers([1.0], same), "b": answers([1.0], same)})
     assert (row.agreement, row.equal) == (1, 1)
+
+
+def test_default_text_is_the_held_out_chapters():
+    """Its size is the one that the demo model's card names, less the end of each chapter."""
+    documents = accuracy._documents(accuracy._HELD_OUT)
+    tokenizer = Tokenizer.from_directory(DEMO_MODEL)
+    assert tokenizer is not None
+    assert HELD_OUT.splitlines()[0] in "".join(documents)
+    assert sum(len(tokenizer.encode(document)) for document in documents) + len(documents) == 41_936

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from benchmarks import fastertransformer
 from jaxserve.plan.cost import Work
-from jaxserve.simulate import fastertransformer
 from jaxserve.simulate.virtual_clock import Arrival
 
 

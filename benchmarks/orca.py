@@ -1,4 +1,4 @@
-"""The setups of Orca's evaluation (OSDI'22, section 6): models, machines, trace, published figures, and the systems.
+"""The setups of Orca's evaluation (OSDI'22, section 6): models, machines, trace and systems.
 
 Two constants are fitted on the six published times of one model (101B); everything else is predicted.
 """
@@ -11,19 +11,20 @@ from typing import NamedTuple
 
 import numpy as np
 
+from benchmarks import fastertransformer
 from jaxserve.plan.cost import Fit, ModelSizes, StageLoad, loads, work
 from jaxserve.scheduler.buckets import BucketCost, BucketLadder, default_sizes
 from jaxserve.scheduler.kv_blocks import SlotPool
 from jaxserve.scheduler.scheduler import Scheduler
-from jaxserve.simulate import fastertransformer, virtual_clock
-from jaxserve.simulate import workload as load
+from jaxserve.simulate import virtual_clock
+from jaxserve.simulate import workload as traffic
 from jaxserve.simulate.outcome import Outcome
 from jaxserve.simulate.roofline import Roofline
 from jaxserve.simulate.virtual_clock import Arrival, HostTimes, SimulatedDevice
 from sharding.devices import Topology, parse
 from sharding.stages import split
 
-PROMPT, OUTPUT = load.Range(low=32, high=512), load.Range(low=1, high=128)
+PROMPT, OUTPUT = traffic.Range(low=32, high=512), traffic.Range(low=1, high=128)
 # Section 6.1: batch size -> seconds for 32 tokens after prompts of 128, by 101B on 8 GPUs; read off figure 9.
 MICROBENCHMARK = {1: 1.05, 2: 1.13, 4: 1.21, 8: 1.32, 16: 1.5, 32: 1.95}
 OBJECTIVE = 0.19  # seconds a token at which 175B is compared in section 6.2; half of it is quick service
@@ -50,7 +51,7 @@ class Setup:
 
     @property
     def sizes(self) -> ModelSizes:
-        """Of GPT-3's architecture with heads of 128; the vocabulary is not published."""
+        """Sizes of GPT-3's architecture with heads of 128; the vocabulary is not published."""
         heads = self.hidden // 128
         return ModelSizes(
             num_layers=self.layers,
@@ -69,17 +70,17 @@ class Setup:
 
     @property
     def loads(self) -> tuple[StageLoad, ...]:
-        """Of the stages."""
+        """The load of each stage."""
         return loads(self.sizes, self.tensor, [len(each) for each in split(self.layers, self.stages, None)])
 
     @property
     def slots(self) -> int:
-        """That fit beside the weights."""
+        """Slots that fit beside the weights."""
         usable = USABLE * self.topology.device.memory
         return min(int((usable - each.weight_bytes) / each.slot_bytes) for each in self.loads)
 
     def roofline(self, fit: Fit, *, padded: bool) -> Roofline:
-        """What iterations cost on these machines."""
+        """The cost of iterations on these machines."""
         return Roofline(self.loads, self.topology, fit=fit, padded=padded)
 
 
@@ -95,7 +96,7 @@ SETUPS = {
 
 
 def fitted(*, overlapped: bool) -> Fit:
-    """The efficiency and the overhead of a layer that meet MICROBENCHMARK best (least squares of relative errors)."""
+    """The efficiency and overhead of a layer that fit MICROBENCHMARK best, by least squares."""
     rows = []
     for batch, seconds in MICROBENCHMARK.items():
         roof, both = (
@@ -108,17 +109,19 @@ def fitted(*, overlapped: bool) -> Fit:
 
 
 def microbenchmark(setup: Setup, batch: int, fit: Fit) -> float:
-    """Seconds that a batch takes which comes and goes together: prompts of 128, 32 tokens (section 6.1)."""
+    """Seconds of one batch whose requests begin and end together: prompts of 128, 32 tokens."""
     roofline = setup.roofline(fit, padded=False)
     iterations = [[(0, 128)] * batch, *([(128 + step, 1)] * batch for step in range(31))]
     return sum(sum(roofline.seconds(work(chunks))) for chunks in iterations)
 
 
 def trace(rate: float, *, requests: int, seed: int) -> list[Arrival]:
-    """Section 6.2: lengths uniform, never an end of sequence, Poisson arrivals. Rates of one seed differ in nothing but
-    the scale of time."""
-    workload = load.uniform(requests=requests, prompt=PROMPT, output=OUTPUT, vocab_size=1, seed=seed)
-    return virtual_clock.arrivals(load.poisson(workload, rate=rate, seed=seed))
+    """Section 6.2: uniform lengths, no end of sequence, Poisson arrivals.
+
+    Traces of one seed at two rates differ in the scale of time alone.
+    """
+    workload = traffic.uniform(requests=requests, prompt=PROMPT, output=OUTPUT, vocab_size=1, seed=seed)
+    return virtual_clock.arrivals(traffic.poisson(workload, rate=rate, seed=seed))
 
 
 def fastertransformer_of(setup: Setup, fit: Fit, max_batch: int) -> Serve:
@@ -128,8 +131,11 @@ def fastertransformer_of(setup: Setup, fit: Fit, max_batch: int) -> Serve:
 
 
 def orca_of(setup: Setup, fit: Fit, max_rows: int) -> Serve:
-    """Orca: our scheduler held to Algorithm 1. Slots are reserved, one batch a stage is in flight, whoever arrives is
-    seen at once, prompts are never cut, and no shape is padded."""
+    """Orca: our scheduler restricted to Algorithm 1.
+
+    Slots are reserved, one batch a stage is in flight, arrivals are seen at once, prompts are whole, and no shape is
+    padded.
+    """
     bucket = BucketCost(size=max_rows * _LONGEST, compile_seconds=0.0, milliseconds=1.0)
 
     def serve(coming: Sequence[Arrival]) -> list[Outcome]:
@@ -148,7 +154,7 @@ def orca_of(setup: Setup, fit: Fit, max_rows: int) -> Serve:
 
 
 def objective_of(setup: Setup, fit: Fit) -> float:
-    """Seconds a token at which systems are compared: twice the microbenchmark's at a batch of 32, as in the paper."""
+    """Seconds a token at which systems are compared: twice the microbenchmark's at a batch of 32."""
     return OBJECTIVE if setup.name == "175B" else 2 * microbenchmark(setup, 32, fit) / 32
 
 
@@ -194,8 +200,10 @@ def point(serve: Serve, rate: float, *, requests: int, seed: int) -> Point:
 
 
 def curve(serve: Serve, start: float, objectives: Sequence[float], *, requests: int, seed: int) -> list[Point]:
-    """Points at rising rates, from `start` until the latency is twice the largest objective or no more is served, and
-    some more near where an objective is crossed."""
+    """Points at rising rates from `start`, with more of them where the latency crosses an objective.
+
+    Rates rise until the latency is twice the largest objective or the throughput no longer follows.
+    """
     points = [point(serve, start, requests=requests, seed=seed)]
     while points[-1].latency < 2 * max(objectives) and points[-1].throughput > 0.7 * points[-1].rate:
         points.append(point(serve, 1.3 * points[-1].rate, requests=requests, seed=seed))
@@ -211,7 +219,7 @@ def curve(serve: Serve, start: float, objectives: Sequence[float], *, requests: 
 
 
 def throughput_at(points: Sequence[Point], objective: float) -> float:
-    """Requests a second at a latency, on the line between the points around it; 0 if none is as quick."""
+    """Requests a second at a latency, interpolated; 0 if no point is as quick."""
     before = None
     for each in points:
         if each.latency > objective:

@@ -8,9 +8,9 @@ import io
 import pytest
 from rich.console import Console
 
+from benchmarks import orca, paper
+from benchmarks.orca import SETUPS, Point
 from jaxserve.plan.cost import stage_seconds, work
-from jaxserve.simulate import orca, paper
-from jaxserve.simulate.orca import SETUPS, Point
 
 
 @pytest.mark.parametrize("overlapped", [False, True])
@@ -103,7 +103,7 @@ def test_the_slowdown_that_the_published_rate_implies():
 
 def test_the_paper_is_printed_and_drawn(tmp_path, monkeypatch):
     monkeypatch.setattr(orca, "_HALVINGS", 0)
-    found = paper.run(12, 1, lambda *_: None)
+    found = paper.simulate(12, 1, lambda *_: None)
     console = Console(width=150, file=io.StringIO())
     paper.show(found, console)
     told = console.file.getvalue()

@@ -1,7 +1,8 @@
-"""`jaxserve simulate --paper orca`: the paper's figure 10 predicted, with its published points, and ours beside it."""
+"""`python -m benchmarks paper orca`: figure 10 of Orca's paper predicted, with its published points and ours."""
 
 from __future__ import annotations
 
+import argparse
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,9 +15,16 @@ from matplotlib.ticker import NullFormatter, StrMethodFormatter
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import orca
+from benchmarks.orca import OBJECTIVE, QUICK, SETUPS, Point, Serve, Setup
 from jaxserve.plan.cost import Fit
-from jaxserve.simulate import orca
-from jaxserve.simulate.orca import OBJECTIVE, QUICK, SETUPS, Point, Serve, Setup
+from server.commands.bench import flags, machine, report
+from server.commands.bench.progress import Bars
+
+HELP = """\
+Repeats figure 10 of Orca's paper (OSDI'22) with the simulator and sets this scheduler beside it; some 10 minutes.
+
+  python -m benchmarks paper orca"""
 
 FT, OURS = "FasterTransformer", "jaxserve"
 PUBLISHED = {"FT 101B peak": 0.49, "Orca 175B": 6.81, "FT 175B": 0.185, "Orca / FT 175B": 36.9}
@@ -62,7 +70,29 @@ class Paper:
     curves: tuple[list[Curves], ...] = field(default=())
 
 
-def run(requests: int, seeds: int, progress: Callable[[str, int, int], None]) -> Paper:
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of this benchmark."""
+    flags.add_output_flags(parser)
+    parser.add_argument("paper", choices=("orca",), help="whose evaluation")
+    parser.add_argument("--requests", type=flags.positive, default=3000, metavar="N", help="(default: %(default)s)")
+    parser.add_argument(
+        "--seeds", type=flags.positive, default=3, metavar="N", help="traces of each rate (default: %(default)s)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Simulates, prints, plots and writes everything; returns 0."""
+    console, picture = flags.console(), args.out / "orca.png"
+    with Bars() as bars:
+        found = simulate(12 if args.quick else args.requests, 1 if args.quick else args.seeds, bars)
+    show(found, console)
+    plot(found, picture)
+    console.print(f"written: {picture}")
+    report.write_json(args.out / "orca.json", {"environment": machine.environment(), **as_json(found)}, console)
+    return 0
+
+
+def simulate(requests: int, seeds: int, progress: Callable[[str, int, int], None]) -> Paper:
     """Simulates everything; the other models with one seed, and with arithmetic and memory added only."""
     fits = [orca.fitted(overlapped=overlapped) for overlapped in (False, True)]
     small = SETUPS["101B"]

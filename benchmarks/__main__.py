@@ -1,0 +1,35 @@
+"""`python -m benchmarks NAME`: the benchmarks that need a checkout. `jaxserve bench` has those for users."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from server.commands.bench import cli
+from server.commands.bench.cli import Benchmark
+
+BENCHMARKS = {
+    "host": Benchmark("benchmarks.host", "time the host's work of an iteration"),
+    "paper": Benchmark("benchmarks.paper", "repeat a published evaluation with the simulator"),
+    "peers": Benchmark("benchmarks.peers", "compare with transformers, CTranslate2 and llama.cpp"),
+    "regression": Benchmark("benchmarks.regression", "find what has become slower"),
+    "simulator": Benchmark("benchmarks.simulator_validation", "compare the simulator with an engine"),
+    "soak": Benchmark("benchmarks.soak", "serve requests of every kind and look for leaks"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one benchmark; returns the exit code: 0, 1 where it failed, 2 for a mistake of the user's."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__, allow_abbrev=False)
+    cli.add_benchmarks(parser, BENCHMARKS, argv[0] if argv else None)
+    try:
+        return cli.run(parser.parse_args(argv))
+    except KeyboardInterrupt:
+        print("jaxserve: interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
