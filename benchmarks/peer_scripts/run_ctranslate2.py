@@ -1,6 +1,8 @@
-"""Runs one job of `jaxserve bench peers` with CTranslate2. Stands alone: its environment has no jaxserve.
+"""Runs one job of `python -m benchmarks peers` with CTranslate2.
 
-    python run_ctranslate2.py JOB.json      (see contenders.py for what a job is and what is printed)
+The script stands alone: its environment has no jaxserve.
+
+    python run_ctranslate2.py JOB.json      (see engines.py for what a job is and what is printed)
 
 The library batches requests, not iterations: a batch is served to its end, though rows that have ended leave it. Of
 prompts of different lengths it computes as many tokens at once as the shortest has, and the rest one by one.

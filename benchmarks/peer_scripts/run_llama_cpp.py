@@ -1,6 +1,8 @@
-"""Runs one job of `jaxserve bench peers` with llama.cpp. Stands alone: its environment has no jaxserve.
+"""Runs one job of `python -m benchmarks peers` with llama.cpp.
 
-    python run_llama_cpp.py JOB.json      (see contenders.py for what a job is and what is printed)
+The script stands alone: its environment has no jaxserve.
+
+    python run_llama_cpp.py JOB.json      (see engines.py for what a job is and what is printed)
 
 Batches of several sequences are only in the library's low-level interface, so that is what this uses; a load is served
 as llama.cpp's own server does it (peer_traffic.serve_by_iterations). Which of its settings is fastest depends on case

@@ -1,6 +1,8 @@
-"""Runs one job of `jaxserve bench peers` with the transformers library. Stands alone: its environment has no jaxserve.
+"""Runs one job of `python -m benchmarks peers` with the transformers library.
 
-    python run_transformers.py JOB.json      (see contenders.py for what a job is and what is printed)
+The script stands alone: its environment has no jaxserve.
+
+    python run_transformers.py JOB.json      (see engines.py for what a job is and what is printed)
 
 With `continuous` in the job it is the library's continuous batching that decodes and serves, and otherwise static
 batches: of prompts padded on the left, generated for until the longest answer ends.

@@ -37,7 +37,7 @@ from jaxserve.models import Model, Params, build, parse_config
 from jaxserve.weights import write_hf
 
 END_OF_TEXT = "</s>"
-FILES = ("config.json", "model.safetensors", "tokenizer.json", "README.md")
+FILES = ("config.json", "model.safetensors", "tokenizer.json", "README.md", "held_out.txt")
 SAVE_EVERY = 100  # steps between checkpoints
 
 
