@@ -195,17 +195,14 @@ def plot(candidates: Sequence[Candidate], title: str, path: Path) -> None:
             axis.plot(*_curve(each.points), marker=".", linewidth=1, alpha=0.8, label=each.label)
     best = [point for _, point in frontier(candidates)]
     axis.plot(*_curve(best), color="black", linewidth=3, alpha=0.25, label="frontier", zorder=0)
-    axis.set_xscale("log")
-    axis.set_yscale("log")
-    for scale in (axis.xaxis, axis.yaxis):
-        scale.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-        scale.set_minor_formatter(StrMethodFormatter("{x:,.0f}"))
-    axis.tick_params(which="both", labelsize=7)
+    axis.set_xlim(left=0)
+    axis.set_ylim(bottom=0)
+    axis.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     axis.set_xlabel("ms between a request's tokens (predicted)")
     axis.set_ylabel("tokens/s (predicted)")
     axis.set_title(title, fontsize=10)
-    axis.grid(alpha=0.3, which="both")
-    axis.legend(fontsize=8, title="tensor x stages x replicas", title_fontsize=8)
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=9, title="tensor x stages x replicas", title_fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
 
