@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+import benchmarks.__main__
+from server.commands.bench import cli as bench
 from tests.docs.test_features import flags_of
 
 ROOT = Path(__file__).parents[2]
@@ -67,3 +69,12 @@ def test_readme_flags_exist() -> None:
     ours = {flag for line in section.splitlines() for flag in re.findall(r"--[a-z][a-z-]+", line.split("|")[-2:][0])}
     assert len(ours) > 15
     assert ours <= flags_of("serve")
+
+
+def test_benchmarks_exist() -> None:
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for name in re.findall(r"python -m benchmarks ([a-z]+)", text):
+            assert name in benchmarks.__main__.BENCHMARKS, f"{page.name}: {name}"
+        for name in re.findall(r"jaxserve bench ([a-z]+)", text):
+            assert name in bench.BENCHMARKS or page.parent.name == "results", f"{page.name}: {name}"
