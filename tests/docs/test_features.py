@@ -77,7 +77,7 @@ def assert_tests_exist(names: list[str]) -> None:
 
 
 def test_every_field_of_a_request_is_named_and_nothing_else() -> None:
-    names = table("What a request may say")
+    names = table("Request fields")
     assert_tests_exist(names["test"])
     for column in ("command line", "OpenAI", "TGI", "vLLM"):
         names[column] += [name for param in SAMPLING_PARAMS.values() for name in sampling_table.names(column, param)]
@@ -123,7 +123,7 @@ def test_every_call_is_named_and_nothing_else() -> None:
 
 
 def test_every_flag_of_the_server_is_named_and_nothing_else() -> None:
-    names = table("How a server is run")
+    names = table("Server flags")
     assert_tests_exist(names["test"])
     assert set(names["flags of `jaxserve serve`"]) == flags_of("serve")
 
