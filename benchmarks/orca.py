@@ -15,6 +15,7 @@ from benchmarks import fastertransformer
 from jaxserve.plan.cost import Fit, ModelSizes, StageLoad, loads, work
 from jaxserve.scheduler.buckets import BucketCost, BucketLadder, default_sizes
 from jaxserve.scheduler.kv_blocks import SlotPool
+from jaxserve.scheduler.policy import make_policy
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.simulate import virtual_clock
 from jaxserve.simulate import workload as traffic
@@ -170,7 +171,7 @@ def ours_of(setup: Setup, fit: Fit) -> Serve:
             ladder,
             max_rows=OUR_ROWS,
             max_context=_LONGEST,
-            target_tpot=target,
+            policy=make_policy(ladder, max_rows=OUR_ROWS, batches=setup.stages, target_tpot=target),
             n_stages=setup.stages,
             in_flight=setup.stages,
         )

@@ -101,7 +101,6 @@ class Replica:
         while self._answer() and self.pipeline.has_room and (plan := self._plan()) is not None:
             self._launch(plan)
         if not self.pipeline.in_flight:
-            self._publish(self.scheduler.take_held())
             return False
         self._complete()
         self._compiled_after_ready += compilations() - compiled
@@ -325,9 +324,7 @@ class Replica:
                 self._post(partial(self._abort, request_id))
 
     def _abort(self, request_id: str) -> None:
-        event = self.scheduler.abort(request_id)
-        if event is not None:
-            self._publish([event])
+        self._publish(self.scheduler.abort(request_id))
 
     @property
     def num_alive(self) -> int:

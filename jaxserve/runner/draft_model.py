@@ -31,9 +31,9 @@ class DraftModel:
         self._ladder = ladder
         self._n_blocks = n_blocks
 
-    def price(self, rows: int) -> float:
+    def cost_ms(self, rows: int) -> float:
         """Milliseconds to draft one token for each of so many rows."""
-        return self._ladder.prices[self._index(rows)]
+        return self._ladder.costs_ms[self._index(rows)]
 
     def draft(self, wanted: Sequence[Wanted]) -> list[list[int]]:
         """The drafted tokens of each row. Blocks until they are known; no iteration may be in flight that has them."""

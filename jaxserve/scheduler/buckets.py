@@ -37,7 +37,7 @@ class BucketLadder:
     """Compiled token counts, ascending, with their measured cost.
 
     Attributes:
-      prices: milliseconds of each, never falling: a larger bucket that measured faster is noise.
+      costs_ms: milliseconds of each, never falling: a larger bucket that measured faster is noise.
     """
 
     def __init__(self, costs: Sequence[BucketCost]) -> None:
@@ -50,7 +50,7 @@ class BucketLadder:
         for cost in costs:
             if not cost.milliseconds > 0:
                 raise ValueError(f"bucket {cost.size} costs {cost.milliseconds} ms; a cost must be above 0")
-        self.prices = tuple(accumulate((cost.milliseconds for cost in costs), max))
+        self.costs_ms = tuple(accumulate((cost.milliseconds for cost in costs), max))
 
     @property
     def largest(self) -> int:
@@ -81,7 +81,7 @@ class BucketLadder:
 
         `decodes` is at most `budget`, and `budget` is a result of `limit`.
         """
-        sizes, price = self.sizes, self.prices
+        sizes, cost = self.sizes, self.costs_ms
         top = max(bisect_right(sizes, budget) - 1, 0)
         left = decodes + prompt_tokens
         holds_all = bisect_left(sizes, left)
@@ -91,19 +91,19 @@ class BucketLadder:
         if sizes[fills] == left or left >= 2 * sizes[top]:
             return sizes[fills]
         rows = max(rows or 0, decodes + 1)
-        share = price[min(bisect_left(sizes, rows), len(sizes) - 1)] / rows
-        worth = min(decodes * share, price[bisect_left(sizes, decodes)])
-        together = price[holds_all] - worth if holds_all <= top else inf
+        share = cost[min(bisect_left(sizes, rows), len(sizes) - 1)] / rows
+        worth = min(decodes * share, cost[bisect_left(sizes, decodes)])
+        together = cost[holds_all] - worth if holds_all <= top else inf
         apart = 0.0
         step = fills
         while apart < together:
-            apart += price[step] - worth
+            apart += cost[step] - worth
             left -= sizes[step] - decodes
             if left <= decodes:
                 break
             last = bisect_left(sizes, left)
             step = min(bisect_right(sizes, left) - 1, top)
-            at_once = price[last] - worth if last <= top else inf
+            at_once = cost[last] - worth if last <= top else inf
             if step < 0 or sizes[step] <= decodes or apart + at_once < together:
                 apart += at_once
                 break

@@ -1,4 +1,4 @@
-"""A scheduler as an engine's settings describe it: in front of devices, or of a simulation of them."""
+"""Make the scheduler that an engine's settings describe, for devices or for a simulation."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from jaxserve.config import EngineConfig
 from jaxserve.iteration import max_points
 from jaxserve.scheduler.buckets import BucketCost, BucketLadder
 from jaxserve.scheduler.kv_blocks import SlotPool
+from jaxserve.scheduler.policy import make_policy
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.scheduler.speculation import Drafter, Speculation
+from jaxserve.scheduler.static_batching import StaticBatchScheduler
 
 
 def fixed_chunk(config: EngineConfig, sizes: Sequence[int], block_size: int) -> int | None:
@@ -61,22 +63,31 @@ def make_scheduler(
             waits=config.stages == 1,
             drafter=drafter,
         )
-    return Scheduler(
-        SlotPool(
-            n_blocks,
-            block_size,
-            policy=config.slot_policy,
-            prefix_cache=config.prefix_cache,
-            prefix_blocks=None if chunk is None else chunk // block_size,
-        ),
+    is_static = config.scheduler == "request"
+    batches = (config.in_flight or config.stages + 1) if config.stages > 1 else 1
+    policy = make_policy(
+        ladder,
+        max_rows=config.max_rows,
+        batches=batches,
+        token_budget=config.token_budget,
+        target_tpot=config.target_tpot,
+        is_fixed=is_static or chunk is not None,
+    )
+    pool = SlotPool(
+        n_blocks,
+        block_size,
+        policy=config.slot_policy,
+        prefix_cache=config.prefix_cache,
+        prefix_blocks=None if chunk is None else chunk // block_size,
+    )
+    return (StaticBatchScheduler if is_static else Scheduler)(
+        pool,
         ladder,
         max_rows=config.max_rows,
         max_context=max_context,
-        token_budget=config.token_budget,
-        target_tpot=config.target_tpot,
+        policy=policy,
         fixed_chunk=chunk,
         eos_token_ids=eos_token_ids,
-        mode=config.scheduler,
         n_stages=config.stages,
         in_flight=config.in_flight,
         speculation=speculation,

@@ -1,4 +1,4 @@
-"""The slot pool on the host: which blocks each request holds, what is set aside, and which hold reusable prefixes."""
+"""The slot pool on the host: each request's blocks, reserved blocks and reusable prefixes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class BlockAllocation:
     capacity: int = field(default=0, init=False)
     copied: tuple[int, int] | None = field(default=None, init=False)
     publish_at: float = field(default=inf, init=False)
-    _set_aside: int = field(default=0, init=False)  # blocks promised to this lease and not yet in `blocks`
+    _set_aside: int = field(default=0, init=False)  # blocks promised to this allocation and not yet in `blocks`
     _published: int = field(default=0, init=False)  # leading blocks that need no publishing any more
     _held: bool = field(default=False, init=False)
     _digests: list[bytes] = field(default_factory=list, init=False)  # chain over full blocks, kept over releases
@@ -49,9 +49,11 @@ class BlockAllocation:
         return self._held
 
 
-class Source(NamedTuple):
-    """Keys and values that another lease can begin with: those of the first `length` positions, whose tokens are the
-    same, computed by iterations that are launched already."""
+class SharedPrefix(NamedTuple):
+    """Keys and values that another request can take over: those of the first `length` positions.
+
+    Their tokens are the same, and the iterations that compute them are launched already.
+    """
 
     allocation: BlockAllocation
     length: int
@@ -63,17 +65,17 @@ class SlotPool:
     Two policies behind `can_admit` / `extend` / `release`. `reserve` sets a request's worst case aside at admission
     (Orca, OSDI'22, Algorithm 1, in whole blocks; shared blocks count once) and so never takes anything back. `grow`
     sets aside the tokens known at admission only; later blocks come on demand, and when none is left `extend` names the
-    leases that lost theirs.
+    allocations that lost theirs.
 
-    Under `grow`, a request is admitted only if `growth_tokens` a lease stay free. Simulated on random requests of a
-    hundred tokens, 16 gives the most throughput at block sizes from 4 to 128: with 0 a quarter of all computing is
+    Under `grow`, a request is admitted only if `growth_tokens` for each request stay free. Simulated on random requests
+    of a hundred tokens, 16 gives the most throughput at block sizes from 4 to 128: with 0 a quarter of all computing is
     repeated after preemptions, with 32 rows stand empty.
 
     Prefix reuse: full blocks are addressed by a SHA-256 chain over salt and tokens. A block enters the cache when its
-    owner publishes it, stays while anybody holds it, and afterwards until it is evicted as the least recently used.
+    owner publishes it, stays while a request holds it, and afterwards until it is evicted as the least recently used.
 
-    A lease can also begin with what another one holds, cached or not (`Source`): full blocks become theirs in common,
-    and of one that is filled in part it gets a copy.
+    A request can also begin with what another one holds, cached or not (`SharedPrefix`): they share the full blocks,
+    and it gets a copy of one that is filled in part.
 
     With `prefix_blocks`, prefixes are found and published in whole runs of so many blocks, and of prompts only:
     what a chunk of a fixed size computed is not mixed with what decodes did.
@@ -102,9 +104,9 @@ class SlotPool:
         self._references = [0] * n_blocks
         self._digest_of: list[bytes | None] = [None] * n_blocks
         self._block_of: dict[bytes, int] = {}
-        self._idle: OrderedDict[int, None] = OrderedDict()  # published blocks nobody holds, least recently used first
+        self._idle: OrderedDict[int, None] = OrderedDict()  # published, held by none; LRU first
         self._set_aside = 0
-        self._num_leases = 0
+        self._num_held = 0
 
     @property
     def n_slots(self) -> int:
@@ -113,7 +115,7 @@ class SlotPool:
 
     @property
     def num_available(self) -> int:
-        """Blocks nobody holds, those set aside and those that only the prefix cache holds included."""
+        """Blocks that no request holds, with those set aside and those that only the cache holds."""
         return len(self._free) + len(self._idle)
 
     @property
@@ -128,7 +130,7 @@ class SlotPool:
 
     @property
     def slots_cached(self) -> int:
-        """Slots in blocks that nobody holds and that can be found by their prefix."""
+        """Slots in blocks that no request holds and that can be found by their prefix."""
         return len(self._idle) * self.block_size
 
     @property
@@ -144,19 +146,19 @@ class SlotPool:
         """Tokens of `allocation` that the prefix cache holds now. From any thread."""
         return len(self._match(allocation)) * self.block_size
 
-    def can_admit(self, allocation: BlockAllocation, source: Source | None = None) -> bool:
+    def can_admit(self, allocation: BlockAllocation, source: SharedPrefix | None = None) -> bool:
         """Whether `admit(allocation, source)` has the blocks it needs."""
         hits, _ = self._first_blocks(allocation, source)
-        # Hits that nobody holds now stop being available; those that somebody holds are counted there already.
+        # Hits that no request holds now stop being available; the others are counted there already.
         revived = sum(self._references[block] == 0 for block in hits)
         need = self._to_set_aside(allocation) - len(hits) + revived
         if self.policy == "grow":
-            # Room for the tokens that this and every other lease will soon have; without it they would preempt one
-            # another at once. Alone in the pool nobody needs it, and whoever was let in at the door must start.
-            need += self.blocks_for((self._num_leases + 1) * self.growth_tokens) if self._num_leases else 0
+            # Blocks for the tokens that this and every other request will soon have; without it they would preempt one
+            # another at once. A request alone in the pool does not need it, and one that was accepted must start.
+            need += self.blocks_for((self._num_held + 1) * self.growth_tokens) if self._num_held else 0
         return need <= self.num_available - self._set_aside
 
-    def admit(self, allocation: BlockAllocation, source: Source | None = None) -> int:
+    def admit(self, allocation: BlockAllocation, source: SharedPrefix | None = None) -> int:
         """Give `allocation` its first blocks and reserve what the policy promises it.
 
         The first blocks are its prefix hits, or those of `source` where they are more. Returns the number of tokens
@@ -175,7 +177,7 @@ class SlotPool:
         allocation.capacity = len(hits) * self.block_size
         allocation.publish_at = allocation.capacity + self.block_size if self.prefix_cache else inf
         self._set_aside += allocation._set_aside
-        self._num_leases += 1
+        self._num_held += 1
         assert self._set_aside <= self.num_available
         return allocation.capacity if source is None else self._inherit(allocation, source)
 
@@ -189,7 +191,7 @@ class SlotPool:
     ) -> list[BlockAllocation]:
         """Make `allocation` cover `length` positions.
 
-        When blocks are short (under `grow` only), leases out of `candidates`, latest arrival first, lose theirs until
+        When blocks are short (under `grow` only), `candidates`, latest arrival first, lose theirs until
         there are enough. They are returned. When `allocation` is among them, it was the latest and is not extended.
         """
         victims: list[BlockAllocation] = []
@@ -227,7 +229,7 @@ class SlotPool:
                 else:
                     self._idle[block] = None
         self._set_aside -= allocation._set_aside
-        self._num_leases -= 1
+        self._num_held -= 1
         allocation._held = False
         allocation._set_aside = allocation._published = allocation.capacity = 0
         allocation.blocks = []
@@ -235,7 +237,7 @@ class SlotPool:
         allocation.publish_at = inf
 
     def publish(self, allocation: BlockAllocation, computed: int) -> None:
-        """Let others find the full blocks among the first `computed` positions.
+        """Let other requests find the full blocks among the first `computed` positions.
 
         The caller vouches that the tokens at those positions are known and that the iterations that computed them have
         completed. No iteration still in flight writes to them then: a request writes its positions in order, once.
@@ -248,7 +250,7 @@ class SlotPool:
         digests = self._chain(allocation, full)
         for index in range(allocation._published, full):
             digest, block = digests[index], allocation.blocks[index]
-            # Who computed the same prefix at the same time keeps a private copy, which goes when its owner does.
+            # A request that computed the same prefix at the same time keeps a private copy until it ends.
             if digest not in self._block_of and self._digest_of[block] is None:
                 self._block_of[digest] = block
                 self._digest_of[block] = digest
@@ -265,21 +267,19 @@ class SlotPool:
         for allocation in allocations:
             allocation.publish_at = inf
 
-    def _first_blocks(self, allocation: BlockAllocation, source: Source | None) -> tuple[list[int], Source | None]:
-        """The full blocks that a lease can begin with, and the source they are from, if not from the prefix cache."""
+    def _first_blocks(
+        self, allocation: BlockAllocation, source: SharedPrefix | None
+    ) -> tuple[list[int], SharedPrefix | None]:
+        """The full blocks that a request can begin with, and their source, if not the prefix cache."""
         size = self.block_size
-        if (
-            source is not None and source.length >= (len(allocation.tokens) - 1) // size * size
-        ):  # all the cache could hold
-            hits = []
-        else:
-            hits = self._match(allocation)
+        most_cached = (len(allocation.tokens) - 1) // size * size
+        hits = [] if source is not None and source.length >= most_cached else self._match(allocation)
         if source is None or source.length <= len(hits) * size:
             return hits, None
         return source.allocation.blocks[: source.length // size], source
 
-    def _inherit(self, allocation: BlockAllocation, source: Source) -> int:
-        """Complete a lease that begins with the full blocks of a source: the tokens it need not compute."""
+    def _inherit(self, allocation: BlockAllocation, source: SharedPrefix) -> int:
+        """Complete an allocation that begins with a source's full blocks: the tokens it need not compute."""
         shared = len(allocation.blocks)
         if allocation.salt == source.allocation.salt:
             allocation._digests += source.allocation._digests[len(allocation._digests) : shared]
@@ -322,7 +322,7 @@ class SlotPool:
         return digests
 
     def _take(self, count: int) -> list[int]:
-        """So many available blocks; what is cached in them is forgotten where there are no others."""
+        """Take available blocks; evict cached ones where there are no others."""
         free = self._free
         if count <= len(free):
             taken = free[: -count - 1 : -1]

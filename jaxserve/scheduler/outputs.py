@@ -11,7 +11,7 @@ from jaxserve.request import Alternatives, FinishReason, TokenEvent
 from jaxserve.scheduler.state import RequestState
 
 
-class Scores(NamedTuple):
+class ScoredRange(NamedTuple):
     """Prompt positions first..last that one chunk scores; flat token `flat` of the plan is followed by `first`."""
 
     first: int
@@ -37,7 +37,7 @@ class OutputProcessor:
             self._drafted += chunk.samples - 1
 
     def take(
-        self, state: RequestState, chunk: Chunk, scores: Scores | None, *, withdrawn: bool
+        self, state: RequestState, chunk: Chunk, scores: ScoredRange | None, *, withdrawn: bool
     ) -> tuple[TokenEvent | None, int, int]:
         """Take in what was answered for a chunk.
 
@@ -118,7 +118,7 @@ def _top_logprobs(state: RequestState, first: int, end: int, result: IterationRe
 
 
 def _prompt_logprobs(
-    state: RequestState, scores: Scores, result: IterationResult
+    state: RequestState, scores: ScoredRange, result: IterationResult
 ) -> tuple[tuple[float, Alternatives | None], ...]:
     """(logprob, alternatives) of each prompt token that a chunk scored."""
     assert result.score_logprobs is not None

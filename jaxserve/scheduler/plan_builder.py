@@ -1,18 +1,18 @@
-"""A plan in the making: what the scheduler has gathered of it so far."""
+"""A plan under construction."""
 
 from __future__ import annotations
 
-from jaxserve.iteration import Admission, BlockCopy, Chunk, TableChange
+from jaxserve.iteration import Admission, BlockCopy, Chunk, IterationPlan, SamplerVariant, TableChange
 from jaxserve.scheduler.state import RequestState
 
 
 class PlanBuilder:
-    """What the next plan is going to hold.
+    """Gathers what the next plan holds.
 
     Attributes:
-      states / chunks: entry by entry, whose chunk it is and which.
-      prompts / prompt_tokens: those who wait for their share of the bucket, and what they have left to compute.
-      changes / admissions / copies / drafts: as `IterationPlan` has them.
+      states / chunks: entry by entry, the request and its chunk.
+      prompts / prompt_tokens: requests that wait for a share of the bucket, and the tokens they have left to compute.
+      changes / admissions / copies / drafts: as in `IterationPlan`.
     """
 
     __slots__ = ("admissions", "changes", "chunks", "copies", "drafts", "prompt_tokens", "prompts", "states")
@@ -27,8 +27,32 @@ class PlanBuilder:
         self.copies: list[BlockCopy] = []
         self.drafts: list[int] = []
 
+    def add(self, state: RequestState, chunk: Chunk) -> None:
+        """Add a request's chunk."""
+        self.states.append(state)
+        self.chunks.append(chunk)
+
     def change_table(self, state: RequestState, index: int) -> None:
-        """Enter the blocks of a row from `index` on into its block table."""
+        """Enter a row's blocks from `index` on into its block table."""
         for block in state.allocation.blocks[index:]:
             self.changes.append(TableChange(state.row, index, block))
             index += 1
+
+    def build(self, sequence: int, bucket: int, sampler: int, *, scoring: bool) -> IterationPlan:
+        """The finished plan.
+
+        Args:
+          sampler: a SamplerVariant, or -1 where no chunk samples.
+          scoring: whether some chunk's tokens are scored.
+        """
+        return IterationPlan(
+            sequence=sequence,
+            bucket=bucket,
+            admissions=tuple(self.admissions),
+            chunks=tuple(self.chunks),
+            table_changes=tuple(self.changes),
+            sampler=None if sampler < 0 else SamplerVariant(sampler),
+            scoring=scoring,
+            drafts=tuple(self.drafts),
+            block_copies=tuple(self.copies),
+        )

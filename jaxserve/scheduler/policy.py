@@ -1,37 +1,71 @@
-"""How many tokens an iteration should carry, from how busy the engine is: prompts against the time between tokens."""
+"""Token budget policies: how many tokens an iteration may carry, decodes against prompts.
+
+A policy is asked twice for every plan: before decodes are gathered, and again before requests are admitted and prompts
+fill the rest. To try another policy, write a class with these two methods and return it from `make_policy`.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from typing import Protocol
 
 from jaxserve.scheduler.buckets import BucketLadder
+from jaxserve.scheduler.plan_builder import PlanBuilder
+from jaxserve.scheduler.requests import RequestTable
 
 # Iterations over which a prompt is spread while others decode. Simulated on Orca's trace (175B, 2 stages of 8 GPUs,
 # docs/simulator.md), 8 to 16 differ by 2% at any load; 24 costs 5% where slots are short.
 PROMPT_ITERATIONS = 12
 
-# Without an objective: how many times as long as its decodes alone an iteration with prompts may take, and over how
-# many iterations what waits may be spread. docs/simulator.md has what others come to, simulated and measured.
+# Without a target: how many times as long as its decodes alone an iteration with prompts may take, and over how many
+# iterations the waiting prompts may be spread. docs/simulator.md has the results of other values.
 STRETCH, BACKLOG_ITERATIONS = 2.0, 8
 
 
+class TokenBudgetPolicy(Protocol):
+    """How many tokens the next iteration may carry."""
+
+    def decode_budget(self, requests: RequestTable) -> int:
+        """Most tokens while decodes are gathered."""
+        ...
+
+    def prompt_budget(self, requests: RequestTable, plan: PlanBuilder, decode_budget: int) -> int:
+        """Most tokens in all, once `plan` holds the decodes and the prompts that have begun."""
+        ...
+
+
+class FixedTokenBudget:
+    """Always the same budget."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+
+    def decode_budget(self, requests: RequestTable) -> int:
+        """The limit."""
+        return self._limit
+
+    def prompt_budget(self, requests: RequestTable, plan: PlanBuilder, decode_budget: int) -> int:
+        """The limit."""
+        return self._limit
+
+
 class ObjectiveTokenBudget:
-    """The token budget that an objective for the time between tokens and the load leave an iteration.
+    """The token budget for a target time between tokens (TPOT).
 
-    Every batch in flight takes an equal share of the rows that decode, and each prompt that waits or has begun is
-    spread over some iterations: over one where nobody decodes, over one more for every row that does, over
-    PROMPT_ITERATIONS at most. So iterations grow with the load and no further, those in flight at the same time are
-    alike (stages of a pipeline do not wait for each other), and no prompt delays the decodes much.
+    Every plan in flight takes an equal share of the rows that decode. Each prompt that waits or has begun is spread
+    over several iterations: over one where no row decodes, over one more for every row that does, over
+    PROMPT_ITERATIONS at most. So iterations grow with the load and no further, plans in flight are alike (pipeline
+    stages do not wait for each other), and no prompt delays the decodes much.
 
-    The objective bounds it: the largest bucket with which a row gets its next token in time. Decodes are never held
-    back for it, so with more rows than that bucket holds, or no bucket that is quick enough, it is missed.
+    The target bounds the budget: the largest bucket with which a row gets its next token in time. Decodes are never
+    held back, so the target is missed where more rows decode than that bucket holds, or where no bucket is fast enough.
     """
 
     def __init__(self, ladder: BucketLadder, *, target_tpot: float, limit: int, batches: int) -> None:
         """
         Args:
           target_tpot: seconds between a request's tokens.
-          limit: most tokens of an iteration, whatever the objective (a result of `BucketLadder.limit`).
+          limit: most tokens of an iteration, whatever the target (a result of `BucketLadder.limit`).
           batches: plans in flight that hold different rows.
         """
         if not target_tpot > 0:
@@ -39,16 +73,25 @@ class ObjectiveTokenBudget:
         self._sizes = ladder.sizes
         self._limit = limit
         self._batches = batches
-        in_time = bisect_right(ladder.prices, 1000 * target_tpot / batches)
+        in_time = bisect_right(ladder.costs_ms, 1000 * target_tpot / batches)
         self._in_time = ladder.sizes[max(in_time - 1, 0)]
+
+    def decode_budget(self, requests: RequestTable) -> int:
+        """See `budget`."""
+        begun = [state.length for state in requests.running if state.length - state.computed > 1]
+        return self.budget(len(requests.running) - len(begun), sum(begun) + requests.waiting_tokens)
+
+    def prompt_budget(self, requests: RequestTable, plan: PlanBuilder, decode_budget: int) -> int:
+        """The decode budget."""
+        return decode_budget
 
     def budget(self, decodes: int, prompt_tokens: int) -> int:
         """Most tokens of the next iteration: a bucket's, or the limit.
 
         Args:
-          decodes: rows that decode, of all batches.
+          decodes: rows that decode, of all plans.
           prompt_tokens: whole lengths of the prompts that wait or have begun, however far they are: a prompt is to be
-            through after PROMPT_ITERATIONS, not to lose that share of its rest with each.
+            done after PROMPT_ITERATIONS, not to lose that share of its rest with each.
         """
         share = -(-decodes // self._batches)
         wanted = share - (-prompt_tokens // min(1 + share, PROMPT_ITERATIONS))
@@ -57,31 +100,43 @@ class ObjectiveTokenBudget:
 
 
 class DefaultTokenBudget:
-    """The token budget where nobody gave an objective: what prompts may cost those who decode.
+    """The token budget without a target: how much prompts may delay the rows that decode.
 
     An iteration with prompts takes no longer than one in which every row decodes, or than STRETCH times what its own
-    decodes alone would take, whichever is more: so nobody's tokens come slower than under a full house anyway, and
-    where tokens beside the decodes are nearly free, as on an accelerator, all of them are taken. It takes longer only
-    to have what waits through in BACKLOG_ITERATIONS, so that a queue does not grow because of it. Where nobody decodes
-    nothing is held back.
+    decodes alone would take, whichever is more. So tokens never come slower than with all rows in use, and where tokens
+    beside the decodes are nearly free, as on an accelerator, all of them are taken. An iteration takes longer only to
+    compute the waiting prompts within BACKLOG_ITERATIONS, so that this rule does not make the queue grow. Where no row
+    decodes, nothing is held back.
 
-    Everything is by the measured bucket costs, so there is nothing to set for a device.
+    Everything follows from the measured bucket costs, so there is nothing to set for a device.
     """
 
-    def __init__(self, ladder: BucketLadder, *, max_rows: int, limit: int) -> None:
+    def __init__(self, ladder: BucketLadder, *, max_rows: int, limit: int, batches: int = 1) -> None:
         """
         Args:
-          max_rows: of one batch.
+          max_rows: of one plan.
           limit: most tokens of an iteration (a result of `BucketLadder.limit`).
+          batches: plans in flight that hold different rows.
         """
-        self._sizes, self._limit = ladder.sizes, limit
-        sizes, prices, last = ladder.sizes, ladder.prices, len(ladder.sizes) - 1
-        full = prices[min(bisect_left(sizes, max_rows), last)]
-        # By the bucket that the decodes alone would take: the largest that is quick enough, and never that one itself.
-        self._quick = tuple(
-            sizes[min(max(bisect_right(prices, max(full, STRETCH * price)) - 1, index), last)]
-            for index, price in enumerate(prices)
+        self._sizes, self._limit, self._batches = ladder.sizes, limit, batches
+        sizes, costs, last = ladder.sizes, ladder.costs_ms, len(ladder.sizes) - 1
+        full = costs[min(bisect_left(sizes, max_rows), last)]
+        # By the bucket that the decodes alone would take: the largest that is fast enough, and never that one itself.
+        self._fast_enough = tuple(
+            sizes[min(max(bisect_right(costs, max(full, STRETCH * cost)) - 1, index), last)]
+            for index, cost in enumerate(costs)
         )
+
+    def decode_budget(self, requests: RequestTable) -> int:
+        """The limit."""
+        return self._limit
+
+    def prompt_budget(self, requests: RequestTable, plan: PlanBuilder, decode_budget: int) -> int:
+        """See `budget`. Deferred samples are not counted: they have hardly anything left to compute."""
+        decodes = len(plan.states)
+        if self._batches > 1:  # an iteration delays the rows of all plans in flight, which have about as many each
+            decodes = max(decodes, -(-(len(requests.running) - len(plan.prompts)) // self._batches))
+        return self.budget(decodes, plan.prompt_tokens + requests.waiting.num_tokens + requests.preempted_tokens)
 
     def budget(self, decodes: int, prompt_tokens: int) -> int:
         """Most tokens of the next iteration: a bucket's, or the limit.
@@ -93,6 +148,33 @@ class DefaultTokenBudget:
         if not decodes or not prompt_tokens:
             return self._limit
         sizes, last = self._sizes, len(self._sizes) - 1
-        quick = self._quick[min(bisect_left(sizes, decodes), last)]
+        fast_enough = self._fast_enough[min(bisect_left(sizes, decodes), last)]
         wanted = max(decodes - (-prompt_tokens // BACKLOG_ITERATIONS), decodes + 1)
-        return min(max(quick, sizes[min(bisect_left(sizes, wanted), last)]), self._limit)
+        return min(max(fast_enough, sizes[min(bisect_left(sizes, wanted), last)]), self._limit)
+
+
+def make_policy(
+    ladder: BucketLadder,
+    *,
+    max_rows: int,
+    batches: int = 1,
+    token_budget: int | None = None,
+    target_tpot: float | None = None,
+    is_fixed: bool = False,
+) -> TokenBudgetPolicy:
+    """The policy for an engine's settings.
+
+    Args:
+      max_rows: of one plan.
+      batches: plans in flight that hold different rows.
+      token_budget: most tokens of an iteration, if that is limited.
+      target_tpot: seconds between a request's tokens, if there is a target.
+      is_fixed: use the token budget alone: prompts are cut at fixed places, or no client sees a token before the batch
+        ends.
+    """
+    limit = ladder.limit(token_budget)
+    if target_tpot is not None:
+        return ObjectiveTokenBudget(ladder, target_tpot=target_tpot, limit=limit, batches=batches)
+    if is_fixed:
+        return FixedTokenBudget(limit)
+    return DefaultTokenBudget(ladder, max_rows=max_rows, limit=limit, batches=batches)

@@ -57,7 +57,7 @@ class Wanted(NamedTuple):
 class Drafter(Protocol):
     """A model that drafts for several rows at once."""
 
-    def price(self, rows: int) -> float:
+    def cost_ms(self, rows: int) -> float:
         """Milliseconds to draft one token for each of so many rows."""
         ...
 
@@ -180,14 +180,14 @@ class Speculation:
           rows: that decode, candidates or not.
           budget: most tokens of the iteration.
         """
-        sizes, prices = self._ladder.sizes, self._ladder.prices
+        sizes, costs = self._ladder.sizes, self._ladder.costs_ms
         likeliest = [(-each.begin * each.chance, where) for where, each in enumerate(candidates) if each.most > 0]
         if not likeliest:
             return [0] * len(candidates)
         heapq.heapify(likeliest)
-        step = 0.0 if self.drafter is None else self.drafter.price(len(likeliest))
+        step = 0.0 if self.drafter is None else self.drafter.cost_ms(len(likeliest))
         index = min(bisect_left(sizes, rows), len(sizes) - 1)
-        expected, rate = float(rows), rows / prices[index]
+        expected, rate = float(rows), rows / costs[index]
         lengths, order = [0] * len(candidates), []
         longest = best = 0
         while likeliest and rows + len(order) < min(self._max_points, budget, sizes[-1]):
@@ -202,7 +202,7 @@ class Speculation:
                 heapq.heappop(likeliest)
             if rows + len(order) > sizes[index]:
                 index += 1
-            now = expected / (prices[index] + self._handover + longest * step)
+            now = expected / (costs[index] + self._handover + longest * step)
             if now > rate:
                 rate, best = now, len(order)
         counts = Counter(order[:best])

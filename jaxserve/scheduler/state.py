@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,15 @@ from jaxserve.scheduler.speculation import Guesses
 if TYPE_CHECKING:
     from jaxserve.scheduler.parallel_samples import ParallelSamples
 
-WAITING, RUNNING, PREEMPTED, FINISHING, ENDED = range(5)
+
+class Phase(enum.IntEnum):
+    """Where a request is between submit and its end."""
+
+    WAITING = 0  # for a row
+    RUNNING = 1
+    PREEMPTED = 2  # its blocks are gone; it waits again when the chunk that is still in flight has landed
+    FINISHING = 3  # its last token is in flight
+    ENDED = 4
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -23,11 +32,9 @@ class RequestState:
 
     Attributes:
       key: place in every queue, smallest first.
-      tokens: known tokens, prompt first; the lease holds the same list.
+      tokens: known tokens, prompt first; the allocation holds the same list.
       limit: length at which it ends at the latest.
-      endings: tokens that end it.
-      phase: WAITING for a row; RUNNING; PREEMPTED (its blocks are gone, a chunk of it is still in flight; it waits
-        again when that has landed); FINISHING (its last token is in flight); ENDED.
+      stop_ids: tokens that end it.
       row: -1 without one.
       computed: positions whose iteration is launched.
       length: tokens known plus tokens being sampled; a chunk that ends here samples.
@@ -35,8 +42,8 @@ class RequestState:
       scored: last prompt position whose logprob a launched iteration computes; 0 before any.
       score_end: last prompt position to be scored; 0 when none is.
       cached: prompt tokens found in the prefix cache when it first began.
-      guesses: what its next tokens may be, once it was looked at for drafts.
-      family: those with the same prompt that it shares keys and values with, if any.
+      guesses: what its next tokens may be, from when drafts were first considered.
+      samples: the group of requests with the same prompt that it shares keys and values with, if any.
     """
 
     name: str
@@ -45,11 +52,11 @@ class RequestState:
     tokens: list[int]
     allocation: BlockAllocation
     limit: int
-    endings: frozenset[int]
+    stop_ids: frozenset[int]
     variant: SamplerVariant
     length: int
     score_end: int
-    phase: int = WAITING
+    phase: Phase = Phase.WAITING
     row: int = -1
     computed: int = 0
     in_flight: int = 0
@@ -57,15 +64,20 @@ class RequestState:
     has_begun: bool = False
     cached: int = 0
     guesses: Guesses | None = None
-    family: ParallelSamples | None = None
+    samples: ParallelSamples | None = None
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether a grammar limits its tokens."""
+        return self.variant == SamplerVariant.CONSTRAINED
 
     @classmethod
     def of(cls, request: Request, key: tuple[float, int], eos_token_ids: frozenset[int]) -> RequestState:
         """The state in which `request` begins to wait."""
         sampling = request.sampling
-        endings = frozenset() if sampling.ignore_eos else eos_token_ids
+        stop_ids = frozenset() if sampling.ignore_eos else eos_token_ids
         if sampling.stop_token_ids:
-            endings = endings.union(sampling.stop_token_ids)
+            stop_ids = stop_ids.union(sampling.stop_token_ids)
         if sampling.grammar is not None:
             variant = SamplerVariant.CONSTRAINED
         elif sampling.is_penalised or sampling.logprobs:
@@ -81,7 +93,7 @@ class RequestState:
             tokens=tokens,
             allocation=allocation,
             limit=request.max_length,
-            endings=endings,
+            stop_ids=stop_ids,
             variant=variant,
             length=len(tokens),
             score_end=len(tokens) - 1 if sampling.prompt_logprobs is not None else 0,
@@ -96,12 +108,12 @@ class RequestState:
             prompt_length=len(self.request.prompt),
             blocks=tuple(self.allocation.blocks),
             sampling=self.request.sampling,
-            endings=tuple(self.endings) if self.request.sampling.min_tokens else (),
+            endings=tuple(self.stop_ids) if self.request.sampling.min_tokens else (),
         )
 
     def finish_reason(self, token: int, eos_token_ids: frozenset[int]) -> FinishReason | None:
         """Whether and why `token`, just appended, is the last."""
-        if token in self.endings:
+        if token in self.stop_ids:
             is_eos = token in eos_token_ids and not self.request.sampling.ignore_eos
             return FinishReason.EOS if is_eos else FinishReason.STOP
         return FinishReason.LENGTH if len(self.tokens) == self.limit else None

@@ -43,9 +43,9 @@ def propose_by(engine: Engine, propose) -> None:
     prompts may cost those who decode, too, whatever the engine has measured."""
     costs = ladder(dict.fromkeys((6, 12, 24), 1000.0))
     scheduler = engine._replicas[0].scheduler
-    drafting = scheduler._drafting
+    drafting = scheduler.drafting
     assert drafting is not None
-    scheduler._default_pace = DefaultTokenBudget(costs, max_rows=6, limit=24)
+    scheduler.policy = DefaultTokenBudget(costs, max_rows=6, limit=24)
     drafting.speculation = Speculation(costs, most=7, max_points=max_points(6, 7), waits=True, propose=propose)
 
 
@@ -169,7 +169,7 @@ def modelled(params, tmp_path_factory) -> Engine:
 
 def drafter_of(engine: Engine) -> DraftModel:
     """The engine's, and at prices at which everything pays."""
-    drafting = engine._replicas[0].scheduler._drafting
+    drafting = engine._replicas[0].scheduler.drafting
     assert drafting is not None
     drafter = drafting.speculation.drafter
     assert isinstance(drafter, DraftModel)

@@ -11,16 +11,39 @@ from jaxserve.request import Request
 from jaxserve.sampling_params import MAX_LOGPROBS, SamplingParams
 from jaxserve.scheduler.buckets import BucketCost, BucketLadder
 from jaxserve.scheduler.kv_blocks import SlotPool
+from jaxserve.scheduler.policy import make_policy
 from jaxserve.scheduler.scheduler import Scheduler
+from jaxserve.scheduler.static_batching import StaticBatchScheduler
 
 
 def scheduler(
-    *, rows=4, sizes=(1, 2, 4, 8, 16), blocks=64, block_size=4, policy="grow", context=64, growth=0, **more
+    *,
+    rows=4,
+    sizes=(1, 2, 4, 8, 16),
+    blocks=64,
+    block_size=4,
+    policy="grow",
+    context=64,
+    growth=0,
+    static=False,
+    token_budget=None,
+    target_tpot=None,
+    **more,
 ) -> Scheduler:
     pool = SlotPool(blocks, block_size, policy=policy, prefix_cache=True)
     pool.growth_tokens = growth
     costs = [BucketCost(size=n, compile_seconds=0.0, milliseconds=10.0 + n) for n in sizes]
-    return Scheduler(pool, BucketLadder(costs), max_rows=rows, max_context=context, **more)
+    ladder = BucketLadder(costs)
+    budget_policy = make_policy(
+        ladder,
+        max_rows=rows,
+        batches=more.get("in_flight", more["n_stages"] + 1) if more.get("n_stages", 1) > 1 else 1,
+        token_budget=token_budget,
+        target_tpot=target_tpot,
+        is_fixed=static or more.get("fixed_chunk") is not None,
+    )
+    made = StaticBatchScheduler if static else Scheduler
+    return made(pool, ladder, max_rows=rows, max_context=context, policy=budget_policy, **more)
 
 
 def request(name, prompt=4, *, arrival=0.0, priority=0, salt="", **sampling) -> Request:

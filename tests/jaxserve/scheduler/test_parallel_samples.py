@@ -13,16 +13,19 @@ from jaxserve.request import FinishReason, Request
 from jaxserve.scheduler.buckets import BucketCost, BucketLadder
 from jaxserve.scheduler.kv_blocks import SlotPool
 from jaxserve.scheduler.scheduler import Scheduler
+from jaxserve.scheduler.static_batching import StaticBatchScheduler
 from tests.jaxserve.scheduler.stepping import answer, finish, names, request
 
 PROMPT = tuple(range(100, 110))  # two blocks of 4 and half of one
 
 
-def scheduler(*, rows=8, sizes=(1, 4, 8, 16, 32), blocks=64, policy="grow", cache=True, **more) -> Scheduler:
+def scheduler(
+    *, rows=8, sizes=(1, 4, 8, 16, 32), blocks=64, policy="grow", cache=True, made=Scheduler, **more
+) -> Scheduler:
     pool = SlotPool(blocks, 4, policy=policy, prefix_cache=cache)
     pool.growth_tokens = 0
     costs = [BucketCost(size=n, compile_seconds=0.0, milliseconds=10.0 + n) for n in sizes]
-    return Scheduler(pool, BucketLadder(costs), max_rows=rows, max_context=64, **more)
+    return made(pool, BucketLadder(costs), max_rows=rows, max_context=64, **more)
 
 
 def submit(made: Scheduler, count: int, prompt: Sequence[int] = PROMPT, **sampling) -> None:
@@ -51,7 +54,7 @@ def test_the_prompt_is_computed_once_and_its_blocks_are_shared(policy, cache):
     second = plan(made)  # before the first has landed
     assert names(second) == ["a1", "a2", "a3"]
     assert second.chunks == (Chunk(0, 10, 1, True), *(Chunk(row, 9, 1, True) for row in (1, 2, 3)))
-    states = made._live
+    states = made.requests.live
     shared, last = states["a"].allocation.blocks[:2], states["a"].allocation.blocks[2]
     copies = [copy.target for copy in second.block_copies]
     assert [copy.source for copy in second.block_copies] == [last] * 3
@@ -64,7 +67,7 @@ def test_the_prompt_is_computed_once_and_its_blocks_are_shared(policy, cache):
     assert {event.cached_tokens for event in events if event.request_id != "a"} == {9}
     assert sum(event.finish_reason is FinishReason.LENGTH for event in events) == 4
     assert made.pool.slots_used == 0
-    assert made._families._named == {}
+    assert made.requests.samples.named == {}
 
 
 def test_a_prompt_that_fills_its_blocks_but_for_one_token_needs_no_copy():
@@ -159,7 +162,7 @@ def test_samples_that_were_preempted_share_the_prompt_again():
         if planned is not None:
             launched.append(planned)
             rows = {chunk.row: chunk.start for chunk in planned.chunks}
-            starts += [(each.request_id, rows[each.row], "a" in made._live) for each in planned.admissions]
+            starts += [(each.request_id, rows[each.row], "a" in made.requests.live) for each in planned.admissions]
         if planned is None or len(launched) > 1:
             done = launched.pop(0)
             made.complete(done, answer(done))
@@ -196,7 +199,7 @@ def test_a_sample_whose_prompt_is_scored_computes_it():
 
 
 def test_a_batch_of_requests_is_formed_with_all_samples():
-    made = scheduler(mode="request")
+    made = scheduler(made=StaticBatchScheduler)
     submit(made, 3)
     assert names(plan(made)) == ["a", "a1", "a2"]
 

@@ -132,7 +132,7 @@ def test_what_is_cut_at_fixed_places_is_not_paced():
 
 
 def test_a_batch_of_requests_is_not_paced():
-    made = scheduler(sizes=(1, 2, 4, 32), blocks=256, context=128, mode="request")
+    made = scheduler(sizes=(1, 2, 4, 32), blocks=256, context=128, static=True)
     for name, length in (("a", 1), ("b", 62)):
         made.submit(request(name, length, max_tokens=4))
     lengths = [[chunk.length for chunk in step(made)[0].chunks] for _ in range(2)]

@@ -56,7 +56,7 @@ def test_a_preempted_request_that_ends_by_the_token_in_flight_is_through():
     events = made.complete(second, answer(second, [7, 2]))
     assert events[1].finish_reason == FinishReason.EOS
     assert (made.num_waiting, made.num_running) == (0, 1)
-    assert made.abort("b") is None
+    assert made.abort("b") == []
 
 
 def test_a_preempted_request_is_not_overtaken():

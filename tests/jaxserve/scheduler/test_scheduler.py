@@ -10,6 +10,7 @@ from jaxserve.iteration import Chunk, IterationPlan
 from jaxserve.request import FinishReason
 from jaxserve.scheduler.buckets import BucketCost, BucketLadder
 from jaxserve.scheduler.kv_blocks import SlotPool
+from jaxserve.scheduler.policy import FixedTokenBudget
 from jaxserve.scheduler.scheduler import PRIORITY_SECONDS, Scheduler
 from tests.jaxserve.scheduler.stepping import answer, crowded, finish, names, request, scheduler, step
 
@@ -176,11 +177,10 @@ def test_decodes_leave_a_token_for_an_earlier_prompt():
     step(made)
     made.submit(request("a", 3, arrival=0.0))
     assert [c.row for c in step(made)[0].chunks] == [0, 1]  # not admitted: the decodes that run fill the bucket
-    made._default_pace = None  # which is of the ladder before
-    made._budget = 3
+    made.policy = FixedTokenBudget(3)
     made._ladder = BucketLadder([BucketCost(size=3, compile_seconds=0.0, milliseconds=1.0)])
     assert step(made)[0].chunks[-1] == Chunk(2, 0, 1, False)
-    made._budget = 2
+    made.policy = FixedTokenBudget(2)
     assert [(c.row, c.length) for c in step(made)[0].chunks] == [(0, 1), (2, 1)]
 
 
@@ -229,8 +229,8 @@ def test_abort_in_every_state():
     made = crowded()
     made.submit(request("c", 2))
     made.submit(request("d", 2, max_tokens=1))
-    assert made.abort("nobody") is None
-    event = made.abort("c")  # waiting
+    assert made.abort("nobody") == []
+    (event,) = made.abort("c")  # waiting
     assert event is not None
     assert (event.token_ids, event.finish_reason) == ((), FinishReason.ABORTED)
     assert (made.num_waiting, made.waiting_tokens) == (3, 8)
@@ -241,21 +241,21 @@ def test_abort_in_every_state():
     third = made.schedule()  # preempts b
     assert third is not None
     assert made.num_waiting == 2
-    assert made.abort("b") is not None  # preempted, a token in flight
+    assert made.abort("b")  # preempted, a token in flight
     assert [e.request_id for e in made.complete(second, answer(second))] == ["a"]
-    assert made.abort("a") is not None  # running
+    assert made.abort("a")  # running
     assert made.pool.slots_used == 0
     fourth = made.schedule()
     assert fourth is not None
     assert names(fourth) == ["d"]
-    assert made.abort("d") is not None  # its last token in flight
-    assert made.abort("d") is None
+    assert made.abort("d")  # its last token in flight
+    assert made.abort("d") == []
     assert (made.num_running, made.num_waiting) == (0, 0)
     assert made.has_work  # plans in flight
     assert made.complete(third, answer(third)) == []
     assert made.complete(fourth, answer(fourth)) == []
     assert not made.has_work
-    assert made._free_rows == [0, 1]
+    assert made.requests.free_rows == [0, 1]
     assert made.pool.slots_used == 0
 
 

@@ -27,10 +27,27 @@ from jaxserve.request import FinishReason, Request, TokenEvent
 from jaxserve.sampling_params import Grammar, SamplingParams
 from jaxserve.scheduler.buckets import BucketCost, BucketLadder
 from jaxserve.scheduler.kv_blocks import SlotPool
+from jaxserve.scheduler.policy import TokenBudgetPolicy, make_policy
 from jaxserve.scheduler.scheduler import PRIORITY_SECONDS, Scheduler
 from jaxserve.scheduler.speculation import Speculation
-from jaxserve.scheduler.state import FINISHING, PREEMPTED, RUNNING, WAITING
+from jaxserve.scheduler.state import Phase
+from jaxserve.scheduler.static_batching import StaticBatchScheduler
 from tests.jaxserve.scheduler.device_model import EOS, MAX_CONTEXT, VOCABULARY, Client, Device, Prophet
+
+
+class RecordedPolicy:
+    """A policy that remembers the last budget it gave."""
+
+    def __init__(self, policy: TokenBudgetPolicy) -> None:
+        self.policy = policy
+        self.budget = 0
+
+    def decode_budget(self, requests):
+        return self.policy.decode_budget(requests)
+
+    def prompt_budget(self, requests, plan, decode_budget):
+        self.budget = self.policy.prompt_budget(requests, plan, decode_budget)
+        return self.budget
 
 
 class World:
@@ -67,15 +84,24 @@ class World:
                 waits=n_stages == 1,
                 propose=lambda tokens: Prophet(tokens, errs),
             )
-        self.scheduler = Scheduler(
+        batches = n_stages + ahead if n_stages > 1 else 1
+        self.policy = RecordedPolicy(
+            make_policy(
+                ladder,
+                max_rows=max_rows,
+                batches=batches,
+                token_budget=budget,
+                target_tpot=target,
+                is_fixed=mode == "request",
+            )
+        )
+        self.scheduler = (StaticBatchScheduler if mode == "request" else Scheduler)(
             pool,
             ladder,
+            policy=self.policy,
             max_rows=max_rows,
             max_context=MAX_CONTEXT,
-            token_budget=budget,
-            target_tpot=target,
             eos_token_ids=EOS,
-            mode=mode,
             n_stages=n_stages,
             in_flight=n_stages + ahead,
             speculation=speculation,
@@ -101,41 +127,42 @@ class World:
                 del self.clients[event.request_id]
 
     def abort(self, request_id: str) -> None:
-        event = self.scheduler.abort(request_id)
-        assert event is not None
+        event, *released = self.scheduler.abort(request_id)
         assert event.finish_reason == FinishReason.ABORTED
         assert not event.token_ids
         del self.clients[request_id]
-        self.deliver(self.scheduler.take_held())
-        assert self.scheduler.abort(request_id) is None
+        self.deliver(released)
+        assert self.scheduler.abort(request_id) == []
 
     def launch(self) -> bool:
         scheduler = self.scheduler
         exclusive = self.n_stages > 1
-        live = sorted(scheduler._live.values(), key=lambda state: state.key)
+        live = sorted(scheduler.requests.live.values(), key=lambda state: state.key)
         before = {
             state.name: state.length - state.computed
             for state in live
-            if state.phase == RUNNING and not (exclusive and state.in_flight)
+            if state.phase == Phase.RUNNING and not (exclusive and state.in_flight)
         }
         capacity = {state.name: state.allocation.capacity for state in live}
-        closing = scheduler._num_closing
-        oldest = next((state for state in live if state.phase == RUNNING), None)
+        closing = scheduler.requests.num_finishing
+        oldest = next((state for state in live if state.phase == Phase.RUNNING), None)
         plan = scheduler.schedule()
-        assert oldest is None or oldest.phase in (RUNNING, FINISHING), "the oldest request was preempted"
+        assert oldest is None or oldest.phase in (Phase.RUNNING, Phase.FINISHING), "the oldest request was preempted"
         if plan is None:
             return False
         self.check_shape(plan)
         states = dict(zip((chunk.row for chunk in plan.chunks), scheduler._in_flight[-1].states, strict=True))
         given = {states[chunk.row].name: chunk.length for chunk in plan.chunks}
         starts = {chunk.row: chunk.start for chunk in plan.chunks}
-        admitted = [scheduler._live[admission.request_id] for admission in plan.admissions]
+        admitted = [scheduler.requests.live[admission.request_id] for admission in plan.admissions]
         # Admission follows the order of keys: whoever still waits comes after all who were let in.
-        waiting = [state.key for state in live if state.phase in (WAITING, PREEMPTED) and not stands_aside(state)]
+        waiting = [
+            state.key for state in live if state.phase in (Phase.WAITING, Phase.PREEMPTED) and not is_deferred(state)
+        ]
         assert not waiting or all(state.key < min(waiting) for state in admitted)
         assert admitted == sorted(admitted, key=lambda state: state.key)
         # So do prompt tokens: who gets less than it could use is the last to get any.
-        stayed = [state for state in live if state.name in before and state.phase in (RUNNING, FINISHING)]
+        stayed = [state for state in live if state.name in before and state.phase in (Phase.RUNNING, Phase.FINISHING)]
         prompts = [state for state in stayed if before[state.name] > 1]
         shares = [given.get(state.name, 0) for state in prompts]
         wanted = [before[state.name] for state in prompts]
@@ -143,17 +170,18 @@ class World:
             admission = next(a for a in plan.admissions if a.request_id == state.name)
             shares.append(given[state.name])
             wanted.append(len(admission.tokens) - starts[admission.row])
-            assert starts[admission.row] == len(admission.blocks) * self.device.block_size or state.family is not None
+            assert starts[admission.row] == len(admission.blocks) * self.device.block_size or state.samples is not None
         short = [index for index, share in enumerate(shares) if share < wanted[index]]
         assert not short or not any(shares[short[0] + 1 :])
-        assert not short or sum(given.values()) == min(plan.bucket, scheduler._budget), "tokens left, prompts waiting"
+        full = len(given) == self.max_rows or sum(given.values()) == min(plan.bucket, self.policy.budget)
+        assert not short or full, "tokens left, prompts waiting"
         # Decodes: everybody who can, each iteration; the latest stand back when rows or tokens do not suffice.
         decodes = [state for state in stayed if before[state.name] == 1]
         skipped = [state for state in decodes if state.name not in given]
         waits = [s for s in skipped if closing and s.computed == capacity[s.name]]  # for blocks about to come back
         skipped = [s for s in skipped if s not in waits]
         if skipped:
-            assert len(given) == self.max_rows or len(decodes) + bool(prompts) > scheduler._budget
+            assert len(given) == self.max_rows or len(decodes) + bool(prompts) > self.policy.budget
             assert all(s.name not in given for s in decodes if s.key > skipped[0].key)
         # Orca's promise: in every iteration in which somebody runs, all who arrived before in its class run too, unless
         # they have ended or wait for blocks. (With more stages they may be in another plan.)
@@ -161,12 +189,12 @@ class World:
             if state.name in given:
                 earlier = [s for s in live if s.key < state.key and s.request.priority == state.request.priority]
                 # While others of its family compute the prompt, it is overtaken.
-                earlier = [s for s in earlier if s.family is None or s.phase not in (WAITING, PREEMPTED)]
-                assert all(s.name in given or s.phase == FINISHING or s in waits for s in earlier)
+                earlier = [s for s in earlier if s.samples is None or s.phase not in (Phase.WAITING, Phase.PREEMPTED)]
+                assert all(s.name in given or s.phase == Phase.FINISHING or s in waits for s in earlier)
         if oldest is not None and oldest.name in before and oldest.name not in given:
             assert closing, "the oldest request stood still"
             assert oldest.computed == capacity[oldest.name]
-        forks = {name for name, state in scheduler._live.items() if state.family is not None}
+        forks = {name for name, state in scheduler.requests.live.items() if state.samples is not None}
         self.in_flight.append((plan, self.device.run(plan, self.completed, forks)))
         self.withdraw(plan)
         return True
@@ -200,7 +228,7 @@ class World:
         assert set(copied).isdisjoint(copy.source for copy in plan.block_copies)
         assert set(copied) <= {block for admission in plan.admissions for block in admission.blocks[-1:]}
         assert min(lengths) >= 1
-        assert plan.num_tokens <= min(plan.bucket, scheduler._budget)
+        assert plan.num_tokens <= min(plan.bucket, self.policy.budget)
         assert lengths == [1] * lengths.count(1) + [length for length in lengths if length > 1]
         assert sum(chunk.samples or 1 for chunk in plan.chunks) <= min(plan.bucket, self.max_points)
         assert all(chunk.samples in (0, 1, chunk.length) for chunk in plan.chunks)
@@ -228,7 +256,7 @@ class World:
     def check(self) -> None:
         """Every block is in one place; every row and every count is right."""
         scheduler, pool = self.scheduler, self.scheduler.pool
-        live = scheduler._live.values()
+        live = scheduler.requests.live.values()
         references = Counter(block for state in live for block in state.allocation.blocks)
         assert [references[block] for block in range(pool.n_blocks)] == pool._references
         places = Counter([*pool._free, *pool._idle, *references])
@@ -240,17 +268,18 @@ class World:
         assert 0 <= pool.slots_used <= pool.n_slots
         rows = [state.row for state in live if state.row >= 0]
         assert len(rows) == len(set(rows))
-        assert set(rows).isdisjoint(scheduler._free_rows)
-        assert len(scheduler._free_rows) == len(set(scheduler._free_rows))
+        assert set(rows).isdisjoint(scheduler.requests.free_rows)
+        assert len(scheduler.requests.free_rows) == len(set(scheduler.requests.free_rows))
         phases = Counter(state.phase for state in live)
-        assert scheduler.num_waiting == phases[WAITING] + phases[PREEMPTED]
-        assert scheduler.num_running == phases[RUNNING] + phases[FINISHING]
-        assert scheduler.waiting_tokens == sum(s.length for s in live if s.phase in (WAITING, PREEMPTED))
-        assert all(s.length == len(s.tokens) for s in live if s.phase == WAITING)
-        assert all(not state.allocation.blocks for state in live if state.phase in (WAITING, PREEMPTED))
+        assert scheduler.requests.num_waiting == phases[Phase.WAITING] + phases[Phase.PREEMPTED]
+        assert scheduler.num_running == phases[Phase.RUNNING] + phases[Phase.FINISHING]
+        rowless = [state for state in live if state.phase in (Phase.WAITING, Phase.PREEMPTED)]
+        assert scheduler.requests.waiting_tokens == sum(state.length for state in rowless)
+        assert all(s.length == len(s.tokens) for s in live if s.phase == Phase.WAITING)
+        assert not any(state.allocation.blocks for state in rowless)
         if scheduler.pool.policy == "reserve":
             assert not scheduler.preemptions
-        assert set(scheduler._live) <= set(self.clients)
+        assert set(scheduler.requests.live) <= set(self.clients)
 
     def step(self) -> bool:
         """What an engine does in one turn; False when there is nothing to do."""
@@ -269,13 +298,13 @@ class World:
         assert not self.clients, "somebody never got an answer"
         assert not self.scheduler.has_work
         assert self.scheduler.pool.slots_used == 0
-        assert (self.scheduler._families.num_aside, self.scheduler._families._named) == (0, {})
+        assert (self.scheduler.requests.samples.num_deferred, self.scheduler.requests.samples.named) == (0, {})
         rows = self.most_in_flight * self.max_rows if self.n_stages > 1 else self.max_rows
-        assert sorted(self.scheduler._free_rows) == list(range(rows))
+        assert sorted(self.scheduler.requests.free_rows) == list(range(rows))
 
 
-def stands_aside(state) -> bool:
-    return state.family is not None and state in state.family.aside
+def is_deferred(state) -> bool:
+    return state.samples is not None and state in state.samples.deferred
 
 
 def samples_of(request: Request, count: int) -> list[Request]:

@@ -72,7 +72,7 @@ def test_a_full_iteration_is_not_even_looked_at() -> None:
 @pytest.mark.parametrize(("price", "lengths"), [(0.1, [3]), (6.0, [3]), (6.6, [1]), (9.0, [0])])
 def test_a_models_time_is_part_of_the_price(price, lengths) -> None:
     class Model:
-        def price(self, rows: int) -> float:
+        def cost_ms(self, rows: int) -> float:
             assert rows == 1
             return price
 

@@ -8,8 +8,8 @@ from jaxserve.request import FinishReason
 from tests.jaxserve.scheduler.stepping import names, request, scheduler, step
 
 
-def test_a_batch_of_requests_begins_and_ends_as_one():
-    made = scheduler(rows=2, mode="request")
+def test_a_batch_begins_and_ends_as_one():
+    made = scheduler(rows=2, static=True)
     made.submit(request("a", 2, max_tokens=1))
     made.submit(request("b", 2, max_tokens=3))
     made.submit(request("c", 2, max_tokens=1))
@@ -31,8 +31,8 @@ def test_a_batch_of_requests_begins_and_ends_as_one():
     assert not made.has_work
 
 
-def test_who_comes_after_the_batch_has_formed_waits_even_for_an_empty_row():
-    made = scheduler(rows=2, mode="request")
+def test_later_requests_wait_for_the_next_batch():
+    made = scheduler(rows=2, static=True)
     made.submit(request("a", 2, max_tokens=2))
     assert names(step(made)[0]) == ["a"]
     made.submit(request("b", 2, max_tokens=2))
@@ -40,16 +40,16 @@ def test_who_comes_after_the_batch_has_formed_waits_even_for_an_empty_row():
     assert names(step(made)[0]) == ["b"]
 
 
-def test_a_batch_admits_what_it_was_formed_of_over_several_iterations():
-    made = scheduler(rows=2, sizes=(1, 2, 4), mode="request")
+def test_admission_takes_several_iterations():
+    made = scheduler(rows=2, sizes=(1, 2, 4), static=True)
     for name in "ab":
         made.submit(request(name, 4))
     assert names(step(made)[0]) == ["a"]
     assert names(step(made)[0]) == ["b"]
 
 
-def test_a_batch_that_the_pool_has_cut_short_stays_closed():
-    made = scheduler(rows=3, blocks=6, policy="reserve", context=24, mode="request")
+def test_a_full_pool_closes_the_batch():
+    made = scheduler(rows=3, blocks=6, policy="reserve", context=24, static=True)
     made.submit(request("a", 4, max_tokens=1))  # 2 blocks
     made.submit(request("b", 4, max_tokens=8))  # 3 blocks
     made.submit(request("c", 4, max_tokens=4))  # 2 blocks: not now
@@ -59,17 +59,15 @@ def test_a_batch_that_the_pool_has_cut_short_stays_closed():
     assert names(step(made)[0]) == ["c"]
 
 
-def test_an_abort_takes_back_what_was_held_and_sets_the_rest_free():
-    made = scheduler(rows=3, mode="request")
+def test_abort_releases_held_events():
+    made = scheduler(rows=3, static=True)
     for name, most in (("a", 1), ("b", 1), ("c", 5)):
         made.submit(request(name, 2, max_tokens=most))
     assert step(made)[1] == []
-    event = made.abort("a")  # finished, but held back
-    assert event is not None
+    (event,) = made.abort("a")  # finished, but held back
     assert event.finish_reason == FinishReason.ABORTED
-    assert made.abort("a") is None
-    assert made.take_held() == []
-    assert made.abort("c") is not None  # the last that ran
-    assert made.has_work
-    assert [e.request_id for e in made.take_held()] == ["b"]
+    assert made.abort("a") == []
+    last, held = made.abort("c")  # the last that ran
+    assert (last.request_id, last.finish_reason) == ("c", FinishReason.ABORTED)
+    assert (held.request_id, held.finish_reason) == ("b", FinishReason.LENGTH)
     assert not made.has_work

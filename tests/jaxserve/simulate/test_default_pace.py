@@ -9,6 +9,7 @@ from benchmarks.orca import SETUPS
 from jaxserve.plan.cost import FITS
 from jaxserve.scheduler.buckets import BucketCost, BucketLadder
 from jaxserve.scheduler.kv_blocks import SlotPool
+from jaxserve.scheduler.policy import make_policy
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.simulate import virtual_clock
 from jaxserve.simulate import workload as load
@@ -30,9 +31,9 @@ def arrivals(requests: int, rate: float, seed: int, prompt: Range, output: Range
 
 def serve(coming: list[Arrival], costs: list[BucketCost], rows: int, *, paced: bool) -> RunReport:
     pool = SlotPool(rows * 512 // 16, 16, policy="grow", prefix_cache=False)
-    made = Scheduler(pool, BucketLadder(costs), max_rows=rows, max_context=512)
-    if not paced:
-        made._default_pace = None
+    ladder = BucketLadder(costs)
+    policy = make_policy(ladder, max_rows=rows, is_fixed=not paced)
+    made = Scheduler(pool, ladder, max_rows=rows, max_context=512, policy=policy)
     seconds = {cost.size: cost.milliseconds / 1000 for cost in costs}
     device = SimulatedDevice(lambda plan: [seconds[plan.bucket]], 1)
     return report.summarise("", virtual_clock.run(coming, made, device, in_flight=2))

@@ -1,0 +1,137 @@
+"""The live requests of a scheduler: their phases, rows and queues. It decides nothing."""
+
+from __future__ import annotations
+
+import heapq
+from bisect import insort
+from operator import attrgetter
+
+from jaxserve.scheduler.parallel_samples import ParallelSampleGroups
+from jaxserve.scheduler.state import Phase, RequestState
+from jaxserve.scheduler.waiting import WaitingQueue
+
+_by_key = attrgetter("key")
+
+
+class RequestTable:
+    """Moves requests from phase to phase and keeps the counts that follow from it.
+
+    Attributes:
+      live: requests that have not ended, by id.
+      waiting: requests in phase WAITING, except deferred samples.
+      running: requests in phase RUNNING, by key.
+      samples: groups of requests with one prompt; a group may defer some of its requests.
+      free_rows: a heap.
+      num_finishing / num_preempted / preempted_tokens: requests (and their tokens) in these phases.
+    """
+
+    def __init__(self, n_rows: int, *, rows_are_exclusive: bool, boundary: int | None) -> None:
+        """Args:
+        rows_are_exclusive: whether plans in flight must not share a row.
+        boundary: samples of one prompt take over keys and values up to a multiple of this many tokens.
+        """
+        self.live: dict[str, RequestState] = {}
+        self.waiting: WaitingQueue[RequestState] = WaitingQueue()
+        self.running: list[RequestState] = []
+        self.samples = ParallelSampleGroups(self.waiting, boundary=boundary)
+        self.free_rows = list(range(n_rows))
+        self.num_finishing = self.num_preempted = self.preempted_tokens = 0
+        self._exclusive = rows_are_exclusive
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without a row: not begun yet, or preempted."""
+        return len(self.waiting) + self.num_preempted + self.samples.num_deferred
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Tokens that the waiting requests compute before they generate."""
+        return self.waiting.num_tokens + self.preempted_tokens + self.samples.deferred_tokens
+
+    @property
+    def num_running(self) -> int:
+        """Requests with work in the batch or a last token in flight."""
+        return len(self.running) + self.num_finishing
+
+    def add(self, state: RequestState) -> None:
+        """Let a new request wait."""
+        self.live[state.name] = state
+        self.waiting.push(state)
+
+    def begin(self, state: RequestState) -> None:
+        """Give an admitted request a row."""
+        state.phase = Phase.RUNNING
+        state.row = heapq.heappop(self.free_rows)
+        if not state.has_begun:
+            state.has_begun = True
+            state.cached = state.computed
+        insort(self.running, state, key=_by_key)
+
+    def finish(self, state: RequestState) -> None:
+        """Take a request whose last token is in flight out of the batch."""
+        state.phase = Phase.FINISHING
+        self.running.remove(state)
+        self.num_finishing += 1
+        # The next plan may use the row: the device runs it after this one. A constrained request may need it back.
+        if not self._exclusive and not state.is_constrained:
+            self.leave_row(state)
+
+    def take_back_token(self, state: RequestState) -> None:
+        """Undo the newest launched token of a request, which was withdrawn."""
+        if state.phase == Phase.FINISHING:
+            state.phase = Phase.RUNNING
+            self.num_finishing -= 1
+            insort(self.running, state, key=_by_key)
+        assert state.phase == Phase.RUNNING
+        state.length -= 1
+        state.computed = state.length - 1
+
+    def preempt_last(self) -> RequestState:
+        """Preempt the running request with the largest key, whose blocks are gone."""
+        state = self.running.pop()
+        self.leave_row(state)
+        if state.in_flight:
+            state.phase = Phase.PREEMPTED
+            self.num_preempted += 1
+            self.preempted_tokens += state.length
+        else:
+            self._wait_again(state)
+        return state
+
+    def preempted_has_landed(self, state: RequestState) -> None:
+        """Let a preempted request wait again: none of its chunks is in flight any more."""
+        self.num_preempted -= 1
+        self.preempted_tokens -= state.length
+        self._wait_again(state)
+
+    def _wait_again(self, state: RequestState) -> None:
+        self.leave_row(state)
+        state.phase = Phase.WAITING
+        state.computed = 0
+        state.guesses = None  # a draft model's keys went with the blocks
+        # A prompt to be scored is computed whole; once it is, its prefix need not be computed again.
+        state.allocation.takes_hits = state.scored == state.score_end
+        self.waiting.push(state)
+
+    def end(self, state: RequestState) -> None:
+        """Take a request out, whatever its phase. Its blocks are the caller's to release."""
+        was_deferred = self.samples.leave(state)
+        if state.phase == Phase.WAITING:
+            if not was_deferred:
+                self.waiting.remove(state)
+        elif state.phase == Phase.RUNNING:
+            self.running.remove(state)
+        elif state.phase == Phase.FINISHING:
+            self.num_finishing -= 1
+        else:
+            self.num_preempted -= 1
+            self.preempted_tokens -= state.length
+        state.phase = Phase.ENDED
+        self.leave_row(state)
+        del self.live[state.name]
+
+    def leave_row(self, state: RequestState) -> None:
+        """Free the row of a request, unless a plan in flight must not share it."""
+        if state.row >= 0 and not (self._exclusive and state.in_flight):
+            heapq.heappush(self.free_rows, state.row)
+            state.row = -1
