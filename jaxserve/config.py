@@ -102,7 +102,7 @@ class EngineConfig:
     speculate: str | None = param(
         None,
         "draft tokens and check several in one iteration, where that pays; ngram: what followed the last few tokens "
-        "before; DIR: the checkpoint of a smaller model with the same vocabulary. Answers stay the same",
+        "before; DIR: the checkpoint of a smaller model with the same vocabulary. Answers are the same up to rounding",
         default_help="off",
         metavar="ngram|DIR",
     )
