@@ -22,6 +22,12 @@ def prose(page: Path) -> str:
     return re.sub(r"^ *```.*?^ *```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
 
 
+def anchors(page: Path) -> set[str]:
+    """What links to a page's headings end in, on GitHub and on the site."""
+    headings = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\s-]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
 def spans(text: str) -> list[str]:
     return re.findall(r"`([^`\n]+)`", text)
 
@@ -33,9 +39,14 @@ class TestPage:
             if PATH.fullmatch(name):  # the tables of features.md count from tests/
                 assert (ROOT / name).exists() or (ROOT / "tests" / name).exists(), name
 
-    def test_links_lead_to_files(self, page: Path) -> None:
-        for target in re.findall(r"\]\(([^)#\s]+)", prose(page)):
-            assert target.startswith("http") or (page.parent / target).exists(), target
+    def test_links_lead_somewhere(self, page: Path) -> None:
+        for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+            if target.startswith("http"):
+                continue
+            name, _, anchor = target.partition("#")
+            file = page.parent / name if name else page
+            assert file.exists(), target
+            assert not anchor or anchor in anchors(file), target
 
     def test_make_targets_exist(self, page: Path) -> None:
         makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
