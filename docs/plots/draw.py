@@ -116,6 +116,7 @@ def peers_load() -> None:
             bars(axis, names, values, [f"{value:.2f}" for value in values], colours)
             axis.axvline(1, color="black", linewidth=0.8)
             axis.set_xlim(0, limit)
+            axis.set_xticks([0, 0.5, 1] if limit < 2 else [0, 1, 2, 3])
             if place == 0:
                 axis.set_title(title, fontsize=9)
             if axis is row[0]:

@@ -1,6 +1,7 @@
 """A Griffe extension: fields made by `param(default, help, ...)` are documented by their metadata."""
 
 import ast
+import re
 from typing import Any
 
 import griffe
@@ -18,11 +19,23 @@ class ParamDocs(griffe.Extension):
         text = _capitalized(_text(help_text)) + "."
         if "default_help" in settings:
             text += f" Default: {_text(settings['default_help'])}."
+        if choices := _choices(attr):
+            text += f" One of {choices}."
         limits = [f"{name} {settings[name]}" for name in ("minimum", "maximum") if name in settings]
         if limits:
             text += f" Limits: {', '.join(limits)}{' (excluded)' if 'exclusive' in settings else ''}."
         attr.value = default
         attr.docstring = griffe.Docstring(text, parent=attr)
+
+
+def _choices(attr: griffe.Attribute) -> str:
+    """The values that an alias of Literal in the annotation allows."""
+    for name in re.findall(r"[A-Z]\w+Name", str(attr.annotation)):
+        alias = attr.module.members.get(name)
+        if isinstance(alias, griffe.Attribute) and str(alias.value).startswith("Literal["):
+            values = ast.literal_eval(f"[{str(alias.value)[len('Literal[') : -1]}]")
+            return ", ".join(f"`{value}`" for value in values)
+    return ""
 
 
 def _text(expression: Any) -> str:
