@@ -1,4 +1,4 @@
-"""docs/features.md: what it names exists, everything that exists is named, and its examples run."""
+"""docs/features.md names what exists and nothing else, and its examples run."""
 
 import ast
 import asyncio
@@ -27,7 +27,7 @@ from tests.fixtures import notebook
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "features.md").read_text(encoding="utf-8")
-# Accepted from OpenAI's clients, and of no effect; refused by name; not read. None of them is a feature.
+# Fields that are accepted without effect, refused by name, or not read.
 NO_FEATURES = {
     "openai": {"user", "metadata", "store", "suffix"},
     "tgi": {"parameters", "adapter_id", "watermark"},
@@ -76,7 +76,7 @@ def assert_tests_exist(names: list[str]) -> None:
         assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, name
 
 
-def test_every_field_of_a_request_is_named_and_nothing_else() -> None:
+def test_request_fields_are_complete() -> None:
     names = table("Request fields")
     assert_tests_exist(names["test"])
     for column in ("command line", "OpenAI", "TGI", "vLLM"):
@@ -106,7 +106,7 @@ def test_sampling_table_is_current() -> None:
     assert sampling_table.page(PAGE) == PAGE, "make docs-tables writes it"
 
 
-def test_every_call_is_named_and_nothing_else() -> None:
+def test_calls_are_complete() -> None:
     names = table("Calls")
     assert_tests_exist(names["test"])
     assert {*names["gRPC"], "GenerateStream"} == methods_of(inference_pb2, "Inference") | {f"{OPEN_SERVICES[0]}/Check"}
@@ -122,13 +122,13 @@ def test_every_call_is_named_and_nothing_else() -> None:
         assert set(words[2:]) <= flags_of(words[1]), command
 
 
-def test_every_flag_of_the_server_is_named_and_nothing_else() -> None:
+def test_server_flags_are_complete() -> None:
     names = table("Server flags")
     assert_tests_exist(names["test"])
     assert set(names["flags of `jaxserve serve`"]) == flags_of("serve")
 
 
-def test_commands_are_such_that_the_command_line_takes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "serve.toml").write_text("max-rows = 8\n")
     commands = lines("jaxserve")
@@ -160,7 +160,7 @@ def lines(program: str) -> list[list[str]]:
     return [shlex.split(line) for line in plain if line.startswith(f"{program} ")]
 
 
-def test_python_runs_and_prints_what_the_page_shows(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_examples_run(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     all_blocks = blocks()
     pairs = [
         (code, shown)
@@ -175,7 +175,7 @@ def test_python_runs_and_prints_what_the_page_shows(engine: Engine, monkeypatch:
     assert shown == [expected for _, expected in pairs]
 
 
-def test_calls_over_http_are_answered(engine: Engine) -> None:
+def test_http_examples_run(engine: Engine) -> None:
     calls = lines("curl")
     assert len(calls) > 10
     with served(engine) as (_, port), httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:

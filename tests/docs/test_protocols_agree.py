@@ -1,5 +1,5 @@
-"""What a request may say means the same whichever way it comes in, and a protocol that has no word for it says so: each
-field of docs/features.md is sent each way to the demo model, and compared with what Python answers."""
+"""A request's fields mean the same in every protocol: each is sent over each, and the answers are compared with Python's.
+A protocol without the field refuses it by name."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ from server.proto.vllm.grpc.engine.vllm_engine_pb2_grpc import VllmEngineStub
 from tests.docs.conftest import served
 
 PROMPT, TOKENS = "It was a", 12
-Answers = list[tuple[str, tuple[int, ...]]]  # text and tokens of each sample; no tokens where they are not told
+Answers = list[tuple[str, tuple[int, ...]]]  # text and tokens of each sample; no tokens where the protocol has none
 FORM = {"type": "regex", "value": "( [a-z]+){3}[.!]"}
 TEMPLATE = (
     "{% for message in messages %}{{ message.role + ': ' + message.content + ' ' }}{% endfor %}"
@@ -29,7 +29,7 @@ TEMPLATE = (
 )
 CHAT = [{"role": "he", "content": "Good morning."}, {"role": "he", "content": "It was a"}]
 
-# What is said, as Python says it, and which protocols have no word for it.
+# The fields as Python has them, and which protocols lack them.
 SAID: dict[str, tuple[dict[str, Any], set[str]]] = {
     "greedy": ({"temperature": 0.0}, set()),
     "drawn": ({"temperature": 0.8, "top_p": 0.95, "top_k": 50, "seed": 7}, set()),
@@ -63,7 +63,7 @@ def by_python(engine: Engine, said: dict[str, Any]) -> Answers:
 
 
 class Ways:
-    """A caller of one server by each protocol."""
+    """Clients of one server, one for each protocol."""
 
     def __init__(self, port: int, http_port: int) -> None:
         self.channel = grpc.insecure_channel(f"127.0.0.1:{port}")
@@ -123,7 +123,7 @@ def test_every_parameter_is_sent() -> None:
 
 
 @pytest.mark.parametrize("name", SAID)
-def test_a_field_means_the_same_every_way(engine: Engine, ways: Ways, name: str) -> None:
+def test_field_means_the_same_everywhere(engine: Engine, ways: Ways, name: str) -> None:
     said, lacking = SAID[name]
     expected = by_python(engine, said)
     assert all(tokens for _, tokens in expected)
@@ -142,7 +142,7 @@ def test_a_field_means_the_same_every_way(engine: Engine, ways: Ways, name: str)
 
 
 @pytest.mark.parametrize("name", [name for name, (_, lacking) in SAID.items() if "tgi" in lacking])
-def test_what_tgi_has_no_word_for_is_refused_by_name(ways: Ways, name: str) -> None:
+def test_tgi_refuses_unknown_fields(ways: Ways, name: str) -> None:
     parameters = ways.parameters(SAID[name][0])
     answer = ways.http.post("/generate", json={"inputs": PROMPT, "parameters": parameters})
     assert answer.status_code == 422
@@ -157,7 +157,7 @@ def test_what_tgi_has_no_word_for_is_refused_by_name(ways: Ways, name: str) -> N
         (False, "he: Good morning. he: It was a "),
     ],
 )
-def test_a_chat_is_the_same_prompt_every_way(
+def test_chat_prompt_is_the_same_everywhere(
     engine: Engine, ways: Ways, monkeypatch: pytest.MonkeyPatch, begins: bool | None, text: str
 ) -> None:
     monkeypatch.setattr(engine.tokenizer, "chat_template", ChatTemplate(TEMPLATE, {}))
