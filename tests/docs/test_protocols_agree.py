@@ -1,4 +1,4 @@
-"""A request's fields mean the same in every protocol: each is sent over each, and the answers are compared with Python's.
+"""A field means the same in every protocol: each is sent over each, and the answers are compared with Python's.
 A protocol without the field refuses it by name."""
 
 import asyncio
