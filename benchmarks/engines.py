@@ -1,15 +1,15 @@
-"""The engines that `python -m benchmarks peers` compares: each takes jobs, which it runs alone in a process of its own.
+"""The engines that `python -m benchmarks peers` compares: each takes jobs, and runs each in a process of its own.
 
 A job is a JSON file: `model` (a checkpoint in the engine's own format), `dtype`, `threads`, `vocab_size`, and one of
-  * `cases` (decodes, context, prompt; see step.Case) and `steps`: it prints `milliseconds`, for each case a list or
-    null where the engine has no such step,
-  * `load` (see peer_scripts/peer_traffic.py), and whether it is for the `capacity`: it prints the `tokens` of every
-    request and the `times` at which they came, or
-  * `sequences` of equal length and `prompt_length`: it scores them, the prompts as a whole and the rest token by token
-    through its cache, and prints `scores`: of every sequence the `logprobs` of its tokens (null where the engine tells
-    none) and the `likeliest` ones. Ours takes `prompts` and `steps` in their place, and generates the sequences.
-An answer may hold `settings` that the engine found best; its next job of the kind is told them. Before all else a peer
-is asked (`ask`: a model type) whether it can serve that at all; `cannot` in its answer says why not.
+  * `cases` (decodes, context, prompt; see step.Case) and `steps`: the engine prints `milliseconds`, for each case a
+    list, or null where it has no such step,
+  * `load` (see peer_scripts/peer_traffic.py), and whether it is for the `capacity`: the engine prints the `tokens` of
+    every request and the `times` at which they came, or
+  * `sequences` of equal length and `prompt_length`: the engine scores them, the prompts as a whole and the rest token
+    by token through its cache, and prints `scores`: for each sequence the `logprobs` of its tokens (null where the
+    engine reports none) and the `likeliest` ones. Ours takes `prompts` and `steps` instead, and generates sequences.
+An answer may hold the `settings` that the engine found best, which its next job of the kind receives. A first job
+(`ask`: a model type) asks a peer whether it can serve the model; `cannot` in its answer is the reason why not.
 """
 
 from __future__ import annotations
@@ -24,13 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import environments
-from benchmarks.compare import OURS
-from benchmarks.environments import PEERS
+from benchmarks.environments import OURS, PEERS
 from jaxserve import weights
 from jaxserve.config import EngineConfig
 from server.commands.bench import machine
-
-Runner = Callable[[dict[str, Any]], dict[str, Any]]  # job -> what the engine printed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +37,7 @@ class Contender:
     Attributes:
       shape: the checkpoint's name.
       model: the checkpoint in the engine's own format.
+      run: runs a job; returns what the engine printed.
     """
 
     engine: str
@@ -47,30 +45,17 @@ class Contender:
     dtype: str
     model: Path
     vocab_size: int
-    run: Runner
-
-    @property
-    def name(self) -> str:
-        return f"{self.engine}, {self.shape}, {self.dtype}"
+    run: Callable[[dict[str, Any]], dict[str, Any]]
 
     def do(self, **fields: Any) -> dict[str, Any]:
-        """Runs one job.
-
-        Raises:
-          PeerError: the engine failed.
-        """
-        return self.run(
-            {
-                "model": str(self.model),
-                "dtype": self.dtype,
-                "threads": machine.usable_cores(),
-                "vocab_size": self.vocab_size,
-                **fields,
-            }
-        )
+        """Runs a job with these fields; raises PeerError where the engine fails."""
+        job = {"model": str(self.model), "dtype": self.dtype, "vocab_size": self.vocab_size}
+        return self.run({**job, "threads": machine.usable_cores(), **fields})
 
 
 def ours(checkpoint: Path, dtype: str, config: EngineConfig, scratch: Path) -> Contender:
+    """Our engine."""
+
     def run(job: dict[str, Any]) -> dict[str, Any]:
         path = _write(scratch, {**job, "config": dataclasses.asdict(config)})
         return json.loads(environments.run_command([sys.executable, "-m", "benchmarks.jobs", path], OURS))
@@ -82,13 +67,13 @@ def ours(checkpoint: Path, dtype: str, config: EngineConfig, scratch: Path) -> C
 def peer(
     name: str, checkpoint: Path, dtypes: Sequence[str], env_dir: Path, scratch: Path, say: Callable[[str], None]
 ) -> tuple[list[Contender], list[str]]:
-    """A peer in every dtype that it can serve, its environment made and its checkpoints converted.
+    """A peer in every dtype that it can serve, with its environment made and its checkpoints converted.
 
     Returns:
       The contenders, and a line for each dtype that the peer cannot serve.
 
     Raises:
-      PeerError: its environment cannot be made, or a checkpoint not be converted.
+      PeerError: the environment cannot be made, or a checkpoint cannot be converted.
     """
     known = PEERS[name]
     python = environments.ensure(known, env_dir, say)
@@ -110,19 +95,13 @@ def peer(
             model = env_dir / f"{checkpoint.name}-{_fingerprint(checkpoint)}{ending}"
             if not model.exists():
                 say(f"converting the checkpoint for {name}: {model}")
-                # Written aside and renamed, so that what bears the name is whole.
+                # The file is renamed when it is complete, so that an interrupted run leaves none.
                 partial = model.with_suffix(".partial")
                 environments.run_script(python, known.converter, str(checkpoint), str(partial), dtype, name=name)
                 partial.rename(model)
+        vocab_size = model_config.vocab_size
         contenders.append(
-            Contender(
-                engine=name,
-                shape=checkpoint.name,
-                dtype=dtype,
-                model=model,
-                vocab_size=model_config.vocab_size,
-                run=run,
-            )
+            Contender(engine=name, shape=checkpoint.name, dtype=dtype, model=model, vocab_size=vocab_size, run=run)
         )
     return contenders, notes
 

@@ -1,4 +1,4 @@
-"""The peers' own Python environments: made once in a folder outside the project, and reused."""
+"""The peers: their requirements, and a Python environment for each outside the project."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from typing import Any
 
 
 class PeerError(Exception):
-    """A peer cannot be made or run; the others go on without it."""
+    """A peer cannot be installed or run; the others continue without it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """An engine to be compared with.
+    """An engine that ours is compared with.
 
     Attributes:
       requirements: what pip installs into its environment.
       script: the file in peer_scripts that runs its jobs.
       environment: the peer whose environment it runs in, if not one of its own.
-      job: what each of its jobs says beside what every peer's does.
+      job: fields that its jobs have in addition.
       build: environment variables for the installation.
       converter: the file in peer_scripts that writes the checkpoint in the peer's own format, if it has one.
-      converted: what the name of a converted checkpoint ends with; {dtype} where there is one for each.
+      converted: the ending of a converted checkpoint's name, with {dtype} where each dtype has its own.
     """
 
     name: str
@@ -41,6 +41,7 @@ class Peer:
     converted: str = ""
 
 
+OURS = "jaxserve"
 _TRANSFORMERS = ("torch==2.13.0", "transformers==5.23.0", "safetensors>=0.6", "numpy>=2")
 _CUDA = "ON" if shutil.which("nvcc") and shutil.which("nvidia-smi") else "OFF"  # a compiler, and a device to run on
 PEERS = {
@@ -75,7 +76,7 @@ SCRIPTS = Path(__file__).with_name("peer_scripts")
 
 
 def ensure(peer: Peer, folder: Path, say: Callable[[str], None]) -> Path:
-    """Makes a peer's environment under `folder`, unless it is there with the same requirements.
+    """Makes a peer's environment under `folder`, unless one with the same requirements exists.
 
     Returns:
       Its Python.
@@ -124,7 +125,7 @@ def run_script(python: Path, script: str, *arguments: str, name: str) -> str:
     """Runs a file of peer_scripts with a peer's Python; returns the last line it printed.
 
     Raises:
-      PeerError: it failed; the message holds the end of what it said.
+      PeerError: it failed; the message holds the end of its standard error.
     """
     return run_command([str(python), str(SCRIPTS / script), *arguments], name)
 

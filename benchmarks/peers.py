@@ -1,4 +1,4 @@
-"""Our engine against others on this machine: the same checkpoint, the same dtype, one process at a time, in turn."""
+"""`python -m benchmarks peers`: our engine and others on the same checkpoints, one process at a time."""
 
 from __future__ import annotations
 
@@ -16,15 +16,12 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from benchmarks import compare as judge
-from benchmarks import engines as contenders
-from benchmarks import peer_tables
-from benchmarks.compare import OURS
+from benchmarks import engines, peer_results
 from benchmarks.engines import Contender
-from benchmarks.environments import PEERS, PeerError
-from benchmarks.results import Ledger, Turn
+from benchmarks.environments import OURS, PEERS, PeerError
+from benchmarks.peer_results import PeerResults, PeerTurn
 from jaxserve.config import EngineConfig
-from jaxserve.simulate import workload as load
+from jaxserve.simulate import workload as traffic
 from jaxserve.simulate.outcome import Outcome
 from jaxserve.simulate.workload import Workload
 from server.commands.bench import flags, machine, report, shapes, step
@@ -45,13 +42,20 @@ Answers are written as they come: --resume continues an interrupted run.
   python -m benchmarks peers --shape gpt2 --dtypes float32 --parts steps
   python -m benchmarks peers --load-rounds 3                  hours on two cores"""
 
-MEMORY_MARGIN = 600 * 10**6  # bytes that a process may hold beside weights and pool
 CHECK_PROMPTS, CHECK_LENGTH, CHECK_STEPS = 3, 24, 8
+_KEPT_FIGURES = (
+    "seconds",
+    "tokens_per_second",
+    "requests_per_second",
+    "first_token_ms",
+    "between_tokens_ms",
+    "normalised_ms",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scope:
-    """What is measured of every engine.
+    """The measurements of every engine.
 
     Attributes:
       steps / rounds: timed steps of each case in one turn, and turns.
@@ -156,22 +160,20 @@ def measure(
         "seed": scope.seed,
         "config": dataclasses.asdict(config),
     }
-    ledger = Ledger(out / "peers.json", about, resume=resume)
+    results = PeerResults(out / "peers.json", about, resume=resume)
     environment = machine.environment()
     try:
         with Bars() as bars, tempfile.TemporaryDirectory(prefix="jaxserve-peers-") as scratch:
+            turns = _Turns(scope, config.max_rows, results, bars)
             for checkpoint in checkpoints:
-                group = gather(checkpoint, peers, dtypes, config, env_dir, Path(scratch), ledger, bars)
-                group = check(group, ledger, bars)
-                time_steps(group, scope, ledger, bars)
-                if scope.loads:
-                    serve_loads(group, scope, config.max_rows, ledger, bars)
+                group = gather(checkpoint, peers, dtypes, config, env_dir, Path(scratch), results, bars)
+                turns.take(group)
     except KeyboardInterrupt:
-        ledger.problem("interrupted: the tables have what there was")
-    verdicts = peer_tables.print_all(console, out, ledger, scope.cases, scope.loads)
-    ledger.write(environment=environment, verdicts=verdicts)
-    console.print(f"written: {ledger.path}", highlight=False)
-    return 1 if ledger.problems else 0
+        results.problem("interrupted: the tables hold the results so far")
+    ratios = peer_results.print_all(console, results, scope.cases, scope.loads)
+    results.write(environment=environment, ratios=ratios)
+    console.print(f"written: {results.path}", highlight=False)
+    return 1 if results.problems else 0
 
 
 def gather(
@@ -181,91 +183,140 @@ def gather(
     config: EngineConfig,
     env_dir: Path,
     scratch: Path,
-    ledger: Ledger,
+    results: PeerResults,
     bars: Bars,
 ) -> list[Contender]:
-    """Ours, and every peer that can be made, in every dtype that it can serve."""
-    found = [contenders.ours(checkpoint, dtype, config, scratch) for dtype in dtypes]
+    """Our engine, and every peer that can be made, in every dtype that it can serve."""
+    found = [engines.ours(checkpoint, dtype, config, scratch) for dtype in dtypes]
     for name in peers:
         try:
-            more, notes = contenders.peer(name, checkpoint, dtypes, env_dir, scratch, bars.say)
+            more, notes = engines.peer(name, checkpoint, dtypes, env_dir, scratch, bars.say)
         except PeerError as error:
-            ledger.problem(str(error))
+            results.problem(str(error))
             bars.say(str(error))
             continue
         found += more
-        ledger.notes += notes
+        results.notes += notes
     return found
 
 
-def check(group: Sequence[Contender], ledger: Ledger, bars: Bars) -> list[Contender]:
-    """Keeps the contenders whose outputs agree with ours in their dtype."""
-    kept, ours = [], {}
-    for done, contender in enumerate(sorted(group, key=lambda each: each.engine != OURS)):
-        bars(f"{contender.shape}: checking outputs against each other", done, len(group))
-        mine = contender.engine == OURS
-        if not mine and contender.dtype not in ours:
-            continue
-        work = _complete if mine else functools.partial(_score, ours=ours[contender.dtype])
-        answer = _turn(contender, "check", 0, work, ledger, bars)
-        if answer is None:
-            continue
-        if mine:
-            ours[contender.dtype] = answer["completions"]
-        kept.append(contender)
-    return kept
+class _Turns:
+    """The turns of the engines on one checkpoint after another."""
 
+    def __init__(self, scope: Scope, rows: int, results: PeerResults, bars: Bars) -> None:
+        self._scope, self._rows, self._results, self._bars = scope, rows, results, bars
 
-def time_steps(group: Sequence[Contender], scope: Scope, ledger: Ledger, bars: Bars) -> None:
-    """Times the contenders' steps in turn, round after round, each alone in a fresh process."""
-    if not scope.cases:
-        return
-    for done, (turn, contender) in enumerate(_turns(scope.rounds, group)):
-        bars(f"{contender.shape}: timing steps in turn", done, scope.rounds * len(group))
-        _turn(contender, "steps", turn, functools.partial(_time, scope=scope, ledger=ledger), ledger, bars)
+    def take(self, group: Sequence[Contender]) -> None:
+        """Checks the contenders' outputs, times the steps of those that agree with ours, and serves loads with them."""
+        group = self._check(group)
+        if self._scope.cases:
+            self._take_rounds("steps", self._scope.rounds, group, self._time)
+        if self._scope.loads:
+            self._serve_loads(group)
 
+    def _check(self, group: Sequence[Contender]) -> list[Contender]:
+        """The contenders whose outputs agree with ours in their dtype."""
+        kept, ours = [], {}
+        for contender in sorted(group, key=lambda each: each.engine != OURS):
+            self._bars.say(f"{contender.shape}: checking the outputs of {contender.engine} in {contender.dtype}")
+            if contender.engine == OURS:
+                answer = self._turn(contender, "check", 0, _complete)
+                ours[contender.dtype] = answer and answer["completions"]
+            elif (completions := ours[contender.dtype]) is not None:
+                answer = self._turn(contender, "check", 0, functools.partial(_score, ours=completions))
+            else:
+                continue
+            kept += [contender] if answer is not None else []
+        return kept
 
-def serve_loads(group: Sequence[Contender], scope: Scope, rows: int, ledger: Ledger, bars: Bars) -> None:
-    """Serves each load with every contender in turn. Rates are shares of what ours serves with everything waiting and
-    no objective, in the same dtype; every engine gets the same requests at the same times."""
-    capacity: dict[str, float] = {}
-    for contender in group:
-        if contender.engine == OURS:
-            bars.say(f"{contender.name}: everything at once, for the capacity")
-            workload = scope.workload(contender.vocab_size)
-            work = functools.partial(_serve, workload=workload, rows=rows, ledger=ledger, name="capacity")
-            answer = _turn(contender, "capacity", 0, work, ledger, bars)
-            if answer is not None:
-                capacity[contender.dtype] = answer["requests_per_second"]
-    group = [contender for contender in group if contender.dtype in capacity]
-    for share in scope.loads:
-        name = f"load {share:g}"
-        for done, (turn, contender) in enumerate(_turns(scope.load_rounds, group)):
-            bars(f"{contender.shape}: {name}", done, scope.load_rounds * len(group))
-            workload = scope.workload(contender.vocab_size)
-            arriving = load.poisson(workload, rate=share * capacity[contender.dtype], seed=scope.seed)
-            work = functools.partial(_serve, workload=arriving, rows=rows, ledger=ledger, name=name)
-            _turn(contender, name, turn, work, ledger, bars)
+    def _serve_loads(self, group: Sequence[Contender]) -> None:
+        """Serves each load with every contender in turn.
 
+        Rates are shares of what our engine serves with everything waiting and no objective, in the same dtype. Every
+        engine gets the same requests at the same times.
+        """
+        capacity: dict[str, float] = {}
+        for contender in group:
+            if contender.engine == OURS:
+                self._bars.say(f"{contender.shape}, {contender.dtype}: everything at once, for the capacity")
+                work = functools.partial(self._serve, name="capacity", rate=None)
+                answer = self._turn(contender, "capacity", 0, work)
+                if answer is not None:
+                    capacity[contender.dtype] = answer["requests_per_second"]
+        group = [contender for contender in group if contender.dtype in capacity]
+        for share in self._scope.loads:
+            name = f"load {share:g}"
 
-def _turns(rounds: int, group: Sequence[Contender]) -> list[tuple[int, Contender]]:
-    return [(turn, contender) for turn in range(rounds) for contender in group]
+            def serve(contender: Contender, name: str = name, share: float = share) -> dict[str, Any]:
+                return self._serve(contender, name, share * capacity[contender.dtype])
 
+            self._take_rounds(name, self._scope.load_rounds, group, serve)
 
-def _turn(
-    contender: Contender,
-    work: str,
-    turn: int,
-    do: Callable[[Contender], dict[str, Any]],
-    ledger: Ledger,
-    bars: Bars,
-) -> dict[str, Any] | None:
-    problems = len(ledger.problems)
-    key = Turn(contender.shape, contender.dtype, contender.engine, work, turn)
-    answer = ledger.do(key, lambda: do(contender))
-    for problem in ledger.problems[problems:]:
-        bars.say(problem)
-    return answer
+    def _take_rounds(
+        self, work: str, rounds: int, group: Sequence[Contender], do: Callable[[Contender], dict[str, Any]]
+    ) -> None:
+        """The same work by every contender in turn, round after round, each in a fresh process."""
+        turns = [(turn, contender) for turn in range(rounds) for contender in group]
+        for done, (turn, contender) in enumerate(turns):
+            self._bars(f"{contender.shape}: {work}", done, len(turns))
+            self._turn(contender, work, turn, do)
+
+    def _turn(
+        self, contender: Contender, work: str, turn: int, do: Callable[[Contender], dict[str, Any]]
+    ) -> dict[str, Any] | None:
+        problems = len(self._results.problems)
+        key = PeerTurn(contender.shape, contender.dtype, contender.engine, work, turn)
+        answer = self._results.do(key, lambda: do(contender))
+        for problem in self._results.problems[problems:]:
+            self._bars.say(problem)
+        return answer
+
+    def _time(self, contender: Contender) -> dict[str, Any]:
+        cases = self._scope.cases
+        answer = contender.do(
+            cases=[dataclasses.asdict(case) for case in cases],
+            steps=self._scope.steps,
+            settings=self._settings(contender, "steps"),
+        )
+        times = zip(cases, answer.pop("milliseconds"), strict=True)
+        answer["milliseconds"] = {case.name: statistics.median(each) for case, each in times if each is not None}
+        return answer
+
+    def _serve(self, contender: Contender, name: str, rate: float | None) -> dict[str, Any]:
+        """One load, at `rate` requests a second or with everything waiting."""
+        workload = self._scope.workload(contender.vocab_size)
+        if rate is not None:
+            workload = traffic.poisson(workload, rate=rate, seed=self._scope.seed)
+        load = {
+            "prompts": [job.prompt.tolist() for job in workload.jobs],
+            "outputs": [job.max_tokens for job in workload.jobs],
+            "arrivals": [job.arrival for job in workload.jobs],
+            "rows": self._rows,
+        }
+        answer = contender.do(load=load, capacity=rate is None, settings=self._settings(contender, name))
+        tokens, times = answer.pop("tokens"), answer.pop("times")
+        if [len(each) for each in tokens] != load["outputs"]:
+            raise PeerError("some answers have a wrong length")
+        outcomes = [
+            Outcome(arrival=job.arrival, prompt_tokens=len(job.prompt), token_times=each)
+            for job, each in zip(workload.jobs, times, strict=True)
+        ]
+        found = dataclasses.asdict(report.summarise(contender.engine, outcomes))
+        answer |= {name: found[name] for name in _KEPT_FIGURES}
+        answer["openings"] = [each[: peer_results.OPENING] for each in tokens]
+        if contender.engine != OURS:
+            mine = self._results.rounds(contender.shape, contender.dtype, OURS, "capacity")[0]["openings"]
+            answer["same"] = peer_results.same_openings(mine, answer["openings"])
+            if answer["same"] < peer_results.SAME_OPENINGS:
+                raise PeerError(f"only {answer['same']:.0%} of its answers begin as ours do")
+        return answer
+
+    def _settings(self, contender: Contender, work: str) -> Any:
+        """The settings that the engine found best in earlier work of the same kind."""
+        kind, whose = work.split()[0], (contender.shape, contender.dtype, contender.engine)
+        answers = self._results.answers.items()
+        known = (answer.get("settings") for turn, answer in answers if turn[:3] == whose and turn.work.startswith(kind))
+        return next(known, None)
 
 
 def _complete(contender: Contender) -> dict[str, Any]:
@@ -277,66 +328,7 @@ def _complete(contender: Contender) -> dict[str, Any]:
 def _score(contender: Contender, ours: Sequence[dict[str, Any]]) -> dict[str, Any]:
     sequences = [completion["tokens"] for completion in ours]
     scores = contender.do(sequences=sequences, prompt_length=CHECK_LENGTH)["scores"]
-    found = judge.agreement(ours, scores, contender.dtype)
+    found = peer_results.agreement(ours, scores, contender.dtype)
     if not found.holds:
         raise PeerError(f"its outputs are not ours: {found}; it is left out")
     return dataclasses.asdict(found)
-
-
-def _time(contender: Contender, scope: Scope, ledger: Ledger) -> dict[str, Any]:
-    cases = [dataclasses.asdict(case) for case in scope.cases]
-    settings = _settings(contender, "steps", ledger)
-    answer = contender.do(cases=cases, steps=scope.steps, settings=settings)
-    times = zip(scope.cases, answer.pop("milliseconds"), strict=True)
-    answer["milliseconds"] = {case.name: statistics.median(each) for case, each in times if each is not None}
-    if contender.engine == OURS:
-        answer["allowed_rss"] = answer["weights"] + answer["pool"] + MEMORY_MARGIN
-    return answer
-
-
-def _serve(contender: Contender, workload: Workload, rows: int, ledger: Ledger, name: str) -> dict[str, Any]:
-    arrivals = [job.arrival for job in workload.jobs]
-    asked = {
-        "prompts": [job.prompt.tolist() for job in workload.jobs],
-        "outputs": [job.max_tokens for job in workload.jobs],
-        "arrivals": arrivals,
-        "rows": rows,
-    }
-    answer = contender.do(load=asked, capacity=name == "capacity", settings=_settings(contender, name, ledger))
-    tokens, times = answer.pop("tokens"), answer.pop("times")
-    if [len(each) for each in tokens] != asked["outputs"]:
-        raise PeerError("some answers are not as long as they were to be")
-    outcomes = [
-        Outcome(arrival=job.arrival, prompt_tokens=len(job.prompt), token_times=each)
-        for job, each in zip(workload.jobs, times, strict=True)
-    ]
-    answer |= _summary(report.summarise(contender.engine, outcomes))
-    answer["openings"] = [each[: judge.OPENING] for each in tokens]
-    if contender.engine != OURS:
-        mine = ledger.rounds(contender.shape, contender.dtype, OURS, "capacity")[0]["openings"]
-        answer["same"] = judge.same_openings(mine, answer["openings"])
-        if answer["same"] < judge.SAME_OPENINGS:
-            raise PeerError(f"only {answer['same']:.0%} of its answers begin as ours do")
-    return answer
-
-
-def _summary(found: report.RunReport) -> dict[str, Any]:
-    """The figures of a load that are kept."""
-    samples = {name: getattr(found, name) for name in ("first_token_ms", "between_tokens_ms", "normalised_ms")}
-    return {
-        "seconds": found.seconds,
-        "tokens_per_second": found.tokens_per_second,
-        "requests_per_second": found.requests_per_second,
-        **{name: sample and dataclasses.asdict(sample) for name, sample in samples.items()},
-    }
-
-
-def _settings(contender: Contender, work: str, ledger: Ledger) -> Any:
-    """What the engine found best when it did the same kind of work before."""
-    kind = work.split()[0]
-    known = (
-        answer.get("settings")
-        for turn, answer in ledger.answers.items()
-        if turn[:3] == (contender.shape, contender.dtype, contender.engine) and turn.work.split()[0] == kind
-    )
-    return next(known, None)
