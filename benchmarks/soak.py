@@ -10,7 +10,7 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,10 +20,12 @@ import grpc.aio
 import numpy as np
 
 from jaxserve.demo import DEMO_MODEL
-from server.commands.bench import flags, machine, plot, report, wire
+from server.commands.bench import flags, load_generator, machine, report
 from server.commands.bench.progress import Bars
 from server.commands.bench.serve import started_server
 from server.commands.flags import add_engine_flags, engine_config
+from server.proto.jaxserve.v1 import inference_pb2 as pb
+from server.proto.jaxserve.v1.inference_pb2_grpc import InferenceStub
 
 HELP = """\
 Starts a server and sends it requests of every kind from many clients at once: some are cancelled, some run out of time,
@@ -45,13 +47,12 @@ class SoakRequest:
     """A request and what its client does.
 
     Attributes:
-      message: encoded.
       tokens: that it generates if it is left alone; None where the model may end it.
       leaves_after: tokens after which the client cancels; None lets it end.
       deadline: seconds that the client waits; None waits forever.
     """
 
-    message: bytes
+    message: pb.GenerateRequest
     tokens: int | None
     leaves_after: int | None = None
     deadline: float | None = None
@@ -109,12 +110,8 @@ def trend(samples: Sequence[ServerSample], of: Callable[[ServerSample], float]) 
     return Trend(growth=growth, spread=float(np.ptp(values)), share=growth / float(base))
 
 
-def draw(index: int, seed: int, vocab_size: int, make: Callable[..., Any]) -> SoakRequest:
-    """The request of this number: of random kind, lengths and settings.
-
-    Args:
-      make: the class of the message.
-    """
+def draw(index: int, seed: int, vocab_size: int) -> SoakRequest:
+    """The request of this number, with random lengths and settings."""
     rng = np.random.default_rng([seed, index])
     prompt = rng.integers(vocab_size, size=int(rng.integers(1, 160))).tolist()
     if rng.random() < 0.4:  # one of a few beginnings, so that prefixes are found, and evicted by the others
@@ -135,12 +132,12 @@ def draw(index: int, seed: int, vocab_size: int, make: Callable[..., Any]) -> So
     if may_end := bool(rng.random() < 0.1):
         fields["ignore_eos"] = False
         fields["stop_token_ids"] = rng.integers(vocab_size, size=16).tolist()
-    message = make(**fields)
+    message = pb.GenerateRequest(**fields)
     message.prompt_token_ids.ids.extend(prompt)
     leaves_after = int(rng.integers(0, tokens)) if rng.random() < 0.15 else None
     deadline = float(rng.uniform(0.005, _LONGEST_DEADLINE)) if rng.random() < 0.15 else None
     return SoakRequest(
-        message=message.SerializeToString(),
+        message=message,
         tokens=None if may_end else tokens,
         leaves_after=leaves_after,
         deadline=deadline,
@@ -166,7 +163,6 @@ class Soaked:
 async def soak(
     address: str,
     pid: int,
-    known: Mapping[str, wire.Method],
     calls: Callable[[int], SoakRequest],
     requests: int,
     clients: int,
@@ -184,24 +180,18 @@ async def soak(
     started = time.monotonic()
     async with grpc.aio.insecure_channel(address) as channel:
         await channel.channel_ready()
-        generate, ask = (known[name] for name in ("GenerateStream", "GetLoad"))
-        stream = channel.unary_stream(generate.path, response_deserializer=generate.response.FromString)
-        load = channel.unary_unary(
-            ask.path,
-            request_serializer=ask.request.SerializeToString,
-            response_deserializer=ask.response.FromString,
-        )
+        stub = InferenceStub(channel)
 
         async def client() -> None:
             for index in numbers:
-                ending, problem = await _one(stream, calls(index))
+                ending, problem = await _one(stub, calls(index))
                 soaked.endings[ending] += 1
                 if problem is not None:
                     soaked.failures.append(f"request {index}: {problem}")
                 progress(soaked.endings.total())
 
-        async def sample() -> Any:
-            answer = await load(ask.request())
+        async def sample() -> pb.GetLoadResponse:
+            answer: Any = await stub.GetLoad(pb.GetLoadRequest())
             soaked.samples.append(_sample(pid, time.monotonic() - started, soaked.endings.total(), answer))
             return answer
 
@@ -223,10 +213,10 @@ async def soak(
     return soaked
 
 
-async def _one(stream: Any, call: SoakRequest) -> tuple[Ending, str | None]:
+async def _one(stub: Any, call: SoakRequest) -> tuple[Ending, str | None]:
     """Sends a call and does what its client does; how it ended, and what was wrong with that."""
     came, finished, left = 0, False, False
-    answer = stream(call.message, timeout=call.deadline)
+    answer = stub.GenerateStream(call.message, timeout=call.deadline)
     try:
         if call.leaves_after == 0:
             await asyncio.sleep(0.01)
@@ -292,14 +282,12 @@ def run(args: argparse.Namespace) -> int:
     config = dataclasses.replace(config, max_queued_requests=max(config.max_queued_requests, clients))
     log = out / "server-soak.log"
     with Bars() as bars, started_server(model, config, log) as server:
-        known = wire.methods(server.address)
-        vocab_size = wire.call(server.address, known["GetModel"])["vocab_size"]
+        vocab_size = load_generator.get_model(server.address).vocab_size
         soaked = asyncio.run(
             soak(
                 server.address,
                 server.pid,
-                known,
-                lambda index: draw(index, seed, vocab_size, known["GenerateStream"].request),
+                lambda index: draw(index, seed, vocab_size),
                 requests,
                 clients,
                 every=0.1 if requests < 1000 else 2.0,
@@ -336,27 +324,8 @@ def run(args: argparse.Namespace) -> int:
         "defects": wrong,
         "samples": soaked.samples,
     }
-    draw_samples(out / "soak.png", f"{model.name}: {requests} requests, {clients} clients", soaked.samples)
     report.write_json(out / "soak.json", result, console)
     return 1 if wrong else 0
-
-
-def draw_samples(path: Path, title: str, samples: Sequence[ServerSample]) -> None:
-    """Draws memory, slots, requests, threads and files over the requests that had ended."""
-    figure, axes = plot.new_figure(3, title)
-    ended = [sample.ended / 1000 for sample in samples]
-    memory = [sample.resident / 2**20 for sample in samples]
-    axes[0].plot(ended, memory, label="resident", linewidth=1)
-    axes[0].set_ylim(0, 1.2 * max(memory))
-    for name, of in (("in use", "slots_used"), ("hold prefixes", "slots_cached")):
-        axes[1].plot(ended, [getattr(sample, of) for sample in samples], label=name, linewidth=0.7)
-    for name in ("running", "waiting", "threads", "open_files"):
-        axes[2].plot(ended, [getattr(sample, name) for sample in samples], label=name.replace("_", " "), linewidth=0.7)
-    for axis, unit, what in zip(
-        axes, ("MiB", "slots", ""), ("memory of the server", "slots", "requests, threads, files"), strict=True
-    ):
-        plot.label_axis(axis, "thousand requests ended", unit, what)
-    plot.save(figure, path)
 
 
 def defects(soaked: Soaked, requests: int, memory: Trend, log: str) -> list[str]:

@@ -7,8 +7,6 @@ from collections import Counter
 import pytest
 
 from benchmarks import soak
-from server.commands.bench import wire
-from server.proto.jaxserve.v1 import inference_pb2 as pb
 from tests.server.conftest import served
 from tests.server.fake_engine import VOCAB_SIZE, WAIT_SECONDS, FakeEngine, byte_tokenizer
 
@@ -38,23 +36,21 @@ def test_every_kind_of_ending_is_met_and_nothing_is_kept() -> None:
     async def scenario() -> soak.Soaked:
         engine = FakeEngine(tokenizer=byte_tokenizer())
         async with asyncio.timeout(WAIT_SECONDS), served(engine) as it:
-            known = await asyncio.to_thread(wire.methods, it.address)
 
             def call(index: int) -> soak.SoakRequest:
-                drawn = soak.draw(index, 0, VOCAB_SIZE, known["GenerateStream"].request)
-                message = known["GenerateStream"].request.FromString(drawn.message)
+                message = soak.draw(index, 0, VOCAB_SIZE).message
                 message.ClearField("stop_token_ids")
                 kind = ("answered", "cancelled", "out of time")[index % 3]
                 message.ignore_eos = True
                 return soak.SoakRequest(
-                    message=message.SerializeToString(),
+                    message=message,
                     tokens=message.max_tokens,
                     leaves_after=1 if kind == "cancelled" and message.max_tokens > 1 else None,
                     deadline=1e-4 if kind == "out of time" else None,
                 )
 
             return await soak.soak(
-                it.address, os.getpid(), known, call, REQUESTS, CLIENTS, every=0.01, progress=lambda _: None
+                it.address, os.getpid(), call, REQUESTS, CLIENTS, every=0.01, progress=lambda _: None
             )
 
     found = asyncio.run(scenario())
@@ -69,10 +65,10 @@ def test_every_kind_of_ending_is_met_and_nothing_is_kept() -> None:
 
 
 def test_requests_are_drawn_again_by_their_number_and_differ() -> None:
-    calls = [soak.draw(index, 7, 4096, pb.GenerateRequest) for index in range(200)]
-    assert calls[5] == soak.draw(5, 7, 4096, pb.GenerateRequest)
-    assert calls[5] != soak.draw(5, 8, 4096, pb.GenerateRequest)
-    messages = [pb.GenerateRequest.FromString(call.message) for call in calls]
+    calls = [soak.draw(index, 7, 4096) for index in range(200)]
+    assert calls[5] == soak.draw(5, 7, 4096)
+    assert calls[5] != soak.draw(5, 8, 4096)
+    messages = [call.message for call in calls]
     heads = Counter(tuple(message.prompt_token_ids.ids[: soak._PREFIX_TOKENS]) for message in messages)
     assert sum(count > 1 for count in heads.values()) == soak._PREFIXES
     assert 10 < sum(call.leaves_after is not None for call in calls) < 60

@@ -15,14 +15,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import grpc
+from google.protobuf import json_format
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from jaxserve.config import EngineConfig
 from jaxserve.simulate import workload as traffic
 from jaxserve.simulate.workload import Workload
-from server.commands.bench import flags, machine, plot, report, wire
+from server.commands.bench import flags, load_generator, machine, plot, report
 from server.commands.bench.progress import Bars
 from server.commands.flags import add_engine_flags, engine_config
+from server.proto.jaxserve.v1.inference_pb2 import GetLoadResponse
 
 HELP = """\
 Sends requests to a running server over gRPC, each at its time whether or not earlier ones have ended.
@@ -81,29 +83,23 @@ def run(args: argparse.Namespace) -> int:
     with Bars() as bars:
         for name in schedulers:
             with contextlib.ExitStack() as stack:
-                where = address
-                if where is None:
-                    assert model is not None
-                    bars.say(f"starting a server on {model} ({name}); its output goes to {out / f'server-{name}.log'}")
-                    started = started_server(
-                        model, dataclasses.replace(config, scheduler=name), out / f"server-{name}.log"
-                    )
-                    where = stack.enter_context(started).address
-                known = wire.methods(where)
-                served = wire.call(where, known["GetModel"])
-                workload = _workload(args, served["max_context"], served["vocab_size"])
-                before = wire.call(where, known["GetLoad"])
-                sent = wire.send(
-                    where,
-                    workload,
-                    known,
-                    lambda done, n=name, w=workload: bars(f"serving ({n})", done, len(w.jobs)),
+                where: str = args.address
+                if model is not None:
+                    log = out / f"server-{name}.log"
+                    bars.say(f"starting a server on {model} ({name}); its output goes to {log}")
+                    server = started_server(model, dataclasses.replace(config, scheduler=name), log)
+                    where = stack.enter_context(server).address
+                served = load_generator.get_model(where)
+                workload = _workload(args, served.max_context, served.vocab_size)
+                before = load_generator.get_load(where)
+                sent = load_generator.send(
+                    where, workload, lambda done, n=name, w=workload: bars(f"serving ({n})", done, len(w.jobs))
                 )
-                after = wire.call(where, known["GetLoad"])
+                after = load_generator.get_load(where)
             label = "server" if address is not None else name
             reports.append(report.summarise(label, sent.outcomes, extra=_counted(before, after, sent)))
             outcomes[label] = sent.outcomes
-            models.append({key: str(value) if key == "buckets" else value for key, value in served.items()})
+            models.append(json_format.MessageToDict(served, preserving_proto_field_name=True))
     assert workload is not None
     comparison = report.compare(reports[0], reports[1]) if len(reports) == 2 else None
     title = f"{models[0]['name']}: {workload.name}, {models[0]['max_rows']} rows"
@@ -141,19 +137,18 @@ def _workload(args: argparse.Namespace, max_context: int, vocab_size: int) -> Wo
     return traffic.poisson(workload, rate=args.rate or (50.0 if args.quick else 1.0), seed=args.seed)
 
 
-def _counted(before: dict[str, Any], after: dict[str, Any], sent: wire.Sent) -> dict[str, Any]:
-    """What the server counted during the run, and how punctual the load was."""
-    counted = {name.replace("_", " "): after[name] - before[name] for name in _COUNTERS}
-    counted["padding waste"] = f"{_share(before, after, 'padding_seconds', 'bucket_seconds'):.1%}"
-    counted["host time an iteration, ms"] = round(1000 * _share(before, after, "host_seconds", "iterations"), 3)
-    counted["compiled after ready"] = after["compiled_after_ready"]
+def _counted(before: GetLoadResponse, after: GetLoadResponse, sent: load_generator.Sent) -> dict[str, Any]:
+    """The server's counters during the run, and the delay of the load generator."""
+
+    def grown(name: str) -> float:
+        return getattr(after, name) - getattr(before, name)
+
+    counted: dict[str, Any] = {name.replace("_", " "): grown(name) for name in _COUNTERS}
+    counted["padding waste"] = f"{grown('padding_seconds') / (grown('bucket_seconds') or 1.0):.1%}"
+    counted["host time an iteration, ms"] = round(1000 * grown("host_seconds") / (grown("iterations") or 1), 3)
+    counted["compiled after ready"] = after.compiled_after_ready
     counted["load sent late by at most, ms"] = round(1000 * sent.late, 1)
     return counted
-
-
-def _share(before: dict[str, Any], after: dict[str, Any], part: str, whole: str) -> float:
-    total = after[whole] - before[whole]
-    return (after[part] - before[part]) / total if total else 0.0
 
 
 class Server(NamedTuple):
@@ -164,11 +159,8 @@ class Server(NamedTuple):
 
 
 @contextlib.contextmanager
-def started_server(model: Path, config: EngineConfig, log: Path, front: str | None = None) -> Iterator[Server]:
+def started_server(model: Path, config: EngineConfig, log: Path) -> Iterator[Server]:
     """Runs `jaxserve serve` while the block lasts; yields it once it is healthy.
-
-    Args:
-      front: its --front; None leaves it to the server.
 
     Raises:
       ValueError: the server ended before it was ready; the message holds the end of its output.
@@ -177,7 +169,6 @@ def started_server(model: Path, config: EngineConfig, log: Path, front: str | No
     address = f"127.0.0.1:{port}"
     command = [sys.executable, "-m", "server.commands.cli", "serve", "--model", str(model)]
     command += ["--host", "127.0.0.1", "--port", str(port), "--http-port", "off", *engine_flags(config)]
-    command += ["--front", front] if front is not None else []
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w", encoding="utf-8") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
@@ -201,7 +192,7 @@ def _await_healthy(address: str, process: subprocess.Popen[bytes], log: Path) ->
                 tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-5:])
                 raise ValueError(f"the server ended with code {process.returncode} before it was ready:\n{tail}")
             try:
-                answer = stub.Check(health_pb2.HealthCheckRequest(service=wire.SERVICE), timeout=5.0)
+                answer = stub.Check(health_pb2.HealthCheckRequest(service=load_generator.SERVICE), timeout=5.0)
                 if answer.status == health_pb2.HealthCheckResponse.SERVING:
                     return
             except grpc.RpcError:
@@ -210,7 +201,7 @@ def _await_healthy(address: str, process: subprocess.Popen[bytes], log: Path) ->
 
 
 def free_port() -> int:
-    """A port nobody listens on at this moment."""
+    """A port that is free at the moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

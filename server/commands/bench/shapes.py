@@ -24,17 +24,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "bloom-560m-250k": model_catalog.KNOWN["bloom-560m"],
     "bloom-7b1": model_catalog.KNOWN["bloom-7b1"],
     "gpt2-xl": model_catalog.KNOWN["gpt2-xl"],
-    "gpt2": {
-        "model_type": "gpt2",
-        "architectures": ["GPT2LMHeadModel"],
-        "vocab_size": 50_257,
-        "n_embd": 768,
-        "n_layer": 12,
-        "n_head": 12,
-        "n_positions": 1024,
-        "layer_norm_epsilon": 1e-5,
-        "activation_function": "gelu_new",
-    },
+    "gpt2": model_catalog.KNOWN["gpt2"],
     "pythia-160m": {
         "model_type": "gpt_neox",
         "architectures": ["GPTNeoXForCausalLM"],
