@@ -25,15 +25,15 @@ from server.commands.bench.step import LARGEST_BLOCK, Case, measure
 
 
 def run_job(job: dict[str, Any], progress: Progress) -> dict[str, Any]:
-    """Does one job; `config` in it has an EngineConfig's fields."""
+    """Runs one job, whose `config` has the fields of an EngineConfig; returns what is printed."""
     fields = {name: tuple(value) if isinstance(value, list) else value for name, value in job["config"].items()}
     config = EngineConfig(**{**fields, "dtype": job["dtype"], "scoring": "prompts" in job, "replicas": 1})
     model = Path(job["model"])
     if "load" in job:
         if job["capacity"]:
-            config = dataclasses.replace(config, target_tpot=None)  # which gives throughput for latency
+            config = dataclasses.replace(config, target_tpot=None)  # an objective costs throughput
         return serve(model, job["load"], config, progress)
-    config = dataclasses.replace(config, token_budget=None, target_tpot=None)  # which are about whom to serve when
+    config = dataclasses.replace(config, token_budget=None, target_tpot=None)  # these limit the scheduler alone
     if "prompts" in job:
         return {"completions": complete(model, job["prompts"], job["steps"], config, progress)}
     timed, memory = measure(
@@ -48,11 +48,11 @@ def run_job(job: dict[str, Any], progress: Progress) -> dict[str, Any]:
 def complete(
     model: Path, prompts: Sequence[Sequence[int]], steps: int, config: EngineConfig, progress: Progress
 ) -> list[dict[str, Any]]:
-    """Greedy completions of `steps` tokens: what peers' outputs are checked against.
+    """Greedy completions of `steps` tokens, which the peers' outputs are checked against.
 
     Returns:
-      For each prompt: `tokens` (prompt and generated), `logprobs` of all but the first under the model, and `gaps`,
-      by how much the likeliest token led the second at each generated position.
+      For each prompt: `tokens` (prompt and generated), their `logprobs` (all but the first), and `gaps`, the difference
+      between the largest two logprobs at each generated position.
     """
     rows, longest = len(prompts), max(map(len, prompts))
     config = dataclasses.replace(
@@ -81,9 +81,9 @@ def complete(
 
 
 def serve(model: Path, load: dict[str, Any], config: EngineConfig, progress: Progress) -> dict[str, Any]:
-    """Serves a load through the engine's own interface: requests handed in as they come, tokens taken as they are made.
+    """Serves a load through `Engine.submit`, each request at its time.
 
-    Prefixes are not looked up: no two prompts share one. The pool holds `rows` of the longest request unless it is set.
+    The prefix cache is off: no two prompts share a prefix. The pool holds `rows` of the longest request by default.
     """
     longest = max(len(prompt) + output for prompt, output in zip(load["prompts"], load["outputs"], strict=True))
     blocks = -(-longest // LARGEST_BLOCK) * load["rows"]
@@ -107,7 +107,7 @@ def serve_traffic(engine: Engine, traffic: Traffic, name: str) -> None:
     """Serves one run of a load to its end.
 
     Raises:
-      RuntimeError: a request failed; has what the engine said.
+      RuntimeError: a request failed; the message is the engine's.
     """
     ended: queue.SimpleQueue[str | None] = queue.SimpleQueue()
 

@@ -50,7 +50,7 @@ Clock = Callable[[], float]  # does its work once; returns the seconds that coun
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Figure:
+class GuardedTime:
     """A piece of work whose time is guarded.
 
     Attributes:
@@ -63,7 +63,7 @@ class Figure:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
+class KeptFigure:
     """A figure in regression.json.
 
     Attributes:
@@ -81,7 +81,7 @@ class Finding:
 
     name: str
     now: float
-    kept: Kept | None
+    kept: KeptFigure | None
 
     @property
     def holds(self) -> bool:
@@ -126,17 +126,17 @@ def cpu_kind() -> str:
     return build.level().removesuffix("-bf16")
 
 
-def read(path: Path, kind: str) -> dict[str, Kept]:
+def read(path: Path, kind: str) -> dict[str, KeptFigure]:
     """The figures kept for a kind of CPU by name; empty where there is no such file or kind."""
     this_kind = _all_kinds(path).get(kind, {"figures": {}})
-    return {name: Kept(**fields) for name, fields in this_kind["figures"].items()}
+    return {name: KeptFigure(**fields) for name, fields in this_kind["figures"].items()}
 
 
 def _all_kinds(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def judge(now: Mapping[str, float], kept: Mapping[str, Kept]) -> list[Finding]:
+def judge(now: Mapping[str, float], kept: Mapping[str, KeptFigure]) -> list[Finding]:
     """Sets the figures beside those that are kept."""
     return [Finding(name=name, now=multiple, kept=kept.get(name)) for name, multiple in now.items()]
 
@@ -157,7 +157,7 @@ def print_findings(console: Console, found: Sequence[Finding]) -> None:
 
 
 def measure(
-    figures: Sequence[Figure], yardsticks: Mapping[str, Clock], bars: Callable[[str, int, int], None], name: str
+    figures: Sequence[GuardedTime], yardsticks: Mapping[str, Clock], bars: Callable[[str, int, int], None], name: str
 ) -> dict[str, float]:
     """Each figure as a multiple of its yardstick before and after it; the median over rounds."""
     multiples: dict[str, list[float]] = {figure.name: [] for figure in figures}
@@ -199,7 +199,7 @@ def _least(work: Callable[[], Any], clock: Clock) -> float:
     return _quicker(times)
 
 
-def make_figures(bars: Bars) -> list[Figure]:
+def make_figures(bars: Bars) -> list[GuardedTime]:
     """The guarded figures, with their programs compiled."""
     decode, prefill = step.Case(decodes=8, context=100), step.Case(prompt=256)
     model_config, params = shapes.random_params(SHAPE, "float32")
@@ -210,20 +210,18 @@ def make_figures(bars: Bars) -> list[Figure]:
     def a_step(case: step.Case, steps: int) -> Clock:
         return lambda: _quicker(step.time_case(replica, case, steps)) / 1000
 
-    load, iterations = host.BusyEngine(8, [0], cached, bars), 150
+    load = host.BusyEngine(8, [0], cached, bars)
+    text = text_seconds(Tokenizer.from_directory(DEMO_MODEL))
 
     def host_seconds() -> float:
-        """Processor seconds of the host's thread for an iteration, new requests and records included."""
-        started = time.thread_time()
-        load.run(0, iterations)
-        return (time.thread_time() - started) / (host.WARM_UP + iterations)
+        return load.run(0, 100).median / 1000
 
     return [
-        Figure(name="decode step, 8 rows", yardstick="read", seconds=a_step(decode, 8)),
-        Figure(name="prefill step, 256 tokens", yardstick="matmul", seconds=a_step(prefill, 3)),
-        Figure(name="host, an iteration of 8 rows", yardstick="python", seconds=lambda: load.run(0, 100).median / 1000),
-        Figure(name="scheduler, an iteration of 64 rows", yardstick="python", seconds=scheduler_seconds),
-        Figure(name="text, a token", yardstick="python", seconds=text_seconds(Tokenizer.from_directory(DEMO_MODEL))),
+        GuardedTime(name="decode step, 8 rows", yardstick="read", seconds=a_step(decode, 8)),
+        GuardedTime(name="prefill step, 256 tokens", yardstick="matmul", seconds=a_step(prefill, 3)),
+        GuardedTime(name="host, an iteration of 8 rows", yardstick="python", seconds=host_seconds),
+        GuardedTime(name="scheduler, an iteration of 64 rows", yardstick="python", seconds=scheduler_seconds),
+        GuardedTime(name="text, a token", yardstick="python", seconds=text),
     ]
 
 

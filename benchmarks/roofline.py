@@ -1,8 +1,8 @@
-"""Whole steps beside what they cannot be faster than, and the choice of tokens beside a sort.
+"""Times whole steps beside their lower bounds, and the choice of tokens beside a sort.
 
     python -m benchmarks.roofline [--small]
 
-prints one line of JSON; `python -m pallas_kernels.bench` runs it and sets the figures against the device's measured
+prints one line of JSON. `python -m pallas_kernels.bench` runs it and divides the figures by the device's measured
 bandwidth and matmul rate.
 """
 
@@ -41,7 +41,9 @@ _WANTED_ROWS = (1, 8, 32)  # of bloom-7b1, where the target holds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
+class TimedModel:
+    """A shape, and the sizes of the steps that are timed on it."""
+
     shape: str
     context: int
     rows: tuple[int, ...]
@@ -54,30 +56,32 @@ class Model:
 
 _ROWS = (1, 8, 32, 128)
 MODELS = (
-    Model(shape="bloom-560m-250k", context=512, rows=_ROWS, prompt=4096),
-    Model(shape="bloom-7b1", context=512, rows=_ROWS, prompt=4096),
-    Model(shape="gpt2-xl", context=512, rows=_ROWS, prompt=1000),
+    TimedModel(shape="bloom-560m-250k", context=512, rows=_ROWS, prompt=4096),
+    TimedModel(shape="bloom-7b1", context=512, rows=_ROWS, prompt=4096),
+    TimedModel(shape="gpt2-xl", context=512, rows=_ROWS, prompt=1000),
 )
-SMALL_MODELS = (Model(shape="tiny", context=10, rows=(1, 3), prompt=8),)
+SMALL_MODELS = (TimedModel(shape="tiny", context=10, rows=(1, 3), prompt=8),)
 
 
 def nbytes(config: ModelConfig, case: step.Case, weights: int, itemsize: int) -> int:
-    """What a step must read at least: every weight once, the head included, and the slots in use."""
+    """The bytes that a step must read: every weight once, the head included, and the slots in use."""
     slots = case.decodes * (case.context + 1) + case.prompt
     return weights + 2 * slots * config.num_layers * config.num_kv_heads * config.head_dim * itemsize
 
 
 def flops(config: ModelConfig, case: step.Case, weights: int, itemsize: int) -> int:
-    """What a step must compute at least: products with all weights but the token table, which only rows meet, and
-    attention to the positions that causality leaves."""
+    """The operations that a step needs: products with the weights, and causal attention.
+
+    Only one position a row is multiplied with the token table.
+    """
     table = config.vocab_size * config.hidden_size
     pairs = case.decodes * (case.context + 1) + case.prompt * (case.prompt + 1) // 2
     attended = 4 * config.num_layers * config.num_heads * config.head_dim * pairs
     return 2 * case.tokens * (weights // itemsize - table) + 2 * case.rows * table + attended
 
 
-def time_model(model: Model, steps: int) -> list[dict[str, Any]]:
-    """Median milliseconds of each case of a model of random weights, and what it must read and compute."""
+def time_model(model: TimedModel, steps: int) -> list[dict[str, Any]]:
+    """Median milliseconds of each case with random weights, and the bytes and operations it needs."""
     config, dtype = shapes.config_of(model.shape), "bfloat16"
     engine = EngineConfig(max_rows=max(model.rows), max_context=config.max_position or 2 * model.prompt)
     timed, memory = step.measure(model.shape, dtype, model.cases, steps, engine, startup.silent)
@@ -94,9 +98,11 @@ def time_model(model: Model, steps: int) -> list[dict[str, Any]]:
     ]
 
 
-def time_transformers(models: Sequence[Model], steps: int) -> dict[str, Any] | str:
-    """The same steps by the transformers library, if it is installed here, one process a model: static batches, and
-    decodes by its continuous batching, which it does not have for BLOOM."""
+def time_transformers(models: Sequence[TimedModel], steps: int) -> dict[str, Any] | str:
+    """The same steps by the transformers library, one process a model; a reason where it is not installed.
+
+    Static batches, and decodes by its continuous batching, which it does not have for BLOOM.
+    """
     if not all(map(importlib.util.find_spec, ("torch", "transformers"))):
         return "not installed"
     result: dict[str, Any] = {"ms": {}, "continuous ms": {}}
@@ -126,7 +132,7 @@ def time_transformers(models: Sequence[Model], steps: int) -> dict[str, Any] | s
 
 
 def choose_by_sorting(logits: jax.Array, rows: sampler.RowSampling, positions: jax.Array) -> jax.Array:
-    """Tokens by top_k, top_p and temperature the plain way, [S]: the whole vocabulary in order, then a draw."""
+    """Tokens by top_k, top_p and temperature, int32[S]: sorts the whole vocabulary, then draws."""
     order = jnp.argsort(-logits, axis=-1)
     ranked = jnp.take_along_axis(logits, order, -1) / rows.temperature[:, None]
     kept = jnp.arange(logits.shape[1]) < rows.top_k[:, None]
@@ -139,7 +145,7 @@ def choose_by_sorting(logits: jax.Array, rows: sampler.RowSampling, positions: j
 
 
 def time_choices(count: int, vocabulary: int) -> list[dict[str, Any]]:
-    """Milliseconds to choose the next token of `count` rows, by our sampler and by sorting."""
+    """Milliseconds to choose the next token of `count` rows, by our sampler and by a sort."""
     params = SamplingParams(temperature=0.8, top_k=50, top_p=0.9, max_tokens=1)
     rows = jax.tree.map(lambda value: np.broadcast_to(value, (count, *value.shape)), sampler.encode(params, 0))
     rows = jax.tree.map(jnp.asarray, rows)
@@ -160,6 +166,7 @@ def time_choices(count: int, vocabulary: int) -> list[dict[str, Any]]:
 
 
 def main() -> int:
+    """Entry point of `python -m benchmarks.roofline`."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.roofline")
     parser.add_argument("--small", action="store_true")
     small = parser.parse_args().small

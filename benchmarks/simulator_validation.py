@@ -38,9 +38,9 @@ should agree within 10%. Machines change their pace within minutes, so each load
 each part has its own engine, and its costs are the means of what its start and the next one's measured. Figures are
 medians over the parts. Leave the machine alone meanwhile."""
 
-WITHIN = 0.10  # of the measured figure, where the simulated one is to lie
-PARTS = 5  # that each load is served in, with the others' between them
-# Of the measured and the simulated outcomes of a load: name -> figure.
+WITHIN = 0.10  # the tolerated difference, as a share of the measured figure
+PARTS = 5  # parts of each load, which alternate with those of the other loads
+# Figures of a load, measured or simulated, by name.
 FIGURES: dict[str, Callable[[report.RunReport, Distribution], float]] = {
     "generated tokens/s": lambda run, _: run.tokens_per_second,
     "latency p50, ms": lambda _, latency: latency.p50,
@@ -53,10 +53,10 @@ JUDGED = ("generated tokens/s", "latency p50, ms", "latency p95, ms")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedPart:
-    """A workload, such as one part of a load, served by an engine of its own.
+    """A workload, such as one part of a load, served by its own engine.
 
     Attributes:
-      report: of the engine's start, with the costs that it measured then.
+      report: the engine's start-up report, with the costs that it measured.
     """
 
     workload: Workload
@@ -72,11 +72,11 @@ class ValidatedLoad:
     """One load, served and simulated.
 
     Attributes:
-      share: of the rate that the engine serves with everything waiting.
+      share: the rate as a share of what the engine serves with everything waiting.
       figures: figure -> (measured, simulated), each the median over the parts.
-      parts: the same of each part.
-      iterations: launched by the engines, and by the simulator.
-      pace: how many times what iterations should cost they took, in each part.
+      parts: the figures of each part.
+      iterations: how many the engines and the simulator launched.
+      pace: the measured time of iterations divided by their cost, in each part.
     """
 
     share: float
@@ -88,7 +88,7 @@ class ValidatedLoad:
 
     @property
     def holds(self) -> bool:
-        """Whether the simulated figures that count are near enough."""
+        """Whether the judged figures agree."""
         return all(abs(ours / theirs - 1) <= WITHIN for theirs, ours in map(self.figures.__getitem__, JUDGED))
 
 
@@ -144,9 +144,7 @@ def run(args: argparse.Namespace) -> int:
 def _print(
     title: str, loads: Sequence[ValidatedLoad], starts: Sequence[StartupReport], host: HostTimes, console: Console
 ) -> None:
-    """Args:
-    starts: of all parts' engines, and of one after them.
-    """
+    """Prints the loads, and the bucket costs over all starts."""
     table = Table(title=f"{title}; measured / simulated, medians of {len(loads[0].parts)} parts", title_justify="left")
     for column in ("load", "requests/s", *FIGURES, "iterations", f"within {WITHIN:.0%}", "times the costs, by parts"):
         table.add_column(column, justify="right")
@@ -168,15 +166,17 @@ def _print(
 
 
 def parts_of(workload: Workload) -> list[Workload]:
-    """A workload in parts of about as many jobs, in their order."""
+    """Divides a workload into parts of about equal numbers of jobs, in order."""
     count = min(PARTS, len(workload.jobs))
     ends = [len(workload.jobs) * index // count for index in range(count + 1)]
     return [dataclasses.replace(workload, jobs=workload.jobs[start:end]) for start, end in pairwise(ends)]
 
 
 def pace_of(outcomes: Sequence[Outcome], records: Sequence[IterationRecord], seconds: StageSeconds) -> float:
-    """How many times what they should have cost iterations took, all together: those that followed each other, as some
-    request was alive in between."""
+    """The measured time of all iterations divided by their cost.
+
+    Only iterations between which some request was alive count: the others waited for an arrival.
+    """
     arrivals, ends = (sorted(times) for times in zip(*((o.arrival, o.token_times[-1]) for o in outcomes), strict=True))
     took = cost = 0.0
     for before, record in pairwise(records):
@@ -188,18 +188,17 @@ def pace_of(outcomes: Sequence[Outcome], records: Sequence[IterationRecord], sec
 
 
 def host_of(records: Sequence[IterationRecord]) -> HostTimes:
-    """What an engine's host adds to an iteration: medians."""
+    """The median host times of an iteration."""
     launch = statistics.median(record.schedule_s + record.pack_s + record.launch_s for record in records)
     return HostTimes(launch=launch, complete=statistics.median(record.complete_s for record in records))
 
 
 def system_of(turn: ServedPart, after: StartupReport, host: HostTimes) -> SimulatedEngine:
-    """The engine of a turn as the simulator sees it: its settings, the costs of its buckets, and its host's times.
+    """The simulated engine of a part: its settings, bucket costs and host times.
 
-    The scheduler decides by the table that the engine has. An iteration takes the mean of what that table and the one
-    measured after the turn have for its bucket, and for each slot more or less that it reads than the one measured did,
-    what they have of that. With several stages the tables have the time between iterations that follow each other, so
-    each stage takes that long.
+    The scheduler decides by the engine's own table of costs. An iteration takes the mean of this table and the next
+    start's, corrected for the slots that it reads beyond those of the measurement. With several stages the tables have
+    the time between consecutive iterations, so each stage takes that long.
     """
     stages = turn.config.stages
     costs = {
@@ -243,7 +242,7 @@ def _turn(model: Path, config: EngineConfig, workload: Workload, bars: Bars, nam
 
 
 def _serve(engine: Engine, workload: Workload, bars: Bars, name: str) -> list[Outcome]:
-    """Hands every job in at its time, whether or not earlier ones have ended, and waits for the last."""
+    """Submits every job at its time, whether or not earlier ones have ended, and waits for the last."""
     outcomes: dict[str, Outcome] = {}
     ended: queue.SimpleQueue[str] = queue.SimpleQueue()
 
@@ -271,9 +270,7 @@ def _serve(engine: Engine, workload: Workload, bars: Bars, name: str) -> list[Ou
 def _compare(
     share: float, rate: float, turns: Sequence[ServedPart], systems: Sequence[SimulatedEngine]
 ) -> ValidatedLoad:
-    """Args:
-    turns / systems: the parts of the load, as they were served and as the simulator sees them.
-    """
+    """Simulates the parts of a load, and sets the figures beside the measured ones."""
     parts, paces, launched = [], [], [0, 0]
     for turn, system in zip(turns, systems, strict=True):
         start = turn.outcomes[0].arrival
@@ -300,7 +297,7 @@ def _figures(outcomes: Sequence[Outcome]) -> dict[str, float]:
 
 
 def middle(parts: Sequence[dict[str, tuple[float, float]]]) -> dict[str, tuple[float, float]]:
-    """Of each figure the median over parts of what was measured, and of what was simulated."""
+    """The medians over parts of each figure, measured and simulated."""
     return {
         name: (statistics.median(part[name][0] for part in parts), statistics.median(part[name][1] for part in parts))
         for name in parts[0]

@@ -33,21 +33,21 @@ some share prefixes, and the slots are too few for all of them, so the scheduler
 watches memory, slots, threads and open files of the server. At the end no request may be lost, every slot must be free
 and memory flat."""
 
-_WARM = 0.2  # share of the run whose memory is not judged
-_FLAT = 0.01  # growth over the rest, as a share of the memory held, that is told from a leak no more
+_WARM_UP = 0.2  # share of the run before memory is judged
+_FLAT = 0.01  # growth over the rest, as a share of the memory, above which it counts as a leak
 _PREFIXES, _PREFIX_TOKENS = 8, 130
 _LONGEST_DEADLINE = 1.0  # seconds
-_EMPTY_SECONDS = 30.0  # within which a server that nobody asks has let go of everything
+_EMPTY_SECONDS = 30.0  # within which an idle server releases everything
 
 Ending = Literal["answered", "cancelled", "out of time", "failed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoakRequest:
-    """A request and what its client does.
+    """A request, and how its client behaves.
 
     Attributes:
-      tokens: that it generates if it is left alone; None where the model may end it.
+      tokens: the length of the answer if it runs to its end; None where the model may end it.
       leaves_after: tokens after which the client cancels; None lets it end.
       deadline: seconds that the client waits; None waits forever.
     """
@@ -64,7 +64,7 @@ class ServerSample:
 
     Attributes:
       seconds: since the start of the run.
-      ended: requests that have, by then.
+      ended: requests that have ended so far.
       resident: bytes of memory.
     """
 
@@ -81,11 +81,11 @@ class ServerSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trend:
-    """A straight line through what was held after the warm-up, by requests ended.
+    """A straight line through the memory after the warm-up, over the requests that had ended.
 
     Attributes:
-      growth: of the line, from the end of the warm-up to the end of the run.
-      spread: between the largest value and the smallest.
+      growth: bytes by which the line grows from the end of the warm-up to the end of the run.
+      spread: bytes between the largest value and the smallest.
       share: the growth as a share of the line's start.
     """
 
@@ -98,11 +98,11 @@ class Trend:
         return self.share <= _FLAT
 
 
-def trend(samples: Sequence[ServerSample], of: Callable[[ServerSample], float]) -> Trend:
-    """What a figure does after the warm-up."""
-    warm = [each for each in samples if each.ended >= _WARM * samples[-1].ended]
+def memory_trend(samples: Sequence[ServerSample]) -> Trend:
+    """Fits a line to the resident memory after the warm-up."""
+    warm = [each for each in samples if each.ended >= _WARM_UP * samples[-1].ended]
     ended = np.array([each.ended for each in warm], np.float64)
-    values = np.array([of(each) for each in warm], np.float64)
+    values = np.array([each.resident for each in warm], np.float64)
     if ended[0] == ended[-1]:
         raise ValueError("the soak was too short to see a trend; give more --requests")
     slope, base = np.polyfit(ended - ended[0], values, 1)
@@ -114,7 +114,7 @@ def draw(index: int, seed: int, vocab_size: int) -> SoakRequest:
     """The request of this number, with random lengths and settings."""
     rng = np.random.default_rng([seed, index])
     prompt = rng.integers(vocab_size, size=int(rng.integers(1, 160))).tolist()
-    if rng.random() < 0.4:  # one of a few beginnings, so that prefixes are found, and evicted by the others
+    if rng.random() < 0.4:  # a few shared prefixes, which the other prompts evict
         which = int(rng.integers(_PREFIXES))
         prefix = np.random.default_rng([seed, 1 << 32, which]).integers(vocab_size, size=_PREFIX_TOKENS)
         prompt = [*prefix.tolist(), *prompt[:60]]
@@ -146,12 +146,11 @@ def draw(index: int, seed: int, vocab_size: int) -> SoakRequest:
 
 @dataclass(slots=True)
 class Soaked:
-    """What came of it.
+    """The result of a soak.
 
     Attributes:
       endings: requests by how they ended, each counted once.
-      failures: what went wrong, in words.
-      last: what the server said of itself when all was over.
+      last: the server's load after the last request.
     """
 
     endings: Counter[Ending]
@@ -169,8 +168,7 @@ async def soak(
     every: float,
     progress: Callable[[int], None],
 ) -> Soaked:
-    """Sends the calls 0..requests-1 by so many clients, each its next when the last has ended, and then waits until
-    the server holds nothing.
+    """Sends the calls 0..requests-1 from `clients` clients, and waits until the server is idle and its slots are free.
 
     Args:
       every: seconds between samples.
@@ -214,7 +212,7 @@ async def soak(
 
 
 async def _one(stub: Any, call: SoakRequest) -> tuple[Ending, str | None]:
-    """Sends a call and does what its client does; how it ended, and what was wrong with that."""
+    """Sends a call as its client would; returns how it ended, and a description of any failure."""
     came, finished, left = 0, False, False
     answer = stub.GenerateStream(call.message, timeout=call.deadline)
     try:
@@ -294,7 +292,7 @@ def run(args: argparse.Namespace) -> int:
                 progress=lambda done: bars("soaking", done, requests),
             )
         )
-    memory = trend(soaked.samples, lambda sample: sample.resident)
+    memory = memory_trend(soaked.samples)
     wrong = defects(soaked, requests, memory, log.read_text(encoding="utf-8", errors="replace"))
     last, end = soaked.last, soaked.samples[-1]
     facts = {
@@ -304,12 +302,12 @@ def run(args: argparse.Namespace) -> int:
         f"{last['cached_tokens']} prompt tokens found in the prefix cache, {last['preemptions']} preemptions",
         "slots": f"{max(each.slots_used for each in soaked.samples)} of {last['slots_total']} in use at most; at the "
         f"end {last['slots_used']} in use, {last['slots_cached']} hold prefixes, the rest are free",
-        "memory": f"{end.resident / 2**20:.1f} MiB at the end; a line through the last {1 - _WARM:.0%} of the requests "
+        "memory": f"{end.resident / 2**20:.1f} MiB at the end; a line through the last {1 - _WARM_UP:.0%} of requests "
         f"grows {memory.growth / 2**20:+.2f} MiB ({memory.share:+.2%}), largest less smallest "
         f"{memory.spread / 2**20:.2f} MiB",
         "threads, files": f"{end.threads} threads, {end.open_files} open files at the end; at most "
         f"{max(each.threads for each in soaked.samples)} and {max(each.open_files for each in soaked.samples)}",
-        "verdict": "; ".join(wrong) or "every request ended as it was to, every slot is free, memory is flat",
+        "verdict": "; ".join(wrong) or "every request ended as intended, every slot is free, memory is flat",
     }
     for name, text in facts.items():
         console.print(f"{name:14}  {text}", soft_wrap=True)
@@ -329,7 +327,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def defects(soaked: Soaked, requests: int, memory: Trend, log: str) -> list[str]:
-    """What a soak is to show the absence of, in words."""
+    """Describes everything that a clean soak must not show."""
     last, (first, *_, end) = soaked.last, soaked.samples
     wrong = soaked.failures[:5]
     if soaked.endings.total() != requests:

@@ -7,11 +7,11 @@ import json
 import pytest
 
 from benchmarks import regression as guard
-from benchmarks.regression import Figure, Kept
+from benchmarks.regression import GuardedTime, KeptFigure
 from jaxserve.demo import DEMO_MODEL
 from jaxserve.text.tokenizer import Tokenizer
 
-KEPT = {"step": Kept(multiple=2.0, allowed=1.5), "host": Kept(multiple=10.0, allowed=1.2)}
+KEPT = {"step": KeptFigure(multiple=2.0, allowed=1.5), "host": KeptFigure(multiple=10.0, allowed=1.2)}
 
 
 @pytest.mark.parametrize(
@@ -44,8 +44,8 @@ def test_figures_are_measured_between_runs_of_their_yardstick():
         return once
 
     figures = [
-        Figure(name="step", yardstick="read", seconds=clock("step", [6.0, 6.0, 600.0])),
-        Figure(name="text", yardstick="python", seconds=clock("text", [1.0])),
+        GuardedTime(name="step", yardstick="read", seconds=clock("step", [6.0, 6.0, 600.0])),
+        GuardedTime(name="text", yardstick="python", seconds=clock("text", [1.0])),
     ]
     yardsticks = {"read": clock("read", [1.0, 3.0]), "python": clock("python", [4.0])}
     assert guard.measure(figures, yardsticks, silent, "now") == {"step": 3.0, "text": 0.25}
@@ -59,7 +59,7 @@ def run(monkeypatch, tmp_path, seconds, *, write=False, kind="narrow"):
     monkeypatch.setattr(guard, "KEPT", tmp_path / "guard.json")
     monkeypatch.setattr(guard, "ROUNDS", 1)
     monkeypatch.setattr(guard, "cpu_kind", lambda: kind)
-    figure = Figure(name="step", yardstick="read", seconds=lambda: next(values))
+    figure = GuardedTime(name="step", yardstick="read", seconds=lambda: next(values))
     monkeypatch.setattr(guard, "make_figures", lambda bars: [figure])
     monkeypatch.setattr(guard, "make_yardsticks", lambda: {"read": lambda: 1.0})
     return guard.run(argparse.Namespace(write=write))
@@ -67,7 +67,7 @@ def run(monkeypatch, tmp_path, seconds, *, write=False, kind="narrow"):
 
 def test_a_slowdown_is_told_by_name_when_it_shows_twice(monkeypatch, tmp_path, capsys):
     assert run(monkeypatch, tmp_path, [2.0], write=True) == 0
-    assert guard.read(tmp_path / "guard.json", "narrow") == {"step": Kept(multiple=2.0, allowed=guard.ALLOWED)}
+    assert guard.read(tmp_path / "guard.json", "narrow") == {"step": KeptFigure(multiple=2.0, allowed=guard.ALLOWED)}
     assert run(monkeypatch, tmp_path, [2.9]) == 0
     assert run(monkeypatch, tmp_path, [8.0, 2.0]) == 0  # once only: it was the machine
     capsys.readouterr()
@@ -80,7 +80,7 @@ def test_writing_keeps_what_each_figure_may_be(monkeypatch, tmp_path):
     narrow = {"narrow": {"figures": {"step": {"multiple": 2.0, "allowed": 1.1}}}}
     (tmp_path / "guard.json").write_text(json.dumps(narrow))
     assert run(monkeypatch, tmp_path, [9.0], write=True) == 0
-    assert guard.read(tmp_path / "guard.json", "narrow") == {"step": Kept(multiple=9.0, allowed=1.1)}
+    assert guard.read(tmp_path / "guard.json", "narrow") == {"step": KeptFigure(multiple=9.0, allowed=1.1)}
 
 
 def test_each_kind_of_cpu_has_figures_of_its_own(monkeypatch, tmp_path, capsys):

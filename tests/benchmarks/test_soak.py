@@ -1,4 +1,4 @@
-"""A soak of a server on a made-up engine, and what it would not let pass."""
+"""A soak of a server on a made-up engine, and the defects that it reports."""
 
 import asyncio
 import os
@@ -25,7 +25,7 @@ def soaked(samples, **last) -> soak.Soaked:
 
 
 def defects(samples, log="", requests=100, **last) -> list[str]:
-    return soak.defects(soaked(samples, **last), requests, soak.trend(samples, lambda each: each.resident), log)
+    return soak.defects(soaked(samples, **last), requests, soak.memory_trend(samples), log)
 
 
 def steady(**changes) -> list[soak.ServerSample]:
@@ -82,13 +82,13 @@ def test_a_clean_soak_has_no_defects() -> None:
 
 def test_a_server_that_warms_up_and_then_stays_is_flat() -> None:
     samples = [sample(ended, resident=min(ended, 20) * 2**20 + 2**28) for ended in range(0, 101, 5)]
-    found = soak.trend(samples, lambda each: each.resident)
+    found = soak.memory_trend(samples)
     assert (abs(found.growth), found.spread) == (pytest.approx(0, abs=1), 0)
 
 
 def test_growth_is_that_of_a_line_through_what_follows_the_warm_up() -> None:
     samples = [sample(ended, resident=10_000_000 + 1_000 * ended) for ended in range(0, 101, 5)]
-    found = soak.trend(samples, lambda each: each.resident)
+    found = soak.memory_trend(samples)
     assert found.growth == pytest.approx(80_000)
     assert found.spread == 80_000
     assert found.share == pytest.approx(80_000 / 10_020_000)
