@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -173,14 +172,6 @@ def test_a_port_that_is_none_is_told_in_words(capsys: pytest.CaptureFixture[str]
     with pytest.raises(SystemExit):
         cli.main(["serve", "--http-port", "on"])
     assert "--http-port: 'on' is neither off nor a port" in capsys.readouterr().err
-
-
-def test_a_port_in_use_is_told_before_anything_is_loaded(capfd: pytest.CaptureFixture[str]) -> None:
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        assert cli.main(["serve", "--port", str(other.getsockname()[1])]) == 2
-    assert "Address already in use" in capfd.readouterr().err
 
 
 # client

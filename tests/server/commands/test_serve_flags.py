@@ -23,10 +23,10 @@ import pytest
 from jaxserve.config import ENGINE_PARAMS, EngineConfig
 from jaxserve.multihost.config import ClusterConfig
 from server import lifecycle
-from server.commands import cli, hosts, serve_settings
+from server.commands import cli, hosts, serve, serve_settings
 from server.commands.serve_settings import ServeSettings
 from server.engine_process.supervisor import RestartPolicy
-from server.proto.jaxserve.v1.inference_pb2 import GenerateRequest
+from server.proto.jaxserve.v1.inference_pb2 import GenerateRequest, GetLoadRequest
 from server.proto.jaxserve.v1.inference_pb2_grpc import InferenceStub
 from tests.server.fake_engine import WAIT_SECONDS
 
@@ -69,6 +69,8 @@ HOSTS_FLAGS = (
     "--links bridge --flight-seconds 9 --flight-folder flights --hosts-cert {certificates}/server.pem "
     "--hosts-key {certificates}/server.key --hosts-ca {certificates}/ca.pem --tensor 2"
 )
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and more than one loopback address")
 
 
 def settings_of(flags: str) -> ServeSettings:
@@ -141,6 +143,48 @@ def test_a_worker_follows_host_0(
     model, config, cluster = told[:3]
     assert (model, config.tensor, cluster.control_port) == (tmp_path, 2, 9100)
     assert told[3:] == ([RestartPolicy()] if process else [])
+
+
+def test_front_thread_runs_the_engine_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+
+    def start_engine(*given: Any) -> Any:
+        told.extend(given)
+        return contextlib.nullcontext()
+
+    def profiling(folder: Path | None) -> Any:
+        told.append(folder)
+        return contextlib.nullcontext()
+
+    async def serve_in_process(chosen: ServeSettings, *_: Any) -> None:
+        told.append(chosen.drain_seconds)
+
+    monkeypatch.setattr(serve, "start_engine", start_engine)
+    monkeypatch.setattr(serve, "profiling", profiling)
+    monkeypatch.setattr(lifecycle, "serve_in_process", serve_in_process)
+    flags = f"--front thread --model {tmp_path} --profile {tmp_path} --max-rows 3 --drain-seconds 5 --port 0"
+    assert cli.main(["serve", "--http-port", "off", *flags.split()]) == 0
+    model, config, cluster, *others = told
+    assert (model, config.max_rows, cluster, others) == (tmp_path, 3, None, [tmp_path, 5])
+
+
+@linux
+@pytest.mark.parametrize("flag", ["--port", "--http-port", "--metrics-port"])
+def test_a_taken_port_is_reported_at_once(
+    flag: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async def serve_engine_process(*_: Any) -> int:
+        return 0
+
+    monkeypatch.setattr(lifecycle, "serve_engine_process", serve_engine_process)
+    with socket.socket() as taken:
+        taken.bind((HOST, 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        ports = {"--port": "0", "--http-port": "off", flag: str(port)}
+        given = [text for each in ports.items() for text in each]
+        assert cli.main(["serve", "--host", HOST, *given]) == 2
+    assert f"cannot listen on {HOST}:{port}: Address already in use" in capfd.readouterr().err
 
 
 def run_cli(*flags: str) -> subprocess.CompletedProcess[str]:
@@ -269,7 +313,7 @@ def test_traces_need_opentelemetry(tmp_path: Path) -> None:
         assert "--traces needs OpenTelemetry" in server.log
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and more than one loopback address")
+@linux
 def test_every_serve_flag_takes_effect(checkpoint: Path, certificates: Path, tmp_path: Path) -> None:
     (tmp_path / "keys.toml").write_text('[us]\nkeys = ["our-own-key"]\n')
     (tmp_path / "serve.toml").write_text("max-rows = 3")
@@ -280,7 +324,8 @@ def test_every_serve_flag_takes_effect(checkpoint: Path, certificates: Path, tmp
         f"--tls-cert {certificates}/server.pem --tls-key {certificates}/server.key "
         f"--tls-client-ca {certificates}/ca.pem --api-keys {tmp_path}/keys.toml --stall-seconds {STALL_SECONDS} "
         f"--drain-seconds {DRAIN_SECONDS} --supervise --request-log {log} --log-prompts --metrics-port {metrics_port} "
-        f"--profile {profile} --buckets 16 --slots 32768 --max-context 16384 --compilation-cache {cache} --no-scoring"
+        f"--profile {profile} --buckets 16 --slots 32768 --max-context 16384 --compilation-cache {cache} --no-scoring "
+        "--max-queued-requests 77"
     )
     traced = _has_opentelemetry()
     with contextlib.ExitStack() as stack:
@@ -303,7 +348,7 @@ def test_every_serve_flag_takes_effect(checkpoint: Path, certificates: Path, tmp
         assert [model["id"] for model in models["data"]] == [checkpoint.name]
         assert models["data"][0]["max_model_len"] == 16384
         assert client.get("/live", headers=KEY).json()["about"]["max_rows"] == 3
-        assert _call_grpc(certificates, port) == 3
+        assert _call_grpc(certificates, port) == (3, 77)
 
         # The request log, metrics, compiled programs
         body = {"prompt": "abc", "max_tokens": 4, "ignore_eos": True}
@@ -353,14 +398,16 @@ def _client(certificates: Path, http_port: str, name: str | None) -> httpx.Clien
     return httpx.Client(base_url=f"https://{HOST}:{http_port}", verify=context, timeout=60)
 
 
-def _call_grpc(certificates: Path, port: str) -> int:
-    """Tokens of a call with this key and certificate."""
+def _call_grpc(certificates: Path, port: str) -> tuple[int, int]:
+    """Calls with the key and the client's certificate: (tokens generated, most requests that may wait)."""
     names = ("ca.pem", "client.key", "client.pem")
     credentials = grpc.ssl_channel_credentials(*((certificates / name).read_bytes() for name in names))
     with grpc.secure_channel(f"{HOST}:{port}", credentials) as channel:
         stub: Any = InferenceStub(channel)
         request = GenerateRequest(prompt="ab", max_tokens=3, ignore_eos=True)
-        return len(stub.Generate(request, metadata=tuple(KEY.items()), timeout=60).token_ids)
+        metadata = tuple(KEY.items())
+        tokens = stub.Generate(request, metadata=metadata, timeout=60).token_ids
+        return len(tokens), stub.GetLoad(GetLoadRequest(), metadata=metadata, timeout=60).max_queued_requests
 
 
 def _endless() -> dict[str, Any]:
