@@ -151,7 +151,11 @@ class Engine:
           QueueFull: too many requests, tokens or grammars wait already.
           EngineStopped: the engine was stopped or has failed.
         """
-        self.check(request)
+        self.limits.check(request)
+        self.submit_checked(request, sink)
+
+    def submit_checked(self, request: Request, sink: Sink) -> None:
+        """As `submit`, for a request that `limits` has passed already, as the front of an engine process does."""
         grammar = self._compiled(request)
         with self._handler:
             if any(replica.holds(request.request_id) for replica in self._replicas):

@@ -98,15 +98,15 @@ class ServerApp:
         self.handler.close(_STOPPING)
         await self._grpc.announce_end()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.handler.idle(), seconds)
-        left = self.handler.num_alive
+            await asyncio.wait_for(self.handler.calls.wait_until_none(), seconds)
+        left = self.handler.calls.num_requests
         await self.stop()
         return left
 
     async def stop(self) -> None:
         """Ends active calls with UNAVAILABLE and stops listening."""
         self.handler.close(_STOPPING)
-        self.handler.fail_all("the server stopped before the answer was whole")
+        self.handler.calls.fail_all("the server stopped before the answer was whole")
         if self._watch is not None:
             self._watch.cancel()
         await asyncio.gather(self._grpc.stop(), self._http.stop())
@@ -128,7 +128,7 @@ class ServerApp:
         problem, own = self._watchdog.problem(), self.handler.engine.problem
         self.handler.problem = problem if own is None else None  # each call asks the engine for its own
         if own is not None and not self.handler.engine.takes_requests:
-            self.handler.fail_all(own)
+            self.handler.calls.fail_all(own)
         if problem is not None and self._on_wedged is not None and self._is_wedged():
             self._on_wedged(problem)
         before, self._reported_problem = self._reported_problem, problem

@@ -1,23 +1,28 @@
-"""A call's beam search while the engine works on it: many short requests, one call to everybody else."""
+"""A call's beam search while the engine works on it: many short requests that observers see as one."""
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
-from jaxserve.generation.beam_search import BeamSearch
-from jaxserve.request import Alternatives, FinishReason, Request, TokenEvent
+from jaxserve.generation.beam_search import BeamSearch, completions
+from jaxserve.generation.completion import Assembler, Completion
+from jaxserve.request import Alternatives, FinishReason, TokenEvent
 from server import errors
 from server.call import Call, Observer, RequestTiming
+from server.engine_requests import EngineRequests
+
+if TYPE_CHECKING:
+    from jaxserve.text.tokenizer import Tokenizer
 
 
 class BeamSearchCall:
-    """A beam search and its place in the door, where it stands for its requests as a `Generation` does for its own.
+    """A beam search of one call, as `Generation` is for sampled answers.
 
     Args:
-      submit: hands a request to the engine, whose events come to `put`; leave: ends one there, if it is alive.
-      name: makes names of requests.
+      engine_requests: makes the EngineRequests whose events go to a function.
+      new_id: makes an id of a request.
     """
 
     def __init__(
@@ -25,26 +30,22 @@ class BeamSearchCall:
         call: Call,
         search: BeamSearch,
         observers: Sequence[Observer],
-        *,
-        submit: Callable[[Request], None],
-        leave: Callable[[str], None],
-        name: Callable[[], str],
+        engine_requests: Callable[[Callable[[TokenEvent], None]], EngineRequests],
+        new_id: Callable[[], str],
     ) -> None:
-        self.call, self.search = call, search
+        self.call, self._search = call, search
         self.requests = (search.request,)
-        self.timing = RequestTiming(call=call, request=search.request)
-        self._observers, self._submit, self._leave, self._name = observers, submit, leave, name
+        self._timing = RequestTiming(call=call, request=search.request)
+        self._observers, self._new_id = observers, new_id
+        self._in_engine = engine_requests(self._put)
         self._answers: dict[str, Alternatives | None] = {}  # by request of this step, once it is there
         self._open = 0
         self._problem: Exception | None = None
         self._arrived = asyncio.Event()
 
-    def put(self, event: TokenEvent) -> None:
-        """Takes an event of the engine's."""
-        if event.request_id not in self._answers:
-            return
-        if event.started is not None and self.timing.began is None:
-            self.timing.began = event.started
+    def _put(self, event: TokenEvent) -> None:
+        if event.started is not None and self._timing.began is None:
+            self._timing.began = event.started
         if event.top_logprobs:
             self._answers[event.request_id] = event.top_logprobs[0]
             self._open -= 1
@@ -55,44 +56,46 @@ class BeamSearchCall:
         if not self._open or self._problem is not None:
             self._arrived.set()
 
-    def fail(self, refusal: errors.ApiError) -> None:
-        """Has the search end with this."""
-        self._problem = refusal
+    def fail(self, problem: errors.ApiError) -> None:
+        """Ends the search with this error."""
+        self._problem = problem
         self._arrived.set()
 
-    async def run(self) -> None:
-        """Searches to the end.
+    async def run(self, tokenizer: Tokenizer | None, eos_token_ids: Sequence[int]) -> list[Completion]:
+        """Searches to the end, and tells the observers.
+
+        Returns:
+          The completions, best first.
 
         Raises:
-          ApiError: it was given up; Exception: a request of it failed in the engine.
+          ApiError: the call was ended; Exception: a request failed in the engine.
         """
+        completion = Assembler(self._search.request, tokenizer, eos_token_ids).completion()
+        for observer in self._observers:
+            observer.started(self._timing)
         try:
-            while not self.search.is_finished:
+            while not self._search.is_finished:
                 await self._step()
+            answers = completions(self._search, tokenizer, eos_token_ids)
+            completion = answers[0]
+            return answers
         finally:
-            for name in self._answers:
-                self._leave(name)
+            self._in_engine.abort_all()
+            for observer in self._observers:
+                observer.ended(self._timing, completion)
 
     async def _step(self) -> None:
         self._arrived.clear()
-        requests = self.search.requests(self._name)
+        requests = self._search.requests(self._new_id)
         self._answers = {request.request_id: None for request in requests}
         self._open = len(requests)
         for request in requests:
-            self._submit(request)
+            self._in_engine.submit(request)
         if self._problem is None:
             await self._arrived.wait()
         if self._problem is not None:
             raise self._problem
-        self.search.take([answer for answer in self._answers.values() if answer is not None])
-        self._tell()
-
-    def _tell(self) -> None:
-        """Tells the observers of a token: one, however many beams have got theirs."""
-        timing, now = self.timing, time.monotonic()
-        gap = None if timing.last_token is None else now - timing.last_token
-        timing.last_token = now
-        if gap is None:
-            timing.first_token = now
+        self._search.take([answer for answer in self._answers.values() if answer is not None])
+        gap = self._timing.token()  # one token, however many beams have got theirs
         for observer in self._observers:
-            observer.tokens(timing, 1, gap)
+            observer.tokens(self._timing, 1, gap)

@@ -1,39 +1,40 @@
-"""One call and its requests while the engine works on them."""
+"""A call, its requests while the engine works on them, and what observers are told of them."""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from jaxserve.generation.completion import Assembler, Completion, Delta, joined
-from jaxserve.generation.samples import PromptScores
+from jaxserve.generation.samples import PromptScores, for_engine
 from jaxserve.request import FinishReason, Request, TokenEvent
 from server import errors
-from server.admission import Ticket
+from server.admission import AdmissionController, Ticket
 from server.auth import Tenant, current
+from server.engine_requests import EngineRequests
 
-_MOST_EVENTS = 64  # taken at once, so that catching up with a reader who was slow delays nobody
+_MOST_EVENTS = 64  # taken at once, so that catching up after a slow reader delays no other call
 
 
 def new_id() -> str:
-    """A name for a call whose caller gave none; no two are alike, in one server or in several."""
+    """An id for a call whose caller gave none; unique among all servers."""
     return secrets.token_hex(8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One call, whatever it asks for.
+    """One call of a client.
 
     Attributes:
-      id: what answers and log call it; need not be unique.
-      protocol: that it came by, such as "grpc".
+      id: in answers and logs; need not be unique.
+      protocol: such as "grpc".
       priority / cache_salt: of its requests.
       arrival / deadline: monotonic seconds; the caller wants no answer after its deadline.
-      tenant: whom it is counted for.
+      tenant: whose share and rate it counts against.
     """
 
     id: str = field(default_factory=new_id)
@@ -47,11 +48,11 @@ class Call:
 
 @dataclass(slots=True, kw_only=True)
 class RequestTiming:
-    """What happened when to one request: monotonic seconds, None until it has.
+    """When things happened to one request: monotonic seconds, None until they have.
 
     Attributes:
       began: it got a row.
-      first_token / last_token: the door heard of them.
+      first_token / last_token: they reached this process.
     """
 
     call: Call
@@ -60,21 +61,29 @@ class RequestTiming:
     first_token: float | None = None
     last_token: float | None = None
 
+    def token(self) -> float | None:
+        """Notes that tokens have come; seconds since those before, None for the first."""
+        now = time.monotonic()
+        gap = None if self.last_token is None else now - self.last_token
+        self.last_token = now
+        if gap is None:
+            self.first_token = now
+        return gap
+
 
 class Observer(Protocol):
-    """What is told of every request that the engine has taken, and of every call that ends without an answer; on the
-    event loop."""
+    """Is told, on the event loop, of every request that the engine takes and of every refused call."""
 
     def started(self, timing: RequestTiming) -> None:
         """The engine has taken the request."""
         ...
 
     def tokens(self, timing: RequestTiming, count: int, gap: float | None) -> None:
-        """Tokens of it have come, so many seconds after the ones before; None for the first."""
+        """Tokens of it have come, `gap` seconds after those before; None for the first."""
         ...
 
     def ended(self, timing: RequestTiming, completion: Completion) -> None:
-        """It is over; a completion without a finish reason was cut short, by its caller or by the server."""
+        """It has ended; a completion without a finish reason was cut short, by its caller or by the server."""
         ...
 
     def refused(self, call_id: str, refusal: errors.ApiError) -> None:
@@ -85,62 +94,77 @@ class Observer(Protocol):
 class Generation:
     """The requests of one call while the engine works on them.
 
-    `async for deltas in generation` gives, whenever the engine has been heard of, a list of (index of the request,
-    what has come for it since); it ends when all requests are answered.
+    `async for deltas in generation` gives a list of (index of the request, what is new for it) whenever events have
+    come; it ends when all requests are answered.
 
     Raises:
-      ApiError: the requests were given up; Exception: one of them failed in the engine.
+      ApiError: the call was ended; Exception: a request failed in the engine.
     """
 
     def __init__(
         self,
         call: Call,
         requests: Sequence[Request],
-        assemblers: Sequence[Assembler],
+        assemblers: Iterable[Assembler],
         observers: Sequence[Observer],
         ticket: Ticket,
-        leave: Callable[[str], None],
+        engine_requests: Callable[[Callable[[TokenEvent], None]], EngineRequests],
     ) -> None:
         self.call, self.requests = call, tuple(requests)
         self._scores = PromptScores(requests)
-        self.timings = [RequestTiming(call=call, request=request) for request in requests]
-        self._assemblers = assemblers
+        self._timings = [RequestTiming(call=call, request=request) for request in requests]
+        self._assemblers = list(assemblers)
         self._index = {request.request_id: index for index, request in enumerate(requests)}
-        self._observers, self._ticket, self._leave = observers, ticket, leave
+        self._observers, self._ticket = observers, ticket
+        self._in_engine = engine_requests(self._put)
+        self._submitted: list[RequestTiming] = []
         self._unfinished = len(requests)
         self._events: list[TokenEvent] = []
-        self._refusal: errors.ApiError | None = None
+        self._problem: errors.ApiError | None = None
         self._arrived = asyncio.Event()
 
-    def put(self, event: TokenEvent) -> None:
-        """Keeps an event of the engine's for the handler."""
+    def submit(self) -> None:
+        """Submits all requests. Raises what `Engine.submit` raises."""
+        for timing in self._timings:
+            self._in_engine.submit(for_engine(timing.request))
+            self._submitted.append(timing)
+            for observer in self._observers:
+                observer.started(timing)
+        self._ticket.submitted()
+
+    def end(self, admission: AdmissionController) -> None:
+        """Aborts what has not ended, and reports the outcome of every request."""
+        self._in_engine.abort_all()
+        for index, timing in enumerate(self._submitted):
+            completion = self.completion(index)
+            if completion.finish_reason is not None and completion.finish_reason.is_answer:
+                admission.finished(len(completion.token_ids), timing.request.sampling.max_tokens)
+            for observer in self._observers:
+                observer.ended(timing, completion)
+
+    def _put(self, event: TokenEvent) -> None:
         self._ticket.begun()
         self._events += self._scores.spread(event)
         self._arrived.set()
-        timing = self.timings[self._index[event.request_id]]
+        timing = self._timings[self._index[event.request_id]]
         if event.started is not None:
             timing.began = event.started
         if event.token_ids:
-            now = time.monotonic()
-            gap = None if timing.last_token is None else now - timing.last_token
-            timing.last_token = now
-            if gap is None:
-                timing.first_token = now
+            gap = timing.token()
             for observer in self._observers:
                 observer.tokens(timing, len(event.token_ids), gap)
 
-    def fail(self, refusal: errors.ApiError) -> None:
-        """Has the handler end with this as soon as it looks."""
-        self._refusal = refusal
+    def fail(self, problem: errors.ApiError) -> None:
+        """Ends the call with this error as soon as its handler looks."""
+        self._problem = problem
         self._arrived.set()
 
     def leave(self) -> None:
-        """Has the engine end the requests at once, though the handler may be waiting for a slow reader."""
-        for request in self.requests:
-            self._leave(request.request_id)
+        """Aborts the requests at once, though the handler may be waiting for a slow reader."""
+        self._in_engine.abort_all()
 
     def completion(self, index: int = 0) -> Completion:
-        """What became of a request, so far."""
+        """What a request has come to, so far."""
         return self._assemblers[index].completion()
 
     def __aiter__(self) -> Generation:
@@ -151,8 +175,8 @@ class Generation:
             raise StopAsyncIteration
         await self._arrived.wait()
         self._arrived.clear()
-        if self._refusal is not None:
-            raise self._refusal
+        if self._problem is not None:
+            raise self._problem
         events, self._events = self._events[:_MOST_EVENTS], self._events[_MOST_EVENTS:]
         if self._events:
             self._arrived.set()
@@ -175,5 +199,5 @@ class Generation:
             raise RuntimeError(event.error)
         if assembler.finished and not was_finished:
             self._unfinished -= 1
-            self._leave(event.request_id)
+            self._in_engine.abort(event.request_id)  # a stop string ended it, which the engine does not know
         return delta

@@ -1,9 +1,4 @@
-"""The front door: what all protocols share between a call's fields and the engine.
-
-The engine's thread hands over a whole iteration at once (one wake-up of the event loop); here its events are sorted
-into one mailbox a call. A mailbox never holds more than its requests generate, and a handler takes all that is in it at
-once, so a reader who is slow costs neither memory nor anybody else's time.
-"""
+"""The request handler: everything that the protocols share, from the fields of a call to its events."""
 
 from __future__ import annotations
 
@@ -11,133 +6,106 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from jaxserve.errors import InvalidRequest, QueueFull
-from jaxserve.generation.beam_search import BeamParams, BeamSearch, completions
+from jaxserve.generation.beam_search import BeamParams, BeamSearch
 from jaxserve.generation.completion import Assembler, Completion, parse_request
-from jaxserve.generation.samples import for_engine, samples_of
-from jaxserve.request import Request, TokenEvent
+from jaxserve.generation.samples import samples_of
+from jaxserve.request import Request
 from jaxserve.sampling_params import Grammar, SamplingParams
 from server import errors
+from server.active_calls import ActiveCalls
 from server.admission import AdmissionController, Ticket
 from server.auth import Tenant
 from server.beam_search import BeamSearchCall
-from server.call import Call, Generation, Observer, RequestTiming
+from server.call import Call, Generation, Observer
 from server.engine_client import EngineNotReady
+from server.engine_requests import EngineRequests, EventDelivery
+from server.text import TextTools, most_tokens, offload_if_long, tokenizing_work
 
 if TYPE_CHECKING:
-    from jaxserve.text.tokenizer import Tokenizer
     from server.engine_client import EngineClient
-
-_Result = TypeVar("_Result")
 
 _log = logging.getLogger(__name__)
 
-_LONG_TEXT = 10_000  # characters; more is tokenised off the event loop (about a millisecond's work)
-_LONGEST_ID = 256  # characters of a caller's own name of a call
-_GRACE = 0.2  # seconds after a deadline in which a protocol that knows of deadlines ends its calls itself
+_LONGEST_ID = 256  # characters of a caller's own id of a call
+
+Adjust = Callable[[Request], Request]
 
 
 class RequestHandler:
-    """One engine's door, for every protocol. Make and use it on the event loop that serves.
+    """Handles the calls of every protocol to one engine. Make and use it on the event loop that serves.
 
     Args:
-      engine: started, or to be started; while it is not ready calls are refused.
-      tenants: that callers may belong to, by name.
+      engine: started, or still starting; calls are refused until it is ready.
+      tenants: returns those that callers may belong to, by name.
+
+    Attributes:
+      calls: those under way.
+      text: tokenizes and detokenizes.
+      observers: are told of every request and of every refused call.
+      problem: why the engine does not serve, as the watchdog sees it; None while it does.
     """
 
     def __init__(self, engine: EngineClient, *, tenants: Callable[[], dict[str, Tenant]] = dict) -> None:
         self.engine = engine
         self.admission = AdmissionController(engine, tenants=tenants)
-        self.problem: str | None = None  # what the watchdog has seen keep the engine from serving, if something does
+        self.calls = ActiveCalls()
+        self.text = TextTools(engine)
         self.observers: list[Observer] = []
-        self._loop = asyncio.get_running_loop()
-        self._alive: dict[str, Generation | BeamSearchCall] = {}  # by request id, until the last event
-        self._generations: set[Generation | BeamSearchCall] = set()
+        self.problem: str | None = None
+        self._delivery = EventDelivery(asyncio.get_running_loop())
         self._numbers = itertools.count()
         self._closed: str | None = None
-        self._sink = self._deliver  # one object for all requests: the engine groups events by it
-        self._emptied = asyncio.Event()
 
-    # From the engine's thread to the calls
-
-    def _deliver(self, events: list[TokenEvent]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody is left to hear
-            self._loop.call_soon_threadsafe(self._sort, events)
-
-    def _sort(self, events: list[TokenEvent]) -> None:
-        for event in events:
-            generation = self._alive.get(event.request_id)
-            if generation is not None:
-                if event.finish_reason is not None:
-                    del self._alive[event.request_id]
-                generation.put(event)
-
-    def _leave(self, request_id: str) -> None:
-        """Ends a request in the engine, unless the engine has ended it."""
-        if self._alive.pop(request_id, None) is not None:
-            self.engine.abort(request_id)
-
-    # Open and closed
+    # Open or closed
 
     @property
     def closed(self) -> str | None:
-        """Why no call is taken, if none is. While the engine is away and will be back, calls wait for it."""
+        """Why calls are refused, or None. Calls wait for an engine that is away and will be back."""
         if self._closed is None and self.engine.problem is not None:
             return None if self.engine.takes_requests else self.engine.problem
         return self._closed or self.problem
 
     @property
     def unhealthy_reason(self) -> str | None:
-        """Why health says that nothing is served, if it does."""
+        """Why health reports that nothing is served, or None."""
         return self._closed or self.engine.problem or self.problem
 
     def full(self) -> errors.ApiError | None:
-        """What any call for an answer is told now, if the queue takes none, before anything of it is read."""
-        # Who is closed says so, and an engine that is not ready has no queue yet.
+        """The error for any call while the queue is full, before its body is read."""
+        # A closed server gives its own reason, and an engine that is not ready has no queue yet.
         return self.admission.full() if self.closed is None and self.engine.takes_requests else None
 
     def close(self, message: str) -> None:
         """Refuses new calls from now on (UNAVAILABLE); those under way go on."""
         self._closed = message
 
-    def fail_all(self, message: str) -> None:
-        """Ends every call under way with UNAVAILABLE."""
-        for generation in self._generations:
-            generation.fail(errors.unavailable(message))
+    def _check_open(self, call: Call) -> None:
+        if len(call.id) > _LONGEST_ID:
+            raise errors.invalid("request_id", f"is longer than {_LONGEST_ID} characters")
+        if self.closed is not None:
+            raise errors.unavailable(self.closed, None if self._closed is not None else errors.RETRY_SECONDS)
 
-    @property
-    def num_alive(self) -> int:
-        """Requests of the calls under way."""
-        return sum(len(generation.requests) for generation in self._generations)
-
-    async def idle(self) -> None:
-        """Waits until no call is under way."""
-        while self._generations:
-            self._emptied.clear()
-            await self._emptied.wait()
-
-    # The life of a call
+    # Errors
 
     @contextlib.contextmanager
     def answering(self, call_id: str) -> Iterator[None]:
-        """Turns whatever goes wrong inside into a refusal of this call and no other."""
+        """Turns any exception in the block into an ApiError for this call."""
         try:
             yield
         except Exception as problem:
-            refusal = self._refusal(problem, call_id)
+            refusal = self._api_error(problem, call_id)
             for observer in self.observers:
                 observer.refused(call_id, refusal)
             if refusal is problem:
                 raise
             raise refusal from problem
 
-    def _refusal(self, problem: Exception, call_id: str) -> errors.ApiError:
+    def _api_error(self, problem: Exception, call_id: str) -> errors.ApiError:
         match problem:
             case errors.ApiError():
                 return problem
@@ -152,147 +120,79 @@ class RequestHandler:
         _log.exception("request %r failed", call_id, exc_info=problem)
         return errors.failed(call_id)
 
+    # Calls
+
     @contextlib.asynccontextmanager
     async def generate(
-        self,
-        prompts: Sequence[Mapping[str, Any]],
-        call: Call,
-        *,
-        samples: int = 1,
-        adjust: Callable[[Request], Request] = lambda request: request,
+        self, prompts: Sequence[Mapping[str, Any]], call: Call, *, samples: int = 1, adjust: Adjust = lambda it: it
     ) -> AsyncIterator[Generation]:
-        """Has the engine work on a call's requests for as long as the block lasts, however it ends.
+        """Runs the requests of a call while the block lasts; they are aborted when it ends early.
 
         Args:
           prompts: fields of each prompt, as `parse_request` takes them.
           samples: requests of each prompt, next to each other in the generation.
-          adjust: what is still to be done with a request when its prompt has become tokens.
+          adjust: changes a request once its prompt is tokenized.
 
         Raises:
           InvalidRequest, QueueFull, ApiError: before anything is generated.
         """
         self._check_open(call)
         with self._admitted(prompts, call, samples) as ticket:
-            requests = await offload_if_long(
-                sum(map(_work, prompts)),
-                lambda: [adjust(self._parse(fields, call, ticket.demoted)) for fields in prompts],
+            parsed = await self._parse(prompts, call, ticket, adjust)
+            ticket.correct(samples * sum(len(request.prompt) for request in parsed))
+            compiled = await self._compile_grammars(parsed)
+            # Ids of the server's own: two callers may send the same one.
+            requests = [each for request in parsed for each in samples_of(request, samples, self._new_id)]
+            generation = Generation(
+                call, requests, map(self._assembler, requests), self.observers, ticket, self._engine_requests
             )
-            ticket.correct(samples * sum(len(request.prompt) for request in requests))
-            grammars = {request.sampling.grammar for request in requests}
-            # Held until the engine has them: off this loop is where they are compiled.
-            compiled = [await self._compiled(grammar) for grammar in grammars if grammar is not None]
-            made = self._generation(call, requests, samples, ticket)
-            with self._under_way(made), self._submitted(made, ticket) as generation:
-                del compiled
-                yield generation
-
-    async def _compiled(self, grammar: Grammar) -> object:
-        if self.engine.grammars is None:
-            raise InvalidRequest(grammar.field, "needs a tokenizer, and this checkpoint has none")
-        return await self.engine.grammars.prepare(grammar)
-
-    def fill_context(self, request: Request) -> Request:
-        """A request whose caller gives no limit, with all the room that the context leaves it."""
-        room = min(self.engine.max_context, self.engine.report.slots) - len(request.prompt)
-        return replace(request, sampling=replace(request.sampling, max_tokens=max(1, room)))
+            with self.calls.under_way(generation):
+                try:
+                    generation.submit()
+                    del compiled  # kept until the engine has its own
+                    yield generation
+                finally:
+                    generation.end(self.admission)
 
     async def search(
-        self,
-        fields: Mapping[str, Any],
-        call: Call,
-        params: BeamParams,
-        *,
-        adjust: Callable[[Request], Request] = lambda request: request,
+        self, fields: Mapping[str, Any], call: Call, params: BeamParams, *, adjust: Adjust = lambda it: it
     ) -> tuple[Request, list[Completion]]:
-        """Searches for the best answers to one prompt: the request that it became, and they, best first. The places of
-        all beams in the queue are kept until it is over.
+        """Searches for the best answers to one prompt. The queue keeps places for all beams until the search ends.
 
         Args: as of `generate`.
 
+        Returns:
+          The request that the prompt became, and its completions, best first.
+
         Raises:
-          InvalidRequest, QueueFull, ApiError; Exception: a step of it failed in the engine.
+          InvalidRequest, QueueFull, ApiError; Exception: a step failed in the engine.
         """
         self._check_open(call)
         with self._admitted([fields], call, params.width) as ticket:
-            parse = partial(self._parse, fields, call, ticket.demoted)
-            request = await offload_if_long(_work(fields), lambda: adjust(parse()))
+            (request,) = await self._parse([fields], call, ticket, adjust)
             self.engine.check(request)
-            search = BeamSearch(request, params, self.engine.model_config.eos_token_ids)
             ticket.correct(params.width * request.max_length)
             ticket.keep()
-            searching = BeamSearchCall(
-                call,
-                search,
-                self.observers,
-                submit=lambda step: self._submit(step, searching),
-                leave=self._leave,
-                name=lambda: str(next(self._numbers)),
-            )
-            with self._under_way(searching):
-                answers = await self._searched(searching)
+            search = BeamSearch(request, params, self.engine.model_config.eos_token_ids)
+            searching = BeamSearchCall(call, search, self.observers, self._engine_requests, self._new_id)
+            with self.calls.under_way(searching):
+                answers = await searching.run(self.engine.tokenizer, self.engine.model_config.eos_token_ids)
             self.admission.finished(len(answers[0].token_ids), request.sampling.max_tokens)
             return request, answers
 
-    async def _searched(self, searching: BeamSearchCall) -> list[Completion]:
-        tokenizer, eos = self.engine.tokenizer, self.engine.model_config.eos_token_ids
-        completion = Assembler(searching.search.request, tokenizer, eos).completion()
-        for observer in self.observers:
-            observer.started(searching.timing)
-        try:
-            await searching.run()
-            answers = completions(searching.search, tokenizer, eos)
-            completion = answers[0]
-            return answers
-        finally:
-            for observer in self.observers:
-                observer.ended(searching.timing, completion)
-
-    def _submit(self, request: Request, owner: Generation | BeamSearchCall) -> None:
-        self._alive[request.request_id] = owner
-        try:
-            self.engine.submit(request, self._sink)
-        except BaseException:
-            del self._alive[request.request_id]
-            raise
-
-    @contextlib.contextmanager
-    def _under_way(self, owner: Generation | BeamSearchCall) -> Iterator[None]:
-        """Counts a call's requests as under way, and ends them at its deadline."""
-        bound = None
-        if (deadline := owner.call.deadline) is not None:
-            late = errors.ApiError(errors.ErrorKind.TOO_LATE, "the deadline has passed")
-            bound = self._loop.call_later(deadline - time.monotonic() + _GRACE, owner.fail, late)
-        self._generations.add(owner)
-        try:
-            yield
-        finally:
-            if bound is not None:
-                bound.cancel()
-            self._generations.remove(owner)
-            if not self._generations:
-                self._emptied.set()
-
-    def _generation(self, call: Call, requests: list[Request], samples: int, ticket: Ticket) -> Generation:
-        # Names of the engine's own: two callers may send the same one.
-        requests = [one for each in requests for one in samples_of(each, samples, lambda: str(next(self._numbers)))]
-        eos = self.engine.model_config.eos_token_ids
-        assemblers = [Assembler(request, self.engine.tokenizer, eos) for request in requests]
-        return Generation(call, requests, assemblers, self.observers, ticket, self._leave)
-
-    def _check_open(self, call: Call) -> None:
-        if len(call.id) > _LONGEST_ID:
-            raise errors.invalid("request_id", f"is longer than {_LONGEST_ID} characters")
-        if self.closed is not None:
-            raise errors.unavailable(self.closed, None if self._closed is not None else errors.RETRY_SECONDS)
+    def fill_context(self, request: Request) -> Request:
+        """The request with all of the context that is left as its max_tokens, for callers that give no limit."""
+        room = min(self.engine.max_context, self.engine.report.slots) - len(request.prompt)
+        return replace(request, sampling=replace(request.sampling, max_tokens=max(1, room)))
 
     @contextlib.contextmanager
     def _admitted(self, prompts: Sequence[Mapping[str, Any]], call: Call, samples: int) -> Iterator[Ticket]:
-        """Has the call's place in the queue kept, before any text is tokenised and however the call ends."""
+        """Keeps the call's place in the queue, from before its text is tokenized until it ends."""
         new_tokens = max((fields.get("max_tokens") or SamplingParams().max_tokens for fields in prompts), default=0)
         ticket = self.admission.admit(
             call.tenant,
             requests=samples * len(prompts),
-            prompt_tokens=samples * sum(map(_size, prompts)),
+            prompt_tokens=samples * sum(map(most_tokens, prompts)),
             new_tokens=new_tokens,
             exactly=any(fields.get("ignore_eos") for fields in prompts),
             deadline=call.deadline,
@@ -302,78 +202,37 @@ class RequestHandler:
         finally:
             ticket.release()
 
-    def _parse(self, fields: Mapping[str, Any], call: Call, demoted: bool) -> Request:
-        return parse_request(
-            fields,
-            request_id="",
-            tokenizer=self.engine.tokenizer,
-            priority=call.priority - demoted,
-            arrival=call.arrival,
-            cache_salt=call.cache_salt,
-        )
+    async def _parse(
+        self, prompts: Sequence[Mapping[str, Any]], call: Call, ticket: Ticket, adjust: Adjust
+    ) -> list[Request]:
+        def parse(fields: Mapping[str, Any]) -> Request:
+            return parse_request(
+                fields,
+                request_id="",
+                tokenizer=self.engine.tokenizer,
+                priority=call.priority - ticket.demoted,
+                arrival=call.arrival,
+                cache_salt=call.cache_salt,
+            )
 
-    @contextlib.contextmanager
-    def _submitted(self, generation: Generation, ticket: Ticket) -> Iterator[Generation]:
-        started: list[RequestTiming] = []
-        try:
-            for timing in generation.timings:
-                self._submit(for_engine(timing.request), generation)
-                started.append(timing)
-                for observer in self.observers:
-                    observer.started(timing)
-            ticket.submitted()
-            yield generation
-        finally:
-            for timing in started:
-                self._leave(timing.request.request_id)
-            for index, timing in enumerate(started):
-                completion = generation.completion(index)
-                if completion.finish_reason is not None and completion.finish_reason.is_answer:
-                    self.admission.finished(len(completion.token_ids), timing.request.sampling.max_tokens)
-                for observer in self.observers:
-                    observer.ended(timing, completion)
+        work = sum(map(tokenizing_work, prompts))
+        return await offload_if_long(work, lambda: [adjust(parse(fields)) for fields in prompts])
 
-    # Text and tokens
+    async def _compile_grammars(self, requests: Sequence[Request]) -> list[object]:
+        """Compiles the grammars of requests off this loop. They stay compiled while the list is kept."""
+        grammars = {request.sampling.grammar for request in requests}
+        return [await self._compile(grammar) for grammar in grammars if grammar is not None]
 
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The checkpoint's. Raises ApiError if it has none."""
-        if self.engine.tokenizer is None:
-            raise errors.ApiError(errors.ErrorKind.UNSUPPORTED, "this checkpoint has no tokenizer")
-        return self.engine.tokenizer
+    async def _compile(self, grammar: Grammar) -> object:
+        if self.engine.grammars is None:
+            raise InvalidRequest(grammar.field, "needs a tokenizer, and this checkpoint has none")
+        return await self.engine.grammars.prepare(grammar)
 
-    async def tokenize(self, text: str, *, special_tokens: bool = True, field: str = "text") -> list[int]:
-        """Token ids of a text. Raises ApiError, naming the field, for what has none."""
-        try:
-            return await offload_if_long(len(text), self.tokenizer.encode, text, special_tokens=special_tokens)
-        except ValueError as problem:
-            raise errors.invalid(field, str(problem)) from problem
+    def _assembler(self, request: Request) -> Assembler:
+        return Assembler(request, self.engine.tokenizer, self.engine.model_config.eos_token_ids)
 
-    async def detokenize(self, token_ids: Sequence[int], *, field: str = "token_ids") -> str:
-        """The text of token ids. Raises ApiError, naming the field, for ids outside the vocabulary."""
-        tokenizer, vocab_size = self.tokenizer, self.engine.model_config.vocab_size
-        for token in token_ids:
-            if not 0 <= token < vocab_size:
-                raise errors.invalid(field, f"has token id {token}; the vocabulary has {vocab_size}")
-        return await offload_if_long(len(token_ids), tokenizer.decode, token_ids)
+    def _engine_requests(self, put: Callable[[Any], None]) -> EngineRequests:
+        return EngineRequests(self.engine, self._delivery, put)
 
-
-def _size(fields: Mapping[str, Any]) -> int:
-    """Most tokens that a prompt can have: a token of a text stands for a byte at least. (A tokenizer that adds tokens
-    or rewrites the text, or a chat's template, may make a few more; they are counted when they are known.)"""
-    texts = [] if (text := fields.get("prompt")) is None else [text]
-    texts += [text for message in fields.get("messages") or () for text in message.values()]
-    return sum(len(text.encode(errors="replace")) for text in texts) + len(fields.get("prompt_token_ids") or ())
-
-
-def _work(fields: Mapping[str, Any]) -> int:
-    """How long a text has to be worked on for a prompt. A chat's counts as a long one: templates are programs, and what
-    one does with a short chat may take long."""
-    return _LONG_TEXT + 1 if fields.get("messages") else _size(fields)
-
-
-async def offload_if_long(size: int, work: Callable[..., _Result], *args: Any, **kwargs: Any) -> _Result:
-    """Does work on a text, and off the event loop if the text is long."""
-    if size <= _LONG_TEXT:
-        return work(*args, **kwargs)
-    return await asyncio.to_thread(work, *args, **kwargs)
+    def _new_id(self) -> str:
+        return str(next(self._numbers))

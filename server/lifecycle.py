@@ -89,8 +89,8 @@ class ServerLifecycle:
     async def drain(self, app: ServerApp) -> None:
         """Stops accepting calls and waits up to `--drain-seconds` for active ones to finish."""
         seconds = self.settings.drain_seconds
-        if app.handler.num_alive:
-            say(f"draining {app.handler.num_alive} requests, at most {seconds:g} s (again to end at once)")
+        if app.handler.calls.num_requests:
+            say(f"draining {app.handler.calls.num_requests} requests, at most {seconds:g} s (again to end at once)")
         left = await app.drain(seconds)
         say(f"stopped; {left} requests were cut short" if left else "stopped")
 

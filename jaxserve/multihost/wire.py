@@ -6,6 +6,7 @@ is sent, once, when it takes its row.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -36,12 +37,7 @@ def write_plan(message: pb.Plan, plan: IterationPlan, feeds: int) -> None:
     if plan.drafts:
         message.drafts.extend(plan.drafts)
     if plan.chunks:
-        row, start, length, samples = zip(*plan.chunks, strict=True)
-        chunks = message.chunks
-        chunks.row.extend(row)
-        chunks.start.extend(start)
-        chunks.length.extend(length)
-        chunks.samples.extend(map(int, samples))  # may be a bool
+        write_chunks(message.chunks, plan.chunks)
     if plan.table_changes:
         row, column, block = zip(*plan.table_changes, strict=True)
         changes = message.table_changes
@@ -54,19 +50,32 @@ def write_plan(message: pb.Plan, plan: IterationPlan, feeds: int) -> None:
 
 def decode_plan(message: pb.Plan) -> IterationPlan:
     """What `encode_plan` was given."""
-    chunks, changes = message.chunks, message.table_changes
-    columns = chunks.row, chunks.start, chunks.length, chunks.samples
+    changes = message.table_changes
     return IterationPlan(
         sequence=message.sequence,
         bucket=message.bucket,
         admissions=tuple(map(decode_admission, message.admissions)),
-        chunks=tuple(map(Chunk._make, zip(*columns, strict=True))),
+        chunks=read_chunks(message.chunks),
         table_changes=tuple(map(TableChange._make, zip(changes.row, changes.column, changes.block, strict=True))),
         sampler=SamplerVariant(message.sampler) if message.HasField("sampler") else None,
         scoring=message.scoring,
         drafts=tuple(message.drafts),
         block_copies=tuple(BlockCopy(copy.source, copy.target) for copy in message.block_copies),
     )
+
+
+def write_chunks(message: pb.Chunks, chunks: Sequence[Chunk]) -> None:
+    """Writes at least one chunk into an empty message, which may be a part of another."""
+    row, start, length, samples = zip(*chunks, strict=True)
+    message.row.extend(row)
+    message.start.extend(start)
+    message.length.extend(length)
+    message.samples.extend(map(int, samples))  # may be a bool
+
+
+def read_chunks(message: pb.Chunks) -> tuple[Chunk, ...]:
+    """The chunks in a message. Raises ValueError where its columns differ in length."""
+    return tuple(map(Chunk._make, zip(message.row, message.start, message.length, message.samples, strict=True)))
 
 
 def encode_admission(admission: Admission) -> pb.Admission:

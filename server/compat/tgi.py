@@ -58,7 +58,7 @@ class Generate:
         fields, samples = _fields(given), given.best_of or 1
         if streams and samples > 1:
             raise InvalidRequest("best_of", "cannot be streamed: which is best is known at the end")
-        tokenizer = self._handler.tokenizer
+        tokenizer = self._handler.text.tokenizer
         async with self._handler.generate(
             [{"prompt": body.inputs} | fields],
             Call(id=http_call.id, protocol="http"),

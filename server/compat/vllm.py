@@ -99,7 +99,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Any) -> pb.GetServerInfoResponse:
         return pb.GetServerInfoResponse(
-            active_requests=self._handler.num_alive,
+            active_requests=self._handler.calls.num_requests,
             is_paused=self._handler.unhealthy_reason is not None,
             last_receive_timestamp=self._latest,
             uptime_seconds=time.monotonic() - self._started,

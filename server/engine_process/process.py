@@ -13,7 +13,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import IO
 
-from server.engine_process.frames import BadFrame, FrameKind, Splitter
+from server.engine_process import messages
+from server.engine_process import messages_pb2 as pb
+from server.engine_process.frames import BadFrame, Splitter
 
 _LAST_LINES = 20  # of its output that are kept for the log
 _REAP_SECONDS = 2.0  # that a process which has closed its socket may take to end
@@ -27,14 +29,14 @@ class EngineProcess:
 
     Args:
       command: of the process; the descriptor of its socket is added.
-      take: told every message, on the event loop; raises BadFrame for what is none.
+      take: called on the event loop with the name of every message's field, and the message; raises BadFrame.
 
     Attributes:
       last_lines: of what it has written, which goes on to standard error.
       misread: what was wrong with a message of its, if one was.
     """
 
-    def __init__(self, command: Sequence[str], take: Callable[[FrameKind, bytes], None]) -> None:
+    def __init__(self, command: Sequence[str], take: Callable[[str, pb.FromEngine], None]) -> None:
         self.last_lines: deque[str] = deque(maxlen=_LAST_LINES)
         self.misread: str | None = None
         self._command, self._take = command, take
@@ -117,8 +119,8 @@ class EngineProcess:
         if self.misread is not None:
             return
         try:
-            for kind, body in self._splitter.feed(data):
-                self._take(kind, body)
+            for body in self._splitter.feed(data):
+                self._take(*messages.parse(pb.FromEngine, body))
         except BadFrame as problem:
             self.misread = str(problem)
             self.kill()

@@ -1,6 +1,6 @@
-"""The engine as the front process has it: a stand-in for one that runs in a process of its own.
+"""The engine as the front process sees it: an EngineClient for an engine that runs in its own process.
 
-It is used on one event loop; what only reads (`load`, `problem`) may be called from any thread.
+It belongs to one event loop; what only reads (`load`, `problem`) may be called from any thread.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from jaxserve.startup_report import StartupReport
 from jaxserve.stats import IterationRecord, Load, total
 from jaxserve.structured_output.matcher import Grammars
 from server.engine_client import EngineNotReady
-from server.engine_process import codec as plain
-from server.engine_process import iterations
-from server.engine_process.frames import FrameKind, json_frame
+from server.engine_process import messages
+from server.engine_process import messages_pb2 as pb
 from server.engine_process.job import EngineInfo
 
 if TYPE_CHECKING:
@@ -32,51 +31,53 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _STARTING = "the engine is starting"
-_MOST_TRIES = 2  # engines that a request may be handed to: one that ends them all is not tried on every next one
+_MOST_TRIES = 2  # engine processes that a request may be sent to, so that a deadly request does not end every one
 _IDLE = Load(**{field.name: 0 for field in dataclasses.fields(Load)})
 
 
 @dataclass(slots=True, eq=False)
-class _Handed:
+class _Submitted:
     """A request from its submission to its last event.
 
     Attributes:
-      begun: whether it has had a row: what came of it may have gone out.
-      left: whether its caller has given it up.
-      tries: engine processes that it was handed to.
+      started: whether it has had a row; its caller may have seen a part of its answer.
+      is_aborted: whether its caller has given it up.
+      tries: engine processes that it was sent to.
     """
 
     request: Request
     sink: Sink
-    begun: bool = False
-    left: bool = False
+    started: bool = False
+    is_aborted: bool = False
     tries: int = 0
 
 
 class RemoteEngine:
-    """Has the face of an engine (`server.engine_client.EngineClient`) for as many engine processes as come and go.
+    """Sends requests to the engine process of the moment, and hands its events to their sinks.
+
+    It keeps the requests of this process: those that have not started move on to the next engine process.
 
     Args:
-      config: of the engine; what may wait is counted here.
-      tokenizer: the checkpoint's.
+      config: of the engine; the bounds of the queue are checked here.
+      tokenizer: of the checkpoint.
     """
 
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None) -> None:
         self.config, self.tokenizer = config, tokenizer
-        self._facts: EngineInfo | None = None
+        self._info: EngineInfo | None = None
         self._grammars: Grammars | None = None
         self._problem: str | None = _STARTING
         self._returns = False
         self._send: Callable[[bytes], None] | None = None
-        self._alive: dict[str, _Handed] = {}  # in the order of their submission
+        self._requests: dict[str, _Submitted] = {}  # by id, in the order of their submission
         self._recorders: list[Callable[[IterationRecord], None]] = []
-        self._sent = 0  # requests handed to this engine process
+        self._sent = 0  # requests sent to this engine process
         self._unseen: deque[Request] = deque()  # those of them that its loads do not count yet
         self._loads: tuple[Load, ...] = (_IDLE,)
         self._changes = 0  # of what `loads` is made from
         self._counted: tuple[int, list[Load]] = (-1, [])  # the loads after so many of them
 
-    # What the door uses
+    # The EngineClient
 
     @property
     def report(self) -> StartupReport:
@@ -92,10 +93,10 @@ class RemoteEngine:
 
     @property
     def grammars(self) -> Grammars | None:
-        """Of this process: what cannot be compiled is refused before the engine process hears of it."""
-        facts = self._known()
+        """Compiled in this process, so that a wrong grammar is refused before the engine process hears of it."""
+        info = self._known()
         if self._grammars is None and self.tokenizer is not None:
-            self._grammars = Grammars(self.tokenizer, facts.vocab_size, facts.eos_token_ids)
+            self._grammars = Grammars(self.tokenizer, info.vocab_size, info.eos_token_ids)
         return self._grammars
 
     @property
@@ -108,34 +109,34 @@ class RemoteEngine:
 
     @property
     def takes_requests(self) -> bool:
-        return self._facts is not None and (self._problem is None or self._returns)
+        return self._info is not None and (self._problem is None or self._returns)
 
     def check(self, request: Request) -> None:
-        """As `jaxserve.engine.Engine.check`, but for its grammar: `grammars` is asked for that."""
+        """As `jaxserve.engine.Engine.check`, but for grammars, which `grammars` checks."""
         self._known().limits.check(request)
 
     def submit(self, request: Request, sink: Sink) -> None:
-        """See `jaxserve.engine.Engine.submit`. While there is no engine process the request waits for one."""
+        """See `jaxserve.engine.Engine.submit`. A request waits while there is no engine process."""
         if not self.takes_requests:
             raise EngineStopped(self._problem)
         self.check(request)
-        if request.request_id in self._alive:
+        if request.request_id in self._requests:
             raise InvalidRequest("request_id", f"is {request.request_id!r}, which names a request that is alive")
         load = self.load()
         check_queue(self.config, request, waiting=load.waiting, waiting_tokens=load.waiting_tokens)
-        handed = self._alive[request.request_id] = _Handed(request, sink)
+        submitted = self._requests[request.request_id] = _Submitted(request, sink)
         if self._send is not None:
-            self._hand_over(handed)
+            self._send_request(submitted)
         self._changes += 1
 
     def abort(self, request_id: str) -> None:
         """See `jaxserve.engine.Engine.abort`."""
-        handed = self._alive.get(request_id)
-        if handed is None:
+        submitted = self._requests.get(request_id)
+        if submitted is None:
             return
-        handed.left = True
+        submitted.is_aborted = True
         if self._send is not None:
-            self._send(json_frame(FrameKind.ABORT, request_id))
+            self._send(messages.to_engine(abort=request_id))
         else:
             self._deliver([TokenEvent(request_id, finish_reason=FinishReason.ABORTED)])
 
@@ -143,8 +144,8 @@ class RemoteEngine:
         return total(self.loads())
 
     def loads(self) -> list[Load]:
-        """As the engine process told last, with what it has not counted yet."""
-        # Asked for by every call, those that are refused too: counted once after a change, and by any thread.
+        """The last loads of the engine process, with the requests that it had not counted yet."""
+        # Every call asks for it, refused ones too: counted once after a change, and by any thread.
         changes, (counted, loads) = self._changes, self._counted
         if counted != changes:
             loads = self._count()
@@ -154,7 +155,8 @@ class RemoteEngine:
     def _count(self) -> list[Load]:
         first, *others = self._loads
         # Copied in one step: other threads read this.
-        unseen = list(self._unseen) if self._send is not None else [each.request for each in list(self._alive.values())]
+        submitted = list(self._requests.values())
+        unseen = list(self._unseen) if self._send is not None else [each.request for each in submitted]
         if unseen:
             tokens = sum(len(request.prompt) for request in unseen)
             first = dataclasses.replace(
@@ -170,76 +172,76 @@ class RemoteEngine:
     def record(self, recorder: Callable[[IterationRecord], None]) -> None:
         self._recorders.append(recorder)
 
-    # What happens to the engine process
+    # Called by the supervisor
 
-    def connect(self, facts: EngineInfo, send: Callable[[bytes], None]) -> None:
-        """An engine process is ready: what waits is handed to it, in order."""
-        self._facts, self._send, self._problem, self._returns = facts, send, None, False
-        self._loads = (dataclasses.replace(_IDLE, slots_total=facts.report.slots * facts.report.replicas),)
+    def connect(self, info: EngineInfo, send: Callable[[bytes], None]) -> None:
+        """An engine process is ready: it is sent the requests that wait, in order."""
+        self._info, self._send, self._problem, self._returns = info, send, None, False
+        self._loads = (dataclasses.replace(_IDLE, slots_total=info.report.slots * info.report.replicas),)
         self._sent = 0
         self._unseen.clear()
-        for handed in self._alive.values():
-            self._hand_over(handed)
+        for submitted in self._requests.values():
+            self._send_request(submitted)
         self._changes += 1
 
-    def take(self, body: bytes) -> None:
-        """An engine process tells of iterations. Raises BadFrame."""
-        told = iterations.decode(body)
-        while len(self._unseen) > max(0, self._sent - told.received):
+    def take(self, message: pb.Iterations) -> None:
+        """The engine process reports iterations. Raises BadFrame."""
+        report = messages.decode_iterations(message)
+        while len(self._unseen) > max(0, self._sent - report.received):
             self._unseen.popleft()
-        self._loads = told.loads or self._loads
+        self._loads = report.loads or self._loads
         self._changes += 1
-        for record in told.records:
+        for record in report.records:
             for admission in record.plan.admissions:
-                if (handed := self._alive.get(admission.request_id)) is not None:
-                    handed.begun = True
+                if (submitted := self._requests.get(admission.request_id)) is not None:
+                    submitted.started = True
             for recorder in self._recorders:
                 recorder(record)
-        self._deliver(told.events)
+        self._deliver(report.events)
 
     def disconnect(self, problem: str, *, returns: bool) -> None:
         """The engine process is gone.
 
         Args:
-          problem: that callers are told, whose requests had begun.
-          returns: whether another will come; requests that had not begun wait for it then.
+          problem: the error of requests that had started.
+          returns: whether another will come; requests that had not started wait for it.
         """
         self._send, self._problem, self._returns = None, problem, returns
         self._unseen.clear()
-        slots = self._facts.report.slots * self._facts.report.replicas if self._facts is not None else 0
+        slots = self._info.report.slots * self._info.report.replicas if self._info is not None else 0
         self._loads = (dataclasses.replace(_IDLE, slots_total=slots),)
         self._deliver(
             TokenEvent(name, finish_reason=FinishReason.ABORTED, error=problem)
-            for name, handed in list(self._alive.items())
-            if not returns or handed.begun or handed.left or handed.tries >= _MOST_TRIES
+            for name, each in list(self._requests.items())
+            if not returns or each.started or each.is_aborted or each.tries >= _MOST_TRIES
         )
         self._changes += 1
 
     def _known(self) -> EngineInfo:
-        if self._facts is None:
+        if self._info is None:
             raise EngineNotReady(self._problem)
-        return self._facts
+        return self._info
 
-    def _hand_over(self, handed: _Handed) -> None:
+    def _send_request(self, submitted: _Submitted) -> None:
         assert self._send is not None
-        handed.tries += 1
+        submitted.tries += 1
         self._sent += 1
-        self._unseen.append(handed.request)
-        self._send(json_frame(FrameKind.SUBMIT, plain.encode(Request, handed.request)))
+        self._unseen.append(submitted.request)
+        self._send(messages.to_engine(submit=messages.encode_request(submitted.request)))
 
     def _deliver(self, events: Iterable[TokenEvent]) -> None:
         by_sink: dict[Sink, list[TokenEvent]] = {}
         for event in events:
-            handed = self._alive.get(event.request_id)
-            if handed is None:
+            submitted = self._requests.get(event.request_id)
+            if submitted is None:
                 continue
-            handed.begun = True
-            by_sink.setdefault(handed.sink, []).append(event)
+            submitted.started = True
+            by_sink.setdefault(submitted.sink, []).append(event)
             if event.finish_reason is not None:
-                del self._alive[event.request_id]
+                del self._requests[event.request_id]
                 self._changes += 1
         for sink, theirs in by_sink.items():
             try:
                 sink(theirs)
             except Exception:
-                _log.exception("a caller's sink failed; the other callers are served on")
+                _log.exception("a sink of events failed; other requests are served on")

@@ -9,14 +9,13 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from jaxserve.multihost.config import ClusterConfig, stages_of
 from jaxserve.multihost.failure import Symptom, SymptomKind
 from server.commands.console import UserError
-from server.engine_process import codec as plain
-from server.engine_process import exit_codes
-from server.engine_process.frames import BadFrame, FrameKind, json_frame, parse_json
+from server.engine_process import exit_codes, messages
+from server.engine_process import messages_pb2 as pb
+from server.engine_process.frames import BadFrame
 from server.engine_process.job import EngineInfo, EngineJob
 from server.engine_process.process import EngineProcess
 from server.engine_process.remote_engine import RemoteEngine
@@ -161,7 +160,7 @@ class Supervisor:
             return
         if self._ready_since is None or self._wedged is not None:
             process.kill()
-        process.send(json_frame(FrameKind.STOP, None))
+        process.send(messages.to_engine(stop=pb.Empty()))
         try:
             await asyncio.wait_for(process.ended(), _STOP_SECONDS)
         except TimeoutError:
@@ -184,41 +183,41 @@ class Supervisor:
             raise EngineGone(f"no engine process can be started: {problem}") from problem
         if self._closed.is_set():
             process.kill()
-        process.send(json_frame(FrameKind.START, plain.encode(EngineJob, self._job)))
+        process.send(messages.to_engine(start=messages.to_json(EngineJob, self._job)))
         try:
             return await process.ended()
         finally:
             if self._silence is not None:
                 self._silence.cancel()
 
-    def _take(self, kind: FrameKind, body: bytes) -> None:
-        match kind:
-            case FrameKind.ITERATION if self._ready_since is not None:
-                self._engine.take(body)
-            case FrameKind.PROGRESS if self._ready_since is None:
-                what, done, total = _read(tuple[str, int, int], body)
+    def _take(self, name: str, message: pb.FromEngine) -> None:
+        match name:
+            case "iterations" if self._ready_since is not None:
+                self._engine.take(message.iterations)
+            case "progress" if self._ready_since is None:
+                progress = message.progress
                 if not self.ready.is_set():
-                    self._progress(what, done, total)
-            case FrameKind.READY if self._ready_since is None:
-                facts = _read(EngineInfo, body)
+                    self._progress(progress.what, progress.done, progress.total)
+            case "ready" if self._ready_since is None:
+                info = messages.from_json(EngineInfo, message.ready)
                 assert self._process is not None
                 self._ready_since = time.monotonic()
                 if self.ready.is_set():
                     _log.warning("the engine is ready again, after %.1f s", self._ready_since - self._started)
-                self._engine.connect(facts, self._process.send)
+                self._engine.connect(info, self._process.send)
                 self.ready.set()
-            case FrameKind.REFUSED:
-                self._refusal = _read(str, body)
-            case FrameKind.FAILED:
-                self._failure = failure = _read(str, body)
+            case "refused":
+                self._refusal = message.refused
+            case "failed":
+                self._failure = failure = message.failed
                 if self._job.cluster is not None:  # which takes its time to end, as other hosts are to be told
                     again = self._restarts is not None
                     text = f"{failure}; it is being started again" if again else failure
                     self._engine.disconnect(text, returns=again)
-            case FrameKind.ALIVE:
-                self._hear(_read(float, body))
+            case "alive_seconds":
+                self._hear(message.alive_seconds)
             case _:
-                raise BadFrame(f"{kind.name} from the engine process, out of turn")
+                raise BadFrame(f"{name} from the engine process, out of turn")
 
     def _hear(self, seconds: float) -> None:
         """The process lives, and will say so again before long."""
@@ -241,7 +240,7 @@ class Supervisor:
         if self._wedged is not None:
             told = f"{self._wedged} and was killed"
         elif self._process.misread is not None:
-            told = "the engine process sent what is no message and was killed"
+            told = "the engine process sent something that is not a message and was killed"
         return told if self._job.cluster is None else str(self._problem(self._job.cluster, told))
 
     def _problem(self, cluster: ClusterConfig, cause: str) -> Symptom:
@@ -268,10 +267,3 @@ class Supervisor:
             exit_codes.told(code),
             lines,
         )
-
-
-def _read(kind: Any, body: bytes) -> Any:
-    try:
-        return plain.decode(kind, parse_json(body))
-    except ValueError as problem:
-        raise BadFrame(str(problem)) from problem

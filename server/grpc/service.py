@@ -70,12 +70,12 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
         async with calls.answering(self._handler, context, new_id()):
-            return pb.TokenizeResponse(token_ids=await self._handler.tokenize(request.text))
+            return pb.TokenizeResponse(token_ids=await self._handler.text.tokenize(request.text))
         raise AssertionError  # `answering` has raised
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Any) -> pb.DetokenizeResponse:
         async with calls.answering(self._handler, context, new_id()):
-            return pb.DetokenizeResponse(text=await self._handler.detokenize(request.token_ids))
+            return pb.DetokenizeResponse(text=await self._handler.text.detokenize(request.token_ids))
         raise AssertionError
 
     async def GetModel(self, request: pb.GetModelRequest, context: Any) -> pb.GetModelResponse:

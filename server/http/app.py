@@ -108,13 +108,13 @@ class _About:
     async def tokenize(self, http_call: HttpCall) -> None:
         body = await http_call.body(TokenizeBody)
         openai.check_model(body, self._name)
-        ids = await self._handler.tokenize(body.prompt, special_tokens=body.add_special_tokens, field="prompt")
+        ids = await self._handler.text.tokenize(body.prompt, special_tokens=body.add_special_tokens, field="prompt")
         await http_call.json({"count": len(ids), "max_model_len": self._handler.engine.max_context, "tokens": ids})
 
     async def detokenize(self, http_call: HttpCall) -> None:
         body = await http_call.body(DetokenizeBody)
         openai.check_model(body, self._name)
-        await http_call.json({"prompt": await self._handler.detokenize(body.tokens, field="tokens")})
+        await http_call.json({"prompt": await self._handler.text.detokenize(body.tokens, field="tokens")})
 
     async def health(self, http_call: HttpCall) -> None:
         if self._handler.unhealthy_reason is not None:

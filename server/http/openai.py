@@ -13,10 +13,11 @@ from jaxserve.generation.samples import best
 from jaxserve.request import FinishReason, Request
 from server.call import Call, Generation
 from server.errors import ApiError, ErrorKind
-from server.handler import RequestHandler, offload_if_long
+from server.handler import RequestHandler
 from server.http import logprobs, sse
 from server.http.call import HttpCall, status_of
 from server.http.schemas import CompletionBody, OpenAIBody
+from server.text import offload_if_long
 
 _DEFAULT_MAX_TOKENS = 16  # of a completion, as OpenAI has it
 _REASONS = {FinishReason.LENGTH: "length", FinishReason.EOS: "stop", FinishReason.STOP: "stop"}

@@ -1,4 +1,4 @@
-"""Writes the Python files of the protocols anew: `python -m server.proto.generate` (grpcio-tools of the dev extra).
+"""Generates the Python files of the protocols: `python -m server.proto.generate` (grpcio-tools of the dev extra).
 
 Generated code refuses to run on a protobuf or grpcio older than the tools that made it, so grpcio-tools is pinned in
 pyproject.toml, the lower bounds of grpcio and protobuf there follow it, and a test compares the committed files.
@@ -9,25 +9,26 @@ from __future__ import annotations
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-# Each in a folder named after its package.
 PROTOS = (
     "server/proto/jaxserve/v1/inference.proto",
     "server/proto/vllm/grpc/engine/vllm_engine.proto",
     "server/proto/inference/open_inference_grpc.proto",
 )
+MESSAGES = ("server/engine_process/messages.proto",)  # without a service
 
 
 def generate(out: Path = ROOT) -> None:
-    """Writes the generated modules under `out`, at the path they have in the repository.
+    """Writes the generated modules under `out`, at their paths in the repository.
 
     The include path is the repository's root, so that they import as `server.proto.jaxserve.v1` and so on, and never
     take the name of the engine's own package, nor of anybody else's.
     """
     from grpc_tools import protoc
 
-    flags = [f"--python_out={out}", f"--pyi_out={out}", f"--grpc_python_out={out}"]
-    for proto in PROTOS:
-        if protoc.main(["protoc", f"-I{ROOT}", *flags, str(ROOT / proto)]) != 0:
+    flags = [f"--python_out={out}", f"--pyi_out={out}"]
+    for proto in (*PROTOS, *MESSAGES):
+        service = [f"--grpc_python_out={out}"] if proto in PROTOS else []
+        if protoc.main(["protoc", f"-I{ROOT}", *flags, *service, str(ROOT / proto)]) != 0:
             raise RuntimeError(f"protoc could not compile {proto}")
 
 

@@ -238,6 +238,9 @@ class FakeEngine:
 
     def submit(self, request: Request, sink: Sink) -> None:
         self.check(request)
+        self.submit_checked(request, sink)
+
+    def submit_checked(self, request: Request, sink: Sink) -> None:
         with self._changed:
             if self._failed or self._stopping:
                 raise EngineStopped("the engine takes no more requests")

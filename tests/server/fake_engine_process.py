@@ -38,10 +38,10 @@ class Ordered(FakeEngine):
         self._orders = orders
         self.record(self._after)
 
-    def submit(self, request: Request, sink: Sink) -> None:
+    def submit_checked(self, request: Request, sink: Sink) -> None:
         if request.prompt[0] == self._orders.get("deadly"):
             os.kill(os.getpid(), signal.SIGKILL)
-        super().submit(request, sink)
+        super().submit_checked(request, sink)
 
     def _after(self, record: IterationRecord) -> None:
         done = record.plan.sequence + 1
@@ -63,7 +63,7 @@ def make(job: EngineJob, progress: Callable[[str, int, int], None]) -> FakeEngin
     while "waits_for" in orders and not Path(orders["waits_for"]).exists():
         time.sleep(0.005)
     if orders.get("babbles"):
-        os.write(int(sys.argv[-1]), b"\x05\x00\x00\x00\x63hello")
+        os.write(int(sys.argv[-1]), b"\x05\x00\x00\x00hello")
     engine = Ordered(
         tokenizer=byte_tokenizer(),
         config=job.config,

@@ -25,7 +25,7 @@ from server.commands import cli
 from server.commands.serve_settings import ServeSettings
 
 ROOT = Path(__file__).parents[2]
-COPIED, LINKED = ("server", "tests", "pyproject.toml"), ("jaxserve", "sharding", "pallas_kernels")
+COPIED = ("server", "tests", "jaxserve", "sharding", "pallas_kernels", "pyproject.toml")
 SECONDS = 240  # for the tests of a mutant; one that hangs is caught
 FLAG_TESTS = "tests/server/commands/test_serve_flags.py"
 # Functions through which a value passes, and the names that it has there.
@@ -44,13 +44,22 @@ HOSTS_TESTS = {
     ("_app_for", "cluster"): "tests/server/test_host_failures.py -k master and False",
 }
 DEFAULTS = """
-from server.commands import cli, serve_settings
+def defaults():
+    from server.commands import cli  # late: the modules that import this one are imported by it
 
-def flag(name):
-    return getattr(cli.parser(with_bench=False).parse_args(["serve"]), name)
+    return cli.parser(with_bench=False).parse_args(["serve"])
 
-def setting(name):
-    return getattr(serve_settings.from_flags(cli.parser(with_bench=False).parse_args(["serve"])), name)
+class Flag:
+    def __getattr__(self, name):
+        return getattr(defaults(), name)
+
+class Setting:
+    def __getattr__(self, name):
+        from server.commands import serve_settings
+
+        return getattr(serve_settings.from_flags(defaults()), name)
+
+flag, setting = Flag(), Setting()
 """
 
 
@@ -146,9 +155,10 @@ def _replaced(source: str, nodes: Sequence[ast.Attribute]) -> str:
     for node in sorted(nodes, key=lambda node: (node.lineno, node.col_offset), reverse=True):
         line = lines[node.lineno - 1]
         kind = "flag" if ast.unparse(node.value) == "args" else "setting"
-        default = f'__import__("mutant_defaults").{kind}("{node.attr}")'
         assert node.end_col_offset is not None
+        default = f"mutant_defaults.{kind}.{node.attr}"
         lines[node.lineno - 1] = line[: node.col_offset] + default + line[node.end_col_offset :]
+    lines.insert(lines.index("from __future__ import annotations\n") + 1, "import mutant_defaults\n")
     return "".join(lines)
 
 
@@ -165,8 +175,6 @@ def _copy(root: Path) -> None:
             shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(ROOT / name, root / name)
-    for name in LINKED:
-        (root / name).symlink_to(ROOT / name)
     (root / "mutant_defaults.py").write_text(DEFAULTS)
 
 

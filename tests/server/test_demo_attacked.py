@@ -93,12 +93,12 @@ class Attacked:
         """Returns when no call is under way, and nothing is held any more that calls hold."""
         handler = self.app.handler
         async with asyncio.timeout(WAIT):
-            await handler.idle()
+            await handler.calls.wait_until_none()
             while (load := self.engine.load()).slots_used or load.running or load.waiting or load.outstanding_tokens:
                 await asyncio.sleep(0.01)
         admission = handler.admission
         assert (admission.reserved_requests, admission.reserved_tokens, admission.kept_requests) == (0, 0, 0)
-        assert (admission._waiting, handler._alive, self.engine._alive) == ({}, {}, {})
+        assert (admission._waiting, handler.calls._calls, self.engine._requests) == ({}, set(), {})
         assert self.engine.is_healthy
         assert load.compiled_after_ready == 0
 
@@ -311,7 +311,7 @@ def test_a_thousand_readers_who_read_nothing(attack: Attack, protocol: str) -> N
         for _, writer in readers:
             writer.write(beginning(protocol, tokens))
         async with asyncio.timeout(WAIT):
-            while len(begun.names) < count or not handler._alive.keys().isdisjoint(begun.names):
+            while len(begun.names) < count or not it.engine._requests.keys().isdisjoint(begun.names):
                 await asyncio.sleep(0.01)
         handler.observers.remove(begun)
         for _, writer in readers:

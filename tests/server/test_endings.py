@@ -33,7 +33,7 @@ def test_a_cancelled_call_gives_its_slots_back_within_one_iteration(serve: Serve
         call.cancel()
         await it.until(lambda: it.engine.load().slots_used == 0)
         assert it.engine.iterations == 1
-        await it.app.handler.idle()
+        await it.app.handler.calls.wait_until_none()
 
     serve(scenario, held=True)
 
@@ -57,7 +57,7 @@ def test_a_deadline_gives_the_slots_back(serve: Serve, streams: bool) -> None:
             await (collect(call) if streams else call)
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         await it.until(lambda: len(it.engine.aborted) == 1)
-        await it.app.handler.idle()
+        await it.app.handler.calls.wait_until_none()
 
     serve(scenario, held=True)
 
@@ -77,7 +77,7 @@ def test_a_reader_who_stops_reading_delays_nobody_and_can_still_be_ended(
             assert other.text == "xy" * 1000
             if timeout is None:
                 call.cancel()
-            await it.app.handler.idle()
+            await it.app.handler.calls.wait_until_none()
             await it.until(lambda: it.engine.load().slots_used == 0)
             assert len(it.engine.aborted) == 1
 

@@ -152,7 +152,7 @@ def test_the_server_answers_as_the_command_does(
             endless = stub.GenerateStream(pb.GenerateRequest(prompt="a", max_tokens=60, ignore_eos=True))
             await endless.read()
             endless.cancel()
-            await app.handler.idle()
+            await app.handler.calls.wait_until_none()
             load = await stub.GetLoad(pb.GetLoadRequest())
             assert (load.compiled_after_ready, load.iterations > 12) == (0, True)
         assert await app.drain(10) == 0
@@ -166,7 +166,7 @@ def test_hostile_calls_leave_the_real_engine_as_it_was(checkpoint: Path) -> None
         port, _ = await app.start("127.0.0.1", 0, None)
         await fuzz.attack(f"127.0.0.1:{port}", hostile)
         await fuzz.reset_connections(f"127.0.0.1:{port}", 20)
-        await app.handler.idle()
+        await app.handler.calls.wait_until_none()
         assert await app.drain(10) == 0
 
     with engine_of(checkpoint) as engine:
@@ -297,7 +297,7 @@ def test_a_javascript_client_of_the_real_engine(
         assert (found["whole"]["code"], found["whole"]["usage"]["prompt_tokens"]) == ("OK", 12)
         assert [found[name]["code"] for name in ("cancelled", "late")] == ["CANCELLED", "DEADLINE_EXCEEDED"]
         assert found["refused"]["code"] == "INVALID_ARGUMENT"
-        await app.handler.idle()
+        await app.handler.calls.wait_until_none()
         assert await app.drain(10) == 0
         assert 0 < engine.load().generated_tokens < 16_000
 

@@ -26,11 +26,10 @@ MANNERS = ("wait", "cancel", "half-close", "say nothing", "deadline")
 
 
 async def assert_nothing_is_left(it: Served) -> None:
-    await it.app.handler.idle()
+    await it.app.handler.calls.wait_until_none()
     await it.until(lambda: it.engine.load().slots_used == it.engine.load().waiting == 0)
     admission = it.app.handler.admission
     assert (admission.reserved_requests, admission.reserved_tokens, admission._waiting) == (0, 0, {})
-    assert not it.app.handler._alive
     assert it.engine.is_healthy
 
 

@@ -73,8 +73,8 @@ def test_a_call_that_is_left_gives_up_all_of_its_requests(serve: Serve) -> None:
         async with it.app.handler.generate(prompts, call()) as generation:
             await it.step(2)
             assert dict(await anext(generation))[1].finish_reason is FinishReason.LENGTH
-            assert it.app.handler.num_alive == 2
-        assert it.app.handler.num_alive == 0
+            assert it.app.handler.calls.num_requests == 2
+        assert it.app.handler.calls.num_requests == 0
         await it.until(lambda: it.engine.load().slots_used == 0)
         assert len(it.engine.aborted) == 1
 
@@ -113,7 +113,7 @@ def test_a_call_ends_at_its_deadline(serve: Serve) -> None:
             with pytest.raises(ApiError, match="deadline has passed") as refused:
                 await ask(call(deadline=time.monotonic() + 0.05))
             assert refused.value.kind is ErrorKind.TOO_LATE
-            assert it.app.handler.num_alive == 0
+            assert it.app.handler.calls.num_requests == 0
         await it.until(lambda: len(it.engine.aborted) == 2)
         assert it.engine.load().waiting == 0
 
@@ -128,7 +128,7 @@ def test_a_beam_search_is_one_call_to_everybody(serve: Serve) -> None:
         searching = asyncio.create_task(handler.search(fields, asked, BeamParams(width=3, n=2)))
         await it.until(lambda: it.engine.load().waiting == 1)  # the prompt, once
         assert (handler.admission.kept_requests, handler.admission.kept_tokens) == (3, 3 * 4)
-        assert (handler.admission.reserved_requests, handler.num_alive) == (0, 1)
+        assert (handler.admission.reserved_requests, handler.calls.num_requests) == (0, 1)
         await it.step()
         await it.until(lambda: it.engine.load().waiting == 3)  # a token each
         it.engine.release()
@@ -140,7 +140,7 @@ def test_a_beam_search_is_one_call_to_everybody(serve: Serve) -> None:
             ("tokens", b"ab", 1, False),
             ("ended", b"ab", FinishReason.LENGTH),
         ]
-        assert handler.num_alive == handler.admission.kept_requests == handler.admission.kept_tokens == 0
+        assert handler.calls.num_requests == handler.admission.kept_requests == handler.admission.kept_tokens == 0
 
     serve(scenario, held=True)
 
@@ -161,8 +161,8 @@ def test_a_beam_search_that_is_left_or_fails_frees_everything(serve: Serve) -> N
         with pytest.raises(ApiError, match="under mine"), handler.answering("mine"):
             await handler.search({"prompt": "!", "max_tokens": 9}, asked, BeamParams(width=3, n=1))
         await it.until(lambda: it.engine.load().slots_used == 0)
-        await asyncio.wait_for(handler.idle(), 1)
-        assert handler.admission.kept_requests == handler.num_alive == 0
+        await asyncio.wait_for(handler.calls.wait_until_none(), 1)
+        assert handler.admission.kept_requests == handler.calls.num_requests == 0
 
     serve(scenario, held=True, poison=frozenset(b"!"))
 
@@ -174,7 +174,7 @@ def test_one_wrong_prompt_refuses_the_call_before_anything_is_generated(serve: S
                 await answer(it, {"prompt": "ab"}, wrong)
             assert (refused.value.kind, refused.value.field) == (ErrorKind.INVALID, field)
         await it.until(lambda: it.engine.load().waiting == 0)
-        assert it.app.handler.num_alive == 0
+        assert it.app.handler.calls.num_requests == 0
 
     serve(scenario, held=True)
 
@@ -220,7 +220,7 @@ def test_a_failure_names_the_call_and_not_its_cause(serve: Serve, caplog: pytest
             await answer(it, {"prompt": "!", "max_tokens": 2}, id="mine")
         assert refused.value.kind is ErrorKind.FAILED
         assert "poison" not in str(refused.value)
-        await asyncio.wait_for(it.app.handler.idle(), 1)
+        await asyncio.wait_for(it.app.handler.calls.wait_until_none(), 1)
 
     serve(scenario, poison=frozenset(b"!"))
     assert "this prompt is poison" in caplog.text

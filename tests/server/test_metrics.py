@@ -43,7 +43,7 @@ async def some_traffic(it: Served) -> None:
     for wrong in (pb.GenerateRequest(prompt="a", top_p=2), pb.GenerateRequest(prompt="!", request_id="poisoned")):
         with pytest.raises(grpc.aio.AioRpcError):
             await it.stub.Generate(wrong)
-    await it.app.handler.idle()
+    await it.app.handler.calls.wait_until_none()
 
 
 def test_figures_are_true_under_both_names(serve: Serve) -> None:

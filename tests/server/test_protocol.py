@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from jaxserve.sampling_params import SAMPLING_FIELDS
-from server.proto.generate import PROTOS, ROOT, generate
+from server.proto.generate import MESSAGES, PROTOS, ROOT, generate
 from server.proto.jaxserve.v1 import inference_pb2
 
 FOLDER = Path("server/proto/jaxserve/v1")
@@ -21,9 +21,10 @@ FOLDER = Path("server/proto/jaxserve/v1")
 def test_committed_files_are_what_the_pinned_tools_generate(tmp_path: Path) -> None:
     generate(tmp_path)
     written = {path.relative_to(tmp_path) for path in tmp_path.rglob("*.py*")}
-    modules = [Path(proto).with_suffix("") for proto in PROTOS]
-    assert written == {Path(f"{module}_pb2{end}") for module in modules for end in (".py", ".pyi", "_grpc.py")}
-    assert set(modules) == {path.relative_to(ROOT).with_suffix("") for path in ROOT.glob("server/proto/**/*.proto")}
+    modules = [Path(proto).with_suffix("") for proto in (*PROTOS, *MESSAGES)]
+    expected = {Path(f"{module}_pb2{end}") for module in modules for end in (".py", ".pyi")}
+    assert written == expected | {Path(proto.replace(".proto", "_pb2_grpc.py")) for proto in PROTOS}
+    assert set(modules) == {path.relative_to(ROOT).with_suffix("") for path in ROOT.glob("server/**/*.proto")}
     for path in written:
         assert (tmp_path / path).read_text() == (ROOT / path).read_text(), f"{path}: run `make proto`"
 
@@ -113,6 +114,7 @@ def test_wheel_holds_packages_and_no_tests(wheel: Path) -> None:
     tops = {name.split("/")[0] for name in names}
     assert {"jaxserve", "server", "sharding", "pallas_kernels"} <= tops
     assert all(top.endswith(".dist-info") for top in tops - {"jaxserve", "server", "sharding", "pallas_kernels"})
-    assert {*PROTOS, *(proto.replace(".proto", "_pb2.py") for proto in PROTOS)} <= set(names)
+    protos = (*PROTOS, *MESSAGES)
+    assert {*protos, *(proto.replace(".proto", "_pb2.py") for proto in protos)} <= set(names)
     assert "jaxserve/demo/held_out.txt" in names
     assert metadata.version("jaxserve") in wheel.name

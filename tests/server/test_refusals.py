@@ -153,7 +153,7 @@ def test_everything_reserved_comes_back_however_calls_end(serve: Serve) -> None:
         await it.until(lambda: it.engine.load().waiting == 2)
         it.engine.release()
         await asyncio.gather(*calls, return_exceptions=True)
-        await it.app.handler.idle()
+        await it.app.handler.calls.wait_until_none()
         admission = it.app.handler.admission
         assert (admission.reserved_requests, admission.reserved_tokens) == (0, 0)
         assert (admission.kept_requests, admission.kept_tokens) == (0, 0)

@@ -72,7 +72,7 @@ async def serving(engine: Engine) -> AsyncIterator[Ports]:
     try:
         async with asyncio.timeout(6 * WAIT_SECONDS), grpc.aio.insecure_channel(address) as channel:
             yield Ports(InferenceStub(channel), address, f"http://127.0.0.1:{http_port}")
-            await app.handler.idle()
+            await app.handler.calls.wait_until_none()
     finally:
         await app.stop()
     assert engine.load().compiled_after_ready == 0

@@ -33,7 +33,7 @@ def test_a_request_is_a_span_of_queue_prefill_and_decode(
         tracing = Tracing(model="echo")
         it.app.handler.observers.append(tracing)
         await it.stub.Generate(pb.GenerateRequest(prompt="abc", max_tokens=4, request_id="mine"))
-        await it.app.handler.idle()
+        await it.app.handler.calls.wait_until_none()
         tracing.close()
 
     serve(scenario)

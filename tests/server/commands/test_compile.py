@@ -1,21 +1,34 @@
 """The compilation cache filled ahead: what is started afterwards compiles nothing."""
 
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
 from server.commands import cli
 from server.commands.bench import shapes
 
-# Sizes of no other test: what jax has loaded from its own cache is not kept.
 SETTINGS = {"max_rows": 2, "buckets": (7,), "max_context": 104, "slots": 416}
 FLAGS = ["--max-rows", "2", "--buckets", "7", "--max-context", "104", "--slots", "416", "--no-scoring"]
 
 
-def test_what_is_compiled_ahead_is_not_compiled_again(tmp_path, capsys) -> None:
+@pytest.fixture
+def empty_jax_cache(tmp_path: Path) -> Iterator[None]:
+    """jax's own cache is empty: a program that jax loads from it is not kept."""
+    earlier = jax.config.jax_compilation_cache_dir
+    compilation_cache.reset_cache()
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "jax"))
+    yield
+    compilation_cache.reset_cache()
+    jax.config.update("jax_compilation_cache_dir", earlier)
+
+
+def test_what_is_compiled_ahead_is_not_compiled_again(tmp_path, capsys, empty_jax_cache: None) -> None:
     model, cache = shapes.checkpoint("tiny", tmp_path), tmp_path / "cache"
     command = ["compile", "--model", str(model), "--compilation-cache", str(cache), *FLAGS]
     assert cli.main(command) == 0

@@ -21,12 +21,12 @@ import pytest
 from jaxserve.config import EngineConfig
 from jaxserve.request import FinishReason, Request, TokenEvent
 from jaxserve.sampling_params import SamplingParams
-from server.engine_process import codec as plain
-from server.engine_process import exit_codes, frames, iterations
-from server.engine_process import main as engine_process
-from server.engine_process.frames import FrameKind, Splitter, json_frame
+from server.engine_process import exit_codes, frames, messages
+from server.engine_process import messages_pb2 as engine_pb
+from server.engine_process import outbox as outbox_module
+from server.engine_process.frames import Splitter
 from server.engine_process.job import EngineJob
-from server.engine_process.main import _Outbox
+from server.engine_process.outbox import Outbox
 from server.proto.jaxserve.v1.inference_pb2 import GenerateRequest, GetLoadRequest
 from server.proto.jaxserve.v1.inference_pb2_grpc import InferenceStub
 from tests.server.engine_process.test_supervisor import LONG, is_gone
@@ -74,27 +74,26 @@ class Engine:
         self._splitter, self._frames = Splitter(), iter(())
 
     def start(self) -> None:
-        self.channel.sendall(
-            json_frame(FrameKind.START, plain.encode(EngineJob, EngineJob.of("fake", EngineConfig(max_rows=4))))
-        )
-        while self.read()[0] is not FrameKind.READY:
+        job = EngineJob.of("fake", EngineConfig(max_rows=4))
+        self.channel.sendall(messages.to_engine(start=messages.to_json(EngineJob, job)))
+        while self.read()[0] != "ready":
             pass
 
-    def read(self) -> tuple[FrameKind, bytes]:
+    def read(self) -> tuple[str, engine_pb.FromEngine]:
         while (found := next(self._frames, None)) is None:
             data = self.channel.recv(2**16)
-            assert data, "the engine's process has closed its socket"
+            assert data, "the engine process has closed its socket"
             self._frames = self._splitter.feed(data)
-        return found
+        return messages.parse(engine_pb.FromEngine, found)
 
     def submit(self, name: str, max_tokens: int) -> None:
         request = Request(request_id=name, prompt=(97, 98), sampling=SamplingParams(max_tokens=max_tokens))
-        self.channel.sendall(json_frame(FrameKind.SUBMIT, plain.encode(Request, request)))
+        self.channel.sendall(messages.to_engine(submit=messages.encode_request(request)))
 
     def events(self) -> list[TokenEvent]:
-        kind, body = self.read()
-        assert kind is FrameKind.ITERATION
-        return iterations.decode(body).events
+        name, message = self.read()
+        assert name == "iterations"
+        return messages.decode_iterations(message.iterations).events
 
 
 @pytest.fixture
@@ -134,7 +133,7 @@ def test_it_ends_when_it_is_told(engine: Any) -> None:
     it.submit("a", LONG)
     while not it.events():
         pass
-    it.channel.sendall(json_frame(FrameKind.STOP, None))
+    it.channel.sendall(messages.to_engine(stop=engine_pb.Empty()))
     assert it.process.wait(WAIT_SECONDS) == exit_codes.ENDED
 
 
@@ -155,10 +154,10 @@ def test_it_ends_with_its_front_and_not_with_a_signal_for_both(engine: Any) -> N
     [
         b"GET / HTTP/1.1\r\n\r\n",
         b"\xff" * 100,
-        json_frame(FrameKind.SUBMIT, {"request_id": "a"}),
-        json_frame(FrameKind.SUBMIT, ["a"] * 1000),
-        json_frame(FrameKind.READY, None),
-        json_frame(FrameKind.ABORT, {"a": 1}),
+        messages.to_engine(submit=engine_pb.Request(request_id="a")),
+        messages.to_engine(start=b"{}"),
+        frames.frame(b""),
+        frames.frame(b"hello"),
     ],
 )
 def test_what_is_no_message_ends_it(engine: Any, garbage: bytes) -> None:
@@ -166,7 +165,7 @@ def test_what_is_no_message_ends_it(engine: Any, garbage: bytes) -> None:
     it.start()
     it.channel.sendall(garbage)
     assert it.process.wait(WAIT_SECONDS) == exit_codes.BAD_FRAME
-    assert "the front sent what is no message" in it.process.stderr.read()
+    assert "the front sent something that is not a message" in it.process.stderr.read()
 
 
 def test_no_other_process_can_reach_the_socket(engine: Any) -> None:
@@ -197,13 +196,13 @@ def test_a_front_that_reads_nothing_is_given_up(engine: Any) -> None:
 def test_the_engines_thread_never_waits_for_the_front(monkeypatch: pytest.MonkeyPatch, max_body: int) -> None:
     """However much there is to be told in the end: one message may hold it or not."""
     monkeypatch.setattr(frames, "MAX_BODY", max_body)
-    monkeypatch.setattr(engine_process, "_end", lambda code: pytest.fail(f"ended with {code}"))
+    monkeypatch.setattr(outbox_module, "end_process", lambda code: pytest.fail(f"ended with {code}"))
     ours, theirs = socket.socketpair()
     engine = FakeEngine(tokenizer=byte_tokenizer(), max_context=10**6)
     with ours, theirs, engine:
-        outbox = _Outbox(theirs, engine)
+        outbox = Outbox(theirs, engine)
         outbox.start()
-        outbox.submit(Request(request_id="a", prompt=(97,), sampling=SamplingParams(max_tokens=3000)))
+        engine.submit(Request(request_id="a", prompt=(97,), sampling=SamplingParams(max_tokens=3000)), outbox.put)
         engine.wait_until(lambda: engine.iterations >= 3000)  # none of which was read: the socket was full long before
         reader = _reading(ours)
         outbox.let_engine_end()
@@ -215,11 +214,11 @@ def test_the_engines_thread_never_waits_for_the_front(monkeypatch: pytest.Monkey
 
 def test_an_event_that_no_message_holds_ends_its_own_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frames, "MAX_BODY", 4096)
-    monkeypatch.setattr(engine_process, "_end", lambda code: pytest.fail(f"ended with {code}"))
+    monkeypatch.setattr(outbox_module, "end_process", lambda code: pytest.fail(f"ended with {code}"))
     ours, theirs = socket.socketpair()
     engine = FakeEngine(tokenizer=byte_tokenizer(), max_context=10**6)
     with ours, theirs, engine:
-        outbox = _Outbox(theirs, engine)
+        outbox = Outbox(theirs, engine)
         alike = ((-1.0, None),)
         events = [TokenEvent("a", (1,), (0.5,)), TokenEvent("b", prompt_logprobs=alike * 2000)]
         outbox._held.put([*events, TokenEvent("c", prompt_logprobs=alike * 200), TokenEvent("d", (2,), (0.5,))])
@@ -242,8 +241,9 @@ def _reading(channel: socket.socket) -> queue.SimpleQueue[Any]:
     def read() -> None:
         splitter = Splitter()
         while data := channel.recv(2**16):
-            for _, body in splitter.feed(data):
-                found.put(iterations.decode(body).events)
+            for body in splitter.feed(data):
+                _, message = messages.parse(engine_pb.FromEngine, body)
+                found.put(messages.decode_iterations(message.iterations).events)
         found.put(None)
 
     threading.Thread(target=read, daemon=True).start()

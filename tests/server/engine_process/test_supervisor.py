@@ -113,7 +113,7 @@ def test_a_cancelled_call_gives_its_slots_back(run_remote: RunRemote) -> None:
         await it.until(lambda: it.engine.load().slots_used > 0)
         call.cancel()
         await it.until(lambda: it.engine.load().slots_used == 0)
-        assert not it.engine._alive
+        assert not it.engine._requests
 
     run_remote(scenario)
 
@@ -258,11 +258,11 @@ def test_an_engine_process_that_sends_no_messages_is_killed(
     run_remote: RunRemote, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def scenario(it: Remote) -> None:
-        with pytest.raises(EngineGone, match="sent what is no message and was killed"):
+        with pytest.raises(EngineGone, match="sent something that is not a message and was killed"):
             await it.running
 
     run_remote(scenario, RestartPolicy(most=1, first_delay=0.01), ready=False, babbles=True)
-    assert "a frame of kind 99" in caplog.text
+    assert "not a FromEngine message" in caplog.text
 
 
 def test_calls_wait_for_the_engine_within_the_bounds(run_remote: RunRemote, tmp_path: Path) -> None:
@@ -280,7 +280,7 @@ def test_calls_wait_for_the_engine_within_the_bounds(run_remote: RunRemote, tmp_
         await it.until(lambda: it.engine.load().waiting == 1)
         (tmp_path / "go").touch()
         assert (await waits[0]).text == "abababa"
-        await it.app.handler.idle()
+        await it.app.handler.calls.wait_until_none()
         assert it.engine.load().outstanding_tokens == 0
 
     run_remote(scenario, config={"max_queued_requests": 2})
@@ -346,10 +346,10 @@ def test_where_a_wedged_engine_stood_is_in_the_log(
 
 FALLS_SILENT = """
 import os, signal, socket, sys
-from server.engine_process.frames import FrameKind, json_frame
+from server.engine_process import messages
 channel = socket.socket(fileno=int(sys.argv[-1]))
 for _ in range(3):
-    channel.sendall(json_frame(FrameKind.ALIVE, 0.2))
+    channel.sendall(messages.to_front(alive_seconds=0.2))
 os.kill(os.getpid(), signal.SIGSTOP)
 """
 

@@ -184,7 +184,7 @@ def test_a_body_that_is_no_http_ends_its_connection(
         with contextlib.suppress(ConnectionError):
             await reader.read()
         await left(writer)
-        await it.app.handler.idle()
+        await it.app.handler.calls.wait_until_none()
 
     serve_http(scenario)
     assert not [record for record in caplog.records if record.levelname == "ERROR"], caplog.text
@@ -261,7 +261,7 @@ def test_a_caller_who_leaves_gives_the_slots_back(serve_http: Serve, streams: bo
         await left(writer)
         await it.until(lambda: it.engine.load().slots_used == 0)
         assert it.engine.iterations == 1
-        await it.app.handler.idle()
+        await it.app.handler.calls.wait_until_none()
 
     serve_http(scenario, held=True)
 
@@ -274,7 +274,7 @@ def test_a_reader_who_stops_reading_delays_nobody(serve_http: Serve, caplog: pyt
                 assert slow.status_code == 200
                 other = await ask(it, PATH, prompt="xy", max_tokens=2000)
                 assert other["choices"][0]["text"] == "xy" * 1000
-        await it.app.handler.idle()
+        await it.app.handler.calls.wait_until_none()
         await it.until(lambda: it.engine.load().slots_used == 0)
 
     serve_http(scenario, max_context=2 * 10**6)

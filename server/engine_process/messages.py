@@ -1,0 +1,284 @@
+"""Requests and iterations as the protobuf messages of messages.proto, and back.
+
+The values of the start (EngineJob, EngineInfo) are JSON by their types. What comes in is checked: BadFrame is raised
+for bytes that the other side would not send.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import Any, NamedTuple, TypeVar
+
+from google.protobuf.message import DecodeError
+from pydantic import ConfigDict, TypeAdapter
+
+from jaxserve.iteration import Admission, IterationPlan
+from jaxserve.multihost import wire
+from jaxserve.request import Alternatives, FinishReason, Request, TokenEvent
+from jaxserve.sampling_params import SamplingParams
+from jaxserve.stats import IterationRecord, Load
+from server.engine_process import messages_pb2 as pb
+from server.engine_process.frames import BadFrame, frame
+
+_T = TypeVar("_T")
+
+_SAMPLING = SamplingParams()
+_PLAIN = TokenEvent("")  # the values of an event that only has tokens, from its fourth field on
+_CACHED = TokenEvent._fields.index("cached_tokens")
+_SCALARS = operator.attrgetter("request_id", "max_tokens", "ignore_eos", "priority", "arrival", "cache_salt")
+_LOAD_FIELDS = tuple(field.name for field in dataclasses.fields(Load))
+_RECORD_FIELDS = tuple(name for name in IterationRecord._fields if name != "plan")
+_JSON = ConfigDict(extra="forbid", ser_json_bytes="base64", val_json_bytes="base64", ser_json_inf_nan="constants")
+
+
+class Iterations(NamedTuple):
+    """What one message reports.
+
+    Attributes:
+      received: requests that the engine process had taken in when it wrote the message.
+      loads: of each replica, after all of this.
+      events: of every request, in order.
+      records: of the iterations; their plans have only chunks, and the rows that requests took.
+    """
+
+    received: int
+    loads: tuple[Load, ...]
+    events: list[TokenEvent]
+    records: list[IterationRecord]
+
+
+# Frames
+
+
+def to_engine(**message: Any) -> bytes:
+    """A frame with a FromFront message, given its one field."""
+    return frame(pb.FromFront(**message).SerializeToString())
+
+
+def to_front(**message: Any) -> bytes:
+    """A frame with a FromEngine message, given its one field."""
+    return frame(pb.FromEngine(**message).SerializeToString())
+
+
+def parse(kind: type[_T], body: bytes) -> tuple[str, _T]:
+    """The message in a frame and the name of its one field. Raises BadFrame."""
+    message: Any = kind()
+    try:
+        message.ParseFromString(body)
+    except DecodeError as problem:
+        raise BadFrame(f"not a {kind.__name__} message: {problem}") from None
+    name = message.WhichOneof("message")
+    if name is None:
+        raise BadFrame(f"a {kind.__name__} message that says nothing")
+    return name, message
+
+
+# Values of the start
+
+
+def to_json(kind: type[_T], value: _T) -> bytes:
+    """A dataclass as JSON."""
+    return _adapter(kind).dump_json((value,))
+
+
+def from_json(kind: type[_T], data: bytes) -> _T:
+    """The dataclass in JSON. Raises BadFrame for anything else."""
+    try:
+        return _adapter(kind).validate_json(data, strict=True)[0]
+    except ValueError as problem:
+        raise BadFrame(f"not the JSON of {kind.__name__}: {problem}") from None
+
+
+@functools.cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(tuple[kind], config=_JSON)  # in a tuple, as pydantic takes no settings for a dataclass alone
+
+
+# Requests
+
+
+def encode_request(request: Request) -> pb.Request:
+    """The message of a request. Its seed arrives modulo 2**64, which is all that the sampler reads."""
+    sampling = request.sampling
+    return pb.Request(
+        request_id=request.request_id,
+        prompt=request.prompt,
+        sampling=wire.encode_sampling(sampling),
+        max_tokens=sampling.max_tokens,
+        stop=sampling.stop,
+        stop_token_ids=sampling.stop_token_ids,
+        bad_words=sampling.bad_words,
+        ignore_eos=sampling.ignore_eos,
+        logprobs=sampling.logprobs,
+        prompt_logprobs=sampling.prompt_logprobs,
+        priority=request.priority,
+        arrival=request.arrival,
+        cache_salt=request.cache_salt,
+        fork_of=request.fork_of,
+    )
+
+
+def decode_request(message: pb.Request) -> Request:
+    """The request in a message. Raises BadFrame for one that cannot be a request."""
+    try:
+        return Request(
+            request_id=message.request_id,
+            prompt=tuple(message.prompt),
+            sampling=dataclasses.replace(
+                wire.decode_sampling(message.sampling),
+                max_tokens=message.max_tokens,
+                stop=tuple(message.stop),
+                stop_token_ids=tuple(message.stop_token_ids),
+                bad_words=tuple(message.bad_words),
+                ignore_eos=message.ignore_eos,
+                logprobs=_optional(message, "logprobs"),
+                prompt_logprobs=_optional(message, "prompt_logprobs"),
+            ),
+            priority=message.priority,
+            arrival=message.arrival,
+            cache_salt=message.cache_salt,
+            fork_of=_optional(message, "fork_of"),
+        )
+    except ValueError as problem:
+        raise BadFrame(f"not a request: {problem}") from None
+
+
+# Iterations
+
+
+def encode_iterations(
+    received: int, loads: Sequence[Load], events: Sequence[TokenEvent], records: Sequence[IterationRecord]
+) -> bytes:
+    """A frame that reports iterations. Raises TooLarge."""
+    message = pb.FromEngine()
+    report = message.iterations
+    report.received = received
+    for load in loads:
+        report.loads.add(**{name: getattr(load, name) for name in _LOAD_FIELDS})
+    plain = [event for event in events if _is_plain(event)]
+    columns = report.tokens
+    columns.request_id.extend([event.request_id for event in plain])
+    columns.count.extend([len(event.token_ids) for event in plain])
+    columns.cached_tokens.extend([event.cached_tokens for event in plain])
+    columns.token.extend(chain.from_iterable([event.token_ids for event in plain]))
+    columns.logprob.extend(chain.from_iterable([event.logprobs for event in plain]))
+    if len(plain) < len(events):
+        report.others.extend(_event(index, each) for index, each in enumerate(events) if not _is_plain(each))
+    for record in records:
+        _write_record(report.records.add(), record)
+    return frame(message.SerializeToString())
+
+
+def decode_iterations(message: pb.Iterations) -> Iterations:
+    """What a message reports. Raises BadFrame for one that cannot be a report."""
+    try:
+        loads = tuple(Load(**{name: getattr(load, name) for name in _LOAD_FIELDS}) for load in message.loads)
+        events = list(_plain_events(message.tokens))
+        for other in message.others:  # in order: each finds its place once those before it are in theirs
+            if other.index > len(events):
+                raise ValueError(f"an event has place {other.index} among {len(events)}")
+            events.insert(other.index, _read_event(other))
+        return Iterations(message.received, loads, events, [_read_record(record) for record in message.records])
+    except ValueError as problem:
+        raise BadFrame(f"not a report of iterations: {problem}") from None
+
+
+def _is_plain(event: TokenEvent) -> bool:
+    return len(event.logprobs) == len(event.token_ids) and (
+        event[3:_CACHED] + event[_CACHED + 1 :] == _PLAIN[3:_CACHED] + _PLAIN[_CACHED + 1 :]
+    )
+
+
+def _plain_events(columns: pb.TokenColumns) -> Iterator[TokenEvent]:
+    tokens, logprobs = tuple(columns.token), tuple(columns.logprob)
+    if sum(columns.count) != len(tokens) or len(tokens) != len(logprobs):
+        raise ValueError("the counts of its tokens do not agree")
+    at = 0
+    for name, count, cached in zip(columns.request_id, columns.count, columns.cached_tokens, strict=True):
+        end = at + count
+        yield TokenEvent(name, tokens[at:end], logprobs[at:end], cached_tokens=cached)
+        at = end
+
+
+def _event(index: int, event: TokenEvent) -> pb.Event:
+    return pb.Event(
+        index=index,
+        request_id=event.request_id,
+        token_ids=event.token_ids,
+        logprobs=event.logprobs,
+        top_logprobs=map(_alternatives, event.top_logprobs),
+        prompt_logprobs=[
+            pb.Score(logprob=logprob, alternatives=None if others is None else _alternatives(others))
+            for logprob, others in event.prompt_logprobs
+        ],
+        finish_reason=None if event.finish_reason is None else event.finish_reason.value,
+        cached_tokens=event.cached_tokens,
+        started=event.started,
+        error=event.error,
+        field=event.field,
+    )
+
+
+def _read_event(message: pb.Event) -> TokenEvent:
+    reason = _optional(message, "finish_reason")
+    return TokenEvent(
+        message.request_id,
+        tuple(message.token_ids),
+        tuple(message.logprobs),
+        tuple(map(_read_alternatives, message.top_logprobs)),
+        tuple(
+            (score.logprob, _read_alternatives(score.alternatives) if score.HasField("alternatives") else None)
+            for score in message.prompt_logprobs
+        ),
+        None if reason is None else FinishReason(reason),
+        message.cached_tokens,
+        _optional(message, "started"),
+        _optional(message, "error"),
+        _optional(message, "field"),
+    )
+
+
+def _alternatives(alternatives: Alternatives) -> pb.Alternatives:
+    return pb.Alternatives(token_ids=alternatives.token_ids, logprobs=alternatives.logprobs)
+
+
+def _read_alternatives(message: pb.Alternatives) -> Alternatives:
+    return Alternatives(tuple(message.token_ids), tuple(message.logprobs))
+
+
+def _write_record(message: pb.Record, record: IterationRecord) -> None:
+    for name in _RECORD_FIELDS:
+        setattr(message, name, getattr(record, name))
+    plan, shown = record.plan, message.plan
+    shown.sequence, shown.bucket = plan.sequence, plan.bucket
+    for admission in plan.admissions:
+        shown.admissions.add(row=admission.row, request_id=admission.request_id)
+    if plan.chunks:
+        wire.write_chunks(shown.chunks, plan.chunks)
+
+
+def _read_record(message: pb.Record) -> IterationRecord:
+    shown = message.plan
+    plan = IterationPlan(
+        sequence=shown.sequence,
+        bucket=shown.bucket,
+        admissions=tuple(
+            Admission(
+                row=each.row, request_id=each.request_id, tokens=(), prompt_length=0, blocks=(), sampling=_SAMPLING
+            )
+            for each in shown.admissions
+        ),
+        chunks=wire.read_chunks(shown.chunks),
+        table_changes=(),
+        sampler=None,
+        scoring=False,
+    )
+    return IterationRecord(plan=plan, **{name: getattr(message, name) for name in _RECORD_FIELDS})
+
+
+def _optional(message: Any, name: str) -> Any:
+    return getattr(message, name) if message.HasField(name) else None

@@ -1,0 +1,69 @@
+"""Text and tokens for callers, without delaying the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from server import errors
+
+if TYPE_CHECKING:
+    from jaxserve.text.tokenizer import Tokenizer
+    from server.engine_client import EngineClient
+
+_Result = TypeVar("_Result")
+
+_LONG_TEXT = 10_000  # characters; work on more runs off the event loop (about a millisecond)
+
+
+class TextTools:
+    """Tokenizes and detokenizes with the tokenizer of an engine's checkpoint."""
+
+    def __init__(self, engine: EngineClient) -> None:
+        self._engine = engine
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the checkpoint. Raises ApiError if it has none."""
+        if self._engine.tokenizer is None:
+            raise errors.ApiError(errors.ErrorKind.UNSUPPORTED, "this checkpoint has no tokenizer")
+        return self._engine.tokenizer
+
+    async def tokenize(self, text: str, *, special_tokens: bool = True, field: str = "text") -> list[int]:
+        """The token ids of a text. Raises ApiError, naming the field, for a text that has none."""
+        try:
+            return await offload_if_long(len(text), self.tokenizer.encode, text, special_tokens=special_tokens)
+        except ValueError as problem:
+            raise errors.invalid(field, str(problem)) from problem
+
+    async def detokenize(self, token_ids: Sequence[int], *, field: str = "token_ids") -> str:
+        """The text of token ids. Raises ApiError, naming the field, for ids outside the vocabulary."""
+        tokenizer, vocab_size = self.tokenizer, self._engine.model_config.vocab_size
+        for token in token_ids:
+            if not 0 <= token < vocab_size:
+                raise errors.invalid(field, f"has token id {token}; the vocabulary has {vocab_size}")
+        return await offload_if_long(len(token_ids), tokenizer.decode, token_ids)
+
+
+def most_tokens(fields: Mapping[str, Any]) -> int:
+    """Most tokens that a prompt can have: a token of a text stands for at least one byte.
+
+    A chat template, or a tokenizer that adds tokens or rewrites the text, may make a few more; they are counted once
+    they are known.
+    """
+    texts = [] if (text := fields.get("prompt")) is None else [text]
+    texts += [text for message in fields.get("messages") or () for text in message.values()]
+    return sum(len(text.encode(errors="replace")) for text in texts) + len(fields.get("prompt_token_ids") or ())
+
+
+def tokenizing_work(fields: Mapping[str, Any]) -> int:
+    """The size for `offload_if_long` of a prompt. A chat counts as long: its template is a program."""
+    return _LONG_TEXT + 1 if fields.get("messages") else most_tokens(fields)
+
+
+async def offload_if_long(size: int, work: Callable[..., _Result], *args: Any, **kwargs: Any) -> _Result:
+    """Does work on a text of `size` characters; in a thread if the text is long."""
+    if size <= _LONG_TEXT:
+        return work(*args, **kwargs)
+    return await asyncio.to_thread(work, *args, **kwargs)
