@@ -95,7 +95,8 @@ def from_json(kind: type[_T], data: bytes) -> _T:
 
 @functools.cache
 def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(tuple[kind], config=_JSON)  # in a tuple, as pydantic takes no settings for a dataclass alone
+    # In a tuple, as pydantic takes no settings for a dataclass alone.
+    return TypeAdapter(tuple[kind], config=_JSON)  # pyright: ignore[reportInvalidTypeForm]
 
 
 # Requests
