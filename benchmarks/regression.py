@@ -205,7 +205,7 @@ def make_figures(bars: Bars) -> list[GuardedTime]:
     model_config, params = shapes.random_params(SHAPE, "float32")
     cached = EngineConfig(compilation_cache=str(shapes.cache_folder() / "xla"))
     settings = dataclasses.replace(cached, dtype="float32", max_rows=8, buckets=(8, 256), slots=8 * 256, scoring=False)
-    (replica,) = startup.from_params(model_config, params, settings, bars).replicas
+    (replica,) = startup.from_params(model_config, params, settings, bars).loops
 
     def a_step(case: step.Case, steps: int) -> Clock:
         return lambda: _quicker(step.time_case(replica, case, steps)) / 1000

@@ -1,4 +1,4 @@
-"""The engine: one or several replicas of a model behind one door.
+"""The engine: one or several replicas of a model behind one API.
 
 Requests go in, an iteration at a time is planned, launched and completed by the replica that took them, events come
 out.
@@ -19,7 +19,7 @@ from jaxserve.generation import streaming
 from jaxserve.generation.beam_search import BeamParams
 from jaxserve.generation.completion import Completion, Delta
 from jaxserve.generation.streaming import Prompt, Sink, Terms
-from jaxserve.loop import Replica
+from jaxserve.loop import EngineLoop
 from jaxserve.models.schema import ModelConfig
 from jaxserve.request import Request
 from jaxserve.runner.stage import Progress
@@ -43,11 +43,11 @@ class Engine:
         self.config = config
         self.report = started.report
         self.tokenizer = tokenizer
-        self.model_config: ModelConfig = started.replicas[0].pipeline.model.config
+        self.model_config: ModelConfig = started.loops[0].pipeline.model.config
         self.max_context = started.report.max_context
         self.grammars: Grammars | None = None  # without a tokenizer there are none
         if tokenizer is not None:
-            model, prepare = self.model_config, started.replicas[0].pipeline.prepare
+            model, prepare = self.model_config, started.loops[0].pipeline.prepare
             self.grammars = Grammars(tokenizer, model.vocab_size, model.eos_token_ids, elsewhere=prepare)
         self.limits = Limits(
             vocab_size=self.model_config.vocab_size,
@@ -57,11 +57,11 @@ class Engine:
             scoring=config.scoring,
             has_tokenizer=tokenizer is not None,
         )
-        self._replicas = started.replicas
-        self._handler = threading.Lock()
+        self._loops = started.loops
+        self._lock = threading.Lock()
         self._changing_weights = False
         # An engine that is dropped, as by a notebook's cell that is run again, takes its threads and memory with it.
-        weakref.finalize(self, _end, self._replicas).atexit = False
+        weakref.finalize(self, _end, self._loops).atexit = False
 
     @classmethod
     def from_checkpoint(
@@ -96,24 +96,24 @@ class Engine:
         return cls(config, startup.from_params(model_config, params, config, progress), tokenizer)
 
     def step(self) -> bool:
-        """One turn of every replica's loop (see `Replica.step`), for who does without its thread.
+        """One turn of every replica's loop (see `EngineLoop.step`), for who does without its thread.
 
         Returns:
           Whether there was anything to do.
         """
-        busy = [replica.step() for replica in self._replicas]
+        busy = [replica.step() for replica in self._loops]
         return any(busy)
 
     def start(self) -> None:
         """Starts the threads of the replicas, unless they run already."""
-        for replica in self._replicas:
+        for replica in self._loops:
             replica.start()
 
     def stop(self) -> None:
         """Ends every request (FinishReason.ABORTED) and the threads. The engine cannot be started again."""
-        for replica in self._replicas:
+        for replica in self._loops:
             replica.ask_to_stop()
-        for replica in self._replicas:
+        for replica in self._loops:
             replica.join()
             replica.pipeline.close()
 
@@ -127,14 +127,14 @@ class Engine:
     @property
     def is_healthy(self) -> bool:
         """Whether requests are being served, by every replica: threads run and none has failed."""
-        return all(replica.is_healthy for replica in self._replicas)
+        return all(replica.is_healthy for replica in self._loops)
 
     @property
     def problem(self) -> str | None:
         """Why no request is being served, in words for callers: a host that failed, of several; None while they are."""
         if self.is_healthy:
             return None
-        why = next((text for replica in self._replicas if (text := replica.pipeline.problem)), None)
+        why = next((text for replica in self._loops if (text := replica.pipeline.problem)), None)
         return "the engine has failed" + (f": {why}" if why else "")
 
     @property
@@ -157,29 +157,29 @@ class Engine:
     def submit_checked(self, request: Request, sink: Sink) -> None:
         """As `submit`, for a request that `limits` has passed already, as the front of an engine process does."""
         grammar = self._compiled(request)
-        with self._handler:
-            if any(replica.holds(request.request_id) for replica in self._replicas):
+        with self._lock:
+            if any(replica.holds(request.request_id) for replica in self._loops):
                 raise InvalidRequest("request_id", f"is {request.request_id!r}, which names a request that is alive")
             if self._changing_weights:
                 raise QueueFull("the weights are being replaced; no request is taken until they are")
             check_queue(
                 self.config,
                 request,
-                waiting=sum(replica.num_waiting for replica in self._replicas),
-                waiting_tokens=sum(replica.waiting_tokens for replica in self._replicas),
+                waiting=sum(replica.num_waiting for replica in self._loops),
+                waiting_tokens=sum(replica.waiting_tokens for replica in self._loops),
             )
             replica, cached = self._choose(request)
             replica.submit(request, sink, cached=cached, grammar=grammar)
 
-    def _choose(self, request: Request) -> tuple[Replica, int]:
+    def _choose(self, request: Request) -> tuple[EngineLoop, int]:
         """The replica with the least left to compute once it has the request, and the tokens of its prompt that are
         found in that one's prefix cache, or will be taken over from another request."""
-        for replica in self._replicas:
+        for replica in self._loops:
             if request.fork_of is not None and replica.holds(request.fork_of):
                 return replica, len(request.prompt) - 1  # where the prompt is computed anyway
-        if len(self._replicas) == 1:
-            return self._replicas[0], 0
-        serving = [replica for replica in self._replicas if replica.takes_requests] or self._replicas[:1]
+        if len(self._loops) == 1:
+            return self._loops[0], 0
+        serving = [replica for replica in self._loops if replica.takes_requests] or self._loops[:1]
         allocation = allocation_of(request)
         cached = [replica.scheduler.pool.cached_tokens(allocation) for replica in serving]
         chosen = routing.choose([replica.outstanding_tokens for replica in serving], cached)
@@ -201,7 +201,7 @@ class Engine:
     def abort(self, request_id: str) -> None:
         """Ends a request within one iteration and gives its slots back; its last event says ABORTED. A request that
         is not alive is left alone."""
-        for replica in self._replicas:
+        for replica in self._loops:
             replica.abort(request_id)
 
     def update_params(self, params: Any) -> None:
@@ -212,22 +212,22 @@ class Engine:
           ValueError: the tree or a shape differs, or several hosts share the model.
           RuntimeError: requests are alive; their answers would belong to neither set of weights.
         """
-        pipeline = self._replicas[0].pipeline
+        pipeline = self._loops[0].pipeline
         if pipeline.spans_hosts:
             raise ValueError("weights are not replaced where several hosts share a model; start the hosts with others")
         expected = pipeline.model.unpadded.shapes(pipeline.shape.attention.dtype)
         startup.check_tree(expected, params, int8=self.config.quantize == "int8")
-        with self._handler:
+        with self._lock:
             if self._changing_weights:
                 raise RuntimeError("the weights are being replaced by another call")
-            if alive := sum(replica.num_alive for replica in self._replicas):
+            if alive := sum(replica.num_live for replica in self._loops):
                 raise RuntimeError(f"{alive} requests are alive; wait for them or abort them first")
             self._changing_weights = True
         try:
-            for replica in self._replicas:
+            for replica in self._loops:
                 replica.replace_params(params)
         finally:
-            with self._handler:
+            with self._lock:
                 self._changing_weights = False
 
     def load(self) -> Load:
@@ -236,12 +236,12 @@ class Engine:
 
     def loads(self) -> list[Load]:
         """How busy each replica is."""
-        return [replica.load() for replica in self._replicas]
+        return [replica.load() for replica in self._loops]
 
     def record(self, recorder: Callable[[IterationRecord], None]) -> None:
         """Has `recorder` called after every iteration, on the thread of the replica that ran it."""
-        for replica in self._replicas:
-            replica.recorders.append(recorder)
+        for replica in self._loops:
+            replica.stats.recorders.append(recorder)
 
     def timeline(self) -> Timeline:
         """What each stage does, watched in a `with` block, and a trace of it afterwards.
@@ -249,9 +249,9 @@ class Engine:
         Raises:
           ValueError: several hosts share the model.
         """
-        if self._replicas[0].pipeline.spans_hosts:
+        if self._loops[0].pipeline.spans_hosts:
             raise ValueError("a timeline is of the stages of one host; here several share a model")
-        return Timeline([replica.pipeline for replica in self._replicas])
+        return Timeline([replica.pipeline for replica in self._loops])
 
     def generate(
         self,
@@ -331,6 +331,6 @@ class Engine:
         return streaming.stream(self, prompt, sampling, terms)
 
 
-def _end(replicas: Sequence[Replica]) -> None:
+def _end(replicas: Sequence[EngineLoop]) -> None:
     for replica in replicas:
         replica.ask_to_stop()

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jaxserve import models, weights
 from jaxserve.config import EngineConfig
-from jaxserve.loop import Replica
+from jaxserve.loop import EngineLoop
 from jaxserve.models.schema import ModelConfig
 from jaxserve.runner import cache_folder, kv_cache, measure
 from jaxserve.runner.draft_model import DraftModel
@@ -39,7 +39,7 @@ from sharding.spec import read as read_spec
 class Started:
     """What an engine is made of."""
 
-    replicas: tuple[Replica, ...]
+    loops: tuple[EngineLoop, ...]
     report: StartupReport
 
 
@@ -246,8 +246,8 @@ def finish(
         programs_loaded=programs_loaded,
     )
     parts = enumerate(zip(pipelines, schedulers, strict=True))
-    made = tuple(Replica(index, pipeline, scheduler, costs) for index, (pipeline, scheduler) in parts)
-    return Started(replicas=made, report=report)
+    made = tuple(EngineLoop(index, pipeline, scheduler, costs) for index, (pipeline, scheduler) in parts)
+    return Started(loops=made, report=report)
 
 
 def _check_drafter(path: str, programs: StagePrograms) -> None:

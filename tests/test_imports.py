@@ -15,7 +15,8 @@ LAYERS = """
   config sampling_params
   request
   iteration weights
-  sampling scheduler stats structured_output
+  sampling scheduler structured_output
+  inbox stats
   generation runner startup_report
   loop plan timeline
   simulate startup

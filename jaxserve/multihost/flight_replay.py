@@ -24,7 +24,6 @@ from jaxserve.runner.batch import pack
 from jaxserve.runner.layout import bucket_sizes, lay_out
 from jaxserve.runner.pipeline import Pipeline
 from jaxserve.runner.stage import Progress, StageRunner
-from jaxserve.structured_output.masks import GrammarMasks
 from jaxserve.structured_output.matcher import Grammars
 from jaxserve.text.tokenizer import Tokenizer
 from sharding import mesh, specs
@@ -115,7 +114,6 @@ class _Replay:
 
     def __init__(self, pipeline: Pipeline, recording: pb.Recording, grammars: Grammars | None) -> None:
         self._pipeline, self._recording, self._grammars = pipeline, recording, grammars
-        self._masks = GrammarMasks()
         self._held_to: set[str] = set()  # requests whose texts are followed
         self._block_size = pipeline.shape.attention.block_size
         self._rows = RowRecords(self._block_size)
@@ -169,14 +167,8 @@ class _Replay:
         for admission in plan.admissions:
             self._hold(admission)
         packed = pack(plan, self._pipeline.shape.layout(plan.bucket), self._recording.n_blocks)
-        masked = self._masks.launched(plan)
-        self._pipeline.launch(plan, packed, answer=not masked)
-        if masked:
-            self._masks.wait(lambda _: False)
-            self._pipeline.answer(self._masks.fill(*self._pipeline.mask_shape(plan)))
-        result = self._pipeline.wait()[1]
-        self._masks.landed(plan, result)
-        return result
+        self._pipeline.launch(plan, packed)
+        return self._pipeline.wait()[1]
 
     def _hold(self, admission: Admission, known: int | None = None) -> None:
         """Follows the text of a request from here on, if it has a grammar; one that comes back is followed already.
@@ -189,7 +181,7 @@ class _Replay:
             return
         assert self._grammars is not None  # or it would have been refused
         generated = admission.tokens[admission.prompt_length : known]
-        self._masks.begin(name, admission.sampling, self._grammars.compiled(grammar), generated)
+        self._pipeline.add_grammar(name, admission.sampling, self._grammars.compiled(grammar), generated)
         self._held_to.add(name)
 
     def _chosen(self, plan: IterationPlan) -> Iterator[tuple[str, int, int]]:

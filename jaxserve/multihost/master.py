@@ -15,11 +15,11 @@ from jaxserve.multihost import wire
 from jaxserve.multihost.flight_recorder import FlightRecorder
 from jaxserve.multihost.group import HostGroup
 from jaxserve.multihost.in_flight import CompletionWaiter
-from jaxserve.request import Request
 from jaxserve.runner.batch import PackedPlan
 from jaxserve.runner.links import Link
-from jaxserve.runner.pipeline import Pipeline, Stage
-from jaxserve.sampling_params import Grammar
+from jaxserve.runner.pipeline import Pipeline, Stage, Unsampled
+from jaxserve.sampling_params import Grammar, SamplingParams
+from jaxserve.structured_output.matcher import Compiled
 
 
 class MasterPipeline(Pipeline):
@@ -50,11 +50,11 @@ class MasterPipeline(Pipeline):
         return True
 
     @property
-    def has_answers(self) -> bool:
-        return len(self._plans) > (self._unanswered is not None)
+    def _has_sampled(self) -> bool:
+        return len(self._plans) > (self._unsampled is not None)
 
     @property
-    def is_idle(self) -> bool:
+    def _is_idle(self) -> bool:
         """Always False: a row must stay in its iteration because the other hosts have it there."""
         return False
 
@@ -62,16 +62,10 @@ class MasterPipeline(Pipeline):
     def in_flight(self) -> int:
         return len(self._plans)
 
-    @property
-    def has_room(self) -> bool:
-        return len(self._plans) <= len(self.stages)
-
-    def launch(self, plan: IterationPlan, packed: PackedPlan, *, answer: bool = True) -> None:
-        """Sends an iteration to the workers and enqueues it on this host. Raises HostFailed."""
-        assert self.has_room
-        assert self._unanswered is None
+    def _enqueue_layers(self, plan: IterationPlan, packed: PackedPlan) -> Unsampled:
+        """Sends an iteration to the workers and enqueues its layers on this host. Raises HostFailed."""
         feeds = self.take_landed()
-        # Numbered without a gap for the workers; those of a scheduler are so already, those of measurements are not.
+        # Workers need sequence numbers without a gap. Those of a scheduler have none, those of measurements may.
         numbered = plan if plan.sequence == self._numbers else dataclasses.replace(plan, sequence=self._numbers)
         self._numbers += 1
         message = pb.FromMaster()
@@ -81,16 +75,14 @@ class MasterPipeline(Pipeline):
             self.recorder.launched(message.plan)
         self._plans.append(plan)
         with self._reporting(numbered):
-            self._unanswered = self._forward(numbered, packed, feeds)
-        if answer:
-            self.answer()
+            return self._forward(numbered, packed, feeds)
 
-    def answer(self, allowed: np.ndarray | None = None) -> None:
+    def _enqueue_sampling(self, allowed: np.ndarray | None = None) -> None:
         """Enqueues the sampler if the last stage is on this host. Raises HostFailed."""
-        assert self._unanswered is not None
-        unanswered, self._unanswered = self._unanswered, None
-        with self._reporting(unanswered.plan):
-            self._waiter.put(self._answered(unanswered, allowed))
+        assert self._unsampled is not None
+        unsampled, self._unsampled = self._unsampled, None
+        with self._reporting(unsampled.plan):
+            self._waiter.put(self._sampled(unsampled, allowed))
 
     @contextlib.contextmanager
     def _reporting(self, plan: IterationPlan) -> Iterator[None]:
@@ -105,15 +97,19 @@ class MasterPipeline(Pipeline):
     def prepare(self, grammar: Grammar) -> Callable[[], str | None]:
         return self._group.preparations.ask(grammar)
 
-    def hold(self, request: Request) -> None:
-        hold = pb.Hold(request_id=request.request_id, sampling=wire.encode_sampling(request.sampling))
+    def add_grammar(
+        self, request_id: str, sampling: SamplingParams, compiled: Compiled, generated: Sequence[int] = ()
+    ) -> None:
+        super().add_grammar(request_id, sampling, compiled, generated)
+        hold = pb.Hold(request_id=request_id, sampling=wire.encode_sampling(sampling))
         self._group.broadcast(pb.FromMaster(hold=hold))
 
-    def release(self, request_id: str) -> None:
-        self._group.broadcast(pb.FromMaster(release=pb.Release(request_id=request_id)))
+    def remove_grammar(self, request_id: str) -> None:
+        if self._masks.end(request_id):
+            self._group.broadcast(pb.FromMaster(release=pb.Release(request_id=request_id)))
 
-    def wait(self) -> tuple[IterationPlan, IterationResult]:
-        """Blocks until the oldest iteration has run on its last stage. Raises HostFailed."""
+    def _take_oldest(self) -> tuple[IterationPlan, IterationResult]:
+        """Waits until the oldest iteration has run on its last stage. Raises HostFailed."""
         plan = self._plans.popleft()
         result = self._group.result(self._numbers - len(self._plans) - 1)
         self.landed(plan)

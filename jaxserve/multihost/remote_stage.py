@@ -44,10 +44,10 @@ class RemoteStage:
     def forward(self, bucket: int, packed: np.ndarray, x: jax.Array | None) -> Forward:
         return Forward(*[_ELSEWHERE] * 6)
 
-    def answer(self, plan: IterationPlan, out: Forward, allowed: np.ndarray | None = None) -> Launched:
+    def sample(self, plan: IterationPlan, out: Forward, allowed: np.ndarray | None = None) -> Launched:
         return Launched(None, None, None)
 
-    def feed(self, points: jax.Array | None, chosen: jax.Array | None) -> None:
+    def feed_back_tokens(self, points: jax.Array | None, chosen: jax.Array | None) -> None:
         pass
 
     def replace_params(self, params: Params) -> None:

@@ -1,15 +1,15 @@
-"""Stages in a row, the links between them, and the batches in flight.
+"""A pipeline of stages, the links between them, and the iterations in flight.
 
-With one stage two iterations are in flight, the second launched before the first's tokens are known (its decodes read
-them on the device). With S stages it is S + 1 of disjoint rows: one in each stage and one that waits for the first, so
-that no stage waits for the host. A row's newest token then goes back from the last stage to the first while other rows
-run, and is written to its history there before the row's next iteration.
+With one stage two iterations are in flight: the second is launched before the first's tokens are known, and its decodes
+read them on the device. With S stages S + 1 iterations of disjoint rows are in flight: one in each stage and one that
+waits for the first, so that no stage waits for the host. A row's newest token then goes back from the last stage to the
+first while other rows run. It is written to the row's history there before the row's next iteration.
 
-The head and the choice of tokens are launches of their own after the layers', made for as many tokens as are chosen;
-an iteration that chooses none has neither. What the choice needs of a grammar depends on the row's token before, so
-that for an iteration with such rows it is enqueued later, while the layers run.
+The head and the sampler are launches of their own after the layers. They are compiled for several counts of sampled
+tokens; an iteration that samples none launches neither. The grammar mask of a row depends on its token before. So an
+iteration with such rows is sampled later, while its layers run. A row whose mask is late is withdrawn from it.
 
-On several hosts each has a pipeline of all stages, of which it runs those that have devices here (`cluster`).
+On several hosts each has a pipeline of all stages and runs those that have devices there (`multihost`).
 """
 
 from __future__ import annotations
@@ -25,21 +25,23 @@ import numpy as np
 from jaxserve.iteration import IterationPlan, IterationResult
 from jaxserve.models import Model, Params
 from jaxserve.models.layers import Quantized
-from jaxserve.request import Request
 from jaxserve.runner.batch import PackedPlan
 from jaxserve.runner.links import Link, links_within
 from jaxserve.runner.lowering import StagePrograms
 from jaxserve.runner.programs import Forward, StageShape, points_for
 from jaxserve.runner.stage import Launched, wait
-from jaxserve.sampling_params import Grammar
+from jaxserve.sampling_params import Grammar, SamplingParams
+from jaxserve.scheduler.scheduler import Scheduler
+from jaxserve.structured_output.masks import GrammarMasks
+from jaxserve.structured_output.matcher import Compiled
 from jaxserve.weights import is_matrix
 
-# Called after a launch with the plan and an output of each stage, which is there when the stage has run.
+# Called after a launch with the plan and an output of each stage, which is ready when the stage has run.
 Watcher = Callable[[IterationPlan, Sequence[jax.Array]], None]
 
 
 class Stage(Protocol):
-    """What a pipeline asks of a stage: a `stage.StageRunner`, or a `cluster.absent.RemoteStage`."""
+    """What a pipeline needs of a stage: a `stage.StageRunner`, or a `multihost.remote_stage.RemoteStage`."""
 
     programs: StagePrograms
     params: Any
@@ -52,33 +54,35 @@ class Stage(Protocol):
     def draft(self, drafts: np.ndarray) -> None: ...
     def copy(self, copies: np.ndarray) -> None: ...
     def forward(self, bucket: int, packed: np.ndarray, x: jax.Array | None) -> Forward: ...
-    def answer(self, plan: IterationPlan, out: Forward, allowed: np.ndarray | None = None) -> Launched: ...
-    def feed(self, points: jax.Array | None, chosen: jax.Array | None) -> None: ...
+    def sample(self, plan: IterationPlan, out: Forward, allowed: np.ndarray | None = None) -> Launched: ...
+    def feed_back_tokens(self, points: jax.Array | None, chosen: jax.Array | None) -> None: ...
     def replace_params(self, params: Params) -> None: ...
 
 
-class _Fed(NamedTuple):
-    """What the first stage is to take in: points int32[P, 3] and what was chosen at the first S of them, int32[2, S];
-    each where it is, or None on a host where it is not."""
+class _TokenFeed(NamedTuple):
+    """Tokens for the first stage: points int32[P, 3] and the tokens sampled at the first S of them, int32[2, S].
+
+    Each is on the devices that made it, or None on a host without them.
+    """
 
     entries: int
     points: jax.Array | None
     chosen: jax.Array | None
 
 
-class _Unanswered(NamedTuple):
-    """An iteration whose tokens are still to be chosen, and what each stage leaves."""
+class Unsampled(NamedTuple):
+    """An iteration that is not sampled yet, and the output of each stage."""
 
     plan: IterationPlan
     outs: tuple[Forward, ...]
 
 
 class InFlight(NamedTuple):
-    """An iteration under way.
+    """An iteration in flight.
 
     Attributes:
-      hidden: an output of each stage, which is there when the stage has run; None of a stage on other hosts.
-      launched: its answers, where the last stage is here.
+      hidden: an output of each stage, ready when the stage has run; None of a stage on other hosts.
+      launched: its results, where the last stage is here.
     """
 
     plan: IterationPlan
@@ -87,19 +91,21 @@ class InFlight(NamedTuple):
 
 
 class Pipeline:
-    """Launches iterations in order and hands their answers back in the same order.
+    """Launches iterations in order and returns their results in the same order.
 
     Args:
-      links: the way from each stage to the next, and from the last to the first; those within a process where None.
+      links: from each stage to the next, and from the last to the first; those within a process if None.
     """
 
     def __init__(self, stages: Sequence[Stage], links: Sequence[Link] | None = None) -> None:
         self.stages = tuple(stages)
         self._links = tuple(links_within([stage.programs for stage in stages]) if links is None else links)
         self._in_flight: deque[InFlight] = deque()
-        self._unanswered: _Unanswered | None = None
-        self._fed: deque[_Fed] = deque()  # of plans launched
-        self._landed = 0  # so many of them are known on the host
+        self._unsampled: Unsampled | None = None
+        self._feeds: deque[_TokenFeed] = deque()  # of plans launched
+        self._landed = 0  # how many of them are known on the host
+        self._masks = GrammarMasks(alike=self.spans_hosts)
+        self._scheduler: Scheduler | None = None
         self.watchers: list[Watcher] = []
         self._hidden: dict[int, jax.ShapeDtypeStruct] = {}  # what a link carries, by bucket
         self._counts = self.shape.point_counts(self.stages[0].buckets)
@@ -115,12 +121,12 @@ class Pipeline:
         return self.stages[0].programs.shape
 
     def mask_shape(self, plan: IterationPlan) -> tuple[int, int]:
-        """Of what `answer` is given for an iteration: tokens that it may choose, and words of a mask."""
+        """Shape of an iteration's grammar masks: positions it samples at, and words of a mask."""
         return points_for(plan, self._counts), self.stages[-1].programs.mask_words
 
     @property
     def params(self) -> Params:
-        """The whole model's parameters, each where it is used (the first place of two) and without its padding."""
+        """The whole model's parameters without padding, each where it is first used."""
         tree: Params = {"layers": {}}
         for stage in reversed(self.stages):
             tree |= stage.params | {"layers": stage.params["layers"] | tree["layers"]}
@@ -129,7 +135,7 @@ class Pipeline:
         return jax.tree.map(_cut, tree, shapes, is_leaf=is_matrix)
 
     def replace_params(self, params: Params) -> None:
-        """Takes other weights of the same shapes; no iteration may be in flight."""
+        """Take other weights of the same shapes. No iteration may be in flight."""
         assert not self.in_flight
         assert not self.spans_hosts
         for stage in self.stages:
@@ -137,97 +143,150 @@ class Pipeline:
 
     @property
     def spans_hosts(self) -> bool:
-        """Whether stages may be on other hosts, whose weights cannot be replaced from here, nor their work watched."""
+        """Whether stages may be on other hosts: their weights cannot be replaced from here, nor their work timed."""
         return False
 
     @property
     def problem(self) -> str | None:
-        """Why nothing will be answered any more, where callers may be told."""
+        """Why the pipeline has failed, in words for callers; None while it works."""
         return None
 
+    def connect(self, scheduler: Scheduler) -> None:
+        """Withdraw rows whose grammar masks are late from this scheduler's plans; without one, wait for the masks."""
+        self._scheduler = scheduler
+
     def prepare(self, grammar: Grammar) -> Callable[[], str | None]:
-        """Has every other host that chooses tokens compile a grammar. Any thread may ask.
+        """Start compiling a grammar on every other host that samples. Any thread may call this.
 
         Returns:
-          What waits until they have, and says why one cannot, or None.
+          A call that waits until they have, and returns why one cannot, or None.
         """
         del grammar
         return lambda: None
 
-    def hold(self, request: Request) -> None:
-        """A request with a grammar has come in: hosts that choose tokens follow its text."""
+    def add_grammar(
+        self, request_id: str, sampling: SamplingParams, compiled: Compiled, generated: Sequence[int] = ()
+    ) -> None:
+        """Hold a request's tokens to its grammar from its next sampled token on.
 
-    def release(self, request_id: str) -> None:
-        """A request with a grammar has ended."""
+        Args:
+          generated: tokens that it has already.
+        """
+        self._masks.begin(request_id, sampling, compiled, generated)
+
+    def remove_grammar(self, request_id: str) -> None:
+        """Forget the grammar of a request that has ended, if it had one."""
+        self._masks.end(request_id)
 
     @property
     def in_flight(self) -> int:
-        """Iterations launched whose answers were not taken."""
-        return len(self._in_flight) + (self._unanswered is not None)
+        """Iterations launched whose results were not taken."""
+        return len(self._in_flight) + (self._unsampled is not None)
 
     @property
     def has_room(self) -> bool:
-        """Whether another iteration may be launched."""
+        """Whether fewer iterations are in flight than may be."""
         return self.in_flight <= len(self.stages)
 
+    def can_launch(self) -> bool:
+        """Sample the newest iteration if it waits for grammar masks; whether another may be launched."""
+        return self._sample_masked() and self.has_room
+
+    def launch(self, plan: IterationPlan, packed: PackedPlan) -> None:
+        """Enqueue an iteration; returns before it has run. If it waits for grammar masks, `can_launch` or `wait`
+        enqueues its sampling."""
+        assert self.has_room
+        assert self._unsampled is None
+        masked = self._masks.launched(plan)
+        self._unsampled = self._enqueue_layers(plan, packed)
+        if not masked:
+            self._enqueue_sampling()
+
+    def wait(self) -> tuple[IterationPlan, IterationResult]:
+        """Block until the oldest iteration has run, and take its result."""
+        if not self._has_sampled:
+            sampled = self._sample_masked()
+            assert sampled
+        plan, result = self._take_oldest()
+        return plan, self._masks.landed(plan, result)
+
+    def _sample_masked(self) -> bool:
+        """Enqueue the sampling of the newest iteration, if it waits for grammar masks.
+
+        Returns:
+          False while the masks depend on tokens in flight.
+        """
+        if self._unsampled is None:
+            return True
+        if not self._masks.is_known:
+            return False
+        late = self._masks.wait(self._may_withdraw)
+        if late:
+            assert self._scheduler is not None
+            self._scheduler.withdraw(late)
+        self._enqueue_sampling(self._masks.fill(*self.mask_shape(self._unsampled.plan)))
+        return True
+
+    def _may_withdraw(self, missing: int) -> bool:
+        """Whether to withdraw the rows whose masks are missing: the layers have run, and other requests are live."""
+        if self._scheduler is None or missing >= self._scheduler.num_running + self._scheduler.num_waiting:
+            return False
+        return self._is_idle
+
     @property
-    def has_answers(self) -> bool:
-        """Whether the oldest iteration's tokens are chosen as soon as its layers have run."""
+    def _is_idle(self) -> bool:
+        """Whether the first stage has run the layers of every iteration."""
+        return self._unsampled is None or _is_ready(self._unsampled.outs[0].hidden)
+
+    @property
+    def _has_sampled(self) -> bool:
+        """Whether the oldest iteration's sampling is enqueued."""
         return bool(self._in_flight)
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether the first stage has run the layers of every iteration."""
-        return self._unanswered is None or _is_there(self._unanswered.outs[0].hidden)
+    def _enqueue_layers(self, plan: IterationPlan, packed: PackedPlan) -> Unsampled:
+        return self._forward(plan, packed, self.take_landed())
 
-    def launch(self, plan: IterationPlan, packed: PackedPlan, *, answer: bool = True) -> None:
-        """Enqueues an iteration; returns before it has run.
+    def _enqueue_sampling(self, allowed: np.ndarray | None = None) -> None:
+        """Enqueue the sampling of the newest iteration.
 
         Args:
-          answer: whether its tokens are chosen too; otherwise `answer` has to be called before the next launch.
+          allowed: uint32[S, words] grammar masks of its rows (see `StageRunner.sample`).
         """
-        assert self.has_room
-        assert self._unanswered is None
-        self._unanswered = self._forward(plan, packed, self.take_landed())
-        if answer:
-            self.answer()
+        assert self._unsampled is not None
+        unsampled, self._unsampled = self._unsampled, None
+        self._in_flight.append(self._sampled(unsampled, allowed))
 
-    def answer(self, allowed: np.ndarray | None = None) -> None:
-        """Enqueues the choice of the tokens of the iteration launched without.
-
-        Args:
-          allowed: uint32[S, words] what the grammars of its rows allow (see `StageRunner.answer`).
-        """
-        assert self._unanswered is not None
-        unanswered, self._unanswered = self._unanswered, None
-        self._in_flight.append(self._answered(unanswered, allowed))
+    def _take_oldest(self) -> tuple[IterationPlan, IterationResult]:
+        plan, _, launched = self._in_flight.popleft()
+        result = wait(launched)
+        self.landed(plan)
+        return plan, result
 
     def take_landed(self) -> int:
-        """Of how many earlier iterations the first stage takes in the tokens before the next is launched."""
+        """Number of completed iterations whose tokens are fed back to stage 0 before the next launch."""
         landed, self._landed = self._landed, 0
         return landed
 
     def enqueue(
         self, plan: IterationPlan, packed: PackedPlan, feeds: int, allowed: Callable[[], np.ndarray | None]
     ) -> InFlight:
-        """Enqueues an iteration on every stage that is here; its answers are the caller's to take.
+        """Enqueue an iteration on every stage that is here, for a caller that takes the result itself.
 
         Args:
-          feeds: of how many earlier iterations, the oldest that were not, the first stage takes in the tokens before.
-          allowed: says what `answer` is given, called once the layers are enqueued; it may block until that is known.
+          feeds: number of earlier iterations whose tokens are fed back to stage 0 before.
+          allowed: returns the grammar masks. It is called once the layers are enqueued, and may block.
         """
-        unanswered = self._forward(plan, packed, feeds)
-        return self._answered(unanswered, allowed())
+        unsampled = self._forward(plan, packed, feeds)
+        return self._sampled(unsampled, allowed())
 
-    def _forward(self, plan: IterationPlan, packed: PackedPlan, feeds: int) -> _Unanswered:
+    def _forward(self, plan: IterationPlan, packed: PackedPlan, feeds: int) -> Unsampled:
         first = self.stages[0]
-        # Only now: devices run what they are given in order, and a first stage that is given tokens before they are
-        # chosen has to wait for them.
+        # Only now: devices run in order, so a first stage that is fed tokens before they are sampled waits for them.
         for _ in range(feeds):
-            entries, points, chosen = self._fed.popleft()
+            entries, points, chosen = self._feeds.popleft()
             if self._links[-1].in_line:
                 chosen = self._back(chosen, entries)
-            first.feed(points, chosen)
+            first.feed_back_tokens(points, chosen)
         x, outs = None, []
         for index, stage in enumerate(self.stages):
             stage.admit(packed.admissions)
@@ -241,16 +300,16 @@ class Pipeline:
             x = outs[-1].hidden
         for watcher in self.watchers:
             watcher(plan, [out.hidden for out in outs])
-        return _Unanswered(plan, tuple(outs))
+        return Unsampled(plan, tuple(outs))
 
-    def _answered(self, unanswered: _Unanswered, allowed: np.ndarray | None = None) -> InFlight:
-        plan, outs = unanswered
-        launched = self.stages[-1].answer(plan, outs[-1], allowed)
+    def _sampled(self, unsampled: Unsampled, allowed: np.ndarray | None = None) -> InFlight:
+        plan, outs = unsampled
+        launched = self.stages[-1].sample(plan, outs[-1], allowed)
         if len(self.stages) > 1 and plan.sampler is not None:
             chosen, count = launched.chosen, points_for(plan, self._counts)
             if not self._links[-1].in_line:
                 chosen = self._back(chosen, count)
-            self._fed.append(_Fed(count, outs[0].points, chosen))
+            self._feeds.append(_TokenFeed(count, outs[0].points, chosen))
         return InFlight(plan, tuple(out.hidden for out in outs), launched)
 
     def _between(self, bucket: int) -> jax.ShapeDtypeStruct:
@@ -261,23 +320,16 @@ class Pipeline:
     def _back(self, chosen: jax.Array | None, count: int) -> jax.Array | None:
         return self._links[-1].send(chosen, jax.ShapeDtypeStruct((2, count), jnp.int32))
 
-    def wait(self) -> tuple[IterationPlan, IterationResult]:
-        """Blocks until the oldest iteration has run, and takes its answers."""
-        plan, _, launched = self._in_flight.popleft()
-        result = wait(launched)
-        self.landed(plan)
-        return plan, result
-
     def landed(self, plan: IterationPlan) -> None:
-        """The oldest iteration's tokens are known."""
+        """Note that the oldest iteration's tokens are known."""
         if len(self.stages) > 1 and plan.sampler is not None:
             self._landed += 1
 
     def close(self) -> None:
-        """Lets go of whatever works for it beyond this process."""
+        """Stop what works for this pipeline outside this process."""
 
 
-def _is_there(x: Any) -> bool:
+def _is_ready(x: Any) -> bool:
     return x.is_ready()
 
 

@@ -32,7 +32,7 @@ _COMPILE_THREADS = min(8, max(2, (os.cpu_count() or 2) // 2))  # each takes some
 
 
 class Launched(NamedTuple):
-    """An iteration under way: device arrays that will hold its answers.
+    """An iteration in flight: device arrays that will hold its results.
 
     Attributes:
       chosen: int32[2, S] tokens, and logprobs bit for bit.
@@ -184,7 +184,7 @@ class StageRunner:
         self.pool, self._state = out.pool, state._replace(tables=out.tables)
         return out
 
-    def answer(self, plan: IterationPlan, out: Forward, allowed: np.ndarray | None = None) -> Launched:
+    def sample(self, plan: IterationPlan, out: Forward, allowed: np.ndarray | None = None) -> Launched:
         """Enqueues what follows the last stage's layers: prompt scores and the choice of tokens, as the plan wants.
 
         Args:
@@ -204,11 +204,11 @@ class StageRunner:
             history, chosen, top = choose(logits, self._state.sampling, self._state.history, out.points, *masks)
             self._state = self._state._replace(history=history)
         launched = Launched(chosen, top, scores)
-        for answer in jax.tree.leaves(launched):
-            answer.copy_to_host_async()
+        for array in jax.tree.leaves(launched):
+            array.copy_to_host_async()
         return launched
 
-    def feed(self, points: jax.Array | None, chosen: jax.Array | None) -> None:
+    def feed_back_tokens(self, points: jax.Array | None, chosen: jax.Array | None) -> None:
         """Enqueues that the first stage takes in what the last chose at the first S points, int32[2, S]."""
         assert points is not None
         assert chosen is not None
@@ -217,7 +217,7 @@ class StageRunner:
 
 
 def wait(launched: Launched) -> IterationResult:
-    """The answers of an iteration, once it has run."""
+    """Wait for an iteration and return its result."""
     empty = np.zeros((2, 0), np.int32)
     chosen = empty if launched.chosen is None else np.asarray(launched.chosen)
     top_ids, top_logprobs = (None, None) if launched.top is None else map(np.asarray, launched.top)

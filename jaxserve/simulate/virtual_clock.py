@@ -160,7 +160,7 @@ class _Alive(NamedTuple):
 
 
 class SimulatedReplica:
-    """`jaxserve.loop.Replica` with a device that only says how long it takes. Tokens are 0, and EOS where a request
+    """`jaxserve.loop.EngineLoop` with a device that only says how long it takes. Tokens are 0, and EOS where a request
     ends before its limit."""
 
     def __init__(

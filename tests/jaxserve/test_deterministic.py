@@ -89,7 +89,7 @@ def test_without_it_the_bits_differ(params) -> None:
 
 
 def test_prompts_are_cut_at_fixed_places_and_the_sampler_is_always_the_same(engine, monkeypatch) -> None:
-    scheduler = engine._replicas[0].scheduler
+    scheduler = engine._loops[0].scheduler
     plans, complete = [], scheduler.complete
     monkeypatch.setattr(scheduler, "complete", lambda plan, result: (plans.append(plan), complete(plan, result))[1])
     run(engine, [(i // 3, request) for i, (_, request) in enumerate(others(random.Random(2), 40))])

@@ -42,7 +42,7 @@ def propose_by(engine: Engine, propose) -> None:
     """Has the engine draft what `propose` makes of a request's tokens, at prices at which everything pays: what
     prompts may cost those who decode, too, whatever the engine has measured."""
     costs = ladder(dict.fromkeys((6, 12, 24), 1000.0))
-    scheduler = engine._replicas[0].scheduler
+    scheduler = engine._loops[0].scheduler
     drafting = scheduler.drafting
     assert drafting is not None
     scheduler.policy = DefaultTokenBudget(costs, max_rows=6, limit=24)
@@ -169,7 +169,7 @@ def modelled(params, tmp_path_factory) -> Engine:
 
 def drafter_of(engine: Engine) -> DraftModel:
     """The engine's, and at prices at which everything pays."""
-    drafting = engine._replicas[0].scheduler.drafting
+    drafting = engine._loops[0].scheduler.drafting
     assert drafting is not None
     drafter = drafting.speculation.drafter
     assert isinstance(drafter, DraftModel)

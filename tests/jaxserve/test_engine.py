@@ -130,7 +130,7 @@ def test_prompt_logprobs_and_alternatives(params) -> None:
 def test_the_next_iteration_is_launched_before_the_tokens_of_this_one_are_read(params, monkeypatch) -> None:
     engine = make_engine(params)
     order = []
-    pipeline = engine._replicas[0].pipeline
+    pipeline = engine._loops[0].pipeline
     launch, wait = pipeline.launch, pipeline.wait
     monkeypatch.setattr(
         pipeline, "launch", lambda plan, packed: (order.append(("launch", plan.sequence)), launch(plan, packed))
@@ -152,7 +152,7 @@ def test_the_next_iteration_is_launched_before_the_tokens_of_this_one_are_read(p
 
 def test_no_iteration_copies_the_pool(params) -> None:
     engine = make_engine(params)
-    for program in engine._replicas[0].pipeline.stages[0]._forward.values():
+    for program in engine._loops[0].pipeline.stages[0]._forward.values():
         memory = program.memory_analysis()
         assert memory.alias_size_in_bytes >= engine.report.pool_bytes
         assert memory.temp_size_in_bytes < engine.report.pool_bytes / 4
@@ -282,7 +282,7 @@ def test_threaded_engine_serves_and_stops(params) -> None:
 def test_a_failing_device_ends_every_request_and_says_so(params, monkeypatch, caplog) -> None:
     engine, events, done = make_engine(params), [], threading.Event()
     monkeypatch.setattr(
-        engine._replicas[0].pipeline, "launch", lambda *_: (_ for _ in ()).throw(RuntimeError("device lost"))
+        engine._loops[0].pipeline, "launch", lambda *_: (_ for _ in ()).throw(RuntimeError("device lost"))
     )
     with engine:
         engine.submit(
@@ -316,7 +316,7 @@ def test_update_params_changes_answers_and_forgets_prefixes(params) -> None:
 
 def test_what_several_hosts_share_is_neither_replaced_nor_watched(params) -> None:
     engine = make_engine(params)
-    (replica,) = engine._replicas
+    (replica,) = engine._loops
     group: Any = SimpleNamespace(progress=IterationTracker(), failure=None)
     replica.pipeline = MasterPipeline(replica.pipeline.stages, [], group, lambda: None)
     engine.submit(Request(request_id="a", prompt=(5,), sampling=SamplingParams(max_tokens=2)), Answers())

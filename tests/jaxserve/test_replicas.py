@@ -32,7 +32,7 @@ def ask(name: str, prompt: tuple[int, ...] = (5, 6, 7), max_tokens: int = 20, **
 
 def holders(engine: Engine, *names: str) -> list[int]:
     """Which replica has each of the requests."""
-    return [next(r.index for r in engine._replicas if r.holds(name)) for name in names]
+    return [next(r.index for r in engine._loops if r.holds(name)) for name in names]
 
 
 def finish(engine: Engine) -> None:
@@ -50,7 +50,7 @@ def test_each_replica_has_devices_of_its_own(params) -> None:
             for leaf in jax.tree.leaves(stage.params)
             for device in leaf.devices()
         }
-        for replica in engine._replicas
+        for replica in engine._loops
     ]
     assert held == [set(jax.devices()[first : first + 2]) for first in (0, 2, 4)]
     assert engine.report.replicas == 3
@@ -74,7 +74,7 @@ def test_the_same_answers_whoever_gives_them(params, three) -> None:
     assert load.generated_tokens == sum(map(len, answers.tokens.values()))
     assert len(three.loads()) == 3
     assert all(each.iterations > 0 for each in three.loads())
-    assert [replica.outstanding_tokens for replica in three._replicas] == [0, 0, 0]
+    assert [replica.outstanding_tokens for replica in three._loops] == [0, 0, 0]
 
 
 def test_a_request_goes_where_the_least_is_left_to_compute(three) -> None:
@@ -142,7 +142,7 @@ def test_new_weights_reach_all_replicas(params, three) -> None:
         before = three.generate([[5, 6, 7]] * 3, max_tokens=4, temperature=0.0, logprobs=0)
         three.update_params(other)
         after = three.generate([[5, 6, 7]] * 3, max_tokens=4, temperature=0.0, logprobs=0)
-    assert all(replica.load().iterations for replica in three._replicas)
+    assert all(replica.load().iterations for replica in three._loops)
     (expected,) = make_engine(other).generate([[5, 6, 7]], max_tokens=4, temperature=0.0, logprobs=0)
     for old, new in zip(before, after, strict=True):
         np.testing.assert_allclose(new.logprobs, expected.logprobs, atol=1e-4)
@@ -150,7 +150,7 @@ def test_new_weights_reach_all_replicas(params, three) -> None:
 
 
 def test_a_replica_that_fails_ends_its_own_requests_only(three, monkeypatch, caplog) -> None:
-    broken = three._replicas[1].pipeline
+    broken = three._loops[1].pipeline
     monkeypatch.setattr(broken, "launch", lambda *_: (_ for _ in ()).throw(RuntimeError("device lost")))
     answers, done = Answers(), threading.Event()
 
@@ -200,4 +200,4 @@ def test_a_sink_may_submit(three) -> None:
             thread.join()
         assert all_done.wait(60)
     assert len(set(ended)) == 40
-    assert [replica.outstanding_tokens for replica in three._replicas] == [0, 0, 0]
+    assert [replica.outstanding_tokens for replica in three._loops] == [0, 0, 0]

@@ -17,7 +17,7 @@ from rich.table import Table
 from jaxserve import startup
 from jaxserve.config import DtypeName, EngineConfig
 from jaxserve.iteration import Admission, Chunk, IterationPlan, SamplerVariant
-from jaxserve.loop import Replica
+from jaxserve.loop import EngineLoop
 from jaxserve.runner.batch import pack
 from jaxserve.runner.layout import max_context
 from jaxserve.runner.stage import Progress
@@ -146,7 +146,7 @@ def measure(
                 model_config, params = shapes.random_params(str(model), "float32" if dtype == "auto" else dtype)
             assert model_config is not None
             started = startup.from_params(model_config, params, settings, progress)
-        (replica,) = started.replicas
+        (replica,) = started.loops
         params, model_config = replica.pipeline.params, replica.pipeline.model.config
         for done, case in enumerate(group, start=1):
             results[case] = Steps(case=case, milliseconds=time_case(replica, case, steps))
@@ -160,7 +160,7 @@ def measure(
     return [results[case] for case in cases], memory
 
 
-def time_case(replica: Replica, case: Case, steps: int) -> list[float]:
+def time_case(replica: EngineLoop, case: Case, steps: int) -> list[float]:
     """Milliseconds between the completions of consecutive steps, the next always launched ahead as the engine does."""
     pipeline, n_blocks = replica.pipeline, replica.scheduler.pool.n_blocks
     layout = pipeline.shape.layout(case.tokens)

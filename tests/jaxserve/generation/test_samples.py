@@ -96,7 +96,7 @@ def test_blocks_that_are_split_over_devices_are_copied_where_they_are() -> None:
     answers = run(engine, [(0, request) for request in wanted])
     assert sum(answers.tokens[name] != tokens for name, tokens in single.tokens.items()) <= 1
     assert engine.load().cached_tokens == 3 * 29
-    (stage,) = engine._replicas[0].pipeline.stages
+    (stage,) = engine._loops[0].pipeline.stages
     assert not re.search("all-gather|all-reduce|collective-permute|all-to-all", stage._copy.as_text())
 
 
@@ -158,7 +158,7 @@ def test_samples_go_to_one_replica(params) -> None:
     engine, answers = make_engine(params, replicas=2), Answers()
     for request in samples(4):
         engine.submit(request, answers)
-    holders = [[replica.holds(f"s{index}") for replica in engine._replicas] for index in range(4)]
+    holders = [[replica.holds(f"s{index}") for replica in engine._loops] for index in range(4)]
     assert holders == [[True, False]] * 4
     assert engine.load().outstanding_tokens == len(PROMPT) + 3 + 4 * 20
     while engine.step():
@@ -167,7 +167,7 @@ def test_samples_go_to_one_replica(params) -> None:
 
 def test_copying_blocks_makes_nothing_of_the_pools_size(params) -> None:
     engine = make_engine(params)
-    (stage,) = engine._replicas[0].pipeline.stages
+    (stage,) = engine._loops[0].pipeline.stages
     memory = stage._copy.memory_analysis()
     assert memory.alias_size_in_bytes >= engine.report.pool_bytes
     assert memory.temp_size_in_bytes < engine.report.pool_bytes / 50

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from jaxserve.iteration import IterationPlan
-from jaxserve.loop import Replica
+from jaxserve.loop import EngineLoop
 from jaxserve.multihost import control_pb2 as pb
 from jaxserve.multihost.config import ClusterConfig
 from jaxserve.multihost.failure import HostFailed
@@ -86,7 +86,7 @@ class FakeStage:
     def admit(self, admissions: Any) -> None: ...
     def draft(self, drafts: Any) -> None: ...
     def copy(self, copies: Any) -> None: ...
-    def feed(self, points: Any, chosen: Any) -> None: ...
+    def feed_back_tokens(self, points: Any, chosen: Any) -> None: ...
     def replace_params(self, params: Any) -> None: ...
 
     def forward(self, bucket: int, packed: Any, x: Any) -> Forward:
@@ -102,7 +102,7 @@ class FakeStage:
         output: Any = Output(fault)
         return Forward(NOTHING, NOTHING, NOTHING, output, NOTHING, NOTHING)
 
-    def answer(self, plan: IterationPlan, out: Forward, allowed: Any = None) -> Launched:
+    def sample(self, plan: IterationPlan, out: Forward, allowed: Any = None) -> Launched:
         if not self._here or plan.sampler is None:
             return Launched(None, None, None)
         chosen: Any = np.full((2, layout(1).points), 7, np.int32)
@@ -144,7 +144,7 @@ def lead(told: dict, cluster: ClusterConfig, facts: list[tuple[str, str]]) -> No
     costs = [BucketCost(size=BUCKET, compile_seconds=0.0, milliseconds=1.0)]
     pool = SlotPool(BLOCKS, BLOCK, policy="grow", prefix_cache=True)
     scheduler = Scheduler(pool, BucketLadder(costs), max_rows=ROWS, max_context=CONTEXT, n_stages=len(stages))
-    replica = Replica(0, pipeline, scheduler, costs)
+    replica = EngineLoop(0, pipeline, scheduler, costs)
     pipeline.serve(told["deadline"], recorder)
     tokens = 0
 

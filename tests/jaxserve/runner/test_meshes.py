@@ -119,7 +119,7 @@ def test_answers_do_not_depend_on_rules(tmp_path) -> None:
     (tmp_path / "rules.toml").write_text(rules)
     engine = make("gpt2", 3, settings("grow", 2, sharding=str(tmp_path / "rules.toml")))
     check_same(engine, "gpt2", 3)
-    (stage,) = engine._replicas[0].pipeline.stages
+    (stage,) = engine._loops[0].pipeline.stages
     for leaf in jax.tree.leaves((stage.params["embed"], stage.params["layers"][1]["up"], stage.pool)):
         assert leaf.is_fully_replicated
     assert not stage.params["layers"][0]["up"]["kernel"].is_fully_replicated
@@ -176,7 +176,7 @@ def test_scoring_and_choosing_gather_no_weights() -> None:
 
 
 def test_a_stage_holds_its_layers_and_no_more(six) -> None:
-    stages = six._replicas[0].pipeline.stages
+    stages = six._loops[0].pipeline.stages
     assert [sorted(stage.params["layers"]) for stage in stages] == [[0], [1], [2, 3]]
     assert [sorted(stage.params) for stage in stages] == [["embed", "layers"], ["layers"], ["embed", "head", "layers"]]
     assert sorted(stages[2].params["embed"]) == ["tokens"]  # the head; the embedding's norm is the first stage's
@@ -227,7 +227,7 @@ def test_checkpoints_are_read_to_where_they_are_used(family, changes, saved, tmp
 
 
 def test_iterations_in_flight_and_token_feedback(six, monkeypatch) -> None:
-    pipeline, order = six._replicas[0].pipeline, []
+    pipeline, order = six._loops[0].pipeline, []
     landed = pipeline._landed
 
     def note(what, call, *args):
@@ -235,14 +235,14 @@ def test_iterations_in_flight_and_token_feedback(six, monkeypatch) -> None:
         order.append(what)
         return result
 
-    for owner, name in ((pipeline, "launch"), (pipeline, "wait"), (pipeline.stages[0], "feed")):
+    for owner, name in ((pipeline, "launch"), (pipeline, "wait"), (pipeline.stages[0], "feed_back_tokens")):
         monkeypatch.setattr(owner, name, partial(note, name, getattr(owner, name)))
     sampling = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
     requests = [(0, Request(request_id=str(i), prompt=(5, 6, 7 + i), sampling=sampling)) for i in range(16)]
     run(six, requests)
     in_flight = most = 0
     for what in order:
-        if what == "feed":
+        if what == "feed_back_tokens":
             landed -= 1
         elif what == "launch":
             assert landed == 0  # what has landed was fed first, and nothing else
@@ -257,7 +257,7 @@ def test_iterations_in_flight_and_token_feedback(six, monkeypatch) -> None:
 def test_new_weights_reach_every_stage(six) -> None:
     other = jax.tree.map(lambda leaf: np.asarray(leaf) + 1, params_of("bloom", 4))
     six.update_params(other)
-    for stage in six._replicas[0].pipeline.stages:
+    for stage in six._loops[0].pipeline.stages:
         expected = jax.tree.leaves(stage.programs.model.part(other, stage.programs.layers))
         for leaf, value, wanted in zip(
             jax.tree.leaves(stage.params), expected, jax.tree.leaves(stage.programs.params()), strict=True

@@ -40,7 +40,7 @@ def test_result_entries_end_at_last_sampled_chunk(samples, points) -> None:
 
 def test_head_runs_only_for_sampled_tokens(params, monkeypatch):
     engine = make_engine(params, buckets=BUCKETS)
-    (stage,) = engine._replicas[0].pipeline.stages
+    (stage,) = engine._loops[0].pipeline.stages
     assert sorted(stage._head) == [1, 2, 6]
     rows: list[int] = []
 

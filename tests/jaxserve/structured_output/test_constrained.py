@@ -76,9 +76,9 @@ def test_under_load_texts_are_right_and_nobody_else_notices(params, alone, setti
     load = engine.load()
     assert (load.slots_used, load.compiled_after_ready) == (0, 0)
     assert (load.preemptions > 0) == ("slots" in settings and settings["slot_policy"] == "grow")
-    for replica in engine._replicas:
-        assert not replica._masks._texts
-        assert not replica._masks._in_flight
+    for replica in engine._loops:
+        assert not replica.pipeline._masks._texts
+        assert not replica.pipeline._masks._in_flight
 
 
 def test_deterministic_answers_are_the_same_to_the_bit_with_and_without_them(params) -> None:
@@ -116,47 +116,52 @@ def request_of(name: str, case: str, **sampling: Any) -> Request:
 
 def test_a_plan_without_them_is_what_it_was(params) -> None:
     engine = make_engine(params, tokenizer=TOKENIZER)
-    replica = engine._replicas[0]
-    variants, launched = [], []
+    replica = engine._loops[0]
+    variants, sampled_later = [], []
     engine.record(lambda record: variants.append(record.plan.sampler))
-    launch = replica.pipeline.launch
-    replica.pipeline.launch = lambda plan, packed, **how: (launched.append(how), launch(plan, packed, **how))[1]  # pyright: ignore[reportAttributeAccessIssue]
+    pipeline, launch = replica.pipeline, replica.pipeline.launch
+
+    def spy(plan, packed):
+        launch(plan, packed)
+        sampled_later.append(pipeline._unsampled is not None)
+
+    pipeline.launch = spy
     run(engine, traffic(20))
     assert SamplerVariant.CONSTRAINED not in variants
-    assert not any(launched), "the choice of tokens is launched at once"
-    assert replica._masks._threads is None
+    assert not any(sampled_later)
+    assert replica.pipeline._masks._threads is None
     run(engine, [(0, request_of("a", "regex"))])
     assert SamplerVariant.CONSTRAINED in variants[-10:]
-    assert {"answer": False} in launched
+    assert any(sampled_later)
 
 
 def test_the_layers_run_before_the_mask_is_known(params) -> None:
-    """The iteration after is launched before this one's token is read, and its choice of tokens afterwards."""
+    """The next iteration is launched before this one's token is read, and sampled afterwards."""
     engine = make_engine(params, tokenizer=TOKENIZER)
-    pipeline, order = engine._replicas[0].pipeline, []
-    launch, answer, wait = pipeline.launch, pipeline.answer, pipeline.wait
+    pipeline, order = engine._loops[0].pipeline, []
+    launch, sample, take = pipeline.launch, pipeline._enqueue_sampling, pipeline._take_oldest
 
-    def spy_launch(plan, packed, **how):
+    def spy_launch(plan, packed):
         order.append(("launch", plan.sequence))
-        launch(plan, packed, **how)
+        launch(plan, packed)
 
-    def spy_answer(*args):
-        assert pipeline._unanswered is not None
-        order.append(("answer", pipeline._unanswered.plan.sequence))
-        answer(*args)
+    def spy_sample(*args):
+        assert pipeline._unsampled is not None
+        order.append(("sample", pipeline._unsampled.plan.sequence))
+        sample(*args)
 
-    def spy_wait():
-        plan, result = wait()
-        order.append(("wait", plan.sequence))
+    def spy_take():
+        plan, result = take()
+        order.append(("take", plan.sequence))
         return plan, result
 
-    pipeline.launch, pipeline.answer, pipeline.wait = spy_launch, spy_answer, spy_wait  # pyright: ignore[reportAttributeAccessIssue]
+    pipeline.launch, pipeline._enqueue_sampling, pipeline._take_oldest = spy_launch, spy_sample, spy_take
     run(engine, [(0, request_of("a", "regex"))])
     when = {step: index for index, step in enumerate(order)}
     last = max(sequence for _, sequence in order)
     assert last >= 5
     for sequence in range(1, last):
-        assert when["launch", sequence] < when["wait", sequence - 1] < when["answer", sequence]
+        assert when["launch", sequence] < when["take", sequence - 1] < when["sample", sequence]
 
 
 class Held:
@@ -186,7 +191,7 @@ def test_a_late_mask_delays_its_own_request_only(params, alone, monkeypatch, sta
             assert engine.step()
         assert held.begun.acquire(timeout=WAIT_SECONDS)
         assert len(answers.tokens["late"]) == 1, "the first mask comes with the grammar"
-        assert engine._replicas[0].scheduler.withdrawals > 0
+        assert engine._loops[0].scheduler.withdrawals > 0
         assert all(answers.tokens[r.request_id] == alone.tokens[r.request_id] for r in plain)
     finally:
         held.may_end.set()

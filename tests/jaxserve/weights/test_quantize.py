@@ -140,9 +140,9 @@ def test_several_devices_answer_as_one_and_gather_no_weights() -> None:
     assert sum(answers.tokens[name] != tokens for name, tokens in expected.tokens.items()) <= 1
     for name, scores in expected.prompt_logprobs.items():
         np.testing.assert_allclose(answers.prompt_logprobs[name], scores, atol=1e-3)
-    gathered = re.findall(r"= \(?(\S+) all-gather", two._replicas[0].pipeline.stages[0]._forward[12].as_text())
+    gathered = re.findall(r"= \(?(\S+) all-gather", two._loops[0].pipeline.stages[0]._forward[12].as_text())
     assert all("s8[" not in shape for shape in gathered)
-    up, down = (two._replicas[0].pipeline.stages[0].params["layers"][0][name]["kernel"] for name in ("up", "down"))
+    up, down = (two._loops[0].pipeline.stages[0].params["layers"][0][name]["kernel"] for name in ("up", "down"))
     assert {part.data.shape for part in up.scales.addressable_shards} == {(up.shape[0] // 2,)}
     assert {part.data.shape for part in down.scales.addressable_shards} == {(down.shape[0],)}
     assert {part.data.shape for part in down.values.addressable_shards} == {(down.shape[0], down.shape[1] // 2)}
@@ -157,7 +157,7 @@ def test_weights_in_memory_are_rounded_and_replaced() -> None:
     after = run(engine, traffic(3)).logprobs
     assert after != before
     assert after == run(make_engine(other, quantize="int8", buckets=(12,), slots=320), traffic(3)).logprobs
-    rounded = engine._replicas[0].pipeline.params  # in eight bits already: taken as it is
+    rounded = engine._loops[0].pipeline.params  # in eight bits already: taken as it is
     assert after == run(Engine.from_params(BLOOM, rounded, engine.config), traffic(3)).logprobs
     with pytest.raises(ValueError, match=r"kernel.*the model has"):
         make_engine(rounded)
