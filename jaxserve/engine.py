@@ -110,7 +110,10 @@ class Engine:
             replica.start()
 
     def stop(self) -> None:
-        """Ends every request (FinishReason.ABORTED) and the threads. The engine cannot be started again."""
+        """Ends every request (FinishReason.ABORTED) and the threads.
+
+        The engine cannot be started again.
+        """
         for replica in self._loops:
             replica.ask_to_stop()
         for replica in self._loops:
@@ -143,8 +146,10 @@ class Engine:
         return self.is_healthy
 
     def submit(self, request: Request, sink: Sink) -> None:
-        """Hands a request in. Its events come to `sink`, called on the replica's thread once an iteration with all of
-        the events for requests that share the sink; the last event of a request has a finish_reason.
+        """Hands a request in.
+
+        Its events come to `sink`, called on the replica's thread once an iteration with all of the events for requests
+        that share the sink; the last event of a request has a finish_reason.
 
         Raises:
           InvalidRequest: it can never be served; the message names the field.
@@ -186,8 +191,10 @@ class Engine:
         return serving[chosen], cached[chosen]
 
     def check(self, request: Request) -> None:
-        """Raises InvalidRequest, naming the field, for a request that this engine can never serve. Its grammar is
-        compiled here, if `grammars` has not done so (see `Grammars.prepare` for event loops)."""
+        """Raises InvalidRequest, naming the field, for a request that this engine can never serve.
+
+        Its grammar is compiled here, if `grammars` has not done so (see `Grammars.prepare` for event loops).
+        """
         self.limits.check(request)
         self._compiled(request)
 
@@ -205,8 +212,9 @@ class Engine:
             replica.abort(request_id)
 
     def update_params(self, params: Any) -> None:
-        """Replaces the weights by others of the same shapes and forgets cached prefixes. Blocks until it is done;
-        requests that come meanwhile are refused (QueueFull).
+        """Replaces the weights by others of the same shapes and forgets cached prefixes.
+
+        Blocks until it is done; requests that come meanwhile are refused (QueueFull).
 
         Raises:
           ValueError: the tree or a shape differs, or several hosts share the model.
@@ -321,8 +329,9 @@ class Engine:
         timeout: float | None = None,
         **sampling: Any,
     ) -> AsyncIterator[Delta]:
-        """Generates for one prompt, as `generate` takes it, an item an iteration. Leaving the loop early ends the
-        request.
+        """Generates for one prompt, as `generate` takes it, an item an iteration.
+
+        Leaving the loop early ends the request.
 
         Raises:
           TimeoutError: it took longer than so many seconds.

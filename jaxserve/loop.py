@@ -202,8 +202,9 @@ class EngineLoop:
         return request_id in self._live
 
     def replace_params(self, params: Any) -> None:
-        """Take other weights of the same shapes and forget cached prefixes. Blocks until it is done. No request may be
-        live.
+        """Take other weights of the same shapes and forget cached prefixes.
+
+        Blocks until it is done. No request may be live.
 
         Raises:
           EngineStopped: the loop has ended.

@@ -27,7 +27,9 @@ GrammarKind = Literal["json_schema", "regex", "choice", "lark"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grammar:
-    """A constraint on the generated text. Only its size is checked here; `matcher.Grammars` compiles it.
+    """A constraint on the generated text.
+
+    Only its size is checked here; `matcher.Grammars` compiles it.
 
     Attributes:
       kind: what `text` is.

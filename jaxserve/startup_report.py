@@ -9,7 +9,9 @@ from jaxserve.scheduler.buckets import BucketCost
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartupReport:
-    """What an engine settled on while it started. Sizes in bytes, tokens and slots; times in seconds.
+    """What an engine settled on while it started.
+
+    Sizes in bytes, tokens and slots; times in seconds.
 
     Attributes:
       tensor: devices of each stage.

@@ -1,4 +1,7 @@
-"""Statistics of a running engine: its load, and what each iteration carried and cost. No jax."""
+"""Statistics of a running engine: its load, and what each iteration carried and cost.
+
+No jax.
+"""
 
 from __future__ import annotations
 

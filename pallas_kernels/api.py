@@ -99,8 +99,10 @@ class AttentionBatch(NamedTuple):
 
 
 class Backend(Protocol):
-    """What a backend module exports as `BACKEND`. One pool holds the blocks of all layers, layer after layer:
-    donate it and chain it through them. (A pool with an axis of layers, scanned as xs/ys, is copied slice by slice.)
+    """What a backend module exports as `BACKEND`.
+
+    One pool holds the blocks of all layers, layer after layer: donate it and chain it through them. (A pool with an
+    axis of layers, scanned as xs/ys, is copied slice by slice.)
     """
 
     @property
@@ -124,7 +126,9 @@ class Backend(Protocol):
         ...
 
     def pool(self, shape: AttentionShape, n_blocks: int) -> Any:
-        """Pytree of `ShapeDtypeStruct`: a pool of n_blocks blocks in all. It may start out holding anything.
+        """Pytree of `ShapeDtypeStruct`: a pool of n_blocks blocks in all.
+
+        It may start out holding anything.
 
         The first axis of every leaf counts blocks (there may be more than asked for), and what a block holds of all its
         slots lies there: blocks are copied without a backend's help.

@@ -1,4 +1,6 @@
-"""What devices can do, and sets of them by name: `v5p:2x2x4`, `a100-80g:2x8`, `h200:8`. No jax.
+"""What devices can do, and sets of them by name: `v5p:2x2x4`, `a100-80g:2x8`, `h200:8`.
+
+No jax.
 
 Peaks are the makers' figures for dense arithmetic, per JAX device, links counted in one direction. Sources:
 

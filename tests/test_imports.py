@@ -62,8 +62,10 @@ def test_packages_import_one_way() -> None:
 
 
 def test_nothing_unpickles() -> None:
-    """Unpickling runs code, and servers read what strangers write. Compiled programs are code in any case; they are
-    read only from a folder that nobody else writes to."""
+    """Unpickling runs code, and servers read what strangers write.
+
+    Compiled programs are code in any case; they are read only from a folder that nobody else writes to.
+    """
     unsafe = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
     for path in FILES:
         found = {name.split(".")[0] for name in imported(path)} & unsafe

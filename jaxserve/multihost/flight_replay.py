@@ -185,8 +185,10 @@ class _Replay:
         self._held_to.add(name)
 
     def _chosen(self, plan: IterationPlan) -> Iterator[tuple[str, int, int]]:
-        """(request, entry of the result, position) of every token that a plan chooses. Behind drafts it is the first
-        alone: which of the others count depends on it."""
+        """(request, entry of the result, position) of every token that a plan chooses.
+
+        Behind drafts it is the first alone: which of the others count depends on it.
+        """
         at = 0
         for chunk in plan.chunks:
             if chunk.samples:

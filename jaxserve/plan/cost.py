@@ -1,4 +1,6 @@
-"""What an iteration costs, from sizes alone: a roofline over compute, memory and links. No jax, no model, no devices.
+"""What an iteration costs, from sizes alone: a roofline over compute, memory and links.
+
+No jax, no model, no devices.
 
 A device spends on a stage
 
@@ -149,7 +151,9 @@ def work(chunks: Iterable[tuple[int, int]], bucket: int | None = None) -> Work:
 def stage_seconds(
     load: StageLoad, topology: Topology, work: Work, *, dtype: str = "bfloat16", fit: Fit | None = None
 ) -> Seconds:
-    """Seconds of one stage of an iteration. Stages of a pipeline work on different iterations at the same time.
+    """Seconds of one stage of an iteration.
+
+    Stages of a pipeline work on different iterations at the same time.
 
     Args:
       fit: None takes the one of the topology's platform.

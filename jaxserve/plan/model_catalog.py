@@ -21,8 +21,10 @@ def _gpt2(hidden: int, layers: int, heads: int, *, positions: int = 1024, vocab:
 
 
 def _gpt3(hidden: int, layers: int) -> dict[str, Any]:
-    """Of Orca (OSDI'22, table 1): GPT-3's architecture with heads of 128. The vocabulary is not published; 51,200 is
-    what Megatron-LM pads GPT-2's to."""
+    """Of Orca (OSDI'22, table 1): GPT-3's architecture with heads of 128.
+
+    The vocabulary is not published; 51,200 is what Megatron-LM pads GPT-2's to.
+    """
     return _gpt2(hidden, layers, hidden // 128, positions=2048, vocab=51_200)
 
 

@@ -131,7 +131,10 @@ def show_compiled(plan: Plan, stages: Sequence[CompiledStage], out: Console) -> 
 
 
 def as_json(plan: Plan, compiled: Sequence[CompiledStage] = ()) -> dict[str, Any]:
-    """Everything that is predicted, and what was compiled where it was. Bytes, milliseconds, tokens a second."""
+    """Everything that is predicted, and what was compiled where it was.
+
+    Bytes, milliseconds, tokens a second.
+    """
     deployment = plan.deployment
     return {
         "model": deployment.name,

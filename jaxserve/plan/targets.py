@@ -33,7 +33,10 @@ _CHIPS = {"a100-40g": _AMPERE, "a100-80g": _AMPERE, "h100": _HOPPER, "h200": _HO
 
 
 def devices_of(topology: Topology) -> Sequence[Any]:
-    """The devices of a topology, to compile for. Raises ValueError where what compiles for them is not installed."""
+    """The devices of a topology, to compile for.
+
+    Raises ValueError where what compiles for them is not installed.
+    """
     find, package = (_tpus, "tpu") if topology.device.platform == "tpu" else (_gpus, "cuda12")
     try:
         return find(topology)

@@ -88,7 +88,9 @@ class BatchLayout:
 
 
 class BatchView(NamedTuple):
-    """One iteration as the device sees it. T tokens (the bucket), S points after which tokens are chosen.
+    """One iteration as the device sees it.
+
+    T tokens (the bucket), S points after which tokens are chosen.
 
     Attributes:
       attention: lengths, tables and positions for the attention backend.
@@ -281,7 +283,10 @@ def admission_size(layout: BatchLayout) -> int:
 
 
 def admit(state: RowState, packed: Int32[jax.Array, " size"], layout: BatchLayout) -> RowState:
-    """Writes what a stage keeps of a packed admission into its row. Traced; the state is donated."""
+    """Writes what a stage keeps of a packed admission into its row.
+
+    Traced; the state is donated.
+    """
     row, blocks, tokens, sampling = jnp.split(packed, np.cumsum([1, layout.max_blocks, layout.max_context]))
     row = row[0]
     tables = state.tables.at[row].set(blocks)

@@ -36,7 +36,10 @@ class DraftModel:
         return self._ladder.costs_ms[self._index(rows)]
 
     def draft(self, wanted: Sequence[Wanted]) -> list[list[int]]:
-        """The drafted tokens of each row. Blocks until they are known; no iteration may be in flight that has them."""
+        """The drafted tokens of each row.
+
+        Blocks until they are known; no iteration may be in flight that has them.
+        """
         layout = self._runner.programs.shape.layout(1)
         self._runner.admit(pack_admission(each.admission, layout) for each in wanted)
         variant = max(each.variant for each in wanted)

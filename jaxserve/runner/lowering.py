@@ -67,7 +67,10 @@ class StagePrograms:
         return NamedSharding(self.mesh, self.spec.resolve((), (), self.mesh))
 
     def params(self) -> Params:
-        """The stage's parameters: shapes with shardings. Raises ValueError where the spec does not fit them."""
+        """The stage's parameters: shapes with shardings.
+
+        Raises ValueError where the spec does not fit them.
+        """
         dtype, place = self.shape.attention.dtype, weights.on_mesh(self.model, self.mesh, self.spec)
         return self.model.part(weights.describe(self.model, dtype, place, int8=self.int8), self.layers)
 
@@ -93,7 +96,10 @@ class StagePrograms:
         return self._whole((bucket, self.model.config.hidden_size), self.shape.attention.dtype)
 
     def between_layers(self, bucket: int) -> NamedSharding:
-        """The sharding of hidden states [T, H] between the layers. Raises ValueError where they do not divide."""
+        """The sharding of hidden states [T, H] between the layers.
+
+        Raises ValueError where they do not divide.
+        """
         axes, shape = ("tokens", "embed"), self.hidden(bucket).shape
         name = f"hidden states of {bucket} tokens"
         return NamedSharding(self.mesh, self.spec.resolve(axes, shape, self.mesh, name=name, section="activations"))

@@ -86,7 +86,10 @@ def _spans(
     *,
     admissions: tuple[Admission, ...] = (),
 ) -> list[float]:
-    """Seconds of a few iterations of these chunks. Rows are taken once, before it, and that is not timed."""
+    """Seconds of a few iterations of these chunks.
+
+    Rows are taken once, before it, and that is not timed.
+    """
     plan = IterationPlan(
         sequence=0,
         bucket=bucket,

@@ -193,8 +193,10 @@ class Pipeline:
         return self._sample_masked() and self.has_room
 
     def launch(self, plan: IterationPlan, packed: PackedPlan) -> None:
-        """Enqueue an iteration; returns before it has run. If it waits for grammar masks, `can_launch` or `wait`
-        enqueues its sampling."""
+        """Enqueue an iteration; returns before it has run.
+
+        If it waits for grammar masks, `can_launch` or `wait` enqueues its sampling.
+        """
         assert self.has_room
         assert self._unsampled is None
         masked = self._masks.launched(plan)

@@ -235,8 +235,11 @@ def wait(launched: Launched) -> IterationResult:
 
 
 def _chosen_by(variant: SamplerVariant) -> SamplerVariant:
-    """Whose program chooses for a variant. That of CONSTRAINED, with everything allowed, does for FULL too: it takes 1
-    to 5% longer, and a compiled program holds 16 MB on a CPU."""
+    """Whose program chooses for a variant.
+
+    That of CONSTRAINED, with everything allowed, does for FULL too: it takes 1 to 5% longer, and a compiled program
+    holds 16 MB on a CPU.
+    """
     return SamplerVariant.CONSTRAINED if variant is SamplerVariant.FULL else variant
 
 

@@ -53,7 +53,10 @@ def _first_beyond(
 def first_of_peak(
     logits: Float32[jax.Array, "S V"], block_max: Float32[jax.Array, "S blocks"], peak: Float32[jax.Array, "S 1"]
 ) -> Int32[jax.Array, " S"]:
-    """Lowest id of the largest logit. Searches its block only: an argmax over V is slow on a CPU."""
+    """Lowest id of the largest logit.
+
+    Searches its block only: an argmax over V is slow on a CPU.
+    """
     block = jnp.argmax(block_max >= peak, -1).astype(jnp.int32)
     return block * BLOCK + jnp.argmax(_of_block(logits, block) >= peak, -1).astype(jnp.int32)
 

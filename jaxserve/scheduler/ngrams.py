@@ -10,7 +10,10 @@ _CANDIDATES = 8  # earlier occurrences of the last two tokens that are looked at
 
 
 class NgramIndex:
-    """Every place where the last two tokens of a growing sequence stood before. O(1) a token and a look-up."""
+    """Every place where the last two tokens of a growing sequence stood before.
+
+    O(1) a token and a look-up.
+    """
 
     def __init__(self, tokens: Sequence[int]) -> None:
         """Args:

@@ -196,8 +196,10 @@ class Scheduler:
         return events
 
     def withdraw(self, chunks: Sequence[int]) -> None:
-        """Choose no token after these chunks of the newest plan. The next plan that takes their requests computes the
-        last known token of each once more."""
+        """Choose no token after these chunks of the newest plan.
+
+        The next plan that takes their requests computes the last known token of each once more.
+        """
         launched = self._in_flight[-1]
         launched.withdrawn.update(chunks)
         self.withdrawals += len(chunks)
@@ -233,8 +235,10 @@ class Scheduler:
         return may_admit
 
     def _admit(self, plan: PlanBuilder, budget: int) -> None:
-        """Admit requests in order, as long as there are rows, blocks and tokens for them. The first that has to wait is
-        not overtaken."""
+        """Admit requests in order, as long as there are rows, blocks and tokens for them.
+
+        The first that has to wait is not overtaken.
+        """
         requests = self.requests
         rows = min(len(requests.free_rows), self._max_rows - len(plan.states) - len(plan.prompts))
         tokens = len(plan.states) + plan.prompt_tokens
@@ -327,7 +331,10 @@ class Scheduler:
         return plan
 
     def _extend(self, plan: PlanBuilder, state: RequestState, length: int) -> None:
-        """Cover `length` positions. Requests that give up blocks for it, possibly `state` itself, are preempted."""
+        """Cover `length` positions.
+
+        Requests that give up blocks for it, possibly `state` itself, are preempted.
+        """
         allocation = state.allocation
         index = len(allocation.blocks)
         candidates = (other.allocation for other in reversed(self.requests.running))

@@ -120,7 +120,10 @@ class RequestState:
 
 
 def allocation_of(request: Request) -> BlockAllocation:
-    """What `request` asks of a slot pool, nothing of it granted yet. A prompt to be scored is computed whole."""
+    """What `request` asks of a slot pool, nothing of it granted yet.
+
+    A prompt to be scored is computed whole.
+    """
     return BlockAllocation(
         tokens=list(request.prompt),
         max_length=request.max_length,

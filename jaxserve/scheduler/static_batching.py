@@ -13,7 +13,9 @@ from jaxserve.scheduler.state import check_fits
 
 
 class StaticBatchScheduler(Scheduler):
-    """Forms a batch when no request runs. No request joins it later, and no event leaves before all have ended.
+    """Forms a batch when no request runs.
+
+    No request joins it later, and no event leaves before all have ended.
 
     A batch is formed of the first requests that wait, one for each row. The first that the pool has no blocks for ends
     it: that request and those behind it wait for the next batch.
@@ -44,7 +46,10 @@ class StaticBatchScheduler(Scheduler):
         return super().has_work or bool(self._next or self._held)
 
     def submit(self, request: Request) -> None:
-        """Let `request` wait for the next batch (see `Scheduler.submit`). Parallel samples share nothing."""
+        """Let `request` wait for the next batch (see `Scheduler.submit`).
+
+        Parallel samples share nothing.
+        """
         if request.request_id in self._keys:
             raise ValueError(f"request_id {request.request_id!r} is in use by a request that has not finished")
         check_fits(request, self._max_context, self.pool.n_slots)

@@ -17,7 +17,10 @@ E = TypeVar("E", bound=Entry)
 
 
 class WaitingQueue(Generic[E]):
-    """A heap by `key`. Removal from the middle only marks an entry; marked ones go as they reach the front."""
+    """A heap by `key`.
+
+    Removal from the middle only marks an entry; marked ones go as they reach the front.
+    """
 
     def __init__(self) -> None:
         self._heap: list[tuple[tuple[float, int], E]] = []

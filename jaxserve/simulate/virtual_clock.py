@@ -160,8 +160,10 @@ class _Alive(NamedTuple):
 
 
 class SimulatedReplica:
-    """`jaxserve.loop.EngineLoop` with a device that only says how long it takes. Tokens are 0, and EOS where a request
-    ends before its limit."""
+    """`jaxserve.loop.EngineLoop` with a device that only says how long it takes.
+
+    Tokens are 0, and EOS where a request ends before its limit.
+    """
 
     def __init__(
         self,

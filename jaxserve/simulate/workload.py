@@ -1,4 +1,7 @@
-"""Workloads: which requests come, and when. Made up from distributions, or replayed from a trace file."""
+"""Workloads: which requests come, and when.
+
+Made up from distributions, or replayed from a trace file.
+"""
 
 from __future__ import annotations
 

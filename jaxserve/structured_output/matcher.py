@@ -131,7 +131,9 @@ class _Job:
 
 
 class Grammars:
-    """Compiles grammars for one tokenizer and model, on threads of its own, and keeps some. Thread safe.
+    """Compiles grammars for one tokenizer and model, on threads of its own, and keeps some.
+
+    Thread safe.
 
     Args:
       vocab_size: of the model, whatever the tokenizer has.
@@ -178,8 +180,10 @@ class Grammars:
                 raise _refusal(grammar, str(problem)) from None
 
     async def prepare(self, grammar: Grammar) -> Compiled:
-        """As `compiled`, for event loops; does not wait for its turn for ever either (QueueFull). As long as somebody
-        holds what it returns, `compiled` does not wait at all."""
+        """As `compiled`, for event loops; does not wait for its turn for ever either (QueueFull).
+
+        As long as somebody holds what it returns, `compiled` does not wait at all.
+        """
         job = self._begin(grammar)
         if isinstance(job, Compiled):
             return job
@@ -197,7 +201,10 @@ class Grammars:
                 raise _refusal(grammar, str(problem)) from None
 
     def compile_aside(self, grammar: Grammar, done: Callable[[Compiled | str], None]) -> None:
-        """As `compiled`, but returns at once. `done` is called, on any thread, with the grammar or why it is none."""
+        """As `compiled`, but returns at once.
+
+        `done` is called, on any thread, with the grammar or why it is none.
+        """
 
         def tell(future: Future[Compiled]) -> None:
             problem = future.exception()
@@ -353,7 +360,10 @@ def _lark(text: str) -> str:
 
 
 def _follow(compiled: Compiled) -> None:
-    """Goes a few tokens into a grammar, at random. Raises GrammarFailed where a bound is reached."""
+    """Goes a few tokens into a grammar, at random.
+
+    Raises GrammarFailed where a bound is reached.
+    """
     matcher, draw = compiled.start(), np.random.default_rng(0)
     for _ in range(_TRIED):
         allowed = np.flatnonzero(np.unpackbits(matcher.allowed().view(np.uint8), bitorder="little"))

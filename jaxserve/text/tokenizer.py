@@ -53,8 +53,10 @@ class Tokenizer:
         return cls(tokenizer, ChatTemplate.from_directory(file.parent))
 
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
-        """Token ids of a text. Nothing is prepended or appended but what the file's own post-processor adds, and that
-        only with `special_tokens`.
+        """Token ids of a text.
+
+        Nothing is prepended or appended but what the file's own post-processor adds, and that only with
+        `special_tokens`.
 
         Raises:
           ValueError: the text holds half a surrogate pair, or the tokenizer has no token for a part of it.

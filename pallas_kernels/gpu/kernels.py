@@ -1,4 +1,7 @@
-"""What runs on the device. A program of a grid is one call of a kernel; refs are whole arrays."""
+"""What runs on the device.
+
+A program of a grid is one call of a kernel; refs are whole arrays.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +26,10 @@ _LOG2_E = math.log2(math.e)
 
 
 class GpuPool(NamedTuple):
-    """Keys and values: arrays, their `ShapeDtypeStruct`, or the names of their axes. Scales belong to int8
-    (`int8.quantize`) and are None otherwise."""
+    """Keys and values: arrays, their `ShapeDtypeStruct`, or the names of their axes.
+
+    Scales belong to int8 (`int8.quantize`) and are None otherwise.
+    """
 
     keys: Any  # [n_blocks, K, block_size, D]
     values: Any  # likewise
@@ -143,8 +148,10 @@ def _part(items: Any, item: jax.Array, which: jax.Array | int, n_parts: jax.Arra
 
 
 class _Tile(NamedTuple):
-    """Some slots of a context. What lies behind the last query is zeros: a slot nobody wrote may hold NaN, and 0 * NaN
-    is NaN."""
+    """Some slots of a context.
+
+    What lies behind the last query is zeros: a slot nobody wrote may hold NaN, and 0 * NaN is NaN.
+    """
 
     position: jax.Array  # int32[slots]
     keys: jax.Array  # [slots, D]
@@ -191,8 +198,11 @@ def lanes_kernel(
     shape: AttentionShape,
     scale: float,
 ):
-    """One query of one head. Each slot of a tile is a softmax of its own, over every slots-th position, so that threads
-    exchange no more than their shares of a score until the end."""
+    """One query of one head.
+
+    Each slot of a tile is a softmax of its own, over every slots-th position, so that threads exchange no more than
+    their shares of a score until the end.
+    """
     item, head, which = (pl.program_id(i) for i in range(3))
     part = _part(items, item, which, pl.num_programs(2), tiling.slots)
 

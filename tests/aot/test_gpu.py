@@ -159,8 +159,10 @@ def test_kernels_fit_and_the_pool_is_never_copied(
     ],
 )
 def test_a_whole_step_is_a_dozen_kernels_a_layer(name, device, bucket, int8, tell) -> None:
-    """Weights and pool in eight bits are widened where they are read: that takes no memory. New keys and values are
-    rounded by three kernels more."""
+    """Weights and pool in eight bits are widened where they are read: that takes no memory.
+
+    New keys and values are rounded by three kernels more.
+    """
     rows, config = 32, model_catalog.find(name)[1]
     engine = EngineConfig(
         max_rows=rows,

@@ -1,4 +1,7 @@
-"""The Dockerfile: its targets, who they run as, and what they copy. Nothing is built: that takes Docker's daemon."""
+"""The Dockerfile: its targets, who they run as, and what they copy.
+
+Nothing is built: that takes Docker's daemon.
+"""
 
 import http.server
 import json

@@ -129,7 +129,10 @@ class Harness:
     def step(
         self, chunks: Sequence[tuple[int, int]], qkv: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
     ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Runs the chunks; returns (outputs, oracle's outputs) per chunk. Padding is NaN going in, zeros coming out."""
+        """Runs the chunks; returns (outputs, oracle's outputs) per chunk.
+
+        Padding is NaN going in, zeros coming out.
+        """
         shape = self.shape
         used = sum(length for _, length in chunks)
         if qkv is None:

@@ -1,4 +1,7 @@
-"""The kernels' benchmark from its command line to its files, on tiny shapes. No figure is judged here."""
+"""The kernels' benchmark from its command line to its files, on tiny shapes.
+
+No figure is judged here.
+"""
 
 from __future__ import annotations
 

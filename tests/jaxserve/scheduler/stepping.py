@@ -1,4 +1,7 @@
-"""A scheduler without a device, its requests, and iterations one at a time. Every token is 7 unless told otherwise."""
+"""A scheduler without a device, its requests, and iterations one at a time.
+
+Every token is 7 unless told otherwise.
+"""
 
 from __future__ import annotations
 

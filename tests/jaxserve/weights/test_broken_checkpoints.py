@@ -15,7 +15,10 @@ BROKEN = []
 
 
 def broken(breakage):
-    """Lists a way to break the directory of a checkpoint. It returns what to read and what is then said."""
+    """Lists a way to break the directory of a checkpoint.
+
+    It returns what to read and what is then said.
+    """
     BROKEN.append(breakage)
     return breakage
 
