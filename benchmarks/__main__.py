@@ -1,4 +1,4 @@
-"""`python -m benchmarks NAME`: the benchmarks that need a checkout. `jaxserve bench` has those for users."""
+"""`python -m benchmarks NAME` runs the benchmarks that need a checkout."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BENCHMARKS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one benchmark; returns the exit code: 0, 1 where it failed, 2 for a mistake of the user's."""
+    """Runs one benchmark; returns the exit code, 2 for a mistake of the user's."""
     argv = sys.argv[1:] if argv is None else list(argv)
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__, allow_abbrev=False)
     cli.add_benchmarks(parser, BENCHMARKS, argv[0] if argv else None)

@@ -1,4 +1,4 @@
-"""The engines that `python -m benchmarks peers` compares: each takes jobs, and runs each in a process of its own.
+"""The engines that `python -m benchmarks peers` compares; each job runs in its own process.
 
 A job is a JSON file: `model` (a checkpoint in the engine's own format), `dtype`, `threads`, `vocab_size`, and one of
   * `cases` (decodes, context, prompt; see step.Case) and `steps`: the engine prints `milliseconds`, for each case a
@@ -67,7 +67,7 @@ def ours(checkpoint: Path, dtype: str, config: EngineConfig, scratch: Path) -> C
 def peer(
     name: str, checkpoint: Path, dtypes: Sequence[str], env_dir: Path, scratch: Path, say: Callable[[str], None]
 ) -> tuple[list[Contender], list[str]]:
-    """A peer in every dtype that it can serve, with its environment made and its checkpoints converted.
+    """Makes a peer's environment and converts its checkpoints, in every dtype that it can serve.
 
     Returns:
       The contenders, and a line for each dtype that the peer cannot serve.

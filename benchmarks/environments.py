@@ -140,4 +140,5 @@ def run_command(command: list[str], name: str) -> str:
 
 
 def tail(text: str, lines: int = 8) -> str:
+    """The last lines of a text."""
     return "\n".join(text.rstrip().splitlines()[-lines:])

@@ -1,7 +1,7 @@
-"""FasterTransformer behind a request-level scheduler, as Orca measured it (OSDI'22, section 6): the baseline.
+"""FasterTransformer behind a request-level scheduler, the baseline of Orca (OSDI'22, section 6).
 
-A batch is formed of who waits when the engine is idle. Its first iteration treats every prompt as if it were the
-shortest; longer ones then advance a token an iteration, like answers. Nobody leaves before all have finished.
+An idle engine forms a batch of the waiting requests. Its first iteration treats every prompt as if it were the
+shortest; longer ones then advance a token an iteration, like answers. No request leaves before all have finished.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from jaxserve.simulate.virtual_clock import Arrival
 
 
 def iterations(batch: Sequence[Arrival]) -> int:
-    """Iterations that a batch takes."""
+    """The number of iterations of a batch."""
     shortest = min(len(each.prompt) for each in batch)
     return max(len(each.prompt) - shortest + each.output for each in batch)
 
 
 def batch_seconds(batch: Sequence[Arrival], roofline: Roofline) -> float:
-    """Seconds that a batch takes through all stages; in one micro-batch, no two stages work at the same time."""
+    """Seconds of a batch; it is one micro-batch, so no two stages work at the same time."""
     count, shortest = len(batch), min(len(each.prompt) for each in batch)
     pairs = count * shortest * (shortest + 1) // 2
     total = sum(roofline.seconds(Work(count * shortest, count, count * shortest, pairs)))

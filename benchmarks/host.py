@@ -1,4 +1,4 @@
-"""`python -m benchmarks host`: the host's work of an iteration, on a model so small that little else remains."""
+"""`python -m benchmarks host`: the host's work of an iteration, on a tiny model."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class HostTime:
 
 
 class BusyEngine:
-    """An engine whose rows are all busy: a new request replaces each that ends, however many wait.
+    """An engine whose rows are all busy: a new request replaces each one that ends.
 
     Args:
       waiting: the queue lengths that `run` will be called with.
@@ -70,7 +70,7 @@ class BusyEngine:
         self._rng, self._names, self._alive = np.random.default_rng(seed), itertools.count(), 0
 
     def run(self, waiting: int, iterations: int) -> HostTime:
-        """Runs iterations with `waiting` requests in the queue, or as many as an earlier call left there."""
+        """Runs iterations with at least `waiting` requests in the queue; earlier calls may leave more."""
         label = f"{self._rows} rows, {waiting:,} waiting"
         for done in range(WARM_UP + iterations):
             self._top_up(self._rows + waiting)
@@ -101,7 +101,7 @@ class BusyEngine:
 def measure(
     rows: int, waiting: Sequence[int], iterations: int, config: EngineConfig, bars: Bars, seed: int = 0
 ) -> list[HostTime]:
-    """Measures one engine with all rows busy at each queue length of `waiting`, in ascending order."""
+    """Measures one busy engine at each queue length of `waiting`, in ascending order."""
     load = BusyEngine(rows, waiting, config, bars, seed)
     results = [load.run(queued, iterations) for queued in sorted(waiting)]
     load.stop()

@@ -155,12 +155,12 @@ def orca_of(setup: Setup, fit: Fit, max_rows: int) -> Serve:
 
 
 def objective_of(setup: Setup, fit: Fit) -> float:
-    """Seconds a token at which systems are compared: twice the microbenchmark's at a batch of 32."""
+    """The latency at which systems are compared: twice the microbenchmark's at a batch of 32."""
     return OBJECTIVE if setup.name == "175B" else 2 * microbenchmark(setup, 32, fit) / 32
 
 
 def ours_of(setup: Setup, fit: Fit) -> Serve:
-    """Our engine's settings: blocks on demand, a budget that follows the load, the coarser default ladder."""
+    """Our engine: blocks on demand, a token budget by latency, the coarser default ladder."""
     target = objective_of(setup, fit)
     roofline = setup.roofline(fit, padded=True)
     ladder = BucketLadder(roofline.costs(default_sizes(OUR_ROWS, OUR_TOKENS), OUR_ROWS))
@@ -201,7 +201,7 @@ def point(serve: Serve, rate: float, *, requests: int, seed: int) -> Point:
 
 
 def curve(serve: Serve, start: float, objectives: Sequence[float], *, requests: int, seed: int) -> list[Point]:
-    """Points at rising rates from `start`, with more of them where the latency crosses an objective.
+    """Points at rising rates from `start`, denser where the latency crosses an objective.
 
     Rates rise until the latency is twice the largest objective or the throughput no longer follows.
     """

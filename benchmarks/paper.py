@@ -1,4 +1,4 @@
-"""`python -m benchmarks paper orca`: figure 10 of Orca's paper predicted, with its published points and ours."""
+"""`python -m benchmarks paper orca`: figure 10 of Orca's paper, simulated."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Curves:
     systems: dict[str, list[list[Point]]]
 
     def at(self, name: str, objective: float) -> list[float]:
-        """Requests a second at a latency, for each seed; of FasterTransformer with its better batch size."""
+        """Requests a second at a latency, for each seed; FasterTransformer at its better batch size."""
         if name != FT:
             return [orca.throughput_at(points, objective) for points in self.systems[name]]
         both = [[orca.throughput_at(p, objective) for p in self.systems[f"{FT} {batch}"]] for batch in (1, 8)]
@@ -55,11 +55,11 @@ class Curves:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Paper:
-    """Everything that was simulated.
+    """The results of the simulation.
 
     Attributes:
       fits: (fit, seconds predicted / published for each batch of the microbenchmark); added first, then overlapped.
-      peaks: FT 101B with everybody waiting from the start, requests a second, by fit.
+      peaks: requests a second of FT 101B with all requests waiting from the start, by fit.
       curves: by fit, the headline's model first in each.
     """
 
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def simulate(requests: int, seeds: int, progress: Callable[[str, int, int], None]) -> Paper:
-    """Simulates everything; the other models with one seed, and with arithmetic and memory added only."""
+    """Simulates all systems; models other than the headline's with one seed and one fit."""
     fits = [orca.fitted(overlapped=overlapped) for overlapped in (False, True)]
     small = SETUPS["101B"]
     met = [
@@ -139,10 +139,9 @@ def _systems(setup: Setup, fit: Fit, rows: Sequence[int]) -> dict[str, tuple[Ser
 
 
 def implied_slowdown(curves: Curves) -> float:
-    """How much slower FasterTransformer's engine would have to be than Orca's for the published rate of 175B.
+    """The slowdown of FasterTransformer's engine that the published rate of 175B implies.
 
-    With every time s times as long, the same trace in slower motion is served at 1/s of the rate with s times the
-    latency.
+    If all times are s times as long, the system serves the same trace at 1/s of the rate with s times the latency.
     """
 
     def rate(slowdown: float) -> float:
@@ -156,7 +155,7 @@ def implied_slowdown(curves: Curves) -> float:
 
 
 def headline(paper: Paper) -> list[dict[str, Any]]:
-    """Figures of 175B: for each way of joining times, what is predicted and what was published or asked for."""
+    """The figures of 175B under each fit."""
     rows = []
     for index, group in enumerate(paper.curves):
         curves = group[0]
@@ -242,7 +241,7 @@ def as_json(paper: Paper) -> dict[str, Any]:
 
 
 def plot(paper: Paper, path: Path) -> None:
-    """Draws latency over throughput like the paper's figure 10: a panel a model, published points as stars."""
+    """Draws latency over throughput like figure 10: a panel a model, published points as stars."""
     figure = Figure(figsize=(11, 8), layout="constrained")
     FigureCanvasAgg(figure)
     axes = dict(zip(SETUPS, figure.subplots(2, 2).flat, strict=True))

@@ -1,4 +1,4 @@
-"""Results of `python -m benchmarks peers`: kept in a file after each turn, checked, and printed as tables."""
+"""Results of `python -m benchmarks peers`: kept after each turn, checked, printed as tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m benchmarks peers`: our engine and others on the same checkpoints, one process at a time."""
+"""`python -m benchmarks peers`: our engine and others on the same checkpoints, in turn."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Checks the engines' outputs, times their steps and serves loads with them in turn, and prints tables.
+    """Checks the engines' outputs, times their steps, serves loads, and prints tables.
 
     Results are written after each turn; an interrupted run prints those it has.
 
@@ -207,7 +207,7 @@ class _Turns:
         self._scope, self._rows, self._results, self._bars = scope, rows, results, bars
 
     def take(self, group: Sequence[Contender]) -> None:
-        """Checks the contenders' outputs, times the steps of those that agree with ours, and serves loads with them."""
+        """Checks outputs; times steps of the contenders that agree with ours, and serves loads."""
         group = self._check(group)
         if self._scope.cases:
             self._take_rounds("steps", self._scope.rounds, group, self._time)

@@ -1,4 +1,6 @@
-"""`python -m benchmarks regression`: a few figures as multiples of a yardstick, against those in regression.json.
+"""`python -m benchmarks regression`: compares a few times with those in regression.json.
+
+Each time is a multiple of a yardstick's.
 
 A yardstick is work of the same kind that no change of ours affects, so a slower or busier machine slows both down.
 Single-threaded work is measured in processor time, which excludes the time when other processes have the core.
@@ -142,6 +144,7 @@ def judge(now: Mapping[str, float], kept: Mapping[str, KeptFigure]) -> list[Find
 
 
 def print_findings(console: Console, found: Sequence[Finding]) -> None:
+    """Prints a table of the figures."""
     table = Table(title="figures as multiples of their yardsticks", title_justify="left")
     for column in ("figure", "kept", "now", "now / kept", "allowed", ""):
         table.add_column(column, justify="left" if column == "figure" else "right")

@@ -64,7 +64,7 @@ SMALL_MODELS = (TimedModel(shape="tiny", context=10, rows=(1, 3), prompt=8),)
 
 
 def nbytes(config: ModelConfig, case: step.Case, weights: int, itemsize: int) -> int:
-    """The bytes that a step must read: every weight once, the head included, and the slots in use."""
+    """The bytes that a step must read: every weight once, and the slots in use."""
     slots = case.decodes * (case.context + 1) + case.prompt
     return weights + 2 * slots * config.num_layers * config.num_kv_heads * config.head_dim * itemsize
 
@@ -81,7 +81,7 @@ def flops(config: ModelConfig, case: step.Case, weights: int, itemsize: int) -> 
 
 
 def time_model(model: TimedModel, steps: int) -> list[dict[str, Any]]:
-    """Median milliseconds of each case with random weights, and the bytes and operations it needs."""
+    """Median milliseconds of each case, and the bytes and operations that it needs."""
     config, dtype = shapes.config_of(model.shape), "bfloat16"
     engine = EngineConfig(max_rows=max(model.rows), max_context=config.max_position or 2 * model.prompt)
     timed, memory = step.measure(model.shape, dtype, model.cases, steps, engine, startup.silent)
@@ -99,9 +99,9 @@ def time_model(model: TimedModel, steps: int) -> list[dict[str, Any]]:
 
 
 def time_transformers(models: Sequence[TimedModel], steps: int) -> dict[str, Any] | str:
-    """The same steps by the transformers library, one process a model; a reason where it is not installed.
+    """Times the steps of the transformers library; a reason where it is not installed.
 
-    Static batches, and decodes by its continuous batching, which it does not have for BLOOM.
+    Each model has a process of its own. The library has no continuous batching for BLOOM.
     """
     if not all(map(importlib.util.find_spec, ("torch", "transformers"))):
         return "not installed"

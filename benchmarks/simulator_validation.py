@@ -1,4 +1,4 @@
-"""`python -m benchmarks simulator`: the same arrivals served by an engine and by the simulator, compared."""
+"""`python -m benchmarks simulator`: compares the simulator with an engine on the same arrivals."""
 
 from __future__ import annotations
 
@@ -242,7 +242,7 @@ def _turn(model: Path, config: EngineConfig, workload: Workload, bars: Bars, nam
 
 
 def _serve(engine: Engine, workload: Workload, bars: Bars, name: str) -> list[Outcome]:
-    """Submits every job at its time, whether or not earlier ones have ended, and waits for the last."""
+    """Submits every job at its time (an open loop), and waits for the last to end."""
     outcomes: dict[str, Outcome] = {}
     ended: queue.SimpleQueue[str] = queue.SimpleQueue()
 

@@ -1,4 +1,4 @@
-"""`python -m benchmarks soak`: requests of every kind, and what the server's process holds meanwhile."""
+"""`python -m benchmarks soak`: requests of every kind, and the server's memory meanwhile."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ async def soak(
     every: float,
     progress: Callable[[int], None],
 ) -> Soaked:
-    """Sends the calls 0..requests-1 from `clients` clients, and waits until the server is idle and its slots are free.
+    """Sends the calls 0..requests-1 from `clients` clients, and waits until the server is idle.
 
     Args:
       every: seconds between samples.

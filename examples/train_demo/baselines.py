@@ -1,4 +1,4 @@
-"""What counting achieves on the same tokens: the figures a language model has to be compared with."""
+"""N-gram baselines of the demo model, on the same tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def unigram_loss(train: np.ndarray, test: np.ndarray, vocab_size: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Order:
-    """One order of the model; n-grams and contexts are sorted integers, first token most significant."""
+    """One order of the model; n-grams are sorted integers, the first token most significant."""
 
     grams: np.ndarray
     discounted: np.ndarray  # count less discount, per n-gram
@@ -65,7 +65,7 @@ class KneserNey:
         )
 
     def probabilities(self, stream: np.ndarray) -> np.ndarray:
-        """float64[len(stream) - 1]: p of each token but the first, given up to order - 1 tokens before it."""
+        """float64[len(stream) - 1]: p of each token but the first, given order - 1 before it."""
         found = np.full(len(stream) - 1, 1 / self._vocab_size)
         for length, order in enumerate(self._orders, start=1):
             windows = self._windows(stream, length)[1 if length == 1 else 0 :]

@@ -1,4 +1,4 @@
-"""The text the demo model learns: Jane Austen's six novels, chapter by chapter, and what is held out of them.
+"""The demo model's text: Jane Austen's six novels by chapter, and the held-out part.
 
 The novels are in the public domain and come from Debian's package r-cran-janeaustenr (MIT). R keeps them as character
 vectors of wrapped lines; here a chapter becomes one document with one paragraph a line.
@@ -43,7 +43,7 @@ class Split:
 
 
 def split(documents: list[str]) -> Split:
-    """By the rule above; a short list is split as if it were the last chapters of a period. Raises CorpusError."""
+    """Splits by the rule above; a short list counts as the end of a period. Raises CorpusError."""
     if len(documents) < 4:
         raise CorpusError(f"the corpus has {len(documents)} documents; at least 4 are needed to hold some out")
     shift = max(PERIOD - 1 - len(documents), 0)
@@ -57,7 +57,7 @@ def split(documents: list[str]) -> Split:
 
 
 def read_documents(path: Path | None) -> list[str]:
-    """Documents of a text file, in which lines of a single form feed part them; without a path, the novels.
+    """The documents of a text file, separated by form feeds; without a path, the novels.
 
     Raises CorpusError.
     """
@@ -143,9 +143,9 @@ def read_character_vectors(data: bytes) -> list[list[str]]:
 
 
 def chapters(lines: list[str]) -> list[str]:
-    """A novel's chapters, without their headings: paragraphs on one line each, italics' underscores taken off.
+    """A novel's chapters without headings: a line for each paragraph, no underscores of italics.
 
-    What stands before the first heading (title, advertisement) and after the last chapter's end is left out.
+    Text before the first heading (title, advertisement) and after the last chapter is left out.
     """
     found: list[list[str]] = []
     paragraph: list[str] = []

@@ -1,4 +1,4 @@
-"""The engine's model over whole sequences, without a pool: for training, scoring and samples of the demo model."""
+"""The engine's model over whole sequences, without a KV pool, for training and scoring."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxserve.models import Model, Params
 
 
 def forward(model: Model, params: Params, tokens: jax.Array) -> jax.Array:
-    """Normed states float32[B * S, H] of sequences int32[B, S], which the model sees as B * S flat tokens."""
+    """Final states float32[B * S, H] of sequences int32[B, S], computed as B * S flat tokens."""
     config = model.config
     batch, length = tokens.shape
     position = jnp.arange(length)
@@ -36,7 +36,7 @@ def forward(model: Model, params: Params, tokens: jax.Array) -> jax.Array:
 
 
 def next_token_losses(model: Model, params: Params, tokens: jax.Array) -> jax.Array:
-    """float32[B, S]: -log p of tokens[:, 1:] given those before, for tokens int32[B, S + 1]. Natural logarithm."""
+    """float32[B, S]: -ln p of tokens[:, 1:] given those before, for tokens int32[B, S + 1]."""
     x = forward(model, params, tokens[:, :-1])
     losses = optax.softmax_cross_entropy_with_integer_labels(model.logits(params, x), tokens[:, 1:].reshape(-1))
     return losses.reshape(tokens[:, 1:].shape)
@@ -64,7 +64,7 @@ def mean_loss(model: Model, params: Params, stream: np.ndarray, window: int = 25
 def sample(
     model: Model, params: Params, prompts: Sequence[Sequence[int]], *, count: int, temperature: float, seed: int
 ) -> list[list[int]]:
-    """`count` tokens after each prompt, drawn at a temperature; every step computes all sequences anew."""
+    """Draws `count` tokens after each prompt; every step computes all sequences anew."""
     width = max(map(len, prompts)) + count
     tokens = np.zeros((len(prompts), width), np.int32)
     for row, prompt in enumerate(prompts):

@@ -1,4 +1,4 @@
-"""Trains the demo model: `python -m examples.train_demo.train`, fixed seed, under an hour on two CPU cores.
+"""`python -m examples.train_demo.train` trains the demo model, in an hour on two cores.
 
 A tokenizer and a small BLOOM are trained on the novels of `corpus`, the held-out figures are measured on the rounded
 weights as they are stored, and the Hugging Face directory is written with its model card. The forward is the engine's
@@ -78,7 +78,7 @@ def train_tokenizer(documents: list[str], vocab_size: int) -> Tokenizer:
 
 
 def token_stream(tokenizer: Tokenizer, documents: list[str]) -> np.ndarray:
-    """int32[tokens]: the documents one after another, an end-of-text token before the first and after each."""
+    """int32[tokens]: the documents, with an end-of-text token before the first and after each."""
     end = tokenizer.token_to_id(END_OF_TEXT)
     return np.array([end, *(t for text in documents for t in (*tokenizer.encode(text).ids, end))], np.int32)
 
@@ -105,7 +105,7 @@ def model_entries(recipe: Recipe, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def initial_params(model: Model, seed: int) -> Params:
-    """Weights normal(0, 0.02), those that end a residual branch smaller by sqrt(2 * layers); norms 1, biases 0."""
+    """Weights normal(0, 0.02), smaller by sqrt(2 * layers) at the end of residual branches."""
     rng = np.random.default_rng(seed)
     last = ("out", "down")
 
@@ -152,7 +152,7 @@ def optimiser(recipe: Recipe) -> optax.GradientTransformation:
 
 
 def batches(stream: np.ndarray, recipe: Recipe, first_step: int) -> Iterator[np.ndarray]:
-    """int32[batch, sequence + 1] for each step: every epoch cuts the stream anew and shuffles the pieces."""
+    """int32[batch, sequence + 1] for each step; every epoch cuts and shuffles the stream anew."""
     per_epoch = (len(stream) - recipe.sequence - 1) // recipe.sequence // recipe.batch
     if per_epoch < 1:
         raise CorpusError(
@@ -183,7 +183,7 @@ def save_checkpoint(path: Path, run: str, step: int, state: Any) -> None:
 
 
 def load_checkpoint(path: Path, run: str, like: Any) -> tuple[int, Any]:
-    """(steps done, state); 0 and `like` where there is no checkpoint. Raises ValueError for another run's."""
+    """(steps done, state); 0 and `like` without a checkpoint. ValueError for another run's."""
     if not path.exists():
         return 0, like
     with np.load(path) as stored:
@@ -263,7 +263,7 @@ def measure(
 
 
 def make(recipe: Recipe, documents: list[str], words: frozenset[str], out: Path, checkpoint: Path | None) -> None:
-    """Writes a Hugging Face directory to `out`: config, weights, tokenizer, card and held-out text."""
+    """Trains, and writes config, weights, tokenizer, card and held-out text to `out`."""
     parts = split(documents)
     tokenizer = train_tokenizer(parts.train, recipe.vocab_size)
     entries = model_entries(recipe, tokenizer)

@@ -1,4 +1,4 @@
-"""`jaxserve bench accuracy`: the answers of one checkpoint with eight bits against full width."""
+"""`jaxserve bench accuracy`: answers with eight bits against those at full width."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _documents(path: Path) -> list[str]:
-    """The documents of a UTF-8 file, which form feeds part; raises ValueError where it cannot be read."""
+    """The documents of a UTF-8 file, separated by form feeds; raises ValueError."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -135,7 +135,7 @@ def _documents(path: Path) -> list[str]:
 
 
 def ask(engine: Engine, tokens: Sequence[int], passages: int, name: str, bars: Bars) -> Answers:
-    """Has an engine score the text and continue passages of it."""
+    """Lets an engine score the text and continue passages of it."""
     half = WINDOW // 2
     starts = range(0, max(len(tokens) - half, 1), half)
     scored = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
@@ -162,7 +162,7 @@ def ask(engine: Engine, tokens: Sequence[int], passages: int, name: str, bars: B
 def _serve(
     engine: Engine, requests: Sequence[Request], name: str, bars: Bars
 ) -> tuple[dict[str, list[float]], dict[str, list[int]]]:
-    """By request: logprobs of its prompt, and tokens."""
+    """Serves the requests; returns the logprobs of each prompt, and the tokens of each answer."""
     logprobs: dict[str, list[float]] = {request.request_id: [] for request in requests}
     tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
     ended: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
@@ -186,7 +186,7 @@ def _serve(
 
 
 def compare(answers: dict[str, Answers]) -> list[Row]:
-    """Each against the first."""
+    """Compares each variant with the first."""
     base = next(iter(answers.values()))
     rows = []
     for name, each in answers.items():

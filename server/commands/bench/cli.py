@@ -1,4 +1,4 @@
-"""The command line of benchmarks: `jaxserve bench NAME`, and `python -m benchmarks NAME` in a checkout."""
+"""The command line of benchmarks: `jaxserve bench` and `python -m benchmarks`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from server.commands.bench import machine
 
 
 class Benchmark(NamedTuple):
-    """A benchmark's module, which has HELP, add_flags(parser) and run(args), and what it measures."""
+    """A benchmark's module, with HELP, add_flags(parser) and run(args), and its summary."""
 
     module: str
     summary: str

@@ -30,7 +30,7 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_model_flags(parser: argparse.ArgumentParser, default: str = SHAPE) -> None:
-    """Adds --model and --shape: a checkpoint, or random weights; `model` and `checkpoint` read them."""
+    """Adds --model and --shape, which `model` and `checkpoint` read."""
     group = parser.add_argument_group("model").add_mutually_exclusive_group()
     group.add_argument("--model", type=Path, metavar="DIR", help="a checkpoint directory")
     group.add_argument("--shape", metavar="NAME", help=f"random weights of a known shape (default: {default})")
@@ -83,7 +83,7 @@ def model(args: argparse.Namespace) -> Path | str:
 
 
 def checkpoint(args: argparse.Namespace) -> Path:
-    """A checkpoint directory; a shape's is written with random weights and kept, so its programs stay cached."""
+    """A checkpoint directory; a shape's has random weights and is kept between runs."""
     chosen = model(args)
     return chosen if isinstance(chosen, Path) else shapes.cached_checkpoint(chosen)
 
@@ -103,7 +103,7 @@ def dtypes(args: argparse.Namespace) -> list[Any]:
 
 
 def console() -> Console:
-    """Prints tables; 160 columns wide where standard output is no terminal, so that a log holds whole tables."""
+    """A console for tables; 160 columns wide where standard output is no terminal."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=160)
 

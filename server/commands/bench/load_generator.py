@@ -19,7 +19,7 @@ SERVICE = "jaxserve.v1.Inference"
 
 
 def get_model(address: str, *, timeout: float = 10.0) -> pb.GetModelResponse:
-    """The server's model and limits; raises ValueError where no such service answers within `timeout` seconds."""
+    """The server's model and limits; raises ValueError if none answers within `timeout` seconds."""
     with grpc.insecure_channel(address) as channel:
         try:
             grpc.channel_ready_future(channel).result(timeout=timeout)
@@ -50,7 +50,7 @@ class Sent:
 
 
 def send(address: str, workload: Workload, progress: Callable[[int], None]) -> Sent:
-    """Sends every job at its time, whether or not earlier ones have ended, and waits for the last (an open loop).
+    """Sends every job at its time (an open loop), and waits for the last to end.
 
     Args:
       progress: receives the number of requests that have ended.

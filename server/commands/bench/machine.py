@@ -50,7 +50,7 @@ def busy() -> str | None:
 
 
 def peak_rss() -> int | None:
-    """The largest resident memory of this process so far, in bytes; None where the system does not tell.
+    """The largest resident memory of this process so far, in bytes; None if unknown.
 
     It is read from VmHWM: getrusage would count the memory of a forking parent.
     """

@@ -128,7 +128,7 @@ def make_engine(model: Path | str, config: EngineConfig, bars: Bars) -> Engine:
 
 
 def benchmark_config(config: EngineConfig, workload: Workload) -> EngineConfig:
-    """The configuration with room for the whole workload to wait, and without the prompt scoring nobody asks for."""
+    """The configuration with a queue for the whole workload and without prompt scoring."""
     return dataclasses.replace(
         config,
         scoring=False,
@@ -138,9 +138,9 @@ def benchmark_config(config: EngineConfig, workload: Workload) -> EngineConfig:
 
 
 def serve_all(engine: Engine, workload: Workload, name: str, bars: Bars) -> Run:
-    """Serves a workload that arrives all at once, and waits for its end. The engine is started here, and stopped.
+    """Starts the engine, serves a workload that arrives all at once, and stops the engine.
 
-    Everything is handed in before the engine starts, so that its first batch can choose among all of them.
+    All requests are submitted before the engine starts, so that its first batch can choose among them.
     """
     outcomes: dict[str, Outcome] = {}
     records: list[IterationRecord] = []
@@ -179,7 +179,7 @@ def serve_all(engine: Engine, workload: Workload, name: str, bars: Bars) -> Run:
 
 
 def summarise(run: Run, bucket_ms: Mapping[int, float]) -> report.RunReport:
-    """A run's figures, with its padding weighed by these bucket costs."""
+    """The figures of a run, with padding weighted by these bucket costs."""
     return report.summarise(
         run.name,
         run.outcomes,
@@ -189,7 +189,7 @@ def summarise(run: Run, bucket_ms: Mapping[int, float]) -> report.RunReport:
 
 
 def mean_costs(tables: Sequence[Mapping[int, float]]) -> dict[int, float]:
-    """One cost for each bucket: schedules are compared by the same costs, though each engine measured its own."""
+    """The mean cost of each bucket over engines, so that schedules are compared by equal costs."""
     return {
         size: statistics.fmean(table[size] for table in tables if size in table)
         for size in sorted({size for table in tables for size in table})

@@ -24,11 +24,11 @@ def serving(
     records: Mapping[str, Sequence[IterationRecord]],
     comparison: Comparison | None = None,
 ) -> None:
-    """Draws runs of one workload, by name: tokens over time, latency distributions, and how full iterations were.
+    """Draws runs of one workload: tokens over time, latencies, and how full iterations were.
 
     Args:
-      outcomes: of each run.
-      records: of each run whose engine could be watched; without any the last panel shows time to first token.
+      outcomes: outcomes by run.
+      records: iterations by run; without any the last panel shows time to first token.
     """
     figure, axes = new_figure(3, title if comparison is None else f"{title}: {comparison.measured:.2f}x the throughput")
     for name, served in outcomes.items():

@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 
 class Bars:
-    """Shows progress as the engine reports it: `bars(what, done, total)`; a new `what` starts a new bar."""
+    """Shows progress by `bars(what, done, total)`; a new `what` starts a new bar."""
 
     def __init__(self) -> None:
         self._console = Console(stderr=True)

@@ -1,4 +1,4 @@
-"""What a benchmark found: statistics over requests and iterations, as tables and as JSON."""
+"""Results of a benchmark: statistics of requests and iterations, as tables and as JSON."""
 
 from __future__ import annotations
 
@@ -21,22 +21,21 @@ if TYPE_CHECKING:
 
 SHARE_TARGET = 0.90  # of the throughput ratio that iteration counts and bucket costs allow
 WASTE_TARGET = 0.03  # of the device's time, while work waits
-# What a reader of request-level figures must know.
-REQUEST_NOTE = "request: tokens are handed over when the whole batch has ended, so no time passes between them"
+REQUEST_NOTE = "request: tokens are returned when the whole batch has ended, so no time passes between them"
 HOST_PHASES = ("schedule", "pack", "launch", "complete")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IterationStats:
-    """What the engine's own records say about a run.
+    """Statistics of the engine's records of a run.
 
     Attributes:
       buckets: iterations by bucket.
-      cost_seconds: the device time that the measured bucket costs give for these iterations.
+      cost_seconds: the device time of these iterations by the measured bucket costs.
       waste_waiting / waste_drain: share of that device time spent on padding while requests waited / while none did;
         None where there was no such iteration.
       host_ms: milliseconds of an iteration's host work by phase, and their sum as `host`.
-      wait_ms: milliseconds in which the host had nothing to do but wait for the device.
+      wait_ms: milliseconds of an iteration in which the host waits for the device.
     """
 
     iterations: int
@@ -50,7 +49,7 @@ class IterationStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunReport:
-    """One workload served once. Rates count generated tokens unless they say otherwise."""
+    """One workload served once; rates count generated tokens unless named otherwise."""
 
     name: str
     requests: int
@@ -92,7 +91,7 @@ def summarise(
     iterations: IterationStats | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> RunReport:
-    """Reduces a run's outcomes; the run lasts from the first arrival to the last token."""
+    """Summarises outcomes; a run lasts from the first arrival to the last token."""
     served = [outcome for outcome in outcomes if outcome.error is None and outcome.token_times]
     output_tokens = sum(len(outcome.token_times) for outcome in served)
     prompt_tokens = sum(outcome.prompt_tokens for outcome in served)
@@ -120,7 +119,7 @@ def summarise(
 
 
 def iteration_stats(records: Sequence[IterationRecord], cost_ms: Mapping[int, float]) -> IterationStats:
-    """Reduces an engine's records, with the measured milliseconds of each bucket as weights."""
+    """Summarises an engine's records, weighted by the measured milliseconds of each bucket."""
     if not records:
         raise ValueError("no iteration was recorded")
     host_ms = {
@@ -139,12 +138,12 @@ def iteration_stats(records: Sequence[IterationRecord], cost_ms: Mapping[int, fl
 
 
 def host_seconds(record: IterationRecord) -> float:
-    """The host's work for one iteration; waiting for the device is left out."""
+    """The seconds of the host's work for one iteration, without waiting for the device."""
     return record.schedule_s + record.pack_s + record.launch_s + record.complete_s
 
 
 def padding_waste(records: Sequence[IterationRecord], cost_ms: Mapping[int, float]) -> float | None:
-    """Share of the device's time spent on padding: each iteration's padded share, weighted by its bucket's cost."""
+    """The share of the device's time spent on padding, weighted by the cost of buckets."""
     total = sum(cost_ms[record.bucket] for record in records)
     if not total:
         return None
@@ -152,7 +151,7 @@ def padding_waste(records: Sequence[IterationRecord], cost_ms: Mapping[int, floa
 
 
 def compare(iteration: RunReport, request: RunReport) -> Comparison:
-    """Sets the two schedules of one workload side by side; they generated the same number of tokens."""
+    """Compares two schedules of one workload, which generated the same number of tokens."""
     measured = iteration.tokens_per_second / request.tokens_per_second if request.tokens_per_second else float("nan")
     if iteration.iterations is None or request.iterations is None:
         return Comparison(measured=measured, allowed=None, share=None)
@@ -177,7 +176,7 @@ def write_json(path: Path, result: Any, console: Console | None = None) -> None:
 
 
 def print_runs(console: Console, title: str, runs: Sequence[RunReport], notes: Sequence[str] = ()) -> None:
-    """One column a run."""
+    """Prints a table with a column for each run."""
     table = Table(title=title, title_justify="left", caption_justify="left", caption="\n".join(notes) or None)
     table.add_column("")
     for run in runs:
@@ -213,6 +212,7 @@ def print_runs(console: Console, title: str, runs: Sequence[RunReport], notes: S
 
 
 def print_comparison(console: Console, comparison: Comparison) -> None:
+    """Prints the ratio of throughputs, and its share of what the schedules allow."""
     console.print(f"throughput, iteration / request-level: {comparison.measured:.2f}x")
     if comparison.allowed is not None and comparison.share is not None:
         console.print(f"what iteration counts and bucket costs allow: {comparison.allowed:.2f}x")
@@ -221,12 +221,14 @@ def print_comparison(console: Console, comparison: Comparison) -> None:
 
 
 def percentiles(distribution: Distribution | None, digits: int = 1) -> str | None:
+    """p50 / p95 / p99 as text."""
     if distribution is None:
         return None
     return " / ".join(f"{value:.{digits}f}" for value in (distribution.p50, distribution.p95, distribution.p99))
 
 
 def percent(share: float | None) -> str | None:
+    """A share as text, in percent."""
     return None if share is None else f"{100 * share:.1f}%"
 
 

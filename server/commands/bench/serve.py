@@ -1,4 +1,4 @@
-"""`jaxserve bench serve`: a workload sent over gRPC to a server that runs, or to one started for it."""
+"""`jaxserve bench serve`: sends a workload over gRPC to a running or a new server."""
 
 from __future__ import annotations
 

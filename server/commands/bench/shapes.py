@@ -10,7 +10,7 @@ from jaxserve import models
 from jaxserve.models.schema import ModelConfig
 from jaxserve.plan import model_catalog
 
-# As a Hugging Face config.json would say it.
+# The entries of a Hugging Face config.json.
 SHAPES: dict[str, dict[str, Any]] = {
     "bloom-560m": {  # with a vocabulary of 32,000 in place of 250,880
         "model_type": "bloom",
@@ -83,13 +83,13 @@ def config_of(model: Path | str) -> ModelConfig:
 
 
 def random_params(shape: str, dtype: Any) -> tuple[ModelConfig, Any]:
-    """A shape's configuration and freshly drawn weights."""
+    """A shape's configuration and random weights."""
     config = config_of(shape)
     return config, models.build(config).init(SEED, dtype)
 
 
 def checkpoint(shape: str, folder: Path) -> Path:
-    """A Hugging Face directory with random float32 weights, written under `folder` unless it exists."""
+    """A Hugging Face directory with random float32 weights under `folder`; written once."""
     from jaxserve import weights
 
     path = folder / f"{shape}-seed{SEED}"

@@ -36,7 +36,7 @@ LARGEST_BLOCK = 256  # slots are sized for block sizes up to this
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """What one timed step computes.
+    """The work of one timed step.
 
     Attributes:
       decodes: rows that decode one token each.
@@ -65,11 +65,11 @@ class Case:
         return self.decodes + self.prompt
 
     def lengths(self, steps: int) -> list[int]:
-        """Tokens that each row comes to hold in `steps` steps."""
+        """The tokens of each row after `steps` steps."""
         return [self.context + steps + 1] * self.decodes + [self.prompt] * (self.prompt > 0)
 
     def slots(self, steps: int) -> int:
-        """Slots that `steps` steps come to use, rounded up to whole blocks of any size up to the largest."""
+        """The slots that `steps` steps use, in whole blocks of any size up to the largest."""
         return sum(-(-length // LARGEST_BLOCK) * LARGEST_BLOCK for length in self.lengths(steps))
 
 
@@ -82,7 +82,7 @@ CASES = (
     Case(prompt=256),
     Case(decodes=8, context=100, prompt=120),
 )
-# What other engines are timed at; filling long contexts would take them minutes.
+# The cases of other engines, which would take minutes to fill long contexts.
 PEER_CASES = (
     Case(decodes=1, context=100),
     Case(decodes=8, context=100),
@@ -96,7 +96,7 @@ QUICK_CASES = (Case(decodes=3, context=10), Case(prompt=8), Case(decodes=2, cont
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steps:
-    """What was measured of one case: milliseconds of each step, in order."""
+    """The milliseconds of each step of a case, in order."""
 
     case: Case
     milliseconds: list[float]
@@ -108,7 +108,7 @@ class Steps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Bytes: the process at its largest while its first engine was all it held, and that engine's weights and pool."""
+    """Bytes of the process at its largest, and of its first engine's weights and pool."""
 
     peak_rss: int | None
     weights: int
@@ -161,7 +161,7 @@ def measure(
 
 
 def time_case(replica: EngineLoop, case: Case, steps: int) -> list[float]:
-    """Milliseconds between the completions of consecutive steps, the next always launched ahead as the engine does."""
+    """Milliseconds between the ends of consecutive steps; the next is always launched ahead."""
     pipeline, n_blocks = replica.pipeline, replica.scheduler.pool.n_blocks
     layout = pipeline.shape.layout(case.tokens)
     finished = []
@@ -178,10 +178,10 @@ def time_case(replica: EngineLoop, case: Case, steps: int) -> list[float]:
 
 
 def make_plan(case: Case, index: int, steps: int, block_size: int, vocab_size: int) -> IterationPlan:
-    """Step `index` of `steps`: its decodes stand `index` tokens beyond the context; the prompt is computed anew.
+    """Makes step `index` of `steps`: decodes at `context + index` tokens, and a new prompt.
 
-    The first plan admits every row, with all blocks it will ever need. The keys of the context are whatever the pool
-    holds there: their values cost nothing.
+    The first plan admits every row with all the blocks that it will need. The context's keys are whatever the pool
+    holds: their values do not affect the time.
     """
     lengths = case.lengths(steps)
     admissions, block = [], 0
