@@ -90,14 +90,16 @@ def peer(
             notes.append(f"{name} is not compared with {checkpoint.name} in {dtype}: {reason}")
             continue
         model = checkpoint
-        if known.converter is not None:
+        if known.converted is not None:
             ending = known.converted.format(dtype=dtype)
             model = env_dir / f"{checkpoint.name}-{_fingerprint(checkpoint)}{ending}"
             if not model.exists():
                 say(f"converting the checkpoint for {name}: {model}")
                 # The file is renamed when it is complete, so that an interrupted run leaves none.
                 partial = model.with_suffix(".partial")
-                environments.run_script(python, known.converter, str(checkpoint), str(partial), dtype, name=name)
+                environments.run_script(
+                    python, environments.CONVERTER, name, str(checkpoint), str(partial), dtype, name=name
+                )
                 partial.rename(model)
         vocab_size = model_config.vocab_size
         contenders.append(

@@ -27,8 +27,8 @@ class Peer:
       environment: the peer whose environment it runs in, if not one of its own.
       job: fields that its jobs have in addition.
       build: environment variables for the installation.
-      converter: the file in peer_scripts that writes the checkpoint in the peer's own format, if it has one.
-      converted: the ending of a converted checkpoint's name, with {dtype} where each dtype has its own.
+      converted: the ending of the name of a checkpoint in the peer's own format, with {dtype} where each dtype has its
+        own; None where the peer reads ours.
     """
 
     name: str
@@ -37,8 +37,7 @@ class Peer:
     environment: str | None = None
     job: Mapping[str, Any] = field(default_factory=dict)
     build: Mapping[str, str] = field(default_factory=dict)
-    converter: str | None = None
-    converted: str = ""
+    converted: str | None = None
 
 
 OURS = "jaxserve"
@@ -59,7 +58,6 @@ PEERS = {
             name="ctranslate2",
             requirements=("ctranslate2==4.8.5", "safetensors>=0.6", "numpy>=2"),
             script="run_ctranslate2.py",
-            converter="write_ctranslate2.py",
             converted=".ct2",
         ),
         Peer(
@@ -67,11 +65,11 @@ PEERS = {
             requirements=("llama-cpp-python==0.3.36", "gguf==0.19.0", "safetensors>=0.6", "numpy>=2"),
             script="run_llama_cpp.py",
             build={"CMAKE_ARGS": f"-DLLAVA_BUILD=OFF -DMTMD_BUILD=OFF -DGGML_CUDA={_CUDA}"},  # no image models
-            converter="write_gguf.py",
             converted="-{dtype}.gguf",
         ),
     )
 }
+CONVERTER = "write_checkpoint.py"
 SCRIPTS = Path(__file__).with_name("peer_scripts")
 
 

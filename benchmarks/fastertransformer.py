@@ -1,4 +1,4 @@
-"""FasterTransformer behind a request-level scheduler, the baseline of Orca (OSDI'22, section 6).
+"""FasterTransformer behind a request-level scheduler (OSDI'22, section 6), the baseline.
 
 An idle engine forms a batch of the waiting requests. Its first iteration treats every prompt as if it were the
 shortest; longer ones then advance a token an iteration, like answers. No request leaves before all have finished.

@@ -70,7 +70,7 @@ class BusyEngine:
         self._rng, self._names, self._alive = np.random.default_rng(seed), itertools.count(), 0
 
     def run(self, waiting: int, iterations: int) -> HostTime:
-        """Runs iterations with at least `waiting` requests in the queue; earlier calls may leave more."""
+        """Runs iterations with `waiting` requests in the queue, or more from earlier calls."""
         label = f"{self._rows} rows, {waiting:,} waiting"
         for done in range(WARM_UP + iterations):
             self._top_up(self._rows + waiting)

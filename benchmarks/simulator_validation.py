@@ -1,4 +1,4 @@
-"""`python -m benchmarks simulator`: compares the simulator with an engine on the same arrivals."""
+"""`python -m benchmarks simulator`: the simulator against an engine, on equal arrivals."""
 
 from __future__ import annotations
 

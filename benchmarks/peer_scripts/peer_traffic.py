@@ -1,4 +1,4 @@
-"""Requests that come at their times, and loops that serve them: the part of a load that is the same for every engine.
+"""Requests that arrive at their times, and the loops that serve them with any engine.
 
 A load is `prompts` (token ids), `outputs` (how many tokens to generate for each), `arrivals` (ascending seconds) and
 `rows`, the most requests that an engine may work at together.
@@ -15,7 +15,7 @@ REHEARSAL = 4  # tokens
 
 
 class Traffic:
-    """One run of a load: hands requests out, by number, once their time has come, and notes when each token came."""
+    """One run of a load: yields requests by number when they are due, and records token times."""
 
     def __init__(self, load: dict[str, Any]) -> None:
         self.prompts, self.outputs, self.arrivals = load["prompts"], load["outputs"], load["arrivals"]
@@ -27,7 +27,7 @@ class Traffic:
 
     @classmethod
     def rehearsal(cls, load: dict[str, Any]) -> Traffic:
-        """A few short requests of the same kind at once, for what an engine does on its first ones only."""
+        """A few short requests of the same kind at once, to warm an engine up."""
         prompts = [prompt[::-1] for prompt in load["prompts"][: load["rows"]]]
         return cls(
             {**load, "prompts": prompts, "outputs": [REHEARSAL] * len(prompts), "arrivals": [0.0] * len(prompts)}
@@ -39,23 +39,23 @@ class Traffic:
 
     @property
     def coming(self) -> bool:
-        """Whether there are requests that have not been taken."""
+        """Whether some requests have not been taken."""
         return self._taken < len(self.prompts)
 
     def take(self, most: int) -> list[int]:
-        """Up to `most` requests that have come and were not taken before, in the order of their arrival."""
+        """Takes up to `most` requests that have arrived, in the order of arrival."""
         now, begin = time.perf_counter() - self._started, self._taken
         while self._taken < min(begin + most, len(self.prompts)) and self.arrivals[self._taken] <= now:
             self._taken += 1
         return list(range(begin, self._taken))
 
     def wait(self) -> None:
-        """Sleeps until the next request comes."""
+        """Sleeps until the next request arrives."""
         if self.coming:
             time.sleep(max(0.0, self._started + self.arrivals[self._taken] - time.perf_counter()))
 
     def add(self, request: int, token: int) -> bool:
-        """Notes a token that came now, unless the request has all it asked for; returns whether it now has."""
+        """Records a token, unless the request is complete; returns whether it is complete now."""
         if len(self.tokens[request]) < self.outputs[request]:
             self.tokens[request].append(token)
             self.times[request].append(time.perf_counter() - self._started)
@@ -67,10 +67,10 @@ class Traffic:
 
 
 def serve_by_batches(traffic: Traffic, generate: Callable[[list[int]], None]) -> None:
-    """Request-level batching: whoever waits, up to `rows`, is served to the end before anybody else is.
+    """Request-level batching: serves up to `rows` waiting requests to their end, then the next.
 
     Args:
-      generate: generates for a batch of requests, and adds their tokens to the traffic as they come.
+      generate: serves a batch of requests, and adds each token to the traffic.
     """
     traffic.begin()
     while traffic.coming:
@@ -93,12 +93,14 @@ class Token(NamedTuple):
 def serve_by_iterations(
     traffic: Traffic, largest: int, step: Callable[[list[Token]], Sequence[int]], forget: Callable[[int], None]
 ) -> None:
-    """Continuous batching as llama.cpp's server does it: a batch has the next token of everyone who generates, and
-    then, in the order of arrival, tokens of prompts up to `largest` in all.
+    """Continuous batching as llama.cpp's server does it.
+
+    A batch has the next token of every generating request and then, in the order of arrival, prompt tokens, up to
+    `largest` in all.
 
     Args:
       step: runs a batch; returns the likeliest token after each token that was wanted.
-      forget: empties a sequence, which is then another request's.
+      forget: empties a sequence for another request.
     """
     free = deque(range(traffic.rows))
     request_of: dict[int, int] = {}  # by sequence

@@ -4,8 +4,8 @@ The script stands alone: its environment has no jaxserve.
 
     python run_ctranslate2.py JOB.json      (see engines.py for what a job is and what is printed)
 
-The library batches requests, not iterations: a batch is served to its end, though rows that have ended leave it. Of
-prompts of different lengths it computes as many tokens at once as the shortest has, and the rest one by one.
+The library batches requests: it serves a batch to its end, though rows that have ended leave it. Of prompts of
+different lengths it computes as many tokens at once as the shortest has, and the rest one by one.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from peer_traffic import Traffic, serve_by_batches
 
 
 def main(path: str) -> None:
+    """Runs a job and prints its answer."""
     import ctranslate2  # pyright: ignore[reportMissingImports]
 
     job = read_job(path)
@@ -50,7 +51,7 @@ def main(path: str) -> None:
 
 
 def generate(model, prompts: list[list[int]], length: int, callback) -> None:
-    """Generates `length` tokens for each prompt, or until `callback` says that it has enough of one."""
+    """Generates `length` tokens for each prompt, or fewer where `callback` returns True."""
     model.generate_batch(
         [[f"<{token}>" for token in prompt] for prompt in prompts],
         max_length=length,
@@ -61,6 +62,8 @@ def generate(model, prompts: list[list[int]], length: int, callback) -> None:
 
 
 def serve(model, traffic: Traffic) -> None:
+    """Serves a load."""
+
     def batch(requests: list[int]) -> None:
         generate(
             model,
@@ -73,7 +76,7 @@ def serve(model, traffic: Traffic) -> None:
 
 
 def time_case(model, case: dict, job: dict, rng: np.random.Generator) -> list[float]:
-    """Milliseconds of each step. The library has no mixed batches: a prompt and the decodes are two calls."""
+    """Milliseconds of each step; without mixed batches, a prompt and the decodes are two calls."""
     steps, decodes = job["steps"], case["decodes"]
     total = [0.0] * steps
     if decodes:
@@ -98,8 +101,11 @@ def time_case(model, case: dict, job: dict, rng: np.random.Generator) -> list[fl
 
 
 def check(library, model, sequences: list[list[int]], prompt_length: int) -> list[dict]:
-    """Scores sequences of one length as a batch, and finds the likeliest tokens of the generated part by generating:
-    where another token comes than the sequence has, it goes on from the sequence's own."""
+    """Scores sequences of one length as a batch.
+
+    The likeliest tokens of the generated part come from generation, which restarts after every token that is not the
+    sequence's.
+    """
     length = len(sequences[0])
     lengths = library.StorageView.from_array(np.full(len(sequences), length, np.int32))
     tokens = library.StorageView.from_array(np.asarray(sequences, np.int32))

@@ -4,9 +4,9 @@ The script stands alone: its environment has no jaxserve.
 
     python run_llama_cpp.py JOB.json      (see engines.py for what a job is and what is printed)
 
-Batches of several sequences are only in the library's low-level interface, so that is what this uses; a load is served
-as llama.cpp's own server does it (peer_traffic.serve_by_iterations). Which of its settings is fastest depends on case
-and dtype, so the first job tries them and later ones are told.
+Only the library's low-level interface has batches of several sequences. A load is served as llama.cpp's own server
+does it (peer_traffic.serve_by_iterations). The fastest settings depend on case and dtype: the first job tries them, and
+later jobs receive the result.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TRIAL_LOAD = {"context": 100, "prompt": 120}  # the step by which a load's setti
 
 
 class Settings(NamedTuple):
-    """What the library leaves to its user.
+    """Settings that the library leaves to its user.
 
     Attributes:
       unified: one buffer for all sequences; otherwise a batch of decodes and a prompt is cut into two.
@@ -41,6 +41,7 @@ class Settings(NamedTuple):
 
 
 def main(path: str) -> None:
+    """Runs a job and prints its answer."""
     import llama_cpp  # pyright: ignore[reportMissingImports]
 
     job = read_job(path)
@@ -66,11 +67,11 @@ def main(path: str) -> None:
         serve(llama_cpp, model, job, settings, traffic)
         result |= {"settings": settings, **traffic.result()}
     else:
-        told = job.get("settings") or [best_settings(llama_cpp, model, case, job) for case in job["cases"]]
-        result["settings"] = told
+        chosen = job.get("settings") or [best_settings(llama_cpp, model, case, job) for case in job["cases"]]
+        result["settings"] = chosen
         result["milliseconds"] = [
             time_case(llama_cpp, model, case, job, Settings(*settings), job["steps"])
-            for case, settings in zip(job["cases"], told, strict=True)
+            for case, settings in zip(job["cases"], chosen, strict=True)
         ]
     result["peak_rss"] = peak_rss()
     print(json.dumps(result))
@@ -125,6 +126,7 @@ class Session:
 
 
 def prompt(tokens: list[int], sequence: int) -> list[Token]:
+    """The batch of a whole prompt."""
     return [Token(token, at, sequence, at == len(tokens) - 1) for at, token in enumerate(tokens)]
 
 
@@ -160,6 +162,7 @@ def time_case(library, model, case: dict, job: dict, settings: Settings, steps: 
 
 
 def serve(library, model, job: dict, settings: Settings, traffic: Traffic) -> None:
+    """Serves a load."""
     longest = max(len(prompt) + output for prompt, output in zip(traffic.prompts, traffic.outputs, strict=True))
     session = Session(library, model, job, settings, sequences=traffic.rows, length=longest)
     serve_by_iterations(traffic, LARGEST_BATCH, lambda batch: session.decode(batch).argmax(-1).tolist(), session.forget)

@@ -4,8 +4,8 @@ The script stands alone: its environment has no jaxserve.
 
     python run_transformers.py JOB.json      (see engines.py for what a job is and what is printed)
 
-With `continuous` in the job it is the library's continuous batching that decodes and serves, and otherwise static
-batches: of prompts padded on the left, generated for until the longest answer ends.
+With `continuous` in the job the library's continuous batching decodes and serves; otherwise static batches do, with
+prompts padded on the left, until the longest answer ends.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from peer_traffic import Traffic, serve_by_batches
 
 
 def main(path: str) -> None:
+    """Runs a job and prints its answer."""
     import torch  # pyright: ignore[reportMissingImports]
     import transformers  # pyright: ignore[reportMissingImports]
 
@@ -48,8 +49,9 @@ def main(path: str) -> None:
 
 
 def load_model(torch, transformers, job: dict):
+    """The model of a job, with random weights where the job has `entries` of a config.json."""
     dtype, device = getattr(torch, job["dtype"]), "cuda" if torch.cuda.is_available() else "cpu"
-    if "entries" in job:  # of a config.json: weights are drawn
+    if "entries" in job:
         with torch.device(device):
             config = transformers.AutoConfig.for_model(**job["entries"])
             return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
@@ -57,6 +59,7 @@ def load_model(torch, transformers, job: dict):
 
 
 def static(torch, model, job: dict) -> dict[str, Any]:
+    """Runs a job with static batches."""
     if "sequences" in job:
         return {"scores": check(torch, model, job["sequences"], job["prompt_length"])}
     if "load" in job:
@@ -68,7 +71,7 @@ def static(torch, model, job: dict) -> dict[str, Any]:
 
 
 def time_case(torch, model, case: dict, steps: int) -> list[float]:
-    """Milliseconds of each step. The library has no mixed batches: a prompt and the decodes are two calls."""
+    """Milliseconds of each step; without mixed batches, a prompt and the decodes are two calls."""
     vocabulary, device = model.config.vocab_size, model.device
     cache = last = None
     if case["decodes"]:
@@ -90,7 +93,7 @@ def time_case(torch, model, case: dict, steps: int) -> list[float]:
 
 
 def check(torch, model, sequences: list[list[int]], prompt_length: int) -> list[dict]:
-    """Scores sequences of one length as a batch: their prompts in one call, then token by token through the cache."""
+    """Scores sequences of one length as a batch: prompts in one call, then token by token."""
     tokens = torch.tensor(sequences, device=model.device)
     answer = model(input_ids=tokens[:, :prompt_length], use_cache=True)
     logits = [answer.logits.float()]
@@ -108,7 +111,7 @@ def check(torch, model, sequences: list[list[int]], prompt_length: int) -> list[
 
 
 def serve(torch, model, traffic: Traffic) -> None:
-    """Static batches; tokens are handed over as they come, which is sooner than the library itself would."""
+    """Serves a load with static batches; tokens count as soon as they are computed."""
 
     def batch(requests: list[int]) -> None:
         width = max(len(traffic.prompts[request]) for request in requests)
@@ -139,6 +142,7 @@ def serve(torch, model, traffic: Traffic) -> None:
 
 
 def continuous(torch, transformers, model, job: dict) -> dict[str, Any]:
+    """Runs a job with continuous batching."""
     model.set_attn_implementation("sdpa")
     if "sequences" in job:
         return {"scores": check_continuous(transformers, model, job["sequences"], job["prompt_length"])}
@@ -155,7 +159,7 @@ def continuous(torch, transformers, model, job: dict) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def manager(transformers, model, rows: int, longest: int) -> Iterator[Any]:
-    """The library's manager at work, with room for `rows` requests of `longest` tokens at a time."""
+    """The library's running manager, with memory for `rows` requests of `longest` tokens."""
     settings = transformers.ContinuousBatchingConfig(
         max_requests_per_batch=rows, num_blocks=rows * (longest // 256 + 1)
     )
@@ -167,7 +171,7 @@ def manager(transformers, model, rows: int, longest: int) -> Iterator[Any]:
 
 
 def serve_continuous(running, traffic: Traffic) -> None:
-    """Hands requests in as they come, and takes tokens as they are made."""
+    """Submits requests at their times, and takes tokens as they are generated."""
 
     def hand_in() -> None:
         while traffic.coming:
@@ -199,8 +203,7 @@ def serve_continuous(running, traffic: Traffic) -> None:
 
 
 def time_continuous(torch, transformers, model, case: dict, steps: int) -> list[float] | None:
-    """Milliseconds of a step: what so many tokens more of each row take. None where prompts are computed: no call of
-    the library's does that alone."""
+    """Milliseconds of a decode step; None for prompts, which no call of the library computes alone."""
     if case["prompt"]:
         return None
     prompts = torch.randint(model.config.vocab_size, (case["decodes"], case["context"])).tolist()
@@ -223,8 +226,10 @@ def time_continuous(torch, transformers, model, case: dict, steps: int) -> list[
 
 
 def check_continuous(transformers, model, sequences: list[list[int]], prompt_length: int) -> list[dict]:
-    """The likeliest tokens of the generated part, by generating: where another token comes than a sequence has, it goes
-    on from the sequence's own. Logprobs are not to be had of it."""
+    """The likeliest tokens of the generated part, without logprobs.
+
+    They come from generation, which restarts after every token that is not the sequence's.
+    """
     length, scores = len(sequences[0]), []
     with manager(transformers, model, 1, length) as running:
         for sequence in sequences:

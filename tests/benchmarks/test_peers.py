@@ -1,7 +1,6 @@
-"""The judge of peers: its targets, its check of outputs, its turns and its environments, with peers made up here."""
+"""The comparison with peers: checks of outputs, turns and environments, with fake peers."""
 
 import dataclasses
-import importlib
 import json
 import subprocess
 import sys
@@ -14,19 +13,12 @@ from rich.console import Console
 from benchmarks import engines as contenders
 from benchmarks import environments, jobs, peer_results, peers
 from benchmarks.environments import Peer, PeerError
+from benchmarks.peer_scripts import write_checkpoint
 from jaxserve.config import EngineConfig
 from jaxserve.simulate import workload as load
 from jaxserve.simulate.workload import Range
 from server.commands.bench import shapes
 from server.commands.bench.step import Case
-
-
-@pytest.fixture
-def scripts(monkeypatch):
-    """Imports a program of peer_scripts as it runs: its folder is where it finds the others."""
-    monkeypatch.syspath_prepend(str(environments.SCRIPTS))
-    return importlib.import_module
-
 
 DECODE_1, DECODE_8 = Case(decodes=1, context=100), Case(decodes=8, context=100)
 PREFILL, MIXED = Case(prompt=256), Case(decodes=8, context=100, prompt=120)
@@ -89,8 +81,10 @@ def test_openings_are_compared_request_by_request():
 
 
 class Fake:
-    """An engine that answers every kind of job: decodes take its `milliseconds`, and tokens of a load so many seconds
-    each. With `broken`, the named kind of job fails."""
+    """An engine that answers every kind of job.
+
+    A decode takes `milliseconds`, a token of a load as many seconds. The kind of job that `broken` names fails.
+    """
 
     def __init__(self, engine: str, milliseconds: float, *, broken: str = "", token: int = 7) -> None:
         self.engine, self.milliseconds, self.broken, self.token = engine, milliseconds, broken, token
@@ -291,55 +285,52 @@ def test_a_failed_run_is_told_with_what_it_said():
     assert environments.run_command([sys.executable, "-c", "print(1); print('{}')"], "x") == "{}"
 
 
-def test_gguf_names(scripts):
-    gguf = scripts("write_gguf")
-    assert gguf.rename("transformer.h.3.mlp.dense_4h_to_h.bias", gguf.BLOOM_TOP, gguf.BLOOM_LAYER) == (
-        "blk.3.ffn_down.bias"
-    )
-    assert gguf.rename("word_embeddings.weight", gguf.BLOOM_TOP, gguf.BLOOM_LAYER) == "token_embd.weight"
-    assert gguf.rename("lm_head.weight", gguf.GPT2_TOP, gguf.GPT2_LAYER) is None
-    assert gguf.rename("h.0.attn.bias", gguf.GPT2_TOP, gguf.GPT2_LAYER) is None
-
-
 @pytest.mark.parametrize(
-    ("name", "path"),
+    ("name", "bloom", "names"),
     [
-        ("transformer.h.3.attn.c_attn.weight", "layer.3.self_attention.linear.0.weight"),
-        ("h.3.ln_2.bias", "layer.3.ffn.layer_norm.beta"),
-        ("h.0.mlp.c_proj.bias", "layer.0.ffn.linear_1.bias"),
-        ("wpe.weight", "position_encodings.encodings"),
-        ("ln_f.weight", "layer_norm.gamma"),
-        ("lm_head.weight", None),
-        ("h.0.attn.bias", None),
+        (
+            "transformer.h.3.mlp.dense_4h_to_h.bias",
+            True,
+            ("blk.3.ffn_down.bias", "layer.3.ffn.linear_1.bias"),
+        ),
+        ("word_embeddings.weight", True, ("token_embd.weight", "embeddings.weight")),
+        (
+            "transformer.h.3.attn.c_attn.weight",
+            False,
+            ("blk.3.attn_qkv.weight", "layer.3.self_attention.linear.0.weight"),
+        ),
+        ("h.3.ln_2.bias", False, ("blk.3.ffn_norm.bias", "layer.3.ffn.layer_norm.beta")),
+        ("wpe.weight", False, ("position_embd.weight", "position_encodings.encodings")),
+        ("ln_f.weight", False, ("output_norm.weight", "layer_norm.gamma")),
+        ("lm_head.weight", False, None),
+        ("h.0.attn.bias", False, None),
     ],
 )
-def test_ctranslate2_paths(scripts, name, path):
-    writer = scripts("write_ctranslate2")
-    assert writer.rename(name, writer.GPT2_TOP, writer.GPT2_LAYER) == path
+def test_names_of_converted_tensors(name, bloom, names):
+    assert write_checkpoint.rename(name, bloom=bloom) == names
 
 
-def test_the_order_of_qkv(scripts):
+def test_the_order_of_qkv():
     fused = np.arange(2 * 3 * 2).reshape(12, 1)  # two heads of size two: q0 q0 k0 k0 v0 v0 q1 ...
-    assert scripts("peer_common").part_qkv(fused, 2)[:, 0].tolist() == [0, 1, 6, 7, 2, 3, 8, 9, 4, 5, 10, 11]
+    assert write_checkpoint.split_qkv(fused, 2)[:, 0].tolist() == [0, 1, 6, 7, 2, 3, 8, 9, 4, 5, 10, 11]
 
 
 def test_every_peer_has_its_files():
     for peer in environments.PEERS.values():
-        for script in filter(None, (peer.script, peer.converter)):
-            assert (environments.SCRIPTS / script).exists()
+        assert (environments.SCRIPTS / peer.script).exists()
         assert peer.environment in (None, *environments.PEERS)
         json.dumps([peer.requirements, peer.job])
 
 
-def test_what_a_peer_cannot_serve_is_left_out_before_anything_is_converted(monkeypatch, tmp_path):
+def test_a_peer_that_cannot_serve_converts_nothing(monkeypatch, tmp_path):
     (tmp_path / "model.safetensors").touch()
     (tmp_path / "config.json").write_text(json.dumps(shapes.SHAPES["tiny"]))
     ran = []
 
     def run_script(python, script, *arguments, name):
         ran.append((script, arguments[1:]))
-        if script == "write_ctranslate2.py":
-            Path(arguments[1]).mkdir()
+        if script == environments.CONVERTER:
+            Path(arguments[2]).mkdir()
             return ""
         job = json.loads(Path(arguments[0]).read_text())
         assert job["ask"] == "bloom"
@@ -354,4 +345,4 @@ def test_what_a_peer_cannot_serve_is_left_out_before_anything_is_converted(monke
     assert made[0].model.is_dir()
     assert made[0].vocab_size == 128
     assert notes == [f"ctranslate2 is not compared with {tmp_path.name} in bfloat16: no such type"]
-    assert [script for script, _ in ran].count("write_ctranslate2.py") == 1
+    assert [script for script, _ in ran].count(environments.CONVERTER) == 1
