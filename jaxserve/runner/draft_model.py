@@ -16,7 +16,7 @@ from jaxserve.iteration import Chunk, IterationPlan, SamplerVariant
 from jaxserve.runner.batch import pack, pack_admission
 from jaxserve.runner.stage import Launched, StageRunner
 from jaxserve.scheduler.buckets import BucketLadder
-from jaxserve.scheduler.speculation import Wanted
+from jaxserve.scheduler.speculation import DraftRequest
 
 
 class DraftModel:
@@ -35,7 +35,7 @@ class DraftModel:
         """Milliseconds to draft one token for each of so many rows."""
         return self._ladder.costs_ms[self._index(rows)]
 
-    def draft(self, wanted: Sequence[Wanted]) -> list[list[int]]:
+    def draft(self, wanted: Sequence[DraftRequest]) -> list[list[int]]:
         """The drafted tokens of each row.
 
         Blocks until they are known; no iteration may be in flight that has them.

@@ -1,4 +1,4 @@
-"""Which tokens of which requests each iteration computes: the scheduler (Orca, OSDI'22) and what it decides by.
+"""The scheduler: which tokens of which requests each iteration computes (Orca, OSDI'22).
 
 Nothing here imports jax, so the same code runs in front of devices and in a simulation of them.
 """

@@ -1,4 +1,4 @@
-"""The bucket ladder: which compiled token counts exist, what each costs, and which one an iteration should take."""
+"""The bucket ladder: the compiled token counts, their costs, and the choice among them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import ceil, inf, log2
 
-MAX_DEFAULT_BUCKETS = 8  # each costs a compilation at start; with an objective there is one between each two besides
+MAX_DEFAULT_BUCKETS = 8  # each costs a compilation at start; an objective adds one between each two
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +19,7 @@ class BucketCost:
       size: tokens the program carries, padding included.
       compile_seconds: time to compile it.
       milliseconds: time of one iteration.
-      slots_read: slots of earlier tokens that its iteration read when it was measured.
+      slots_read: slots of earlier tokens that the measured iteration read.
     """
 
     size: int
@@ -34,10 +34,10 @@ class BucketCost:
 
 
 class BucketLadder:
-    """Compiled token counts, ascending, with their measured cost.
+    """Compiled token counts in ascending order, with their measured costs.
 
     Attributes:
-      costs_ms: milliseconds of each, never falling: a larger bucket that measured faster is noise.
+      costs_ms: milliseconds of each bucket. They never fall: if a larger bucket measured faster, that is noise.
     """
 
     def __init__(self, costs: Sequence[BucketCost]) -> None:
@@ -58,26 +58,26 @@ class BucketLadder:
         return self.sizes[-1]
 
     def cost(self, size: int) -> float:
-        """Measured milliseconds of one iteration in bucket `size`; ValueError if there is none."""
+        """Milliseconds of one iteration in bucket `size`; ValueError if there is no such bucket."""
         index = bisect_left(self.sizes, size)
         if index == len(self.sizes) or self.sizes[index] != size:
             raise ValueError(f"there is no bucket of {size} tokens; the ladder is {self.sizes}")
         return self.costs[index].milliseconds
 
     def limit(self, budget: int | None) -> int:
-        """Most tokens an iteration may carry under a token budget: the largest bucket within it, where there is one."""
+        """Most tokens of an iteration: the largest bucket within the budget, or the budget."""
         if budget is None:
             return self.largest
         index = bisect_right(self.sizes, budget)
         return self.sizes[index - 1] if index else budget
 
     def pick(self, decodes: int, prompt_tokens: int, budget: int, rows: int | None = None) -> int:
-        """The bucket for an iteration of `decodes` decodes with `prompt_tokens` prompt tokens ready to fill it up.
+        """The bucket for `decodes` decodes, which `prompt_tokens` ready prompt tokens may fill up.
 
-        Either everything is taken at once in the smallest bucket that holds it (with padding), or the largest bucket
-        that can be filled exactly comes first and the rest follows by the same rule; the cheaper way wins. The cost of
-        a way is the sum of its buckets' costs less the worth of the decodes that ride along, and a decode is worth its
-        share of an iteration in which all `rows` decode (default: one more row than there are decodes).
+        There are two ways. Either the smallest bucket that holds everything takes it at once, with padding. Or the
+        largest bucket that can be filled exactly comes first, and the rest follows by the same rule. The cheaper way
+        wins. The cost of a way is the sum of its buckets' costs, less the worth of the decodes that it carries. A
+        decode is worth its share of an iteration in which all `rows` decode (default: one row more than `decodes`).
 
         `decodes` is at most `budget`, and `budget` is a result of `limit`.
         """
@@ -111,13 +111,14 @@ class BucketLadder:
 
 
 def default_sizes(max_rows: int, token_budget: int | None, *, objective: bool = False) -> tuple[int, ...]:
-    """The ladder to measure when none is given: at most MAX_DEFAULT_BUCKETS sizes, in two geometric series.
+    """The bucket sizes to measure when none are given: two geometric series.
 
-    `max_rows` itself is in it, so that a full batch of decodes has no padding. Above it are sizes for prompts, up to
-    the token budget where there is one; below it sizes for quiet hours, at least two where there is room for them.
+    There are at most MAX_DEFAULT_BUCKETS. One is `max_rows`, so that a full batch of decodes has no padding. Larger
+    ones, up to the token budget if there is one, serve prompts. Smaller ones serve low load; there are at least two if
+    `max_rows` is large enough.
 
-    With an objective for the time between tokens, iterations are as large as it allows: half way between two sizes
-    there is one more, or what it leaves between them would be given away.
+    With an objective for the time between tokens, iterations are as large as the objective allows. One more size half
+    way between each two keeps what it allows from being wasted.
     """
     top = token_budget or max(256, 4 * max_rows)
     rows = min(max_rows, top)
@@ -133,5 +134,5 @@ def default_sizes(max_rows: int, token_budget: int | None, *, objective: bool = 
 
 
 def _rounded(size: float) -> int:
-    """A whole number near `size`, and from 16 on a multiple of 8, which matrix units and vector lanes like."""
+    """A whole number near `size`; from 16 on a multiple of 8, which suits matrix units."""
     return round(size) if size < 16 else 8 * round(size / 8)

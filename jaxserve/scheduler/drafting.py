@@ -1,4 +1,4 @@
-"""Drafted tokens in the scheduler's plans: for which rows, and over which blocks."""
+"""Adds drafted tokens to a plan: chooses the rows and extends their blocks."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Sequence
 from jaxserve.iteration import Chunk, SamplerVariant
 from jaxserve.scheduler.kv_blocks import SlotPool
 from jaxserve.scheduler.plan_builder import PlanBuilder
-from jaxserve.scheduler.speculation import Candidate, Speculation, Wanted
+from jaxserve.scheduler.speculation import DraftCandidate, DraftRequest, Speculation
 from jaxserve.scheduler.state import RequestState
 
-_NOTHING = Candidate(0, 0.0)
+_NOTHING = DraftCandidate(0, 0.0)
 
 
 class Drafting:
-    """Drafts for the rows of a scheduler.
+    """Adds drafts to the rows of a scheduler's plans.
 
     Attributes:
-      speculation: finds where they pay.
+      speculation: decides how many tokens to draft for each row.
     """
 
     def __init__(self, speculation: Speculation, pool: SlotPool) -> None:
@@ -25,7 +25,9 @@ class Drafting:
         self._pool = pool
 
     def pays(self, states: Sequence[RequestState], budget: int) -> bool:
-        """Whether drafts are worth an iteration's while in which these decode, once the tokens in flight are known.
+        """Whether an iteration that decodes these requests should carry drafts.
+
+        The answer holds for the time when the tokens in flight are known.
 
         Args:
           budget: most tokens of the iteration.
@@ -37,7 +39,7 @@ class Drafting:
         return any(self.speculation.lengths([self._candidate(state) for state in states], len(states), budget))
 
     def lengthen(self, builder: PlanBuilder, budget: int) -> None:
-        """Lengthen the decodes by drafted tokens, for which nobody has to give up blocks."""
+        """Add drafted tokens to the decodes. No request is preempted for them."""
         speculation, states, chunks = self.speculation, builder.states, builder.chunks
         if not speculation.has_room(len(states), budget):
             return
@@ -48,46 +50,48 @@ class Drafting:
         builder.states, builder.chunks = [], []
         long_states: list[RequestState] = []
         long_chunks: list[Chunk] = []
-        wanted: list[Wanted] = []
+        wanted: list[DraftRequest] = []
         for state, chunk, most in zip(states, chunks, lengths, strict=True):
             length = self._cover(builder, state, chunk.start + 1, most) if most else 0
             if not length:
                 builder.states.append(state)
                 builder.chunks.append(chunk)
                 continue
-            assert state.guesses is not None
+            assert state.drafts is not None
             if speculation.drafter is None:
-                builder.drafts += state.guesses.latest[:length]
+                builder.drafts += state.drafts.latest[:length]
             else:
-                wanted.append(Wanted(state.admission(), state.variant, state.guesses.computed, length))
+                wanted.append(DraftRequest(state.admission(), state.variant, state.drafts.computed, length))
             long_states.append(state)
             long_chunks.append(Chunk(chunk.row, chunk.start, 1 + length, 1 + length))
         builder.states += long_states
         builder.chunks += long_chunks
         if speculation.drafter is not None and wanted:
             for state, drafts in zip(long_states, speculation.drafter.draft(wanted), strict=True):
-                assert state.guesses is not None
-                state.guesses.take(drafts)
+                assert state.drafts is not None
+                state.drafts.set_draft(drafts)
                 builder.drafts += drafts
 
-    def _candidate(self, state: RequestState) -> Candidate:
-        """A row to be drafted for, now or when the token in flight is known: the first guess is at that one then."""
-        if state.variant == SamplerVariant.CONSTRAINED:  # whose masks are known for one token only
+    def _candidate(self, state: RequestState) -> DraftCandidate:
+        """The request as a candidate, now or when its token in flight is known."""
+        if state.variant == SamplerVariant.CONSTRAINED:  # grammar masks are known for one token only
             return _NOTHING
-        if state.guesses is None:
-            state.guesses = self.speculation.guesses(state.tokens)
-        guesses = state.guesses
-        most, unknown = guesses.look(), 0
-        if self.speculation.drafter is None:  # what is looked up begins at the token in flight
+        if state.drafts is None:
+            state.drafts = self.speculation.new_drafts(state.tokens)
+        drafts = state.drafts
+        most, unknown = drafts.refresh(), 0
+        if self.speculation.drafter is None:  # n-gram drafts begin at the token in flight
             unknown = state.length - len(state.tokens)
-        return Candidate(min(most - unknown, state.limit - state.length - 1), guesses.chance, guesses.chance**unknown)
+        return DraftCandidate(
+            min(most - unknown, state.limit - state.length - 1), drafts.acceptance, drafts.acceptance**unknown
+        )
 
     def _cover(self, builder: PlanBuilder, state: RequestState, known: int, most: int) -> int:
-        """Cover as many drafts after `known` positions as the pool has room for; how many."""
+        """Extend the blocks for up to `most` drafts after `known` positions; how many fit."""
         length = most
         while length and self._pool.shortage(state.allocation, known + length):
             length -= 1
-        if length and known + length > state.allocation.capacity:  # which drafts before may have left large enough
+        if length and known + length > state.allocation.capacity:  # earlier drafts may have extended it already
             index = len(state.allocation.blocks)
             self._pool.extend(state.allocation, known + length)
             builder.change_table(state, index)

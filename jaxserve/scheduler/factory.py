@@ -1,4 +1,4 @@
-"""Make the scheduler that an engine's settings describe, for devices or for a simulation."""
+"""Makes the scheduler that an engine's settings describe, for devices or for a simulation."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from jaxserve.scheduler.static_batching import StaticBatchScheduler
 
 
 def fixed_chunk(config: EngineConfig, sizes: Sequence[int], block_size: int) -> int | None:
-    """Tokens at whose multiples prompts are cut in deterministic mode: as many whole blocks as one bucket has room for
-    beside the decodes of all other rows.
+    """The chunk length at whose multiples deterministic mode cuts prompts; None in other modes.
+
+    It is as many whole blocks as fit the largest bucket beside the decodes of all other rows.
 
     Args:
-      sizes: token counts that are compiled.
+      sizes: compiled token counts, ascending.
 
     Raises:
-      ValueError: that is not one block.
+      ValueError: not even one block fits.
     """
     if not config.deterministic:
         return None
@@ -45,12 +46,12 @@ def make_scheduler(
     eos_token_ids: frozenset[int],
     drafter: Drafter | None = None,
 ) -> Scheduler:
-    """A new scheduler over a pool of its own.
+    """A new scheduler over a new slot pool.
 
     Args:
-      costs: of each bucket, ascending.
-      n_blocks / block_size / max_context: what the engine settled on, whatever `config` asks for.
-      drafter: the model that drafts, where one does.
+      costs: one for each bucket, ascending.
+      n_blocks / block_size / max_context: the engine's final sizes, whatever `config` asks for.
+      drafter: the draft model, if there is one.
     """
     chunk = fixed_chunk(config, [cost.size for cost in costs], block_size)
     ladder = BucketLadder(costs)

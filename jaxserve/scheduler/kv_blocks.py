@@ -18,15 +18,15 @@ class BlockAllocation:
     """The blocks of one request, from admission to release.
 
     Attributes:
-      tokens: the request's known tokens; the owner appends to this list, never changes what is in it.
-      max_length: most tokens it may come to hold.
+      tokens: the request's known tokens. The owner appends to this list and never changes it otherwise.
+      max_length: most tokens the request may come to hold.
       prompt_length: how many of the tokens are its prompt.
-      salt: prefixes are shared under the same salt only.
-      takes_hits: whether it may start from blocks of the prefix cache.
+      salt: prefixes are shared only between requests with the same salt.
+      takes_hits: whether the request may start from blocks of the prefix cache.
       blocks: block of each run of `block_size` positions, in order.
       capacity: positions that `blocks` cover.
-      copied: (from, to): what the last block it was admitted with is a copy of, to be made before it is read.
-      publish_at: positions computed at which the next block can be published; infinite when none ever can.
+      copied: (from, to): the last block at admission is a copy, to be made before it is read.
+      publish_at: number of computed positions at which the next block can be published; infinite if none ever can.
     """
 
     tokens: list[int]
@@ -39,9 +39,9 @@ class BlockAllocation:
     copied: tuple[int, int] | None = field(default=None, init=False)
     publish_at: float = field(default=inf, init=False)
     _set_aside: int = field(default=0, init=False)  # blocks promised to this allocation and not yet in `blocks`
-    _published: int = field(default=0, init=False)  # leading blocks that need no publishing any more
+    _published: int = field(default=0, init=False)  # leading blocks that are published already
     _held: bool = field(default=False, init=False)
-    _digests: list[bytes] = field(default_factory=list, init=False)  # chain over full blocks, kept over releases
+    _digests: list[bytes] = field(default_factory=list, init=False)  # chain over full blocks; survives a release
 
     @property
     def is_held(self) -> bool:
@@ -50,9 +50,9 @@ class BlockAllocation:
 
 
 class SharedPrefix(NamedTuple):
-    """Keys and values that another request can take over: those of the first `length` positions.
+    """Keys and values of the first `length` positions, which another request can take over.
 
-    Their tokens are the same, and the iterations that compute them are launched already.
+    The tokens are the same, and the iterations that compute them are already launched.
     """
 
     allocation: BlockAllocation
@@ -62,10 +62,10 @@ class SharedPrefix(NamedTuple):
 class SlotPool:
     """`n_blocks` blocks of `block_size` slots, shared by the requests on one device pool.
 
-    Two policies behind `can_admit` / `extend` / `release`. `reserve` sets a request's worst case aside at admission
-    (Orca, OSDI'22, Algorithm 1, in whole blocks; shared blocks count once) and so never takes anything back. `grow`
-    sets aside the tokens known at admission only; later blocks come on demand, and when none is left `extend` names the
-    allocations that lost theirs.
+    `can_admit`, `extend` and `release` follow one of two policies. `reserve` sets a request's worst case aside at
+    admission (Orca, OSDI'22, Algorithm 1, in whole blocks; shared blocks count once) and never takes blocks back.
+    `grow` sets aside only the tokens known at admission. Later blocks come on demand; when none is left, `extend`
+    returns the allocations that lost theirs.
 
     Under `grow`, a request is admitted only if `growth_tokens` for each request stay free. Simulated on random requests
     of a hundred tokens, 16 gives the most throughput at block sizes from 4 to 128: with 0 a quarter of all computing is
@@ -74,11 +74,11 @@ class SlotPool:
     Prefix reuse: full blocks are addressed by a SHA-256 chain over salt and tokens. A block enters the cache when its
     owner publishes it, stays while a request holds it, and afterwards until it is evicted as the least recently used.
 
-    A request can also begin with what another one holds, cached or not (`SharedPrefix`): they share the full blocks,
-    and it gets a copy of one that is filled in part.
+    A request can also begin with the blocks of another one, cached or not (`SharedPrefix`). The two share the full
+    blocks, and the new request gets a copy of a block that is filled in part.
 
-    With `prefix_blocks`, prefixes are found and published in whole runs of so many blocks, and of prompts only:
-    what a chunk of a fixed size computed is not mixed with what decodes did.
+    With `prefix_blocks`, prefixes are found and published only in whole runs of that many blocks, and only within
+    prompts. Then no prefix mixes what chunks of a fixed size computed with what decodes computed.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class SlotPool:
         prefix_blocks: int | None = None,
     ) -> None:
         if n_blocks < 1 or block_size < 1:
-            raise ValueError(f"a pool of {n_blocks} blocks of {block_size} slots is none; both must be at least 1")
+            raise ValueError(f"a pool of {n_blocks} blocks of {block_size} slots is empty; both must be at least 1")
         if policy not in ("reserve", "grow"):
             raise ValueError(f"slot policy is {policy!r}; it must be reserve or grow")
         self.n_blocks = n_blocks
@@ -104,7 +104,7 @@ class SlotPool:
         self._references = [0] * n_blocks
         self._digest_of: list[bytes | None] = [None] * n_blocks
         self._block_of: dict[bytes, int] = {}
-        self._idle: OrderedDict[int, None] = OrderedDict()  # published, held by none; LRU first
+        self._idle: OrderedDict[int, None] = OrderedDict()  # published, held by no request; LRU first
         self._set_aside = 0
         self._num_held = 0
 
@@ -115,35 +115,35 @@ class SlotPool:
 
     @property
     def num_available(self) -> int:
-        """Blocks that no request holds, with those set aside and those that only the cache holds."""
+        """Blocks that no request holds, including those set aside and those in the cache."""
         return len(self._free) + len(self._idle)
 
     @property
     def num_cached(self) -> int:
-        """Blocks that can be found by their prefix."""
+        """Blocks that a prefix lookup can find."""
         return len(self._block_of)
 
     @property
     def slots_used(self) -> int:
-        """Slots in blocks that some request holds or was promised."""
+        """Slots in blocks that a request holds or that are set aside for one."""
         return (self.n_blocks - self.num_available + self._set_aside) * self.block_size
 
     @property
     def slots_cached(self) -> int:
-        """Slots in blocks that no request holds and that can be found by their prefix."""
+        """Slots in blocks that no request holds and that a prefix lookup can find."""
         return len(self._idle) * self.block_size
 
     @property
     def slots_held(self) -> int:
-        """Slots in blocks that some request holds, those only promised left out."""
+        """Slots in blocks that a request holds, without those only set aside."""
         return (self.n_blocks - self.num_available) * self.block_size
 
     def blocks_for(self, length: int) -> int:
-        """Blocks that `length` tokens fill, the last one maybe in part."""
+        """Blocks that `length` tokens need; the last one may be filled in part."""
         return -(-length // self.block_size)
 
     def cached_tokens(self, allocation: BlockAllocation) -> int:
-        """Tokens of `allocation` that the prefix cache holds now. From any thread."""
+        """Tokens of `allocation` that the prefix cache holds now. Any thread may call this."""
         return len(self._match(allocation)) * self.block_size
 
     def can_admit(self, allocation: BlockAllocation, source: SharedPrefix | None = None) -> bool:
@@ -182,7 +182,7 @@ class SlotPool:
         return allocation.capacity if source is None else self._inherit(allocation, source)
 
     def shortage(self, allocation: BlockAllocation, length: int) -> int:
-        """Blocks that are missing before `allocation` can cover `length` positions without taking any back."""
+        """Blocks missing before `allocation` can cover `length` positions without preemption."""
         need = self.blocks_for(length) - len(allocation.blocks) - allocation._set_aside
         return max(need - (self.num_available - self._set_aside), 0) if need > 0 else 0
 
@@ -218,10 +218,10 @@ class SlotPool:
         return victims
 
     def release(self, allocation: BlockAllocation) -> None:
-        """Take back all that `allocation` holds; published blocks stay findable until they are needed again."""
+        """Release all blocks of `allocation`; published blocks can be found until they are evicted."""
         if not allocation._held:
             return
-        for block in reversed(allocation.blocks):  # the tail of a chain is of no use without its head: evict it earlier
+        for block in reversed(allocation.blocks):  # the end of a chain is useless without its start: evict it earlier
             self._references[block] -= 1
             if self._references[block] == 0:
                 if self._digest_of[block] is None:
@@ -237,10 +237,10 @@ class SlotPool:
         allocation.publish_at = inf
 
     def publish(self, allocation: BlockAllocation, computed: int) -> None:
-        """Let other requests find the full blocks among the first `computed` positions.
+        """Make the full blocks among the first `computed` positions available to other requests.
 
-        The caller vouches that the tokens at those positions are known and that the iterations that computed them have
-        completed. No iteration still in flight writes to them then: a request writes its positions in order, once.
+        The caller guarantees that the tokens at those positions are known and that the iterations that computed them
+        have completed. Then no iteration in flight writes to them: a request writes its positions in order, once.
         """
         full = computed // self.block_size
         if self._prefix_blocks is not None:
@@ -258,7 +258,7 @@ class SlotPool:
         allocation.publish_at = (full + 1) * self.block_size
 
     def flush(self, allocations: Iterable[BlockAllocation] = ()) -> None:
-        """Forget every cached prefix; blocks of `allocations` (those held now) are never published any more."""
+        """Forget every cached prefix, and never publish the blocks that `allocations` hold now."""
         self._free.extend(reversed(self._idle))
         self._idle.clear()
         for block in self._block_of.values():
@@ -270,7 +270,7 @@ class SlotPool:
     def _first_blocks(
         self, allocation: BlockAllocation, source: SharedPrefix | None
     ) -> tuple[list[int], SharedPrefix | None]:
-        """The full blocks that a request can begin with, and their source, if not the prefix cache."""
+        """The full blocks that a request can begin with, and their source unless it is the cache."""
         size = self.block_size
         most_cached = (len(allocation.tokens) - 1) // size * size
         hits = [] if source is not None and source.length >= most_cached else self._match(allocation)
@@ -279,7 +279,10 @@ class SlotPool:
         return source.allocation.blocks[: source.length // size], source
 
     def _inherit(self, allocation: BlockAllocation, source: SharedPrefix) -> int:
-        """Complete an allocation that begins with a source's full blocks: the tokens it need not compute."""
+        """Finish an allocation that begins with a source's full blocks.
+
+        Returns the number of tokens that need not be computed.
+        """
         shared = len(allocation.blocks)
         if allocation.salt == source.allocation.salt:
             allocation._digests += source.allocation._digests[len(allocation._digests) : shared]

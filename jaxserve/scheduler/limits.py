@@ -1,4 +1,4 @@
-"""Which requests an engine can serve at all, and how many may wait: judged wherever they are handed in. No jax."""
+"""Which requests an engine can serve, and how many may wait. Imports no jax."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from jaxserve.scheduler.state import check_fits
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What an engine serves.
+    """The limits of one engine.
 
     Attributes:
-      slots: of one replica.
-      endings: tokens that end the model's texts.
-      scoring: whether prompt_logprobs is served.
-      has_tokenizer: whether text can be made of tokens.
+      slots: slots of one replica.
+      endings: the model's end-of-text tokens.
+      scoring: whether the engine serves prompt_logprobs.
+      has_tokenizer: whether the engine can turn tokens into text.
     """
 
     vocab_size: int
@@ -30,7 +30,7 @@ class Limits:
     has_tokenizer: bool
 
     def check(self, request: Request) -> None:
-        """Raises InvalidRequest, naming the field, for a request that can never be served."""
+        """Raise InvalidRequest, naming the field, if the engine can never serve the request."""
         check_fits(request, self.max_context, self.slots)
         for field, tokens in (
             ("prompt_token_ids", request.prompt),
@@ -44,10 +44,10 @@ class Limits:
         if request.sampling.prompt_logprobs is not None and not self.scoring:
             raise InvalidRequest("prompt_logprobs", "is not served: the engine was started without prompt scoring")
         if request.sampling.bad_words and not request.sampling.bad_word_tokens:
-            raise InvalidRequest("bad_words", "are no tokens yet; parse_request makes them so")
+            raise InvalidRequest("bad_words", "must be token sequences here; parse_request converts words")
         endings = self.endings + len(request.sampling.stop_token_ids)
         if request.sampling.min_tokens and endings > MAX_ENDINGS:
-            raise InvalidRequest("min_tokens", f"bars {endings} tokens that end it; at most {MAX_ENDINGS} can be")
+            raise InvalidRequest("min_tokens", f"bars {endings} tokens that end the request; at most {MAX_ENDINGS} fit")
         if request.sampling.stop and not self.has_tokenizer:
             raise InvalidRequest("stop", "needs a tokenizer, and this checkpoint has none; use stop_token_ids")
         grammar = request.sampling.grammar
@@ -56,9 +56,9 @@ class Limits:
 
 
 def check_queue(config: EngineConfig, request: Request, *, waiting: int, waiting_tokens: int) -> None:
-    """Raises QueueFull where so much waits that one more may not."""
+    """Raise QueueFull if the queue cannot take one more request."""
     if waiting + 1 > config.max_queued_requests:
-        raise QueueFull(f"{waiting} requests are waiting, as many as may (max_queued_requests)")
+        raise QueueFull(f"{waiting} requests are waiting, which is the limit (max_queued_requests)")
     if waiting_tokens + len(request.prompt) > config.max_queued_tokens and waiting:
         most, new = config.max_queued_tokens, len(request.prompt)
-        raise QueueFull(f"{waiting_tokens} tokens are waiting; {new} more are over max_queued_tokens ({most})")
+        raise QueueFull(f"{waiting_tokens} tokens are waiting; {new} more would exceed max_queued_tokens ({most})")

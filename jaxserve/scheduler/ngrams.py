@@ -1,33 +1,35 @@
-"""Drafts by look-up: what followed when the last few tokens stood there before, in the prompt or in the answer itself
-(prompt lookup decoding; LLMA, arXiv:2304.04487)."""
+"""Drafts by n-gram lookup in the prompt and the answer so far.
+
+The draft is what followed the last few tokens at an earlier place (prompt lookup decoding; LLMA, arXiv:2304.04487).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-_LONGEST = 8  # matching tokens beyond which no better match is looked for
-_CANDIDATES = 8  # earlier occurrences of the last two tokens that are looked at, latest first
+_LONGEST = 8  # a match of this many tokens ends the search
+_CANDIDATES = 8  # earlier occurrences of the last two tokens that are compared, latest first
 
 
 class NgramIndex:
-    """Every place where the last two tokens of a growing sequence stood before.
+    """An index of every pair of adjacent tokens in a growing sequence.
 
-    O(1) a token and a look-up.
+    Adding a token and looking up a pair are both O(1).
     """
 
     def __init__(self, tokens: Sequence[int]) -> None:
         """Args:
-        tokens: the sequence; its owner goes on appending to it.
+        tokens: the sequence; its owner keeps appending to it.
         """
         self._tokens = tokens
-        self._latest: dict[tuple[int, int], int] = {}  # a pair of tokens -> where it last ended, the end left out
-        self._before = [0, 0]  # by such an end: where the same pair ended before; 0 is nowhere
+        self._latest: dict[tuple[int, int], int] = {}  # a pair of tokens -> the exclusive end of its latest occurrence
+        self._before = [0, 0]  # such an end -> the end of the pair's previous occurrence; 0 means none
 
     def propose(self, most: int) -> list[int]:
-        """What followed the longest match of the sequence's end, the latest of equals: `most` tokens, or none.
+        """`most` tokens that followed the longest earlier match of the sequence's end, or none.
 
-        A match that reaches the end of the sequence is continued by what it proposes: text that repeats goes on
-        repeating.
+        Among matches of equal length the latest wins. A match that reaches the end of the sequence continues with the
+        proposed tokens themselves, so text that repeats keeps repeating.
         """
         tokens, latest, before = self._tokens, self._latest, self._before
         last = len(tokens)
@@ -54,5 +56,5 @@ class NgramIndex:
             return []
         found = list(tokens[best : best + most])
         while len(found) < most:
-            found.append(found[best - last])  # counts from the end, where the copy catches up with itself
+            found.append(found[best - last])  # a negative index: the copy has caught up with itself
         return found

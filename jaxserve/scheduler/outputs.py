@@ -1,4 +1,4 @@
-"""What the device's answers mean for the requests: tokens that are theirs now, their events, and their ends."""
+"""Applies an iteration's results to its requests: new tokens, events and finish reasons."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from jaxserve.scheduler.state import RequestState
 
 
 class ScoredRange(NamedTuple):
-    """Prompt positions first..last that one chunk scores; flat token `flat` of the plan is followed by `first`."""
+    """Prompt positions first..last that one chunk scores.
+
+    The logits of flat token `flat` of the plan score position `first`.
+    """
 
     first: int
     last: int
@@ -20,18 +23,19 @@ class ScoredRange(NamedTuple):
 
 
 class OutputProcessor:
-    """What an iteration has answered, taken in chunk by chunk in the order of the plan."""
+    """Reads the result of one iteration, chunk by chunk in the order of the plan."""
 
     def __init__(self, result: IterationResult, drafts: Sequence[int], eos_token_ids: frozenset[int]) -> None:
-        """Args:
-        drafts: of the plan.
+        """
+        Args:
+          drafts: the plan's drafted tokens.
         """
         self._result, self._drafts, self._eos = result, drafts, eos_token_ids
         self._tokens, self._logprobs = result.tokens.tolist(), result.logprobs.tolist()
-        self._entry = self._drafted = 0  # of the result and of the drafts, the next chunk's first
+        self._entry = self._drafted = 0  # where the next chunk's entries begin in the result and in the drafts
 
     def skip(self, chunk: Chunk) -> None:
-        """Leave out a chunk whose request has ended."""
+        """Skip a chunk whose request has ended."""
         self._entry += chunk.samples or 1
         if chunk.samples > 1:
             self._drafted += chunk.samples - 1
@@ -39,21 +43,21 @@ class OutputProcessor:
     def take(
         self, state: RequestState, chunk: Chunk, scores: ScoredRange | None, *, withdrawn: bool
     ) -> tuple[TokenEvent | None, int, int]:
-        """Take in what was answered for a chunk.
+        """Apply the result of one chunk.
 
         Args:
-          scores: what it scored of the prompt, if anything.
-          withdrawn: whether no token was chosen after it, though the plan asks for one.
+          scores: the prompt positions that the chunk scored, if any.
+          withdrawn: whether the plan's sample after this chunk was withdrawn.
 
         Returns:
-          The event, if there is anything to tell, with the request's end if this is it; positions whose keys and values
-          are computed and the request's; drafts that were what the model chose.
+          The event, or None if there is nothing to report; the number of positions that are now computed; the number
+          of accepted drafts.
         """
         _, start, length, samples = chunk
         entry, drafted = self._entry, self._drafted
         self.skip(chunk)
         computed = start + (length if samples < 2 else 1)
-        if withdrawn:  # the last token is computed once more, so its block is not whole yet
+        if withdrawn:  # the last token is computed again later, so its block is not complete yet
             samples, computed = 0, computed - 1
         scored = () if scores is None else _prompt_logprobs(state, scores, self._result)
         if not samples:
@@ -69,7 +73,7 @@ class OutputProcessor:
         state.tokens.append(token)
         reason = state.finish_reason(token, self._eos)
         if end is not None and reason in (None, FinishReason.LENGTH):
-            reason = FinishReason.EOS  # all that could follow
+            reason = FinishReason.EOS  # the grammar allows no other token
         accepted = 0
         if samples > 1:
             accepted, reason = self._accept(state, reason, entry, self._drafts[drafted : drafted + samples - 1])
@@ -82,12 +86,14 @@ class OutputProcessor:
     def _accept(
         self, state: RequestState, reason: FinishReason | None, entry: int, drafts: Sequence[int]
     ) -> tuple[int, FinishReason | None]:
-        """Take in the tokens chosen after drafts, as long as these are what was chosen before; how many, and why the
-        last of them is the last.
+        """Append the tokens sampled after drafts, up to the first draft that was not sampled itself.
 
         Args:
-          reason: why the token before the drafts, which was certain to be taken, is the last, if it is.
-          entry: of that token; each draft has one behind it.
+          reason: why the token before the drafts is the last one, if it is.
+          entry: the result entry of that token; those of the drafts follow it.
+
+        Returns:
+          The number of accepted drafts, and why the last token is the last one, if it is.
         """
         accepted = 0
         for draft in drafts:
@@ -107,7 +113,7 @@ def _failure(state: RequestState, error: str, field: str | None = None) -> Token
 
 
 def _top_logprobs(state: RequestState, first: int, end: int, result: IterationResult) -> tuple[Alternatives, ...]:
-    """The alternatives reported for the tokens of these entries of the result."""
+    """The top alternatives of the tokens in these entries of the result."""
     assert result.top_ids is not None
     assert result.top_logprobs is not None
     most = state.request.sampling.logprobs

@@ -1,4 +1,4 @@
-"""Parallel samples: requests with one prompt, which one of them computes and the others share.
+"""Parallel samples: requests with one prompt, which one of them computes for all.
 
 The others share the prompt's full blocks (by reference counts). Every sample writes into the block in which the prompt
 ends, so each gets a copy of it (copy on write, as in PagedAttention, Kwon et al., SOSP'23, section 4.4). The device
@@ -76,7 +76,7 @@ class ParallelSampleGroups:
         _add(state, group)
 
     def leave(self, state: RequestState) -> bool:
-        """Remove a request that ends from its group; whether it was deferred."""
+        """Remove a request that ends from its group. Returns whether it was deferred."""
         group = state.samples
         if group is None:
             return False
@@ -90,7 +90,10 @@ class ParallelSampleGroups:
         return True
 
     def defer_first(self, state: RequestState) -> bool:
-        """Defer the first request of the queue if it must wait for another's keys and values; whether it did."""
+        """Defer the first request of the queue if it must wait for another's keys and values.
+
+        Returns whether it did.
+        """
         group = state.samples
         if group is None or not state.allocation.takes_hits or group.source() is not None or not group.is_computing:
             return False
@@ -100,7 +103,7 @@ class ParallelSampleGroups:
         return True
 
     def resume_deferred(self) -> None:
-        """Return deferred requests to the queue, once what they wait for is there or will not come."""
+        """Return deferred requests to the queue, if the prompt is computed or nothing computes it."""
         if not self.num_deferred:
             return
         for group in self.named.values():
@@ -137,5 +140,5 @@ def _needed(state: RequestState) -> int:
 
 
 def _prompt_computed(state: RequestState) -> int:
-    """Prompt tokens computed, without the last one, which may be computed once more."""
+    """Computed prompt tokens, except the last one, which may be computed again."""
     return min(state.computed, _needed(state))

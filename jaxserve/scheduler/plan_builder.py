@@ -7,11 +7,11 @@ from jaxserve.scheduler.state import RequestState
 
 
 class PlanBuilder:
-    """Gathers what the next plan holds.
+    """Collects the contents of the next plan.
 
     Attributes:
-      states / chunks: entry by entry, the request and its chunk.
-      prompts / prompt_tokens: requests that wait for a share of the bucket, and the tokens they have left to compute.
+      states / chunks: the request and the chunk of each entry.
+      prompts / prompt_tokens: requests that wait for a share of the bucket, and the tokens left to compute for them.
       changes / admissions / copies / drafts: as in `IterationPlan`.
     """
 
@@ -33,7 +33,7 @@ class PlanBuilder:
         self.chunks.append(chunk)
 
     def change_table(self, state: RequestState, index: int) -> None:
-        """Enter a row's blocks from `index` on into its block table."""
+        """Write a row's blocks from `index` on into its block table."""
         for block in state.allocation.blocks[index:]:
             self.changes.append(TableChange(state.row, index, block))
             index += 1

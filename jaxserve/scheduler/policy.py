@@ -1,7 +1,8 @@
 """Token budget policies: how many tokens an iteration may carry, decodes against prompts.
 
-A policy is asked twice for every plan: before decodes are gathered, and again before requests are admitted and prompts
-fill the rest. To try another policy, write a class with these two methods and return it from `make_policy`.
+The scheduler asks a policy twice for every plan: before it gathers decodes, and again before it admits requests and
+fills the rest with prompts. To try another policy, write a class with these two methods and return it from
+`make_policy`.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class ObjectiveTokenBudget:
         self._in_time = ladder.sizes[max(in_time - 1, 0)]
 
     def decode_budget(self, requests: RequestTable) -> int:
-        """See `budget`."""
+        """Most tokens of the next iteration (see `budget`)."""
         begun = [state.length for state in requests.running if state.length - state.computed > 1]
         return self.budget(len(requests.running) - len(begun), sum(begun) + requests.waiting_tokens)
 
@@ -90,8 +91,8 @@ class ObjectiveTokenBudget:
 
         Args:
           decodes: rows that decode, of all plans.
-          prompt_tokens: whole lengths of the prompts that wait or have begun, however far they are: a prompt is to be
-            done after PROMPT_ITERATIONS, not to lose that share of its rest with each.
+          prompt_tokens: whole lengths of the prompts that wait or have begun, computed or not. So a prompt is done
+            after PROMPT_ITERATIONS instead of losing a fraction of its rest with each.
         """
         share = -(-decodes // self._batches)
         wanted = share - (-prompt_tokens // min(1 + share, PROMPT_ITERATIONS))
@@ -100,13 +101,13 @@ class ObjectiveTokenBudget:
 
 
 class DefaultTokenBudget:
-    """The token budget without a target: how much prompts may delay the rows that decode.
+    """The token budget without a target: limits how much prompts delay decodes.
 
-    An iteration with prompts takes no longer than one in which every row decodes, or than STRETCH times what its own
-    decodes alone would take, whichever is more. So tokens never come slower than with all rows in use, and where tokens
-    beside the decodes are nearly free, as on an accelerator, all of them are taken. An iteration takes longer only to
-    compute the waiting prompts within BACKLOG_ITERATIONS, so that this rule does not make the queue grow. Where no row
-    decodes, nothing is held back.
+    An iteration with prompts takes no longer than one in which every row decodes, or than STRETCH times the duration of
+    its own decodes, whichever is more. So tokens never come slower than with all rows in use. Where tokens beside the
+    decodes are nearly free, as on an accelerator, an iteration takes all of them. It takes longer only to compute the
+    waiting prompts within BACKLOG_ITERATIONS, so that this rule does not make the queue grow. If no row decodes, the
+    budget is the limit.
 
     Everything follows from the measured bucket costs, so there is nothing to set for a device.
     """
@@ -114,14 +115,14 @@ class DefaultTokenBudget:
     def __init__(self, ladder: BucketLadder, *, max_rows: int, limit: int, batches: int = 1) -> None:
         """
         Args:
-          max_rows: of one plan.
+          max_rows: most rows of one plan.
           limit: most tokens of an iteration (a result of `BucketLadder.limit`).
           batches: plans in flight that hold different rows.
         """
         self._sizes, self._limit, self._batches = ladder.sizes, limit, batches
         sizes, costs, last = ladder.sizes, ladder.costs_ms, len(ladder.sizes) - 1
         full = costs[min(bisect_left(sizes, max_rows), last)]
-        # By the bucket that the decodes alone would take: the largest that is fast enough, and never that one itself.
+        # For each bucket that decodes alone may take: the largest bucket that is fast enough, and at least that bucket.
         self._fast_enough = tuple(
             sizes[min(max(bisect_right(costs, max(full, STRETCH * cost)) - 1, index), last)]
             for index, cost in enumerate(costs)
@@ -132,9 +133,12 @@ class DefaultTokenBudget:
         return self._limit
 
     def prompt_budget(self, requests: RequestTable, plan: PlanBuilder, decode_budget: int) -> int:
-        """See `budget`. Deferred samples are not counted: they have hardly anything left to compute."""
+        """Most tokens of the next iteration (see `budget`).
+
+        Deferred samples are not counted, because they have hardly anything left to compute.
+        """
         decodes = len(plan.states)
-        if self._batches > 1:  # an iteration delays the rows of all plans in flight, which have about as many each
+        if self._batches > 1:  # an iteration delays the rows of all plans in flight, which have about equally many each
             decodes = max(decodes, -(-(len(requests.running) - len(plan.prompts)) // self._batches))
         return self.budget(decodes, plan.prompt_tokens + requests.waiting.num_tokens + requests.preempted_tokens)
 
@@ -143,7 +147,7 @@ class DefaultTokenBudget:
 
         Args:
           decodes: rows of the iteration that decode.
-          prompt_tokens: of the prompts that wait or have begun, those that are not computed yet.
+          prompt_tokens: tokens not yet computed of the prompts that wait or have begun.
         """
         if not decodes or not prompt_tokens:
             return self._limit
@@ -165,12 +169,12 @@ def make_policy(
     """The policy for an engine's settings.
 
     Args:
-      max_rows: of one plan.
+      max_rows: most rows of one plan.
       batches: plans in flight that hold different rows.
       token_budget: most tokens of an iteration, if that is limited.
       target_tpot: seconds between a request's tokens, if there is a target.
-      is_fixed: use the token budget alone: prompts are cut at fixed places, or no client sees a token before the batch
-        ends.
+      is_fixed: use the token budget alone. That is for prompts that are cut at fixed places, or clients that see no
+        token before the batch ends.
     """
     limit = ladder.limit(token_budget)
     if target_tpot is not None:

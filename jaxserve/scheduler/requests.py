@@ -1,4 +1,4 @@
-"""The live requests of a scheduler: their phases, rows and queues. It decides nothing."""
+"""The live requests of a scheduler: their phases, rows and queues. It makes no decisions."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _by_key = attrgetter("key")
 
 
 class RequestTable:
-    """Moves requests from phase to phase and keeps the counts that follow from it.
+    """Moves requests between phases and keeps the counts of each.
 
     Attributes:
       live: requests that have not ended, by id.
       waiting: requests in phase WAITING, except deferred samples.
       running: requests in phase RUNNING, by key.
       samples: groups of requests with one prompt; a group may defer some of its requests.
-      free_rows: a heap.
+      free_rows: rows that no request has, as a heap.
       num_finishing / num_preempted / preempted_tokens: requests (and their tokens) in these phases.
     """
 
@@ -40,12 +40,12 @@ class RequestTable:
 
     @property
     def num_waiting(self) -> int:
-        """Requests without a row: not begun yet, or preempted."""
+        """Requests without a row: new or preempted."""
         return len(self.waiting) + self.num_preempted + self.samples.num_deferred
 
     @property
     def waiting_tokens(self) -> int:
-        """Tokens that the waiting requests compute before they generate."""
+        """Tokens that waiting requests must compute before they generate."""
         return self.waiting.num_tokens + self.preempted_tokens + self.samples.deferred_tokens
 
     @property
@@ -54,12 +54,12 @@ class RequestTable:
         return len(self.running) + self.num_finishing
 
     def add(self, state: RequestState) -> None:
-        """Let a new request wait."""
+        """Add a new request to the waiting queue."""
         self.live[state.name] = state
         self.waiting.push(state)
 
     def begin(self, state: RequestState) -> None:
-        """Give an admitted request a row."""
+        """Assign a row to an admitted request."""
         state.phase = Phase.RUNNING
         state.row = heapq.heappop(self.free_rows)
         if not state.has_begun:
@@ -68,7 +68,7 @@ class RequestTable:
         insort(self.running, state, key=_by_key)
 
     def finish(self, state: RequestState) -> None:
-        """Take a request whose last token is in flight out of the batch."""
+        """Remove a request from the batch when its last token is in flight."""
         state.phase = Phase.FINISHING
         self.running.remove(state)
         self.num_finishing += 1
@@ -77,7 +77,7 @@ class RequestTable:
             self.leave_row(state)
 
     def take_back_token(self, state: RequestState) -> None:
-        """Undo the newest launched token of a request, which was withdrawn."""
+        """Undo the newest launched token of a request, because it was withdrawn."""
         if state.phase == Phase.FINISHING:
             state.phase = Phase.RUNNING
             self.num_finishing -= 1
@@ -87,7 +87,7 @@ class RequestTable:
         state.computed = state.length - 1
 
     def preempt_last(self) -> RequestState:
-        """Preempt the running request with the largest key, whose blocks are gone."""
+        """Preempt the running request with the largest key, whose blocks have been released."""
         state = self.running.pop()
         self.leave_row(state)
         if state.in_flight:
@@ -99,7 +99,7 @@ class RequestTable:
         return state
 
     def preempted_has_landed(self, state: RequestState) -> None:
-        """Let a preempted request wait again: none of its chunks is in flight any more."""
+        """Return a preempted request to the queue when its last chunk in flight has landed."""
         self.num_preempted -= 1
         self.preempted_tokens -= state.length
         self._wait_again(state)
@@ -108,13 +108,13 @@ class RequestTable:
         self.leave_row(state)
         state.phase = Phase.WAITING
         state.computed = 0
-        state.guesses = None  # a draft model's keys went with the blocks
-        # A prompt to be scored is computed whole; once it is, its prefix need not be computed again.
+        state.drafts = None  # the draft model's keys were lost with the blocks
+        # A prompt with scores is computed whole. Once that is done, its prefix need not be computed again.
         state.allocation.takes_hits = state.scored == state.score_end
         self.waiting.push(state)
 
     def end(self, state: RequestState) -> None:
-        """Take a request out, whatever its phase. Its blocks are the caller's to release."""
+        """Remove a request, whatever its phase. The caller releases its blocks."""
         was_deferred = self.samples.leave(state)
         if state.phase == Phase.WAITING:
             if not was_deferred:

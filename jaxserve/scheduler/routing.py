@@ -1,4 +1,4 @@
-"""Which replica serves a request: the one with the least left to compute. No jax."""
+"""Chooses the replica for a request: the one with the fewest tokens left. Imports no jax."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class OutstandingTokens:
-    """What may still have to be computed for a request.
+    """Tokens that may still have to be computed for a request.
 
     Attributes:
-      prompt: prompt tokens before it generates; 0 once it does.
+      prompt: prompt tokens, before it generates; 0 once it does.
       to_generate: tokens that it may still generate.
     """
 
@@ -23,7 +23,7 @@ class OutstandingTokens:
         return self.prompt + self.to_generate
 
     def generated(self, tokens: int) -> int:
-        """Tokens that are owed no more, now that so many have come."""
+        """Subtract generated tokens. Returns how many tokens are no longer outstanding."""
         paid = self.prompt + tokens
         self.prompt = 0
         self.to_generate -= tokens
@@ -31,10 +31,10 @@ class OutstandingTokens:
 
 
 def choose(owed: Sequence[int], cached: Sequence[int]) -> int:
-    """The replica for a request.
+    """The index of the replica for a request.
 
     Args:
-      owed: tokens that each still has to compute.
-      cached: tokens of the request's prompt that are in each one's prefix cache.
+      owed: tokens that each replica still has to compute.
+      cached: tokens of the request's prompt in each replica's prefix cache.
     """
     return min(range(len(owed)), key=lambda index: owed[index] - cached[index])

@@ -24,17 +24,17 @@ from jaxserve.scheduler.requests import RequestTable
 from jaxserve.scheduler.speculation import Speculation
 from jaxserve.scheduler.state import Phase, RequestState, check_fits
 
-PRIORITY_SECONDS = 10.0  # one step of priority outweighs this much waiting
+PRIORITY_SECONDS = 10.0  # one level of priority outweighs this much waiting time
 
 
 class _PlanInFlight(NamedTuple):
-    """What the scheduler remembers of a plan: rows are reused before it lands."""
+    """What the scheduler remembers of a plan, because rows are reused before it lands."""
 
     sequence: int
     states: list[RequestState]
     scores: dict[int, ScoredRange]  # by chunk
     drafted: bool
-    withdrawn: set[int]  # chunks whose token is not chosen after all
+    withdrawn: set[int]  # chunks whose sample is withdrawn
 
 
 class Scheduler:
@@ -45,19 +45,20 @@ class Scheduler:
     feeds a row's newest token back to itself. With more stages their rows are disjoint (Orca does not select RUNNING
     requests).
 
-    Within a priority class, admission follows arrival, and so do the tokens that a plan has left for prompts. Decodes
-    go before prompts. A key that never changes orders everything: arrival minus priority times PRIORITY_SECONDS.
+    Within a priority class, requests are admitted in the order of arrival, and prompts get the tokens that a plan has
+    left in the same order. Decodes go before prompts. One key that never changes orders everything: arrival minus
+    priority times PRIORITY_SECONDS.
 
-    How many tokens prompts may add to an iteration in which others decode is up to the token budget policy.
+    The token budget policy decides how many tokens prompts may add to an iteration in which others decode.
 
     With a `fixed_chunk` a prompt is cut at multiples of it and nowhere else, so that its arithmetic does not depend on
     the rest of the batch. A piece that does not fit an iteration waits for the next, and every plan asks for the same
     sampler.
 
-    Rows with a grammar are planned like others. `withdraw` takes out those whose mask is late.
+    Rows with a grammar are planned like others. `withdraw` removes the samples whose mask is late.
 
-    With a `speculation` rows may be drafted for, in iterations that have no prompt tokens to compute. Where plans in
-    flight share rows, nothing is then launched before the drafted plan has landed.
+    With a `speculation`, iterations without prompt tokens may carry drafts. If plans in flight share rows, no plan is
+    launched before a plan with drafts has landed.
     """
 
     def __init__(
@@ -91,19 +92,19 @@ class Scheduler:
         )
         self.requests = RequestTable(batches * max_rows, rows_are_exclusive=self._exclusive, boundary=fixed_chunk)
         self.drafting = None if speculation is None else Drafting(speculation, pool)
-        self.preemptions = self.drafted_tokens = self.accepted_tokens = self.withdrawals = 0  # since the start
+        self.preemptions = self.drafted_tokens = self.accepted_tokens = self.withdrawals = 0  # totals since the start
         self._in_flight: deque[_PlanInFlight] = deque()
         self._sequence = 0
         self._submitted = 0
 
     @property
     def num_waiting(self) -> int:
-        """Requests without a row: not begun yet, or preempted."""
+        """Requests without a row: new or preempted."""
         return self.requests.num_waiting
 
     @property
     def waiting_tokens(self) -> int:
-        """Tokens that the waiting requests compute before they generate."""
+        """Tokens that waiting requests must compute before they generate."""
         return self.requests.waiting_tokens
 
     @property
@@ -117,9 +118,9 @@ class Scheduler:
         return bool(self.requests.live or self._in_flight)
 
     def submit(self, request: Request) -> None:
-        """Let `request` wait for its turn.
+        """Add `request` to the waiting queue.
 
-        Raises InvalidRequest if it could never run, ValueError if a live request has its id.
+        Raises InvalidRequest if it could never run, and ValueError if a live request has its id.
         """
         if request.request_id in self.requests.live:
             raise ValueError(f"request_id {request.request_id!r} is in use by a request that has not finished")
@@ -132,7 +133,10 @@ class Scheduler:
         self.requests.add(state)
 
     def abort(self, request_id: str) -> list[TokenEvent]:
-        """End a request now and give its blocks back; its last event, or none if it is not alive."""
+        """End a request now and release its blocks.
+
+        Returns its last event, or none if it is not live.
+        """
         state = self.requests.live.get(request_id)
         if state is None:
             return []
@@ -140,11 +144,11 @@ class Scheduler:
         return [TokenEvent(request_id, finish_reason=FinishReason.ABORTED, cached_tokens=state.cached)]
 
     def flush_prefix_cache(self) -> None:
-        """Forget all cached prefixes, and never publish what was computed before now."""
+        """Forget all cached prefixes, and never publish what has been computed so far."""
         self.pool.flush(state.allocation for state in self.requests.live.values())
 
     def schedule(self) -> IterationPlan | None:
-        """The next plan, to be launched at once; None when nothing can run before a plan in flight completes."""
+        """The next plan, to be launched at once; None if nothing can run before a plan completes."""
         if len(self._in_flight) >= self._most_in_flight:
             return None
         self.requests.samples.resume_deferred()
@@ -167,7 +171,7 @@ class Scheduler:
         return self._launch(plan, bucket)
 
     def complete(self, plan: IterationPlan, result: IterationResult) -> list[TokenEvent]:
-        """Apply the result of the oldest plan in flight; one event for each request that advanced."""
+        """Apply the result of the oldest plan in flight; one event per request that advanced."""
         launched = self._in_flight.popleft()
         assert launched.sequence == plan.sequence, f"plan {plan.sequence} completed before {launched.sequence}"
         events: list[TokenEvent] = []
@@ -196,9 +200,9 @@ class Scheduler:
         return events
 
     def withdraw(self, chunks: Sequence[int]) -> None:
-        """Choose no token after these chunks of the newest plan.
+        """Withdraw the samples after these chunks of the newest plan.
 
-        The next plan that takes their requests computes the last known token of each once more.
+        The next plan with these requests computes the last known token of each again.
         """
         launched = self._in_flight[-1]
         launched.withdrawn.update(chunks)
@@ -208,10 +212,13 @@ class Scheduler:
                 self.requests.take_back_token(state)
 
     def _gather_running(self, plan: PlanBuilder, budget: int) -> bool:
-        """Add the decodes, and find the prompts that have begun; whether requests may be admitted."""
+        """Add the decodes and find the prompts that have begun.
+
+        Returns whether requests may be admitted.
+        """
         may_admit = not self.requests.num_preempted
         for state in self.requests.running.copy():
-            if (self._exclusive and state.in_flight) or state.phase != Phase.RUNNING:  # preempted for an earlier one
+            if (self._exclusive and state.in_flight) or state.phase != Phase.RUNNING:  # an earlier one preempted it
                 continue
             if len(plan.states) + len(plan.prompts) == self._max_rows:
                 break
@@ -220,14 +227,14 @@ class Scheduler:
                 plan.prompts.append(state)
                 plan.prompt_tokens += state.length - start
                 continue
-            # However small the budget, decodes leave a token for the prompt of an earlier request.
+            # However small the budget, decodes leave one token for the prompt of an earlier request.
             if len(plan.states) >= (budget - 1 if plan.prompts else budget):
                 continue
             if start >= state.allocation.capacity:
                 if self.pool.shortage(state.allocation, start + 1):
                     may_admit = False
                     if self.requests.num_finishing:
-                        continue  # blocks come back as soon as a plan in flight completes
+                        continue  # blocks become free when a plan in flight completes
                 self._extend(plan, state, start + 1)
                 if state.phase != Phase.RUNNING:
                     continue
@@ -235,9 +242,9 @@ class Scheduler:
         return may_admit
 
     def _admit(self, plan: PlanBuilder, budget: int) -> None:
-        """Admit requests in order, as long as there are rows, blocks and tokens for them.
+        """Admit requests in order while there are rows, blocks and tokens for them.
 
-        The first that has to wait is not overtaken.
+        No request overtakes the first that has to wait.
         """
         requests = self.requests
         rows = min(len(requests.free_rows), self._max_rows - len(plan.states) - len(plan.prompts))
@@ -259,8 +266,10 @@ class Scheduler:
         plan.prompt_tokens = tokens - len(plan.states)
 
     def _awaits_tokens(self, drafting: Drafting, budget: int) -> bool:
-        """Whether to launch nothing before a plan in flight has landed, because it may yield several tokens a row or
-        because the next one could."""
+        """Whether to wait for a plan in flight before launching another.
+
+        True if that plan has drafts and may yield several tokens per row, or if the next plan should carry drafts.
+        """
         requests = self.requests
         if self._exclusive or not self._in_flight:
             return False
@@ -274,7 +283,7 @@ class Scheduler:
         return drafting.pays(requests.running[: self._max_rows], budget)
 
     def _fill_with_prompts(self, plan: PlanBuilder, room: int) -> None:
-        """Share `room` tokens among the prompts, in order."""
+        """Share `room` tokens among the prompts in order."""
         long_chunks: list[tuple[RequestState, Chunk]] = []
         for state in plan.prompts:
             start = state.computed
@@ -284,7 +293,7 @@ class Scheduler:
                 if length > room:
                     length = room = 0
             if not length:
-                if state.phase == Phase.WAITING:  # the bucket ends before it: better prefix hits may come until then
+                if state.phase == Phase.WAITING:  # the bucket is full; by the next plan there may be more prefix hits
                     self.pool.release(state.allocation)
                     self.requests.waiting.push(state)
                 continue
@@ -292,7 +301,7 @@ class Scheduler:
                 self._begin(plan, state)
             self._extend(plan, state, start + length)
             chunk = Chunk(state.row, start, length, start + length == state.length)
-            if length == 1:  # attention expects all chunks of one token in front
+            if length == 1:  # attention expects all chunks of one token first
                 plan.add(state, chunk)
             else:
                 long_chunks.append((state, chunk))
@@ -313,7 +322,7 @@ class Scheduler:
         scores: dict[int, ScoredRange] = {}
         for index, (state, (_, start, length, samples)) in enumerate(zip(builder.states, builder.chunks, strict=True)):
             state.in_flight += 1
-            state.computed = end = start + (length if samples < 2 else 1)  # drafts are not the request's yet
+            state.computed = end = start + (length if samples < 2 else 1)  # drafts are not accepted yet
             if state.scored < state.score_end and state.scored < end:
                 last = min(end, state.score_end)
                 scores[index] = ScoredRange(state.scored + 1, last, flat + state.scored - start)
@@ -331,9 +340,9 @@ class Scheduler:
         return plan
 
     def _extend(self, plan: PlanBuilder, state: RequestState, length: int) -> None:
-        """Cover `length` positions.
+        """Extend a request's blocks to cover `length` positions.
 
-        Requests that give up blocks for it, possibly `state` itself, are preempted.
+        Requests that lose blocks for it, possibly `state` itself, are preempted.
         """
         allocation = state.allocation
         index = len(allocation.blocks)

@@ -1,15 +1,14 @@
-"""Speculative decoding: how many tokens of which rows are drafted, so that one iteration may yield several.
+"""Speculative decoding: decides how many tokens to draft for which rows.
 
-A drafted row's chunk holds its newest token and k drafted ones, and a token is chosen after each of them by the very
-rule, and with the very random number, that would choose it anyway (`sampler`). Those chosen after drafts that were
-chosen themselves are the request's: its tokens are those of a run without drafts, greedy or sampled. (For a draft that
-is certain of itself this is the rejection sampling of Leviathan et al., arXiv:2211.17192.)
+A drafted row's chunk holds its newest token and k drafted ones. The sampler chooses a token after each of them, by the
+same rule and with the same random number as without drafts. The request keeps the tokens chosen after accepted drafts,
+so its tokens are those of a run without drafts, greedy or sampled. (For a draft with probability 1 this is the
+rejection sampling of Leviathan et al., arXiv:2211.17192.)
 
-What drafts cost is the step to a larger bucket and what makes them, and a row whose tokens are not known cannot be
-drafted for: the host waits for the iteration in flight and launches nothing ahead of it. What they bring is an
-expectation, from how often the row's drafts came true lately. Look-up costs nothing, so there it makes no difference
-whether the device checked them or they were only written down, and a row that was not worth drafting for is noticed as
-soon as it is. A model's drafts are tried again after a while.
+Drafts cost the step to a larger bucket and the time to make them. They also need the row's newest token, so the host
+waits for the iteration in flight and launches nothing ahead of it. Their gain is an expectation: the row's acceptance
+rate of late. N-gram lookup costs nothing, so the rate is updated whether or not the device checked the drafts, and a
+row that becomes worth drafting for is noticed at once. A draft model is tried again after a while.
 """
 
 from __future__ import annotations
@@ -24,27 +23,27 @@ from jaxserve.iteration import Admission, SamplerVariant
 from jaxserve.scheduler.buckets import BucketLadder
 from jaxserve.scheduler.ngrams import NgramIndex
 
-_FIRST_CHANCE = 0.5  # of a row's first drafted token
-_MEMORY = 8  # drafted tokens over which a row's chance is a running mean
-_FORGETTING = 64  # tokens without drafts after which a row's chance is mostly the first one again
-_HANDOVER_MS = 1.0  # what an iteration takes longer when none is launched ahead of it
+_FIRST_ACCEPTANCE = 0.5  # assumed for a row before its first draft
+_MEMORY = 8  # drafted tokens over which a row's acceptance is a running mean
+_FORGETTING = 64  # tokens without drafts after which a row's acceptance is mostly the assumed one again
+_HANDOVER_MS = 1.0  # how much longer an iteration takes if none is launched ahead of it
 
 
 class Proposer(Protocol):
-    """What drafts for one request, at no cost."""
+    """Drafts tokens for one request, at no cost."""
 
     def propose(self, most: int) -> Sequence[int]:
-        """Tokens, at most so many, that may follow those known."""
+        """At most `most` tokens that may follow the known ones."""
         ...
 
 
-class Wanted(NamedTuple):
-    """Drafts that a model is to make for a row.
+class DraftRequest(NamedTuple):
+    """Drafts that a model must make for a row.
 
     Attributes:
-      admission: the row, all of its known tokens, its blocks and how its tokens are chosen.
-      variant: of the sampler that chooses so.
-      computed: leading tokens whose keys the model has.
+      admission: the row, all of its known tokens, its blocks and its sampling parameters.
+      variant: the sampler variant of the row.
+      computed: leading tokens whose keys the draft model has.
       length: tokens to draft.
     """
 
@@ -58,47 +57,48 @@ class Drafter(Protocol):
     """A model that drafts for several rows at once."""
 
     def cost_ms(self, rows: int) -> float:
-        """Milliseconds to draft one token for each of so many rows."""
+        """Milliseconds to draft one token for each of `rows` rows."""
         ...
 
-    def draft(self, wanted: Sequence[Wanted]) -> list[list[int]]:
+    def draft(self, wanted: Sequence[DraftRequest]) -> list[list[int]]:
         """The drafted tokens of each row."""
         ...
 
 
-class Guesses:
-    """What one request's next tokens may be, and how often that came true.
+class RequestDrafts:
+    """The drafts of one request, and how many of them were accepted lately.
 
     Attributes:
-      chance: that a drafted token is chosen, given that those before it were.
-      latest: the last guess.
-      computed: leading tokens whose keys a drafting model has.
+      acceptance: probability that a drafted token is accepted, given that those before it were.
+      latest: the last draft.
+      computed: leading tokens whose keys a draft model has.
     """
 
-    __slots__ = ("_at", "_most", "_proposer", "_tokens", "chance", "computed", "latest")
+    __slots__ = ("_at", "_most", "_proposer", "_tokens", "acceptance", "computed", "latest")
 
     def __init__(self, tokens: list[int], proposer: Proposer | None, most: int) -> None:
-        """Args:
-        tokens: the request's known tokens; its owner goes on appending to them.
-        proposer: None where guesses are made by a model, when asked for.
-        most: tokens to guess.
+        """
+        Args:
+          tokens: the request's known tokens; its owner keeps appending to them.
+          proposer: None if a model makes the drafts.
+          most: most tokens to draft.
         """
         self._tokens = tokens
         self._proposer = proposer
         self._most = most
         self._at = len(tokens) if proposer is None else 0
         self.latest: Sequence[int] = ()
-        self.chance = _FIRST_CHANCE
+        self.acceptance = _FIRST_ACCEPTANCE
         self.computed = 0
 
-    def look(self) -> int:
-        """Judges the last guess by the tokens known by now; how many can be guessed of what follows them."""
+    def refresh(self) -> int:
+        """Update the acceptance by the tokens known now; how many can be drafted next."""
         tokens = self._tokens
         if self._at < len(tokens):
             right = 0
-            for guessed, token in zip(self.latest, tokens[self._at :], strict=False):
-                hit = guessed == token
-                self.chance += (hit - self.chance) / _MEMORY
+            for drafted, token in zip(self.latest, tokens[self._at :], strict=False):
+                hit = drafted == token
+                self.acceptance += (hit - self.acceptance) / _MEMORY
                 if not hit:
                     break
                 right += 1
@@ -108,35 +108,35 @@ class Guesses:
                 self.computed = min(self.computed, self._at + right)
                 self.latest = ()
             else:
-                self.chance += (_FIRST_CHANCE - self.chance) / _FORGETTING
+                self.acceptance += (_FIRST_ACCEPTANCE - self.acceptance) / _FORGETTING
             self._at = len(tokens)
         return self._most if self._proposer is None else len(self.latest)
 
-    def take(self, drafts: Sequence[int]) -> None:
-        """A model's guess at what follows the known tokens; it has the keys of all but the last of them now."""
+    def set_draft(self, drafts: Sequence[int]) -> None:
+        """Store a model's draft. The model now has the keys of all its tokens but the last."""
         self.latest = drafts
         self.computed = len(self._tokens) + len(drafts) - 1
 
 
-class Candidate(NamedTuple):
-    """A row that could be drafted for.
+class DraftCandidate(NamedTuple):
+    """A row that drafts could be made for.
 
     Attributes:
-      most: tokens it has drafts for.
-      chance: of each, given that those before it are chosen.
-      begin: that the first can be chosen at all: 1 unless it depends on a token that is not known yet.
+      most: most tokens to draft for it.
+      acceptance: probability that each is accepted, given that those before it are.
+      reach: probability that the first is reached; 1 unless it depends on a token that is not known yet.
     """
 
     most: int
-    chance: float
-    begin: float = 1.0
+    acceptance: float
+    reach: float = 1.0
 
 
 class Speculation:
-    """Shares what an iteration has room for among rows that could be drafted for, if that pays.
+    """Shares the free tokens of an iteration among rows that could have drafts, if that pays.
 
     Attributes:
-      drafter: the model that drafts; None where tokens are looked up.
+      drafter: the draft model; None with n-gram lookup.
     """
 
     def __init__(
@@ -149,12 +149,13 @@ class Speculation:
         propose: Callable[[list[int]], Proposer] = NgramIndex,
         drafter: Drafter | None = None,
     ) -> None:
-        """Args:
-        most: tokens drafted for a row at most.
-        max_points: tokens that one iteration can choose (`iteration.max_points`).
-        waits: whether nothing is launched ahead of a drafted iteration; otherwise other rows are, and drafts cost
-          no such wait.
-        propose: makes what drafts for the request of these tokens, where no model does.
+        """
+        Args:
+          most: most tokens drafted for a row.
+          max_points: tokens that one iteration can sample (`iteration.max_points`).
+          waits: whether nothing is launched ahead of a plan with drafts. If not, other rows are launched, and drafts
+            cost no such wait.
+          propose: makes the proposer for a request with these tokens, if there is no draft model.
         """
         self.drafter = drafter
         self._most = most
@@ -163,25 +164,26 @@ class Speculation:
         self._handover = _HANDOVER_MS if waits else 0.0
         self._propose = propose
 
-    def guesses(self, tokens: list[int]) -> Guesses:
-        """What is guessed for a request of these tokens."""
-        return Guesses(tokens, self._propose(tokens) if self.drafter is None else None, self._most)
+    def new_drafts(self, tokens: list[int]) -> RequestDrafts:
+        """An empty draft history for a request with these tokens."""
+        return RequestDrafts(tokens, self._propose(tokens) if self.drafter is None else None, self._most)
 
     def has_room(self, rows: int, budget: int) -> bool:
-        """Whether an iteration in which so many rows decode could carry a draft."""
+        """Whether an iteration that decodes `rows` rows could carry a draft."""
         return rows < min(self._max_points, budget, self._ladder.largest)
 
-    def lengths(self, candidates: Sequence[Candidate], rows: int, budget: int) -> list[int]:
-        """Tokens to draft for each candidate: what yields the most tokens a millisecond; all 0 where nothing does.
+    def lengths(self, candidates: Sequence[DraftCandidate], rows: int, budget: int) -> list[int]:
+        """The number of tokens to draft for each candidate.
 
-        The drafts likeliest to be chosen come first.
+        It maximises the expected tokens per millisecond.
+        The drafts most likely to be accepted come first. All lengths are 0 if no draft pays.
 
         Args:
-          rows: that decode, candidates or not.
+          rows: rows that decode, candidates or not.
           budget: most tokens of the iteration.
         """
         sizes, costs = self._ladder.sizes, self._ladder.costs_ms
-        likeliest = [(-each.begin * each.chance, where) for where, each in enumerate(candidates) if each.most > 0]
+        likeliest = [(-each.reach * each.acceptance, where) for where, each in enumerate(candidates) if each.most > 0]
         if not likeliest:
             return [0] * len(candidates)
         heapq.heapify(likeliest)
@@ -197,7 +199,7 @@ class Speculation:
             lengths[where] += 1
             longest = max(longest, lengths[where])
             if lengths[where] < candidates[where].most:
-                heapq.heapreplace(likeliest, (gain * candidates[where].chance, where))
+                heapq.heapreplace(likeliest, (gain * candidates[where].acceptance, where))
             else:
                 heapq.heappop(likeliest)
             if rows + len(order) > sizes[index]:

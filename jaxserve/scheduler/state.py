@@ -1,4 +1,4 @@
-"""What the scheduler knows of one live request."""
+"""The scheduler's state of one live request."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from jaxserve.errors import InvalidRequest
 from jaxserve.iteration import Admission, SamplerVariant
 from jaxserve.request import FinishReason, Request
 from jaxserve.scheduler.kv_blocks import BlockAllocation
-from jaxserve.scheduler.speculation import Guesses
+from jaxserve.scheduler.speculation import RequestDrafts
 
 if TYPE_CHECKING:
     from jaxserve.scheduler.parallel_samples import ParallelSamples
 
 
 class Phase(enum.IntEnum):
-    """Where a request is between submit and its end."""
+    """The phase of a request between submission and its end."""
 
-    WAITING = 0  # for a row
+    WAITING = 0  # it has no row yet
     RUNNING = 1
-    PREEMPTED = 2  # its blocks are gone; it waits again when the chunk that is still in flight has landed
+    PREEMPTED = 2  # its blocks are released; it returns to the queue when its last chunk in flight has landed
     FINISHING = 3  # its last token is in flight
     ENDED = 4
 
@@ -31,18 +31,18 @@ class RequestState:
     """One request between submit and its end.
 
     Attributes:
-      key: place in every queue, smallest first.
+      key: position in every queue; the smallest is first.
       tokens: known tokens, prompt first; the allocation holds the same list.
-      limit: length at which it ends at the latest.
+      limit: most tokens it may hold.
       stop_ids: tokens that end it.
-      row: -1 without one.
+      row: -1 if it has none.
       computed: positions whose iteration is launched.
-      length: tokens known plus tokens being sampled; a chunk that ends here samples.
+      length: known tokens plus tokens being sampled; a chunk that ends here samples.
       in_flight: launched chunks that have not landed.
       scored: last prompt position whose logprob a launched iteration computes; 0 before any.
-      score_end: last prompt position to be scored; 0 when none is.
+      score_end: last prompt position to be scored; 0 if none is.
       cached: prompt tokens found in the prefix cache when it first began.
-      guesses: what its next tokens may be, from when drafts were first considered.
+      drafts: its draft history, once drafts were considered for it.
       samples: the group of requests with the same prompt that it shares keys and values with, if any.
     """
 
@@ -63,7 +63,7 @@ class RequestState:
     scored: int = 0
     has_begun: bool = False
     cached: int = 0
-    guesses: Guesses | None = None
+    drafts: RequestDrafts | None = None
     samples: ParallelSamples | None = None
 
     @property
@@ -73,7 +73,7 @@ class RequestState:
 
     @classmethod
     def of(cls, request: Request, key: tuple[float, int], eos_token_ids: frozenset[int]) -> RequestState:
-        """The state in which `request` begins to wait."""
+        """The state of a new request in the waiting queue."""
         sampling = request.sampling
         stop_ids = frozenset() if sampling.ignore_eos else eos_token_ids
         if sampling.stop_token_ids:
@@ -100,7 +100,7 @@ class RequestState:
         )
 
     def admission(self) -> Admission:
-        """What the device is told of it when it takes its row."""
+        """What the device needs to know when the request takes its row."""
         return Admission(
             row=self.row,
             request_id=self.name,
@@ -112,7 +112,7 @@ class RequestState:
         )
 
     def finish_reason(self, token: int, eos_token_ids: frozenset[int]) -> FinishReason | None:
-        """Whether and why `token`, just appended, is the last."""
+        """Why `token`, just appended, is the last one; None if it is not."""
         if token in self.stop_ids:
             is_eos = token in eos_token_ids and not self.request.sampling.ignore_eos
             return FinishReason.EOS if is_eos else FinishReason.STOP
@@ -120,9 +120,9 @@ class RequestState:
 
 
 def allocation_of(request: Request) -> BlockAllocation:
-    """What `request` asks of a slot pool, nothing of it granted yet.
+    """The empty block allocation of a new request.
 
-    A prompt to be scored is computed whole.
+    A prompt with scores takes no prefix hits: it is computed whole.
     """
     return BlockAllocation(
         tokens=list(request.prompt),
@@ -140,7 +140,7 @@ def check_fits(request: Request, max_context: int, n_slots: int) -> None:
         raise InvalidRequest("prompt", "is empty; give at least one token")
     limit, what = min((max_context, "a request may hold"), (n_slots, "the pool holds"))
     if prompt >= limit:
-        raise InvalidRequest("prompt", f"has {prompt} tokens; {what} {limit}, so at most {limit - 1} leave room")
+        raise InvalidRequest("prompt", f"has {prompt} tokens; {what} {limit}, so at most {limit - 1} fit")
     if request.max_length > limit:
         raise InvalidRequest(
             "max_tokens",

@@ -1,4 +1,7 @@
-"""Static (request-level) batching, the baseline that Orca compares itself with (OSDI'22, section 3.1)."""
+"""Static (request-level) batching, the baseline that Orca compares itself with.
+
+See OSDI'22, section 3.1.
+"""
 
 from __future__ import annotations
 
@@ -13,22 +16,22 @@ from jaxserve.scheduler.state import check_fits
 
 
 class StaticBatchScheduler(Scheduler):
-    """Forms a batch when no request runs.
+    """Forms a batch only when no request runs.
 
-    No request joins it later, and no event leaves before all have ended.
+    No request joins a running batch, and no event is emitted before all its requests have ended.
 
-    A batch is formed of the first requests that wait, one for each row. The first that the pool has no blocks for ends
-    it: that request and those behind it wait for the next batch.
+    A batch takes waiting requests in order, one for each row. It ends at the first request that the pool has no blocks
+    for; that request and those behind it wait for the next batch.
     """
 
     def __init__(self, *args: Any, **settings: Any) -> None:
-        """Takes the arguments of `Scheduler`."""
+        """Take the arguments of `Scheduler`."""
         super().__init__(*args, **settings)
-        self._next: list[tuple[tuple[float, int], Request]] = []  # a heap: what waits for the next batch
+        self._next: list[tuple[tuple[float, int], Request]] = []  # a heap: requests that wait for the next batch
         self._next_tokens = 0
         self._arrivals = 0
         self._held: list[TokenEvent] = []  # until the batch has ended
-        self._keys: dict[str, tuple[float, int]] = {}  # of requests whose last event has not left
+        self._keys: dict[str, tuple[float, int]] = {}  # of requests whose last event has not been emitted
 
     @property
     def num_waiting(self) -> int:
@@ -46,7 +49,7 @@ class StaticBatchScheduler(Scheduler):
         return super().has_work or bool(self._next or self._held)
 
     def submit(self, request: Request) -> None:
-        """Let `request` wait for the next batch (see `Scheduler.submit`).
+        """Queue `request` for the next batch (see `Scheduler.submit`).
 
         Parallel samples share nothing.
         """
@@ -59,7 +62,10 @@ class StaticBatchScheduler(Scheduler):
         self._queue(key, request)
 
     def abort(self, request_id: str) -> list[TokenEvent]:
-        """End a request now and drop its events; its last event, and those of the batch if it was the last to run."""
+        """End a request now and drop its events.
+
+        Returns its last event, and the events of the batch if it was the last to run.
+        """
         if request_id not in self._keys:
             return []
         ended = super().abort(request_id) or [TokenEvent(request_id, finish_reason=FinishReason.ABORTED)]
@@ -72,7 +78,7 @@ class StaticBatchScheduler(Scheduler):
         return ended + self._released()
 
     def schedule(self) -> IterationPlan | None:
-        """The next plan of the batch, which is formed first if none runs."""
+        """The next plan of the batch. Forms a batch first if none runs."""
         if not self.requests.live:
             for _ in range(min(len(self._next), len(self.requests.free_rows))):
                 _, request = heapq.heappop(self._next)
@@ -85,7 +91,7 @@ class StaticBatchScheduler(Scheduler):
         return plan
 
     def complete(self, plan: IterationPlan, result: IterationResult) -> list[TokenEvent]:
-        """Apply a result (see `Scheduler.complete`); the events of the whole batch once it has ended."""
+        """Apply a result (see `Scheduler.complete`). Returns the batch's events once it has ended."""
         self._held += super().complete(plan, result)
         return self._released()
 

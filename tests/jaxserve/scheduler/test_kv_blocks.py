@@ -18,7 +18,7 @@ def allocation(tokens, *, max_length=16, salt="") -> BlockAllocation:
 
 
 def run(slots: SlotPool, held: BlockAllocation) -> BlockAllocation:
-    """Admit a lease, compute all that is known of it, and publish it."""
+    """Admit an allocation, compute all that is known of it, and publish it."""
     assert slots.can_admit(held)
     slots.admit(held)
     slots.extend(held, len(held.tokens))
@@ -80,7 +80,7 @@ def test_reserve_pays_for_cached_blocks_that_nobody_holds():
 
 
 def test_grow_sets_aside_the_known_tokens_and_room_to_grow():
-    slots = pool(growth=6)  # a block and a half for each lease
+    slots = pool(growth=6)  # a block and a half for each allocation
     assert slots.can_admit(allocation(range(40), max_length=40))  # alone: all of it
     first = allocation(range(9))
     slots.admit(first)

@@ -21,7 +21,7 @@ from tests.jaxserve.scheduler.stepping import answer, crowded, finish, names, re
     ("wrong", "field", "message"),
     [
         (request("a", ()), "prompt", "is empty"),
-        (request("a", 64), "prompt", "has 64 tokens; a request may hold 64, so at most 63 leave room"),
+        (request("a", 64), "prompt", "has 64 tokens; a request may hold 64, so at most 63 fit"),
         (request("a", 60), "max_tokens", "is 8 after a prompt of 60 tokens; a request may hold 64, so at most 4 fit"),
     ],
 )

@@ -3,58 +3,58 @@
 import pytest
 
 from jaxserve.config import EngineConfig
-from jaxserve.scheduler.speculation import Candidate, Guesses, Speculation
+from jaxserve.scheduler.speculation import DraftCandidate, RequestDrafts, Speculation
 from jaxserve.simulate.system import SimulatedEngine
 from tests.jaxserve.scheduler.drafts import Script, ladder
 
 
 def test_a_guess_is_judged_once_by_what_came() -> None:
     tokens = [1, 2]
-    guesses = Guesses(tokens, Script(tokens, {2: (5, 6, 7), 3: (8,), 6: (9, 9)}), 3)
+    drafts = RequestDrafts(tokens, Script(tokens, {2: (5, 6, 7), 3: (8,), 6: (9, 9)}), 3)
     for _ in range(2):
-        assert (guesses.look(), guesses.latest, guesses.chance) == (3, (5, 6, 7), 0.5)
+        assert (drafts.refresh(), drafts.latest, drafts.acceptance) == (3, (5, 6, 7), 0.5)
     tokens.append(5)  # one came true, nothing is known of the others
-    assert (guesses.look(), guesses.latest, guesses.chance) == (1, (8,), 0.5 + 0.5 / 8)
+    assert (drafts.refresh(), drafts.latest, drafts.acceptance) == (1, (8,), 0.5 + 0.5 / 8)
     tokens += [1, 1, 1]  # a miss, and what follows a miss says nothing
-    assert (guesses.look(), guesses.latest) == (2, (9, 9))
-    assert guesses.chance == (0.5 + 0.5 / 8) * 7 / 8
+    assert (drafts.refresh(), drafts.latest) == (2, (9, 9))
+    assert drafts.acceptance == (0.5 + 0.5 / 8) * 7 / 8
 
 
 def test_a_models_guess_is_judged_where_it_was_made_and_tried_again_after_a_while() -> None:
     tokens = [1, 2]
-    guesses = Guesses(tokens, None, 3)
-    assert (guesses.look(), guesses.chance, guesses.computed) == (3, 0.5, 0)
-    guesses.take([5, 6, 7])  # its keys of 1, 2, 5 and 6 are there
-    assert guesses.computed == 4
+    drafts = RequestDrafts(tokens, None, 3)
+    assert (drafts.refresh(), drafts.acceptance, drafts.computed) == (3, 0.5, 0)
+    drafts.set_draft([5, 6, 7])  # its keys of 1, 2, 5 and 6 are there
+    assert drafts.computed == 4
     tokens += [5, 9]
-    assert guesses.look() == 3
-    assert guesses.chance == (0.5 + 0.5 / 8) * 7 / 8
-    assert guesses.computed == 3
-    guesses.take([1, 1, 1])
+    assert drafts.refresh() == 3
+    assert drafts.acceptance == (0.5 + 0.5 / 8) * 7 / 8
+    assert drafts.computed == 3
+    drafts.set_draft([1, 1, 1])
     tokens += [1, 1, 1, 4]
-    assert guesses.look() == 3
-    assert guesses.computed == 6  # the last of them it drafted but did not compute
-    guesses.chance = 0.1
+    assert drafts.refresh() == 3
+    assert drafts.computed == 6  # the last of them it drafted but did not compute
+    drafts.acceptance = 0.1
     for _ in range(64):
         tokens.append(0)
-        guesses.look()
-    assert 0.3 < guesses.chance < 0.5
+        drafts.refresh()
+    assert 0.3 < drafts.acceptance < 0.5
 
 
 @pytest.mark.parametrize(
     ("candidates", "rows", "budget", "waits", "lengths"),
     [
-        ([Candidate(7, 0.9)], 1, 8, True, [3]),  # 3.44 tokens in 14 ms, not 5.7 in 31
-        ([Candidate(2, 0.9)], 1, 8, True, [2]),
-        ([Candidate(7, 0.05)], 1, 8, True, [0]),  # 1.05 in 12 ms against 1 in 10
-        ([Candidate(7, 0.15)], 1, 8, True, [0]),
-        ([Candidate(7, 0.15)], 1, 8, False, [1]),  # 1.15 in 11: what is launched ahead need not wait
-        ([Candidate(7, 0.9, begin=0.0)], 1, 8, True, [0]),
-        ([Candidate(0, 0.9)], 1, 8, True, [0]),
-        ([Candidate(7, 0.9)], 1, 2, True, [1]),  # the budget ends it
-        ([Candidate(7, 0.9), Candidate(7, 0.5)], 2, 8, True, [2, 0]),
-        ([Candidate(1, 0.9), Candidate(7, 0.5)], 2, 8, True, [1, 1]),
-        ([Candidate(7, 0.99)] * 4, 4, 8, True, [0] * 4),  # twice the tokens for more than twice the time
+        ([DraftCandidate(7, 0.9)], 1, 8, True, [3]),  # 3.44 tokens in 14 ms, not 5.7 in 31
+        ([DraftCandidate(2, 0.9)], 1, 8, True, [2]),
+        ([DraftCandidate(7, 0.05)], 1, 8, True, [0]),  # 1.05 in 12 ms against 1 in 10
+        ([DraftCandidate(7, 0.15)], 1, 8, True, [0]),
+        ([DraftCandidate(7, 0.15)], 1, 8, False, [1]),  # 1.15 in 11: what is launched ahead need not wait
+        ([DraftCandidate(7, 0.9, reach=0.0)], 1, 8, True, [0]),
+        ([DraftCandidate(0, 0.9)], 1, 8, True, [0]),
+        ([DraftCandidate(7, 0.9)], 1, 2, True, [1]),  # the budget ends it
+        ([DraftCandidate(7, 0.9), DraftCandidate(7, 0.5)], 2, 8, True, [2, 0]),
+        ([DraftCandidate(1, 0.9), DraftCandidate(7, 0.5)], 2, 8, True, [1, 1]),
+        ([DraftCandidate(7, 0.99)] * 4, 4, 8, True, [0] * 4),  # twice the tokens for more than twice the time
     ],
 )
 def test_as_many_are_drafted_as_give_the_most_tokens_a_millisecond(candidates, rows, budget, waits, lengths):
@@ -81,7 +81,7 @@ def test_a_models_time_is_part_of_the_price(price, lengths) -> None:
 
     costs = ladder({1: 10, 2: 11, 4: 13, 8: 30})
     made = Speculation(costs, most=7, max_points=8, waits=True, drafter=Model())
-    assert made.lengths([Candidate(7, 0.9)], 1, 8) == lengths
+    assert made.lengths([DraftCandidate(7, 0.9)], 1, 8) == lengths
 
 
 def test_what_cannot_go_together_is_refused() -> None:
