@@ -48,6 +48,24 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     return EngineConfig(**values)
 
 
+def engine_arguments(config: EngineConfig) -> list[str]:
+    """The engine flags that describe a configuration, where it differs from the default."""
+    arguments = []
+    for name, param in ENGINE_PARAMS.items():
+        value, flag = getattr(config, name), _flag(param)
+        if value == param.default:
+            continue
+        if param.kind is bool and (_is_negated(param) or not param.default):
+            arguments.append(flag)
+        elif param.kind is bool:
+            arguments += [flag, "on" if value else "off"]
+        elif isinstance(value, tuple):
+            arguments += [flag, ",".join(map(str, value))]
+        else:
+            arguments += [flag, str(param.none if value is None else value) + "s" * param.is_duration]
+    return arguments
+
+
 def _setting(args: argparse.Namespace, param: Param) -> Any:
     value = getattr(args, _flag(param).removeprefix("--").replace("-", "_"))
     if param.none is not None and value == param.none:

@@ -11,7 +11,8 @@ from benchmarks.__main__ import BENCHMARKS
 from benchmarks.__main__ import main as checkout_main
 from jaxserve.config import EngineConfig
 from server.commands import cli as commands
-from server.commands.bench import offline, serve, shapes, step
+from server.commands import flags
+from server.commands.bench import offline, shapes, step
 from server.commands.bench.progress import Bars
 from server.commands.bench.step import Case
 
@@ -22,7 +23,7 @@ CONFIG = EngineConfig(dtype="float32", max_rows=3, buckets=(3, 8), max_context=1
 def bench(command: str, *arguments: str) -> int:
     """Runs `jaxserve bench COMMAND` or `python -m benchmarks COMMAND` with the shared configuration."""
     config = dataclasses.replace(CONFIG, compilation_cache=jax.config.jax_compilation_cache_dir)
-    arguments = (*serve.engine_flags(config), *arguments)
+    arguments = (*flags.engine_arguments(config), *arguments)
     if command in BENCHMARKS:
         return checkout_main([command, *arguments])
     return commands.main(["bench", command, *arguments])

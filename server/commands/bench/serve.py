@@ -23,7 +23,7 @@ from jaxserve.simulate import workload as traffic
 from jaxserve.simulate.workload import Workload
 from server.commands.bench import flags, load_generator, machine, plot, report
 from server.commands.bench.progress import Bars
-from server.commands.flags import add_engine_flags, engine_config
+from server.commands.flags import add_engine_flags, engine_arguments, engine_config
 from server.proto.jaxserve.v1.inference_pb2 import GetLoadResponse
 
 HELP = """\
@@ -168,7 +168,7 @@ def started_server(model: Path, config: EngineConfig, log: Path) -> Iterator[Ser
     port = free_port()
     address = f"127.0.0.1:{port}"
     command = [sys.executable, "-m", "server.commands.cli", "serve", "--model", str(model)]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--http-port", "off", *engine_flags(config)]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--http-port", "off", *engine_arguments(config)]
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w", encoding="utf-8") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
@@ -205,30 +205,3 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
-
-
-def engine_flags(config: EngineConfig) -> list[str]:
-    """The command-line flags that describe a configuration, where it differs from the default."""
-    flags, default = [], EngineConfig()
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if value == getattr(default, field.name):
-            continue
-        if field.name == "scoring":
-            flags.append("--no-scoring")
-            continue
-        if field.name == "deterministic":
-            flags.append("--deterministic")
-            continue
-        if field.name == "prefix_cache":
-            text = "on" if value else "off"
-        elif field.name == "compilation_cache":
-            text = "off" if value is None else value
-        elif field.name == "target_tpot":
-            text = f"{value}s"
-        elif field.name in ("buckets", "layers_per_stage"):
-            text = ",".join(map(str, value))
-        else:
-            text = str(value)
-        flags += [f"--{field.name.replace('_', '-')}", text]
-    return flags

@@ -16,6 +16,7 @@ import grpc
 import httpx2 as httpx
 import pytest
 
+from jaxserve.config import EngineConfig
 from jaxserve.fields import Param
 from jaxserve.sampling_params import SAMPLING_PARAMS
 from server.commands import cli, client, flags
@@ -88,6 +89,23 @@ def test_engine_flags_are_the_same_for_every_command(command: list[str]) -> None
     assert (config.target_tpot, config.in_flight) == (0.08, 2)
     assert (config.speculate, config.speculate_tokens) == ("ngram", 3)
     assert (config.scoring, config.attention, config.compilation_cache) == (False, "xla", None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "arguments"),
+    [
+        ({}, ""),
+        ({"compilation_cache": None}, "--compilation-cache off"),
+        ({"max_rows": 8, "buckets": (16, 32), "target_tpot": 0.1}, "--max-rows 8 --buckets 16,32 --target-tpot 0.1s"),
+        ({"prefix_cache": False, "scoring": False}, "--prefix-cache off --no-scoring"),
+        ({"deterministic": True, "slot_policy": "reserve"}, "--slot-policy reserve --deterministic"),
+    ],
+)
+def test_engine_arguments_describe_a_configuration(settings: dict[str, Any], arguments: str) -> None:
+    config = EngineConfig(**settings)
+    assert flags.engine_arguments(config) == arguments.split()
+    args = cli.parser().parse_args(["serve", "--compilation-cache", str(config.compilation_cache), *arguments.split()])
+    assert flags.engine_config(args) == config
 
 
 @pytest.mark.parametrize("param", SAMPLING_PARAMS.values(), ids=lambda param: param.name)

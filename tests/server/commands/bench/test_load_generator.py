@@ -7,7 +7,6 @@ import grpc
 import numpy as np
 import pytest
 
-from jaxserve.config import EngineConfig
 from jaxserve.simulate.workload import Job, Workload
 from server.commands.bench import load_generator, serve
 from server.proto.jaxserve.v1 import inference_pb2 as pb
@@ -93,16 +92,3 @@ def test_refusals_and_short_answers_are_failures(server):
 def test_an_address_where_nobody_answers():
     with pytest.raises(ValueError, match="no server answers at"):
         load_generator.get_model(f"127.0.0.1:{serve.free_port()}", timeout=0.2)
-
-
-def test_engine_flags_describe_a_configuration():
-    assert serve.engine_flags(EngineConfig()) == []
-    assert serve.engine_flags(EngineConfig(compilation_cache=None)) == ["--compilation-cache", "off"]
-    config = EngineConfig(
-        max_rows=8, buckets=(16, 32), target_tpot=0.1, prefix_cache=False, scoring=False, compilation_cache="/tmp/x"
-    )
-    assert " ".join(serve.engine_flags(config)) == (
-        "--max-rows 8 --buckets 16,32 --target-tpot 0.1s --prefix-cache off --no-scoring --compilation-cache /tmp/x"
-    )
-    config = EngineConfig(deterministic=True, slot_policy="reserve")
-    assert " ".join(serve.engine_flags(config)) == "--slot-policy reserve --deterministic"
