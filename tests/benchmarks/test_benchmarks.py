@@ -1,4 +1,4 @@
-"""The benchmarks from their command line to their files, on tiny models. No figure is judged here."""
+"""The benchmarks from their command line to their files, on tiny models."""
 
 import dataclasses
 import json
@@ -21,7 +21,7 @@ CONFIG = EngineConfig(dtype="float32", max_rows=3, buckets=(3, 8), max_context=1
 
 
 def bench(command: str, *arguments: str) -> int:
-    """Runs `jaxserve bench COMMAND` or `python -m benchmarks COMMAND` with the shared configuration."""
+    """Runs a benchmark of either command with the shared configuration."""
     config = dataclasses.replace(CONFIG, compilation_cache=jax.config.jax_compilation_cache_dir)
     arguments = (*flags.engine_arguments(config), *arguments)
     if command in BENCHMARKS:
@@ -49,7 +49,7 @@ def test_offline_compares_schedulers(tmp_path, capsys):
 
 
 @pytest.mark.bench
-def test_the_simulator_serves_what_the_engine_served(tmp_path, capsys):
+def test_simulator_against_an_engine(tmp_path, capsys):
     assert bench("simulator", "--quick", "--out", str(tmp_path)) == 0
     assert "measured / simulated" in capsys.readouterr().out
     result = json.loads((tmp_path / "simulator.json").read_text())
@@ -63,14 +63,14 @@ def test_the_simulator_serves_what_the_engine_served(tmp_path, capsys):
     assert [[bucket["size"] for bucket in start] for start in result["buckets"]] == [[3, 8]] * 6
 
 
-def test_a_workload_that_cannot_fit_is_refused_in_words(tmp_path, capsys):
+def test_workload_that_cannot_fit(tmp_path, capsys):
     model = ("--shape", "tiny", "--requests", "3", "--prompt", "140", "--output", "1")
     assert bench("offline", *model, "--out", str(tmp_path)) == 2
     assert "longest request holds 141 tokens, the engine at most 128" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("nested", [False, True])
-def test_results_that_nobody_could_write_are_not_measured(tmp_path, capsys, nested):
+def test_unwritable_output_is_refused_first(tmp_path, capsys, nested):
     (file := tmp_path / "file").touch()
     out = file / "folder" if nested else file
     assert bench("step", "--quick", "--out", str(out)) == 2
@@ -89,7 +89,7 @@ def test_results_that_nobody_could_write_are_not_measured(tmp_path, capsys, nest
         (("serve", "--address", "h:1", "--compare-schedulers"), "leave --address out"),
     ],
 )
-def test_mistakes_are_told_in_words(arguments, message, capsys):
+def test_mistakes_have_messages(arguments, message, capsys):
     assert bench(*arguments) == 2
     assert message in capsys.readouterr().err
 
@@ -128,7 +128,7 @@ def test_serve_starts_a_server_and_loads_it(tmp_path, capsys, monkeypatch):
     assert (out / "server-iteration.log").read_text()
 
 
-def test_a_server_that_cannot_start_is_told_with_its_output(tmp_path, capsys):
+def test_server_that_cannot_start_shows_its_output(tmp_path, capsys):
     assert bench("serve", "--model", str(tmp_path / "nowhere"), "--out", str(tmp_path)) == 2
     told = capsys.readouterr().err
     assert "before it was ready" in told
@@ -145,7 +145,7 @@ def test_steps_are_timed(tmp_path):
 
 
 @pytest.mark.bench
-def test_cases_longer_than_a_request_may_be_are_left_out(tmp_path, capsys):
+def test_too_long_cases_are_left_out(tmp_path, capsys):
     limits = ("--dtypes", "float32", "--max-context", "15", "--out", str(tmp_path))
     assert bench("step", "--quick", *limits) == 0
     (timed,) = json.loads((tmp_path / "step.json").read_text())["steps"].values()
@@ -169,7 +169,7 @@ def test_synthetic_plans_own_their_blocks_and_advance():
 
 
 @pytest.mark.bench
-def test_completions_for_the_peers_check(tmp_path):
+def test_completions_for_the_check_of_peers(tmp_path):
     checkpoint = shapes.checkpoint("tiny", tmp_path)
     assert shapes.checkpoint("tiny", tmp_path) == checkpoint  # written once
     prompts = [[1, 2, 3, 4, 5, 6, 7, index] for index in range(3)]

@@ -1,4 +1,4 @@
-"""The baseline's batches: how many iterations, what each carries, and who waits for whom."""
+"""The baseline's batches: their iterations, and which requests wait."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def batch(*sizes: tuple[int, int], time=0.0) -> list[Arrival]:
     return [Arrival(time, np.zeros(prompt, np.int32), output, output) for prompt, output in sizes]
 
 
-def test_a_batch_takes_the_longest_prompt_beyond_the_shortest_and_its_answer():
+def test_iterations_of_a_batch():
     assert fastertransformer.iterations(batch((5, 3))) == 3
     assert fastertransformer.iterations(batch((4, 10), (9, 2))) == 10  # max(0 + 10, 5 + 2)
     assert fastertransformer.iterations(batch((4, 1), (9, 2), (20, 1))) == 17  # the longest prompt crawls
 
 
-def test_the_first_iteration_takes_every_prompt_for_the_shortest():
+def test_first_iteration_has_the_shortest_prompt():
     roofline = Counted()
     assert fastertransformer.batch_seconds(batch((4, 3), (6, 2)), roofline) == 4.0
     first, *rest = roofline.asked
@@ -39,14 +39,14 @@ def test_the_first_iteration_takes_every_prompt_for_the_shortest():
     assert rest == [Work(2, 2, 2 * length, 2 * length) for length in (5, 6, 7)]
 
 
-def test_nobody_joins_or_leaves_a_batch():
+def test_no_request_joins_or_leaves_a_batch():
     coming = [*batch((4, 1), (4, 5)), *batch((4, 2), time=1.0)]
     outcomes = fastertransformer.run(coming, Counted(), max_batch=8)
     assert [each.token_times[-1] for each in outcomes] == [5.0, 5.0, 7.0]
     assert [len(each.token_times) for each in outcomes] == [1, 5, 2]
 
 
-def test_a_batch_holds_who_has_arrived_and_no_more_than_it_may():
+def test_batch_holds_arrived_requests_up_to_its_limit():
     coming = [*batch((4, 1), (4, 1), (4, 1)), *batch((4, 1), time=10.0)]
     outcomes = fastertransformer.run(coming, Counted(), max_batch=2)
     assert [each.token_times[-1] for each in outcomes] == [1.0, 1.0, 2.0, 11.0]

@@ -1,4 +1,4 @@
-"""Orca's setups: what is fitted, and that small traces come out as the paper's large ones do."""
+"""Orca's setups: the fit, and small traces that agree with the paper's large ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxserve.plan.cost import stage_seconds, work
 
 
 @pytest.mark.parametrize("overlapped", [False, True])
-def test_two_constants_meet_the_microbenchmark(overlapped):
+def test_two_constants_fit_the_microbenchmark(overlapped):
     fit = orca.fitted(overlapped=overlapped)
     for batch, seconds in orca.MICROBENCHMARK.items():
         assert orca.microbenchmark(SETUPS["101B"], batch, fit) == pytest.approx(seconds, rel=0.05)
@@ -53,7 +53,7 @@ def test_fastertransformer_of_101b_peaks_where_it_was_published():
     assert orca.point(serve, 1e3, requests=800, seed=0).throughput == pytest.approx(0.49, rel=0.05)
 
 
-def test_orca_needs_no_scheduler_to_be_told_apart_from_request_level_batching():
+def test_orca_beats_request_level_batching():
     fit = orca.fitted(overlapped=False)
     ours, theirs = (
         orca.point(serve, 6.0, requests=300, seed=0)

@@ -1,4 +1,4 @@
-"""Requests that come at their times, and the loops that serve them, with engines and a clock made up here."""
+"""Traffic, and the loops that serve it, with fake engines and a fake clock."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from benchmarks.peer_scripts.peer_traffic import Traffic, serve_by_batches, serv
 
 
 class Clock:
-    """Time that passes only when told to, and in sleep."""
+    """A clock that advances by hand and in sleep."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -30,7 +30,7 @@ def load(prompts, outputs, arrivals, rows=2) -> dict:
     return {"prompts": prompts, "outputs": outputs, "arrivals": arrivals, "rows": rows}
 
 
-def test_requests_are_handed_out_once_their_time_has_come(clock):
+def test_requests_are_taken_when_due(clock):
     traffic = Traffic(load([[1], [2], [3], [4]], [1] * 4, [0.0, 1.0, 1.0, 5.0]))
     clock.now += 50  # what an engine does before it begins does not count
     traffic.begin()
@@ -59,14 +59,14 @@ def test_tokens_have_times_and_answers_their_length(clock):
     assert traffic.result() == {"tokens": [[7, 8]], "times": [[1.5, 2.0]]}
 
 
-def test_a_rehearsal_has_the_load_s_rows_and_other_prompts():
+def test_rehearsal_has_other_prompts():
     made = Traffic.rehearsal(load([[1, 2], [3, 4], [5, 6]], [9, 9, 9], [0.0, 1.0, 2.0]))
     assert made.prompts == [[2, 1], [4, 3]]
     assert made.outputs == [peer_traffic.REHEARSAL] * 2
     assert made.arrivals == [0.0, 0.0]
 
 
-def test_batches_are_whoever_waits_and_run_to_their_end(clock):
+def test_batches_hold_waiting_requests_to_their_end(clock):
     traffic = Traffic(load([[1], [2], [3], [4]], [3, 1, 2, 1], [0.0, 0.1, 0.2, 9.0]))
     seen = []
 
@@ -83,9 +83,8 @@ def test_batches_are_whoever_waits_and_run_to_their_end(clock):
     assert traffic.times[1] == [4.0]  # it came while the first batch ran
 
 
-class FakeEngine:
-    """Answers with the sum of a sequence's tokens, of which it keeps what it was given: a wrong position, a token left
-    out or a sequence that is not emptied shows."""
+class SummingEngine:
+    """Answers with the sum of a sequence's tokens, so that every wrong or missing token shows."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock, self.kept, self.batches = clock, {}, []
@@ -114,10 +113,10 @@ def expected(prompt, count):
     return made
 
 
-def test_iterations_batch_everyone_who_generates_and_then_prompts(clock):
+def test_iterations_batch_decodes_then_prompts(clock):
     prompts, outputs = [[1, 2, 3], [4, 5, 6, 7, 8, 9], [10], [11, 12]], [4, 2, 3, 1]
     traffic = Traffic(load(prompts, outputs, [0.0, 0.5, 0.5, 30.0]))
-    engine = FakeEngine(clock)
+    engine = SummingEngine(clock)
     serve_by_iterations(traffic, 4, engine.step, engine.forget)
     assert traffic.tokens == [expected(*each) for each in zip(prompts, outputs, strict=True)]
     assert engine.kept == {}

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from benchmarks import engines as contenders
-from benchmarks import environments, jobs, peer_results, peers
+from benchmarks import engines, environments, jobs, peer_results, peers
 from benchmarks.environments import Peer, PeerError
 from benchmarks.peer_scripts import write_checkpoint
 from jaxserve.config import EngineConfig
@@ -70,7 +69,7 @@ def test_agreement(logprobs, likeliest, largest, mismatches):
     assert found.holds == (largest <= 0.01 and mismatches == 0)
 
 
-def test_a_peer_that_tells_no_logprobs_is_held_to_its_tokens():
+def test_peer_without_logprobs_is_checked_by_tokens():
     found = peer_results.agreement(OURS, [{"logprobs": None, "likeliest": [0, 7, 8]}], "float32")
     assert (found.largest, found.mismatches, found.holds) == (None, 0, True)
     assert not peer_results.agreement(OURS, [{"logprobs": None, "likeliest": [0, 1, 8]}], "float32").holds
@@ -112,8 +111,8 @@ class Fake:
         return {"tokens": tokens, "times": times, **told}
 
     @property
-    def contender(self) -> contenders.Contender:
-        return contenders.Contender(
+    def contender(self) -> engines.Contender:
+        return engines.Contender(
             engine=self.engine, shape="bloom", dtype="float32", model=Path("model"), vocab_size=50, run=self
         )
 
@@ -135,8 +134,8 @@ SCOPE = peers.Scope(
 )
 
 
-def measure(monkeypatch, tmp_path, engines, *, resume=False, scope=SCOPE) -> tuple[int, dict]:
-    monkeypatch.setattr(peers, "gather", lambda *rest: [engine.contender for engine in engines])
+def measure(monkeypatch, tmp_path, fakes, *, resume=False, scope=SCOPE) -> tuple[int, dict]:
+    monkeypatch.setattr(peers, "gather", lambda *rest: [fake.contender for fake in fakes])
     code = peers.measure(
         [Path("bloom")],
         [],
@@ -151,7 +150,7 @@ def measure(monkeypatch, tmp_path, engines, *, resume=False, scope=SCOPE) -> tup
     return code, json.loads((tmp_path / "peers.json").read_text())
 
 
-def test_engines_take_turns_and_one_that_fails_stops_nobody(monkeypatch, tmp_path, capsys):
+def test_engines_take_turns_and_failures_stop_no_other(monkeypatch, tmp_path, capsys):
     ours, theirs = Fake("jaxserve", 4.0), Fake("llama.cpp", 5.0)
     broken = Fake("transformers", 9.0, broken="cases")
     code, found = measure(monkeypatch, tmp_path, [ours, broken, theirs])
@@ -181,7 +180,7 @@ def test_engines_take_turns_and_one_that_fails_stops_nobody(monkeypatch, tmp_pat
 
 
 @pytest.mark.parametrize(("capacity", "target"), [(True, None), (False, 0.06)])
-def test_the_capacity_is_what_is_served_without_an_objective(monkeypatch, capacity, target):
+def test_capacity_is_measured_without_an_objective(monkeypatch, capacity, target):
     served = []
     monkeypatch.setattr(jobs, "serve", lambda model, load, config, progress: served.append(config) or {})
     config = dataclasses.asdict(EngineConfig(target_tpot=0.06, token_budget=64))
@@ -190,7 +189,7 @@ def test_the_capacity_is_what_is_served_without_an_objective(monkeypatch, capaci
     assert [(each.target_tpot, each.token_budget) for each in served] == [(target, 64)]
 
 
-def test_a_run_that_was_cut_short_goes_on_where_it_was(monkeypatch, tmp_path):
+def test_interrupted_run_resumes(monkeypatch, tmp_path):
     ours, theirs = Fake("jaxserve", 4.0), Fake("llama.cpp", 5.0)
     stopped = Fake("llama.cpp", 5.0)
 
@@ -212,13 +211,13 @@ def test_a_run_that_was_cut_short_goes_on_where_it_was(monkeypatch, tmp_path):
         measure(monkeypatch, tmp_path, [ours], resume=True, scope=dataclasses.replace(SCOPE, seed=1))
 
 
-def replaced(fake: Fake, run) -> contenders.Contender:
-    return contenders.Contender(
+def replaced(fake: Fake, run) -> engines.Contender:
+    return engines.Contender(
         engine=fake.engine, shape="bloom", dtype="float32", model=Path("model"), vocab_size=50, run=run
     )
 
 
-def test_an_engine_whose_outputs_are_not_ours_is_left_out(monkeypatch, tmp_path):
+def test_engine_with_other_outputs_is_left_out(monkeypatch, tmp_path):
     theirs = Fake("llama.cpp", 5.0, token=8)
     far = peer_results.Agreement(largest=9.0, mismatches=0, tolerance=0.1)
     monkeypatch.setattr(peer_results, "agreement", lambda *rest: far)
@@ -228,7 +227,7 @@ def test_an_engine_whose_outputs_are_not_ours_is_left_out(monkeypatch, tmp_path)
     assert "its outputs are not ours: Agreement(largest=9.0" in found["problems"][0]
 
 
-def test_an_engine_that_answers_otherwise_under_load_is_told(monkeypatch, tmp_path):
+def test_other_answers_under_load_are_a_problem(monkeypatch, tmp_path):
     code, found = measure(monkeypatch, tmp_path, [Fake("jaxserve", 4.0), Fake("llama.cpp", 5.0, token=8)])
     assert code == 1
     assert found["problems"] == [
@@ -258,7 +257,7 @@ def test_an_environment_is_made_once(tmp_path, monkeypatch):
     assert len(commands) == 3
 
 
-def test_a_failed_installation_is_told_with_its_log(tmp_path, monkeypatch):
+def test_failed_installation_shows_its_log(tmp_path, monkeypatch):
     def fake(command, *, stdout, **settings):
         stdout.write("no compiler found\n")
         stdout.flush()
@@ -270,7 +269,7 @@ def test_a_failed_installation_is_told_with_its_log(tmp_path, monkeypatch):
     assert not (tmp_path / "x" / "installed.json").exists()
 
 
-def test_a_folder_that_cannot_be_made_is_told_in_words(tmp_path):
+def test_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(PeerError, match=r"environment of x cannot be kept in .*file/peers: Not a directory"):
         environments.ensure(Peer(name="x", requirements=(), script="z.py"), tmp_path / "file" / "peers", lambda _: None)
@@ -279,7 +278,7 @@ def test_a_folder_that_cannot_be_made_is_told_in_words(tmp_path):
 BROKEN = "import sys; print('bad things', file=sys.stderr); sys.exit(3)"
 
 
-def test_a_failed_run_is_told_with_what_it_said():
+def test_failed_run_shows_its_output():
     with pytest.raises(PeerError, match=r"(?s)x ended with code 3:\nbad things"):
         environments.run_command([sys.executable, "-c", BROKEN], "x")
     assert environments.run_command([sys.executable, "-c", "print(1); print('{}')"], "x") == "{}"
@@ -340,7 +339,7 @@ def test_a_peer_that_cannot_serve_converts_nothing(monkeypatch, tmp_path):
     monkeypatch.setattr(environments, "run_script", run_script)
     dtypes = ["float32", "bfloat16"]
     for _ in range(2):  # a checkpoint is converted once
-        made, notes = contenders.peer("ctranslate2", tmp_path, dtypes, tmp_path, tmp_path, lambda line: None)
+        made, notes = engines.peer("ctranslate2", tmp_path, dtypes, tmp_path, tmp_path, lambda line: None)
     assert [each.dtype for each in made] == ["float32"]
     assert made[0].model.is_dir()
     assert made[0].vocab_size == 128

@@ -1,4 +1,4 @@
-"""The judge of the regression guard, with figures made up here."""
+"""The regression benchmark, with made-up figures."""
 
 import argparse
 import itertools
@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from benchmarks import regression as guard
+from benchmarks import regression
 from benchmarks.regression import GuardedTime, KeptFigure
 from jaxserve.demo import DEMO_MODEL
 from jaxserve.text.tokenizer import Tokenizer
@@ -23,8 +23,8 @@ KEPT = {"step": KeptFigure(multiple=2.0, allowed=1.5), "host": KeptFigure(multip
         ({"step": 0.1, "new": 99.0}, [True, True]),
     ],
 )
-def test_a_figure_holds_up_to_what_it_may_be(now, holding):
-    assert [finding.holds for finding in guard.judge(now, KEPT)] == holding
+def test_figure_holds_up_to_its_limit(now, holding):
+    assert [finding.holds for finding in regression.judge(now, KEPT)] == holding
 
 
 def silent(what, done, total):
@@ -48,26 +48,28 @@ def test_figures_are_measured_between_runs_of_their_yardstick():
         GuardedTime(name="text", yardstick="python", seconds=clock("text", [1.0])),
     ]
     yardsticks = {"read": clock("read", [1.0, 3.0]), "python": clock("python", [4.0])}
-    assert guard.measure(figures, yardsticks, silent, "now") == {"step": 3.0, "text": 0.25}
+    assert regression.measure(figures, yardsticks, silent, "now") == {"step": 3.0, "text": 0.25}
     assert order[:6] == ["read", "step", "read", "python", "text", "python"]
-    assert len(order) == 6 * guard.ROUNDS
+    assert len(order) == 6 * regression.ROUNDS
 
 
 def run(monkeypatch, tmp_path, seconds, *, write=False, kind="narrow"):
-    """The guard over one figure that takes these seconds, a measurement each, by a yardstick of one second."""
+    """Runs the benchmark on one figure with these seconds, over a yardstick of one second."""
     values = iter(seconds)
-    monkeypatch.setattr(guard, "KEPT", tmp_path / "guard.json")
-    monkeypatch.setattr(guard, "ROUNDS", 1)
-    monkeypatch.setattr(guard, "cpu_kind", lambda: kind)
+    monkeypatch.setattr(regression, "KEPT", tmp_path / "regression.json")
+    monkeypatch.setattr(regression, "ROUNDS", 1)
+    monkeypatch.setattr(regression, "cpu_kind", lambda: kind)
     figure = GuardedTime(name="step", yardstick="read", seconds=lambda: next(values))
-    monkeypatch.setattr(guard, "make_figures", lambda bars: [figure])
-    monkeypatch.setattr(guard, "make_yardsticks", lambda: {"read": lambda: 1.0})
-    return guard.run(argparse.Namespace(write=write))
+    monkeypatch.setattr(regression, "make_figures", lambda bars: [figure])
+    monkeypatch.setattr(regression, "make_yardsticks", lambda: {"read": lambda: 1.0})
+    return regression.run(argparse.Namespace(write=write))
 
 
-def test_a_slowdown_is_told_by_name_when_it_shows_twice(monkeypatch, tmp_path, capsys):
+def test_slowdown_must_show_twice(monkeypatch, tmp_path, capsys):
     assert run(monkeypatch, tmp_path, [2.0], write=True) == 0
-    assert guard.read(tmp_path / "guard.json", "narrow") == {"step": KeptFigure(multiple=2.0, allowed=guard.ALLOWED)}
+    assert regression.read(tmp_path / "regression.json", "narrow") == {
+        "step": KeptFigure(multiple=2.0, allowed=regression.ALLOWED)
+    }
     assert run(monkeypatch, tmp_path, [2.9]) == 0
     assert run(monkeypatch, tmp_path, [8.0, 2.0]) == 0  # once only: it was the machine
     capsys.readouterr()
@@ -76,11 +78,11 @@ def test_a_slowdown_is_told_by_name_when_it_shows_twice(monkeypatch, tmp_path, c
     assert [cell.strip() for cell in row.strip("│").split("│")] == ["step", "2", "7", "3.50x", "1.5x", "SLOWER"]
 
 
-def test_writing_keeps_what_each_figure_may_be(monkeypatch, tmp_path):
+def test_writing_keeps_limits(monkeypatch, tmp_path):
     narrow = {"narrow": {"figures": {"step": {"multiple": 2.0, "allowed": 1.1}}}}
-    (tmp_path / "guard.json").write_text(json.dumps(narrow))
+    (tmp_path / "regression.json").write_text(json.dumps(narrow))
     assert run(monkeypatch, tmp_path, [9.0], write=True) == 0
-    assert guard.read(tmp_path / "guard.json", "narrow") == {"step": KeptFigure(multiple=9.0, allowed=1.1)}
+    assert regression.read(tmp_path / "regression.json", "narrow") == {"step": KeptFigure(multiple=9.0, allowed=1.1)}
 
 
 def test_each_kind_of_cpu_has_figures_of_its_own(monkeypatch, tmp_path, capsys):
@@ -93,12 +95,12 @@ def test_each_kind_of_cpu_has_figures_of_its_own(monkeypatch, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("kind", ["x86-64-v3", "x86-64-v4"])
-def test_what_is_kept_names_the_figures_that_are_measured(kind):
-    kept = guard.read(guard.KEPT, kind)
+def test_kept_figures_are_the_measured_ones(kind):
+    kept = regression.read(regression.KEPT, kind)
     assert len(kept) == 5
     assert all(each.multiple > 0 and 1 < each.allowed <= 2 for each in kept.values())
 
 
-def test_the_host_s_figures_are_times_of_a_pass():
-    assert 0 < guard.scheduler_seconds(rows=4, iterations=20) < 1
-    assert 0 < guard.text_seconds(Tokenizer.from_directory(DEMO_MODEL))() < 1
+def test_host_figures_are_times():
+    assert 0 < regression.scheduler_seconds(rows=4, iterations=20) < 1
+    assert 0 < regression.text_seconds(Tokenizer.from_directory(DEMO_MODEL))() < 1

@@ -1,4 +1,4 @@
-"""What a step cannot be faster than, and the plain way to choose tokens."""
+"""Lower bounds of steps, and the choice of tokens by sorting."""
 
 from __future__ import annotations
 

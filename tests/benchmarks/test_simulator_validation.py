@@ -1,4 +1,4 @@
-"""What the simulator takes over from an engine."""
+"""The simulated engine: costs, host times, parts and medians."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -7,7 +7,7 @@ from typing import cast
 import numpy as np
 import pytest
 
-from benchmarks import simulator_validation as reality
+from benchmarks import simulator_validation
 from jaxserve.config import EngineConfig
 from jaxserve.engine import IterationRecord
 from jaxserve.iteration import Chunk, IterationPlan
@@ -30,7 +30,7 @@ def report(costs=COSTS, slot_milliseconds=0.01) -> StartupReport:
 
 
 def system(after=None, **settings) -> SimulatedEngine:
-    turn = reality.ServedPart(
+    turn = simulator_validation.ServedPart(
         workload=Workload(name="", jobs=()),
         config=EngineConfig(stages=2),
         report=report(**settings),
@@ -38,7 +38,7 @@ def system(after=None, **settings) -> SimulatedEngine:
         outcomes=[],
         records=[],
     )
-    return reality.system_of(turn, after or report(**settings), HostTimes())
+    return simulator_validation.system_of(turn, after or report(**settings), HostTimes())
 
 
 def seconds(bucket, chunks, **settings) -> list[float]:
@@ -46,19 +46,19 @@ def seconds(bucket, chunks, **settings) -> list[float]:
     return [*system(**settings).seconds(cast(IterationPlan, plan))]
 
 
-def test_an_iteration_like_the_one_measured_costs_what_was_measured() -> None:
+def test_cost_of_a_measured_iteration() -> None:
     assert seconds(4, [(128, 1)] * 4) == pytest.approx([0.020, 0.020])
     assert seconds(16, [(128, 1)] * 3 + [(0, 13)]) == pytest.approx([0.050, 0.050])
 
 
-def test_slots_that_are_read_more_and_less_count() -> None:
+def test_cost_of_more_and_fewer_slots() -> None:
     assert seconds(4, [(228, 1)] * 4) == pytest.approx([0.024, 0.024])
     assert seconds(4, [(128, 1)]) == pytest.approx([0.020 - 384e-5] * 2)
     assert seconds(16, [(128, 1)] * 3 + [(64, 13)]) == pytest.approx([0.05064] * 2)
     assert seconds(4, [(1, 1)], slot_milliseconds=1.0) == [0.0, 0.0]
 
 
-def test_what_was_measured_before_and_after_counts_alike() -> None:
+def test_cost_is_the_mean_of_two_starts() -> None:
     dearer = tuple(dataclasses.replace(cost, milliseconds=2 * cost.milliseconds) for cost in COSTS)
     after = report(dearer, slot_milliseconds=0.03)
     assert seconds(4, [(128, 1)] * 4, after=after) == pytest.approx([0.030, 0.030])
@@ -73,12 +73,12 @@ def record(finished_at=0.0, bucket=4, **times) -> IterationRecord:
     return IterationRecord(**counts, **times, plan=cast(IterationPlan, plan), finished_at=finished_at)
 
 
-def test_the_hosts_times_are_its_records_medians() -> None:
+def test_host_times_are_medians() -> None:
     times = [record(), record(schedule_s=1.0, complete_s=1.0), record()]
-    assert reality.host_of(times) == (pytest.approx(0.006), 0.004, False)
+    assert simulator_validation.host_of(times) == (pytest.approx(0.006), 0.004, False)
 
 
-def test_the_pace_is_of_iterations_that_followed_each_other() -> None:
+def test_pace_counts_consecutive_iterations() -> None:
     def costs(plan):
         return [plan.bucket / 100]
 
@@ -88,22 +88,24 @@ def test_the_pace_is_of_iterations_that_followed_each_other() -> None:
     records = [record(0.1), record(0.15), record(0.2), record(9.0), record(9.1), record(9.58, bucket=16)]
     # Nobody was there between 0.2 and 8.9; the second comes while the first is answered, the fourth after the third.
     outcomes = [outcome(0.0, 0.15), outcome(0.12, 0.2), outcome(8.9, 9.1), outcome(9.05, 9.58)]
-    assert reality.pace_of(outcomes, records, costs) == pytest.approx((0.05 + 0.05 + 0.1 + 0.48) / (3 * 0.04 + 0.16))
-    assert reality.pace_of(outcomes, records[:1], costs) == 1.0
+    assert simulator_validation.pace_of(outcomes, records, costs) == pytest.approx(
+        (0.05 + 0.05 + 0.1 + 0.48) / (3 * 0.04 + 0.16)
+    )
+    assert simulator_validation.pace_of(outcomes, records[:1], costs) == 1.0
 
 
-def test_a_load_is_served_in_parts_of_about_as_many_jobs() -> None:
+def test_parts_have_about_equal_numbers_of_jobs() -> None:
     jobs = tuple(Job(arrival=0.0, prompt=np.zeros(length, np.int32), max_tokens=1) for length in range(1, 13))
-    parts = reality.parts_of(Workload(name="", jobs=jobs))
+    parts = simulator_validation.parts_of(Workload(name="", jobs=jobs))
     assert [len(part.jobs) for part in parts] == [2, 2, 3, 2, 3]
     assert tuple(job for part in parts for job in part.jobs) == jobs
-    assert [len(part.jobs) for part in reality.parts_of(Workload(name="", jobs=jobs[:3]))] == [1, 1, 1]
+    assert [len(part.jobs) for part in simulator_validation.parts_of(Workload(name="", jobs=jobs[:3]))] == [1, 1, 1]
 
 
-def test_a_part_that_was_disturbed_is_outvoted_in_every_figure() -> None:
+def test_figures_are_medians_over_parts() -> None:
     parts = [
         {"a": (1.0, 10.0), "b": (5.0, 5.0)},
         {"a": (9.0, 12.0), "b": (6.0, 7.0)},
         {"a": (2.0, 11.0), "b": (7.0, 6.0)},
     ]
-    assert reality.middle(parts) == {"a": (2.0, 11.0), "b": (6.0, 6.0)}
+    assert simulator_validation.middle(parts) == {"a": (2.0, 11.0), "b": (6.0, 6.0)}

@@ -32,7 +32,7 @@ def steady(**changes) -> list[soak.ServerSample]:
     return [sample(ended, **changes) for ended in range(0, 101, 5)]
 
 
-def test_every_kind_of_ending_is_met_and_nothing_is_kept() -> None:
+def test_every_kind_of_ending_occurs_and_nothing_is_kept() -> None:
     async def scenario() -> soak.Soaked:
         engine = FakeEngine(tokenizer=byte_tokenizer())
         async with asyncio.timeout(WAIT_SECONDS), served(engine) as it:
@@ -64,7 +64,7 @@ def test_every_kind_of_ending_is_met_and_nothing_is_kept() -> None:
     assert found.samples[-1].threads > 1
 
 
-def test_requests_are_drawn_again_by_their_number_and_differ() -> None:
+def test_requests_depend_on_seed_and_number() -> None:
     calls = [soak.draw(index, 7, 4096) for index in range(200)]
     assert calls[5] == soak.draw(5, 7, 4096)
     assert calls[5] != soak.draw(5, 8, 4096)
@@ -80,13 +80,13 @@ def test_a_clean_soak_has_no_defects() -> None:
     assert defects(steady()) == []
 
 
-def test_a_server_that_warms_up_and_then_stays_is_flat() -> None:
+def test_memory_after_the_warm_up_is_flat() -> None:
     samples = [sample(ended, resident=min(ended, 20) * 2**20 + 2**28) for ended in range(0, 101, 5)]
     found = soak.memory_trend(samples)
     assert (abs(found.growth), found.spread) == (pytest.approx(0, abs=1), 0)
 
 
-def test_growth_is_that_of_a_line_through_what_follows_the_warm_up() -> None:
+def test_growth_is_that_of_a_fitted_line() -> None:
     samples = [sample(ended, resident=10_000_000 + 1_000 * ended) for ended in range(0, 101, 5)]
     found = soak.memory_trend(samples)
     assert found.growth == pytest.approx(80_000)
@@ -110,6 +110,6 @@ def test_growth_is_that_of_a_line_through_what_follows_the_warm_up() -> None:
         ),
     ],
 )
-def test_what_is_not_let_go_of_is_named(samples, settings, message) -> None:
+def test_defects_are_named(samples, settings, message) -> None:
     (told,) = defects(samples, **settings)
     assert message in told

@@ -100,7 +100,7 @@ def test_held_out_text_is_predicted_better_than_a_trigram_does(demo, tokenizer):
 
 
 def test_a_cold_sample_depends_on_its_own_prompt_alone(demo, tokenizer):
-    """Close to temperature zero neither the seed nor what stands in the other rows changes anything."""
+    """Close to temperature zero neither the seed nor the other rows matter."""
     model, params = demo
     prompts = [tokenizer.encode(text).ids for text in ("It is a truth", "Mr. Darcy said that he")]
     together = sample(model, params, prompts, count=6, temperature=1e-4, seed=0)

@@ -1,4 +1,4 @@
-"""What eight bits cost the demo model, on a passage: bounds that a wrong scale or axis would break."""
+"""The accuracy benchmark on a passage, with bounds that a wrong scale or axis would break."""
 
 import json
 

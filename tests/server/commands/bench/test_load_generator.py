@@ -89,6 +89,6 @@ def test_refusals_and_short_answers_are_failures(server):
     ]
 
 
-def test_an_address_where_nobody_answers():
+def test_address_without_a_server():
     with pytest.raises(ValueError, match="no server answers at"):
         load_generator.get_model(f"127.0.0.1:{serve.free_port()}", timeout=0.2)

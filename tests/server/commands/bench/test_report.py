@@ -69,12 +69,12 @@ def test_tokens_that_come_together_have_no_time_between_them():
     assert run.between_tokens_ms.mean == 500.0
 
 
-def test_a_run_in_which_everything_failed():
+def test_run_in_which_everything_failed():
     run = report.summarise("x", outcomes()[2:])
     assert (run.failed, run.tokens_per_second, run.first_token_ms) == (2, 0.0, None)
 
 
-def test_padding_is_weighed_by_bucket_cost():
+def test_padding_is_weighted_by_bucket_cost():
     stats = report.iteration_stats(ITERATION, COST)
     assert stats.waste_waiting == pytest.approx((30 * 0 + 30 * 8 / 32) / 60)
     assert stats.waste_drain == pytest.approx(6 / 8)
@@ -84,7 +84,7 @@ def test_padding_is_weighed_by_bucket_cost():
     assert stats.cost_seconds == pytest.approx(0.070)
 
 
-def test_host_time_leaves_waiting_for_the_device_out():
+def test_host_time_excludes_device_waits():
     stats = report.iteration_stats(ITERATION, COST)
     assert stats.host_ms["host"].p50 == pytest.approx(10.0)
     assert stats.host_ms["launch"].p50 == pytest.approx(3.0)
