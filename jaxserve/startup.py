@@ -17,10 +17,11 @@ from jaxserve import models, weights
 from jaxserve.config import EngineConfig
 from jaxserve.loop import EngineLoop
 from jaxserve.models.schema import ModelConfig
-from jaxserve.runner import cache_folder, kv_cache, measure
+from jaxserve.runner import cache_folder, kv_cache
 from jaxserve.runner.draft_model import DraftModel
 from jaxserve.runner.layout import bucket_sizes, lay_out
 from jaxserve.runner.lowering import StagePrograms
+from jaxserve.runner.measure import measure_buckets
 from jaxserve.runner.pipeline import Pipeline
 from jaxserve.runner.program_cache import ProgramCache
 from jaxserve.runner.sharded_parameters import parameters_of
@@ -199,10 +200,10 @@ def finish(
     stages = pipelines[0].stages
     first = stages[0].programs
     model, shape, device = first.model, first.shape, first.mesh.devices.flat[0]
-    costs, slot_milliseconds = measure.measure(pipelines[0], n_blocks, progress)
+    costs, slot_milliseconds = measure_buckets(pipelines[0], n_blocks, progress)
     drafting: list[DraftModel | None] = [None] * len(pipelines)
     if drafters:
-        ladder = buckets.BucketLadder(measure.measure(Pipeline(drafters[:1]), n_blocks, progress)[0])
+        ladder = buckets.BucketLadder(measure_buckets(Pipeline(drafters[:1]), n_blocks, progress)[0])
         drafting = [DraftModel(runner, ladder, n_blocks) for runner in drafters]
     schedulers = [
         make_scheduler(

@@ -70,12 +70,24 @@ class SharedPrograms:
         return self._programs[key]
 
 
+def given_costs(pipeline: Any, n_blocks: int, progress: Any) -> Any:
+    """Bucket costs that are the same in every run, in place of `measure_buckets`: plans depend on them."""
+    from jaxserve.runner.measure import Measured
+    from jaxserve.scheduler.buckets import BucketCost
+
+    del n_blocks, progress
+    sizes = pipeline.stages[0].buckets
+    costs = [BucketCost(size=size, compile_seconds=0.0, milliseconds=1.0 + size / 16) for size in sizes]
+    return Measured(costs, 0.0)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _share_programs() -> Iterator[None]:
-    """Engines that keep no programs on disk share those of this process."""
+    """Engines share the programs of this process, unless they keep them on disk, and their bucket costs are given."""
     from jaxserve import startup
 
     own, shared = startup.program_cache, SharedPrograms()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(startup, "program_cache", lambda config: own(config) or shared)
+        patch.setattr(startup, "measure_buckets", given_costs)
         yield

@@ -35,7 +35,7 @@ class Measured(NamedTuple):
     slot_milliseconds: float
 
 
-def measure(pipeline: Pipeline, n_blocks: int, progress: Progress) -> Measured:
+def measure_buckets(pipeline: Pipeline, n_blocks: int, progress: Progress) -> Measured:
     """Runs every bucket a few times, at most rows decoding and the rest a prompt, and reports the medians. Slow buckets
     run fewer times: they are most of a start.
 

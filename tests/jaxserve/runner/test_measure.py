@@ -52,7 +52,7 @@ class MadeUp:
 
 
 def test_cost_is_device_time_with_launch_ahead(monkeypatch) -> None:
-    costs, slope = measure.measure(MadeUp(monkeypatch), 4096, lambda *_: None)
+    costs, slope = measure.measure_buckets(MadeUp(monkeypatch), 4096, lambda *_: None)
     assert [cost.size for cost in costs] == [2, 4, 16]
     assert [cost.slots_read for cost in costs] == [2 * 128, 4 * 128, 3 * 128]
     expected = [5 + 0.1 * cost.size + 1e3 * SECONDS_A_SLOT * cost.slots_read for cost in costs]
@@ -62,7 +62,7 @@ def test_cost_is_device_time_with_launch_ahead(monkeypatch) -> None:
 
 def test_each_row_reads_blocks_of_its_own(monkeypatch) -> None:
     pipeline = MadeUp(monkeypatch)
-    measure.measure(pipeline, 4096, lambda *_: None)
+    measure.measure_buckets(pipeline, 4096, lambda *_: None)
     admitted = [plan for plan in pipeline.plans if plan.admissions]
     assert len(admitted) == 1
     blocks = [block for admission in admitted[0].admissions for block in admission.blocks]
@@ -75,7 +75,7 @@ def test_each_row_reads_blocks_of_its_own(monkeypatch) -> None:
 @pytest.mark.parametrize(("max_context", "n_blocks"), [(100, 4096), (1024, 2), (64, 3), (2, 1)])
 def test_a_small_pool_or_context_is_kept_to(monkeypatch, max_context, n_blocks) -> None:
     pipeline = MadeUp(monkeypatch, max_context=max_context)
-    costs, slope = measure.measure(pipeline, n_blocks, lambda *_: None)
+    costs, slope = measure.measure_buckets(pipeline, n_blocks, lambda *_: None)
     room = min(max_context, n_blocks * BLOCK)
     assert all(chunk.start + chunk.length <= room for plan in pipeline.plans for chunk in plan.chunks)
     assert all(change.block < n_blocks for plan in pipeline.plans for change in plan.table_changes)
@@ -85,7 +85,7 @@ def test_a_small_pool_or_context_is_kept_to(monkeypatch, max_context, n_blocks) 
 
 def test_slow_buckets_run_fewer_times(monkeypatch) -> None:
     pipeline = MadeUp(monkeypatch, buckets=(2, 16, 8000), max_context=8192)
-    costs, _ = measure.measure(pipeline, 4096, lambda *_: None)
+    costs, _ = measure.measure_buckets(pipeline, 4096, lambda *_: None)
     assert costs[2].milliseconds == pytest.approx(5 + 800 + 1e3 * SECONDS_A_SLOT * costs[2].slots_read)
     launched = [plan.bucket for plan in pipeline.plans]
     assert launched.count(8000) < launched.count(2)
