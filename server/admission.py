@@ -1,8 +1,8 @@
-"""What is let in: bounds on what waits, shares and rates of tenants, and deadlines that can be met.
+"""Admission of calls: bounds on the queue, shares and rates of tenants, and deadlines.
 
-A call is judged before any work is done for it, from what its text can come to at most, and what it was granted is held
-against the bounds until the engine itself counts it. Everything here is one step on one thread; it takes microseconds,
-so that refusing costs next to nothing.
+A call is admitted before any work is done for it, by the most tokens that its text can have. What it was granted counts
+against the bounds until the engine counts the requests itself. All of this runs on one thread and takes microseconds,
+so that a refusal costs next to nothing.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ _SHORTEST_RETRY, _LONGEST_RETRY = 0.1, 60.0  # seconds
 
 
 class Ticket:
-    """What one call was granted, until it is released; releasing twice is releasing once."""
+    """The place of one call in the queue, until it is released. Releasing it twice does no harm."""
 
     def __init__(
         self, admission: AdmissionController, tenant: Tenant, requests: int, tokens: int, *, slack: float, demoted: bool
     ) -> None:
         self.tenant, self.requests, self.tokens = tenant, requests, tokens
-        self.demoted = demoted  # whether others go first: the tenant has more waiting than its share
+        self.demoted = demoted  # whether other tenants go first: this one has more waiting than its share
         self._admission, self._slack = admission, slack
         self._kept = False
-        self._stage = 0  # 0: not yet the engine's; 1: waits in the engine; 2: has begun, or was released
+        self._stage = 0  # 0: not submitted; 1: waits in the engine; 2: has started, or was released
 
     def correct(self, tokens: int) -> None:
-        """Tells how many tokens the prompts really are. Raises ApiError if that makes them too late."""
+        """Sets the actual number of prompt tokens. Raises ApiError if they make the call too late."""
         if tokens / self._admission.prompt_rate > self._slack:
             raise errors.ApiError(
                 errors.ErrorKind.TOO_LATE, f"{tokens} prompt tokens cannot be computed before the deadline"
@@ -53,31 +53,33 @@ class Ticket:
             self.tokens = tokens
 
     def submitted(self) -> None:
-        """The engine counts the requests from now on."""
+        """From now on the engine counts the requests."""
         if self._stage == 0:
             self._stage = 1
             self._admission.reserved_requests -= self.requests
             self._admission.reserved_tokens -= self.tokens
 
-    def begun(self) -> None:
-        """The requests wait no more."""
+    def started(self) -> None:
+        """The requests no longer wait."""
         self.submitted()
         if self._stage == 1:
             self._stage = 2
             self._admission.change(self.tenant, -self.requests, -self.tokens)
 
     def keep(self) -> None:
-        """The requests come to the queue again and again: until the release there is room for them, which nobody who is
-        let in meanwhile takes. They keep nobody waiting."""
-        self.begun()
+        """Keeps room in the queue until the release, for a call that submits again and again.
+
+        The kept requests count as waiting, but nothing waits for them.
+        """
+        self.started()
         if not self._kept:
             self._kept = True
             self._admission.kept_requests += self.requests
             self._admission.kept_tokens += self.tokens
 
     def release(self) -> None:
-        """The call is over."""
-        self.begun()
+        """The call has ended."""
+        self.started()
         if self._kept:
             self._kept = False
             self._admission.kept_requests -= self.requests
@@ -85,11 +87,11 @@ class Ticket:
 
 
 class AdmissionController:
-    """The judge of calls to one engine.
+    """Admits or refuses the calls to one engine.
 
     Args:
-      engine: its bounds, the costs it measured at start, and its counts decide; it need not be ready yet.
-      tenants: all that there are; who is alone shares with nobody.
+      engine: gives the bounds, the costs measured at start, and the load; it need not be ready yet.
+      tenants: returns all tenants by name; a single tenant has the whole queue.
       clock: monotonic seconds.
     """
 
@@ -100,22 +102,22 @@ class AdmissionController:
         tenants: Callable[[], dict[str, Tenant]] = dict,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.reserved_requests = self.reserved_tokens = 0  # granted, and not yet counted by the engine
-        self.kept_requests = self.kept_tokens = 0  # of calls whose requests come again and again
+        self.reserved_requests = self.reserved_tokens = 0  # granted, and not counted by the engine yet
+        self.kept_requests = self.kept_tokens = 0  # of calls that submit requests again and again
         self._load, self._tenants, self._clock = engine.load, tenants, clock
         self._max_rows = engine.config.max_rows * engine.config.replicas
         self._max_requests, self._max_tokens = engine.config.max_queued_requests, engine.config.max_queued_tokens
         self._waiting: dict[str, list[int]] = defaultdict(lambda: [0, 0])  # tenant -> requests, tokens
         self._rates: dict[str, tuple[float, float]] = {}  # tenant -> (when, how many could come at once then)
         self._engine = engine
-        self._seen_rate: float | None = None  # tokens a second while somebody waited
-        self._used_share = 1.0  # of max_tokens that requests come to generate
-        self._mean_tokens = 0.0  # that they come to generate; unknown, so that nobody is refused for a guess
+        self._seen_rate: float | None = None  # tokens a second while a request waited
+        self._used_share = 1.0  # of max_tokens that requests generate
+        self._mean_tokens = 0.0  # that requests generate; 0 while unknown, so that no call is refused for a guess
         self._sampled: tuple[float, int] | None = None  # (when, tokens computed until then) while the batch was full
 
     @property
     def prompt_rate(self) -> float:
-        """Prompt tokens a second at best."""
+        """Prompt tokens a second, at best."""
         return max(cost.tokens_per_second for cost in self._engine.report.buckets)
 
     @property
@@ -138,7 +140,7 @@ class AdmissionController:
         exactly: bool = False,
         deadline: float | None = None,
     ) -> Ticket:
-        """Grants a call its place in the queue, or refuses it.
+        """Gives a call its place in the queue, or refuses it.
 
         Args:
           requests: that it makes.
@@ -147,7 +149,7 @@ class AdmissionController:
           deadline: on the clock, or None.
 
         Raises:
-          ApiError: RATE_LIMITED, QUEUE_FULL or TOO_LATE, with what to wait for.
+          ApiError: RATE_LIMITED, QUEUE_FULL or TOO_LATE.
         """
         load = self.sample()
         now = self._clock()
@@ -159,41 +161,43 @@ class AdmissionController:
         contended = waiting > _CONTENDED * self._max_requests or tokens > _CONTENDED * self._max_tokens
         exceeds = bool(waiting) and self._exceeds_share(tenant, requests, prompt_tokens)
         if contended and exceeds:
-            raise errors.queue_full(f"{tenant.name} has its share of the queue waiting already", _bounded(wait))
+            raise errors.queue_full(f"{tenant.name} already has its share of the queue", _bounded(wait))
         slack = math.inf
         if deadline is not None:
             own = self._decode_seconds * (new_tokens if exactly else min(new_tokens, self._mean_tokens))
-            slack = deadline - now - wait - own  # the prompt's share is known when it has become tokens
+            slack = deadline - now - wait - own  # less the prompt's time, which is known once it is tokenized
             if slack < 0:
                 raise errors.ApiError(
                     errors.ErrorKind.TOO_LATE,
                     f"the deadline is in {max(0.0, deadline - now):.1f} s; waiting takes about {wait:.1f} s, and the "
                     f"answer {own:.1f} s",
                 )
-        self._take_from_rate(tenant, requests, now)  # the last judge: what others refuse costs the tenant nothing
+        self._take_from_rate(
+            tenant, requests, now
+        )  # last: a call refused for another reason does not count against the rate
         self.reserved_requests += requests
         self.reserved_tokens += prompt_tokens
         self.change(tenant, requests, prompt_tokens)
         return Ticket(self, tenant, requests, prompt_tokens, slack=slack, demoted=exceeds)
 
     def full(self) -> errors.ApiError | None:
-        """What any call is told while the queue takes none, whatever it asks for; None while it takes some."""
+        """The error for any call while the queue is full; None while it is not."""
         load = self.sample()
         waiting, tokens = self._ahead(load)
         over = self._over(waiting, tokens, 1, 1)
         return None if over is None else errors.queue_full(over, _bounded(self._wait(load)))
 
     def finished(self, generated: int, max_tokens: int) -> None:
-        """Tells how much of what it might have generated a request did, to judge later ones by."""
+        """Notes how much of its max_tokens a request has generated, to judge later calls by."""
         self._used_share += _SMOOTHING_ENDS * (generated / max_tokens - self._used_share)
         self._mean_tokens += _SMOOTHING_ENDS * (generated - self._mean_tokens)
 
     def retry_seconds(self) -> float:
-        """When a caller who is refused now should try again."""
+        """Seconds after which a caller that is refused now should try again."""
         return _bounded(self._wait(self._load()))
 
     def change(self, tenant: Tenant, requests: int, tokens: int) -> None:
-        """Counts what waits of a tenant."""
+        """Changes the counts of what waits for a tenant."""
         counts = self._waiting[tenant.name]
         counts[0] += requests
         counts[1] += tokens
@@ -207,9 +211,9 @@ class AdmissionController:
 
     def _over(self, waiting: int, tokens: int, requests: int, prompt_tokens: int) -> str | None:
         if waiting + requests > self._max_requests:
-            return f"{waiting} requests are waiting, and {self._max_requests} may"
+            return f"{waiting} requests are waiting; the limit is {self._max_requests}"
         if waiting and tokens + prompt_tokens > self._max_tokens:
-            return f"{tokens} tokens are waiting, and {self._max_tokens} may"
+            return f"{tokens} tokens are waiting; the limit is {self._max_tokens}"
         return None
 
     def _exceeds_share(self, tenant: Tenant, requests: int, tokens: int) -> bool:
@@ -228,30 +232,30 @@ class AdmissionController:
             self._rates[tenant.name] = now, level
             raise errors.ApiError(
                 errors.ErrorKind.RATE_LIMITED,
-                f"{tenant.name} may make {tenant.rate:g} requests a second",
+                f"{tenant.name} is limited to {tenant.rate:g} requests a second",
                 retry_after=(min(requests, tenant.burst) - level) / tenant.rate,
             )
         self._rates[tenant.name] = now, level - requests  # below 0 after a call of more than the burst
 
     def _wait(self, load: Load) -> float:
-        """Seconds until all that waits now has begun: the rows free up as what is owed gets done."""
+        """Seconds until everything that waits now has started, as rows become free."""
         ahead = load.waiting + self.reserved_requests
         free = max(0, self._max_rows - load.running)
         if ahead < free:
             return 0.0
         owed = load.outstanding_tokens * self._used_share + self.reserved_tokens
-        # Of the work before it, what the last rows do beside it is not waited for.
+        # A call does not wait for the work that the last rows do beside it.
         return owed / max(self._tokens_per_second, 1e-3) * (ahead + 1) / (ahead + max(1, load.running))
 
     def sample(self) -> Load:
-        """Measures tokens a second, from times when somebody waits: only then is it what the engine can do."""
+        """Measures tokens a second while requests wait: only then is it what the engine can do."""
         now, load = self._clock(), self._load()
         done = load.prompt_tokens + load.generated_tokens
         seconds = now - self._sampled[0] if self._sampled is not None else _OLD_SECONDS
         if not load.waiting:
             self._sampled = None
         elif self._sampled is None or seconds >= _OLD_SECONDS or done < self._sampled[1]:
-            # Nobody may have waited for a part of the time, or another engine process counts anew.
+            # Perhaps nothing waited for a part of the time, or a new engine process counts from 0.
             self._sampled = now, done
         elif seconds >= _SAMPLE_SECONDS:
             rate = (done - self._sampled[1]) / seconds

@@ -1,13 +1,13 @@
-"""Who may call: API keys from a file, asked for on every path and every RPC that is not open by name.
+"""API keys from a file, required on every path and every RPC that is not listed as open.
 
-The file has a table for each tenant. A key is written as it is or as its SHA-256 (`sha256:` and 64 hex digits; what
-`printf %s KEY | sha256sum` prints), and a tenant may have several while one is being replaced:
+The file has a table for each tenant. A key is written as it is or as its SHA-256 (`sha256:` and 64 hex digits, as
+`printf %s KEY | sha256sum` prints them). A tenant may have several keys, for example while one is being replaced:
 
     [team-a]
     keys = ["sha256:2c26b46b68ffc68ff99b453c1d30413413422d706483bfa0f98a5e886266e7ae"]
-    share = 2        # of a queue that is contended, against the others' shares; 1 if left out
-    rate = 10        # requests a second; no bound if left out
-    burst = 20       # requests that may come at once; one second's if left out
+    share = 2        # of a contended queue, relative to other tenants; default 1
+    rate = 10        # requests a second; default: no limit
+    burst = 20       # requests that may come at once; default: those of one second
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _DENIED = "an API key is required: send `authorization: Bearer KEY`"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tenant:
-    """Whom a key belongs to.
+    """A group of callers with keys of its own.
 
     Attributes:
-      share: weight against other tenants in a queue that is contended.
-      rate: requests a second, or None without a bound.
+      share: weight relative to other tenants in a contended queue.
+      rate: requests a second; None for no limit.
       burst: requests that may come at once within the rate.
     """
 
@@ -53,9 +53,9 @@ class Tenant:
     burst: float = 1.0
 
 
-ANYBODY = Tenant(name="")  # every caller, where no keys are asked for
+ANYBODY = Tenant(name="")  # every caller, where no keys are required
 
-# The tenant of the call that runs; set where a call comes in, read where it is admitted.
+# The tenant of the current call: set where a call comes in, read where it is admitted.
 current: ContextVar[Tenant] = ContextVar("tenant", default=ANYBODY)
 
 
@@ -69,8 +69,8 @@ class ApiKeys:
     """The keys in a file, read again when it changes.
 
     Raises:
-      ValueError: the file cannot be read or is wrong. Once running, a file that turns wrong is logged and the keys read
-        before go on counting.
+      ValueError: the file cannot be read or is wrong. Later, a file that becomes wrong is logged and the keys read
+        before stay valid.
     """
 
     def __init__(self, path: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -80,7 +80,7 @@ class ApiKeys:
         self._looked = clock()
 
     def tenant_of(self, key: bytes) -> Tenant | None:
-        """Whose key it is, or None. Takes as long whichever of them it is, or none."""
+        """The tenant with this key, or None. Takes the same time for every key, known or not."""
         self._refresh()
         digest = hashlib.sha256(key[:_LONGEST_KEY]).digest()
         found = None
@@ -91,7 +91,7 @@ class ApiKeys:
 
     @property
     def tenants(self) -> dict[str, Tenant]:
-        """By name."""
+        """All tenants, by name."""
         return {tenant.name: tenant for _, tenant in self._keys.digests}
 
     def _refresh(self) -> None:
@@ -104,14 +104,14 @@ class ApiKeys:
             return
         try:
             self._keys = _read(self._path)
-            _log.info("%s: read again, %d tenants", self._path, len(self.tenants))
+            _log.info("%s: read again; %d tenants", self._path, len(self.tenants))
         except ValueError as problem:
             self._failed = stamp
-            _log.error("%s; the keys that were read before go on counting", problem)
+            _log.error("%s; the keys read before stay valid", problem)
 
 
 class KeyInterceptor(grpc.aio.ServerInterceptor):
-    """Ends every RPC without a known key with UNAUTHENTICATED, but for those open by name.
+    """Ends RPCs without a known key with UNAUTHENTICATED, except those of open services.
 
     Args:
       open_services: full names, such as grpc.health.v1.Health.
@@ -129,9 +129,9 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):
         }
         tenant = self._keys.tenant_of(_key(headers))
         if tenant is None:
-            # As a stream of both kinds it asks for no message first, and so it fits every method.
+            # A handler of streams reads no message first, so it fits every method.
             return grpc.stream_stream_rpc_method_handler(_deny)
-        current.set(tenant)  # an RPC has a task of its own
+        current.set(tenant)  # every RPC has its own task
         return await continuation(handler_call_details)
 
 
@@ -140,12 +140,12 @@ async def _deny(_requests: Any, context: Any) -> None:
 
 
 class KeyMiddleware:
-    """The same for HTTP: an ASGI app around another, answering 401 but for calls open by name.
+    """ASGI middleware that answers 401 to calls without a known key, except open calls.
 
-    A path is compared as it came over the wire (`raw_path`): what a router would make of an escaped one opens nothing.
+    It compares a path as it came over the wire (`raw_path`), so that an escaped path opens nothing.
 
     Args:
-      open_calls: methods and paths that take no key, compared whole, such as ("GET", "/health").
+      open_calls: methods and whole paths that need no key, such as ("GET", "/health").
     """
 
     def __init__(self, app: ASGIApp, keys: ApiKeys, open_calls: Iterable[tuple[str, str]]) -> None:
@@ -179,7 +179,7 @@ class KeyMiddleware:
 
 
 def _key(headers: Mapping[str, str]) -> bytes:
-    """The key that a caller sends, from either of the two headers in use; names are in lower case."""
+    """The key in `authorization: Bearer` or `x-api-key`; header names are in lower case."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer" and key:
         return key.strip().encode("utf-8", "surrogateescape")
@@ -194,31 +194,31 @@ def _stamp(path: Path) -> tuple[int, ...]:
 
 
 def _read(path: Path) -> _Keys:
-    stamp = _stamp(path)  # before reading: a change meanwhile is seen next time
+    stamp = _stamp(path)  # before reading: a change during the read is seen next time
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as problem:
         raise ValueError(f"{path}: the API keys cannot be read: {problem.strerror}") from None
     except ValueError as problem:
-        raise ValueError(f"{path}: no TOML: {problem}") from None
+        raise ValueError(f"{path}: not TOML: {problem}") from None
     digests: dict[bytes, Tenant] = {}
     for name, table in content.items():
         tenant, keys = _tenant(path, name, table)
         for key in keys:
             digest = _digest(path, name, key)
             if digest in digests:
-                raise ValueError(f"{path}: {name} has a key that {digests[digest].name} has too")
+                raise ValueError(f"{path}: {name} and {digests[digest].name} have the same key")
             digests[digest] = tenant
     if not digests:
-        raise ValueError(f"{path}: no tenant is in it, so nobody could call; write [NAME] and keys = [...]")
+        raise ValueError(f"{path}: it has no tenant, so no call would be allowed; write [NAME] and keys = [...]")
     return _Keys(digests=tuple(digests.items()), stamp=stamp)
 
 
 def _tenant(path: Path, name: str, table: Any) -> tuple[Tenant, list[Any]]:
     if not isinstance(table, dict):
-        raise ValueError(f"{path}: {name} stands outside a tenant's table; write [NAME] above it")
+        raise ValueError(f"{path}: {name} is outside a tenant's table; write [NAME] above it")
     if wrong := sorted(set(table) - set(_FIELDS)):
-        raise ValueError(f"{path}: {name} has {wrong[0]}, which is none of {', '.join(_FIELDS)}")
+        raise ValueError(f"{path}: {name} has {wrong[0]}; the fields are {', '.join(_FIELDS)}")
     for number in _FIELDS[1:]:
         value = table.get(number, 1)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
@@ -232,11 +232,11 @@ def _tenant(path: Path, name: str, table: Any) -> tuple[Tenant, list[Any]]:
 
 
 def _digest(path: Path, name: str, key: Any) -> bytes:
-    """Errors never show a key."""
+    """The SHA-256 of a key. Errors never show the key."""
     if not isinstance(key, str) or not 8 <= len(key.encode()) <= _LONGEST_KEY:
-        raise ValueError(f"{path}: a key of {name} is no string of 8 to {_LONGEST_KEY} bytes")
+        raise ValueError(f"{path}: a key of {name} is not a string of 8 to {_LONGEST_KEY} bytes")
     if not key.startswith("sha256:"):
         return hashlib.sha256(key.encode()).digest()
     if not re.fullmatch("sha256:[0-9a-fA-F]{64}", key):
-        raise ValueError(f"{path}: a key of {name} begins with sha256: and has no 64 hex digits after it")
+        raise ValueError(f"{path}: a key of {name} begins with sha256: but 64 hex digits do not follow")
     return bytes.fromhex(key.removeprefix("sha256:"))

@@ -1,4 +1,4 @@
-"""A call's beam search while the engine works on it: many short requests that observers see as one."""
+"""A beam search in the engine: many short requests, which observers see as one request."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class BeamSearchCall:
         self._arrived.set()
 
     async def run(self, tokenizer: Tokenizer | None, eos_token_ids: Sequence[int]) -> list[Completion]:
-        """Searches to the end, and tells the observers.
+        """Searches to the end, and reports to the observers.
 
         Returns:
           The completions, best first.

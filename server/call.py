@@ -1,4 +1,4 @@
-"""A call, its requests while the engine works on them, and what observers are told of them."""
+"""A call, its requests while the engine works on them, and its observers."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class RequestTiming:
 
 
 class Observer(Protocol):
-    """Is told, on the event loop, of every request that the engine takes and of every refused call."""
+    """Observes every request that the engine takes and every refused call, on the event loop."""
 
     def started(self, timing: RequestTiming) -> None:
         """The engine has taken the request."""
@@ -83,7 +83,7 @@ class Observer(Protocol):
         ...
 
     def ended(self, timing: RequestTiming, completion: Completion) -> None:
-        """It has ended; a completion without a finish reason was cut short, by its caller or by the server."""
+        """It has ended. A completion without a finish reason was cut short, by caller or server."""
         ...
 
     def refused(self, call_id: str, refusal: errors.ApiError) -> None:
@@ -94,7 +94,7 @@ class Observer(Protocol):
 class Generation:
     """The requests of one call while the engine works on them.
 
-    `async for deltas in generation` gives a list of (index of the request, what is new for it) whenever events have
+    `async for deltas in generation` gives a list of (index of the request, its new delta) whenever events have
     come; it ends when all requests are answered.
 
     Raises:
@@ -143,7 +143,7 @@ class Generation:
                 observer.ended(timing, completion)
 
     def _put(self, event: TokenEvent) -> None:
-        self._ticket.begun()
+        self._ticket.started()
         self._events += self._scores.spread(event)
         self._arrived.set()
         timing = self._timings[self._index[event.request_id]]

@@ -1,4 +1,4 @@
-"""What the front door uses of an engine, whether it runs in this process or in one of its own."""
+"""The interface of an engine for the server, whether it runs in this process or another."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 class EngineNotReady(RuntimeError):
-    """The engine is still starting: what it will be like is not known yet."""
+    """The engine is still starting; its limits and its vocabulary are not known yet."""
 
 
 class Vocabulary(Protocol):
-    """What the door must know of a model."""
+    """What the server needs to know of a model."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -32,12 +32,11 @@ class Vocabulary(Protocol):
 
 
 class EngineClient(Protocol):
-    """What the request handler uses of an engine.
+    """What the server uses of an engine.
 
-    Both `jaxserve.engine.Engine` and `server.engine_process.remote_engine.RemoteEngine` have it.
-
-    `report`, `model_config`, `max_context`, `grammars` and `check` raise EngineNotReady before the engine has once been
-    ready; nothing else does.
+    `jaxserve.engine.Engine` and `server.engine_process.remote_engine.RemoteEngine` implement it. `report`,
+    `model_config`, `max_context`, `grammars` and `check` raise EngineNotReady until the engine is ready for the first
+    time; nothing else does.
     """
 
     @property
@@ -52,7 +51,7 @@ class EngineClient(Protocol):
     def tokenizer(self) -> Tokenizer | None: ...
     @property
     def grammars(self) -> Grammars | None:
-        """None where there is no tokenizer."""
+        """Compiled grammars; None without a tokenizer."""
         ...
 
     @property
@@ -62,12 +61,12 @@ class EngineClient(Protocol):
 
     @property
     def problem(self) -> str | None:
-        """Why none are, in words for callers; None while they are."""
+        """Why no requests are served, as an error for callers; None while they are."""
         ...
 
     @property
     def takes_requests(self) -> bool:
-        """Whether a request that is handed in now will be served, if only once the engine is back."""
+        """Whether a request submitted now will be served, if only once the engine is back."""
         ...
 
     def check(self, request: Request) -> None:
@@ -83,7 +82,7 @@ class EngineClient(Protocol):
         ...
 
     def load(self) -> Load:
-        """How busy the engine is; what was handed in counts at once."""
+        """How busy the engine is; submitted requests count at once."""
         ...
 
     def loads(self) -> list[Load]:
@@ -91,5 +90,5 @@ class EngineClient(Protocol):
         ...
 
     def record(self, recorder: Callable[[IterationRecord], None]) -> None:
-        """Has `recorder` called after every iteration, on a thread of the engine's or on the event loop."""
+        """Calls `recorder` after every iteration, on an engine thread or on the event loop."""
         ...

@@ -1,4 +1,4 @@
-"""Requests of a call in the engine: their submission, and the way of their events to the event loop."""
+"""Requests of a call in the engine, and the delivery of their events to the event loop."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ Receive = Callable[[list[TokenEvent]], None]
 
 
 class EventDelivery:
-    """Brings events from the engine's threads to an event loop, with one wake-up of the loop for many sinks.
+    """Delivers events from engine threads to an event loop.
 
-    Events that come on the loop's own thread, as those of an engine process do, are handed over at once.
+    One wake-up of the loop serves all sinks.
+
+    Events that come on the loop's own thread, as those of an engine process do, are passed on at once.
 
     Make it on the loop's thread.
     """
@@ -40,13 +42,13 @@ class EventDelivery:
             self._waiting.append((receive, events))
             if not self._is_scheduled:
                 self._is_scheduled = True
-                with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody is left to hear
+                with contextlib.suppress(RuntimeError):  # the loop has been closed
                     self._loop.call_soon_threadsafe(self._deliver)
 
         return sink
 
     def _deliver(self) -> None:
-        self._is_scheduled = False  # before the first is taken: what comes from now on schedules another turn
+        self._is_scheduled = False  # first, so that later events schedule another turn
         while self._waiting:
             receive, events = self._waiting.popleft()
             receive(events)

@@ -1,4 +1,4 @@
-"""The errors that end a call, independent of the protocol; each protocol maps them to its own status codes."""
+"""Errors that end a call; each protocol maps them to its own status codes."""
 
 from __future__ import annotations
 
@@ -57,5 +57,5 @@ def unavailable(message: str, retry_after: float | None = None) -> ApiError:
 
 
 def failed(call_id: str) -> ApiError:
-    """The error for an internal failure. It hides the cause, which the log has under the call's id."""
+    """The error for an internal failure. It hides the cause; the log has it under the call's id."""
     return ApiError(ErrorKind.FAILED, f"the request failed; the server's log explains it under {call_id}")

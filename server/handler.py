@@ -1,4 +1,4 @@
-"""The request handler: everything that the protocols share, from the fields of a call to its events."""
+"""The request handler: everything that the protocols share between a call and the engine."""
 
 from __future__ import annotations
 
@@ -37,16 +37,18 @@ Adjust = Callable[[Request], Request]
 
 
 class RequestHandler:
-    """Handles the calls of every protocol to one engine. Make and use it on the event loop that serves.
+    """Handles the calls of every protocol to one engine.
+
+    Make and use it on the event loop that serves.
 
     Args:
       engine: started, or still starting; calls are refused until it is ready.
-      tenants: returns those that callers may belong to, by name.
+      tenants: returns all tenants, by name.
 
     Attributes:
       calls: those under way.
       text: tokenizes and detokenizes.
-      observers: are told of every request and of every refused call.
+      observers: of every request and every refused call.
       problem: why the engine does not serve, as the watchdog sees it; None while it does.
     """
 
@@ -157,7 +159,9 @@ class RequestHandler:
     async def search(
         self, fields: Mapping[str, Any], call: Call, params: BeamParams, *, adjust: Adjust = lambda it: it
     ) -> tuple[Request, list[Completion]]:
-        """Searches for the best answers to one prompt. The queue keeps places for all beams until the search ends.
+        """Searches for the best answers to one prompt.
+
+        The queue keeps places for all beams until the search ends.
 
         Args: as of `generate`.
 
@@ -181,7 +185,7 @@ class RequestHandler:
             return request, answers
 
     def fill_context(self, request: Request) -> Request:
-        """The request with all of the context that is left as its max_tokens, for callers that give no limit."""
+        """The request with the rest of the context as its max_tokens, where a caller gives no limit."""
         room = min(self.engine.max_context, self.engine.report.slots) - len(request.prompt)
         return replace(request, sampling=replace(request.sampling, max_tokens=max(1, room)))
 
@@ -219,7 +223,7 @@ class RequestHandler:
         return await offload_if_long(work, lambda: [adjust(parse(fields)) for fields in prompts])
 
     async def _compile_grammars(self, requests: Sequence[Request]) -> list[object]:
-        """Compiles the grammars of requests off this loop. They stay compiled while the list is kept."""
+        """Compiles grammars off this loop. They stay compiled while the returned list is kept."""
         grammars = {request.sampling.grammar for request in requests}
         return [await self._compile(grammar) for grammar in grammars if grammar is not None]
 

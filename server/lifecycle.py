@@ -1,4 +1,4 @@
-"""Life of a server: open the ports, start the engine (here or in its own process), serve, drain, stop."""
+"""Life of a server: open the ports, start the engine, serve, drain, stop."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from server.app import ServerApp
 from server.commands import hosts
-from server.commands.console import UserError, address, mending, say, show, starting
+from server.commands.console import UserError, address, say, show, starting, user_errors
 from server.engine_process import exit_codes
 from server.engine_process.job import EngineJob
 from server.engine_process.remote_engine import RemoteEngine
@@ -99,7 +99,7 @@ class ServerLifecycle:
         """Runs the request log, the traces and the metrics port that were asked for."""
         chosen = self.settings
         with contextlib.ExitStack() as stack:
-            with mending():
+            with user_errors():
                 observers: list[RequestLog | Tracing] = []
                 if chosen.request_log is not None:
                     tokenizer = app.handler.engine.tokenizer
@@ -193,10 +193,10 @@ def _cluster_deadline(engine: RemoteEngine, cluster: ClusterConfig) -> float:
 
 
 def read_tokenizer(model: Path) -> Tokenizer | None:
-    """Loads a checkpoint's tokenizer with its chat template. Raises UserError if it cannot be read."""
+    """The tokenizer of a checkpoint. Raises UserError if it cannot be read."""
     from jaxserve.text import tokenizer
 
-    with mending():
+    with user_errors():
         return tokenizer.Tokenizer.from_directory(model)
 
 

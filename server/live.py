@@ -1,7 +1,7 @@
-"""What the engine does right now, for who looks: its last iterations chunk by chunk, its load, its latencies.
+"""Live view of the engine: its last iterations chunk by chunk, its load and its latencies.
 
-The engine only appends to a bounded ring; whoever watches turns what is new into plain data at their own pace,
-so a watcher costs the engine nothing and nobody watching costs nothing at all.
+The engine only appends to a bounded ring. A viewer turns the new entries into JSON at its own pace, so that viewers
+cost the engine nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _QUANTILES = (0.5, 0.95, 0.99)
 
 
 class LiveStats:
-    """A ring of the engine's last iterations, and an observer (`server.call.Observer`) of its requests.
+    """Keeps the last iterations and latencies of an engine; a `server.call.Observer`.
 
     Args:
       engine: its iterations are recorded from now on.
@@ -44,10 +44,10 @@ class LiveStats:
         self._ring.append((next(self._numbers), record))
 
     def started(self, timing: RequestTiming) -> None:
-        """The engine has taken a request; nothing is known of its latencies yet."""
+        """Does nothing: a request has no latencies yet."""
 
     def tokens(self, timing: RequestTiming, count: int, gap: float | None) -> None:
-        """A request has got tokens: its first, or some after those of an earlier event."""
+        """Notes the latency of the first token, or the gap since the last ones."""
         now = time.monotonic()
         if gap is None:
             self._latencies["first_token"].append((now, now - timing.request.arrival))
@@ -55,17 +55,17 @@ class LiveStats:
             self._latencies["gap"].append((now, gap))
 
     def ended(self, timing: RequestTiming, completion: Completion) -> None:
-        """A request is over: its latencies are known."""
+        """Does nothing: all latencies of the request are known."""
 
     def refused(self, call_id: str, refusal: ApiError) -> None:
-        """A call without an answer has no latencies."""
+        """Does nothing: a refused call has no latencies."""
 
     def since(self, number: int) -> dict[str, Any]:
-        """What a watcher who has seen the iterations before `number` shows next, as JSON-able data.
+        """Everything since iteration `number`, as data for JSON.
 
         Returns:
-          `next`: the number to ask with next; smaller than `number` if that is not of this server, and then all that
-          is kept is there. `iterations`: lists of replica, sequence, bucket, requests waiting, seconds (monotonic) at
+          `next`: the number to ask with next; smaller than `number` if the server has restarted, and then all kept
+          iterations are there. `iterations`: lists of replica, sequence, bucket, requests waiting, monotonic seconds at
           which it finished, its chunks as [row, start, length, samples], and the rows that requests took in it as
           [row, request id]. `load`: the fields of `Engine.load`. `latencies`: of the last minute, seconds to the
           first token (`first_token`) and between tokens (`gap`), at the quantiles 0.5, 0.95 and 0.99, or null where
@@ -78,14 +78,14 @@ class LiveStats:
         return {
             "next": ahead,
             "healthy": self._engine.is_healthy,
-            "iterations": [_told(record) for record in new],
+            "iterations": [_as_list(record) for record in new],
             "load": dataclasses.asdict(load),
             "latencies": {name: _quantiles(seen) for name, seen in self._latencies.items()},
             "tokens_per_second": self._rate(load.generated_tokens),
         }
 
     def about(self) -> dict[str, Any]:
-        """What does not change while the engine runs."""
+        """Facts that do not change while the engine runs, as data for JSON."""
         report, config = self._engine.report, self._engine.config
         return {
             "device": report.device,
@@ -100,7 +100,7 @@ class LiveStats:
         }
 
     def _rate(self, generated: int) -> float:
-        """Tokens a second over the last two seconds, as far as somebody watched."""
+        """Tokens a second over the last two seconds, as far as a viewer has asked."""
         now, seen = time.monotonic(), self._generated
         seen.append((now, generated))
         while now - seen[0][0] > 2.0:
@@ -109,7 +109,7 @@ class LiveStats:
         return (generated - seen[0][1]) / elapsed if elapsed > 0 else 0.0
 
 
-def _told(record: IterationRecord) -> list[Any]:
+def _as_list(record: IterationRecord) -> list[Any]:
     plan = record.plan
     return [
         record.replica,
@@ -123,7 +123,7 @@ def _told(record: IterationRecord) -> list[Any]:
 
 
 def _quantiles(seen: deque[tuple[float, float]]) -> list[float] | None:
-    """Of what was seen within the window."""
+    """Quantiles of the samples in the window, or None without samples."""
     after = time.monotonic() - _WINDOW
     values = sorted(value for at, value in seen.copy() if at >= after)
     if not values:

@@ -1,5 +1,4 @@
-"""What the server counts, in Prometheus' text format: under jaxserve_ names, and under the vllm: names that routers and
-dashboards already read."""
+"""Metrics in Prometheus' text format, under jaxserve_ names and vllm: names."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-_HELD = 20_000  # iterations kept until they are counted, twice a second: more than any engine runs
+_HELD = 20_000  # iterations kept until they are counted twice a second; more than any engine runs
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _HOST_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 50_000)
@@ -32,10 +31,10 @@ _GAUGES = {
     "running": ("requests_running", "Requests in the batch.", "num_requests_running"),
     "waiting": ("requests_waiting", "Requests in the queue.", "num_requests_waiting"),
     "waiting_tokens": ("waiting_tokens", "Prompt tokens of the requests in the queue.", None),
-    "outstanding_tokens": ("owed_tokens", "Tokens that live requests may still have computed.", None),
+    "outstanding_tokens": ("owed_tokens", "Tokens that live requests may still need computed.", None),
     "slots_used": ("slots_used", "Slots that requests hold.", None),
-    "slots_cached": ("slots_cached", "Slots that hold prefixes nobody uses now.", None),
-    "slots_total": ("slots_total", "Slots there are.", None),
+    "slots_cached": ("slots_cached", "Slots that hold cached prefixes not in use now.", None),
+    "slots_total": ("slots_total", "Slots in total.", None),
 }
 _COUNTERS = {
     "iterations": ("iterations", "Iterations run.", None),
@@ -48,7 +47,11 @@ _COUNTERS = {
         "Drafted tokens that were chosen.",
         "spec_decode_num_accepted_tokens",
     ),
-    "preemptions": ("preemptions", "Requests that gave their slots up and were computed again.", "num_preemptions"),
+    "preemptions": (
+        "preemptions",
+        "Requests preempted: they gave up their slots and were computed again.",
+        "num_preemptions",
+    ),
     "host_seconds": ("host_seconds", "The host's work for the iterations.", None),
     "bucket_seconds": ("bucket_seconds", "The device's work for them, by the buckets' measured costs.", None),
     "padding_seconds": ("padding_seconds", "The part of that spent on padding.", None),
@@ -75,7 +78,7 @@ _FINISHED = {
 
 
 class Metrics:
-    """Counts what a door tells it (as its Observer) and what an engine's iterations were.
+    """Counts requests (as an Observer) and the iterations of an engine.
 
     Args:
       model: the value of the label model_name.
@@ -99,15 +102,15 @@ class Metrics:
         self._ended: Counter[FinishReason | None] = Counter(dict.fromkeys(_FINISHED, 0))
         self._refusals: Counter[ErrorKind] = Counter(dict.fromkeys(ErrorKind, 0))
         self._registry.register(self)  # pyright: ignore[reportArgumentType]
-        engine.record(self._iterations.append)  # all that the engine's thread does for metrics
+        engine.record(self._iterations.append)  # the engine's thread does no more than this for metrics
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        # Not in the registry: `collect` shows it, under both of its names.
+        # Not in the registry: `collect` yields it under both of its names.
         metric = Histogram(f"jaxserve_{name}", text, ("model_name",), registry=None, buckets=buckets)
         self._histograms.append(metric)
         return metric.labels(self._model)
 
-    # As a door's observer
+    # As an Observer
 
     def started(self, timing: RequestTiming) -> None:
         self._prompt.observe(len(timing.request.prompt))
@@ -134,10 +137,10 @@ class Metrics:
     def refused(self, call_id: str, refusal: ApiError) -> None:
         self._refusals[refusal.kind] += 1
 
-    # To be read
+    # For scrapers
 
     def drain(self) -> None:
-        """Counts the iterations since the last call. To be called often enough; from any thread."""
+        """Counts the iterations since the last call. Thread-safe; call it twice a second or more."""
         for _ in range(len(self._iterations)):
             try:
                 record = self._iterations.popleft()
@@ -149,11 +152,15 @@ class Metrics:
             self._batch.observe(record.num_tokens)
 
     def text(self) -> bytes:
-        """Everything, as a scraper reads it."""
+        """All metrics in the text format."""
         return generate_latest(self._registry)
 
     def serve(self, host: str, port: int) -> Callable[[], None]:
-        """Answers scrapers on a port of its own, without keys; returns what ends it. Raises OSError."""
+        """Serves /metrics on a separate port, without keys; returns a function that stops it.
+
+        Raises:
+          OSError: the port cannot be opened.
+        """
         server, thread = start_http_server(port, host, self._registry)
 
         def end() -> None:
@@ -164,14 +171,14 @@ class Metrics:
         return end
 
     def describe(self) -> list[Metric]:
-        """Nothing; without it the registry would collect once to learn names."""
+        """Returns nothing, so that the registry does not collect once just to learn the names."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Everything, in the form the library writes out."""
+        """All metrics, as prometheus_client takes them."""
         self.drain()
         load = self._engine.load()
-        held = load.slots_used / max(1, load.slots_total)  # there are none yet while the engine starts
+        held = load.slots_used / max(1, load.slots_total)  # no slots yet while the engine starts
         for field, (name, text, alias) in _GAUGES.items():
             for full in _names(name, alias):
                 yield self._labelled(GaugeMetricFamily(full, text, labels=("model_name",)), getattr(load, field))

@@ -1,4 +1,4 @@
-"""A line of JSON for every request that ended and for every call that was refused. No prompts unless asked for."""
+"""The request log: a JSON line for every request that ended and every refused call."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _log = logging.getLogger(__name__)
 
 
 class RequestLog:
-    """Writes what a door tells it (as its Observer).
+    """Writes the request log (as an Observer).
 
     Args:
-      path: of a file to append to, or `-` for standard output.
-      tokenizer: to log prompts as text; they are token ids where it is None.
-      prompts: whether prompts and answers are logged at all.
+      path: file to append to, or `-` for standard output.
+      tokenizer: logs prompts as text; None logs token ids.
+      prompts: whether prompts and answers are logged.
 
     Raises:
       OSError: the file cannot be written.
@@ -72,7 +72,7 @@ class RequestLog:
     def close(self) -> None:
         """Closes the file."""
         if self._file is not sys.stdout:
-            with contextlib.suppress(OSError):  # told of already
+            with contextlib.suppress(OSError):  # was reported already
                 self._file.close()
 
     def _write(self, line: dict[str, Any]) -> None:

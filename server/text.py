@@ -58,7 +58,7 @@ def most_tokens(fields: Mapping[str, Any]) -> int:
 
 
 def tokenizing_work(fields: Mapping[str, Any]) -> int:
-    """The size for `offload_if_long` of a prompt. A chat counts as long: its template is a program."""
+    """The size of a prompt for `offload_if_long`. A chat counts as long, for its template."""
     return _LONG_TEXT + 1 if fields.get("messages") else most_tokens(fields)
 
 

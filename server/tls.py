@@ -1,4 +1,4 @@
-"""TLS for every port of the server, from one pair of files (and, for mutual TLS, the callers' authority)."""
+"""TLS for the ports of the server, from a certificate and its key."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import grpc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tls:
-    """What the server shows its callers, and what it asks of them.
+    """The files for TLS, and for mutual TLS.
 
     Attributes:
       certificate: PEM file, the server's own certificate first.
       key: PEM file of its private key, without a passphrase.
-      client_ca: PEM file; callers must then show a certificate that one of these has signed. None asks for none.
+      client_ca: PEM file of authorities that must have signed the certificates of clients; None requires none.
     """
 
     certificate: Path
@@ -26,12 +26,12 @@ class Tls:
     client_ca: Path | None = None
 
     def __post_init__(self) -> None:
-        """Raises ValueError for files that are no certificate, no key, or no pair."""
+        """Raises ValueError for files that are not a certificate and its key."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
-            # Without the callback a key with a passphrase would ask for it on the terminal.
+            # Without the callback, OpenSSL would ask for a passphrase on the terminal.
             context.load_cert_chain(self.certificate, self.key, password=lambda: "")
-        except OSError as problem:  # SSLError is one, and says neither file
+        except OSError as problem:  # SSLError is one, and names no file
             raise ValueError(f"--tls-cert {self.certificate} and --tls-key {self.key}: {_reason(problem)}") from None
         if self.client_ca is not None:
             try:
@@ -40,7 +40,7 @@ class Tls:
                 raise ValueError(f"--tls-client-ca {self.client_ca}: {_reason(problem)}") from None
 
     def grpc_credentials(self) -> grpc.ServerCredentials:
-        """For `add_secure_port`."""
+        """The credentials for `add_secure_port`."""
         return grpc.ssl_server_credentials(
             [(self.key.read_bytes(), self.certificate.read_bytes())],
             root_certificates=self.client_ca.read_bytes() if self.client_ca else None,
@@ -48,7 +48,7 @@ class Tls:
         )
 
     def uvicorn_settings(self) -> dict[str, Any]:
-        """Arguments of `uvicorn.Config`."""
+        """The arguments for `uvicorn.Config`."""
         settings: dict[str, Any] = {"ssl_certfile": str(self.certificate), "ssl_keyfile": str(self.key)}
         if self.client_ca is not None:
             settings |= {"ssl_ca_certs": str(self.client_ca), "ssl_cert_reqs": ssl.CERT_REQUIRED}
@@ -56,7 +56,7 @@ class Tls:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags that `from_flags` reads."""
+    """Adds the flags that `from_flags` reads."""
     group = parser.add_argument_group("encryption")
     group.add_argument("--tls-cert", type=Path, metavar="FILE.pem", help="the server's certificate (default: no TLS)")
     group.add_argument("--tls-key", type=Path, metavar="FILE.pem", help="its private key")
@@ -64,12 +64,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--tls-client-ca",
         type=Path,
         metavar="FILE.pem",
-        help="mutual TLS: callers must show a certificate signed by one of these",
+        help="mutual TLS: clients must have a certificate signed by one of these",
     )
 
 
 def from_flags(args: argparse.Namespace) -> Tls | None:
-    """What the flags describe; None without any. Raises ValueError for a half of it, and for files that are wrong."""
+    """The files that the flags name; None without flags.
+
+    Raises:
+      ValueError: a flag is missing, or a file is wrong.
+    """
     if args.tls_cert is None and args.tls_key is None:
         if args.tls_client_ca is not None:
             raise ValueError("--tls-client-ca needs --tls-cert and --tls-key")
@@ -81,5 +85,5 @@ def from_flags(args: argparse.Namespace) -> Tls | None:
 
 def _reason(problem: OSError) -> str:
     if isinstance(problem, ssl.SSLError):
-        return (problem.reason or "no PEM, or a passphrase is wanted").lower().replace("_", " ")
+        return (problem.reason or "no PEM, or a passphrase is required").lower().replace("_", " ")
     return problem.strerror or str(problem)

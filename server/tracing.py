@@ -1,4 +1,4 @@
-"""Optional OpenTelemetry traces: a span for every request, with its times in the queue, in prefill and in decode."""
+"""Optional OpenTelemetry traces: a span for every request, with queue, prefill and decode."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from server.errors import ApiError
 
 
 class Tracing:
-    """Makes spans of what a door tells it (as its Observer), once a request has ended.
+    """Sends a span for each request once it has ended (as an Observer).
 
-    Where they go is OpenTelemetry's own setting (OTEL_EXPORTER_OTLP_ENDPOINT and the like).
+    OpenTelemetry's own variables say where to (OTEL_EXPORTER_OTLP_ENDPOINT and others).
 
     Raises:
       ValueError: the libraries are not installed.
@@ -32,7 +32,7 @@ class Tracing:
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
         self._tracer = self._provider.get_tracer("jaxserve")
         self._model = model
-        self._epoch = time.time_ns() - time.monotonic_ns()  # from monotonic time to the world's
+        self._epoch = time.time_ns() - time.monotonic_ns()  # from monotonic time to wall-clock time
 
     def started(self, timing: RequestTiming) -> None:
         pass
@@ -69,7 +69,7 @@ class Tracing:
         pass
 
     def close(self) -> None:
-        """Sends what has not been sent."""
+        """Sends the remaining spans."""
         self._provider.shutdown()
 
     def _at(self, monotonic: float) -> int:

@@ -1,4 +1,4 @@
-"""Health that is true: it follows the iterations that engines complete, not what they say of themselves."""
+"""Health checks of the engine by the iterations that it completes."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ if TYPE_CHECKING:
 
 _LEAST_SECONDS = 2.0
 _COSTS = 4  # an iteration may take this many times what its bucket was measured to take
-_LONGEST_WAIT = 3.0  # seconds, but no more than this beyond it: what is slow is slow more evenly
+_LONGEST_WAIT = 3.0  # seconds beyond the expected time, at most: slow iterations vary less
 
 
 class EngineWatchdog:
-    """Says whether an engine serves; to be asked every `interval` seconds.
+    """Checks whether an engine serves; call `problem` every `interval` seconds.
 
     A replica that has work and completes no iteration within its deadline is wedged, and serves again once it completes
-    one. The deadline follows the iteration that is due next: its bucket's measured time, with what reading every used
-    slot takes. The time counted is the watchdog's own: a process that was stopped as a whole, or a machine that slept,
-    is not taken for a wedged engine.
+    one. The deadline is made from the iteration that is due next: the measured time of its bucket, and the time to read
+    every used slot. Time counts only while the watchdog itself runs, so that a process that was stopped as a whole, or
+    a machine that slept, does not count as a wedged engine.
 
     Args:
-      deadline: seconds, whatever is due; None goes by the above.
-      interval: seconds between two questions, as intended.
+      deadline: seconds for any iteration; None computes them as above.
+      interval: intended seconds between two checks.
       clock: monotonic seconds.
 
     Attributes:
-      overdue: seconds by which the most belated replica is behind its deadline; 0 when none is.
-      still: seconds for which that one has completed no iteration; likewise.
+      overdue: seconds by which the latest replica is behind its deadline; 0 when none is.
+      still: seconds since that replica completed an iteration; 0 when none is late.
     """
 
     def __init__(
@@ -46,10 +46,10 @@ class EngineWatchdog:
         self._engine, self._interval, self._clock = engine, interval, clock
         self._asked = clock()
         self._iterations: list[int] = []
-        self._still: list[float] = []  # seconds that each replica had work and did none
+        self._still: list[float] = []  # seconds that each replica had work and completed none
 
     def problem(self) -> str | None:
-        """What keeps the engine from serving, or None."""
+        """Why the engine does not serve, or None."""
         now = self._clock()
         passed = min(now - self._asked, 2 * self._interval)
         self._asked = now
@@ -74,7 +74,7 @@ class EngineWatchdog:
         return f"{which} has completed no iteration for {self.still:.1f} s though it has work"
 
     def _allowed(self, load: Load) -> float:
-        """Seconds until a replica's next iteration must be complete."""
+        """Seconds within which a replica must complete its next iteration."""
         if self._deadline is not None:
             return self._deadline
         expected = load.due_seconds + self._engine.report.slot_milliseconds / 1000 * load.slots_used

@@ -1,4 +1,4 @@
-"""The `jaxserve` command: its parser, and how failures are told. Nothing heavy is imported before it is needed."""
+"""The `jaxserve` command: its parser, and its exit codes. Heavy imports are made late."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command.
 
     Returns:
-      The exit code: 0, 1 where a part of the work failed, 2 for a mistake of the user's, 130 after Ctrl-C.
+      The exit code: 0, 1 if a part of the work failed, 2 for a mistake of the user, 130 after Ctrl-C.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     args = parser(benchmark=argv[1] if argv[:1] == ["bench"] and len(argv) > 1 else None).parse_args(argv)
@@ -115,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         say("interrupted")
         return 130
     except BrokenPipeError:
-        # Whoever read our output has gone. Standard output is flushed once more at exit: give it somewhere to go.
+        # The reader of our output is gone. Standard output is flushed again at exit, so it goes to /dev/null.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + 13  # as if SIGPIPE had ended us
     except OSError as problem:

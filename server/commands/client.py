@@ -1,4 +1,4 @@
-"""Gets completions from a running server, streamed or whole: what `jaxserve client` does, and an example to copy."""
+"""`jaxserve client`: completions from a running server, and an example of a client."""
 
 from __future__ import annotations
 
@@ -31,8 +31,11 @@ def stream(
     api_key: str | None = None,
     **fields: Any,
 ) -> Iterator[GenerateResponse]:
-    """Yields what each iteration adds to the answer to a request of these fields; the last message says why it ended.
-    Raises grpc.RpcError."""
+    """Streams the answer to a request with these fields; the last message has its finish reason.
+
+    Raises:
+      grpc.RpcError: the call failed.
+    """
     with _opened(address, credentials) as channel:
         request = GenerateRequest(**fields)
         yield from InferenceStub(channel).GenerateStream(request, metadata=_metadata(api_key))
@@ -45,7 +48,7 @@ def whole(
     api_key: str | None = None,
     **fields: Any,
 ) -> list[GenerateResponse]:
-    """All answers, once they are there. Raises grpc.RpcError."""
+    """The complete answers to a request. Raises grpc.RpcError."""
     with _opened(address, credentials) as channel:
         request = GenerateRequest(**fields)
         response = InferenceStub(channel).Generate(request, metadata=_metadata(api_key))
@@ -61,7 +64,7 @@ def _metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of `jaxserve client`."""
+    """Adds the flags of `jaxserve client`."""
     from server.commands.flags import add_sampling_flags
 
     source = parser.add_mutually_exclusive_group(required=True)
@@ -71,17 +74,20 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--server", metavar="HOST:PORT", default="127.0.0.1:50051", help="address of the server (default: %(default)s)"
     )
     group = parser.add_argument_group("security")
-    group.add_argument("--api-key-file", type=Path, metavar="FILE", help="holds the key to call with")
-    group.add_argument("--tls-ca", type=Path, metavar="FILE.pem", help="call with TLS, trusting these authorities")
-    group.add_argument("--tls-cert", type=Path, metavar="FILE.pem", help="a certificate to show, for mutual TLS")
+    group.add_argument("--api-key-file", type=Path, metavar="FILE", help="file with the API key")
+    group.add_argument("--tls-ca", type=Path, metavar="FILE.pem", help="use TLS and trust these authorities")
+    group.add_argument("--tls-cert", type=Path, metavar="FILE.pem", help="the client's certificate, for mutual TLS")
     group.add_argument("--tls-key", type=Path, metavar="FILE.pem", help="its private key")
     add_sampling_flags(parser)
     several.add_flags(parser)
 
 
 def _security(args: argparse.Namespace) -> dict[str, Any]:
-    """Credentials and key as `stream` takes them. Raises ValueError for flags that do not go together, and for a file
-    that cannot be read."""
+    """Credentials and key as `stream` takes them.
+
+    Raises:
+      ValueError: a flag lacks another, or a file cannot be read.
+    """
     if args.tls_ca is None and (args.tls_cert or args.tls_key):
         raise ValueError("--tls-cert and --tls-key need --tls-ca")
     paths = (args.tls_ca, args.tls_key, args.tls_cert, args.api_key_file)
@@ -96,13 +102,13 @@ def _security(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _grammar(type: str, value: Any = True) -> Grammar:
-    """The message of what `grammar.read` takes."""
+    """The message of a grammar in the form that `grammar.read` takes."""
     fields: dict[str, Any] = {type: Choice(options=value) if type == "choice" else value}
     return Grammar(**fields)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the text as it comes, or several of them whole, and what became of each on standard error."""
+    """Prints the text as it comes, or several texts, and how each ended on standard error."""
     from server.commands.console import UserError
     from server.commands.flags import sampling_fields
 

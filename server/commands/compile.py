@@ -1,4 +1,4 @@
-"""`jaxserve compile`: fills the compilation cache, so that a server that starts later compiles nothing."""
+"""`jaxserve compile`: fills the compilation cache for servers that start later."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from server.commands.console import UserError, mending, say
+from server.commands.console import UserError, say, user_errors
 from server.commands.engine_start import add_model_flags, load_engine
 
 if TYPE_CHECKING:
@@ -25,32 +25,32 @@ weights leave; `jaxserve plan --compile` compiles for devices that are elsewhere
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of `jaxserve compile`."""
-    parser.add_argument("--topology", metavar="h200:8", help="an error where the machine has not such devices")
+    """Adds the flags of `jaxserve compile`."""
+    parser.add_argument("--topology", metavar="h200:8", help="fail unless the machine has these devices")
     add_model_flags(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Returns 0 once everything is in the cache."""
     if args.compilation_cache == "off":
-        raise UserError("--compilation-cache is off; there is nowhere to keep what is compiled")
+        raise UserError("--compilation-cache is off; compiled programs need a directory")
     if args.topology is not None:
-        with mending():
+        with user_errors():
             from sharding.devices import parse
 
             check_here(parse(args.topology))
-    with mending():
+    with user_errors():
         from jaxserve.runner.program_cache import ProgramCache
 
         ProgramCache(Path(args.compilation_cache)).check_kept()
     report = load_engine(args).report
     compiled = report.programs - report.programs_loaded
-    say(f"{compiled} programs compiled, {report.programs_loaded} were there, in {args.compilation_cache}")
+    say(f"{compiled} programs compiled, {report.programs_loaded} found, in {args.compilation_cache}")
     return 0
 
 
 def check_here(topology: Topology) -> None:
-    """Raises UserError where this machine has not as many devices of the topology's platform."""
+    """Raises UserError if this machine lacks the devices of the topology."""
     import jax
 
     here = jax.devices()

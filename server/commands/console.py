@@ -1,5 +1,7 @@
-"""What the commands tell the person who runs them: progress, the start-up report, outcomes. All on standard error, so
-that standard output carries answers only."""
+"""Messages of the commands: progress, the start-up report and outcomes.
+
+All of them go to standard error, so that standard output has only answers.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +19,18 @@ from rich.table import Table
 if TYPE_CHECKING:
     from jaxserve.startup_report import StartupReport
 
-Report = Callable[[str, int, int], None]  # (what is being done, done, total)
+Report = Callable[[str, int, int], None]  # (step, done, total)
 
-PICTURES = (".png", ".svg", ".pdf")  # what --plot may draw
+PICTURES = (".png", ".svg", ".pdf")  # what --plot can draw
 
 
 class UserError(Exception):
-    """A mistake of the person at the command line, told in one sentence and without a traceback."""
+    """A mistake of the user, shown as one sentence without a traceback."""
 
 
 @contextlib.contextmanager
-def mending() -> Iterator[None]:
-    """Turns what goes wrong before the work starts, and is the user's to mend, into UserError."""
+def user_errors() -> Iterator[None]:
+    """Turns errors that the user can correct into UserError."""
     try:
         yield
     except (ValueError, OSError) as problem:  # wrong settings, checkpoints that cannot be served, unreadable files
@@ -45,31 +47,31 @@ _NO_MEMORY = "not enough memory for weights and slots; try fewer --slots or --ma
 
 
 def console() -> Console:
-    """Standard error, as it is now (tests replace it)."""
+    """A console on the standard error of this moment (tests replace it)."""
     return Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 def address(host: str, port: int) -> str:
-    """How a host and a port are written together."""
+    """HOST:PORT, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def say(message: str) -> None:
-    """One line for the person."""
+    """Prints one line."""
     print(f"jaxserve: {message}", file=sys.stderr, flush=True)
 
 
 def say_outcome(finish_reason: str, prompt_tokens: int, completion_tokens: int, seed: int | None) -> None:
-    """How a single completion ended."""
+    """Prints how a single completion ended."""
     drawn = "" if seed is None else f", seed {seed}"
     say(f"{finish_reason} after {completion_tokens} tokens (prompt {prompt_tokens}{drawn})")
 
 
 def check_output(flag: str, file: Path | None, *, kinds: tuple[str, ...] = ()) -> None:
-    """Raises UserError where a file cannot be written: before the work for it, and not after.
+    """Raises UserError if a file cannot be written, before the work for it starts.
 
     Args:
-      kinds: one of which its name must end in; none takes any.
+      kinds: endings that its name may have; empty allows any.
     """
     if file is None:
         return
@@ -87,7 +89,7 @@ def check_output(flag: str, file: Path | None, *, kinds: tuple[str, ...] = ()) -
 
 
 def check_folder(flag: str, folder: Path | None) -> None:
-    """Raises UserError for a folder that nothing can be written to; likewise."""
+    """Raises UserError if nothing can be written to a directory."""
     if folder is None:
         return
     try:
@@ -100,7 +102,7 @@ def check_folder(flag: str, folder: Path | None) -> None:
 
 @contextlib.contextmanager
 def starting() -> Iterator[Report]:
-    """Shows how loading and compiling go on: a bar per step in a terminal, a line per step elsewhere."""
+    """Shows the progress of loading and compiling: bars in a terminal, lines elsewhere."""
     out = console()
     if not out.is_terminal:
         seen: set[str] = set()
@@ -125,7 +127,7 @@ def starting() -> Iterator[Report]:
 
 
 def show(report: StartupReport, *, model: str) -> None:
-    """Prints what an engine settled on while it started."""
+    """Prints the start-up report of an engine."""
     out = console()
     facts = Table.grid(padding=(0, 2))
     each = ", in each replica" if report.replicas > 1 else ""
@@ -151,7 +153,7 @@ def show(report: StartupReport, *, model: str) -> None:
 
 
 def _start(report: StartupReport) -> str:
-    """What the start took, step by step."""
+    """The seconds of each step of the start."""
     found = f"{report.programs_loaded} of {report.programs} cached"
     return (
         f"load {report.load_seconds:.1f} s, compile {report.compile_seconds:.1f} s ({found}), "
@@ -164,7 +166,7 @@ def _rounded(report: StartupReport) -> str:
 
 
 def _layout(report: StartupReport) -> str:
-    """How several devices share the work."""
+    """How the devices share the work."""
     layers = report.layers_per_stage
     copies = f", {report.replicas} replicas" if report.replicas > 1 else ""
     if len(layers) == 1:

@@ -1,4 +1,4 @@
-"""`jaxserve convert`: a Hugging Face checkpoint rewritten as Orbax."""
+"""`jaxserve convert`: rewrites a Hugging Face checkpoint as Orbax."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import get_args
 
 from jaxserve.config import DtypeName
-from server.commands.console import UserError, mending, say, starting
+from server.commands.console import UserError, say, starting, user_errors
 
 HELP = """\
 Rewrites a Hugging Face checkpoint as Orbax, which restores in parallel and straight into any sharding.
@@ -18,7 +18,7 @@ Tokenizer and configuration are copied, so OUT serves like DIR:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of `jaxserve convert`."""
+    """Adds the flags of `jaxserve convert`."""
     parser.add_argument("source", type=Path, metavar="DIR", help="Hugging Face directory to read")
     parser.add_argument("target", type=Path, metavar="OUT", help="directory to write; must not exist, or be empty")
     parser.add_argument(
@@ -27,10 +27,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns 0 once `OUT` is whole; until then there is no such directory."""
+    """Returns 0 once `OUT` is complete; until then that directory does not exist."""
     if not args.source.is_dir():
         raise UserError(f"{args.source} is not a directory")
-    with mending():
+    with user_errors():
         import jax.numpy as jnp
 
         from jaxserve import weights
@@ -38,5 +38,5 @@ def run(args: argparse.Namespace) -> int:
         with starting() as progress:
             dtype = None if args.dtype == "auto" else jnp.dtype(args.dtype)
             weights.convert(args.source, args.target, dtype, progress)
-    say(f"{args.target} is written; serve it with --model {args.target}")
+    say(f"wrote {args.target}; serve it with --model {args.target}")
     return 0

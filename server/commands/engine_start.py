@@ -1,4 +1,4 @@
-"""From the command line to an engine that is compiled and ready."""
+"""Makes a compiled engine from command-line flags."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING
 
 from jaxserve.multihost.failure import HostFailed
 from server.commands import flags
-from server.commands.console import Report, UserError, mending, show, starting
+from server.commands.console import Report, UserError, show, starting, user_errors
 
 if TYPE_CHECKING:
     from jaxserve.config import EngineConfig
     from jaxserve.engine import Engine
     from jaxserve.multihost.config import ClusterConfig
 
-# How much of a GPU jax sets aside: the rest is the driver's and the collectives'. jax's own choice is 0.75.
+# The share of GPU memory that jax reserves; the driver and collectives need the rest. jax's default is 0.75.
 _GPU_MEMORY = "0.93"
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """Which model to run and how; `load_engine` reads them."""
+    """Adds the flags for the model and the engine; `load_engine` reads them."""
     parser.add_argument(
         "--model", type=Path, metavar="DIR", help="checkpoint directory (default: the built-in demo model)"
     )
@@ -31,12 +31,12 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_profile_flag(parser: argparse.ArgumentParser) -> None:
-    """Where `profiling` writes to."""
+    """Adds the flag for `profiling`."""
     parser.add_argument("--profile", type=Path, metavar="DIR", help="write a jax profiler capture of the run here")
 
 
 def model_directory(args: argparse.Namespace) -> Path:
-    """The checkpoint to run. Raises UserError if there is no such directory."""
+    """The checkpoint directory to run. Raises UserError if it does not exist."""
     if args.model is None:
         from jaxserve.demo import DEMO_MODEL
 
@@ -47,22 +47,25 @@ def model_directory(args: argparse.Namespace) -> Path:
 
 
 def load_engine(args: argparse.Namespace) -> Engine:
-    """The engine that the flags describe, loaded and compiled. Raises UserError for what the user can correct."""
+    """Starts the engine that the flags describe. Raises UserError for a mistake of the user."""
     path = model_directory(args)
-    with mending():
+    with user_errors():
         config = flags.engine_config(args)  # before jax is imported: a wrong flag is reported at once
     return start_engine(path, config)
 
 
 def start_engine(path: Path, config: EngineConfig, cluster: ClusterConfig | None = None) -> Engine:
-    """Loads and compiles an engine and reports the progress. Raises UserError for what the user can correct.
+    """Loads and compiles an engine, and shows the progress and the start-up report.
 
     Args:
       cluster: this host's place among several.
+
+    Raises:
+      UserError: a mistake of the user.
     """
     from server.commands import hosts
 
-    with mending(), starting() as report:
+    with user_errors(), starting() as report:
         try:
             engine = make_engine(path, config, report, cluster)
         except HostFailed as failure:
@@ -72,7 +75,7 @@ def start_engine(path: Path, config: EngineConfig, cluster: ClusterConfig | None
 
 
 def make_engine(path: Path, config: EngineConfig, progress: Report, cluster: ClusterConfig | None = None) -> Engine:
-    """Loads and compiles."""
+    """Loads and compiles an engine."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", _GPU_MEMORY)
     if cluster is not None:
         from server.commands import hosts
@@ -85,7 +88,7 @@ def make_engine(path: Path, config: EngineConfig, progress: Report, cluster: Clu
 
 @contextlib.contextmanager
 def profiling(folder: Path | str | None) -> Iterator[None]:
-    """Captures what runs inside with jax's profiler where `--profile DIR` was given."""
+    """Captures the block with jax's profiler, if a directory is given."""
     if folder is None:
         yield
         return

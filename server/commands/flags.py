@@ -1,4 +1,4 @@
-"""Command-line flags of engine settings and sampling parameters, made from the metadata of their fields."""
+"""Command-line flags of engine settings and sampling parameters, from field metadata."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxserve.runner import cache_folder
 from jaxserve.sampling_params import SAMPLING_PARAMS
 
 _CACHE = str(cache_folder.default())
-# Defaults of flags that are not those of the settings.
+# Defaults of flags that differ from those of the settings.
 _FLAG_DEFAULTS = {"slot_policy": None, "compilation_cache": _CACHE}
 _METAVARS = {int: "N", float: "X", tuple[str, ...]: "TEXT", tuple[int, ...]: "1,2,..."}
 
@@ -42,7 +42,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
-    """The configuration that the engine flags describe. Raises ValueError naming a setting that is wrong."""
+    """The configuration in the engine flags. Raises ValueError, naming a wrong setting."""
     values = {name: _setting(args, param) for name, param in ENGINE_PARAMS.items()}
     values["slot_policy"] = values["slot_policy"] or ("reserve" if args.deterministic else EngineConfig().slot_policy)
     return EngineConfig(**values)
@@ -76,7 +76,7 @@ def _setting(args: argparse.Namespace, param: Param) -> Any:
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds a flag for every sampling parameter; `sampling_fields` reads those that were given."""
+    """Adds a flag for every sampling parameter; `sampling_fields` reads them."""
     group = parser.add_argument_group("sampling", "Defaults for input lines that do not say otherwise.")
     for name, param in SAMPLING_PARAMS.items():
         if name == "grammar":
@@ -116,7 +116,7 @@ def _add_grammar_flags(group: Any) -> None:
 
 
 def sampling_fields(args: argparse.Namespace) -> dict[str, Any]:
-    """The sampling parameters given on the command line, as an input line would carry them."""
+    """The sampling parameters that were given, in the form of an input line."""
     return {name: getattr(args, name) for name in SAMPLING_PARAMS if getattr(args, name) is not None}
 
 
@@ -134,7 +134,7 @@ def _help(param: Param, default: str | None) -> str:
 
 
 def _reader(param: Param) -> Any:
-    """Converts the text of a flag to a value of the parameter's type."""
+    """A function that converts the text of a flag to the type of the parameter."""
     if param.is_duration:
         return duration
     if param.kind == tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""`jaxserve generate`: completions without a server, of one prompt or of a file of them."""
+"""`jaxserve generate`: completions of one prompt, or of a file of them, without a server."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from server.commands.flags import add_sampling_flags, sampling_fields
 
 if TYPE_CHECKING:
     from jaxserve.engine import Engine
-    from server.commands.jsonl import Answer
+    from server.commands.jsonl import LineResult
 
-_ROWS_AHEAD = 16  # input lines taken in for every row of the batch: enough that one long answer starves nobody
+_ROWS_AHEAD = 16  # input lines read for every row of the batch, so that one long answer leaves work for the others
 
 HELP = """\
 Completes one prompt, or every line of a file, without a server.
@@ -51,7 +51,7 @@ and the exit code is 1."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of `jaxserve generate`."""
+    """Adds the flags of `jaxserve generate`."""
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", metavar="TEXT", help="complete this text, printing it as it comes")
     prompts.add_flags(parser, source)
@@ -64,8 +64,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns 0, or 1 if some line could not be served."""
-    model_directory(args)  # a missing one is told before anything is opened
+    """Returns 0, or 1 if a line failed."""
+    model_directory(args)  # a missing one is reported before any file is opened
     check_folder("--profile", args.profile)
     wanted = several.fields(args)
     if wanted and (args.input is not None or args.output is not None):
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
             _check_differ(source, target)
         engine = load_engine(args)
         if args.output is not None and stat.S_ISREG(os.fstat(target.fileno()).st_mode):
-            target.truncate(0)  # not before: had loading failed, the results of an earlier run would be gone
+            target.truncate(0)  # not earlier: a failed start keeps the results of an earlier run
         with profiling(args.profile), engine:
             if wanted:
                 return _print_several(engine, prompt, wanted, sampling_fields(args))
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _open_input(args: argparse.Namespace, files: contextlib.ExitStack) -> tuple[Iterable[bytes], int | None]:
-    """The input's lines, and its size in bytes where that is known."""
+    """The lines of the input, and its size in bytes if known."""
     if args.input is None:
         return [json.dumps(prompts.fields(args)).encode()], None
     # Descriptor 0 directly: the interpreter locks sys.stdin at exit, and the reading thread may be waiting in it.
@@ -143,7 +143,7 @@ def _serve_lines(
 
 
 def _write_line(descriptor: int, line: bytes) -> None:
-    """Writes a line whole, also where Ctrl-C comes in the middle; that is raised afterwards."""
+    """Writes a whole line. A Ctrl-C during the write is raised after it."""
     interrupts: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, _: interrupts.append(number))
     try:
@@ -157,7 +157,7 @@ def _write_line(descriptor: int, line: bytes) -> None:
 
 
 class _Bar:
-    """How far a file of lines has come, in bytes of it, since nobody knows how many lines it has."""
+    """A progress bar in bytes of the input, as its number of lines is not known."""
 
     def __init__(self, size: int | None, *, hidden: bool) -> None:
         out = console()
@@ -180,7 +180,7 @@ class _Bar:
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
-    def show(self, answer: Answer, lines: int, tokens: int) -> None:
+    def show(self, answer: LineResult, lines: int, tokens: int) -> None:
         if answer.error is not None:
             self._out.print(f"jaxserve: line {answer.number}: {answer.error}", markup=False)
         rate = tokens / max(time.monotonic() - self._started, 1e-3)
@@ -188,7 +188,7 @@ class _Bar:
 
 
 def _print_text(engine: Engine, prompt: dict[str, Any], sampling: dict[str, Any]) -> int:
-    """Streams the completion of one prompt, as an input line has it, to standard output."""
+    """Streams the completion of one prompt to standard output."""
     from jaxserve.errors import InvalidRequest
     from jaxserve.generation.completion import Assembler, parse_request
     from jaxserve.request import FinishReason, TokenEvent
@@ -214,7 +214,7 @@ def _print_text(engine: Engine, prompt: dict[str, Any], sampling: dict[str, Any]
 
 
 def _print_several(engine: Engine, prompt: dict[str, Any], wanted: dict[str, Any], sampling: dict[str, Any]) -> int:
-    """Prints several answers to one prompt, or the best that a search finds, each with its end."""
+    """Prints several answers to one prompt, or the best of a beam search."""
     from jaxserve.errors import InvalidRequest
     from jaxserve.generation import beam_search as beams
     from jaxserve.generation import streaming
@@ -229,7 +229,7 @@ def _print_several(engine: Engine, prompt: dict[str, Any], wanted: dict[str, Any
             answers = streaming.generate(engine, [prompt], sampling, streaming.Terms(**terms))
     except InvalidRequest as problem:
         raise UserError(str(problem)) from None
-    except RuntimeError as problem:  # the engine has failed, or a step of the search in it
+    except RuntimeError as problem:  # the engine has failed, or a step of the search
         say(f"error: {problem}")
         return 1
     for answer in answers:

@@ -1,4 +1,4 @@
-"""`jaxserve serve` on several hosts: the flags that place a process among them, and the two parts there are to play."""
+"""`jaxserve serve` on several hosts: the flags, and the work of host 0 and of the others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NoReturn, get_args
 
 from jaxserve.multihost.config import ClusterConfig, LinksName, TlsFiles, check_settings
 from server.commands import flags
-from server.commands.console import Report, mending, say
+from server.commands.console import Report, say, user_errors
 from server.engine_process import exit_codes
 from server.engine_process.job import EngineJob
 from server.engine_process.remote_engine import RemoteEngine
@@ -24,27 +24,32 @@ if TYPE_CHECKING:
     from jaxserve.engine import Engine
     from jaxserve.multihost.failure import HostFailed
 
-OWN_SECONDS = 2.0  # in which the hosts say themselves what is wrong with one, before the process in front of it acts
-FAILING_SECONDS = 10.0  # that the watchdog has to end a process whose hosts have failed, when all has been told
-# Whoever ends the group has host 0 do so: a worker that left first would look like one that failed.
+OWN_SECONDS = 2.0  # for a host to report its own failure, before its front process acts
+FAILING_SECONDS = 10.0  # for the watchdog to end a process whose hosts have failed
+# Host 0 ends the group: a worker that left first would look like one that failed.
 WAITING = "waiting for host 0 to end the hosts (again to end at once)"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags that `from_flags` reads."""
+    """Adds the flags that `from_flags` reads."""
     group = parser.add_argument_group("several hosts (docs/hosts.md)")
     group.add_argument(
         "--hosts",
         type=_hosts,
         metavar="N|auto",
         default=1,
-        help="processes that serve one model together, each with as many of its T x S devices; auto: what jax finds "
-        "out on TPU pods, Slurm and Kubernetes (default: %(default)s)",
+        help="processes that serve one model together, with equal shares of its T x S devices; auto: as jax detects "
+        "on TPU pods, Slurm and Kubernetes (default: %(default)s)",
     )
-    group.add_argument("--host-id", type=int, metavar="I", help="which of them this is; 0 plans and has the front door")
-    group.add_argument("--coordinator", metavar="HOST:PORT", help="where the others find host 0, by this very name")
     group.add_argument(
-        "--control-port", type=int, metavar="N", help="of host 0, for plans (default: the one after the coordinator's)"
+        "--host-id", type=int, metavar="I", help="number of this host; host 0 schedules and serves the clients"
+    )
+    group.add_argument("--coordinator", metavar="HOST:PORT", help="address of host 0, the same on every host")
+    group.add_argument(
+        "--control-port",
+        type=int,
+        metavar="N",
+        help="port of host 0 for plans (default: the port after the coordinator's)",
     )
     group.add_argument(
         "--join-timeout",
@@ -57,20 +62,20 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--step-deadline",
         type=float,
         metavar="S",
-        help="an iteration that takes longer has failed, and so have the hosts (default: 20 times what the largest "
-        "bucket takes, and at least 10)",
+        help="all hosts fail if an iteration takes longer (default: 20 times the measured time of the largest bucket, "
+        "and at least 10)",
     )
     group.add_argument(
         "--links",
         choices=get_args(LinksName),
         default="auto",
-        help="how stages on different hosts pass arrays on; direct: the runtime copies; bridge: a program on both; "
-        "auto: direct where a probe finds that it works (default: %(default)s)",
+        help="how stages on different hosts pass arrays; direct: the runtime copies; bridge: a program on both; auto: "
+        "direct if a probe finds that it works (default: %(default)s)",
     )
     for name, text in (
         ("cert", "this host's certificate, for mutual TLS between the hosts"),
         ("key", "its private key"),
-        ("ca", "the authority that has signed the certificate of every host"),
+        ("ca", "the authority that signed the certificate of every host"),
     ):
         group.add_argument(f"--hosts-{name}", type=Path, metavar="FILE.pem", help=text)
     group.add_argument(
@@ -78,17 +83,21 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="S",
         default=120.0,
-        help="of iterations that are kept for `jaxserve replay`; written when a host fails and on SIGUSR2 "
+        help="seconds of iterations kept for `jaxserve replay`; written when a host fails and on SIGUSR2 "
         "(default: %(default)g)",
     )
     group.add_argument(
-        "--flight-folder", type=Path, metavar="DIR", default=Path(), help="where to (default: the folder it runs in)"
+        "--flight-folder",
+        type=Path,
+        metavar="DIR",
+        default=Path(),
+        help="directory for flight records (default: the current directory)",
     )
 
 
 def from_flags(args: argparse.Namespace) -> ClusterConfig | None:
-    """This process's place; None where it serves alone. Raises UserError for flags that cannot be."""
-    with mending():
+    """This host's place among several; None if it serves alone. Raises UserError."""
+    with user_errors():
         secrets = _secrets(args)
         if args.hosts == 1:
             given = ("host_id", "coordinator", "control_port", "step_deadline")
@@ -125,7 +134,7 @@ def from_flags(args: argparse.Namespace) -> ClusterConfig | None:
 
 
 def lead(path: Path, config: EngineConfig, cluster: ClusterConfig, progress: Report) -> Engine:
-    """Host 0: the engine of all hosts. Raises ValueError for whatever the user can mend, and HostFailed."""
+    """Starts host 0 and the engine of all hosts. Raises ValueError for mistakes, and HostFailed."""
     from jaxserve.engine import Engine
     from jaxserve.multihost import startup as start
 
@@ -135,7 +144,7 @@ def lead(path: Path, config: EngineConfig, cluster: ClusterConfig, progress: Rep
 
 
 def end_failed(failure: HostFailed) -> NoReturn:
-    """Says why the hosts could not start, and waits for the watchdog, which has the others told and ends all."""
+    """Prints why the hosts could not start, and waits for the watchdog to end the process."""
     say(f"error: {failure}")
     time.sleep(FAILING_SECONDS)
     os._exit(failure.code)
@@ -144,21 +153,21 @@ def end_failed(failure: HostFailed) -> NoReturn:
 def follow(
     path: Path, config: EngineConfig, cluster: ClusterConfig, *, alive: Callable[[float], None] = lambda _: None
 ) -> int:
-    """Any other host.
+    """Runs a host other than host 0.
 
     Args:
-      alive: called twice a second with the seconds after which a process that calls no more is lost.
+      alive: called twice a second with the seconds after which this process is lost if it stops calling.
 
     Returns:
       0 once host 0 has ended.
 
     Raises:
-      UserError: whatever the user can mend.
+      UserError: a mistake of the user.
     """
-    with mending():
+    with user_errors():
         from jaxserve.multihost import startup as start
 
-        leave = _leaving(lambda: None)
+        leave = _signal_handler(lambda: None)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda number, _: leave(number))
         start.follow(path, config, cluster, tell=say, alive=lambda seconds: alive(seconds + OWN_SECONDS))
@@ -169,22 +178,22 @@ def follow(
 async def follow_in_own_process(
     path: Path, config: EngineConfig, cluster: ClusterConfig, restarts: RestartPolicy | None
 ) -> int:
-    """Any other host, its work in a process of its own: one that is stopped is ended from here.
+    """Runs a host other than host 0 in a process of its own, and ends that process if it hangs.
 
     Args:
-      restarts: how often it is started again when it fails; None never does.
+      restarts: how often the process is restarted when it fails; None never does.
 
     Returns:
       The exit code, 0 once host 0 has ended.
 
     Raises:
-      UserError: whatever the user can mend.
+      UserError: a mistake of the user.
     """
     job = EngineJob.of(str(path), config, cluster=cluster)
     supervisor = Supervisor(RemoteEngine(config, None), job, restarts=restarts)
     loop = asyncio.get_running_loop()
 
-    leave = _leaving(supervisor.let_end)
+    leave = _signal_handler(supervisor.let_end)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, leave, number)
     try:
@@ -196,8 +205,8 @@ async def follow_in_own_process(
     return exit_codes.ENDED
 
 
-def _leaving(let_end: Callable[[], None]) -> Callable[[int], None]:
-    """What a worker does at a signal: it waits for host 0, which may never come, so that a second one ends it."""
+def _signal_handler(let_end: Callable[[], None]) -> Callable[[int], None]:
+    """The signal handler of a worker: the first signal waits for host 0, a second one ends it."""
     asked = False
 
     def leave(number: int) -> None:

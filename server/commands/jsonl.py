@@ -1,4 +1,4 @@
-"""Completions of a stream of JSON lines: many in flight, answered in the order of the input, few held in memory."""
+"""Completions for a stream of JSON lines, answered in the order of the input."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 _LONGEST_ID = 1024  # characters of an id as JSON
 
 
-class Answer(NamedTuple):
-    """What became of one input line.
+class LineResult(NamedTuple):
+    """The result of one input line.
 
     Attributes:
       number: of the line, from 1.
       size: bytes of the input up to and including this line.
       encoded: the output line, as JSON without its newline.
-      error: why it could not be served, or None.
-      tokens: how many were generated.
+      error: why the line failed, or None.
+      tokens: number of generated tokens.
     """
 
     number: int
@@ -46,20 +46,20 @@ class _Line:
     id: Any
     request: Request | None = None
     assembler: Assembler | None = None
-    answer: Answer | None = None
+    answer: LineResult | None = None
 
 
 class EngineFailed(RuntimeError):
-    """The engine has failed; no line after this one will be served."""
+    """The engine has failed; no later line will be served."""
 
 
 class LineServer:
-    """Serves the lines of one source with one engine.
+    """Completes the lines of one source with one engine.
 
     Args:
       engine: started.
       defaults: sampling fields of lines that do not give their own.
-      window: most lines read and not yet answered; what bounds memory.
+      window: most lines read and not yet answered, which bounds memory.
     """
 
     def __init__(self, engine: Engine, defaults: dict[str, Any], *, window: int) -> None:
@@ -70,17 +70,17 @@ class LineServer:
         self._sink = self._inbox.put
         self._room = threading.Semaphore(window)
         self._lines: deque[_Line] = deque()  # not yet answered, in the order of the input
-        self._held: deque[_Line] = deque()  # refused by a full queue, to be tried again
+        self._held: deque[_Line] = deque()  # refused by a full queue; tried again later
         self._alive: dict[str, _Line] = {}
 
-    def answers(self, source: Iterable[bytes]) -> Generator[Answer]:
-        """Yields an answer for every line that is not blank, in order, each as soon as it is its turn.
+    def answers(self, source: Iterable[bytes]) -> Generator[LineResult]:
+        """Yields the result of every line that is not blank, in order.
 
         Raises:
-          OSError: the source cannot be read on.
-          EngineFailed: the engine cannot go on.
+          OSError: the source cannot be read further.
+          EngineFailed: the engine has failed.
         """
-        # Reading waits for whoever writes the input, and must not keep finished lines waiting: it has its own thread.
+        # Reading has its own thread: it waits for the writer of the input, and finished lines must not wait for it.
         threading.Thread(target=self._read, args=(source,), daemon=True).start()
         reading = True
         try:
@@ -142,10 +142,10 @@ class LineServer:
             try:
                 self._engine.submit(line.request, self._sink)
             except QueueFull:
-                return  # the engine is busy with lines before this one; their events bring us back here
+                return  # the events of earlier lines call this again
             except InvalidRequest as problem:
                 self._refuse(line, str(problem))
-            except EngineStopped as problem:  # nothing of what was handed in has told so yet
+            except EngineStopped as problem:  # no event has reported the failure yet
                 raise EngineFailed(str(problem)) from problem
             else:
                 line.assembler = Assembler(line.request, self._engine.tokenizer, self._eos)
@@ -156,7 +156,7 @@ class LineServer:
         for event in events:
             line = self._alive.get(event.request_id)
             if line is None:
-                continue  # it ended before the engine knew, at a stop string
+                continue  # a stop string ended it before the engine did
             assert line.request is not None
             assert line.assembler is not None
             if event.finish_reason in (FinishReason.ERROR, FinishReason.ABORTED):
@@ -173,11 +173,11 @@ class LineServer:
                 completion = line.assembler.completion()
                 line.assembler = None
                 encoded = _encode(completion.to_json() | {"id": line.id})
-                line.answer = Answer(line.number, line.size, encoded, None, len(completion.token_ids))
+                line.answer = LineResult(line.number, line.size, encoded, None, len(completion.token_ids))
 
     @staticmethod
     def _refuse(line: _Line, error: str) -> None:
-        line.answer = Answer(line.number, line.size, _encode({"id": line.id, "error": error}), error, 0)
+        line.answer = LineResult(line.number, line.size, _encode({"id": line.id, "error": error}), error, 0)
 
 
 def _decode(text: bytes) -> dict[str, Any]:
@@ -199,7 +199,7 @@ def _checked_id(value: Any) -> Any:
 
 
 def _encode(fields: dict[str, Any]) -> bytes:
-    # Surrogates, which JSON's escapes can smuggle into an id, have no UTF-8: they go back as escapes.
+    # Surrogates in an id have no UTF-8, so they are escaped as they came in.
     try:
         return json.dumps(fields, ensure_ascii=False).encode()
     except UnicodeEncodeError:

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags to `jaxserve generate` or `jaxserve client`; `fields` reads those that were given."""
+    """Adds the flags for several answers; `fields` reads them."""
     group = parser.add_argument_group("several answers", "Answers are printed when all are complete.")
     group.add_argument("--n", type=int, metavar="N", help="number of answers (default: 1)")
     group.add_argument(
@@ -38,7 +38,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def fields(args: argparse.Namespace) -> dict[str, Any]:
-    """The flags that were given, by the names that calls use."""
+    """The flags that were given, by the field names of calls."""
     from jaxserve.generation.beam_search import FIELDS
 
     return {name: getattr(args, name) for name in FIELDS if getattr(args, name) is not None}

@@ -1,4 +1,4 @@
-"""`jaxserve plan`: what a model would take and do on devices that need not be there."""
+"""`jaxserve plan`: predicts memory and speed of a model on devices that need not exist here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from server.commands import flags
-from server.commands.console import PICTURES, UserError, check_output, mending, say, starting
+from server.commands.console import PICTURES, UserError, check_output, say, starting, user_errors
 
 if TYPE_CHECKING:
     from jaxserve.plan.deployment import Deployment
@@ -28,11 +28,11 @@ A model is a name (a wrong one lists them), a config.json or a checkpoint direct
 v5p, v6e, tpu7x: chips along each axis) or a set of GPUs (a100-40g, a100-80g, h100, h200: machines x GPUs). The engine's
 flags mean what they mean to `jaxserve serve`. docs/sharding.md explains specs and has examples."""
 
-_WIDTH = 150  # of tables that go to a file or a pipe
+_WIDTH = 150  # of tables in a file or a pipe
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of `jaxserve plan`."""
+    """Adds the flags of `jaxserve plan`."""
     parser.add_argument("--model", required=True, metavar="NAME|FILE|DIR", help="name, config.json or checkpoint")
     parser.add_argument("--topology", required=True, metavar="v5p:2x2x4", help="devices")
     parser.add_argument(
@@ -56,14 +56,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Returns 0."""
     if args.plot is not None and not args.search:
-        raise UserError("--plot draws what --search finds; give both")
+        raise UserError("--plot draws the result of --search; give both")
     if args.context < 1:
         raise UserError(f"--context is {args.context}; it must be at least 1")
     check_output("--plot", args.plot, kinds=PICTURES)
     check_output("--html", args.html)
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing runs: a device that is there may be busy
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing runs on a device, and a local one may be busy
     out = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
-    with mending():
+    with user_errors():
         deployment = make_deployment(args, context=args.context)
         answers = _search(args, deployment, out) if args.search else _plan(args, deployment, out)
     if args.json:
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def make_deployment(args: argparse.Namespace, *, context: int = 1024) -> Deployment:
-    """The question that the flags ask. Raises ValueError for a name or a setting that cannot be."""
+    """The deployment in the flags. Raises ValueError for a wrong name or setting."""
     from sharding import devices
 
     topology, engine = devices.parse(args.topology), flags.engine_config(args)
@@ -128,7 +128,7 @@ def _plan(args: argparse.Namespace, deployment: Deployment, out: Console) -> dic
     answers = plan_report.as_json(plan, stages) | answers
     if args.html is not None:
         plan_page.write(args.html, plan_report.headline(plan), plan_report.bottleneck(plan), answers)
-        say(f"{args.html} is written; open it in a browser")
+        say(f"wrote {args.html}; open it in a browser")
     return answers
 
 
@@ -149,5 +149,5 @@ def _search(args: argparse.Namespace, deployment: Deployment, out: Console) -> d
         search.plot(
             found, f"{deployment.name} on {deployment.topology}, decodes at context {deployment.context:,}", args.plot
         )
-        say(f"{args.plot} is written")
+        say(f"wrote {args.plot}")
     return {"candidates": [search.as_json(each) for each in found], "left_out": left_out}

@@ -10,7 +10,7 @@ from server.commands.flags import text_or_file
 
 
 def add_flags(parser: argparse.ArgumentParser, source: Any) -> None:
-    """Adds the flags of a chat to `jaxserve generate` or `jaxserve client`; `fields` reads them and the prompt.
+    """Adds the flags for a chat; `fields` reads them and the prompt.
 
     Args:
       source: the mutually exclusive group of prompt sources.
@@ -32,7 +32,7 @@ def add_flags(parser: argparse.ArgumentParser, source: Any) -> None:
 
 
 def fields(args: argparse.Namespace) -> dict[str, Any]:
-    """The prompt fields that were given, as an input line would carry them."""
+    """The prompt fields that were given, in the form of an input line."""
     names = ("prompt", "messages", "add_generation_prompt")
     return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
 

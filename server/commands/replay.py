@@ -1,4 +1,4 @@
-"""`jaxserve replay`: a flight record of several hosts, run again on one machine."""
+"""`jaxserve replay`: runs a flight record of several hosts again on one machine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from jaxserve.runner import cache_folder
-from server.commands.console import console, mending, say, starting
+from server.commands.console import console, say, starting, user_errors
 from server.commands.engine_start import model_directory
 
 HELP = """\
@@ -20,7 +20,7 @@ a hair of the next may fall otherwise: the logprobs beside a difference tell. Re
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of `jaxserve replay`."""
+    """Adds the flags of `jaxserve replay`."""
     parser.add_argument("file", type=Path, metavar="FILE", help="the flight record")
     parser.add_argument(
         "--model", type=Path, metavar="DIR", help="checkpoint that it was made with (default: the built-in demo model)"
@@ -29,13 +29,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--compilation-cache",
         metavar="DIR|off",
         default=str(cache_folder.default()),
-        help="where compiled programs are kept between runs (default: %(default)s)",
+        help="directory that keeps compiled programs between runs (default: %(default)s)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns 0 where all tokens came out as recorded, 1 where some did not."""
-    with mending():
+    """Returns 0 if all tokens are as recorded, 1 if some differ."""
+    with user_errors():
         path = model_directory(args)
         from jaxserve.multihost.flight_recorder import read
         from jaxserve.multihost.flight_replay import replay

@@ -1,4 +1,4 @@
-"""`jaxserve serve`: serves one model over gRPC and HTTP until it is told to stop."""
+"""`jaxserve serve`: serves one model over gRPC and HTTP until a signal."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from jaxserve.multihost.config import ClusterConfig
 from server import tls
 from server.auth import ApiKeys
 from server.commands import flags, hosts, settings
-from server.commands.console import UserError, check_folder, mending
+from server.commands.console import UserError, check_folder, user_errors
 from server.commands.engine_start import add_model_flags, add_profile_flag, model_directory
 from server.engine_process.supervisor import RestartPolicy
 from server.tls import Tls
@@ -68,12 +68,12 @@ class ServeSettings:
 
 
 def from_flags(args: argparse.Namespace) -> ServeSettings:
-    """The settings that the flags describe. Raises UserError for what is wrong with them."""
+    """The settings that the flags describe. Raises UserError for a wrong flag."""
     _check(args)
     model = model_directory(args).resolve()
     cluster = hosts.from_flags(args)
     answers_calls = cluster is None or cluster.host == 0
-    with mending():
+    with user_errors():
         return ServeSettings(
             model=model,
             engine=flags.engine_config(args),

@@ -37,7 +37,7 @@ class Setting(NamedTuple):
 
 
 class SettingsParser(argparse.ArgumentParser):
-    """A parser that, if `layered`, takes missing flags from the environment and then from `--config FILE`.
+    """A parser that, if `layered`, reads missing flags from the environment and `--config FILE`.
 
     The namespace then has `settings`, a list of Setting in the order of the flags.
     """
@@ -83,7 +83,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def as_toml(settings: Iterable[Setting]) -> str:
-    """The settings as a file for `--config`. No setting is a secret: keys are in files of their own."""
+    """The settings as a file for `--config`. No setting is a secret: keys have their own files."""
     lines = []
     for name, value, source in settings:
         value = "off" if value is None and name in _OFF else value
@@ -115,7 +115,7 @@ def _from_environment(actions: Iterable[argparse.Action], environment: Mapping[s
 
 
 def _from_file(actions: Iterable[argparse.Action], path: Path) -> dict[str, tuple[Any, str]]:
-    """Values by destination. Raises ValueError for an unreadable file, an unknown key or a wrong value."""
+    """Values by destination. Raises ValueError for a file that is wrong or cannot be read."""
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as problem:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from server.commands import flags
-from server.commands.console import PICTURES, UserError, check_output, mending, say, starting
+from server.commands.console import PICTURES, UserError, check_output, say, starting, user_errors
 from server.commands.plan import make_deployment
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
             raise UserError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
     check_output("--plot", args.plot, kinds=PICTURES)
     out = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
-    with mending():
+    with user_errors():
         answer = _trace(args, out)
     if args.plot is not None:
         say(f"{args.plot} is written")

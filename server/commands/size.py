@@ -1,4 +1,4 @@
-"""`jaxserve size`: what serves recorded traffic in time, and at what cost."""
+"""`jaxserve size`: which devices serve recorded traffic in time, and at what cost."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from server.commands import flags
-from server.commands.console import PICTURES, UserError, check_output, mending, say, starting
+from server.commands.console import PICTURES, UserError, check_output, say, starting, user_errors
 from server.commands.plan import make_deployment
 from server.commands.simulate import add_trace_flags, make_objective, read_trace, share
 
@@ -26,11 +26,11 @@ simulate`): with the fewest copies that are enough, as many rows as are used, an
 iterations best; those flags of the engine's are found rather than read, the others mean what they mean to `jaxserve
 serve`. --price is yours to give, for an hour of one device; without it the table counts device hours."""
 
-_WIDTH = 190  # of tables that go to a file or a pipe
+_WIDTH = 190  # of tables in a file or a pipe
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of `jaxserve size`."""
+    """Adds the flags of `jaxserve size`."""
     parser.add_argument("--trace", type=Path, required=True, metavar="FILE", help="recorded arrivals and lengths")
     add_trace_flags(parser)
     group = parser.add_argument_group("sizing")
@@ -62,9 +62,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns 0, or 1 where nothing is enough."""
+    """Returns 0, or 1 if no deployment is enough."""
     if args.model is None or args.topology is None:
-        raise UserError("size needs --model and --topology: what is served, on which devices at most")
+        raise UserError("size needs --model and --topology, the model and the most devices")
     if args.price is not None and not args.price > 0:
         raise UserError(f"--price is {args.price:g}; it must be above 0")
     if args.requests is not None and args.requests < 1:
@@ -72,10 +72,12 @@ def run(args: argparse.Namespace) -> int:
     check_output("--plot", args.plot, kinds=PICTURES)
     buckets = int(args.compile_time / args.compile_each)
     if buckets < 1:
-        raise UserError(f"--compile-time {args.compile_time:g}s is less than one bucket takes ({args.compile_each:g}s)")
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing runs: a device that is there may be busy
+        raise UserError(
+            f"--compile-time {args.compile_time:g}s is less than the time of one bucket ({args.compile_each:g}s)"
+        )
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing runs on a device, and a local one may be busy
     out = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
-    with mending():
+    with user_errors():
         deployment = make_deployment(args)
         workload = read_trace(args, deployment.max_context)
         from jaxserve.simulate import sizing
@@ -86,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     title = f"{deployment.name} on {deployment.topology}: {workload.name}, {workload.duration:,.0f} s"
     if args.plot is not None:
         sizing.plot(found, objective, args.price, title, args.plot)
-        say(f"{args.plot} is written")
+        say(f"wrote {args.plot}")
     if args.json:
         answer = [sizing.as_json(each, args.price) for each in found]
         json.dump({"workload": workload.name, "notes": workload.notes, "layouts": answer}, sys.stdout, indent=1)

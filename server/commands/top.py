@@ -1,4 +1,4 @@
-"""`jaxserve top`: a running server in the terminal, an iteration a column, a request's row a line."""
+"""`jaxserve top`: shows a running server, with a column an iteration and a line a row."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ Shows what a running server does, ten times a second: each iteration a column, e
 
   jaxserve top
   jaxserve top --server http://10.0.0.7:8000 --api-key KEY
-  jaxserve top --once                                   one look, for scripts"""
+  jaxserve top --once                                   one view, for scripts"""
 
-_SECONDS = 0.1  # between two looks
-_PATIENCE = 5.0  # seconds for an answer
+_SECONDS = 0.1  # between two polls
+_PATIENCE = 5.0  # seconds to wait for an answer
 _PROMPT, _DECODE, _QUEUE, _PADDING = "blue", "green", "dark_orange", "grey50"
 _EXPECTED = {"next", "healthy", "iterations", "load", "latencies", "tokens_per_second"}  # of any answer
 _BARS = " ▁▂▃▄▅▆▇█"
 
 
 class Board:
-    """What the server told, an iteration at a time, and how it looks.
+    """The view of a server: its last iterations and its load.
 
     Args:
-      about: the first answer's `about`.
+      about: `about` of the first answer.
     """
 
     def __init__(self, about: dict[str, Any]) -> None:
@@ -47,9 +47,9 @@ class Board:
         self._news: dict[str, Any] = {}
 
     def take(self, news: dict[str, Any]) -> None:
-        """Takes in one answer of `/live` (see `server.live.Live.since`)."""
+        """Takes one answer of `/live` (see `server.live.LiveStats.since`)."""
         self._news = news
-        if "about" in news:  # at first, and when the server has been started again: maybe as another
+        if "about" in news:  # at first, and after a restart, perhaps of another model
             self._about = news["about"]
             self._columns.clear()
             self._names.clear()
@@ -83,7 +83,7 @@ class Board:
         return Group(title, table, Text())
 
     def _body(self, width: int, height: int) -> RenderableType:
-        """The columns that fit: who waited, the rows, how full the buckets were."""
+        """The columns that fit: the queue, the rows, and how full the buckets were."""
         label = 14
         shown = list(self._columns)[-max(1, width - label) :]
         rows = self._about["rows"]
@@ -139,16 +139,16 @@ def _span(quantiles: list[float] | None) -> str:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of `jaxserve top`."""
+    """Adds the flags of `jaxserve top`."""
     parser.add_argument(
         "--server", metavar="URL", default="http://127.0.0.1:8000", help="HTTP address (default: %(default)s)"
     )
-    parser.add_argument("--api-key", metavar="KEY", help="where the server asks for one")
-    parser.add_argument("--once", action="store_true", help="show one look and end")
+    parser.add_argument("--api-key", metavar="KEY", help="API key, if the server requires one")
+    parser.add_argument("--once", action="store_true", help="show one view and end")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Shows until Ctrl-C. Returns 0."""
+    """Shows the view until Ctrl-C. Returns 0."""
     news = _ask(args, 0)
     board = Board(news["about"])
     board.take(news)
@@ -167,10 +167,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _ask(args: argparse.Namespace, since: int) -> dict[str, Any]:
-    """What is new. Raises UserError where the server has no answer."""
+    """One answer of `/live`. Raises UserError if there is none."""
     address = args.server.rstrip("/")
     if not address.startswith(("http://", "https://")):
-        raise UserError(f"--server {args.server} is no HTTP address such as http://127.0.0.1:8000")
+        raise UserError(f"--server {args.server} is not an HTTP address such as http://127.0.0.1:8000")
     try:
         request = urllib.request.Request(f"{address}/live?since={since}")
         if args.api_key:
@@ -183,8 +183,8 @@ def _ask(args: argparse.Namespace, since: int) -> dict[str, Any]:
         raise UserError(f"{address} answered {problem.code} {problem.reason}{hint}") from None
     except (OSError, ValueError, http.client.InvalidURL) as problem:
         raise UserError(f"{address} does not answer: {getattr(problem, 'reason', problem)}") from None
-    except http.client.HTTPException as problem:  # gRPC's port, for one
-        raise UserError(f"{address} does not answer as HTTP has it ({type(problem).__name__})") from None
+    except http.client.HTTPException as problem:  # such as the gRPC port
+        raise UserError(f"{address} does not speak HTTP ({type(problem).__name__})") from None
     if not isinstance(news, dict) or _EXPECTED - news.keys() or not (since or "about" in news):
-        raise UserError(f"{address} is no server of jaxserve's: what it answers at /live is something else")
+        raise UserError(f"{address} is not a jaxserve server: its answer at /live has other fields")
     return news

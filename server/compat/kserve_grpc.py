@@ -1,5 +1,4 @@
-"""The Open Inference Protocol, version 2, over gRPC: whether the server lives, is ready, and what it serves. Its HTTP
-form (server/compat/kserve_http.py) tells the same."""
+"""The Open Inference Protocol (version 2) over gRPC: liveness, readiness and metadata."""
 
 from __future__ import annotations
 
@@ -12,14 +11,14 @@ from server.handler import RequestHandler
 from server.proto.inference import open_inference_grpc_pb2 as pb
 from server.proto.inference import open_inference_grpc_pb2_grpc
 
-PLATFORM = "jax_xla"  # in the protocol's form, project_format
+PLATFORM = "jax_xla"  # as the protocol names platforms: project_format
 
 
 class OpenInferenceService(open_inference_grpc_pb2_grpc.GRPCInferenceServiceServicer):
-    """`inference.GRPCInferenceService` but for tensors.
+    """`inference.GRPCInferenceService` without inference on tensors.
 
     Args:
-      name: what the model is called.
+      name: of the served model.
       version: of the server.
     """
 
@@ -49,12 +48,12 @@ class OpenInferenceService(open_inference_grpc_pb2_grpc.GRPCInferenceServiceServ
 
     async def ModelInfer(self, request: pb.ModelInferRequest, context: Any) -> pb.ModelInferResponse:
         async with calls.answering(self._handler, context, new_id()):
-            raise infer_refusal()
+            raise infer_error()
         raise AssertionError
 
 
 def check_model(served: str, name: str, version: str) -> None:
-    """Raises ApiError (NOT_FOUND) where a call asks for what is not served."""
+    """Raises ApiError (NOT_FOUND) for a model or a version that is not served."""
     if name != served:
         raise ApiError(ErrorKind.NOT_FOUND, f"name: {name[:100]!r} is not served here; {served!r} is", field="name")
     if version:
@@ -66,17 +65,17 @@ def check_model(served: str, name: str, version: str) -> None:
 
 
 def server_metadata(version: str) -> dict[str, Any]:
-    """What the server is."""
+    """Name and version of the server."""
     return {"name": "jaxserve", "version": version, "extensions": []}
 
 
 def model_metadata(name: str) -> dict[str, Any]:
-    """What the model is: text goes in and out by other calls, so it has no tensors."""
+    """Metadata of the model, without tensors: text goes in and out by other calls."""
     return {"name": name, "versions": [], "platform": PLATFORM, "inputs": [], "outputs": []}
 
 
-def infer_refusal() -> ApiError:
-    """The answer to tensors."""
+def infer_error() -> ApiError:
+    """The error for inference on tensors."""
     return ApiError(
         ErrorKind.UNIMPLEMENTED,
         "inference on tensors is not served; ask for text with jaxserve.v1.Inference/Generate or "

@@ -1,4 +1,4 @@
-"""The Open Inference Protocol, version 2, over HTTP: `/v2` and what is below it."""
+"""The Open Inference Protocol (version 2) over HTTP: `/v2` and the paths below it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from starlette.routing import Route
 
-from server.compat.kserve_grpc import check_model, infer_refusal, model_metadata, server_metadata
+from server.compat.kserve_grpc import check_model, infer_error, model_metadata, server_metadata
 from server.errors import ApiError
 from server.handler import RequestHandler
 from server.http.call import Endpoint, HttpCall
@@ -16,12 +16,12 @@ _VERSION = f"{_MODEL}/versions/{{version}}"
 
 
 def error_of(refusal: ApiError) -> dict[str, Any]:
-    """A refusal in the protocol's form."""
+    """An error as the JSON of the protocol."""
     return {"error": str(refusal)}
 
 
 def routes(handler: RequestHandler, name: str, version: str) -> list[Route]:
-    """Everything of the protocol.
+    """The routes of the protocol.
 
     Args:
       name: what the model is called.
@@ -49,7 +49,7 @@ def routes(handler: RequestHandler, name: str, version: str) -> list[Route]:
 
     async def infer(http_call: HttpCall) -> None:
         _check(http_call)
-        raise infer_refusal()
+        raise infer_error()
 
     def _check(http_call: HttpCall) -> None:
         check_model(name, http_call.path_params["name"], http_call.path_params.get("version", ""))

@@ -1,4 +1,4 @@
-"""`/generate`, `/generate_stream` and `/info`, as clients of Hugging Face's text-generation-inference (TGI) know it."""
+"""The HTTP API of text-generation-inference (TGI): /generate, /generate_stream and /info."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _ERRORS = {
 
 
 def error_of(refusal: ApiError) -> dict[str, Any]:
-    """A refusal in TGI's form."""
+    """An error as the JSON of TGI."""
     message = "Model is overloaded" if refusal.kind is ErrorKind.QUEUE_FULL else str(refusal)
     return {"error": message, "error_type": _ERRORS.get(refusal.kind, refusal.kind.value)}
 
@@ -45,7 +45,7 @@ class Generate:
     """`/generate` and `/generate_stream` of one model.
 
     Args:
-      streams: True for events, False for one answer, None for what the body's `stream` says.
+      streams: True streams, False answers once, None follows the body's `stream`.
     """
 
     def __init__(self, handler: RequestHandler, *, streams: bool | None) -> None:
@@ -57,7 +57,7 @@ class Generate:
         streams = body.stream if self._streams is None else self._streams
         fields, samples = _fields(given), given.best_of or 1
         if streams and samples > 1:
-            raise InvalidRequest("best_of", "cannot be streamed: which is best is known at the end")
+            raise InvalidRequest("best_of", "cannot be streamed: the best answer is known at the end")
         tokenizer = self._handler.text.tokenizer
         async with self._handler.generate(
             [{"prompt": body.inputs} | fields],
@@ -72,7 +72,7 @@ class Generate:
 
 
 def _fields(given: TgiParameters) -> dict[str, Any]:
-    """The sampling parameters of a TGI call. Raises InvalidRequest for a parameter that is not served."""
+    """The sampling parameters of a TGI call. Raises InvalidRequest for one that is not served."""
     for name, value in (("adapter_id", given.adapter_id), ("watermark", given.watermark)):
         if value:
             raise InvalidRequest(name, "is not served")
@@ -97,7 +97,7 @@ def _fields(given: TgiParameters) -> dict[str, Any]:
 
 
 def _grammar(given: TgiGrammar) -> Grammar:
-    """TGI's three types: a regular expression, a JSON schema, or one under a name as OpenAI has it."""
+    """The constraint of TGI's types: regex, json, or json_schema as in OpenAI's API."""
     if given.type == "regex":
         return grammar.text("grammar", "regex", given.value)
     schema = given.value
@@ -107,7 +107,7 @@ def _grammar(given: TgiGrammar) -> Grammar:
 
 
 def _truncated(request: Request, most: int | None) -> Request:
-    """The request with the last tokens of its prompt alone."""
+    """The request with only the last tokens of its prompt."""
     return request if most is None else dataclasses.replace(request, prompt=request.prompt[-most:])
 
 
@@ -182,8 +182,8 @@ def _details(tokenizer: Tokenizer, given: TgiParameters, completion: Completion)
 
 def _prefill(tokenizer: Tokenizer, prompt: Sequence[int], completion: Completion) -> list[dict[str, Any]]:
     pairs = zip(prompt, completion.prompt_logprobs or (), strict=False)
-    told = [_token(tokenizer, token, logprob) for token, logprob in pairs]
-    return [{name: value for name, value in line.items() if name != "special"} for line in told]
+    tokens = [_token(tokenizer, token, logprob) for token, logprob in pairs]
+    return [{name: value for name, value in token.items() if name != "special"} for token in tokens]
 
 
 def _top(tokenizer: Tokenizer, top: Alternatives) -> list[dict[str, Any]]:
@@ -200,7 +200,7 @@ def _token(tokenizer: Tokenizer, token: int, logprob: float | None) -> dict[str,
 
 
 def info(handler: RequestHandler, name: str, version: str) -> dict[str, Any]:
-    """What `/info` tells."""
+    """The answer to `/info`."""
     engine, report = handler.engine, handler.engine.report
     return {
         "model_id": name,

@@ -1,5 +1,4 @@
-"""`vllm.grpc.engine.VllmEngine`: routers that speak to vLLM's workers reach this server by it, through the same door as
-every other caller."""
+"""`vllm.grpc.engine.VllmEngine`, the protocol of routers for vLLM workers."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from typing import Any
 from jaxserve.errors import InvalidRequest
 from server import auth, errors
 from server.call import Call, Generation, new_id
-from server.compat.vllm_messages import Answer, adjusted, fields_of, samples_of
+from server.compat.vllm_messages import VllmSample, adjusted, fields_of, samples_of
 from server.grpc import calls
 from server.handler import RequestHandler
 from server.proto.vllm.grpc.engine import vllm_engine_pb2 as pb
@@ -22,10 +21,10 @@ MAX_ABORTS = 4096  # request ids of one Abort
 
 
 class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
-    """What routers need of `vllm.grpc.engine.VllmEngine`, behind a door.
+    """The calls of `vllm.grpc.engine.VllmEngine` that routers need.
 
     Args:
-      name: what the model is called.
+      name: of the served model.
       version: of the server.
     """
 
@@ -33,7 +32,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
         self._handler, self._engine = handler, handler.engine
         self._name, self._version = name, version
         self._started = time.monotonic()
-        self._latest = 0.0  # seconds since 1970 at which Generate was called
+        self._latest = 0.0  # Unix time of the last Generate
         self._calls: dict[tuple[str, str], set[_Abortable]] = {}  # by tenant and request id
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:
@@ -49,7 +48,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
                     samples=samples,
                     adjust=lambda parsed: adjusted(self._handler, params, parsed),
                 ) as generation:
-                    abortable.has(generation)
+                    abortable.started(generation)
                     async for response in _responses(generation, stream=request.stream):
                         await context.write(response)
 
@@ -113,7 +112,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
                 raise InvalidRequest("dp_rank", f"is {request.dp_rank}; there is one rank, 0")
             load, config = self._engine.load(), self._engine.config
             rows = config.max_rows * config.replicas
-            told = pb.SchedulerLoad(
+            load_message = pb.SchedulerLoad(
                 num_running_reqs=load.running,
                 num_waiting_reqs=load.waiting,
                 num_total_reqs=load.running + load.waiting,
@@ -125,32 +124,32 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
                 max_running_requests=rows,
             )
             now = datetime.now(UTC).isoformat()
-            return pb.GetLoadsResponse(timestamp=now, version=self._version, dp_rank_count=1, loads=[told])
+            return pb.GetLoadsResponse(timestamp=now, version=self._version, dp_rank_count=1, loads=[load_message])
         raise AssertionError
 
 
 class _Aborted(errors.ApiError):
-    """The caller has ended its own call; never told as a refusal."""
+    """The caller aborted its own call; never sent as an error."""
 
     def __init__(self) -> None:
         super().__init__(errors.ErrorKind.UNAVAILABLE, "the caller has aborted the call")
 
 
 class _Abortable:
-    """A call that Abort can end, from before its prompt has become tokens on."""
+    """A call that Abort can end, even before its prompt is tokenized."""
 
     def __init__(self) -> None:
         self._generation: Generation | None = None
         self._is_aborted = False
 
-    def has(self, generation: Generation) -> None:
-        """The engine works on it from now on."""
+    def started(self, generation: Generation) -> None:
+        """Notes the generation of the call."""
         self._generation = generation
         if self._is_aborted:
             self.abort()
 
     def abort(self) -> None:
-        """Ends the call in the engine now, and for its caller as soon as its handler looks."""
+        """Aborts the requests in the engine now, and ends the call."""
         self._is_aborted = True
         if self._generation is not None:
             self._generation.fail(_Aborted())
@@ -159,15 +158,15 @@ class _Abortable:
 
 async def _responses(generation: Generation, *, stream: bool) -> AsyncIterator[pb.GenerateResponse]:
     """The messages of a call, each as soon as it can be sent."""
-    answers = [Answer(index, generation) for index in range(len(generation.requests))]
+    samples = [VllmSample(index, generation) for index in range(len(generation.requests))]
     try:
         async for deltas in generation:
             for index, delta in deltas:
                 if stream and delta.token_ids:
-                    yield answers[index].chunk(delta)
+                    yield samples[index].chunk(delta)
                 if delta.finish_reason is not None:
-                    yield answers[index].complete()
+                    yield samples[index].complete()
     except _Aborted:
-        for answer in answers:
-            if not answer.is_whole:
-                yield answer.complete()
+        for sample in samples:
+            if not sample.is_whole:
+                yield sample.complete()

@@ -25,7 +25,7 @@ _REASONS = {FinishReason.LENGTH: "length", FinishReason.EOS: "stop", FinishReaso
 
 
 def fields_of(request: pb.GenerateRequest) -> dict[str, Any]:
-    """The fields that a call gives, as `parse_request` takes them. Raises InvalidRequest for one not served."""
+    """The fields of a call, as `parse_request` takes them. Raises InvalidRequest."""
     match request.WhichOneof("input"):
         case "tokenized":
             fields: dict[str, Any] = {"prompt_token_ids": list(request.tokenized.input_ids)}
@@ -67,14 +67,14 @@ def _grammar(params: pb.SamplingParams) -> Grammar | None:
 
 
 def samples_of(params: pb.SamplingParams) -> int:
-    """Number of answers that the call asks for. Raises InvalidRequest."""
+    """Number of samples that the call asks for. Raises InvalidRequest."""
     if params.n > MAX_SAMPLES:
         raise InvalidRequest("n", f"is {params.n}; it must be at most {MAX_SAMPLES}")
     return params.n or 1
 
 
 def adjusted(handler: RequestHandler, params: pb.SamplingParams, request: Request) -> Request:
-    """The request with its prompt truncated, and without a given limit with all the context that is left."""
+    """The request with its prompt truncated, and with max_tokens if the call gives none."""
     if params.HasField("truncate_prompt_tokens"):
         most = params.truncate_prompt_tokens
         if most == -1:
@@ -86,8 +86,8 @@ def adjusted(handler: RequestHandler, params: pb.SamplingParams, request: Reques
     return request if params.HasField("max_tokens") else handler.fill_context(request)
 
 
-class Answer:
-    """Response messages of one sample of a call.
+class VllmSample:
+    """The response messages of one sample of a call.
 
     Args:
       index: index of the sample among the generation's requests.
@@ -151,7 +151,7 @@ def _fill_output(out: pb.OutputLogProbs, tokens: Delta | Completion) -> None:
 
 
 def _fill_input(out: pb.InputLogProbs, request: Request, completion: Completion) -> None:
-    """Adds prompt logprobs; a request that ended before its prompt was scored has fewer than tokens."""
+    """Adds the prompt logprobs; a request that ended early has fewer than prompt tokens."""
     scored = completion.prompt_logprobs or ()
     out.token_logprobs.extend(pb.InputTokenLogProb(value=logprob) for logprob in scored)
     out.token_ids.extend(request.prompt[: len(scored)])

@@ -1,15 +1,15 @@
-"""Exit codes of engine processes and of the process in front of them (docs/operating.md has the table)."""
+"""Exit codes of engine processes and of the front process; docs/operating.md has the table."""
 
 from __future__ import annotations
 
 import signal
 
-ENDED = 0  # as it was told
-USER_ERROR = 2  # a setting, a checkpoint or a file is wrong: starting again would not help
-ENGINE_GONE = 69  # of the front: its engine process is gone, and is not started (again)
+ENDED = 0  # as it was asked to
+USER_ERROR = 2  # a setting, a checkpoint or a file is wrong; a restart would not help
+ENGINE_GONE = 69  # of the front: its engine process has ended and is not restarted
 ENGINE_FAILED = 70  # the engine's loop raised; the log has the traceback
-FRONT_GONE = 74  # the process in front has ended, or has read nothing for too long
-BAD_FRAME = 76  # what came through the socket was not what the front would send
+FRONT_GONE = 74  # the front process has ended, or has read nothing for too long
+BAD_FRAME = 76  # the socket brought something that the front would not send
 
 # Of the process of one of several hosts (jaxserve.multihost.failure).
 HOST_OVERDUE, HOST_LOST, HOST_BROKEN = 71, 72, 73
@@ -21,13 +21,13 @@ _MEANINGS = {
     HOST_OVERDUE: "was late with an iteration (exit code 71)",
     HOST_LOST: "lost another host (exit code 72)",
     HOST_BROKEN: "failed at its own work (exit code 73)",
-    FRONT_GONE: "took the front for gone (exit code 74)",
-    BAD_FRAME: "was sent what is no message (exit code 76)",
+    FRONT_GONE: "found its front gone (exit code 74)",
+    BAD_FRAME: "was sent something that is not a message (exit code 76)",
 }
 
 
-def told(code: int) -> str:
-    """What a process did that ended with this code, as the end of a sentence: "was killed by signal 9 (SIGKILL)"."""
+def describe(code: int) -> str:
+    """How a process with this exit code ended, such as "was killed by signal 9 (SIGKILL)"."""
     if code < 0:
         try:
             return f"was killed by signal {-code} ({signal.Signals(-code).name})"

@@ -1,4 +1,4 @@
-"""Frames on the socket between the front process and the engine process: a length, and one protobuf message.
+"""Frames between the front process and the engine process: a length and a protobuf message.
 
 The front makes an unnamed socket pair and the engine process inherits one end, so no other process can connect. Bytes
 that are not a frame (a bug, or something printed to the wrong descriptor) end the connection.

@@ -1,4 +1,4 @@
-"""What the front tells an engine process when it starts it, and what it is told once the engine is ready."""
+"""The job that the front gives an engine process, and facts about an engine that is ready."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class EngineJob:
     """What an engine process is to do.
 
     Attributes:
-      model: the checkpoint's folder.
+      model: the checkpoint directory.
       config: of the engine.
-      profile: folder for a jax profiler capture, if one is wanted.
+      profile: directory for a jax profiler capture, or None.
       cluster: this host's place among several; None where it serves alone.
     """
 
@@ -34,14 +34,14 @@ class EngineJob:
     def of(
         cls, model: str, config: EngineConfig, profile: str | None = None, cluster: ClusterConfig | None = None
     ) -> Self:
-        """The job of an engine whose front counts what waits and refuses what is too much: the engine takes all."""
+        """The job of an engine whose front bounds the queue, so that the engine itself does not."""
         config = dataclasses.replace(config, max_queued_requests=_UNBOUNDED, max_queued_tokens=_UNBOUNDED)
         return cls(model=model, config=config, profile=profile, cluster=cluster)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
-    """What an engine turned out to be like."""
+    """Facts about an engine that is ready."""
 
     report: StartupReport
     limits: Limits
@@ -50,5 +50,5 @@ class EngineInfo:
 
     @property
     def vocab_size(self) -> int:
-        """Of the model."""
+        """The vocabulary size of the model."""
         return self.limits.vocab_size

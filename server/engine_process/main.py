@@ -26,7 +26,7 @@ from jaxserve.errors import EngineStopped, InvalidRequest, QueueFull
 from jaxserve.multihost.failure import HostFailed
 from jaxserve.request import FinishReason, Request, TokenEvent
 from server.commands import hosts
-from server.commands.console import UserError, mending
+from server.commands.console import UserError, user_errors
 from server.commands.engine_start import make_engine, profiling
 from server.engine_process import exit_codes, messages
 from server.engine_process import messages_pb2 as pb
@@ -131,7 +131,7 @@ def _started(channel: socket.socket, job: EngineJob, make: MakeEngine) -> Any:
     if job.cluster is not None and job.cluster.host:
         # Ends at once: a slow end of the interpreter would look like a process that hangs.
         end_process(hosts.follow(Path(job.model), job.config, job.cluster, alive=alive))
-    with mending():
+    with user_errors():
         try:
             return make(job, progress)
         except HostFailed as failure:
@@ -154,7 +154,7 @@ def _messages(channel: socket.socket) -> Iterator[tuple[str, pb.FromFront]]:
 
 
 class _Inbox:
-    """Passes requests and aborts on to the engine; a request whose grammar has to be compiled delays no other."""
+    """Passes requests and aborts on to the engine. Compiling a grammar delays no other request."""
 
     def __init__(self, engine: Any, outbox: Outbox) -> None:
         self._engine, self._outbox = engine, outbox
@@ -192,7 +192,7 @@ class _Inbox:
         except (InvalidRequest, QueueFull) as problem:  # of its grammar: the front checked the rest
             self._outbox.put([ending(request.request_id, str(problem), getattr(problem, "field", None))])
         except EngineStopped:
-            pass  # the front is about to be told
+            pass  # the outbox is about to report the failure
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ class Iterations(NamedTuple):
     """What one message reports.
 
     Attributes:
-      received: requests that the engine process had taken in when it wrote the message.
+      received: requests that the engine process had read when it wrote the message.
       loads: of each replica, after all of this.
       events: of every request, in order.
       records: of the iterations; their plans have only chunks, and the rows that requests took.
@@ -103,7 +103,7 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def encode_request(request: Request) -> pb.Request:
-    """The message of a request. Its seed arrives modulo 2**64, which is all that the sampler reads."""
+    """The message of a request. Its seed arrives modulo 2**64, as the sampler reads it."""
     sampling = request.sampling
     return pb.Request(
         request_id=request.request_id,

@@ -1,4 +1,4 @@
-"""What an engine process sends to its front: events, iteration records and loads, written by a thread of their own."""
+"""The outbox of an engine process: sends events, iteration records and loads to the front."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _Item = list[TokenEvent] | IterationRecord
 
 
 def end_process(code: int) -> NoReturn:
-    """Ends this process at once: nobody would read the results of what still runs."""
+    """Ends this process at once, without waiting for what still runs."""
     sys.stderr.flush()
     os._exit(code)
 
@@ -47,16 +47,17 @@ def ending(request_id: str, error: str, field: str | None = None) -> TokenEvent:
 
 
 class Outbox:
-    """Collects what goes to the front. A front that is slow or stopped never delays an iteration.
+    """Collects what goes to the front.
 
-    The engine's threads only append; a thread of the outbox writes to the socket.
+    The engine's threads only append, and a thread of the outbox writes to the socket: a front that is slow or stopped
+    never delays an iteration.
 
     Args:
       engine: its problem and its loads are reported, and a request with too large an answer is aborted.
       failing_seconds: time for something else to end this process once its engine has failed.
 
     Attributes:
-      received: requests taken in so far; for the reader of the front's messages to count.
+      received: requests read so far; counted by the reader of the front's messages.
     """
 
     def __init__(self, channel: socket.socket, engine: Any, *, failing_seconds: float = 0.0) -> None:
@@ -121,7 +122,7 @@ class Outbox:
     def _report(
         self, received: int, loads: Sequence[Load], events: Sequence[TokenEvent], records: Sequence[IterationRecord]
     ) -> None:
-        """Sends one message, or several where one would be too large. A request with too large an event is ended."""
+        """Sends one message, or several smaller ones; ends a request with too large an event."""
         try:
             data = messages.encode_iterations(received, loads, events, records)
         except TooLarge as problem:

@@ -1,4 +1,4 @@
-"""One life of an engine process, as its front sees it: started, heard, and seen to end."""
+"""One engine process from its start to its end, as its front sees it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from server.engine_process import messages
 from server.engine_process import messages_pb2 as pb
 from server.engine_process.frames import BadFrame, Splitter
 
-_LAST_LINES = 20  # of its output that are kept for the log
-_REAP_SECONDS = 2.0  # that a process which has closed its socket may take to end
-_LAST_WORDS_SECONDS = 0.5  # for what it wrote last to come through
+_LAST_LINES = 20  # of its output, kept for the log
+_REAP_SECONDS = 2.0  # for a process that has closed its socket to end
+_LAST_WORDS_SECONDS = 0.5  # for its last output to arrive
 _POLL_SECONDS = 0.01
-_TRACE_SECONDS = 0.3  # for a wedged process to write where it stands
+_TRACE_SECONDS = 0.3  # for a wedged process to write the stacks of its threads
 
 
 class EngineProcess:
@@ -32,8 +32,8 @@ class EngineProcess:
       take: called on the event loop with the name of every message's field, and the message; raises BadFrame.
 
     Attributes:
-      last_lines: of what it has written, which goes on to standard error.
-      misread: what was wrong with a message of its, if one was.
+      last_lines: of its output, which is also copied to standard error.
+      misread: what was wrong with one of its messages, or None.
     """
 
     def __init__(self, command: Sequence[str], take: Callable[[str, pb.FromEngine], None]) -> None:
@@ -47,7 +47,7 @@ class EngineProcess:
         self._pump: threading.Thread | None = None
 
     async def start(self) -> None:
-        """Starts it. Raises OSError if that cannot be done."""
+        """Starts it. Raises OSError if it cannot be started."""
         ours, theirs = socket.socketpair()
         try:
             with theirs:
@@ -74,12 +74,12 @@ class EngineProcess:
         return self._process.pid
 
     def send(self, data: bytes) -> None:
-        """Sends a frame; it is lost where the process is gone."""
+        """Sends a frame; it is lost if the process is gone."""
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(data)
 
     def kill(self) -> None:
-        """Ends it at once, whatever it is doing."""
+        """Kills it at once."""
         if self._process is not None:
             self._process.kill()
 
@@ -89,7 +89,7 @@ class EngineProcess:
             self._process.send_signal(number)
 
     async def kill_wedged(self) -> None:
-        """The same, but it may write first where its threads stand."""
+        """Kills it, after it has had time to write the stacks of its threads."""
         if self._process is not None:
             self._process.send_signal(signal.SIGUSR1)
             with contextlib.suppress(TimeoutError):
@@ -97,25 +97,25 @@ class EngineProcess:
         self.kill()
 
     async def ended(self) -> int:
-        """Waits for its end; the exit code, or minus the signal that ended it."""
+        """Waits for its end. Returns the exit code, or minus the number of the signal that ended it."""
         await self._lost.wait()
         process = self._process
         if process is None:
-            return 1  # it could not even be started
+            return 1  # it could not be started
         loop = asyncio.get_running_loop()
         until = loop.time() + _REAP_SECONDS
         while process.poll() is None:
             if loop.time() > until:
                 process.kill()
             await asyncio.sleep(_POLL_SECONDS)
-        if self._pump is not None:  # its last words are through the pipe, unless a child of its own holds it open
+        if self._pump is not None:  # its last output has arrived, unless a child of its own keeps the pipe open
             await asyncio.to_thread(self._pump.join, _LAST_WORDS_SECONDS)
         return process.returncode
 
     # Of its socket
 
     def received(self, data: bytes) -> None:
-        """Bytes have come."""
+        """Takes bytes from the socket."""
         if self.misread is not None:
             return
         try:
@@ -126,7 +126,7 @@ class EngineProcess:
             self.kill()
 
     def lost(self) -> None:
-        """The socket is closed."""
+        """The socket was closed."""
         self._lost.set()
 
     def _forward(self, output: IO[bytes]) -> None:
@@ -134,13 +134,13 @@ class EngineProcess:
             for line in output:
                 text = line.decode(errors="replace")
                 self.last_lines.append(text.rstrip("\n"))
-                with contextlib.suppress(OSError, ValueError):  # nobody reads ours any more
+                with contextlib.suppress(OSError, ValueError):  # nothing reads our standard error any more
                     sys.stderr.write(text)
                     sys.stderr.flush()
 
 
 class _Channel(asyncio.Protocol):
-    """Passes what happens on the socket on."""
+    """Passes the events of the socket on to its process."""
 
     def __init__(self, process: EngineProcess) -> None:
         self._process = process

@@ -1,4 +1,4 @@
-"""The engine as the front process sees it: an EngineClient for an engine that runs in its own process.
+"""The EngineClient of the front process, for an engine that runs in its own process.
 
 It belongs to one event loop; what only reads (`load`, `problem`) may be called from any thread.
 """
@@ -93,7 +93,7 @@ class RemoteEngine:
 
     @property
     def grammars(self) -> Grammars | None:
-        """Compiled in this process, so that a wrong grammar is refused before the engine process hears of it."""
+        """Compiled in this process too, so that wrong grammars never reach the engine process."""
         info = self._known()
         if self._grammars is None and self.tokenizer is not None:
             self._grammars = Grammars(self.tokenizer, info.vocab_size, info.eos_token_ids)

@@ -1,4 +1,4 @@
-"""Keeps an engine process behind a front: starts it, and starts it again where that is asked for."""
+"""Supervises the engine process of a front: starts it, and restarts it with `--supervise`."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _log = logging.getLogger(__name__)
 
 ENGINE_COMMAND = (sys.executable, "-m", "server.engine_process.main")
 
-_TELLING_SECONDS = 0.5
-_STOP_SECONDS = 10.0  # for an engine process to end its iteration and itself
+_TELLING_SECONDS = 0.5  # for callers to get their errors
+_STOP_SECONDS = 10.0  # for an engine process to finish its iteration and end
 
 
 class EngineGone(Exception):
-    """There is no engine process any more, and there will be none.
+    """The engine process has ended and is not restarted.
 
     Attributes:
-      code: that the last one ended with, if there was one.
+      code: exit code of the last process, if there was one.
     """
 
     def __init__(self, problem: str, code: int | None = None) -> None:
@@ -41,18 +41,18 @@ class EngineGone(Exception):
 
     @property
     def exit_code(self) -> int:
-        """Of the process in front."""
+        """The exit code for the front process."""
         return self.code if self.code in exit_codes.OF_HOSTS else exit_codes.ENGINE_GONE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartPolicy:
-    """How often an engine process is started again.
+    """How often an engine process is restarted.
 
     Attributes:
-      most: times in a row.
-      steady_seconds: a process that has served for so long does not count towards them.
-      first_delay / longest_delay: seconds before the first one in a row; each waits twice as long as the one before.
+      most: restarts in a row.
+      steady_seconds: a process that has served for so long starts a new row.
+      first_delay / longest_delay: seconds before the first restart in a row; each waits twice as long as the last.
     """
 
     most: int = 5
@@ -66,17 +66,17 @@ class RestartPolicy:
 
 
 class Supervisor:
-    """One front's engine processes, one after the other.
+    """Runs the engine processes of a front, one after the other.
 
     Args:
-      engine: the stand-in that is told of them.
+      engine: is connected to each of them.
       job: what each is to do.
-      restarts: None starts one only.
-      command: that starts one; the descriptor of its socket is added.
-      progress: told how the first start goes on (what, done, total).
+      restarts: None never restarts.
+      command: starts a process; the descriptor of its socket is added.
+      progress: called with the progress of the first start (what, done, total).
 
     Attributes:
-      ready: set once the first of them is.
+      ready: set once the first process is ready.
     """
 
     def __init__(
@@ -94,69 +94,68 @@ class Supervisor:
         self._process: EngineProcess | None = None  # that runs, or ran last
         self._started = 0.0  # monotonic seconds; likewise
         self._ready_since: float | None = None
-        self._refusal: str | None = None  # why it will not start
-        self._failure: str | None = None  # what the engine says of its own end
+        self._refusal: str | None = None  # why it cannot start
+        self._failure: str | None = None  # the engine's own report of its failure
         self._wedged: str | None = None  # why it is being killed
         self._killing: asyncio.Task[None] | None = None
-        self._silence: asyncio.TimerHandle | None = None  # that gives up a process which says no more that it lives
+        self._silence: asyncio.TimerHandle | None = None  # gives up a process that stops reporting that it is alive
         self._closed = asyncio.Event()
 
     async def run(self) -> None:
         """Returns after `close`.
 
         Raises:
-          UserError: the engine cannot be started as it was asked for.
-          EngineGone: it has ended, and is not started again.
+          UserError: the engine cannot be started with these settings.
+          EngineGone: it has ended and is not restarted.
         """
         in_a_row = 0
         while not self._closed.is_set():
             code = await self._live()
             if self._closed.is_set():
                 return
-            # One that starts again may meet what the last one has left, such as a host that is about to end.
+            # A restarted process may meet what the last one left, such as a host that is about to end.
             if self._refusal is not None and not (self.ready.is_set() or in_a_row):
                 self._engine.disconnect("the engine cannot be started", returns=False)
                 raise UserError(self._refusal)
             if code == exit_codes.ENDED and self._job.cluster is not None and self._job.cluster.host:
                 return  # host 0 has ended the hosts
             cause = self._cause(code)
-            self._tell(code, cause)
+            self._log_end(code, cause)
             if self._restarts is None:
                 self._engine.disconnect(cause, returns=False)
                 if self._job.cluster is not None:
-                    await asyncio.sleep(_TELLING_SECONDS)  # for callers to be told; then this host ends as the others
+                    await asyncio.sleep(_TELLING_SECONDS)  # then this host ends as the others do
                 elif self.ready.is_set():
-                    await self._closed.wait()  # as an engine in this process that has failed: whoever runs us decides
+                    await self._closed.wait()  # as with a failed engine in this process, the operator decides
                 raise EngineGone(cause, code)
             in_a_row = 1 if self._served_seconds() >= self._restarts.steady_seconds else in_a_row + 1
             if in_a_row > self._restarts.most:
                 self._engine.disconnect(cause, returns=False)
                 raise EngineGone(f"{cause}, {in_a_row} times in a row", code)
-            self._engine.disconnect(f"{cause}; it is being started again", returns=True)
+            self._engine.disconnect(f"{cause}; it is being restarted", returns=True)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._closed.wait(), self._restarts.delay(in_a_row))
 
     def give_up(self, problem: str) -> None:
-        """Has the engine process killed, which serves nobody though it lives; it is started again if that is asked
-        for."""
+        """Kills an engine process that hangs; it is restarted if there is a RestartPolicy."""
         if self._wedged is None and self._process is not None:
             self._wedged = problem
             self._killing = asyncio.create_task(self._process.kill_wedged())
 
     def signal(self, number: int) -> None:
-        """Passes a signal on to the engine process, once it is ready for it."""
+        """Sends a signal to the engine process, if it is ready."""
         if self._process is not None and self._ready_since is not None:
             self._process.signal(number)
 
     def let_end(self) -> None:
-        """When the process ends now, it is not started again."""
+        """From now on a process that ends is not restarted."""
         self._closed.set()
 
     async def close(self) -> None:
-        """Ends the engine process; requests that it has are given up."""
+        """Ends the engine process and aborts its requests."""
         self._closed.set()
         process = self._process
-        if process is None:  # its task has had no turn yet
+        if process is None:  # `run` has not started yet
             return
         if self._ready_since is None or self._wedged is not None:
             process.kill()
@@ -169,11 +168,11 @@ class Supervisor:
 
     @property
     def pid(self) -> int | None:
-        """Of the engine process, while there is one."""
+        """The process id of the engine process; None before the first start."""
         return None if self._process is None else self._process.pid
 
     async def _live(self) -> int:
-        """One engine process from its start to its end; the exit code."""
+        """Runs one engine process from its start to its end. Returns its exit code."""
         self._refusal = self._failure = self._wedged = self._ready_since = None
         self._started = time.monotonic()
         self._process = process = EngineProcess(self._command, self._take)
@@ -210,41 +209,41 @@ class Supervisor:
                 self._refusal = message.refused
             case "failed":
                 self._failure = failure = message.failed
-                if self._job.cluster is not None:  # which takes its time to end, as other hosts are to be told
+                if self._job.cluster is not None:  # which ends late, after the other hosts have been notified
                     again = self._restarts is not None
-                    text = f"{failure}; it is being started again" if again else failure
+                    text = f"{failure}; it is being restarted" if again else failure
                     self._engine.disconnect(text, returns=again)
             case "alive_seconds":
                 self._hear(message.alive_seconds)
             case _:
-                raise BadFrame(f"{name} from the engine process, out of turn")
+                raise BadFrame(f"{name} from the engine process at the wrong time")
 
     def _hear(self, seconds: float) -> None:
-        """The process lives, and will say so again before long."""
+        """The process is alive, and reports it again within so many seconds."""
         if self._silence is not None:
             self._silence.cancel()
-        told = f"the engine process gave no sign of life for {seconds:g} s"
-        self._silence = asyncio.get_running_loop().call_later(seconds, self.give_up, told)
+        cause = f"the engine process did not report for {seconds:g} s"
+        self._silence = asyncio.get_running_loop().call_later(seconds, self.give_up, cause)
 
     def _served_seconds(self) -> float:
-        if self._job.cluster is not None and self._job.cluster.host:  # which does not say when it is ready
+        if self._job.cluster is not None and self._job.cluster.host:  # which does not report when it is ready
             return time.monotonic() - self._started
         return 0.0 if self._ready_since is None else time.monotonic() - self._ready_since
 
     def _cause(self, code: int) -> str:
-        """What happened, for callers too."""
+        """Why the process ended, as an error for callers."""
         assert self._process is not None
-        told = f"the engine process {exit_codes.told(code)}"
+        cause = f"the engine process {exit_codes.describe(code)}"
         if self._failure is not None:
-            return f"{self._failure}: {told}"
+            return f"{self._failure}: {cause}"
         if self._wedged is not None:
-            told = f"{self._wedged} and was killed"
+            cause = f"{self._wedged} and was killed"
         elif self._process.misread is not None:
-            told = "the engine process sent something that is not a message and was killed"
-        return told if self._job.cluster is None else str(self._problem(self._job.cluster, told))
+            cause = "the engine process sent something that is not a message and was killed"
+        return cause if self._job.cluster is None else str(self._problem(self._job.cluster, cause))
 
     def _problem(self, cluster: ClusterConfig, cause: str) -> Symptom:
-        """What is known from here of a host whose process could not say itself what has become of it."""
+        """The symptom of a host whose process ended without a report of its own."""
         load = self._engine.load()
         return Symptom(
             kind=SymptomKind.DISCONNECTED,
@@ -254,16 +253,16 @@ class Supervisor:
             cause=cause,
         )
 
-    def _tell(self, code: int, cause: str) -> None:
-        """The whole of it, for who runs the server."""
+    def _log_end(self, code: int, cause: str) -> None:
+        """Logs the end of the process in full."""
         assert self._process is not None
         lines = "\n  ".join(self._process.last_lines) or "nothing"
         why = self._process.misread or self._refusal
         _log.error(
-            "%s%s; process %d %s; it wrote last:\n  %s",
+            "%s%s; process %d %s; its last output:\n  %s",
             cause,
             f" ({why})" if why is not None else "",
             self._process.pid,
-            exit_codes.told(code),
+            exit_codes.describe(code),
             lines,
         )

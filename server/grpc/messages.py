@@ -1,4 +1,4 @@
-"""Conversion between protobuf messages and the engine's values, and from errors to gRPC statuses (google.rpc)."""
+"""Conversion between protobuf messages and values, and from errors to gRPC statuses."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ _CODES = {
 
 
 def fields_of(message: pb.GenerateRequest) -> dict[str, Any]:
-    """The fields a caller has set, as `parse_request` takes them."""
+    """The fields that a caller has set, as `parse_request` takes them."""
     fields = set_fields(message)
     if "prompt_token_ids" in fields:
         fields["prompt_token_ids"] = list(message.prompt_token_ids.ids)
     if "messages" in fields:
-        first = message.messages[: chat.MAX_MESSAGES + 1]  # one too many is refused just as well
+        first = message.messages[: chat.MAX_MESSAGES + 1]  # one too many is enough for a refusal
         fields["messages"] = [_message(each) for each in first]
     if "grammar" in fields:
         fields["grammar"] = _grammar(message.grammar)
@@ -54,7 +54,7 @@ def fields_of(message: pb.GenerateRequest) -> dict[str, Any]:
 
 
 def set_fields(message: Message) -> dict[str, Any]:
-    """The fields that are set in a message (for one without presence: not zero), lists and maps as Python's own."""
+    """The fields set in a message (nonzero where there is no presence), as plain values."""
     fields: dict[str, Any] = {}
     for field, value in message.ListFields():
         is_list = field.is_repeated and field.message_type is None
@@ -63,13 +63,13 @@ def set_fields(message: Message) -> dict[str, Any]:
 
 
 def _message(message: pb.ChatMessage) -> dict[str, str]:
-    """As `chat.read` takes it."""
+    """The message as `chat.read` takes it."""
     name = {"name": message.name} if message.HasField("name") else {}
     return {"role": message.role, "content": message.content} | name
 
 
 def _grammar(message: pb.Grammar) -> dict[str, Any]:
-    """As `grammar.read` takes it."""
+    """The grammar as `grammar.read` takes it."""
     kind = message.WhichOneof("kind")
     if kind is None:
         raise InvalidRequest("grammar", "is empty; set one of its kinds")
@@ -114,7 +114,7 @@ def whole(completion: Completion, index: int) -> pb.GenerateResponse:
 
 
 def conclude(response: pb.GenerateResponse, completion: Completion) -> None:
-    """Fills in what only the last message has: finish reason, usage, seed and score."""
+    """Adds what only the last message has: finish reason, usage, seed and score."""
     assert completion.finish_reason is not None
     response.finish_reason = _REASONS[completion.finish_reason]
     response.usage.prompt_tokens = completion.prompt_tokens
@@ -131,7 +131,7 @@ def _alternatives(alternatives: Alternatives) -> pb.Alternatives:
 
 
 def status_of(refusal: ApiError) -> grpc.Status:
-    """The status of an error: BadRequest in its details names the field, RetryInfo says when to try again."""
+    """The gRPC status of an error, with BadRequest (the field) or RetryInfo (when to retry)."""
     details = []
     if refusal.field is not None:
         violation = error_details_pb2.BadRequest.FieldViolation(field=refusal.field, description=str(refusal))

@@ -1,4 +1,4 @@
-"""The gRPC server: the services with health checks, reflection, limits, and an end in good order."""
+"""The gRPC server: services, health checks, reflection, limits and a graceful stop."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from server.tls import Tls
 
 MAX_MESSAGE_BYTES = 4 * 2**20  # of a request
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
-ROUTER_SERVICES = (  # of other people's protocols, for their routers
+ROUTER_SERVICES = (  # protocols of other projects, for their routers
     vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"].full_name,
     open_inference_grpc_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name,
 )
 _QUEUED = (f"/{SERVICE}/Generate", f"/{SERVICE}/GenerateStream", f"/{ROUTER_SERVICES[0]}/Generate")
-OPEN_SERVICES = (health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,)  # that take no API key
+OPEN_SERVICES = (health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,)  # need no API key
 _MAX_PENDING = 65_536
 _OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -31,12 +31,12 @@ _OPTIONS = (
     ("grpc.max_metadata_size", 16 * 2**10),
     ("grpc.absolute_max_metadata_size", 32 * 2**10),
     ("grpc.max_concurrent_streams", 4096),  # of one connection
-    # Calls that the event loop has not got to yet. Beyond its own bounds (1,000 and 3,000) grpc drops some at random,
-    # CANCELLED and without a word; the door refuses in words, and what a connection may have open is bounded above.
+    # Calls that the event loop has not reached yet. Beyond its own bounds (1,000 and 3,000) grpc drops some at random
+    # with CANCELLED and no message. The handler refuses with a message, and each connection is bounded above.
     ("grpc.server.max_pending_requests", _MAX_PENDING),
     ("grpc.server.max_pending_requests_hard_limit", _MAX_PENDING),
-    ("grpc.so_reuseport", 0),  # a second server on the port is an error, not a coin toss
-    # A caller whose machine has vanished without a word is noticed, and its slots come back.
+    ("grpc.so_reuseport", 0),  # a second server on the port is an error, instead of sharing it at random
+    # A client whose machine has vanished is noticed, and its slots are freed.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
@@ -47,10 +47,10 @@ class GrpcServer:
     """The services on one port.
 
     Args:
-      name: what the model is called.
+      name: of the served model.
       version: of the server.
       tls: None listens without encryption.
-      keys: one of which callers must show; None asks for none.
+      keys: callers must send one of them; None requires none.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class GrpcServer:
         )
 
     async def start(self, host: str, port: int) -> int:
-        """Listens. Returns the port, which matters when 0 was asked for. Raises RuntimeError if it cannot be had."""
+        """Listens. Returns the port in use. Raises RuntimeError if it cannot be opened."""
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         if self._tls is None:
             port = self._server.add_insecure_port(address)
@@ -90,15 +90,15 @@ class GrpcServer:
         return port
 
     async def set_health(self, healthy: bool) -> None:
-        """What the health service answers from now on."""
+        """Sets what the health service answers."""
         status = health_pb2.HealthCheckResponse.SERVING if healthy else health_pb2.HealthCheckResponse.NOT_SERVING
         for service in ("", SERVICE, *ROUTER_SERVICES):
             await self._health.set(service, status)
 
     async def announce_end(self) -> None:
-        """Has the health service answer NOT_SERVING for good."""
+        """Makes the health service answer NOT_SERVING for good."""
         await self._health.enter_graceful_shutdown()
 
     async def stop(self) -> None:
-        """Stops listening; calls under way have a second to end."""
+        """Stops listening. Calls under way have a second to end."""
         await self._server.stop(grace=1.0)

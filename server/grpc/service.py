@@ -1,4 +1,4 @@
-"""The gRPC service: calls become the door's, what comes of them becomes messages."""
+"""The gRPC service jaxserve.v1.Inference: from messages to the request handler and back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from server.proto.jaxserve.v1 import inference_pb2_grpc
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):
-    """`jaxserve.v1.Inference` behind a door.
+    """`jaxserve.v1.Inference` for a request handler.
 
     Args:
       name: what GetModel calls the model.
@@ -41,7 +41,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         raise AssertionError  # `answering` has raised
 
     async def _completions(self, request: pb.GenerateRequest, call: Call) -> list[Completion]:
-        """The answers to a call: all samples, the best of them, or those that were searched for."""
+        """The completions of a call: all samples, the best of them, or those of a beam search."""
         params = beams.params_of(_set_of(request, beams.FIELDS))
         if params is not None:
             return (await self._handler.search(messages.fields_of(request), call, params))[1]
@@ -60,7 +60,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         async with calls.answering(self._handler, context, call.id):
             n, drawn = _samples(request)
             if beams.params_of(_set_of(request, beams.FIELDS)) is not None:
-                raise InvalidRequest("use_beam_search", "cannot be streamed: what is best is known at the end")
+                raise InvalidRequest("use_beam_search", "cannot be streamed: the best answers are known at the end")
             if drawn > n:
                 raise InvalidRequest("best_of", "cannot be streamed: which is best is known at the end")
             async with self._handler.generate([messages.fields_of(request)], call, samples=n) as generation:
@@ -157,7 +157,7 @@ def _samples(message: pb.GenerateRequest) -> tuple[int, int]:
 
 
 async def _responses(generation: Generation) -> AsyncIterator[pb.GenerateResponse]:
-    """A message a sample whenever the engine has been heard of; its last one has the finish reason, usage and seed."""
+    """Yields a message for each sample with new events; the last has finish reason and usage."""
     async for deltas in generation:
         for index, delta in deltas:
             response = pb.GenerateResponse(index=index)

@@ -1,4 +1,4 @@
-"""The routes of HTTP. What is not listed here is not served."""
+"""The HTTP routes. What is not listed here is not served."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from server.http.schemas import DetokenizeBody, TokenizeBody
 from server.live import LiveStats
 from server.metrics import CONTENT_TYPE, Metrics
 
-OPEN_CALLS = (("GET", "/health"), ("GET", "/"))  # that take no API key
+OPEN_CALLS = (("GET", "/health"), ("GET", "/"))  # need no API key
 
 Handler = Callable[[HttpCall], Awaitable[None]]
 
@@ -31,9 +31,9 @@ def make_app(handler: RequestHandler, metrics: Metrics, live: LiveStats, *, name
     """The ASGI application of one model.
 
     Args:
-      metrics: what /metrics shows.
-      live: what the page and /live show.
-      name: what calls name the model.
+      metrics: shown by /metrics.
+      live: shown by the page and /live.
+      name: of the served model.
       version: of the server.
     """
 
@@ -73,15 +73,15 @@ def make_app(handler: RequestHandler, metrics: Metrics, live: LiveStats, *, name
 
 
 async def _no_route(request: Request, problem: Exception) -> JSONResponse:
-    """404 and 405 in the form of every other refusal."""
+    """404 and 405 with the same JSON body as other errors."""
     assert isinstance(problem, HTTPException)
-    told = f"{request.method} {request.url.path[:200]} is not served here"
-    error = {"message": told, "type": "not_found_error", "param": None, "code": str(problem.status_code)}
+    message = f"{request.method} {request.url.path[:200]} is not served here"
+    error = {"message": message, "type": "not_found_error", "param": None, "code": str(problem.status_code)}
     return JSONResponse({"error": error}, problem.status_code, dict(problem.headers or {}))
 
 
 class _About:
-    """Calls that generate nothing."""
+    """Endpoints that generate nothing."""
 
     def __init__(self, handler: RequestHandler, name: str, version: str) -> None:
         self._handler, self._name, self._version = handler, name, version

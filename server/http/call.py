@@ -1,4 +1,4 @@
-"""One HTTP call: its body in, checked and bounded, and its answer out, whole or as a stream of events."""
+"""One HTTP call: reads and checks its body, and sends its answer, whole or as a stream."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from server.errors import ApiError, ErrorKind
 from server.handler import RequestHandler
 
 MAX_BODY_BYTES = 4 * 2**20
-BODY_SECONDS = 30.0  # for it to arrive
+BODY_SECONDS = 30.0  # within which it must arrive
 _MAX_FIELDS = 512  # of one object in it
 
 _Model = TypeVar("_Model", bound=pydantic.BaseModel)
@@ -35,7 +35,7 @@ _STATUS = {
 
 
 class HttpError(ApiError):
-    """A refusal with a status that only HTTP knows, such as 413."""
+    """An error with a status that only HTTP has, such as 413."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(ErrorKind.INVALID, message)
@@ -43,12 +43,12 @@ class HttpError(ApiError):
 
 
 def status_of(refusal: ApiError) -> int:
-    """The status code of a refusal."""
+    """The HTTP status of an error."""
     return refusal.status if isinstance(refusal, HttpError) else _STATUS[refusal.kind]
 
 
 class HttpCall:
-    """A call that is being answered.
+    """One HTTP call while it is answered.
 
     Attributes:
       id: what answer and log call it.
@@ -61,7 +61,7 @@ class HttpCall:
         self.id = new_id()
         self.path_params: Mapping[str, Any] = scope.get("path_params", {})
         self.has_started = False
-        self.is_abandoned = False  # whether the caller has gone
+        self.is_abandoned = False  # whether the client has disconnected
         self._headers: dict[bytes, bytes] = dict(scope["headers"])
         self._receive, self._send, self._full = receive, send, full
         self._watcher: asyncio.Task[None] | None = None
@@ -76,7 +76,7 @@ class HttpCall:
         if kind != b"application/json":
             raise HttpError(415, "the body must be JSON, with the header Content-Type: application/json")
         body = await self._read()
-        if (refusal := self._full()) is not None:  # before anything is made of it: a refusal must cost little
+        if (refusal := self._full()) is not None:  # before it is parsed: a refusal must cost little
             raise refusal
         task = asyncio.current_task()
         assert task is not None
@@ -111,19 +111,19 @@ class HttpCall:
         task.cancel()
 
     def close(self) -> None:
-        """No more is expected of the caller."""
+        """Stops waiting for more from the client."""
         if self._watcher is not None:
             self._watcher.cancel()
 
     async def json(self, value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
-        """Answers with one JSON value."""
+        """Sends one JSON value as the answer."""
         body = encoded(value)
         known = {"content-type": "application/json", "content-length": str(len(body))}
         await self._start(status, known | dict(headers or {}))
         await self._send({"type": "http.response.body", "body": body})
 
     async def event(self, data: bytes) -> None:
-        """Answers with one more server-sent event; what goes out at once goes in one piece."""
+        """Sends one or more server-sent events in one piece."""
         if not self.has_started:
             await self._start(200, {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"})
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
@@ -172,13 +172,13 @@ class Endpoint:
                 await self._refuse(http_call, refusal)
         except asyncio.CancelledError:
             if not http_call.is_abandoned:
-                raise  # nobody is left to be answered
+                raise  # the client is gone
         finally:
             http_call.close()
 
     async def _refuse(self, http_call: HttpCall, refusal: ApiError) -> None:
         body = self._error(refusal)
-        if http_call.has_started:  # a stream: the status is out
+        if http_call.has_started:  # a stream: the status has been sent
             await http_call.event(b"data: " + encoded(body) + b"\n\n")
             await http_call.end()
             return
@@ -188,13 +188,13 @@ class Endpoint:
         headers = {}
         if refusal.retry_after is not None:
             headers["retry-after"] = str(math.ceil(refusal.retry_after))
-        if status in (408, 413, 415):  # what is left of the body is not read
+        if status in (408, 413, 415):  # the rest of the body is not read
             headers["connection"] = "close"
         await http_call.json(body, status, headers)
 
 
 def encoded(value: Any) -> bytes:
-    """JSON in UTF-8; surrogates, which JSON's escapes can smuggle in, have none and go back as escapes."""
+    """JSON in UTF-8. Surrogates, which have no UTF-8, are escaped as they came in."""
     try:
         return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
     except UnicodeEncodeError:
@@ -206,7 +206,7 @@ def _parsed(body: bytes, model: type[_Model]) -> _Model:
         value = json.loads(body, parse_constant=_no_constant, object_pairs_hook=_object)
     except RecursionError:
         raise ApiError(ErrorKind.INVALID, "the body is no JSON: nested too deeply") from None
-    except ValueError as problem:  # also text that is no UTF-8
+    except ValueError as problem:  # also text that is not UTF-8
         raise ApiError(ErrorKind.INVALID, f"the body is no JSON: {problem}") from None
     try:
         return model.model_validate(value)
@@ -214,8 +214,8 @@ def _parsed(body: bytes, model: type[_Model]) -> _Model:
         first = problem.errors(include_url=False, include_context=False, include_input=False)[0]
         path = ".".join(map(str, first["loc"]))
         field = str(first["loc"][0]) if first["loc"] else None
-        told = "is not a field of this call" if first["type"] == "extra_forbidden" else first["msg"]
-        raise ApiError(ErrorKind.INVALID, f"{path}: {told}" if path else told, field=field) from None
+        text = "is not a field of this call" if first["type"] == "extra_forbidden" else first["msg"]
+        raise ApiError(ErrorKind.INVALID, f"{path}: {text}" if path else text, field=field) from None
 
 
 def _no_constant(name: str) -> None:

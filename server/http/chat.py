@@ -26,7 +26,7 @@ class ChatCompletions:
         check_model(body, self._name)
         usage_wanted, sampling = body.usage_wanted, body.sampling
         if body.stream and body.prompt_logprobs is not None:
-            raise InvalidRequest("prompt_logprobs", "is not told in the stream of a chat; leave stream out")
+            raise InvalidRequest("prompt_logprobs", "is not in the stream of a chat; leave stream out")
         prompt = body.prompt_fields | sampling
         if "max_tokens" not in sampling and "min_tokens" in sampling:
             prompt["max_tokens"] = max(1, sampling["min_tokens"])  # until it is known how many there can be
@@ -60,8 +60,8 @@ class ChatCompletions:
         scored = None
         if body.logprobs:
             tops = completion.top_logprobs or ()
-            told = logprobs.generated(completion.token_ids, completion.logprobs or (), tops)
-            scored = logprobs.chat(self._handler.engine.tokenizer, told)
+            tokens = logprobs.generated(completion.token_ids, completion.logprobs or (), tops)
+            scored = logprobs.chat(self._handler.engine.tokenizer, tokens)
         return {
             "index": index,
             "message": {"role": "assistant", "content": completion.text, "refusal": None},
@@ -79,18 +79,18 @@ class ChatCompletions:
         header = header_of(http_call, "chat.completion.chunk", "chatcmpl", self._name)
         if usage_wanted:
             header["usage"] = None
-        begun: set[int] = set()
+        started: set[int] = set()
         async for deltas in generation:
             chunks = []
             for index, delta in deltas:
-                if index not in begun:
-                    begun.add(index)
+                if index not in started:
+                    started.add(index)
                     role = {"role": "assistant", "content": ""}
                     chunks.append({"index": index, "delta": role, "logprobs": None, "finish_reason": None})
                 chunks.append(self._piece(body, index, delta))
-            told = [sse.event(header | {"choices": [chunk]}) for chunk in chunks if chunk is not None]
-            if told:
-                await http_call.event(b"".join(told))
+            events = [sse.event(header | {"choices": [chunk]}) for chunk in chunks if chunk is not None]
+            if events:
+                await http_call.event(b"".join(events))
         last = b""
         if usage_wanted:
             last = sse.event(header | {"choices": [], "usage": usage_of(generation, body.n or 1)})
@@ -100,8 +100,8 @@ class ChatCompletions:
     def _piece(self, body: ChatBody, index: int, delta: Delta) -> dict[str, Any] | None:
         scored = None
         if body.logprobs and delta.token_ids:
-            told = logprobs.generated(delta.token_ids, delta.logprobs, delta.top_logprobs)
-            scored = logprobs.chat(self._handler.engine.tokenizer, told)
+            tokens = logprobs.generated(delta.token_ids, delta.logprobs, delta.top_logprobs)
+            scored = logprobs.chat(self._handler.engine.tokenizer, tokens)
         if not delta.text and scored is None and delta.finish_reason is None:
             return None
         content = {"content": delta.text} if delta.text or scored is not None else {}

@@ -1,4 +1,4 @@
-"""uvicorn on the event loop that serves gRPC too: a socket with limits, no signal handlers, an end in good order."""
+"""Runs uvicorn on the event loop that serves gRPC, with limits and without signal handlers."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from server.tls import Tls
 
-MAX_HEADER_BYTES = 32 * 2**10  # of a request's line and headers together
-HEADER_SECONDS = 10  # for them to arrive
+MAX_HEADER_BYTES = 32 * 2**10  # of the request line and headers together
+HEADER_SECONDS = 10  # within which they must arrive
 _MAX_CONNECTIONS = 4096
-# A caller whose machine has vanished without a word is noticed, and its slots come back.
+# A client whose machine has vanished is noticed, and its slots are freed.
 _TCP = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 60_000}
 
 
 class _Protocol(H11Protocol):
-    """h11 with a bound on how long a request's headers may take, and an end of calls whose bodies cannot be understood:
-    uvicorn has neither."""
+    """uvicorn's h11 protocol with a time limit for headers.
+
+    It also ends calls with a malformed body, which uvicorn would leave waiting.
+    """
 
     _deadline: asyncio.TimerHandle | None = None
 
@@ -35,7 +37,7 @@ class _Protocol(H11Protocol):
     def handle_events(self) -> None:
         super().handle_events()
         if self._deadline is not None and self.cycle is not None and not self.cycle.response_complete:
-            self._deadline.cancel()  # the headers are here
+            self._deadline.cancel()  # the headers have arrived
             self._deadline = None
 
     def data_received(self, data: bytes) -> None:
@@ -45,11 +47,11 @@ class _Protocol(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         if self.cycle is not None and not self.cycle.response_complete:
-            self.cycle.disconnected = True  # whoever answers it would find the connection closed, which is an error
+            self.cycle.disconnected = True  # otherwise the handler would write to a closed connection
             self.cycle.message_event.set()
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             super().send_400_response(msg)
-        else:  # the answer has begun
+        else:  # the answer has started
             self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -59,8 +61,10 @@ class _Protocol(H11Protocol):
 
 
 class _Bounded:
-    """Holds a request's line and headers to their bound however they came: h11 looks at what is not whole yet, and
-    those that come in one piece are whole before it looks."""
+    """Bounds the size of the request line and headers.
+
+    h11 checks the size only while they are incomplete, so it misses those that arrive in one piece.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -69,9 +73,9 @@ class _Bounded:
         if scope["type"] != "http" or _header_bytes(scope) <= MAX_HEADER_BYTES:
             await self._app(scope, receive, send)
             return
-        told = f"the request's line and headers are larger than {MAX_HEADER_BYTES} bytes"
-        error = {"message": told, "type": "invalid_request_error", "param": None, "code": "431"}
-        # What is left of the call is not read.
+        message = f"the request line and headers are larger than {MAX_HEADER_BYTES} bytes"
+        error = {"message": message, "type": "invalid_request_error", "param": None, "code": "431"}
+        # The rest of the call is not read.
         await JSONResponse({"error": error}, 431, {"connection": "close"})(scope, receive, send)
 
 
@@ -81,7 +85,7 @@ def _header_bytes(scope: Scope) -> int:
 
 
 class _Server(uvicorn.Server):
-    """A server that leaves signals to whoever runs it."""
+    """A uvicorn server that installs no signal handlers."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -89,7 +93,7 @@ class _Server(uvicorn.Server):
 
 
 class HttpListener:
-    """An ASGI application on one port, encrypted where `tls` is given."""
+    """Serves an ASGI application on one port, with TLS if `tls` is given."""
 
     def __init__(self, app: ASGIApp, tls: Tls | None = None) -> None:
         self._server = _Server(
@@ -112,14 +116,14 @@ class HttpListener:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self, host: str, port: int) -> int:
-        """Listens. Returns the port, which matters when 0 was asked for. Raises OSError if it cannot be had."""
+        """Listens. Returns the port in use. Raises OSError if it cannot be opened."""
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listening = socket.socket(family, kind, protocol)
         try:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for name, value in _TCP.items():
-                if hasattr(socket, name):  # not all of them exist everywhere
+                if hasattr(socket, name):  # platforms differ
                     listening.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
             listening.bind(address)
         except OSError:
@@ -132,7 +136,7 @@ class HttpListener:
         return port
 
     async def stop(self) -> None:
-        """Stops listening; answers under way have a second to end."""
+        """Stops listening. Answers under way have a second to end."""
         self._server.should_exit = True
         if self._task is not None:
             await self._task

@@ -1,4 +1,4 @@
-"""Logprobs in the two forms of OpenAI's API: parallel lists for completions, an object a token for chats."""
+"""Logprobs in the forms of OpenAI's API: lists for completions, objects for chats."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jaxserve.generation.completion import PromptLogprob
 from jaxserve.request import Alternatives
 from jaxserve.text.tokenizer import Tokenizer
 
-_LEAST = -9999.0  # what OpenAI writes for a logprob of -inf, for which JSON has no number
+_LEAST = -9999.0  # what OpenAI writes for -inf, which JSON cannot
 
 Scored = tuple[int, float | None, Alternatives | None]  # token, its logprob, alternatives if asked for
 
@@ -18,25 +18,25 @@ Scored = tuple[int, float | None, Alternatives | None]  # token, its logprob, al
 def generated(
     token_ids: Sequence[int], logprobs: Sequence[float], top_logprobs: Sequence[Alternatives]
 ) -> list[Scored]:
-    """What is known of generated tokens."""
+    """Tokens, logprobs and alternatives of generated tokens."""
     tops = top_logprobs or (None,) * len(token_ids)
     return list(zip(token_ids, logprobs, tops, strict=True))
 
 
 def prompt(token_ids: Sequence[int], logprobs: Sequence[PromptLogprob]) -> list[Scored]:
-    """What is known of as many prompt tokens, none of them the first."""
+    """The same of prompt tokens, without the first."""
     return [(token, *scored) for token, scored in zip(token_ids, logprobs, strict=True)]
 
 
 class Legacy:
-    """The form of completions; keeps count of where each token's text begins."""
+    """The form of completions; counts where each token's text begins."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
         self._offset = 0
 
     def add(self, scored: Iterable[Scored]) -> dict[str, Any]:
-        """`tokens`, `token_logprobs`, `top_logprobs` (the token itself always among them) and `text_offset`."""
+        """The lists for more tokens; top_logprobs always includes the token itself."""
         lists: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token, logprob, alternatives in scored:
             text = token_text(self._tokenizer, token)
@@ -50,7 +50,9 @@ class Legacy:
     def _tops(self, text: str, logprob: float, alternatives: Alternatives | None) -> dict[str, float | None]:
         tops: dict[str, float | None] = {}
         for token, value in zip(*(alternatives or ((), ())), strict=True):
-            tops.setdefault(token_text(self._tokenizer, token), finite(value))  # the likelier of two alike
+            tops.setdefault(
+                token_text(self._tokenizer, token), finite(value)
+            )  # of two tokens with the same text, the likelier
         return tops if text in tops else tops | {text: finite(logprob)}
 
 
@@ -65,7 +67,7 @@ def chat(tokenizer: Tokenizer | None, scored: Iterable[Scored]) -> dict[str, Any
 
 
 def by_id(tokenizer: Tokenizer | None, scored: Iterable[Scored]) -> list[dict[str, Any] | None]:
-    """prompt_logprobs: for each token an object from token id to logprob and text, the token's own first."""
+    """The prompt_logprobs: for each token a map from token id to logprob and text."""
     lines: list[dict[str, Any] | None] = []
     for token, logprob, alternatives in scored:
         if logprob is None:
@@ -84,7 +86,7 @@ def _of_chat(tokenizer: Tokenizer | None, token: int, logprob: float | None) -> 
 
 
 def token_text(tokenizer: Tokenizer | None, token: int) -> str:
-    """A token as text; one that is a part of a character as OpenAI writes it, `bytes:\\xe4`."""
+    """The text of a token; a part of a character is written as OpenAI does, `bytes:\\xe4`."""
     if tokenizer is None:
         return f"token_id:{token}"
     raw = tokenizer.token_bytes(token)

@@ -1,4 +1,4 @@
-"""`/v1/completions` and what both kinds of OpenAI's calls share."""
+"""`/v1/completions`, and what it shares with `/v1/chat/completions`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from server.http.call import HttpCall, status_of
 from server.http.schemas import CompletionBody, OpenAIBody
 from server.text import offload_if_long
 
-_DEFAULT_MAX_TOKENS = 16  # of a completion, as OpenAI has it
+_DEFAULT_MAX_TOKENS = 16  # of a completion, as in OpenAI's API
 _REASONS = {FinishReason.LENGTH: "length", FinishReason.EOS: "stop", FinishReason.STOP: "stop"}
 _TYPES = {
     ErrorKind.UNAUTHENTICATED: "authentication_error",
@@ -38,7 +38,7 @@ _CODES = {
 
 
 def error_of(refusal: ApiError) -> dict[str, Any]:
-    """A refusal in OpenAI's form."""
+    """An error as the JSON of OpenAI's API."""
     return {
         "error": {
             "message": str(refusal),
@@ -58,18 +58,18 @@ def check_model(body: Any, name: str) -> None:
 
 
 def call_of(http_call: HttpCall, body: OpenAIBody) -> Call:
-    """The door's view of an exchange."""
+    """The Call of an HTTP call."""
     deadline = None if body.timeout is None else time.monotonic() + body.timeout
     return Call(id=http_call.id, protocol="http", priority=body.priority, cache_salt=body.cache_salt, deadline=deadline)
 
 
 def header_of(http_call: HttpCall, kind: str, prefix: str, model: str) -> dict[str, Any]:
-    """The fields that every answer and every chunk begins with."""
+    """The first fields of every answer and every chunk."""
     return {"id": f"{prefix}-{http_call.id}", "object": kind, "created": int(time.time()), "model": model}
 
 
 def usage_of(generation: Generation, samples: int, dropped: int = 0) -> dict[str, Any]:
-    """Tokens of a call: each prompt once, all that was generated but `dropped` tokens of each request."""
+    """Usage of a call: each prompt counts once; `dropped` tokens of each request do not count."""
     completions = [generation.completion(index) for index in range(len(generation.requests))]
     prompt = sum(completion.prompt_tokens for completion in completions[::samples])
     generated = sum(max(0, len(completion.token_ids) - dropped) for completion in completions)
@@ -83,14 +83,14 @@ def usage_of(generation: Generation, samples: int, dropped: int = 0) -> dict[str
 
 
 def usage_of_beams(found: Sequence[tuple[Request, Sequence[Completion]]]) -> dict[str, Any]:
-    """Tokens of the prompts, each once, and of the answers that are given."""
+    """Usage of the prompts, each once, and of the returned answers."""
     prompt = sum(len(request.prompt) for request, _ in found)
     generated = sum(len(completion.token_ids) for _, completions in found for completion in completions)
     return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
 
 
 def reason_of(reason: FinishReason | None) -> str | None:
-    """OpenAI's word for why a completion ended."""
+    """OpenAI's finish_reason of a completion."""
     return None if reason is None else _REASONS[reason]
 
 
@@ -127,7 +127,7 @@ class Completions:
         self, http_call: HttpCall, body: CompletionBody, params: BeamParams, prompts: list[dict[str, Any]]
     ) -> dict[str, Any]:
         answer = header_of(http_call, "text_completion", "cmpl", self._name)
-        call = call_of(http_call, body)  # one, with one deadline for all of them
+        call = call_of(http_call, body)  # one Call, so one deadline for all prompts
         found = [await self._handler.search(prompt, call, params) for prompt in prompts]
         answer["choices"] = choices = []
         for request, completions in found:
@@ -147,7 +147,7 @@ class Completions:
 
         scored = sum(len(completion.prompt_logprobs or ()) for completion in completions)
         answer = header_of(http_call, "text_completion", "cmpl", self._name)
-        size = 100 * scored  # a token is as much work as a line of text
+        size = 100 * scored  # a token takes as long as a line of text
         answer["choices"] = await offload_if_long(size, lambda: list(choices()))
         answer["usage"] = usage_of(generation, samples, dropped=body.max_tokens == 0)
         await http_call.json(answer)
@@ -177,7 +177,7 @@ def _sampling(body: CompletionBody) -> dict[str, Any]:
     if fields["max_tokens"] == 0:
         if not body.echo:
             raise InvalidRequest("max_tokens", "is 0, which makes sense with echo only")
-        fields |= {"max_tokens": 1, "temperature": 0.0}  # and dropped
+        fields |= {"max_tokens": 1, "temperature": 0.0}  # which is dropped
     if body.echo and body.logprobs is not None:
         fields["prompt_logprobs"] = max(body.logprobs, fields.get("prompt_logprobs", 0))
     if (body.best_of or 1) > (body.n or 1):
@@ -192,22 +192,22 @@ class _Choice:
         self._tokenizer = handler.engine.tokenizer
         self._body, self._request, self._index = body, request, index
         self._legacy = logprobs.Legacy(self._tokenizer)
-        self._scored = 0  # prompt tokens told so far
+        self._scored = 0  # prompt tokens sent so far
         self._drops = body.max_tokens == 0
         self._echoes = bool(body.echo)
 
     def whole(self, completion: Completion) -> dict[str, Any]:
         """The choice of a finished completion."""
-        told = () if completion.prompt_logprobs is None else completion.prompt_logprobs[1:]
+        scored = () if completion.prompt_logprobs is None else completion.prompt_logprobs[1:]
         tops = completion.prompt_top_logprobs
-        others = tops[1:] if tops is not None else (None,) * len(told)
+        others = tops[1:] if tops is not None else (None,) * len(scored)
         choice = self.piece(
             Delta(
                 text=completion.text,
                 token_ids=completion.token_ids,
                 logprobs=completion.logprobs or (),
                 top_logprobs=completion.top_logprobs or (),
-                prompt_logprobs=tuple(zip(told, others, strict=True)),  # pyright: ignore[reportArgumentType]
+                prompt_logprobs=tuple(zip(scored, others, strict=True)),  # pyright: ignore[reportArgumentType]
                 finish_reason=completion.finish_reason,
             )
         )
@@ -215,7 +215,7 @@ class _Choice:
         return choice
 
     def piece(self, delta: Delta) -> dict[str, Any] | None:
-        """The choice of one chunk, or None where there is nothing to tell."""
+        """The choice of one chunk, or None if it has nothing new."""
         body, reason = self._body, reason_of(delta.finish_reason)
         if self._drops:
             delta = delta._replace(text="", token_ids=(), logprobs=(), top_logprobs=())
@@ -236,7 +236,7 @@ class _Choice:
         return choice
 
     def _prompt(self, delta: Delta) -> list[logprobs.Scored]:
-        """What the delta tells of the prompt, the first token of which has no logprob."""
+        """The prompt logprobs of a delta; the first token has none."""
         prompt, start = self._request.prompt, self._scored
         if self._request.sampling.prompt_logprobs is None or (start and not delta.prompt_logprobs):
             return []

@@ -1,4 +1,4 @@
-"""The page at `/`, and what it and `jaxserve top` ask for ten times a second."""
+"""The page at `/`, and `/live`, which it and `jaxserve top` poll ten times a second."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from server.engine_client import EngineNotReady
 from server.live import LiveStats
 
 _PAGE = resources.files("server.http").joinpath("page.html").read_text(encoding="utf-8")
-# The page holds everything it needs and talks to this server only.
+# The page is self-contained and calls only this server.
 _POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
     "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
@@ -20,24 +20,24 @@ _POLICY = (
 
 
 def routes(live: LiveStats, model: str) -> list[Route]:
-    """`/` and `/live`.
+    """The routes `/` and `/live`.
 
     Args:
-      model: the name callers know the model by.
+      model: name of the served model.
     """
 
     async def page(request: Request) -> Response:
         return HTMLResponse(_PAGE, headers={"Content-Security-Policy": _POLICY, "Cache-Control": "no-cache"})
 
-    async def news(request: Request) -> Response:
+    async def live_data(request: Request) -> Response:
         given = request.query_params.get("since", "0")
         since = int(given) if given.isascii() and given.isdecimal() and len(given) < 16 else 0
-        told = live.since(since)
-        if since == 0 or told["next"] < since:  # the first question, or the server has been started again
+        data = live.since(since)
+        if since == 0 or data["next"] < since:  # the first poll, or the server has restarted
             try:
-                told["about"] = {"model": model} | live.about()
+                data["about"] = {"model": model} | live.about()
             except EngineNotReady as problem:
                 return JSONResponse({"error": str(problem)}, 503, {"Retry-After": "1"})
-        return JSONResponse(told, headers={"Cache-Control": "no-store"})
+        return JSONResponse(data, headers={"Cache-Control": "no-store"})
 
-    return [Route("/", page, methods=["GET"]), Route("/live", news, methods=["GET"])]
+    return [Route("/", page, methods=["GET"]), Route("/live", live_data, methods=["GET"])]

@@ -1,4 +1,4 @@
-"""Bodies of HTTP calls: their fields and types. `SamplingParams` checks the ranges of sampling parameters."""
+"""Schemas of HTTP bodies. `SamplingParams` checks the ranges of sampling parameters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxserve.sampling_params import MAX_LOGPROBS, MAX_STOP, SAMPLING_PARAMS, Gr
 from jaxserve.structured_output import grammar
 
 MAX_PROMPTS = 1024  # most prompts in one call
-_MAX_REQUESTS = 1024  # most requests that one call can make
+_MAX_REQUESTS = 1024  # most requests of one call
 
 Seed = int | float
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
@@ -31,7 +31,7 @@ class Body(BaseModel):
 
 
 def _field(param: Param) -> tuple[Any, None]:
-    """An optional pydantic field of a sampling parameter's type."""
+    """An optional pydantic field with the type of a sampling parameter."""
     items = Field(max_length=param.max_items, fail_fast=True)
     kinds: dict[Any, Any] = {
         tuple[str, ...]: str | Annotated[list[str], items],
@@ -46,7 +46,7 @@ def _body(name: str, *params: Param) -> type[Body]:
     return create_model(name, __base__=Body, **fields)
 
 
-# Protocols have grammars and logprobs in forms of their own.
+# Protocols spell grammars and logprobs in their own ways.
 _PLAIN_PARAMS = [param for name, param in SAMPLING_PARAMS.items() if name not in ("grammar", "logprobs")]
 _OpenAISampling = _body("_OpenAISampling", *_PLAIN_PARAMS)
 _TgiSampling = _body("_TgiSampling", *(param for param in _PLAIN_PARAMS if param.in_tgi))
@@ -57,7 +57,7 @@ class StreamOptions(Body):
 
 
 class JsonSchema(Body):
-    """OpenAI's; the text always follows the schema, whatever `strict` says."""
+    """OpenAI's json_schema. The text always follows the schema, whatever `strict` says."""
 
     name: str | None = Field(default=None, max_length=256)
     description: str | None = None
@@ -82,7 +82,7 @@ class ResponseFormat(Body):
 
 
 class StructuredOutputs(Body):
-    """vLLM's."""
+    """vLLM's structured_outputs."""
 
     json_: dict[str, Any] | str | None = Field(default=None, alias="json")
     regex: str | None = None
@@ -92,10 +92,10 @@ class StructuredOutputs(Body):
 
 
 class OpenAIBody(_OpenAISampling):
-    """Fields that completions and chats share: sampling parameters, OpenAI's other fields, and our extensions."""
+    """The fields that completions and chats share."""
 
     model: str | None = None
-    max_tokens: int | None = None  # as inherited; stated for the type checker, like prompt_logprobs
+    max_tokens: int | None = None  # inherited; repeated for the type checker, like prompt_logprobs
     prompt_logprobs: int | None = None
     seed: Seed | None = None
     n: int | None = Field(default=None, ge=1, le=MAX_SAMPLES)
@@ -113,17 +113,17 @@ class OpenAIBody(_OpenAISampling):
     use_beam_search: bool | None = None
     length_penalty: float | None = None
     early_stopping: bool | None = None
-    # Accepted from OpenAI's clients, without effect.
+    # OpenAI's clients send these; they have no effect.
     user: str | None = None
     metadata: dict[str, str] | None = Field(default=None, max_length=16)
     store: bool | None = None
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """The sampling parameters that are given, as `parse_request` takes them. Raises InvalidRequest."""
+        """The given sampling parameters, as `parse_request` takes them. Raises InvalidRequest."""
         fields = {name: getattr(self, name) for name in SAMPLING_PARAMS if getattr(self, name, None) is not None}
         if fields.get("top_k") == -1:
-            fields["top_k"] = 0  # another way to say off
+            fields["top_k"] = 0  # another way to turn it off
         if "seed" in fields:
             fields["seed"] = seed_of(fields["seed"])
         if (wanted := self._grammar()) is not None:
@@ -131,7 +131,7 @@ class OpenAIBody(_OpenAISampling):
         return fields
 
     def _grammar(self) -> Grammar | None:
-        """The constraint on the text, in whichever field it is given. Raises InvalidRequest."""
+        """The constraint on the text, from the field that has one. Raises InvalidRequest."""
         found = [] if self.response_format is None else [self.response_format.grammar]
         vllm = self.structured_outputs or StructuredOutputs()
         for name, kind, values in (
@@ -152,7 +152,7 @@ class OpenAIBody(_OpenAISampling):
 
     @property
     def beams(self) -> BeamParams | None:
-        """The beam search that the call asks for; None if it samples."""
+        """The parameters of a beam search; None if the call samples."""
         params = params_of({name: getattr(self, name, None) for name in FIELDS})
         if params is not None:
             for name in ("stream", "echo"):
@@ -192,7 +192,7 @@ class CompletionBody(OpenAIBody):
 
     @property
     def samples(self) -> int:
-        """Requests that each prompt makes."""
+        """Requests for each prompt."""
         n, best_of = self.n or 1, self.best_of or self.n or 1
         if best_of < n:
             raise InvalidRequest("best_of", f"is {best_of}, less than n ({n})")
@@ -247,7 +247,7 @@ class TgiGrammar(Body):
 
 
 class TgiParameters(_TgiSampling):
-    """TGI's names; `tgi.py` refuses those that are not served."""
+    """TGI's parameters; `tgi.py` refuses those that are not served."""
 
     best_of: int | None = Field(default=None, ge=1, le=MAX_SAMPLES)
     decoder_input_details: bool = False
@@ -276,7 +276,7 @@ def _is_ids(value: Any) -> bool:
 
 
 def seed_of(number: Seed) -> int:
-    """A 64-bit seed from any number: a whole number that fits stays as it is, others are hashed."""
+    """A 64-bit seed from any number: integers that fit stay, others are hashed."""
     if isinstance(number, int) and -(2**63) <= number < 2**64:
         return number
     return int.from_bytes(hashlib.blake2b(repr(number).encode(), digest_size=8).digest())

@@ -1,4 +1,4 @@
-"""Generates the Python files of the protocols: `python -m server.proto.generate` (grpcio-tools of the dev extra).
+"""Generates the Python files of the protocols: `python -m server.proto.generate`.
 
 Generated code refuses to run on a protobuf or grpcio older than the tools that made it, so grpcio-tools is pinned in
 pyproject.toml, the lower bounds of grpcio and protobuf there follow it, and a test compares the committed files.

@@ -123,7 +123,7 @@ class Group:
         """How a process ended, as the front in front of it says."""
 
         def told() -> re.Match[str] | None:
-            return re.search(rf"process {pid} (.+); it wrote last", self.log(0) + self.log(1))
+            return re.search(rf"process {pid} (.+); its last output", self.log(0) + self.log(1))
 
         return until(told)[1]
 

@@ -39,7 +39,7 @@ class Engine:
     def begin(self, ticket: Ticket) -> None:
         self.counts.waiting -= ticket.requests
         self.counts.waiting_tokens -= ticket.tokens
-        ticket.begun()
+        ticket.started()
 
 
 def ask(admission: AdmissionController, tenant: Tenant = ANYBODY, **changes: Any) -> Ticket:
@@ -101,7 +101,7 @@ def test_everything_granted_comes_back_however_it_ends(ending: str) -> None:
             engine.take(ticket)
             engine.counts.waiting = engine.counts.waiting_tokens = 0
         if ending in ("begun", "twice"):
-            ticket.begun()
+            ticket.started()
         ticket.release()
         if ending == "twice":
             ticket.release()
@@ -174,7 +174,7 @@ def test_a_contended_queue_is_shared_out() -> None:
     admission = engine.admission(SMALL, LARGE)
     for _ in range(21):  # the small one alone may have half of the queue, and no more
         engine.take(ask(admission, SMALL))
-    assert "small has its share" in str(refusal(admission, SMALL))
+    assert "small already has its share" in str(refusal(admission, SMALL))
     for _ in range(19):
         engine.take(ask(admission, LARGE))
     assert "40 requests are waiting" in str(refusal(admission, LARGE))
@@ -192,7 +192,7 @@ def test_a_share_of_tokens_counts_as_well() -> None:
     engine = Engine(max_queued_tokens=1000)
     admission = engine.admission(SMALL, LARGE)
     engine.take(ask(admission, SMALL, prompt_tokens=600))
-    assert "small has its share" in str(refusal(admission, SMALL, prompt_tokens=10))
+    assert "small already has its share" in str(refusal(admission, SMALL, prompt_tokens=10))
     ask(admission, LARGE, prompt_tokens=300)
 
 

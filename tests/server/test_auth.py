@@ -96,15 +96,15 @@ def test_a_file_that_changes_is_read_again_and_one_that_breaks_is_not_taken(
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("", "no tenant is in it"),
-        ("a = 1", "a stands outside a tenant's table"),
+        ("", "it has no tenant"),
+        ("a = 1", "a is outside a tenant's table"),
         ("[a]", "a has no keys"),
-        ('[a]\nkeys = ["short"]', "a key of a is no string of 8 to 1024 bytes"),
-        ('[a]\nkeys = ["sha256:abcdef"]', "begins with sha256: and has no 64 hex digits"),
-        ('[a]\nkeys = ["long-enough"]\nrates = 3', "a has rates, which is none of keys, share, rate, burst"),
+        ('[a]\nkeys = ["short"]', "a key of a is not a string of 8 to 1024 bytes"),
+        ('[a]\nkeys = ["sha256:abcdef"]', "begins with sha256: but 64 hex digits do not follow"),
+        ('[a]\nkeys = ["long-enough"]\nrates = 3', "a has rates; the fields are keys, share, rate, burst"),
         ('[a]\nkeys = ["long-enough"]\nrate = -1', "a has rate -1; it must be a number above 0"),
-        ('[a]\nkeys = ["long-enough"]\n[b]\nkeys = ["long-enough"]', "b has a key that a has too"),
-        ("[a", "no TOML"),
+        ('[a]\nkeys = ["long-enough"]\n[b]\nkeys = ["long-enough"]', "b and a have the same key"),
+        ("[a", "not TOML"),
     ],
 )
 def test_a_wrong_file_is_told_without_its_keys(path: Path, text: str, told: str) -> None:
@@ -179,7 +179,7 @@ def test_the_server_asks_for_keys_and_counts_rates(serve: Any, path: Path) -> No
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await it.stub.Generate(request, metadata=limited)
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert "plain may make 0.001 requests a second" in str(caught.value.details())
+        assert "plain is limited to 0.001 requests a second" in str(caught.value.details())
 
         def get(target: str, **headers: str) -> int:
             connection = http.client.HTTPConnection("127.0.0.1", it.http_port, timeout=WAIT_SECONDS)

@@ -24,8 +24,8 @@ from tests.server.served_group import AT_WORK, DEADLINE, START_SECONDS, WAITING,
 pytestmark = pytest.mark.processes
 
 BOUND = DEADLINE + 5.0  # seconds from a fault until all is said and ended
-LOST, KILLED = exit_codes.told(ExitCode.LOST), exit_codes.told(-signal.SIGKILL)
-LATE, BROKEN = exit_codes.told(ExitCode.OVERDUE), exit_codes.told(ExitCode.BROKEN)
+LOST, KILLED = exit_codes.describe(ExitCode.LOST), exit_codes.describe(-signal.SIGKILL)
+LATE, BROKEN = exit_codes.describe(ExitCode.OVERDUE), exit_codes.describe(ExitCode.BROKEN)
 
 
 @pytest.fixture(scope="module")

@@ -145,9 +145,9 @@ CUT = b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{"
 @pytest.mark.parametrize(
     ("said", "told"),
     [
-        (GREETING, "does not answer as HTTP has it (BadStatusLine)"),
-        (OTHER, "is no server of jaxserve's"),
-        (CUT, "does not answer as HTTP has it (IncompleteRead)"),
+        (GREETING, "does not speak HTTP (BadStatusLine)"),
+        (OTHER, "is not a jaxserve server"),
+        (CUT, "does not speak HTTP (IncompleteRead)"),
     ],
 )
 def test_top_says_in_a_line_that_something_else_answers(said: bytes, told: str, capsys: pytest.CaptureFixture[str]):

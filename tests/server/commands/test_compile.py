@@ -33,11 +33,11 @@ def test_what_is_compiled_ahead_is_not_compiled_again(tmp_path, capsys, empty_ja
     command = ["compile", "--model", str(model), "--compilation-cache", str(cache), *FLAGS]
     assert cli.main(command) == 0
     kept = len(list(cache.iterdir()))
-    assert f"{kept} programs compiled, 0 were there, in {cache}" in capsys.readouterr().err
+    assert f"{kept} programs compiled, 0 found, in {cache}" in capsys.readouterr().err
     engine = Engine.from_checkpoint(model, EngineConfig(compilation_cache=str(cache), scoring=False, **SETTINGS))
     assert engine.report.programs == engine.report.programs_loaded == kept
     assert cli.main(command) == 0
-    assert f"0 programs compiled, {kept} were there" in capsys.readouterr().err
+    assert f"0 programs compiled, {kept} found" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_what_is_compiled_ahead_is_not_compiled_again(tmp_path, capsys, empty_ja
     [
         (["--topology", "v5p:2x2x1"], "--topology v5p:2x2x1 is not here: this machine has 8 x cpu"),
         (["--topology", "v5q:2x2"], "device 'v5q' is not known; did you mean v5"),
-        (["--compilation-cache", "off"], "nowhere to keep what is compiled"),
+        (["--compilation-cache", "off"], "compiled programs need a directory"),
         (["--compilation-cache", "/proc/no"], "the compilation cache /proc/no cannot be written to: No such file"),
     ],
 )

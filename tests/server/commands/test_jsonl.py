@@ -10,7 +10,7 @@ import pytest
 from jaxserve.config import EngineConfig
 from jaxserve.text.chat_template import ChatTemplate
 from jaxserve.text.tokenizer import Tokenizer
-from server.commands.jsonl import Answer, EngineFailed, LineServer
+from server.commands.jsonl import LineResult, EngineFailed, LineServer
 from tests.server.fake_engine import EOS, WAIT_SECONDS, FakeEngine, byte_tokenizer
 
 Complete = Callable[..., list[dict[str, Any]]]
@@ -22,7 +22,7 @@ def encoded(*lines: Any) -> list[bytes]:
 
 def answers(
     engine: FakeEngine, source: Any, defaults: dict[str, Any] | None = None, window: int = 8
-) -> Iterator[Answer]:
+) -> Iterator[LineResult]:
     server = LineServer(engine, defaults or {}, window=window)  # pyright: ignore[reportArgumentType]
     return server.answers(source)
 

@@ -77,7 +77,7 @@ def test_a_search_is_printed_and_drawn(capsys, tmp_path):
         (["--tensor", "16"], "tensor 16 x stages 1 are 16 devices; h200:8 has 8"),
         (["--tensor", "3"], "does not divide over mesh axis 'tensor' of size 3"),
         (["--sharding", "nowhere.toml"], "nowhere.toml cannot be read"),
-        (["--plot", "x.png"], "--plot draws what --search finds"),
+        (["--plot", "x.png"], "--plot draws the result of --search"),
         (["--replicas", "0"], "replicas is 0; it must be a whole number of at least 1"),
         (["--context", "0"], "--context is 0; it must be at least 1"),
         (["--stages", "25", "--tensor", "1", "--topology", "v5p:4x4x4"], "at most 24, the number of layers"),

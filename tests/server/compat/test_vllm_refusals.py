@@ -103,7 +103,7 @@ def test_a_full_queue_a_rate_and_an_end_are_told_as_to_anybody(serve: Serve, tmp
         it.engine.release()
         assert bytes((await complete(it, ask(max_tokens=1), **team)).output_ids) == b"a"
         rate = await code(**team)
-        assert (rate.code(), "team may make" in rate.details()) == (grpc.StatusCode.RESOURCE_EXHAUSTED, True)
+        assert (rate.code(), "team is limited to" in rate.details()) == (grpc.StatusCode.RESOURCE_EXHAUSTED, True)
         it.app.handler.close("the server is stopping")
         assert (await code(**other)).code() is grpc.StatusCode.UNAVAILABLE
 

@@ -368,10 +368,10 @@ def test_a_supervised_engine_comes_back(tmp_path: Path) -> None:
 
 
 def test_codes_are_told_in_words() -> None:
-    assert exit_codes.told(-9) == "was killed by signal 9 (SIGKILL)"
-    assert exit_codes.told(-250) == "was killed by signal 250"
-    assert exit_codes.told(74) == "took the front for gone (exit code 74)"
-    assert exit_codes.told(70) == "ended with exit code 70"
+    assert exit_codes.describe(-9) == "was killed by signal 9 (SIGKILL)"
+    assert exit_codes.describe(-250) == "was killed by signal 250"
+    assert exit_codes.describe(74) == "found its front gone (exit code 74)"
+    assert exit_codes.describe(70) == "ended with exit code 70"
 
 
 def test_the_front_needs_no_jax() -> None:

@@ -177,7 +177,7 @@ def test_one_that_dies_at_its_start_is_tried_so_often_and_no_more(
             await it.running
 
     run_remote(scenario, RestartPolicy(most=2, first_delay=0.01), ready=False, dies=3)
-    told = [record.getMessage() for record in caplog.records if "it wrote last" in record.getMessage()]
+    told = [record.getMessage() for record in caplog.records if "its last output" in record.getMessage()]
     assert len(told) == 3
     assert all("these are its last words" in each for each in told)
 
@@ -207,13 +207,13 @@ def wait(it: Remote) -> None:
 @pytest.mark.parametrize(
     ("orders", "do", "cause"),
     [
-        ({}, kill, "the engine process was killed by signal 9 (SIGKILL); it is being started again"),
+        ({}, kill, "the engine process was killed by signal 9 (SIGKILL); it is being restarted"),
         ({}, stop, "the engine has completed no iteration for"),
         ({"wedged_after": 20}, wait, "the engine has completed no iteration for"),
         (
             {"fails_after": 20},
             wait,
-            "the engine has failed: the engine process ended with exit code 70; it is being started again",
+            "the engine has failed: the engine process ended with exit code 70; it is being restarted",
         ),
     ],
     ids=["killed", "stopped", "wedged", "failed"],
@@ -363,7 +363,7 @@ def test_a_worker_that_gives_no_sign_of_life_is_ended() -> None:
         restarts=None,
         command=(sys.executable, "-c", FALLS_SILENT),
     )
-    told = "host 1, stage 1: the engine process gave no sign of life for 0.2 s and was killed"
+    told = "host 1, stage 1: the engine process did not report for 0.2 s and was killed"
     with pytest.raises(EngineGone, match=told) as caught:
         asyncio.run(asyncio.wait_for(supervisor.run(), WAIT_SECONDS))
     assert caught.value.exit_code == exit_codes.ENGINE_GONE
