@@ -10,7 +10,7 @@ import pytest
 from jaxserve.config import EngineConfig
 from jaxserve.text.chat_template import ChatTemplate
 from jaxserve.text.tokenizer import Tokenizer
-from server.commands.jsonl import LineResult, EngineFailed, LineServer
+from server.commands.jsonl import EngineFailed, LineResult, LineServer
 from tests.server.fake_engine import EOS, WAIT_SECONDS, FakeEngine, byte_tokenizer
 
 Complete = Callable[..., list[dict[str, Any]]]
