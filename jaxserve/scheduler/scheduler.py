@@ -22,7 +22,7 @@ from jaxserve.scheduler.plan_builder import PlanBuilder
 from jaxserve.scheduler.policy import TokenBudgetPolicy, make_policy
 from jaxserve.scheduler.requests import RequestTable
 from jaxserve.scheduler.speculation import Speculation
-from jaxserve.scheduler.state import Phase, RequestState, check_fits
+from jaxserve.scheduler.state import Phase, RequestState
 
 PRIORITY_SECONDS = 10.0  # one level of priority outweighs this much waiting time
 
@@ -81,7 +81,7 @@ class Scheduler:
         self.pool = pool
         self._ladder = ladder
         self._max_rows = max_rows
-        self._max_context = max_context
+        self.max_context = max_context
         self._fixed_chunk = fixed_chunk
         self._eos = eos_token_ids
         self._most_in_flight = most
@@ -118,13 +118,14 @@ class Scheduler:
         return bool(self.requests.live or self._in_flight)
 
     def submit(self, request: Request) -> None:
-        """Add `request` to the waiting queue.
+        """Add a request to the queue. The caller has checked that it can run (`state.check_fits`).
 
-        Raises InvalidRequest if it could never run, and ValueError if a live request has its id.
+        Raises:
+          InvalidRequest: `fork_of` names a request with another prompt.
+          ValueError: a live request has its id.
         """
         if request.request_id in self.requests.live:
             raise ValueError(f"request_id {request.request_id!r} is in use by a request that has not finished")
-        check_fits(request, self._max_context, self.pool.n_slots)
         key = (request.arrival - request.priority * PRIORITY_SECONDS, self._submitted)
         self._submitted += 1
         state = RequestState.of(request, key, self._eos)

@@ -12,7 +12,6 @@ from typing import Any
 from jaxserve.iteration import IterationPlan, IterationResult
 from jaxserve.request import FinishReason, Request, TokenEvent
 from jaxserve.scheduler.scheduler import PRIORITY_SECONDS, Scheduler
-from jaxserve.scheduler.state import check_fits
 
 
 class StaticBatchScheduler(Scheduler):
@@ -55,7 +54,6 @@ class StaticBatchScheduler(Scheduler):
         """
         if request.request_id in self._keys:
             raise ValueError(f"request_id {request.request_id!r} is in use by a request that has not finished")
-        check_fits(request, self._max_context, self.pool.n_slots)
         key = (request.arrival - request.priority * PRIORITY_SECONDS, self._arrivals)
         self._arrivals += 1
         self._keys[request.request_id] = key

@@ -16,7 +16,7 @@ from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler import routing
 from jaxserve.scheduler.routing import OutstandingTokens
 from jaxserve.scheduler.scheduler import Scheduler
-from jaxserve.scheduler.state import allocation_of
+from jaxserve.scheduler.state import allocation_of, check_fits
 from jaxserve.simulate.outcome import Outcome
 from jaxserve.simulate.workload import Workload
 
@@ -231,6 +231,7 @@ class SimulatedReplica:
     def _take_mail(self) -> None:
         for request in self._mail:
             try:
+                check_fits(request, self.scheduler.max_context, self.scheduler.pool.n_slots)
                 self.scheduler.submit(request)
             except InvalidRequest as refusal:
                 alive = self._alive.pop(request.request_id)

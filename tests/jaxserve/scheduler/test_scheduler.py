@@ -12,6 +12,7 @@ from jaxserve.scheduler.buckets import BucketCost, BucketLadder
 from jaxserve.scheduler.kv_blocks import SlotPool
 from jaxserve.scheduler.policy import FixedTokenBudget
 from jaxserve.scheduler.scheduler import PRIORITY_SECONDS, Scheduler
+from jaxserve.scheduler.state import check_fits
 from tests.jaxserve.scheduler.stepping import answer, crowded, finish, names, request, scheduler, step
 
 # ---- At the door
@@ -26,21 +27,19 @@ from tests.jaxserve.scheduler.stepping import answer, crowded, finish, names, re
     ],
 )
 def test_what_can_never_fit_the_context_is_refused(wrong, field, message):
-    made = scheduler()
     with pytest.raises(InvalidRequest, match=message) as error:
-        made.submit(wrong)
+        check_fits(wrong, max_context=64, n_slots=256)
     assert error.value.field == field
-    assert not made.has_work
 
 
 @pytest.mark.parametrize("policy", ["grow", "reserve"])
 def test_what_can_never_fit_the_pool_is_refused_and_what_just_fits_runs(policy):
     made = scheduler(blocks=3, policy=policy, growth=16)
     with pytest.raises(InvalidRequest, match="the pool holds 12, so at most 8 fit") as error:
-        made.submit(request("a", 4, max_tokens=9))
+        check_fits(request("a", 4, max_tokens=9), made.max_context, made.pool.n_slots)
     assert error.value.field == "max_tokens"
     with pytest.raises(InvalidRequest, match=r"prompt: has 12 tokens; the pool holds 12"):
-        made.submit(request("a", 12, max_tokens=1))
+        check_fits(request("a", 12, max_tokens=1), made.max_context, made.pool.n_slots)
     made.submit(request("a", 4, max_tokens=8))
     made.submit(request("b", 11, max_tokens=1))
     ends = [e for e in finish(made) if e.finish_reason]

@@ -30,7 +30,7 @@ from jaxserve.scheduler.kv_blocks import SlotPool
 from jaxserve.scheduler.policy import TokenBudgetPolicy, make_policy
 from jaxserve.scheduler.scheduler import PRIORITY_SECONDS, Scheduler
 from jaxserve.scheduler.speculation import Speculation
-from jaxserve.scheduler.state import Phase
+from jaxserve.scheduler.state import Phase, check_fits
 from jaxserve.scheduler.static_batching import StaticBatchScheduler
 from tests.jaxserve.scheduler.device_model import EOS, MAX_CONTEXT, VOCABULARY, Client, Device, Prophet
 
@@ -386,7 +386,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                     self.world.submit(sample)
             else:
                 with pytest.raises(InvalidRequest, match=r"^(prompt|max_tokens): "):
-                    self.world.scheduler.submit(request)
+                    check_fits(request, MAX_CONTEXT, self.world.scheduler.pool.n_slots)
 
     @rule(times=st.integers(1, 12))
     def run(self, times):
