@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import queue
 import statistics
 import time
 from bisect import bisect_right
@@ -19,7 +18,6 @@ from rich.table import Table
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine, IterationRecord
 from jaxserve.iteration import IterationPlan
-from jaxserve.request import TokenEvent
 from jaxserve.simulate import workload as traffic
 from jaxserve.simulate.outcome import Distribution, Outcome
 from jaxserve.simulate.system import SimulatedEngine
@@ -27,7 +25,7 @@ from jaxserve.simulate.virtual_clock import Arrival, HostTimes, StageSeconds
 from jaxserve.simulate.workload import Workload
 from jaxserve.startup_report import StartupReport
 from server.commands.bench import flags, machine, report, shapes
-from server.commands.bench.offline import benchmark_config, make_engine, make_request
+from server.commands.bench.offline import Recorder, benchmark_config, make_engine
 from server.commands.bench.progress import Bars
 from server.commands.flags import add_engine_flags, engine_config
 
@@ -243,28 +241,11 @@ def _turn(model: Path, config: EngineConfig, workload: Workload, bars: Bars, nam
 
 def _serve(engine: Engine, workload: Workload, bars: Bars, name: str) -> list[Outcome]:
     """Submits every job at its time (an open loop), and waits for the last to end."""
-    outcomes: dict[str, Outcome] = {}
-    ended: queue.SimpleQueue[str] = queue.SimpleQueue()
-
-    def sink(events: Sequence[TokenEvent]) -> None:
-        now = time.monotonic()
-        for event in events:
-            outcomes[event.request_id].token_times.extend([now] * len(event.token_ids))
-            if event.finish_reason is not None:
-                ended.put(event.request_id)
-
-    requests = [make_request(str(index), job, 0.0) for index, job in enumerate(workload.jobs)]
-    started = time.monotonic()
-    for job, request in zip(workload.jobs, requests, strict=True):
-        if (early := started + job.arrival - time.monotonic()) > 0:
-            time.sleep(early)
-        now = time.monotonic()
-        outcomes[request.request_id] = Outcome(arrival=now, prompt_tokens=len(job.prompt))
-        engine.submit(dataclasses.replace(request, arrival=now), sink)
-    for done in range(1, len(requests) + 1):
-        ended.get()
-        bars(name, done, len(requests))
-    return list(outcomes.values())
+    recorder, started = Recorder(engine), time.monotonic()
+    for job in workload.jobs:
+        time.sleep(max(0.0, started + job.arrival - time.monotonic()))
+        recorder.submit(job, time.monotonic())
+    return recorder.wait(bars, name)
 
 
 def _compare(

@@ -137,39 +137,54 @@ def benchmark_config(config: EngineConfig, workload: Workload) -> EngineConfig:
     )
 
 
+class Recorder:
+    """Submits jobs to an engine, and records the times of their tokens."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._outcomes: dict[str, Outcome] = {}
+        self._ended: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def submit(self, job: Job, arrival: float) -> None:
+        """Submits a job that arrived at this monotonic time."""
+        request = make_request(str(len(self._outcomes)), job, arrival)
+        self._outcomes[request.request_id] = Outcome(arrival=arrival, prompt_tokens=len(job.prompt))
+        self._engine.submit(request, self._sink)
+
+    def wait(self, bars: Bars, name: str) -> list[Outcome]:
+        """Waits until every job has ended; returns their outcomes in the order of submission."""
+        for done in range(1, len(self._outcomes) + 1):
+            self._ended.get()
+            bars(name, done, len(self._outcomes))
+        return list(self._outcomes.values())
+
+    def _sink(self, events: Sequence[TokenEvent]) -> None:
+        now = time.monotonic()
+        for event in events:
+            outcome = self._outcomes[event.request_id]
+            outcome.token_times.extend([now] * len(event.token_ids))
+            if event.finish_reason is not None:
+                if event.finish_reason in (FinishReason.ABORTED, FinishReason.ERROR):
+                    outcome.error = event.error or event.finish_reason.value
+                self._ended.put(event.request_id)
+
+
 def serve_all(engine: Engine, workload: Workload, name: str, bars: Bars) -> Run:
     """Starts the engine, serves a workload that arrives all at once, and stops the engine.
 
     All requests are submitted before the engine starts, so that its first batch can choose among them.
     """
-    outcomes: dict[str, Outcome] = {}
     records: list[IterationRecord] = []
-    ended: queue.SimpleQueue[str] = queue.SimpleQueue()
-
-    def sink(events: Sequence[TokenEvent]) -> None:
-        now = time.monotonic()
-        for event in events:
-            outcome = outcomes[event.request_id]
-            outcome.token_times.extend([now] * len(event.token_ids))
-            if event.finish_reason is not None:
-                if event.finish_reason in (FinishReason.ABORTED, FinishReason.ERROR):
-                    outcome.error = event.error or event.finish_reason.value
-                ended.put(event.request_id)
-
     engine.record(records.append)
-    started = time.monotonic()
-    for index, job in enumerate(workload.jobs):
-        request = make_request(str(index), job, started)
-        outcomes[request.request_id] = Outcome(arrival=started, prompt_tokens=len(job.prompt))
-        engine.submit(request, sink)
+    recorder, started = Recorder(engine), time.monotonic()
+    for job in workload.jobs:
+        recorder.submit(job, started)
     with engine:
-        for done in range(1, len(workload.jobs) + 1):
-            ended.get()
-            bars(f"serving ({name})", done, len(workload.jobs))
+        outcomes = recorder.wait(bars, f"serving ({name})")
     counted = engine.load()
     return Run(
         name=name,
-        outcomes=list(outcomes.values()),
+        outcomes=outcomes,
         records=records,
         bucket_ms={cost.size: cost.milliseconds for cost in engine.report.buckets},
         preemptions=counted.preemptions,
