@@ -118,7 +118,7 @@ def test_nobody_waits_where_a_row_is_free() -> None:
     assert engine.admission().retry_seconds() == pytest.approx(0.1)
 
 
-def test_the_wait_follows_from_what_is_owed_and_how_fast_it_goes() -> None:
+def test_predicted_wait() -> None:
     engine = Engine(max_queued_requests=8)
     admission = engine.admission()
     counts = engine.counts
@@ -155,7 +155,7 @@ def test_a_deadline_that_cannot_be_met_is_refused_at_once() -> None:
     assert refusal(admission, new_tokens=200, deadline=engine.now + 1.0).kind is ErrorKind.TOO_LATE
 
 
-def test_a_prompt_that_takes_too_long_is_refused_once_its_length_is_known() -> None:
+def test_prompt_too_long_for_the_deadline() -> None:
     engine = Engine()
     admission = engine.admission()
     ask(admission, prompt_tokens=8000, deadline=engine.now + 3).correct(2000)
@@ -231,7 +231,7 @@ def test_what_others_refuse_costs_nothing_of_the_rate() -> None:
     ask(admission, limited)
 
 
-def test_kept_places_count_against_the_bounds_and_keep_nobody_waiting() -> None:
+def test_kept_places() -> None:
     engine = Engine(max_queued_requests=10, max_queued_tokens=1000)
     admission = engine.admission()
     ticket = admission.admit(ANYBODY, requests=8, prompt_tokens=800, new_tokens=100)

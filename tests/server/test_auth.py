@@ -72,9 +72,7 @@ def test_every_key_is_compared_whichever_it_is(path: Path, monkeypatch: pytest.M
     assert counts == [3, 3, 3]
 
 
-def test_a_file_that_changes_is_read_again_and_one_that_breaks_is_not_taken(
-    path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_key_file_is_read_again(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
     keys = ApiKeys(path, clock=clock)
     path.write_text('[plain]\nkeys = ["the-new-key"]\n')
@@ -107,7 +105,7 @@ def test_a_file_that_changes_is_read_again_and_one_that_breaks_is_not_taken(
         ("[a", "not TOML"),
     ],
 )
-def test_a_wrong_file_is_told_without_its_keys(path: Path, text: str, told: str) -> None:
+def test_wrong_key_file(path: Path, text: str, told: str) -> None:
     path.write_text(text)
     with pytest.raises(ValueError, match=r"keys\.toml") as caught:
         ApiKeys(path)

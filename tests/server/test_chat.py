@@ -72,9 +72,7 @@ def test_a_checkpoint_without_a_template_says_so(serve: Serve) -> None:
     serve(scenario)
 
 
-def test_a_slow_template_holds_nobody_up_and_its_call_has_its_place(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slow_template_delays_no_other_call(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, go_on, render = threading.Event(), threading.Event(), ChatTemplate.render
 
     def slowly(self: ChatTemplate, *args: Any, **kwargs: Any) -> str:

@@ -23,7 +23,7 @@ LONG = 1500  # tokens: more than any test waits for
 # Endings that the caller chooses
 
 
-def test_a_cancelled_call_gives_its_slots_back_within_one_iteration(serve: Serve) -> None:
+def test_cancel_frees_slots_within_an_iteration(serve: Serve) -> None:
     async def scenario(it: Served) -> None:
         call = it.stub.GenerateStream(pb.GenerateRequest(prompt="abc", max_tokens=LONG))
         await it.until(lambda: it.engine.load().waiting == 1)
@@ -63,7 +63,7 @@ def test_a_deadline_gives_the_slots_back(serve: Serve, streams: bool) -> None:
 
 
 @pytest.mark.parametrize("timeout", [None, 5.0])  # seconds in which a busy machine has begun to answer
-def test_a_reader_who_stops_reading_delays_nobody_and_can_still_be_ended(
+def test_stopped_reader_delays_no_other_call(
     serve: Serve, timeout: float | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def scenario(it: Served) -> None:
@@ -131,7 +131,7 @@ def test_an_engine_that_dies_without_a_word_ends_its_calls(serve: Serve) -> None
     serve(scenario, held=True)
 
 
-def test_a_wedged_engine_is_told_from_an_idle_one_and_may_come_back(serve: Serve) -> None:
+def test_health_of_a_wedged_engine(serve: Serve) -> None:
     async def scenario(it: Served) -> None:
         watch = HealthStub(it.channel).Watch(HealthCheckRequest())
         assert (await watch.read()).status == HealthCheckResponse.SERVING

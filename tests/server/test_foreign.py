@@ -6,9 +6,7 @@ from typing import Any
 from tests.server.conftest import Served
 
 
-def test_a_javascript_client_streams_cancels_and_hits_a_deadline(
-    serve: Callable[..., None], foreign_client: Callable[..., Any]
-) -> None:
+def test_javascript_client(serve: Callable[..., None], foreign_client: Callable[..., Any]) -> None:
     async def scenario(it: Served) -> None:
         found = await foreign_client(it.address, 10**6)
         assert found == {

@@ -49,7 +49,7 @@ class Listener:
         self.told.append(("refused", call_id, refusal.field))
 
 
-def test_the_requests_of_one_call_are_answered_side_by_side(serve: Serve) -> None:
+def test_several_prompts_and_samples(serve: Serve) -> None:
     async def scenario(it: Served) -> None:
         prompts = [{"prompt": "ab", "max_tokens": 3}, {"prompt": "xyz", "max_tokens": LONG, "stop": "zx"}]
         texts = [""] * 4
@@ -67,7 +67,7 @@ def test_the_requests_of_one_call_are_answered_side_by_side(serve: Serve) -> Non
     serve(scenario)
 
 
-def test_a_call_that_is_left_gives_up_all_of_its_requests(serve: Serve) -> None:
+def test_left_call_aborts_its_requests(serve: Serve) -> None:
     async def scenario(it: Served) -> None:
         prompts = [{"prompt": "ab", "max_tokens": LONG}, {"prompt": "cd", "max_tokens": 1}]
         async with it.app.handler.generate(prompts, call()) as generation:
@@ -81,7 +81,7 @@ def test_a_call_that_is_left_gives_up_all_of_its_requests(serve: Serve) -> None:
     serve(scenario, held=True)
 
 
-def test_samples_are_forks_of_the_first_and_the_prompt_is_scored_once(serve: Serve) -> None:
+def test_samples_fork_the_first(serve: Serve) -> None:
     async def scenario(it: Served) -> None:
         seen, submit = [], it.engine.submit
         it.engine.submit = lambda request, sink: (seen.append(request), submit(request, sink))[1]  # type: ignore
@@ -99,7 +99,7 @@ def test_samples_are_forks_of_the_first_and_the_prompt_is_scored_once(serve: Ser
     serve(scenario)
 
 
-def test_a_call_ends_at_its_deadline(serve: Serve) -> None:
+def test_deadline(serve: Serve) -> None:
     async def scenario(it: Served) -> None:
         # Of calls that are let in, as they would be done in time; but the engine does not move.
         async def found(asked: Call) -> None:
@@ -120,7 +120,7 @@ def test_a_call_ends_at_its_deadline(serve: Serve) -> None:
     serve(scenario, held=True)
 
 
-def test_a_beam_search_is_one_call_to_everybody(serve: Serve) -> None:
+def test_beam_search_is_one_request_to_observers(serve: Serve) -> None:
     async def scenario(it: Served) -> None:
         handler, listener = it.app.handler, Listener()
         handler.observers.append(listener)
@@ -145,7 +145,7 @@ def test_a_beam_search_is_one_call_to_everybody(serve: Serve) -> None:
     serve(scenario, held=True)
 
 
-def test_a_beam_search_that_is_left_or_fails_frees_everything(serve: Serve) -> None:
+def test_left_or_failed_beam_search(serve: Serve) -> None:
     async def scenario(it: Served) -> None:
         handler = it.app.handler
         left = asyncio.create_task(handler.search({"prompt": "ab", "max_tokens": 9}, call(), BeamParams(width=3, n=1)))
@@ -167,7 +167,7 @@ def test_a_beam_search_that_is_left_or_fails_frees_everything(serve: Serve) -> N
     serve(scenario, held=True, poison=frozenset(b"!"))
 
 
-def test_one_wrong_prompt_refuses_the_call_before_anything_is_generated(serve: Serve) -> None:
+def test_one_wrong_prompt_refuses_the_call(serve: Serve) -> None:
     async def scenario(it: Served) -> None:
         for field, wrong in (("prompt", {"prompt": ""}), ("prompt_token_ids", {"prompt_token_ids": [999]})):
             with pytest.raises(ApiError, match=field) as refused:
@@ -179,7 +179,7 @@ def test_one_wrong_prompt_refuses_the_call_before_anything_is_generated(serve: S
     serve(scenario, held=True)
 
 
-def test_a_request_is_adjusted_when_its_prompt_has_become_tokens(serve: Serve) -> None:
+def test_adjust_after_tokenizing(serve: Serve) -> None:
     async def scenario(it: Served) -> None:
         def last_two(request: Request) -> Request:
             return dataclasses.replace(request, prompt=request.prompt[-2:])
@@ -192,7 +192,7 @@ def test_a_request_is_adjusted_when_its_prompt_has_become_tokens(serve: Serve) -
     serve(scenario)
 
 
-def test_observers_are_told_of_start_events_end_and_refusal(serve: Serve) -> None:
+def test_observers(serve: Serve) -> None:
     async def scenario(it: Served) -> None:
         handler, listener = it.app.handler, Listener()
         handler.observers.append(listener)
@@ -214,7 +214,7 @@ def test_observers_are_told_of_start_events_end_and_refusal(serve: Serve) -> Non
     serve(scenario)
 
 
-def test_a_failure_names_the_call_and_not_its_cause(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+def test_failure_hides_its_cause(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
     async def scenario(it: Served) -> None:
         with pytest.raises(ApiError, match="under mine") as refused:
             await answer(it, {"prompt": "!", "max_tokens": 2}, id="mine")

@@ -150,7 +150,7 @@ CUT = b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{"
         (CUT, "does not speak HTTP (IncompleteRead)"),
     ],
 )
-def test_top_says_in_a_line_that_something_else_answers(said: bytes, told: str, capsys: pytest.CaptureFixture[str]):
+def test_top_of_another_server(said: bytes, told: str, capsys: pytest.CaptureFixture[str]):
     def answer() -> None:
         caller, _ = listening.accept()
         with caller:

@@ -69,7 +69,7 @@ def test_a_wrong_field_is_named(serve: Serve, field: str, fields: dict[str, Any]
 
 
 @pytest.mark.parametrize("limit", [{"max_queued_requests": 1}, {"max_queued_tokens": 3}])
-def test_a_full_queue_refuses_at_once_and_says_when_to_come_back(serve: Serve, limit: dict[str, int]) -> None:
+def test_full_queue_refuses_with_retry_after(serve: Serve, limit: dict[str, int]) -> None:
     async def scenario(it: Served) -> None:
         def ask() -> Any:
             return it.stub.Generate(pb.GenerateRequest(prompt="abc", max_tokens=2))
@@ -121,7 +121,7 @@ def test_a_full_queue_refuses_what_it_has_not_read(serve: Serve) -> None:
     serve(scenario, http_port=0, held=True, config=EngineConfig(max_rows=1, max_queued_requests=1))
 
 
-def test_a_deadline_that_cannot_be_met_is_refused_before_anything_is_done(serve: Serve) -> None:
+def test_deadline_that_cannot_be_met(serve: Serve) -> None:
     async def scenario(it: Served) -> None:
         # 2,000 tokens at 100 ns, as the fake says it takes, are done in time; a queue of 10**12 tokens is not.
         request = pb.GenerateRequest(prompt="abc", max_tokens=2000, ignore_eos=True)

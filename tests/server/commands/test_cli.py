@@ -226,7 +226,7 @@ def serving(*flags: str) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
         process.communicate()
 
 
-def test_serve_greets_with_a_command_that_works_and_ends_with_code_0() -> None:
+def test_serve_shows_a_client_command_that_works() -> None:
     with serving() as (process, address, command):
         assert address in command
         shown = subprocess.run(command + " --max-tokens 12", shell=True, cwd=ROOT, capture_output=True, timeout=60)
@@ -277,7 +277,7 @@ def test_a_second_signal_ends_at_once() -> None:
 
 
 @pytest.mark.parametrize("chosen", [None, "0.5"])
-def test_most_of_a_gpu_is_set_aside_unless_the_user_says_how_much(monkeypatch, chosen):
+def test_share_of_gpu_memory(monkeypatch, chosen):
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
     if chosen:
         monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", chosen)

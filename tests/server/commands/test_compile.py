@@ -28,7 +28,7 @@ def empty_jax_cache(tmp_path: Path) -> Iterator[None]:
     jax.config.update("jax_compilation_cache_dir", earlier)
 
 
-def test_what_is_compiled_ahead_is_not_compiled_again(tmp_path, capsys, empty_jax_cache: None) -> None:
+def test_compile_ahead(tmp_path, capsys, empty_jax_cache: None) -> None:
     model, cache = shapes.checkpoint("tiny", tmp_path), tmp_path / "cache"
     command = ["compile", "--model", str(model), "--compilation-cache", str(cache), *FLAGS]
     assert cli.main(command) == 0
@@ -49,12 +49,12 @@ def test_what_is_compiled_ahead_is_not_compiled_again(tmp_path, capsys, empty_ja
         (["--compilation-cache", "/proc/no"], "the compilation cache /proc/no cannot be written to: No such file"),
     ],
 )
-def test_mistakes_are_told(arguments, message, capsys) -> None:
+def test_mistakes(arguments, message, capsys) -> None:
     assert cli.main(["compile", *arguments]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_a_folder_that_is_not_private_is_no_place_to_compile_for(tmp_path, capsys) -> None:
+def test_shared_cache_directory_is_refused(tmp_path, capsys) -> None:
     tmp_path.chmod(0o777)
     assert cli.main(["compile", "--compilation-cache", str(tmp_path)]) == 2
     assert f"{tmp_path} may be written to by others: nothing is kept there" in capsys.readouterr().err

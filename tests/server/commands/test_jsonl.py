@@ -90,9 +90,7 @@ def test_defaults_hold_where_a_line_says_nothing(complete: Complete) -> None:
         (b'{"prompt": "!"}', "poison"),
     ],
 )
-def test_a_bad_line_is_answered_with_its_error_and_touches_no_other(
-    tokenizer: Tokenizer, line: bytes, error: str
-) -> None:
+def test_bad_line_fails_alone(tokenizer: Tokenizer, line: bytes, error: str) -> None:
     good = b'{"prompt": "ab", "max_tokens": 3}\n'
     with FakeEngine(tokenizer=tokenizer, poison=frozenset(b"!")) as engine:
         found = list(answers(engine, [good, line + b"\n", good]))
@@ -161,7 +159,7 @@ def test_an_endless_input_is_read_only_as_far_as_the_window(tokenizer: Tokenizer
         assert read <= 20 + 5 + 1
 
 
-def test_a_finished_line_does_not_wait_for_the_next_to_be_written(tokenizer: Tokenizer) -> None:
+def test_finished_line_does_not_wait_for_more_input(tokenizer: Tokenizer) -> None:
     """A program that writes a line and waits for its answer before it writes the next is served."""
     answered = threading.Semaphore(0)
 
@@ -192,7 +190,7 @@ def test_a_failed_engine_ends_the_run(tokenizer: Tokenizer) -> None:
             list(found)
 
 
-def test_an_engine_that_has_failed_before_a_line_is_handed_in_ends_the_run(tokenizer: Tokenizer) -> None:
+def test_failed_engine_ends_the_run(tokenizer: Tokenizer) -> None:
     with FakeEngine(tokenizer=tokenizer) as engine:
         engine.fail()
         with pytest.raises(EngineFailed, match="takes no more requests"):

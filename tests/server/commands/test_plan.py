@@ -83,6 +83,6 @@ def test_a_search_is_printed_and_drawn(capsys, tmp_path):
         (["--stages", "25", "--tensor", "1", "--topology", "v5p:4x4x4"], "at most 24, the number of layers"),
     ],
 )
-def test_mistakes_are_told_in_a_sentence(capsys, changed, message):
+def test_mistakes(capsys, changed, message):
     assert cli.main([*ASKED, *changed]) == 2
     assert message in capsys.readouterr().err

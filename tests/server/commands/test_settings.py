@@ -28,7 +28,7 @@ def parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Parse:
     return run
 
 
-def test_flags_go_before_the_environment_before_the_file_before_defaults(parse: Parse) -> None:
+def test_precedence_of_sources(parse: Parse) -> None:
     args = parse(
         "--port 1", variables={"JAXSERVE_PORT": "2", "JAXSERVE_MAX_ROWS": "2"}, file="port=3\nmax-rows=3\nslots=3"
     )
@@ -42,7 +42,7 @@ def test_flags_go_before_the_environment_before_the_file_before_defaults(parse: 
     ]
 
 
-def test_every_flag_is_a_setting_of_the_file_and_of_the_environment(parse: Parse) -> None:
+def test_flags_in_the_file_and_in_the_environment(parse: Parse) -> None:
     file = (
         'host = "::1"\ndrain-seconds = 5\ndtype = "bfloat16"\nbuckets = [8, 64]\ntarget-tpot = "80ms"\n'
         'deterministic = true\nprefix-cache = "off"\nlayers-per-stage = "1,2"\nmodel = "somewhere"\n'
@@ -87,7 +87,7 @@ def test_the_file_may_be_named_in_the_environment(parse: Parse, tmp_path: Path) 
         ({}, "port =", "not TOML"),
     ],
 )
-def test_what_is_wrong_is_named(
+def test_wrong_settings_are_named(
     parse: Parse, variables: dict[str, str], file: str | None, told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -102,7 +102,7 @@ def test_a_file_that_is_missing_is_told(capsys: pytest.CaptureFixture[str]) -> N
     assert "/no/such/file: the settings cannot be read: No such file or directory" in capsys.readouterr().err
 
 
-def test_what_is_printed_is_a_file_that_says_the_same(parse: Parse, capsys: pytest.CaptureFixture[str]) -> None:
+def test_printed_config_can_be_read_again(parse: Parse, capsys: pytest.CaptureFixture[str]) -> None:
     given = [
         "serve",
         "--buckets",

@@ -77,7 +77,7 @@ def test_prompts_are_cut_at_their_beginning(serve: Serve) -> None:
     serve(scenario, max_context=16)
 
 
-def test_a_constraint_is_a_grammar_and_the_least_tokens_are_kept(serve: Serve) -> None:
+def test_constraint_and_min_tokens(serve: Serve) -> None:
     schema = '{"type": "null"}'
     forms: list[tuple[dict[str, Any], Grammar | None]] = [
         ({"json_schema": schema}, Grammar(kind="json_schema", text='{"type":"null"}')),

@@ -78,7 +78,7 @@ def test_a_call_is_aborted_while_its_prompt_is_tokenised(serve: Serve, monkeypat
     serve(scenario, held=True, max_context=20_000)
 
 
-def test_a_call_whose_reader_has_stopped_reading_is_aborted_in_the_engine(serve: Serve) -> None:
+def test_abort_of_a_call_with_a_stopped_reader(serve: Serve) -> None:
     async def scenario(it: Served) -> None:
         window = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 2**16))
         async with grpc.aio.insecure_channel(it.address, options=window) as channel:

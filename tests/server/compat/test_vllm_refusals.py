@@ -78,7 +78,7 @@ def test_other_calls_refuse_what_they_cannot_do(serve: Serve) -> None:
     serve(scenario)
 
 
-def test_a_full_queue_a_rate_and_an_end_are_told_as_to_anybody(serve: Serve, tmp_path: Path) -> None:
+def test_errors_are_those_of_other_protocols(serve: Serve, tmp_path: Path) -> None:
     keys = tmp_path / "keys.toml"
     keys.write_text('[team]\nkeys = ["key-of-team"]\nrate = 0.001\nburst = 2\n[other]\nkeys = ["key-of-other"]\n')
     team, other = ({"metadata": [("authorization", f"Bearer key-of-{name}")]} for name in ("team", "other"))

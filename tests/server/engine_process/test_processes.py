@@ -127,7 +127,7 @@ def test_a_whole_iteration_is_one_message(engine: Any) -> None:
     assert together >= 5  # not one message a token
 
 
-def test_it_ends_when_it_is_told(engine: Any) -> None:
+def test_stop_message(engine: Any) -> None:
     it = engine()
     it.start()
     it.submit("a", LONG)
@@ -137,7 +137,7 @@ def test_it_ends_when_it_is_told(engine: Any) -> None:
     assert it.process.wait(WAIT_SECONDS) == exit_codes.ENDED
 
 
-def test_it_ends_with_its_front_and_not_with_a_signal_for_both(engine: Any) -> None:
+def test_ends_with_its_front_but_not_by_signal(engine: Any) -> None:
     it = engine()
     it.start()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -160,7 +160,7 @@ def test_it_ends_with_its_front_and_not_with_a_signal_for_both(engine: Any) -> N
         frames.frame(b"hello"),
     ],
 )
-def test_what_is_no_message_ends_it(engine: Any, garbage: bytes) -> None:
+def test_garbage_ends_the_process(engine: Any, garbage: bytes) -> None:
     it = engine()
     it.start()
     it.channel.sendall(garbage)
@@ -193,7 +193,7 @@ def test_a_front_that_reads_nothing_is_given_up(engine: Any) -> None:
 
 
 @pytest.mark.parametrize("max_body", [frames.MAX_BODY, 4096])
-def test_the_engines_thread_never_waits_for_the_front(monkeypatch: pytest.MonkeyPatch, max_body: int) -> None:
+def test_engine_never_waits_for_the_front(monkeypatch: pytest.MonkeyPatch, max_body: int) -> None:
     """However much there is to be told in the end: one message may hold it or not."""
     monkeypatch.setattr(frames, "MAX_BODY", max_body)
     monkeypatch.setattr(outbox_module, "end_process", lambda code: pytest.fail(f"ended with {code}"))
@@ -212,7 +212,7 @@ def test_the_engines_thread_never_waits_for_the_front(monkeypatch: pytest.Monkey
     assert tokens == [97] * 3000
 
 
-def test_an_event_that_no_message_holds_ends_its_own_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_large_an_event_ends_only_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frames, "MAX_BODY", 4096)
     monkeypatch.setattr(outbox_module, "end_process", lambda code: pytest.fail(f"ended with {code}"))
     ours, theirs = socket.socketpair()
@@ -367,7 +367,7 @@ def test_a_supervised_engine_comes_back(tmp_path: Path) -> None:
         await_gone(second)
 
 
-def test_codes_are_told_in_words() -> None:
+def test_exit_codes_in_words() -> None:
     assert exit_codes.describe(-9) == "was killed by signal 9 (SIGKILL)"
     assert exit_codes.describe(-250) == "was killed by signal 250"
     assert exit_codes.describe(74) == "found its front gone (exit code 74)"

@@ -161,7 +161,7 @@ def test_the_ports_answer_before_the_engine_is_ready(run_remote: RunRemote, tmp_
     run_remote(scenario, ready=False, waits_for=str(tmp_path / "go"))
 
 
-def test_an_engine_that_cannot_be_started_is_told_and_not_tried_again(run_remote: RunRemote) -> None:
+def test_wrong_settings_are_not_retried(run_remote: RunRemote) -> None:
     async def scenario(it: Remote) -> None:
         with pytest.raises(UserError, match="no such model"):
             await it.running
@@ -169,9 +169,7 @@ def test_an_engine_that_cannot_be_started_is_told_and_not_tried_again(run_remote
     run_remote(scenario, ready=False, refuses="no such model")
 
 
-def test_one_that_dies_at_its_start_is_tried_so_often_and_no_more(
-    run_remote: RunRemote, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_restarts_in_a_row_are_bounded(run_remote: RunRemote, caplog: pytest.LogCaptureFixture) -> None:
     async def scenario(it: Remote) -> None:
         with pytest.raises(EngineGone, match="ended with exit code 3, 3 times in a row"):
             await it.running
@@ -218,7 +216,7 @@ def wait(it: Remote) -> None:
     ],
     ids=["killed", "stopped", "wedged", "failed"],
 )
-def test_who_had_begun_is_told_and_who_had_not_is_served(
+def test_waiting_requests_survive_a_restart(
     run_remote: RunRemote,
     orders: dict[str, Any],
     do: Callable[[Remote], None],
@@ -286,7 +284,7 @@ def test_calls_wait_for_the_engine_within_the_bounds(run_remote: RunRemote, tmp_
     run_remote(scenario, config={"max_queued_requests": 2})
 
 
-def test_a_request_that_ends_every_engine_is_not_tried_on_a_third(run_remote: RunRemote) -> None:
+def test_deadly_request_is_tried_twice(run_remote: RunRemote) -> None:
     async def scenario(it: Remote) -> None:
         error = await refusal(it.stub.Generate(ask("!")))
         assert error.code() is grpc.StatusCode.UNAVAILABLE
@@ -354,7 +352,7 @@ os.kill(os.getpid(), signal.SIGSTOP)
 """
 
 
-def test_a_worker_that_gives_no_sign_of_life_is_ended() -> None:
+def test_silent_worker_is_killed() -> None:
     config = EngineConfig(tensor=2, stages=2)
     cluster = ClusterConfig(hosts=2, host=1, coordinator="a:1")
     supervisor = Supervisor(

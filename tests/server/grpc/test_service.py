@@ -30,7 +30,7 @@ def test_generate_answers_whole(serve: Serve) -> None:
     serve(scenario)
 
 
-def test_a_stream_has_one_message_an_iteration_and_joins_to_the_unary_answer(serve: Serve) -> None:
+def test_stream_joins_to_the_unary_answer(serve: Serve) -> None:
     async def scenario(it: Served) -> None:
         request = pb.GenerateRequest(prompt="abc", max_tokens=7, seed=5, logprobs=2, prompt_logprobs=1)
         call = it.stub.GenerateStream(request)
@@ -97,7 +97,7 @@ def test_characters_are_never_split(serve: Serve) -> None:
     serve(scenario)
 
 
-def test_stop_strings_do_not_leak_and_end_the_request_in_the_engine(serve: Serve) -> None:
+def test_stop_strings(serve: Serve) -> None:
     async def scenario(it: Served) -> None:
         request = pb.GenerateRequest(prompt="abcde", max_tokens=LONG, stop=["cdx", "dea"])
         messages = await collect(it.stub.GenerateStream(request))
@@ -110,7 +110,7 @@ def test_stop_strings_do_not_leak_and_end_the_request_in_the_engine(serve: Serve
     serve(scenario)
 
 
-def test_end_of_sequence_and_stop_tokens_are_tokens_without_text(serve: Serve) -> None:
+def test_eos_and_stop_tokens_have_no_text(serve: Serve) -> None:
     async def scenario(it: Served) -> None:
         ids = pb.TokenIds(ids=[97, 98, EOS])
         ended = await it.stub.Generate(pb.GenerateRequest(prompt_token_ids=ids))

@@ -28,7 +28,7 @@ def test_a_chat_is_answered_by_its_template(serve_http: Serve) -> None:
     serve_http(scenario)
 
 
-def test_without_a_limit_a_chat_goes_on_to_the_end_of_the_context(serve_http: Serve) -> None:
+def test_chat_without_a_limit_fills_the_context(serve_http: Serve) -> None:
     async def scenario(it: Served) -> None:
         answer = await ask(it, PATH, messages=CHAT)
         assert answer["usage"]["total_tokens"] == 64

@@ -115,7 +115,7 @@ def test_prompt_logprobs_are_told_by_token_id(serve_http: Serve) -> None:
     serve_http(scenario)
 
 
-def test_a_stream_joins_to_the_whole_answer_and_ends_with_usage_if_asked(serve_http: Serve) -> None:
+def test_stream_joins_to_the_whole_answer(serve_http: Serve) -> None:
     async def scenario(it: Served) -> None:
         body = {"prompt": ["ab", "é"], "max_tokens": 4, "stop": "bab", "stream": True}
         texts, reasons, last = ["", ""], [None, None], []

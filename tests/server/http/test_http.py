@@ -107,7 +107,7 @@ def test_a_wrong_field_is_named(serve_http: Serve, param: str, body: dict[str, A
     "content",
     [b"", b"{", b"[1]", b'{"prompt": NaN}', b"\xff", b"[" * 100_000, b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}"],
 )
-def test_a_body_that_is_no_json_is_refused(serve_http: Serve, content: bytes) -> None:
+def test_body_must_be_json(serve_http: Serve, content: bytes) -> None:
     async def scenario(it: Served) -> None:
         async with httpx.AsyncClient(base_url=it.url) as client:
             answer = await client.post(PATH, content=content, headers={"content-type": "application/json"})

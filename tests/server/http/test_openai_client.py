@@ -96,7 +96,7 @@ def test_errors_are_the_clients_own(serve_http: Serve) -> None:
     serve_http(scenario, poison=frozenset(b"!"))
 
 
-def test_a_full_queue_is_a_rate_limit_and_leaving_a_stream_frees_the_slots(serve_http: Serve) -> None:
+def test_full_queue_and_closed_stream(serve_http: Serve) -> None:
     async def scenario(it: Served) -> None:
         async with client(it) as ai:
             ask: dict[str, Any] = {"model": "echo", "prompt": "abc", "max_tokens": LONG, "stream": True}
