@@ -24,7 +24,7 @@ class Peer:
     Attributes:
       requirements: what pip installs into its environment.
       script: the file in peer_scripts that runs its jobs.
-      environment: the peer whose environment it runs in, if not one of its own.
+      environment: the peer whose environment it shares, if any.
       job: fields that its jobs have in addition.
       build: environment variables for the installation.
       converted: the ending of the name of a checkpoint in the peer's own format, with {dtype} where each dtype has its

@@ -44,7 +44,7 @@ class HostTime:
 
 
 class BusyEngine:
-    """An engine whose rows are all busy: a new request replaces each one that ends.
+    """An engine with all rows busy: a new request replaces each one that ends.
 
     Args:
       waiting: the queue lengths that `run` will be called with.

@@ -153,9 +153,9 @@ def print_findings(console: Console, found: Sequence[Finding]) -> None:
         if kept is None:
             table.add_row(finding.name, "-", f"{finding.now:.4g}", "-", "-", "new")
             continue
-        told = "holds" if finding.holds else "SLOWER"
+        verdict = "holds" if finding.holds else "SLOWER"
         growth = f"{finding.now / kept.multiple:.2f}x"
-        table.add_row(finding.name, f"{kept.multiple:.4g}", f"{finding.now:.4g}", growth, f"{kept.allowed:g}x", told)
+        table.add_row(finding.name, f"{kept.multiple:.4g}", f"{finding.now:.4g}", growth, f"{kept.allowed:g}x", verdict)
     console.print(table)
 
 

@@ -23,7 +23,7 @@ import numpy as np
 from peer_common import WARM_UP, peak_rss, read_job
 from peer_traffic import Token, Traffic, serve_by_iterations
 
-LARGEST_BATCH, LARGEST_PART = 2048, 512  # tokens handed over and computed together: the library's defaults
+LARGEST_BATCH, LARGEST_PART = 2048, 512  # tokens of a call, and of a computation: the library's defaults
 TRIAL_STEPS = 3
 TRIAL_LOAD = {"context": 100, "prompt": 120}  # the step by which a load's settings are chosen, beside its decodes
 

@@ -33,10 +33,11 @@ hash_ids). Requests longer than the context are clipped. The engine's flags mean
 docs/simulator.md explains and has examples."""
 
 _WIDTH = 170  # of tables that go to a file or a pipe
+_VOCABULARY = 256  # enough to distinguish prefixes, and Python keeps one object for each number below 257
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of `jaxserve simulate`."""
+    """Adds the flags of `jaxserve simulate`."""
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--trace", type=Path, metavar="FILE", help="recorded arrivals and lengths")
     what.add_argument(
@@ -65,7 +66,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_trace_flags(parser: argparse.ArgumentParser) -> None:
-    """Which traffic on which devices, and what counts as served in time; `read_trace` and `objective` read them."""
+    """Adds the flags of traffic, devices and objective; `read_trace` and `make_objective` read them."""
     group = parser.add_argument_group("traffic and devices")
     group.add_argument("--model", metavar="NAME|FILE|DIR", help="name, config.json or checkpoint")
     group.add_argument("--topology", metavar="h100:8", help="devices")
@@ -86,7 +87,7 @@ def add_trace_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns 0."""
+    """Simulates the traffic; prints, draws or writes the result. Returns 0."""
     for name in ("requests", "client_max_tokens"):
         value = getattr(args, name)
         if value is not None and value < 1:
@@ -104,9 +105,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _trace(args: argparse.Namespace, out: Console) -> dict[str, Any]:
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing runs: a device that is there may be busy
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing runs on a device, which may be busy
     if args.model is None or args.topology is None:
-        raise UserError("traffic needs --model and --topology: what serves it; for instance bloom-176b and h200:8")
+        raise UserError("give --model and --topology for the traffic; for instance bloom-176b and h200:8")
     deployment = make_deployment(args)
     workload = (
         _made_up(args, deployment.max_context) if args.trace is None else read_trace(args, deployment.max_context)
@@ -127,7 +128,7 @@ def _trace(args: argparse.Namespace, out: Console) -> dict[str, Any]:
             seed=args.seed,
             progress=progress,
         )
-    told = [policy_comparison.figures(each, objective) for each in replays]
+    figures = [policy_comparison.figures(each, objective) for each in replays]
     title = f"{workload.name}, {workload.duration:,.0f} s; {plan_report.headline(plan)}"
     if not args.json:
         out.print(f"[bold]{title}[/bold]")
@@ -135,21 +136,21 @@ def _trace(args: argparse.Namespace, out: Console) -> dict[str, Any]:
         out.print(f"{deployment.engine.max_rows} rows, {system.slots:,} slots, buckets {buckets}")
         for note in workload.notes:
             out.print(note)
-        policy_comparison.show(told, objective, system.slots, out)
+        policy_comparison.show(figures, objective, system.slots, out)
     if args.plot is not None:
         policy_comparison.plot(replays, objective, title, args.plot)
-    return {"workload": workload.name, "notes": workload.notes, "slots": system.slots, "policies": told}
+    return {"workload": workload.name, "notes": workload.notes, "slots": system.slots, "policies": figures}
 
 
 def _made_up(args: argparse.Namespace, max_context: int) -> Workload:
-    """Uniform lengths at Poisson arrivals, as in Orca's evaluation. Token ids: see `read_trace`."""
+    """Uniform lengths and Poisson arrivals, as in Orca's evaluation."""
     from jaxserve.simulate import workload as load
 
     workload = load.uniform(
         requests=args.requests or 3000,
         prompt=load.Range.parse(args.prompt),
         output=load.Range.parse(args.output),
-        vocab_size=256,
+        vocab_size=_VOCABULARY,
         seed=args.seed,
     )
     load.fit(workload, max_context)
@@ -157,7 +158,7 @@ def _made_up(args: argparse.Namespace, max_context: int) -> Workload:
 
 
 def _chosen(policies: Sequence[Policy], names: str | None) -> Sequence[Policy]:
-    """Those that were asked for."""
+    """The policies that --policies names; all by default."""
     if names is None:
         return policies
     known = {policy.name: policy for policy in policies}
@@ -168,17 +169,21 @@ def _chosen(policies: Sequence[Policy], names: str | None) -> Sequence[Policy]:
 
 
 def read_trace(args: argparse.Namespace, max_context: int) -> Workload:
-    """The traffic that the flags name; what is clipped is in its notes."""
+    """The recorded traffic that the flags name; its notes say how many requests were clipped."""
     from jaxserve.simulate import workload as load
 
-    # Few token ids are enough to tell prefixes apart, and Python keeps one object for each below 257.
     return load.read_trace(
-        args.trace, max_context=max_context, vocab_size=256, seed=args.seed, limit=args.requests, speed=args.speed
+        args.trace,
+        max_context=max_context,
+        vocab_size=_VOCABULARY,
+        seed=args.seed,
+        limit=args.requests,
+        speed=args.speed,
     )
 
 
 def make_objective(args: argparse.Namespace) -> Any:
-    """The `--slo`."""
+    """The objective that --slo describes."""
     from jaxserve.simulate.system import Objective
 
     return Objective(**(_slo(args.slo) if isinstance(args.slo, str) else args.slo))

@@ -47,7 +47,7 @@ DEFAULTS = """
 def defaults():
     from server.commands import cli  # late: the modules that import this one are imported by it
 
-    return cli.parser(with_bench=False).parse_args(["serve"])
+    return cli.parser().parse_args(["serve"])
 
 class Flag:
     def __getattr__(self, name):
@@ -97,7 +97,7 @@ def main(names: Sequence[str]) -> int:
 
 
 def all_mutants() -> Iterator[Mutant]:
-    flags = set(vars(cli.parser(with_bench=False).parse_args(["serve"]))) - {"run", "settings"} - set(ENGINE_PARAMS)
+    flags = set(vars(cli.parser().parse_args(["serve"]))) - {"run", "settings"} - set(ENGINE_PARAMS)
     fields = {field.name for field in dataclasses.fields(ServeSettings)}
     for (file, wanted), names in FUNCTIONS.items():
         source = (ROOT / file).read_text()

@@ -175,14 +175,14 @@ def test_too_little_is_said_to_be_too_little(azure, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["simulate", "--trace", "FILE"], "traffic needs --model and --topology"),
+        (["simulate", "--trace", "FILE"], "give --model and --topology"),
         (["simulate", "--rate", "5", *MODEL, "--policies", "grow,best"], "names 'best'; there are reserve, grow"),
         (["simulate", "--rate", "5", *MODEL, "--prompt", "9:3"], "no length range"),
         (["simulate", "--rate", "0", *MODEL], "rate is 0; it must be above 0"),
         (["simulate", "--trace", "missing", *MODEL], "missing: the trace cannot be read"),
         (["simulate", "--trace", "FILE", *MODEL, "--requests", "0"], "--requests is 0; it must be at least 1"),
         (["size", "--trace", "FILE", *MODEL, "--price", "0"], "--price is 0; it must be above 0"),
-        (["size", "--trace", "FILE", *MODEL, "--compile-time", "1s"], "less than one bucket takes"),
+        (["size", "--trace", "FILE", *MODEL, "--compile-time", "1s"], "less than the time of one bucket"),
     ],
 )
 def test_mistakes_are_told(arguments, message, azure, capsys):

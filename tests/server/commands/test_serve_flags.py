@@ -74,7 +74,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and more
 
 
 def settings_of(flags: str) -> ServeSettings:
-    args = cli.parser(with_bench=False).parse_args(["serve", *flags.split()])
+    args = cli.parser().parse_args(["serve", *flags.split()])
     return serve_settings.from_flags(args)
 
 
