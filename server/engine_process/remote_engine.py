@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from jaxserve.config import EngineConfig
-from jaxserve.errors import EngineStopped, InvalidRequest
+from jaxserve.errors import EngineStopped
 from jaxserve.request import FinishReason, Request, TokenEvent
-from jaxserve.scheduler.limits import check_queue
 from jaxserve.startup_report import StartupReport
 from jaxserve.stats import IterationRecord, Load, total
 from jaxserve.structured_output.matcher import Grammars
@@ -58,7 +57,7 @@ class RemoteEngine:
     It keeps the requests of this process: those that have not started move on to the next engine process.
 
     Args:
-      config: of the engine; the bounds of the queue are checked here.
+      config: of the engine.
       tokenizer: of the checkpoint.
     """
 
@@ -116,14 +115,14 @@ class RemoteEngine:
         self._known().limits.check(request)
 
     def submit(self, request: Request, sink: Sink) -> None:
-        """See `jaxserve.engine.Engine.submit`. A request waits while there is no engine process."""
+        """See `jaxserve.engine.Engine.submit`. A request waits while there is no engine process.
+
+        The caller has judged that the queue has room (`server.admission`), and chosen an id that is not in use.
+        """
         if not self.takes_requests:
             raise EngineStopped(self._problem)
         self.check(request)
-        if request.request_id in self._requests:
-            raise InvalidRequest("request_id", f"is {request.request_id!r}, which names a request that is alive")
-        load = self.load()
-        check_queue(self.config, request, waiting=load.waiting, waiting_tokens=load.waiting_tokens)
+        assert request.request_id not in self._requests
         submitted = self._requests[request.request_id] = _Submitted(request, sink)
         if self._send is not None:
             self._send_request(submitted)
