@@ -22,7 +22,7 @@ class EngineConfig:
     """Settings of an engine, fixed before it starts.
 
     Raises:
-      ValueError: naming the setting whose value is wrong.
+      ValueError: a setting has a wrong value; the message names it.
     """
 
     dtype: DtypeName = param("auto", "dtype of weights and arithmetic; auto: float32 on a CPU, bfloat16 elsewhere")
@@ -141,7 +141,7 @@ class EngineConfig:
     sharding: str | None = param(
         None, "changes to how the model family is split over the T devices", metavar="FILE.toml"
     )
-    # auto: cache_folder.default(), and no cache for weights that are already in memory.
+    # auto: cache_folder.default(), or no cache for weights that are already in memory.
     compilation_cache: str | None = param(
         "auto", "folder that keeps compiled programs between runs", metavar="DIR|off", none="off"
     )
@@ -151,19 +151,17 @@ class EngineConfig:
             if (problem := each.problem(getattr(self, name))) is not None:
                 raise ValueError(f"{name} {problem}")
         if self.in_flight is not None and self.in_flight > self.stages + 1:
-            raise ValueError(
-                f"in_flight is {self.in_flight}; more than stages + 1 ({self.stages + 1}) would only wait in line"
-            )
+            raise ValueError(f"in_flight is {self.in_flight}; more than stages + 1 ({self.stages + 1}) would only wait")
         if self.deterministic:
             self._check_deterministic()
         if self.draft_model is not None and (self.stages, self.tensor) != (1, 1):
             raise ValueError(
-                f"speculate is {self.speculate} with tensor {self.tensor} and stages {self.stages}; a model drafts on "
-                "one device, so both must be 1 (or speculate ngram)"
+                f"speculate is {self.speculate} with tensor {self.tensor} and stages {self.stages}; a draft model runs "
+                "on one device, so both must be 1 (or speculate ngram)"
             )
         if self.buckets is not None:
             if not self.buckets:
-                raise ValueError("buckets is empty; give at least one token count, or leave it out to measure a ladder")
+                raise ValueError("buckets is empty; give at least one token count, or omit it to measure a ladder")
             if list(self.buckets) != sorted(set(self.buckets)):
                 raise ValueError(f"buckets are {self.buckets}; they must ascend without repeats")
             if self.token_budget is not None and self.token_budget > self.buckets[-1]:

@@ -1,7 +1,6 @@
 """The engine: one or several replicas of a model behind one API.
 
-Requests go in, an iteration at a time is planned, launched and completed by the replica that took them, events come
-out.
+The replica that takes a request plans, launches and completes one iteration after another, and emits its events.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ from jaxserve.timeline import Timeline
 
 
 class Engine:
-    """A model, compiled and ready to serve requests.
+    """A compiled model that is ready to serve requests.
 
-    Make one with `from_checkpoint` or `from_params`; `start` it (or use it in a `with` block) to have threads run the
-    loops, or call `step` yourself.
+    Make one with `from_checkpoint` or `from_params`. `start` it (or use it in a `with` block) to run the loops in
+    threads, or call `step` yourself.
     """
 
     def __init__(self, config: EngineConfig, started: startup.Started, tokenizer: Tokenizer | None) -> None:
@@ -45,7 +44,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.model_config: ModelConfig = started.loops[0].pipeline.model.config
         self.max_context = started.report.max_context
-        self.grammars: Grammars | None = None  # without a tokenizer there are none
+        self.grammars: Grammars | None = None  # None without a tokenizer
         if tokenizer is not None:
             model, prepare = self.model_config, started.loops[0].pipeline.prepare
             self.grammars = Grammars(tokenizer, model.vocab_size, model.eos_token_ids, elsewhere=prepare)
@@ -60,17 +59,19 @@ class Engine:
         self._loops = started.loops
         self._lock = threading.Lock()
         self._changing_weights = False
-        # An engine that is dropped, as by a notebook's cell that is run again, takes its threads and memory with it.
+        # An engine that is garbage-collected, as when a notebook cell runs again, must free its threads and memory.
         weakref.finalize(self, _end, self._loops).atexit = False
 
     @classmethod
     def from_checkpoint(
         cls, path: str | Path, config: EngineConfig | None = None, *, progress: Progress = startup.silent
     ) -> Self:
-        """Loads a checkpoint directory (Hugging Face, or written by `jaxserve convert`) and compiles everything.
+        """Load a checkpoint directory and compile everything.
+
+        The directory is a Hugging Face one, or one that `jaxserve convert` has written.
 
         Raises:
-          CheckpointError: the checkpoint cannot be served; the message names file and tensor.
+          CheckpointError: the checkpoint cannot be served; the message names the file and the tensor.
           ValueError: a setting does not fit the model or the device.
         """
         config = config or EngineConfig()
@@ -87,7 +88,9 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         progress: Progress = startup.silent,
     ) -> Self:
-        """An engine on weights that are already in memory (the tree that `models.build(model_config).init` returns).
+        """Make an engine from weights in memory.
+
+        The weights are a tree as `models.build(model_config).init` returns it.
 
         Raises:
           ValueError: a setting does not fit the model or the device, or the tree is not the model's.
@@ -96,7 +99,7 @@ class Engine:
         return cls(config, startup.from_params(model_config, params, config, progress), tokenizer)
 
     def step(self) -> bool:
-        """One turn of every replica's loop (see `EngineLoop.step`), for who does without its thread.
+        """Run one step of every replica's loop (see `EngineLoop.step`), if no threads run.
 
         Returns:
           Whether there was anything to do.
@@ -105,12 +108,12 @@ class Engine:
         return any(busy)
 
     def start(self) -> None:
-        """Starts the threads of the replicas, unless they run already."""
+        """Start the threads of the replicas, unless they are running."""
         for replica in self._loops:
             replica.start()
 
     def stop(self) -> None:
-        """Ends every request (FinishReason.ABORTED) and the threads.
+        """End every request (FinishReason.ABORTED) and stop the threads.
 
         The engine cannot be started again.
         """
@@ -129,12 +132,12 @@ class Engine:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether requests are being served, by every replica: threads run and none has failed."""
+        """Whether every replica serves requests: its thread runs and has not failed."""
         return all(replica.is_healthy for replica in self._loops)
 
     @property
     def problem(self) -> str | None:
-        """Why no request is being served, in words for callers: a host that failed, of several; None while they are."""
+        """Why no request is served, as text for callers; None if requests are served."""
         if self.is_healthy:
             return None
         why = next((text for replica in self._loops if (text := replica.pipeline.problem)), None)
@@ -142,31 +145,31 @@ class Engine:
 
     @property
     def takes_requests(self) -> bool:
-        """Whether a request that is handed in now will be served."""
+        """Whether a request submitted now will be served."""
         return self.is_healthy
 
     def submit(self, request: Request, sink: Sink) -> None:
-        """Hands a request in.
+        """Submit a request.
 
-        Its events come to `sink`, called on the replica's thread once an iteration with all of the events for requests
-        that share the sink; the last event of a request has a finish_reason.
+        The replica's thread calls `sink` once per iteration, with the events of all requests that share the sink. The
+        last event of a request has a finish_reason.
 
         Raises:
-          InvalidRequest: it can never be served; the message names the field.
-          QueueFull: too many requests, tokens or grammars wait already.
+          InvalidRequest: the request can never be served; the message names the field.
+          QueueFull: too many requests, tokens or grammars are waiting.
           EngineStopped: the engine was stopped or has failed.
         """
         self.limits.check(request)
         self.submit_checked(request, sink)
 
     def submit_checked(self, request: Request, sink: Sink) -> None:
-        """As `submit`, for a request that `limits` has passed already, as the front of an engine process does."""
+        """Submit a request that `limits` has checked already, as an engine process does."""
         grammar = self._compiled(request)
         with self._lock:
             if any(replica.holds(request.request_id) for replica in self._loops):
                 raise InvalidRequest("request_id", f"is {request.request_id!r}, which names a request that is alive")
             if self._changing_weights:
-                raise QueueFull("the weights are being replaced; no request is taken until they are")
+                raise QueueFull("the weights are being replaced; no requests are taken until that is done")
             check_queue(
                 self.config,
                 request,
@@ -177,11 +180,14 @@ class Engine:
             replica.submit(request, sink, cached=cached, grammar=grammar)
 
     def _choose(self, request: Request) -> tuple[EngineLoop, int]:
-        """The replica with the least left to compute once it has the request, and the tokens of its prompt that are
-        found in that one's prefix cache, or will be taken over from another request."""
+        """The replica for a request, and how many tokens of its prompt need not be computed there.
+
+        The replica is the one with the fewest outstanding tokens once it has the request. The tokens come from its
+        prefix cache or from another request.
+        """
         for replica in self._loops:
             if request.fork_of is not None and replica.holds(request.fork_of):
-                return replica, len(request.prompt) - 1  # where the prompt is computed anyway
+                return replica, len(request.prompt) - 1  # this replica computes the prompt anyway
         if len(self._loops) == 1:
             return self._loops[0], 0
         serving = [replica for replica in self._loops if replica.takes_requests] or self._loops[:1]
@@ -191,9 +197,9 @@ class Engine:
         return serving[chosen], cached[chosen]
 
     def check(self, request: Request) -> None:
-        """Raises InvalidRequest, naming the field, for a request that this engine can never serve.
+        """Raise InvalidRequest, naming the field, if this engine can never serve the request.
 
-        Its grammar is compiled here, if `grammars` has not done so (see `Grammars.prepare` for event loops).
+        Compiles the request's grammar, unless `grammars` has it already (see `Grammars.prepare` for event loops).
         """
         self.limits.check(request)
         self._compiled(request)
@@ -202,27 +208,29 @@ class Engine:
         grammar = request.sampling.grammar
         if grammar is None:
             return None
-        assert self.grammars is not None  # there is a tokenizer, or it has been refused
+        assert self.grammars is not None  # there is a tokenizer; otherwise the request was refused
         return self.grammars.compiled(grammar)
 
     def abort(self, request_id: str) -> None:
-        """Ends a request within one iteration and gives its slots back; its last event says ABORTED. A request that
-        is not alive is left alone."""
+        """End a request within one iteration and release its slots.
+
+        Its last event has the reason ABORTED. Does nothing if the request is not live.
+        """
         for replica in self._loops:
             replica.abort(request_id)
 
     def update_params(self, params: Any) -> None:
-        """Replaces the weights by others of the same shapes and forgets cached prefixes.
+        """Replace the weights by others of the same shapes and forget cached prefixes.
 
-        Blocks until it is done; requests that come meanwhile are refused (QueueFull).
+        Blocks until it is done. Requests that come in the meantime are refused (QueueFull).
 
         Raises:
           ValueError: the tree or a shape differs, or several hosts share the model.
-          RuntimeError: requests are alive; their answers would belong to neither set of weights.
+          RuntimeError: requests are live; their answers would mix both sets of weights.
         """
         pipeline = self._loops[0].pipeline
         if pipeline.spans_hosts:
-            raise ValueError("weights are not replaced where several hosts share a model; start the hosts with others")
+            raise ValueError("several hosts share the model, so its weights cannot be replaced; restart with new ones")
         expected = pipeline.model.unpadded.shapes(pipeline.shape.attention.dtype)
         startup.check_tree(expected, params, int8=self.config.quantize == "int8")
         with self._lock:
@@ -239,26 +247,26 @@ class Engine:
                 self._changing_weights = False
 
     def load(self) -> Load:
-        """How busy the engine is, all replicas together. Cheap."""
+        """The load of all replicas together. Cheap."""
         return total(self.loads())
 
     def loads(self) -> list[Load]:
-        """How busy each replica is."""
+        """The load of each replica."""
         return [replica.load() for replica in self._loops]
 
     def record(self, recorder: Callable[[IterationRecord], None]) -> None:
-        """Has `recorder` called after every iteration, on the thread of the replica that ran it."""
+        """Call `recorder` after every iteration, on the thread of the replica that ran it."""
         for replica in self._loops:
             replica.stats.recorders.append(recorder)
 
     def timeline(self) -> Timeline:
-        """What each stage does, watched in a `with` block, and a trace of it afterwards.
+        """A recorder of what each stage does within a `with` block; it writes a trace.
 
         Raises:
           ValueError: several hosts share the model.
         """
         if self._loops[0].pipeline.spans_hosts:
-            raise ValueError("a timeline is of the stages of one host; here several share a model")
+            raise ValueError("a timeline shows the stages of one host; here several hosts share the model")
         return Timeline([replica.pipeline for replica in self._loops])
 
     def generate(
@@ -272,21 +280,21 @@ class Engine:
         timeout: float | None = None,
         **sampling: Any,
     ) -> list[Completion]:
-        """Generates for every prompt and waits for all of them.
+        """Generate for every prompt and wait for all of them.
 
         Args:
-          prompts: each a text, token ids, or fields as an input line of `jaxserve generate` has them, such as
-            `{"messages": [{"role": "user", "content": "Hi"}]}` for a chat; these go before what the call says.
-          n: samples of each prompt, which is computed once for all of them; they are next to each other in the list.
-          best_of: so many are drawn, and the n of them returned whose tokens are the likeliest on average.
+          prompts: each a text, token ids, or fields as in an input line of `jaxserve generate`, such as
+            `{"messages": [{"role": "user", "content": "Hi"}]}` for a chat. These fields override the arguments.
+          n: samples of each prompt. The prompt is computed once; its samples are adjacent in the list.
+          best_of: number of samples to draw; the n with the highest mean token logprob are returned.
           priority / cache_salt: see `Request`.
-          timeout: seconds to wait at most.
-          sampling: fields of SamplingParams, the same for every prompt; a seed is drawn for each where none is given.
+          timeout: most seconds to wait.
+          sampling: fields of SamplingParams, for every prompt; without a seed, one is drawn for each.
 
         Raises:
-          InvalidRequest: before anything is generated, naming the field.
-          QueueFull: as much as may waits already, of others.
-          TimeoutError: it took too long; every request is ended.
+          InvalidRequest: a request is invalid; the message names the field, and nothing was generated.
+          QueueFull: the queue is full of other requests.
+          TimeoutError: it took too long; every request was ended.
         """
         terms = Terms(n=n, best_of=best_of, priority=priority, cache_salt=cache_salt, timeout=timeout)
         return streaming.generate(self, prompts, sampling, terms)
@@ -304,16 +312,16 @@ class Engine:
         timeout: float | None = None,
         **sampling: Any,
     ) -> list[Completion]:
-        """The n likeliest answers to a prompt that a beam search finds, best first, each with its score.
+        """The n most likely answers that a beam search finds, best first, each with its score.
 
         Args:
-          prompt: as one of `generate`.
-          best_of: beams, n unless given (see `beams.BeamParams`, also for length_penalty and early_stopping).
+          prompt: as in `generate`.
+          best_of: number of beams; the default is n (see `beams.BeamParams`, also for length_penalty, early_stopping).
           sampling: max_tokens, stop_token_ids, ignore_eos and logprobs of SamplingParams.
 
         Raises:
-          InvalidRequest: before anything is generated, naming the field.
-          TimeoutError: it took too long; every request is ended.
+          InvalidRequest: the request is invalid; the message names the field, and nothing was generated.
+          TimeoutError: it took too long; every request was ended.
         """
         width = n if best_of is None else best_of
         params = BeamParams(width=width, n=n, length_penalty=length_penalty, early_stopping=early_stopping)
@@ -329,12 +337,12 @@ class Engine:
         timeout: float | None = None,
         **sampling: Any,
     ) -> AsyncIterator[Delta]:
-        """Generates for one prompt, as `generate` takes it, an item an iteration.
+        """Generate for one prompt, as in `generate`, and yield one item per iteration.
 
         Leaving the loop early ends the request.
 
         Raises:
-          TimeoutError: it took longer than so many seconds.
+          TimeoutError: it took longer than `timeout` seconds.
         """
         terms = Terms(priority=priority, cache_salt=cache_salt, timeout=timeout)
         return streaming.stream(self, prompt, sampling, terms)

@@ -46,7 +46,7 @@ class Grammar:
         if self.kind not in get_args(GrammarKind):
             raise InvalidRequest(self.field, f"is of type {self.kind!r}; it must be {', '.join(get_args(GrammarKind))}")
         if not isinstance(self.text, str):
-            raise InvalidRequest(self.field, f"has {type(self.text).__name__} for its text; it must be a string")
+            raise InvalidRequest(self.field, f"has {type(self.text).__name__} as its text; it must be a string")
         if (size := len(self.text.encode(errors="replace"))) > MAX_GRAMMAR_BYTES:
             raise InvalidRequest(self.field, f"has {size} bytes; at most {MAX_GRAMMAR_BYTES} are allowed")
 
@@ -146,8 +146,8 @@ class SamplingParams:
         None, "the same for the prompt's tokens", default_help="off", minimum=0, maximum=MAX_LOGPROBS
     )
     grammar: Grammar | None = param(None, "a constraint on the text: JSON, a regular expression, a choice or a grammar")
-    # Callers cannot give these. `sample_index` says which sample of one prompt this is, and is folded into the random
-    # key. `bad_word_tokens` is bad_words as tokens: the last token of a run is barred where the others stand before it.
+    # Callers cannot set these. `sample_index` is the index of this sample of its prompt; the random key folds it in.
+    # `bad_word_tokens` is bad_words as tokens: the last token of a run is barred after the others.
     sample_index: int = 0
     bad_word_tokens: tuple[tuple[int, ...], ...] = ()
 
@@ -159,9 +159,9 @@ class SamplingParams:
         if self.min_tokens > self.max_tokens:
             raise InvalidRequest("min_tokens", f"is {self.min_tokens}, more than max_tokens ({self.max_tokens})")
         if not all(self.bad_word_tokens):
-            raise InvalidRequest("bad_words", "holds a word of no tokens")
+            raise InvalidRequest("bad_words", "has a word without tokens")
         if (count := sum(map(len, self.bad_word_tokens))) > MAX_BAD_WORD_TOKENS:
-            raise InvalidRequest("bad_words", f"come to {count} tokens; at most {MAX_BAD_WORD_TOKENS} are allowed")
+            raise InvalidRequest("bad_words", f"have {count} tokens; at most {MAX_BAD_WORD_TOKENS} are allowed")
 
     @property
     def is_penalised(self) -> bool:
@@ -177,10 +177,10 @@ class SamplingParams:
 
     @property
     def is_truncated(self) -> bool:
-        """Whether unlikely tokens are dropped before one is drawn; never for a greedy request."""
+        """Whether unlikely tokens are dropped before sampling; never for a greedy request."""
         return self.temperature > 0 and any(getattr(self, name) != default for name, default in _TRUNCATING)
 
 
-SAMPLING_PARAMS = params(SamplingParams)  # what a caller can give
+SAMPLING_PARAMS = params(SamplingParams)  # the fields that a caller can set
 SAMPLING_FIELDS = tuple(SAMPLING_PARAMS)
 _TRUNCATING = tuple((name, each.default) for name, each in SAMPLING_PARAMS.items() if each.truncates)

@@ -1,4 +1,4 @@
-"""What an engine tells of its start. No jax."""
+"""The sizes and times that an engine reports of its start. No jax."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from jaxserve.scheduler.buckets import BucketCost
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartupReport:
-    """What an engine settled on while it started.
+    """The sizes that an engine chose at start, and how long the start took.
 
-    Sizes in bytes, tokens and slots; times in seconds.
+    Sizes are in bytes, tokens and slots; times are in seconds.
 
     Attributes:
       tensor: devices of each stage.
-      layers_per_stage: one number a stage.
-      replicas: copies of all this.
+      layers_per_stage: one number per stage.
+      replicas: copies of the model.
       weight_bytes / pool_bytes: on all devices together.
-      slots: of each replica.
-      buckets: as measured on the first replica.
-      slot_milliseconds: of an iteration, for each slot more that it reads (a decode at a context of 100 reads 100).
-      compile_seconds: the loading of compiled programs included.
-      programs / programs_loaded: in all, and those of them that were found in the compilation cache.
+      slots: slots of each replica.
+      buckets: bucket costs, measured on the first replica.
+      slot_milliseconds: added milliseconds of an iteration per slot that it reads (a decode at context 100 reads 100).
+      compile_seconds: includes the loading of compiled programs.
+      programs / programs_loaded: all programs, and how many of them came from the compilation cache.
     """
 
     device: str

@@ -1,4 +1,4 @@
-"""The built-in demo model: a small BLOOM trained on Jane Austen's novels, and the scripts that made it."""
+"""The built-in demo model: a small BLOOM trained on Jane Austen's novels."""
 
 from pathlib import Path
 

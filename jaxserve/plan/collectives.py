@@ -11,13 +11,13 @@ from jaxserve.runner.sharded_parameters import ShardedParameter
 
 
 def predict(stage: StagePrograms, parts: Mapping[str, ShardedParameter]) -> tuple[Collective, ...] | None:
-    """The collectives of one iteration of a stage; None where the spec leaves the compiler a choice of them.
+    """The collectives of one iteration of a stage; None if the compiler decides some of them.
 
-    It does by splitting "embed" or the hidden states between the layers.
+    The compiler decides if the spec splits "embed" or the hidden states between the layers.
 
-    A matmul whose summed axis is split leaves partial sums: one all-reduce of its result. A look-up in a table whose
-    rows are split is a sum as well. What is split where the next one needs it whole is gathered; what is whole where
-    the next one has it split is cut without a word.
+    A matmul whose summed axis is split leaves partial sums, so its result needs one all-reduce. A lookup in a table
+    whose rows are split is a sum as well. A split result is gathered if the next operation needs it whole. A whole
+    result is cut, at no cost, if the next operation needs it split.
 
     Args:
       parts: the stage's parameters by name.
@@ -43,7 +43,7 @@ def predict(stage: StagePrograms, parts: Mapping[str, ShardedParameter]) -> tupl
         scales = {part.name for part in parts.values() if part.name.endswith(".scales")}
         summed = [part for part in tables if part.split(part.axes[0])]
         for part in summed:
-            if f"{part.name}.scales" in scales:  # looked up and summed apart from the eight bits they belong to
+            if f"{part.name}.scales" in scales:  # looked up and summed apart from their int8 values
                 add("all-reduce", "embed.scales", item)
         if summed:
             widths = (part.shape[1] * (1 if f"{part.name}.scales" in scales else item) for part in summed)
@@ -71,5 +71,5 @@ def predict(stage: StagePrograms, parts: Mapping[str, ShardedParameter]) -> tupl
 
 
 def head_table(parts: Mapping[str, ShardedParameter]) -> ShardedParameter:
-    """The parameter that makes logits: a table of the head's own, or the embedding's."""
+    """The parameter that makes logits: the head's table if there is one, or the embedding's."""
     return parts.get("head.tokens.table") or parts["embed.tokens.table"]

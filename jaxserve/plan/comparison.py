@@ -1,4 +1,4 @@
-"""Two plans side by side, differences only."""
+"""Compares two plans and shows the values that differ."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class PlanDifference(NamedTuple):
 
     @property
     def change(self) -> str:
-        """From ours to theirs, in percent, where both are numbers."""
+        """The change from ours to theirs in percent; empty unless both are numbers."""
         if self.ours is None or self.theirs is None or not self.ours.number or self.theirs.number is None:
             return ""
         return f"{100 * (self.theirs.number / self.ours.number - 1):+.1f}%"
@@ -45,10 +45,10 @@ def differences(ours: Plan, theirs: Plan) -> list[PlanDifference]:
 
 
 def show(ours: Plan, theirs: Plan, names: tuple[str, str], out: Console) -> None:
-    """Prints the differences of two plans under the names of their specs."""
+    """Print the differences of two plans under the names of their specs."""
     found = differences(ours, theirs)
     if not found:
-        out.print(f"\n{names[0]} and {names[1]} come to the same")
+        out.print(f"\n{names[0]} and {names[1]} give the same plan")
         return
     table = Table("", *names, "change", box=None, padding=(0, 2, 0, 0))
     for column in table.columns[1:]:

@@ -20,11 +20,10 @@ from jaxserve.runner.lowering import StagePrograms, temporaries
 
 Progress = Callable[[str, int, int], None]
 
-_NOTABLE = 2**20  # bytes from which a copy is told
+_NOTABLE = 2**20  # bytes from which a copy is reported
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all")
 _INSTRUCTION = re.compile(r"= (?P<shape>\(.*?\)|\S+) (?P<op>[a-z][a-z0-9-]*?)(?P<start>-start)?\(")
-# A copy into a TPU's memory for vectors (1), or the one that v4 has beside it (3): what a matmul will read, fetched
-# ahead of it.
+# A copy into a TPU's vector memory (1), or into the other on-chip memory of v4 (3): a prefetch of what a matmul reads.
 _FETCH = re.compile(r"= \(?[a-z0-9]+\[[0-9,]*\]\{[^}]*S\([13]\)")
 _COMPUTATION = re.compile(r"\s*(ENTRY )?%?(?P<name>[\w.-]+) \(.*\{$")
 _FUSED = re.compile(r" fusion\(.*calls=%?([\w.-]+)")
@@ -37,7 +36,7 @@ class CollectiveOp(NamedTuple):
 
     Attributes:
       arrays: the results, as the program writes them: bf16[64,14336].
-      nbytes: of one of them, on each device.
+      nbytes: bytes of one of them on each device.
     """
 
     kind: str
@@ -48,14 +47,14 @@ class CollectiveOp(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledStage:
-    """What the compiler made of a stage's largest bucket and of the head for it, in bytes of one device.
+    """The compiled programs of a stage's largest bucket and its head; sizes in bytes per device.
 
     Attributes:
-      seconds: that it took.
-      arguments: weights, pool and what else goes in.
-      temporaries: what the programs need beside their arguments, results that take a new place included.
+      seconds: compile time.
+      arguments: weights, pool and other inputs.
+      temporaries: memory beside the arguments, including results in new buffers.
       total: both, and the row state that other programs hold.
-      surprises: collectives and copies that were not predicted, in words.
+      surprises: collectives and copies that were not predicted, as text.
     """
 
     bucket: int
@@ -75,7 +74,7 @@ class CompiledStage:
 
 
 def predicted_counts(plan: Plan, stage: int) -> dict[str, int] | None:
-    """Collectives by kind, as predicted; None where they are not."""
+    """Predicted collectives by kind; None if they were not predicted."""
     predicted = plan.stages[stage].collectives
     if predicted is None:
         return None
@@ -86,10 +85,10 @@ def predicted_counts(plan: Plan, stage: int) -> dict[str, int] | None:
 
 
 def compile_stages(plan: Plan, devices: Sequence[Any], progress: Progress) -> tuple[CompiledStage, ...]:
-    """Compiles the largest bucket of each stage for devices; stages that compile alike are compiled once.
+    """Compile the largest bucket of each stage for devices. Equal stages are compiled once.
 
     Raises:
-      ValueError: the compiler refuses, with its first words.
+      ValueError: the compiler fails; the message has the first line of its error.
     """
     deployment, made = plan.deployment, []
     stages = programs(deployment, devices)
@@ -148,8 +147,10 @@ def collectives(text: str) -> list[CollectiveOp]:
 
 
 def _instructions(text: str) -> Iterator[tuple[str, list[tuple[str, int]], str]]:
-    """(operation, [(array, bytes), ...] of its result, the whole line) of each instruction, but for those within
-    fusions, whose results are never in memory."""
+    """(operation, [(array, bytes), ...] of its result, the whole line) of each instruction.
+
+    Instructions within fusions are left out, because their results are never in memory.
+    """
     fused, inside = set(_FUSED.findall(text)), False
     for line in text.splitlines():
         if (opening := _COMPUTATION.match(line)) is not None:
@@ -187,7 +188,7 @@ def unforeseen(
 
 
 def copies(stage: StagePrograms, text: str, n_blocks: int) -> Iterator[str]:
-    """Copies of the pool of keys or values, or of a kernel or a table."""
+    """Copies of the key and value pool, or of a kernel or table."""
     weights = _kernels(stage, "local")
     n_blocks *= len(stage.layers)
     pool = jax.tree.leaves(stage.shape.backend.pool(stage.shape.attention, n_blocks))
@@ -228,5 +229,5 @@ def _sizes(array: str) -> tuple[int, ...]:
 
 
 def _arrangement(sizes: Sequence[int]) -> tuple[int, ...]:
-    """The sizes that a transposed copy has too."""
+    """The sizes in sorted order, which a transposed copy shares."""
     return tuple(sorted(size for size in sizes if size > 1))

@@ -1,4 +1,4 @@
-"""What an iteration costs, from sizes alone: a roofline over compute, memory and links.
+"""Predicts what an iteration costs from sizes: a roofline over compute, memory and links.
 
 No jax, no model, no devices.
 
@@ -9,7 +9,7 @@ A device spends on a stage
 The three are added rather than overlapped: a layer is a chain of kernels, each bound by one of them. Efficiency 0.57
 and 55 us a layer fit Orca's published microbenchmark (OSDI'22: 101B on 8 A100-40GB, prompts of 128, 32 tokens, batches
 of 1 to 32) within 4% and serve for every GPU. (Least squares, in benchmarks/orca.py, give 0.61 and 82 us: six points
-read off a figure hardly tell the two apart.) For TPUs both are assumptions: there a layer launches nothing.
+read off a figure hardly tell the two apart.) For TPUs both are assumptions: there a layer has no launches.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ ITEMSIZE = {"bfloat16": 2, "float32": 4}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """How far devices stay behind their peaks.
+    """How close devices come to their peaks.
 
     Attributes:
       efficiency: share of each peak that is reached.
-      layer_seconds: what a layer costs beside its work.
-      overlapped: arithmetic and memory are busy at the same time, so that only the longer of the two counts.
+      layer_seconds: overhead of a layer.
+      overlapped: arithmetic and memory traffic overlap, so only the longer of the two counts.
     """
 
     efficiency: float
@@ -43,7 +43,10 @@ FITS = {"gpu": Fit(efficiency=0.57, layer_seconds=55e-6), "tpu": Fit(efficiency=
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSizes:
-    """What the cost of a decoder depends on. A layer has 4 matmuls: q, k and v; out; up; down."""
+    """The sizes that the cost of a decoder depends on.
+
+    A layer has 4 matmuls: q, k and v; out; up; down.
+    """
 
     num_layers: int
     hidden_size: int
@@ -55,14 +58,14 @@ class ModelSizes:
 
 
 class Collective(NamedTuple):
-    """Devices of a stage exchange the partial results of one matmul or look-up.
+    """An exchange of the partial results of one matmul or lookup among a stage's devices.
 
     Attributes:
       kind: all-reduce or all-gather, as XLA calls them.
-      what: whose result: `layers.*.out`.
-      nbytes: of the result, for each token or, if `per_row`, for each row whose logits are asked for.
+      what: the operation whose result it is, such as `layers.*.out`.
+      nbytes: bytes of the result, for each token or, if `per_row`, for each row with logits.
       group: devices that take part.
-      times: how many a stage has in one iteration (one a layer, for what layers do).
+      times: number in one iteration of a stage (one per layer for operations of layers).
     """
 
     kind: str
@@ -73,7 +76,7 @@ class Collective(NamedTuple):
     times: int
 
     def sent(self, tokens: int, rows: int) -> float:
-        """Bytes that each device sends in one iteration, by ring algorithms."""
+        """Bytes that each device sends in one iteration, with ring algorithms."""
         passes = 2 if self.kind == "all-reduce" else 1
         size = self.nbytes * (rows if self.per_row else tokens)
         return self.times * passes * size * (self.group - 1) / self.group
@@ -81,15 +84,15 @@ class Collective(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageLoad:
-    """What one device of a stage does, per token, row and position.
+    """The work of one device of a stage, per token, row and position.
 
     Attributes:
-      weight_bytes: weights read once an iteration.
-      token_ops / row_ops: operations of the matmuls that each token passes, and each row whose logits are asked for.
+      weight_bytes: weights read once per iteration.
+      token_ops / row_ops: operations of matmuls for each token, and for each row with logits.
       slot_ops: operations of attention for each (token, position it attends to), all layers together.
       slot_bytes: bytes of keys and values of one position, all layers together.
-      collectives: what goes over links within the stage.
-      hop_bytes: what each token takes along to the next stage; 0 on the last.
+      collectives: the collectives within the stage.
+      hop_bytes: bytes that each token sends to the next stage; 0 on the last.
       tensor: devices of the stage.
     """
 
@@ -105,7 +108,7 @@ class StageLoad:
 
 
 class Seconds(NamedTuple):
-    """Where the time of one stage goes; what is hidden behind something else is 0."""
+    """The time of one stage by cause; a cause that overlaps with a longer one is 0."""
 
     compute: float
     memory: float
@@ -119,16 +122,16 @@ class Seconds(NamedTuple):
 
     @property
     def bottleneck(self) -> str:
-        """The largest of the four, by name."""
+        """The name of the largest of the four."""
         return max(self._fields, key=lambda name: getattr(self, name))
 
 
 class Work(NamedTuple):
-    """What an iteration is asked for.
+    """The work of one iteration.
 
     Attributes:
-      tokens: the bucket: every token it carries, padding included.
-      rows: whose logits are asked for.
+      tokens: size of the bucket, padding included.
+      rows: rows with logits.
       slots: positions whose keys and values are read (a chunk reads its row's once).
       pairs: (token, position) pairs of attention.
     """
@@ -140,7 +143,7 @@ class Work(NamedTuple):
 
 
 def work(chunks: Iterable[tuple[int, int]], bucket: int | None = None) -> Work:
-    """The work of chunks (start, length), in a bucket of that many tokens (default: no padding)."""
+    """The work of chunks (start, length) in a bucket of `bucket` tokens (default: no padding)."""
     tokens = rows = slots = pairs = 0
     for start, length in chunks:
         tokens, rows, slots = tokens + length, rows + 1, slots + start + length
@@ -156,7 +159,7 @@ def stage_seconds(
     Stages of a pipeline work on different iterations at the same time.
 
     Args:
-      fit: None takes the one of the topology's platform.
+      fit: the default is that of the topology's platform.
     """
     device = topology.device
     fit = fit or FITS[device.platform]
@@ -180,10 +183,10 @@ def stage_seconds(
 def loads(
     sizes: ModelSizes, tensor: int, layers_per_stage: Sequence[int], *, dtype: str = "bfloat16"
 ) -> tuple[StageLoad, ...]:
-    """The loads of the stages under the default specs: heads, feed-forward and vocabulary split over `tensor` devices.
+    """The loads of the stages under the default specs.
 
-    Layers take two all-reduces each, the look-up of the embeddings one (Megatron-LM, arXiv:1909.08053, section 3), and
-    the logits are gathered.
+    These split heads, feed-forward and vocabulary over `tensor` devices. Layers need two all-reduces each, the
+    embedding lookup needs one (Megatron-LM, arXiv:1909.08053, section 3), and the logits are gathered.
     """
     item, hidden, last = ITEMSIZE[dtype], sizes.hidden_size, len(layers_per_stage) - 1
     inner, keys = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim

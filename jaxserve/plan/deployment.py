@@ -24,9 +24,9 @@ class Deployment:
     """Everything that a plan depends on.
 
     Attributes:
-      name: what to call the model.
-      engine: the engine's settings, as `jaxserve serve` takes them: tensor, stages, rows, buckets, slots, dtype.
-      context: positions that each decoding row has behind it in the predicted iterations.
+      name: name of the model.
+      engine: the engine's settings, as in `jaxserve serve`: tensor, stages, rows, buckets, slots, dtype.
+      context: context length of each decoding row in the predicted iterations.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Deployment:
 
     @property
     def dtype(self) -> str:
-        """Of weights and activations."""
+        """Name of the dtype of weights and activations."""
         return "bfloat16" if self.engine.dtype == "auto" else self.engine.dtype
 
     @property
@@ -48,11 +48,11 @@ class Deployment:
 
     @property
     def buckets(self) -> tuple[int, ...]:
-        """Token counts that are compiled."""
+        """The compiled token counts."""
         return bucket_sizes(self.engine)
 
     def check_devices(self) -> None:
-        """Raises ValueError if the topology has too few devices."""
+        """Raise ValueError if the topology has too few devices."""
         replicas = self.engine.replicas
         asked, have = self.engine.tensor * self.engine.stages * replicas, self.topology.num_devices
         if asked > have:
@@ -61,7 +61,7 @@ class Deployment:
             raise ValueError(f"{parts} are {asked} devices; {self.topology} has {have}")
 
     def padding(self) -> dict[str, tuple[int, int]]:
-        """Logical axes that the spec pads: size of the model, size held."""
+        """Logical axes that the spec pads: (size in the model, padded size)."""
         counts = model_of(self.config).axis_sizes()
         padded = self.spec.padded(counts, {"tensor": self.engine.tensor})
         return {axis: (count, padded[axis]) for axis, count in counts.items() if padded[axis] != count}
@@ -74,13 +74,13 @@ def model_of(config: ModelConfig) -> models.Model:
 
 
 def programs(deployment: Deployment, devices: Sequence[Any] | None = None) -> list[StagePrograms]:
-    """The programs of each stage, as the engine would lay them out.
+    """The programs of each stage, laid out as the engine does.
 
     Args:
-      devices: of a topology; None for devices that need not exist, which is enough for shapes and shardings.
+      devices: devices of a topology. None is for devices that need not exist; that is enough for shapes and shardings.
 
     Raises:
-      ValueError: layers, devices, sharding, context or attention do not go together.
+      ValueError: layers, devices, sharding, context or attention do not fit together.
     """
     deployment.check_devices()
     engine, platform = deployment.engine, deployment.topology.device.platform

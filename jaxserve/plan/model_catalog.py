@@ -1,4 +1,4 @@
-"""Models by name, config.json or checkpoint: their sizes are all that a plan needs."""
+"""Finds a model's sizes by name, config.json or checkpoint directory."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def _gpt2(hidden: int, layers: int, heads: int, *, positions: int = 1024, vocab:
 
 
 def _gpt3(hidden: int, layers: int) -> dict[str, Any]:
-    """Of Orca (OSDI'22, table 1): GPT-3's architecture with heads of 128.
+    """A model of Orca (OSDI'22, table 1): GPT-3's architecture with heads of 128.
 
     The vocabulary is not published; 51,200 is what Megatron-LM pads GPT-2's to.
     """
     return _gpt2(hidden, layers, hidden // 128, positions=2048, vocab=51_200)
 
 
-# As the config.json of each says it (huggingface.co: bigscience, openai-community, EleutherAI).
+# From the config.json of each (huggingface.co: bigscience, openai-community, EleutherAI).
 KNOWN: dict[str, dict[str, Any]] = {
     "bloom-560m": _bloom(1024, 24, 16),
     "bloom-1b1": _bloom(1536, 24, 16),
@@ -61,10 +61,12 @@ KNOWN: dict[str, dict[str, Any]] = {
 
 
 def find(text: str) -> tuple[str, ModelConfig]:
-    """A model's name and configuration, from a name in KNOWN, a config.json, or a checkpoint directory.
+    """Find a model's name and configuration.
+
+    `text` is a name in KNOWN, a config.json, or a checkpoint directory.
 
     Raises:
-      ValueError: there is no such thing, with the near miss; or it describes no model that is served.
+      ValueError: there is no such model (the message has the nearest name), or its family is not served.
     """
     path = Path(text)
     if text in KNOWN:

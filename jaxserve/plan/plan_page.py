@@ -10,12 +10,12 @@ from typing import Any
 
 
 def write(path: Path, headline: str, summary: str, plan: dict[str, Any]) -> None:
-    """Writes the page of a plan.
+    """Write the page of a plan.
 
     Args:
       headline: the deployment in one line.
-      summary: what to look at first, in a sentence.
-      plan: `report.as_json`.
+      summary: the most important finding, in one sentence.
+      plan: the result of `plan_report.as_json`.
     """
     text = resources.files("jaxserve.plan").joinpath("page.html").read_text(encoding="utf-8")
     data = json.dumps(plan).replace("</", "<\\/")  # a script element ends at the first </script>

@@ -1,4 +1,4 @@
-"""Prints a plan as tables, and converts it to JSON."""
+"""Prints a plan as tables and converts it to JSON."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _STEPS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
 def show(plan: Plan, out: Console) -> None:
-    """Prints everything that is predicted."""
+    """Print everything that was predicted."""
     out.print(f"[bold]{headline(plan)}[/bold]")
     for line in spec_lines(plan.deployment.spec):
         out.print(f"  {escape(line)}")
@@ -103,7 +103,7 @@ def _show_iterations(plan: Plan, out: Console) -> None:
 
 
 def show_compiled(plan: Plan, stages: Sequence[CompiledStage], out: Console) -> None:
-    """Prints the compiled programs next to the prediction; surprises in red."""
+    """Print the compiled programs next to the prediction; surprises in red."""
     table = _table("stage", "", "predicted", "compiled", "difference")
     for index, (stage, compiled) in enumerate(zip(plan.stages, stages, strict=True)):
         for name, predicted, found in (
@@ -118,7 +118,7 @@ def show_compiled(plan: Plan, stages: Sequence[CompiledStage], out: Console) -> 
                 table.add_row(
                     str(index), kind, str(before.get(kind, 0)) if before else "-", str(after.get(kind, 0)), ""
                 )
-    seconds = sum({id(stage): stage.seconds for stage in stages}.values())  # stages alike are compiled once
+    seconds = sum({id(stage): stage.seconds for stage in stages}.values())  # equal stages are compiled once
     _section(out, f"Compiled, bucket {stages[0].bucket} ({seconds:.0f} s)", table)
     for index, compiled in enumerate(stages):
         for each in compiled.collectives:
@@ -131,9 +131,9 @@ def show_compiled(plan: Plan, stages: Sequence[CompiledStage], out: Console) -> 
 
 
 def as_json(plan: Plan, compiled: Sequence[CompiledStage] = ()) -> dict[str, Any]:
-    """Everything that is predicted, and what was compiled where it was.
+    """Everything that was predicted, and what was compiled, if it was.
 
-    Bytes, milliseconds, tokens a second.
+    The units are bytes, milliseconds and tokens per second.
     """
     deployment = plan.deployment
     return {
@@ -209,7 +209,7 @@ def _compiled_json(stage: CompiledStage) -> dict[str, Any]:
 
 
 def headline(plan: Plan) -> str:
-    """The question in one line."""
+    """The deployment in one line."""
     deployment = plan.deployment
     stages = ", ".join(str(stage.layers[1] - stage.layers[0]) for stage in plan.stages)
     layout = f"tensor {deployment.engine.tensor}, stages {deployment.engine.stages}"
@@ -222,7 +222,7 @@ def headline(plan: Plan) -> str:
 
 
 def spec_lines(spec: ShardingSpec) -> list[str]:
-    """A spec in words, a line a section."""
+    """A spec as text, one line per section."""
     sections = {"axes": spec.rules, **{f'parameters."{glob}"': rules for glob, rules in spec.parameters.items()}}
     sections |= {"activations": spec.activations, "pool": spec.pool}
     lines = [f"{title}: {rules_text(rules)}" for title, rules in sections.items() if rules]
@@ -230,12 +230,12 @@ def spec_lines(spec: ShardingSpec) -> list[str]:
 
 
 def rules_text(rules: Mapping[str, str | None]) -> str:
-    """heads -> tensor, embed -> none."""
+    """The rules as text, such as "heads -> tensor, embed -> none"."""
     return ", ".join(f"{axis} -> {target or 'none'}" for axis, target in rules.items())
 
 
 def bottleneck(plan: Plan) -> str:
-    """One sentence: what to look at first."""
+    """One sentence that names the bottleneck and a remedy."""
     full = next((each for each in plan.buckets if each.decodes == plan.deployment.engine.max_rows), plan.buckets[-1])
     seconds = full.stages[full.slowest]
     share = getattr(seconds, full.bottleneck) / seconds.total
@@ -250,22 +250,22 @@ def bottleneck(plan: Plan) -> str:
 
 
 def carried(plan: Plan, collective: Collective, bucket: int) -> int:
-    """Bytes of the result of a collective in a bucket."""
+    """Bytes of the result of a collective in one bucket."""
     return collective.nbytes * (min(bucket, plan.deployment.engine.max_rows) if collective.per_row else bucket)
 
 
 def partition(part: ShardedParameter) -> str:
-    """(tensor, -)."""
+    """A partition as text, such as "(tensor, -)"."""
     return f"({', '.join(target or '-' for target in part.partition)})"
 
 
 def shape(sizes: Sequence[int]) -> str:
-    """15680 x 14336."""
+    """A shape as text, such as "15680 x 14336"."""
     return " x ".join(map(str, sizes)) or "scalar"
 
 
 def size(nbytes: int) -> str:
-    """Bytes in the unit that suits them."""
+    """Bytes as text, in the unit that fits."""
     for step, unit in _STEPS:
         if abs(nbytes) >= step:
             return f"{nbytes / step:.2f} {unit}"

@@ -1,4 +1,4 @@
-"""Predicts bytes, slots, collectives and times without compiling; uses no device or array."""
+"""Predicts bytes, slots, collectives and times without compiling, devices or arrays."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from jaxserve.runner.lowering import StagePrograms
 from jaxserve.runner.sharded_parameters import ShardedParameter, group_layers, parameters_of
 from sharding.fit import check_weights
 
-REQUEST = 2048  # tokens of the requests that slots are counted in
+REQUEST = 2048  # tokens of a request, for "requests that fit"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlan:
-    """One stage: what each of its devices holds, in bytes.
+    """One stage: bytes on each of its devices, by use.
 
     Attributes:
-      layers: first layer, one past the last.
+      layers: first layer, and one past the last.
       activations: what the largest bucket needs beside weights, pool and state.
-      state: of the rows: tables, histories, sampling parameters.
-      pool: for all slots of the plan.
-      free: what is left of the memory that may be used.
-      collectives: in one iteration; None where the compiler has a choice (see `collectives.predict`).
+      state: state of the rows: block tables, histories, sampling parameters.
+      pool: keys and values of all slots of the plan.
+      free: what remains of the usable memory.
+      collectives: of one iteration; None if the compiler decides some (see `collectives.predict`).
       load: the input of the cost model.
     """
 
@@ -57,11 +57,11 @@ class StagePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketPlan:
-    """One iteration of a bucket filled with decodes and then prompt tokens.
+    """One iteration of a bucket that holds decodes and then prompt tokens.
 
     Attributes:
-      stages: where the time of each stage goes.
-      tokens_per_second: with every stage busy, all replicas together; prompt tokens count as well.
+      stages: the time of each stage by cause.
+      tokens_per_second: with every stage busy and all replicas together; prompt tokens count too.
     """
 
     tokens: int
@@ -71,29 +71,29 @@ class BucketPlan:
 
     @property
     def milliseconds(self) -> float:
-        """Of one iteration through all stages."""
+        """Milliseconds of one iteration through all stages."""
         return 1e3 * sum(stage.total for stage in self.stages)
 
     @property
     def slowest(self) -> int:
-        """The stage that sets the pace."""
+        """Index of the slowest stage, which limits the throughput."""
         return max(range(len(self.stages)), key=lambda stage: self.stages[stage].total)
 
     @property
     def bottleneck(self) -> str:
-        """What most of the time of the slowest stage goes to: compute, memory, links or overhead."""
+        """The largest part of the slowest stage's time: compute, memory, links or overhead."""
         return self.stages[self.slowest].bottleneck
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Everything that is predicted of a deployment.
+    """Everything that was predicted of a deployment.
 
     Attributes:
-      parameters: numbers that the model has, padding left out.
-      padding: logical axis -> (size of the model, size held).
-      memory: bytes of a device; what may be used of it.
-      slots: that every stage has room for, in whole blocks.
+      parameters: parameters of the model, without padding.
+      padding: logical axis -> (size in the model, padded size).
+      memory: bytes of a device, and how many of them may be used.
+      slots: slots that fit on every stage, in whole blocks.
     """
 
     deployment: Deployment
@@ -113,10 +113,10 @@ class Plan:
 
 
 def predict(deployment: Deployment) -> Plan:
-    """Predicts what the engine would hold and how fast it would be.
+    """Predict the memory and the speed of the engine.
 
     Raises:
-      ValueError: in words, for what cannot be (`programs`), and for weights that do not fit (`check_weights`).
+      ValueError: the deployment is not possible (see `programs`), or the weights do not fit (see `check_weights`).
     """
     stages = programs(deployment)
     attention = stages[0].shape.attention
@@ -146,10 +146,10 @@ def predict(deployment: Deployment) -> Plan:
 
 
 def activation_bytes(stage: StagePrograms, parts: Mapping[str, ShardedParameter], bucket: int) -> int:
-    """Bytes of a device that one iteration needs beside its arguments, at its widest point.
+    """Bytes on a device that one iteration needs beside its arguments, at its peak.
 
-    Hidden states in, out and between, the widest inner state in float32 with its rounded copy, and, in the last stage,
-    the logits in part and whole.
+    They hold hidden states in, out and between; the widest inner state in float32 and its rounded copy; and, in the
+    last stage, the logits, both partial and whole.
     """
     config, attention = stage.model.padded_config, stage.shape.attention
     inner = max(part.local[0] for name, part in parts.items() if name.startswith("layers.") and len(part.local) == 2)
@@ -188,7 +188,7 @@ def _with_pool(stage: StagePlan, slots: int, usable: int) -> StagePlan:
 def _load(
     stage: StagePrograms, parts: Mapping[str, ShardedParameter], sent: tuple[Collective, ...], slot_bytes: int
 ) -> StageLoad:
-    """What the stage's parameters come to, as the cost model takes it."""
+    """The cost model's input from the stage's parameters."""
     shape = stage.shape.attention
     kernels = [part for part in parts.values() if part.name.endswith(".kernel")]
     head = collectives.head_table(parts) if stage.is_last else None
@@ -207,7 +207,7 @@ def _load(
 
 
 def _bucket(deployment: Deployment, loads: Sequence[StageLoad], tokens: int) -> BucketPlan:
-    """An iteration of as many decodes as there are rows, and prompts in what room is left."""
+    """An iteration that decodes every row and fills the rest of the bucket with prompts."""
     context = min(deployment.context, deployment.max_context - 1)
     decodes = min(tokens, deployment.engine.max_rows)
     chunks = [(context, 1)] * decodes
@@ -232,5 +232,5 @@ def _no_room(deployment: Deployment, stage: StagePlan, usable: int, slots: int) 
 
 
 def _bytes(tree: Any) -> int:
-    """On each device, of shapes with shardings."""
+    """Bytes on each device of shapes with shardings."""
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

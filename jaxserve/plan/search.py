@@ -1,4 +1,4 @@
-"""All ways to lay a model over a set of devices, ranked by predicted throughput, and the frontier to choose from."""
+"""Searches all layouts of a model over a set of devices and ranks them by throughput."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from sharding.spec import PADDABLE, ShardingSpec
 
 _POINT = ("rows", "milliseconds", "tokens_per_second")
 _TOO_LARGE = "the weights do not fit"
-_SHOWN = 20  # of the ranking
+_SHOWN = 20  # rows of the ranking
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """One way that fits.
+    """One layout that fits.
 
     Attributes:
-      rules: what it changes of the spec, in words.
-      points: (rows, ms between a request's tokens, tokens a second of all replicas), for each number of rows that the
-        slots hold at the deployment's context, rising.
+      rules: the changes to the spec, as text.
+      points: (rows, ms between a request's tokens, tokens per second of all replicas), for each number of rows that
+        the slots hold at the deployment's context, ascending.
     """
 
     plan: Plan
@@ -45,21 +45,21 @@ class Candidate:
 
     @property
     def tokens_per_second(self) -> float:
-        """With as many rows as fit."""
+        """Throughput with as many rows as fit."""
         return self.points[-1][2]
 
     @property
     def label(self) -> str:
-        """tensor x stages x replicas."""
+        """The layout as text: tensor x stages x replicas."""
         engine = self.plan.deployment.engine
         return f"{engine.tensor} x {engine.stages} x {engine.replicas}"
 
 
 def search(deployment: Deployment, progress: Callable[[str, int, int], None]) -> tuple[list[Candidate], dict[str, int]]:
-    """Tries all (tensor, stages), the rest of the devices being replicas, with all choices of rules.
+    """Try all pairs of tensor and stages with all choices of rules; other devices are replicas.
 
     Returns:
-      (candidates, the fastest first; why others were left out -> how many).
+      (candidates, fastest first; reasons why others were left out -> how many).
     """
     questions = list(_questions(deployment))
     weights = sum(
@@ -70,7 +70,7 @@ def search(deployment: Deployment, progress: Callable[[str, int, int], None]) ->
     for done, (question, rules) in enumerate(questions):
         progress("searching", done, len(questions))
         if weights > question.engine.tensor * question.engine.stages * deployment.topology.device.memory:
-            left_out[_TOO_LARGE] += 1  # known without laying them out
+            left_out[_TOO_LARGE] += 1  # known without a plan
             continue
         try:
             plan = predict(question)
@@ -107,7 +107,7 @@ def _questions(deployment: Deployment) -> Iterator[tuple[Deployment, str]]:
 
 
 def _specs(base: ShardingSpec, counts: Mapping[str, int], tensor: int) -> Iterator[tuple[ShardingSpec, str]]:
-    """The spec with each of its split axes split, padded where it does not divide, or whole."""
+    """The spec with each of its split axes split, padded if it does not divide, or whole."""
     axes = [axis for axis in PADDABLE if base.rules.get(axis) is not None]
     ways = [("padded" if counts[axis] % tensor else "", "none") for axis in axes]
     for choice in itertools.product(*ways):
@@ -119,7 +119,7 @@ def _specs(base: ShardingSpec, counts: Mapping[str, int], tensor: int) -> Iterat
 
 
 def _points(plan: Plan) -> Iterator[tuple[int, float, float]]:
-    """Rows in every batch in flight, while the slots last."""
+    """Points for a growing number of rows per batch in flight, while the slots suffice."""
     stages = plan.deployment.engine.stages
     batches = 1 if stages == 1 else stages + 1
     for bucket in plan.buckets:
@@ -134,7 +134,7 @@ def _pace(bucket: BucketPlan) -> float:
 
 
 def frontier(candidates: Sequence[Candidate]) -> list[tuple[Candidate, tuple[int, float, float]]]:
-    """The points that no other beats in both latency and throughput, the lowest latency first."""
+    """The points that no other beats in both latency and throughput, lowest latency first."""
     points = [(each, point) for each in candidates for point in each.points]
     best, kept = 0.0, []
     for each, point in sorted(points, key=lambda pair: (pair[1][1], -pair[1][2])):
@@ -145,7 +145,7 @@ def frontier(candidates: Sequence[Candidate]) -> list[tuple[Candidate, tuple[int
 
 
 def show(candidates: Sequence[Candidate], left_out: dict[str, int], out: Console) -> None:
-    """Prints the ranking and the frontier."""
+    """Print the ranking and the frontier."""
     table = _table(
         "rank", "tensor x stages x replicas", "rules", "rows", "tokens/s", "ms a token", "bound by", "requests"
     )
@@ -156,7 +156,7 @@ def show(candidates: Sequence[Candidate], left_out: dict[str, int], out: Console
         table.add_row(
             str(rank), each.label, each.rules, str(rows), f"{speed:,.0f}", f"{latency:.1f}", bucket.bottleneck, requests
         )
-    out.print("\n[bold]All that fit, by predicted tokens/s with as many rows as there are slots for[/bold]")
+    out.print("\n[bold]All that fit, by predicted tokens/s with as many rows as the slots allow[/bold]")
     out.print(table)
     if len(candidates) > _SHOWN:
         out.print(f"and {len(candidates) - _SHOWN} slower ones")
@@ -165,12 +165,12 @@ def show(candidates: Sequence[Candidate], left_out: dict[str, int], out: Console
     table = _table("ms a token", "tokens/s", "rows", "tensor x stages x replicas", "rules")
     for each, (rows, latency, speed) in frontier(candidates):
         table.add_row(f"{latency:.1f}", f"{speed:,.0f}", str(rows), each.label, each.rules)
-    out.print("\n[bold]The frontier: none of these is beaten in both[/bold]")
+    out.print("\n[bold]The frontier: no other layout beats these in both[/bold]")
     out.print(table)
 
 
 def as_json(candidate: Candidate) -> dict[str, Any]:
-    """A candidate for programs."""
+    """A candidate as JSON values."""
     deployment = candidate.plan.deployment
     return {
         "tensor": deployment.engine.tensor,
@@ -184,7 +184,7 @@ def as_json(candidate: Candidate) -> dict[str, Any]:
 
 
 def plot(candidates: Sequence[Candidate], title: str, path: Path) -> None:
-    """Draws throughput over latency: the best rules of each (tensor, stages), and the frontier of all."""
+    """Plot throughput over latency: the best rules of each layout, and the frontier of all."""
     figure = Figure(figsize=(8.5, 5), layout="constrained")
     FigureCanvasAgg(figure)
     axis = figure.subplots()
@@ -212,7 +212,7 @@ def _curve(points: Sequence[tuple[int, float, float]]) -> tuple[list[float], lis
 
 
 def _kind(problem: str) -> str:
-    """The kind of an error, to count by."""
+    """The kind of an error, for counting."""
     for sign, kind in (
         ("does not divide", "a size does not divide"),
         ("the weights take", _TOO_LARGE),

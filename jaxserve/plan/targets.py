@@ -1,4 +1,4 @@
-"""Devices to compile for that are not there."""
+"""Describes devices to compile for that are not present."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sharding.devices import Device, Topology
 
 
 class _Chip(NamedTuple):
-    """What XLA asks about a GPU beyond its memory: sizes in bytes, clock in GHz.
+    """What XLA needs to know of a GPU beyond its memory: sizes in bytes, clock in GHz.
 
     From NVIDIA's tuning guides for Ampere and Hopper, as XLA's own target specs have them.
     """
@@ -33,34 +33,34 @@ _CHIPS = {"a100-40g": _AMPERE, "a100-80g": _AMPERE, "h100": _HOPPER, "h200": _HO
 
 
 def devices_of(topology: Topology) -> Sequence[Any]:
-    """The devices of a topology, to compile for.
+    """The devices of a topology, as compile targets.
 
-    Raises ValueError where what compiles for them is not installed.
+    Raises ValueError if the compiler for them is not installed.
     """
     find, package = (_tpus, "tpu") if topology.device.platform == "tpu" else (_gpus, "cuda12")
     try:
         return find(topology)
     except Exception as problem:
         raise ValueError(
-            f"cannot compile for {topology}: {str(problem).splitlines()[0]}. What compiles for it comes with "
+            f"cannot compile for {topology}: {str(problem).splitlines()[0]}. The compiler for it comes with "
             f"pip install 'jax[{package}]=={jax.__version__}'"
         ) from problem
 
 
 def lowering(mesh: Mesh) -> AbstractContextManager[Any]:
-    """Within it, kernels that ask what device they are lowered for are told that of the mesh, not the one here."""
+    """A context in which kernels are lowered for the mesh's device, not the local one."""
     return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
 
 
 def compiler_options(platform: str) -> dict[str, Any]:
-    """Options without which the compiler would look for a device to measure on."""
+    """Options that keep the compiler from looking for a device to measure on."""
     return {"xla_gpu_autotune_level": 0} if platform == "gpu" else {}
 
 
 def _tpus(topology: Topology) -> Sequence[Any]:
     from jax.experimental import topologies
 
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # no metadata server: this is no TPU machine
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # this machine is no TPU machine and has no metadata server
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     options: dict[str, Any] = {"chip_config_name": "megacore"} if topology.device.name == "v4" else {}
     if min(topology.shape[:2]) == 1:
@@ -78,7 +78,10 @@ def _gpus(topology: Topology) -> Sequence[Any]:
 
 
 def _target(device: Device) -> str:
-    """A stream_executor.GpuTargetConfigProto as text."""
+    """A stream_executor.GpuTargetConfigProto as text.
+
+    XLA reads it instead of asking a device.
+    """
     chip = _CHIPS[device.name]
     feature = "ACCELERATED_FEATURES" if chip.capability == 9 else "NONE"
     return f"""

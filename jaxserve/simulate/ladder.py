@@ -1,4 +1,4 @@
-"""The bucket ladder that suits a given mix of iterations best, by dynamic programming."""
+"""Finds the best bucket ladder for a given mix of iterations, by dynamic programming."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ import numpy as np
 
 
 def best_ladder(sizes: Mapping[int, int], cost: Callable[[int], float], count: int) -> tuple[int, ...]:
-    """At most `count` buckets that serve all iterations at the least cost, each in the smallest bucket that holds it.
+    """The ladder of at most `count` buckets that serves all iterations at the least cost.
 
-    best[k, j], the cost of all iterations of up to size j in k buckets of which j is the largest, is the minimum over
-    i < j of best[k - 1, i] plus what those between i and j cost in bucket j.
+    Each iteration takes the smallest bucket that holds it. best[k, j] is the cost of all iterations of up to size j
+    in k buckets, of which j is the largest. It is the minimum over i < j of best[k - 1, i] plus the cost in bucket j of
+    the iterations between i and j.
 
     Args:
-      sizes: tokens of an iteration -> how many iterations have as many.
-      cost: of one iteration in a bucket of so many tokens; never falling.
+      sizes: tokens of an iteration -> number of such iterations.
+      cost: cost of one iteration by bucket size; it never falls.
       count: at least 1.
     """
     if not sizes or count < 1:
-        raise ValueError(f"{len(sizes)} sizes and {count} buckets make no ladder; there must be one of each at least")
+        raise ValueError(f"{len(sizes)} sizes and {count} buckets make no ladder; both must be at least 1")
     points = sorted(sizes)
     prices = np.array([cost(size) for size in points])
     upto = np.concatenate([[0], np.cumsum([sizes[size] for size in points])])

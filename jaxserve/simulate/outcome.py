@@ -10,7 +10,10 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distribution:
-    """A sample's size, mean and percentiles (linear interpolation between order statistics), in the sample's unit."""
+    """Size, mean and percentiles of a sample, in the sample's unit.
+
+    Percentiles are interpolated linearly between order statistics.
+    """
 
     count: int
     mean: float
@@ -21,7 +24,7 @@ class Distribution:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Distribution | None:
-        """None for an empty sample."""
+        """The distribution of a sample; None if it is empty."""
         sample = np.fromiter(values, dtype=np.float64)
         if not sample.size:
             return None
@@ -34,8 +37,8 @@ class Outcome:
     """The outcome of one job. Times are seconds on the clock of the run.
 
     Attributes:
-      token_times: when each generated token came; tokens that came together have equal times.
-      error: why it was not served or not finished.
+      token_times: time of each generated token; tokens that came together have equal times.
+      error: why the job was refused or did not finish.
     """
 
     arrival: float
@@ -50,5 +53,5 @@ class Outcome:
 
     @property
     def normalised(self) -> float:
-        """Seconds from arrival to the last token, divided by the tokens generated (OSDI'22 section 6.2)."""
+        """Seconds from arrival to the last token per generated token (OSDI'22 section 6.2)."""
         return (self.token_times[-1] - self.arrival) / len(self.token_times)

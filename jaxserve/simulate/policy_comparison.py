@@ -1,4 +1,4 @@
-"""`jaxserve simulate --trace`: the same traffic under different scheduling policies."""
+"""`jaxserve simulate --trace`: compares scheduling policies on the same traffic."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Policy:
     """A scheduling policy to compare.
 
     Attributes:
-      changes: of the engine's settings.
-      urgent: share of the requests that are given priority URGENT.
+      changes: changes to the engine's settings.
+      urgent: share of the requests that get priority URGENT.
     """
 
     name: str
@@ -59,7 +59,7 @@ class PolicyResult:
 
 
 def system_of(plan: Plan, *, replicas: int) -> SimulatedEngine:
-    """The engine that a plan is of, with the plan's slots and roofline."""
+    """The simulated engine for a plan, with the plan's slots and roofline."""
     deployment = plan.deployment
     fit = FITS[deployment.topology.device.platform]
     loads = [stage.load for stage in plan.stages]
@@ -76,8 +76,11 @@ def system_of(plan: Plan, *, replicas: int) -> SimulatedEngine:
 
 
 def policies(system: SimulatedEngine, objective: Objective, urgent: float) -> list[Policy]:
-    """Those that are compared: both slot policies, no prefix cache, smaller token budgets, one that follows the load,
-    and two classes of requests."""
+    """The policies to compare.
+
+    These are both slot policies, no prefix cache, smaller token budgets, a budget that follows the load, and two
+    classes of requests.
+    """
     grow: dict[str, Any] = {"slot_policy": "grow"}
     sizes = [cost.size for cost in system.costs]
     smaller = [size for size in sizes[-3:-1] if size > system.config.max_rows]
@@ -102,11 +105,11 @@ def compare(
     seed: int,
     progress: Callable[[str, int, int], None],
 ) -> list[PolicyResult]:
-    """Serves the workload under each policy.
+    """Serve the workload under each policy.
 
     Args:
-      max_tokens: what clients ask for, where it is more than what they use.
-      seed: of the choice of who is urgent.
+      max_tokens: tokens that clients ask for, if that is more than they use.
+      seed: seed for the choice of urgent requests.
     """
     coming = arrivals(workload, max_tokens=max_tokens, max_context=system.max_context)
     draws = np.random.default_rng([seed, 4]).random(len(coming))
@@ -123,7 +126,7 @@ def compare(
 
 
 def figures(replay: PolicyResult, objective: Objective) -> dict[str, Any]:
-    """What is told of a replay; milliseconds, tokens, requests a second."""
+    """The reported figures of a replay: milliseconds, tokens, requests per second."""
     served = replay.served
     good = [each for each in served.outcomes if each.error is None and each.token_times]
     refused = sorted({each.error for each in served.outcomes if each.error is not None})
@@ -158,7 +161,7 @@ def figures(replay: PolicyResult, objective: Objective) -> dict[str, Any]:
 
 
 def show(told: Sequence[dict[str, Any]], objective: Objective, slots: int, out: Console) -> None:
-    """Prints a row a policy, and the two classes where there are any."""
+    """Print one row per policy, and the two classes of requests if there are any."""
     columns = (
         "policy",
         "tokens/s",
@@ -202,7 +205,7 @@ def show(told: Sequence[dict[str, Any]], objective: Objective, slots: int, out: 
 
 
 def plot(replays: Sequence[PolicyResult], objective: Objective, title: str, path: Path) -> None:
-    """Draws the distributions of both latencies, and the slots held over time."""
+    """Plot the distributions of both latencies, and the slots held over time."""
     figure = Figure(figsize=(14, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title, fontsize=10)

@@ -1,4 +1,4 @@
-"""A fast form of the roofline in `plan.cost`, for millions of iterations."""
+"""A fast version of the roofline in `plan.cost`, for millions of iterations."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from jaxserve.plan.cost import Fit, Seconds, StageLoad, Work, stage_seconds, wor
 from jaxserve.scheduler.buckets import BucketCost
 from sharding.devices import Topology
 
-_CONTEXT = 128  # of the decodes that a bucket's cost is told for, as where buckets are measured
+_CONTEXT = 128  # context of the decodes in a bucket's cost, as in the engine's measurement
 
 
 class _Stage:
-    """`stage_seconds` of one stage: each of its parts is a constant and a multiple of each count of the work."""
+    """`stage_seconds` of one stage as a linear function of each count of the work."""
 
     def __init__(self, load: StageLoad, topology: Topology, dtype: str, fit: Fit) -> None:
         apart = Fit(efficiency=fit.efficiency, layer_seconds=fit.layer_seconds)
@@ -38,10 +38,10 @@ class _Stage:
 
 
 class Roofline:
-    """What iterations cost on devices.
+    """The cost model of iterations on devices.
 
     Args:
-      padded: whether an iteration costs what its bucket does, rather than the tokens in it.
+      padded: whether an iteration costs as much as its bucket, rather than as its tokens.
     """
 
     def __init__(
@@ -64,9 +64,9 @@ class Roofline:
         return [stage.seconds(work) for stage in self._stages]
 
     def costs(self, sizes: Sequence[int], max_rows: int) -> list[BucketCost]:
-        """What the engine would measure of each bucket at its start: time between iterations that follow each other.
+        """The bucket costs that the engine would measure at start: time between iterations.
 
-        As there, at most `max_rows` rows decode and the rest of the bucket is a prompt.
+        As in the engine, at most `max_rows` rows decode and the rest of the bucket is a prompt.
         """
         costs = []
         for size in sizes:

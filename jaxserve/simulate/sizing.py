@@ -26,18 +26,18 @@ from jaxserve.simulate.system import Objective, SimulatedEngine, SimulationResul
 from jaxserve.simulate.virtual_clock import Arrival, arrivals
 from jaxserve.simulate.workload import Workload
 
-_ROWS = 256  # most that are tried
-_GRID = (1, 2, 4, 8, *range(16, 1025, 16))  # tokens of the buckets that a ladder is chosen from
+_ROWS = 256  # most rows that are tried
+_GRID = (1, 2, 4, 8, *range(16, 1025, 16))  # bucket sizes that a ladder is chosen from
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizedLayout:
-    """A layout and what it takes of it.
+    """A layout and the number of replicas that it needs.
 
     Attributes:
-      rules: what the sharding changes, in words.
-      enough: whether the share asked for was served in time; if not, `replicas` is as many as there are devices for.
-      share: of the requests that were.
+      rules: the changes to the sharding, as text.
+      enough: whether the wanted share was served in time; if not, `replicas` is the most that the devices allow.
+      share: share of the requests that were served in time.
     """
 
     plan: Plan
@@ -50,17 +50,17 @@ class SizedLayout:
 
     @property
     def devices(self) -> int:
-        """In use."""
+        """Devices in use."""
         return self.config.tensor * self.config.stages * self.replicas
 
     @property
     def device_hours(self) -> float:
-        """For a million generated tokens."""
+        """Device hours for a million generated tokens."""
         return self.devices * self.served.duration / 3600 / self.served.generated * 1e6
 
     @property
     def device_hours_total(self) -> float:
-        """For a million tokens of prompts and answers."""
+        """Device hours for a million tokens of prompts and answers."""
         total = self.served.generated + sum(each.prompt_tokens for each in self.served.outcomes)
         return self.device_hours * self.served.generated / total
 
@@ -74,11 +74,11 @@ def size(
     buckets: int,
     progress: Callable[[str, int, int], None],
 ) -> list[SizedLayout]:
-    """Every layout of the topology's devices that holds the model, the cheapest that is in time first.
+    """Every layout of the devices that holds the model; the cheapest in time comes first.
 
-    For each, the fewest replicas with which `share` of the requests meet the objective are looked for, with many rows
-    and a fine ladder; then it gets as many rows as were used and the ladder of at most `buckets` that suits its
-    iterations best, and is served again. Where that is not enough any more, a replica is added.
+    First, each layout gets many rows and a fine ladder, and the search finds the fewest replicas with which `share` of
+    the requests meet the objective. Then it gets as many rows as were used and the best ladder of at most `buckets` for
+    its iterations, and the workload is simulated again. If that no longer suffices, a replica is added.
     """
     engine = dataclasses.replace(
         deployment.engine, max_rows=_ROWS, buckets=None, token_budget=None, target_tpot=objective.tpot, in_flight=None
@@ -120,7 +120,7 @@ def _sized(
 
     low, high, kept = 1, most, serve(rough, most)
     if kept[0] >= share:
-        while low < high:  # the fewest that are enough
+        while low < high:  # find the fewest that are enough
             middle = (low + high) // 2
             tried = serve(rough, middle)
             if tried[0] >= share:
@@ -158,7 +158,7 @@ def _system(plan: Plan, config: EngineConfig) -> SimulatedEngine:
 
 
 def as_json(sized: SizedLayout, price: float | None) -> dict[str, Any]:
-    """A layout for programs."""
+    """A layout as JSON values."""
     first = Distribution.of(1e3 * each.first_token for each in sized.served.outcomes if each.token_times)
     between = Distribution.of(1e3 * tpot(each) for each in sized.served.outcomes if len(each.token_times) > 1)
     return {
@@ -184,7 +184,7 @@ def as_json(sized: SizedLayout, price: float | None) -> dict[str, Any]:
 
 
 def show(found: Sequence[SizedLayout], price: float | None, out: Console) -> None:
-    """Prints a row a layout, the best one first, and how to start it."""
+    """Print one row per layout, the best first, and the command that starts it."""
     cost = "device hours" if price is None else "cost"
     columns = ("tensor x stages x replicas", "devices", "in time", "ttft p95 ms", "tpot p95 ms", "slots", "rows")
     columns += ("in use", "padding", f"{cost} / M generated", f"{cost} / M tokens", "buckets")
@@ -211,7 +211,7 @@ def show(found: Sequence[SizedLayout], price: float | None, out: Console) -> Non
     out.print(table)
     best = found[0]
     if not best.enough:
-        out.print("[bold]no layout serves the share asked for in time: take more or faster devices[/bold]")
+        out.print("[bold]no layout serves the wanted share in time: take more or faster devices[/bold]")
         return
     config = best.config
     flags = f"--tensor {config.tensor} --stages {config.stages} --replicas {best.replicas} --max-rows {config.max_rows}"
@@ -223,7 +223,7 @@ def show(found: Sequence[SizedLayout], price: float | None, out: Console) -> Non
 
 
 def plot(found: Sequence[SizedLayout], objective: Objective, price: float | None, title: str, path: Path) -> None:
-    """Draws what a million generated tokens cost with each layout, and how much is in time."""
+    """Plot the cost of a million generated tokens with each layout, and its share in time."""
     figure = Figure(figsize=(9, 1.6 + 0.42 * len(found)), layout="constrained")
     FigureCanvasAgg(figure)
     axis = figure.subplots()

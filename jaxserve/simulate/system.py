@@ -23,10 +23,10 @@ class SimulatedEngine:
     """Everything that decides how arrivals are served.
 
     Attributes:
-      seconds: of an iteration in each stage.
-      costs: of the buckets.
-      slots: of each replica.
-      replicas: copies of the whole.
+      seconds: seconds of an iteration in each stage.
+      costs: the bucket costs.
+      slots: slots of each replica.
+      replicas: copies of the engine.
     """
 
     config: EngineConfig
@@ -40,10 +40,10 @@ class SimulatedEngine:
 
     def __post_init__(self) -> None:
         if self.config.speculate is not None:
-            raise ValueError(f"speculate is {self.config.speculate}; the simulator knows no text to draft from")
+            raise ValueError(f"speculate is {self.config.speculate}; the simulator has no text to draft from")
 
     def serve(self, coming: Sequence[Arrival]) -> SimulationResult:
-        """Serves every arrival (ascending in time)."""
+        """Serve every arrival (ascending in time)."""
         served = SimulationResult(slots=self.slots, stages=self.config.stages * self.replicas)
         replicas, devices, watchers = [], [], []
         for _ in range(self.replicas):
@@ -77,15 +77,15 @@ class SimulationResult:
     """The results of a simulation, over all replicas.
 
     Attributes:
-      stages: of all replicas.
-      sizes: iterations by the tokens in them, padding left out.
+      stages: stages of all replicas.
+      sizes: number of iterations by tokens, without padding.
       rows: most requests in an iteration.
-      padded / carried: tokens of buckets, and of those that were not padding.
+      padded / carried: tokens of all buckets, and how many of them were not padding.
       cached: prompt tokens found in the prefix cache.
-      held / promised: slots with a request's tokens, and those with what is set aside for it, times seconds.
-      seconds: that these were watched for.
-      busy: seconds that all stages worked.
-      series: of the first replica, (time, slots held, slots held and promised) a few hundred times.
+      held / promised: slots with tokens, and slots that are allocated or set aside, times seconds.
+      seconds: duration over which these were recorded.
+      busy: busy seconds of all stages.
+      series: a few hundred samples of the first replica: (time, slots held, slots held and promised).
     """
 
     slots: int
@@ -113,17 +113,17 @@ class SimulationResult:
 
     @property
     def generated(self) -> int:
-        """Tokens."""
+        """Number of generated tokens."""
         return sum(len(each.token_times) for each in self.outcomes)
 
     @property
     def use(self) -> float:
-        """Share of the time that a stage works."""
+        """Share of the time that a stage is busy."""
         return self.busy / self.stages / self.duration if self.duration else 0.0
 
 
 class _UsageRecorder:
-    """Adds up what each iteration of a replica carried, and how full the pool was meanwhile."""
+    """Records what each iteration of a replica carried, and how full the pool was."""
 
     def __init__(self, served: SimulationResult, scheduler: Scheduler) -> None:
         self._served = served
@@ -154,11 +154,11 @@ class _UsageRecorder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """What a request has to meet to count, in seconds.
+    """The latency limits that a request must meet, in seconds.
 
     Attributes:
-      ttft: from arrival to the first token.
-      tpot: between tokens, the mean over the request.
+      ttft: time from arrival to the first token.
+      tpot: mean time between the tokens of a request.
     """
 
     ttft: float
@@ -174,11 +174,11 @@ class Objective:
         return outcome.first_token <= self.ttft and tpot(outcome) <= self.tpot
 
     def share(self, outcomes: Sequence[Outcome]) -> float:
-        """Share of requests that were."""
+        """Share of the requests that were served in time."""
         return float(np.mean([self.met(each) for each in outcomes]))
 
 
 def tpot(outcome: Outcome) -> float:
-    """Mean seconds between the tokens of a request; 0 of a single one."""
+    """Mean seconds between the tokens of a request; 0 if it has only one."""
     times = outcome.token_times
     return (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 0.0

@@ -1,4 +1,4 @@
-"""Runs the real Scheduler on a virtual clock, with a cost model for the device. No jax."""
+"""Runs the real scheduler on a virtual clock, with a cost model for the device. No jax."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from jaxserve.scheduler.state import allocation_of, check_fits
 from jaxserve.simulate.outcome import Outcome
 from jaxserve.simulate.workload import Workload
 
-EOS = 1  # what the simulated device answers where a request ends before its limit
+EOS = 1  # the simulated device's token where a request ends before its limit
 
-# Seconds that an iteration takes in each stage.
+# Seconds of an iteration in each stage.
 StageSeconds = Callable[[IterationPlan], Sequence[float]]
-# Called after an iteration was planned: the plan, and when it will have landed.
+# Called after an iteration is planned, with the plan and the time when it will land.
 Watch = Callable[[IterationPlan, float], None]
 
 
 class Arrival(NamedTuple):
-    """A request to come.
+    """A future request.
 
     Attributes:
       time: seconds after the start.
@@ -46,12 +46,12 @@ class Arrival(NamedTuple):
 
 
 class HostTimes(NamedTuple):
-    """What the host adds to an iteration, in seconds.
+    """Host time of an iteration, in seconds.
 
     Attributes:
       launch: from the decision to plan to the launch.
-      complete: from the answer to the callers' events.
-      polls: takes in who arrives at once, rather than when it has waited for an iteration (as the engine does).
+      complete: from the device's result to the callers' events.
+      polls: take in arrivals at once, rather than after the iteration in progress (as the engine does).
     """
 
     launch: float = 0.0
@@ -60,10 +60,10 @@ class HostTimes(NamedTuple):
 
 
 class SimulatedDevice:
-    """Stages in a row. Each works on one iteration at a time, in the order of launches.
+    """A device with stages in a row, each of which runs one iteration at a time in launch order.
 
     Attributes:
-      busy: seconds that each stage has worked.
+      busy: busy seconds of each stage.
     """
 
     def __init__(self, seconds: StageSeconds, n_stages: int) -> None:
@@ -72,7 +72,7 @@ class SimulatedDevice:
         self.busy = [0.0] * n_stages
 
     def launch(self, plan: IterationPlan, now: float) -> float:
-        """When an iteration that is launched now leaves the last stage."""
+        """The time at which an iteration launched now leaves the last stage."""
         for stage, seconds in enumerate(self._seconds(plan)):
             now = max(now, self._free[stage]) + seconds
             self._free[stage] = now
@@ -81,10 +81,10 @@ class SimulatedDevice:
 
 
 def arrivals(workload: Workload, *, max_tokens: int | None = None, max_context: int | None = None) -> list[Arrival]:
-    """A workload's jobs.
+    """The jobs of a workload as arrivals.
 
     Args:
-      max_tokens: what every client asks for, where that is more than what it will use and fits `max_context`.
+      max_tokens: tokens that every client asks for, if that is more than it will use and fits `max_context`.
     """
     made = []
     for job in workload.jobs:
@@ -105,18 +105,18 @@ def run(
     host: HostTimes | None = None,
     watch: Watch | None = None,
 ) -> list[Outcome]:
-    """Serves every arrival (ascending in time) by one replica; see `serve`."""
+    """Serve every arrival (ascending in time) by one replica; see `serve`."""
     return serve(coming, [SimulatedReplica(scheduler, device, in_flight=in_flight, host=host, watch=watch)])
 
 
 def serve(coming: Sequence[Arrival], replicas: Sequence[SimulatedReplica]) -> list[Outcome]:
-    """Serves every arrival (ascending in time) as the engine would, and says when each got its tokens.
+    """Serve every arrival (ascending in time) as the engine would, and return token times.
 
-    An arrival goes to the replica that the engine would choose: the one with the least left to compute, cached prefixes
-    considered.
+    Each arrival goes to the replica that the engine would choose: the one with the fewest outstanding tokens, less
+    cached prefixes.
 
     Returns:
-      An outcome for each arrival, with the error of one that was refused.
+      An outcome for each arrival; if it was refused, with the error.
     """
     early = any(each.max_tokens > each.output for each in coming)
     sampling: dict[int, SamplingParams] = {}
@@ -129,7 +129,7 @@ def serve(coming: Sequence[Arrival], replicas: Sequence[SimulatedReplica]) -> li
         if limit is None:
             limit = SamplingParams(max_tokens=arrival.max_tokens, temperature=0.0, ignore_eos=not early)
             sampling[arrival.max_tokens] = limit
-        # Without a prefix cache nobody looks at the tokens.
+        # Without a prefix cache the token values do not matter.
         looked_at = replicas[0].scheduler.pool.prefix_cache
         request = Request(
             request_id=str(index),
@@ -152,7 +152,7 @@ def serve(coming: Sequence[Arrival], replicas: Sequence[SimulatedReplica]) -> li
 
 
 class _Alive(NamedTuple):
-    """A request that has not ended."""
+    """A live request."""
 
     arrival: Arrival
     outcome: Outcome
@@ -160,9 +160,9 @@ class _Alive(NamedTuple):
 
 
 class SimulatedReplica:
-    """`jaxserve.loop.EngineLoop` with a device that only says how long it takes.
+    """Works like `jaxserve.loop.EngineLoop`, with a device that only has durations.
 
-    Tokens are 0, and EOS where a request ends before its limit.
+    All tokens are 0, except EOS where a request ends before its limit.
     """
 
     def __init__(
@@ -174,9 +174,10 @@ class SimulatedReplica:
         host: HostTimes | None = None,
         watch: Watch | None = None,
     ) -> None:
-        """Args:
-        scheduler: new, and if some request ends before its limit, with EOS as its end of sequence.
-        in_flight: iterations launched ahead of the answers at most.
+        """
+        Args:
+          scheduler: a new one. If some request ends before its limit, its end-of-sequence token must be EOS.
+          in_flight: most iterations launched ahead of the results.
         """
         self.scheduler = scheduler
         self._device, self._in_flight, self._host, self._watch = device, in_flight, host or HostTimes(), watch
@@ -185,16 +186,16 @@ class SimulatedReplica:
         self._mail: list[Request] = []
         self._alive: dict[str, _Alive] = {}
         self._owed = 0
-        self._paid: deque[tuple[float, int]] = deque()  # that fall due later than the arrivals so far
+        self._paid: deque[tuple[float, int]] = deque()  # (time, tokens) of work that ends after the last arrival
         self._early = False  # whether some request ends before its limit
         self._results: dict[int, IterationResult] = {}
         self._last: dict[int, int] = {}  # row -> position of its request's last token
 
     def submit(self, request: Request, arrival: Arrival, outcome: Outcome, cached: int) -> None:
-        """Hands a request in at the time it arrives; it is taken in at the loop's next turn.
+        """Submit a request at its arrival time; the loop takes it in at its next step.
 
         Args:
-          cached: tokens of its prompt that the prefix cache is known to hold.
+          cached: tokens of its prompt that are known to be in the prefix cache.
         """
         self._now = max(self._now, arrival.time)
         self._early = self._early or not request.sampling.ignore_eos
@@ -204,13 +205,13 @@ class SimulatedReplica:
         self._mail.append(request)
 
     def owed(self, now: float) -> int:
-        """Tokens that the live requests may still have computed, as is known at this time."""
+        """Outstanding tokens of the live requests, as known at this time."""
         while self._paid and self._paid[0][0] <= now:
             self._owed -= self._paid.popleft()[1]
         return self._owed
 
     def advance(self, until: float) -> None:
-        """Takes the loop's turns that begin before a time, up to which all arrivals have been handed in."""
+        """Run the loop's steps that begin before `until`. All arrivals up to it must be submitted."""
         while self._now < until:
             self._take_mail()
             while len(self._flying) < self._in_flight and (plan := self.scheduler.schedule()) is not None:
@@ -240,7 +241,7 @@ class SimulatedReplica:
         self._mail.clear()
 
     def _answer(self, plan: IterationPlan) -> IterationResult:
-        """What the device will say."""
+        """The result that the device will return."""
         count = len(plan.chunks)
         if self._early:
             for admission in plan.admissions:
@@ -255,7 +256,7 @@ class SimulatedReplica:
         return self._results[count]
 
     def _deliver(self, events: Iterable[TokenEvent]) -> None:
-        """Notes that the events' tokens have come."""
+        """Record the time of the events' tokens."""
         paid = 0
         for event in events:
             alive = self._alive[event.request_id]

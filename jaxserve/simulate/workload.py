@@ -1,6 +1,6 @@
 """Workloads: which requests come, and when.
 
-Made up from distributions, or replayed from a trace file.
+They are drawn from distributions or replayed from a trace file.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 
 _AZURE_LINE = "a line looks like 2023-11-16 18:15:46.68,374,44"
 _MOONCAKE_LINE = 'a line looks like {"timestamp": 1000, "input_length": 600, "output_length": 5, "hash_ids": [7, 8]}'
-MOONCAKE_BLOCK = 512  # tokens behind one entry of hash_ids (Mooncake, FAST'25, section 4)
+MOONCAKE_BLOCK = 512  # tokens per entry of hash_ids (Mooncake, FAST'25, section 4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -38,11 +38,11 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Jobs by arrival.
+    """Jobs in the order of arrival.
 
     Attributes:
-      name: how reports call it.
-      notes: what a reader of the figures must know, such as how many requests were clipped.
+      name: name in reports.
+      notes: what a reader of the results must know, such as how many requests were clipped.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Workload:
 
     @property
     def longest(self) -> int:
-        """Most tokens, prompt and generated, that one job comes to hold."""
+        """Most tokens that one job holds, prompt and generated."""
         return max(len(job.prompt) + job.max_tokens for job in self.jobs)
 
     @property
@@ -77,14 +77,14 @@ class Range:
 
     @classmethod
     def parse(cls, text: str) -> Range:
-        """Reads `LOW:HIGH`, or one number for a constant."""
+        """Parse `LOW:HIGH`, or one number for a constant."""
         low, colon, high = text.partition(":")
         try:
             parsed = cls(low=int(low), high=int(high if colon else low))
         except ValueError:
-            raise ValueError(f"{text!r} is no length range; write LOW:HIGH, for instance 32:256") from None
+            raise ValueError(f"{text!r} is not a length range; write LOW:HIGH, for instance 32:256") from None
         if not 1 <= parsed.low <= parsed.high:
-            raise ValueError(f"{text!r} is no length range; LOW must be at least 1 and at most HIGH")
+            raise ValueError(f"{text!r} is not a length range; LOW must be at least 1 and at most HIGH")
         return parsed
 
     def draw(self, rng: np.random.Generator, count: int) -> np.ndarray:
@@ -95,7 +95,10 @@ class Range:
 
 
 def uniform(*, requests: int, prompt: Range, output: Range, vocab_size: int, seed: int) -> Workload:
-    """Requests of uniform lengths and random token ids, all at once (as in Orca's trace, OSDI'22 section 6.2)."""
+    """Requests with uniform lengths and random token ids that all arrive at once.
+
+    Orca's trace is like this (OSDI'22 section 6.2).
+    """
     if requests < 1:
         raise ValueError(f"requests is {requests}; a workload needs at least one")
     rng = np.random.default_rng(seed)
@@ -107,7 +110,7 @@ def uniform(*, requests: int, prompt: Range, output: Range, vocab_size: int, see
 
 
 def poisson(workload: Workload, *, rate: float, seed: int) -> Workload:
-    """The same jobs, arriving as a Poisson process of `rate` requests a second."""
+    """The same jobs, arriving as a Poisson process of `rate` requests per second."""
     if not 0 < rate < math.inf:
         raise ValueError(f"rate is {rate:g}; it must be above 0 requests a second, and a number")
     gaps = np.random.default_rng([seed, 1]).exponential(1.0 / rate, size=len(workload.jobs))
@@ -119,7 +122,7 @@ def poisson(workload: Workload, *, rate: float, seed: int) -> Workload:
 
 
 def fit(workload: Workload, max_context: int) -> None:
-    """Raises ValueError when the workload has a request that an engine of this context can never hold."""
+    """Raise ValueError if a request is too long for an engine with this context."""
     if workload.longest > max_context:
         raise ValueError(
             f"the workload's longest request holds {workload.longest} tokens, the engine at most {max_context}; "
@@ -128,8 +131,8 @@ def fit(workload: Workload, max_context: int) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Line:
-    """A trace's record of one request: seconds, lengths, and its prefix blocks where the trace knows them."""
+class _TraceRecord:
+    """One request in a trace: seconds, lengths, and prefix blocks if the trace has them."""
 
     time: float
     prompt_length: int
@@ -140,18 +143,19 @@ class _Line:
 def read_trace(
     path: str | Path, *, max_context: int, vocab_size: int, seed: int, limit: int | None = None, speed: float = 1.0
 ) -> Workload:
-    """Replays recorded traffic: its arrivals and lengths, with made-up token ids.
+    """Replay recorded traffic: its arrivals and lengths, with generated token ids.
 
-    Two formats: the Azure LLM inference traces (CSV; TIMESTAMP,ContextTokens,GeneratedTokens) and Mooncake's (one JSON
-    object a line; timestamp in ms, input_length, output_length, hash_ids). Requests with equal hash_ids share prefixes.
-    A request longer than `max_context` keeps its output and the head of its prompt; the workload's notes say how many.
+    Two formats are known: the Azure LLM inference traces (CSV; TIMESTAMP,ContextTokens,GeneratedTokens) and Mooncake's
+    (one JSON object per line; timestamp in ms, input_length, output_length, hash_ids). Requests with equal hash_ids
+    share prefixes. A request longer than `max_context` keeps its output and the start of its prompt; the workload's
+    notes say how many were clipped.
 
     Args:
-      limit: how many requests to take from the head of the trace; None takes all.
+      limit: number of requests to take from the start of the trace; None takes all.
       speed: 2 replays the arrivals twice as fast.
 
     Raises:
-      ValueError: the file cannot be read as either format; names file and line.
+      ValueError: the file has neither format; the message names file and line.
     """
     path = Path(path)
     if not speed > 0:
@@ -165,9 +169,9 @@ def read_trace(
     except OSError as error:
         raise ValueError(f"{path}: the trace cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: the trace is no text: {error}") from None
+        raise ValueError(f"{path}: the trace is not text: {error}") from None
     except csv.Error as error:
-        raise ValueError(f"{path}: the trace is no CSV: {error}") from None
+        raise ValueError(f"{path}: the trace is not CSV: {error}") from None
     if not lines:
         raise ValueError(f"{path}: the trace holds no requests")
 
@@ -195,7 +199,7 @@ def read_trace(
 def _prompt(
     blocks: Sequence[int], length: int, vocab_size: int, seed: int, rng: np.random.Generator
 ) -> np.ndarray:  # int32[length]
-    """Token ids such that requests with the same leading block ids have the same leading tokens."""
+    """Token ids; requests with the same leading block ids get the same leading tokens."""
     parts = [
         np.random.default_rng([seed, 2, block]).integers(vocab_size, size=MOONCAKE_BLOCK, dtype=np.int32)
         for block in blocks[: -(-length // MOONCAKE_BLOCK)]
@@ -206,7 +210,7 @@ def _prompt(
     return np.concatenate(parts)[:length]
 
 
-def _read_azure(file: Iterator[str], path: Path) -> Iterator[_Line]:
+def _read_azure(file: Iterator[str], path: Path) -> Iterator[_TraceRecord]:
     rows = csv.DictReader(file)
     columns = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
     if not set(columns) <= set(rows.fieldnames or ()):
@@ -216,7 +220,7 @@ def _read_azure(file: Iterator[str], path: Path) -> Iterator[_Line]:
         )
     for number, row in enumerate(rows, start=2):
         try:
-            yield _Line(
+            yield _TraceRecord(
                 time=datetime.fromisoformat(row["TIMESTAMP"]).timestamp(),
                 prompt_length=max(1, int(row["ContextTokens"])),
                 output_length=max(1, int(row["GeneratedTokens"])),
@@ -227,7 +231,7 @@ def _read_azure(file: Iterator[str], path: Path) -> Iterator[_Line]:
             ) from None
 
 
-def _read_mooncake(file: Iterator[str], path: Path) -> Iterator[_Line]:
+def _read_mooncake(file: Iterator[str], path: Path) -> Iterator[_TraceRecord]:
     for number, text in enumerate(file, start=1):
         if not text.strip():
             continue
@@ -235,13 +239,13 @@ def _read_mooncake(file: Iterator[str], path: Path) -> Iterator[_Line]:
             record = json.loads(text)
             if not math.isfinite(milliseconds := float(record["timestamp"])):
                 raise ValueError(f"timestamp is {milliseconds}")
-            yield _Line(
+            yield _TraceRecord(
                 time=milliseconds / 1000,
                 prompt_length=max(1, int(record["input_length"])),
                 output_length=max(1, int(record["output_length"])),
                 blocks=tuple(int(block) for block in record.get("hash_ids", ())),
             )
-        except (ValueError, TypeError, KeyError, OverflowError) as error:  # the last of numbers without an end
+        except (ValueError, TypeError, KeyError, OverflowError) as error:  # OverflowError: an infinite number
             raise ValueError(
                 f"{path}, line {number}: not a request of a Mooncake trace: {error!r}; {_MOONCAKE_LINE}"
             ) from None

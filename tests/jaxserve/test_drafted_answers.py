@@ -212,5 +212,5 @@ def test_a_model_that_cannot_draft_is_refused_in_words(params, tmp_path, monkeyp
     monkeypatch.setattr(weights, "load", lambda *_, **__: pytest.fail("read weights before"))
     with pytest.raises(ValueError, match="has a vocabulary of 90; to draft for this one it must be 97"):
         make_engine(params, speculate=str(tmp_path))
-    with pytest.raises(ValueError, match="a model drafts on one device"):
+    with pytest.raises(ValueError, match="a draft model runs on one device"):
         EngineConfig(speculate=str(tmp_path), stages=2)

@@ -320,9 +320,9 @@ def test_what_several_hosts_share_is_neither_replaced_nor_watched(params) -> Non
     group: Any = SimpleNamespace(progress=IterationTracker(), failure=None)
     replica.pipeline = MasterPipeline(replica.pipeline.stages, [], group, lambda: None)
     engine.submit(Request(request_id="a", prompt=(5,), sampling=SamplingParams(max_tokens=2)), Answers())
-    with pytest.raises(ValueError, match="weights are not replaced where several hosts share a model"):
+    with pytest.raises(ValueError, match="several hosts share the model, so its weights cannot be replaced"):
         engine.update_params(params)
-    with pytest.raises(ValueError, match="a timeline is of the stages of one host"):
+    with pytest.raises(ValueError, match="a timeline shows the stages of one host"):
         engine.timeline()
 
 

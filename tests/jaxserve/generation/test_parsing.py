@@ -231,7 +231,7 @@ def test_bad_words_are_barred_with_and_without_a_space_before_them():
         ([" "], "holds ' ', for which the tokenizer has no token"),
         ([""], "every entry must be a non-empty str"),
         (["a"] * 65, "has 65 entries; at most 64 are allowed"),
-        (["ab" * 200], "come to [0-9]+ tokens; at most 256 are allowed"),
+        (["ab" * 200], "have [0-9]+ tokens; at most 256 are allowed"),
         (["a" * 2000], "has 2000 characters; at most 1024 are allowed"),
         (7, "must be a string or a list of strings"),
     ],

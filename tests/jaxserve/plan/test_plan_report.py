@@ -77,7 +77,7 @@ def test_two_specs_are_told_by_their_differences():
     assert "layers.*.up.kernel" not in found
     text = printed(comparison.show, ours, theirs, ("default", "my.toml"))
     assert re.search(r"\[axes\] vocab +tensor +none", text)
-    assert "default and same.toml come to the same" in printed(comparison.show, ours, ours, ("default", "same.toml"))
+    assert "default and same.toml give the same plan" in printed(comparison.show, ours, ours, ("default", "same.toml"))
 
 
 @pytest.fixture(scope="module")

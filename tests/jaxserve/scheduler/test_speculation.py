@@ -89,7 +89,7 @@ def test_what_cannot_go_together_is_refused() -> None:
         EngineConfig(deterministic=True, slot_policy="reserve", speculate="ngram")
     with pytest.raises(ValueError, match="speculate_tokens is 0"):
         EngineConfig(speculate="ngram", speculate_tokens=0)
-    with pytest.raises(ValueError, match="the simulator knows no text"):
+    with pytest.raises(ValueError, match="the simulator has no text"):
         SimulatedEngine(
             config=EngineConfig(speculate="ngram"),
             seconds=lambda plan: [1.0],

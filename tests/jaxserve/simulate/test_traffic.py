@@ -177,7 +177,7 @@ def test_too_little_is_said_to_be_too_little(azure, capsys):
     [
         (["simulate", "--trace", "FILE"], "give --model and --topology"),
         (["simulate", "--rate", "5", *MODEL, "--policies", "grow,best"], "names 'best'; there are reserve, grow"),
-        (["simulate", "--rate", "5", *MODEL, "--prompt", "9:3"], "no length range"),
+        (["simulate", "--rate", "5", *MODEL, "--prompt", "9:3"], "is not a length range"),
         (["simulate", "--rate", "0", *MODEL], "rate is 0; it must be above 0"),
         (["simulate", "--trace", "missing", *MODEL], "missing: the trace cannot be read"),
         (["simulate", "--trace", "FILE", *MODEL, "--requests", "0"], "--requests is 0; it must be at least 1"),

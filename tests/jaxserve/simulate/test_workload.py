@@ -106,7 +106,7 @@ def test_clipping_keeps_the_output_and_the_shared_head(tmp_path):
         ('{"timestamp": 1\n', "line 1"),
         ('{"timestamp": NaN, "input_length": 2, "output_length": 3}\n', "line 1.*timestamp is nan"),
         ('{"timestamp": 1, "input_length": 1e999, "output_length": 3}\n', "line 1"),
-        ("[" + "1" * 200_000 + "]\n", "the trace is no CSV: field larger than field limit"),
+        ("[" + "1" * 200_000 + "]\n", "the trace is not CSV: field larger than field limit"),
     ],
 )
 def test_a_bad_trace_is_named(tmp_path, text, message):
@@ -116,7 +116,7 @@ def test_a_bad_trace_is_named(tmp_path, text, message):
 
 def test_a_trace_that_is_no_text_is_named(tmp_path):
     (path := tmp_path / "trace").write_bytes(b"\xa3" * 9)
-    with pytest.raises(ValueError, match=r"trace: the trace is no text: 'utf-8' codec"):
+    with pytest.raises(ValueError, match=r"trace: the trace is not text: 'utf-8' codec"):
         load.read_trace(path, max_context=9, vocab_size=9, seed=0)
 
 
