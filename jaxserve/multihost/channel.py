@@ -15,21 +15,21 @@ from jaxserve.multihost.config import ClusterConfig
 
 SERVICE = "jaxserve.multihost.Control"
 METHOD = "Follow"
-FIRST_WORD = 10.0  # seconds that a stream has for it
+FIRST_WORD = 10.0  # seconds in which a stream's first message must come
 _OPTIONS = (
     ("grpc.max_receive_message_length", 256 * 2**20),  # scores of a large bucket
     ("grpc.max_send_message_length", -1),
     ("grpc.so_reuseport", 0),
 )
 
-# Host 0's side of a stream: a worker's messages -> serialized messages to it.
+# Host 0's side of a stream: takes a worker's messages, returns serialized messages to it.
 Follow = Callable[[Iterator[pb.FromWorker], grpc.ServicerContext], Iterator[bytes]]
 # A worker's side.
 OpenStream = Callable[[Iterator[pb.FromWorker]], Iterator[pb.FromMaster]]
 
 
 def listen(cluster: ClusterConfig, follow: Follow) -> grpc.Server:
-    """Serves each worker's stream on its own thread. Raises ValueError if the port is taken."""
+    """Serve each worker's stream on its own thread. Raises ValueError if the port is taken."""
     handler = grpc.stream_stream_rpc_method_handler(
         follow, request_deserializer=pb.FromWorker.FromString, response_serializer=bytes
     )
@@ -53,7 +53,7 @@ def listen(cluster: ClusterConfig, follow: Follow) -> grpc.Server:
 
 
 def first_word(requests: Iterator[pb.FromWorker], context: grpc.ServicerContext) -> pb.FromWorker | None:
-    """A worker's first message; None if the stream ended or nothing came within 10 s."""
+    """A worker's first message; None if the stream ended or none came within 10 s."""
     impatient = threading.Timer(FIRST_WORD, context.cancel)
     impatient.start()
     try:
@@ -65,7 +65,7 @@ def first_word(requests: Iterator[pb.FromWorker], context: grpc.ServicerContext)
 
 
 def connect(cluster: ClusterConfig) -> OpenStream:
-    """Connects to host 0. Raises ValueError if that takes longer than the join timeout."""
+    """Connect to host 0. Raises ValueError if that takes longer than the join timeout."""
     address, secrets = cluster.control, cluster.secrets
     if secrets is None:
         channel = grpc.insecure_channel(address, options=_OPTIONS)

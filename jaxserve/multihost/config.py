@@ -16,8 +16,8 @@ LinksName = Literal["auto", "direct", "bridge"]
 
 _OF_THE_HOST = ("compilation_cache", "max_queued_requests", "max_queued_tokens")  # settings that may differ
 _LEAST_DEADLINE = 10.0  # seconds
-_MOST_SECONDS = 1_000_000  # of any setting: what waits so long waits for ever, and what has no end cannot be waited for
-_COSTS = 20  # an iteration may take this many times what the slowest bucket was measured to take
+_MOST_SECONDS = 1_000_000  # limit for settings in seconds; threads cannot wait for an infinite time
+_COSTS = 20  # an iteration's deadline is this many times the measured cost of the slowest bucket
 _VERSIONS = ("jaxserve", "jax", "jaxlib", "numpy", "llguidance")
 
 
@@ -26,8 +26,8 @@ class TlsFiles:
     """Mutual TLS between the hosts: contents of PEM files.
 
     Attributes:
-      authority: that has signed the certificate of every host.
-      certificate / key: this host's.
+      authority: certificate of the authority that signed the certificate of every host.
+      certificate / key: those of this host.
     """
 
     authority: bytes
@@ -37,20 +37,20 @@ class TlsFiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig:
-    """How this host takes part in a group of hosts.
+    """This host's part in a group of hosts.
 
     Attributes:
-      hosts: how many there are; each gives as many devices.
+      hosts: number of hosts; each has the same number of devices.
       host: this host's number. Host 0 is the master: it schedules, serves clients, and runs its stages.
       coordinator: HOST:PORT of the master's jax.distributed service. The master listens on this interface only.
-      control_port: of the master, for plans; None is the one after the coordinator's.
-      join_timeout: seconds within which all hosts must have joined.
-      step_deadline: seconds within which an iteration must be done; None goes by what the largest bucket was measured
-        to take.
+      control_port: port of the master for plans; None is the coordinator's port plus one.
+      join_timeout: seconds within which all hosts must join.
+      step_deadline: seconds within which an iteration must be done; None derives it from the measured cost of the
+        largest bucket.
       links: how arrays pass between stages on different hosts; `auto` probes.
-      record_seconds: of iterations that the flight recorder keeps.
+      record_seconds: seconds of iterations that the flight recorder keeps.
       record_folder: where it writes them when a host fails.
-      secrets: None talks in the clear.
+      secrets: TLS files; None sends plain text.
       local_devices: which of its devices this process uses; None for all.
     """
 
@@ -68,7 +68,7 @@ class ClusterConfig:
 
     def __post_init__(self) -> None:
         if self.hosts < 2:
-            raise ValueError(f"hosts is {self.hosts}; several are at least 2")
+            raise ValueError(f"hosts is {self.hosts}; it must be at least 2")
         if not 0 <= self.host < self.hosts:
             raise ValueError(f"host-id is {self.host}; with {self.hosts} hosts it must be from 0 to {self.hosts - 1}")
         name, _, port = self.coordinator.rpartition(":")
@@ -88,14 +88,14 @@ class ClusterConfig:
 
     @property
     def interface(self) -> str:
-        """The master's name or address, on which it listens."""
+        """The master's name or address, where it listens."""
         return self.coordinator.rpartition(":")[0]
 
     def deadline(self, slowest: float) -> float:
-        """Seconds that an iteration has.
+        """Seconds until the deadline of an iteration.
 
         Args:
-          slowest: seconds that the slowest bucket was measured to take.
+          slowest: measured seconds of the slowest bucket.
         """
         return self.step_deadline or max(_LEAST_DEADLINE, _COSTS * slowest)
 
@@ -107,11 +107,11 @@ class ClusterConfig:
 
 
 def check_settings(config: EngineConfig, cluster: ClusterConfig) -> None:
-    """Raises ValueError for settings that several hosts do not support."""
+    """Raise ValueError for settings that several hosts do not support."""
     if config.replicas != 1:
         raise ValueError(f"replicas is {config.replicas}; with hosts it must be 1 (start as many groups of hosts)")
     if config.draft_model is not None:
-        raise ValueError(f"speculate is {config.speculate}; with hosts a model does not draft, but ngram can")
+        raise ValueError(f"speculate is {config.speculate}; several hosts support no draft model, only ngram")
     devices = config.tensor * config.stages
     if devices % cluster.hosts:
         raise ValueError(
@@ -121,7 +121,7 @@ def check_settings(config: EngineConfig, cluster: ClusterConfig) -> None:
 
 
 def stages_of(config: EngineConfig, cluster: ClusterConfig) -> tuple[int, ...]:
-    """The stages that this host has devices of (see `start`)."""
+    """The stages that have devices on this host (see `start`)."""
     each = config.tensor * config.stages // cluster.hosts
     first = cluster.host * each
     return tuple(range(first // config.tensor, (first + each - 1) // config.tensor + 1))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-_SECONDS = 60  # that finding the coordinator may take
+_SECONDS = 60  # most seconds to find the coordinator
 
 
 class DetectedHost(NamedTuple):
-    """As in `ClusterConfig`."""
+    """A host's place in its group; the fields are those of `ClusterConfig`."""
 
     hosts: int
     host: int
@@ -17,19 +17,19 @@ class DetectedHost(NamedTuple):
 
 
 def detect() -> DetectedHost:
-    """Asks jax. Raises ValueError if jax finds no environment that it knows."""
-    # The one way to it that does not connect at once, and a worker's plans come by another channel first.
+    """Ask jax. Raises ValueError if jax does not recognise the environment."""
+    # The only way that does not connect at once. A worker must first hear from the master by another channel.
     from jax._src.clusters import ClusterEnv
 
     try:
         coordinator, hosts, host, devices = ClusterEnv.auto_detect_unset_distributed_params(
             None, None, None, None, None, _SECONDS
         )
-    except Exception as problem:  # whatever the surroundings' own services answer
-        raise ValueError(f"hosts is auto, and jax cannot find out where it runs: {problem}") from problem
+    except Exception as problem:  # detection may raise anything
+        raise ValueError(f"hosts is auto, and jax cannot detect the environment: {problem}") from problem
     if coordinator is None or hosts is None or host is None:
         raise ValueError(
-            "hosts is auto, and jax finds none of the surroundings it knows (TPU pods, Slurm, Open MPI, Kubernetes "
+            "hosts is auto, and jax does not recognise the environment (TPU pods, Slurm, Open MPI, or Kubernetes "
             "with the kubernetes package); give --hosts, --host-id and --coordinator"
         )
     return DetectedHost(hosts, host, coordinator, None if devices is None else tuple(devices))

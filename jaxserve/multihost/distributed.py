@@ -11,21 +11,21 @@ import jax
 from jaxserve.multihost.config import ClusterConfig
 from jaxserve.multihost.process_watchdog import end_process
 
-_HEARTBEAT_TIMEOUT = 60  # seconds until jax itself ends a process; the watchdogs are much quicker
-_LEAVING = 5.0  # seconds that jax has to let go
+_HEARTBEAT_TIMEOUT = 60  # seconds after which jax itself ends a process; the watchdogs are much faster
+_LEAVING = 5.0  # seconds for jax to disconnect
 
 
 def join(cluster: ClusterConfig) -> None:
-    """Joins the job and waits for all hosts. Call it before anything touches a device.
+    """Join the job and wait for all hosts. Call it before anything uses a device.
 
     Raises:
       ValueError: the coordinator's name does not resolve.
     """
     mine = _own_address(cluster)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself
-    if cluster.links != "bridge":  # where devices have no links of their own: CPUs
-        # The others are told this very port: with 0 they would wait for what never comes (jax 0.10).
+    jax.config.update("jax_enable_preemption_service", False)  # it would handle SIGTERM itself
+    if cluster.links != "bridge":  # devices without links of their own: CPUs
+        # The other hosts get exactly this port; with port 0 they would wait for ever (jax 0.10).
         jax.config.update("jax_cross_host_transfer_socket_address", f"{mine}:{_free_port(mine)}")
         jax.config.update("jax_cross_host_transport_addresses", ",".join([f"{mine}:0"] * 4))
     jax.distributed.initialize(
@@ -41,7 +41,7 @@ def join(cluster: ClusterConfig) -> None:
 
 
 def leave() -> None:
-    """Leaves the job; ends the process if that takes longer than 5 seconds."""
+    """Leave the job. Ends the process if that takes longer than 5 seconds."""
     timer = threading.Timer(_LEAVING, end_process, (0,))
     timer.daemon = True
     timer.start()
@@ -50,7 +50,7 @@ def leave() -> None:
 
 
 def _own_address(cluster: ClusterConfig) -> str:
-    """Of the interface that leads to the master."""
+    """The address of the interface that leads to the master."""
     name, port = cluster.interface.strip("[]"), int(cluster.coordinator.rpartition(":")[2])
     try:
         family, kind, _, _, address = socket.getaddrinfo(name, port, type=socket.SOCK_DGRAM)[0]

@@ -1,4 +1,4 @@
-"""Failure symptoms of hosts, which of them is the cause, and exit codes. No jax."""
+"""Failure symptoms of hosts, the choice of the cause among them, and exit codes. No jax."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from dataclasses import dataclass
 
 
 class ExitCode(enum.IntEnum):
-    """How the process of a host ends (docs/hosts.md has the table)."""
+    """Exit codes of a host's process (docs/hosts.md has the table)."""
 
     OVERDUE = 71  # an iteration was not done within its deadline on this host
-    LOST = 72  # another host was lost, or said that it had failed
-    BROKEN = 73  # this host's own work threw
+    LOST = 72  # another host was lost, or reported that it had failed
+    BROKEN = 73  # this host's own code raised
 
 
 class SymptomKind(enum.IntEnum):
-    """Kinds of symptoms, the nearest to a cause first: one dead host makes all others late."""
+    """Kinds of symptoms, nearest to a cause first: one dead host makes all others late."""
 
     DISCONNECTED = 0  # its stream ended, or its heartbeats stopped
     RAISED = 1  # its own code raised
-    DEVICE_ERROR = 2  # a program on its devices failed, maybe because another host's did not answer
+    DEVICE_ERROR = 2  # a program on its devices failed, perhaps because another host's did not answer
     LATE = 3  # an iteration was not done in time
 
 
@@ -31,8 +31,8 @@ class Symptom:
     Attributes:
       hosts: the hosts that show it.
       stages: the stages of these hosts, or the one that was running.
-      sequence: of the iteration under way, if one was.
-      step: of the start, before it has ended.
+      sequence: number of the current iteration, if there was one.
+      step: step of the start, before it has ended.
     """
 
     kind: SymptomKind
@@ -57,7 +57,7 @@ class HostFailed(RuntimeError):
     """The hosts cannot go on together; the message is a `Symptom`'s.
 
     Attributes:
-      code: that this process ends with.
+      code: exit code of this process.
     """
 
     def __init__(self, problem: Symptom, code: ExitCode) -> None:
@@ -68,7 +68,7 @@ class HostFailed(RuntimeError):
 def cause_of(problems: Iterable[Symptom]) -> Symptom:
     """The symptom nearest to the cause.
 
-    Of late hosts it is those that wait for the earliest iteration in its earliest stage: the others wait for them.
+    If hosts are late, it is those that wait for the earliest iteration in its earliest stage: the others wait for them.
     """
     found = list(problems)
     # A host that reported an error disconnects because of it.
@@ -87,7 +87,7 @@ def cause_of(problems: Iterable[Symptom]) -> Symptom:
 
 
 def one_line(problem: Exception) -> str:
-    """An error's message in one line: the last one where the message holds a traceback."""
+    """An error's message in one line: the last one if the message holds a traceback."""
     lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
     if not lines:
         return type(problem).__name__

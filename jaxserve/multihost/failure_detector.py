@@ -1,4 +1,4 @@
-"""Failure detection on host 0: which workers are silent, which iterations are late, and what caused that."""
+"""Failure detection on host 0: finds silent workers, late iterations and the cause."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from jaxserve.multihost.failure import Symptom, SymptomKind, cause_of
 from jaxserve.multihost.in_flight import IterationTracker, OldestIteration
 
-STARTING_SILENCE = 60.0  # seconds: threads may starve while hosts compile
-LEAST_SILENCE = 2.0  # seconds without a heartbeat that a busy machine may need
+STARTING_SILENCE = 60.0  # seconds; while hosts compile, their threads may not get to run
+LEAST_SILENCE = 2.0  # seconds without a heartbeat that are normal on a busy machine
 
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """A worker as host 0 knows it: messages to send to it, and its last messages."""
+    """Host 0's view of a worker: the messages to send to it, and its last messages."""
 
     host: int
     queue: queue.SimpleQueue[bytes | None] = field(default_factory=queue.SimpleQueue)
@@ -33,13 +33,13 @@ class FailureDetector:
 
     Attributes:
       members: the workers by host.
-      stages: of the pipeline that each host runs.
+      stages: pipeline stages of each host.
       local: iterations of the stages on host 0.
       answers: iterations of all stages.
-      answering: the host that sends the answers.
+      answering: the host that sends the results.
       sent: the newest plan.
-      deadline: seconds that an iteration has; 0 for no limit.
-      step: of host 0's start; None once it serves.
+      deadline: seconds until an iteration's deadline; 0 for none.
+      step: step of host 0's start; None once it serves.
     """
 
     def __init__(self, workers: Iterable[int]) -> None:
@@ -70,17 +70,17 @@ class FailureDetector:
         return cause_of(late or [first])
 
     def silent(self) -> list[Symptom]:
-        """Workers whose heartbeats do not come."""
+        """Workers that have stopped sending heartbeats."""
         now = time.monotonic()
         most = STARTING_SILENCE if self.step is not None else max(self.deadline, LEAST_SILENCE)
         return [
-            self.of(member, SymptomKind.DISCONNECTED, f"nothing was heard of it for {now - member.heard:.1f} s")
+            self.of(member, SymptomKind.DISCONNECTED, f"it sent nothing for {now - member.heard:.1f} s")
             for member in self.members.values()
             if member.joined and now - member.heard > most
         ]
 
     def late(self) -> list[Symptom]:
-        """An iteration past its deadline, here or on the host that sends the answers."""
+        """An iteration past its deadline, here or on the host that sends the results."""
         if not self.deadline:
             return []
         cause = f"not done within {self.deadline:g} s"
@@ -97,7 +97,7 @@ class FailureDetector:
         return []
 
     def of(self, member: Member, kind: SymptomKind, cause: str) -> Symptom:
-        """A symptom of a worker, at the iteration that it is in."""
+        """A symptom of a worker, with its current iteration."""
         waiting, answer = member.waiting, self.answers.waiting()
         sequence = self.sent if answer is None else answer.sequence
         return Symptom(

@@ -1,7 +1,7 @@
-"""The flight recorder: every iteration of the last minutes, and the rows as they were before the first of them.
+"""The flight recorder keeps the iterations of the last minutes, and the rows before them.
 
-Entries that grow old leave the ring and are applied to the rows, so what the ring holds always follows from them. Keys
-and values are not kept: they follow from the rows' tokens and block tables.
+Entries that grow old leave the ring and are applied to the rows, so the ring always starts from those rows. Keys and
+values are not kept: they follow from the rows' tokens and block tables.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _MOST_BYTES = 64 * 2**20  # of plans in the ring
 
 @dataclass(slots=True, eq=False)
 class RowRecord:
-    """A row as iterations leave it.
+    """The state of a row after its iterations.
 
     Attributes:
-      admission: of the request that has it.
-      tokens: known so far, drafted ones that were not accepted behind them.
-      table: its block table.
-      computed: positions whose keys and values are there.
+      admission: the row's request.
+      tokens: known tokens, followed by rejected drafts.
+      table: the row's block table.
+      computed: positions whose keys and values are in the pool.
     """
 
     admission: pb.Admission
@@ -43,14 +43,14 @@ class RowRecord:
 
 
 class RowRecords:
-    """What every row holds, followed from plan to plan."""
+    """The state of every row, updated plan by plan."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self.rows: dict[int, RowRecord] = {}
 
     def prepare(self, plan: pb.Plan) -> None:
-        """What a plan changes before it runs."""
+        """Apply what a plan changes before it runs."""
         for admission in plan.admissions:
             self.rows[admission.row] = RowRecord(
                 admission, list(admission.tokens), list(admission.blocks), len(admission.blocks) * self._block_size
@@ -60,9 +60,12 @@ class RowRecords:
             _put(self.rows[row].table, column, block)
 
     def finish(self, plan: pb.Plan, tokens: Iterable[int]) -> None:
-        """What it has computed and chosen, `tokens` its result's (`IterationPlan.num_points`)."""
+        """Apply what a plan computed and sampled.
+
+        `tokens` are those of its result (`IterationPlan.num_points`).
+        """
         chunks, chosen, drafts, rows = plan.chunks, iter(tokens), iter(plan.drafts), self.rows
-        # Lists, which are quicker to go through than a message's own.
+        # Lists are faster to iterate than a message's own containers.
         columns = chunks.row[:], chunks.start[:], chunks.length[:], chunks.samples[:]
         for row, start, length, samples in zip(*columns, strict=True):
             record = rows[row]
@@ -85,7 +88,7 @@ class RowRecords:
 
 @dataclass(slots=True, eq=False)
 class _RecordedIteration:
-    """An iteration of the ring. `tokens` and `logprobs` are there once it has landed."""
+    """An iteration in the ring; `tokens` and `logprobs` are set once it has landed."""
 
     plan: pb.Plan
     launched: float
@@ -94,7 +97,7 @@ class _RecordedIteration:
     logprobs: np.ndarray | None = None
 
     def entry(self, started: float) -> pb.Entry:
-        """As it is written."""
+        """The iteration as a message."""
         entry = pb.Entry(plan=self.plan, seconds=self.launched - started)
         if self.tokens is not None and self.logprobs is not None:
             entry.landed = True
@@ -104,11 +107,11 @@ class _RecordedIteration:
 
 
 class FlightRecorder:
-    """Keeps the iterations of the last `seconds`; any thread may have them written.
+    """Keeps the iterations of the last `seconds`; any thread may write them to a file.
 
     Args:
-      about: what a replay has to know of the engine: `Recording` without rows and entries.
-      folder: where files go.
+      about: what a replay must know of the engine: `Recording` without rows and entries.
+      folder: where files are written.
       clock: monotonic seconds.
     """
 
@@ -122,15 +125,15 @@ class FlightRecorder:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._about, self._seconds, self._folder, self._clock = about, seconds, folder, clock
-        # A signal may ask for a recording while its thread is making one; making one changes nothing.
+        # A signal handler may record while its thread is recording; recording changes nothing.
         self._lock = threading.RLock()
         self._rows = RowRecords(block_size)
         self._ring: deque[_RecordedIteration] = deque()
-        self._waiting: deque[_RecordedIteration] = deque()  # of the ring, those without an answer
+        self._waiting: deque[_RecordedIteration] = deque()  # iterations in the ring without a result
         self._bytes = 0
 
     def launched(self, plan: pb.Plan) -> None:
-        """An iteration begins. The plan is kept, and must not change."""
+        """Record the start of an iteration. The plan is kept and must not change."""
         now = self._clock()
         kept = _RecordedIteration(plan, now, plan.ByteSize())
         with self._lock:
@@ -146,29 +149,29 @@ class FlightRecorder:
                 self._rows.finish(old.plan, old.tokens.tolist())
 
     def landed(self, result: IterationResult) -> None:
-        """The oldest one that has not is answered."""
+        """Record the result of the oldest iteration without one."""
         with self._lock:
             kept = self._waiting.popleft()
             count = sum([samples or 1 for samples in kept.plan.chunks.samples]) if len(result.tokens) else 0
-            # Copies: a result may be a view of what a device has left.
+            # Copies: a result may be a view of a device buffer.
             kept.logprobs, kept.tokens = result.logprobs[:count].copy(), result.tokens[:count].copy()
 
     def forget(self) -> None:
-        """What follows begins anew; iterations that are under way still land."""
+        """Start anew; iterations in flight still land."""
         with self._lock:
             self._ring.clear()
             self._rows.rows.clear()
             self._bytes = 0
 
     def recording(self, reason: str) -> pb.Recording:
-        """What is kept now."""
+        """The contents of the recorder now."""
         with self._lock:
             found = pb.Recording()
             found.CopyFrom(self._about)
             found.version, found.reason = VERSION, reason
             started = self._ring[0].launched if self._ring else 0.0
-            taken: set[int] = set()  # rows that a request of the ring has taken
-            used: set[int] = set()  # rows that are gone on with from before the ring
+            taken: set[int] = set()  # rows that requests in the ring have taken
+            used: set[int] = set()  # rows that were in use before the ring
             for kept in self._ring:
                 taken.update(admission.row for admission in kept.plan.admissions)
                 used.update(row for row in kept.plan.chunks.row if row not in taken)
@@ -178,7 +181,7 @@ class FlightRecorder:
             return found
 
     def write(self, reason: str) -> Path:
-        """Writes a file and returns its path. Raises OSError."""
+        """Write a file and return its path. Raises OSError."""
         data = self.recording(reason).SerializeToString()
         self._folder.mkdir(parents=True, exist_ok=True)
         now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%S.%f")
@@ -190,21 +193,21 @@ class FlightRecorder:
 
 
 def read(path: Path) -> pb.Recording:
-    """What `FlightRecorder.write` wrote. Raises ValueError for a file that is none."""
+    """Read what `FlightRecorder.write` wrote. Raises ValueError for any other file."""
     found = pb.Recording()
     try:
         found.ParseFromString(path.read_bytes())
     except OSError as problem:
         raise ValueError(f"{path} cannot be read: {problem.strerror}") from None
     except Exception:  # protobuf's DecodeError, whose place has moved between versions
-        raise ValueError(f"{path} is no flight record, or was cut short") from None
+        raise ValueError(f"{path} is not a flight record, or was cut short") from None
     if found.version != VERSION:
-        raise ValueError(f"{path} is a flight record of version {found.version}; {VERSION} is read here")
+        raise ValueError(f"{path} is a flight record of version {found.version}; only version {VERSION} can be read")
     return found
 
 
 def _put(values: list[int], index: int, value: int) -> None:
-    """Sets an entry, which may be one or more behind the end."""
+    """Set an entry, and extend the list if the entry is behind its end."""
     if index == len(values):
         values.append(value)
         return

@@ -1,9 +1,8 @@
-"""A flight record run again on one machine: the same iterations in the same order, and whether they choose the same
-tokens.
+"""Replays a flight record on one machine and compares the tokens.
 
-Keys and values that were there before the record begins are computed again from the tokens of their rows: those of the
-rows that were alive, and those of cached prefixes when a request takes them over. Only this rounds differently from
-what was recorded, and another layout of devices does.
+The replay runs the same iterations in the same order. Keys and values from before the record are computed again from
+the tokens: for live rows at the start, and for cached prefixes when a request takes them over. Rounding differs from
+the recorded run only there, and if the devices are laid out differently.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from sharding import mesh, specs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenDifference:
-    """The first token of a request that came out otherwise.
+    """The first token of a request that differs.
 
     Attributes:
       recorded / replayed: (token, its logprob).
@@ -53,12 +52,12 @@ class TokenDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayResult:
-    """What a replay found.
+    """The outcome of a replay.
 
     Attributes:
-      iterations: that were run again, and of them those whose answers were never recorded.
-      tokens: compared, up to a request's first difference.
-      requests: that were compared.
+      iterations: replayed iterations, and how many of them have no recorded result.
+      tokens: compared tokens, up to a request's first difference.
+      requests: compared requests.
     """
 
     iterations: int
@@ -69,13 +68,13 @@ class ReplayResult:
 
 
 def replay(recording: pb.Recording, path: str | Path, *, cache: str | None, progress: Progress) -> ReplayResult:
-    """Runs a record's iterations again with the checkpoint that it was made with.
+    """Run a record's iterations again with the checkpoint that it was made with.
 
     Args:
-      cache: folder of compiled programs, if they are to be kept.
+      cache: folder of compiled programs, if there is one.
 
     Raises:
-      ValueError: it is another checkpoint, or the record's settings cannot be had here.
+      ValueError: the checkpoint is another one, or this machine cannot run the record's settings.
     """
     if (found := weights.fingerprint(path)) != recording.fingerprint:
         raise ValueError(
@@ -85,7 +84,7 @@ def replay(recording: pb.Recording, path: str | Path, *, cache: str | None, prog
     settings = json.loads(recording.settings)
     if unknown := settings.keys() - {field.name for field in dataclasses.fields(EngineConfig)}:
         names = ", ".join(sorted(unknown))
-        raise ValueError(f"the record was made by another version of jaxserve: this one has no setting {names}")
+        raise ValueError(f"the record was made by another version of jaxserve; this one has no setting {names}")
     settings |= {"buckets": tuple(settings["buckets"]), "compilation_cache": cache}
     config = EngineConfig(**settings)
     pipeline = _compile(config, path, recording.n_blocks, recording.n_rows, progress)
@@ -110,14 +109,14 @@ def _compile(config: EngineConfig, path: str | Path, n_blocks: int, n_rows: int,
 
 
 class _Replay:
-    """A recording on its way through a pipeline of one stage."""
+    """A replay of a recording through a pipeline of one stage."""
 
     def __init__(self, pipeline: Pipeline, recording: pb.Recording, grammars: Grammars | None) -> None:
         self._pipeline, self._recording, self._grammars = pipeline, recording, grammars
-        self._held_to: set[str] = set()  # requests whose texts are followed
+        self._held_to: set[str] = set()  # requests whose grammar state is tracked
         self._block_size = pipeline.shape.attention.block_size
         self._rows = RowRecords(self._block_size)
-        self._held: dict[int, int] = {}  # what each block holds: the hash of all tokens up to its end
+        self._held: dict[int, int] = {}  # block -> hash of all tokens up to its end
 
     def run(self, progress: Progress) -> ReplayResult:
         for row in self._recording.rows:
@@ -171,23 +170,23 @@ class _Replay:
         return self._pipeline.wait()[1]
 
     def _hold(self, admission: Admission, known: int | None = None) -> None:
-        """Follows the text of a request from here on, if it has a grammar; one that comes back is followed already.
+        """Track the grammar state of a request from here on, if it has a grammar.
 
         Args:
-          known: how many of its tokens count; all if None.
+          known: how many of its tokens count; None for all.
         """
         grammar, name = admission.sampling.grammar, admission.request_id
         if grammar is None or name in self._held_to:
             return
-        assert self._grammars is not None  # or it would have been refused
+        assert self._grammars is not None  # otherwise the request was refused
         generated = admission.tokens[admission.prompt_length : known]
         self._pipeline.add_grammar(name, admission.sampling, self._grammars.compiled(grammar), generated)
         self._held_to.add(name)
 
     def _chosen(self, plan: IterationPlan) -> Iterator[tuple[str, int, int]]:
-        """(request, entry of the result, position) of every token that a plan chooses.
+        """(request, entry of the result, position) of every token that a plan samples.
 
-        Behind drafts it is the first alone: which of the others count depends on it.
+        With drafts it is only the first, because it decides which of the others count.
         """
         at = 0
         for chunk in plan.chunks:
@@ -197,7 +196,7 @@ class _Replay:
             at += max(chunk.samples, 1)
 
     def _misses(self, admission: Admission) -> bool:
-        """Whether a cached prefix that a request takes over is not there yet."""
+        """Whether a cached prefix that a request takes over has not been computed yet."""
         size = self._block_size
         return any(
             self._held.get(block) != hash(admission.tokens[: (column + 1) * size])
@@ -205,7 +204,7 @@ class _Replay:
         )
 
     def _compute(self, admission: Admission, end: int) -> None:
-        """Has the keys and values of a row's first positions in its blocks."""
+        """Compute the keys and values of a row's first positions into its blocks."""
         buckets = self._pipeline.stages[0].buckets
         for start in range(0, end, buckets[-1]):
             length = min(buckets[-1], end - start)
@@ -223,7 +222,7 @@ class _Replay:
             self._held[block] = hash(admission.tokens[: (column + 1) * self._block_size])
 
     def _note(self, row: int, start: int, end: int) -> None:
-        """What the blocks of a row hold, once these positions of it are computed."""
+        """Record what the blocks of a row hold, once these positions are computed."""
         record, size = self._rows.rows[row], self._block_size
         for column in range(start // size, -(-end // size)):
             full = (column + 1) * size <= end

@@ -1,4 +1,4 @@
-"""Writes control_pb2.py anew: `python -m jaxserve.multihost.generate` (grpcio-tools of the dev extra)."""
+"""Generates control_pb2.py: `python -m jaxserve.multihost.generate` (needs the dev extra)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ PROTO = "jaxserve/multihost/control.proto"
 
 
 def generate(out: Path = ROOT) -> None:
-    """Writes the generated modules under `out`, at the path they have in the repository."""
+    """Write the generated modules under `out`, at their path in the repository."""
     from grpc_tools import protoc
 
     if protoc.main(["protoc", f"-I{ROOT}", f"--python_out={out}", f"--pyi_out={out}", str(ROOT / PROTO)]) != 0:

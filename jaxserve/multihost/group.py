@@ -23,12 +23,12 @@ from jaxserve.multihost.remote_grammars import GrammarCompileRequests
 
 _log = logging.getLogger(__name__)
 
-_GATHER = 0.5  # seconds in which other symptoms of a failure may come, before one is called its cause
-_GRACE = 1.0  # seconds for callers to be told, after that
+_GATHER = 0.5  # seconds to wait for other symptoms of a failure before the cause is chosen
+_GRACE = 1.0  # seconds after that in which callers get the error
 
 
 class HostGroup:
-    """All hosts, as host 0 sees them.
+    """Host 0's view of all hosts.
 
     Args:
       facts: the values that every host must share.
@@ -67,15 +67,15 @@ class HostGroup:
     # The start
 
     def listen(self) -> None:
-        """Opens the control channel. Raises ValueError if the port is taken."""
+        """Open the control channel. Raises ValueError if the port is taken."""
         self._server = channel.listen(self._cluster, self._follow)
         self._watchdog.start()
 
     def join(self) -> None:
-        """Waits until every host has joined.
+        """Wait until every host has joined.
 
         Raises:
-          ValueError: one has not within the join timeout, or one was refused; the message names it.
+          ValueError: a host did not join in time, or was refused; the message names it.
         """
         deadline, wrong = time.monotonic() + self._cluster.join_timeout, None
         with self._changed:
@@ -93,12 +93,12 @@ class HostGroup:
             raise ValueError(wrong)
 
     def reached(self, step: str) -> None:
-        """Announces this host's step of the start."""
+        """Announce this host's step of the start."""
         self._detector.step = step
         self._tell(f"host 0: {step}")
 
     def agree(self, about: str, value: int) -> int:
-        """Waits for every host's vote; returns the minimum. Raises HostFailed."""
+        """Wait for every host's vote and return the minimum. Raises HostFailed."""
         with self._changed:
             while any(about not in member.votes for member in self._members.values()):
                 self._raise_failure()
@@ -108,7 +108,7 @@ class HostGroup:
         return agreed
 
     def place(self, stages: dict[int, tuple[int, ...]]) -> None:
-        """Sets the stages of each host. The first host of the last stage returns the results."""
+        """Set the stages of each host. The first host of the last stage returns the results."""
         self._detector.stages = stages
         last = max(max(each, default=0) for each in stages.values())
         choosing = [host for host, each in stages.items() if last in each]
@@ -116,7 +116,7 @@ class HostGroup:
         self.preparations = GrammarCompileRequests(self.broadcast, (host for host in choosing if host))
 
     def phase(self, deadline: float, *, serving: bool) -> None:
-        """Restarts plan numbers at 0 and sets the deadline in seconds; 0 is no deadline."""
+        """Restart plan numbers at 0 and set the deadline in seconds; 0 is no deadline."""
         with self._changed:
             self._raise_failure()
             self._detector.deadline = deadline
@@ -129,7 +129,7 @@ class HostGroup:
     # Iterations
 
     def send(self, message: pb.FromMaster) -> None:
-        """Sends a plan to every worker. Raises HostFailed."""
+        """Send a plan to every worker. Raises HostFailed."""
         self._raise_failure()
         self._detector.sent = message.plan.sequence
         self._detector.answers.begin(self._detector.sent)
@@ -137,19 +137,19 @@ class HostGroup:
         self.broadcast(message)
 
     def done(self, sequence: int, result: IterationResult | None) -> None:
-        """Called when this host's stages have run an iteration."""
+        """Note that this host's stages have run an iteration."""
         if self._detector.answering == 0:
             assert result is not None
             self._answer(sequence, result)
 
     def result(self, sequence: int) -> IterationResult:
-        """Waits for the result of the next iteration. Raises HostFailed."""
+        """Wait for the result of the next iteration. Raises HostFailed."""
         found = self._results.get()
         if found is None:
             self._results.put(None)
             self._raise_failure()
         assert found is not None
-        assert found[0] == sequence, f"the answers of iteration {found[0]} came where {sequence} was next"
+        assert found[0] == sequence, f"the result of iteration {found[0]} came instead of that of {sequence}"
         return found[1]
 
     def _answer(self, sequence: int, result: IterationResult) -> None:
@@ -159,17 +159,17 @@ class HostGroup:
     # Failure
 
     def report(self, problem: Symptom) -> None:
-        """Adds a symptom. After 0.5 s the watchdog picks the cause and ends all hosts."""
+        """Add a symptom. After 0.5 s the watchdog picks the cause and ends all hosts."""
         with self._changed:
             if self._stopping:
                 return
             self._problems.append(problem)
 
     def report_error(self, problem: Exception, *, sequence: int, stage: int | None = None) -> None:
-        """Reports what an iteration raised on this host.
+        """Report what an iteration raised on this host.
 
         Args:
-          stage: whose device raised it; None where the launch did, of any stage here.
+          stage: the stage whose device raised it; None if the launch did.
         """
         on_device = stage is not None or isinstance(problem, JaxRuntimeError)
         self.report(
@@ -183,13 +183,13 @@ class HostGroup:
         )
 
     def cannot_start(self, problem: Exception) -> None:
-        """Reports that this host failed to start. Raises HostFailed."""
+        """Report that this host failed to start. Raises HostFailed."""
         cause = f"{type(problem).__name__}: {one_line(problem)}"
         self.report(Symptom(kind=SymptomKind.RAISED, hosts=(0,), step=self._detector.step, cause=cause))
         self.raise_failure()
 
     def raise_failure(self) -> None:
-        """Waits until the cause is known, then raises HostFailed."""
+        """Wait until the cause is known, then raise HostFailed."""
         with self._changed:
             self._changed.wait_for(lambda: self.failure is not None, STARTING_SILENCE)
         self._raise_failure()
@@ -199,7 +199,7 @@ class HostGroup:
             raise HostFailed(self.failure.problem, self.failure.code)
 
     def _look(self) -> bool:
-        """Checks for symptoms. If there are any: picks the cause, fails callers, ends all hosts."""
+        """Check for symptoms. If there are any: pick the cause, fail callers, end all hosts."""
         with self._changed:
             if self._stopping:
                 return False
@@ -220,7 +220,7 @@ class HostGroup:
         _log.error("the hosts cannot go on: %s", problem)
         self.broadcast(pb.FromMaster(stop=pb.Stop(cause=str(problem))))
         self.on_failure(problem)
-        with self._changed:  # last: a thread that waits for it may end the process
+        with self._changed:  # last, because a thread that waits for it may end the process
             self.failure = HostFailed(problem, code)
             self._changed.notify_all()
         self._results.put(None)
@@ -229,7 +229,7 @@ class HostGroup:
         return False
 
     def stop(self, cause: str = "") -> bool:
-        """Stops the workers, normally if there is no cause, and waits up to a second for them.
+        """Stop the workers, normally if there is no cause, and wait up to a second for them.
 
         Returns:
           False if the group was stopping already.
@@ -247,7 +247,7 @@ class HostGroup:
                     break
                 self._changed.wait(left)
         for member in self._members.values():
-            member.queue.put(None)  # the threads of those that have not
+            member.queue.put(None)  # end the threads of workers that have not joined
         if self._server is not None:
             self._server.stop(grace=0.5)
         return True
@@ -255,8 +255,8 @@ class HostGroup:
     # The channel
 
     def broadcast(self, message: pb.FromMaster) -> None:
-        """Sends a message to every worker that has joined."""
-        data = message.SerializeToString()  # once for all
+        """Send a message to every worker that has joined."""
+        data = message.SerializeToString()  # once for all workers
         for member in self._members.values():
             if member.joined:
                 member.queue.put(data)
@@ -265,7 +265,7 @@ class HostGroup:
         self.broadcast(pb.FromMaster(heartbeat=pb.Heartbeat()))
 
     def _follow(self, requests: Iterator[pb.FromWorker], context: grpc.ServicerContext) -> Iterator[bytes]:
-        """One worker's stream."""
+        """Handle one worker's stream."""
         first = channel.first_word(requests, context)
         if first is None or first.WhichOneof("message") != "hello":
             return  # no worker, or one that ended at once: not a refused host
@@ -295,9 +295,9 @@ class HostGroup:
             self._changed.notify_all()
 
     def _admit(self, hello: pb.Hello) -> str | None:
-        """Marks a host as joined, or returns why it is refused."""
+        """Mark a host as joined, or return why it is refused."""
         if hello.host not in self._members:
-            return f"is none of hosts 1 to {self._cluster.hosts - 1} that are awaited"
+            return f"is not one of hosts 1 to {self._cluster.hosts - 1} that are awaited"
         theirs = {fact.field: fact.value for fact in hello.facts}
         for name, ours in self._facts:
             if theirs.get(name) != ours:

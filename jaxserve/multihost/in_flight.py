@@ -1,4 +1,4 @@
-"""Iterations in flight on a host: how long each has taken, and a thread that awaits them."""
+"""Iterations in flight on a host: measures how long each takes, and waits for them."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class OldestIteration(NamedTuple):
 
 
 class IterationTracker:
-    """Iterations begun and not ended, in order. Thread safe.
+    """Iterations that have begun and not ended, in order. Thread safe.
 
     Args:
       clock: monotonic seconds.
 
     Attributes:
-      first: stage that is here: where an iteration is until it is waited for in another one.
+      first: first stage on this host. An iteration counts as in it until a later stage is awaited.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -40,25 +40,25 @@ class IterationTracker:
         self._lock = threading.Lock()
         self._under_way: deque[int] = deque()
         self.first = 0
-        self._stage: int | None = None  # that is waited for, of the oldest
+        self._stage: int | None = None  # the awaited stage of the oldest iteration
         self._since = 0.0
 
     def __len__(self) -> int:
         return len(self._under_way)
 
     def begin(self, sequence: int) -> None:
-        """Adds an iteration; called before its launch, which can hang too."""
+        """Add an iteration. Call it before the launch, which can hang too."""
         with self._lock:
             if not self._under_way:
                 self._since = self._clock()
             self._under_way.append(sequence)
 
     def at(self, stage: int) -> None:
-        """Notes the stage in which the oldest iteration is awaited."""
+        """Set the stage in which the oldest iteration is awaited."""
         self._stage = stage
 
     def end(self) -> None:
-        """Removes the oldest iteration."""
+        """Remove the oldest iteration."""
         with self._lock:
             self._under_way.popleft()
             self._stage, self._since = None, self._clock()
@@ -76,8 +76,8 @@ class CompletionWaiter:
     """A thread that waits for launched iterations in order, stage by stage.
 
     Args:
-      done: called with each plan once all stages here have run it, and with its answers where the last one is here.
-      failed: called once, with the sequence number, the stage and what its devices threw; nothing is waited for then.
+      done: called with each plan once all stages here have run it, and with its result if the last stage is here.
+      failed: called once, with the sequence number, the stage and its device's error; after that nothing is awaited.
     """
 
     def __init__(
@@ -93,11 +93,11 @@ class CompletionWaiter:
         self._thread.start()
 
     def put(self, launched: InFlight) -> None:
-        """Queues a launched iteration."""
+        """Queue a launched iteration."""
         self._launched.put(launched)
 
     def close(self) -> None:
-        """Waits until all iterations are done."""
+        """Wait until all iterations are done."""
         self._launched.put(None)
         self._thread.join()
 

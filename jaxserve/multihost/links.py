@@ -1,4 +1,4 @@
-"""How arrays pass between stages on different hosts.
+"""Links that pass arrays between stages on different hosts.
 
 There are two implementations of `jaxserve.runner.links.Link`. With `DirectLink` the runtime copies from device to
 device: natively on TPUs and GPUs, over sockets on CPUs. `BridgeLink` is a compiled collective-permute over the devices
@@ -47,7 +47,10 @@ class DirectLink:
         self._source, self._target = source.everywhere, target.everywhere
 
     def send(self, x: jax.Array | None, what: jax.ShapeDtypeStruct) -> jax.Array | None:
-        """Both sides ask for the copy: a host without devices of the source holds an array with no part of it."""
+        """Copy between hosts; both sides call it.
+
+        On a host without devices of the source, the array has no local shards.
+        """
         if x is None:
             x = jax.make_array_from_single_device_arrays(what.shape, self._source, [], dtype=what.dtype)
         received = jax.device_put(x, self._target)
@@ -55,7 +58,7 @@ class DirectLink:
 
 
 class _Crossing(NamedTuple):
-    """What carries arrays of one shape: a program, its argument, and what the receiving devices here put into it."""
+    """A compiled transfer of one shape: program, argument and the receiver's input buffers."""
 
     program: jax.stages.Compiled
     argument: jax.ShapeDtypeStruct
@@ -63,10 +66,10 @@ class _Crossing(NamedTuple):
 
 
 class BridgeLink:
-    """A permutation on the devices of both stages: side 0 gives, side 1 receives.
+    """A permutation on the devices of both stages: side 0 sends, side 1 receives.
 
-    The array that goes in is twice as long as what is sent: its first half is what the source's devices hold, and its
-    second half, on the target's, is zeros that are kept for this.
+    The input array is twice as long as what is sent. Its first half is on the source's devices. Its second half, on the
+    target's devices, is zeros that are kept for this.
     """
 
     in_line = True
@@ -79,7 +82,7 @@ class BridgeLink:
         self._prepared: dict[tuple[tuple[int, ...], np.dtype], _Crossing] = {}
 
     def prepare(self, whats: Iterable[jax.ShapeDtypeStruct]) -> None:
-        """Compiles what carries arrays of these shapes."""
+        """Compile the transfers of these shapes."""
         for what in whats:
             both = (2 * what.shape[0], *what.shape[1:])
             split = _SIDES.resolve(("side", *[None] * (len(both) - 1)), both, self._mesh)
@@ -109,7 +112,7 @@ class BridgeLink:
 
 
 def make_links(stages: Sequence[StagePrograms], way: Way) -> list[Link]:
-    """From each stage to the next, and from the last to the first, as this host has a part in them."""
+    """This host's links: from each stage to the next, and from the last to the first."""
     if len(stages) == 1:
         return [NoLink()]
     me = jax.process_index()
@@ -126,15 +129,15 @@ def make_links(stages: Sequence[StagePrograms], way: Way) -> list[Link]:
 
 
 def crosses_hosts(stages: Sequence[StagePrograms]) -> bool:
-    """Whether anything passes between hosts over links."""
+    """Whether any link crosses hosts."""
     return len(stages) > 1 and len(set().union(*map(_hosts, stages))) > 1
 
 
 def probe(stages: Sequence[StagePrograms]) -> str | None:
-    """Sends a few numbers the direct way over every link.
+    """Send a few numbers over every link with `DirectLink`.
 
     Returns:
-      Why that does not work as far as this host can see, or None where it does.
+      Why that does not work as far as this host can see, or None if it does.
     """
     sent = np.arange(8, dtype=np.float32).reshape(4, 2)
     what = jax.ShapeDtypeStruct(sent.shape, jnp.float32)
@@ -147,7 +150,7 @@ def probe(stages: Sequence[StagePrograms]) -> str | None:
         try:
             received = link.send(x, what)
             if received is not None and not np.array_equal(np.asarray(received), sent):
-                return f"what came over link {index} is not what was sent"
+                return f"link {index} changed the numbers that were sent"
         except (ValueError, RuntimeError, NotImplementedError) as problem:  # JaxRuntimeError among them
             return one_line(problem)
     return None

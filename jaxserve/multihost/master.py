@@ -26,7 +26,7 @@ class MasterPipeline(Pipeline):
     """Launches iterations on all hosts; one host of the last stage returns the results.
 
     Args:
-      leave: leaves the jax job at a normal end.
+      leave: leaves the jax job after a normal end.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class MasterPipeline(Pipeline):
     def _enqueue_layers(self, plan: IterationPlan, packed: PackedPlan) -> Unsampled:
         """Sends an iteration to the workers and enqueues its layers on this host. Raises HostFailed."""
         feeds = self.take_landed()
-        # Workers need sequence numbers without a gap. Those of a scheduler have none, those of measurements may.
+        # Workers need sequence numbers without a gap. A scheduler's have none, but those of measurements may.
         numbered = plan if plan.sequence == self._numbers else dataclasses.replace(plan, sequence=self._numbers)
         self._numbers += 1
         message = pb.FromMaster()

@@ -1,4 +1,4 @@
-"""What every host does before the first plan: join the jax job, load weights, compile, link the stages."""
+"""What every host does before the first plan: join the job, load weights, compile, link."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ Tell = Callable[[str], None]
 
 
 class ControlChannel(Protocol):
-    """A host's way to the others: a `HostGroup` or a `MasterConnection`."""
+    """A host's channel to the others: a `HostGroup` or a `MasterConnection`."""
 
     def reached(self, step: str) -> None: ...
     def agree(self, about: str, value: int) -> int: ...
 
 
 class PreparedStages(NamedTuple):
-    """What every host has before the first plan."""
+    """The compiled stages, links and figures that every host has before the first plan."""
 
     programs: list[StagePrograms]
     stages: list[Stage]
@@ -58,7 +58,7 @@ def prepare(
     progress: Progress,
     tell: Tell,
 ) -> PreparedStages:
-    """Joins the jax job, loads and compiles this host's stages, and links them to the others."""
+    """Join the jax job, load and compile this host's stages, and link them to the others."""
     started = time.perf_counter()
     model = models.build(weights.read_config(path))
     spec = specs.default(model.config.family)
@@ -76,7 +76,7 @@ def prepare(
         device = stage.mesh.local_devices[0]
         room = kv_cache.weight_room(device, config.tensor * config.stages)
         check_weights(parameters_of(stage).values(), room, f"{device.device_kind} device")
-    startup.program_cache(config)  # jax's own, for programs that several hosts run
+    startup.program_cache(config)  # jax's own cache, for programs that span several hosts
     folder = cache_folder.of(config.compilation_cache)
     cache = None if folder is None else ProgramCache(folder)
     sizes, stages, read = bucket_sizes(config), [], 0
@@ -92,7 +92,7 @@ def prepare(
         params = weights.load(
             path, stage.model, dtype, place=_own(stage), int8=stage.int8, progress=progress, count=count
         )
-        whole = len(stage.mesh.local_devices) == stage.mesh.size  # here, and so are its programs
+        whole = len(stage.mesh.local_devices) == stage.mesh.size  # the stage's programs run on this host alone
         stages.append(StageRunner(stage, params, sizes, cache if whole else None))
     loaded = time.perf_counter()
     runners = [stage for stage in stages if isinstance(stage, StageRunner)]
@@ -119,7 +119,10 @@ def prepare(
 
 
 def _devices(config: EngineConfig, cluster: ClusterConfig) -> list[Any]:
-    """As many of every host, in the order of the hosts: each stage takes those that follow the one's before."""
+    """The same number of devices of every host, in the order of the hosts.
+
+    Each stage takes the devices that follow those of the stage before.
+    """
     each, found = config.tensor * config.stages // cluster.hosts, []
     for host in range(cluster.hosts):
         theirs = [device for device in jax.devices() if device.process_index == host]
@@ -133,7 +136,7 @@ def _devices(config: EngineConfig, cluster: ClusterConfig) -> list[Any]:
 
 
 def _own(stage: StagePrograms) -> weights.Place:
-    """Has only the stage's own parameters read; of these, devices read their own slices."""
+    """Read only this stage's parameters, and on each device only its slices."""
     names, place = parameters_of(stage).keys(), weights.on_mesh(stage.model, stage.mesh, stage.spec)
     return lambda name, shape, axes: place(name, shape, axes) if name in names else None
 
@@ -141,7 +144,7 @@ def _own(stage: StagePrograms) -> weights.Place:
 def _linked(
     programs: Sequence[StagePrograms], sizes: Sequence[int], cluster: ClusterConfig, party: ControlChannel, tell: Tell
 ) -> list[Link]:
-    """The links, by the way that was asked for or that all hosts found to work."""
+    """The links, of the kind that was asked for or that all hosts found to work."""
     if not crosses_hosts(programs):
         return make_links(programs, "bridge")
     party.reached("linking stages")
@@ -149,7 +152,7 @@ def _linked(
     if cluster.links == "bridge":
         way = "bridge"
     else:
-        party.agree("compiled", 1)  # together: who is not awaited yet would be taken for one that cannot be reached
+        party.agree("compiled", 1)  # all at once: a host that still compiles would look unreachable
         problem = probe(programs)
         way = "direct" if party.agree("direct links", int(problem is None)) else "bridge"
         why = problem or ("as other hosts found" if way == "bridge" else "probed")

@@ -11,15 +11,15 @@ from collections.abc import Callable
 
 _log = logging.getLogger(__name__)
 
-INTERVAL = 0.1  # seconds between two looks
+INTERVAL = 0.1  # seconds between two checks
 BEAT = 0.5  # seconds between two heartbeats
 
 
 class ProcessWatchdog:
-    """Calls `look` ten times and `beat` twice a second, on its own thread.
+    """Calls `look` ten times and `beat` twice per second, on its own thread.
 
     Args:
-      look: returns whether to continue.
+      look: checks for failures; returns whether to continue.
       beat: sends a heartbeat.
     """
 
@@ -29,11 +29,11 @@ class ProcessWatchdog:
         self._thread = threading.Thread(target=self._run, name="jaxserve-watchdog", daemon=True)
 
     def start(self) -> None:
-        """Starts the thread."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Stops the thread."""
+        """Stop the thread."""
         self._stopped.set()
 
     def _run(self) -> None:
@@ -52,7 +52,7 @@ class ProcessWatchdog:
 
 
 def end_process(code: int) -> None:
-    """Ends this process at once: threads that hang in a collective cannot be stopped."""
+    """End this process at once: threads that hang in a collective cannot be stopped."""
     logging.shutdown()
     sys.stderr.flush()
     os._exit(code)

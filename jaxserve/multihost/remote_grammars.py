@@ -1,8 +1,8 @@
-"""Texts that are held to a grammar, where hosts share a model.
+"""Grammars where several hosts share a model.
 
-Every host that chooses tokens follows the texts by itself, from the plans and from the tokens that it chooses, and
-computes what may come next; no mask travels. Host 0 lets a request in once all of these hosts have compiled its
-grammar, so that none of them ever has to wait for that within an iteration.
+Every host that samples follows the generated texts by itself, from the plans and its own sampled tokens, and computes
+the masks. No mask is sent between hosts. Host 0 admits a request once all of these hosts have compiled its grammar, so
+that no iteration waits for a compilation.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _PATIENCE = 2 * COMPILE_SECONDS  # another host may be busier than this one
 
 
 class GrammarCompileRequests:
-    """Grammars that other hosts have been asked to compile. Thread safe.
+    """Grammars that other hosts were asked to compile. Thread safe.
 
     Args:
       send: sends a message to every worker.
-      hosts: those that choose tokens, without host 0.
+      hosts: hosts that sample tokens, without host 0.
     """
 
     def __init__(self, send: Callable[[pb.FromMaster], None], hosts: Iterable[int]) -> None:
@@ -41,7 +41,10 @@ class GrammarCompileRequests:
         self._problems: dict[int, str] = {}
 
     def ask(self, grammar: Grammar) -> Callable[[], str | None]:
-        """Has the hosts compile a grammar; returns what waits for them and says why one cannot, or None."""
+        """Ask the hosts to compile a grammar.
+
+        Returns a function that waits for them; it returns why a host cannot compile it, or None.
+        """
         with self._changed:
             number = next(self._numbers)
             self._awaited[number] = set(self._hosts)
@@ -49,10 +52,10 @@ class GrammarCompileRequests:
         return partial(self._wait, number)
 
     def answered(self, host: int, prepared: pb.Prepared) -> None:
-        """A host has compiled a grammar, or says why not."""
+        """Record that a host has compiled a grammar, or why it could not."""
         with self._changed:
             awaited = self._awaited.get(prepared.number)
-            if awaited is None:  # nobody waits any more
+            if awaited is None:  # no thread waits for it any more
                 return
             awaited.discard(host)
             if prepared.problem:
@@ -69,12 +72,12 @@ class GrammarCompileRequests:
 
 
 class WorkerGrammars:
-    """The texts of a worker that chooses tokens: what may come next in each.
+    """The grammar states on a worker that samples tokens.
 
-    `prepare` and `landed` may be called by any thread, the others by the one that launches.
+    Any thread may call `prepare` and `landed`; only the launching thread may call the others.
 
     Args:
-      mask_shape: of the masks of an iteration (see `Pipeline.mask_shape`).
+      mask_shape: gives the shape of an iteration's masks (see `Pipeline.mask_shape`).
     """
 
     def __init__(self, grammars: Grammars, mask_shape: Callable[[IterationPlan], tuple[int, int]]) -> None:
@@ -83,7 +86,7 @@ class WorkerGrammars:
         self._landed: queue.SimpleQueue[tuple[IterationPlan, IterationResult]] = queue.SimpleQueue()
 
     def prepare(self, prepare: pb.Prepare, answer: Callable[[pb.FromWorker], None]) -> None:
-        """Has a grammar compiled and answers then."""
+        """Compile a grammar, and answer when that is done."""
 
         def done(found: Compiled | str) -> None:
             problem = found if isinstance(found, str) else ""
@@ -92,21 +95,24 @@ class WorkerGrammars:
         self._grammars.compile_aside(wire.decode_grammar(prepare.grammar), done)
 
     def hold(self, hold: pb.Hold) -> None:
-        """A request has come in, whose grammar was prepared."""
+        """Add a request whose grammar was compiled."""
         sampling = wire.decode_sampling(hold.sampling)
         assert sampling.grammar is not None
         self._masks.begin(hold.request_id, sampling, self._grammars.compiled(sampling.grammar))
 
     def release(self, release: pb.Release) -> None:
-        """A request has ended."""
+        """Remove a request that has ended."""
         self._masks.end(release.request_id)
 
     def landed(self, plan: IterationPlan, result: IterationResult) -> None:
-        """Tokens have been chosen."""
+        """Apply the sampled tokens of an iteration."""
         self._landed.put((plan, result))
 
     def launched(self, plan: IterationPlan) -> Callable[[], np.ndarray | None]:
-        """Notes a plan about to be launched; what says its masks, and waits for the tokens that they depend on."""
+        """Note a plan before its launch.
+
+        Returns a function that waits for the tokens that the masks depend on, and returns the masks.
+        """
         while not self._landed.empty():
             self._masks.landed(*self._landed.get())
         return partial(self._allowed, plan) if self._masks.launched(plan) else lambda: None

@@ -1,4 +1,4 @@
-"""A stage whose devices all belong to other hosts: what this host knows of it, and nothing to do for it."""
+"""A pipeline stage whose devices all belong to other hosts."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _ELSEWHERE: Any = None
 
 
 class RemoteStage:
-    """Stands in a pipeline where other hosts run the stage (see `pipeline.Stage`)."""
+    """Takes the place of a stage that other hosts run; does nothing (see `pipeline.Stage`)."""
 
     def __init__(self, programs: StagePrograms, buckets: Sequence[int]) -> None:
         self.programs = programs
-        self.params: Any = programs.params()  # described
+        self.params: Any = programs.params()  # shapes only
         self.pool: Any = None
         self.buckets = tuple(buckets)
         self.compile_seconds = dict.fromkeys(self.buckets, 0.0)
         self.num_programs = 0
 
     def compile(self, n_blocks: int) -> None:
-        """Notes what the others allocate."""
+        """Record the pool that the other hosts allocate."""
         self.pool = self.programs.pool(n_blocks)
 
     def admit(self, admissions: Sequence[np.ndarray]) -> None:
@@ -51,4 +51,4 @@ class RemoteStage:
         pass
 
     def replace_params(self, params: Params) -> None:
-        raise AssertionError("an engine whose hosts share a model refuses other weights")
+        raise AssertionError("the engine refuses to replace weights that several hosts share")

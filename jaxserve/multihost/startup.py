@@ -1,7 +1,7 @@
-"""From several processes to one engine: they join, compare, connect, load, compile and agree, step by step.
+"""Starts one engine from several processes: join, compare, connect, load, compile, agree.
 
-Every host does the same work for the stages it has devices of, so the code is the same; the master measures at the end,
-by plans that the others follow, and a worker then follows for good.
+Every host does this for the stages on its devices, with the same code. At the end the master measures the buckets with
+plans that the workers follow. After that, a worker only follows plans.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from jaxserve.weights import orbax
 
 _log = logging.getLogger(__name__)
 
-_MEASURING_DEADLINE = 120.0  # seconds for an iteration whose cost nobody knows yet
+_MEASURING_DEADLINE = 120.0  # seconds for an iteration that was not measured yet
 
 
 class StartedMaster(NamedTuple):
-    """What host 0 makes an engine of, and what keeps its iterations."""
+    """The started model on host 0, and the recorder of its iterations."""
 
     started: Started
     tokenizer: Tokenizer | None
@@ -50,15 +50,15 @@ class StartedMaster(NamedTuple):
 def lead(
     path: str | Path, config: EngineConfig, cluster: ClusterConfig, *, tell: Tell, progress: Progress = startup.silent
 ) -> StartedMaster:
-    """What `startup.from_checkpoint` does, with the devices of several hosts; on host 0.
+    """Start host 0: does what `startup.from_checkpoint` does, over the devices of several hosts.
 
     Args:
-      tell: is told which host is at which step, a line each.
+      tell: called with one line for each step of each host.
 
     Raises:
-      ValueError: a setting cannot be, a host has not joined in time or has been started with other settings, versions
-        or weights; the message names it.
-      HostFailed: a host failed on the way.
+      ValueError: a setting is not possible, or a host did not join in time or was started with other settings,
+        versions or weights; the message names it.
+      HostFailed: a host failed during the start.
     """
     check_settings(config, cluster)
     group = HostGroup(cluster, _facts(path, config, cluster), tell=tell)
@@ -96,7 +96,7 @@ def lead(
         if isinstance(problem, Exception) and not startup.can_be_mended(problem):  # as on any other host
             _log.exception("this host cannot start")
             group.cannot_start(problem)
-        group.stop(f"host 0: {str(problem) or type(problem).__name__}")  # of an interrupt there are no words
+        group.stop(f"host 0: {str(problem) or type(problem).__name__}")  # an interrupt has no message
         raise
     return StartedMaster(started, tokenizer, recorder)
 
@@ -110,13 +110,13 @@ def follow(
     alive: Callable[[float], None] = lambda _: None,
     progress: Progress = startup.silent,
 ) -> None:
-    """Works for host 0 until it says that that is enough; any failure ends the process.
+    """Follow host 0's plans until it stops; any failure ends the process.
 
     Args:
-      alive: called twice a second with the seconds after which a process that calls no more is lost.
+      alive: called twice per second with the seconds within which the next call must come.
 
     Raises:
-      ValueError: a setting cannot be, or the master cannot be reached or refuses this host.
+      ValueError: a setting is not possible, or the master cannot be reached or refuses this host.
     """
     check_settings(config, cluster)
     membership = MasterConnection(cluster, _facts(path, config, cluster), tell=tell, alive=alive)
@@ -129,7 +129,7 @@ def follow(
         membership.reached("ready")
         membership.agree("ready", 1)
     except Exception as problem:
-        if not startup.can_be_mended(problem):  # what can is said in a line
+        if not startup.can_be_mended(problem):  # a user's mistake is reported in one line
             _log.exception("this host cannot start")
         membership.fail(f"{type(problem).__name__}: {one_line(problem)}")
         raise
@@ -144,7 +144,7 @@ def follow(
 
 
 def _texts(path: str | Path, pipeline: Pipeline) -> WorkerGrammars | None:
-    """What holds texts to grammars; nothing without a tokenizer."""
+    """The grammar states of this host; None without a tokenizer."""
     tokenizer, model = Tokenizer.from_directory(path), pipeline.model.config
     if tokenizer is None:
         return None
@@ -154,7 +154,7 @@ def _texts(path: str | Path, pipeline: Pipeline) -> WorkerGrammars | None:
 
 
 def write_record(recorder: FlightRecorder, reason: str, tell: Tell) -> None:
-    """Writes what the recorder holds, and says where."""
+    """Write the recorder's contents to a file and tell its path."""
     try:
         tell(f"the last iterations are in {recorder.write(reason)}; `jaxserve replay` runs them again")
     except OSError as problem:
@@ -180,7 +180,7 @@ def _places(programs: Sequence[StagePrograms]) -> dict[int, tuple[int, ...]]:
 def _recorder(
     path: str | Path, config: EngineConfig, cluster: ClusterConfig, prepared: PreparedStages
 ) -> FlightRecorder:
-    """With everything that a replay on one machine has to know of the engine."""
+    """A recorder with all that a replay on one machine must know of the engine."""
     shape = prepared.programs[0].shape
     settled = dataclasses.replace(
         config,

@@ -1,7 +1,7 @@
-"""Plans and results between the engine's values and the messages of control.proto. No jax.
+"""Converts plans and results to and from the messages of control.proto. No jax.
 
-A decode row takes some ten bytes: tokens stay on the devices, and of a request's parameters only what its sampler needs
-is sent, once, when it takes its row.
+A decode row takes about ten bytes: tokens stay on the devices. Of a request's parameters only those of the sampler are
+sent, once, when the request takes its row.
 """
 
 from __future__ import annotations
@@ -21,14 +21,17 @@ _OPTIONAL = {field.name for field in pb.Sampling.DESCRIPTOR.fields if field.has_
 
 
 def encode_plan(plan: IterationPlan, feeds: int) -> pb.Plan:
-    """A plan, and of how many earlier ones the tokens go back to the first stage before it."""
+    """Encode a plan.
+
+    `feeds` is the number of earlier plans whose tokens go back to the first stage before it.
+    """
     message = pb.Plan()
     write_plan(message, plan, feeds)
     return message
 
 
 def write_plan(message: pb.Plan, plan: IterationPlan, feeds: int) -> None:
-    """As `encode_plan`, into an empty message, which may be a part of another."""
+    """Like `encode_plan`, into an empty message, which may be part of another."""
     message.sequence, message.bucket, message.scoring, message.feeds = plan.sequence, plan.bucket, plan.scoring, feeds
     if plan.sampler is not None:
         message.sampler = plan.sampler
@@ -49,7 +52,7 @@ def write_plan(message: pb.Plan, plan: IterationPlan, feeds: int) -> None:
 
 
 def decode_plan(message: pb.Plan) -> IterationPlan:
-    """What `encode_plan` was given."""
+    """The plan that `encode_plan` was given."""
     changes = message.table_changes
     return IterationPlan(
         sequence=message.sequence,
@@ -65,21 +68,21 @@ def decode_plan(message: pb.Plan) -> IterationPlan:
 
 
 def write_chunks(message: pb.Chunks, chunks: Sequence[Chunk]) -> None:
-    """Writes at least one chunk into an empty message, which may be a part of another."""
+    """Write at least one chunk into an empty message, which may be part of another."""
     row, start, length, samples = zip(*chunks, strict=True)
     message.row.extend(row)
     message.start.extend(start)
     message.length.extend(length)
-    message.samples.extend(map(int, samples))  # may be a bool
+    message.samples.extend(map(int, samples))  # may be bools
 
 
 def read_chunks(message: pb.Chunks) -> tuple[Chunk, ...]:
-    """The chunks in a message. Raises ValueError where its columns differ in length."""
+    """The chunks in a message. Raises ValueError if its columns differ in length."""
     return tuple(map(Chunk._make, zip(message.row, message.start, message.length, message.samples, strict=True)))
 
 
 def encode_admission(admission: Admission) -> pb.Admission:
-    """A request that takes a row."""
+    """Encode a request that takes a row."""
     return pb.Admission(
         row=admission.row,
         request_id=admission.request_id,
@@ -92,7 +95,7 @@ def encode_admission(admission: Admission) -> pb.Admission:
 
 
 def decode_admission(message: pb.Admission) -> Admission:
-    """What `encode_admission` was given, as far as a sampler is concerned."""
+    """The admission that `encode_admission` was given, with only the sampler's parameters."""
     return Admission(
         row=message.row,
         request_id=message.request_id,
@@ -105,7 +108,7 @@ def decode_admission(message: pb.Admission) -> Admission:
 
 
 def encode_sampling(sampling: SamplingParams) -> pb.Sampling:
-    """What the choice of tokens needs of a request."""
+    """Encode the parameters that the sampler needs."""
     bias_tokens, biases = zip(*sampling.logit_bias, strict=True) if sampling.logit_bias else ((), ())
     return pb.Sampling(
         **{name: getattr(sampling, name) for name in _FLOATS},
@@ -122,7 +125,7 @@ def encode_sampling(sampling: SamplingParams) -> pb.Sampling:
 
 
 def decode_sampling(message: pb.Sampling) -> SamplingParams:
-    """What `encode_sampling` was given, without what ends a request."""
+    """The parameters that `encode_sampling` was given, without those that end a request."""
     return SamplingParams(
         **{name: getattr(message, name) for name in _FLOATS if name not in _OPTIONAL or message.HasField(name)},
         top_k=message.top_k,
@@ -142,19 +145,19 @@ def encode_grammar(grammar: Grammar) -> pb.Grammar:
 
 
 def decode_grammar(message: pb.Grammar) -> Grammar:
-    kind: Any = message.kind  # which Grammar checks
+    kind: Any = message.kind  # Grammar checks it
     return Grammar(kind=kind, text=message.text, field=message.field)
 
 
 def encode_result(result: IterationResult, count: int) -> pb.Result:
-    """The first `count` entries of a result, and what was scored."""
+    """Encode the first `count` entries of a result, and the scores."""
     message = pb.Result()
     write_result(message, result, count)
     return message
 
 
 def write_result(message: pb.Result, result: IterationResult, count: int) -> None:
-    """As `encode_result`, into an empty message, which may be a part of another."""
+    """Like `encode_result`, into an empty message, which may be part of another."""
     message.tokens.extend(result.tokens[:count].tolist())
     message.logprobs.extend(result.logprobs[:count].tolist())
     if result.top_ids is not None and result.top_logprobs is not None:
@@ -167,7 +170,7 @@ def write_result(message: pb.Result, result: IterationResult, count: int) -> Non
 
 
 def decode_result(message: pb.Result) -> IterationResult:
-    """What `encode_result` was given."""
+    """The result that `encode_result` was given."""
     top = _decode_table(message.top) if message.HasField("top") else (None, None)
     score_top, scores = (None, None), None
     if message.HasField("score_top"):

@@ -26,7 +26,7 @@ from jaxserve.runner.pipeline import Pipeline
 
 _log = logging.getLogger(__name__)
 
-_FLUSH = 0.3  # seconds for a last word to leave
+_FLUSH = 0.3  # seconds for the last message to be sent
 
 
 class MasterConnection:
@@ -39,7 +39,7 @@ class MasterConnection:
       end: ends the process.
 
     Attributes:
-      on_failure: called with the reason before the process ends, unless host 0 has given it.
+      on_failure: called with the reason before the process ends, unless host 0 has sent it.
     """
 
     def __init__(
@@ -61,13 +61,13 @@ class MasterConnection:
         self._heard = time.monotonic()
         self._deadline = 0.0
         self._step = "joining"
-        self._newest: int | None = None  # plan that has come
+        self._newest: int | None = None  # the newest plan received
         self._serving = self._stopping = False
         self.progress = IterationTracker()
         self._watchdog = ProcessWatchdog(self._look, self._beat)
 
     def join(self) -> None:
-        """Joins the group. Raises ValueError if host 0 cannot be reached or refuses this host."""
+        """Join the group. Raises ValueError if host 0 cannot be reached or refuses this host."""
         address, open_stream = self._cluster.control, channel.connect(self._cluster)
         facts = [pb.Fact(field=name, value=value) for name, value in self._facts]
         self._out.put(pb.FromWorker(hello=pb.Hello(host=self._cluster.host, facts=facts)))
@@ -78,20 +78,20 @@ class MasterConnection:
             self._out.put(None)
             raise ValueError(f"host 0 at {address} ended the start") from None
         if welcome.refusal:
-            self._out.put(None)  # or a thread would wait for more to say
+            self._out.put(None)  # otherwise a thread would wait for more messages to send
             raise ValueError(f"host 0 at {address} refuses: {welcome.refusal}")
         self._heard = time.monotonic()
         threading.Thread(target=self._listen, args=(messages,), name="jaxserve-master", daemon=True).start()
         self._watchdog.start()
 
     def reached(self, step: str) -> None:
-        """Announces this host's step of the start."""
+        """Announce this host's step of the start."""
         self._step = step
         self._tell(f"host {self._cluster.host}: {step}")
         self._out.put(pb.FromWorker(reached=pb.Reached(step=step)))
 
     def agree(self, about: str, value: int) -> int:
-        """Votes; waits for every host's vote and returns the minimum."""
+        """Vote, wait for every host's vote, and return the minimum."""
         self._out.put(pb.FromWorker(vote=pb.Vote(about=about, value=value)))
         with self._changed:
             self._changed.wait_for(lambda: about in self._agreed)
@@ -107,14 +107,14 @@ class MasterConnection:
         recorder: FlightRecorder | None = None,
         texts: WorkerGrammars | None = None,
     ) -> None:
-        """Launches plans in order until the master stops. An iteration that fails ends the process.
+        """Launch plans in order until the master stops. An iteration that fails ends the process.
 
         Args:
-          n_blocks: of the pool.
-          stages: that are here.
+          n_blocks: blocks of the pool.
+          stages: the stages on this host.
           answers: whether the master takes the results from this host.
-          recorder: of a host of the last stage, which has the answers.
-          texts: likewise, where texts may be held to grammars.
+          recorder: the flight recorder, on a host of the last stage.
+          texts: the grammar states, on a host of the last stage.
         """
         self._texts, self.progress.first = texts, min(stages)
 
@@ -128,7 +128,7 @@ class MasterConnection:
             if texts is not None:
                 assert result is not None
                 texts.landed(plan, result)
-            if recorder is not None:  # after the answer, which somebody waits for
+            if recorder is not None:  # after the result is sent, because the master waits for it
                 assert result is not None
                 recorder.landed(result)
 
@@ -136,7 +136,7 @@ class MasterConnection:
             self.fail(f"its device failed: {one_line(problem)}", sequence=sequence, stage=stage)
 
         waiter, expected, sequence = CompletionWaiter(self.progress, done=done, failed=failed), 0, 0
-        most = 2 * (len(pipeline.stages) + 1)  # the master has half as many; some may be done here and not noted yet
+        most = 2 * (len(pipeline.stages) + 1)  # the master allows half as many; some may be done but not noted here yet
         try:
             while (message := self._plans.get()) is not None:
                 if isinstance(message, pb.Phase):
@@ -153,7 +153,7 @@ class MasterConnection:
                         texts.release(message)
                     continue
                 sequence = message.sequence
-                assert sequence == expected, f"plan {sequence} came where {expected} was next"
+                assert sequence == expected, f"plan {sequence} came instead of plan {expected}"
                 expected, self._newest = expected + 1, sequence
                 assert len(self.progress) < most, f"plan {sequence} came with {len(self.progress)} under way"
                 self.progress.begin(sequence)
@@ -165,7 +165,7 @@ class MasterConnection:
                 waiter.put(pipeline.enqueue(plan, packed, message.feeds, allowed))
         except Exception as problem:
             _log.exception("iteration %d cannot be launched", sequence)
-            if isinstance(problem, JaxRuntimeError):  # of an earlier program, whose result this launch takes
+            if isinstance(problem, JaxRuntimeError):  # an earlier program failed, whose result this launch takes
                 failed(sequence, self.progress.first, problem)
             else:
                 self.fail(f"{type(problem).__name__}: {one_line(problem)}", sequence=sequence)
@@ -174,10 +174,10 @@ class MasterConnection:
         self._out.put(None)
 
     def fail(self, cause: str, *, sequence: int = 0, stage: int | None = None) -> None:
-        """Reports a failure on this host to host 0 and ends the process.
+        """Report a failure on this host to host 0 and end the process.
 
         Args:
-          stage: whose device failed; None if this host's own code raised.
+          stage: the stage whose device failed; None if this host's own code raised.
         """
         cause = cause.splitlines()[0][:1000]
         failed = pb.Failed(sequence=sequence, stage=stage, launching=stage is None, cause=cause)
@@ -185,7 +185,7 @@ class MasterConnection:
         where = self._step
         if self._serving:
             where = f"iteration {sequence}" if stage is None else f"iteration {sequence}, stage {stage}"
-        time.sleep(_FLUSH)  # and should host 0 be found lost meanwhile, then its end was the cause
+        time.sleep(_FLUSH)  # if host 0 is found to be lost in this time, that was the cause
         self._finish(ExitCode.BROKEN, f"host {self._cluster.host} ({where}): {cause}")
 
     def _finish(self, code: ExitCode, why: str, *, told: bool = False) -> None:
@@ -208,7 +208,7 @@ class MasterConnection:
                         self._plans.put(message.plan)
                     case "phase":
                         self._deadline, self._serving = message.phase.deadline_seconds, True
-                        self._alive(self._silence())  # or what the beat before has said would hold for as long
+                        self._alive(self._silence())  # otherwise the limit of the last call would still apply
                         self._plans.put(message.phase)
                     case "hold":
                         self._plans.put(message.hold)
@@ -247,16 +247,16 @@ class MasterConnection:
         self._plans.put(None)
 
     def _look(self) -> bool:
-        """Checks that host 0 still sends messages and that no iteration is late."""
+        """Check that host 0 still sends messages and that no iteration is late."""
         if self._stopping:
             return False
         silent = time.monotonic() - self._heard
         if silent > self._silence():
-            self._lost(f"nothing was heard of it for {silent:.1f} s")
+            self._lost(f"it sent nothing for {silent:.1f} s")
             return False
         waiting = self.progress.waiting()
         if self._deadline and waiting is not None and waiting.seconds > self._deadline + 1.0:
-            # A second later than the master, who knows better which host the others wait for.
+            # One second later than the master, which knows better which host the others wait for.
             why = f"host {self._cluster.host}, stage {waiting.stage}, iteration {waiting.sequence}: not done in time"
             self._finish(ExitCode.OVERDUE, why)
             return False

@@ -83,7 +83,7 @@ def test_unwritable_output_is_refused_first(tmp_path, capsys, nested):
         (("peers", "--engines", "vllm"), "'vllm' is no known peer; there are transformers, continuous, ctranslate2"),
         (("peers", "--parts", "steps,all"), "'all' is no known part; there are steps, load"),
         (("offline", "--shape", "bloom"), "'bloom' is no known shape; there are bloom-560m"),
-        (("offline", "--shape", "tiny", "--prompt", "9:3"), "no length range"),
+        (("offline", "--shape", "tiny", "--prompt", "9:3"), "is not a length range"),
         (("step", "--shape", "tiny", "--dtypes", "int8"), "'int8' is no dtype to measure"),
         (("offline", "--timeline", "/no/such/trace.json"), "--timeline /no/such/trace.json is no file in a folder"),
         (("serve", "--address", "h:1", "--compare-schedulers"), "leave --address out"),

@@ -105,7 +105,7 @@ def test_a_worker_that_is_killed(tmp_path, cache) -> None:
 def test_a_worker_that_is_stopped(tmp_path, cache, supervise) -> None:
     flags = ["--compilation-cache", str(cache), *["--supervise"] * supervise]
     with group(tmp_path, flags) as it:
-        cause = r"host 1, stage 1, iteration \d+: nothing was heard of it for"
+        cause = r"host 1, stage 1, iteration \d+: it sent nothing for"
         check(it, kill(it, 1, signal.SIGSTOP), cause, (LOST, KILLED), again=supervise)
         if not supervise:
             assert it.codes() == [ExitCode.LOST, exit_codes.ENGINE_GONE]
@@ -150,7 +150,7 @@ def test_a_stream_of_plans_that_is_cut(tmp_path, cache, way) -> None:
         over = ["--control-port", str(cable.port)]
         flags = ["--compilation-cache", str(cache)]
         with group(tmp_path, flags, coordinator=coordinator, of_host=((), over)) as it:
-            told = {"close": "its control stream ended", "fall_silent": "nothing was heard of it for"}[way]
+            told = {"close": "its control stream ended", "fall_silent": "it sent nothing for"}[way]
             cause = rf"host 1, stage 1, iteration \d+: {told}"
             check(it, getattr(cable, way), cause, (LOST, LOST), again=False)
             assert it.codes() == [ExitCode.LOST, ExitCode.LOST]

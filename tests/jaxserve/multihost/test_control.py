@@ -165,7 +165,7 @@ def test_mutual_tls(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"hosts": 1}, "hosts is 1; several are at least 2"),
+        ({"hosts": 1}, "hosts is 1; it must be at least 2"),
         ({"host": 2}, "host-id is 2; with 2 hosts it must be from 0 to 1"),
         ({"coordinator": "10.0.0.1"}, "coordinator is '10.0.0.1'; it must be HOST:PORT"),
         ({"coordinator": ":9000"}, "coordinator is ':9000'; it must be HOST:PORT"),
@@ -201,7 +201,7 @@ def test_settings_that_hosts_do_not_go_with(config, message) -> None:
 
 def test_a_model_does_not_draft_across_hosts() -> None:
     config = EngineConfig(speculate="a folder")
-    with pytest.raises(ValueError, match="speculate is a folder; with hosts a model does not draft, but ngram can"):
+    with pytest.raises(ValueError, match="speculate is a folder; several hosts support no draft model, only ngram"):
         check_settings(config, place(0, "10.0.0.1:9000", hosts=2))
 
 

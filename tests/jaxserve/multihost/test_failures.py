@@ -58,7 +58,7 @@ def test_a_worker_that_is_stopped(tmp_path) -> None:
     with group(FAKE, [told] * 2, tmp_path) as hosts:
         serving(hosts)
         hosts[1].process.send_signal(signal.SIGSTOP)
-        check_told(hosts, time.monotonic(), "host 1, stage 1", "nothing was heard of it for")
+        check_told(hosts, time.monotonic(), "host 1, stage 1", "it sent nothing for")
         assert hosts[0].code() == ExitCode.LOST
         hosts[1].process.send_signal(signal.SIGCONT)
         assert hosts[1].code() in (ExitCode.LOST, ExitCode.OVERDUE)
@@ -97,7 +97,7 @@ def test_a_worker_whose_own_work_throws(tmp_path) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("how", "told_of"),
-    [("close", "control stream ended"), ("fall_silent", "nothing was heard of it for")],
+    [("close", "control stream ended"), ("fall_silent", "it sent nothing for")],
 )
 def test_a_stream_of_plans_that_is_cut(tmp_path, how, told_of) -> None:
     coordinator = free_ports()

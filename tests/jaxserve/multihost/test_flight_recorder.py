@@ -173,7 +173,7 @@ def test_a_file_is_read_as_it_was_written(ring, tmp_path) -> None:
 def test_a_record_with_settings_of_another_version_is_refused(monkeypatch) -> None:
     monkeypatch.setattr(flight_replay.weights, "fingerprint", lambda path: "f")
     record = pb.Recording(fingerprint="f", settings=json.dumps({"buckets": [4], "warp": 9}))
-    with pytest.raises(ValueError, match="another version of jaxserve: this one has no setting warp"):
+    with pytest.raises(ValueError, match="another version of jaxserve; this one has no setting warp"):
         flight_replay.replay(record, "somewhere", cache=None, progress=lambda *_: None)
 
 
