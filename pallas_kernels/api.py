@@ -1,9 +1,9 @@
 """The contract of ragged paged attention, and the choice of the backend that serves it.
 
-One call serves a mixed batch: every chunk is a run of new tokens of one row (a decode is a run of length 1), its keys
-and values are written to the row's blocks, and each token attends to its row's positions up to its own. Chunks are told
-apart by data (`AttentionBatch`), never by a flag. A backend is one module of this package that exports `BACKEND`; it
-owns the layout of its pool, its legal block sizes, the write and the attention.
+One call serves a mixed batch. Every chunk is a run of new tokens of one row; a decode is a run of length 1. Its keys
+and values are written to the row's blocks, and each token attends to its row's positions up to its own. Chunks are
+distinguished by data (`AttentionBatch`), never by a flag. A backend is one module of this package that exports
+`BACKEND`. It owns the layout of its pool, its legal block sizes, the write and the attention.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from jaxtyping import Float, Float32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
-    """What is static about the attention of one model on one device.
+    """The static part of the attention of one model on one device.
 
     Attributes:
       num_heads: query heads on this device (N).
       num_kv_heads: key and value heads on this device (K); it divides num_heads, and query head n reads key head
         n // (num_heads // num_kv_heads).
       head_dim: D.
-      dtype: of queries, keys, values and outputs; float32 or bfloat16.
-      pool_dtype: of the keys and values held in the pool; int8 stands for `int8.quantize`, whose scales the pool holds
-        beside them.
-      alibi: whether scores carry an ALiBi bias (Press et al., 2022).
-      block_size: slots in a block; 0 while none has been chosen (see `with_blocks`).
-      max_blocks: blocks in a row's table; 0 while none has been chosen.
-      max_rows: rows of a batch at most; 0 while not known.
-      device_kind: what JAX calls the device, for backends that know several; empty where it is not known.
+      dtype: dtype of queries, keys, values and outputs; float32 or bfloat16.
+      pool_dtype: dtype of the keys and values in the pool; int8 stands for `int8.quantize`, whose scales the pool
+        holds too.
+      alibi: whether scores have an ALiBi bias (Press et al., 2022).
+      block_size: slots in a block; 0 before one is chosen (see `with_blocks`).
+      max_blocks: blocks in a row's table; 0 before it is chosen.
+      max_rows: most rows of a batch; 0 if unknown.
+      device_kind: JAX's name of the device, for backends that support several; empty if unknown.
     """
 
     num_heads: int
@@ -69,25 +69,25 @@ class AttentionShape:
         return self.num_heads // self.num_kv_heads
 
     def with_blocks(self, block_size: int, max_context: int) -> AttentionShape:
-        """The same shape with blocks of `block_size` slots and tables that reach `max_context` tokens."""
+        """The same shape with blocks of `block_size` slots and tables for `max_context` tokens."""
         if block_size < 1:
             raise ValueError(f"block_size is {block_size}; it must be at least 1")
         return dataclasses.replace(self, block_size=block_size, max_blocks=-(-max_context // block_size))
 
 
 class AttentionBatch(NamedTuple):
-    """One iteration as the device sees it: C chunks at most over T flat tokens (the bucket).
+    """One iteration as the device sees it: at most C chunks over T flat tokens (the bucket).
 
     Chunks of length 1 come first, then the longer ones (a chunk of length 1 further back is served too), then empty
-    chunks. Rows may share the blocks that none of this iteration's chunks writes. Table entries beyond a row's
-    `kv_lens` are never read; the ones within must name blocks of the pool, and the host checks that before launch.
+    chunks. Rows may share blocks that no chunk of this iteration writes. Table entries beyond a row's `kv_lens` are
+    never read. Those within must name blocks of the pool; the host checks that before launch.
 
     Attributes:
       query_offsets: int32[C+1]. Chunk c's tokens are the flat tokens query_offsets[c]:query_offsets[c+1];
-        query_offsets[C] counts the tokens in use, the rest of T is padding.
+        query_offsets[C] is the number of tokens in use; the rest of T is padding.
       kv_lens: int32[C]. Tokens of the row once this chunk is written (start + length); 0 for an empty chunk.
       block_tables: int32[C, max_blocks]. Block that holds positions [j * block_size, (j + 1) * block_size).
-      token_chunk: int32[T]. Chunk of each flat token; anything in range for padding.
+      token_chunk: int32[T]. Chunk of each flat token; any valid chunk for padding.
       positions: int32[T]. Position of each flat token in its row; 0 for padding.
     """
 
@@ -99,7 +99,7 @@ class AttentionBatch(NamedTuple):
 
 
 class Backend(Protocol):
-    """What a backend module exports as `BACKEND`.
+    """The interface of what a backend module exports as `BACKEND`.
 
     One pool holds the blocks of all layers, layer after layer: donate it and chain it through them. (A pool with an
     axis of layers, scanned as xs/ys, is copied slice by slice.)
@@ -110,38 +110,40 @@ class Backend(Protocol):
 
     @property
     def platforms(self) -> frozenset[str] | None:
-        """JAX platforms it runs on ("cpu", "gpu", "tpu"); None for all of them."""
+        """JAX platforms it runs on ("cpu", "gpu", "tpu"); None for all."""
         ...
 
     def supports(self, shape: AttentionShape) -> str | None:
-        """None if it can serve the shape, else the reason in words."""
+        """None if it can serve the shape, otherwise the reason as text."""
         ...
 
     def default_block_size(self, shape: AttentionShape) -> int:
-        """Slots in a block that it serves fastest; reads no `block_size` or `max_blocks`."""
+        """The fastest block size, in slots; reads no `block_size` or `max_blocks`."""
         ...
 
     def default_pool_dtype(self, dtype: np.dtype, platform: str) -> np.dtype:
-        """What to hold keys and values in, for queries of `dtype`."""
+        """The dtype of keys and values in the pool, for queries of `dtype`."""
         ...
 
     def pool(self, shape: AttentionShape, n_blocks: int) -> Any:
         """Pytree of `ShapeDtypeStruct`: a pool of n_blocks blocks in all.
 
-        It may start out holding anything.
+        Its initial contents may be arbitrary.
 
-        The first axis of every leaf counts blocks (there may be more than asked for), and what a block holds of all its
-        slots lies there: blocks are copied without a backend's help.
+        The first axis of every leaf counts blocks (there may be more than asked for), and holds all of a block's data,
+        so blocks can be copied without the backend.
         """
         ...
 
     def pool_axes(self, shape: AttentionShape) -> Any:
-        """The same pytree with a tuple of names at each leaf: "heads" for the axis that holds key heads, or parts of
-        them, one after another; None for the others."""
+        """The same pytree with a tuple of axis names at each leaf.
+
+        The name "heads" is for the axis that holds key heads, or parts of them, one after another. Others have None.
+        """
         ...
 
     def prepare(self, batch: AttentionBatch, shape: AttentionShape) -> Any:
-        """What all layers of one iteration share: a pytree, computed once inside the step and passed to `attend`."""
+        """What all layers of one iteration share: a pytree, computed once per step for `attend`."""
         ...
 
     def attend(
@@ -157,16 +159,16 @@ class Backend(Protocol):
         scale: float,
         first_block: jax.Array | int = 0,
     ) -> tuple[Float[jax.Array, "T N D"], Any]:
-        """Writes k and v to their slots, then attends causally.
+        """Write k and v to their slots, then attend causally.
 
         Args:
-          q, k, v: of shape.dtype.
-          pool: the blocks of all layers; donated by the step's jit it is updated in place.
+          q, k, v: arrays of shape.dtype.
+          pool: the blocks of all layers. If the step's jit donates it, it is updated in place.
           meta: what `prepare` returned for this iteration.
           slopes: ALiBi slopes, if shape.alibi; the bias of a score is slopes[n] * key position, up to a
             constant per query.
           scale: factor of the scores, typically head_dim ** -0.5.
-          first_block: where this layer's blocks begin: block tables count from it.
+          first_block: first block of this layer: block tables count from it.
 
         Returns:
           (out of shape.dtype, pool). Rows of out that belong to padding are zeros.
@@ -189,23 +191,23 @@ _MODULES: Mapping[str, str] = {
 
 
 def backend_names() -> tuple[str, ...]:
-    """Names that `select` takes besides `auto`."""
+    """Names that `select` accepts besides `auto`."""
     return tuple(_MODULES)
 
 
 def load(name: str) -> Backend:
-    """The backend called `name`; ValueError naming the known ones if there is none."""
+    """The backend called `name`. ValueError, with the known names, if there is none."""
     if name not in _MODULES:
         raise ValueError(f"attention backend {name!r} is not known; it must be auto or one of {', '.join(_MODULES)}")
     return importlib.import_module(_MODULES[name]).BACKEND
 
 
 def select(name: str, shape: AttentionShape, platform: str) -> Selection:
-    """Picks the backend that serves `shape` on `platform`, and says why.
+    """Pick the backend that serves `shape` on `platform`, and say why.
 
     Args:
-      name: a backend's name, or `auto` for the first of the table that can serve.
-      shape: block_size may still be 0; ask again with the size chosen if a backend is to judge it.
+      name: a backend's name, or `auto` for the first in the table that can serve.
+      shape: block_size may still be 0; call again with the chosen size to have the backend check it.
       platform: "cpu", "gpu" or "tpu" (`jax.default_backend()`).
 
     Raises:

@@ -1,10 +1,10 @@
-"""Times attention kernels and whole steps on this device, against what it could reach.
+"""Times attention kernels and whole steps on this device, as shares of its ceilings.
 
     python -m pallas_kernels.bench [--small] [--out DIR]
 
-First comes what the ratios refer to: the bandwidth of a copy and the rate of a bfloat16 matmul, both measured. Every
-kernel is checked against the oracle before it is timed. Steps and the choice of tokens are the engine's
-(benchmarks.roofline), timed in a process of their own, before this one takes the device.
+The ceilings come first: the bandwidth of a copy and the rate of a bfloat16 matmul, both measured. Every kernel is
+checked against the oracle before it is timed. The steps and the sampler are the engine's (benchmarks.roofline); a
+separate process times them, before this one takes the device.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from pallas_kernels import api, oracle
 from pallas_kernels.api import AttentionBatch, AttentionShape, Backend
 
 SAMPLES = 7
-# Shares of the measured ceilings that are asked for on an H200 (of bandwidth from 32 rows x 2,048 tokens on).
+# Targets on an H200 as shares of the measured ceilings (of bandwidth from 32 rows x 2,048 tokens on).
 DECODE_TARGET, PREFILL_TARGET, STEP_TARGET = 0.85, 0.60, 0.85
-_BYTES_AT_ONCE = 2**32  # of several layers' keys and values, so that a layer's are not in a cache
+_BYTES_AT_ONCE = 2**32  # keys and values of several layers, so that no layer's are in a cache
 _MOST_LAYERS = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelCase:
-    """One timed kernel call: rows that all add `new` tokens to a context.
+    """One timed kernel call: each row adds `new` tokens to a context.
 
     Attributes:
-      context: tokens of a row once they are added.
+      context: tokens of a row after they are added.
     """
 
     rows: int
@@ -78,7 +78,7 @@ class KernelCase:
 
     @property
     def flops(self) -> int:
-        """Of both products, for the pairs of query and key that causality leaves."""
+        """Operations of both products, for the pairs of query and key that causality leaves."""
         pairs = self.rows * (self.new * (self.context - self.new) + self.new * (self.new + 1) // 2)
         return 4 * self.heads * self.head_dim * pairs
 
@@ -89,7 +89,7 @@ CASES = [
     KernelCase(rows=32, context=2048, heads=16, head_dim=64),
     *[KernelCase(rows=1, context=n, new=n) for n in (1024, 2048, 4096, 8192)],
 ]
-WRITE_CASE = KernelCase(rows=128, context=1)  # next to nothing to read
+WRITE_CASE = KernelCase(rows=128, context=1)  # hardly anything to read
 SMALL_CASES = [
     KernelCase(rows=2, context=64, heads=2, head_dim=64),
     KernelCase(rows=1, context=48, new=48, heads=2, head_dim=64),
@@ -98,7 +98,7 @@ SMALL_WRITE_CASE = KernelCase(rows=4, context=1, heads=2, head_dim=64)
 
 
 def seconds(call: Callable[[], Any], calls: int) -> float:
-    """Median seconds of a call, of several runs of as many launched one after another; warm."""
+    """Median seconds of a call, over several runs of `calls` calls in a row; warm."""
     jax.block_until_ready(call())
     samples = []
     for _ in range(SAMPLES):
@@ -109,21 +109,21 @@ def seconds(call: Callable[[], Any], calls: int) -> float:
 
 
 def copy_bandwidth(nbytes: int) -> float:
-    """Bytes a second, read and written together."""
+    """Bytes per second, read and written together."""
     x = jnp.zeros(nbytes // 4, jnp.float32)
     copy = jax.jit(lambda x: x + 1)
     return 2 * x.nbytes / seconds(lambda: copy(x), 4)
 
 
 def matmul_rate(size: int) -> float:
-    """Operations a second of a square bfloat16 matmul of random numbers, summed in float32."""
+    """Operations per second of a square bfloat16 matmul of random numbers, summed in float32."""
     a, b = (jax.random.normal(jax.random.key(i), (size, size), jnp.bfloat16) for i in range(2))
     multiply = jax.jit(lambda a, b: jnp.dot(a, b, preferred_element_type=jnp.bfloat16))
     return 2 * size**3 / seconds(lambda: multiply(a, b), 4)
 
 
 def make_batch(case: KernelCase, shape: AttentionShape) -> AttentionBatch:
-    """All rows at their context, blocks dealt out at random."""
+    """All rows at their context, with blocks in random order."""
     rows, tokens = case.rows, case.rows * case.new
     blocks = np.random.default_rng(0).permutation(rows * shape.max_blocks).astype(np.int32)
     flat = np.arange(tokens, dtype=np.int32)
@@ -163,7 +163,7 @@ def time_case(case: KernelCase, backend: Backend) -> float:
 
 
 def check(case: KernelCase, backend: Backend) -> float:
-    """The largest difference from the oracle of a prompt and then a decode of each row."""
+    """The largest difference from the oracle, over a prompt and then a decode of each row."""
     shape, rng = case.shape(backend), np.random.default_rng(1)
     rows, first = case.rows, case.context - 1
     pool = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), backend.pool(shape, rows * shape.max_blocks))
@@ -191,25 +191,25 @@ def check(case: KernelCase, backend: Backend) -> float:
 
 
 def checked(cases: Sequence[KernelCase], backend: Backend) -> float:
-    """Checks small versions of cases; ValueError for one that is off by more than rounding to eight bits explains."""
+    """Check small versions of cases. ValueError if one differs by more than int8 rounding."""
     worst = 0.0
     for case in {dataclasses.replace(case, rows=3, context=150, new=1) for case in cases}:
         off = check(case, backend)
         if off > (0.1 if case.pool_dtype == "int8" else 0.03):
-            raise ValueError(f"{case.name}: off by {off:.3g} from the oracle; nothing was timed")
+            raise ValueError(f"{case.name}: differs from the oracle by {off:.3g}; nothing was timed")
         worst = max(worst, off)
     return worst
 
 
 def engine_steps(small: bool) -> dict[str, Any]:
-    """What benchmarks.roofline measures, in a process of its own."""
+    """Run benchmarks.roofline in a separate process."""
     command = [sys.executable, "-m", "benchmarks.roofline", *(["--small"] if small else [])]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def lines(result: dict[str, Any]) -> list[str]:
-    """The result as a table."""
+    """The result as lines of a table."""
     bandwidth, rate = result["copy bytes/s"], result["matmul flop/s"]
     told = [
         f"{result['device']}, {result['date']}, jax {result['jax']}, attention by {result['backend']}",
@@ -240,7 +240,7 @@ def lines(result: dict[str, Any]) -> list[str]:
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    """Draws what share of its ceiling each kernel and step reaches."""
+    """Plot the share of its ceiling that each kernel and step reaches."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -261,7 +261,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
 
 
 def measure(small: bool) -> dict[str, Any]:
-    """Everything, the steps first."""
+    """Measure everything, the steps first."""
     found = engine_steps(small)
     platform = jax.default_backend()
     cases = [*(SMALL_CASES if small else CASES), SMALL_WRITE_CASE if small else WRITE_CASE]

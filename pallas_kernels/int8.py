@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Float32, Int8
 
-_STEP = np.float32(1 / 127)  # a factor, as compilers would make a division by 127 one or not
+_STEP = np.float32(1 / 127)  # a factor, because compilers may or may not turn a division by 127 into one
 
 
 def quantize(x: Float[jax.Array, "*N D"]) -> tuple[Int8[jax.Array, "*N D"], Float32[jax.Array, "*N"]]:
-    """Rounds vectors to eight bits.
+    """Round vectors to int8.
 
     Returns:
       (values, scales): x is about values * scales; the largest entry of a vector becomes 127. A vector of zeros has
@@ -28,5 +28,5 @@ def quantize(x: Float[jax.Array, "*N D"]) -> tuple[Int8[jax.Array, "*N D"], Floa
 
 
 def dequantize(values: Int8[jax.Array, "*N D"], scales: Float32[jax.Array, "*N"]) -> Float32[jax.Array, "*N D"]:
-    """What `quantize` stands for."""
+    """The vectors that `quantize` rounded."""
     return values.astype(jnp.float32) * scales[..., None]

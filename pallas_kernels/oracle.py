@@ -1,4 +1,4 @@
-"""The judge: ragged attention in NumPy and float64, written to be read, not to be fast."""
+"""The reference: ragged attention in NumPy and float64, written for clarity, not speed."""
 
 from __future__ import annotations
 

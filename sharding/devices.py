@@ -1,15 +1,15 @@
-"""What devices can do, and sets of them by name: `v5p:2x2x4`, `a100-80g:2x8`, `h200:8`.
+"""Device specifications, and topologies by name: `v5p:2x2x4`, `a100-80g:2x8`, `h200:8`.
 
 No jax.
 
-Peaks are the makers' figures for dense arithmetic, per JAX device, links counted in one direction. Sources:
+Peaks are the makers' figures for dense arithmetic, per JAX device; links count in one direction. Sources:
 
 * TPU: the pages "TPU v4", "TPU v5e", "TPU v5p", "TPU v6e" and "TPU7x" of docs.cloud.google.com/tpu/docs. They give
   the inter-chip interconnect (ICI) in both directions and over all ports; here it is halved. Float32 at full precision
-  takes six bfloat16 passes. A TPU7x chip is two devices, each half of it; the link between them is six ICI links wide.
+  takes six bfloat16 passes. A TPU7x chip is two devices; the link between its two halves is six ICI links wide.
 * GPU: NVIDIA's datasheets of A100 SXM (40 and 80 GB), H100 SXM and H200 SXM; memory as their drivers report it. NVLink
   is 600 GB/s (A100) and 900 GB/s (H100, H200) in both directions. Float32 is without TF32. Between machines there is
-  one network card a GPU, of 200 Gb/s (A100) or 400 Gb/s, as in DGX machines and in Orca's (OSDI'22, section 6).
+  one network card per GPU, of 200 Gb/s (A100) or 400 Gb/s, as in DGX machines and in Orca's (OSDI'22, section 6).
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _F32_PASSES = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """One JAX device.
+    """The specification of one JAX device.
 
     Attributes:
-      flops: peak operations a second by dtype: bfloat16, float32, int8. A multiply-add is two.
-      memory: bytes.
-      bandwidth: bytes a second of that memory.
-      link: bytes a second that one link carries in one direction (TPU: an ICI port; GPU: all of NVLink).
-      network: bytes a second to other machines; 0 where links reach everywhere (a TPU slice).
-      dimensions: of the topology: 2 or 3 for a torus of chips, 2 for machines x GPUs.
+      flops: peak operations per second by dtype: bfloat16, float32, int8. A multiply-add is two.
+      memory: bytes of memory.
+      bandwidth: bytes per second of that memory.
+      link: bytes per second that one link carries in one direction (TPU: an ICI port; GPU: all of NVLink).
+      network: bytes per second to other machines; 0 if links reach everywhere (a TPU slice).
+      dimensions: dimensions of the topology: 2 or 3 for a torus of chips, 2 for machines x GPUs.
       chip_devices: devices of a chip.
-      ring: chips along an axis from which on its ends are joined.
+      ring: fewest chips along an axis whose ends are joined.
     """
 
     name: str
@@ -54,7 +54,10 @@ class Device:
 def _tpu(
     name: str, *, bf16: float, int8: float, memory: float, bandwidth: float, ici: float, torus: int, devices: int = 1
 ) -> Device:
-    """Tera-operations a second, GiB, and GB a second, each of a chip; `ici` in both directions over all ports."""
+    """A TPU from tera-operations per second, GiB and GB per second of a chip.
+
+    `ici` counts both directions over all ports.
+    """
     ports = 2 * torus
     return Device(
         name=name,
@@ -74,7 +77,10 @@ def _tpu(
 
 
 def _gpu(name: str, *, bf16: float, f32: float, memory: float, bandwidth: float, nvlink: float, nic: float) -> Device:
-    """Tera-operations a second, GiB, and GB a second; `nvlink` in both directions, `nic` in one."""
+    """A GPU from tera-operations per second, GiB and GB per second.
+
+    `nvlink` counts both directions, `nic` one.
+    """
     return Device(
         name=name,
         platform="gpu",
@@ -103,10 +109,10 @@ DEVICES: Mapping[str, Device] = {device.name: device for device in _DEVICES}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
-    """A set of like devices.
+    """A set of equal devices.
 
     Attributes:
-      shape: of a TPU, chips along each axis of the torus; of GPUs, (machines, GPUs of each).
+      shape: for TPUs, chips along each axis of the torus; for GPUs, (machines, GPUs of each).
     """
 
     device: Device
@@ -118,15 +124,15 @@ class Topology:
 
     @property
     def num_devices(self) -> int:
-        """JAX devices."""
+        """Number of JAX devices."""
         return math.prod(self.shape) * self.device.chip_devices
 
     def group_bandwidth(self, size: int) -> float:
-        """Bytes a second that each of a group of neighbours can send to the others in a collective over all of them.
+        """Bytes per second that each device of a group can send in a collective over the group.
 
-        The group is the first `size` devices in the order that jax lists them (the first axis runs fastest). On a torus
-        every axis the group spans adds a link, or two if the axis is a closed ring. GPUs of several machines are held
-        up by the cards that join those.
+        The group is the first `size` devices in jax's order (the first axis runs fastest). On a torus, every axis that
+        the group spans adds a link, or two if the axis is a closed ring. A group of GPUs in several machines is limited
+        by their network cards.
         """
         device = self.device
         if device.platform == "gpu":
@@ -143,7 +149,7 @@ class Topology:
         return max(links, 1) * device.link
 
     def hop_bandwidth(self, size: int) -> float:
-        """Bytes a second from a device to the one `size` places further, its like in the next stage."""
+        """Bytes per second from a device to its counterpart in the next stage, `size` devices on."""
         device = self.device
         if device.platform == "gpu" and self.shape[0] > 1 and size * 2 > self.shape[-1]:
             return device.network
@@ -154,7 +160,7 @@ def parse(text: str) -> Topology:
     """The topology that `v5p:2x2x4`, `a100-80g:2x8` or `h200:8` names.
 
     Raises:
-      ValueError: no such device, with the near miss, or a shape that it does not come in.
+      ValueError: there is no such device (the message has the nearest name), or it does not come in that shape.
     """
     name, _, sizes = text.lower().partition(":")
     if name not in DEVICES:

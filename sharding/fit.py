@@ -7,17 +7,17 @@ from typing import Protocol
 
 from sharding.spec import pattern
 
-_NAMED = 3  # parameters that an error names
+_NAMED = 3  # most parameters that an error names
 
 
 class Held(Protocol):
     """A parameter as each device holds it.
 
     Attributes:
-      name: layers.3.qkv.kernel.
+      name: full name, such as layers.3.qkv.kernel.
       axes: logical name of each axis.
-      nbytes: on each device.
-      whole: whether that is all of it.
+      nbytes: bytes on each device.
+      whole: whether each device holds all of it.
     """
 
     @property
@@ -31,14 +31,14 @@ class Held(Protocol):
 
 
 def check_weights(parameters: Iterable[Held], free: int, device: str) -> None:
-    """Refuses weights that are more than a device has room for.
+    """Refuse weights that do not fit on a device.
 
     Args:
       free: bytes of a device that weights may take.
-      device: what to call one.
+      device: name of the device in messages.
 
     Raises:
-      ValueError: they take more; where most of it is held whole by every device, the message says what that is.
+      ValueError: the weights take more. If every device holds most of that whole, the message names the parameters.
     """
     held = list(parameters)
     total = sum(each.nbytes for each in held)

@@ -1,4 +1,4 @@
-"""The devices of a model as meshes: one for each stage of each replica."""
+"""The meshes of a model: one for each stage of each replica."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 
 def make_mesh(tensor: int = 1, devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh with the one axis "tensor", over the first devices.
+    """A mesh with one axis, "tensor", over the first devices.
 
     The axis is of type Auto: the compiler places the collectives (two all-reduces a layer), and the models stay free of
     annotations.
 
     Raises:
-      ValueError: there are fewer devices.
+      ValueError: there are not enough devices.
     """
     have = jax.devices() if devices is None else devices
     if not 1 <= tensor <= len(have):
@@ -28,10 +28,10 @@ def make_mesh(tensor: int = 1, devices: Sequence[Any] | None = None) -> Mesh:
 def make_meshes(
     tensor: int, stages: int, replicas: int = 1, devices: Sequence[Any] | None = None
 ) -> tuple[tuple[Mesh, ...], ...]:
-    """For each replica a mesh of `tensor` devices for each stage, each over the devices that follow the one's before.
+    """The meshes of each replica: `tensor` devices for each stage, in order.
 
     Raises:
-      ValueError: there are fewer devices.
+      ValueError: there are not enough devices.
     """
     have = list(jax.devices() if devices is None else devices)
     wanted = tensor * stages * replicas
@@ -46,5 +46,5 @@ def make_meshes(
 
 
 def abstract(tensor: int) -> AbstractMesh:
-    """The mesh of a stage of `tensor` devices that need not exist: enough to lay arrays over them."""
+    """The mesh of a stage of `tensor` devices that need not exist; enough for array layouts."""
     return AbstractMesh((tensor,), ("tensor",), axis_types=(AxisType.Auto,))

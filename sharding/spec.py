@@ -1,4 +1,4 @@
-"""Which mesh axis each logical axis of an array is split over, as a value."""
+"""Sharding specs as values: which mesh axis each logical axis of an array is split over."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from typing import Any, Literal, Protocol
 
 from jax.sharding import PartitionSpec
 
-Rules = Mapping[str, str | None]  # logical axis -> mesh axis, or None where every device holds the axis whole
+Rules = Mapping[str, str | None]  # logical axis -> mesh axis, or None if every device holds the whole axis
 Section = Literal["parameters", "activations", "pool"]
 
-ACTIVATION_AXES = ("tokens", "embed")  # of the hidden states between the layers
+ACTIVATION_AXES = ("tokens", "embed")  # axes of the hidden states between the layers
 POOL_AXES = ("heads",)
-PADDABLE = ("heads", "vocab", "ffn")  # of these, more can be held than the model has and the answers stay the same
+PADDABLE = ("heads", "vocab", "ffn")  # these can be padded without a change of the answers
 
-_LISTED = 1024  # mesh sizes up to which an error lists what would divide
+_LISTED = 1024  # largest mesh size that an error lists
 
 
 class MeshLike(Protocol):
-    """What a mesh is asked for: a Mesh, an AbstractMesh, or anything that knows its axes' sizes."""
+    """A Mesh, an AbstractMesh, or anything else that knows its axes' sizes."""
 
     @property
     def shape(self) -> Any: ...  # Mapping[str, int]; type checkers take a Mesh's cached_property for nothing narrower
@@ -38,16 +38,16 @@ class MeshLike(Protocol):
 class ShardingSpec:
     """Logical axis -> mesh axis, or None for an axis that every device holds whole.
 
-    Models name the axes of their parameters ("heads", "ffn", ...); this says what becomes of each name. To try another
-    sharding, change an entry.
+    Models name the axes of their parameters ("heads", "ffn", ...); the spec maps each name to a mesh axis. To try
+    another sharding, change an entry.
 
     Attributes:
-      rules: of the parameters' axes, and of whatever the sections below do not name.
+      rules: rules for the parameters' axes, and for all axes that the sections below do not name.
       parameters: exceptions: a glob over parameter names (`layers.*.qkv.bias`) -> rules. The last glob that matches and
         names an axis wins.
-      activations: of the hidden states between the layers; where no axis is named the compiler decides.
-      pool: of the pool of keys and values; an axis that is not named follows `rules`.
-      pad: logical axes (of PADDABLE) that may be held in a size rounded up to what divides; see `padded`.
+      activations: rules for the hidden states between the layers; without any, the compiler decides.
+      pool: rules for the pool of keys and values; other axes follow `rules`.
+      pad: logical axes (of PADDABLE) whose size may be rounded up until it divides; see `padded`.
     """
 
     rules: Rules
@@ -70,16 +70,16 @@ class ShardingSpec:
 
         Args:
           axes: logical name of each of the array's axes; None for one that is never split.
-          shape: its sizes.
-          mesh: the devices; axes of the mesh that no rule names hold copies.
-          name: what errors call the array, and what the exceptions' globs are matched with.
-          counts: how many things a logical axis holds where its size is a multiple of that (heads, of which each takes
-            several columns): those are never cut.
-          section: what kind of array it is.
+          shape: the array's sizes.
+          mesh: the devices; mesh axes without a rule hold copies.
+          name: name of the array in errors, matched with the globs of the exceptions.
+          counts: number of units on a logical axis whose units must not be cut (a head takes several columns, for
+            example).
+          section: the kind of array.
 
         Raises:
-          ValueError: a logical axis without a rule, a rule that names no axis of the mesh, two axes of the array on one
-            mesh axis, or a size that does not divide.
+          ValueError: a logical axis has no rule, a rule names no axis of the mesh, two axes of the array are on one
+            mesh axis, or a size does not divide.
         """
         assert len(axes) == len(shape), f"{name} has axes {axes} and shape {shape}"
         rules = self.rules_for(name, section)
@@ -114,7 +114,7 @@ class ShardingSpec:
         return rules
 
     def padded(self, counts: Mapping[str, int], mesh_shape: Mapping[str, int]) -> dict[str, int]:
-        """The counts of a model's logical axes, those in `pad` rounded up to what every rule for them divides."""
+        """The counts of a model's logical axes, with those in `pad` rounded up until they divide."""
         sections = (self.rules, self.pool, *self.parameters.values())
 
         def round_up(axis: str, count: int) -> int:
@@ -125,7 +125,7 @@ class ShardingSpec:
         return {axis: round_up(axis, count) if axis in self.pad else count for axis, count in counts.items()}
 
     def check_names(self, mesh: MeshLike, parameters: Mapping[str, tuple[str, ...]]) -> None:
-        """Raises ValueError, with the near miss, for a name in any section that means nothing here.
+        """Raise ValueError, with the nearest name, if a section has an unknown name.
 
         Args:
           mesh: the devices.
@@ -163,7 +163,7 @@ class ShardingSpec:
 
 
 def read(path: str | Path, base: ShardingSpec) -> ShardingSpec:
-    """A base spec with what a TOML file changes of it. "none" stands for an axis that is not split.
+    """Read a TOML file of changes to a base spec. "none" stands for an axis that is not split.
 
         [axes]                              # the parameters
         vocab = "none"
@@ -177,8 +177,8 @@ def read(path: str | Path, base: ShardingSpec) -> ShardingSpec:
         heads = true
 
     Raises:
-      ValueError: the file cannot be read, or says something that means nothing; the message has the near miss. Mesh
-        axes and globs are checked where mesh and model are known: `ShardingSpec.check_names`.
+      ValueError: the file cannot be read, or has an unknown name; the message has the nearest one. Mesh axes and globs
+        are checked later, when mesh and model are known: `ShardingSpec.check_names`.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -186,7 +186,7 @@ def read(path: str | Path, base: ShardingSpec) -> ShardingSpec:
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is no TOML: {error}") from None
+        raise ValueError(f"{path} is not TOML: {error}") from None
     known = ("axes", "parameters", "activations", "pool", "pad")
     for section in entries:
         if section not in known:
@@ -221,7 +221,7 @@ def _table(path: str | Path, title: str, table: Any, axes: Iterable[str]) -> lis
         raise ValueError(f"{path}: {title} is {table!r}; write a section [{title}]")
     for axis in table:
         if axis not in axes:
-            raise ValueError(f"{path}: [{title}] names logical axis {axis!r}, which there is not{_instead(axis, axes)}")
+            raise ValueError(f"{path}: [{title}] names unknown logical axis {axis!r}{_instead(axis, axes)}")
     return list(table.items())
 
 
@@ -238,7 +238,7 @@ def _no_mesh_axis(logical: str, target: str, mesh: MeshLike) -> str:
 
 
 def _uneven(logical: str, count: int, target: str, parts: int, padded: bool) -> str:
-    """What to say of a size that does not divide, and what would."""
+    """The error for a size that does not divide, and sizes that would."""
     fits = [str(size) for size in range(1, min(count, _LISTED) + 1) if count % size == 0]
     message = (
         f"axis {logical!r} of size {count} does not divide over mesh axis {target!r} of size {parts}; "
@@ -251,7 +251,7 @@ def _uneven(logical: str, count: int, target: str, parts: int, padded: bool) -> 
 
 
 def pattern(name: str) -> str:
-    """A parameter's name with `*` for the layer: the glob of all of its kind."""
+    """A parameter's name with `*` for the layer: the glob of its counterparts in all layers."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 

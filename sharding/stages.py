@@ -1,4 +1,4 @@
-"""Which layers each stage of a pipeline owns."""
+"""Splits the layers of a model over pipeline stages."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ def split(num_layers: int, stages: int = 1, layers_per_stage: Sequence[int] | No
     """The layers of each stage, in order.
 
     Args:
-      layers_per_stage: how many each stage owns; as even as can be where None, the first ones taking what is left over
-        because the last one has the head.
+      layers_per_stage: layers of each stage; None splits as evenly as possible, with the remainder in the first
+        stages, because the last one has the head.
 
     Raises:
       ValueError: a stage would have no layer, or the counts do not add up.
@@ -19,8 +19,8 @@ def split(num_layers: int, stages: int = 1, layers_per_stage: Sequence[int] | No
     if layers_per_stage is None:
         if not 1 <= stages <= num_layers:
             raise ValueError(
-                f"stages is {stages}; it must be at least 1 and at most {num_layers}, the number of layers, for each "
-                "stage to have one"
+                f"stages is {stages}; it must be at least 1 and at most {num_layers}, the number of layers, so that "
+                "each stage has one"
             )
         each, more = divmod(num_layers, stages)
         counts = [each + (stage < more) for stage in range(stages)]
@@ -28,11 +28,9 @@ def split(num_layers: int, stages: int = 1, layers_per_stage: Sequence[int] | No
         counts = list(layers_per_stage)
         listed = ",".join(map(str, counts))
         if len(counts) != stages:
-            raise ValueError(f"layers_per_stage is {listed}, which are {len(counts)} stages; stages is {stages}")
+            raise ValueError(f"layers_per_stage is {listed}, which is {len(counts)} stages; stages is {stages}")
         if min(counts) < 1:
             raise ValueError(f"layers_per_stage is {listed}; stage {counts.index(min(counts))} has no layer")
         if sum(counts) != num_layers:
-            raise ValueError(
-                f"layers_per_stage is {listed}, which are {sum(counts)} layers; the model has {num_layers}"
-            )
+            raise ValueError(f"layers_per_stage is {listed}, which is {sum(counts)} layers; the model has {num_layers}")
     return tuple(range(start, stop) for start, stop in pairwise(accumulate(counts, initial=0)))

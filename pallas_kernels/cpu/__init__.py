@@ -1,7 +1,8 @@
-"""Ragged attention for CPUs, native: one call of XLA's (`attention.cc`) writes the new keys and values and attends.
+"""Native ragged attention for CPUs: one XLA custom call writes keys and values and attends.
 
-The pool is that of the plain-JAX backend. The call is compiled on first use, by the C++ compiler found here and for
-the CPU found here, and kept (`build.py`); without a compiler the backend serves nothing and says why.
+The call is in `attention.cc`. The pool is that of the plain-JAX backend. The call is compiled on first use with the
+local C++ compiler for the local CPU, and cached (`build.py`). Without a compiler the backend supports nothing and says
+why.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Compiles the native CPU kernels, caches them in the user's folder, and registers them with XLA."""
+"""Compiles the native CPU kernels, caches them per user, and registers them with XLA."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SYMBOLS = {
 }
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-shared", "-fPIC")
-# Levels of the x86-64 ABI, each with what it adds, as Linux names that; the last is one more step of our own.
+# Levels of the x86-64 ABI and the CPU flags that each adds, in Linux's names; the last level is our own.
 _LEVELS = {
     "x86-64": set(),
     "x86-64-v3": {"avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"},
@@ -39,7 +39,7 @@ _outcome: list[str | None] = []
 
 
 def refusal() -> str | None:
-    """Compiles, loads and registers the calls, once in a process; why that cannot be, in words, or None."""
+    """Compile, load and register the calls, once per process. Returns why that failed, or None."""
     with _lock:
         if not _outcome:
             _outcome.append(_load())
@@ -57,13 +57,13 @@ def _load() -> str | None:
 
 
 def cache_folder() -> Path:
-    """Where what was compiled is kept."""
+    """The folder that keeps compiled libraries."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxserve" / "native"
 
 
 @functools.cache
 def level() -> str:
-    """The instructions that the CPU here has: a level of the x86-64 ABI, or the name of another kind of machine."""
+    """The local CPU's level of the x86-64 ABI, or the name of another kind of machine."""
     machine = platform.machine()
     if machine not in ("x86_64", "AMD64"):
         return machine
@@ -81,7 +81,7 @@ def level() -> str:
 
 
 def _options(level: str) -> list[str]:
-    """What tells the compiler of a level."""
+    """The compiler options for a level."""
     if level not in _LEVELS:
         return []
     base = level.removesuffix("-bf16")
@@ -89,10 +89,10 @@ def _options(level: str) -> list[str]:
 
 
 def compiled(folder: Path) -> Path:
-    """The library for the CPU here, compiled if the folder does not hold it yet.
+    """The library for the local CPU; compiles it if the folder does not have it.
 
-    Its name carries the CPU's level, and all that it was made of: a folder may be shared by machines and by versions.
-    Any number of processes may ask at once; each sees it whole or not at all.
+    Its name contains the CPU's level and a hash of its sources, so machines and versions can share a folder. Several
+    processes may call this at once; each sees the whole library or none.
 
     Raises:
       ValueError: there is no compiler, or it fails.

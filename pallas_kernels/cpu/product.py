@@ -15,10 +15,10 @@ from jaxtyping import Float, Float32
 
 from pallas_kernels.cpu import build
 
-_LANES = 16  # rows are packed in as many, or in fewer, for the product of many
+_LANES = 16  # most rows that are packed together for the product of many rows
 
-# (x [T, in], kernel [out, in]) -> float32[T, out], in the place of XLA's product; None of so many rows that XLA's is
-# faster.
+# (x [T, in], kernel [out, in]) -> float32[T, out], in place of XLA's product; None if XLA's is faster for that many
+# rows.
 NativeProduct = Callable[[jax.Array, jax.Array], jax.Array | None]
 
 

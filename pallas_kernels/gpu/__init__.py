@@ -1,11 +1,11 @@
-"""Ragged attention for GPUs, in Pallas as Triton lowers it: one backend for A100 (sm_80), H100 and H200 (sm_90).
+"""Ragged attention for GPUs, in Pallas with Triton: A100 (sm_80), H100 and H200 (sm_90).
 
-A layer is a few kernels on grids of fixed size, whose programs leave at once where there is no work for them: new keys
-and values go to their slots; then every query that is computed alone (decodes) is a program for each head and part of
-its context, which reads the pool once and straight into registers; longer chunks go in tiles of queries over tensor
-cores (FlashAttention-2, Dao, 2023). Parts of a context are put together at the end (Flash-Decoding, Dao et al., 2023);
-how many there are depends on nothing but static sizes, and where they meet on nothing but the row's own length.
-Softmax is online (Milakov and Gimelshein, 2018) and to the base 2.
+A layer is a few kernels on grids of fixed size; programs without work return at once. First, new keys and values are
+written to their slots. Every query that is computed alone (a decode) is one program for each head and part of its
+context, which reads the pool once, straight into registers. Longer chunks are computed in tiles of queries on tensor
+cores (FlashAttention-2, Dao, 2023). Parts of a context are combined at the end (Flash-Decoding, Dao et al., 2023).
+Their number depends only on static sizes, and their bounds only on the row's own length. Softmax is online (Milakov
+and Gimelshein, 2018) and to base 2.
 """
 
 from __future__ import annotations
@@ -41,20 +41,22 @@ from pallas_kernels.gpu.kernels import (
     write_kernel,
 )
 
-# Programs that keep every processor reading: some eight on each of an H200's 132.
+# Enough programs to keep every processor reading: about eight on each of an H200's 132.
 _PROGRAMS = 1024
-# Slots of a part of a context at least, while there are more programs than that, and at most.
+# Fewest slots of a part of a context while there are more programs than that, and most slots.
 _LEAST_PART, _MOST_PART = 128, 4096
 _BFLOAT16, _INT8 = np.dtype(jnp.bfloat16), np.dtype(np.int8)
 _DTYPES = (np.dtype(np.float32), _BFLOAT16)
 
 
 class GpuMetadata(NamedTuple):
-    """Attributes:
-    slots: int32[T, 2] block and slot in it that each token is written to; block -1 for padding.
-    decodes / prompts: int32[n, 4] queries that one program computes together: first flat token, how many (0 for
-      none), position of the last, chunk.
-    tables: int32[C, max_blocks].
+    """The work of an iteration, which all layers share.
+
+    Attributes:
+      slots: int32[T, 2]. Block and slot in it that each token is written to; block -1 for padding.
+      decodes / prompts: int32[n, 4]. Queries that one program computes together: first flat token, number (0 for
+        none), position of the last, chunk.
+      tables: int32[C, max_blocks].
     """
 
     slots: jax.Array
@@ -65,8 +67,10 @@ class GpuMetadata(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuBackend:
-    """Attributes:
-    interpret: run the kernels in Pallas's interpreter, which works on a CPU.
+    """The GPU backend.
+
+    Attributes:
+      interpret: run the kernels in Pallas's interpreter, which works on a CPU.
     """
 
     interpret: bool = False
@@ -95,7 +99,7 @@ class GpuBackend:
     def pool(self, shape: AttentionShape, n_blocks: int) -> GpuPool:
         block = (shape.num_kv_heads, shape.block_size, shape.head_dim)
         if shape.pool_dtype == _INT8:
-            # Offsets have 32 bits, with a sign, in arrays of up to 2**32 bytes.
+            # Offsets are signed 32-bit numbers in arrays of up to 2**32 bytes.
             numbers = n_blocks * math.prod(block)
             if 2**31 < numbers <= 2**32:
                 n_blocks = 2**32 // math.prod(block) + 1
@@ -115,7 +119,7 @@ class GpuBackend:
             column = jnp.minimum(batch.positions // shape.block_size, shape.max_blocks - 1)
             block = jnp.where(in_use, batch.block_tables[batch.token_chunk, column], -1)
             slots = jnp.stack([block, batch.positions % shape.block_size], axis=1)
-            if n_tokens <= n_chunks:  # no more tiles than tokens to be saved: each token goes alone
+            if n_tokens <= n_chunks:  # tiles would save no programs, so each token is computed alone
                 decodes = _items(jnp.arange(n_tokens), in_use, batch.positions, batch.token_chunk)
                 return GpuMetadata(slots, decodes, None, batch.block_tables)
             single = jnp.diff(batch.query_offsets) == 1
@@ -144,7 +148,7 @@ class GpuBackend:
 BACKEND = GpuBackend()
 
 
-# What is to be done, as lists: once an iteration.
+# Lists of work, made once per iteration.
 
 
 def _items(start: jax.Array, count: jax.Array, last: jax.Array, chunk: jax.Array) -> Int32[jax.Array, "n 4"]:
@@ -152,7 +156,7 @@ def _items(start: jax.Array, count: jax.Array, last: jax.Array, chunk: jax.Array
 
 
 def _prompt_items(batch: AttentionBatch, shape: AttentionShape) -> Int32[jax.Array, "n 4"]:
-    """Tiles of all chunks longer than one; later ones first, since their contexts are longer."""
+    """Tiles of all chunks longer than one; later ones first, because their contexts are longer."""
     n_tokens, n_chunks = batch.positions.shape[0], batch.kv_lens.shape[0]
     size = _prompt_tiling(shape, n_tokens).rows // shape.group
     lengths = jnp.diff(batch.query_offsets)
@@ -171,7 +175,7 @@ def _prompt_items(batch: AttentionBatch, shape: AttentionShape) -> Int32[jax.Arr
 
 def _prompt_tiling(shape: AttentionShape, n_tokens: int) -> Tiling:
     wide = width(shape)
-    if is_exact(shape):  # no tensor cores: threads hold whole rows of a product, 64 of them would not fit
+    if is_exact(shape):  # no tensor cores: threads hold whole rows of a product, and 64 of them would not fit
         most, slots, warps, stages = 32 if wide < 128 else 16, 32 if wide <= 128 else 16, 8, 1
     else:
         most, slots, warps, stages = 128, 64 if wide <= 128 else 32, 8, 2
@@ -180,7 +184,7 @@ def _prompt_tiling(shape: AttentionShape, n_tokens: int) -> Tiling:
 
 
 def _decode_tiling(shape: AttentionShape) -> Tiling:
-    """Of the queries of one token that share a key head."""
+    """The tiling for queries of one token that share a key head."""
     if shape.group == 1:
         return Tiling(1, max(LANE_NUMBERS // width(shape), 1), 4, 1)
     rows, wide = max(power_of_two(shape.group), LEAST_DOT), width(shape) > 128
@@ -188,7 +192,7 @@ def _decode_tiling(shape: AttentionShape) -> Tiling:
 
 
 def _n_parts(items: int, shape: AttentionShape) -> int:
-    """Into how many parts the contexts of decodes are split."""
+    """The number of parts that contexts of decodes are split into."""
     context = shape.max_blocks * shape.block_size
     wanted = min(_PROGRAMS // (items * shape.num_kv_heads), context // _LEAST_PART)
     return power_of_two(max(wanted, -(-context // _MOST_PART), 1))
@@ -251,11 +255,11 @@ def _call(
     *,
     interpret: bool,
 ) -> tuple[Any, Any]:
-    """Runs kernel(*inputs, its own view of changed, changed, new) and returns (changed, new).
+    """Run kernel(*inputs, its own view of changed, changed, new) and return (changed, new).
 
     Args:
       changed: arrays that are updated in place.
-      new: shapes of arrays that start out holding anything.
+      new: shapes of output arrays; their initial contents are arbitrary.
     """
     before = len(jax.tree.leaves(inputs))
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), changed)
@@ -270,7 +274,7 @@ def _call(
 
 
 def _stored(k: jax.Array, v: jax.Array, shape: AttentionShape) -> GpuPool:
-    """Keys and values as the pool holds them: [T, K, D], and scales [T, K]."""
+    """Keys and values in the pool's layout: [T, K, D], and scales [T, K]."""
     if shape.pool_dtype == _INT8:
         (keys, key_scales), (values, value_scales) = int8.quantize(k), int8.quantize(v)
         return GpuPool(keys, values, key_scales, value_scales)

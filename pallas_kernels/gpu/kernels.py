@@ -1,4 +1,4 @@
-"""What runs on the device.
+"""The Pallas kernels of the GPU backend.
 
 A program of a grid is one call of a kernel; refs are whole arrays.
 """
@@ -18,10 +18,10 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.api import AttentionShape
 
-# Numbers of a tile of keys that a program of a decode holds in registers, with as many values and sums.
+# Numbers of a tile of keys that a program of a decode holds in registers, with equally many values and sums.
 LANE_NUMBERS = 4096
 LEAST_DOT = 16  # rows, columns and depth of a product
-_LOWEST = -1e30  # stands for minus infinity where a difference of two of them must not be NaN
+_LOWEST = -1e30  # replaces minus infinity where a difference of two of them must not be NaN
 _LOG2_E = math.log2(math.e)
 
 
@@ -38,7 +38,7 @@ class GpuPool(NamedTuple):
 
 
 class Context(NamedTuple):
-    """What the queries of a layer attend to."""
+    """The pool, block tables and slopes of a layer."""
 
     pool: GpuPool
     tables: Any  # int32[C, max_blocks]
@@ -47,8 +47,10 @@ class Context(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """Softmax over parts of contexts, [items, parts, ...]: sums of weighted values, the scores' maximum (to the base
-    2) and the weights' sum."""
+    """Softmax over parts of contexts, [items, parts, ...].
+
+    Sums of weighted values, the scores' maximum (to base 2) and the sum of the weights.
+    """
 
     acc: Any  # float32[items, parts, N, D]
     maximum: Any  # float32[items, parts, N]
@@ -56,7 +58,7 @@ class Parts(NamedTuple):
 
 
 class Tiling(NamedTuple):
-    """How a product kernel divides its work: rows (queries times heads of a group) and slots of a tile."""
+    """A kernel's division of work: rows (queries times heads of a group) and slots of a tile."""
 
     rows: int
     slots: int
@@ -65,17 +67,17 @@ class Tiling(NamedTuple):
 
 
 def power_of_two(n: int) -> int:
-    """The power of two from n on."""
+    """The smallest power of two that is at least n."""
     return 1 << (n - 1).bit_length()
 
 
 def width(shape: AttentionShape) -> int:
-    """D as tiles have it."""
+    """The width of a tile for head_dim D."""
     return max(power_of_two(shape.head_dim), LEAST_DOT)
 
 
 def is_exact(shape: AttentionShape) -> bool:
-    """Whether products must be of float32: tensor cores would round its operands."""
+    """Whether products must be in float32: tensor cores would round its operands."""
     return shape.dtype == np.float32 or shape.pool_dtype == np.float32
 
 
@@ -85,7 +87,7 @@ def is_exact(shape: AttentionShape) -> bool:
 def write_kernel(
     stored: GpuPool, slots: Any, first_block: Any, _: GpuPool, pool: GpuPool, out: Any, *, shape: AttentionShape
 ):
-    """One token: its keys and values, or zeros in the place of its output if it is padding."""
+    """Write one token's keys and values; for padding, write zeros into its output."""
     token = pl.program_id(0)
     block, slot = slots[token, 0], slots[token, 1]
     dims = jnp.arange(width(shape))
@@ -129,7 +131,7 @@ def _grid(
 
 
 class _Part(NamedTuple):
-    """What one program computes: queries start to start + n_queries of a chunk, over some tiles of its context."""
+    """The part of one program: queries start to start + n_queries, over some context tiles."""
 
     start: jax.Array
     n_queries: jax.Array
@@ -150,7 +152,7 @@ def _part(items: Any, item: jax.Array, which: jax.Array | int, n_parts: jax.Arra
 class _Tile(NamedTuple):
     """Some slots of a context.
 
-    What lies behind the last query is zeros: a slot nobody wrote may hold NaN, and 0 * NaN is NaN.
+    Slots after the last query are zeros: an unwritten slot may hold NaN, and 0 * NaN is NaN.
     """
 
     position: jax.Array  # int32[slots]
@@ -198,10 +200,10 @@ def lanes_kernel(
     shape: AttentionShape,
     scale: float,
 ):
-    """One query of one head.
+    """Attention of one query of one head.
 
-    Each slot of a tile is a softmax of its own, over every slots-th position, so that threads exchange no more than
-    their shares of a score until the end.
+    Each slot of a tile has its own softmax, over every slots-th position, so that threads exchange only their shares of
+    a score until the end.
     """
     item, head, which = (pl.program_id(i) for i in range(3))
     part = _part(items, item, which, pl.num_programs(2), tiling.slots)
@@ -264,7 +266,7 @@ def tile_kernel(
     shape: AttentionShape,
     scale: float,
 ):
-    """Some queries of one chunk with all heads that share a key head: a tile's rows."""
+    """Attention of some queries of one chunk with all heads that share a key head."""
     item, head, which = (pl.program_id(i) for i in range(3))
     part = _part(items, item, which, pl.num_programs(2), tiling.slots)
     dtype, precision = (jnp.float32, lax.Precision.HIGHEST) if is_exact(shape) else (jnp.bfloat16, None)
@@ -307,7 +309,7 @@ def tile_kernel(
             acc = acc / jnp.where(total > 0, total, 1)[:, None]
             plgpu.store(out.at[tokens, all_heads, dims], acc.astype(out.dtype), mask=inside)
         else:
-            heads = head * shape.group + row  # of one query: the interpreter wants places that differ, masked or not
+            heads = head * shape.group + row  # of one query: the interpreter needs distinct indices, masked or not
             all_heads = jnp.broadcast_to(heads[:, None], dims.shape)
             plgpu.store(parts.acc.at[item, which, all_heads, dims], acc, mask=inside)
             plgpu.store(parts.maximum.at[item, which, heads], maximum, mask=row < n_rows)
@@ -315,7 +317,7 @@ def tile_kernel(
 
 
 def combine_kernel(parts: Parts, items: Any, _: Any, out: Any, __: None, *, tiling: Tiling, shape: AttentionShape):
-    """The parts of one query of one head."""
+    """Combine the parts of one query of one head."""
     item, head = pl.program_id(0), pl.program_id(1)
     n_parts = parts.total.shape[1]
     part = _part(items, item, 0, n_parts, tiling.slots)
@@ -324,7 +326,7 @@ def combine_kernel(parts: Parts, items: Any, _: Any, out: Any, __: None, *, tili
     def _combine() -> None:
         which = jnp.arange(n_parts)
         tiles = lax.div(part.last, tiling.slots) + 1
-        used = which * part.end_tile < tiles  # the first part's tiles are as many as any other's
+        used = which * part.end_tile < tiles  # the first part has as many tiles as any other
         maximum = plgpu.load(parts.maximum.at[item, which, head], mask=used, other=_LOWEST)
         total = plgpu.load(parts.total.at[item, which, head], mask=used, other=0)
         share = jnp.exp2(maximum - jnp.max(maximum, axis=0))

@@ -1,7 +1,7 @@
-"""Ragged attention on TPUs: Mosaic kernels over a pool whose blocks are operands of matmuls as they lie.
+"""Ragged attention on TPUs: Mosaic kernels over a pool of blocks that are matmul operands.
 
-Leading chunks of length 1 (decodes) are served by one kernel that writes their tokens on the way (`decodes`), all
-others by two (`writes`, then `prompts`). What each kernel does is told by data: one without work costs its launch.
+One kernel serves leading chunks of length 1 (decodes) and writes their tokens (`decodes`). Two others serve all other
+chunks (`writes`, then `prompts`). The work of each kernel is data: a kernel without work costs only its launch.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from pallas_kernels.tpu.layout import (
     slot_tile,
 )
 
-_MOST_SLOTS = 128  # of a block, by default
-# Bytes of block tables that scalar memory takes: compiled for all five generations, where v5e refuses 1 MiB.
+_MOST_SLOTS = 128  # slots of a block by default
+# Bytes of block tables that fit scalar memory: compiled for all five generations; v5e refuses 1 MiB.
 _MOST_TABLES = 960 * 1024
 
 
 class TpuMetadata(NamedTuple):
-    """What all layers share; see the kernels for what they read in it."""
+    """Arrays that all layers share; the kernels say what they read of them."""
 
     decode_bounds: jax.Array  # int32[2 * cores + 1]
     prompt_bounds: jax.Array  # int32[4]
-    offsets: jax.Array  # int32[C + 2]: kernels look one chunk past the last, which is empty
+    offsets: jax.Array  # int32[C + 2]: kernels read one chunk past the last, which is empty
     kv_lens: jax.Array  # int32[C + 1]
     tables: jax.Array  # int32[C * max_blocks]
     tile_chunks: jax.Array  # int32[2 * tiles]
@@ -48,11 +48,11 @@ class TpuMetadata(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TpuBackend:
-    """The backend.
+    """The TPU backend.
 
     Attributes:
-      cut: how to cut the work; None for what is best known for the shape.
-      interpret: `pltpu.InterpretParams` where there is no TPU to run on.
+      cut: tile sizes; None for the best known ones of the shape.
+      interpret: `pltpu.InterpretParams` if there is no TPU.
     """
 
     cut: Cut | None = None
@@ -129,7 +129,7 @@ class TpuBackend:
         static: dict[str, Any] = {"shape": shape, "interpret": self.interpret}
         with jax.named_scope("attention_write"):
             new = _new(k, v, shape)
-            if n_tokens > 1:  # a bucket of one token holds no longer chunk
+            if n_tokens > 1:  # a bucket of one token has no longer chunks
                 around = _with_room(new, shape)
                 pool = writes.write(around, pool, meta.prompt_bounds, meta.offsets, *walk, **static)
         with jax.named_scope("attention_attend"):
@@ -186,11 +186,14 @@ def _prepare(batch: AttentionBatch, shape: AttentionShape, cut: Cut) -> TpuMetad
     )
 
 
-# Arranging queries, keys and values as the kernels read them.
+# Arrange queries, keys and values as the kernels read them.
 
 
 def _new(k: jax.Array, v: jax.Array, shape: AttentionShape) -> TpuPool:
-    """Keys and values of the flat tokens: [2, T, K, D] as the pool holds them, and their scales [2, T, K]."""
+    """Keys and values of the flat tokens, in the pool's layout.
+
+    The shapes are [2, T, K, D], and [2, T, K] for their scales.
+    """
     kv = jnp.stack([k, v])
     if shape.pool_dtype == INT8:
         return TpuPool(*int8.quantize(kv))
@@ -221,7 +224,7 @@ def _by_head(out: jax.Array, shape: AttentionShape) -> jax.Array:
 
 
 def _with_room(new: TpuPool, shape: AttentionShape) -> TpuPool:
-    """As `writes.write` reads them."""
+    """New keys and values, padded as `writes.write` reads them."""
     size, n_tokens = shape.block_size, new.kv.shape[1]
     tile = slot_tile(shape.pool_dtype)
     length = round_up(size + n_tokens + size + tile, tile)

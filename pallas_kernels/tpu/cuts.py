@@ -12,9 +12,9 @@ from typing import NamedTuple
 from pallas_kernels.api import AttentionShape
 from pallas_kernels.tpu.layout import lanes_of, round_up, slot_tile
 
-# Keys and values on their way to a kernel, twice: a kernel has 16 MiB for these and for what it works in.
+# Keys and values in transit to a kernel, twice: a kernel has 16 MiB for these and its scratch memory.
 BUFFER_BYTES = 7 * 2**20
-# Devices whose chip has two cores that a program divides its work over; on others, a lone core does all.
+# Devices whose chip has two cores that share a program's work; on others one core does all of it.
 _TWO_CORES = ("TPU v4", "TPU v5", "TPU v5p")
 
 
@@ -22,8 +22,8 @@ class Cut(NamedTuple):
     """Sizes of the kernels' steps.
 
     Attributes:
-      units / unit_slots: pieces of rows that a step of the decode kernel takes, and the slots of each.
-      tile / tile_slots: flat tokens that share a step of the prompt kernel, and the slots that it visits.
+      units / unit_slots: pieces of rows in one step of the decode kernel, and the slots of each.
+      tile / tile_slots: flat tokens in one step of the prompt kernel, and the slots that it visits.
     """
 
     units: int
@@ -33,7 +33,7 @@ class Cut(NamedTuple):
 
 
 class Key(NamedTuple):
-    """What the best sizes depend on: the device as JAX names it, and what it reads for a slot."""
+    """What the best sizes depend on: JAX's name of the device, and what it reads per slot."""
 
     device_kind: str
     head_dim: int
@@ -42,7 +42,7 @@ class Key(NamedTuple):
     pool_dtype: str
 
 
-# Empty until there was a TPU to measure on.
+# Empty until a TPU was available for measurements.
 MEASURED: Mapping[Key, Cut] = {}
 
 
@@ -51,12 +51,12 @@ def key(shape: AttentionShape) -> Key:
 
 
 def cut(shape: AttentionShape, n_tokens: int) -> Cut:
-    """The sizes for a bucket of so many tokens."""
+    """The sizes for a bucket of `n_tokens` tokens."""
     return fitted(MEASURED.get(key(shape), _by_rule(shape)), shape, n_tokens)
 
 
 def fitted(wanted: Cut, shape: AttentionShape, n_tokens: int) -> Cut:
-    """The same in whole blocks, with tiles no larger than the bucket."""
+    """The same sizes in whole blocks, with tiles no larger than the bucket."""
     size = shape.block_size
     return Cut(
         units=wanted.units,
@@ -67,14 +67,14 @@ def fitted(wanted: Cut, shape: AttentionShape, n_tokens: int) -> Cut:
 
 
 def _by_rule(shape: AttentionShape) -> Cut:
-    """As many bytes in flight as there is room for, four units at most; matmuls of 256 rows."""
+    """As many bytes in flight as fit, at most four units; matmuls of 256 rows."""
     room = BUFFER_BYTES // (2 * slot_bytes(shape))  # slots of a step that fit in
     slots = max(shape.block_size, min(128, room))
     return Cut(max(1, min(4, room // slots)), slots, max(16, 256 // shape.group // 16 * 16), 256)
 
 
 def candidates(shape: AttentionShape) -> Iterator[Cut]:
-    """What is worth timing; some may ask for more memory than the device has, and do not compile."""
+    """The cuts to time; some may need more memory than the device has, and do not compile."""
     sizes = itertools.product((1, 2, 4, 8), (64, 128, 256, 512), (64, 128, 256, 512), (128, 256, 512, 1024))
     seen: set[Cut] = set()
     for units, slots, tile, tile_slots in sizes:
@@ -90,11 +90,11 @@ def slot_bytes(shape: AttentionShape) -> int:
 
 
 def largest_block(shape: AttentionShape) -> int:
-    """Slots of a block that the kernels have room for; none if fewer than memory holds together."""
+    """Most slots in a block that the kernels can hold; 0 if fewer than one memory tile."""
     tile = slot_tile(shape.pool_dtype)
     return BUFFER_BYTES // (2 * slot_bytes(shape)) // tile * tile
 
 
 def cores(shape: AttentionShape) -> int:
-    """Among how many cores the kernels divide their work."""
+    """The number of cores that share the kernels' work."""
     return 2 if shape.device_kind in _TWO_CORES else 1

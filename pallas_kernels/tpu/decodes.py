@@ -1,9 +1,9 @@
-"""The Mosaic kernel for chunks of length 1: writes each row's token to its slot and attends to the row's blocks.
+"""The Mosaic kernel for chunks of length 1: writes each row's token, then attends.
 
-The rows' contexts are cut into units of so many slots and walked as one sequence, row after row, `units` of them at a
-time: their blocks are fetched while the ones before are computed, so the queue of copies is as deep for many short
-rows as for one long one. The units of an iteration are summed up on their own, chains of matmuls that the compiler
-interleaves, and then merged into their rows' running softmax in order: a row's result does not depend on its company.
+The rows' contexts are cut into units of equal size and visited as one sequence, row after row, `units` of them at a
+time. Their blocks are fetched while the ones before are computed, so the queue of copies is as deep for many short rows
+as for one long one. The units of a step are summed up separately, in chains of matmuls that the compiler interleaves,
+and are then merged into their rows' running softmax in order. So a row's result does not depend on the other rows.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ from pallas_kernels.tpu.layout import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadGroup:
-    """Key heads whose queries share a matmul, as rows that are zero outside their own head's lanes.
+    """Key heads whose queries share a matmul.
+
+    Its rows are zero outside their own head's lanes.
 
     Row j * heads + h of a group holds query head j of those that share key head first + h.
     """
@@ -52,7 +54,7 @@ class HeadGroup:
 
 
 def head_groups(shape: AttentionShape) -> tuple[HeadGroup, ...]:
-    """As few heads as fill the sublanes of a register, and whole lane tiles."""
+    """Groups of as few heads as fill the sublanes of a register, and whole lane tiles."""
     packed, all_heads = packed_heads(shape.head_dim), shape.num_kv_heads
     heads = min(all_heads, packed * math.ceil(max(1, SUBLANES // shape.group) / packed))
     rows = round_up(heads * shape.group, SUBLANES)
@@ -65,7 +67,10 @@ def head_groups(shape: AttentionShape) -> tuple[HeadGroup, ...]:
 
 
 def slopes_of_rows(slopes: jax.Array, shape: AttentionShape) -> jax.Array:
-    """ALiBi slopes [N] as the groups have their rows: float32[groups, rows, 128], the same in all lanes."""
+    """ALiBi slopes [N] in the order of the groups' rows.
+
+    The result is float32[groups, rows, 128], equal in all lanes.
+    """
     groups = head_groups(shape)
     one = groups[0]
     by_head = slopes.astype(jnp.float32).reshape(shape.num_kv_heads, shape.group)
@@ -76,18 +81,18 @@ def slopes_of_rows(slopes: jax.Array, shape: AttentionShape) -> jax.Array:
 
 
 class _DecodeScratch(NamedTuple):
-    """What a core works in; `units` places, or twice as many, for what comes in and goes out."""
+    """Scratch memory of a core; `units` buffers, or twice as many, for inputs and outputs."""
 
     blocks: TpuPool  # [2, units, 2, slots, lanes] and [2, units, slots / block_size, 2, scale_rows, block_size]
     new: TpuPool  # [units, 2, slot_tile, lanes] and [units, 2, scale_rows, block_size]
     rows: Any  # [2 * units, ...]
     out: Any  # [units, group, lanes]
-    maximum: Any  # [groups, rows, 128], the same in all lanes; likewise the sum
+    maximum: Any  # [groups, rows, 128], equal in all lanes; the sum too
     total: Any
     acc: Any  # [groups, rows, lanes of a group]
     block_sems: Any  # [2, units]
     row_sems: Any  # [2 * units]
-    out_sems: Any  # [units]; likewise the other
+    out_sems: Any  # [units]; the other too
     new_sems: Any
 
 
@@ -124,7 +129,7 @@ class _DecodeKernel:
         blocks, operand = slots // size, operand_dtype(shape)
 
         def after(row, step):
-            """The unit after this one; past the last row it stays there."""
+            """The unit after this one; past the last row, the same one."""
             ends = (step + 1) * slots >= kv_lens[row]
             return jnp.where(ends, jnp.minimum(row + 1, high), row), jnp.where(ends, 0, step + 1)
 
@@ -132,7 +137,7 @@ class _DecodeKernel:
             return tables[row * shape.max_blocks + column] + first_block[0]
 
         def each_copy(side, row, step, unit, act):
-            """Lets `act` have every copy that brings a unit in."""
+            """Call `act` with every copy that fetches a unit."""
 
             @pl.when((row < high) & (step == 0))
             def _():
@@ -157,7 +162,7 @@ class _DecodeKernel:
             return row, step
 
         def of_ring(row, act):
-            """Lets `act` have every copy that takes a row's results out."""
+            """Call `act` with every copy that stores a row's results."""
             ring = lax.rem(row - low, units)
             act(pltpu.make_async_copy(out_buf.at[ring], out.at[row], scratch.out_sems.at[ring]))
             of_new(row, act)
@@ -173,7 +178,7 @@ class _DecodeKernel:
                 act(pltpu.make_async_copy(new_scale_buf.at[ring], pool.scales.at[block], scratch.new_sems.at[ring]))
 
         def add_token(side, row, step, unit):
-            """Puts the row's token into its slot, here and in the pool, and zeros in place of values after it."""
+            """Put the row's token into its slot, here and in the pool; zero the values after it."""
             ring = lax.rem(row - low, units)
             slot = kv_lens[row] - 1 - step * slots
             first = pl.multiple_of(slot - lax.rem(slot, tile), tile)
@@ -183,7 +188,7 @@ class _DecodeKernel:
                 held = kv_buf[side, unit, half, pl.ds(first, tile)].astype(jnp.float32)
                 new = jnp.where(index == slot, token[group + half : group + half + 1], held)
                 if half == 1:
-                    new = jnp.where(index > slot, 0.0, new)  # nobody wrote them: they may be NaN, and 0 * NaN is NaN
+                    new = jnp.where(index > slot, 0.0, new)  # unwritten slots may be NaN, and 0 * NaN is NaN
                 new = new.astype(kv_buf.dtype)
                 kv_buf[side, unit, half, pl.ds(first, tile)] = new
                 new_buf[ring, half] = new
@@ -198,7 +203,7 @@ class _DecodeKernel:
             of_new(row, lambda copy: copy.start())
 
         def query(row, place, masks):
-            """A group's queries, a head a row (`HeadGroup`)."""
+            """The queries of a group, one row per head (`HeadGroup`)."""
             token = row_buf[lax.rem(row - low, 2 * units)]
             lanes = slice(place.start, place.start + place.lanes)
             q = jnp.zeros((place.rows, place.lanes), jnp.float32)
@@ -207,7 +212,7 @@ class _DecodeKernel:
             return q.astype(operand)
 
         def summed(side, row, step, unit, which, masks):
-            """Maximum, sum and weighted values of a unit by itself."""
+            """Maximum, sum and weighted values of one unit."""
             place = groups[which]
             lanes = pl.ds(place.start, place.lanes)
             keys = kv_buf[side, unit, 0, :, lanes].astype(operand)
@@ -228,7 +233,7 @@ class _DecodeKernel:
             return most, sums, dot(weights.astype(operand), values)
 
         def merge(step, which, most, sums, new):
-            """Adds a unit to its row's softmax; the first one begins it."""
+            """Merge a unit into its row's softmax; the first unit starts it."""
             lanes = groups[which].lanes
             began = step > 0
             old = jnp.where(began, maximum[which][:, :1], LOWEST)
@@ -240,7 +245,7 @@ class _DecodeKernel:
             acc[which, :, :lanes] = jnp.where(began, acc[which, :, :lanes] * shrink, 0.0) + new * grow
 
         def finish(row, masks):
-            """Sends a row's result out: of each of a group's rows, the lanes of its head."""
+            """Store a row's result: of each row of a group, the lanes of its head."""
             ring = lax.rem(row - low, units)
             for which, place in enumerate(groups):
                 result = acc[which, :, : place.lanes] / total[which][:, :1]
@@ -309,7 +314,7 @@ class _DecodeKernel:
         return masks
 
     def _scales_of_rows(self, scale_buf: Any, side: jax.Array, unit: int, half: int, place: HeadGroup) -> jax.Array:
-        """The scales of a unit's slots, for each row those of its head: float32[rows, slots]."""
+        """The scales of a unit's slots for each row's head: float32[rows, slots]."""
         blocks = self.slots // self.shape.block_size
         heads = slice(place.first, min(place.first + place.heads, scale_buf.shape[-2]))
         by_head = jnp.concatenate([scale_buf[side, unit, b, half, heads] for b in range(blocks)], axis=1)
@@ -321,13 +326,13 @@ class _DecodeKernel:
         return scales
 
     def _add_scales(self, scale_buf, new_scale_buf, token, side, unit, ring, slot) -> None:
-        """Puts the scales of a row's token to those of its block, here and where they go out from."""
+        """Store the scales of a row's token in its block, here and in the output buffer."""
         size = self.shape.block_size
         block, inside = lax.div(slot, size), lax.rem(slot, size)
         rows, lanes = scale_buf.shape[-2], token.shape[1]
         head = lax.broadcasted_iota(jnp.int32, (rows, lanes), 0)
         lane = lax.broadcasted_iota(jnp.int32, (rows, lanes), 1)
-        first = lane == head * self.shape.head_dim  # of a head's lanes, which all hold its scale
+        first = lane == head * self.shape.head_dim  # one of a head's lanes; all hold its scale
         for half in range(2):
             given = token[self.shape.group + 2 + half : self.shape.group + 3 + half]
             column = jnp.sum(jnp.where(first, given, 0.0), axis=1, keepdims=True)
@@ -354,18 +359,18 @@ def attend(
     slots: int,
     interpret: Any,
 ) -> tuple[jax.Array, TpuPool]:
-    """Writes and attends.
+    """Write and attend.
 
     Args:
       rows: float32[C, group + 2 or + 4, lanes]. Queries, key and value of each row's token; their scales, if any,
         repeated along the lanes of their head.
-      bounds: int32[2 * cores + 1]. Rows from which on each core works, the end, and the units of each.
-      kv_lens: int32[C + 1]. The last is never a row's.
+      bounds: int32[2 * cores + 1]. First row of each core, the end, and the number of units of each core.
+      kv_lens: int32[C + 1]. The last entry belongs to no row.
       tables: int32[C * max_blocks].
       slopes: ALiBi slopes [N], if shape.alibi.
 
     Returns:
-      (float32[C, group, lanes], pool); rows past the last decode hold anything.
+      (float32[C, group, lanes], pool); rows past the last decode hold arbitrary values.
     """
     n_chunks, lanes, size, dtype = rows.shape[0], lanes_of(shape), shape.block_size, shape.pool_dtype
     groups = head_groups(shape)

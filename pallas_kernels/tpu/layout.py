@@ -1,4 +1,4 @@
-"""How the Mosaic kernels hold keys and values, and the arithmetic that they share."""
+"""The layout of keys and values for the Mosaic kernels, and the arithmetic they share."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from jax import lax
 from pallas_kernels.api import AttentionShape
 
 LANES, SUBLANES = 128, 8
-# Stands for minus infinity where a difference of two of them must not be NaN.
+# Replaces minus infinity where a difference of two of them must not be NaN.
 LOWEST = -1e30
 BFLOAT16, INT8 = np.dtype(jnp.bfloat16), np.dtype(np.int8)
 
 
 class TpuPool(NamedTuple):
-    """Arrays, their `ShapeDtypeStruct`, or the names of their axes.
+    """Keys and values: arrays, their `ShapeDtypeStruct`, or the names of their axes.
 
-    A slot is a row of a matmul's operand: its key heads, or its value heads, lie side by side along the lanes. Scales
-    belong to int8 (`int8.quantize`), a row a head, and are None otherwise.
+    A slot is a row of a matmul operand: its key heads, or its value heads, lie side by side along the lanes. Scales
+    belong to int8 (`int8.quantize`), one row per head, and are None otherwise.
     """
 
     kv: Any  # [n_blocks, 2, block_size, lanes]
@@ -39,12 +39,12 @@ def lanes_of(shape: AttentionShape) -> int:
 
 
 def scale_rows(shape: AttentionShape) -> int:
-    """Rows of a block's scales: a key head each, and zeros up to whole registers."""
+    """Rows of a block's scales: one per key head, and zeros up to whole registers."""
     return round_up(shape.num_kv_heads, SUBLANES)
 
 
 def slot_tile(dtype: np.dtype) -> int:
-    """Slots that memory holds together: copies begin and end between two of them."""
+    """Slots in one memory tile: copies begin and end at multiples of it."""
     return SUBLANES * 4 // dtype.itemsize
 
 
@@ -54,7 +54,7 @@ def packed_heads(head_dim: int) -> int:
 
 
 def operand_dtype(shape: AttentionShape) -> np.dtype:
-    """What matmuls read: products of bfloat16 and of int8 are exact in bfloat16 operands."""
+    """The dtype of matmul operands: products of bfloat16 and of int8 are exact in bfloat16."""
     return BFLOAT16 if shape.dtype == BFLOAT16 and shape.pool_dtype in (BFLOAT16, INT8) else np.dtype(np.float32)
 
 

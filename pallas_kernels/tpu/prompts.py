@@ -1,8 +1,8 @@
-"""The Mosaic kernel that attends for chunks longer than 1, whose tokens are in the pool (`writes`).
+"""The Mosaic kernel that attends for chunks longer than 1, after `writes`.
 
 Queries are taken in tiles of the flat tokens, whatever chunks they belong to, so that no copy begins inside a register.
-A tile is served one key head at a time, and for each the chunks in it one after another: their rows are picked out of
-the tile's result at the end. Copies run one step ahead of the sums, across steps, chunks, heads and tiles.
+For each tile the kernel loops over key heads, and for each head over the chunks in the tile; at the end it picks their
+rows out of the tile's result. Copies run one step ahead of the sums, across steps, chunks, heads and tiles.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from pallas_kernels.tpu.layout import (
 
 
 def window(shape: AttentionShape) -> int:
-    """Lanes that hold all of a head wherever it begins, in whole lane tiles."""
+    """Lanes of a window that holds all of a head wherever it begins, in whole lane tiles."""
     dim = shape.head_dim
     starts = range(0, shape.num_kv_heads * dim, dim)
     widest = max(round_up(start + dim, LANES) - start // LANES * LANES for start in starts)
@@ -41,21 +41,21 @@ def window(shape: AttentionShape) -> int:
 
 
 def out_lanes(shape: AttentionShape) -> int:
-    """Lanes of a head by itself."""
+    """Lanes of one head."""
     return round_up(shape.head_dim, LANES)
 
 
 class _PromptScratch(NamedTuple):
-    """What a core works in: two places for what comes in and goes out; a head's queries and its softmax."""
+    """Scratch memory of a core: two buffers for inputs and outputs; a head's queries, softmax."""
 
     blocks: TpuPool  # [2, 2, slots, window] and [2, slots / block_size, 2, scale_rows, block_size]
-    queries: Any  # [2, group, tile, out_lanes]; likewise the results
+    queries: Any  # [2, group, tile, out_lanes]; the results too
     out: Any
     query: Any  # [rows, window]
-    maximum: Any  # [rows, 128], the same in all lanes; likewise the sum
+    maximum: Any  # [rows, 128], equal in all lanes; the sum too
     total: Any
     acc: Any  # [rows, window]
-    block_sems: Any  # [2]; likewise the others
+    block_sems: Any  # [2]; the others too
     query_sems: Any
     out_sems: Any
 
@@ -95,18 +95,18 @@ class _PromptKernel:
         end_tile = jnp.where(n_tokens > n_decodes, end_tile, 0)
 
         def lane_of(head):
-            """Where the window begins that holds a head."""
+            """The first lane of the window that holds a head."""
             aligned = lax.div(head * dim, LANES) * LANES
             return pl.multiple_of(jnp.minimum(aligned, lanes_of(shape) - lanes), LANES)
 
         def part_of(at, chunk):
-            """A chunk's tokens in a tile: [begin, end) there, and the position of the last."""
+            """A chunk's tokens in a tile: [begin, end) in it, and the position of the last."""
             begin = jnp.maximum(offsets[chunk] - at * tile, 0)
             end = jnp.minimum(offsets[chunk + 1], (at + 1) * tile)
             return begin, end - at * tile, kv_lens[chunk] - 1 - (offsets[chunk + 1] - end)
 
         def after(at, head, chunk, step):
-            """The step after this one: the next blocks, or chunk, or head, or tile."""
+            """The next step: the next blocks, chunk, head or tile."""
             more_steps = (step + 1) * slots <= part_of(at, chunk)[2]
             more_chunks = chunk < tile_chunks[2 * at + 1]
             more_heads = head + 1 < heads
@@ -118,7 +118,7 @@ class _PromptKernel:
             return next_at, next_head, next_chunk, jnp.where(more_steps, step + 1, 0)
 
         def each_copy(side, at, head, chunk, step, act):
-            """Lets `act` have every copy that brings a step's blocks in."""
+            """Call `act` with every copy that fetches the blocks of a step."""
             last = part_of(at, chunk)[2]
             for b in range(blocks):
                 column = step * blocks + b
@@ -140,7 +140,7 @@ class _PromptKernel:
             return pltpu.make_async_copy(out_buf.at[side], out.at[head, :, place], scratch.out_sems.at[side])
 
         def begin_chunk(turn, head):
-            """The head's queries, moved to its lanes of the window; an empty softmax."""
+            """Move the head's queries to its lanes of the window; empty the softmax."""
             queries = q_buf[lax.rem(turn, 2)].astype(jnp.float32).reshape(rows, out_lanes(shape))
             if lanes > out_lanes(shape):
                 queries = jnp.concatenate([queries, jnp.zeros((rows, lanes - out_lanes(shape)), jnp.float32)], axis=1)
@@ -150,7 +150,7 @@ class _PromptKernel:
             acc[...] = jnp.zeros(acc.shape, jnp.float32)
 
         def positions(at, chunk):
-            """Of each row's token, -1 outside the chunk: int32[rows, 1]."""
+            """Position of each row's token, -1 outside the chunk: int32[rows, 1]."""
             begin, end, last = part_of(at, chunk)
             token = lax.broadcasted_iota(jnp.int32, (group, tile, 1), 1).reshape(rows, 1)
             return jnp.where((token >= begin) & (token < end), last - (end - 1 - token), -1)
@@ -158,7 +158,7 @@ class _PromptKernel:
         def add_step(side, at, head, chunk, step):
             last = part_of(at, chunk)[2]
             keys, values = kv_buf[side, 0].astype(operand), kv_buf[side, 1]
-            # A slot that nobody wrote may hold NaN, and 0 * NaN is NaN.
+            # An unwritten slot may hold NaN, and 0 * NaN is NaN.
             slot = lax.broadcasted_iota(jnp.int32, values.shape, 0) + step * slots
             values = jnp.where(slot <= last, values.astype(jnp.float32), 0.0).astype(operand)
             scores = dot(query[...], keys, transposed=True) * self.scale  # [rows, slots]
@@ -181,7 +181,7 @@ class _PromptKernel:
             acc[...] = acc[...] * shrink + dot(weights.astype(operand), values)
 
         def end_chunk(turn, at, head, chunk):
-            """Puts the chunk's rows among the tile's."""
+            """Store the chunk's rows in the tile's result."""
             side, sums = lax.rem(turn, 2), total[:, :1]
             result = acc[...] / jnp.where(sums > 0, sums, 1.0)
             result = _turn(result, lane_of(head) - head * dim, dim)[:, : out_lanes(shape)]
@@ -209,7 +209,7 @@ class _PromptKernel:
 
             @pl.when(first_chunk & (step == 0) & (turn >= 2))
             def _():
-                of_results(lax.rem(turn, 2), at, head).wait()  # of the turn before last, as large
+                of_results(lax.rem(turn, 2), at, head).wait()  # of the turn before last, of equal size
 
             @pl.when(step == 0)
             def _():
@@ -247,7 +247,7 @@ class _PromptKernel:
         return jnp.concatenate([scale_buf[side, b, half, pl.ds(head, 1)] for b in range(blocks)], axis=1)
 
     def _slopes_of(self, slopes: Any, head: jax.Array) -> jax.Array:
-        """The slopes of a tile's rows: float32[group * tile, 1], or the one of all."""
+        """The slopes of a tile's rows: float32[group * tile, 1], or a scalar if there is one."""
         group, tile = self.shape.group, self.tile
         if group == 1:
             return slopes[head]
@@ -259,7 +259,7 @@ class _PromptKernel:
 
 
 def _turn(x: jax.Array, lanes: jax.Array, head_dim: int) -> jax.Array:
-    """x moved to the right by so many lanes, or to the left."""
+    """x rotated to the right by `lanes` lanes, or to the left."""
     if head_dim % LANES == 0:
         return x
     return pltpu.roll(x, lax.rem(lanes + x.shape[1], x.shape[1]), 1)
@@ -283,16 +283,16 @@ def attend(
     slots: int,
     interpret: Any,
 ) -> jax.Array:
-    """Attention of the chunks past the decodes, whose keys and values are in the pool.
+    """Attention of the chunks after the decodes; their keys and values are in the pool.
 
     Args:
       q: [K, group, T in whole tiles, out_lanes]: queries by head, zeros past head_dim.
-      bounds: int32[2]. Flat tokens where these chunks begin and end.
+      bounds: int32[2]. First flat token of these chunks, and one past the last.
       tile_chunks: int32[2 * tiles]. First and last of these chunks in each tile.
       slopes: float32[N], if shape.alibi.
 
     Returns:
-      float32 of the same shape; tokens that are not of these chunks hold anything.
+      float32 of the same shape; tokens of other chunks hold arbitrary values.
     """
     size, lanes, rows = shape.block_size, window(shape), shape.group * tile
     anywhere = pl.BlockSpec(memory_space=pl.ANY)

@@ -1,4 +1,4 @@
-"""Times tile sizes of the TPU kernels on this TPU and prints the table for `cuts.MEASURED`.
+"""Times tile sizes of the TPU kernels on this TPU and prints the table `cuts.MEASURED`.
 
 python -m pallas_kernels.tpu.tune [--heads 7 --kv-heads 7 --head-dim 128 --pool bfloat16]
 """
@@ -19,7 +19,7 @@ from pallas_kernels.api import AttentionBatch, AttentionShape
 from pallas_kernels.tpu import BACKEND, TpuBackend, cuts
 from pallas_kernels.tpu.cuts import Cut
 
-# heads, key heads, head_dim, pool: those of the models served, whole and split over devices.
+# heads, key heads, head_dim, pool: those of the served models, whole and split over devices.
 SHAPES = [
     (heads, heads, dim, pool)
     for heads, dim in ((7, 128), (14, 128), (32, 128), (16, 64), (32, 80), (16, 96), (16, 256))
@@ -29,10 +29,10 @@ SHAPES = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuningLoad:
-    """An iteration to time: rows that decode at some context, and prompts of some length that begin.
+    """An iteration to time: rows that decode at some context, and prompts that begin.
 
     Attributes:
-      weight: of its seconds in the sum that is made small.
+      weight: weight of its seconds in the sum to be minimised.
     """
 
     decodes: int
@@ -42,7 +42,7 @@ class TuningLoad:
     weight: float
 
 
-# Which sizes a load is about: those of decodes, or those of prompts.
+# Which sizes a load measures: those of decodes, or those of prompts.
 DECODING = (
     TuningLoad(decodes=64, context=128, prompts=0, length=0, weight=1.0),
     TuningLoad(decodes=16, context=2048, prompts=0, length=0, weight=1.0),
@@ -56,16 +56,18 @@ Timer = Callable[[AttentionShape, Cut, TuningLoad], float]
 
 
 def best(shape: AttentionShape, timer: Timer) -> Cut:
-    """The cut of a shape with the least weighted seconds: the sizes for decodes and those for prompts do not meet, so
-    they are chosen one after the other. Cuts for which the timer raises RuntimeError (they do not compile) are left
-    out; raises ValueError if none is left."""
+    """The cut of a shape with the least weighted seconds.
+
+    The sizes for decodes and for prompts are independent, so they are chosen one after the other. Cuts for which the
+    timer raises RuntimeError (they do not compile) are left out. Raises ValueError if none is left.
+    """
     found = cuts.cut(shape, 2**20)
     for loads, names in ((DECODING, ("units", "unit_slots")), (PROMPTING, ("tile", "tile_slots"))):
         varied = {tuple(getattr(cut, name) for name in names) for cut in cuts.candidates(shape)}
         ways = [found._replace(**dict(zip(names, values, strict=True))) for values in sorted(varied)]
         timed = list(_timed(shape, ways, loads, timer))
         if not timed:
-            raise ValueError(f"no way of cutting {shape} compiles")
+            raise ValueError(f"no cut of {shape} compiles")
         found = min(timed)[1]
     return found
 
@@ -81,7 +83,7 @@ def _timed(
 
 
 def seconds(shape: AttentionShape, cut: Cut, load: TuningLoad, backend: TpuBackend = BACKEND) -> float:
-    """What an iteration's attention takes on the default device: the least of five turns of ten."""
+    """Seconds of an iteration's attention on the default device: the least of five runs of ten."""
     backend, (batch, n_blocks) = replace(backend, cut=cut), _batch(shape, load)
     n_tokens = len(batch.positions)
     key = jax.random.key(0)

@@ -1,7 +1,7 @@
-"""The Mosaic kernel that writes the tokens of chunks longer than 1 to their blocks, a block at a time.
+"""The Mosaic kernel that writes the tokens of chunks longer than 1 to their blocks.
 
-A block of which a chunk fills every slot is only written; of another, the slots that the chunk leaves alone are read
-first and written back.
+It works block by block. If a chunk fills every slot of a block, the block is only written. Otherwise the kernel reads
+the block first and keeps the other slots.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from pallas_kernels.tpu.layout import LANES, TpuPool, lanes_of, round_up, scale_
 
 
 class _WriteScratch(NamedTuple):
-    """What is worked in: two places for a block's new slots and for the block."""
+    """Scratch memory: two buffers for a block's new slots, and two for the block."""
 
     given: TpuPool  # [2, 2, block_size + slot_tile, lanes] and [2, 2, scale_rows, block_size in whole tiles + 128]
     block: TpuPool  # [2, 2, block_size, lanes] and [2, 2, scale_rows, block_size]
-    in_sems: Any  # [2]; likewise the other
+    in_sems: Any  # [2]; the others too
     out_sems: Any
 
 
 class _Leaf(NamedTuple):
-    """Keys and values, or their scales, wherever they are."""
+    """Keys and values, or their scales, in any memory."""
 
     new: Any
     pool: Any
     given: Any
     block: Any
-    axis: int  # of a half's slots
-    multiple: int  # where on that axis a copy may begin
+    axis: int  # the axis of slots within a half
+    multiple: int  # on that axis, a copy may begin at multiples of this
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +79,7 @@ class _WriteKernel:
             return kv_lens[chunk] - (offsets[chunk + 1] - offsets[chunk])
 
         def place(chunk, column):
-            """(block, flat token of its slot 0 shifted by a block, first slot of the chunk, end of its slots)."""
+            """(block, flat token of its slot 0 plus a block, first and last + 1 slot of the chunk)."""
             begin = start_of(chunk) - column * size
             block = tables[chunk * shape.max_blocks + column] + first_block[0]
             return block, offsets[chunk] - begin + size, jnp.maximum(begin, 0), kv_lens[chunk] - column * size
@@ -121,7 +121,7 @@ class _WriteKernel:
 
             @pl.when((turn > 0) & (following[0] < end_chunk))
             def _():
-                writes(1 - side, chunk, column, lambda copy: copy.wait())  # of the turn before, as large
+                writes(1 - side, chunk, column, lambda copy: copy.wait())  # of the step before, of equal size
 
             @pl.when(following[0] < end_chunk)
             def _():
@@ -157,12 +157,12 @@ def write(
     shape: AttentionShape,
     interpret: Any,
 ) -> TpuPool:
-    """Writes the tokens of chunks to their blocks.
+    """Write the tokens of chunks to their blocks.
 
     Args:
-      new: keys and values of the flat tokens as the pool has those of slots, [2, tokens, lanes] and, of int8, float32
-        [2, scale_rows, tokens], with a block before them and room for any block that begins among them.
-      bounds: int32[4]. The last two are the chunks to write, from and to.
+      new: keys and values of the flat tokens in the pool's layout: [2, tokens, lanes] and, for int8, float32
+        [2, scale_rows, tokens]. One block of padding precedes them, and padding for one block follows.
+      bounds: int32[4]. The last two are the first chunk to write, and one past the last.
     """
     size, dtype, lanes, rows = shape.block_size, shape.pool_dtype, lanes_of(shape), scale_rows(shape)
     anywhere = pl.BlockSpec(memory_space=pl.ANY)

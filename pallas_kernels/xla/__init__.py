@@ -1,9 +1,9 @@
-"""Ragged attention in plain JAX, written so that XLA makes it fast on a CPU; it runs on every platform.
+"""Ragged attention in plain JAX that XLA compiles well for CPUs; it runs on every platform.
 
-Chunks of length 1 (decodes) and longer ones (prompts) take separate loops, both over work that exists: a group of
-decode rows visits the blocks its longest context fills, a query tile of a prompt the blocks up to its last position.
-Trip counts are data, so cost follows the context in use and neither the window nor the pool. Softmax is online (Milakov
-and Gimelshein, 2018): a block that a mask empties leaves maximum, sum and accumulator as they were, to the bit.
+Chunks of length 1 (decodes) and longer ones (prompts) have separate loops over lists of actual work. A group of decode
+rows visits the blocks of its longest context; a query tile of a prompt visits the blocks up to its last position. Trip
+counts are data, so the cost follows the contexts in use, not the window or the pool. Softmax is online (Milakov and
+Gimelshein, 2018): a fully masked block leaves maximum, sum and accumulator unchanged, to the bit.
 """
 
 from __future__ import annotations
@@ -22,22 +22,23 @@ from pallas_kernels import int8
 from pallas_kernels.api import AttentionBatch, AttentionShape
 from pallas_kernels.xla.work import Decodes, Writes, XlaMetadata, decode_step, of_layer, prepare, query_tile
 
-# Slots that the queries of a tile visit in a loop step at most.
+# Most slots that the queries of a tile visit in one loop step.
 _TILE_SLOTS = 128
 # Partial sums that `_contract` keeps. XLA recomputes a producer inside each of up to 15 consumers; from 16 on it
 # stores it, which is what makes the contraction one pass over the pool.
 _PARTIAL_SUMS = 16
-# Stands for minus infinity where a difference of two of them must not be NaN.
+# Replaces minus infinity where a difference of two of them must not be NaN.
 _LOWEST = -1e30
 _HIGHEST = lax.Precision.HIGHEST
 _BFLOAT16, _INT8 = np.dtype(jnp.bfloat16), np.dtype(np.int8)
 
 
 class XlaPool(NamedTuple):
-    """Keys and values: arrays, their `ShapeDtypeStruct`, or something else about each.
+    """Keys and values: arrays, their `ShapeDtypeStruct`, or other values of each.
 
-    A key block holds its slots innermost, so that scores of neighbouring slots are neighbouring lanes. bfloat16 is held
-    as its bits (uint16): XLA's CPU compiler widens a bfloat16 operand of a slice or an update as a whole, pool and all.
+    The innermost axis of a key block is its slots, so scores of adjacent slots are in adjacent lanes. bfloat16 is
+    stored as its bits (uint16): XLA's CPU compiler widens the whole bfloat16 operand of a slice or an update, pool and
+    all.
     Scales belong to int8 (`int8.quantize`) and are None otherwise.
     """
 
@@ -116,7 +117,7 @@ def _attend(
     shape: AttentionShape,
     scale: float,
 ) -> tuple[jax.Array, XlaPool]:
-    prompts = q.shape[0] > 1  # a bucket of one token holds no longer chunk
+    prompts = q.shape[0] > 1  # a bucket of one token has no longer chunks
     with jax.named_scope("attention_write"):
         new = _stored(k, v, shape)
         pool = _write_decodes(new, pool, meta.decodes)
@@ -137,7 +138,7 @@ def _attend(
 
 
 def _stored(k: Float[jax.Array, "T K D"], v: Float[jax.Array, "T K D"], shape: AttentionShape) -> XlaPool:
-    """Keys and values of tokens as the pool holds them; T in the place of blocks and slots."""
+    """Keys and values of tokens in the pool's layout; T in place of blocks and slots."""
     if shape.pool_dtype == _INT8:
         (keys, key_scales), (values, value_scales) = int8.quantize(k), int8.quantize(v)
         return XlaPool(keys, values, key_scales, value_scales)
@@ -148,7 +149,7 @@ def _stored(k: Float[jax.Array, "T K D"], v: Float[jax.Array, "T K D"], shape: A
 
 
 def _each(change: Callable[..., jax.Array], *pools: XlaPool) -> XlaPool:
-    """`change` of the like parts of pools, where they have that part."""
+    """Apply `change` to the corresponding parts of pools that have them."""
     return XlaPool._make(None if parts[0] is None else change(*parts) for parts in zip(*pools, strict=True))
 
 
@@ -169,8 +170,8 @@ def _write_decodes(new: XlaPool, pool: XlaPool, decodes: Decodes) -> XlaPool:
 
 def _write_prompts(new: XlaPool, pool: XlaPool, writes: Writes) -> XlaPool:
     size = pool.values.shape[2]
-    # With room for a block that begins or ends outside the batch, and turned as the pool holds them, once for all
-    # blocks; a padding that XLA merges with the turn takes four times as long.
+    # Padded for a block that begins or ends outside the batch, and transposed to the pool's layout, once for all
+    # blocks. If XLA merges the padding with the transposition, that takes four times as long.
     new = lax.optimization_barrier(jax.tree.map(lambda x: jnp.pad(x, [(size, size)] + [(0, 0)] * (x.ndim - 1)), new))
     new = _each(lambda x, slot_axis: jnp.moveaxis(x, 0, slot_axis - 1), new, _SLOT_AXIS)
 
@@ -199,7 +200,7 @@ def _rows(x: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def _loaded(x: jax.Array) -> jax.Array:
-    """What the pool holds, as float32."""
+    """Values of the pool as float32."""
     if x.dtype == jnp.uint16:
         return lax.bitcast_convert_type(x.astype(jnp.uint32) << 16, jnp.float32)
     return x.astype(jnp.float32)
@@ -271,7 +272,7 @@ def _attend_decodes(
             shrink = jnp.exp(maximum - raised)
             total = total * shrink + weights.sum(-1, keepdims=True).sum(1)
             readable: jax.Array | None = held.reshape(-1, size)
-            if pool.value_scales is not None:  # it is they that may be NaN
+            if pool.value_scales is not None:  # the scales may be NaN
                 value_scales = _rows(pool.value_scales, block).reshape(rows, blocks, heads, 1, size)
                 weights, readable = jnp.where(held, weights * value_scales, 0), None
             new = _contract(pool.values, block, weights.reshape(-1, heads, group, size), readable)
@@ -281,7 +282,7 @@ def _attend_decodes(
             return raised, total, acc
 
         _, total, acc = lax.fori_loop(0, -(-kv_len[0] // (blocks * size)), step, _empty((rows, heads, group), dim))
-        # Rows past the last decode aim past the last token, where nothing is written.
+        # Rows past the last decode have an index past the last token, so nothing is written for them.
         token = jnp.where(kv_len > 0, token, n_tokens)
         return out.at[token].set(acc / jnp.where(total > 0, total, 1), mode="drop")
 
@@ -301,8 +302,8 @@ def _attend_prompts(
     size, tiles = shape.block_size, meta.tiles
     tile = query_tile(n_tokens)
     blocks = min(max(1, _TILE_SLOTS // size), shape.max_blocks)
-    # Products of bfloat16, which holds every int8, are exact in float32, and many CPUs and all accelerators multiply
-    # them faster.
+    # Products of bfloat16, which represents every int8 exactly, are exact in float32, and many CPUs and all
+    # accelerators compute them faster.
     narrow = shape.dtype == _BFLOAT16 and shape.pool_dtype in (_BFLOAT16, _INT8)
     dtype = jnp.bfloat16 if narrow else jnp.float32
     dot = partial(jnp.einsum, precision=_HIGHEST, preferred_element_type=jnp.float32)
@@ -318,7 +319,7 @@ def _attend_prompts(
     def attend(i: jax.Array, out: jax.Array) -> jax.Array:
         start, end, last = tiles.start[i], tiles.end[i], tiles.last[i]
         table = lax.dynamic_index_in_dim(meta.tables, tiles.chunk[i], keepdims=False)
-        origin = jnp.minimum(start, n_tokens - tile)  # the last tile of all may reach back over earlier tokens
+        origin = jnp.minimum(start, n_tokens - tile)  # the very last tile may overlap earlier tokens
         flat = origin + jnp.arange(tile)
         mine = (flat >= start) & (flat < end)
         position = jnp.where(mine, last - (end - 1 - flat), -1)  # [tile]
@@ -331,7 +332,7 @@ def _attend_prompts(
             key_position = j * blocks * size + jnp.arange(blocks * size)
             keys = _rows(pool.keys, block).transpose(1, 2, 0, 3).reshape(heads, dim, blocks * size)
             values = _rows(pool.values, block).transpose(1, 0, 2, 3).reshape(heads, blocks * size, dim)
-            # A slot nobody wrote may hold NaN, and 0 * NaN is NaN.
+            # An unwritten slot may hold NaN, and 0 * NaN is NaN.
             values = jnp.where((key_position <= last)[:, None], values, 0)
             scores = dot("kqd,kds->kqs", query, operand(keys)).reshape(heads, group, tile, -1) * scale
             if pool.key_scales is not None:

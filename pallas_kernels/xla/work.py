@@ -1,4 +1,4 @@
-"""What one iteration asks of the plain-JAX backend, as lists of work that exists; made once for all layers."""
+"""Lists of the work of one iteration for the plain-JAX backend, made once for all layers."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ from jaxtyping import Int32
 
 from pallas_kernels.api import AttentionBatch, AttentionShape
 
-# Decode rows served together, and the slots of one row and of all rows that a loop step visits at most. A step of this
-# size is long against the cost of starting its kernels, and XLA shares it between two cores.
+# Decode rows served together, and the most slots of one row and of all rows in one loop step. A step of this size takes
+# long enough to outweigh the start of its kernels, and XLA shares it between two cores.
 _ROWS, _ROW_SLOTS, _STEP_SLOTS = 8, 128, 512
 _QUERY_TILE = 128
 
 
 class Decodes(NamedTuple):
-    """Chunks of length 1, longest context first; the first `total` entries count, the others have kv_len 0."""
+    """Chunks of length 1, longest context first.
+
+    The first `total` entries count; the others have kv_len 0.
+    """
 
     total: jax.Array  # int32[]
     token: jax.Array  # int32[C], flat token
@@ -37,7 +40,7 @@ class Writes(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Queries of longer chunks in runs of at most a tile; the first `total` entries count."""
+    """Queries of longer chunks in runs of at most one tile; the first `total` entries count."""
 
     total: jax.Array  # int32[]
     start: jax.Array  # int32[n], first flat token
@@ -70,14 +73,14 @@ def of_layer(meta: XlaMetadata, first_block: jax.Array | int) -> XlaMetadata:
 
 
 def decode_step(n_chunks: int, shape: AttentionShape) -> tuple[int, int]:
-    """(rows, blocks of each row) that a step of the decode loop visits."""
+    """(rows, blocks of each row) in one step of the decode loop."""
     rows = min(_ROWS, n_chunks)
     blocks = min(_ROW_SLOTS, _STEP_SLOTS // rows) // shape.block_size
     return rows, max(1, min(blocks, shape.max_blocks))
 
 
 def query_tile(n_tokens: int) -> int:
-    """Queries of a longer chunk that are served together."""
+    """Queries of a longer chunk in one tile."""
     return min(_QUERY_TILE, n_tokens)
 
 
@@ -85,7 +88,7 @@ def _decodes(batch: AttentionBatch, shape: AttentionShape) -> Decodes:
     size = shape.block_size
     single = jnp.diff(batch.query_offsets) == 1
     kv_len = jnp.where(single, batch.kv_lens, 0)
-    order = jnp.argsort(-kv_len, stable=True)  # rows of like length share a group
+    order = jnp.argsort(-kv_len, stable=True)  # rows of similar length share a group
     kv_len, tables = kv_len[order], batch.block_tables[order]
     column = (kv_len - 1) // size
     block = jnp.take_along_axis(tables, column[:, None], axis=1, mode="clip")
@@ -100,7 +103,7 @@ def _decodes(batch: AttentionBatch, shape: AttentionShape) -> Decodes:
 def _pieces(
     counts: Int32[jax.Array, " C"], most: int
 ) -> tuple[Int32[jax.Array, ""], Int32[jax.Array, " {most}"], Int32[jax.Array, " {most}"]]:
-    """Pieces of all chunks as a list: (total, chunk, place in its chunk)."""
+    """The pieces of all chunks as lists: (total, chunk, index within its chunk)."""
     ends = jnp.cumsum(counts, dtype=jnp.int32)
     piece = jnp.arange(most, dtype=jnp.int32)
     chunk = jnp.sum(ends <= piece[:, None], axis=1, dtype=jnp.int32)

@@ -1,4 +1,4 @@
-"""The default sharding of each model family: one module a family, named like it, with a `SPEC`."""
+"""The default sharding of each model family: one module per family, with a `SPEC`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sharding.spec import ShardingSpec
 
 
 def default(family: str) -> ShardingSpec:
-    """The default of a family. Raises ValueError naming the families that have one."""
+    """The default spec of a family. Raises ValueError, with the known families, if it has none."""
     known = sorted(module.name for module in pkgutil.iter_modules(__path__))
     if family not in known:
         raise ValueError(f"model family {family!r} has no sharding; there are {', '.join(known)}")

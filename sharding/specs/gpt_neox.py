@@ -1,6 +1,6 @@
-"""GPT-NeoX, tensor parallel (Megatron-LM, arXiv:1909.08053, section 3), as BLOOM.
+"""GPT-NeoX, tensor parallel like BLOOM (Megatron-LM, arXiv:1909.08053, section 3).
 
-Where attention and feed-forward stand side by side their sums could share one all-reduce a layer.
+If attention and feed-forward are parallel, their sums could share one all-reduce per layer.
 """
 
 from sharding.spec import ShardingSpec

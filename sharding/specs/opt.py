@@ -1,6 +1,7 @@
-"""OPT, tensor parallel (Megatron-LM, arXiv:1909.08053, section 3), as BLOOM; every device holds the positions.
+"""OPT, tensor parallel like BLOOM (Megatron-LM, arXiv:1909.08053, section 3).
 
-The token table is split by tokens, in opt-350m too, where its rows are narrower than the hidden size.
+Every device holds all positions. The token table is split by tokens, also in opt-350m, where its rows are narrower than
+the hidden size.
 """
 
 from sharding.spec import ShardingSpec

@@ -129,16 +129,19 @@ def test_a_file_changes_what_it_names(tmp_path):
     ("text", "message"),
     [
         ("[axis]\nvocab = 'none'", r"my.toml: there is no section \[axis\]; did you mean 'axes'\?"),
-        ("[axes]\nhedas = 'none'", r"my.toml: \[axes\] names logical axis 'hedas', .*; did you mean 'heads'\?"),
+        ("[axes]\nhedas = 'none'", r"my.toml: \[axes\] names unknown logical axis 'hedas', .*; did you mean 'heads'\?"),
         ("[axes]\nheads = 1", r"my.toml: \[axes\] heads is 1; it must be the name of a mesh axis, or \"none\""),
         ("axes = 3", r"my.toml: axes is 3; write a section \[axes\]"),
-        ("[parameters.'a*']\nhead = 'none'", r"\[parameters.\"a\*\"\] names logical axis 'head'.*'heads'\?"),
+        ("[parameters.'a*']\nhead = 'none'", r"\[parameters.\"a\*\"\] names unknown logical axis 'head'.*'heads'\?"),
         ("parameters = 3", r"my.toml: parameters is 3; write a section \[parameters"),
         ("[activations]\ntoken = 'none'", r"my.toml: \[activations\] names .*; did you mean 'tokens'\?"),
-        ("[pool]\nffn = 'none'", r"my.toml: \[pool\] names logical axis 'ffn', which there is not; there are 'heads'"),
-        ("[pad]\nembed = true", r"my.toml: \[pad\] names logical axis 'embed'.*; there are 'heads', 'vocab', 'ffn'"),
+        ("[pool]\nffn = 'none'", r"my.toml: \[pool\] names unknown logical axis 'ffn'; there are 'heads'"),
+        (
+            "[pad]\nembed = true",
+            r"my.toml: \[pad\] names unknown logical axis 'embed'.*; there are 'heads', 'vocab', 'ffn'",
+        ),
         ("[pad]\nheads = 128", r"my.toml: \[pad\] heads is 128; it must be true or false"),
-        ("[axes", r"my.toml is no TOML: Expected '\]'"),
+        ("[axes", r"my.toml is not TOML: Expected '\]'"),
     ],
 )
 def test_a_file_that_means_nothing_is_refused_in_words(tmp_path, text, message):

@@ -23,10 +23,10 @@ def test_or_as_wanted():
     ("stages", "layers_per_stage", "message"),
     [
         (0, None, r"stages is 0; it must be at least 1 and at most 4, the number of layers"),
-        (5, None, r"stages is 5; .* for each stage to have one"),
-        (2, (1, 2, 1), r"layers_per_stage is 1,2,1, which are 3 stages; stages is 2"),
+        (5, None, r"stages is 5; .* so that each stage has one"),
+        (2, (1, 2, 1), r"layers_per_stage is 1,2,1, which is 3 stages; stages is 2"),
         (3, (2, 0, 2), r"layers_per_stage is 2,0,2; stage 1 has no layer"),
-        (2, (2, 3), r"layers_per_stage is 2,3, which are 5 layers; the model has 4"),
+        (2, (2, 3), r"layers_per_stage is 2,3, which is 5 layers; the model has 4"),
     ],
 )
 def test_what_cannot_be_is_refused_in_words(stages, layers_per_stage, message):

@@ -163,7 +163,7 @@ def test_a_file_is_read_as_it_was_written(ring, tmp_path) -> None:
     assert path.parent == tmp_path / "records"
     assert flight_recorder.read(path) == ring.recording("a test")
     path.write_bytes(path.read_bytes()[:-3])
-    with pytest.raises(ValueError, match="no flight record, or was cut short"):
+    with pytest.raises(ValueError, match="is not a flight record, or was cut short"):
         flight_recorder.read(path)
     path.write_bytes(b"")
     with pytest.raises(ValueError, match="version 0"):

@@ -276,8 +276,8 @@ def test_new_weights_reach_every_stage(six) -> None:
         ),
         ({"tensor": 8, "sharding": "rules.toml", "buckets": (12, 20)}, r"hidden states of 12 tokens: axis 'tokens' of"),
         ({"stages": 4}, r"stages is 4; it must be at least 1 and at most 3, the number of layers"),
-        ({"stages": 2, "layers_per_stage": (3, 1)}, r"layers_per_stage is 3,1, which are 4 layers; the model has 3"),
-        ({"stages": 3, "layers_per_stage": (1, 2)}, r"layers_per_stage is 1,2, which are 2 stages; stages is 3"),
+        ({"stages": 2, "layers_per_stage": (3, 1)}, r"layers_per_stage is 3,1, which is 4 layers; the model has 3"),
+        ({"stages": 3, "layers_per_stage": (1, 2)}, r"layers_per_stage is 1,2, which is 2 stages; stages is 3"),
     ],
 )
 def test_invalid_layouts_are_refused_early(changes, message, tmp_path, monkeypatch) -> None:
