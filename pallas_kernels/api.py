@@ -32,6 +32,9 @@ class AttentionShape:
       pool_dtype: dtype of the keys and values in the pool; int8 stands for `int8.quantize`, whose scales the pool
         holds too.
       alibi: whether scores have an ALiBi bias (Press et al., 2022).
+      soft_cap: scores are soft_cap * tanh(score / soft_cap), or None (Gemma 2, arXiv:2408.00118, section 2).
+      sinks: whether each head has a learned score that takes part in the softmax and adds no value (gpt-oss).
+      windows: the distinct sliding windows of the layers, None for a layer without one.
       block_size: slots in a block; 0 before one is chosen (see `with_blocks`).
       max_blocks: blocks in a row's table; 0 before it is chosen.
       max_rows: most rows of a batch; 0 if unknown.
@@ -44,6 +47,9 @@ class AttentionShape:
     dtype: np.dtype
     pool_dtype: np.dtype
     alibi: bool
+    soft_cap: float | None = None
+    sinks: bool = False
+    windows: tuple[int | None, ...] = (None,)
     block_size: int = 0
     max_blocks: int = 0
     max_rows: int = 0
@@ -59,9 +65,22 @@ class AttentionShape:
             raise ValueError(
                 f"num_kv_heads is {self.num_kv_heads}; it must divide num_heads, which is {self.num_heads}"
             )
+        if self.soft_cap is not None and not self.soft_cap > 0:
+            raise ValueError(f"soft_cap is {self.soft_cap}; it must be more than 0, or None")
+        if not self.windows or any(window is not None and window < 1 for window in self.windows):
+            raise ValueError(f"windows is {self.windows}; each must be at least 1, or None")
         for name in ("block_size", "max_blocks", "max_rows"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must not be negative")
+
+    @property
+    def variation(self) -> str | None:
+        """What its attention has beyond scaled, causal and ALiBi scores, for a backend that refuses it."""
+        if self.windows != (None,):
+            return f"sliding windows {self.windows}"
+        if self.soft_cap is not None:
+            return f"soft cap {self.soft_cap}"
+        return "attention sinks" if self.sinks else None
 
     @property
     def group(self) -> int:
@@ -80,7 +99,9 @@ class AttentionBatch(NamedTuple):
 
     Chunks of length 1 come first, then the longer ones (a chunk of length 1 further back is served too), then empty
     chunks. Rows may share blocks that no chunk of this iteration writes. Table entries beyond a row's `kv_lens` are
-    never read. Those within must name blocks of the pool; the host checks that before launch.
+    never read. Those within must name blocks of the pool; the host checks that before launch. In a layer with a sliding
+    window, blocks wholly behind the window of a chunk's first token may belong to other rows: what they hold has no
+    effect.
 
     Attributes:
       query_offsets: int32[C+1]. Chunk c's tokens are the flat tokens query_offsets[c]:query_offsets[c+1];
@@ -157,9 +178,13 @@ class Backend(Protocol):
         *,
         slopes: Float32[jax.Array | np.ndarray, " N"] | None,
         scale: float,
+        window: int | None = None,
+        sinks: Float[jax.Array, " N"] | None = None,
         first_block: jax.Array | int = 0,
     ) -> tuple[Float[jax.Array, "T N D"], Any]:
         """Write k and v to their slots, then attend causally.
+
+        A score is soft-capped after `scale`, and biased after that.
 
         Args:
           q, k, v: arrays of shape.dtype.
@@ -168,6 +193,9 @@ class Backend(Protocol):
           slopes: ALiBi slopes, if shape.alibi; the bias of a score is slopes[n] * key position, up to a
             constant per query.
           scale: factor of the scores, typically head_dim ** -0.5.
+          window: the layer's sliding window, one of shape.windows: a token at position p attends to positions above
+            p - window. None attends to all.
+          sinks: the score of each head's sink, if shape.sinks: exp(sink) joins the sum that weights are divided by.
           first_block: first block of this layer: block tables count from it.
 
         Returns:

@@ -14,6 +14,9 @@ def ragged_attention(
     *,
     slopes: np.ndarray | None,
     scale: float,
+    soft_cap: float | None = None,
+    window: int | None = None,
+    sinks: np.ndarray | None = None,
 ) -> list[np.ndarray]:
     """Causal attention of each chunk over its own row.
 
@@ -22,25 +25,48 @@ def ragged_attention(
       keys, values: per chunk [kv_len, K, D]: the whole row, this chunk included, in position order.
       slopes: [N] ALiBi slopes or None; the bias is slope * key position (Press et al., 2022).
       scale: factor of the scores.
+      soft_cap: scores become soft_cap * tanh(score / soft_cap), before the bias; or None.
+      window: a query at position p attends to positions above p - window; None for all.
+      sinks: [N] scores that join each head's softmax without a value; or None.
 
     Returns:
       Per chunk float64 [length, N, D].
     """
-    return [_attention(*chunk, slopes, scale) for chunk in zip(q, keys, values, strict=True)]
+    return [
+        _attention(*chunk, slopes, scale, soft_cap, window, sinks) for chunk in zip(q, keys, values, strict=True)
+    ]
 
 
-def _attention(q: np.ndarray, keys: np.ndarray, values: np.ndarray, slopes: np.ndarray | None, scale: float):
+def _attention(
+    q: np.ndarray,
+    keys: np.ndarray,
+    values: np.ndarray,
+    slopes: np.ndarray | None,
+    scale: float,
+    soft_cap: float | None,
+    window: int | None,
+    sinks: np.ndarray | None,
+) -> np.ndarray:
     q, keys, values = (np.asarray(x, np.float64) for x in (q, keys, values))
     length, num_heads, _ = q.shape
     kv_len, num_kv_heads, _ = keys.shape
     keys = np.repeat(keys, num_heads // num_kv_heads, axis=1)  # [L, N, D]
     values = np.repeat(values, num_heads // num_kv_heads, axis=1)
     key_position = np.arange(kv_len)
-    query_position = kv_len - length + np.arange(length)
+    query_position = kv_len - length + np.arange(length)[:, None]
     scores = np.einsum("qnd,knd->nqk", q, keys) * scale  # [N, length, L]
+    if soft_cap is not None:
+        scores = soft_cap * np.tanh(scores / soft_cap)
     if slopes is not None:
         scores += np.asarray(slopes, np.float64)[:, None, None] * key_position
-    scores = np.where(key_position <= query_position[:, None], scores, -np.inf)
-    weights = np.exp(scores - scores.max(-1, keepdims=True, initial=-np.inf))
-    weights /= weights.sum(-1, keepdims=True)
-    return np.einsum("nqk,knd->qnd", weights, values)
+    visible = key_position <= query_position
+    if window is not None:
+        visible &= key_position > query_position - window
+    scores = np.where(visible, scores, -np.inf)
+    highest = scores.max(-1, keepdims=True, initial=-np.inf)
+    sink = np.full((num_heads, 1, 1), -np.inf) if sinks is None else np.asarray(sinks, np.float64)[:, None, None]
+    highest = np.maximum(highest, sink)
+    weights = np.exp(scores - highest)
+    weights /= weights.sum(-1, keepdims=True) + np.exp(sink - highest)
+    # Values that no query sees may be NaN.
+    return np.einsum("nqk,knd->qnd", weights, np.where(visible.any(0)[:, None, None], values, 0))

@@ -41,6 +41,8 @@ class CpuBackend(XlaBackend):
         *,
         slopes: Float32[jax.Array | np.ndarray, " N"] | None,
         scale: float,
+        window: int | None = None,
+        sinks: Float[jax.Array, " N"] | None = None,
         first_block: jax.Array | int = 0,
     ) -> tuple[Float[jax.Array, "T N D"], XlaPool]:
         held, structure = jax.tree.flatten(pool)

@@ -78,6 +78,8 @@ class GpuBackend:
     platforms = frozenset({"gpu"})
 
     def supports(self, shape: AttentionShape) -> str | None:
+        if shape.variation is not None:
+            return f"{shape.variation}; it serves none"
         if shape.dtype not in _DTYPES:
             return f"queries of {shape.dtype}; it serves float32 and bfloat16"
         if shape.pool_dtype not in (*_DTYPES, _INT8):
@@ -137,6 +139,8 @@ class GpuBackend:
         *,
         slopes: Float32[jax.Array | np.ndarray, " N"] | None,
         scale: float,
+        window: int | None = None,
+        sinks: Float[jax.Array, " N"] | None = None,
         first_block: jax.Array | int = 0,
     ) -> tuple[Float[jax.Array, "T N D"], GpuPool]:
         first = jnp.asarray(first_block, jnp.int32).reshape(1)

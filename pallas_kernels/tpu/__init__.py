@@ -67,6 +67,8 @@ class TpuBackend:
         return frozenset({"tpu"})
 
     def supports(self, shape: AttentionShape) -> str | None:
+        if shape.variation is not None:
+            return f"{shape.variation}; it serves none"
         if shape.dtype not in (np.float32, BFLOAT16):
             return f"queries of {shape.dtype}; it serves float32 and bfloat16"
         if shape.pool_dtype not in (np.float32, BFLOAT16, INT8):
@@ -119,6 +121,8 @@ class TpuBackend:
         *,
         slopes: Float32[jax.Array | np.ndarray, " N"] | None,
         scale: float,
+        window: int | None = None,
+        sinks: Float[jax.Array, " N"] | None = None,
         first_block: jax.Array | int = 0,
     ) -> tuple[Float[jax.Array, "T N D"], TpuPool]:
         n_tokens, n_chunks = q.shape[0], min(q.shape[0], meta.kv_lens.shape[0] - 1)

@@ -56,6 +56,8 @@ class XlaBackend:
     platforms = None
 
     def supports(self, shape: AttentionShape) -> str | None:
+        if shape.variation is not None:
+            return f"{shape.variation}; it serves none"
         if shape.dtype not in (np.float32, _BFLOAT16):
             return f"queries of {shape.dtype}; it serves float32 and bfloat16"
         if shape.pool_dtype not in (np.float32, _BFLOAT16, _INT8):
@@ -101,6 +103,8 @@ class XlaBackend:
         *,
         slopes: Float32[jax.Array | np.ndarray, " N"] | None,
         scale: float,
+        window: int | None = None,
+        sinks: Float[jax.Array, " N"] | None = None,
         first_block: jax.Array | int = 0,
     ) -> tuple[Float[jax.Array, "T N D"], XlaPool]:
         return _attend(q, k, v, pool, of_layer(meta, first_block), slopes, shape, scale)
