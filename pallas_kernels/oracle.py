@@ -32,9 +32,7 @@ def ragged_attention(
     Returns:
       Per chunk float64 [length, N, D].
     """
-    return [
-        _attention(*chunk, slopes, scale, soft_cap, window, sinks) for chunk in zip(q, keys, values, strict=True)
-    ]
+    return [_attention(*chunk, slopes, scale, soft_cap, window, sinks) for chunk in zip(q, keys, values, strict=True)]
 
 
 def _attention(

@@ -18,8 +18,8 @@ Rules = Mapping[str, str | None]  # logical axis -> mesh axis, or None if every 
 Section = Literal["parameters", "activations", "pool"]
 
 ACTIVATION_AXES = ("tokens", "embed")  # axes of the hidden states between the layers
-POOL_AXES = ("heads",)
-PADDABLE = ("heads", "vocab", "ffn")  # these can be padded without a change of the answers
+POOL_AXES = ("heads", "kv_heads")
+PADDABLE = ("heads", "kv_heads", "vocab", "ffn")  # these can be padded without a change of the answers
 
 _LISTED = 1024  # largest mesh size that an error lists
 
@@ -39,7 +39,7 @@ class ShardingSpec:
     """Logical axis -> mesh axis, or None for an axis that every device holds whole.
 
     Models name the axes of their parameters ("heads", "ffn", ...); the spec maps each name to a mesh axis. To try
-    another sharding, change an entry.
+    another sharding, change an entry. Key heads ("kv_heads") follow "heads" where they have no rule of their own.
 
     Attributes:
       rules: rules for the parameters' axes, and for all axes that the sections below do not name.
@@ -47,14 +47,15 @@ class ShardingSpec:
         names an axis wins.
       activations: rules for the hidden states between the layers; without any, the compiler decides.
       pool: rules for the pool of keys and values; other axes follow `rules`.
-      pad: logical axes (of PADDABLE) whose size may be rounded up until it divides; see `padded`.
+      pad: logical axes (of PADDABLE) whose size may be rounded up until it divides; see `padded`. The vocabulary is, by
+        default.
     """
 
     rules: Rules
     parameters: Mapping[str, Rules] = field(default_factory=dict)
     activations: Rules = field(default_factory=dict)
     pool: Rules = field(default_factory=dict)
-    pad: frozenset[str] = frozenset()
+    pad: frozenset[str] = frozenset({"vocab"})
 
     def resolve(
         self,
@@ -114,15 +115,31 @@ class ShardingSpec:
         return rules
 
     def padded(self, counts: Mapping[str, int], mesh_shape: Mapping[str, int]) -> dict[str, int]:
-        """The counts of a model's logical axes, with those in `pad` rounded up until they divide."""
+        """The counts of a model's logical axes as they are held.
+
+        Axes in `pad` are rounded up until they divide. Key heads that are split over a multiple of their number are
+        repeated, so that every device has one, and each copy takes its share of the queries.
+        """
         sections = (self.rules, self.pool, *self.parameters.values())
 
-        def round_up(axis: str, count: int) -> int:
-            targets = {target for section in sections if (target := section.get(axis)) is not None}
-            parts = math.lcm(*(mesh_shape.get(target, 1) for target in targets))
-            return -(-count // parts) * parts
+        def parts(axis: str) -> int:
+            axes = (axis, "heads") if axis == "kv_heads" else (axis,)
+            targets = {target for section in sections for each in axes if (target := section.get(each)) is not None}
+            return math.lcm(*(mesh_shape.get(target, 1) for target in targets))
 
-        return {axis: round_up(axis, count) if axis in self.pad else count for axis, count in counts.items()}
+        def round_up(axis: str, count: int) -> int:
+            return -(-count // parts(axis)) * parts(axis) if axis in self.pad else count
+
+        held = {axis: round_up(axis, count) for axis, count in counts.items()}
+        if "kv_heads" in counts:
+            kv_heads, group = counts["kv_heads"], counts["heads"] // counts["kv_heads"]
+            if parts("kv_heads") % kv_heads == 0:
+                held["kv_heads"] = max(kv_heads, parts("kv_heads"))
+                group = -(-group * kv_heads // held["kv_heads"])
+            elif "heads" in self.pad:
+                held["kv_heads"] = -(-kv_heads // parts("kv_heads")) * parts("kv_heads")
+            held["heads"] = held["kv_heads"] * group
+        return held
 
     def check_names(self, mesh: MeshLike, parameters: Mapping[str, tuple[str, ...]]) -> None:
         """Raise ValueError, with the nearest name, if a section has an unknown name.
@@ -155,6 +172,8 @@ class ShardingSpec:
             target = rules.get(logical)
         elif logical in rules:
             target = rules[logical]
+        elif logical == "kv_heads" and "heads" in rules:
+            target = rules["heads"]
         else:
             raise ValueError(f"{name}: logical axis {logical!r} has no rule{_instead(logical, rules)}")
         if target is not None and target not in mesh.shape:
@@ -192,6 +211,8 @@ def read(path: str | Path, base: ShardingSpec) -> ShardingSpec:
         if section not in known:
             raise ValueError(f"{path}: there is no section [{section}]{_instead(section, known)}")
 
+    logical = [*base.rules, *(["kv_heads"] if "heads" in base.rules else [])]
+
     def rules(title: str, table: Any, axes: Iterable[str]) -> dict[str, str | None]:
         return {axis: _mesh_axis(f"{path}: [{title}]", axis, value) for axis, value in _table(path, title, table, axes)}
 
@@ -205,10 +226,10 @@ def read(path: str | Path, base: ShardingSpec) -> ShardingSpec:
         pad[axis] = value
     return dataclasses.replace(
         base,
-        rules={**base.rules, **rules("axes", entries.get("axes", {}), base.rules)},
+        rules={**base.rules, **rules("axes", entries.get("axes", {}), logical)},
         parameters={
             **base.parameters,
-            **{glob: rules(f'parameters."{glob}"', table, base.rules) for glob, table in exceptions.items()},
+            **{glob: rules(f'parameters."{glob}"', table, logical) for glob, table in exceptions.items()},
         },
         activations={**base.activations, **rules("activations", entries.get("activations", {}), ACTIVATION_AXES)},
         pool={**base.pool, **rules("pool", entries.get("pool", {}), POOL_AXES)},
@@ -244,6 +265,8 @@ def _uneven(logical: str, count: int, target: str, parts: int, padded: bool) -> 
         f"axis {logical!r} of size {count} does not divide over mesh axis {target!r} of size {parts}; "
         f"it does for {target} = {', '.join(fits)}"
     )
+    if logical == "kv_heads":
+        message += f" and multiples of {count}"
     if logical in PADDABLE and not padded:
         more = -(-count // parts) * parts
         message += f", or padded to {more}, {100 * (more - count) / count:.2g}% more ([pad] {logical} = true)"

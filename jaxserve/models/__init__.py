@@ -3,7 +3,8 @@
 A family is a module of this folder, named as `model_type` in a checkpoint's config.json. It exports `parse_config` and
 `hf_config`, the NNX modules `Embed`, `Block` and `Head`, the table `AXES` of its parameters' logical axis names, the
 table `TENSORS` of how a checkpoint stores them, `PREFIX`, which their names but the head's have there, and
-`NO_PARAMETERS`, names of what else a checkpoint may hold. A table lists every parameter that any configuration has.
+`NO_PARAMETERS`, names of what else a checkpoint may hold. A table lists every parameter that any configuration has;
+`TENSORS` may be a function of the configuration. Modules without `parse_config` are what families share.
 """
 
 from __future__ import annotations
@@ -23,9 +24,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Float32, Int32
 
 from jaxserve.models import layers
-from jaxserve.models.schema import ModelConfig
-
-_SHARED = ("layers", "schema")
+from jaxserve.models.schema import ModelConfig, head_sources
 
 # {"embed": {...}, "layers": [{...}, ...], "head": {...}}, arrays at the leaves. A part of a model (see Model.part) has
 # its layers by number: {"layers": {20: {...}, 21: {...}}}.
@@ -38,14 +37,21 @@ def is_tuple(leaf: Any) -> bool:
 
 
 def families() -> tuple[str, ...]:
-    """Names of the families: the modules of this folder."""
-    return tuple(sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name not in _SHARED))
+    """Names of the families: the modules of this folder that parse a configuration."""
+    found = (module.name for module in pkgutil.iter_modules(__path__))
+    return tuple(sorted(name for name in found if hasattr(_module(name), "parse_config")))
 
 
 def family(name: str) -> ModuleType:
     """The module of a family. Raises ValueError naming the known ones."""
-    if name not in families():
-        raise ValueError(f"model family {name!r} is unknown; the known ones are {', '.join(families())}")
+    if name in {module.name for module in pkgutil.iter_modules(__path__)}:
+        module = _module(name)
+        if hasattr(module, "parse_config"):
+            return module
+    raise ValueError(f"model family {name!r} is unknown; the known ones are {', '.join(families())}")
+
+
+def _module(name: str) -> ModuleType:
     return importlib.import_module(f"{__name__}.{name}")
 
 
@@ -71,15 +77,19 @@ class Model:
         self.config = config
         self.padded_config = padded_config
         self._family = family(config.family)
+        self.head_sources = head_sources(config, padded_config)
         self._embed, self._embed_state = self._split("Embed")
-        self._block, self._block_state = self._split("Block")
         self._head, self._head_state = self._split("Head")
+        # Layers of one kind share a block.
+        kinds = [config.layer_kind(layer) for layer in range(config.num_layers)]
+        blocks = {kind: self._split("Block", layer=kinds.index(kind)) for kind in dict.fromkeys(kinds)}
+        self._blocks = [blocks[kind] for kind in kinds]
 
-    def _make(self, piece: str, key: jax.Array) -> nnx.Module:
-        return getattr(self._family, piece)(self.padded_config, rngs=nnx.Rngs(key))
+    def _make(self, piece: str, key: jax.Array, **layer: int) -> nnx.Module:
+        return getattr(self._family, piece)(self.padded_config, rngs=nnx.Rngs(key), **layer)
 
-    def _split(self, piece: str) -> tuple[nnx.GraphDef, dict[str, Any]]:
-        graph, state = nnx.split(nnx.eval_shape(lambda: self._make(piece, jax.random.key(0))))
+    def _split(self, piece: str, **layer: int) -> tuple[nnx.GraphDef, dict[str, Any]]:
+        graph, state = nnx.split(nnx.eval_shape(lambda: self._make(piece, jax.random.key(0), **layer)))
         return graph, nnx.to_pure_dict(state)
 
     def embed(
@@ -115,7 +125,7 @@ class Model:
                 return jax.lax.fori_loop(
                     0,
                     len(which),
-                    lambda place, carry: self.block(weights(place), carry[0], positions, attend(place), carry[1]),
+                    lambda place, carry: self.block(0, weights(place), carry[0], positions, attend(place), carry[1]),
                     (x, cache),
                 )
         for place, i in enumerate(which):
@@ -133,18 +143,19 @@ class Model:
     ) -> tuple[Float[jax.Array, "T H"], Any]:
         """Runs layer i; returns the hidden states and the updated cache."""
         with jax.named_scope(f"layer_{i}"):
-            return self.block(params["layers"][i], x, positions, attend, cache)
+            return self.block(i, params["layers"][i], x, positions, attend, cache)
 
     def block(
         self,
+        i: int,
         weights: dict[str, Any],
         x: Float[jax.Array, "T H"],
         positions: Int32[jax.Array, " T"],
         attend: layers.Attend,
         cache: Any,
     ) -> tuple[Float[jax.Array, "T H"], Any]:
-        """Runs a layer given its weights, as for a scan over stacked layers."""
-        return nnx.merge(self._block, weights)(x, positions, attend, cache)
+        """Runs a layer of the kind of layer i, given its weights, as for a scan over stacked layers."""
+        return nnx.merge(self._blocks[i][0], weights)(x, positions, attend, cache)
 
     def norm(self, params: Params, x: Float[jax.Array, "T H"]) -> Float[jax.Array, "T E"]:
         """What comes between the layers and the head's matrix: usually a norm."""
@@ -154,7 +165,8 @@ class Model:
     def logits(self, params: Params, x: Float[jax.Array, "S E"]) -> Float32[jax.Array, "S V"]:
         """Logits of normed x."""
         with jax.named_scope("head"):
-            return layers.project(x, self.head_table(params), jnp.float32)[:, : self.config.vocab_size]
+            logits = layers.project(x, self.head_table(params), jnp.float32)[:, : self.config.vocab_size]
+            return layers.soft_cap(logits, self.config.logit_soft_cap)
 
     def head_table(self, params: Params) -> Any:
         """The matrix of the head: [V, E], or Quantized, or bound to a matmul (`layers.bind`)."""
@@ -165,15 +177,12 @@ class Model:
     def alibi_slopes(self) -> np.ndarray | None:
         """float32[N] ALiBi slopes of the heads that are held, or None."""
         slopes = self.config.alibi_slopes
-        return None if slopes is None else np.pad(slopes, (0, self.padded_config.num_heads - len(slopes)))
+        return None if slopes is None else np.append(slopes, np.float32(0))[list(self.head_sources.queries)]
 
     @property
     def unpadded(self) -> Model:
         """The model without padding, as a checkpoint stores it."""
         return self if self.padded_config == self.config else Model(self.config, self.config)
-
-    def _tree(self, embed: Any, layer: Any, head: Any) -> Params:
-        return {"embed": embed, "layers": [layer] * self.config.num_layers, "head": head}
 
     def part(self, tree: Params, layers: range) -> Params:
         """The parameters of a pipeline stage (or of any tree like them).
@@ -192,8 +201,16 @@ class Model:
 
     def shapes(self, dtype: DTypeLike) -> Params:
         """The parameters' shapes: jax.ShapeDtypeStruct at the leaves."""
-        tree = self._tree(self._embed_state, self._block_state, self._head_state)
+        tree = self._each_piece(lambda _, state: state)
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), tree)
+
+    def _each_piece(self, of: Callable[[str, dict[str, Any]], Any]) -> Params:
+        """A tree of what `of(piece, its parameters)` gives for the embedding, each layer and the head."""
+        return {
+            "embed": of("embed", self._embed_state),
+            "layers": [of("layer", state) for _, state in self._blocks],
+            "head": of("head", self._head_state),
+        }
 
     def axes(self) -> Params:
         """The same tree with each parameter's logical axis names: a tuple at each leaf."""
@@ -205,8 +222,13 @@ class Model:
         def name(i: int, layer: dict[str, Any]) -> dict[str, Any]:
             return jax.tree.map(lambda leaf: leaf.of_layer(i), layer, is_leaf=is_tuple)
 
-        tree = self._table(self._family.TENSORS)
+        tree = self._table(self.stored_table())
         return tree | {"layers": [name(i, layer) for i, layer in enumerate(tree["layers"])]}
+
+    def stored_table(self) -> dict[str, Any]:
+        """The family's table `TENSORS` for this configuration."""
+        table = self._family.TENSORS
+        return table if isinstance(table, dict) else table(self.config)
 
     def no_parameters(self) -> frozenset[str]:
         """Names, without prefix, of tensors that a checkpoint may hold and that mean nothing."""
@@ -214,8 +236,7 @@ class Model:
         return frozenset(name.format(i=i) for name in names for i in range(self.config.num_layers))
 
     def _table(self, table: dict[str, Any]) -> Params:
-        states = {"embed": self._embed_state, "layer": self._block_state, "head": self._head_state}
-        return self._tree(**{piece: _entries_of(state, table[piece]) for piece, state in states.items()})
+        return self._each_piece(lambda piece, state: _entries_of(state, table[piece]))
 
     def axis_sizes(self) -> dict[str, int]:
         """Units along each logical axis; an array may hold several numbers a unit (q, k, v of a head)."""
@@ -223,23 +244,25 @@ class Model:
         sizes: dict[str, int] = {}
         for names, leaf in zip(axes, shapes, strict=True):
             sizes |= zip(names, leaf.shape, strict=True)
-        return sizes | {"heads": self.padded_config.num_heads}
+        heads = {"heads": self.padded_config.num_heads, "kv_heads": self.padded_config.num_kv_heads}
+        return sizes | {axis: count for axis, count in heads.items() if axis == "heads" or axis in sizes}
 
     def init(self, seed: int, dtype: DTypeLike) -> Params:
         """Random parameters: normal weights (initializer_range), norms 1, biases 0."""
 
-        def draw(piece: str):
+        def draw(piece: str, **layer: int):
             def make(key: jax.Array) -> dict[str, Any]:
-                state = nnx.to_pure_dict(nnx.state(self._make(piece, key)))
+                state = nnx.to_pure_dict(nnx.state(self._make(piece, key, **layer)))
                 return jax.tree.map(lambda leaf: leaf.astype(dtype), state)
 
             return jax.jit(make)
 
-        block = draw("Block")
+        kinds = [self.config.layer_kind(layer) for layer in range(self.config.num_layers)]
+        block = {kind: draw("Block", layer=kinds.index(kind)) for kind in dict.fromkeys(kinds)}
         keys = jax.random.split(jax.random.key(seed), self.config.num_layers + 2)
         return {
             "embed": draw("Embed")(keys[0]),
-            "layers": [block(keys[2 + i]) for i in range(self.config.num_layers)],
+            "layers": [block[kind](keys[2 + i]) for i, kind in enumerate(kinds)],
             "head": draw("Head")(keys[1]),
         }
 
@@ -257,15 +280,15 @@ def build(config: ModelConfig, counts: Mapping[str, int] | None = None) -> Model
 
     Args:
       counts: by logical axis, how many heads, tokens and feed-forward units to hold where that is more than the
-        configuration has (`ShardingSpec.padded`): their parameters are zeros, at the end, and they change no answer.
+        configuration has (`ShardingSpec.padded`): their parameters are copies or zeros (`schema.head_sources`), and
+        they change no answer.
     """
     if counts is None:
         return Model(config, config)
-    assert config.num_kv_heads == config.num_heads
     padded_config = dataclasses.replace(
         config,
         num_heads=counts["heads"],
-        num_kv_heads=counts["heads"],
+        num_kv_heads=counts.get("kv_heads", counts["heads"]),
         vocab_size=counts["vocab"],
         ffn_size=counts["ffn"],
     )

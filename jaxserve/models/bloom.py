@@ -10,16 +10,7 @@ import jax
 from flax import nnx
 from jaxtyping import Float, Int32
 
-from jaxserve.models.layers import (
-    ACTIVATIONS,
-    BLOCK_AXES,
-    Attend,
-    LayerNorm,
-    NormedHead,
-    Table,
-    TransformerBlock,
-    split_heads,
-)
+from jaxserve.models.layers import BLOCK_AXES, Attend, LayerNorm, NormedHead, Table, TransformerBlock
 from jaxserve.models.schema import Fields, ModelConfig, Stored, head_size
 
 AXES = {
@@ -146,22 +137,17 @@ class Embed(nnx.Module):
 class Block(TransformerBlock):
     """x [T, H] -> [T, H]: attention, then feed-forward, each with a norm before and a residual around it."""
 
-    def __init__(self, config: BloomConfig, rngs: nnx.Rngs) -> None:
-        super().__init__(config, rngs)
-        self.config = config
+    config: BloomConfig
 
     def __call__(
         self, x: Float[jax.Array, "T H"], positions: Int32[jax.Array, " T"], attend: Attend, cache: Any
     ) -> tuple[Float[jax.Array, "T H"], Any]:
-        dtype = x.dtype
+        dtype, after_norm = x.dtype, self.config.residual_after_norm
         normed = self.attention_norm(x)
-        residual = normed if self.config.residual_after_norm else x
-        out, cache = attend(*split_heads(self.qkv(normed), self.config, dtype), cache)
-        x = (residual + self.out(out.astype(dtype).reshape(len(x), -1))).astype(dtype)
+        attended, cache = self.attention(normed, positions, attend, cache)
+        x = ((normed if after_norm else x) + attended).astype(dtype)
         normed = self.ffn_norm(x)
-        residual = normed if self.config.residual_after_norm else x
-        inner = ACTIVATIONS[self.config.activation](self.up(normed)).astype(dtype)
-        return (residual + self.down(inner)).astype(dtype), cache
+        return ((normed if after_norm else x) + self.feed_forward(normed)).astype(dtype), cache
 
 
 Head = NormedHead

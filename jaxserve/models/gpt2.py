@@ -10,15 +10,7 @@ import jax
 from flax import nnx
 from jaxtyping import Float, Int32
 
-from jaxserve.models.layers import (
-    ACTIVATIONS,
-    BLOCK_AXES,
-    Attend,
-    NormedHead,
-    Table,
-    TransformerBlock,
-    split_heads,
-)
+from jaxserve.models.layers import BLOCK_AXES, NormedHead, PreNormBlock, Table
 from jaxserve.models.schema import Fields, ModelConfig, Stored, head_size
 
 AXES = {
@@ -140,21 +132,4 @@ class Embed(nnx.Module):
         return self.tokens(tokens) + self.positions(positions)
 
 
-class Block(TransformerBlock):
-    """x [T, H] -> [T, H]: attention, then feed-forward, each with a norm before and a residual around it."""
-
-    def __init__(self, config: GPT2Config, rngs: nnx.Rngs) -> None:
-        super().__init__(config, rngs)
-        self.config = config
-
-    def __call__(
-        self, x: Float[jax.Array, "T H"], positions: Int32[jax.Array, " T"], attend: Attend, cache: Any
-    ) -> tuple[Float[jax.Array, "T H"], Any]:
-        dtype = x.dtype
-        out, cache = attend(*split_heads(self.qkv(self.attention_norm(x)), self.config, dtype), cache)
-        x = (x + self.out(out.astype(dtype).reshape(len(x), -1))).astype(dtype)
-        inner = ACTIVATIONS[self.config.activation](self.up(self.ffn_norm(x))).astype(dtype)
-        return (x + self.down(inner)).astype(dtype), cache
-
-
-Head = NormedHead
+Block, Head = PreNormBlock, NormedHead

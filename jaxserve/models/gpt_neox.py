@@ -7,20 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Float, Int32
 
-from jaxserve.models.layers import (
-    ACTIVATIONS,
-    BLOCK_AXES,
-    Attend,
-    NormedHead,
-    Table,
-    TransformerBlock,
-    rotate,
-    split_heads,
-)
+from jaxserve.models import rotary
+from jaxserve.models.layers import BLOCK_AXES, Attend, NormedHead, TokenEmbed, TransformerBlock
+from jaxserve.models.rotary import Rotary
 from jaxserve.models.schema import Fields, ModelConfig, Stored, head_size
 
 AXES = {
@@ -81,21 +73,14 @@ NO_PARAMETERS = (
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GPTNeoXConfig(ModelConfig):
     """Attributes:
-    rotary_share: which part of a head's queries and keys is rotated, from 0 to 1.
-    rotary_base: how many times slower the slowest pair turns than the first, roughly.
+    rotary: how positions rotate queries and keys.
     parallel_residual: whether the feed-forward reads what the attention reads, rather than what it leaves.
     attention_bias: whether the attention's projections have biases.
     """
 
-    rotary_share: float = 0.25
-    rotary_base: float = 10000.0
+    rotary: Rotary
     parallel_residual: bool = True
     attention_bias: bool = True
-
-    @property
-    def rotary_size(self) -> int:
-        """How many numbers of a head are rotated."""
-        return int(self.head_dim * self.rotary_share)
 
 
 def parse_config(entries: Mapping[str, Any]) -> GPTNeoXConfig:
@@ -106,7 +91,14 @@ def parse_config(entries: Mapping[str, Any]) -> GPTNeoXConfig:
     head_dim = head_size(hidden_size, num_heads)
     fields.refuse("head_dim", unless=head_dim, because="the heads share the hidden size")
     vocab_size = fields.count("vocab_size")
-    rotary_share, rotary_base = _rotary(entries, head_dim)
+    max_position = fields.count("max_position_embeddings")
+    turned = rotary.parse(
+        entries,
+        head_dim,
+        max_position=max_position,
+        theta=fields.number("rotary_emb_base", default=10000.0),
+        share=fields.number("rotary_pct", default=0.25),
+    )
     return GPTNeoXConfig(
         family="gpt_neox",
         vocab_size=vocab_size,
@@ -116,7 +108,7 @@ def parse_config(entries: Mapping[str, Any]) -> GPTNeoXConfig:
         num_kv_heads=num_heads,
         head_dim=head_dim,
         ffn_size=fields.count("intermediate_size"),
-        max_position=fields.count("max_position_embeddings"),
+        max_position=turned.longest(max_position),
         alibi=False,
         norm_eps=fields.number("layer_norm_eps", default=1e-5),
         activation=fields.activation("hidden_act", default="gelu"),
@@ -124,34 +116,10 @@ def parse_config(entries: Mapping[str, Any]) -> GPTNeoXConfig:
         eos_token_ids=fields.tokens("eos_token_id", vocab_size, default=2),
         bos_token_id=fields.token("bos_token_id", vocab_size, default=0),
         initializer_range=fields.number("initializer_range", default=0.02),
-        rotary_share=rotary_share,
-        rotary_base=rotary_base,
+        rotary=turned,
         parallel_residual=fields.flag("use_parallel_residual", default=True),
         attention_bias=fields.flag("attention_bias", default=True),
     )
-
-
-def _rotary(entries: Mapping[str, Any], head_dim: int) -> tuple[float, float]:
-    """Rotated share of a head and base: from an object as transformers 5 writes it, else from entries as 4 does."""
-    name = "rope_scaling" if entries.get("rope_scaling") else "rope_parameters"
-    rope, fields = entries.get(name) or {}, Fields(entries)
-    if not isinstance(rope, Mapping):
-        raise ValueError(f"{name} is {rope!r}; it must be an object")
-    inner = Fields(rope)
-    for key in ("rope_type", "type"):
-        inner.refuse(key, unless="default", because=f"positions are not stretched; see {name}")
-    share = inner.number("partial_rotary_factor", default=fields.number("rotary_pct", default=0.25))
-    base = inner.number("rope_theta", default=fields.number("rotary_emb_base", default=10000.0))
-    fields.refuse("partial_rotary_factor", unless=share, because="rotary_pct says otherwise")
-    fields.refuse("rope_theta", unless=base, because="rotary_emb_base says otherwise")
-    size = int(head_dim * share)
-    if size % 2 or not 2 <= size <= head_dim:
-        raise ValueError(
-            f"rotary_pct is {share}, which rotates {size} of a head's {head_dim} numbers; it must be pairs of them"
-        )
-    if base <= 1:
-        raise ValueError(f"rotary_emb_base is {base}; it must be more than 1")
-    return share, base
 
 
 def hf_config(config: GPTNeoXConfig) -> dict[str, Any]:
@@ -164,12 +132,13 @@ def hf_config(config: GPTNeoXConfig) -> dict[str, Any]:
         "num_hidden_layers": config.num_layers,
         "num_attention_heads": config.num_heads,
         "intermediate_size": config.ffn_size,
-        "max_position_embeddings": config.max_position,
+        "max_position_embeddings": config.rotary.original or config.max_position,
         "layer_norm_eps": config.norm_eps,
         "hidden_act": config.activation,
         "initializer_range": config.initializer_range,
-        "rotary_pct": config.rotary_share,
-        "rotary_emb_base": config.rotary_base,
+        "rotary_pct": config.rotary.size / config.head_dim,
+        "rotary_emb_base": config.rotary.theta,
+        "rope_parameters": config.rotary.entries() | {"partial_rotary_factor": config.rotary.size / config.head_dim},
         "use_parallel_residual": config.parallel_residual,
         "attention_bias": config.attention_bias,
         "tie_word_embeddings": config.tie_embeddings,
@@ -178,34 +147,21 @@ def hf_config(config: GPTNeoXConfig) -> dict[str, Any]:
     }
 
 
-class Embed(nnx.Module):
-    """tokens [T] -> [T, H]; the layers see to positions."""
-
-    def __init__(self, config: GPTNeoXConfig, rngs: nnx.Rngs) -> None:
-        self.tokens = Table(config.vocab_size, config.hidden_size, config, rngs)
-
-    def __call__(self, tokens: Int32[jax.Array, " T"], positions: Int32[jax.Array, " T"]) -> Float[jax.Array, "T H"]:
-        return self.tokens(tokens)
-
-
 class Block(TransformerBlock):
     """x [T, H] -> [T, H]: attention and feed-forward, each with a norm before and one residual around them."""
 
-    def __init__(self, config: GPTNeoXConfig, rngs: nnx.Rngs) -> None:
-        super().__init__(config, rngs, attention_bias=config.attention_bias)
-        self.config = config
+    def __init__(self, config: GPTNeoXConfig, rngs: nnx.Rngs, layer: int = 0) -> None:
+        super().__init__(config, rngs, layer, attention_bias=config.attention_bias, rotary=config.rotary)
+        self.parallel_residual = config.parallel_residual
 
     def __call__(
         self, x: Float[jax.Array, "T H"], positions: Int32[jax.Array, " T"], attend: Attend, cache: Any
     ) -> tuple[Float[jax.Array, "T H"], Any]:
-        dtype, config = x.dtype, self.config
-        q, k, v = split_heads(self.qkv(self.attention_norm(x)), config, jnp.float32)
-        q, k = (rotate(each, positions, config.rotary_size, config.rotary_base) for each in (q, k))
-        out, cache = attend(q.astype(dtype), k.astype(dtype), v.astype(dtype), cache)
-        attended = x + self.out(out.astype(dtype).reshape(len(x), -1))
-        normed = self.ffn_norm(x if config.parallel_residual else attended.astype(dtype))
-        inner = ACTIVATIONS[config.activation](self.up(normed)).astype(dtype)
-        return (attended + self.down(inner)).astype(dtype), cache
+        dtype = x.dtype
+        attended, cache = self.attention(self.attention_norm(x), positions, attend, cache)
+        attended += x
+        normed = self.ffn_norm(x if self.parallel_residual else attended.astype(dtype))
+        return (attended + self.feed_forward(normed)).astype(dtype), cache
 
 
-Head = NormedHead
+Embed, Head = TokenEmbed, NormedHead

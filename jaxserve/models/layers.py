@@ -16,15 +16,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Float, Float32, Int32
 
+from jaxserve.models.rotary import Rotary
 from jaxserve.models.schema import ModelConfig
 
-# attend(q [T, N, D], k [T, K, D], v [T, K, D], cache) -> (out [T, N, D], cache)
-Attend = Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
+# attend(q [T, N, D], k [T, K, D], v [T, K, D], cache) -> (out [T, N, D], cache); the scores of sinks [N] are a keyword
+Attend = Callable[..., tuple[jax.Array, Any]]
 
 # matmul(x [T, in], matrix [out, in], dtype) -> float32[T, out]; the matrix may be Quantized (see `project`)
 Matmul = Callable[[jax.Array, Any, DTypeLike], jax.Array]
@@ -166,7 +166,26 @@ class LayerNorm(nnx.Module):
         return y.astype(x.dtype)
 
 
-# Logical axes of a TransformerBlock's parameters.
+class RMSNorm(nnx.Module):
+    """x [..., S] -> [..., S] in x's dtype, divided by its root mean square (arXiv:1910.07467); computed in float32.
+
+    Args:
+      size: S; the hidden size by default.
+      offset: added to the stored scale.
+    """
+
+    def __init__(self, config: ModelConfig, *, size: int | None = None, offset: float = 0.0) -> None:
+        self.scale = nnx.Param(jnp.full(size or config.hidden_size, 1.0 - offset))
+        self.offset = offset
+        self.eps = config.norm_eps
+
+    def __call__(self, x: Float[jax.Array, "*T S"]) -> Float[jax.Array, "*T S"]:
+        wide = x.astype(jnp.float32)
+        y = wide * jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + self.eps)
+        return (y * (self.scale[...].astype(jnp.float32) + self.offset)).astype(x.dtype)
+
+
+# Logical axes of a TransformerBlock's parameters. Queries, keys and values of a key head are adjacent.
 BLOCK_AXES = {
     "attention_norm": {"scale": ("embed",), "bias": ("embed",)},
     "qkv": {"kernel": ("heads", "embed"), "bias": ("heads",)},
@@ -175,32 +194,87 @@ BLOCK_AXES = {
     "up": {"kernel": ("ffn", "embed"), "bias": ("ffn",)},
     "down": {"kernel": ("embed", "ffn"), "bias": ("embed",)},
 }
+# The same where several query heads may share a key head, with what gated feed-forwards and norms of heads add.
+GROUPED_AXES = BLOCK_AXES | {
+    "qkv": {"kernel": ("kv_heads", "embed"), "bias": ("kv_heads",)},
+    "q_norm": {"scale": ("head_dim",)},
+    "k_norm": {"scale": ("head_dim",)},
+    "gate": {"kernel": ("ffn", "embed"), "bias": ("ffn",)},
+}
 
 
 class TransformerBlock(nnx.Module):
-    """The layers of a transformer block; each family joins them in its own way.
+    """Attention and feed-forward of a layer; each family joins them in its own way.
 
     Args:
-      attention_bias / ffn_bias: whether the projections of each half have biases.
-      affine_norms: whether the norms have a scale and a bias.
+      layer: index of the layer; layers of one `ModelConfig.layer_kind` are the same.
+      norm: makes the norm before each half, given the configuration.
+      attention_bias / out_bias / ffn_bias: whether the projections have biases; the output's is the attention's by
+        default.
+      gated: whether the feed-forward multiplies two projections, one of them activated (arXiv:2002.05202).
+      head_norm: makes the norm of each head's queries and of its keys; None without one.
+      rotary: rotates queries and keys by their positions; None without rotary positions.
     """
 
     def __init__(
         self,
         config: ModelConfig,
         rngs: nnx.Rngs,
+        layer: int = 0,
         *,
+        norm: Callable[[ModelConfig], nnx.Module] | None = None,
         attention_bias: bool = True,
+        out_bias: bool | None = None,
         ffn_bias: bool = True,
-        affine_norms: bool = True,
+        gated: bool = False,
+        head_norm: Callable[[ModelConfig], nnx.Module] | None = None,
+        rotary: Rotary | None = None,
     ) -> None:
-        hidden, inner = config.hidden_size, config.num_heads * config.head_dim
-        self.attention_norm = LayerNorm(config, affine=affine_norms)
-        self.qkv = Linear(hidden, 3 * inner, config, rngs, bias=attention_bias)
-        self.out = Linear(inner, hidden, config, rngs, bias=attention_bias)
-        self.ffn_norm = LayerNorm(config, affine=affine_norms)
-        self.up = Linear(hidden, config.ffn_size, config, rngs, bias=ffn_bias)
-        self.down = Linear(config.ffn_size, hidden, config, rngs, bias=ffn_bias)
+        norm = norm or LayerNorm
+        hidden, inner, ffn = config.hidden_size, config.num_heads * config.head_dim, config.ffn_size
+        self.config, self.layer, self.rotary = config, layer, rotary
+        self.attention_norm = norm(config)
+        columns = inner + 2 * config.num_kv_heads * config.head_dim
+        self.qkv = Linear(hidden, columns, config, rngs, bias=attention_bias)
+        self.q_norm = head_norm(config) if head_norm else None
+        self.k_norm = head_norm(config) if head_norm else None
+        self.out = Linear(inner, hidden, config, rngs, bias=attention_bias if out_bias is None else out_bias)
+        self.ffn_norm = norm(config)
+        self.gate = Linear(hidden, ffn, config, rngs, bias=ffn_bias) if gated else None
+        self.up = Linear(hidden, ffn, config, rngs, bias=ffn_bias)
+        self.down = Linear(ffn, hidden, config, rngs, bias=ffn_bias)
+
+    def attention(
+        self, x: Float[jax.Array, "T H"], positions: Int32[jax.Array, " T"], attend: Attend, cache: Any
+    ) -> tuple[Float32[jax.Array, "T H"], Any]:
+        """Self-attention of x, which a norm has seen or not; returns (its output, the updated cache)."""
+        dtype = x.dtype
+        wide = self.rotary is not None or self.q_norm is not None
+        q, k, v = split_heads(self.qkv(x), self.config, jnp.dtype(jnp.float32) if wide else dtype)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.rotary is not None:
+            q, k = self.rotary(q, positions), self.rotary(k, positions)
+        out, cache = attend(q.astype(dtype), k.astype(dtype), v.astype(dtype), cache)
+        return self.out(out.astype(dtype).reshape(len(x), -1)), cache
+
+    def feed_forward(self, x: Float[jax.Array, "T H"]) -> Float32[jax.Array, "T H"]:
+        """The feed-forward of x, which a norm has seen or not."""
+        activation = ACTIVATIONS[self.config.activation]
+        inner = activation(self.up(x)) if self.gate is None else activation(self.gate(x)) * self.up(x)
+        return self.down(inner.astype(x.dtype))
+
+
+class PreNormBlock(TransformerBlock):
+    """x [T, H] -> [T, H]: attention, then feed-forward, each with a norm before and a residual around it."""
+
+    def __call__(
+        self, x: Float[jax.Array, "T H"], positions: Int32[jax.Array, " T"], attend: Attend, cache: Any
+    ) -> tuple[Float[jax.Array, "T H"], Any]:
+        dtype = x.dtype
+        attended, cache = self.attention(self.attention_norm(x), positions, attend, cache)
+        x = (x + attended).astype(dtype)
+        return (x + self.feed_forward(self.ffn_norm(x))).astype(dtype), cache
 
 
 class Table(nnx.Module):
@@ -218,11 +292,23 @@ class Table(nnx.Module):
         return values.astype(scales.dtype) * scales[:, None]
 
 
+class TokenEmbed(nnx.Module):
+    """tokens [T], positions [T] -> [T, H]: the token table alone; the layers see to positions."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
+        self.tokens = Table(config.vocab_size, config.hidden_size, config, rngs)
+
+    def __call__(self, tokens: Int32[jax.Array, " T"], positions: Int32[jax.Array, " T"]) -> Float[jax.Array, "T H"]:
+        return self.tokens(tokens)
+
+
 class NormedHead(nnx.Module):
     """The last norm and, unless the embeddings are tied, the table of the head."""
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
-        self.norm = LayerNorm(config)
+    def __init__(
+        self, config: ModelConfig, rngs: nnx.Rngs, *, norm: Callable[[ModelConfig], nnx.Module] | None = None
+    ) -> None:
+        self.norm = (norm or LayerNorm)(config)
         if not config.tie_embeddings:
             self.tokens = Table(config.vocab_size, config.hidden_size, config, rngs)
 
@@ -230,27 +316,27 @@ class NormedHead(nnx.Module):
         return self.norm(x)
 
 
+class RMSNormedHead(NormedHead):
+    """`NormedHead` with an RMSNorm."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
+        super().__init__(config, rngs, norm=RMSNorm)
+
+
 def split_heads(
     qkv: Float[jax.Array, "T columns"], config: ModelConfig, dtype: DTypeLike
-) -> tuple[Float[jax.Array, "T N D"], Float[jax.Array, "T N D"], Float[jax.Array, "T N D"]]:
-    """Splits columns that lie [N, 3, D] into q, k and v.
+) -> tuple[Float[jax.Array, "T N D"], Float[jax.Array, "T K D"], Float[jax.Array, "T K D"]]:
+    """Splits columns that lie [K, G + 2, D] into q, k and v, for K key heads with G = N / K queries each.
 
-    The q, k and v of a head are adjacent, so a device that holds a share of the columns holds whole heads.
+    The queries, the key and the value of a key head are adjacent, so a device that holds a share of the columns holds
+    whole heads.
     """
-    parts = qkv.astype(dtype).reshape(-1, config.num_heads, 3, config.head_dim)  # [T, N, 3, D]
-    return parts[:, :, 0], parts[:, :, 1], parts[:, :, 2]
+    group = config.num_heads // config.num_kv_heads
+    parts = qkv.astype(dtype).reshape(-1, config.num_kv_heads, group + 2, config.head_dim)  # [T, K, G + 2, D]
+    queries = parts[:, :, :group].reshape(-1, config.num_heads, config.head_dim)
+    return queries, parts[:, :, group], parts[:, :, group + 1]
 
 
-def rotate(
-    x: Float[jax.Array, "T N D"], positions: Int32[jax.Array, " T"], size: int, base: float
-) -> Float[jax.Array, "T N D"]:
-    """Rotary positions (RoFormer, arXiv:2104.09864) in the first `size` numbers of each head.
-
-    Number i of the first half is paired with number i of the second, as in GPT-NeoX; pair i is rotated by
-    position / base^(2 i / size).
-    """
-    frequencies = (1 / base ** (np.arange(0, size, 2) / size)).astype(np.float32)
-    angles = positions[:, None, None].astype(jnp.float32) * frequencies  # [T, 1, size / 2]
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
-    first, second, rest = jnp.split(x, (size // 2, size), axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
+def soft_cap(x: Float[jax.Array, "*S"], cap: float | None) -> Float[jax.Array, "*S"]:
+    """cap * tanh(x / cap), which stays within the cap (Gemma 2, arXiv:2408.00118, section 2); x itself without one."""
+    return x if cap is None else cap * jnp.tanh(x / cap)

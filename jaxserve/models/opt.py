@@ -4,22 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 from flax import nnx
 from jaxtyping import Float, Int32
 
-from jaxserve.models.layers import (
-    ACTIVATIONS,
-    BLOCK_AXES,
-    Attend,
-    LayerNorm,
-    Linear,
-    Table,
-    TransformerBlock,
-    split_heads,
-)
+from jaxserve.models.layers import BLOCK_AXES, Attend, LayerNorm, Linear, PreNormBlock, Table
 from jaxserve.models.schema import Fields, ModelConfig, Stored, head_size
 
 _OFFSET = 2  # rows of the position table before that of position 0; the library leaves them unused
@@ -162,26 +154,28 @@ class Embed(nnx.Module):
         return words + places if self.project is None else (self.project(words) + places).astype(places.dtype)
 
 
-class Block(TransformerBlock):
+class Block(PreNormBlock):
     """x [T, H] -> [T, H]: attention, then feed-forward, each with a residual around it and a norm before or after."""
 
-    def __init__(self, config: OPTConfig, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: OPTConfig, rngs: nnx.Rngs, layer: int = 0) -> None:
         super().__init__(
-            config, rngs, attention_bias=config.bias, ffn_bias=config.bias, affine_norms=config.affine_norms
+            config,
+            rngs,
+            layer,
+            norm=partial(LayerNorm, affine=config.affine_norms),
+            attention_bias=config.bias,
+            ffn_bias=config.bias,
         )
-        self.config = config
+        self.norm_first = config.norm_first
 
     def __call__(
         self, x: Float[jax.Array, "T H"], positions: Int32[jax.Array, " T"], attend: Attend, cache: Any
     ) -> tuple[Float[jax.Array, "T H"], Any]:
-        dtype, first = x.dtype, self.config.norm_first
-        read = self.attention_norm(x) if first else x
-        out, cache = attend(*split_heads(self.qkv(read), self.config, dtype), cache)
-        x = (x + self.out(out.astype(dtype).reshape(len(x), -1))).astype(dtype)
-        x = x if first else self.attention_norm(x)
-        inner = ACTIVATIONS[self.config.activation](self.up(self.ffn_norm(x) if first else x)).astype(dtype)
-        x = (x + self.down(inner)).astype(dtype)
-        return x if first else self.ffn_norm(x), cache
+        if self.norm_first:
+            return super().__call__(x, positions, attend, cache)
+        attended, cache = self.attention(x, positions, attend, cache)
+        x = self.attention_norm((x + attended).astype(x.dtype))
+        return self.ffn_norm((x + self.feed_forward(x)).astype(x.dtype)), cache
 
 
 class Head(nnx.Module):

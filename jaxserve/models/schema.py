@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,6 +19,10 @@ class ModelConfig:
       max_position: most tokens of one request; None where positions have no limit (ALiBi).
       activation: a name in ACTIVATIONS.
       tie_embeddings: whether the head is the token table.
+      windows: sliding window of each layer, None for a layer without one; empty if no layer has one.
+      soft_cap / logit_soft_cap: caps of attention scores and of logits (`layers.soft_cap`), or None.
+      sinks: whether each head has an attention sink.
+      num_experts / experts_per_token: feed-forwards of a layer, and how many of them serve a token; 0 without experts.
       eos_token_ids: tokens that end a text; may be empty.
       initializer_range: standard deviation of freshly drawn weights.
     """
@@ -36,6 +40,12 @@ class ModelConfig:
     norm_eps: float
     activation: str
     tie_embeddings: bool
+    windows: tuple[int | None, ...] = ()
+    soft_cap: float | None = None
+    logit_soft_cap: float | None = None
+    sinks: bool = False
+    num_experts: int = 0
+    experts_per_token: int = 0
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     initializer_range: float = 0.02
@@ -48,11 +58,46 @@ class ModelConfig:
     @property
     def layers_alike(self) -> bool:
         """Whether all layers compute the same function of their weights."""
-        return len({self.attention_scale(layer) for layer in range(self.num_layers)}) == 1
+        return len({self.layer_kind(layer) for layer in range(self.num_layers)}) == 1
+
+    def layer_kind(self, layer: int) -> Hashable:
+        """What a layer computes, apart from its weights: equal for layers that are alike."""
+        return self.attention_scale(layer), self.window(layer)
+
+    def window(self, layer: int) -> int | None:
+        """The layer's sliding window: most tokens that one attends to, itself included; None for all."""
+        return self.windows[layer] if self.windows else None
 
     def attention_scale(self, layer: int) -> float:
         """The factor applied to query-key products in this layer."""
         return 1.0 / math.sqrt(self.head_dim)
+
+
+class HeadSources(NamedTuple):
+    """Which head of the checkpoint each head of a padded model is; -1 for one that is zeros."""
+
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+
+
+def head_sources(config: ModelConfig, padded_config: ModelConfig) -> HeadSources:
+    """The heads of a padded model.
+
+    Where it has a multiple of the key heads, each is repeated and its queries are shared out among the copies; other
+    key heads beyond the model's are zeros. Queries that a group lacks are zeros.
+    """
+    kv_heads, group = config.num_kv_heads, config.num_heads // config.num_kv_heads
+    padded_kv_heads = padded_config.num_kv_heads
+    padded_group = padded_config.num_heads // padded_kv_heads
+    copies = padded_kv_heads // kv_heads if padded_kv_heads % kv_heads == 0 else 1
+    keys = tuple(head // copies if head // copies < kv_heads else -1 for head in range(padded_kv_heads))
+
+    def query(head: int, place: int) -> int:
+        within = head % copies * padded_group + place
+        return keys[head] * group + within if keys[head] >= 0 and within < group else -1
+
+    queries = tuple(query(head, place) for head in range(padded_kv_heads) for place in range(padded_group))
+    return HeadSources(queries, keys)
 
 
 def alibi_slopes(num_heads: int) -> np.ndarray:
@@ -74,7 +119,7 @@ class Stored(NamedTuple):
       name: of the tensor, without the prefix that all but the head's share; {i} is the layer, and {qkv} stands for q, k
         and v where each is a tensor of its own.
       transposed: whether it lies [in, out] rather than [out, in].
-      parts: whether q, k and v of all heads follow each other in it, rather than those of each head.
+      parts: whether all queries, all keys and all values follow each other in it, rather than those of each key head.
     """
 
     name: str
@@ -91,11 +136,6 @@ class Stored(NamedTuple):
         if "{qkv}" not in self.name:
             return (self.name,)
         return tuple(self.name.replace("{qkv}", part) for part in "qkv")
-
-    @property
-    def regrouped(self) -> bool:
-        """Whether its q, k and v need reordering; ours keep those of a head adjacent."""
-        return self.parts or "{qkv}" in self.name
 
 
 # Names that Hugging Face gives an activation -> ours (jaxserve.models.layers.ACTIVATIONS).
@@ -150,6 +190,13 @@ class Fields:
             raise ValueError(f"{name} is {value!r}; it must be a number of at least 0")
         return float(value)
 
+    def within(self, name: str) -> Fields:
+        """The entries of an object; none if it is absent."""
+        value = self.entries.get(name)
+        if value is not None and not isinstance(value, Mapping):
+            raise ValueError(f"{name} is {value!r}; it must be an object")
+        return Fields(value or {})
+
     def flag(self, *names: str, default: bool) -> bool:
         """true or false."""
         name, value = self._find(names)
@@ -167,7 +214,7 @@ class Fields:
             raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(_ACTIVATION_NAMES)}")
         return _ACTIVATION_NAMES[value]
 
-    def tokens(self, name: str, vocab_size: int, *, default: int) -> tuple[int, ...]:
+    def tokens(self, name: str, vocab_size: int, *, default: int | None) -> tuple[int, ...]:
         """A token id or a list of them; none if it is null, the default if it is absent (as in transformers)."""
         value = self.entries.get(name, default)
         listed = [] if value is None else value if isinstance(value, list) else [value]
@@ -177,7 +224,7 @@ class Fields:
         # Ids beyond the vocabulary (and -1) are how some checkpoints say that there is no such token.
         return tuple(token for token in listed if 0 <= token < vocab_size)
 
-    def token(self, name: str, vocab_size: int, *, default: int) -> int | None:
+    def token(self, name: str, vocab_size: int, *, default: int | None) -> int | None:
         """Like `tokens` for one token; None if there is none."""
         return next(iter(self.tokens(name, vocab_size, default=default)), None)
 

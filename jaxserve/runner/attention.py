@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from jaxserve.models import Model
 from jaxserve.models.schema import ModelConfig
@@ -44,8 +44,15 @@ def select(
       ValueError: the heads do not divide over the mesh, or the named backend (or every backend) does not support this
         model, block size or pool; the message gives the reason.
     """
-    for heads in (config.num_heads, config.num_kv_heads):
-        spec.resolve(("heads",), (heads,), mesh, name="attention", section="pool")
+    counts = {"heads": config.num_heads, "kv_heads": config.num_kv_heads}
+    split = {
+        axis: spec.resolve((axis,), (count,), mesh, name="attention", section="pool") for axis, count in counts.items()
+    }
+    if split["heads"] != split["kv_heads"]:
+        raise ValueError(
+            f"attention: 'heads' is on {_named(split['heads'])} and 'kv_heads' on {_named(split['kv_heads'])}; query "
+            "heads and the key heads that they read must be on the same devices"
+        )
     parts = kv_cache.head_parts(mesh, spec)
 
     def shape_with(pool_dtype: np.dtype) -> api.AttentionShape:
@@ -56,6 +63,9 @@ def select(
             dtype=dtype,
             pool_dtype=pool_dtype,
             alibi=config.alibi,
+            soft_cap=config.soft_cap,
+            sinks=config.sinks,
+            windows=tuple(dict.fromkeys(config.window(layer) for layer in range(config.num_layers))),
             max_rows=max_rows,
             device_kind=mesh.devices.flat[0].device_kind if isinstance(mesh, Mesh) else "",
         )
@@ -65,6 +75,10 @@ def select(
     shape = shape.with_blocks(block_size or backend.default_block_size(shape), max_context)
     backend, reason = api.select(name, shape, platform)
     return backend, shape, reason
+
+
+def _named(split: PartitionSpec) -> str:
+    return "none" if split[0] is None else repr(split[0])
 
 
 def make_attend(
@@ -77,34 +91,48 @@ def make_attend(
     layer: int,
     first_block: jax.Array | int,
 ) -> Callable:
-    """Makes `attend(q, k, v, pool) -> (out, pool)` for one layer of one iteration.
+    """Makes `attend(q, k, v, pool, sinks=None) -> (out, pool)` for one layer of one iteration.
 
     Args:
       meta: result of `backend.prepare`.
       first_block: index of the layer's first block in the pool.
     """
-    slopes, scale = model.alibi_slopes, model.config.attention_scale(layer)
+    slopes, scale, window = model.alibi_slopes, model.config.attention_scale(layer), model.config.window(layer)
 
-    def attend_here(q, k, v, pool, meta, slopes, first_block):
-        return backend.attend(q, k, v, pool, meta, shape, slopes=slopes, scale=scale, first_block=first_block)
+    def attend_here(q, k, v, pool, meta, slopes, sinks, first_block):
+        return backend.attend(
+            q,
+            k,
+            v,
+            pool,
+            meta,
+            shape,
+            slopes=slopes,
+            scale=scale,
+            window=window,
+            sinks=sinks,
+            first_block=first_block,
+        )
 
     if mesh.size == 1:
-        return lambda q, k, v, pool: attend_here(q, k, v, pool, meta, slopes, first_block)
+        return lambda q, k, v, pool, sinks=None: attend_here(q, k, v, pool, meta, slopes, sinks, first_block)
 
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array, pool: Any) -> tuple[jax.Array, Any]:
+    def attend(
+        q: jax.Array, k: jax.Array, v: jax.Array, pool: Any, sinks: jax.Array | None = None
+    ) -> tuple[jax.Array, Any]:
         def split(axes: tuple[str | None, ...]) -> Any:
             """The PartitionSpec of an array with as many heads as the model."""
             return spec.resolve(axes, (mesh.size,) * len(axes), mesh, name="attention", section="pool")
 
-        heads, whole = split((None, "heads", None)), split(())
+        heads, of_heads, whole = split((None, "heads", None)), split(("heads",)), split(())
         pool_heads = jax.tree.map(split, backend.pool_axes(shape), is_leaf=kv_cache.is_axes)
         everywhere = jax.shard_map(
             attend_here,
             mesh=mesh,
-            in_specs=(heads, heads, heads, pool_heads, whole, split(("heads",)), whole),
+            in_specs=(heads, heads, heads, pool_heads, whole, of_heads, of_heads, whole),
             out_specs=(heads, pool_heads),
             check_vma=False,  # backends start loops from constants, which the check would require them to cast
         )
-        return everywhere(q, k, v, pool, meta, slopes, first_block)
+        return everywhere(q, k, v, pool, meta, slopes, sinks, first_block)
 
     return attend

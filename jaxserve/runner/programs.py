@@ -16,7 +16,7 @@ from jaxtyping import Float32
 
 from jaxserve.iteration import IterationPlan, SamplerVariant, max_points
 from jaxserve.models import Model
-from jaxserve.models.layers import Attend, Quantized, bind, project
+from jaxserve.models.layers import Attend, Quantized, bind, project, soft_cap
 from jaxserve.runner import matmul
 from jaxserve.runner.batch import BatchLayout, sample_points, unpack, write_tokens
 from jaxserve.sampling import sampler, scoring
@@ -180,7 +180,7 @@ def score(model: Model, mesh: Mesh, spec: ShardingSpec, ends: Any, hidden: jax.A
         axis = by_token[0] if mesh.size > 1 else None
 
         def score_here(table: jax.Array | Quantized, normed: jax.Array, next_tokens: jax.Array) -> Scores:
-            tile = partial(_logits_tile, table, normed)
+            tile = partial(_logits_tile, table, normed, model.config.logit_soft_cap)
             vocab = table.shape[0]
             if model.padded_config.vocab_size > model.config.vocab_size:
                 first = 0 if axis is None else jax.lax.axis_index(axis) * vocab
@@ -197,12 +197,12 @@ def score(model: Model, mesh: Mesh, spec: ShardingSpec, ends: Any, hidden: jax.A
 
 
 def _logits_tile(
-    table: jax.Array | Quantized, normed: jax.Array, start: jax.Array | int, size: int
+    table: jax.Array | Quantized, normed: jax.Array, cap: float | None, start: jax.Array | int, size: int
 ) -> Float32[jax.Array, "T {size}"]:
     """Logits of rows start to start + size of (a device's share of) the head's table."""
     with jax.named_scope("head"):
         rows = jax.tree.map(lambda part: jax.lax.dynamic_slice_in_dim(part, start, size), table)
-        return project(normed, bind(rows, matmul.make(None, tiles=False)), jnp.float32)
+        return soft_cap(project(normed, bind(rows, matmul.make(None, tiles=False)), jnp.float32), cap)
 
 
 def _of_tokens(tile: scoring.LogitsTile, end: jax.Array | int) -> scoring.LogitsTile:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,10 @@ from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 
 from jaxserve import models
 from jaxserve.models.layers import Quantized
-from jaxserve.models.schema import Stored
 from jaxserve.weights import naming, orbax, quantize
 from jaxserve.weights.checkpoint import StoredTensor, StoredTensors
 from jaxserve.weights.naming import Parameter, parameters
+from jaxserve.weights.regions import layout
 from sharding.spec import ShardingSpec
 
 # place(name, shape, axes) -> sharding of a parameter, None of one that is not read; names are like layers.3.qkv.kernel
@@ -98,8 +98,12 @@ def load(
     if orbax.is_saved(directory):
         names = [parameter.name for parameter in wanted]
         shapes = [parameter.shape.shape for parameter in wanted]
+        layouts = [layout(model, name, axes, shape.shape, orbax.STORED) for name, shape, axes, _ in wanted]
         arrays = orbax.restore(
-            directory, dict(zip(names, targets, strict=True)), saved=dict(zip(names, shapes, strict=True))
+            directory,
+            dict(zip(names, targets, strict=True)),
+            saved=dict(zip(names, shapes, strict=True)),
+            layouts=dict(zip(names, layouts, strict=True)),
         )
         leaves = [arrays[parameter.name] for parameter in wanted]
     else:
@@ -117,9 +121,9 @@ def load(
             if (target.values if isinstance(target, Quantized) else target).sharding is None:
                 leaf = target
             elif isinstance(target, Quantized):
-                leaf = _place_quantized(parameter, several, model.config.head_dim, target, release)
+                leaf = _place_quantized(model, parameter, several, target, release)
             else:
-                leaf = _place(parameter, several, model.config.head_dim, target, release)
+                leaf = _place(model, parameter, several, target, release)
             leaves.append(leaf)
             done += sum(source.values.nbytes for source in several)
             if progress is not None:
@@ -133,37 +137,36 @@ def is_matrix(node: Any) -> bool:
 
 
 def _place(
+    model: models.Model,
     parameter: Parameter,
     sources: tuple[StoredTensor, ...],
-    head_dim: int,
     wanted: jax.ShapeDtypeStruct,
     release: Callable[[StoredTensor, int], None],
 ) -> jax.Array:
     @cache  # copies on several devices are read once
     def read(*bounds: tuple[int, int]) -> np.ndarray:
-        return _read(parameter, sources, head_dim, bounds, wanted.dtype, release)
+        return _read(model, parameter, sources, bounds, wanted.dtype, release)
 
     return _array(wanted, read)
 
 
 def _place_quantized(
+    model: models.Model,
     parameter: Parameter,
     sources: tuple[StoredTensor, ...],
-    head_dim: int,
     wanted: Quantized,
     release: Callable[[StoredTensor, int], None],
 ) -> Quantized:
     """Reads rows whole, whichever of their columns a device wants: a scale is that of the whole row."""
     columns = wanted.shape[1]
-    unit = 3 * head_dim if parameter.stored.regrouped else 1  # rows that are read together
-    step = max(1, _CHUNK // (4 * columns * unit)) * unit
+    step = max(1, _CHUNK // (4 * columns))
 
     @cache
     def rows(start: int, stop: int) -> Quantized:
         held = Quantized(np.empty((stop - start, columns), np.int8), np.empty(stop - start, wanted.scales.dtype))
         for first in range(start, stop, step):
             bounds = (first, min(first + step, stop)), (0, columns)
-            wide = _read(parameter, sources, head_dim, bounds, np.dtype(np.float32), release)
+            wide = _read(model, parameter, sources, bounds, np.dtype(np.float32), release)
             for whole, part in zip(held, quantize.quantize(wide, wanted.scales.dtype, np), strict=True):
                 whole[first - start : first - start + len(wide)] = part
         return held
@@ -187,22 +190,36 @@ def _array(wanted: jax.ShapeDtypeStruct, read: Callable[..., np.ndarray]) -> jax
 
 
 def _read(
+    model: models.Model,
     parameter: Parameter,
     sources: tuple[StoredTensor, ...],
-    head_dim: int,
     bounds: tuple[tuple[int, int], ...],
     dtype: np.dtype,
     release: Callable[[StoredTensor, int], None],
 ) -> np.ndarray:
-    """The stored values between the bounds; zeros beyond the parameter's own shape."""
-    whole = target = _empty(tuple(stop - start for start, stop in bounds), dtype)
-    there = tuple((start, min(stop, size)) for (start, stop), size in zip(bounds, parameter.shape.shape, strict=True))
-    if there != bounds:
-        target[:] = 0
-        target = target[tuple(slice(max(0, stop - start)) for start, stop in there)]
-    if target.size:
-        for share, part, source in _shares(target, sources, there, parameter.stored, head_dim):
-            _copy(share, part, parameter.stored.transposed, partial(release, source))
+    """The values between the bounds of a parameter of `model`; zeros where the checkpoint has none.
+
+    Args:
+      parameter: as the checkpoint has it, without padding.
+    """
+    name, shape, axes, stored = parameter
+    axis, runs = layout(model, name, axes, shape.shape, stored)
+    whole, (first, last) = _empty(tuple(stop - start for start, stop in bounds), dtype), bounds[axis]
+    there = [(start, max(start, min(stop, size))) for (start, stop), size in zip(bounds, shape.shape, strict=True)]
+    parts = [(max(run.start, first), min(run.start + run.length, last), run) for run in runs]
+    parts = [part for part in parts if part[0] < part[1]]
+    filled = sum(stop - start for start, stop, _ in parts)
+    if filled < last - first or any(a != axis and each != bounds[a] for a, each in enumerate(there)):
+        whole[:] = 0
+    views = [source.values.T if stored.transposed else source.values for source in sources]
+    for start, stop, run in parts:
+        ours, theirs = [slice(stop - start) for start, stop in there], [slice(*each) for each in there]
+        ours[axis] = slice(start - first, stop - first)
+        theirs[axis] = slice(run.stored + start - run.start, run.stored + stop - run.start)
+        share = whole[tuple(ours)]
+        if share.size:
+            read = partial(release, sources[run.tensor])
+            _copy(share, views[run.tensor][tuple(theirs)], stored.transposed, read)
     return whole
 
 
@@ -211,31 +228,6 @@ def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     memory = np.empty(size + _ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % _ALIGNMENT
     return memory[start : start + size].view(dtype).reshape(shape)
-
-
-def _shares(
-    target: np.ndarray,
-    sources: tuple[StoredTensor, ...],
-    bounds: tuple[tuple[int, int], ...],
-    stored: Stored,
-    head_dim: int,
-) -> Iterator[tuple[np.ndarray, np.ndarray, StoredTensor]]:
-    """What of the stored values goes where, for the part of a parameter within `bounds`: views of the same shape."""
-    views = [source.values.T if stored.transposed else source.values for source in sources]
-    (start, stop), *columns = bounds
-    if not stored.regrouped:
-        yield target, views[0][tuple(slice(*each) for each in bounds)], sources[0]
-        return
-    fused = 3 * head_dim
-    assert start % fused == stop % fused == 0, "a head's q, k and v are never cut"
-    inner = (slice(start // fused, stop // fused), ..., *(slice(*column) for column in columns))
-    ours = target.reshape(-1, 3, head_dim, *target.shape[1:])  # [N, 3, D, ...]
-    if stored.parts:
-        theirs = views[0].reshape(3, -1, head_dim, *views[0].shape[1:]).swapaxes(0, 1)
-        yield ours, theirs[inner], sources[0]
-    else:
-        for i, (view, source) in enumerate(zip(views, sources, strict=True)):
-            yield ours[:, i], view.reshape(-1, head_dim, *view.shape[1:])[inner], source
 
 
 def _copy(target: np.ndarray, values: np.ndarray, transposed: bool, release: Callable[[int], None]) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 from jaxserve import models
 from jaxserve.models.schema import Stored
 from jaxserve.weights.checkpoint import CheckpointError, StoredTensor, StoredTensors
+from jaxserve.weights.regions import tensor_shapes
 
 _COMPARED = 16 * 2**20  # bytes that are compared before their pages are given back
 
@@ -61,8 +62,9 @@ def match(
         )
     sources = [tuple(tensors[name] for name in several) for several in names]
     for parameter, several in zip(wanted, sources, strict=True):
-        for source in several:
-            _check(parameter, source)
+        name, shape, _, stored = parameter
+        for source, stored_shape in zip(several, tensor_shapes(model.config, name, shape.shape, stored), strict=True):
+            _check(parameter, source, stored_shape[::-1] if stored.transposed else stored_shape)
     if head_twice:
         _check_tied(tensors, head, table)
     return sources
@@ -76,7 +78,7 @@ class Names:
     """
 
     def __init__(self, model: models.Model, names: tuple[str, ...]) -> None:
-        tensors = models.family(model.config.family).TENSORS
+        tensors = model.stored_table()
         self.table: str = tensors["embed"]["tokens"]["table"].name
         self.head: str = tensors["head"]["tokens"]["table"].name
         self._prefix = _prefix(self.table, names)
@@ -111,16 +113,13 @@ def _check_tied(tensors: StoredTensors, head: str, table: str) -> None:
         )
 
 
-def _check(parameter: Parameter, source: StoredTensor) -> None:
-    """Raises CheckpointError for a tensor that cannot be the parameter, or this share of it."""
+def _check(parameter: Parameter, source: StoredTensor, wanted: tuple[int, ...]) -> None:
+    """Raises CheckpointError for a tensor that cannot be the parameter, or its share of shape `wanted`."""
     if not source.is_float:
         raise CheckpointError(
             f"{source.file}: tensor {source.name!r} is stored as {source.values.dtype}; weights are read from "
             "float32, float16 and bfloat16"
         )
-    rows, *columns = parameter.shape.shape
-    shape = (rows // len(parameter.stored.names), *columns)
-    wanted = shape[::-1] if parameter.stored.transposed else shape
     have = source.values.shape
     if have == wanted:
         return

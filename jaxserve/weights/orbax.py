@@ -13,15 +13,21 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
 
 from jaxserve.models.layers import Quantized
+from jaxserve.models.schema import Stored
 from jaxserve.weights import quantize
 from jaxserve.weights.checkpoint import CheckpointError, read_json
+from jaxserve.weights.regions import Layout
+from sharding.spec import ShardingSpec
 
 _MARKER = "jaxserve.json"
 _ARRAYS = "weights"
 _IN_FLIGHT = 256 * 2**20  # bytes restored at a time
 _FILE = 128 * 2**20  # bytes of a data file, roughly
+STORED = Stored("", parts=False)  # how a parameter lies there: as it is
 _VERSION = 1  # of the parameters' names and layouts
 
 
@@ -52,12 +58,14 @@ def restore(
     directory: Path,
     targets: dict[str, jax.ShapeDtypeStruct | Quantized],
     saved: dict[str, tuple[int, ...]] | None = None,
+    layouts: dict[str, Layout] | None = None,
 ) -> dict[str, jax.Array | Quantized]:
     """Reads arrays by name into the dtype and sharding of each target.
 
     Args:
       targets: shapes with shardings; a `Quantized` target is quantized to int8 after reading.
       saved: the stored shapes, if targets are larger; the rest is filled with zeros.
+      layouts: where the entries of targets lie in what is stored, if not in the same places.
 
     Raises:
       CheckpointError: other names or shapes were saved, or the files are damaged.
@@ -68,7 +76,8 @@ def restore(
     saved = saved or {name: target.shape for name, target in targets.items()}
     folder = directory.resolve() / _ARRAYS
     arrays: dict[str, jax.Array | Quantized] = {}
-    read = {name: _as_read(target) for name, target in targets.items()}
+    moved = {name: each for name, each in (layouts or {}).items() if len(each.runs) > 1}
+    read = {name: _as_read(target, saved[name] if name in moved else None) for name, target in targets.items()}
     try:
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
             found = checkpointer.metadata(folder).item_metadata.tree
@@ -76,11 +85,13 @@ def restore(
             for group in _groups(read):
                 restore_args = ocp.checkpoint_utils.construct_restore_args(group)
                 for name, target in group.items():
-                    if target.shape != saved[name]:
+                    if name not in moved and target.shape != saved[name]:
                         restore_args[name] = dataclasses.replace(restore_args[name], strict=False)
                 options = ocp.args.PyTreeRestore(item=group, restore_args=restore_args, partial_restore=True)
                 for name, array in jax.block_until_ready(checkpointer.restore(folder, options)).items():
                     target = targets[name]
+                    if name in moved:
+                        array = _move(array, _as_read(target), moved[name])
                     arrays[name] = quantize.on_devices(array, target) if isinstance(target, Quantized) else array
     except CheckpointError:
         raise
@@ -90,11 +101,24 @@ def restore(
     return arrays
 
 
-def _as_read(target: jax.ShapeDtypeStruct | Quantized) -> jax.ShapeDtypeStruct:
-    """What Orbax restores for a target: float32 if it is quantized afterwards."""
-    if not isinstance(target, Quantized):
-        return target
-    return jax.ShapeDtypeStruct(target.shape, jnp.float32, sharding=target.values.sharding)
+def _as_read(target: jax.ShapeDtypeStruct | Quantized, whole: tuple[int, ...] | None = None) -> jax.ShapeDtypeStruct:
+    """What Orbax restores for a target: float32 if it is quantized afterwards, of the shape `whole` on every device."""
+    dtype, like = (jnp.float32, target.values) if isinstance(target, Quantized) else (target.dtype, target)
+    sharding = like.sharding
+    if whole is not None and isinstance(sharding, NamedSharding):
+        sharding = NamedSharding(sharding.mesh, ShardingSpec({}).resolve((), (), sharding.mesh))
+    return jax.ShapeDtypeStruct(whole or target.shape, dtype, sharding=sharding)
+
+
+def _move(array: jax.Array, target: jax.ShapeDtypeStruct, layout: Layout) -> jax.Array:
+    """A restored array with its entries in the places that a padded model has them."""
+    axis, index = layout.axis, layout.places
+    index = np.pad(index, (0, target.shape[axis] - len(index)), constant_values=-1)
+
+    def take(x: jax.Array) -> jax.Array:
+        return jnp.take(x, jnp.where(index < 0, x.shape[axis], index), axis, mode="fill", fill_value=0)
+
+    return jax.jit(take, out_shardings=target.sharding)(array)
 
 
 def _groups(targets: dict[str, jax.ShapeDtypeStruct]) -> Iterator[dict[str, jax.ShapeDtypeStruct]]:

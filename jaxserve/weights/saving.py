@@ -20,6 +20,7 @@ from jaxserve.weights import naming, orbax
 from jaxserve.weights.checkpoint import CheckpointError, StoredTensors, read_config
 from jaxserve.weights.loading import Progress, load
 from jaxserve.weights.naming import parameters
+from jaxserve.weights.regions import layout, tensor_shapes
 
 _COPIED = (
     *("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt"),
@@ -36,14 +37,19 @@ def write_hf(path: str | Path, config: ModelConfig, params: models.Params, dtype
     """
     directory, model = Path(path), models.build(config)
     family = models.family(config.family)
-    name_of = naming.Names(model, (family.PREFIX + model.stored()["embed"]["tokens"]["table"].name,))
+    name_of = naming.Names(model, (family.PREFIX + model.stored_table()["embed"]["tokens"]["table"].name,))
     tensors = {}
     for parameter, leaf in zip(parameters(model, jnp.float32), jax.tree.leaves(params), strict=True):
-        values, stored = np.asarray(leaf) if dtype is None else np.asarray(leaf).astype(dtype), parameter.stored
-        if stored.regrouped:
-            values = values.reshape(-1, 3, config.head_dim, *values.shape[1:]).swapaxes(0, 1).reshape(values.shape)
-        for name, part in zip(stored.names, np.split(values, len(stored.names)), strict=True):
-            tensors[name_of(name)] = np.ascontiguousarray(part.T if stored.transposed else part)
+        name, shape, axes, stored = parameter
+        values = np.asarray(leaf) if dtype is None else np.asarray(leaf).astype(dtype)
+        shapes = tensor_shapes(config, name, shape.shape, stored)
+        parts = [np.empty(each, values.dtype) for each in shapes]
+        axis, runs = layout(model, name, axes, shape.shape, stored)
+        before = (slice(None),) * axis
+        for start, length, tensor, place in runs:
+            parts[tensor][*before, place : place + length] = values[*before, start : start + length]
+        for full_name, part in zip(map(name_of, stored.names), parts, strict=True):
+            tensors[full_name] = np.ascontiguousarray(part.T if stored.transposed else part)
     directory.mkdir(parents=True, exist_ok=True)
     kind = str(next(iter(tensors.values())).dtype)
     entries = family.hf_config(config) | {"torch_dtype": kind}

@@ -66,7 +66,7 @@ def test_things_that_take_several_columns_are_not_cut():
 
 def test_padding_rounds_up_to_what_every_rule_divides():
     counts = {"vocab": 50257, "heads": 112, "ffn": 26, "embed": 14}
-    assert SPEC.padded(counts, {"tensor": 32}) == counts
+    assert SPEC.padded(counts, {"tensor": 32}) == counts | {"vocab": 50272}
     spec = replace(SPEC, pad=frozenset({"vocab", "heads"}))
     assert spec.padded(counts, {"tensor": 32}) == {"vocab": 50272, "heads": 128, "ffn": 26, "embed": 14}
     two = replace(spec, pool={"heads": "other"})
@@ -76,6 +76,35 @@ def test_padding_rounds_up_to_what_every_rule_divides():
         ValueError, match=r"of size 50257 .* for tensor = 1, 29$"
     ):  # padding is on: the caller forgot it
         spec.resolve(("vocab",), (50257,), devices(32))
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "tensor", "pad", "held"),
+    [
+        (8, 2, 2, (), (8, 2)),
+        (8, 2, 4, (), (8, 4)),  # each key head twice, with half of its queries
+        (14, 2, 4, (), (16, 4)),  # seven queries in two halves of four
+        (71, 1, 8, (), (72, 8)),
+        (8, 8, 16, (), (16, 16)),
+        (9, 3, 4, (), (9, 3)),  # refused where parameters are placed
+        (9, 3, 4, ("heads",), (12, 4)),
+        (9, 3, 4, ("kv_heads",), (12, 4)),
+        (12, 6, 4, ("heads",), (16, 8)),
+    ],
+)
+def test_key_heads_are_repeated_or_padded(heads, kv_heads, tensor, pad, held):
+    spec = ShardingSpec({"heads": "tensor"}, pad=frozenset(pad))
+    padded = spec.padded({"heads": heads, "kv_heads": kv_heads}, {"tensor": tensor})
+    assert (padded["heads"], padded["kv_heads"]) == held
+
+
+def test_key_heads_follow_heads():
+    spec = ShardingSpec({"heads": "tensor", "embed": None})
+    assert spec.resolve(("kv_heads", "embed"), (8, 8), devices(4)) == PartitionSpec("tensor", None)
+    apart = replace(spec, rules={**spec.rules, "kv_heads": None})
+    assert apart.resolve(("kv_heads", "embed"), (8, 8), devices(4)) == PartitionSpec(None, None)
+    with pytest.raises(ValueError, match=r"'kv_heads' of size 3 .* tensor = 1, 3 and multiples of 3, or padded to 4"):
+        spec.resolve(("kv_heads",), (3,), devices(4))
 
 
 def test_sections_have_rules_of_their_own():
@@ -138,7 +167,7 @@ def test_a_file_changes_what_it_names(tmp_path):
         ("[pool]\nffn = 'none'", r"my.toml: \[pool\] names unknown logical axis 'ffn'; there are 'heads'"),
         (
             "[pad]\nembed = true",
-            r"my.toml: \[pad\] names unknown logical axis 'embed'.*; there are 'heads', 'vocab', 'ffn'",
+            r"my.toml: \[pad\] names unknown logical axis 'embed'.*; there are 'heads', 'kv_heads', 'vocab', 'ffn'",
         ),
         ("[pad]\nheads = 128", r"my.toml: \[pad\] heads is 128; it must be true or false"),
         ("[axes", r"my.toml is not TOML: Expected '\]'"),
@@ -203,5 +232,5 @@ def test_mesh_devices_and_axis_types():
 
 
 def test_a_family_without_a_default_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"'llama' has no sharding; there are bloom, gpt2"):
-        specs.default("llama")
+    with pytest.raises(ValueError, match=r"'mamba' has no sharding; there are bloom, gpt2"):
+        specs.default("mamba")

@@ -7,10 +7,19 @@ from jaxserve import Engine, EngineConfig
 from tests.fixtures import parity
 
 TOLERANCE = 1e-3
-CASES = ("bloom-7-heads", "gpt2-4-heads", "gpt_neox-4-heads", "opt-post-norm")
+CASES = ("bloom-7-heads", "gpt2-4-heads", "gpt_neox-4-heads", "opt-post-norm", "llama-grouped")
 # What is particular to these is the model's, which has tests of its own against the same answers.
-VARIANTS = ("bloom-untied", "bloom-post-norm", "gpt2-by-layer", "gpt_neox-tied", "opt-untied")
-PADDED = (("bloom-7-heads", 4), ("gpt2-4-heads", 2))  # 7 heads, vocabularies of 101 and 257
+VARIANTS = (
+    "bloom-untied",
+    "bloom-post-norm",
+    "gpt2-by-layer",
+    "gpt_neox-tied",
+    "opt-untied",
+    "llama-yarn",
+    "llama-linear",
+)
+# 7 heads, vocabularies of 101 and 257, key heads that are repeated: 2 over 4 devices, 3 over 2 and 6
+PADDED = (("bloom-7-heads", 4), ("gpt2-4-heads", 2), ("llama-grouped", 4), ("llama-3", 6), ("llama-dynamic", 8))
 
 
 @pytest.mark.parametrize(
@@ -23,7 +32,7 @@ PADDED = (("bloom-7-heads", 4), ("gpt2-4-heads", 2))  # 7 heads, vocabularies of
 )
 def test_the_engine_answers_like_the_library(name, tensor, tmp_path) -> None:
     case = parity.read(parity.FOLDER / f"{name}.json")
-    (tmp_path / "pad.toml").write_text("[pad]\nheads = true\nvocab = true\n")
+    (tmp_path / "pad.toml").write_text("[pad]\nheads = true\nffn = true\n")
     config = EngineConfig(
         max_rows=3,
         block_size=4,

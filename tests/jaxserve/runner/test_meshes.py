@@ -206,7 +206,7 @@ def test_a_stage_holds_its_layers_and_no_more(six) -> None:
 )
 def test_checkpoints_are_read_to_where_they_are_used(family, changes, saved, tmp_path) -> None:
     entries = {"model_type": family, "n_layer": 3, **SIZES, **changes}
-    path = parity.write_checkpoint(tmp_path / "model", entries, parity.draw(entries, 0))
+    path = parity.write_checkpoint(tmp_path / "model", entries, parity.draw_for(entries))
     model, dtype = models.build(weights.read_config(path)), jnp.dtype("float32")
     whole = weights.load(path, model, dtype)
     if saved == "orbax":
@@ -269,7 +269,7 @@ def test_new_weights_reach_every_stage(six) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tensor": 3}, r"axis 'vocab' of size 104 does not divide over mesh axis 'tensor' of size 3"),
+        ({"tensor": 3}, r"axis 'ffn' of size 128 does not divide over mesh axis 'tensor' of size 3"),
         (
             {"tensor": 4, "stages": 3},
             r"tensor 4 times stages 3 is 12, more devices than there are: 8 \(XLA_FLAGS=.*=12",

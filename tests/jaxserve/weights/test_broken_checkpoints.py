@@ -53,8 +53,8 @@ def config_a_list(folder):
 
 @broken
 def unknown_family(folder):
-    (folder / "config.json").write_text(json.dumps(BLOOM | {"model_type": "llama"}))
-    return folder, rf"config.json: model family 'llama' is unknown; the known ones are {', '.join(models.families())}"
+    (folder / "config.json").write_text(json.dumps(BLOOM | {"model_type": "mamba"}))
+    return folder, rf"config.json: model family 'mamba' is unknown; the known ones are {', '.join(models.families())}"
 
 
 @broken

@@ -1,0 +1,111 @@
+"""Where the values of a parameter lie in the tensors of a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxserve.models import Model
+from jaxserve.models.schema import ModelConfig, Stored
+
+
+class Run(NamedTuple):
+    """Consecutive entries along one axis of a parameter, and where they lie in one of its tensors."""
+
+    start: int
+    length: int
+    tensor: int
+    stored: int
+
+
+class Layout(NamedTuple):
+    """The runs of a parameter along one of its axes; entries that none covers are zeros."""
+
+    axis: int
+    runs: tuple[Run, ...]
+
+    @property
+    def places(self) -> np.ndarray:
+        """int32: for each entry of the axis up to the last run, its place in the only tensor, or -1."""
+        places = np.full(max(run.start + run.length for run in self.runs), -1, np.int32)
+        for start, length, _, stored in self.runs:
+            places[start : start + length] = stored + np.arange(length)
+        return places
+
+
+def is_qkv(name: str) -> bool:
+    """Whether a parameter of this name is (a bias of) the fused projection to queries, keys and values."""
+    return name.split(".")[-2] == "qkv"
+
+
+def layout(model: Model, name: str, axes: tuple[str, ...], shape: tuple[int, ...], stored: Stored) -> Layout:
+    """Where the values of a parameter of `model`, padded or not, are stored.
+
+    Args:
+      shape: the parameter's without padding.
+    """
+    config, sources = model.config, model.head_sources
+    if is_qkv(name):
+        return Layout(0, _merged(_qkv(config, sources.queries, sources.keys, stored)))
+    if "heads" in axes:
+        axis = axes.index("heads")
+        unit = shape[axis] // config.num_heads
+        heads = (Run(i * unit, unit, 0, head * unit) for i, head in enumerate(sources.queries) if head >= 0)
+        return Layout(axis, _merged(heads))
+    return Layout(0, (Run(0, shape[0], 0, 0),))
+
+
+def tensor_shapes(
+    config: ModelConfig, name: str, shape: tuple[int, ...], stored: Stored
+) -> tuple[tuple[int, ...], ...]:
+    """The shapes of a parameter's tensors, before any of them is transposed.
+
+    Args:
+      shape: the parameter's without padding.
+    """
+    if len(stored.names) == 1:
+        return (shape,)
+    assert is_qkv(name), f"{name} is stored as {stored.names}"
+    rows = [heads * config.head_dim for heads in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
+    return tuple((each, *shape[1:]) for each in rows)
+
+
+def _qkv(config: ModelConfig, queries: tuple[int, ...], keys: tuple[int, ...], stored: Stored) -> Iterable[Run]:
+    """Runs of a head each: ours lie [K, G + 2, D], the queries, the key and the value of a key head together."""
+    size, kv_heads, heads = config.head_dim, config.num_kv_heads, config.num_heads
+    group, held_group = heads // kv_heads, len(queries) // len(keys)
+
+    def place(kind: int, head: int) -> tuple[int, int]:
+        """(tensor, head of it) of a query (kind 0), key (1) or value (2)."""
+        if len(stored.names) == 3:
+            return kind, head
+        if stored.parts:
+            return 0, head + (0, heads, heads + kv_heads)[kind]
+        if kind == 0:
+            return 0, head // group * (group + 2) + head % group
+        return 0, head * (group + 2) + group + kind - 1
+
+    for i, key in enumerate(keys):
+        of_queries = [(0, head) for head in queries[i * held_group : (i + 1) * held_group]]
+        for j, (kind, head) in enumerate([*of_queries, (1, key), (2, key)]):
+            if head >= 0:
+                tensor, there = place(kind, head)
+                yield Run((i * (held_group + 2) + j) * size, size, tensor, there * size)
+
+
+def _merged(runs: Iterable[Run]) -> tuple[Run, ...]:
+    """The runs, with those joined that follow each other on both sides."""
+    merged: list[Run] = []
+    for run in runs:
+        last = merged[-1] if merged else None
+        if (
+            last is not None
+            and (last.start + last.length, last.stored + last.length) == (run.start, run.stored)
+            and last.tensor == run.tensor
+        ):
+            merged[-1] = last._replace(length=last.length + run.length)
+        else:
+            merged.append(run)
+    return tuple(merged)
