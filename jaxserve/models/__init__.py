@@ -14,7 +14,7 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Mapping
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -60,6 +60,13 @@ def parse_config(entries: Mapping[str, Any]) -> ModelConfig:
     if not isinstance(entries.get("model_type"), str):
         raise ValueError(f"model_type is missing; it names the model's family, one of {', '.join(families())}")
     return family(entries["model_type"]).parse_config(entries)
+
+
+class HeadWeights(NamedTuple):
+    """The matrix of the head ([V, E], or Quantized, or bound to a matmul by `layers.bind`) and its bias, if any."""
+
+    table: Any
+    bias: Any
 
 
 class Model:
@@ -165,13 +172,19 @@ class Model:
     def logits(self, params: Params, x: Float[jax.Array, "S E"]) -> Float32[jax.Array, "S V"]:
         """Logits of normed x."""
         with jax.named_scope("head"):
-            logits = layers.project(x, self.head_table(params), jnp.float32)[:, : self.config.vocab_size]
-            return layers.soft_cap(logits, self.config.logit_soft_cap)
+            return self.logits_of(self.head_weights(params), x)[:, : self.config.vocab_size]
 
-    def head_table(self, params: Params) -> Any:
-        """The matrix of the head: [V, E], or Quantized, or bound to a matmul (`layers.bind`)."""
+    def logits_of(self, head: HeadWeights, x: Float[jax.Array, "S E"]) -> Float32[jax.Array, "S tokens"]:
+        """Logits of normed x by some rows of the head."""
+        logits = layers.project(x, head.table, jnp.float32)
+        if head.bias is not None:
+            logits += head.bias.astype(jnp.float32)
+        return layers.soft_cap(logits, self.config.logit_soft_cap)
+
+    def head_weights(self, params: Params) -> HeadWeights:
+        """What logits are computed with."""
         piece = params["embed"] if self.config.tie_embeddings else params["head"]
-        return piece["tokens"]["table"]
+        return HeadWeights(piece["tokens"]["table"], params["head"].get("bias"))
 
     @property
     def alibi_slopes(self) -> np.ndarray | None:

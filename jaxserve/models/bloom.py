@@ -143,6 +143,7 @@ class Block(TransformerBlock):
         self, x: Float[jax.Array, "T H"], positions: Int32[jax.Array, " T"], attend: Attend, cache: Any
     ) -> tuple[Float[jax.Array, "T H"], Any]:
         dtype, after_norm = x.dtype, self.config.residual_after_norm
+        assert self.ffn_norm is not None
         normed = self.attention_norm(x)
         attended, cache = self.attention(normed, positions, attend, cache)
         x = ((normed if after_norm else x) + attended).astype(dtype)

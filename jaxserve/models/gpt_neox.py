@@ -6,12 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 from flax import nnx
-from jaxtyping import Float, Int32
 
 from jaxserve.models import rotary
-from jaxserve.models.layers import BLOCK_AXES, Attend, NormedHead, TokenEmbed, TransformerBlock
+from jaxserve.models.layers import BLOCK_AXES, NormedHead, ParallelBlock, PreNormBlock, TokenEmbed, TransformerBlock
 from jaxserve.models.rotary import Rotary
 from jaxserve.models.schema import Fields, ModelConfig, Stored, head_size
 
@@ -147,21 +145,10 @@ def hf_config(config: GPTNeoXConfig) -> dict[str, Any]:
     }
 
 
-class Block(TransformerBlock):
-    """x [T, H] -> [T, H]: attention and feed-forward, each with a norm before and one residual around them."""
-
-    def __init__(self, config: GPTNeoXConfig, rngs: nnx.Rngs, layer: int = 0) -> None:
-        super().__init__(config, rngs, layer, attention_bias=config.attention_bias, rotary=config.rotary)
-        self.parallel_residual = config.parallel_residual
-
-    def __call__(
-        self, x: Float[jax.Array, "T H"], positions: Int32[jax.Array, " T"], attend: Attend, cache: Any
-    ) -> tuple[Float[jax.Array, "T H"], Any]:
-        dtype = x.dtype
-        attended, cache = self.attention(self.attention_norm(x), positions, attend, cache)
-        attended += x
-        normed = self.ffn_norm(x if self.parallel_residual else attended.astype(dtype))
-        return (attended + self.feed_forward(normed)).astype(dtype), cache
+def Block(config: GPTNeoXConfig, rngs: nnx.Rngs, layer: int = 0) -> TransformerBlock:
+    """The layer: attention and feed-forward with a norm before each, side by side or in turn."""
+    kind = ParallelBlock if config.parallel_residual else PreNormBlock
+    return kind(config, rngs, layer, attention_bias=config.attention_bias, rotary=config.rotary)
 
 
 Embed, Head = TokenEmbed, NormedHead

@@ -149,11 +149,15 @@ class Linear(nnx.Module):
 
 
 class LayerNorm(nnx.Module):
-    """x [T, H] -> [T, H] in x's dtype; statistics in float32. Scale and bias, or neither."""
+    """x [T, H] -> [T, H] in x's dtype; statistics in float32.
 
-    def __init__(self, config: ModelConfig, *, affine: bool = True) -> None:
-        self.scale = nnx.Param(jnp.ones(config.hidden_size)) if affine else None
-        self.bias = nnx.Param(jnp.zeros(config.hidden_size)) if affine else None
+    Args:
+      scale / bias: whether it has them.
+    """
+
+    def __init__(self, config: ModelConfig, *, scale: bool = True, bias: bool = True) -> None:
+        self.scale = nnx.Param(jnp.ones(config.hidden_size)) if scale else None
+        self.bias = nnx.Param(jnp.zeros(config.hidden_size)) if bias else None
         self.eps = config.norm_eps
 
     def __call__(self, x: Float[jax.Array, "T H"]) -> Float[jax.Array, "T H"]:
@@ -161,8 +165,10 @@ class LayerNorm(nnx.Module):
         centred = wide - wide.mean(-1, keepdims=True)
         variance = jnp.square(centred).mean(-1, keepdims=True)
         y = centred * jax.lax.rsqrt(variance + self.eps)
-        if self.scale is not None and self.bias is not None:
-            y = y * self.scale[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)
+        if self.scale is not None:
+            y = y * self.scale[...].astype(jnp.float32)
+        if self.bias is not None:
+            y = y + self.bias[...].astype(jnp.float32)
         return y.astype(x.dtype)
 
 
@@ -209,6 +215,7 @@ class TransformerBlock(nnx.Module):
     Args:
       layer: index of the layer; layers of one `ModelConfig.layer_kind` are the same.
       norm: makes the norm before each half, given the configuration.
+      one_norm: whether both halves read what one norm gives.
       attention_bias / out_bias / ffn_bias: whether the projections have biases; the output's is the attention's by
         default.
       gated: whether the feed-forward multiplies two projections, one of them activated (arXiv:2002.05202).
@@ -223,6 +230,7 @@ class TransformerBlock(nnx.Module):
         layer: int = 0,
         *,
         norm: Callable[[ModelConfig], nnx.Module] | None = None,
+        one_norm: bool = False,
         attention_bias: bool = True,
         out_bias: bool | None = None,
         ffn_bias: bool = True,
@@ -239,7 +247,7 @@ class TransformerBlock(nnx.Module):
         self.q_norm = head_norm(config) if head_norm else None
         self.k_norm = head_norm(config) if head_norm else None
         self.out = Linear(inner, hidden, config, rngs, bias=attention_bias if out_bias is None else out_bias)
-        self.ffn_norm = norm(config)
+        self.ffn_norm = None if one_norm else norm(config)
         self.gate = Linear(hidden, ffn, config, rngs, bias=ffn_bias) if gated else None
         self.up = Linear(hidden, ffn, config, rngs, bias=ffn_bias)
         self.down = Linear(ffn, hidden, config, rngs, bias=ffn_bias)
@@ -250,13 +258,17 @@ class TransformerBlock(nnx.Module):
         """Self-attention of x, which a norm has seen or not; returns (its output, the updated cache)."""
         dtype = x.dtype
         wide = self.rotary is not None or self.q_norm is not None
-        q, k, v = split_heads(self.qkv(x), self.config, jnp.dtype(jnp.float32) if wide else dtype)
+        q, k, v = split_heads(self.project_qkv(x), self.config, jnp.dtype(jnp.float32) if wide else dtype)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rotary is not None:
             q, k = self.rotary(q, positions), self.rotary(k, positions)
         out, cache = attend(q.astype(dtype), k.astype(dtype), v.astype(dtype), cache)
         return self.out(out.astype(dtype).reshape(len(x), -1)), cache
+
+    def project_qkv(self, x: Float[jax.Array, "T H"]) -> Float32[jax.Array, "T columns"]:
+        """The queries, keys and values of x (see `split_heads`)."""
+        return self.qkv(x)
 
     def feed_forward(self, x: Float[jax.Array, "T H"]) -> Float32[jax.Array, "T H"]:
         """The feed-forward of x, which a norm has seen or not."""
@@ -272,9 +284,22 @@ class PreNormBlock(TransformerBlock):
         self, x: Float[jax.Array, "T H"], positions: Int32[jax.Array, " T"], attend: Attend, cache: Any
     ) -> tuple[Float[jax.Array, "T H"], Any]:
         dtype = x.dtype
+        assert self.ffn_norm is not None
         attended, cache = self.attention(self.attention_norm(x), positions, attend, cache)
         x = (x + attended).astype(dtype)
         return (x + self.feed_forward(self.ffn_norm(x))).astype(dtype), cache
+
+
+class ParallelBlock(TransformerBlock):
+    """x [T, H] -> [T, H]: attention and feed-forward side by side, with one residual around both."""
+
+    def __call__(
+        self, x: Float[jax.Array, "T H"], positions: Int32[jax.Array, " T"], attend: Attend, cache: Any
+    ) -> tuple[Float[jax.Array, "T H"], Any]:
+        normed = self.attention_norm(x)
+        attended, cache = self.attention(normed, positions, attend, cache)
+        inner = self.feed_forward(normed if self.ffn_norm is None else self.ffn_norm(x))
+        return (x + attended + inner).astype(x.dtype), cache
 
 
 class Table(nnx.Module):
@@ -303,12 +328,22 @@ class TokenEmbed(nnx.Module):
 
 
 class NormedHead(nnx.Module):
-    """The last norm and, unless the embeddings are tied, the table of the head."""
+    """The last norm and, unless the embeddings are tied, the table of the head.
+
+    Args:
+      bias: whether the logits have a bias.
+    """
 
     def __init__(
-        self, config: ModelConfig, rngs: nnx.Rngs, *, norm: Callable[[ModelConfig], nnx.Module] | None = None
+        self,
+        config: ModelConfig,
+        rngs: nnx.Rngs,
+        *,
+        norm: Callable[[ModelConfig], nnx.Module] | None = None,
+        bias: bool = False,
     ) -> None:
         self.norm = (norm or LayerNorm)(config)
+        self.bias = nnx.Param(jnp.zeros(config.vocab_size)) if bias else None
         if not config.tie_embeddings:
             self.tokens = Table(config.vocab_size, config.hidden_size, config, rngs)
 

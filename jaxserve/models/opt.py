@@ -162,7 +162,7 @@ class Block(PreNormBlock):
             config,
             rngs,
             layer,
-            norm=partial(LayerNorm, affine=config.affine_norms),
+            norm=partial(LayerNorm, scale=config.affine_norms, bias=config.affine_norms),
             attention_bias=config.bias,
             ffn_bias=config.bias,
         )
@@ -173,6 +173,7 @@ class Block(PreNormBlock):
     ) -> tuple[Float[jax.Array, "T H"], Any]:
         if self.norm_first:
             return super().__call__(x, positions, attend, cache)
+        assert self.ffn_norm is not None
         attended, cache = self.attention(x, positions, attend, cache)
         x = self.attention_norm((x + attended).astype(x.dtype))
         return self.ffn_norm((x + self.feed_forward(x)).astype(x.dtype)), cache
@@ -183,7 +184,7 @@ class Head(nnx.Module):
 
     def __init__(self, config: OPTConfig, rngs: nnx.Rngs) -> None:
         words, hidden = config.word_embed_size, config.hidden_size
-        self.norm = LayerNorm(config, affine=config.affine_norms) if config.last_norm else None
+        self.norm = LayerNorm(config, scale=config.affine_norms, bias=config.affine_norms) if config.last_norm else None
         self.project = Linear(hidden, words, config, rngs, bias=False) if words != hidden else None
         if not config.tie_embeddings:
             self.tokens = Table(config.vocab_size, words, config, rngs)

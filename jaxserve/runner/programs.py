@@ -15,8 +15,8 @@ from jax.sharding import Mesh
 from jaxtyping import Float32
 
 from jaxserve.iteration import IterationPlan, SamplerVariant, max_points
-from jaxserve.models import Model
-from jaxserve.models.layers import Attend, Quantized, bind, project, soft_cap
+from jaxserve.models import HeadWeights, Model
+from jaxserve.models.layers import Attend, Quantized, bind
 from jaxserve.runner import matmul
 from jaxserve.runner.batch import BatchLayout, sample_points, unpack, write_tokens
 from jaxserve.sampling import sampler, scoring
@@ -174,35 +174,39 @@ def score(model: Model, mesh: Mesh, spec: ShardingSpec, ends: Any, hidden: jax.A
       ends: the parameters without the layers.
     """
     with jax.named_scope("prompt_scoring"):
-        table, normed = model.head_table(ends), model.norm(ends, hidden)
-        by_token, whole = spec.resolve(("vocab", None), table.shape, mesh, name="head"), spec.resolve((), (), mesh)
-        rows = spec.resolve(("vocab",), table.shape[:1], mesh, name="head")
+        weights, normed = model.head_weights(ends), model.norm(ends, hidden)
+        shape, whole = weights.table.shape, spec.resolve((), (), mesh)
+        by_token = spec.resolve(("vocab", None), shape, mesh, name="head")
+        rows = spec.resolve(("vocab",), shape[:1], mesh, name="head")
         axis = by_token[0] if mesh.size > 1 else None
 
-        def score_here(table: jax.Array | Quantized, normed: jax.Array, next_tokens: jax.Array) -> Scores:
-            tile = partial(_logits_tile, table, normed, model.config.logit_soft_cap)
-            vocab = table.shape[0]
+        def score_here(weights: HeadWeights, normed: jax.Array, next_tokens: jax.Array) -> Scores:
+            tile = partial(_logits_tile, model, weights, normed)
+            vocab = weights.table.shape[0]
             if model.padded_config.vocab_size > model.config.vocab_size:
                 first = 0 if axis is None else jax.lax.axis_index(axis) * vocab
                 tile = _of_tokens(tile, model.config.vocab_size - first)
             return Scores(*scoring.score(tile, vocab, min(vocab, _SCORING_TILE), next_tokens, axis))
 
         if axis is None:
-            return score_here(table, normed, next_tokens)
-        parts = Quantized(by_token, rows) if isinstance(table, Quantized) else by_token
+            return score_here(weights, normed, next_tokens)
+        parts = HeadWeights(
+            Quantized(by_token, rows) if isinstance(weights.table, Quantized) else by_token,
+            None if weights.bias is None else rows,
+        )
         everywhere = jax.shard_map(
             score_here, mesh=mesh, in_specs=(parts, whole, whole), out_specs=whole, check_vma=False
         )
-        return everywhere(table, normed, next_tokens)
+        return everywhere(weights, normed, next_tokens)
 
 
 def _logits_tile(
-    table: jax.Array | Quantized, normed: jax.Array, cap: float | None, start: jax.Array | int, size: int
+    model: Model, weights: HeadWeights, normed: jax.Array, start: jax.Array | int, size: int
 ) -> Float32[jax.Array, "T {size}"]:
-    """Logits of rows start to start + size of (a device's share of) the head's table."""
+    """Logits of rows start to start + size of (a device's share of) the head."""
     with jax.named_scope("head"):
-        rows = jax.tree.map(lambda part: jax.lax.dynamic_slice_in_dim(part, start, size), table)
-        return soft_cap(project(normed, bind(rows, matmul.make(None, tiles=False)), jnp.float32), cap)
+        rows = jax.tree.map(lambda part: jax.lax.dynamic_slice_in_dim(part, start, size), weights)
+        return model.logits_of(bind(rows, matmul.make(None, tiles=False)), normed)
 
 
 def _of_tokens(tile: scoring.LogitsTile, end: jax.Array | int) -> scoring.LogitsTile:

@@ -85,7 +85,8 @@ class Names:
         self._head_prefix = _prefix(self.head, names)
 
     def __call__(self, name: str) -> str:
-        return (self._head_prefix if name == self.head else self._prefix) + name
+        of_head = name.rpartition(".")[0] == self.head.rpartition(".")[0]  # the head's bias too
+        return (self._head_prefix if of_head else self._prefix) + name
 
 
 def _prefix(name: str, names: tuple[str, ...]) -> str:

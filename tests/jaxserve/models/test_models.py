@@ -36,6 +36,16 @@ GPT_NEOX = {
     "initializer_range": 0.3,
 }
 LLAMA = GPT_NEOX | {"model_type": "llama", "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8}
+GPTJ = GPT2 | {"model_type": "gptj", "rotary_dim": 4}
+FALCON = GPT_NEOX | {"model_type": "falcon"}
+MPT = {
+    "model_type": "mpt",
+    "vocab_size": 61,
+    "d_model": 24,
+    "n_layers": 3,
+    "n_heads": 3,
+    "initializer_range": 0.3,
+}
 OPT = GPT_NEOX | {"model_type": "opt", "ffn_dim": 40, "init_std": 0.3}
 UNTIED = {"tie_word_embeddings": False}
 NARROW = {"word_embed_proj_dim": 16}
@@ -50,6 +60,16 @@ CONFIGS = {
     | {"tie_word_embeddings": True, "use_parallel_residual": False, "attention_bias": False, "rotary_pct": 1.0},
     "llama": LLAMA,
     "llama-tied": LLAMA | {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+    "gptj": GPTJ,
+    "gpt_bigcode": GPT2 | {"model_type": "gpt_bigcode"},
+    "gpt_bigcode-multi-head": GPT2 | {"model_type": "gpt_bigcode", "multi_query": False},
+    "falcon": FALCON,
+    "falcon-grouped": FALCON
+    | {"new_decoder_architecture": True, "num_attention_heads": 6, "num_kv_heads": 2, "bias": True}
+    | UNTIED,
+    "falcon-alibi": FALCON | {"alibi": True, "parallel_attn": False, "multi_query": False},
+    "mpt": MPT,
+    "mpt-clipped": MPT | {"attn_config": {"clip_qkv": 2.0, "softmax_scale": 0.3}},
     "opt": OPT,
     "opt-post-norm": OPT | NARROW | UNTIED | {"do_layer_norm_before": False},
     "opt-without-head": OPT | {"do_layer_norm_before": False},
