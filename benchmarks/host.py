@@ -11,13 +11,14 @@ from dataclasses import dataclass
 import numpy as np
 from rich.table import Table
 
+from benchmarks import list_flags
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine, IterationRecord
 from jaxserve.request import TokenEvent
 from jaxserve.simulate.workload import Job, Range
 from server.commands.bench import flags, machine, report, shapes
 from server.commands.bench.offline import make_request
-from server.commands.bench.progress import Bars
+from server.commands.console import Progress, progress_bars, tables
 from server.commands.flags import add_engine_flags, engine_config
 
 HELP = """\
@@ -50,7 +51,7 @@ class BusyEngine:
       waiting: the queue lengths that `run` will be called with.
     """
 
-    def __init__(self, rows: int, waiting: Sequence[int], config: EngineConfig, bars: Bars, seed: int = 0) -> None:
+    def __init__(self, rows: int, waiting: Sequence[int], config: EngineConfig, bars: Progress, seed: int = 0) -> None:
         self._model, params = shapes.random_params("tiny", "float32")
         longest = PROMPT.high + OUTPUT.high
         settings = dataclasses.replace(
@@ -99,7 +100,7 @@ class BusyEngine:
 
 
 def measure(
-    rows: int, waiting: Sequence[int], iterations: int, config: EngineConfig, bars: Bars, seed: int = 0
+    rows: int, waiting: Sequence[int], iterations: int, config: EngineConfig, bars: Progress, seed: int = 0
 ) -> list[HostTime]:
     """Measures one busy engine at each queue length of `waiting`, in ascending order."""
     load = BusyEngine(rows, waiting, config, bars, seed)
@@ -112,11 +113,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of this benchmark."""
     flags.add_output_flags(parser)
     parser.add_argument(
-        "--rows", type=flags.integers, default=[8, 256], metavar="N,...", help="batch sizes (default: 8,256)"
+        "--rows", type=list_flags.integers, default=[8, 256], metavar="N,...", help="batch sizes (default: 8,256)"
     )
     parser.add_argument(
         "--waiting",
-        type=flags.integers,
+        type=list_flags.integers,
         default=[0, 1_000, 100_000],
         metavar="N,...",
         help="requests in the queue (default: 0,1000,100000)",
@@ -130,8 +131,8 @@ def run(args: argparse.Namespace) -> int:
     rows, waiting, iterations = args.rows, args.waiting, args.iterations
     if args.quick:
         rows, waiting, iterations = [4], [0, 20], 20
-    config, console = engine_config(args), flags.console()
-    with Bars() as bars:
+    config, console = engine_config(args), tables()
+    with progress_bars() as bars:
         results = [result for count in rows for result in measure(count, waiting, iterations, config, bars)]
     table = Table(title="host time of an iteration, ms (medians; all: p50 / p95 / p99)", title_justify="left")
     for column in ("rows", "waiting", *report.HOST_PHASES, "all", "target", "", "against first", "device wait"):

@@ -19,7 +19,7 @@ from benchmarks import orca
 from benchmarks.orca import OBJECTIVE, QUICK, SETUPS, Point, Serve, Setup
 from jaxserve.plan.cost import Fit
 from server.commands.bench import flags, machine, report
-from server.commands.bench.progress import Bars
+from server.commands.console import progress_bars, tables
 
 HELP = """\
 Repeats figure 10 of Orca's paper (OSDI'22) with the simulator and sets this scheduler beside it; some 10 minutes.
@@ -82,8 +82,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Simulates, prints, plots and writes everything; returns 0."""
-    console, picture = flags.console(), args.out / "orca.png"
-    with Bars() as bars:
+    console, picture = tables(), args.out / "orca.png"
+    with progress_bars() as bars:
         found = simulate(12 if args.quick else args.requests, 1 if args.quick else args.seeds, bars)
     show(found, console)
     plot(found, picture)

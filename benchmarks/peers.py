@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from benchmarks import engines, peer_results
+from benchmarks import checkpoints, engines, list_flags, peer_results
 from benchmarks.engines import Contender
 from benchmarks.environments import OURS, PEERS, PeerError
 from benchmarks.peer_results import PeerResults, PeerTurn
@@ -24,9 +24,9 @@ from jaxserve.config import EngineConfig
 from jaxserve.simulate import workload as traffic
 from jaxserve.simulate.outcome import Outcome
 from jaxserve.simulate.workload import Workload
-from server.commands.bench import flags, machine, report, shapes, step
-from server.commands.bench.progress import Bars
+from server.commands.bench import flags, machine, report, step
 from server.commands.bench.step import Case
+from server.commands.console import Progress, progress_bars, say, tables
 from server.commands.flags import add_engine_flags, engine_config
 
 HELP = """\
@@ -42,6 +42,15 @@ Answers are written as they come: --resume continues an interrupted run.
   python -m benchmarks peers --shape gpt2 --dtypes float32 --parts steps
   python -m benchmarks peers --load-rounds 3                  hours on two cores"""
 
+# Other engines would take minutes to fill long contexts.
+CASES = (
+    Case(decodes=1, context=100),
+    Case(decodes=8, context=100),
+    Case(decodes=32, context=100),
+    Case(prompt=256),
+    Case(prompt=1024),
+    Case(decodes=8, context=100, prompt=120),
+)
 CHECK_PROMPTS, CHECK_LENGTH, CHECK_STEPS = 3, 24, 8
 _KEPT_FIGURES = (
     "seconds",
@@ -79,13 +88,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     flags.add_output_flags(parser)
     flags.add_model_flags(parser, "bloom-560m,gpt2, one after the other")
     flags.add_step_flags(parser, steps=8)
-    flags.add_sizes(parser)
+    flags.add_workload_flags(parser)
     group = parser.add_argument_group("turns")
     group.add_argument("--engines", default=",".join(PEERS), metavar="A,B", help="peers (default: %(default)s)")
     group.add_argument("--parts", default="steps,load", metavar="A,B", help="what to measure (default: %(default)s)")
     group.add_argument("--rounds", type=flags.positive, default=2, metavar="N", help="of steps (default: %(default)s)")
     group.add_argument(
-        "--loads", type=flags.shares, default=[0.5, 0.8, 1.2], metavar="X,...", help="(default: 0.5,0.8,1.2)"
+        "--loads", type=list_flags.shares, default=[0.5, 0.8, 1.2], metavar="X,...", help="(default: 0.5,0.8,1.2)"
     )
     group.add_argument(
         "--load-rounds", type=flags.positive, default=1, metavar="N", help="of each load (default: %(default)s)"
@@ -110,14 +119,14 @@ def run(args: argparse.Namespace) -> int:
         for name in given:
             if name not in known:
                 raise ValueError(f"{name!r} is no known {kind}; there are {', '.join(known)}")
-    checkpoints = [args.model]
+    models = [args.model]
     if args.model is None:
         chosen = (args.shape or ("tiny,tiny-gpt2" if args.quick else "bloom-560m,gpt2")).split(",")
-        checkpoints = [shapes.cached_checkpoint(shape) for shape in chosen]
+        models = [checkpoints.cached(shape) for shape in chosen]
     for number in (signal.SIGINT, signal.SIGTERM):  # a shell ignores SIGINT for commands in the background
         signal.signal(number, signal.default_int_handler)
     scope = Scope(
-        cases=() if "steps" not in parts else step.QUICK_CASES if args.quick else step.PEER_CASES,
+        cases=() if "steps" not in parts else step.QUICK_CASES if args.quick else CASES,
         steps=3 if args.quick else args.steps,
         rounds=1 if args.quick else args.rounds,
         workload=lambda vocab_size: flags.uniform(args, vocab_size),
@@ -126,15 +135,15 @@ def run(args: argparse.Namespace) -> int:
         seed=args.seed,
     )
     return measure(
-        checkpoints,
+        models,
         names,
         flags.dtypes(args),
         scope,
         engine_config(args),
-        env_dir=args.env_dir or shapes.cache_folder() / "peers",
+        env_dir=args.env_dir or checkpoints.cache_folder() / "peers",
         out=args.out,
         resume=args.resume,
-        console=flags.console(),
+        console=tables(),
     )
 
 
@@ -163,7 +172,7 @@ def measure(
     results = PeerResults(out / "peers.json", about, resume=resume)
     environment = machine.environment()
     try:
-        with Bars() as bars, tempfile.TemporaryDirectory(prefix="jaxserve-peers-") as scratch:
+        with progress_bars() as bars, tempfile.TemporaryDirectory(prefix="jaxserve-peers-") as scratch:
             turns = _Turns(scope, config.max_rows, results, bars)
             for checkpoint in checkpoints:
                 group = gather(checkpoint, peers, dtypes, config, env_dir, Path(scratch), results, bars)
@@ -184,16 +193,16 @@ def gather(
     env_dir: Path,
     scratch: Path,
     results: PeerResults,
-    bars: Bars,
+    bars: Progress,
 ) -> list[Contender]:
     """Our engine, and every peer that can be made, in every dtype that it can serve."""
     found = [engines.ours(checkpoint, dtype, config, scratch) for dtype in dtypes]
     for name in peers:
         try:
-            more, notes = engines.peer(name, checkpoint, dtypes, env_dir, scratch, bars.say)
+            more, notes = engines.peer(name, checkpoint, dtypes, env_dir, scratch, say)
         except PeerError as error:
             results.problem(str(error))
-            bars.say(str(error))
+            say(str(error))
             continue
         found += more
         results.notes += notes
@@ -203,7 +212,7 @@ def gather(
 class _Turns:
     """The turns of the engines on one checkpoint after another."""
 
-    def __init__(self, scope: Scope, rows: int, results: PeerResults, bars: Bars) -> None:
+    def __init__(self, scope: Scope, rows: int, results: PeerResults, bars: Progress) -> None:
         self._scope, self._rows, self._results, self._bars = scope, rows, results, bars
 
     def take(self, group: Sequence[Contender]) -> None:
@@ -218,7 +227,7 @@ class _Turns:
         """The contenders whose outputs agree with ours in their dtype."""
         kept, ours = [], {}
         for contender in sorted(group, key=lambda each: each.engine != OURS):
-            self._bars.say(f"{contender.shape}: checking the outputs of {contender.engine} in {contender.dtype}")
+            say(f"{contender.shape}: checking the outputs of {contender.engine} in {contender.dtype}")
             if contender.engine == OURS:
                 answer = self._turn(contender, "check", 0, _complete)
                 ours[contender.dtype] = answer and answer["completions"]
@@ -238,7 +247,7 @@ class _Turns:
         capacity: dict[str, float] = {}
         for contender in group:
             if contender.engine == OURS:
-                self._bars.say(f"{contender.shape}, {contender.dtype}: everything at once, for the capacity")
+                say(f"{contender.shape}, {contender.dtype}: everything at once, for the capacity")
                 work = functools.partial(self._serve, name="capacity", rate=None)
                 answer = self._turn(contender, "capacity", 0, work)
                 if answer is not None:
@@ -268,7 +277,7 @@ class _Turns:
         key = PeerTurn(contender.shape, contender.dtype, contender.engine, work, turn)
         answer = self._results.do(key, lambda: do(contender))
         for problem in self._results.problems[problems:]:
-            self._bars.say(problem)
+            say(problem)
         return answer
 
     def _time(self, contender: Contender) -> dict[str, Any]:

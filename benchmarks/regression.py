@@ -24,7 +24,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import host
+from benchmarks import checkpoints, host
 from jaxserve import startup
 from jaxserve.config import EngineConfig
 from jaxserve.demo import DEMO_MODEL
@@ -35,8 +35,8 @@ from jaxserve.scheduler.buckets import BucketCost
 from jaxserve.scheduler.factory import make_scheduler
 from jaxserve.text.tokenizer import Tokenizer
 from pallas_kernels.cpu import build
-from server.commands.bench import flags, machine, report, shapes, step
-from server.commands.bench.progress import Bars
+from server.commands.bench import machine, report, shapes, step
+from server.commands.console import Progress, progress_bars, tables
 
 HELP = """\
 Measures a few figures as multiples of a calibration loop that runs between them (a matmul, a read of memory, a loop of
@@ -101,10 +101,10 @@ def run(args: argparse.Namespace) -> int:
     Returns:
       The exit code: 1 when a figure is larger than allowed in two measurements.
     """
-    write, console = args.write, flags.console()
+    write, console = args.write, tables()
     kind = cpu_kind()
     kept = read(KEPT, kind)
-    with Bars() as bars:
+    with progress_bars() as bars:
         figures, yardsticks = make_figures(bars), make_yardsticks()
         now = measure(figures, yardsticks, bars, "measuring")
         late = [figure for figure in figures if not judge({figure.name: now[figure.name]}, kept)[0].holds]
@@ -202,11 +202,11 @@ def _least(work: Callable[[], Any], clock: Clock) -> float:
     return _quicker(times)
 
 
-def make_figures(bars: Bars) -> list[GuardedTime]:
+def make_figures(bars: Progress) -> list[GuardedTime]:
     """The guarded figures, with their programs compiled."""
     decode, prefill = step.Case(decodes=8, context=100), step.Case(prompt=256)
     model_config, params = shapes.random_params(SHAPE, "float32")
-    cached = EngineConfig(compilation_cache=str(shapes.cache_folder() / "xla"))
+    cached = EngineConfig(compilation_cache=str(checkpoints.cache_folder() / "xla"))
     settings = dataclasses.replace(cached, dtype="float32", max_rows=8, buckets=(8, 256), slots=8 * 256, scoring=False)
     (replica,) = startup.from_params(model_config, params, settings, bars).loops
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import checkpoints, list_flags
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine, IterationRecord
 from jaxserve.iteration import IterationPlan
@@ -26,7 +27,7 @@ from jaxserve.simulate.workload import Workload
 from jaxserve.startup_report import StartupReport
 from server.commands.bench import flags, machine, report, shapes
 from server.commands.bench.offline import Recorder, benchmark_config, make_engine
-from server.commands.bench.progress import Bars
+from server.commands.console import Progress, progress_bars, tables
 from server.commands.flags import add_engine_flags, engine_config
 
 HELP = """\
@@ -94,10 +95,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of this benchmark."""
     flags.add_output_flags(parser)
     flags.add_model_flags(parser)
-    flags.add_sizes(parser)
+    flags.add_workload_flags(parser)
     parser.add_argument(
         "--loads",
-        type=flags.shares,
+        type=list_flags.shares,
         default=[0.3, 0.5, 0.7, 0.9, 1.1],
         metavar="X,...",
         help="rates, as shares of what is served with everything waiting (default: 0.3,0.5,0.7,0.9,1.1)",
@@ -108,10 +109,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serves the workload at each load, prints and writes both sides; returns 0."""
-    model, config, console = flags.checkpoint(args), engine_config(args), flags.console()
+    model, config, console = checkpoints.from_flags(args), engine_config(args), tables()
     workload, shares = flags.uniform(args, shapes.config_of(model).vocab_size), [0.5] if args.quick else args.loads
     config = benchmark_config(config, workload)
-    with Bars() as bars:
+    with progress_bars() as bars:
         warm = _turn(model, config, workload, bars, "everything at once")
         capacity = report.summarise("", warm.outcomes).requests_per_second
         host = host_of(warm.records)
@@ -222,7 +223,7 @@ def system_of(turn: ServedPart, after: StartupReport, host: HostTimes) -> Simula
     )
 
 
-def _turn(model: Path, config: EngineConfig, workload: Workload, bars: Bars, name: str) -> ServedPart:
+def _turn(model: Path, config: EngineConfig, workload: Workload, bars: Progress, name: str) -> ServedPart:
     engine = make_engine(model, config, bars)
     traffic.fit(workload, engine.max_context)
     records: list[IterationRecord] = []
@@ -239,7 +240,7 @@ def _turn(model: Path, config: EngineConfig, workload: Workload, bars: Bars, nam
     )
 
 
-def _serve(engine: Engine, workload: Workload, bars: Bars, name: str) -> list[Outcome]:
+def _serve(engine: Engine, workload: Workload, bars: Progress, name: str) -> list[Outcome]:
     """Submits every job at its time (an open loop), and waits for the last to end."""
     recorder, started = Recorder(engine), time.monotonic()
     for job in workload.jobs:

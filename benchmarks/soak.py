@@ -19,10 +19,10 @@ import grpc
 import grpc.aio
 import numpy as np
 
+from benchmarks.started_server import started_server
 from jaxserve.demo import DEMO_MODEL
 from server.commands.bench import flags, load_generator, machine, report
-from server.commands.bench.progress import Bars
-from server.commands.bench.serve import started_server
+from server.commands.console import progress_bars, tables
 from server.commands.flags import add_engine_flags, engine_config
 from server.proto.jaxserve.v1 import inference_pb2 as pb
 from server.proto.jaxserve.v1.inference_pb2_grpc import InferenceStub
@@ -276,10 +276,10 @@ def run(args: argparse.Namespace) -> int:
       The exit code: 1 when a request failed or the server kept something.
     """
     model, requests, clients = args.model or DEMO_MODEL, 200 if args.quick else args.requests, args.clients
-    config, console, out, seed = engine_config(args), flags.console(), args.out, args.seed
+    config, console, out, seed = engine_config(args), tables(), args.out, args.seed
     config = dataclasses.replace(config, max_queued_requests=max(config.max_queued_requests, clients))
     log = out / "server-soak.log"
-    with Bars() as bars, started_server(model, config, log) as server:
+    with progress_bars() as bars, started_server(model, config, log) as server:
         vocab_size = load_generator.get_model(server.address).vocab_size
         soaked = asyncio.run(
             soak(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from server.app import ServerApp
 from server.commands import hosts
-from server.commands.console import UserError, address, say, show, starting, user_errors
+from server.commands.console import UserError, address, progress_bars, say, show, user_errors
 from server.engine_process import exit_codes
 from server.engine_process.job import EngineJob
 from server.engine_process.remote_engine import RemoteEngine
@@ -144,7 +144,7 @@ async def serve_engine_process(settings: ServeSettings, greet: Greet) -> int:
             engine_job(settings),
             restarts=settings.restarts,
             command=ENGINE_COMMAND,
-            progress=start.enter_context(starting()),
+            progress=start.enter_context(progress_bars()),
         )
         app = _app_for(lifecycle, engine, supervisor)
         stack.enter_context(lifecycle.observing(app))

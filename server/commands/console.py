@@ -13,15 +13,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bars
 from rich.table import Table
 
 if TYPE_CHECKING:
     from jaxserve.startup_report import StartupReport
 
-Report = Callable[[str, int, int], None]  # (step, done, total)
+Progress = Callable[[str, int, int], None]  # (step, done, total)
 
 PICTURES = (".png", ".svg", ".pdf")  # what --plot can draw
+_WIDTH = 190  # of tables in a file or a pipe
 
 
 class UserError(Exception):
@@ -49,6 +51,11 @@ _NO_MEMORY = "not enough memory for weights and slots; try fewer --slots or --ma
 def console() -> Console:
     """A console on the standard error of this moment (tests replace it)."""
     return Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def tables() -> Console:
+    """A console on standard output, for tables."""
+    return Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
 
 
 def address(host: str, port: int) -> str:
@@ -101,29 +108,21 @@ def check_folder(flag: str, folder: Path | None) -> None:
 
 
 @contextlib.contextmanager
-def starting() -> Iterator[Report]:
-    """Shows the progress of loading and compiling: bars in a terminal, lines elsewhere."""
+def progress_bars() -> Iterator[Progress]:
+    """Shows the progress of steps: bars in a terminal, a line for each step elsewhere."""
     out = console()
-    if not out.is_terminal:
-        seen: set[str] = set()
-
-        def line(what: str, _done: int, _total: int) -> None:
-            if what not in seen:
-                seen.add(what)
-                say(what)
-
-        yield line
-        return
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=out) as bars:
-        tasks: dict[str, TaskID] = {}
+    tasks: dict[str, TaskID] = {}
+    with Bars(*columns, console=out, disable=not out.is_terminal) as bars:
 
-        def bar(what: str, done: int, total: int) -> None:
+        def show(what: str, done: int, total: int) -> None:
             if what not in tasks:
                 tasks[what] = bars.add_task(what)
+                if not out.is_terminal:
+                    say(what)
             bars.update(tasks[what], completed=done, total=total)
 
-        yield bar
+        yield show
 
 
 def show(report: StartupReport, *, model: str) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import get_args
 
 from jaxserve.config import DtypeName
-from server.commands.console import UserError, say, starting, user_errors
+from server.commands.console import UserError, progress_bars, say, user_errors
 
 HELP = """\
 Rewrites a Hugging Face checkpoint as Orbax, which restores in parallel and straight into any sharding.
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
 
         from jaxserve import weights
 
-        with starting() as progress:
+        with progress_bars() as progress:
             dtype = None if args.dtype == "auto" else jnp.dtype(args.dtype)
             weights.convert(args.source, args.target, dtype, progress)
     say(f"wrote {args.target}; serve it with --model {args.target}")

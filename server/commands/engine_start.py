@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from jaxserve.multihost.failure import HostFailed
 from server.commands import flags
-from server.commands.console import Report, UserError, show, starting, user_errors
+from server.commands.console import Progress, UserError, progress_bars, show, user_errors
 
 if TYPE_CHECKING:
     from jaxserve.config import EngineConfig
@@ -65,7 +65,7 @@ def start_engine(path: Path, config: EngineConfig, cluster: ClusterConfig | None
     """
     from server.commands import hosts
 
-    with user_errors(), starting() as report:
+    with user_errors(), progress_bars() as report:
         try:
             engine = make_engine(path, config, report, cluster)
         except HostFailed as failure:
@@ -74,7 +74,7 @@ def start_engine(path: Path, config: EngineConfig, cluster: ClusterConfig | None
     return engine
 
 
-def make_engine(path: Path, config: EngineConfig, progress: Report, cluster: ClusterConfig | None = None) -> Engine:
+def make_engine(path: Path, config: EngineConfig, progress: Progress, cluster: ClusterConfig | None = None) -> Engine:
     """Loads and compiles an engine."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", _GPU_MEMORY)
     if cluster is not None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NoReturn, get_args
 
 from jaxserve.multihost.config import ClusterConfig, LinksName, TlsFiles, check_settings
 from server.commands import flags
-from server.commands.console import Report, say, user_errors
+from server.commands.console import Progress, say, user_errors
 from server.engine_process import exit_codes
 from server.engine_process.job import EngineJob
 from server.engine_process.remote_engine import RemoteEngine
@@ -133,7 +133,7 @@ def from_flags(args: argparse.Namespace) -> ClusterConfig | None:
         return cluster
 
 
-def lead(path: Path, config: EngineConfig, cluster: ClusterConfig, progress: Report) -> Engine:
+def lead(path: Path, config: EngineConfig, cluster: ClusterConfig, progress: Progress) -> Engine:
     """Starts host 0 and the engine of all hosts. Raises ValueError for mistakes, and HostFailed."""
     from jaxserve.engine import Engine
     from jaxserve.multihost import startup as start

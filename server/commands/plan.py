@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from server.commands import flags
-from server.commands.console import PICTURES, UserError, check_output, say, starting, user_errors
+from server.commands.console import PICTURES, UserError, check_output, progress_bars, say, user_errors
 
 if TYPE_CHECKING:
     from jaxserve.plan.deployment import Deployment
@@ -121,7 +121,7 @@ def _plan(args: argparse.Namespace, deployment: Deployment, out: Console) -> dic
     elif not args.json:
         plan_report.show(plan, out)
     if args.compile:
-        with starting() as progress:
+        with progress_bars() as progress:
             stages = compiled.compile_stages(plan, targets.devices_of(deployment.topology), progress)
         if not args.json:
             plan_report.show_compiled(plan, stages, out)
@@ -135,7 +135,7 @@ def _plan(args: argparse.Namespace, deployment: Deployment, out: Console) -> dic
 def _search(args: argparse.Namespace, deployment: Deployment, out: Console) -> dict[str, Any]:
     from jaxserve.plan import search
 
-    with starting() as progress:
+    with progress_bars() as progress:
         found, left_out = search.search(deployment, progress)
     if not found:
         reasons = ", ".join(f"{count} x {reason}" for reason, count in left_out.items())

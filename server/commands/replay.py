@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from jaxserve.runner import cache_folder
-from server.commands.console import console, say, starting, user_errors
+from server.commands.console import console, progress_bars, say, user_errors
 from server.commands.engine_start import model_directory
 
 HELP = """\
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
 
         recording = read(args.file)
         cache = None if args.compilation_cache == "off" else args.compilation_cache
-        with starting() as report:
+        with progress_bars() as report:
             found = replay(recording, path, cache=cache, progress=report)
     out = console()
     out.print(f"{args.file}: {recording.reason}", markup=False)

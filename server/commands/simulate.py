@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from server.commands import flags
-from server.commands.console import PICTURES, UserError, check_output, say, starting, user_errors
+from server.commands.console import PICTURES, UserError, check_output, progress_bars, say, user_errors
 from server.commands.plan import make_deployment
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def _trace(args: argparse.Namespace, out: Console) -> dict[str, Any]:
     plan = predict(deployment)
     system = policy_comparison.system_of(plan, replicas=deployment.engine.replicas)
     objective = make_objective(args)
-    with starting() as progress:
+    with progress_bars() as progress:
         replays = policy_comparison.compare(
             system,
             workload,

@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from server.commands import flags
-from server.commands.console import PICTURES, UserError, check_output, say, starting, user_errors
+from server.commands.console import PICTURES, UserError, check_output, progress_bars, say, user_errors
 from server.commands.plan import make_deployment
 from server.commands.simulate import add_trace_flags, make_objective, read_trace, share
 
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
         from jaxserve.simulate import sizing
 
         objective = make_objective(args)
-        with starting() as progress:
+        with progress_bars() as progress:
             found = sizing.size(deployment, workload, objective, share=args.in_time, buckets=buckets, progress=progress)
     title = f"{deployment.name} on {deployment.topology}: {workload.name}, {workload.duration:,.0f} s"
     if args.plot is not None:

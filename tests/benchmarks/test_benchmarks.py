@@ -6,15 +6,16 @@ import json
 import jax
 import pytest
 
-from benchmarks import host, jobs
+from benchmarks import checkpoints, host, jobs
 from benchmarks.__main__ import BENCHMARKS
 from benchmarks.__main__ import main as checkout_main
+from benchmarks.started_server import started_server
 from jaxserve.config import EngineConfig
 from server.commands import cli as commands
 from server.commands import flags
-from server.commands.bench import offline, shapes, step
-from server.commands.bench.progress import Bars
+from server.commands.bench import offline, step
 from server.commands.bench.step import Case
+from server.commands.console import progress_bars
 
 # One set of shapes for every test, so that the programs are compiled once.
 CONFIG = EngineConfig(dtype="float32", max_rows=3, buckets=(3, 8), max_context=128, slots=768, scoring=False)
@@ -86,7 +87,6 @@ def test_unwritable_output_is_refused_first(tmp_path, capsys, nested):
         (("offline", "--shape", "tiny", "--prompt", "9:3"), "is not a length range"),
         (("step", "--shape", "tiny", "--dtypes", "int8"), "'int8' is no dtype to measure"),
         (("offline", "--timeline", "/no/such/trace.json"), "--timeline /no/such/trace.json is no file in a folder"),
-        (("serve", "--address", "h:1", "--compare-schedulers"), "leave --address out"),
     ],
 )
 def test_mistakes_have_messages(arguments, message, capsys):
@@ -109,14 +109,17 @@ def test_loads_are_numbers_above_0(loads, capsys):
 
 
 @pytest.mark.bench
-def test_serve_starts_a_server_and_loads_it(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def test_serve_loads_a_server(tmp_path, capsys):
     trace = tmp_path / "trace.jsonl"
     lines = [{"timestamp": 5 * n, "input_length": 4 + n, "output_length": 1 + n, "hash_ids": [n]} for n in range(5)]
     lines.append({"timestamp": 40, "input_length": 200, "output_length": 3, "hash_ids": [7]})
     trace.write_text("\n".join(map(json.dumps, lines)))
     out = tmp_path / "out"
-    assert bench("serve", "--quick", "--trace", str(trace), "--out", str(out)) == 0
+    config = dataclasses.replace(CONFIG, compilation_cache=jax.config.jax_compilation_cache_dir)
+    model = checkpoints.checkpoint("tiny", tmp_path)
+    with started_server(model, config, tmp_path / "log") as server:
+        load = ("--address", server.address, "--trace", str(trace), "--out", str(out))
+        assert commands.main(["bench", "serve", *load]) == 0
     told = capsys.readouterr().out
     assert "1 of 6 requests were clipped to a context of 128 tokens" in told
     result = json.loads((out / "serve.json").read_text())
@@ -125,14 +128,15 @@ def test_serve_starts_a_server_and_loads_it(tmp_path, capsys, monkeypatch):
     assert run["extra"]["generated tokens"] == run["output_tokens"]
     assert run["extra"]["compiled after ready"] == 0
     assert (out / "serve.png").stat().st_size > 0
-    assert (out / "server-iteration.log").read_text()
+    assert (tmp_path / "log").read_text()
 
 
-def test_server_that_cannot_start_shows_its_output(tmp_path, capsys):
-    assert bench("serve", "--model", str(tmp_path / "nowhere"), "--out", str(tmp_path)) == 2
-    told = capsys.readouterr().err
-    assert "before it was ready" in told
-    assert "nowhere" in told
+def test_server_that_cannot_start_shows_its_output(tmp_path):
+    with (
+        pytest.raises(ValueError, match=r"before it was ready(.|\n)*nowhere"),
+        started_server(tmp_path / "nowhere", CONFIG, tmp_path / "log"),
+    ):
+        pass
 
 
 @pytest.mark.bench
@@ -170,8 +174,8 @@ def test_synthetic_plans_own_their_blocks_and_advance():
 
 @pytest.mark.bench
 def test_completions_for_the_check_of_peers(tmp_path):
-    checkpoint = shapes.checkpoint("tiny", tmp_path)
-    assert shapes.checkpoint("tiny", tmp_path) == checkpoint  # written once
+    checkpoint = checkpoints.checkpoint("tiny", tmp_path)
+    assert checkpoints.checkpoint("tiny", tmp_path) == checkpoint  # written once
     prompts = [[1, 2, 3, 4, 5, 6, 7, index] for index in range(3)]
     config = dataclasses.replace(CONFIG, scoring=True)
     answers = jobs.complete(checkpoint, prompts, 3, config, lambda what, done, total: None)
@@ -184,8 +188,8 @@ def test_completions_for_the_check_of_peers(tmp_path):
 
 @pytest.mark.bench
 def test_host_time_at_several_loads():
-    with Bars() as bars:
-        few, many = host.measure(3, [0, 30], 6, CONFIG, bars)
+    with progress_bars() as progress:
+        few, many = host.measure(3, [0, 30], 6, CONFIG, progress)
     assert (few.waiting, many.waiting) == (0, 30)
     for result in (few, many):
         assert result.stats.iterations == 6

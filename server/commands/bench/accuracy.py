@@ -6,11 +6,10 @@ import argparse
 import dataclasses
 import gc
 import math
-import queue
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.console import Console
@@ -18,11 +17,9 @@ from rich.table import Table
 
 from jaxserve.demo import DEMO_MODEL
 from jaxserve.engine import Engine
-from jaxserve.request import FinishReason, Request, TokenEvent
-from jaxserve.sampling_params import SamplingParams
 from jaxserve.text.tokenizer import Tokenizer
 from server.commands.bench import flags, machine, report
-from server.commands.bench.progress import Bars
+from server.commands.console import Progress, progress_bars, tables
 from server.commands.flags import add_engine_flags, engine_config
 
 HELP = """\
@@ -35,6 +32,7 @@ the text that was held out of its training.
 
 WINDOW = 256  # tokens scored together; windows overlap by half
 OPENING, GENERATED = 32, 64  # tokens of the passages that are continued, and of their continuations
+_TOGETHER = 64  # prompts given to the engine at once
 _HELD_OUT = DEMO_MODEL / "held_out.txt"
 
 # Each is compared with the first: names and the settings that differ.
@@ -46,8 +44,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answers:
+class Answers(NamedTuple):
     """The answers of one engine about the text.
 
     Attributes:
@@ -94,7 +91,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints and writes a row for each variant; returns 0."""
-    model, passages, console = args.model or DEMO_MODEL, 8 if args.quick else args.passages, flags.console()
+    model, passages, console = args.model or DEMO_MODEL, 8 if args.quick else args.passages, tables()
     tokenizer = Tokenizer.from_directory(model)
     if tokenizer is None:
         raise ValueError(f"{model} has no tokenizer.json; perplexity is of a text")
@@ -102,19 +99,13 @@ def run(args: argparse.Namespace) -> int:
     tokens = tokens[: 2 * WINDOW if args.quick else None]
     if len(tokens) < 2 * WINDOW:
         raise ValueError(f"the text has {len(tokens)} tokens; at least {2 * WINDOW} are needed")
-    config = engine_config(args)
-    config = dataclasses.replace(
-        config,
-        scoring=True,
-        max_context=WINDOW + 1,
-        max_queued_requests=len(tokens) + passages,
-        max_queued_tokens=2 * len(tokens) + passages * OPENING,
-    )
+    config = dataclasses.replace(engine_config(args), scoring=True, max_context=WINDOW + 1)
     answers: dict[str, Answers] = {}
-    with Bars() as bars:
+    with progress_bars() as progress:
         for name, changes in VARIANTS.items():
-            engine = Engine.from_checkpoint(model, dataclasses.replace(config, **changes), progress=bars)
-            answers[name] = ask(engine, tokens, passages, name, bars)
+            engine = Engine.from_checkpoint(model, dataclasses.replace(config, **changes), progress=progress)
+            with engine:
+                answers[name] = ask(engine, tokens, passages, name, progress)
             del engine
             gc.collect()
     rows, dtype = compare(answers), next(iter(answers.values())).dtype
@@ -134,55 +125,33 @@ def _documents(path: Path) -> list[str]:
     return [document for part in text.split("\f") if (document := part.strip())]
 
 
-def ask(engine: Engine, tokens: Sequence[int], passages: int, name: str, bars: Bars) -> Answers:
+def ask(engine: Engine, tokens: Sequence[int], passages: int, name: str, progress: Progress) -> Answers:
     """Lets an engine score the text and continue passages of it."""
     half = WINDOW // 2
     starts = range(0, max(len(tokens) - half, 1), half)
-    scored = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
-    greedy = SamplingParams(max_tokens=GENERATED, temperature=0.0, ignore_eos=True)
-    openings = np.linspace(0, len(tokens) - OPENING, passages).astype(int).tolist()
-    requests = [Request(request_id=f"s{at}", prompt=tuple(tokens[at : at + WINDOW]), sampling=scored) for at in starts]
-    requests += [
-        Request(request_id=f"g{at}", prompt=tuple(tokens[at : at + OPENING]), sampling=greedy) for at in openings
-    ]
-    logprobs, continuations = _serve(engine, requests, name, bars)
+    scored = {"max_tokens": 1, "prompt_logprobs": 0}
+    greedy = {"max_tokens": GENERATED, "ignore_eos": True}
+    prompts = [{"prompt_token_ids": tokens[at : at + WINDOW]} | scored for at in starts]
+    openings = np.linspace(0, len(tokens) - OPENING, passages).astype(int)
+    prompts += [{"prompt_token_ids": tokens[at : at + OPENING]} | greedy for at in openings]
+    made = []
+    for first in range(0, len(prompts), _TOGETHER):
+        progress(f"reading ({name})", first, len(prompts))
+        made += engine.generate(prompts[first : first + _TOGETHER], temperature=0.0)
+    progress(f"reading ({name})", len(prompts), len(prompts))
+    if wrong := next((completion.error for completion in made if completion.error is not None), None):
+        raise RuntimeError(f"a request failed: {wrong}")
     losses = []
-    for at in starts:
-        own = logprobs[f"s{at}"]  # of the window's tokens but the first
-        losses += own[half - 1 :] if at else own
+    for at, completion in zip(starts, made, strict=False):
+        assert completion.prompt_logprobs is not None
+        losses += completion.prompt_logprobs[half if at else 1 :]  # the first has none; the overlap counts once
     assert len(losses) == len(tokens) - 1
     return Answers(
         losses=-np.array(losses, np.float64),
-        continuations=[tuple(continuations[f"g{at}"]) for at in openings],
+        continuations=[completion.token_ids for completion in made[len(starts) :]],
         dtype=engine.report.dtype,
         memory=(engine.report.weight_bytes, engine.report.pool_bytes / engine.report.slots),
     )
-
-
-def _serve(
-    engine: Engine, requests: Sequence[Request], name: str, bars: Bars
-) -> tuple[dict[str, list[float]], dict[str, list[int]]]:
-    """Serves the requests; returns the logprobs of each prompt, and the tokens of each answer."""
-    logprobs: dict[str, list[float]] = {request.request_id: [] for request in requests}
-    tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
-    ended: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
-
-    def sink(events: Iterable[TokenEvent]) -> None:
-        for event in events:
-            logprobs[event.request_id] += [logprob for logprob, _ in event.prompt_logprobs]
-            tokens[event.request_id] += event.token_ids
-            if event.finish_reason is not None:
-                ended.put(event)
-
-    with engine:
-        for request in requests:
-            engine.submit(request, sink)
-        for done in range(1, len(requests) + 1):
-            last = ended.get()
-            bars(f"reading ({name})", done, len(requests))
-            if last.finish_reason not in (FinishReason.LENGTH, FinishReason.EOS):
-                raise RuntimeError(f"request {last.request_id} ended with {last.finish_reason}: {last.error}")
-    return logprobs, tokens
 
 
 def compare(answers: dict[str, Answers]) -> list[Row]:

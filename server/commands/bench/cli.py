@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from server.commands.bench import machine
+from server.commands.console import say
 
 
 class Benchmark(NamedTuple):
@@ -45,13 +45,13 @@ def add_benchmarks(parser: argparse.ArgumentParser, benchmarks: Mapping[str, Ben
 def run(args: argparse.Namespace) -> int:
     """Runs the chosen benchmark; returns the exit code (2 for a mistake of the user's)."""
     if (warning := machine.busy()) is not None:
-        print(f"jaxserve: note: {warning}", file=sys.stderr)
+        say(f"note: {warning}")
     try:
         if args.out is not None:
             _check_out(args.out)
         return args.benchmark(args)
     except ValueError as problem:
-        print(f"jaxserve: error: {problem}", file=sys.stderr)
+        say(f"error: {problem}")
         return 2
 
 

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import math
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
-from jaxserve.config import EngineConfig, SchedulerName
 from jaxserve.simulate import workload as traffic
 from jaxserve.simulate.workload import Workload
-from server.commands.bench import shapes
 
 SHAPE = "bloom-560m"
 
@@ -30,21 +25,14 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_model_flags(parser: argparse.ArgumentParser, default: str = SHAPE) -> None:
-    """Adds --model and --shape, which `model` and `checkpoint` read."""
+    """Adds --model and --shape, which `model` reads."""
     group = parser.add_argument_group("model").add_mutually_exclusive_group()
     group.add_argument("--model", type=Path, metavar="DIR", help="a checkpoint directory")
     group.add_argument("--shape", metavar="NAME", help=f"random weights of a known shape (default: {default})")
 
 
-def add_workload_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of a workload and of its schedulers; `uniform` and `schedulers` read them."""
-    add_sizes(parser).add_argument(
-        "--compare-schedulers", action="store_true", help="serve it twice, by iteration and by request-level batching"
-    )
-
-
-def add_sizes(parser: argparse.ArgumentParser) -> Any:
-    """Adds the numbers and lengths of requests; returns their group of flags."""
+def add_workload_flags(parser: argparse.ArgumentParser) -> Any:
+    """Adds the numbers and lengths of requests, which `uniform` reads; returns their group of flags."""
     group = parser.add_argument_group("workload")
     group.add_argument("--requests", type=positive, metavar="N", help="(default: 200; of a trace: all)")
     group.add_argument("--prompt", default="32:256", metavar="LOW:HIGH", help="prompt tokens (default: %(default)s)")
@@ -82,17 +70,6 @@ def model(args: argparse.Namespace) -> Path | str:
     return args.shape or ("tiny" if args.quick else SHAPE)
 
 
-def checkpoint(args: argparse.Namespace) -> Path:
-    """A checkpoint directory; a shape's has random weights and is kept between runs."""
-    chosen = model(args)
-    return chosen if isinstance(chosen, Path) else shapes.cached_checkpoint(chosen)
-
-
-def schedulers(args: argparse.Namespace, config: EngineConfig) -> list[SchedulerName]:
-    """The schedulers that serve the workload, in turn."""
-    return ["iteration", "request"] if args.compare_schedulers else [config.scheduler]
-
-
 def dtypes(args: argparse.Namespace) -> list[Any]:
     """The dtypes named; raises ValueError for one that is not measured."""
     dtypes = args.dtypes.split(",")
@@ -102,33 +79,8 @@ def dtypes(args: argparse.Namespace) -> list[Any]:
     return dtypes
 
 
-def console() -> Console:
-    """A console for tables; 160 columns wide where standard output is no terminal."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=160)
-
-
 def positive(text: str) -> int:
     """Parses a whole number of at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
     return int(text)
-
-
-def shares(text: str) -> list[float]:
-    """Parses a list of numbers above 0."""
-    try:
-        shares = [float(part) for part in text.split(",")]
-    except ValueError:
-        shares = []
-    if not shares or not all(0 < share < math.inf for share in shares):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers above 0 such as 0.5,0.9")
-    return shares
-
-
-def integers(text: str) -> list[int]:
-    """Parses a list of whole numbers."""
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers such as 8,256") from None

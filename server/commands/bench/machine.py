@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 from datetime import datetime
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 BUSY_SHARE = 0.5  # load average, as a share of the cores, at which figures are no longer trusted
+_PACKAGES = ("jaxserve", "jax", "jaxlib", "flax", "numpy")
 
 
-def environment(**extra: Any) -> dict[str, Any]:
+def environment() -> dict[str, Any]:
     """The machine, the versions and the date of a measurement."""
-    packages = ("jaxserve", "jax", "jaxlib", "flax", "numpy")
-    versions = {}
-    for package in packages:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return {
         "date": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "cpu": _cpu_name(),
+        "cpu": _line_of("/proc/cpuinfo", "model name") or platform.processor() or platform.machine(),
         "cores": usable_cores(),
         "load_average": os.getloadavg()[0],
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
-        **versions,
-        **extra,
+        **{package: metadata.version(package) for package in _PACKAGES},
     }
 
 
@@ -50,24 +43,15 @@ def busy() -> str | None:
 
 
 def peak_rss() -> int | None:
-    """The largest resident memory of this process so far, in bytes; None if unknown.
+    """The largest resident memory of this process so far, in bytes; None if unknown."""
+    found = _line_of("/proc/self/status", "VmHWM")  # getrusage would count the memory of a forking parent
+    return int(found.split()[0]) * 1024 if found else None
 
-    It is read from VmHWM: getrusage would count the memory of a forking parent.
-    """
+
+def _line_of(file: str, name: str) -> str | None:
+    """The value of the first line `name: value` of a file, or None."""
     try:
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
+        lines = Path(file).read_text().splitlines()
     except OSError:
-        pass
-    return None
-
-
-def _cpu_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
+        return None
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), None)

@@ -10,9 +10,8 @@ import queue
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine, IterationRecord
@@ -21,8 +20,10 @@ from jaxserve.sampling_params import SamplingParams
 from jaxserve.simulate import workload as load
 from jaxserve.simulate.outcome import Outcome
 from jaxserve.simulate.workload import Job, Workload
+from jaxserve.startup_report import StartupReport
+from jaxserve.stats import Load
 from server.commands.bench import flags, machine, plot, report, shapes
-from server.commands.bench.progress import Bars
+from server.commands.console import Progress, progress_bars, tables
 from server.commands.flags import add_engine_flags, engine_config
 
 HELP = """\
@@ -33,29 +34,23 @@ host's work. By default the workload and shape of Orca's evaluation, scaled to a
   jaxserve bench offline --model DIR --requests 50       on your own checkpoint"""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """One workload served once, with its requests' outcomes and the engine's records.
+class Run(NamedTuple):
+    """One workload served once, with its requests' outcomes and what the engine counted."""
 
-    Attributes:
-      bucket_ms: milliseconds of each bucket, as the engine measured them at its start.
-      engine: the engine's configuration and start-up report.
-    """
-
-    name: str
+    config: EngineConfig
+    startup: StartupReport
     outcomes: list[Outcome]
     records: list[IterationRecord]
-    bucket_ms: dict[int, float]
-    preemptions: int
-    compiled_after_ready: int
-    engine: dict[str, Any]
+    load: Load
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `jaxserve bench offline`."""
     flags.add_output_flags(parser)
     flags.add_model_flags(parser)
-    flags.add_workload_flags(parser)
+    flags.add_workload_flags(parser).add_argument(
+        "--compare-schedulers", action="store_true", help="serve it twice, by iteration and by request-level batching"
+    )
     parser.add_argument(
         "--timeline", type=Path, metavar="FILE", help="write when each stage ran which iteration, for ui.perfetto.dev"
     )
@@ -69,62 +64,66 @@ def run(args: argparse.Namespace) -> int:
     Returns:
       The exit code: 1 when a request failed.
     """
-    timeline, console = args.timeline, flags.console()
+    timeline, console = args.timeline, tables()
     if timeline is not None and (timeline.is_dir() or not timeline.parent.is_dir()):
         raise ValueError(f"--timeline {timeline} is no file in a folder that is there")
     config, model = engine_config(args), flags.model(args)
-    workload, schedulers = flags.uniform(args, shapes.config_of(model).vocab_size), flags.schedulers(args, config)
+    workload = flags.uniform(args, shapes.config_of(model).vocab_size)
     config = benchmark_config(config, workload)
-    runs = []
-    with Bars() as bars:
-        for name in schedulers:
-            engine = make_engine(model, dataclasses.replace(config, scheduler=name), bars)
+    runs: dict[str, Run] = {}
+    with progress_bars() as progress:
+        for name in ("iteration", "request") if args.compare_schedulers else (config.scheduler,):
+            engine = make_engine(model, dataclasses.replace(config, scheduler=name), progress)
             load.fit(workload, engine.max_context)
             with engine.timeline() if timeline else contextlib.nullcontext() as seen:
-                runs.append(serve_all(engine, workload, name, bars))
+                runs[name] = serve_all(engine, workload, name, progress)
             if timeline and seen:
                 seen.write(timeline)
             del engine  # its memory, before the next one takes as much
             gc.collect()
-    bucket_ms = mean_costs([run.bucket_ms for run in runs])
-    reports = [summarise(run, bucket_ms) for run in runs]
-    comparison = report.compare(reports[0], reports[1]) if len(reports) == 2 else None
+    bucket_ms = mean_costs([{cost.size: cost.milliseconds for cost in run.startup.buckets} for run in runs.values()])
+    reports = [
+        report.summarise(
+            name,
+            run.outcomes,
+            iterations=report.iteration_stats(run.records, bucket_ms),
+            extra={"preemptions": run.load.preemptions, "compiled after ready": run.load.compiled_after_ready},
+        )
+        for name, run in runs.items()
+    ]
     title = f"{model}: {workload.name}, {config.max_rows} rows"
     notes = [*workload.notes, f"peak memory of this process: {(machine.peak_rss() or 0) / 2**20:.0f} MiB"]
-    if "request" in schedulers:
+    if "request" in runs:
         notes.append(report.REQUEST_NOTE)
     report.print_runs(console, title, reports, notes)
-    if comparison is not None:
+    comparison = None
+    if len(reports) == 2:
+        comparison = report.compare(*reports)
         report.print_comparison(console, comparison)
+        title += f": {comparison.measured:.2f}x the throughput"
+    plot.serving(args.out / "offline.png", title, {name: run.outcomes for name, run in runs.items()})
     result = {
         "benchmark": "offline",
         "workload": workload.name,
         "notes": notes,
         "environment": machine.environment(),
-        "engines": [run.engine for run in runs],
+        "engines": [{"config": run.config, "startup": run.startup} for run in runs.values()],
         "bucket_ms": bucket_ms,
         "runs": reports,
         "comparison": comparison,
     }
-    plot.serving(
-        args.out / "offline.png",
-        title,
-        {run.name: run.outcomes for run in runs},
-        {run.name: run.records for run in runs},
-        comparison,
-    )
     report.write_json(args.out / "offline.json", result, console)
     return 1 if any(r.failed for r in reports) else 0
 
 
-def make_engine(model: Path | str, config: EngineConfig, bars: Bars) -> Engine:
+def make_engine(model: Path | str, config: EngineConfig, progress: Progress) -> Engine:
     """An engine on a checkpoint directory (a path) or on random weights of a shape (its name)."""
     if isinstance(model, Path):
-        return Engine.from_checkpoint(model, config, progress=bars)
-    bars(f"drawing weights ({model})", 0, 1)
+        return Engine.from_checkpoint(model, config, progress=progress)
+    progress(f"drawing weights ({model})", 0, 1)
     model_config, params = shapes.random_params(model, "float32" if config.dtype == "auto" else config.dtype)
-    bars(f"drawing weights ({model})", 1, 1)
-    return Engine.from_params(model_config, params, config, progress=bars)
+    progress(f"drawing weights ({model})", 1, 1)
+    return Engine.from_params(model_config, params, config, progress=progress)
 
 
 def benchmark_config(config: EngineConfig, workload: Workload) -> EngineConfig:
@@ -151,11 +150,11 @@ class Recorder:
         self._outcomes[request.request_id] = Outcome(arrival=arrival, prompt_tokens=len(job.prompt))
         self._engine.submit(request, self._sink)
 
-    def wait(self, bars: Bars, name: str) -> list[Outcome]:
+    def wait(self, progress: Progress, name: str) -> list[Outcome]:
         """Waits until every job has ended; returns their outcomes in the order of submission."""
         for done in range(1, len(self._outcomes) + 1):
             self._ended.get()
-            bars(name, done, len(self._outcomes))
+            progress(name, done, len(self._outcomes))
         return list(self._outcomes.values())
 
     def _sink(self, events: Sequence[TokenEvent]) -> None:
@@ -169,7 +168,7 @@ class Recorder:
                 self._ended.put(event.request_id)
 
 
-def serve_all(engine: Engine, workload: Workload, name: str, bars: Bars) -> Run:
+def serve_all(engine: Engine, workload: Workload, name: str, progress: Progress) -> Run:
     """Starts the engine, serves a workload that arrives all at once, and stops the engine.
 
     All requests are submitted before the engine starts, so that its first batch can choose among them.
@@ -180,27 +179,8 @@ def serve_all(engine: Engine, workload: Workload, name: str, bars: Bars) -> Run:
     for job in workload.jobs:
         recorder.submit(job, started)
     with engine:
-        outcomes = recorder.wait(bars, f"serving ({name})")
-    counted = engine.load()
-    return Run(
-        name=name,
-        outcomes=outcomes,
-        records=records,
-        bucket_ms={cost.size: cost.milliseconds for cost in engine.report.buckets},
-        preemptions=counted.preemptions,
-        compiled_after_ready=counted.compiled_after_ready,
-        engine={"config": dataclasses.asdict(engine.config), "startup": dataclasses.asdict(engine.report)},
-    )
-
-
-def summarise(run: Run, bucket_ms: Mapping[int, float]) -> report.RunReport:
-    """The figures of a run, with padding weighted by these bucket costs."""
-    return report.summarise(
-        run.name,
-        run.outcomes,
-        iterations=report.iteration_stats(run.records, bucket_ms),
-        extra={"preemptions": run.preemptions, "compiled after ready": run.compiled_after_ready},
-    )
+        outcomes = recorder.wait(progress, f"serving ({name})")
+    return Run(engine.config, engine.report, outcomes, records, engine.load())
 
 
 def mean_costs(tables: Sequence[Mapping[int, float]]) -> dict[int, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from jaxserve.engine import IterationRecord
 
 SHARE_TARGET = 0.90  # of the throughput ratio that iteration counts and bucket costs allow
-WASTE_TARGET = 0.03  # of the device's time, while work waits
 REQUEST_NOTE = "request: tokens are returned when the whole batch has ended, so no time passes between them"
 HOST_PHASES = ("schedule", "pack", "launch", "complete")
 
@@ -74,14 +73,13 @@ class Comparison:
 
     Attributes:
       measured: ratio of their throughputs.
-      allowed: ratio of the device times that their iterations and the measured bucket costs give; None where the
-        engine's records cannot be seen.
+      allowed: ratio of the device times that their iterations and the measured bucket costs give.
       share: measured / allowed.
     """
 
     measured: float
-    allowed: float | None
-    share: float | None
+    allowed: float
+    share: float
 
 
 def summarise(
@@ -122,24 +120,21 @@ def iteration_stats(records: Sequence[IterationRecord], cost_ms: Mapping[int, fl
     """Summarises an engine's records, weighted by the measured milliseconds of each bucket."""
     if not records:
         raise ValueError("no iteration was recorded")
-    host_ms = {
-        phase: _distribution([1000 * getattr(record, f"{phase}_s") for record in records]) for phase in HOST_PHASES
-    }
-    host_ms["host"] = _distribution([1000 * host_seconds(record) for record in records])
+
+    def milliseconds(*phases: str) -> Distribution:
+        found = Distribution.of(1000 * sum(getattr(record, f"{phase}_s") for phase in phases) for record in records)
+        assert found is not None
+        return found
+
     return IterationStats(
         iterations=len(records),
         buckets=dict(sorted(Counter(record.bucket for record in records).items())),
         cost_seconds=sum(cost_ms[record.bucket] for record in records) / 1000,
         waste_waiting=padding_waste([record for record in records if record.waiting], cost_ms),
         waste_drain=padding_waste([record for record in records if not record.waiting], cost_ms),
-        host_ms=host_ms,
-        wait_ms=_distribution([1000 * record.wait_s for record in records]),
+        host_ms={phase: milliseconds(phase) for phase in HOST_PHASES} | {"host": milliseconds(*HOST_PHASES)},
+        wait_ms=milliseconds("wait"),
     )
-
-
-def host_seconds(record: IterationRecord) -> float:
-    """The seconds of the host's work for one iteration, without waiting for the device."""
-    return record.schedule_s + record.pack_s + record.launch_s + record.complete_s
 
 
 def padding_waste(records: Sequence[IterationRecord], cost_ms: Mapping[int, float]) -> float | None:
@@ -152,9 +147,9 @@ def padding_waste(records: Sequence[IterationRecord], cost_ms: Mapping[int, floa
 
 def compare(iteration: RunReport, request: RunReport) -> Comparison:
     """Compares two schedules of one workload, which generated the same number of tokens."""
+    assert iteration.iterations is not None
+    assert request.iterations is not None
     measured = iteration.tokens_per_second / request.tokens_per_second if request.tokens_per_second else float("nan")
-    if iteration.iterations is None or request.iterations is None:
-        return Comparison(measured=measured, allowed=None, share=None)
     allowed = request.iterations.cost_seconds / iteration.iterations.cost_seconds
     return Comparison(measured=measured, allowed=allowed, share=measured / allowed)
 
@@ -164,10 +159,8 @@ def write_json(path: Path, result: Any, console: Console | None = None) -> None:
 
     def plain(value: Any) -> Any:
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-        if isinstance(value, np.generic):
-            return value.item()
-        return str(value)
+            return dataclasses.asdict(value)
+        return value.item() if isinstance(value, np.generic) else str(value)
 
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, default=plain, indent=1) + "\n", encoding="utf-8")
@@ -182,29 +175,32 @@ def print_runs(console: Console, title: str, runs: Sequence[RunReport], notes: S
     for run in runs:
         table.add_column(run.name, justify="right")
 
-    def row(label: str, cell: Any) -> None:
+    def row(label: str, cell: Callable[[RunReport], str | None]) -> None:
         cells = [cell(run) for run in runs]
         if any(value is not None for value in cells):
             table.add_row(label, *("-" if value is None else value for value in cells))
 
-    row("requests (failed)", lambda r: f"{r.requests} ({r.failed})")
-    row("seconds", lambda r: f"{r.seconds:.2f}")
-    row("generated tokens/s", lambda r: f"{r.tokens_per_second:.1f}")
-    row("prompt + generated tokens/s", lambda r: f"{r.total_tokens_per_second:.1f}")
-    row("requests/s", lambda r: f"{r.requests_per_second:.2f}")
-    row("time to first token, ms (p50 / p95 / p99)", lambda r: percentiles(r.first_token_ms))
-    row("time between tokens, ms", lambda r: percentiles(r.between_tokens_ms))
-    row("normalised latency, ms/token", lambda r: percentiles(r.normalised_ms))
-    row("iterations", lambda r: r.iterations and str(r.iterations.iterations))
-    row("device seconds by bucket costs", lambda r: r.iterations and f"{r.iterations.cost_seconds:.2f}")
-    row("padding waste while work waits", lambda r: r.iterations and percent(r.iterations.waste_waiting))
-    row("padding waste in the drain", lambda r: r.iterations and percent(r.iterations.waste_drain))
+    def iterations(label: str, cell: Callable[[IterationStats], str | None]) -> None:
+        row(label, lambda run: None if run.iterations is None else cell(run.iterations))
+
+    row("requests (failed)", lambda run: f"{run.requests} ({run.failed})")
+    row("seconds", lambda run: f"{run.seconds:.2f}")
+    row("generated tokens/s", lambda run: f"{run.tokens_per_second:.1f}")
+    row("prompt + generated tokens/s", lambda run: f"{run.total_tokens_per_second:.1f}")
+    row("requests/s", lambda run: f"{run.requests_per_second:.2f}")
+    row("time to first token, ms (p50 / p95 / p99)", lambda run: percentiles(run.first_token_ms))
+    row("time between tokens, ms", lambda run: percentiles(run.between_tokens_ms))
+    row("normalised latency, ms/token", lambda run: percentiles(run.normalised_ms))
+    iterations("iterations", lambda stats: str(stats.iterations))
+    iterations("device seconds by bucket costs", lambda stats: f"{stats.cost_seconds:.2f}")
+    iterations("padding waste while work waits", lambda stats: percent(stats.waste_waiting))
+    iterations("padding waste in the drain", lambda stats: percent(stats.waste_drain))
     for phase in (*HOST_PHASES, "host"):
         label = "host in all" if phase == "host" else phase
-        row(f"{label}, ms an iteration", lambda r, p=phase: r.iterations and percentiles(r.iterations.host_ms[p], 3))
-    row("wait for the device, ms", lambda r: r.iterations and percentiles(r.iterations.wait_ms))
+        iterations(f"{label}, ms an iteration", lambda stats, phase=phase: percentiles(stats.host_ms[phase], 3))
+    iterations("wait for the device, ms", lambda stats: percentiles(stats.wait_ms))
     for key in dict.fromkeys(key for run in runs for key in run.extra):
-        row(key, lambda r, k=key: str(r.extra[k]) if k in r.extra else None)
+        row(key, lambda run, key=key: str(run.extra[key]) if key in run.extra else None)
     console.print(table)
     for run in runs:
         for error in run.errors:
@@ -213,11 +209,10 @@ def print_runs(console: Console, title: str, runs: Sequence[RunReport], notes: S
 
 def print_comparison(console: Console, comparison: Comparison) -> None:
     """Prints the ratio of throughputs, and its share of what the schedules allow."""
+    verdict = "reached" if comparison.share >= SHARE_TARGET else "missed"
     console.print(f"throughput, iteration / request-level: {comparison.measured:.2f}x")
-    if comparison.allowed is not None and comparison.share is not None:
-        console.print(f"what iteration counts and bucket costs allow: {comparison.allowed:.2f}x")
-        verdict = "reached" if comparison.share >= SHARE_TARGET else "missed"
-        console.print(f"share reached: {percent(comparison.share)} (target {percent(SHARE_TARGET)}: {verdict})")
+    console.print(f"what iteration counts and bucket costs allow: {comparison.allowed:.2f}x")
+    console.print(f"share reached: {percent(comparison.share)} (target {percent(SHARE_TARGET)}: {verdict})")
 
 
 def percentiles(distribution: Distribution | None, digits: int = 1) -> str | None:
@@ -230,9 +225,3 @@ def percentiles(distribution: Distribution | None, digits: int = 1) -> str | Non
 def percent(share: float | None) -> str | None:
     """A share as text, in percent."""
     return None if share is None else f"{100 * share:.1f}%"
-
-
-def _distribution(values: Sequence[float]) -> Distribution:
-    distribution = Distribution.of(values)
-    assert distribution is not None
-    return distribution

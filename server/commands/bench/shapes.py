@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -25,28 +24,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "bloom-7b1": model_catalog.KNOWN["bloom-7b1"],
     "gpt2-xl": model_catalog.KNOWN["gpt2-xl"],
     "gpt2": model_catalog.KNOWN["gpt2"],
-    "pythia-160m": {
-        "model_type": "gpt_neox",
-        "architectures": ["GPTNeoXForCausalLM"],
-        "vocab_size": 50_304,
-        "hidden_size": 768,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
-        "intermediate_size": 3072,
-        "max_position_embeddings": 2048,
-        "layer_norm_eps": 1e-5,
-        "rotary_pct": 0.25,
-    },
-    "opt-125m": {
-        "model_type": "opt",
-        "architectures": ["OPTForCausalLM"],
-        "vocab_size": 50_272,
-        "hidden_size": 768,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
-        "ffn_dim": 3072,
-        "max_position_embeddings": 2048,
-    },
     "tiny-gpt2": {
         "model_type": "gpt2",
         "architectures": ["GPT2LMHeadModel"],
@@ -86,28 +63,3 @@ def random_params(shape: str, dtype: Any) -> tuple[ModelConfig, Any]:
     """A shape's configuration and random weights."""
     config = config_of(shape)
     return config, models.build(config).init(SEED, dtype)
-
-
-def checkpoint(shape: str, folder: Path) -> Path:
-    """A Hugging Face directory with random float32 weights under `folder`; written once."""
-    from jaxserve import weights
-
-    path = folder / f"{shape}-seed{SEED}"
-    if not (path / "config.json").exists():
-        config, params = random_params(shape, "float32")
-        # The directory is renamed when it is complete, so that an interrupted run leaves none.
-        partial = folder / f".{path.name}.{os.getpid()}"
-        partial.mkdir(parents=True, exist_ok=True)
-        weights.write_hf(partial, config, params)
-        partial.rename(path)
-    return path
-
-
-def cached_checkpoint(shape: str) -> Path:
-    """The checkpoint of a shape in the user's cache folder."""
-    return checkpoint(shape, cache_folder() / "checkpoints")
-
-
-def cache_folder() -> Path:
-    """The user's folder in which benchmarks keep checkpoints and peers' environments."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxserve"

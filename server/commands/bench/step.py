@@ -20,10 +20,9 @@ from jaxserve.iteration import Admission, Chunk, IterationPlan, SamplerVariant
 from jaxserve.loop import EngineLoop
 from jaxserve.runner.batch import pack
 from jaxserve.runner.layout import max_context
-from jaxserve.runner.stage import Progress
 from jaxserve.sampling_params import SamplingParams
 from server.commands.bench import flags, machine, report, shapes
-from server.commands.bench.progress import Bars
+from server.commands.console import Progress, progress_bars, tables
 from server.commands.flags import add_engine_flags, engine_config
 
 HELP = """\
@@ -80,15 +79,6 @@ CASES = (
     Case(decodes=8, context=480),
     Case(decodes=8, context=1500),
     Case(prompt=256),
-    Case(decodes=8, context=100, prompt=120),
-)
-# The cases of other engines, which would take minutes to fill long contexts.
-PEER_CASES = (
-    Case(decodes=1, context=100),
-    Case(decodes=8, context=100),
-    Case(decodes=32, context=100),
-    Case(prompt=256),
-    Case(prompt=1024),
     Case(decodes=8, context=100, prompt=120),
 )
 QUICK_CASES = (Case(decodes=3, context=10), Case(prompt=8), Case(decodes=2, context=10, prompt=6))
@@ -229,12 +219,7 @@ def run(args: argparse.Namespace) -> int:
     Cases longer than a request may be are left out.
     """
     cases, steps = (QUICK_CASES, 3) if args.quick else (CASES, args.steps)
-    model, dtypes, config, console = (
-        flags.model(args),
-        flags.dtypes(args),
-        engine_config(args),
-        flags.console(),
-    )
+    model, dtypes, config, console = flags.model(args), flags.dtypes(args), engine_config(args), tables()
     most = max_context(config, shapes.config_of(model))
     too_long = [case for case in cases if max(case.lengths(WARM_UP + steps)) > most]
     if len(too_long) == len(cases):
@@ -245,10 +230,10 @@ def run(args: argparse.Namespace) -> int:
     table = Table(title=f"{model}: ms a step (median, p95)", title_justify="left")
     table.add_column("case")
     columns, memories = [], {}
-    with Bars() as bars:
+    with progress_bars() as progress:
         for dtype in dtypes:
             table.add_column(dtype, justify="right")
-            timed, memories[dtype] = measure(model, dtype, cases, steps, config, bars)
+            timed, memories[dtype] = measure(model, dtype, cases, steps, config, progress)
             columns.append(timed)
     for row in zip(*columns, strict=True):
         cells = [f"{steps.median:.2f}, {np.percentile(steps.milliseconds, 95):.2f}" for steps in row]

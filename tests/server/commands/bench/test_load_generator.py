@@ -7,8 +7,9 @@ import grpc
 import numpy as np
 import pytest
 
+from benchmarks.started_server import free_port
 from jaxserve.simulate.workload import Job, Workload
-from server.commands.bench import load_generator, serve
+from server.commands.bench import load_generator
 from server.proto.jaxserve.v1 import inference_pb2 as pb
 from server.proto.jaxserve.v1.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
 
@@ -91,4 +92,4 @@ def test_refusals_and_short_answers_are_failures(server):
 
 def test_address_without_a_server():
     with pytest.raises(ValueError, match="no server answers at"):
-        load_generator.get_model(f"127.0.0.1:{serve.free_port()}", timeout=0.2)
+        load_generator.get_model(f"127.0.0.1:{free_port()}", timeout=0.2)
