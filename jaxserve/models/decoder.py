@@ -5,6 +5,7 @@ RMSNorm, grouped query attention with rotary positions, and a gated feed-forward
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -48,6 +49,7 @@ TENSORS = {
 }
 PREFIX = "model."
 NO_PARAMETERS = ("layers.{i}.self_attn.rotary_emb.inv_freq",)  # saved by older versions of the library
+FULL, SLIDING = "full_attention", "sliding_attention"  # what `layer_types` of a config.json calls the layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,15 +66,30 @@ class DecoderConfig(ModelConfig):
     ffn_bias: bool = False
     head_norm: bool = False
 
+    def layer_rotary(self, layer: int) -> Rotary:
+        """How positions rotate queries and keys in this layer."""
+        return self.rotary
+
+    def layer_kind(self, layer: int) -> Hashable:
+        """What a layer computes, apart from its weights: equal for layers that are alike."""
+        return super(DecoderConfig, self).layer_kind(layer), self.layer_rotary(layer)
+
 
 def sizes(
-    fields: Fields, family: str, *, eos: int | None = 2, bos: int | None = 1, tied: bool = False
+    fields: Fields,
+    family: str,
+    *,
+    eos: int | None = 2,
+    bos: int | None = 1,
+    tied: bool = False,
+    head_dim: int | None = None,
 ) -> dict[str, Any]:
     """What `DecoderConfig` takes of the entries that these families name alike; positions are not stretched.
 
     Args:
       eos / bos: token ids that hold where config.json does not say.
       tied: whether the head is the token table, where it does not say.
+      head_dim: the size of a head where it does not say; None if the heads share the hidden size.
     """
     hidden_size, num_heads = fields.count("hidden_size"), fields.count("num_attention_heads")
     num_kv_heads = fields.count("num_key_value_heads", default=num_heads)
@@ -81,9 +98,6 @@ def sizes(
             f"num_key_value_heads is {num_kv_heads}; it must divide num_attention_heads, which is {num_heads}"
         )
     vocab_size = fields.count("vocab_size")
-    head_dim = (
-        fields.count("head_dim", default=0) if fields.entries.get("head_dim") else head_size(hidden_size, num_heads)
-    )
     return {
         "family": family,
         "vocab_size": vocab_size,
@@ -91,7 +105,7 @@ def sizes(
         "num_layers": fields.count("num_hidden_layers"),
         "num_heads": num_heads,
         "num_kv_heads": num_kv_heads,
-        "head_dim": head_dim,
+        "head_dim": fields.count("head_dim", default=head_dim or 0) or head_size(hidden_size, num_heads),
         "ffn_size": fields.count("intermediate_size"),
         "max_position": fields.count("max_position_embeddings"),
         "alibi": False,
@@ -108,6 +122,37 @@ def rotated(fields: Fields, values: dict[str, Any], *, theta: float = 10000.0) -
     """`sizes` with the rotation, and with the positions that it stretches to."""
     turned = rotary.parse(fields.entries, values["head_dim"], max_position=values["max_position"], theta=theta)
     return values | {"rotary": turned, "max_position": turned.longest(values["max_position"])}
+
+
+def windows(
+    fields: Fields, num_layers: int, size: int | None, *, sliding: Callable[[int], bool] = lambda layer: True
+) -> tuple[int | None, ...]:
+    """The window of each layer; empty if no layer has one.
+
+    Args:
+      size: tokens of a window, or None.
+      sliding: whether a layer has a window where `layer_types` does not say.
+    """
+    names = fields.entries.get("layer_types")
+    if names is None:
+        names = [SLIDING if size and sliding(layer) else FULL for layer in range(num_layers)]
+    if not isinstance(names, list) or len(names) != num_layers:
+        raise ValueError(f"layer_types is {names!r}; it must be a list with a name for each of {num_layers} layers")
+    unknown = [name for name in names if name not in (FULL, SLIDING)]
+    if unknown:
+        raise ValueError(f"layer_types has {unknown[0]!r}, which is not supported; {FULL} and {SLIDING} are")
+    if SLIDING in names and not size:
+        raise ValueError(f"layer_types has {SLIDING!r}, but no sliding_window is in use")
+    return tuple(size if name == SLIDING else None for name in names) if SLIDING in names else ()
+
+
+def window_entries(config: DecoderConfig) -> dict[str, Any]:
+    """The entries of a config.json that `windows` reads."""
+    each = [config.window(layer) for layer in range(config.num_layers)]
+    return {
+        "sliding_window": next(filter(None, each), None),
+        "layer_types": [SLIDING if window else FULL for window in each],
+    }
 
 
 def hf_config(config: DecoderConfig, architecture: str) -> dict[str, Any]:
@@ -135,18 +180,24 @@ def hf_config(config: DecoderConfig, architecture: str) -> dict[str, Any]:
 
 
 class DecoderBlock(PreNormBlock):
-    """x [T, H] -> [T, H]: the layer of Llama (arXiv:2302.13971), with the switches of `DecoderConfig`."""
+    """x [T, H] -> [T, H]: the layer of Llama (arXiv:2302.13971), with the switches of `DecoderConfig`.
 
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, layer: int = 0) -> None:
+    Args:
+      norm: makes the norms of hidden states and of heads.
+    """
+
+    def __init__(
+        self, config: DecoderConfig, rngs: nnx.Rngs, layer: int = 0, *, norm: Callable[..., nnx.Module] = RMSNorm
+    ) -> None:
         super().__init__(
             config,
             rngs,
             layer,
-            norm=RMSNorm,
+            norm=norm,
             attention_bias=config.attention_bias,
             out_bias=config.out_bias,
             ffn_bias=config.ffn_bias,
             gated=True,
-            head_norm=partial(RMSNorm, size=config.head_dim) if config.head_norm else None,
-            rotary=config.rotary,
+            head_norm=partial(norm, size=config.head_dim) if config.head_norm else None,
+            rotary=config.layer_rotary(layer),
         )

@@ -181,6 +181,10 @@ class Fields:
             raise ValueError(f"{name} is {value!r}; it must be a whole number of at least 1")
         return value
 
+    def count_or_none(self, name: str, *, default: int | None) -> int | None:
+        """A whole number of at least 1; None if it is null, the default if it is absent (as in transformers)."""
+        return self.count(name, default=0) or None if name in self.entries else default
+
     def number(self, *names: str, default: float) -> float:
         """A finite number, not negative."""
         name, value = self._find(names)
@@ -189,6 +193,10 @@ class Fields:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
             raise ValueError(f"{name} is {value!r}; it must be a number of at least 0")
         return float(value)
+
+    def number_or_none(self, name: str, *, default: float | None) -> float | None:
+        """A positive number; None if it is null or 0, the default if it is absent (as in transformers)."""
+        return self.number(name, default=0.0) or None if name in self.entries else default
 
     def within(self, name: str) -> Fields:
         """The entries of an object; none if it is absent."""
@@ -228,11 +236,12 @@ class Fields:
         """Like `tokens` for one token; None if there is none."""
         return next(iter(self.tokens(name, vocab_size, default=default)), None)
 
-    def refuse(self, name: str, *, unless: Any, because: str) -> None:
+    def refuse(self, name: str, *, unless: Any = None, because: str) -> None:
         """Raises ValueError for a value that the model does not support."""
         value = self.entries.get(name)
         if value is not None and value != unless:
-            raise ValueError(f"{name} is {value!r}, which is not supported ({because}); only {unless!r} is")
+            served = "leave it out" if unless is None else f"only {unless!r} is"
+            raise ValueError(f"{name} is {value!r}, which is not supported ({because}); {served}")
 
 
 def head_size(hidden_size: int, num_heads: int) -> int:

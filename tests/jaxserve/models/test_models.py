@@ -36,6 +36,10 @@ GPT_NEOX = {
     "initializer_range": 0.3,
 }
 LLAMA = GPT_NEOX | {"model_type": "llama", "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8}
+WINDOWS = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+QWEN2 = LLAMA | {"model_type": "qwen2", "head_dim": 4}
+QWEN3 = LLAMA | {"model_type": "qwen3"}
+MISTRAL = LLAMA | {"model_type": "mistral", "sliding_window": 4}
 GPTJ = GPT2 | {"model_type": "gptj", "rotary_dim": 4}
 FALCON = GPT_NEOX | {"model_type": "falcon"}
 MPT = {
@@ -60,6 +64,12 @@ CONFIGS = {
     | {"tie_word_embeddings": True, "use_parallel_residual": False, "attention_bias": False, "rotary_pct": 1.0},
     "llama": LLAMA,
     "llama-tied": LLAMA | {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+    "qwen2": QWEN2,
+    "qwen2-windows": QWEN2 | WINDOWS | {"tie_word_embeddings": True},
+    "qwen3": QWEN3,
+    "qwen3-windows": QWEN3 | WINDOWS | {"attention_bias": True},
+    "mistral": MISTRAL,
+    "mistral-no-window": MISTRAL | {"sliding_window": None},
     "gptj": GPTJ,
     "gpt_bigcode": GPT2 | {"model_type": "gpt_bigcode"},
     "gpt_bigcode-multi-head": GPT2 | {"model_type": "gpt_bigcode", "multi_query": False},
@@ -212,6 +222,55 @@ def test_both_ways_of_writing_rotary_positions_mean_the_same():
 def test_unsupported_opt_entries_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         models.parse_config(OPT | change)
+
+
+LAYER_TYPES = {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}
+
+
+@pytest.mark.parametrize(
+    ("entries", "windows"),
+    [
+        (QWEN2, ()),
+        (QWEN2 | WINDOWS, (None, 4, 4)),
+        (QWEN3 | WINDOWS | {"max_window_layers": 0}, (4, 4, 4)),
+        (QWEN3 | WINDOWS | {"max_window_layers": 3}, ()),
+        (QWEN2 | WINDOWS | LAYER_TYPES, (None, 4, None)),
+        (QWEN2 | WINDOWS | {"use_sliding_window": False}, ()),
+        (MISTRAL, (4, 4, 4)),
+        (MISTRAL | LAYER_TYPES, (None, 4, None)),
+        (MISTRAL | {"sliding_window": None}, ()),
+        ({name: entry for name, entry in MISTRAL.items() if name != "sliding_window"}, (4096,) * 3),
+    ],
+)
+def test_windows_of_layers_are_read(entries, windows):
+    assert models.parse_config(entries).windows == windows
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        (LLAMA | {"num_key_value_heads": 4}, "num_key_value_heads is 4; it must divide num_attention_heads, which is"),
+        (MISTRAL | {"sliding_window": 0}, "sliding_window is 0; it must be a whole number of at least 1"),
+        (MISTRAL | {"layer_types": ["full_attention"]}, "it must be a list with a name for each of 3 layers"),
+        (MISTRAL | {"layer_types": ["chunked_attention"] * 3}, "layer_types has 'chunked_attention', which is not"),
+        (QWEN2 | LAYER_TYPES, "layer_types has 'sliding_attention', but no sliding_window is in use"),
+        (QWEN2 | {"use_mrope": True}, "use_mrope is True, which is not supported"),
+        (
+            QWEN2 | {"dual_chunk_attention_config": {"chunk_size": 8}},
+            r"dual_chunk_attention_config is {'chunk_size': 8}, which is not supported \(.*\); leave it out",
+        ),
+    ],
+)
+def test_unsupported_decoder_entries_are_refused(entries, message):
+    with pytest.raises(ValueError, match=message):
+        models.parse_config(entries)
+
+
+@pytest.mark.parametrize("entries", [QWEN3 | WINDOWS, MISTRAL], ids=lambda e: e["model_type"])
+def test_both_dialects_of_a_decoder_config_mean_the_same(entries):
+    old = entries | {"rope_theta": 500, "rope_scaling": {"type": "linear", "factor": 2.0}, "torch_dtype": "float16"}
+    new = entries | {"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0}, "dtype": "float16"}
+    assert models.parse_config(old) == models.parse_config(new)
 
 
 def test_ends_of_a_text_are_read_as_the_library_reads_them():

@@ -7,7 +7,7 @@ from jaxserve import Engine, EngineConfig
 from tests.fixtures import parity
 
 TOLERANCE = 1e-3
-CASES = ("bloom-7-heads", "gpt2-4-heads", "gpt_neox-4-heads", "opt-post-norm", "llama-grouped")
+CASES = ("bloom-7-heads", "gpt2-4-heads", "gpt_neox-4-heads", "opt-post-norm", "llama-grouped", "qwen2-grouped")
 # What is particular to these is the model's, which has tests of its own against the same answers.
 VARIANTS = (
     "bloom-untied",
@@ -19,7 +19,14 @@ VARIANTS = (
     "llama-linear",
 )
 # 7 heads, vocabularies of 101 and 257, key heads that are repeated: 2 over 4 devices, 3 over 2 and 6
-PADDED = (("bloom-7-heads", 4), ("gpt2-4-heads", 2), ("llama-grouped", 4), ("llama-3", 6), ("llama-dynamic", 8))
+PADDED = (
+    ("bloom-7-heads", 4),
+    ("gpt2-4-heads", 2),
+    ("llama-grouped", 4),
+    ("llama-3", 6),
+    ("llama-dynamic", 8),
+    ("qwen3-grouped", 4),
+)
 
 
 @pytest.mark.parametrize(

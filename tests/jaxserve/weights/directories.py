@@ -22,11 +22,18 @@ GPT_NEOX = {
     "max_position_embeddings": 16,
     "rotary_pct": 1.0,
 }
+QWEN3 = GPT_NEOX | {
+    "model_type": "qwen3",
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "attention_bias": True,
+}
 OPT = GPT_NEOX | {"model_type": "opt", "ffn_dim": 40}
 NARROW = {"word_embed_proj_dim": 16, "do_layer_norm_before": False}
 BARE = {"enable_bias": False, "layer_norm_elementwise_affine": False, "_remove_final_layer_norm": True}
 UNTIED = {"tie_word_embeddings": False}
-MODELS = [BLOOM, BLOOM | UNTIED, GPT2, GPT2 | UNTIED, GPT_NEOX, OPT, OPT | NARROW | UNTIED, OPT | BARE]
+MODELS = [BLOOM, BLOOM | UNTIED, GPT2, GPT2 | UNTIED, GPT_NEOX, QWEN3, OPT, OPT | NARROW | UNTIED, OPT | BARE]
 
 
 def random_params(model: models.Model, seed: int = 0) -> models.Params:
