@@ -190,12 +190,12 @@ class Backend(Protocol):
           q, k, v: arrays of shape.dtype.
           pool: the blocks of all layers. If the step's jit donates it, it is updated in place.
           meta: what `prepare` returned for this iteration.
-          slopes: ALiBi slopes, if shape.alibi; the bias of a score is slopes[n] * key position, up to a
-            constant per query.
+          slopes: ALiBi slopes, if shape.alibi; the bias of a score is slopes[n] * (key position - query position).
           scale: factor of the scores, typically head_dim ** -0.5.
           window: the layer's sliding window, one of shape.windows: a token at position p attends to positions above
             p - window. None attends to all.
           sinks: the score of each head's sink, if shape.sinks: exp(sink) joins the sum that weights are divided by.
+            It is neither scaled nor capped nor biased.
           first_block: first block of this layer: block tables count from it.
 
         Returns:

@@ -23,7 +23,7 @@ def ragged_attention(
     Args:
       q: per chunk [length, N, D]: queries of the last `length` positions of the row.
       keys, values: per chunk [kv_len, K, D]: the whole row, this chunk included, in position order.
-      slopes: [N] ALiBi slopes or None; the bias is slope * key position (Press et al., 2022).
+      slopes: [N] ALiBi slopes or None; the bias is slope * (key position - query position) (Press et al., 2022).
       scale: factor of the scores.
       soft_cap: scores become soft_cap * tanh(score / soft_cap), before the bias; or None.
       window: a query at position p attends to positions above p - window; None for all.
@@ -48,15 +48,16 @@ def _attention(
     q, keys, values = (np.asarray(x, np.float64) for x in (q, keys, values))
     length, num_heads, _ = q.shape
     kv_len, num_kv_heads, _ = keys.shape
-    keys = np.repeat(keys, num_heads // num_kv_heads, axis=1)  # [L, N, D]
-    values = np.repeat(values, num_heads // num_kv_heads, axis=1)
+    q = q.swapaxes(0, 1)  # [N, length, D]
+    keys = np.repeat(keys, num_heads // num_kv_heads, axis=1).swapaxes(0, 1)  # [N, L, D]
+    values = np.repeat(values, num_heads // num_kv_heads, axis=1).swapaxes(0, 1)
     key_position = np.arange(kv_len)
     query_position = kv_len - length + np.arange(length)[:, None]
-    scores = np.einsum("qnd,knd->nqk", q, keys) * scale  # [N, length, L]
+    scores = q @ keys.mT * scale  # [N, length, L]
     if soft_cap is not None:
         scores = soft_cap * np.tanh(scores / soft_cap)
     if slopes is not None:
-        scores += np.asarray(slopes, np.float64)[:, None, None] * key_position
+        scores += np.asarray(slopes, np.float64)[:, None, None] * (key_position - query_position)
     visible = key_position <= query_position
     if window is not None:
         visible &= key_position > query_position - window
@@ -67,4 +68,4 @@ def _attention(
     weights = np.exp(scores - highest)
     weights /= weights.sum(-1, keepdims=True) + np.exp(sink - highest)
     # Values that no query sees may be NaN.
-    return np.einsum("nqk,knd->qnd", weights, np.where(visible.any(0)[:, None, None], values, 0))
+    return (weights @ np.where(visible.any(0)[:, None], values, 0)).swapaxes(0, 1)

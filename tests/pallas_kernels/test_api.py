@@ -60,6 +60,9 @@ def test_pool_is_held_in_the_dtype_of_the_queries():
         ("num_kv_heads", 3, "num_kv_heads is 3; it must divide num_heads, which is 4"),
         ("head_dim", 0, "head_dim is 0"),
         ("block_size", -1, "block_size is -1"),
+        ("soft_cap", 0.0, "soft_cap is 0.0; it must be more than 0"),
+        ("windows", (), r"windows is \(\)"),
+        ("windows", (None, 0), r"windows is \(None, 0\); each must be at least 1"),
     ],
 )
 def test_wrong_shapes_are_named(field, value, words):

@@ -10,7 +10,8 @@ import pytest
 
 from pallas_kernels.api import AttentionShape
 from pallas_kernels.xla import XlaBackend
-from tests.pallas_kernels.subjects import SUBJECTS, backend, over_subjects
+from tests.pallas_kernels.conftest import WINDOWS
+from tests.pallas_kernels.subjects import SUBJECTS, backend, over_subjects, thinned
 
 HEADS = [(1, 1, 64), (7, 7, 64), (2, 1, 80), (6, 2, 96), (14, 14, 128), (3, 3, 256)]  # N, K, D
 DTYPES, POOLS = ("float32", "bfloat16"), ("float32", "bfloat16", "int8")
@@ -18,6 +19,20 @@ NAMES = "dtype pool heads kv_heads dim alibi"
 ALL = [(dtype, pool, *heads, alibi) for dtype, pool, heads, alibi in product(DTYPES, POOLS, HEADS, (True, False))]
 # Every shape of heads, and every dtype of queries with every dtype of the pool; half of them with ALiBi.
 CASES = [(DTYPES[i % 2], POOLS[i % 3], *heads, i % 4 < 2) for i, heads in enumerate(HEADS)]
+
+
+# Windows of the layers (conftest.WINDOWS), soft cap, sinks, and of the above some that go with them.
+VARIED_NAMES = f"windows soft_cap sinks {NAMES}"
+VARIED = [
+    ("blocks", None, False, "float32", "float32", 4, 4, 64, True),
+    ("within a block", None, True, "bfloat16", "int8", 6, 2, 96, False),
+    ("alternating", 3.0, True, "float32", "bfloat16", 2, 2, 64, True),
+    ("two sizes", 3.0, False, "bfloat16", "bfloat16", 4, 1, 80, False),
+    ("none", 3.0, True, "float32", "int8", 3, 3, 64, True),
+    ("one token", None, True, "float32", "float32", 4, 2, 64, True),
+    ("beyond the context", None, False, "bfloat16", "float32", 2, 2, 64, True),
+]
+VARIATIONS = list(product(WINDOWS, (None, 3.0), (False, True)))
 
 
 @pytest.mark.parametrize("subject", SUBJECTS)
@@ -71,6 +86,38 @@ def test_mixed_iterations_in_every_combination(harness, subject, dtype, pool, he
         mixed_iterations(h)
 
 
+def check_varied(harness, subject, windows, soft_cap, sinks, dtype, pool, heads, kv_heads, dim, alibi):
+    h = harness(
+        subject,
+        heads=heads,
+        kv_heads=kv_heads,
+        dim=dim,
+        dtype=dtype,
+        pool=pool,
+        alibi=alibi,
+        windows=windows,
+        soft_cap=soft_cap,
+        sinks=sinks,
+        scale=(1 if soft_cap is None else 3) * dim**-0.5,  # scores of a size that the cap bends
+    )
+    mixed_iterations(h)
+
+
+@over_subjects(VARIED_NAMES, VARIED, interpreted=1)
+def test_windows_soft_caps_and_sinks(
+    harness, subject, windows, soft_cap, sinks, dtype, pool, heads, kv_heads, dim, alibi
+):
+    check_varied(harness, subject, windows, soft_cap, sinks, dtype, pool, heads, kv_heads, dim, alibi)
+
+
+@pytest.mark.weekly
+@over_subjects("windows soft_cap sinks", VARIATIONS)
+def test_variations_in_every_combination(harness, subject, windows, soft_cap, sinks):
+    models = list(product(DTYPES, POOLS, [(2, 2, 64), (6, 2, 96)], (True, False)))
+    for dtype, pool, heads, alibi in thinned(models) if SUBJECTS[subject].slow else models:
+        check_varied(harness, subject, windows, soft_cap, sinks, dtype, pool, *heads, alibi)
+
+
 @pytest.mark.parametrize(
     ("subject", "block"),
     [
@@ -88,12 +135,13 @@ def test_block_sizes_in_a_small_bucket(harness, subject, block):
     h.check([(b, 1), (a, 1)])
 
 
-@over_subjects("drawn", [(1,), (2,), (3,)])
-def test_random_histories(harness, seed, subject, drawn):
+@over_subjects("drawn varied", [(1, False), (2, False), (3, True), (4, True)])
+def test_random_histories(harness, seed, subject, drawn, varied):
     """Rows of random lengths in a random model, chunks in random order within their class, over the iterations of one
     program."""
     rng = np.random.default_rng([seed, drawn])
     dtype, pool, heads, kv_heads, dim, alibi = ALL[rng.integers(len(ALL))]
+    windows, soft_cap, sinks = VARIATIONS[rng.integers(len(VARIATIONS))] if varied else VARIATIONS[0]
     h = harness(
         subject,
         heads=heads,
@@ -102,6 +150,9 @@ def test_random_histories(harness, seed, subject, drawn):
         dtype=dtype,
         pool=pool,
         alibi=alibi,
+        windows=windows,
+        soft_cap=soft_cap,
+        sinks=sinks,
         scale=dim**-0.5 * float(rng.choice([0.5, 1, 3])),
         max_blocks=32,
         n_blocks=256,
@@ -185,6 +236,40 @@ def test_long_context_with_alibi(harness, subject):
     h.check([(a, 1), (b, 1)])
 
 
+@over_subjects("windows", [((129,),), ((None, 700),)])
+def test_long_context_with_windows(harness, subject, windows):
+    """Windows that are smaller and larger than a chunk, and begin in other blocks, tiles and steps than queries do."""
+    chunk = 200 if SUBJECTS[subject].slow else 500
+    block = max(SUBJECTS[subject].block_sizes)
+    sizes = {"block": block, "max_blocks": 1600 // block, "n_blocks": 2 * 1600 // block, "bucket": 512}
+    h = harness(subject, heads=2, kv_heads=1, windows=windows, sinks=True, **sizes)
+    a, b = h.add_row(), h.add_row()
+    for _ in range(3):
+        h.check([(a, chunk)])
+    h.check([(b, 1), (a, 50)])
+    h.check([(a, 1), (b, 1)])
+
+
+@over_subjects("pool", [("bfloat16",), ("float32",)])
+def test_bfloat16_at_a_long_context(harness, subject, pool):
+    """Scores so far apart that some keys among thousands decide a result: one that is lost shows.
+
+    A tolerance of the size of a value would say nothing of averages of thousands, so each number has its own: bfloat16
+    rounds by at most 2^-8 of what it rounds. That is done to the weights, 2^-8 of sum(weight * |value|) in all, and to
+    the result. Sums are in float32, and what those round is less than the independent errors of weights leave over.
+    """
+    block, chunk = max(SUBJECTS[subject].block_sizes), 512 if SUBJECTS[subject].slow else 1024
+    sizes = {"block": block, "max_blocks": 4 * chunk // block, "n_blocks": 4 * chunk // block + 4, "bucket": chunk}
+    h = harness(subject, heads=1, dtype="bfloat16", pool=pool, alibi=False, scale=3 / 8, **sizes)
+    a, b = h.add_row(), h.add_row()
+    for chunks in ([(a, chunk)], [(a, chunk)], [(a, chunk)], [(b, 1), (a, chunk - 24)], [(b, 1), (a, 1)]):
+        outputs, expected = h.step(chunks)
+        queries, keys, values = h.given
+        magnitudes = h.oracle(queries, keys, [np.abs(x) for x in values])
+        for out, right, magnitude in zip(outputs, expected, magnitudes, strict=True):
+            np.testing.assert_array_less(np.abs(out - right), 2**-8 * (magnitude + np.abs(right)), err_msg=h.again)
+
+
 @pytest.mark.exhaustive
 @over_subjects("pool", [("float32",), ("int8",)])
 def test_a_context_of_32k(harness, subject, pool):
@@ -217,12 +302,41 @@ def test_other_rows_poison_nothing(harness, subject, pool):
     h.check([(a, 1), (c, 1), (d, 1)])
 
 
-@over_subjects("kv_len pool", [(9, "float32"), (70, "int8"), (1, "float32"), (8, "float32")], interpreted=1)
-def test_a_row_does_not_depend_on_its_companions(harness, subject, kv_len, pool):
+@over_subjects()
+def test_keys_behind_the_window_have_no_effect(harness, subject):
+    """A row's own keys and values that are NaN, in a block that is partly behind the window; decodes and a prompt."""
+    h = harness(subject, windows="within a block")
+    (window,), size = h.shape.windows, h.shape.block_size
+    a, b = h.add_row(), h.add_row()
+    for r in (a, b):
+        q, k, v = (h.draw(4, size + 2) for _ in range(3))
+        for x in (q, k, v):
+            x[: size + 1] = np.nan
+        h.step([(r, size + 2)], (q, k, v))
+    h.step([(a, window - 2), (b, window - 2)])
+    h.check([(a, 1), (b, 3)])
+    h.check([(a, 1), (b, 1)])
+
+
+@over_subjects()
+def test_sinks_far_above_and_below_all_scores(harness, subject):
+    h = harness(subject, alibi=False, sinks=True)
+    h.sinks = np.float32([-1e4, -100, 100, 1e4])
+    a, b = h.add_row(), h.add_row()
+    h.check([(a, 5), (b, 9)])
+    h.check([(a, 1), (b, 1)])
+
+
+@over_subjects(
+    "kv_len pool windows",
+    [(9, "float32", "none"), (70, "int8", "blocks"), (1, "float32", "none"), (8, "float32", "none")],
+    interpreted=1,
+)
+def test_a_row_does_not_depend_on_its_companions(harness, subject, kv_len, pool, windows):
     """Same bucket, same tokens: a decode's result is the same to the bit alone and in company, in any order."""
 
     def result(companions: list[int], place: int) -> np.ndarray:
-        h = harness(subject, pool=pool, bucket=64)
+        h = harness(subject, pool=pool, windows=windows, bucket=64)
         mine = h.add_row()
         own = [tuple(h.draw(4, n) for _ in range(3)) for n in ([kv_len - 1] if kv_len > 1 else []) + [1]]
         if kv_len > 1:
