@@ -73,8 +73,8 @@ class Model:
     """A model as pure functions of its parameters.
 
     Parameters are plain arrays in `{"embed": ..., "layers": [...], "head": ...}`. The NNX modules are created once,
-    abstractly, and merged with arrays during tracing. Shapes: T tokens, S rows whose logits are computed, H hidden
-    size, E width of the token table (mostly H), V vocabulary.
+    abstractly, and merged with arrays during tracing. A negative position marks padding. Shapes: T tokens, S rows whose
+    logits are computed, H hidden size, E width of the token table (mostly H), V vocabulary.
     """
 
     def __init__(self, config: ModelConfig, padded_config: ModelConfig) -> None:

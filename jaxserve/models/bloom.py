@@ -148,7 +148,7 @@ class Block(TransformerBlock):
         attended, cache = self.attention(normed, positions, attend, cache)
         x = ((normed if after_norm else x) + attended).astype(dtype)
         normed = self.ffn_norm(x)
-        return ((normed if after_norm else x) + self.feed_forward(normed)).astype(dtype), cache
+        return ((normed if after_norm else x) + self.feed_forward(normed, positions)).astype(dtype), cache
 
 
 Head = NormedHead

@@ -82,13 +82,14 @@ def sizes(
     eos: int | None = 2,
     bos: int | None = 1,
     tied: bool = False,
+    eps: float = 1e-6,
     head_dim: int | None = None,
 ) -> dict[str, Any]:
     """What `DecoderConfig` takes of the entries that these families name alike; positions are not stretched.
 
     Args:
       eos / bos: token ids that hold where config.json does not say.
-      tied: whether the head is the token table, where it does not say.
+      tied / eps: whether the head is the token table, and the norms' rms_norm_eps, where it does not say.
       head_dim: the size of a head where it does not say; None if the heads share the hidden size.
     """
     hidden_size, num_heads = fields.count("hidden_size"), fields.count("num_attention_heads")
@@ -109,7 +110,7 @@ def sizes(
         "ffn_size": fields.count("intermediate_size"),
         "max_position": fields.count("max_position_embeddings"),
         "alibi": False,
-        "norm_eps": fields.number("rms_norm_eps", default=1e-6),
+        "norm_eps": fields.number("rms_norm_eps", default=eps),
         "activation": fields.activation("hidden_act", "hidden_activation", default="silu"),
         "tie_embeddings": fields.flag("tie_word_embeddings", default=tied),
         "eos_token_ids": fields.tokens("eos_token_id", vocab_size, default=eos),
@@ -122,6 +123,14 @@ def rotated(fields: Fields, values: dict[str, Any], *, theta: float = 10000.0) -
     """`sizes` with the rotation, and with the positions that it stretches to."""
     turned = rotary.parse(fields.entries, values["head_dim"], max_position=values["max_position"], theta=theta)
     return values | {"rotary": turned, "max_position": turned.longest(values["max_position"])}
+
+
+def mixture(fields: Fields, name: str, *, default: int, per_token: int = 2) -> dict[str, Any]:
+    """The number of experts, which config.json calls `name`, and how many of them serve a token."""
+    count, chosen = fields.count(name, default=default), fields.count("num_experts_per_tok", default=per_token)
+    if chosen > count:
+        raise ValueError(f"num_experts_per_tok is {chosen}; it must be at most {name}, which is {count}")
+    return {"num_experts": count, "experts_per_token": chosen}
 
 
 def windows(
@@ -184,10 +193,17 @@ class DecoderBlock(PreNormBlock):
 
     Args:
       norm: makes the norms of hidden states and of heads.
+      experts: makes what stands for the feed-forward, as in `TransformerBlock`.
     """
 
     def __init__(
-        self, config: DecoderConfig, rngs: nnx.Rngs, layer: int = 0, *, norm: Callable[..., nnx.Module] = RMSNorm
+        self,
+        config: DecoderConfig,
+        rngs: nnx.Rngs,
+        layer: int = 0,
+        *,
+        norm: Callable[..., nnx.Module] = RMSNorm,
+        experts: Callable[[ModelConfig, nnx.Rngs], nnx.Module] | None = None,
     ) -> None:
         super().__init__(
             config,
@@ -198,6 +214,7 @@ class DecoderBlock(PreNormBlock):
             out_bias=config.out_bias,
             ffn_bias=config.ffn_bias,
             gated=True,
+            experts=experts,
             head_norm=partial(norm, size=config.head_dim) if config.head_norm else None,
             rotary=config.layer_rotary(layer),
         )

@@ -9,10 +9,10 @@ The runner binds weights to a matmul for its devices (`bind`); unbound weights a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +26,20 @@ from jaxserve.models.schema import ModelConfig
 # attend(q [T, N, D], k [T, K, D], v [T, K, D], cache) -> (out [T, N, D], cache); the scores of sinks [N] are a keyword
 Attend = Callable[..., tuple[jax.Array, Any]]
 
-# matmul(x [T, in], matrix [out, in], dtype) -> float32[T, out]; the matrix may be Quantized (see `project`)
-Matmul = Callable[[jax.Array, Any, DTypeLike], jax.Array]
+
+class Products(Protocol):
+    """The matrix products of a program's devices."""
+
+    def __call__(self, x: jax.Array, matrix: Any, dtype: DTypeLike) -> jax.Array:
+        """x [T, in] times a matrix [out, in], which may be Quantized -> float32[T, out] (see `project`)."""
+        ...
+
+    def experts(
+        self, compute: Any, x: jax.Array, chosen: jax.Array, weights: jax.Array, kernels: Mapping[str, Any]
+    ) -> jax.Array:
+        """`experts.compute` on the devices that have the kernels -> float32[T, H]."""
+        ...
+
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": lambda x: nnx.gelu(x, approximate=False),
@@ -40,13 +52,13 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 class Quantized(NamedTuple):
-    """An int8 matrix: row r is about values[r] * scales[r].
+    """An int8 matrix, or a stack of them: row r is about values[r] * scales[r].
 
     Scales have the dtype that the model computes in.
     """
 
-    values: Any  # int8[out, in]
-    scales: Any  # [out]
+    values: Any  # int8[..., out, in]
+    scales: Any  # [..., out]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -57,15 +69,15 @@ class Quantized(NamedTuple):
 class BoundWeight:
     """A matrix with the function that multiplies by it (see `bind`)."""
 
-    matrix: Float[jax.Array, "out in"] | Quantized
-    matmul: Matmul
+    matrix: Float[jax.Array, "*E out in"] | Quantized
+    matmul: Products
 
     @property
     def shape(self) -> tuple[int, ...]:
         return self.matrix.shape
 
 
-def bind(weights: Any, matmul: Matmul) -> Any:
+def bind(weights: Any, matmul: Products) -> Any:
     """The same tree of weights, with `matmul` as the product of every matrix in it."""
 
     def wrap(leaf: Any) -> Any:
@@ -206,6 +218,7 @@ GROUPED_AXES = BLOCK_AXES | {
     "q_norm": {"scale": ("head_dim",)},
     "k_norm": {"scale": ("head_dim",)},
     "gate": {"kernel": ("ffn", "embed"), "bias": ("ffn",)},
+    "sinks": ("heads",),
 }
 
 
@@ -219,6 +232,7 @@ class TransformerBlock(nnx.Module):
       attention_bias / out_bias / ffn_bias: whether the projections have biases; the output's is the attention's by
         default.
       gated: whether the feed-forward multiplies two projections, one of them activated (arXiv:2002.05202).
+      experts: makes what stands for the feed-forward; None for the feed-forward itself.
       head_norm: makes the norm of each head's queries and of its keys; None without one.
       rotary: rotates queries and keys by their positions; None without rotary positions.
     """
@@ -235,6 +249,7 @@ class TransformerBlock(nnx.Module):
         out_bias: bool | None = None,
         ffn_bias: bool = True,
         gated: bool = False,
+        experts: Callable[[ModelConfig, nnx.Rngs], nnx.Module] | None = None,
         head_norm: Callable[[ModelConfig], nnx.Module] | None = None,
         rotary: Rotary | None = None,
     ) -> None:
@@ -246,11 +261,14 @@ class TransformerBlock(nnx.Module):
         self.qkv = Linear(hidden, columns, config, rngs, bias=attention_bias)
         self.q_norm = head_norm(config) if head_norm else None
         self.k_norm = head_norm(config) if head_norm else None
+        self.sinks = nnx.Param(jnp.zeros(config.num_heads)) if config.sinks else None
         self.out = Linear(inner, hidden, config, rngs, bias=attention_bias if out_bias is None else out_bias)
         self.ffn_norm = None if one_norm else norm(config)
-        self.gate = Linear(hidden, ffn, config, rngs, bias=ffn_bias) if gated else None
-        self.up = Linear(hidden, ffn, config, rngs, bias=ffn_bias)
-        self.down = Linear(ffn, hidden, config, rngs, bias=ffn_bias)
+        self.experts = experts(config, rngs) if experts else None
+        if experts is None:
+            self.gate = Linear(hidden, ffn, config, rngs, bias=ffn_bias) if gated else None
+            self.up = Linear(hidden, ffn, config, rngs, bias=ffn_bias)
+            self.down = Linear(ffn, hidden, config, rngs, bias=ffn_bias)
 
     def attention(
         self, x: Float[jax.Array, "T H"], positions: Int32[jax.Array, " T"], attend: Attend, cache: Any
@@ -263,15 +281,18 @@ class TransformerBlock(nnx.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rotary is not None:
             q, k = self.rotary(q, positions), self.rotary(k, positions)
-        out, cache = attend(q.astype(dtype), k.astype(dtype), v.astype(dtype), cache)
+        sinks = {} if self.sinks is None else {"sinks": self.sinks[...]}
+        out, cache = attend(q.astype(dtype), k.astype(dtype), v.astype(dtype), cache, **sinks)
         return self.out(out.astype(dtype).reshape(len(x), -1)), cache
 
     def project_qkv(self, x: Float[jax.Array, "T H"]) -> Float32[jax.Array, "T columns"]:
         """The queries, keys and values of x (see `split_heads`)."""
         return self.qkv(x)
 
-    def feed_forward(self, x: Float[jax.Array, "T H"]) -> Float32[jax.Array, "T H"]:
+    def feed_forward(self, x: Float[jax.Array, "T H"], positions: Int32[jax.Array, " T"]) -> Float32[jax.Array, "T H"]:
         """The feed-forward of x, which a norm has seen or not."""
+        if self.experts is not None:
+            return self.experts(x, positions)
         activation = ACTIVATIONS[self.config.activation]
         inner = activation(self.up(x)) if self.gate is None else activation(self.gate(x)) * self.up(x)
         return self.down(inner.astype(x.dtype))
@@ -287,7 +308,7 @@ class PreNormBlock(TransformerBlock):
         assert self.ffn_norm is not None
         attended, cache = self.attention(self.attention_norm(x), positions, attend, cache)
         x = (x + attended).astype(dtype)
-        return (x + self.feed_forward(self.ffn_norm(x))).astype(dtype), cache
+        return (x + self.feed_forward(self.ffn_norm(x), positions)).astype(dtype), cache
 
 
 class ParallelBlock(TransformerBlock):
@@ -298,7 +319,7 @@ class ParallelBlock(TransformerBlock):
     ) -> tuple[Float[jax.Array, "T H"], Any]:
         normed = self.attention_norm(x)
         attended, cache = self.attention(normed, positions, attend, cache)
-        inner = self.feed_forward(normed if self.ffn_norm is None else self.ffn_norm(x))
+        inner = self.feed_forward(normed if self.ffn_norm is None else self.ffn_norm(x), positions)
         return (x + attended + inner).astype(x.dtype), cache
 
 

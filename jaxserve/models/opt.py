@@ -176,7 +176,7 @@ class Block(PreNormBlock):
         assert self.ffn_norm is not None
         attended, cache = self.attention(x, positions, attend, cache)
         x = self.attention_norm((x + attended).astype(x.dtype))
-        return self.ffn_norm((x + self.feed_forward(x)).astype(x.dtype)), cache
+        return self.ffn_norm((x + self.feed_forward(x, positions)).astype(x.dtype)), cache
 
 
 class Head(nnx.Module):

@@ -116,15 +116,19 @@ class Stored(NamedTuple):
     """How a Hugging Face checkpoint stores a parameter.
 
     Attributes:
-      name: of the tensor, without the prefix that all but the head's share; {i} is the layer, and {qkv} stands for q, k
-        and v where each is a tensor of its own.
+      name: of the tensor, without the prefix that all but the head's share; {i} is the layer, {qkv} stands for q, k and
+        v where each is a tensor of its own, and {e} for the expert where each has a tensor of its own.
       transposed: whether it lies [in, out] rather than [out, in].
       parts: whether all queries, all keys and all values follow each other in it, rather than those of each key head.
+      every: (first, step) of its outputs where others lie between them; None for all.
+      experts: how many there are, where each has a tensor of its own.
     """
 
     name: str
     transposed: bool = False
     parts: bool = False
+    every: tuple[int, int] | None = None
+    experts: int = 0
 
     def of_layer(self, i: int) -> Stored:
         """The same for layer i."""
@@ -132,10 +136,21 @@ class Stored(NamedTuple):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the tensors: one, or those of q, k and v."""
-        if "{qkv}" not in self.name:
-            return (self.name,)
-        return tuple(self.name.replace("{qkv}", part) for part in "qkv")
+        """Names of the tensors: one, those of q, k and v, or one for each expert."""
+        if self.experts:
+            return tuple(self.name.replace("{e}", str(expert)) for expert in range(self.experts))
+        if "{qkv}" in self.name:
+            return tuple(self.name.replace("{qkv}", part) for part in "qkv")
+        return (self.name,)
+
+    def view(self, values: np.ndarray) -> np.ndarray:
+        """A tensor as the parameter lies in it: [out, in], or [out] of a bias; stacks have leading axes."""
+        if self.transposed:
+            values = values.swapaxes(-1, -2)
+        if self.every is not None:
+            first, step = self.every
+            values = values[..., first::step, :] if self.transposed else values[..., first::step]
+        return values
 
 
 # Names that Hugging Face gives an activation -> ours (jaxserve.models.layers.ACTIVATIONS).

@@ -78,7 +78,8 @@ class StagePrograms:
     def looped(self) -> bool:
         """Whether the layers are one loop in the program (`Model.layers`)."""
         on_cpu = self.mesh.devices.flat[0].platform == "cpu"
-        return on_cpu and self.mesh.size == 1 and self.model.config.layers_alike
+        config = self.model.config
+        return on_cpu and self.mesh.size == 1 and config.layers_alike and not config.num_experts
 
     def pool(self, n_blocks: int) -> Any:
         """The pool with so many blocks for each of the stage's layers: shapes with shardings."""
@@ -122,6 +123,9 @@ class StagePrograms:
             shape=self.shape,
             layers=self.layers,
             looped=self.looped,
+            products=matmul.DeviceProducts(
+                native=self.shape.product, tiles=self.looped, mesh=self.mesh, spec=self.spec
+            ),
             make_attend=make_attend,
             between=between if self.spec.activations else None,
             layout=layout,

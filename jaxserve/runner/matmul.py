@@ -1,23 +1,29 @@
 """Matrix products of the compiled programs: native CPU kernels where they are faster, XLA's elsewhere.
 
-The only place that knows about `pallas_kernels.cpu.product`. Models call what `make` returns (see `layers.bind`).
+The only place that knows about `pallas_kernels.cpu.product`. Models call `DeviceProducts` (see `layers.bind`).
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
-from jaxtyping import Float, Float32, Int8
+from jaxtyping import Float, Float32, Int8, Int32
 
-from jaxserve.models.layers import Matmul, Quantized, dot
+from jaxserve.models import experts
+from jaxserve.models.layers import Quantized, dot
 from pallas_kernels.cpu import build, product
 from pallas_kernels.cpu.product import NativeProduct
+from sharding.spec import ShardingSpec
 
 _FEW_ROWS, _MANY_ROWS = 4, 256  # between these row counts `_dot_cpu` puts the kernel first
+_RUN_ROWS = 16  # rows of an expert that are multiplied at a time
 _INTEGER_ROWS, _TILE = 8, 256  # most rows multiplied as integers; kernel rows widened at a time
 
 
@@ -36,28 +42,108 @@ def product_key(native: NativeProduct | None) -> str | None:
     return native and build.level()
 
 
-def make(native: NativeProduct | None, *, tiles: bool) -> Matmul:
-    """The matmul of a program.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceProducts:
+    """The matrix products of a program (`layers.Products`).
 
-    Args:
+    Attributes:
       native: multiplies in place of XLA, except by int8 matrices and where it returns None.
       tiles: whether a CPU widens int8 matrices in tiles for many rows; only for matrices on one device.
+      mesh / spec: where the kernels of experts lie; without a mesh, on one device.
     """
 
-    def matmul(
-        x: Float[jax.Array, "T in"], matrix: Float[jax.Array, "out in"] | Quantized, dtype: DTypeLike
+    native: NativeProduct | None
+    tiles: bool = False
+    mesh: Mesh | None = None
+    spec: ShardingSpec | None = None
+
+    def __call__(
+        self, x: Float[jax.Array, "T in"], matrix: Float[jax.Array, "out in"] | Quantized, dtype: DTypeLike
     ) -> Float32[jax.Array, "T out"]:
         """Args:
         dtype: of the sums before the cast to float32 on an accelerator, where several devices may add up partial sums.
         """
         if isinstance(matrix, Quantized):
-            return _quantized(x, matrix, dtype, tiles=tiles)
-        y = None if native is None else native(x, matrix)
+            return _quantized(x, matrix, dtype, tiles=self.tiles)
+        y = None if self.native is None else self.native(x, matrix)
         if y is not None:
             return y
         return jax.lax.platform_dependent(x, matrix, cpu=_dot_cpu, default=partial(_dot_wide, dtype=dtype))
 
-    return matmul
+    def experts(
+        self,
+        compute: experts.Compute,
+        x: Float[jax.Array, "T H"],
+        chosen: Int32[jax.Array, "T k"],
+        weights: Float32[jax.Array, "T k"],
+        kernels: experts.Kernels,
+    ) -> Float32[jax.Array, "T H"]:
+        """Each device computes with the experts, or the parts of them, that it has; their shares are added up."""
+        if self.mesh is None or self.spec is None or self.mesh.size == 1:
+            return compute(x, chosen, weights, kernels, product=self._runs, first=0)
+        mesh, spec = self.mesh, self.spec
+
+        def split(name: str, leaf: Any) -> Any:
+            axes = _EXPERT_AXES[name]
+            if isinstance(leaf, Quantized):
+                return Quantized(split(name, leaf.values), _resolve(spec, axes[:2], leaf.scales, mesh))
+            return None if leaf is None else _resolve(spec, axes, leaf, mesh)
+
+        places = {name: split(name, leaf) for name, leaf in kernels.items()}
+        whole = spec.resolve((), (), mesh)
+        gate = places["gate"].values if isinstance(places["gate"], Quantized) else places["gate"]
+        of_experts, of_ffn = gate[0], gate[1]
+        parts = tuple(axis for axis in (of_experts, of_ffn) if axis is not None)
+
+        def here(x: jax.Array, chosen: jax.Array, weights: jax.Array, kernels: experts.Kernels) -> jax.Array:
+            first = 0 if of_experts is None else jax.lax.axis_index(of_experts) * kernels["gate"].shape[0]
+            y = compute(x, chosen, weights, kernels, product=self._runs, first=first)
+            return jax.lax.psum(y.astype(x.dtype), parts).astype(jnp.float32) if parts else y
+
+        everywhere = jax.shard_map(
+            here, mesh=mesh, in_specs=(whole, whole, whole, places), out_specs=whole, check_vma=False
+        )
+        return everywhere(x, chosen, weights, kernels)
+
+    def _runs(self, x: jax.Array, kernels: Any, sizes: jax.Array) -> jax.Array:
+        if self.native is not None and not isinstance(kernels, Quantized):
+            return product.multiply_runs(x, kernels, sizes)
+        return jax.lax.platform_dependent(x, kernels, sizes, cpu=_runs_cpu, default=experts.ragged_product)
+
+
+_EXPERT_AXES = {
+    **{name: experts.AXES[name]["kernel"] for name in ("gate", "up", "down")},
+    **{f"{name}_bias": experts.AXES[name]["bias"] for name in ("gate", "up")},
+}
+
+
+def _resolve(spec: ShardingSpec, axes: tuple[str, ...], leaf: jax.Array, mesh: Mesh) -> Any:
+    return spec.resolve(axes, leaf.shape, mesh, name="experts")
+
+
+def _runs_cpu(x: jax.Array, kernels: jax.Array | Quantized, sizes: jax.Array) -> jax.Array:
+    """Multiplies tiles of a run's rows, so that the kernel of an expert without rows is not read.
+
+    XLA's CPU compiler would multiply every row by every kernel.
+    """
+    values = kernels.values if isinstance(kernels, Quantized) else kernels
+    rows, tile = len(x), min(_RUN_ROWS, len(x))
+    ends, tiles = jnp.cumsum(sizes), -(-sizes // tile)
+    last_tiles = jnp.cumsum(tiles)
+
+    def step(i: jax.Array, y: jax.Array) -> jax.Array:
+        group = jnp.sum(last_tiles <= i)
+        start = ends[group] - sizes[group] + (i - last_tiles[group] + tiles[group]) * tile
+        origin = jnp.minimum(start, rows - tile)
+        kernel = jax.lax.dynamic_index_in_dim(values, group, keepdims=False).astype(x.dtype)
+        new = _dot_cpu(jax.lax.dynamic_slice_in_dim(x, origin, tile), kernel)
+        at = origin + jnp.arange(tile)
+        old = jax.lax.dynamic_slice_in_dim(y, origin, tile)
+        new = jnp.where(((at >= start) & (at < ends[group]))[:, None], new, old)
+        return jax.lax.dynamic_update_slice_in_dim(y, new, origin, 0)
+
+    y = jax.lax.fori_loop(0, last_tiles[-1], step, jnp.zeros((rows, values.shape[1]), jnp.float32))
+    return experts.scaled(y, kernels, sizes)
 
 
 def _quantized(x: jax.Array, matrix: Quantized, dtype: DTypeLike, *, tiles: bool) -> jax.Array:

@@ -115,6 +115,7 @@ def forward(
     shape: StageShape,
     layers: range,
     looped: bool,
+    products: matmul.DeviceProducts,
     make_attend: Callable[[Any, int, Any], Attend],
     between: Callable[[jax.Array], jax.Array] | None,
     layout: BatchLayout,
@@ -126,6 +127,7 @@ def forward(
       history: of the first stage and the last; None in others.
       x: [T, H] hidden states from the stage before; None in the first, which embeds the tokens.
       looped: whether the layers are one loop (`Model.layers`).
+      products: multiplies by the parameters.
       make_attend: (result of `backend.prepare`, layer, its first block) -> the layer's attention.
       between: applied to the hidden states [T, H] before each layer.
       n_blocks: blocks of the pool that each layer has.
@@ -135,13 +137,15 @@ def forward(
     if x is None:
         assert view.tokens is not None
         x = model.embed(params, view.tokens, view.attention.positions)  # [T, H]
-    params = bind(params, matmul.make(shape.product, tiles=looped))
+    params = bind(params, products)
 
     def attend(index: Any) -> Attend:
         layer = layers[0] if looped else layers[index]  # looped layers differ in nothing but their weights
         return make_attend(meta, layer, index * n_blocks)
 
-    x, pool = model.layers(params, layers, x, view.attention.positions, attend, pool, looped=looped, between=between)
+    used = jnp.arange(layout.bucket) < view.attention.query_offsets[-1]
+    positions = jnp.where(used, view.attention.positions, -1)
+    x, pool = model.layers(params, layers, x, positions, attend, pool, looped=looped, between=between)
     room = shape.points - layout.points
     points = jnp.pad(view.points, ((0, room), (0, 0)))
     if layers.stop < model.config.num_layers:
@@ -160,7 +164,7 @@ def head(model: Model, product: matmul.NativeProduct | None, points: int, ends: 
       ends: the parameters without the layers.
       last: [P, H] of `Forward`.
     """
-    ends = bind(ends, matmul.make(product, tiles=False))
+    ends = bind(ends, matmul.DeviceProducts(native=product))
     return model.logits(ends, model.norm(ends, last[:points]))
 
 
@@ -206,7 +210,7 @@ def _logits_tile(
     """Logits of rows start to start + size of (a device's share of) the head."""
     with jax.named_scope("head"):
         rows = jax.tree.map(lambda part: jax.lax.dynamic_slice_in_dim(part, start, size), weights)
-        return model.logits_of(bind(rows, matmul.make(None, tiles=False)), normed)
+        return model.logits_of(bind(rows, matmul.DeviceProducts(native=None)), normed)
 
 
 def _of_tokens(tile: scoring.LogitsTile, end: jax.Array | int) -> scoring.LogitsTile:

@@ -58,7 +58,7 @@ def parameters_of(stage: StagePrograms) -> dict[str, ShardedParameter]:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         if isinstance(leaf, Quantized):
             found[name] = _part(name, axes[name], leaf.values)
-            found[f"{name}.scales"] = _part(f"{name}.scales", axes[name][:1], leaf.scales)
+            found[f"{name}.scales"] = _part(f"{name}.scales", axes[name][:-1], leaf.scales)
         else:
             found[name] = _part(name, axes[name], leaf)
     order = {"embed": 0, "layers": 1, "head": 2}

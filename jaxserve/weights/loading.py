@@ -60,7 +60,7 @@ def describe(model: models.Model, dtype: jnp.dtype, place: Place, *, int8: bool)
         whole = jax.ShapeDtypeStruct(shape.shape, dtype, sharding=place(name, shape.shape, axes))
         if not (int8 and quantize.is_quantized(name)):
             return whole
-        rows = jax.ShapeDtypeStruct(shape.shape[:1], dtype, sharding=place(name, shape.shape[:1], axes[:1]))
+        rows = jax.ShapeDtypeStruct(shape.shape[:-1], dtype, sharding=place(name, shape.shape[:-1], axes[:-1]))
         return Quantized(jax.ShapeDtypeStruct(shape.shape, jnp.int8, sharding=whole.sharding), rows)
 
     return jax.tree.unflatten(jax.tree.structure(model.shapes(dtype)), map(held, parameters(model, dtype)))
@@ -158,22 +158,25 @@ def _place_quantized(
     release: Callable[[StoredTensor, int], None],
 ) -> Quantized:
     """Reads rows whole, whichever of their columns a device wants: a scale is that of the whole row."""
-    columns = wanted.shape[1]
-    step = max(1, _CHUNK // (4 * columns))
+    columns = wanted.shape[-1]
 
     @cache
-    def rows(start: int, stop: int) -> Quantized:
-        held = Quantized(np.empty((stop - start, columns), np.int8), np.empty(stop - start, wanted.scales.dtype))
+    def rows(*bounds: tuple[int, int]) -> Quantized:
+        """Of a matrix [out, in] the rows between the bounds; of a stack of them those of some of its matrices."""
+        sizes = tuple(stop - start for start, stop in bounds)
+        held = Quantized(np.empty((*sizes, columns), np.int8), np.empty(sizes, wanted.scales.dtype))
+        step = max(1, _CHUNK // (4 * columns * math.prod(sizes[1:])))
+        (start, stop), *others = bounds
         for first in range(start, stop, step):
-            bounds = (first, min(first + step, stop)), (0, columns)
-            wide = _read(model, parameter, sources, bounds, np.dtype(np.float32), release)
+            some = ((first, min(first + step, stop)), *others, (0, columns))
+            wide = _read(model, parameter, sources, some, np.dtype(np.float32), release)
             for whole, part in zip(held, quantize.quantize(wide, wanted.scales.dtype, np), strict=True):
                 whole[first - start : first - start + len(wide)] = part
         return held
 
     return Quantized(
-        _array(wanted.values, lambda of_rows, of_columns: rows(*of_rows).values[:, slice(*of_columns)]),
-        _array(wanted.scales, lambda of_rows: rows(*of_rows).scales),
+        _array(wanted.values, lambda *bounds: rows(*bounds[:-1]).values[..., slice(*bounds[-1])]),
+        _array(wanted.scales, lambda *bounds: rows(*bounds).scales),
     )
 
 
@@ -211,7 +214,9 @@ def _read(
     filled = sum(stop - start for start, stop, _ in parts)
     if filled < last - first or any(a != axis and each != bounds[a] for a, each in enumerate(there)):
         whole[:] = 0
-    views = [source.values.T if stored.transposed else source.values for source in sources]
+    views = [stored.view(source.values) for source in sources]
+    if stored.experts:
+        views = [view[None] for view in views]
     for start, stop, run in parts:
         ours, theirs = [slice(stop - start) for start, stop in there], [slice(*each) for each in there]
         ours[axis] = slice(start - first, stop - first)
@@ -232,7 +237,7 @@ def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 def _copy(target: np.ndarray, values: np.ndarray, transposed: bool, release: Callable[[int], None]) -> None:
     """Copies and casts stored values, a run of stored rows at a time, each given back once it is read."""
-    if transposed:
+    if transposed and values.ndim == 2:
         target, values, step = target.T, values.T, _TRANSPOSED
     else:
         step = max(1, _CHUNK // values[:1].nbytes)

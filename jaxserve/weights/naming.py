@@ -64,7 +64,7 @@ def match(
     for parameter, several in zip(wanted, sources, strict=True):
         name, shape, _, stored = parameter
         for source, stored_shape in zip(several, tensor_shapes(model.config, name, shape.shape, stored), strict=True):
-            _check(parameter, source, stored_shape[::-1] if stored.transposed else stored_shape)
+            _check(parameter, source, stored_shape)
     if head_twice:
         _check_tied(tensors, head, table)
     return sources

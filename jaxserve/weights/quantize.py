@@ -23,22 +23,22 @@ def is_quantized(name: str) -> bool:
     """Whether a parameter of this name is stored as int8.
 
     True for every matrix that multiplies hidden states, and for the token table, which may be half of a small model;
-    false for norms, biases and learned positions.
+    false for norms, biases, learned positions and routers, which decide by small differences.
     """
-    return name.endswith(("kernel", "tokens.table"))
+    return name.endswith(("kernel", "tokens.table")) and not name.endswith("router.kernel")
 
 
 def quantize(matrix: np.ndarray | jax.Array, dtype: DTypeLike, numpy: ModuleType = jnp) -> Quantized:
-    """Rounds a matrix [out, in], each row to 255 steps of its largest entry.
+    """Rounds a matrix [out, in], or a stack of them, each row to 255 steps of its largest entry.
 
     Args:
       dtype: of the scales; values are rounded against them as they are kept.
       numpy: `numpy` or `jax.numpy`.
     """
     wide = matrix.astype(np.float32)
-    scales = (numpy.abs(wide).max(axis=1) * _STEP).astype(dtype)
+    scales = (numpy.abs(wide).max(axis=-1) * _STEP).astype(dtype)
     steps = scales.astype(np.float32)
-    values = numpy.round(wide / numpy.where(steps > 0, steps, 1)[:, None])
+    values = numpy.round(wide / numpy.where(steps > 0, steps, 1)[..., None])
     return Quantized(numpy.clip(numpy.nan_to_num(values), -127, 127).astype(np.int8), scales)
 
 

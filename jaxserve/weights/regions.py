@@ -47,6 +47,8 @@ def layout(model: Model, name: str, axes: tuple[str, ...], shape: tuple[int, ...
       shape: the parameter's without padding.
     """
     config, sources = model.config, model.head_sources
+    if stored.experts:
+        return Layout(0, tuple(Run(expert, 1, expert, 0) for expert in range(stored.experts)))
     if is_qkv(name):
         return Layout(0, _merged(_qkv(config, sources.queries, sources.keys, stored)))
     if "heads" in axes:
@@ -60,16 +62,28 @@ def layout(model: Model, name: str, axes: tuple[str, ...], shape: tuple[int, ...
 def tensor_shapes(
     config: ModelConfig, name: str, shape: tuple[int, ...], stored: Stored
 ) -> tuple[tuple[int, ...], ...]:
-    """The shapes of a parameter's tensors, before any of them is transposed.
+    """The shapes of a parameter's tensors.
 
     Args:
       shape: the parameter's without padding.
     """
-    if len(stored.names) == 1:
-        return (shape,)
-    assert is_qkv(name), f"{name} is stored as {stored.names}"
-    rows = [heads * config.head_dim for heads in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
-    return tuple((each, *shape[1:]) for each in rows)
+    if stored.experts:
+        shapes = [shape[1:]] * stored.experts
+    elif len(stored.names) == 3:
+        rows = [heads * config.head_dim for heads in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
+        shapes = [(each, *shape[1:]) for each in rows]
+    else:
+        shapes = [shape]
+    return tuple(_stored_shape(each, stored) for each in shapes)
+
+
+def _stored_shape(shape: tuple[int, ...], stored: Stored) -> tuple[int, ...]:
+    sizes = list(shape)
+    if stored.every is not None:
+        sizes[-2 if stored.transposed else -1] *= stored.every[1]
+    if stored.transposed:
+        sizes[-2:] = sizes[:-3:-1]
+    return tuple(sizes)
 
 
 def _qkv(config: ModelConfig, queries: tuple[int, ...], keys: tuple[int, ...], stored: Stored) -> Iterable[Run]:

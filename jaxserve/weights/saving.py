@@ -43,13 +43,16 @@ def write_hf(path: str | Path, config: ModelConfig, params: models.Params, dtype
         name, shape, axes, stored = parameter
         values = np.asarray(leaf) if dtype is None else np.asarray(leaf).astype(dtype)
         shapes = tensor_shapes(config, name, shape.shape, stored)
-        parts = [np.empty(each, values.dtype) for each in shapes]
+        names = [name_of(each) for each in stored.names]
+        for full_name, size in zip(names, shapes, strict=True):
+            tensors.setdefault(full_name, np.zeros(size, values.dtype))
+        views = [stored.view(tensors[full_name]) for full_name in names]
+        if stored.experts:
+            views = [view[None] for view in views]
         axis, runs = layout(model, name, axes, shape.shape, stored)
         before = (slice(None),) * axis
         for start, length, tensor, place in runs:
-            parts[tensor][*before, place : place + length] = values[*before, start : start + length]
-        for full_name, part in zip(map(name_of, stored.names), parts, strict=True):
-            tensors[full_name] = np.ascontiguousarray(part.T if stored.transposed else part)
+            views[tensor][*before, place : place + length] = values[*before, start : start + length]
     directory.mkdir(parents=True, exist_ok=True)
     kind = str(next(iter(tensors.values())).dtype)
     entries = family.hf_config(config) | {"torch_dtype": kind}

@@ -16,10 +16,12 @@ from pathlib import Path
 import jax
 
 ATTENTION = "jaxserve_ragged_attention"
+PRODUCT_RUNS = "jaxserve_runs_product"
 PRODUCT, PRODUCT_MANY, PRODUCT_FLOAT = "jaxserve_product", "jaxserve_product_many", "jaxserve_product_float"
 _SYMBOLS = {
     ATTENTION: "JaxserveRaggedAttention",
     PRODUCT: "JaxserveProduct",
+    PRODUCT_RUNS: "JaxserveRunsProduct",
     PRODUCT_MANY: "JaxserveProductMany",
     PRODUCT_FLOAT: "JaxserveProductFloat",
 }

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <type_traits>
+#include <vector>
 
 #if defined(__AVX512BF16__)
 #include <immintrin.h>
@@ -184,8 +185,68 @@ ffi::Error Product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer kernel
   }
 }
 
+// y [rows, out] = x [rows, in] * a kernel [out, in] of its own for each run of rows, of which there are `groups`, one
+// after another: kernels[g] for sizes[g] rows. Rows past the last run are zeros. What an item has of a kernel stays in
+// the second cache while groups of the run's rows meet it.
+template <typename T>
+void MultiplyRuns(ffi::ThreadPool& pool, int64_t rows, const T* x, const T* kernels, const int32_t* sizes,
+                  int64_t groups, int64_t in, float* y, int64_t out) {
+  struct Run {
+    int64_t group, start, rows;
+  };
+  std::vector<Run> runs;
+  int64_t start = 0;
+  for (int64_t g = 0; g < groups; g++) {
+    const int64_t count = std::min<int64_t>(std::max(sizes[g], 0), rows - start);
+    if (count > 0) runs.push_back({g, start, count});
+    start += count;
+  }
+  std::fill(y + start * out, y + rows * out, 0.0f);
+  const int64_t items = (out + kOutputs - 1) / kOutputs, count = items * static_cast<int64_t>(runs.size());
+  ForEach(pool, count, count * kOutputs * in * static_cast<int64_t>(sizeof(T)) / kAlone, [&](int64_t item) {
+    const NoSubnormals guard;
+    const Run& run = runs[item / items];
+    const int64_t begin = item % items * kOutputs, end = std::min(out, begin + kOutputs);
+    for (int64_t first = 0; first < run.rows; first += kMostProductRows) {
+      const int64_t row = run.start + first;
+      MultiplyOutputs(static_cast<int>(std::min<int64_t>(kMostProductRows, run.rows - first)), x + row * in,
+                      kernels + run.group * out * in, in, y + row * out, out, begin, end);
+    }
+  });
+}
+
+// Args: x [R, in], kernels [G, out, in], both bfloat16 or both float32, sizes int32 [G]. Result: float32 [R, out].
+ffi::Error RunsProduct(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer kernels,
+                       ffi::BufferR1<ffi::S32> sizes, ffi::ResultBufferR2<ffi::F32> y) {
+  if (x.dimensions().size() != 2 || kernels.dimensions().size() != 3)
+    return ffi::Error::InvalidArgument("the product is of a matrix with matrices");
+  const int64_t rows = x.dimensions()[0], in = x.dimensions()[1];
+  const int64_t groups = kernels.dimensions()[0], out = kernels.dimensions()[1];
+  if (x.element_type() != kernels.element_type()) return ffi::Error::InvalidArgument("x and the kernels differ in type");
+  switch (x.element_type()) {
+    case ffi::F32:
+      MultiplyRuns(pool, rows, x.typed_data<float>(), kernels.typed_data<float>(), sizes.typed_data(), groups, in,
+                   y->typed_data(), out);
+      return ffi::Error::Success();
+    case ffi::BF16:
+      MultiplyRuns(pool, rows, static_cast<const BFloat16*>(x.untyped_data()),
+                   static_cast<const BFloat16*>(kernels.untyped_data()), sizes.typed_data(), groups, in,
+                   y->typed_data(), out);
+      return ffi::Error::Success();
+    default: return ffi::Error::InvalidArgument("the product is of bfloat16 or float32");
+  }
+}
+
 }  // namespace
 }  // namespace jaxserve
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxserveRunsProduct, jaxserve::RunsProduct,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::BufferR1<ffi::S32>>()
+                                  .Ret<ffi::BufferR2<ffi::F32>>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxserveProduct, jaxserve::Product,
                               ffi::Ffi::Bind()

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Float32
+from jaxtyping import Float, Float32, Int32
 
 from pallas_kernels.cpu import build
 
@@ -38,6 +38,17 @@ def limits(dtype: np.dtype) -> tuple[int, int | None]:
     if dtype.name == "bfloat16":
         return (8 if level.endswith("bf16") else 16), None
     return (10, 128) if level.startswith("x86-64-v4") else (15, 0)
+
+
+def multiply_runs(
+    x: Float[jax.Array, "R in"], kernels: Float[jax.Array, "G out in"], sizes: Int32[jax.Array, " G"]
+) -> Float32[jax.Array, "R out"]:
+    """Runs of rows of x, sizes[g] long, times kernels[g] transposed; rows past the last run are zeros.
+
+    Both are in bfloat16 or both in float32.
+    """
+    y = jax.ShapeDtypeStruct((x.shape[0], kernels.shape[1]), jnp.float32)
+    return jax.ffi.ffi_call(build.PRODUCT_RUNS, y)(x, kernels, sizes)
 
 
 def multiply(x: Float[jax.Array, "T in"], kernel: Float[jax.Array, "out in"]) -> Float32[jax.Array, "T out"] | None:

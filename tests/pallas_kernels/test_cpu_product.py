@@ -80,7 +80,7 @@ def test_many_rows_over_threads():
 )
 @pytest.mark.parametrize("looped", [True, False])
 def test_layers_use_it(dtype, rows, call, looped):
-    taken = matmul.make(product.native(np.dtype(dtype)), tiles=looped)
+    taken = matmul.DeviceProducts(native=product.native(np.dtype(dtype)), tiles=looped)
     kernels = [jnp.asarray(draw(i, 48, 64, dtype=dtype)) for i in range(3)]
     x = jnp.asarray(draw(9, rows, 64, dtype=dtype))
 

@@ -18,7 +18,7 @@ def test_sums_in_float32(rows, dtype) -> None:
     x = jax.random.normal(jax.random.key(0), (rows, 320), dtype)
     kernel = jax.random.normal(jax.random.key(1), (48, 320), dtype)
     exact = np.asarray(x, np.float64) @ np.asarray(kernel, np.float64).T
-    bound = bind({"kernel": kernel}, matmul.make(None, tiles=False))["kernel"]
+    bound = bind({"kernel": kernel}, matmul.DeviceProducts(native=None))["kernel"]
     for y in (project(x, bound), jax.jit(lambda x: project(x, bound))(x)):
         assert y.dtype == jnp.float32
         np.testing.assert_allclose(y, exact, atol=2e-4)
@@ -32,7 +32,7 @@ def test_int8_matrix(rows, dtype, tiles) -> None:
     x = jnp.asarray(rng.standard_normal((rows, 96)) * rng.choice([1, 1, 1, 60], 96), dtype)  # with outliers
     kernel = quantize.quantize(rng.standard_normal((300, 96)).astype(np.float32), dtype, np)
     exact = np.asarray(x, np.float64) @ (kernel.values.astype(np.float64) * kernel.scales.astype(np.float64)[:, None]).T
-    product = jax.jit(partial(matmul.make(None, tiles=tiles), dtype=x.dtype))
+    product = jax.jit(partial(matmul.DeviceProducts(native=None, tiles=tiles), dtype=x.dtype))
     matrix = Quantized(*map(jnp.asarray, kernel))
     out = product(x, matrix)
     np.testing.assert_allclose(out, exact, atol=3e-4 * np.abs(exact).max(), rtol=1e-4)

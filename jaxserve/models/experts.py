@@ -1,0 +1,186 @@
+"""Mixtures of experts: a router chooses a few of many feed-forwards for each token (arXiv:1701.06538, 2401.04088).
+
+Tokens are sorted by expert, and each expert multiplies its run of them. No token is dropped, and padding goes nowhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Float, Float32, Int32
+
+from jaxserve.models.layers import BoundWeight, Linear, Quantized
+from jaxserve.models.schema import ModelConfig
+
+# Logical axes of an `Experts` module's parameters. Biases of `down` are added to tokens, not to each device's share.
+AXES = {
+    "router": {"kernel": ("expert", "embed"), "bias": ("expert",)},
+    "gate": {"kernel": ("expert", "ffn", "embed"), "bias": ("expert", "ffn")},
+    "up": {"kernel": ("expert", "ffn", "embed"), "bias": ("expert", "ffn")},
+    "down": {"kernel": ("expert", "embed", "ffn"), "bias": ("expert", "embed")},
+}
+
+Kernels = Mapping[str, Any]  # gate, up, down [E, out, in], and gate_bias, up_bias [E, F] or None
+# (x [R, in], kernels [E, out, in], sizes [E]) -> float32[R, out]: sizes[e] rows by kernel e, one run after another
+RunsProduct = Callable[[jax.Array, Any, jax.Array], jax.Array]
+
+
+class Compute(Protocol):
+    """`compute` below with its activation."""
+
+    def __call__(
+        self,
+        x: jax.Array,
+        experts: jax.Array,
+        weights: jax.Array,
+        kernels: Kernels,
+        *,
+        product: RunsProduct,
+        first: jax.Array | int,
+    ) -> jax.Array: ...
+
+
+def gated(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """SwiGLU (arXiv:2002.05202)."""
+    return nnx.silu(gate) * up
+
+
+def softmax_of_chosen(logits: Float32[jax.Array, "T E"], count: int) -> tuple[jax.Array, jax.Array]:
+    """(weights [T, count], experts [T, count]): the largest logits, and their softmax."""
+    chosen, experts = jax.lax.top_k(logits, count)
+    return jax.nn.softmax(chosen), experts
+
+
+def chosen_of_softmax(logits: Float32[jax.Array, "T E"], count: int) -> tuple[jax.Array, jax.Array]:
+    """(weights [T, count], experts [T, count]): the largest logits, and what a softmax over all gives them."""
+    return jax.lax.top_k(jax.nn.softmax(logits), count)
+
+
+class Experts(nnx.Module):
+    """x [T, H], positions [T] -> float32[T, H].
+
+    Args:
+      bias: whether router and projections have biases.
+      choose: weights and experts of each token, given the router's logits and how many to choose.
+      activation: of (gate, up), both float32.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        rngs: nnx.Rngs,
+        *,
+        bias: bool = False,
+        choose: Callable[[jax.Array, int], tuple[jax.Array, jax.Array]] = softmax_of_chosen,
+        activation: Callable[[jax.Array, jax.Array], jax.Array] = gated,
+    ) -> None:
+        count, hidden, ffn = config.num_experts, config.hidden_size, config.ffn_size
+        self.config, self.choose, self.activation = config, choose, activation
+        self.router = Linear(hidden, count, config, rngs, bias=bias)
+        self.gate = StackedLinear(count, hidden, ffn, config, rngs, bias=bias)
+        self.up = StackedLinear(count, hidden, ffn, config, rngs, bias=bias)
+        self.down = StackedLinear(count, ffn, hidden, config, rngs, bias=bias)
+
+    def __call__(self, x: Float[jax.Array, "T H"], positions: Int32[jax.Array, " T"]) -> Float32[jax.Array, "T H"]:
+        weights, experts = self.choose(self.router(x), self.config.experts_per_token)
+        # Positions of padding are negative.
+        experts = jnp.where(positions[:, None] < 0, self.config.num_experts, experts.astype(jnp.int32))
+        weights = jnp.where(positions[:, None] < 0, 0, weights)
+        kernels = {name: getattr(self, name).kernel.get_raw_value() for name in ("gate", "up", "down")}
+        biases = {f"{name}_bias": getattr(self, name).raw_bias for name in ("gate", "up")}
+        run = partial(compute, activation=self.activation)
+        if isinstance(kernels["gate"], BoundWeight):
+            products = kernels["gate"].matmul
+            y = products.experts(
+                run, x, experts, weights, {k: _unbound(each) for k, each in (kernels | biases).items()}
+            )
+        else:
+            y = run(x, experts, weights, kernels | biases, product=ragged_product, first=0)
+        bias = self.down.raw_bias
+        if bias is not None:
+            of_tokens = _unbound(bias).astype(jnp.float32)[
+                jnp.minimum(experts, self.config.num_experts - 1)
+            ]  # [T, k, H]
+            y += jnp.einsum("tk,tkh->th", weights, of_tokens, precision="highest")
+        return y
+
+
+def _unbound(leaf: Any) -> Any:
+    return leaf.matrix if isinstance(leaf, BoundWeight) else leaf
+
+
+class StackedLinear(nnx.Module):
+    """The projections of all experts: kernel [E, out, in], bias [E, out] or none."""
+
+    def __init__(
+        self, count: int, in_features: int, out_features: int, config: ModelConfig, rngs: nnx.Rngs, *, bias: bool
+    ) -> None:
+        normal = nnx.initializers.normal(config.initializer_range)
+        self.kernel = nnx.Param(normal(rngs.params(), (count, out_features, in_features)))
+        self.bias = nnx.Param(jnp.zeros((count, out_features))) if bias else None
+
+    @property
+    def raw_bias(self) -> Any:
+        """The bias's value, or None."""
+        return None if self.bias is None else self.bias.get_raw_value()
+
+
+def compute(
+    x: Float[jax.Array, "T H"],
+    experts: Int32[jax.Array, "T k"],
+    weights: Float32[jax.Array, "T k"],
+    kernels: Kernels,
+    *,
+    activation: Callable[[jax.Array, jax.Array], jax.Array],
+    product: RunsProduct,
+    first: jax.Array | int,
+) -> Float32[jax.Array, "T H"]:
+    """The weighted sum of what each token's experts give, of those whose kernels are here.
+
+    Args:
+      experts: of each token; none for a number that is not one of an expert.
+      first: number of the first expert in `kernels`.
+    """
+    per_token, count = experts.shape[1], kernels["gate"].shape[0]
+    here = experts.reshape(-1) - first
+    here = jnp.where((here >= 0) & (here < count), here, count)  # those elsewhere come last
+    order = jnp.argsort(here, stable=True)
+    expert = here[order]
+    sizes = jnp.sum(here[:, None] == jnp.arange(count), axis=0, dtype=jnp.int32)
+    rows = x[order // per_token]
+
+    def project(name: str, rows: jax.Array) -> jax.Array:
+        y, bias = product(rows, kernels[name], sizes), kernels.get(f"{name}_bias")
+        return y if bias is None else y + bias.astype(jnp.float32)[jnp.minimum(expert, count - 1)]
+
+    inner = activation(project("gate", rows), project("up", rows)).astype(x.dtype)
+    y = project("down", inner) * weights.reshape(-1)[order][:, None]
+    y = jnp.where(expert[:, None] < count, y, 0)
+    back = jnp.zeros_like(order).at[order].set(jnp.arange(len(order), dtype=order.dtype), unique_indices=True)
+    return y[back].reshape(len(x), per_token, -1).sum(1)
+
+
+def ragged_product(
+    x: Float[jax.Array, "R in"], kernels: Float[jax.Array, "E out in"] | Quantized, sizes: Int32[jax.Array, " E"]
+) -> Float32[jax.Array, "R out"]:
+    """`RunsProduct` as XLA's ragged dot."""
+    values = kernels.values.astype(x.dtype) if isinstance(kernels, Quantized) else kernels
+    axes = jax.lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
+    )
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+    y = jax.lax.ragged_dot_general(x, values, sizes, axes, precision=precision, preferred_element_type=jnp.float32)
+    return scaled(y, kernels, sizes)
+
+
+def scaled(y: Float32[jax.Array, "R out"], kernels: Any, sizes: Int32[jax.Array, " E"]) -> Float32[jax.Array, "R out"]:
+    """A product with the values of int8 kernels, by their scales; of others the product itself."""
+    if not isinstance(kernels, Quantized):
+        return y
+    expert = jnp.sum(jnp.cumsum(sizes) <= jnp.arange(len(y))[:, None], axis=1)
+    return y * kernels.scales.astype(jnp.float32)[jnp.minimum(expert, len(sizes) - 1)]
