@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from jaxserve.config import EngineConfig
+from jaxserve.config import ENGINE_PARAMS, EngineConfig
 from server.commands.bench import load_generator
-from server.commands.flags import engine_arguments
+from server.commands.flags import is_switch
 
 _STOP_SECONDS = 60.0  # how long a server may take to drain
 
@@ -53,6 +53,24 @@ def started_server(model: Path, config: EngineConfig, log: Path) -> Iterator[Ser
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+def engine_arguments(config: EngineConfig) -> list[str]:
+    """The engine flags that describe a configuration, where it differs from the default."""
+    arguments = []
+    for name, param in ENGINE_PARAMS.items():
+        value = getattr(config, name)
+        if value == param.default:
+            continue
+        if is_switch(param):
+            arguments.append(param.flag)
+        elif param.kind is bool:
+            arguments += [param.flag, "on" if value else "off"]
+        elif isinstance(value, tuple):
+            arguments += [param.flag, ",".join(map(str, value))]
+        else:
+            arguments += [param.flag, str(param.none if value is None else value) + "s" * param.is_duration]
+    return arguments
 
 
 def _await_healthy(address: str, process: subprocess.Popen[bytes], log: Path) -> None:

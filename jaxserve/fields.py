@@ -22,7 +22,7 @@ class Param:
       exclusive: whether `minimum` itself is refused.
       max_items: most entries of a tuple.
       metavar: placeholder in the help of the flag.
-      flag: spelling of the flag where it is not the name with dashes; `--no-...` sets a bool to false.
+      flag: spelling of the flag, by default the name with dashes; `--no-...` sets a bool to false.
       none: word that stands for None on the command line.
       is_duration: whether the value is in seconds and written with a unit.
       truncates: whether the sampling parameter drops unlikely tokens before one is drawn.
@@ -38,7 +38,7 @@ class Param:
     exclusive: bool = False
     max_items: int | None = None
     metavar: str | None = None
-    flag: str | None = None
+    flag: str = ""
     none: str | None = None
     is_duration: bool = False
     truncates: bool = False
@@ -117,7 +117,9 @@ def params(cls: type) -> dict[str, Param]:
         if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
             (kind,) = (each for each in typing.get_args(kind) if each is not types.NoneType)
             is_optional = True
+        given: Param = field.metadata["param"]
+        flag = given.flag or "--" + field.name.replace("_", "-")
         found[field.name] = dataclasses.replace(
-            field.metadata["param"], name=field.name, kind=kind, is_optional=is_optional, default=field.default
+            given, name=field.name, flag=flag, kind=kind, is_optional=is_optional, default=field.default
         )
     return found

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from jaxserve.config import EngineConfig
+from jaxserve.fields import param, params
 
 LinksName = Literal["auto", "direct", "bridge"]
 
@@ -37,19 +38,12 @@ class TlsFiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig:
-    """This host's part in a group of hosts.
+    """This host's part in a group of hosts. The metadata of fields makes flags; times are in seconds.
 
     Attributes:
       hosts: number of hosts; each has the same number of devices.
       host: this host's number. Host 0 is the master: it schedules, serves clients, and runs its stages.
       coordinator: HOST:PORT of the master's jax.distributed service. The master listens on this interface only.
-      control_port: port of the master for plans; None is the coordinator's port plus one.
-      join_timeout: seconds within which all hosts must join.
-      step_deadline: seconds within which an iteration must be done; None derives it from the measured cost of the
-        largest bucket.
-      links: how arrays pass between stages on different hosts; `auto` probes.
-      record_seconds: seconds of iterations that the flight recorder keeps.
-      record_folder: where it writes them when a host fails.
       secrets: TLS files; None sends plain text.
       local_devices: which of its devices this process uses; None for all.
     """
@@ -57,12 +51,34 @@ class ClusterConfig:
     hosts: int
     host: int
     coordinator: str
-    control_port: int | None = None
-    join_timeout: float = 300.0
-    step_deadline: float | None = None
-    links: LinksName = "auto"
-    record_seconds: float = 120.0
-    record_folder: Path = Path()
+    control_port: int | None = param(
+        None, "port of host 0 for plans", default_help="the port after the coordinator's", metavar="N"
+    )
+    join_timeout: float = param(300.0, "how long the hosts wait for each other", metavar="S")
+    step_deadline: float | None = param(
+        None,
+        "all hosts fail if an iteration takes longer",
+        default_help="20 times the measured time of the largest bucket, and at least 10",
+        metavar="S",
+    )
+    links: LinksName = param(
+        "auto",
+        "how stages on different hosts pass arrays; direct: the runtime copies; bridge: a program on both; auto: "
+        "direct if a probe finds that it works",
+    )
+    record_seconds: float = param(
+        120.0,
+        "seconds of iterations kept for `jaxserve replay`; written when a host fails and on SIGUSR2",
+        metavar="S",
+        flag="--flight-seconds",
+    )
+    record_folder: Path = param(
+        Path(),
+        "directory for flight records",
+        default_help="the current directory",
+        metavar="DIR",
+        flag="--flight-folder",
+    )
     secrets: TlsFiles | None = None
     local_devices: tuple[int, ...] | None = None
 
@@ -104,6 +120,9 @@ class ClusterConfig:
         """HOST:PORT of the control channel."""
         port = self.control_port or int(self.coordinator.rpartition(":")[2]) + 1
         return f"{self.interface}:{port}"
+
+
+CLUSTER_PARAMS = params(ClusterConfig)
 
 
 def check_settings(config: EngineConfig, cluster: ClusterConfig) -> None:

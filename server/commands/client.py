@@ -9,8 +9,8 @@ from typing import Any
 
 import grpc
 
-from server.commands import multi_sample as several
-from server.commands import prompts
+from server.commands import request_flags
+from server.commands.console import UserError, say_outcome
 from server.proto.jaxserve.v1.inference_pb2 import Choice, FinishReason, GenerateRequest, GenerateResponse, Grammar
 from server.proto.jaxserve.v1.inference_pb2_grpc import InferenceStub
 
@@ -65,11 +65,8 @@ def _metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `jaxserve client`."""
-    from server.commands.flags import add_sampling_flags
-
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("prompt", nargs="?", metavar="PROMPT", help="text to continue")
-    prompts.add_flags(parser, source)
     parser.add_argument(
         "--server", metavar="HOST:PORT", default="127.0.0.1:50051", help="address of the server (default: %(default)s)"
     )
@@ -78,8 +75,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--tls-ca", type=Path, metavar="FILE.pem", help="use TLS and trust these authorities")
     group.add_argument("--tls-cert", type=Path, metavar="FILE.pem", help="the client's certificate, for mutual TLS")
     group.add_argument("--tls-key", type=Path, metavar="FILE.pem", help="its private key")
-    add_sampling_flags(parser)
-    several.add_flags(parser)
+    request_flags.add_flags(parser, source)
 
 
 def _security(args: argparse.Namespace) -> dict[str, Any]:
@@ -109,17 +105,14 @@ def _grammar(type: str, value: Any = True) -> Grammar:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the text as it comes, or several texts, and how each ended on standard error."""
-    from server.commands.console import UserError
-    from server.commands.flags import sampling_fields
-
-    fields, wanted = prompts.fields(args) | sampling_fields(args), several.fields(args)
+    fields, answers = request_flags.prompt(args) | request_flags.sampling(args), request_flags.answers(args)
     response = GenerateResponse()
     try:
         fields["logit_bias"] = {int(token): bias for token, bias in fields.get("logit_bias", {}).items()}
         if "grammar" in fields:
             fields["grammar"] = _grammar(**fields["grammar"])
-        if wanted:
-            for response in whole(args.server, **_security(args), **fields, **wanted):
+        if answers:
+            for response in whole(args.server, **_security(args), **fields, **answers):
                 print(response.text)
                 _say_outcome(response)
             return 0
@@ -136,8 +129,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _say_outcome(response: GenerateResponse) -> None:
-    from server.commands.console import say_outcome
-
     usage, seed = response.usage, response.seed if response.HasField("seed") else None
     reason = FinishReason.Name(response.finish_reason).removeprefix("FINISH_REASON_").lower()
     say_outcome(reason, usage.prompt_tokens, usage.completion_tokens, seed)

@@ -9,9 +9,9 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, get_args
+from typing import TYPE_CHECKING, NoReturn
 
-from jaxserve.multihost.config import ClusterConfig, LinksName, TlsFiles, check_settings
+from jaxserve.multihost.config import CLUSTER_PARAMS, ClusterConfig, TlsFiles, check_settings
 from server.commands import flags
 from server.commands.console import Progress, say, user_errors
 from server.engine_process import exit_codes
@@ -45,54 +45,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--host-id", type=int, metavar="I", help="number of this host; host 0 schedules and serves the clients"
     )
     group.add_argument("--coordinator", metavar="HOST:PORT", help="address of host 0, the same on every host")
-    group.add_argument(
-        "--control-port",
-        type=int,
-        metavar="N",
-        help="port of host 0 for plans (default: the port after the coordinator's)",
-    )
-    group.add_argument(
-        "--join-timeout",
-        type=float,
-        metavar="S",
-        default=300.0,
-        help="how long the hosts wait for each other (default: %(default)g)",
-    )
-    group.add_argument(
-        "--step-deadline",
-        type=float,
-        metavar="S",
-        help="all hosts fail if an iteration takes longer (default: 20 times the measured time of the largest bucket, "
-        "and at least 10)",
-    )
-    group.add_argument(
-        "--links",
-        choices=get_args(LinksName),
-        default="auto",
-        help="how stages on different hosts pass arrays; direct: the runtime copies; bridge: a program on both; auto: "
-        "direct if a probe finds that it works (default: %(default)s)",
-    )
+    for param in CLUSTER_PARAMS.values():
+        flags.add(group, param)
     for name, text in (
         ("cert", "this host's certificate, for mutual TLS between the hosts"),
         ("key", "its private key"),
         ("ca", "the authority that signed the certificate of every host"),
     ):
         group.add_argument(f"--hosts-{name}", type=Path, metavar="FILE.pem", help=text)
-    group.add_argument(
-        "--flight-seconds",
-        type=float,
-        metavar="S",
-        default=120.0,
-        help="seconds of iterations kept for `jaxserve replay`; written when a host fails and on SIGUSR2 "
-        "(default: %(default)g)",
-    )
-    group.add_argument(
-        "--flight-folder",
-        type=Path,
-        metavar="DIR",
-        default=Path(),
-        help="directory for flight records (default: the current directory)",
-    )
 
 
 def from_flags(args: argparse.Namespace) -> ClusterConfig | None:
@@ -100,8 +60,7 @@ def from_flags(args: argparse.Namespace) -> ClusterConfig | None:
     with user_errors():
         secrets = _secrets(args)
         if args.hosts == 1:
-            given = ("host_id", "coordinator", "control_port", "step_deadline")
-            for name in given:
+            for name in ("host_id", "coordinator", "control_port", "step_deadline"):
                 if getattr(args, name) is not None:
                     raise ValueError(f"--{name.replace('_', '-')} needs --hosts")
             if secrets is not None:
@@ -120,14 +79,9 @@ def from_flags(args: argparse.Namespace) -> ClusterConfig | None:
             hosts=count,
             host=host,
             coordinator=coordinator,
-            control_port=args.control_port,
-            join_timeout=args.join_timeout,
-            step_deadline=args.step_deadline,
-            links=args.links,
-            record_seconds=args.flight_seconds,
-            record_folder=args.flight_folder,
             secrets=secrets,
             local_devices=local_devices,
+            **flags.read(args, CLUSTER_PARAMS),
         )
         check_settings(flags.engine_config(args), cluster)
         return cluster

@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     chosen = serve_settings.from_flags(args)
-    if chosen.cluster is not None and chosen.is_worker:
+    if chosen.cluster is not None and chosen.cluster.host:
         if chosen.in_process:
             return hosts.follow(chosen.model, chosen.engine, chosen.cluster)
         return asyncio.run(hosts.follow_in_own_process(chosen.model, chosen.engine, chosen.cluster, chosen.restarts))

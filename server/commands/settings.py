@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 PREFIX = "JAXSERVE_"
 
 _UNSET: Any = object()
-_OFF = ("http-port",)  # settings for which None means off
 _ITSELF = ("help", "config", "print_config")  # flags that are not settings
 
 
@@ -86,7 +85,6 @@ def as_toml(settings: Iterable[Setting]) -> str:
     """The settings as a file for `--config`. No setting is a secret: keys have their own files."""
     lines = []
     for name, value, source in settings:
-        value = "off" if value is None and name in _OFF else value
         text = f"# {name} is not set" if value is None else f"{name} = {_toml(name, value)}"
         lines.append(f"{text}  # {source}\n")
     return "".join(lines)

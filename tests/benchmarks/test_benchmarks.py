@@ -9,7 +9,7 @@ import pytest
 from benchmarks import checkpoints, host, jobs
 from benchmarks.__main__ import BENCHMARKS
 from benchmarks.__main__ import main as checkout_main
-from benchmarks.started_server import started_server
+from benchmarks.started_server import engine_arguments, started_server
 from jaxserve.config import EngineConfig
 from server.commands import cli as commands
 from server.commands import flags
@@ -24,7 +24,7 @@ CONFIG = EngineConfig(dtype="float32", max_rows=3, buckets=(3, 8), max_context=1
 def bench(command: str, *arguments: str) -> int:
     """Runs a benchmark of either command with the shared configuration."""
     config = dataclasses.replace(CONFIG, compilation_cache=jax.config.jax_compilation_cache_dir)
-    arguments = (*flags.engine_arguments(config), *arguments)
+    arguments = (*engine_arguments(config), *arguments)
     if command in BENCHMARKS:
         return checkout_main([command, *arguments])
     return commands.main(["bench", command, *arguments])
@@ -137,6 +137,25 @@ def test_server_that_cannot_start_shows_its_output(tmp_path):
         started_server(tmp_path / "nowhere", CONFIG, tmp_path / "log"),
     ):
         pass
+
+
+@pytest.mark.parametrize(
+    ("settings", "arguments"),
+    [
+        ({}, ""),
+        ({"compilation_cache": None}, "--compilation-cache off"),
+        ({"max_rows": 8, "buckets": (16, 32), "target_tpot": 0.1}, "--max-rows 8 --buckets 16,32 --target-tpot 0.1s"),
+        ({"prefix_cache": False, "scoring": False}, "--prefix-cache off --no-scoring"),
+        ({"deterministic": True, "slot_policy": "reserve"}, "--slot-policy reserve --deterministic"),
+    ],
+)
+def test_engine_arguments_describe_a_configuration(settings, arguments):
+    config = EngineConfig(**settings)
+    assert engine_arguments(config) == arguments.split()
+    args = commands.parser().parse_args(
+        ["serve", "--compilation-cache", str(config.compilation_cache), *arguments.split()]
+    )
+    assert flags.engine_config(args) == config
 
 
 @pytest.mark.bench

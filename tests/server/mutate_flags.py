@@ -21,8 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxserve.config import ENGINE_PARAMS
+from jaxserve.multihost.config import CLUSTER_PARAMS
 from server.commands import cli
-from server.commands.serve_settings import ServeSettings
+from server.commands.serve_settings import SERVE_PARAMS, ServeSettings
 
 ROOT = Path(__file__).parents[2]
 COPIED = ("server", "tests", "jaxserve", "sharding", "pallas_kernels", "pyproject.toml")
@@ -98,7 +99,7 @@ def main(names: Sequence[str]) -> int:
 
 def all_mutants() -> Iterator[Mutant]:
     flags = set(vars(cli.parser().parse_args(["serve"]))) - {"run", "settings"} - set(ENGINE_PARAMS)
-    fields = {field.name for field in dataclasses.fields(ServeSettings)}
+    fields = {field.name for field in dataclasses.fields(ServeSettings)} | {"in_process", "restarts"}
     for (file, wanted), names in FUNCTIONS.items():
         source = (ROOT / file).read_text()
         for function in _functions(ast.parse(source)):
@@ -113,22 +114,23 @@ def all_mutants() -> Iterator[Mutant]:
                         source=_replaced(source, its),
                         tests=_tests(function.name, name),
                     )
-    yield from _engine_mutants()
+    yield from _param_mutants()
 
 
-def _engine_mutants() -> Iterator[Mutant]:
-    file = "server/commands/flags.py"
+def _param_mutants() -> Iterator[Mutant]:
+    """Those of the settings that are read by their metadata."""
+    file, line = "server/commands/flags.py", "    return values\n"
     source = (ROOT / file).read_text()
-    line = re.search(r"    values = \{.*ENGINE_PARAMS\.items\(\)\}\n", source)
-    assert line is not None
-    for name in ENGINE_PARAMS:
-        dropped = f'    values["{name}"] = EngineConfig().{name}\n'
+    assert source.count(line) == 1
+    for name in (*ENGINE_PARAMS, *SERVE_PARAMS, *CLUSTER_PARAMS):
+        dropped = f'    if "{name}" in values:\n        values["{name}"] = params["{name}"].default\n'
+        tests = "engine_flag" if name in ENGINE_PARAMS else "not engine_flag"
         yield Mutant(
             flag=name,
             file=file,
-            function="engine_config",
-            source=source[: line.end()] + dropped + source[line.end() :],
-            tests=(FLAG_TESTS, "-k", "engine_flag"),
+            function="read",
+            source=source.replace(line, dropped + line),
+            tests=(FLAG_TESTS, "-k", tests),
         )
 
 

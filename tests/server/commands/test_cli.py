@@ -16,10 +16,9 @@ import grpc
 import httpx2 as httpx
 import pytest
 
-from jaxserve.config import EngineConfig
 from jaxserve.fields import Param
 from jaxserve.sampling_params import SAMPLING_PARAMS
-from server.commands import cli, client, flags
+from server.commands import cli, client, flags, request_flags
 from server.commands import engine_start as start
 from server.proto.jaxserve.v1.inference_pb2 import GenerateRequest, GetLoadRequest
 from server.proto.jaxserve.v1.inference_pb2_grpc import InferenceStub
@@ -91,23 +90,6 @@ def test_engine_flags_are_the_same_for_every_command(command: list[str]) -> None
     assert (config.scoring, config.attention, config.compilation_cache) == (False, "xla", None)
 
 
-@pytest.mark.parametrize(
-    ("settings", "arguments"),
-    [
-        ({}, ""),
-        ({"compilation_cache": None}, "--compilation-cache off"),
-        ({"max_rows": 8, "buckets": (16, 32), "target_tpot": 0.1}, "--max-rows 8 --buckets 16,32 --target-tpot 0.1s"),
-        ({"prefix_cache": False, "scoring": False}, "--prefix-cache off --no-scoring"),
-        ({"deterministic": True, "slot_policy": "reserve"}, "--slot-policy reserve --deterministic"),
-    ],
-)
-def test_engine_arguments_describe_a_configuration(settings: dict[str, Any], arguments: str) -> None:
-    config = EngineConfig(**settings)
-    assert flags.engine_arguments(config) == arguments.split()
-    args = cli.parser().parse_args(["serve", "--compilation-cache", str(config.compilation_cache), *arguments.split()])
-    assert flags.engine_config(args) == config
-
-
 @pytest.mark.parametrize("param", SAMPLING_PARAMS.values(), ids=lambda param: param.name)
 def test_sampling_flag(param: Param) -> None:
     values = {int: ("3", 3), float: ("0.5", 0.5), bool: (None, True), tuple[str, ...]: ("x", ["x"])}
@@ -115,7 +97,7 @@ def test_sampling_flag(param: Param) -> None:
     flag = "--json-object" if param.name == "grammar" else "--" + param.name.replace("_", "-")
     text, value = values.get(param.kind, (None, {"type": "json_object"}))
     args = cli.parser().parse_args(["generate", "--prompt", "a", flag, *([text] if text else [])])
-    assert flags.sampling_fields(args) == {param.name: value}
+    assert request_flags.sampling(args) == {param.name: value}
 
 
 @pytest.mark.parametrize("command", [["serve"], ["generate", "--prompt", "a"], ["bench", "offline"]])
@@ -137,10 +119,10 @@ def test_deterministic_takes_the_slot_policy_it_needs(command: list[str]) -> Non
         ("serve --max-rows 0", "max_rows is 0"),
         ("serve --buckets 32,16", "buckets are (32, 16)"),
         ("serve --in-flight 3", "in_flight is 3; more than stages + 1 (2)"),
-        ("serve --port 70000", "--port 70000"),
-        ("serve --http-port 70000", "--http-port 70000"),
-        ("serve --metrics-port 70000", "--metrics-port 70000"),
-        ("serve --stall-seconds 0", "--stall-seconds is 0; it must be above 0"),
+        ("serve --port 70000", "--port is 70000; it must be a whole number from 0 to 65535"),
+        ("serve --http-port 70000", "--http-port is 70000"),
+        ("serve --metrics-port 70000", "--metrics-port is 70000"),
+        ("serve --stall-seconds 0", "--stall-seconds is 0.0; it must be above 0"),
         ("serve --host not.a.host.invalid", "cannot listen on not.a.host.invalid:50051"),
         ("serve --host not..one", "cannot listen on not..one:50051"),
         (
@@ -189,7 +171,7 @@ def test_argparse_refuses_what_it_can_see(command: str) -> None:
 def test_a_port_that_is_none_is_told_in_words(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["serve", "--http-port", "on"])
-    assert "--http-port: 'on' is neither off nor a port" in capsys.readouterr().err
+    assert "--http-port: 'on' is neither off nor a whole number" in capsys.readouterr().err
 
 
 # client

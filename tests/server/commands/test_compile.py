@@ -8,10 +8,10 @@ import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
+from benchmarks import checkpoints
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
 from server.commands import cli
-from server.commands.bench import shapes
 
 SETTINGS = {"max_rows": 2, "buckets": (7,), "max_context": 104, "slots": 416}
 FLAGS = ["--max-rows", "2", "--buckets", "7", "--max-context", "104", "--slots", "416", "--no-scoring"]
@@ -29,7 +29,7 @@ def empty_jax_cache(tmp_path: Path) -> Iterator[None]:
 
 
 def test_compile_ahead(tmp_path, capsys, empty_jax_cache: None) -> None:
-    model, cache = shapes.checkpoint("tiny", tmp_path), tmp_path / "cache"
+    model, cache = checkpoints.checkpoint("tiny", tmp_path), tmp_path / "cache"
     command = ["compile", "--model", str(model), "--compilation-cache", str(cache), *FLAGS]
     assert cli.main(command) == 0
     kept = len(list(cache.iterdir()))
