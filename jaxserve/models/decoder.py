@@ -119,9 +119,9 @@ def sizes(
     }
 
 
-def rotated(fields: Fields, values: dict[str, Any], *, theta: float = 10000.0) -> dict[str, Any]:
-    """`sizes` with the rotation, and with the positions that it stretches to."""
-    turned = rotary.parse(fields.entries, values["head_dim"], max_position=values["max_position"], theta=theta)
+def rotated(fields: Fields, values: dict[str, Any], **defaults: Any) -> dict[str, Any]:
+    """`sizes` with the rotation (see `rotary.parse`), and with the positions that it stretches to."""
+    turned = rotary.parse(fields.entries, values["head_dim"], max_position=values["max_position"], **defaults)
     return values | {"rotary": turned, "max_position": turned.longest(values["max_position"])}
 
 

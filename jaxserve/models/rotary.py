@@ -120,6 +120,7 @@ def parse(
     max_position: int,
     theta: float = 10000.0,
     share: float = 1.0,
+    kinds: tuple[str, ...] = KINDS,
     kind_of_layer: str | None = None,
     interleaved: bool = False,
 ) -> Rotary:
@@ -130,6 +131,7 @@ def parse(
     Args:
       max_position: its max_position_embeddings.
       theta / share: what holds where it does not say, of rope_theta and partial_rotary_factor.
+      kinds: the ways to stretch positions that the model knows.
       kind_of_layer: entry of `rope_parameters` to read, where it has one for each kind ("full_attention", ...).
 
     Raises:
@@ -141,8 +143,9 @@ def parse(
     if kind_of_layer is not None and isinstance(inner.entries.get(kind_of_layer), Mapping):
         inner = inner.within(kind_of_layer)
     kind = inner.entries.get("rope_type") or inner.entries.get("type") or "default"
-    if kind not in KINDS:
-        raise ValueError(f"{name} is of rope_type {kind!r}, which is not supported; {', '.join(KINDS)} are")
+    if kind not in kinds:
+        served = f"{', '.join(kinds)} {'are' if len(kinds) > 1 else 'is'}"
+        raise ValueError(f"{name} is of rope_type {kind!r}, which is not supported; {served}")
     theta = inner.number("rope_theta", default=fields.number("rope_theta", default=theta))
     share = inner.number("partial_rotary_factor", default=fields.number("partial_rotary_factor", default=share))
     size = int(head_dim * share)

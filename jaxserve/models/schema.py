@@ -122,6 +122,7 @@ class Stored(NamedTuple):
       parts: whether all queries, all keys and all values follow each other in it, rather than those of each key head.
       every: (first, step) of its outputs where others lie between them; None for all.
       experts: how many there are, where each has a tensor of its own.
+      share: (i, n) where it is n parameters of one shape, output after output, and this is number i.
     """
 
     name: str
@@ -129,6 +130,7 @@ class Stored(NamedTuple):
     parts: bool = False
     every: tuple[int, int] | None = None
     experts: int = 0
+    share: tuple[int, int] = (0, 1)
 
     def of_layer(self, i: int) -> Stored:
         """The same for layer i."""

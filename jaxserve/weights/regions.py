@@ -56,7 +56,7 @@ def layout(model: Model, name: str, axes: tuple[str, ...], shape: tuple[int, ...
         unit = shape[axis] // config.num_heads
         heads = (Run(i * unit, unit, 0, head * unit) for i, head in enumerate(sources.queries) if head >= 0)
         return Layout(axis, _merged(heads))
-    return Layout(0, (Run(0, shape[0], 0, 0),))
+    return Layout(0, (Run(0, shape[0], 0, stored.share[0] * shape[0]),))
 
 
 def tensor_shapes(
@@ -78,7 +78,7 @@ def tensor_shapes(
 
 
 def _stored_shape(shape: tuple[int, ...], stored: Stored) -> tuple[int, ...]:
-    sizes = list(shape)
+    sizes = [shape[0] * stored.share[1], *shape[1:]]
     if stored.every is not None:
         sizes[-2 if stored.transposed else -1] *= stored.every[1]
     if stored.transposed:

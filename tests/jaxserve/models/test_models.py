@@ -40,6 +40,7 @@ WINDOWS = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers":
 QWEN2 = LLAMA | {"model_type": "qwen2", "head_dim": 4}
 QWEN3 = LLAMA | {"model_type": "qwen3"}
 MISTRAL = LLAMA | {"model_type": "mistral", "sliding_window": 4}
+PHI3 = LLAMA | {"model_type": "phi3", "sliding_window": 4}
 GPTJ = GPT2 | {"model_type": "gptj", "rotary_dim": 4}
 FALCON = GPT_NEOX | {"model_type": "falcon"}
 MPT = {
@@ -70,6 +71,8 @@ CONFIGS = {
     "qwen3-windows": QWEN3 | WINDOWS | {"attention_bias": True},
     "mistral": MISTRAL,
     "mistral-no-window": MISTRAL | {"sliding_window": None},
+    "phi3": PHI3,
+    "phi3-partly-rotated": PHI3 | {"sliding_window": None, "partial_rotary_factor": 0.75},
     "gptj": GPTJ,
     "gpt_bigcode": GPT2 | {"model_type": "gpt_bigcode"},
     "gpt_bigcode-multi-head": GPT2 | {"model_type": "gpt_bigcode", "multi_query": False},
@@ -121,8 +124,8 @@ def test_tables_of_a_family_match_its_parameters(model):
     structure = jax.tree.structure(shapes)
     assert jax.tree.structure(axes, is_leaf=models.is_tuple) == structure
     assert jax.tree.structure(stored, is_leaf=models.is_tuple) == structure
-    names = [leaf.name for leaf in jax.tree.leaves(stored, is_leaf=models.is_tuple)]
-    assert len(set(names)) == len(names) or model.config.family == "gpt_oss"  # gates and the rest share tensors
+    places = [(leaf.name, leaf.share, leaf.every) for leaf in jax.tree.leaves(stored, is_leaf=models.is_tuple)]
+    assert len(set(places)) == len(places)
     sizes, config = model.axis_sizes(), model.config
     assert (sizes["vocab"], sizes["embed"]) == (config.vocab_size, config.hidden_size)
     assert (sizes["heads"], sizes["ffn"]) == (config.num_heads, config.ffn_size)
@@ -258,6 +261,15 @@ def test_windows_of_layers_are_read(entries, windows):
         (MISTRAL | {"layer_types": ["full_attention"]}, "it must be a list with a name for each of 3 layers"),
         (MISTRAL | {"layer_types": ["chunked_attention"] * 3}, "layer_types has 'chunked_attention', which is not"),
         (QWEN2 | LAYER_TYPES, "layer_types has 'sliding_attention', but no sliding_window is in use"),
+        (PHI3 | {"attention_bias": True}, "attention_bias is True, which is not supported"),
+        (
+            PHI3 | {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}},
+            "rope_scaling is of rope_type 'longrope', which is not supported; default is",
+        ),
+        (
+            PHI3 | {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}},
+            "rope_parameters is of rope_type 'yarn', which is not supported; default is",
+        ),
         (QWEN2 | {"use_mrope": True}, "use_mrope is True, which is not supported"),
         (
             QWEN2 | {"dual_chunk_attention_config": {"chunk_size": 8}},

@@ -26,6 +26,7 @@ PADDED = (
     ("llama-3", 6),
     ("llama-dynamic", 8),
     ("qwen3-grouped", 4),
+    ("phi3-partly-rotated", 8),
 )
 
 

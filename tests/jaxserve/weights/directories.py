@@ -29,11 +29,12 @@ QWEN3 = GPT_NEOX | {
     "head_dim": 8,
     "attention_bias": True,
 }
+PHI3 = QWEN3 | {"model_type": "phi3", "attention_bias": False}
 OPT = GPT_NEOX | {"model_type": "opt", "ffn_dim": 40}
 NARROW = {"word_embed_proj_dim": 16, "do_layer_norm_before": False}
 BARE = {"enable_bias": False, "layer_norm_elementwise_affine": False, "_remove_final_layer_norm": True}
 UNTIED = {"tie_word_embeddings": False}
-MODELS = [BLOOM, BLOOM | UNTIED, GPT2, GPT2 | UNTIED, GPT_NEOX, QWEN3, OPT, OPT | NARROW | UNTIED, OPT | BARE]
+MODELS = [BLOOM, BLOOM | UNTIED, GPT2, GPT2 | UNTIED, GPT_NEOX, QWEN3, PHI3, OPT, OPT | NARROW | UNTIED, OPT | BARE]
 
 
 def random_params(model: models.Model, seed: int = 0) -> models.Params:

@@ -1,0 +1,5 @@
+"""Phi-3 and Phi-4, tensor parallel like Llama (Megatron-LM, arXiv:1909.08053, section 3)."""
+
+from sharding.specs.llama import SPEC
+
+__all__ = ["SPEC"]
