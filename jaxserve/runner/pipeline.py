@@ -22,9 +22,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxserve import weights
 from jaxserve.iteration import IterationPlan, IterationResult
 from jaxserve.models import Model, Params
-from jaxserve.models.layers import Quantized
 from jaxserve.runner.batch import PackedPlan
 from jaxserve.runner.links import Link, links_within
 from jaxserve.runner.lowering import StagePrograms
@@ -34,7 +34,6 @@ from jaxserve.sampling_params import Grammar, SamplingParams
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.structured_output.masks import GrammarMasks
 from jaxserve.structured_output.matcher import Compiled
-from jaxserve.weights import is_matrix
 
 # Called after a launch with the plan and an output of each stage, which is ready when the stage has run.
 Watcher = Callable[[IterationPlan, Sequence[jax.Array]], None]
@@ -130,9 +129,8 @@ class Pipeline:
         tree: Params = {"layers": {}}
         for stage in reversed(self.stages):
             tree |= stage.params | {"layers": stage.params["layers"] | tree["layers"]}
-        shapes = self.model.unpadded.shapes(self.shape.attention.dtype)
-        shapes["layers"] = dict(enumerate(shapes["layers"]))
-        return jax.tree.map(_cut, tree, shapes, is_leaf=is_matrix)
+        tree["layers"] = [tree["layers"][i] for i in range(self.model.config.num_layers)]
+        return weights.unpadded(self.model, tree)
 
     def replace_params(self, params: Params) -> None:
         """Take other weights of the same shapes. No iteration may be in flight."""
@@ -333,13 +331,3 @@ class Pipeline:
 
 def _is_ready(x: Any) -> bool:
     return x.is_ready()
-
-
-def _cut(values: Any, own: jax.ShapeDtypeStruct) -> Any:
-    """A parameter without its padding."""
-    if values.shape == own.shape:
-        return values
-    if isinstance(values, Quantized):
-        rows, columns = map(slice, own.shape)
-        return Quantized(values.values[rows, columns], values.scales[rows])
-    return values[tuple(map(slice, own.shape))]

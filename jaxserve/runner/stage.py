@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxserve import weights
 from jaxserve.iteration import IterationPlan, IterationResult, SamplerVariant
 from jaxserve.models import Params
 from jaxserve.models.layers import Quantized
@@ -77,7 +78,7 @@ class StageRunner:
 
     def _own(self, params: Params) -> Params:
         wanted = self.programs.params()
-        part = self.programs.model.part(params, self.programs.layers)
+        part = self.programs.model.part(weights.padded(self.programs.model, params), self.programs.layers)
         return jax.tree.map(_placed, part, wanted, is_leaf=is_matrix)
 
     def replace_params(self, params: Params) -> None:
@@ -254,9 +255,6 @@ def _placed(values: Any, wanted: jax.ShapeDtypeStruct | Quantized) -> jax.Array 
 
 
 def _put(values: Any, wanted: jax.ShapeDtypeStruct) -> jax.Array:
-    if values.shape != wanted.shape:
-        missing = [(0, size - have) for size, have in zip(wanted.shape, values.shape, strict=True)]
-        values = np.pad(np.asarray(values), missing)
     if isinstance(values, jax.Array) and (values.dtype, values.sharding) == (wanted.dtype, wanted.sharding):
         return values  # read to where it belongs; of several hosts' devices it could not be copied from here alone
     return jax.device_put(values.astype(wanted.dtype), wanted.sharding)

@@ -5,7 +5,17 @@
 """
 
 from jaxserve.weights.checkpoint import CheckpointError, read_config
-from jaxserve.weights.loading import Place, Progress, describe, is_matrix, load, on_mesh, on_one_device
+from jaxserve.weights.loading import (
+    Place,
+    Progress,
+    describe,
+    is_matrix,
+    load,
+    on_mesh,
+    on_one_device,
+    padded,
+    unpadded,
+)
 from jaxserve.weights.saving import convert, fingerprint, write_hf
 
 __all__ = [
@@ -19,6 +29,8 @@ __all__ = [
     "load",
     "on_mesh",
     "on_one_device",
+    "padded",
     "read_config",
+    "unpadded",
     "write_hf",
 ]

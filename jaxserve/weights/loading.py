@@ -18,7 +18,7 @@ from jaxserve.models.layers import Quantized
 from jaxserve.weights import naming, orbax, quantize
 from jaxserve.weights.checkpoint import StoredTensor, StoredTensors
 from jaxserve.weights.naming import Parameter, parameters
-from jaxserve.weights.regions import layout
+from jaxserve.weights.regions import OURS, Layout, layout
 from sharding.spec import ShardingSpec
 
 # place(name, shape, axes) -> sharding of a parameter, None of one that is not read; names are like layers.3.qkv.kernel
@@ -98,7 +98,7 @@ def load(
     if orbax.is_saved(directory):
         names = [parameter.name for parameter in wanted]
         shapes = [parameter.shape.shape for parameter in wanted]
-        layouts = [layout(model, name, axes, shape.shape, orbax.STORED) for name, shape, axes, _ in wanted]
+        layouts = [layout(model, name, axes, shape.shape, OURS) for name, shape, axes, _ in wanted]
         arrays = orbax.restore(
             directory,
             dict(zip(names, targets, strict=True)),
@@ -129,6 +129,36 @@ def load(
             if progress is not None:
                 progress("reading weights", done, total)
     return jax.tree.unflatten(jax.tree.structure(described, is_leaf=is_matrix), leaves)
+
+
+def padded(model: models.Model, params: models.Params) -> models.Params:
+    """The parameters of a padded model from those of the model; leaves that have the padded shape stay."""
+    return _rearranged(model, params, model, Layout.pad)
+
+
+def unpadded(model: models.Model, params: models.Params) -> models.Params:
+    """The parameters of the model from those of a padded model; leaves that have the model's shape stay."""
+    return _rearranged(model, params, model.unpadded, Layout.unpad)
+
+
+def _rearranged(
+    model: models.Model, params: models.Params, like: models.Model, move: Callable[[Layout, Any, tuple[int, ...]], Any]
+) -> models.Params:
+    wanted = parameters(model.unpadded, jnp.dtype(jnp.float32))
+    shapes = [leaf.shape for leaf in jax.tree.leaves(like.shapes(jnp.float32))]
+    leaves, structure = jax.tree.flatten(params, is_leaf=is_matrix)
+    moved = []
+    for (name, own, axes, _), shape, leaf in zip(wanted, shapes, leaves, strict=True):
+        if leaf.shape != shape:
+            of = layout(model, name, axes, own.shape, OURS)
+            if not isinstance(leaf, Quantized):
+                leaf = move(of, leaf, shape)
+            elif of.axis < len(shape) - 1:
+                leaf = Quantized(move(of, leaf.values, shape), move(of, leaf.scales, shape[:-1]))
+            else:
+                leaf = Quantized(move(of, leaf.values, shape), leaf.scales)
+        moved.append(leaf)
+    return jax.tree.unflatten(structure, moved)
 
 
 def is_matrix(node: Any) -> bool:

@@ -17,7 +17,6 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxserve.models.layers import Quantized
-from jaxserve.models.schema import Stored
 from jaxserve.weights import quantize
 from jaxserve.weights.checkpoint import CheckpointError, read_json
 from jaxserve.weights.regions import Layout
@@ -27,7 +26,6 @@ _MARKER = "jaxserve.json"
 _ARRAYS = "weights"
 _IN_FLIGHT = 256 * 2**20  # bytes restored at a time
 _FILE = 128 * 2**20  # bytes of a data file, roughly
-STORED = Stored("", parts=False)  # how a parameter lies there: as it is
 _VERSION = 1  # of the parameters' names and layouts
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -34,10 +34,30 @@ class Layout(NamedTuple):
             places[start : start + length] = stored + np.arange(length)
         return places
 
+    def pad(self, values: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+        """The parameter of a padded model, of this shape, from that of the model."""
+        values = np.asarray(values)
+        padded = np.zeros(shape, values.dtype)
+        before, others = (slice(None),) * self.axis, tuple(map(slice, values.shape[self.axis + 1 :]))
+        for start, length, _, stored in self.runs:
+            padded[*before, start : start + length, *others] = values[*before, stored : stored + length]
+        return padded
+
+    def unpad(self, values: Any, shape: tuple[int, ...]) -> Any:
+        """The parameter of a model, of this shape, from that of the padded model."""
+        order = np.zeros(shape[self.axis], np.int32)
+        for start, length, _, stored in self.runs:
+            order[stored : stored + length] = start + np.arange(length)
+        whole = values.take(order, self.axis)
+        return whole[tuple(map(slice, shape))]
+
 
 def is_qkv(name: str) -> bool:
     """Whether a parameter of this name is (a bias of) the fused projection to queries, keys and values."""
     return name.split(".")[-2] == "qkv"
+
+
+OURS = Stored("")  # how a parameter lies in our own checkpoints: as it is
 
 
 def layout(model: Model, name: str, axes: tuple[str, ...], shape: tuple[int, ...], stored: Stored) -> Layout:

@@ -29,6 +29,11 @@ SIZES = {  # by the names of all families
     "eos_token_id": 2,
     "n_head": 8,
     "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "num_local_experts": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
     "n_positions": 96,
     "max_position_embeddings": 96,
     "intermediate_size": 64,
@@ -103,6 +108,24 @@ def test_two_stages_of_four_devices_answer_as_one_device() -> None:
 @pytest.mark.long
 def test_two_stages_of_two_devices_answer_as_one_device(family) -> None:
     check_same(make(family, 2, settings("grow", 2, 2)), family, 2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("family", "stages"), [("llama", 1), ("mixtral", 2)])
+def test_four_devices_with_two_key_heads_answer_as_one(family, stages) -> None:
+    engine = make(family, 2, settings("grow", 4, stages))
+    check_same(engine, family, 2)
+    given, held = params_of(family, 2), engine._loops[0].pipeline.params
+    jax.tree.map(np.testing.assert_array_equal, held, given)
+
+
+@pytest.mark.long
+def test_experts_on_devices_of_their_own_answer_as_one(tmp_path) -> None:
+    (tmp_path / "experts.toml").write_text('[axes]\nexpert = "tensor"\nffn = "none"\n')
+    engine = make("mixtral", 2, settings("reserve", 4, sharding=str(tmp_path / "experts.toml")))
+    check_same(engine, "mixtral", 2)
+    gate = engine._loops[0].pipeline.stages[0].params["layers"][0]["experts"]["gate"]["kernel"]
+    assert gate.sharding.shard_shape(gate.shape) == (1, 64, 32)
 
 
 def test_answers_do_not_depend_on_rules(tmp_path) -> None:

@@ -1,0 +1,106 @@
+"""Mixtures of experts against a loop over tokens, and the ways to multiply runs of rows."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve import models
+from jaxserve.models import experts
+from jaxserve.models.layers import Quantized
+from jaxserve.runner import matmul
+from jaxserve.weights import quantize
+from pallas_kernels.cpu import build, product
+from tests.jaxserve.models.test_models import CONFIGS
+
+WAYS = {"ragged": experts.ragged_product, "tiles": matmul._runs_cpu, "native": product.multiply_runs}
+
+
+def runs(rows: int, count: int, seed: int = 0):
+    """x [rows, 33], kernels [count, 50, 33], sizes that leave two rows over and some experts empty."""
+    rng = np.random.default_rng(seed)
+    x, kernels = rng.standard_normal((rows, 33)), rng.standard_normal((count, 50, 33))
+    share = rng.dirichlet(np.full(count, 0.3))
+    return x.astype(np.float32), kernels.astype(np.float32), rng.multinomial(rows - 2, share).astype(np.int32)
+
+
+def by_hand(x, kernels, sizes):
+    y, start = np.zeros((len(x), kernels.shape[1])), 0
+    for kernel, size in zip(kernels, sizes, strict=True):
+        y[start : start + size] = x[start : start + size].astype(np.float64) @ kernel.T.astype(np.float64)
+        start += size
+    return y
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rows", [3, 19, 70])
+@pytest.mark.parametrize("way", WAYS)
+def test_runs_are_multiplied_by_their_kernels(way, rows, dtype):
+    if way == "native" and (refusal := build.refusal()) is not None:
+        pytest.skip(f"no native product: {refusal}")
+    x, kernels, sizes = runs(rows, 6)
+    x, kernels = jnp.asarray(x, dtype), jnp.asarray(kernels, dtype)
+    y = np.asarray(jax.jit(WAYS[way])(x, kernels, sizes))
+    expected = by_hand(np.asarray(x, np.float32), np.asarray(kernels, np.float32), sizes)
+    np.testing.assert_allclose(y, expected, atol=1e-4 if dtype == "float32" else 2e-2)
+    np.testing.assert_array_equal(y[sizes.sum() :], 0)
+
+
+@pytest.mark.parametrize("way", ["ragged", "tiles"])
+def test_int8_kernels_are_scaled(way):
+    x, kernels, sizes = runs(19, 6)
+    held = quantize.quantize(kernels, np.float32, np)
+    wide = held.values * held.scales[..., None]
+    y = np.asarray(jax.jit(WAYS[way])(x, Quantized(*map(jnp.asarray, held)), sizes))
+    np.testing.assert_allclose(y, by_hand(x, wide, sizes), atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_every_token_gets_what_its_experts_give(name):
+    model = models.build(models.parse_config(CONFIGS[name]))
+    config = model.config
+    layer = jax.tree.map(
+        lambda leaf: leaf + 0.1 * jnp.sin(jnp.arange(leaf.size)).reshape(leaf.shape), model.init(0, jnp.float32)
+    )
+    part = layer["layers"][0]["experts"]
+    module = model._make("Block", jax.random.key(0), layer=0).experts
+    x = jax.random.normal(jax.random.key(1), (7, config.hidden_size))
+    positions = jnp.array([0, 1, 2, -1, 4, 5, -1])
+    for piece in ("router", "gate", "up", "down"):
+        for leaf, value in part[piece].items():
+            getattr(getattr(module, piece), leaf).set_value(value)
+    y = np.asarray(module(x, positions))
+    weights, chosen = map(np.asarray, module.choose(module.router(x), config.experts_per_token))
+    for token in range(len(x)):
+        expected = np.zeros(config.hidden_size)
+        for weight, expert in zip(weights[token], chosen[token], strict=True) if positions[token] >= 0 else ():
+            each = {piece: part[piece]["kernel"][expert] @ (x[token]) for piece in ("gate", "up")}
+            each = {piece: value + part[piece].get("bias", np.zeros((99, 1)))[expert] for piece, value in each.items()}
+            inner = module.activation(each["gate"], each["up"])
+            bias = part["down"].get("bias", np.zeros((99, 1)))[expert]
+            expected += weight * (np.asarray(part["down"]["kernel"][expert] @ inner) + np.asarray(bias))
+        np.testing.assert_allclose(y[token], expected, atol=1e-4, err_msg=f"token {token}")
+
+
+def test_an_expert_elsewhere_adds_nothing():
+    x, kernels, _ = runs(5, 4)
+    chosen, weights = np.array([[0, 3], [1, 2], [3, 0], [4, 4], [2, 1]], np.int32), np.full((5, 2), 0.5, np.float32)
+    stack = {"gate": kernels, "up": kernels, "down": kernels.swapaxes(1, 2)}
+    whole, first, second = (
+        np.asarray(
+            experts.compute(
+                x,
+                chosen,
+                weights,
+                {name: jnp.asarray(leaf[part]) for name, leaf in stack.items()},
+                activation=experts.gated,
+                product=experts.ragged_product,
+                first=part.start,
+            )
+        )
+        for part in (slice(0, 4), slice(0, 2), slice(2, 4))
+    )
+    np.testing.assert_allclose(first + second, whole, atol=1e-3)
+    np.testing.assert_array_equal(whole[3], 0)
+    assert np.abs(first).sum() > 0
+    assert np.abs(second).sum() > 0
