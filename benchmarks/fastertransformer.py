@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxserve.plan.cost import Work
+from jaxserve.plan.cost import Roofline, Work
 from jaxserve.simulate.outcome import Outcome
-from jaxserve.simulate.roofline import Roofline
 from jaxserve.simulate.virtual_clock import Arrival
 
 
@@ -24,10 +23,10 @@ def batch_seconds(batch: Sequence[Arrival], roofline: Roofline) -> float:
     """Seconds of a batch; it is one micro-batch, so no two stages work at the same time."""
     count, shortest = len(batch), min(len(each.prompt) for each in batch)
     pairs = count * shortest * (shortest + 1) // 2
-    total = sum(roofline.seconds(Work(count * shortest, count, count * shortest, pairs)))
-    for length in range(shortest + 1, shortest + iterations(batch)):
-        total += sum(roofline.seconds(Work(count, count, count * length, count * length)))
-    return total
+    lengths = range(shortest + 1, shortest + iterations(batch))
+    works = [Work(count * shortest, count, count * shortest, pairs)]
+    works += [Work(count, count, count * length, count * length) for length in lengths]
+    return sum(stage.total for work in works for stage in roofline(work))
 
 
 def run(coming: Sequence[Arrival], roofline: Roofline, *, max_batch: int) -> list[Outcome]:

@@ -5,6 +5,7 @@ Two constants are fitted on the six published times of one model (101B); everyth
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,7 +13,11 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks import fastertransformer
-from jaxserve.plan.cost import Fit, ModelSizes, StageLoad, loads, work
+from jaxserve.config import EngineConfig
+from jaxserve.plan import model_catalog
+from jaxserve.plan.cost import Fit, Roofline, work
+from jaxserve.plan.deployment import Deployment
+from jaxserve.plan.predict import Plan, predict
 from jaxserve.scheduler.buckets import BucketCost, BucketLadder, default_sizes
 from jaxserve.scheduler.kv_blocks import SlotPool
 from jaxserve.scheduler.policy import make_policy
@@ -20,17 +25,16 @@ from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.simulate import virtual_clock
 from jaxserve.simulate import workload as traffic
 from jaxserve.simulate.outcome import Outcome
-from jaxserve.simulate.roofline import Roofline
-from jaxserve.simulate.virtual_clock import Arrival, HostTimes, SimulatedDevice
-from sharding.devices import Topology, parse
-from sharding.stages import split
+from jaxserve.simulate.system import bucket_costs, iteration_seconds
+from jaxserve.simulate.virtual_clock import Arrival, HostTimes, SimulatedDevice, SimulatedReplica
+from sharding import specs
+from sharding.devices import parse
 
 PROMPT, OUTPUT = traffic.Range(low=32, high=512), traffic.Range(low=1, high=128)
 # Section 6.1: batch size -> seconds for 32 tokens after prompts of 128, by 101B on 8 GPUs; read off figure 9.
 MICROBENCHMARK = {1: 1.05, 2: 1.13, 4: 1.21, 8: 1.32, 16: 1.5, 32: 1.95}
 OBJECTIVE = 0.19  # seconds a token at which 175B is compared in section 6.2; half of it is quick service
 QUICK = 0.1
-USABLE = 0.92  # of a device's memory
 OUR_ROWS, OUR_TOKENS, OUR_BLOCK = 96, 384, 16
 _ORCA_BLOCK = 8  # slots in a block where Orca has single ones: 1% more is reserved, and the simulation twice as fast
 _HALVINGS = 3  # of the step between two rates, where an objective lies between them
@@ -45,53 +49,39 @@ class Setup:
     """A model on its machines (table 1): stages of 8 A100-40GB each, or one GPU."""
 
     name: str
-    layers: int
-    hidden: int
     tensor: int
     stages: int
 
     @property
-    def sizes(self) -> ModelSizes:
-        """Sizes of GPT-3's architecture with heads of 128; the vocabulary is not published."""
-        heads = self.hidden // 128
-        return ModelSizes(
-            num_layers=self.layers,
-            hidden_size=self.hidden,
-            num_heads=heads,
-            num_kv_heads=heads,
-            head_dim=128,
-            ffn_size=4 * self.hidden,
-            vocab_size=51_200,
-        )
-
-    @property
-    def topology(self) -> Topology:
-        """One machine a stage."""
-        return parse(f"a100-40g:{self.stages}x{self.tensor}")
-
-    @property
-    def loads(self) -> tuple[StageLoad, ...]:
-        """The load of each stage."""
-        return loads(self.sizes, self.tensor, [len(each) for each in split(self.layers, self.stages, None)])
+    def plan(self) -> Plan:
+        """What is predicted of it, on one machine a stage."""
+        return _plan(self)
 
     @property
     def slots(self) -> int:
         """Slots that fit beside the weights."""
-        usable = USABLE * self.topology.device.memory
-        return min(int((usable - each.weight_bytes) / each.slot_bytes) for each in self.loads)
+        return self.plan.slots
 
-    def roofline(self, fit: Fit, *, padded: bool) -> Roofline:
+    def roofline(self, fit: Fit) -> Roofline:
         """The cost of iterations on these machines."""
-        return Roofline(self.loads, self.topology, fit=fit, padded=padded)
+        return self.plan.roofline(fit)
+
+
+@functools.cache
+def _plan(setup: Setup) -> Plan:
+    name, config = model_catalog.find(f"gpt3-{setup.name.lower()}")
+    engine = EngineConfig(tensor=setup.tensor, stages=setup.stages, max_rows=OUR_ROWS, token_budget=OUR_TOKENS)
+    topology, spec = parse(f"a100-40g:{setup.stages}x{setup.tensor}"), specs.default(config.family)
+    return predict(Deployment(name=name, config=config, topology=topology, engine=engine, spec=spec))
 
 
 SETUPS = {
     setup.name: setup
     for setup in (
-        Setup(name="13B", layers=40, hidden=5120, tensor=1, stages=1),
-        Setup(name="101B", layers=80, hidden=10240, tensor=8, stages=1),
-        Setup(name="175B", layers=96, hidden=12288, tensor=8, stages=2),
-        Setup(name="341B", layers=120, hidden=15360, tensor=8, stages=4),
+        Setup(name="13B", tensor=1, stages=1),
+        Setup(name="101B", tensor=8, stages=1),
+        Setup(name="175B", tensor=8, stages=2),
+        Setup(name="341B", tensor=8, stages=4),
     )
 }
 
@@ -111,9 +101,9 @@ def fitted(*, overlapped: bool) -> Fit:
 
 def microbenchmark(setup: Setup, batch: int, fit: Fit) -> float:
     """Seconds of one batch whose requests begin and end together: prompts of 128, 32 tokens."""
-    roofline = setup.roofline(fit, padded=False)
+    roofline = setup.roofline(fit)
     iterations = [[(0, 128)] * batch, *([(128 + step, 1)] * batch for step in range(31))]
-    return sum(sum(roofline.seconds(work(chunks))) for chunks in iterations)
+    return sum(stage.total for chunks in iterations for stage in roofline(work(chunks)))
 
 
 def trace(rate: float, *, requests: int, seed: int) -> list[Arrival]:
@@ -127,7 +117,7 @@ def trace(rate: float, *, requests: int, seed: int) -> list[Arrival]:
 
 def fastertransformer_of(setup: Setup, fit: Fit, max_batch: int) -> Serve:
     """FasterTransformer with batches of at most `max_batch` in one micro-batch."""
-    roofline = setup.roofline(fit, padded=False)
+    roofline = setup.roofline(fit)
     return lambda coming: fastertransformer.run(coming, roofline, max_batch=max_batch)
 
 
@@ -148,8 +138,9 @@ def orca_of(setup: Setup, fit: Fit, max_rows: int) -> Serve:
             n_stages=setup.stages,
             in_flight=setup.stages,
         )
-        device = SimulatedDevice(setup.roofline(fit, padded=False), setup.stages)
-        return virtual_clock.run(coming, scheduler, device, in_flight=setup.stages, host=HostTimes(polls=True))
+        device = SimulatedDevice(iteration_seconds(setup.roofline(fit), padded=False), setup.stages)
+        replica = SimulatedReplica(scheduler, device, in_flight=setup.stages, host=HostTimes(polls=True))
+        return virtual_clock.serve(coming, [replica])
 
     return serve
 
@@ -162,8 +153,8 @@ def objective_of(setup: Setup, fit: Fit) -> float:
 def ours_of(setup: Setup, fit: Fit) -> Serve:
     """Our engine: blocks on demand, a token budget by latency, the coarser default ladder."""
     target = objective_of(setup, fit)
-    roofline = setup.roofline(fit, padded=True)
-    ladder = BucketLadder(roofline.costs(default_sizes(OUR_ROWS, OUR_TOKENS), OUR_ROWS))
+    roofline = setup.roofline(fit)
+    ladder = BucketLadder(bucket_costs(roofline, default_sizes(OUR_ROWS, OUR_TOKENS), OUR_ROWS))
 
     def serve(coming: Sequence[Arrival]) -> list[Outcome]:
         scheduler = Scheduler(
@@ -175,7 +166,8 @@ def ours_of(setup: Setup, fit: Fit) -> Serve:
             n_stages=setup.stages,
             in_flight=setup.stages,
         )
-        return virtual_clock.run(coming, scheduler, SimulatedDevice(roofline, setup.stages), in_flight=setup.stages)
+        device = SimulatedDevice(iteration_seconds(roofline, padded=True), setup.stages)
+        return virtual_clock.serve(coming, [SimulatedReplica(scheduler, device, in_flight=setup.stages)])
 
     return serve
 

@@ -141,6 +141,11 @@ class ShardingSpec:
             held["heads"] = held["kv_heads"] * group
         return held
 
+    def sections(self) -> dict[str, Rules]:
+        """The rules by section of a spec file."""
+        exceptions = {f'parameters."{glob}"': rules for glob, rules in self.parameters.items()}
+        return {"axes": self.rules, **exceptions, "activations": self.activations, "pool": self.pool}
+
     def check_names(self, mesh: MeshLike, parameters: Mapping[str, tuple[str, ...]]) -> None:
         """Raise ValueError, with the nearest name, if a section has an unknown name.
 
@@ -148,9 +153,7 @@ class ShardingSpec:
           mesh: the devices.
           parameters: the model's parameters: name -> logical axes.
         """
-        sections = {"axes": self.rules, "activations": self.activations, "pool": self.pool}
-        sections |= {f'parameters."{glob}"': rules for glob, rules in self.parameters.items()}
-        for title, rules in sections.items():
+        for title, rules in self.sections().items():
             for logical, target in rules.items():
                 if target is not None and target not in mesh.shape:
                     raise ValueError(f"[{title}]: {_no_mesh_axis(logical, target, mesh)}")

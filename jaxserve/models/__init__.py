@@ -85,8 +85,8 @@ class Model:
         self.padded_config = padded_config
         self._family = family(config.family)
         self.head_sources = head_sources(config, padded_config)
-        self._embed, self._embed_state = self._split("Embed")
-        self._head, self._head_state = self._split("Head")
+        _, self._embed, self._embed_state = self._split("Embed")
+        _, self._head, self._head_state = self._split("Head")
         # Layers of one kind share a block.
         kinds = [config.layer_kind(layer) for layer in range(config.num_layers)]
         blocks = {kind: self._split("Block", layer=kinds.index(kind)) for kind in dict.fromkeys(kinds)}
@@ -95,9 +95,14 @@ class Model:
     def _make(self, piece: str, key: jax.Array, **layer: int) -> nnx.Module:
         return getattr(self._family, piece)(self.padded_config, rngs=nnx.Rngs(key), **layer)
 
-    def _split(self, piece: str, **layer: int) -> tuple[nnx.GraphDef, dict[str, Any]]:
-        graph, state = nnx.split(nnx.eval_shape(lambda: self._make(piece, jax.random.key(0), **layer)))
-        return graph, nnx.to_pure_dict(state)
+    def _split(self, piece: str, **layer: int) -> tuple[type, nnx.GraphDef, dict[str, Any]]:
+        module = nnx.eval_shape(lambda: self._make(piece, jax.random.key(0), **layer))
+        graph, state = nnx.split(module)
+        return type(module), graph, nnx.to_pure_dict(state)
+
+    def is_parallel(self, i: int) -> bool:
+        """Whether layer i computes attention and feed-forward side by side."""
+        return issubclass(self._blocks[i][0], layers.ParallelBlock)
 
     def embed(
         self, params: Params, tokens: Int32[jax.Array, " T"], positions: Int32[jax.Array, " T"]
@@ -162,7 +167,7 @@ class Model:
         cache: Any,
     ) -> tuple[Float[jax.Array, "T H"], Any]:
         """Runs a layer of the kind of layer i, given its weights, as for a scan over stacked layers."""
-        return nnx.merge(self._blocks[i][0], weights)(x, positions, attend, cache)
+        return nnx.merge(self._blocks[i][1], weights)(x, positions, attend, cache)
 
     def norm(self, params: Params, x: Float[jax.Array, "T H"]) -> Float[jax.Array, "T E"]:
         """What comes between the layers and the head's matrix: usually a norm."""
@@ -221,7 +226,7 @@ class Model:
         """A tree of what `of(piece, its parameters)` gives for the embedding, each layer and the head."""
         return {
             "embed": of("embed", self._embed_state),
-            "layers": [of("layer", state) for _, state in self._blocks],
+            "layers": [of("layer", state) for _, _, state in self._blocks],
             "head": of("head", self._head_state),
         }
 

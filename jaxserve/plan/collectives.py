@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from jaxserve.plan.cost import Collective
 from jaxserve.runner import kv_cache
 from jaxserve.runner.lowering import StagePrograms
 from jaxserve.runner.sharded_parameters import ShardedParameter
+
+_Exchange = tuple[str, str, int, bool]  # kind, what, nbytes, per_row of a Collective
+
+
+class _Step(NamedTuple):
+    """An operation on the result of the one before.
+
+    Attributes:
+      is_sum: it is a matmul, so parts of its input give partial sums.
+      reads_parts / gives_parts: whether each device reads, and gives, a part.
+      results: bytes of each result, for each token.
+    """
+
+    name: str
+    is_sum: bool
+    reads_parts: bool
+    gives_parts: bool
+    results: tuple[int, ...]
 
 
 def predict(stage: StagePrograms, parts: Mapping[str, ShardedParameter]) -> tuple[Collective, ...] | None:
@@ -15,59 +35,67 @@ def predict(stage: StagePrograms, parts: Mapping[str, ShardedParameter]) -> tupl
 
     The compiler decides if the spec splits "embed" or the hidden states between the layers.
 
-    A matmul whose summed axis is split leaves partial sums, so its result needs one all-reduce. A lookup in a table
-    whose rows are split is a sum as well. A split result is gathered if the next operation needs it whole. A whole
-    result is cut, at no cost, if the next operation needs it split.
-
     Args:
       parts: the stage's parameters by name.
     """
-    if any(part.split(axis) for part in parts.values() for axis in ("embed", "word_embed")):
-        return None
-    if any(stage.spec.activations.values()):
+    split_axes = {axis for part in parts.values() for axis in part.axes if part.split(axis)}
+    undecided = split_axes & {"embed", "word_embed"} or any(stage.spec.activations.values())
+    if undecided and stage.mesh.size > 1:
         return None
     config, item = stage.model.padded_config, stage.shape.attention.dtype.itemsize
-    hidden, heads = config.hidden_size * item, config.num_heads * config.head_dim * item
-    keys = config.num_kv_heads * config.head_dim * item
-    pool_split = kv_cache.head_parts(stage.mesh, stage.spec) > 1
-    side_by_side = getattr(config, "parallel_residual", False)  # the compiler sends both halves' sums at once
-    found: dict[tuple[str, str], Collective] = {}
-
-    def add(kind: str, what: str, nbytes: int, times: int = 1, *, per_row: bool = False) -> None:
-        known = found.get((kind, what))
-        times += known.times if known else 0
-        found[kind, what] = Collective(kind, what, nbytes, per_row, stage.mesh.size, times)
-
-    if stage.is_first:
-        tables = [part for part in parts.values() if part.name.startswith("embed.") and part.name.endswith(".table")]
-        scales = {part.name for part in parts.values() if part.name.endswith(".scales")}
-        summed = [part for part in tables if part.split(part.axes[0])]
-        for part in summed:
-            if f"{part.name}.scales" in scales:  # looked up and summed apart from their int8 values
-                add("all-reduce", "embed.scales", item)
-        if summed:
-            widths = (part.shape[1] * (1 if f"{part.name}.scales" in scales else item) for part in summed)
-            add("all-reduce", "embed", sum(widths))
+    heads, keys = (item * count * config.head_dim for count in (config.num_heads, config.num_kv_heads))
+    hidden, by_head = item * config.hidden_size, kv_cache.head_parts(stage.mesh, stage.spec) > 1
+    attend = _Step("layers.*.attend", False, by_head, by_head, (heads,))
+    found: Counter[_Exchange] = Counter(_lookups(item, parts) if stage.is_first else ())
     for layer in stage.layers:
 
-        def split(name: str, axis: str, layer: int = layer) -> bool:
-            return parts[f"layers.{layer}.{name}.kernel"].split(axis)
+        def product(name: str, *results: int, layer: int = layer) -> _Step:
+            out, into = parts[f"layers.{layer}.{name}.kernel"].divided
+            return _Step(f"layers.*.{name}", True, into, out, results)
 
-        if split("qkv", "heads") and not pool_split:
-            add("all-gather", "layers.*.qkv", keys, 3)
-        attention, ffn = split("out", "heads"), split("up", "ffn") or split("down", "ffn")
-        if pool_split and not attention:
-            add("all-gather", "layers.*.attend", heads)
-        if attention and ffn and side_by_side:
-            add("all-reduce", "layers.*.out, down", 2 * hidden)
-        else:
-            if attention:
-                add("all-reduce", "layers.*.out", hidden)
-            if ffn:
-                add("all-reduce", "layers.*.down", hidden)
+        attention = _exchanges([product("qkv", heads, keys, keys), attend, product("out", hidden)])
+        feed_forward = _exchanges([product("up", item * config.ffn_size), product("down", hidden)])
+        sent = [*attention, *feed_forward]
+        found.update(_together(sent) if stage.model.is_parallel(layer) else sent)
     if stage.is_last and head_table(parts).split("vocab"):
-        add("all-gather", "head", config.vocab_size * 4, per_row=True)
-    return tuple(found.values())
+        found["all-gather", "head", 4 * config.vocab_size, True] += 1
+    return tuple(Collective(*exchange, stage.mesh.size, times) for exchange, times in found.items())
+
+
+def _lookups(item: int, parts: Mapping[str, ShardedParameter]) -> Iterator[_Exchange]:
+    """A lookup in a table whose rows are split is a sum; those of int8 values and of their scales go apart."""
+    tables = {name: part for name, part in parts.items() if name.startswith("embed.") and name.endswith(".table")}
+    divided = {name: part for name, part in tables.items() if part.divided[0]}
+    for name in divided:
+        if f"{name}.scales" in parts:
+            yield "all-reduce", "embed.scales", item, False
+    widths = (part.nbytes // part.local[0] for part in divided.values())
+    yield from _together([("all-reduce", "embed", width, False) for width in widths])
+
+
+def _exchanges(chain: Sequence[_Step]) -> Iterator[_Exchange]:
+    """The exchanges within a chain of operations, which begins with an array that every device has whole.
+
+    Partial sums are added up. Parts that an operation reads whole are gathered, or multiplied by their share of its
+    matrix where adding up moves less. Whatever is whole is cut at no cost.
+    """
+    before = _Step("", False, False, False, ())
+    for step in chain:
+        is_cheaper = step.is_sum and 2 * sum(step.results) < sum(before.results)
+        if before.gives_parts and not step.reads_parts and not is_cheaper:
+            yield from (("all-gather", before.name, nbytes, False) for nbytes in before.results)
+        elif step.is_sum and (before.gives_parts or step.reads_parts):
+            yield "all-reduce", step.name, sum(step.results), False
+        before = step
+
+
+def _together(exchanges: Iterable[_Exchange]) -> Iterator[_Exchange]:
+    """The exchanges, with the sums in one: the compiler sends those at once that do not depend on each other."""
+    sums = [each for each in exchanges if each[0] == "all-reduce"]
+    yield from (each for each in exchanges if each not in sums)
+    if sums:
+        names = dict.fromkeys([sums[0][1], *(what.removeprefix("layers.*.") for _, what, _, _ in sums[1:])])
+        yield "all-reduce", ", ".join(names), sum(nbytes for _, _, nbytes, _ in sums), False
 
 
 def head_table(parts: Mapping[str, ShardedParameter]) -> ShardedParameter:

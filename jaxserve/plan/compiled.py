@@ -6,14 +6,15 @@ import math
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import jax
 
+from jaxserve.plan.cost import Collective
 from jaxserve.plan.deployment import Deployment, programs
-from jaxserve.plan.predict import Plan
+from jaxserve.plan.predict import Plan, bucket_plan
 from jaxserve.plan.targets import compiler_options, lowering
 from jaxserve.runner import sharded_parameters
 from jaxserve.runner.lowering import StagePrograms, temporaries
@@ -65,23 +66,32 @@ class CompiledStage:
     collectives: tuple[CollectiveOp, ...]
     surprises: tuple[str, ...]
 
-    def counts(self) -> dict[str, int]:
-        """Collectives by kind."""
-        found: Counter[str] = Counter()
-        for each in self.collectives:
-            found[each.kind] += each.times
-        return dict(found)
 
-
-def predicted_counts(plan: Plan, stage: int) -> dict[str, int] | None:
-    """Predicted collectives by kind; None if they were not predicted."""
-    predicted = plan.stages[stage].collectives
-    if predicted is None:
-        return None
+def count_kinds(found: Iterable[Collective | CollectiveOp]) -> Counter[str]:
+    """Collectives by kind."""
     counts: Counter[str] = Counter()
-    for each in predicted:
+    for each in found:
         counts[each.kind] += each.times
-    return dict(counts)
+    return counts
+
+
+def with_compiled(plan: Plan, stages: Sequence[CompiledStage]) -> Plan:
+    """The plan with the compiled collectives where they are unknown; then the largest bucket's time is known."""
+    if plan.is_known:
+        return plan
+    made = []
+    for stage, compiled in zip(plan.stages, stages, strict=True):
+        found = tuple(
+            Collective(
+                op.kind, f"{op.arrays} (compiled)", op.nbytes / compiled.bucket, False, stage.load.tensor, op.times
+            )
+            for op in compiled.collectives
+        )
+        load = stage.load if stage.load.collectives is not None else replace(stage.load, collectives=found)
+        made.append(replace(stage, load=load))
+    known = replace(plan, stages=tuple(made))
+    largest = bucket_plan(plan.deployment, known.roofline(), stages[0].bucket)
+    return replace(known, buckets=(*plan.buckets[:-1], largest))
 
 
 def compile_stages(plan: Plan, devices: Sequence[Any], progress: Progress) -> tuple[CompiledStage, ...]:
@@ -92,10 +102,11 @@ def compile_stages(plan: Plan, devices: Sequence[Any], progress: Progress) -> tu
     """
     deployment, made = plan.deployment, []
     stages = programs(deployment, devices)
-    known: dict[tuple[int, bool, bool], CompiledStage] = {}
+    known: dict[Any, CompiledStage] = {}
     for index, stage in enumerate(stages):
         progress("compiling", index, len(stages))
-        alike = (len(stage.layers), stage.is_first, stage.is_last)
+        kinds = tuple(map(stage.model.config.layer_kind, stage.layers))
+        alike = (kinds, plan.stages[index].parameters)
         if alike not in known:
             known[alike] = _compile(plan, index, stage, deployment)
         made.append(known[alike])
@@ -133,7 +144,7 @@ def _compile(plan: Plan, index: int, stage: StagePrograms, deployment: Deploymen
         temporaries=beside,
         total=arguments + beside + elsewhere,
         collectives=tuple(exchanges),
-        surprises=(*unforeseen(stage, exchanges, predicted_counts(plan, index)), *copied),
+        surprises=(*unforeseen(stage, exchanges, plan.stages[index].load.collectives), *copied),
     )
 
 
@@ -170,21 +181,19 @@ def _nbytes(array: re.Match[str]) -> int:
 
 
 def unforeseen(
-    stage: StagePrograms, exchanges: Sequence[CollectiveOp], predicted: Mapping[str, int] | None
+    stage: StagePrograms, exchanges: Sequence[CollectiveOp], predicted: Sequence[Collective] | None
 ) -> Iterator[str]:
     """Collectives that were not predicted."""
     whole = _kernels(stage, "shape")
-    counts: Counter[str] = Counter()
     for each in exchanges:
-        counts[each.kind] += each.times
         for array in each.arrays.split(", "):
             if each.kind != "all-reduce" and _arrangement(_sizes(array)) in whole:
                 yield f"{each.times} x {each.kind} of {array}: gathers the weights {whole[_arrangement(_sizes(array))]}"
-    if predicted is None:
-        return
-    for kind in KINDS:
-        if counts[kind] != predicted.get(kind, 0):
-            yield f"{counts[kind]} x {kind} where {predicted.get(kind, 0)} were predicted"
+    if predicted is not None:
+        found, foreseen = count_kinds(exchanges), count_kinds(predicted)
+        for kind in KINDS:
+            if found[kind] != foreseen[kind]:
+                yield f"{found[kind]} x {kind} where {foreseen[kind]} were predicted"
 
 
 def copies(stage: StagePrograms, text: str, n_blocks: int) -> Iterator[str]:

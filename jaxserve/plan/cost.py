@@ -20,8 +20,6 @@ from typing import NamedTuple
 
 from sharding.devices import Topology
 
-ITEMSIZE = {"bfloat16": 2, "float32": 4}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
@@ -41,22 +39,6 @@ class Fit:
 FITS = {"gpu": Fit(efficiency=0.57, layer_seconds=55e-6), "tpu": Fit(efficiency=0.57, layer_seconds=10e-6)}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSizes:
-    """The sizes that the cost of a decoder depends on.
-
-    A layer has 4 matmuls: q, k and v; out; up; down.
-    """
-
-    num_layers: int
-    hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    ffn_size: int
-    vocab_size: int
-
-
 class Collective(NamedTuple):
     """An exchange of the partial results of one matmul or lookup among a stage's devices.
 
@@ -70,7 +52,7 @@ class Collective(NamedTuple):
 
     kind: str
     what: str
-    nbytes: int
+    nbytes: float
     per_row: bool
     group: int
     times: int
@@ -91,7 +73,7 @@ class StageLoad:
       token_ops / row_ops: operations of matmuls for each token, and for each row with logits.
       slot_ops: operations of attention for each (token, position it attends to), all layers together.
       slot_bytes: bytes of keys and values of one position, all layers together.
-      collectives: the collectives within the stage.
+      collectives: the collectives within the stage; None if they are unknown, and so is the time on links.
       hop_bytes: bytes that each token sends to the next stage; 0 on the last.
       tensor: devices of the stage.
     """
@@ -102,7 +84,7 @@ class StageLoad:
     row_ops: float
     slot_ops: float
     slot_bytes: int
-    collectives: tuple[Collective, ...]
+    collectives: tuple[Collective, ...] | None
     hop_bytes: int
     tensor: int
 
@@ -142,79 +124,56 @@ class Work(NamedTuple):
     pairs: float
 
 
-def work(chunks: Iterable[tuple[int, int]], bucket: int | None = None) -> Work:
+def work(chunks: Iterable[tuple[int, int]], bucket: int = 0) -> Work:
     """The work of chunks (start, length) in a bucket of `bucket` tokens (default: no padding)."""
     tokens = rows = slots = pairs = 0
     for start, length in chunks:
         tokens, rows, slots = tokens + length, rows + 1, slots + start + length
         pairs += length * start + length * (length + 1) // 2
-    return Work(max(tokens, bucket or 0), rows, slots, pairs)
+    return Work(max(tokens, bucket), rows, slots, pairs)
 
 
-def stage_seconds(
-    load: StageLoad, topology: Topology, work: Work, *, dtype: str = "bfloat16", fit: Fit | None = None
-) -> Seconds:
-    """Seconds of one stage of an iteration.
+class Roofline:
+    """Seconds of an iteration on the devices of a topology, by stage.
 
     Stages of a pipeline work on different iterations at the same time.
-
-    Args:
-      fit: the default is that of the topology's platform.
     """
-    device = topology.device
-    fit = fit or FITS[device.platform]
-    ops = load.token_ops * work.tokens + load.row_ops * work.rows + load.slot_ops * work.pairs
-    read = load.weight_bytes + load.slot_bytes * work.slots
-    links = sum(
-        each.sent(work.tokens, work.rows) / topology.group_bandwidth(each.group) for each in load.collectives
-    ) + load.hop_bytes * work.tokens / topology.hop_bandwidth(load.tensor)
-    compute = ops / device.flops[dtype] / fit.efficiency
-    memory = read / device.bandwidth / fit.efficiency
-    if fit.overlapped:
-        compute, memory = (compute, 0.0) if compute >= memory else (0.0, memory)
-    return Seconds(
-        compute=compute,
-        memory=memory,
-        links=links / fit.efficiency,
-        overhead=load.layers * fit.layer_seconds,
-    )
 
+    def __init__(
+        self, loads: Sequence[StageLoad], topology: Topology, *, dtype: str = "bfloat16", fit: Fit | None = None
+    ) -> None:
+        """
+        Args:
+          fit: the default is that of the topology's platform.
 
-def loads(
-    sizes: ModelSizes, tensor: int, layers_per_stage: Sequence[int], *, dtype: str = "bfloat16"
-) -> tuple[StageLoad, ...]:
-    """The loads of the stages under the default specs.
-
-    These split heads, feed-forward and vocabulary over `tensor` devices. Layers need two all-reduces each, the
-    embedding lookup needs one (Megatron-LM, arXiv:1909.08053, section 3), and the logits are gathered.
-    """
-    item, hidden, last = ITEMSIZE[dtype], sizes.hidden_size, len(layers_per_stage) - 1
-    inner, keys = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
-    layer = hidden * (2 * inner + 2 * keys + 2 * sizes.ffn_size) / tensor
-    head = sizes.vocab_size * hidden / tensor
-    made = []
-    for stage, layers in enumerate(layers_per_stage):
-        collectives = []
-        if tensor > 1:
-            if stage == 0:
-                collectives.append(Collective("all-reduce", "embed", hidden * item, False, tensor, 1))
-            collectives += [
-                Collective("all-reduce", f"layers.*.{name}", hidden * item, False, tensor, layers)
-                for name in ("out", "down")
-            ]
-            if stage == last:
-                collectives.append(Collective("all-gather", "head", sizes.vocab_size * 4, True, tensor, 1))
-        made.append(
-            StageLoad(
-                layers=layers,
-                weight_bytes=int((layers * layer + (head if stage == last else 0)) * item),
-                token_ops=2 * layers * layer,
-                row_ops=2 * head if stage == last else 0.0,
-                slot_ops=4 * layers * inner / tensor,
-                slot_bytes=2 * layers * keys * item // tensor,
-                collectives=tuple(collectives),
-                hop_bytes=0 if stage == last else hidden * item,
-                tensor=tensor,
+        Raises:
+          ValueError: the collectives of a stage are unknown.
+        """
+        self.fit = fit or FITS[topology.device.platform]
+        self._loads, self._device = loads, topology.device
+        self._flops = topology.device.flops[dtype]
+        self._links: list[tuple[float, float]] = []  # seconds over links by token and by row, of each stage
+        for load in loads:
+            if load.collectives is None:
+                raise ValueError(
+                    'the speed of this sharding is unknown: to split "embed" or activations leaves the collectives to '
+                    "the compiler; `jaxserve plan --compile` shows them"
+                )
+            by_token, by_row = (
+                sum(each.sent(*one) for each in load.collectives) / topology.group_bandwidth(load.tensor)
+                for one in ((1, 0), (0, 1))
             )
-        )
-    return tuple(made)
+            self._links.append((by_token + load.hop_bytes / topology.hop_bandwidth(load.tensor), by_row))
+
+    def __call__(self, work: Work) -> list[Seconds]:
+        return [self._stage(load, *links, work) for load, links in zip(self._loads, self._links, strict=True)]
+
+    def _stage(self, load: StageLoad, by_token: float, by_row: float, work: Work) -> Seconds:
+        efficiency = self.fit.efficiency
+        ops = load.token_ops * work.tokens + load.row_ops * work.rows + load.slot_ops * work.pairs
+        compute = ops / self._flops / efficiency
+        memory = (load.weight_bytes + load.slot_bytes * work.slots) / self._device.bandwidth / efficiency
+        if self.fit.overlapped:
+            compute, memory = (compute, 0.0) if compute >= memory else (0.0, memory)
+        links = (by_token * work.tokens + by_row * work.rows) / efficiency
+        return Seconds(compute, memory, links, load.layers * self.fit.layer_seconds)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 
 from jaxserve.plan import collectives, cost
-from jaxserve.plan.cost import Collective, Seconds, StageLoad
+from jaxserve.plan.cost import Fit, Roofline, Seconds, StageLoad
 from jaxserve.plan.deployment import Deployment, model_of, programs
 from jaxserve.runner import kv_cache
 from jaxserve.runner.lowering import StagePrograms
@@ -30,29 +29,27 @@ class StagePlan:
       state: state of the rows: block tables, histories, sampling parameters.
       pool: keys and values of all slots of the plan.
       free: what remains of the usable memory.
-      collectives: of one iteration; None if the compiler decides some (see `collectives.predict`).
-      load: the input of the cost model.
+      load: the input of the cost model, with the collectives.
     """
 
     layers: tuple[int, int]
     weights: int
     activations: int
     state: int
-    pool: int
-    free: int
-    parts: tuple[ShardedParameter, ...]
-    collectives: tuple[Collective, ...] | None
+    pool: int = 0
+    free: int = 0
+    parameters: tuple[ShardedParameter, ...]
     load: StageLoad
-
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes of one slot."""
-        return self.load.slot_bytes
 
     @property
     def total(self) -> int:
         """Bytes in use on each device."""
         return self.weights + self.activations + self.state + self.pool
+
+    def filled(self, slots: int, usable: int) -> StagePlan:
+        """The stage with a pool of so many slots."""
+        stage = replace(self, pool=slots * self.load.slot_bytes)
+        return replace(stage, free=usable - stage.total)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,29 +57,39 @@ class BucketPlan:
     """One iteration of a bucket that holds decodes and then prompt tokens.
 
     Attributes:
-      stages: the time of each stage by cause.
-      tokens_per_second: with every stage busy and all replicas together; prompt tokens count too.
+      stages: the time of each stage by cause; none if the collectives are unknown, and with them every time.
+      replicas: engines that run such iterations.
     """
 
     tokens: int
     decodes: int
     stages: tuple[Seconds, ...]
-    tokens_per_second: float
+    replicas: int
 
     @property
-    def milliseconds(self) -> float:
+    def milliseconds(self) -> float | None:
         """Milliseconds of one iteration through all stages."""
-        return 1e3 * sum(stage.total for stage in self.stages)
+        return 1e3 * sum(stage.total for stage in self.stages) if self.stages else None
 
     @property
-    def slowest(self) -> int:
+    def slowest(self) -> int | None:
         """Index of the slowest stage, which limits the throughput."""
-        return max(range(len(self.stages)), key=lambda stage: self.stages[stage].total)
+        return max(range(len(self.stages)), key=lambda stage: self.stages[stage].total, default=None)
 
     @property
-    def bottleneck(self) -> str:
+    def limit(self) -> Seconds | None:
+        """The time of the slowest stage."""
+        return None if self.slowest is None else self.stages[self.slowest]
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """With every stage busy and all replicas together; prompt tokens count too."""
+        return self.replicas * self.tokens / self.limit.total if self.limit else None
+
+    @property
+    def bottleneck(self) -> str | None:
         """The largest part of the slowest stage's time: compute, memory, links or overhead."""
-        return self.stages[self.slowest].bottleneck
+        return self.limit.bottleneck if self.limit else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,14 +97,14 @@ class Plan:
     """Everything that was predicted of a deployment.
 
     Attributes:
-      parameters: parameters of the model, without padding.
+      num_parameters: parameters of the model, without padding.
       padding: logical axis -> (size in the model, padded size).
       memory: bytes of a device, and how many of them may be used.
       slots: slots that fit on every stage, in whole blocks.
     """
 
     deployment: Deployment
-    parameters: int
+    num_parameters: int
     padding: Mapping[str, tuple[int, int]]
     memory: tuple[int, int]
     block_size: int
@@ -111,6 +118,16 @@ class Plan:
         """Requests of 2,048 tokens that the slots of one replica hold at once."""
         return self.slots // REQUEST
 
+    @property
+    def is_known(self) -> bool:
+        """Whether the collectives of every stage are known, and with them the times."""
+        return all(stage.load.collectives is not None for stage in self.stages)
+
+    def roofline(self, fit: Fit | None = None) -> Roofline:
+        """The cost of iterations. Raises ValueError if the collectives of a stage are unknown."""
+        loads, deployment = [each.load for each in self.stages], self.deployment
+        return Roofline(loads, deployment.topology, dtype=deployment.dtype, fit=fit)
+
 
 def predict(deployment: Deployment) -> Plan:
     """Predict the memory and the speed of the engine.
@@ -118,31 +135,29 @@ def predict(deployment: Deployment) -> Plan:
     Raises:
       ValueError: the deployment is not possible (see `programs`), or the weights do not fit (see `check_weights`).
     """
-    stages = programs(deployment)
-    attention = stages[0].shape.attention
+    programs_of_stages = programs(deployment)
+    attention = programs_of_stages[0].shape.attention
     memory = deployment.topology.device.memory
     usable = int(memory * kv_cache.ACCELERATOR_SHARE)
-    held = [_held(stage, usable, deployment) for stage in stages]
-    blocks = [
-        (usable - each.weights - each.activations - each.state) // (each.slot_bytes * attention.block_size)
-        for each in held
-    ]
+    stages = [_stage(stage, usable, deployment) for stage in programs_of_stages]
+    blocks = [(usable - each.total) // (each.load.slot_bytes * attention.block_size) for each in stages]
     n_blocks = min(blocks) if deployment.engine.slots is None else deployment.engine.slots // attention.block_size
-    if n_blocks < 1 or n_blocks > min(blocks):
-        raise ValueError(_no_room(deployment, held[blocks.index(min(blocks))], usable, n_blocks * attention.block_size))
     slots = n_blocks * attention.block_size
-    plans = tuple(_with_pool(each, slots, usable) for each in held)
-    return Plan(
+    if n_blocks < 1 or n_blocks > min(blocks):
+        raise ValueError(_no_room(deployment, stages[blocks.index(min(blocks))], usable, slots))
+    plan = Plan(
         deployment=deployment,
-        parameters=sum(leaf.size for leaf in jax.tree.leaves(model_of(deployment.config).shapes(attention.dtype))),
+        num_parameters=sum(leaf.size for leaf in jax.tree.leaves(model_of(deployment.config).shapes(attention.dtype))),
         padding=deployment.padding(),
         memory=(memory, usable),
         block_size=attention.block_size,
         kv_cache_dtype=str(attention.pool_dtype),
         slots=slots,
-        stages=plans,
-        buckets=tuple(_bucket(deployment, [each.load for each in held], tokens) for tokens in deployment.buckets),
+        stages=tuple(stage.filled(slots, usable) for stage in stages),
+        buckets=(),
     )
+    roofline = plan.roofline() if plan.is_known else None
+    return replace(plan, buckets=tuple(bucket_plan(deployment, roofline, tokens) for tokens in deployment.buckets))
 
 
 def activation_bytes(stage: StagePrograms, parts: Mapping[str, ShardedParameter], bucket: int) -> int:
@@ -161,33 +176,22 @@ def activation_bytes(stage: StagePrograms, parts: Mapping[str, ShardedParameter]
     return tokens + 4 * rows * (config.vocab_size + collectives.head_table(parts).local[0])
 
 
-def _held(stage: StagePrograms, usable: int, deployment: Deployment) -> StagePlan:
+def _stage(stage: StagePrograms, usable: int, deployment: Deployment) -> StagePlan:
+    """A stage without its pool."""
     parts = parameters_of(stage)
     check_weights(parts.values(), usable, f"{deployment.topology.device.name} device")
-    attention = stage.shape.attention
-    block = kv_cache.block_bytes(stage.shape.backend, attention, len(stage.layers))
-    sent = collectives.predict(stage, parts)
+    state = jax.tree.leaves(stage.state())
     return StagePlan(
         layers=(stage.layers.start, stage.layers.stop),
         weights=sum(part.nbytes for part in parts.values()),
         activations=activation_bytes(stage, parts, deployment.buckets[-1]),
-        state=_bytes(stage.state()),
-        pool=0,
-        free=usable,
-        parts=group_layers(parts.values()),
-        collectives=sent,
-        load=_load(stage, parts, sent or (), block // attention.block_size),
+        state=sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in state),
+        parameters=group_layers(parts.values()),
+        load=_load(stage, parts),
     )
 
 
-def _with_pool(stage: StagePlan, slots: int, usable: int) -> StagePlan:
-    filled = replace(stage, pool=slots * stage.slot_bytes)
-    return replace(filled, free=usable - filled.total)
-
-
-def _load(
-    stage: StagePrograms, parts: Mapping[str, ShardedParameter], sent: tuple[Collective, ...], slot_bytes: int
-) -> StageLoad:
+def _load(stage: StagePrograms, parts: Mapping[str, ShardedParameter]) -> StageLoad:
     """The cost model's input from the stage's parameters."""
     shape = stage.shape.attention
     kernels = [part for part in parts.values() if part.name.endswith(".kernel")]
@@ -199,38 +203,28 @@ def _load(
         token_ops=2 * sum(math.prod(part.local) for part in kernels),
         row_ops=2 * math.prod(head.local) if head else 0,
         slot_ops=4 * len(stage.layers) * shape.num_heads * shape.head_dim,
-        slot_bytes=slot_bytes,
-        collectives=sent,
+        slot_bytes=kv_cache.block_bytes(stage.shape.backend, shape, len(stage.layers)) // shape.block_size,
+        collectives=collectives.predict(stage, parts),
         hop_bytes=0 if stage.is_last else stage.model.config.hidden_size * shape.dtype.itemsize,
         tensor=stage.mesh.size,
     )
 
 
-def _bucket(deployment: Deployment, loads: Sequence[StageLoad], tokens: int) -> BucketPlan:
-    """An iteration that decodes every row and fills the rest of the bucket with prompts."""
+def bucket_plan(deployment: Deployment, roofline: Roofline | None, tokens: int) -> BucketPlan:
+    """An iteration that decodes every row and fills the rest with prompts; without a roofline it has no times."""
     context = min(deployment.context, deployment.max_context - 1)
     decodes = min(tokens, deployment.engine.max_rows)
     chunks = [(context, 1)] * decodes
     for start in range(decodes, tokens, deployment.max_context):
         chunks.append((0, min(deployment.max_context, tokens - start)))
-    work = cost.work(chunks)
-    stages = tuple(cost.stage_seconds(load, deployment.topology, work, dtype=deployment.dtype) for load in loads)
-    pace = max(stage.total for stage in stages)
-    return BucketPlan(
-        tokens=tokens, decodes=decodes, stages=stages, tokens_per_second=deployment.engine.replicas * tokens / pace
-    )
+    stages = () if roofline is None else tuple(roofline(cost.work(chunks)))
+    return BucketPlan(tokens=tokens, decodes=decodes, stages=stages, replicas=deployment.engine.replicas)
 
 
 def _no_room(deployment: Deployment, stage: StagePlan, usable: int, slots: int) -> str:
-    used = stage.weights + stage.activations + stage.state
-    asked = f"; {slots} slots take {slots * stage.slot_bytes / 2**30:.2f} GiB" if slots > 0 else ""
+    asked = f"; {slots} slots take {slots * stage.load.slot_bytes / 2**30:.2f} GiB" if slots > 0 else ""
     return (
         f"no room for keys and values: of {usable / 2**30:.2f} GiB that may be used of a "
         f"{deployment.topology.device.name} device, weights take {stage.weights / 2**30:.2f} GiB and one iteration "
-        f"{(used - stage.weights) / 2**30:.2f} GiB{asked}; use more devices, fewer rows or smaller buckets"
+        f"{(stage.total - stage.weights) / 2**30:.2f} GiB{asked}; use more devices, fewer rows or smaller buckets"
     )
-
-
-def _bytes(tree: Any) -> int:
-    """Bytes on each device of shapes with shardings."""
-    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

@@ -8,25 +8,33 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from matplotlib.ticker import StrMethodFormatter
 from rich.console import Console
-from rich.table import Table
 
-from jaxserve.plan.cost import ITEMSIZE
+from jaxserve.config import EngineConfig
+from jaxserve.plan import drawing
 from jaxserve.plan.deployment import Deployment, model_of
-from jaxserve.plan.predict import BucketPlan, Plan, predict
+from jaxserve.plan.predict import Plan, predict
+from jaxserve.plan.tables import as_json, table
 from jaxserve.weights.naming import parameters
 from jaxserve.weights.quantize import is_quantized
 from sharding.spec import PADDABLE, ShardingSpec
 
-_POINT = ("rows", "milliseconds", "tokens_per_second")
+_LAYOUT = "tensor x stages x replicas"
+_LATENCY, _SPEED = "ms a token", "tokens/s"
 _TOO_LARGE = "the weights do not fit"
 _SHOWN = 20  # rows of the ranking
+
+
+class Point(NamedTuple):
+    """Decoding with so many rows: ms between a request's tokens, and tokens per second of all replicas."""
+
+    rows: int
+    milliseconds: float
+    tokens_per_second: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,24 +43,26 @@ class Candidate:
 
     Attributes:
       rules: the changes to the spec, as text.
-      points: (rows, ms between a request's tokens, tokens per second of all replicas), for each number of rows that
-        the slots hold at the deployment's context, ascending.
+      points: one for each number of rows that the slots hold at the deployment's context, ascending.
     """
 
     plan: Plan
     rules: str
-    points: tuple[tuple[int, float, float], ...]
+    points: tuple[Point, ...]
+
+    @property
+    def engine(self) -> EngineConfig:
+        return self.plan.deployment.engine
 
     @property
     def tokens_per_second(self) -> float:
         """Throughput with as many rows as fit."""
-        return self.points[-1][2]
+        return self.points[-1].tokens_per_second
 
     @property
     def label(self) -> str:
         """The layout as text: tensor x stages x replicas."""
-        engine = self.plan.deployment.engine
-        return f"{engine.tensor} x {engine.stages} x {engine.replicas}"
+        return f"{self.engine.tensor} x {self.engine.stages} x {self.engine.replicas}"
 
 
 def search(deployment: Deployment, progress: Callable[[str, int, int], None]) -> tuple[list[Candidate], dict[str, int]]:
@@ -60,10 +70,13 @@ def search(deployment: Deployment, progress: Callable[[str, int, int], None]) ->
 
     Returns:
       (candidates, fastest first; reasons why others were left out -> how many).
+
+    Raises:
+      ValueError: none fits; the message has the reasons.
     """
     questions = list(_questions(deployment))
     weights = sum(
-        shape.size * (1 if deployment.engine.quantize and is_quantized(name) else ITEMSIZE[deployment.dtype])
+        shape.size * (1 if deployment.engine.quantize and is_quantized(name) else jnp.dtype(deployment.dtype).itemsize)
         for name, shape, _, _ in parameters(model_of(deployment.config), jnp.dtype(deployment.dtype))
     )
     found, left_out = [], Counter[str]()
@@ -74,15 +87,20 @@ def search(deployment: Deployment, progress: Callable[[str, int, int], None]) ->
             continue
         try:
             plan = predict(question)
+            plan.roofline()  # without it there is nothing to rank by
         except ValueError as problem:
             left_out[_kind(str(problem))] += 1
             continue
-        points = tuple(_points(plan))
-        if points:
+        if points := tuple(_points(plan)):
             found.append(Candidate(plan=plan, rules=rules, points=points))
         else:
             left_out["no slots for a single row"] += 1
     progress("searching", len(questions), len(questions))
+    if not found:
+        reasons = ", ".join(f"{count} x {reason}" for reason, count in left_out.items())
+        raise ValueError(
+            f"{deployment.name} does not fit on {deployment.topology} in any way{': ' if reasons else ''}{reasons}"
+        )
     return sorted(found, key=lambda each: -each.tokens_per_second), dict(left_out)
 
 
@@ -101,9 +119,8 @@ def _questions(deployment: Deployment) -> Iterator[tuple[Deployment, str]]:
             layers_per_stage=None,
             buckets=tuple(sorted(ladder)),
         )
-        laid = dataclasses.replace(deployment, engine=engine)
         for spec, rules in _specs(deployment.spec, counts, tensor) if tensor > 1 else [(deployment.spec, "")]:
-            yield dataclasses.replace(laid, spec=spec), rules
+            yield dataclasses.replace(deployment, engine=engine, spec=spec), rules
 
 
 def _specs(base: ShardingSpec, counts: Mapping[str, int], tensor: int) -> Iterator[tuple[ShardingSpec, str]]:
@@ -111,120 +128,95 @@ def _specs(base: ShardingSpec, counts: Mapping[str, int], tensor: int) -> Iterat
     axes = [axis for axis in PADDABLE if base.rules.get(axis) is not None]
     ways = [("padded" if counts[axis] % tensor else "", "none") for axis in axes]
     for choice in itertools.product(*ways):
-        chosen = dict(zip(axes, choice, strict=True))
-        changed = ", ".join(f"{axis} {how}" for axis, how in chosen.items() if how)
+        chosen = {axis: how for axis, how in zip(axes, choice, strict=True) if how}
         rules = {**base.rules, **{axis: None for axis, how in chosen.items() if how == "none"}}
         pad = base.pad | {axis for axis, how in chosen.items() if how == "padded"}
+        changed = ", ".join(f"{axis} {how}" for axis, how in chosen.items())
         yield dataclasses.replace(base, rules=rules, pad=pad), changed
 
 
-def _points(plan: Plan) -> Iterator[tuple[int, float, float]]:
+def _points(plan: Plan) -> Iterator[Point]:
     """Points for a growing number of rows per batch in flight, while the slots suffice."""
     stages = plan.deployment.engine.stages
     batches = 1 if stages == 1 else stages + 1
     for bucket in plan.buckets:
-        if bucket.tokens > plan.deployment.engine.max_rows:
-            break
-        if batches * bucket.tokens * (plan.deployment.context + 1) <= plan.slots:
-            yield bucket.tokens, 1e3 * stages * _pace(bucket), bucket.tokens_per_second
+        fits = batches * bucket.tokens * (plan.deployment.context + 1) <= plan.slots
+        if bucket.tokens <= plan.deployment.engine.max_rows and fits and bucket.limit and bucket.tokens_per_second:
+            yield Point(bucket.tokens, 1e3 * stages * bucket.limit.total, bucket.tokens_per_second)
 
 
-def _pace(bucket: BucketPlan) -> float:
-    return bucket.stages[bucket.slowest].total
-
-
-def frontier(candidates: Sequence[Candidate]) -> list[tuple[Candidate, tuple[int, float, float]]]:
+def frontier(candidates: Sequence[Candidate]) -> list[tuple[Candidate, Point]]:
     """The points that no other beats in both latency and throughput, lowest latency first."""
     points = [(each, point) for each in candidates for point in each.points]
     best, kept = 0.0, []
-    for each, point in sorted(points, key=lambda pair: (pair[1][1], -pair[1][2])):
-        if point[2] > best:
-            best = point[2]
+    for each, point in sorted(points, key=lambda pair: (pair[1].milliseconds, -pair[1].tokens_per_second)):
+        if point.tokens_per_second > best:
+            best = point.tokens_per_second
             kept.append((each, point))
     return kept
 
 
 def show(candidates: Sequence[Candidate], left_out: dict[str, int], out: Console) -> None:
     """Print the ranking and the frontier."""
-    table = _table(
-        "rank", "tensor x stages x replicas", "rules", "rows", "tokens/s", "ms a token", "bound by", "requests"
-    )
+    columns = ("rank", _LAYOUT, "rules", "rows", _SPEED, _LATENCY, "bound by", "requests")
+    rows = []
     for rank, each in enumerate(candidates[:_SHOWN], start=1):
-        rows, latency, speed = each.points[-1]
-        bucket = next(bucket for bucket in each.plan.buckets if bucket.tokens == rows)
-        requests = f"{each.plan.requests * each.plan.deployment.engine.replicas:,}"
-        table.add_row(
-            str(rank), each.label, each.rules, str(rows), f"{speed:,.0f}", f"{latency:.1f}", bucket.bottleneck, requests
-        )
+        count, latency, speed = each.points[-1]
+        bucket = next(bucket for bucket in each.plan.buckets if bucket.tokens == count)
+        requests = f"{each.plan.requests * each.engine.replicas:,}"
+        told = (str(count), f"{speed:,.0f}", f"{latency:.1f}", bucket.bottleneck or "", requests)
+        rows.append((str(rank), each.label, each.rules, *told))
     out.print("\n[bold]All that fit, by predicted tokens/s with as many rows as the slots allow[/bold]")
-    out.print(table)
+    out.print(table(columns, rows))
     if len(candidates) > _SHOWN:
         out.print(f"and {len(candidates) - _SHOWN} slower ones")
     for reason, count in sorted(left_out.items(), key=lambda item: -item[1]):
         out.print(f"left out: {count} ({reason})")
-    table = _table("ms a token", "tokens/s", "rows", "tensor x stages x replicas", "rules")
-    for each, (rows, latency, speed) in frontier(candidates):
-        table.add_row(f"{latency:.1f}", f"{speed:,.0f}", str(rows), each.label, each.rules)
+    rows = [
+        (f"{latency:.1f}", f"{speed:,.0f}", str(count), each.label, each.rules)
+        for each, (count, latency, speed) in frontier(candidates)
+    ]
     out.print("\n[bold]The frontier: no other layout beats these in both[/bold]")
-    out.print(table)
+    out.print(table((_LATENCY, _SPEED, "rows", _LAYOUT, "rules"), rows))
 
 
-def as_json(candidate: Candidate) -> dict[str, Any]:
+def candidate_json(candidate: Candidate) -> dict[str, Any]:
     """A candidate as JSON values."""
-    deployment = candidate.plan.deployment
-    return {
-        "tensor": deployment.engine.tensor,
-        "stages": deployment.engine.stages,
-        "replicas": deployment.engine.replicas,
+    return {name: getattr(candidate.engine, name) for name in ("tensor", "stages", "replicas")} | {
         "rules": candidate.rules,
         "slots": candidate.plan.slots,
         "tokens_per_second": candidate.tokens_per_second,
-        "points": [dict(zip(_POINT, each, strict=True)) for each in candidate.points],
+        "points": as_json(candidate.points),
     }
 
 
 def plot(candidates: Sequence[Candidate], title: str, path: Path) -> None:
     """Plot throughput over latency: the best rules of each layout, and the frontier of all."""
-    figure = Figure(figsize=(8.5, 5), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = drawing.figure(8.5, 5)
     axis = figure.subplots()
-    drawn: set[str] = set()
+    best: dict[str, Candidate] = {}
     for each in candidates:
-        if each.label not in drawn and len(drawn) < 12:
-            drawn.add(each.label)
-            axis.plot(*_curve(each.points), marker=".", linewidth=1, alpha=0.8, label=each.label)
-    best = [point for _, point in frontier(candidates)]
-    axis.plot(*_curve(best), color="black", linewidth=3, alpha=0.25, label="frontier", zorder=0)
-    axis.set_xlim(left=0)
+        best.setdefault(each.label, each)
+    for label, each in list(best.items())[:12]:
+        _, latencies, speeds = zip(*each.points, strict=True)
+        axis.plot(latencies, speeds, marker=".", linewidth=1, alpha=0.8, label=label)
+    _, latencies, speeds = zip(*(point for _, point in frontier(candidates)), strict=True)
+    axis.plot(latencies, speeds, color="black", linewidth=3, alpha=0.25, label="frontier", zorder=0)
+    axis.set(xlabel="ms between a request's tokens (predicted)", ylabel="tokens/s (predicted)", xlim=(0, None))
     axis.set_ylim(bottom=0)
     axis.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-    axis.set_xlabel("ms between a request's tokens (predicted)")
-    axis.set_ylabel("tokens/s (predicted)")
     axis.set_title(title, fontsize=10)
     axis.grid(alpha=0.3)
-    axis.legend(fontsize=9, title="tensor x stages x replicas", title_fontsize=9)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
-
-
-def _curve(points: Sequence[tuple[int, float, float]]) -> tuple[list[float], list[float]]:
-    return [latency for _, latency, _ in points], [speed for _, _, speed in points]
+    axis.legend(fontsize=9, title=_LAYOUT, title_fontsize=9)
+    drawing.save(figure, path)
 
 
 def _kind(problem: str) -> str:
     """The kind of an error, for counting."""
-    for sign, kind in (
-        ("does not divide", "a size does not divide"),
-        ("the weights take", _TOO_LARGE),
-        ("no room for keys", "no room for keys and values"),
-    ):
-        if sign in problem:
-            return kind
-    return problem.splitlines()[0]
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in columns:
-        table.add_column(column, justify="left" if column in ("rules", "bound by") else "right", no_wrap=True)
-    return table
+    kinds = {
+        "does not divide": "a size does not divide",
+        "the weights take": _TOO_LARGE,
+        "no room for keys": "no room for keys and values",
+        "is unknown": "collectives unknown",
+    }
+    return next((kind for sign, kind in kinds.items() if sign in problem), problem.splitlines()[0])

@@ -43,11 +43,14 @@ class ShardedParameter:
         """Whether it is replicated on every device."""
         return self.local == self.shape
 
+    @property
+    def divided(self) -> tuple[bool, ...]:
+        """For each axis, whether it is split over devices."""
+        return tuple(whole != part for whole, part in zip(self.shape, self.local, strict=True))
+
     def split(self, axis: str) -> bool:
         """Whether this logical axis is split over devices."""
-        return any(
-            name == axis and whole != part for name, whole, part in zip(self.axes, self.shape, self.local, strict=True)
-        )
+        return any(name == axis and divided for name, divided in zip(self.axes, self.divided, strict=True))
 
 
 def parameters_of(stage: StagePrograms) -> dict[str, ShardedParameter]:

@@ -55,3 +55,9 @@ class Outcome:
     def normalised(self) -> float:
         """Seconds from arrival to the last token per generated token (OSDI'22 section 6.2)."""
         return (self.token_times[-1] - self.arrival) / len(self.token_times)
+
+    @property
+    def tpot(self) -> float:
+        """Mean seconds between its tokens; 0 if it has only one."""
+        times = self.token_times
+        return (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 0.0

@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 from rich.console import Console
-from rich.table import Table
 
-from jaxserve.plan.cost import FITS
+from jaxserve.config import EngineConfig
+from jaxserve.plan import drawing
 from jaxserve.plan.predict import Plan
+from jaxserve.plan.tables import table
 from jaxserve.simulate.outcome import Distribution, Outcome
-from jaxserve.simulate.roofline import Roofline
-from jaxserve.simulate.system import Objective, SimulatedEngine, SimulationResult, tpot
+from jaxserve.simulate.system import Objective, SimulatedEngine, SimulationResult, bucket_costs, iteration_seconds
 from jaxserve.simulate.virtual_clock import Arrival, arrivals
 from jaxserve.simulate.workload import Workload
 
 URGENT = 1  # priority of the requests that are served first
-_DASH = "-"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,20 +55,20 @@ class PolicyResult:
         return [each for each, is_urgent in zip(self.served.outcomes, self.urgent, strict=True) if is_urgent == urgent]
 
 
-def system_of(plan: Plan, *, replicas: int) -> SimulatedEngine:
-    """The simulated engine for a plan, with the plan's slots and roofline."""
-    deployment = plan.deployment
-    fit = FITS[deployment.topology.device.platform]
-    loads = [stage.load for stage in plan.stages]
-    roofline = Roofline(loads, deployment.topology, dtype=deployment.dtype, fit=fit, padded=True)
+def system_of(plan: Plan, config: EngineConfig) -> SimulatedEngine:
+    """The simulated engine for a plan, with the plan's slots and roofline and these settings.
+
+    Raises ValueError if the plan's speed is unknown.
+    """
+    deployment, roofline = dataclasses.replace(plan.deployment, engine=config), plan.roofline()
     return SimulatedEngine(
-        config=deployment.engine,
-        seconds=roofline,
-        costs=tuple(roofline.costs(deployment.buckets, deployment.engine.max_rows)),
+        config=config,
+        seconds=iteration_seconds(roofline, padded=True),
+        costs=bucket_costs(roofline, deployment.buckets, config.max_rows),
         slots=plan.slots,
         block_size=plan.block_size,
         max_context=deployment.max_context,
-        replicas=replicas,
+        replicas=config.replicas,
     )
 
 
@@ -130,68 +127,58 @@ def figures(replay: PolicyResult, objective: Objective) -> dict[str, Any]:
     served = replay.served
     good = [each for each in served.outcomes if each.error is None and each.token_times]
     refused = sorted({each.error for each in served.outcomes if each.error is not None})
-    duration, share = served.duration, objective.share(served.outcomes)
-    by_class = {}
-    if replay.policy.urgent:
-        for name, urgent in (("urgent", True), ("others", False)):
-            theirs = replay.of(urgent=urgent)
-            by_class[name] = {
-                "in_time": objective.share(theirs),
-                "ttft_ms": _spread(1e3 * each.first_token for each in theirs if each.token_times),
-            }
+    duration, seconds, share = served.duration or np.inf, served.seconds or np.inf, objective.share(served.outcomes)
+    classes = {"urgent": True, "others": False} if replay.policy.urgent else {}
+    by_class = {name: replay.of(urgent=urgent) for name, urgent in classes.items()}
     return {
         "policy": replay.policy.name,
         "requests": len(served.outcomes),
         "refused": len(served.outcomes) - len(good),
         "refusals": refused[:3],
-        "tokens_per_second": served.generated / duration if duration else 0.0,
-        "ttft_ms": _spread(1e3 * each.first_token for each in good),
-        "tpot_ms": _spread(1e3 * tpot(each) for each in good if len(each.token_times) > 1),
-        "gap_ms": _spread(1e3 * gap for each in good for gap in np.diff(each.token_times)),
+        "tokens_per_second": served.generated / duration,
+        "ttft_ms": _spread(each.first_token for each in good),
+        "tpot_ms": _spread(each.tpot for each in good if len(each.token_times) > 1),
+        "gap_ms": _spread(gap for each in good for gap in np.diff(each.token_times)),
         "in_time": share,
-        "goodput": share * len(served.outcomes) / duration if duration else 0.0,
-        "slots_held": served.held / served.seconds / served.slots if served.seconds else 0.0,
-        "slots_promised": served.promised / served.seconds / served.slots if served.seconds else 0.0,
+        "goodput": share * len(served.outcomes) / duration,
+        "slots_held": served.held / seconds / served.slots,
+        "slots_promised": served.promised / seconds / served.slots,
         "cached_tokens": served.cached,
         "preemptions": served.preemptions,
-        "padding": 1 - served.carried / served.padded if served.padded else 0.0,
+        "padding": served.padding,
         "use": served.use,
-        "classes": by_class,
+        "classes": {
+            name: {
+                "in_time": objective.share(theirs),
+                "ttft_ms": _spread(each.first_token for each in theirs if each.token_times),
+            }
+            for name, theirs in by_class.items()
+        },
     }
+
+
+# Column -> its text, given the figures of a policy.
+_COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "policy": lambda told: told["policy"],
+    "tokens/s": lambda told: f"{told['tokens_per_second']:,.0f}",
+    "ttft ms p50 / p95": lambda told: _p50_p95(told["ttft_ms"]),
+    "tpot ms p50 / p95": lambda told: _p50_p95(told["tpot_ms"]),
+    "gap ms p99": lambda told: "-" if told["gap_ms"] is None else f"{told['gap_ms']['p99']:,.0f}",
+    "in time": lambda told: f"{told['in_time']:.1%}",
+    "goodput/s": lambda told: f"{told['goodput']:.2f}",
+    "refused": lambda told: str(told["refused"]),
+    "slots held": lambda told: f"{told['slots_held']:.1%}",
+    "and promised": lambda told: f"{told['slots_promised']:.1%}",
+    "cached": lambda told: f"{told['cached_tokens']:,}",
+    "preempted": lambda told: f"{told['preemptions']:,}",
+    "padding": lambda told: f"{told['padding']:.1%}",
+    "in use": lambda told: f"{told['use']:.1%}",
+}
 
 
 def show(told: Sequence[dict[str, Any]], objective: Objective, slots: int, out: Console) -> None:
     """Print one row per policy, and the two classes of requests if there are any."""
-    columns = (
-        "policy",
-        "tokens/s",
-        "ttft ms p50 / p95",
-        "tpot ms p50 / p95",
-        "gap ms p99",
-        "in time",
-        "goodput/s",
-        "refused",
-    )
-    columns += ("slots held", "and promised", "cached", "preempted", "padding", "in use")
-    table = _table(*columns)
-    for each in told:
-        table.add_row(
-            each["policy"],
-            f"{each['tokens_per_second']:,.0f}",
-            _p50_p95(each["ttft_ms"]),
-            _p50_p95(each["tpot_ms"]),
-            _DASH if each["gap_ms"] is None else f"{each['gap_ms']['p99']:,.0f}",
-            f"{each['in_time']:.1%}",
-            f"{each['goodput']:.2f}",
-            str(each["refused"]),
-            f"{each['slots_held']:.1%}",
-            f"{each['slots_promised']:.1%}",
-            f"{each['cached_tokens']:,}",
-            f"{each['preemptions']:,}",
-            f"{each['padding']:.1%}",
-            f"{each['use']:.1%}",
-        )
-    out.print(table)
+    out.print(table(tuple(_COLUMNS), [[text(each) for text in _COLUMNS.values()] for each in told], wrap=True))
     for each in told:
         for name, found in each["classes"].items():
             spread = _p50_p95(found["ttft_ms"])
@@ -206,18 +193,19 @@ def show(told: Sequence[dict[str, Any]], objective: Objective, slots: int, out: 
 
 def plot(replays: Sequence[PolicyResult], objective: Objective, title: str, path: Path) -> None:
     """Plot the distributions of both latencies, and the slots held over time."""
-    figure = Figure(figsize=(14, 4.2), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = drawing.figure(14, 4.2)
     figure.suptitle(title, fontsize=10)
     first, between, slots = figure.subplots(1, 3)
     for replay in replays:
-        name = replay.policy.name
         good = [each for each in replay.served.outcomes if each.token_times]
-        _cumulative(first, [1e3 * each.first_token for each in good], name)
-        _cumulative(between, [1e3 * tpot(each) for each in good if len(each.token_times) > 1], name)
+        for axis, seconds in (
+            (first, [each.first_token for each in good]),
+            (between, [each.tpot for each in good if len(each.token_times) > 1]),
+        ):
+            shares = np.arange(1, len(seconds) + 1) / max(len(seconds), 1)
+            axis.step(1e3 * np.sort(seconds), shares, where="post", linewidth=1.2, label=replay.policy.name)
         if replay.served.series:
-            times, held, _ = zip(*replay.served.series, strict=True)
-            slots.plot(times, held, linewidth=1, label=name)
+            slots.plot(*zip(*replay.served.series, strict=True), linewidth=1)
     for axis, limit, what in (
         (first, objective.ttft, "time to first token"),
         (between, objective.tpot, "time between tokens, mean of each request"),
@@ -234,26 +222,14 @@ def plot(replays: Sequence[PolicyResult], objective: Objective, title: str, path
         axis.title.set_fontsize(9)
         axis.grid(alpha=0.3)
     first.legend(fontsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    drawing.save(figure, path)
 
 
-def _cumulative(axis: Any, values: Sequence[float], name: str) -> None:
-    ordered = np.sort(np.asarray(values))
-    axis.step(ordered, np.arange(1, len(ordered) + 1) / max(len(ordered), 1), where="post", linewidth=1.2, label=name)
-
-
-def _spread(values: Any) -> dict[str, float] | None:
-    found = Distribution.of(values)
+def _spread(seconds: Iterable[float]) -> dict[str, float] | None:
+    """Percentiles in milliseconds."""
+    found = Distribution.of(1e3 * each for each in seconds)
     return None if found is None else {"p50": found.p50, "p95": found.p95, "p99": found.p99}
 
 
 def _p50_p95(spread: dict[str, float] | None) -> str:
-    return _DASH if spread is None else f"{spread['p50']:,.0f} / {spread['p95']:,.0f}"
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in columns:
-        table.add_column(column, justify="left" if column == "policy" else "right", no_wrap=column == "policy")
-    return table
+    return "-" if spread is None else f"{spread['p50']:,.0f} / {spread['p95']:,.0f}"

@@ -10,12 +10,16 @@ import numpy as np
 
 from jaxserve.config import EngineConfig
 from jaxserve.iteration import IterationPlan
+from jaxserve.plan.cost import Roofline, work
 from jaxserve.scheduler.buckets import BucketCost
 from jaxserve.scheduler.factory import make_scheduler
-from jaxserve.scheduler.scheduler import Scheduler
+from jaxserve.scheduler.kv_blocks import SlotPool
 from jaxserve.simulate import virtual_clock
 from jaxserve.simulate.outcome import Outcome
-from jaxserve.simulate.virtual_clock import EOS, Arrival, HostTimes, SimulatedDevice, StageSeconds
+from jaxserve.simulate.virtual_clock import EOS, Arrival, HostTimes, SimulatedDevice, SimulatedReplica, StageSeconds
+
+_CONTEXT = 128  # context of the decodes in a bucket's cost, as in the engine's measurement
+_SAMPLES = 1000  # most samples of slots held
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +49,8 @@ class SimulatedEngine:
     def serve(self, coming: Sequence[Arrival]) -> SimulationResult:
         """Serve every arrival (ascending in time)."""
         served = SimulationResult(slots=self.slots, stages=self.config.stages * self.replicas)
-        replicas, devices, watchers = [], [], []
-        for _ in range(self.replicas):
+        replicas, devices = [], []
+        for index in range(self.replicas):
             scheduler = make_scheduler(
                 self.config,
                 self.costs,
@@ -56,19 +60,12 @@ class SimulatedEngine:
                 eos_token_ids=frozenset({EOS}),
             )
             devices.append(SimulatedDevice(self.seconds, self.config.stages))
-            watchers.append(_UsageRecorder(served, scheduler))
-            replica = virtual_clock.SimulatedReplica(
-                scheduler,
-                devices[-1],
-                in_flight=self.config.in_flight or self.config.stages + 1,
-                host=self.host,
-                watch=watchers[-1].launched,
-            )
-            replicas.append(replica)
+            in_flight = self.config.in_flight or self.config.stages + 1
+            watch = served.recorder(scheduler.pool, sampled=index == 0)
+            replicas.append(SimulatedReplica(scheduler, devices[-1], in_flight=in_flight, host=self.host, watch=watch))
         served.outcomes = virtual_clock.serve(coming, replicas)
         served.preemptions = sum(replica.scheduler.preemptions for replica in replicas)
         served.busy = sum(sum(device.busy) for device in devices)
-        served.series = watchers[0].series
         return served
 
 
@@ -85,7 +82,7 @@ class SimulationResult:
       held / promised: slots with tokens, and slots that are allocated or set aside, times seconds.
       seconds: duration over which these were recorded.
       busy: busy seconds of all stages.
-      series: a few hundred samples of the first replica: (time, slots held, slots held and promised).
+      series: a few hundred samples of the first replica: (time, slots held).
     """
 
     slots: int
@@ -101,7 +98,7 @@ class SimulationResult:
     seconds: float = 0.0
     busy: float = 0.0
     preemptions: int = 0
-    series: list[tuple[float, int, int]] = field(default_factory=list)
+    series: list[tuple[float, int]] = field(default_factory=list)
 
     @property
     def duration(self) -> float:
@@ -117,39 +114,42 @@ class SimulationResult:
         return sum(len(each.token_times) for each in self.outcomes)
 
     @property
+    def padding(self) -> float:
+        """Share of the buckets' tokens that were padding."""
+        return 1 - self.carried / self.padded if self.padded else 0.0
+
+    @property
     def use(self) -> float:
         """Share of the time that a stage is busy."""
         return self.busy / self.stages / self.duration if self.duration else 0.0
 
+    def recorder(self, pool: SlotPool, *, sampled: bool) -> virtual_clock.Watch:
+        """A function that records what each iteration of a replica carries, and how full its pool is then.
 
-class _UsageRecorder:
-    """Records what each iteration of a replica carried, and how full the pool was."""
+        Args:
+          sampled: whether it adds to `series`.
+        """
+        before, count, every = 0.0, 0, 1
 
-    def __init__(self, served: SimulationResult, scheduler: Scheduler) -> None:
-        self._served = served
-        self._pool = scheduler.pool
-        self._before = 0.0
-        self._every = 1
-        self._count = 0
-        self.series: list[tuple[float, int, int]] = []
+        def launched(plan: IterationPlan, landing: float) -> None:
+            nonlocal before, count, every
+            tokens, held, promised = plan.num_tokens, pool.slots_held, pool.slots_used
+            self.sizes[tokens] += 1
+            self.rows = max(self.rows, len(plan.chunks))
+            self.padded += plan.bucket
+            self.carried += tokens
+            self.cached += pool.block_size * sum(len(each.blocks) for each in plan.admissions)
+            span, before = landing - before, landing
+            self.held += span * held
+            self.promised += span * promised
+            self.seconds += span
+            count += 1
+            if sampled and count % every == 0:
+                self.series.append((landing, held))
+                if len(self.series) == _SAMPLES:
+                    self.series, every = self.series[1::2], 2 * every
 
-    def launched(self, plan: IterationPlan, landing: float) -> None:
-        served, pool = self._served, self._pool
-        tokens, held, promised = plan.num_tokens, pool.slots_held, pool.slots_used
-        served.sizes[tokens] += 1
-        served.rows = max(served.rows, len(plan.chunks))
-        served.padded += plan.bucket
-        served.carried += tokens
-        served.cached += pool.block_size * sum(len(each.blocks) for each in plan.admissions)
-        span, self._before = landing - self._before, landing
-        served.held += span * held
-        served.promised += span * promised
-        served.seconds += span
-        self._count += 1
-        if self._count % self._every == 0:
-            self.series.append((landing, held, promised))
-            if len(self.series) == 1000:
-                self.series, self._every = self.series[1::2], 2 * self._every
+        return launched
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,14 +171,36 @@ class Objective:
         """Whether a request was served in time."""
         if outcome.error is not None or not outcome.token_times:
             return False
-        return outcome.first_token <= self.ttft and tpot(outcome) <= self.tpot
+        return outcome.first_token <= self.ttft and outcome.tpot <= self.tpot
 
     def share(self, outcomes: Sequence[Outcome]) -> float:
         """Share of the requests that were served in time."""
         return float(np.mean([self.met(each) for each in outcomes]))
 
 
-def tpot(outcome: Outcome) -> float:
-    """Mean seconds between the tokens of a request; 0 if it has only one."""
-    times = outcome.token_times
-    return (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 0.0
+def bucket_costs(roofline: Roofline, sizes: Sequence[int], max_rows: int) -> tuple[BucketCost, ...]:
+    """The bucket costs that the engine would measure at start: time between iterations.
+
+    As in the engine, at most `max_rows` rows decode and the rest of the bucket is a prompt.
+    """
+    costs = []
+    for size in sizes:
+        rows = min(size, max_rows)
+        chunks = [(_CONTEXT, 1)] * (rows - 1) + [(0, size - rows + 1)]
+        milliseconds = 1e3 * max(stage.total for stage in roofline(work(chunks)))
+        costs.append(BucketCost(size=size, compile_seconds=0.0, milliseconds=milliseconds))
+    return tuple(costs)
+
+
+def iteration_seconds(roofline: Roofline, *, padded: bool) -> StageSeconds:
+    """Seconds of an iteration in each stage.
+
+    Args:
+      padded: whether an iteration costs as much as its bucket, rather than as its tokens.
+    """
+
+    def seconds(plan: IterationPlan) -> list[float]:
+        chunks = ((chunk.start, chunk.length) for chunk in plan.chunks)
+        return [stage.total for stage in roofline(work(chunks, plan.bucket if padded else 0))]
+
+    return seconds

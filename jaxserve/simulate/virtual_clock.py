@@ -96,19 +96,6 @@ def arrivals(workload: Workload, *, max_tokens: int | None = None, max_context: 
     return made
 
 
-def run(
-    coming: Sequence[Arrival],
-    scheduler: Scheduler,
-    device: SimulatedDevice,
-    *,
-    in_flight: int,
-    host: HostTimes | None = None,
-    watch: Watch | None = None,
-) -> list[Outcome]:
-    """Serve every arrival (ascending in time) by one replica; see `serve`."""
-    return serve(coming, [SimulatedReplica(scheduler, device, in_flight=in_flight, host=host, watch=watch)])
-
-
 def serve(coming: Sequence[Arrival], replicas: Sequence[SimulatedReplica]) -> list[Outcome]:
     """Serve every arrival (ascending in time) as the engine would, and return token times.
 

@@ -9,15 +9,18 @@ import csv
 import dataclasses
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import islice
 from pathlib import Path
+from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 
-_AZURE_LINE = "a line looks like 2023-11-16 18:15:46.68,374,44"
-_MOONCAKE_LINE = 'a line looks like {"timestamp": 1000, "input_length": 600, "output_length": 5, "hash_ids": [7, 8]}'
+_AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+_AZURE_LINE = "2023-11-16 18:15:46.68,374,44"
+_MOONCAKE_LINE = '{"timestamp": 1000, "input_length": 600, "output_length": 5, "hash_ids": [7, 8]}'
 MOONCAKE_BLOCK = 512  # tokens per entry of hash_ids (Mooncake, FAST'25, section 4)
 
 
@@ -52,10 +55,6 @@ class Workload:
     @property
     def prompt_tokens(self) -> int:
         return sum(len(job.prompt) for job in self.jobs)
-
-    @property
-    def output_tokens(self) -> int:
-        return sum(job.max_tokens for job in self.jobs)
 
     @property
     def longest(self) -> int:
@@ -130,8 +129,7 @@ def fit(workload: Workload, max_context: int) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _TraceRecord:
+class _TraceRecord(NamedTuple):
     """One request in a trace: seconds, lengths, and prefix blocks if the trace has them."""
 
     time: float
@@ -162,38 +160,32 @@ def read_trace(
         raise ValueError(f"speed is {speed:g}; it must be above 0")
     try:
         with path.open(encoding="utf-8", newline="") as file:
-            head = file.readline()
-            file.seek(0)
-            reader = _read_mooncake(file, path) if head.lstrip().startswith("{") else _read_azure(file, path)
-            lines = [line for line, _ in zip(reader, range(limit or 1 << 62), strict=False)]
+            records = sorted(islice(_records(file, path), limit), key=lambda record: record.time)
     except OSError as error:
         raise ValueError(f"{path}: the trace cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: the trace is not text: {error}") from None
     except csv.Error as error:
         raise ValueError(f"{path}: the trace is not CSV: {error}") from None
-    if not lines:
+    if not records:
         raise ValueError(f"{path}: the trace holds no requests")
 
-    lines.sort(key=lambda line: line.time)
     rng = np.random.default_rng(seed)
-    jobs, clipped, lost = [], 0, 0
-    for line in lines:
-        generated = min(line.output_length, max_context - 1)
-        prompt_length = min(line.prompt_length, max_context - generated)
-        if (cut := line.output_length + line.prompt_length - generated - prompt_length) > 0:
-            clipped, lost = clipped + 1, lost + cut
-        prompt = _prompt(line.blocks, prompt_length, vocab_size, seed, rng)
-        jobs.append(Job(arrival=(line.time - lines[0].time) / speed, prompt=prompt, max_tokens=generated))
-    notes = ()
-    if clipped:
-        total = sum(line.prompt_length + line.output_length for line in lines)
-        notes = (
-            f"{clipped} of {len(jobs)} requests were clipped to a context of {max_context} tokens "
-            f"({100 * lost / total:.1f}% of the trace's tokens left out)",
-        )
+    jobs, clipped, lost, total = [], 0, 0, 0
+    for record in records:
+        generated = min(record.output_length, max_context - 1)
+        prompt_length = min(record.prompt_length, max_context - generated)
+        wanted = record.prompt_length + record.output_length
+        cut = wanted - prompt_length - generated
+        clipped, lost, total = clipped + (cut > 0), lost + cut, total + wanted
+        prompt = _prompt(record.blocks, prompt_length, vocab_size, seed, rng)
+        jobs.append(Job(arrival=(record.time - records[0].time) / speed, prompt=prompt, max_tokens=generated))
+    notes = (
+        f"{clipped} of {len(jobs)} requests were clipped to a context of {max_context} tokens "
+        f"({100 * lost / total:.1f}% of the trace's tokens left out)",
+    )
     name = f"{len(jobs)} requests of {path.name}" + (f", {speed:g} times as fast" if speed != 1 else "")
-    return Workload(name=name, jobs=tuple(jobs), notes=notes)
+    return Workload(name=name, jobs=tuple(jobs), notes=notes if clipped else ())
 
 
 def _prompt(
@@ -204,48 +196,42 @@ def _prompt(
         np.random.default_rng([seed, 2, block]).integers(vocab_size, size=MOONCAKE_BLOCK, dtype=np.int32)
         for block in blocks[: -(-length // MOONCAKE_BLOCK)]
     ]
-    missing = length - MOONCAKE_BLOCK * len(parts)
-    if missing > 0:
-        parts.append(rng.integers(vocab_size, size=missing, dtype=np.int32))
+    missing = max(length - MOONCAKE_BLOCK * len(parts), 0)
+    parts.append(rng.integers(vocab_size, size=missing, dtype=np.int32))
     return np.concatenate(parts)[:length]
 
 
-def _read_azure(file: Iterator[str], path: Path) -> Iterator[_TraceRecord]:
-    rows = csv.DictReader(file)
-    columns = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
-    if not set(columns) <= set(rows.fieldnames or ()):
-        raise ValueError(
-            f"{path}: unknown trace format; expected CSV with the columns {','.join(columns)}, "
-            "or one JSON object a line with timestamp, input_length, output_length and hash_ids"
-        )
-    for number, row in enumerate(rows, start=2):
-        try:
-            yield _TraceRecord(
-                time=datetime.fromisoformat(row["TIMESTAMP"]).timestamp(),
-                prompt_length=max(1, int(row["ContextTokens"])),
-                output_length=max(1, int(row["GeneratedTokens"])),
-            )
-        except (ValueError, TypeError) as error:
+def _records(file: TextIO, path: Path) -> Iterator[_TraceRecord]:
+    """The requests of a trace in either format."""
+    is_mooncake = file.readline().lstrip().startswith("{")
+    file.seek(0)
+    if is_mooncake:
+        maker, parse, example = "a Mooncake", _of_mooncake, _MOONCAKE_LINE
+        lines: Iterable[Any] = ((number, text) for number, text in enumerate(file, start=1) if text.strip())
+    else:
+        maker, parse, example, rows = "an Azure", _of_azure, _AZURE_LINE, csv.DictReader(file)
+        if not set(_AZURE_COLUMNS) <= set(rows.fieldnames or ()):
             raise ValueError(
-                f"{path}, line {number}: not a request of an Azure trace: {error}; {_AZURE_LINE}"
-            ) from None
-
-
-def _read_mooncake(file: Iterator[str], path: Path) -> Iterator[_TraceRecord]:
-    for number, text in enumerate(file, start=1):
-        if not text.strip():
-            continue
-        try:
-            record = json.loads(text)
-            if not math.isfinite(milliseconds := float(record["timestamp"])):
-                raise ValueError(f"timestamp is {milliseconds}")
-            yield _TraceRecord(
-                time=milliseconds / 1000,
-                prompt_length=max(1, int(record["input_length"])),
-                output_length=max(1, int(record["output_length"])),
-                blocks=tuple(int(block) for block in record.get("hash_ids", ())),
+                f"{path}: unknown trace format; expected CSV with the columns {','.join(_AZURE_COLUMNS)}, "
+                "or one JSON object a line with timestamp, input_length, output_length and hash_ids"
             )
+        lines = enumerate(rows, start=2)
+    for number, line in lines:
+        try:
+            yield parse(line)
         except (ValueError, TypeError, KeyError, OverflowError) as error:  # OverflowError: an infinite number
-            raise ValueError(
-                f"{path}, line {number}: not a request of a Mooncake trace: {error!r}; {_MOONCAKE_LINE}"
-            ) from None
+            what = f"not a request of {maker} trace: {error if isinstance(error, ValueError) else repr(error)}"
+            raise ValueError(f"{path}, line {number}: {what}; a line looks like {example}") from None
+
+
+def _of_azure(row: Any) -> _TraceRecord:
+    time, prompt, output = (row[column] for column in _AZURE_COLUMNS)
+    return _TraceRecord(datetime.fromisoformat(time).timestamp(), max(1, int(prompt)), max(1, int(output)))
+
+
+def _of_mooncake(text: Any) -> _TraceRecord:
+    record = json.loads(text)
+    if not math.isfinite(milliseconds := float(record["timestamp"])):
+        raise ValueError(f"timestamp is {milliseconds}")
+    prompt, output = (max(1, int(record[name])) for name in ("input_length", "output_length"))
+    return _TraceRecord(milliseconds / 1000, prompt, output, tuple(map(int, record.get("hash_ids", ()))))

@@ -6,16 +6,19 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from server.commands import flags
-from server.commands.console import PICTURES, UserError, check_output, progress_bars, say, user_errors
+from server.commands.console import PICTURES, UserError, check_output, progress_bars, say, tables, user_errors
 
 if TYPE_CHECKING:
+    from jaxserve.plan.compiled import CompiledStage
     from jaxserve.plan.deployment import Deployment
+    from jaxserve.plan.predict import Plan
 
 HELP = """\
 What a model would take and do on devices that need not be there: bytes, slots, collectives, milliseconds.
@@ -27,8 +30,6 @@ What a model would take and do on devices that need not be there: bytes, slots, 
 A model is a name (a wrong one lists them), a config.json or a checkpoint directory; a topology is a TPU slice (v4, v5e,
 v5p, v6e, tpu7x: chips along each axis) or a set of GPUs (a100-40g, a100-80g, h100, h200: machines x GPUs). The engine's
 flags mean what they mean to `jaxserve serve`. docs/sharding.md explains specs and has examples."""
-
-_WIDTH = 150  # of tables in a file or a pipe
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -62,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     check_output("--plot", args.plot, kinds=PICTURES)
     check_output("--html", args.html)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing runs on a device, and a local one may be busy
-    out = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
+    out = tables()
     with user_errors():
         deployment = make_deployment(args, context=args.context)
         answers = _search(args, deployment, out) if args.search else _plan(args, deployment, out)
@@ -103,33 +104,46 @@ def _label(file: str | None) -> str:
 
 
 def _plan(args: argparse.Namespace, deployment: Deployment, out: Console) -> dict[str, Any]:
-    import dataclasses
+    from dataclasses import replace
 
-    from jaxserve.plan import comparison, compiled, plan_page, plan_report, targets
-    from jaxserve.plan.predict import predict
+    from jaxserve.plan import comparison, plan_page, plan_report
 
-    plan, stages, answers = predict(deployment), (), {}
+    (predicted, plan, stages), answers = _predict(args, deployment, args.compile), {}
+    sections = [plan_report.compiled(predicted, stages)] if stages else []
     if args.against is not None:
-        other = predict(dataclasses.replace(deployment, spec=_spec(deployment.config.family, args.against)))
+        spec = _spec(deployment.config.family, args.against)
+        _, other, _ = _predict(args, replace(deployment, spec=spec), False)
+        labels = _label(args.sharding), _label(args.against)
+        differences = comparison.differences(plan, other)
         answers["against"] = [
-            {"what": each.what, "ours": each.ours and each.ours.text, "theirs": each.theirs and each.theirs.text}
-            for each in comparison.differences(plan, other)
+            {name: getattr(each, name) for name in ("what", "ours", "theirs")} for each in differences
         ]
-        if not args.json:
-            out.print(f"[bold]{plan_report.headline(plan)}[/bold]")
-            comparison.show(plan, other, (_label(args.sharding), _label(args.against)), out)
-    elif not args.json:
-        plan_report.show(plan, out)
-    if args.compile:
-        with progress_bars() as progress:
-            stages = compiled.compile_stages(plan, targets.devices_of(deployment.topology), progress)
-        if not args.json:
-            plan_report.show_compiled(plan, stages, out)
-    answers = plan_report.as_json(plan, stages) | answers
+        sections.insert(0, comparison.section(differences, labels))
+    answers = plan_report.plan_json(plan, stages) | answers
+    if not args.json:
+        plan_report.show(plan, out, brief=args.against is not None)
+        for section in sections:
+            section.show(out)
     if args.html is not None:
-        plan_page.write(args.html, plan_report.headline(plan), plan_report.bottleneck(plan), answers)
+        tables = [plan_report.collectives(plan), *sections]
+        plan_page.write(args.html, plan_report.headline(plan), plan_report.bottleneck(plan), answers, tables)
         say(f"wrote {args.html}; open it in a browser")
     return answers
+
+
+def _predict(
+    args: argparse.Namespace, deployment: Deployment, always: bool
+) -> tuple[Plan, Plan, Sequence[CompiledStage]]:
+    """The plan as predicted, the plan with compiled collectives where they are unknown, and the compiled stages."""
+    from jaxserve.plan import compiled, targets
+    from jaxserve.plan.predict import predict
+
+    plan = predict(deployment)
+    if not args.compile or (plan.is_known and not always):
+        return plan, plan, ()
+    with progress_bars() as progress:
+        stages = compiled.compile_stages(plan, targets.devices_of(deployment.topology), progress)
+    return plan, compiled.with_compiled(plan, stages), stages
 
 
 def _search(args: argparse.Namespace, deployment: Deployment, out: Console) -> dict[str, Any]:
@@ -137,11 +151,6 @@ def _search(args: argparse.Namespace, deployment: Deployment, out: Console) -> d
 
     with progress_bars() as progress:
         found, left_out = search.search(deployment, progress)
-    if not found:
-        reasons = ", ".join(f"{count} x {reason}" for reason, count in left_out.items())
-        raise UserError(
-            f"{deployment.name} does not fit on {deployment.topology} in any way{': ' if reasons else ''}{reasons}"
-        )
     if not args.json:
         out.print(f"[bold]{deployment.name} on {deployment.topology}: {len(found)} ways fit[/bold]")
         search.show(found, left_out, out)
@@ -150,4 +159,4 @@ def _search(args: argparse.Namespace, deployment: Deployment, out: Console) -> d
             found, f"{deployment.name} on {deployment.topology}, decodes at context {deployment.context:,}", args.plot
         )
         say(f"wrote {args.plot}")
-    return {"candidates": [search.as_json(each) for each in found], "left_out": left_out}
+    return {"candidates": [search.candidate_json(each) for each in found], "left_out": left_out}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from server.commands import flags
-from server.commands.console import PICTURES, UserError, check_output, progress_bars, say, user_errors
+from server.commands.console import PICTURES, UserError, check_output, progress_bars, say, tables, user_errors
 from server.commands.plan import make_deployment
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ TIMESTAMP,ContextTokens,GeneratedTokens) and Mooncake (a JSON object a line: tim
 hash_ids). Requests longer than the context are clipped. The engine's flags mean what they mean to `jaxserve serve`.
 docs/simulator.md explains and has examples."""
 
-_WIDTH = 170  # of tables that go to a file or a pipe
 _VOCABULARY = 256  # enough to distinguish prefixes, and Python keeps one object for each number below 257
 
 
@@ -93,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
         if value is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
     check_output("--plot", args.plot, kinds=PICTURES)
-    out = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
+    out = tables()
     with user_errors():
         answer = _trace(args, out)
     if args.plot is not None:
@@ -117,7 +116,7 @@ def _trace(args: argparse.Namespace, out: Console) -> dict[str, Any]:
     from jaxserve.simulate import policy_comparison
 
     plan = predict(deployment)
-    system = policy_comparison.system_of(plan, replicas=deployment.engine.replicas)
+    system = policy_comparison.system_of(plan, deployment.engine)
     objective = make_objective(args)
     with progress_bars() as progress:
         replays = policy_comparison.compare(

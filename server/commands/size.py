@@ -8,10 +8,8 @@ import os
 import sys
 from pathlib import Path
 
-from rich.console import Console
-
 from server.commands import flags
-from server.commands.console import PICTURES, UserError, check_output, progress_bars, say, user_errors
+from server.commands.console import PICTURES, UserError, check_output, progress_bars, say, tables, user_errors
 from server.commands.plan import make_deployment
 from server.commands.simulate import add_trace_flags, make_objective, read_trace, share
 
@@ -25,8 +23,6 @@ Every way to cut the model over the topology's devices is simulated with the eng
 simulate`): with the fewest copies that are enough, as many rows as are used, and the ladder of buckets that suits the
 iterations best; those flags of the engine's are found rather than read, the others mean what they mean to `jaxserve
 serve`. --price is yours to give, for an hour of one device; without it the table counts device hours."""
-
-_WIDTH = 190  # of tables in a file or a pipe
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -76,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
             f"--compile-time {args.compile_time:g}s is less than the time of one bucket ({args.compile_each:g}s)"
         )
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing runs on a device, and a local one may be busy
-    out = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
+    out = tables()
     with user_errors():
         deployment = make_deployment(args)
         workload = read_trace(args, deployment.max_context)
@@ -90,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
         sizing.plot(found, objective, args.price, title, args.plot)
         say(f"wrote {args.plot}")
     if args.json:
-        answer = [sizing.as_json(each, args.price) for each in found]
+        answer = [sizing.sized_json(each, args.price) for each in found]
         json.dump({"workload": workload.name, "notes": workload.notes, "layouts": answer}, sys.stdout, indent=1)
         print()
     else:

@@ -10,7 +10,6 @@ from rich.console import Console
 
 from benchmarks import orca, paper
 from benchmarks.orca import SETUPS, Point
-from jaxserve.plan.cost import stage_seconds, work
 
 
 @pytest.mark.parametrize("overlapped", [False, True])
@@ -32,15 +31,6 @@ def test_the_fit_is_the_best_there_is():
     for efficiency in (0.98, 1.02):
         assert error(efficiency * fit.efficiency, fit.layer_seconds) > least
         assert error(fit.efficiency, efficiency * fit.layer_seconds) > least
-
-
-@pytest.mark.parametrize("overlapped", [False, True])
-def test_the_quick_roofline_is_the_one_of_the_plans(overlapped):
-    setup, fit = SETUPS["175B"], orca.fitted(overlapped=overlapped)
-    roofline = setup.roofline(fit, padded=False)
-    for chunks in ([(100, 1)], [(0, 512)] * 3, [(300, 1)] * 32 + [(0, 90)]):
-        expected = [stage_seconds(load, setup.topology, work(chunks), fit=fit).total for load in setup.loads]
-        assert roofline.seconds(work(chunks)) == pytest.approx(expected)
 
 
 def test_slots_are_what_weights_leave():

@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxserve import models
 from jaxserve.config import EngineConfig
+from jaxserve.plan import model_catalog
 from jaxserve.plan.deployment import Deployment
 from sharding import devices, specs
 from sharding.spec import ShardingSpec
@@ -47,4 +48,15 @@ def question(
         engine=EngineConfig(**SIZES | settings),
         spec=spec or specs.default(config.family),
         context=128,
+    )
+
+
+def named(name: str, topology: str, spec: ShardingSpec | None = None, **settings: Any) -> Deployment:
+    _, config = model_catalog.find(name)
+    return Deployment(
+        name=name,
+        config=config,
+        topology=devices.parse(topology),
+        engine=EngineConfig(**settings),
+        spec=spec or specs.default(config.family),
     )

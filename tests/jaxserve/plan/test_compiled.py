@@ -9,6 +9,7 @@ import jax
 import pytest
 
 from jaxserve.plan import compiled, targets
+from jaxserve.plan.cost import Collective
 from jaxserve.plan.predict import predict
 from sharding import specs
 from tests.jaxserve.plan.questions import BLOOM, GPT2, NEOX, OPT, question
@@ -52,9 +53,9 @@ def test_bytes_within_3_percent_and_collectives_equal(deployment):
     plan = predict(deployment)
     stages = compiled.compile_stages(plan, jax.devices(), lambda *_: None)
     assert len(stages) == deployment.engine.stages
-    for index, (predicted, found) in enumerate(zip(plan.stages, stages, strict=True)):
+    for predicted, found in zip(plan.stages, stages, strict=True):
         assert predicted.total == pytest.approx(found.total, rel=0.03)
-        assert compiled.predicted_counts(plan, index) == found.counts()
+        assert compiled.count_kinds(predicted.load.collectives or ()) == compiled.count_kinds(found.collectives)
         assert not found.surprises
 
 
@@ -62,10 +63,10 @@ def test_bytes_within_3_percent_and_collectives_equal(deployment):
 def test_a_split_embedding_is_left_to_the_compiler():
     deployment = question(BLOOM, rules(B, vocab=None, heads=None, ffn=None, embed="tensor"), tensor=4)
     plan = predict(deployment)
-    assert plan.stages[0].collectives is None
+    assert plan.stages[0].load.collectives is None
     (stage,) = compiled.compile_stages(plan, jax.devices(), lambda *_: None)
     assert stage.total == pytest.approx(plan.stages[0].total, rel=0.03)
-    assert stage.counts()["all-reduce"] > 4
+    assert compiled.count_kinds(stage.collectives)["all-reduce"] > 4
 
 
 HLO = """
@@ -92,7 +93,7 @@ def programs_of(deployment):
 def test_gathered_weights_and_copied_pools_are_told():
     stage = programs_of(question(BLOOM | {"hidden_size": 1024}, tensor=4))
     gathers = [compiled.CollectiveOp("all-gather", "f32[3072,1024]", 12 * 2**20, 2)]
-    assert list(compiled.unforeseen(stage, gathers, {"all-reduce": 5})) == [
+    assert list(compiled.unforeseen(stage, gathers, [Collective("all-reduce", "embed", 4, False, 4, 5)])) == [
         "2 x all-gather of f32[3072,1024]: gathers the weights layers.*.qkv.kernel",
         "0 x all-reduce where 5 were predicted",
         "2 x all-gather where 0 were predicted",
@@ -134,7 +135,7 @@ def test_collectives_are_those_of_accelerators(topology):
     deployment = question(BLOOM | {"hidden_size": 1024}, topology=topology, tensor=4, **sizes)
     plan = predict(deployment)
     (stage,) = compiled.compile_stages(plan, targets.devices_of(deployment.topology), lambda *_: None)
-    assert stage.counts() == compiled.predicted_counts(plan, 0)
+    assert compiled.count_kinds(plan.stages[0].load.collectives or ()) == compiled.count_kinds(stage.collectives)
     assert plan.stages[0].total == pytest.approx(stage.total, rel=0.03)
     assert not stage.surprises
 

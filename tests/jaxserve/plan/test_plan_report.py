@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from jaxserve.plan import comparison, plan_page, plan_report, search
-from jaxserve.plan.compiled import CollectiveOp, CompiledStage
+from jaxserve.plan.compiled import CollectiveOp, CompiledStage, with_compiled
 from jaxserve.plan.predict import predict
 from sharding import specs
 from tests.jaxserve.plan.questions import BLOOM, question
@@ -42,7 +42,7 @@ def test_a_plan_is_told_as_tables(plan):
 
 
 def test_a_plan_is_json(plan):
-    told = json.loads(json.dumps(plan_report.as_json(plan)))
+    told = json.loads(json.dumps(plan_report.plan_json(plan)))
     assert told["slots"] == 8192
     assert told["stages"][1]["collectives"][-1]["kind"] == "all-gather"
     assert told["stages"][0]["parameters"][0]["axes"] == ["embed"]
@@ -58,26 +58,61 @@ def compiled(*surprises: str) -> CompiledStage:
 
 
 def test_a_compiled_program_stands_next_to_the_prediction(plan):
-    text = printed(plan_report.show_compiled, plan, [compiled(), compiled()])
+    text = printed(plan_report.compiled(plan, [compiled(), compiled()]).show)
     assert re.search(r"0 +all-reduce +3 +3", text)
     assert re.search(r"1 +all-gather +1 +0", text)
     assert "stage 0: 3 x all-reduce of f32[8,128], 4.00 KiB each" in text
     assert "Nothing unexpected" in text
     out = Console(file=io.StringIO(), width=200, force_terminal=True, highlight=False, color_system="standard")
-    plan_report.show_compiled(plan, [compiled("2 x copy of the pool as u16[4]"), compiled()], out)
-    assert "\x1b[31m2 x copy of the pool as u16[4]\x1b[0m" in out.file.getvalue()  # type: ignore[attr-defined]
+    plan_report.compiled(plan, [compiled("2 x copy of the pool as u16[4]"), compiled()]).show(out)
+    assert "\x1b[31munexpected in stage 0: 2 x copy of the pool as u16[4]\x1b[0m" in out.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_two_specs_are_told_by_their_differences():
     ours, theirs = (predict(question(BLOOM, spec, tensor=4)) for spec in (SPEC, WHOLE))
     found = {each.what: each for each in comparison.differences(ours, theirs)}
-    assert found["[axes] vocab"] == comparison.PlanDifference("[axes] vocab", ("tensor", None), ("none", None))
+    assert found["[axes] vocab"] == comparison.PlanDifference("[axes] vocab", "tensor", "none")
     assert found["stage 0: all-gather after head"].theirs is None
     assert found["embed.tokens.table"].change == "+300.0%"
     assert "layers.*.up.kernel" not in found
-    text = printed(comparison.show, ours, theirs, ("default", "my.toml"))
+    text = printed(comparison.section(list(found.values()), ("default", "my.toml")).show)
     assert re.search(r"\[axes\] vocab +tensor +none", text)
-    assert "default and same.toml give the same plan" in printed(comparison.show, ours, ours, ("default", "same.toml"))
+    assert not comparison.differences(ours, ours)
+    assert "default and same.toml give the same plan" in printed(comparison.section([], ("default", "same.toml")).show)
+
+
+@pytest.fixture(scope="module")
+def undecided():
+    return predict(question(BLOOM, dataclasses.replace(SPEC, activations={"tokens": "tensor"}), tensor=4))
+
+
+def test_unknown_speed_is_no_number(undecided):
+    text = printed(plan_report.show, undecided)
+    assert re.search(r"8 +4 +4( +unknown){7}", text)
+    assert "Speed unknown" in text
+    known = predict(question(BLOOM, tensor=4))
+    found = {each.what: each for each in comparison.differences(known, undecided)}
+    for what in ("bucket 8: tokens/s", "bucket 8: ms", "stage 0: all-reduce after layers.*.out"):
+        assert (found[what].theirs, found[what].change) == ("unknown", ""), what
+    assert json.loads(json.dumps(plan_report.plan_json(undecided)))["buckets"][0]["tokens_per_second"] is None
+
+
+def test_compiled_collectives_replace_unknown_ones(undecided):
+    plan = with_compiled(undecided, [compiled()])
+    (bucket,) = plan.buckets
+    assert bucket.milliseconds is not None
+    sent = plan.stages[0].load.collectives
+    assert sent is not None
+    assert sent[0].sent(bucket.tokens, 4) == 3 * 2 * 4096 * 3 / 4
+    assert with_compiled(plan, [compiled("more")]) == plan  # what is known stays
+
+
+def test_unknown_speed_is_not_ranked(undecided):
+    spec = dataclasses.replace(SPEC, rules={**dict.fromkeys(SPEC.rules), "embed": "tensor"})
+    deployment = dataclasses.replace(undecided.deployment, spec=spec)
+    found, left_out = search.search(deployment, lambda *_: None)
+    assert {each.engine.tensor for each in found} == {1}
+    assert left_out == {"collectives unknown": 5}
 
 
 @pytest.fixture(scope="module")
@@ -107,9 +142,9 @@ def test_nothing_beats_the_frontier(found):
     points = [point for each in candidates for point in each.points]
     edge = [point for _, point in search.frontier(candidates)]
     for _, latency, speed in edge:
-        assert not any(other[1] < latency and other[2] > speed for other in points)
-    assert max(point[2] for point in points) == edge[-1][2]
-    assert min(point[1] for point in points) == edge[0][1]
+        assert not any(other.milliseconds < latency and other.tokens_per_second > speed for other in points)
+    assert max(point.tokens_per_second for point in points) == edge[-1].tokens_per_second
+    assert min(point.milliseconds for point in points) == edge[0].milliseconds
 
 
 def test_a_search_is_told_and_drawn(found, tmp_path):
@@ -118,24 +153,27 @@ def test_a_search_is_told_and_drawn(found, tmp_path):
     assert re.search(r"1 +\d x \d x \d", text)
     search.plot(candidates, "a title", tmp_path / "plots" / "frontier.png")
     assert (tmp_path / "plots" / "frontier.png").read_bytes().startswith(b"\x89PNG")
-    assert json.dumps([search.as_json(each) for each in candidates])
+    assert json.dumps([search.candidate_json(each) for each in candidates])
 
 
-def test_what_does_not_fit_is_counted():
+def test_what_does_not_fit_is_told():
     deployment = question(BLOOM | {"hidden_size": 8192, "n_layer": 40, "n_head": 64}, topology="v5e:2x2", slots=None)
-    candidates, left_out = search.search(deployment, lambda *_: None)
-    assert not candidates
-    assert set(left_out) <= {"the weights do not fit", "no room for keys and values"}
+    with pytest.raises(ValueError, match=r"bloom does not fit on v5e:2x2 in any way: \d+ x the weights do not fit"):
+        search.search(deployment, lambda *_: None)
 
 
 def test_a_page_holds_everything(plan, tmp_path):
-    told = plan_report.as_json(plan)
+    told = plan_report.plan_json(plan)
     told["model"] = "</script><b>"
-    plan_page.write(tmp_path / "new" / "plan_page.html", "a <headline>", "a summary", told)
+    plan_page.write(
+        tmp_path / "new" / "plan_page.html", "a <headline>", "a summary", told, [plan_report.collectives(plan)]
+    )
     text = (tmp_path / "new" / "plan_page.html").read_text()
     assert "<h1>a &lt;headline&gt;</h1>" in text
     assert "%%" not in text
     assert not re.search(r"(src|href)=", text)
     embedded = re.search(r'<script type="application/json" id="plan">(.*?)</script>', text, re.DOTALL)
     assert embedded is not None
-    assert json.loads(embedded[1]) == json.loads(json.dumps(told))
+    data = json.loads(embedded[1])
+    assert data.pop("tables")[0]["rows"][0][:3] == ["0", "embed", "all-reduce"]
+    assert data == json.loads(json.dumps(told))

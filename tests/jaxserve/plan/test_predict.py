@@ -8,44 +8,33 @@ from dataclasses import replace
 
 import pytest
 
-from jaxserve.config import EngineConfig
 from jaxserve.plan import model_catalog
-from jaxserve.plan.deployment import Deployment
 from jaxserve.plan.predict import predict
 from sharding import devices, specs
-from tests.jaxserve.plan.questions import BLOOM, GPT2, question
+from tests.jaxserve.plan.questions import BLOOM, GPT2, named, question
 
-
-def named(name: str, topology: str, spec=None, **settings) -> Deployment:
-    _, config = model_catalog.find(name)
-    return Deployment(
-        name=name,
-        config=config,
-        topology=devices.parse(topology),
-        engine=EngineConfig(**settings),
-        spec=spec or specs.default(config.family),
-    )
+EMBED_SPLIT = {"vocab": None, "heads": None, "ffn": None, "embed": "tensor"}
 
 
 def test_bloom_176b_on_16_devices():
     plan = predict(named("bloom-176b", "v5p:2x2x4", tensor=16))
-    assert plan.parameters == 176_247_271_424
+    assert plan.num_parameters == 176_247_271_424
     (stage,) = plan.stages
     table, layer = 250_880 * 14336, 12 * 14336**2
     assert stage.weights == pytest.approx(2 * (table + 70 * layer) / 16, rel=0.001)
-    assert stage.slot_bytes == 2 * 2 * 70 * 14336 // 16
-    assert stage.pool == plan.slots * stage.slot_bytes
+    assert stage.load.slot_bytes == 2 * 2 * 70 * 14336 // 16
+    assert stage.pool == plan.slots * stage.load.slot_bytes
     assert stage.total + stage.free == plan.memory[1]
-    assert 0 <= stage.free < plan.block_size * stage.slot_bytes
+    assert 0 <= stage.free < plan.block_size * stage.load.slot_bytes
     assert plan.requests == plan.slots // 2048
-    found = {(each.kind, each.what): each.times for each in stage.collectives or ()}
+    found = {(each.kind, each.what): each.times for each in stage.load.collectives or ()}
     assert found == {
         ("all-reduce", "embed"): 1,
         ("all-reduce", "layers.*.out"): 70,
         ("all-reduce", "layers.*.down"): 70,
         ("all-gather", "head"): 1,
     }
-    qkv = next(part for part in stage.parts if part.name == "layers.*.qkv.kernel")
+    qkv = next(part for part in stage.parameters if part.name == "layers.*.qkv.kernel")
     assert (qkv.count, qkv.partition, qkv.local) == (70, ("tensor", None), (2688, 14336))
 
 
@@ -54,24 +43,26 @@ def test_an_int8_pool_holds_nearly_twice_as_many_slots():
         predict(named("bloom-176b", "v5p:2x2x4", tensor=16, kv_cache_dtype=dtype)) for dtype in ("bfloat16", "int8")
     )
     heads = 70 * 112 // 16
-    assert plan.stages[0].slot_bytes == 2 * heads * 2 * 128
-    assert half.stages[0].slot_bytes == 2 * (heads * 128 + 70 * 8 * 4)  # and a float32 scale, for eight heads a layer
-    assert half.slots / plan.slots == pytest.approx(plan.stages[0].slot_bytes / half.stages[0].slot_bytes, rel=0.001)
+    assert plan.stages[0].load.slot_bytes == 2 * heads * 2 * 128
+    scales = 70 * 8 * 4  # in float32, for eight heads a layer
+    assert half.stages[0].load.slot_bytes == 2 * (heads * 128 + scales)
+    sizes = [each.stages[0].load.slot_bytes for each in (plan, half)]
+    assert half.slots / plan.slots == pytest.approx(sizes[0] / sizes[1], rel=0.001)
 
 
 def test_int8_weights_take_half_and_their_table_is_summed_in_two():
     plan, half = (predict(named("bloom-176b", "v5p:2x2x4", tensor=16, quantize=how)) for how in (None, "int8"))
     assert half.stages[0].weights == pytest.approx(plan.stages[0].weights / 2, rel=0.002)  # scales, norms, biases
-    assert half.parameters == plan.parameters
-    found, wide = ({each.what: each.nbytes for each in each.stages[0].collectives or ()} for each in (half, plan))
+    assert half.num_parameters == plan.num_parameters
+    found, wide = ({each.what: each.nbytes for each in each.stages[0].load.collectives or ()} for each in (half, plan))
     assert found == wide | {"embed": 14336, "embed.scales": 2}
 
 
 def test_stages_hold_their_own_layers_and_ends():
     plan = predict(question(BLOOM, tensor=2, stages=2))
     first, last = plan.stages
-    assert first.layers, last.layers == ((0, 1), (1, 2))
-    names = [{part.name for part in stage.parts} for stage in plan.stages]
+    assert (first.layers, last.layers) == ((0, 1), (1, 2))
+    names = [{part.name for part in stage.parameters} for stage in plan.stages]
     assert "embed.norm.scale" in names[0] - names[1]
     assert "head.norm.scale" in names[1] - names[0]
     assert "embed.tokens.table" in names[0] & names[1]  # it is the head as well
@@ -82,14 +73,14 @@ def test_heads_and_vocabulary_are_padded_on_request():
     spec = replace(specs.default("bloom"), pad=frozenset({"heads", "vocab"}))
     plan = predict(named("bloom-176b", "v5p:2x4x4", spec, tensor=32))
     assert plan.padding == {"heads": (112, 128)}  # 250,880 tokens divide
-    qkv = next(part for part in plan.stages[0].parts if part.name == "layers.*.qkv.kernel")
+    qkv = next(part for part in plan.stages[0].parameters if part.name == "layers.*.qkv.kernel")
     assert qkv.shape == (3 * 128 * 128, 14336)
-    assert plan.parameters == 176_247_271_424
+    assert plan.num_parameters == 176_247_271_424
 
 
 def test_what_a_single_layer_has_otherwise_is_told_apart():
     spec = replace(specs.default("bloom"), parameters={"layers.1.up.*": {"ffn": None}})
-    parts = {part.name: part for part in predict(question(BLOOM, spec, tensor=4)).stages[0].parts}
+    parts = {part.name: part for part in predict(question(BLOOM, spec, tensor=4)).stages[0].parameters}
     assert parts["layers.*.up.kernel"].count == parts["layers.1.up.kernel"].count == 1
     assert parts["layers.1.up.kernel"].local == (512, 128)
 
@@ -132,7 +123,18 @@ def test_buckets_are_filled_with_decodes_and_then_prompts():
         replace(plan.deployment, topology=devices.parse("h200:2x8"), engine=replace(plan.deployment.engine, replicas=2))
     )
     assert double.buckets[1].milliseconds == plan.buckets[1].milliseconds
-    assert double.buckets[1].tokens_per_second == 2 * plan.buckets[1].tokens_per_second
+    assert double.buckets[1].tokens_per_second == 2 * (plan.buckets[1].tokens_per_second or 0)
+
+
+@pytest.mark.parametrize("changed", [{"activations": {"tokens": "tensor"}}, {"rules": EMBED_SPLIT}])
+def test_what_the_compiler_decides_is_unknown(changed):
+    """No collective that is not known is counted as free."""
+    plan = predict(question(BLOOM, replace(specs.default("bloom"), **changed), tensor=4))
+    assert not plan.is_known
+    assert {(each.milliseconds, each.tokens_per_second, each.bottleneck) for each in plan.buckets} == {(None,) * 3}
+    assert plan.slots == 8192
+    with pytest.raises(ValueError, match="the speed of this sharding is unknown"):
+        plan.roofline()
 
 
 @pytest.mark.parametrize(
@@ -156,7 +158,7 @@ def test_known_models_have_their_published_sizes(name, billions):
             stages=12,
         )
     )
-    assert plan.parameters / 1e9 == pytest.approx(billions, rel=0.01)
+    assert plan.num_parameters / 1e9 == pytest.approx(billions, rel=0.01)
 
 
 @pytest.mark.parametrize("name", model_catalog.KNOWN)
@@ -193,5 +195,5 @@ print(list(xla_bridge._backends))
 
 
 def test_gpt2_positions_are_held_whole():
-    parts = {part.name: part for part in predict(question(GPT2, tensor=4)).stages[0].parts}
+    parts = {part.name: part for part in predict(question(GPT2, tensor=4)).stages[0].parameters}
     assert parts["embed.positions.table"].local == parts["embed.positions.table"].shape == (512, 128)

@@ -13,7 +13,8 @@ from jaxserve.scheduler.policy import make_policy
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.simulate import virtual_clock
 from jaxserve.simulate import workload as load
-from jaxserve.simulate.virtual_clock import Arrival, SimulatedDevice
+from jaxserve.simulate.system import bucket_costs
+from jaxserve.simulate.virtual_clock import Arrival, SimulatedDevice, SimulatedReplica
 from jaxserve.simulate.workload import Range
 from server.commands.bench import report
 from server.commands.bench.report import RunReport
@@ -36,7 +37,7 @@ def serve(coming: list[Arrival], costs: list[BucketCost], rows: int, *, paced: b
     made = Scheduler(pool, ladder, max_rows=rows, max_context=512, policy=policy)
     seconds = {cost.size: cost.milliseconds / 1000 for cost in costs}
     device = SimulatedDevice(lambda plan: [seconds[plan.bucket]], 1)
-    return report.summarise("", virtual_clock.run(coming, made, device, in_flight=2))
+    return report.summarise("", virtual_clock.serve(coming, [SimulatedReplica(made, device, in_flight=2)]))
 
 
 @pytest.mark.parametrize(("share", "longest"), [(0.8, 32), (1.2, 64)])
@@ -60,7 +61,7 @@ def test_default_pace_on_cores(share, longest):
 
 @pytest.mark.parametrize("share", [0.8, 1.2])
 def test_on_an_accelerator_nothing_is_lost(share):
-    costs = SETUPS["13B"].roofline(FITS["gpu"], padded=True).costs(SIZES, 64)
+    costs = list(bucket_costs(SETUPS["13B"].roofline(FITS["gpu"]), SIZES, 64))
     prompt, output = Range(low=32, high=384), Range(low=1, high=128)
     everything = serve(arrivals(100, 1e6, 0, prompt, output), costs, 64, paced=False)
     coming = arrivals(100, share * everything.requests_per_second, 0, prompt, output)

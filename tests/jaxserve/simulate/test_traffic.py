@@ -15,7 +15,7 @@ from jaxserve.scheduler.buckets import BucketCost
 from jaxserve.simulate import policy_comparison
 from jaxserve.simulate import workload as load
 from jaxserve.simulate.outcome import Outcome
-from jaxserve.simulate.system import Objective, SimulatedEngine, tpot
+from jaxserve.simulate.system import Objective, SimulatedEngine
 from server.commands import cli
 
 REAL = Path(os.environ.get("JAXSERVE_TRACES", "/nowhere"))
@@ -125,7 +125,7 @@ def test_an_objective_needs_both_of_its_times():
     ]
     assert [objective.met(each) for each in outcomes] == [True, False, True, False, False]
     assert objective.share(outcomes) == pytest.approx(0.4)
-    assert tpot(outcomes[0]) == 0.0
+    assert outcomes[0].tpot == 0.0
 
 
 def test_a_trace_is_simulated(azure, capsys, tmp_path):

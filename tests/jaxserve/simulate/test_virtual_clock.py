@@ -13,7 +13,7 @@ from jaxserve.scheduler.kv_blocks import SlotPool
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.simulate import virtual_clock
 from jaxserve.simulate import workload as load
-from jaxserve.simulate.virtual_clock import EOS, Arrival, HostTimes, SimulatedDevice
+from jaxserve.simulate.virtual_clock import EOS, Arrival, HostTimes, SimulatedDevice, SimulatedReplica
 
 
 def arrival(time, prompt=4, output=1, *, limit=None, priority=0) -> Arrival:
@@ -28,7 +28,7 @@ def scheduler(*, rows=1, stages=1, sizes=(64,), **more) -> Scheduler:
 
 def run(coming, made, seconds, *, stages=1, in_flight=1, **more):
     device = SimulatedDevice(lambda _: [seconds] * stages, stages)
-    return virtual_clock.run(coming, made, device, in_flight=in_flight, **more)
+    return virtual_clock.serve(coming, [SimulatedReplica(made, device, in_flight=in_flight, **more)])
 
 
 def test_a_server_of_constant_time_queues_as_by_hand():
@@ -120,7 +120,7 @@ def test_what_can_never_fit_is_refused_by_name():
 def by_two(coming, *, seconds=1.0, rows=1) -> tuple[list, list[int]]:
     """Outcomes of two replicas that take so long an iteration, and how many iterations each ran."""
     devices = [SimulatedDevice(lambda _: [seconds], 1) for _ in range(2)]
-    replicas = [virtual_clock.SimulatedReplica(scheduler(rows=rows), device, in_flight=1) for device in devices]
+    replicas = [SimulatedReplica(scheduler(rows=rows), device, in_flight=1) for device in devices]
     outcomes = virtual_clock.serve(coming, replicas)
     return outcomes, [round(device.busy[0] / seconds) for device in devices]
 

@@ -60,6 +60,17 @@ def test_two_specs_are_compared(capsys, whole):
     assert {"what": "[axes] vocab", "ours": "none", "theirs": "tensor"} in told["against"]
 
 
+def test_unknown_collectives_have_no_rate(capsys, tmp_path):
+    spec = tmp_path / "tokens.toml"
+    spec.write_text('[activations]\ntokens = "tensor"\n')
+    assert cli.main([*ASKED, "--against", str(spec)]) == 0
+    rates = [line for line in capsys.readouterr().out.splitlines() if "tokens/s" in line]
+    assert rates
+    assert all(line.endswith("unknown") and "%" not in line for line in map(str.rstrip, rates))
+    assert cli.main(["simulate", "--rate", "5", *ASKED[1:], "--sharding", str(spec)]) == 2
+    assert "the speed of this sharding is unknown" in capsys.readouterr().err
+
+
 def test_a_search_is_printed_and_drawn(capsys, tmp_path):
     plot = tmp_path / "frontier.svg"
     assert cli.main([*ASKED[:3], "--topology", "h200:2", "--buckets", "8", "--search", "--plot", str(plot)]) == 0
