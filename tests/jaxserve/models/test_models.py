@@ -41,6 +41,8 @@ QWEN2 = LLAMA | {"model_type": "qwen2", "head_dim": 4}
 QWEN3 = LLAMA | {"model_type": "qwen3"}
 MISTRAL = LLAMA | {"model_type": "mistral", "sliding_window": 4}
 PHI3 = LLAMA | {"model_type": "phi3", "sliding_window": 4}
+GEMMA2 = LLAMA | {"model_type": "gemma2", "sliding_window": 4, "query_pre_attn_scalar": 12}
+GEMMA3 = GEMMA2 | {"model_type": "gemma3_text", "layer_types": ["sliding_attention"] * 3}
 GPTJ = GPT2 | {"model_type": "gptj", "rotary_dim": 4}
 FALCON = GPT_NEOX | {"model_type": "falcon"}
 MPT = {
@@ -73,6 +75,13 @@ CONFIGS = {
     "mistral-no-window": MISTRAL | {"sliding_window": None},
     "phi3": PHI3,
     "phi3-partly-rotated": PHI3 | {"sliding_window": None, "partial_rotary_factor": 0.75},
+    "gemma2": GEMMA2,
+    "gemma2-uncapped": GEMMA2
+    | UNTIED
+    | {"attn_logit_softcapping": None, "final_logit_softcapping": None, "attention_bias": True},
+    "gemma3_text": GEMMA3,
+    "gemma3_text-pattern": GEMMA3
+    | {"layer_types": None, "sliding_window_pattern": 2, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
     "gptj": GPTJ,
     "gpt_bigcode": GPT2 | {"model_type": "gpt_bigcode"},
     "gpt_bigcode-multi-head": GPT2 | {"model_type": "gpt_bigcode", "multi_query": False},
@@ -246,6 +255,10 @@ LAYER_TYPES = {"layer_types": ["full_attention", "sliding_attention", "full_atte
         (MISTRAL, (4, 4, 4)),
         (MISTRAL | LAYER_TYPES, (None, 4, None)),
         (MISTRAL | {"sliding_window": None}, ()),
+        (GEMMA2, (4, None, 4)),
+        (GEMMA3 | {"layer_types": None}, (4, 4, 4)),
+        (GEMMA3 | {"layer_types": None, "sliding_window_pattern": 2}, (4, None, 4)),
+        (GEMMA3 | LAYER_TYPES, (None, 4, None)),
         ({name: entry for name, entry in MISTRAL.items() if name != "sliding_window"}, (4096,) * 3),
     ],
 )
@@ -270,6 +283,9 @@ def test_windows_of_layers_are_read(entries, windows):
             PHI3 | {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}},
             "rope_parameters is of rope_type 'yarn', which is not supported; default is",
         ),
+        (GEMMA3 | {"use_bidirectional_attention": True}, "use_bidirectional_attention is True, which is not supported"),
+        (GEMMA3 | {"attn_logit_softcapping": 50.0}, r"attn_logit_softcapping is 50.0, which is not .*; leave it out"),
+        (GEMMA3 | {"rope_scaling": {"type": "yarn"}}, "rope_type 'yarn', which is not supported; default, linear are"),
         (QWEN2 | {"use_mrope": True}, "use_mrope is True, which is not supported"),
         (
             QWEN2 | {"dual_chunk_attention_config": {"chunk_size": 8}},
@@ -287,6 +303,18 @@ def test_both_dialects_of_a_decoder_config_mean_the_same(entries):
     old = entries | {"rope_theta": 500, "rope_scaling": {"type": "linear", "factor": 2.0}, "torch_dtype": "float16"}
     new = entries | {"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0}, "dtype": "float16"}
     assert models.parse_config(old) == models.parse_config(new)
+
+
+def test_both_dialects_of_gemma_3_mean_the_same():
+    old = {"rope_theta": 500, "rope_local_base_freq": 50, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    kinds = {
+        "full_attention": {"rope_type": "linear", "rope_theta": 500.0, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+    }
+    config = models.parse_config(GEMMA3 | old)
+    assert models.parse_config(GEMMA3 | {"rope_parameters": kinds}) == config
+    assert config.max_position == GEMMA3["max_position_embeddings"]  # which is stretched already
+    assert models.parse_config(GEMMA3 | {"rope_theta": None}) == models.parse_config(GEMMA3 | {"rope_theta": 1e6})
 
 
 def test_ends_of_a_text_are_read_as_the_library_reads_them():

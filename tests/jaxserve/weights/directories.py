@@ -30,11 +30,24 @@ QWEN3 = GPT_NEOX | {
     "attention_bias": True,
 }
 PHI3 = QWEN3 | {"model_type": "phi3", "attention_bias": False}
+GEMMA3 = QWEN3 | {"model_type": "gemma3_text", "sliding_window": 4, "sliding_window_pattern": 2}
 OPT = GPT_NEOX | {"model_type": "opt", "ffn_dim": 40}
 NARROW = {"word_embed_proj_dim": 16, "do_layer_norm_before": False}
 BARE = {"enable_bias": False, "layer_norm_elementwise_affine": False, "_remove_final_layer_norm": True}
 UNTIED = {"tie_word_embeddings": False}
-MODELS = [BLOOM, BLOOM | UNTIED, GPT2, GPT2 | UNTIED, GPT_NEOX, QWEN3, PHI3, OPT, OPT | NARROW | UNTIED, OPT | BARE]
+MODELS = [
+    BLOOM,
+    BLOOM | UNTIED,
+    GPT2,
+    GPT2 | UNTIED,
+    GPT_NEOX,
+    QWEN3,
+    PHI3,
+    GEMMA3,
+    OPT,
+    OPT | NARROW | UNTIED,
+    OPT | BARE,
+]
 
 
 def random_params(model: models.Model, seed: int = 0) -> models.Params:

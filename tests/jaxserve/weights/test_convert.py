@@ -13,7 +13,7 @@ from jaxserve import models, weights
 from jaxserve.weights import CheckpointError, orbax
 from sharding import mesh, specs
 from tests.jaxserve.weights import directories
-from tests.jaxserve.weights.directories import GPT2, GPT_NEOX, PHI3, QWEN3
+from tests.jaxserve.weights.directories import GEMMA3, GPT2, GPT_NEOX, PHI3, QWEN3
 
 OPT = directories.OPT | {"word_embed_proj_dim": 16}
 BARE = OPT | {"do_layer_norm_before": False, "layer_norm_elementwise_affine": False, "word_embed_proj_dim": 24}
@@ -55,9 +55,10 @@ def test_converted_checkpoint_loads_like_its_source(source, tmp_path, dtype):
     assert all(leaf.sharding.mesh.axis_names == ("tensor",) for leaf in jax.tree.leaves(ours))
 
 
-@pytest.mark.parametrize(
-    "entries", [GPT_NEOX, QWEN3, PHI3, OPT, BARE], ids=["gpt_neox", "qwen3", "phi3", "opt", "opt-bare"]
-)
+FAMILIES = {"gpt_neox": GPT_NEOX, "qwen3": QWEN3, "phi3": PHI3, "gemma3_text": GEMMA3, "opt": OPT, "opt-bare": BARE}
+
+
+@pytest.mark.parametrize("entries", FAMILIES.values(), ids=FAMILIES)
 @pytest.mark.long
 def test_other_families_are_converted_too(tmp_path, entries):
     model = models.build(models.parse_config(entries))
