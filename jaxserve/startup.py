@@ -227,6 +227,7 @@ def finish(
         replicas=len(pipelines),
         family=model.config.family,
         parameters=sum(leaf.size for leaf in leaves),
+        padding=_padding(model),
         weight_bytes=sum(_bytes_held(stage.params) for stage in every),
         pool_bytes=sum(_bytes_held(stage.pool) for stage in every),
         dtype=str(compute_dtype(config)),
@@ -249,6 +250,11 @@ def finish(
     parts = enumerate(zip(pipelines, schedulers, strict=True))
     made = tuple(EngineLoop(index, pipeline, scheduler, costs) for index, (pipeline, scheduler) in parts)
     return Started(loops=made, report=report)
+
+
+def _padding(model: models.Model) -> str:
+    own, held = model.unpadded.axis_sizes(), model.axis_sizes()
+    return ", ".join(f"{axis} {own[axis]:,} held as {held[axis]:,}" for axis in own if held[axis] != own[axis])
 
 
 def _check_drafter(path: str, programs: StagePrograms) -> None:

@@ -17,6 +17,7 @@ class StartupReport:
       tensor: devices of each stage.
       layers_per_stage: one number per stage.
       replicas: copies of the model.
+      padding: the model's axes that are held with more than it has, such as "vocab 50,257 held as 50,258"; or empty.
       weight_bytes / pool_bytes: on all devices together.
       slots: slots of each replica.
       buckets: bucket costs, measured on the first replica.
@@ -32,6 +33,7 @@ class StartupReport:
     replicas: int
     family: str
     parameters: int
+    padding: str
     weight_bytes: int
     pool_bytes: int
     dtype: str

@@ -1,9 +1,9 @@
-"""From a plan to one packed int32 array, and the device's view of it.
+"""Packs a plan into one int32 array, and unpacks it on the device.
 
-The rows' tokens, block tables and sampling parameters live on the device (`RowState`), so a plan is a few integers a
-chunk: six host arrays cost 155 us a launch, one packed array 34 us. Tokens never travel with an iteration: they are
-read from the row's history, where the sampler has put the newest one, which is how an iteration can be launched before
-the host knows what the one before it chose.
+Tokens, block tables and sampling parameters of the rows stay on the device (`RowState`), so a plan is a few integers
+per chunk. One packed array costs 34 us per launch; six host arrays cost 155 us. A plan carries no tokens: the device
+reads them from the row's history, to which the sampler has written the newest one. So an iteration can be launched
+before the host knows the tokens of the one before.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _DRAFT_FIELDS = 3  # row, position, token
 
 
 class RowState(NamedTuple):
-    """What the devices of a stage keep of each row.
+    """The state of each row on the devices of a stage.
 
     Attributes:
-      history: int32[rows, max_context] tokens by position; in the first stage, which embeds them, and the last.
+      history: int32[rows, max_context] tokens by position; first and last stage only.
       tables: int32[rows, max_blocks] block tables.
-      sampling: per-row sampling parameters; in the last stage.
+      sampling: per-row sampling parameters; last stage only.
     """
 
     history: jax.Array | None
@@ -63,22 +63,22 @@ class BatchLayout:
 
     @property
     def chunks(self) -> int:
-        """Chunks the packed form has room for."""
+        """Chunks that fit into the packed form."""
         return max_chunks(self.bucket, self.max_rows)
 
     @property
     def points(self) -> int:
-        """Places after which a token can be chosen: one a chunk, more where tokens are drafted (S)."""
+        """Positions that can be sampled (S): one per chunk, or more with drafted tokens."""
         return max_chunks(self.bucket, max_points(self.max_rows, self.draft_tokens))
 
     @property
     def drafts(self) -> int:
-        """Drafted tokens that a plan of any bucket has room for: every one has a point, and so has what it follows."""
+        """Drafted tokens that fit into a plan of any bucket: one less than the sample positions."""
         return max_points(self.max_rows, self.draft_tokens) - 1
 
     @property
     def changes(self) -> int:
-        """Block-table changes the packed form has room for."""
+        """Block-table changes that fit into the packed form."""
         return max_table_changes(self.bucket, self.max_rows, self.block_size)
 
     @property
@@ -90,14 +90,14 @@ class BatchLayout:
 class BatchView(NamedTuple):
     """One iteration as the device sees it.
 
-    T tokens (the bucket), S points after which tokens are chosen.
+    T tokens (the bucket), S sample positions.
 
     Attributes:
       attention: lengths, tables and positions for the attention backend.
-      tokens: int32[T] (padding: any token); None in a stage without the rows' histories.
-      next_tokens: int32[T] the token after each, where it is known; what prompt scoring asks about. None likewise.
-      last: int32[S] the flat token before each point.
-      points: int32[S, 3] what the sampler needs of the plan: see `SamplePoints`.
+      tokens: int32[T], arbitrary for padding; None in a stage without token histories.
+      next_tokens: int32[T] the known token after each, for prompt scoring; None likewise.
+      last: int32[S] index of the flat token before each sample position.
+      points: int32[S, 3] the sample positions; see `SamplePoints`.
     """
 
     attention: AttentionBatch
@@ -108,11 +108,11 @@ class BatchView(NamedTuple):
 
 
 class PackedPlan(NamedTuple):
-    """A plan as the device takes it: an array for the iteration, and those of what is written to rows before it.
+    """A plan in the form that the device takes: the iteration, and the writes to rows that come before it.
 
     Attributes:
-      drafts: int32[layout.drafts, 3] row, position and token of each drafted token; None without any.
-      copies: int32[layout.max_rows, 2] source and target of each block to copy, -1 where there are no more; or None.
+      drafts: int32[layout.drafts, 3] row, position and token of each drafted token; None without drafts.
+      copies: int32[layout.max_rows, 2] source and target block of each copy, padded with -1; None without copies.
     """
 
     iteration: np.ndarray
@@ -122,13 +122,12 @@ class PackedPlan(NamedTuple):
 
 
 def pack(plan: IterationPlan, layout: BatchLayout, n_blocks: int) -> PackedPlan:
-    """Packs a plan: its chunks and table changes into int32[layout.size], each admission, and drafts where it has some.
+    """Packs a plan: chunks and table changes, admissions, drafts and block copies.
 
-    Room left over holds empty chunks (length 0), and changes and drafts of a row that does not exist, which the device
-    drops.
+    Unused entries are chunks of length 0, and changes and drafts of a row that does not exist; the device drops them.
 
     Args:
-      n_blocks: blocks of the pool. Devices do not check what a block table names, so it is checked here.
+      n_blocks: blocks of the pool. Devices do not check block numbers, so they are checked here.
     """
     packed = np.zeros(layout.size, np.int32)
     chunks, changes = _split(packed, layout)
@@ -144,7 +143,7 @@ def pack(plan: IterationPlan, layout: BatchLayout, n_blocks: int) -> PackedPlan:
 
 
 def pack_copies(plan: IterationPlan, layout: BatchLayout, n_blocks: int) -> np.ndarray:
-    """Packs the blocks to copy into int32[layout.max_rows, 2]."""
+    """Packs block copies into int32[layout.max_rows, 2]."""
     packed = np.full((layout.max_rows, 2), -1, np.int32)
     packed[: len(plan.block_copies)] = np.array(plan.block_copies, np.int32)
     copies = packed[: len(plan.block_copies)]
@@ -164,7 +163,7 @@ def pack_drafts(chunks: Sequence[Chunk], tokens: Sequence[int], layout: BatchLay
 
 
 def _check_tables(plan: IterationPlan, changes: np.ndarray, layout: BatchLayout, n_blocks: int) -> None:
-    """Raises AssertionError where a plan has a block table name what is not there."""
+    """Raises AssertionError if a plan puts a block into a table that does not exist."""
     there = f"there are {layout.n_rows} rows of {layout.max_blocks} entries and {n_blocks} blocks"
     wild = ((changes < 0) | (changes >= (layout.n_rows, layout.max_blocks, n_blocks))).any(axis=1)
     if wild.any():
@@ -177,7 +176,7 @@ def _check_tables(plan: IterationPlan, changes: np.ndarray, layout: BatchLayout,
 
 
 def _table(rows: Sequence[tuple[int, ...]], width: int) -> np.ndarray:
-    """What np.array makes of short tuples, in a third of the time."""
+    """Like np.array of short tuples, in a third of the time."""
     return np.fromiter(chain.from_iterable(rows), np.int32, width * len(rows)).reshape(-1, width)
 
 
@@ -192,13 +191,13 @@ def unpack(
     tables: Int32[jax.Array, "rows max_blocks"],
     history: Int32[jax.Array, "rows max_context"] | None,
 ) -> tuple[BatchView, Int32[jax.Array, "rows max_blocks"]]:
-    """The device's view of a packed plan, and the tables with its changes made. Traced."""
+    """Unpacks a plan; returns the view and the updated block tables. Traced."""
     chunks, changes = _split(packed, layout)
     rows, starts, lengths = chunks[:, 0], chunks[:, 1], chunks[:, 2]
     tables = tables.at[changes[:, 0], changes[:, 1]].set(changes[:, 2], mode="drop")
     offsets = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(lengths, dtype=jnp.int32)])
     flat = jnp.arange(layout.bucket, dtype=jnp.int32)
-    # All comparisons at once: a binary search is a loop, each turn of which an accelerator launches for itself.
+    # All comparisons at once: a binary search is a loop, and an accelerator launches each step separately.
     token_chunk = jnp.searchsorted(offsets[1:], flat, side="right", method="compare_all")
     token_chunk = jnp.minimum(token_chunk, layout.chunks - 1).astype(jnp.int32)
     in_use = flat < offsets[-1]
@@ -220,12 +219,12 @@ def unpack(
 
 
 class SamplePoints(NamedTuple):
-    """Where the next tokens go: S entries, as many a chunk as it samples and one for a chunk that does not.
+    """Where sampled tokens go: S entries, one for each sample of a chunk, and one for a chunk without samples.
 
     Attributes:
       rows: int32[S].
-      positions: int32[S] position of the token to be chosen.
-      samples: bool[S] whether one is chosen.
+      positions: int32[S] position of the sampled token.
+      samples: bool[S] whether a token is sampled.
     """
 
     rows: jax.Array
@@ -234,30 +233,30 @@ class SamplePoints(NamedTuple):
 
 
 def sample_points(points: Int32[jax.Array, "S 3"]) -> SamplePoints:
-    """`BatchView.points` by name. Traced."""
+    """`BatchView.points` with named fields. Traced."""
     return SamplePoints(points[:, 0], points[:, 1], points[:, 2] != 0)
 
 
 def _points(
     chunks: Int32[jax.Array, "C 4"], offsets: Int32[jax.Array, " C+1"], layout: BatchLayout
 ) -> tuple[Int32[jax.Array, " S"], Int32[jax.Array, "S 3"]]:
-    """Of each point the flat token before it, and its row, position and whether a token is chosen. Traced."""
+    """The flat token before each sample position, and row, position and whether it is sampled. Traced."""
     rows, ends, samples = chunks[:, 0], chunks[:, 1] + chunks[:, 2], chunks[:, 3]
     last = jnp.maximum(offsets[1:] - 1, 0)
-    if not layout.draft_tokens:  # the points are the chunks
+    if not layout.draft_tokens:  # one sample position per chunk
         return last, jnp.stack([rows, ends, samples], axis=1)
-    upto = jnp.cumsum(jnp.maximum(samples, 1), dtype=jnp.int32)  # [C] points of these chunks
+    upto = jnp.cumsum(jnp.maximum(samples, 1), dtype=jnp.int32)  # [C] sample positions up to each chunk
     index = jnp.arange(layout.points, dtype=jnp.int32)
     chunk = jnp.searchsorted(upto, index, side="right", method="compare_all")
     chunk = jnp.minimum(chunk, layout.chunks - 1).astype(jnp.int32)
-    after = upto[chunk] - 1 - index  # points of the chunk that come after this one
+    after = upto[chunk] - 1 - index  # sample positions of the chunk after this one
     chosen = (samples[chunk] > 0) & (index < upto[-1])
     points = jnp.stack([rows[chunk], ends[chunk] - after, chosen.astype(jnp.int32)], axis=1)
     return jnp.maximum(last[chunk] - after, 0), points
 
 
 def empty_state(layout: BatchLayout, *, is_first: bool, is_last: bool) -> RowState:
-    """Row state with nothing in it, of a stage that is the first, the last, both or neither."""
+    """The initial row state of a stage."""
     history = jnp.zeros((layout.n_rows, layout.max_context), jnp.int32)
     tables = jnp.zeros((layout.n_rows, layout.max_blocks), jnp.int32)
     return RowState(
@@ -266,7 +265,7 @@ def empty_state(layout: BatchLayout, *, is_first: bool, is_last: bool) -> RowSta
 
 
 def pack_admission(admission: Admission, layout: BatchLayout) -> np.ndarray:
-    """Packs an admission into one int32 array: row, block table, history, sampling parameters (bit for bit)."""
+    """Packs an admission into one int32 array: row, block table, history, bits of the sampling parameters."""
     values = sampler.encode(admission.sampling, admission.prompt_length, admission.endings)
     head = np.zeros(1 + layout.max_blocks + layout.max_context, np.int32)
     head[0] = admission.row
@@ -283,10 +282,7 @@ def admission_size(layout: BatchLayout) -> int:
 
 
 def admit(state: RowState, packed: Int32[jax.Array, " size"], layout: BatchLayout) -> RowState:
-    """Writes what a stage keeps of a packed admission into its row.
-
-    Traced; the state is donated.
-    """
+    """Writes a packed admission into its row. Traced; the state is donated."""
     row, blocks, tokens, sampling = jnp.split(packed, np.cumsum([1, layout.max_blocks, layout.max_context]))
     row = row[0]
     tables = state.tables.at[row].set(blocks)
@@ -305,9 +301,9 @@ def admit(state: RowState, packed: Int32[jax.Array, " size"], layout: BatchLayou
 def write_tokens(
     history: Int32[jax.Array, "rows max_context"], points: Int32[jax.Array, "S 3"], tokens: Int32[jax.Array, " S"]
 ) -> Int32[jax.Array, "rows max_context"]:
-    """Writes the tokens chosen at these points into the rows' histories. Traced.
+    """Writes sampled tokens into the rows' histories. Traced.
 
-    After drafts, the first token that is not the drafted one is the row's newest; those behind it will be overwritten.
+    After drafts, the first token that differs from its draft is the row's newest; later ones will be overwritten.
     """
     where = sample_points(points)
     written = jnp.where(where.samples, where.rows, history.shape[0])  # no such row: dropped

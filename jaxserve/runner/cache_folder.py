@@ -1,4 +1,4 @@
-"""Where compiled programs are kept between starts, where nobody says otherwise. No jax."""
+"""The default folder of compiled programs. No jax."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ AUTO = "auto"
 
 
 def default() -> Path:
-    """A folder of the user's own, after the XDG base directory specification."""
+    """The user's cache folder, by the XDG base directory specification."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxserve" / "xla"
 
 
 def of(setting: str | None) -> Path | None:
-    """The folder that `EngineConfig.compilation_cache` means; None keeps nothing."""
+    """The folder for a value of `EngineConfig.compilation_cache`; None disables the cache."""
     if setting is None:
         return None
     return default() if setting == AUTO else Path(setting)

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-# Of this process, by the thread they ran on, and those that jax found in its own persistent cache.
+# By thread: programs compiled, and programs found in jax's persistent cache.
 _compilations: Counter[int] = Counter()
 _loaded: Counter[int] = Counter()
 
@@ -29,10 +29,10 @@ jax.monitoring.register_event_listener(_count_loaded)
 
 
 def compilations() -> int:
-    """How many programs jax has compiled on the calling thread."""
+    """Number of programs that jax has compiled on the calling thread."""
     return _compilations[threading.get_ident()]
 
 
 def loaded_by_jax() -> int:
-    """How many of them it found in its persistent cache."""
+    """Number of programs that jax found in its persistent cache, on the calling thread."""
     return _loaded[threading.get_ident()]

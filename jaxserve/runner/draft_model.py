@@ -1,9 +1,9 @@
-"""A second, smaller model that drafts: its own weights and keys, in the blocks and by the random numbers of the first.
+"""A second, smaller model that drafts tokens for speculative decoding.
 
-It runs only when drafts are wanted. A row is then written to it whole (tokens, block table, sampling parameters), and
-what it has not computed of the row's tokens comes first, so it needs to follow neither admissions nor prefix hits nor
-preemptions of the model it drafts for. Its tokens are chosen with the very random numbers that will choose that
-model's, so that two alike distributions give the same token also where it is drawn.
+It has its own weights and pool, and uses the block tables of the target model. It runs only when drafts are wanted.
+Then a row is written to it whole (tokens, block table, sampling parameters), and it first computes the tokens that it
+lacks. So it does not follow admissions, prefix hits and preemptions of the target model. It samples with the same
+random numbers as the target model, so that similar distributions give the same token.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from jaxserve.scheduler.speculation import DraftRequest
 
 
 class DraftModel:
-    """Compiled programs, weights and pool of the model that drafts (see `speculation.Drafter`)."""
+    """Compiled programs, weights and pool of the draft model (see `speculation.Drafter`)."""
 
     def __init__(self, runner: StageRunner, ladder: BucketLadder, n_blocks: int) -> None:
         """Args:
-        runner: of the whole model, with blocks as those of the model it drafts for.
-        ladder: its buckets, as measured.
+        runner: the draft model's only stage, with as many blocks as the target model.
+        ladder: the draft model's buckets, as measured.
         """
         self._runner = runner
         self._ladder = ladder
         self._n_blocks = n_blocks
 
     def cost_ms(self, rows: int) -> float:
-        """Milliseconds to draft one token for each of so many rows."""
+        """Milliseconds to draft one token for each of `rows` rows."""
         return self._ladder.costs_ms[self._index(rows)]
 
     def draft(self, wanted: Sequence[DraftRequest]) -> list[list[int]]:
-        """The drafted tokens of each row.
+        """Draft tokens for rows; returns those of each row.
 
-        Blocks until they are known; no iteration may be in flight that has them.
+        Blocks until they are known. No iteration with these rows may be in flight.
         """
         layout = self._runner.programs.shape.layout(1)
         self._runner.admit(pack_admission(each.admission, layout) for each in wanted)
@@ -46,7 +46,7 @@ class DraftModel:
         computed = [each.computed for each in wanted]
         known = [len(each.admission.tokens) for each in wanted]
         launched: list[Launched] = []
-        places: list[list[tuple[int, int]]] = [[] for _ in wanted]  # of each row's drafts: launch and entry
+        places: list[list[tuple[int, int]]] = [[] for _ in wanted]  # launch and entry of each drafted token
         while True:
             room, chunks = self._ladder.largest, []
             for index, each in enumerate(wanted):

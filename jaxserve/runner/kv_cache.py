@@ -17,10 +17,10 @@ from jaxtyping import Int32
 from pallas_kernels.api import AttentionShape, Backend
 from sharding.spec import ShardingSpec
 
-# What is left alone on a device: the runtime's own buffers, fragmentation, other programs on a CPU.
+# Shares of a device's memory that may be used; the rest is for the runtime, fragmentation and other programs.
 ACCELERATOR_SHARE = 0.92
 _CPU_SHARE = 0.25
-_GPU_POOL_SHARE = 0.99  # of what jax has set aside on a GPU, which leaves the runtime its part already
+_GPU_POOL_SHARE = 0.99  # of the memory that jax has reserved on a GPU, which already leaves the runtime its part
 
 
 def is_axes(node: Any) -> bool:

@@ -14,11 +14,10 @@ from jaxserve.runner.lowering import StagePrograms
 
 
 class Link(Protocol):
-    """The way from one stage to another.
+    """Transfers arrays from one stage to another.
 
     Attributes:
-      in_line: whether a transfer takes its place among the programs of both stages, so that what is launched after it
-        waits for what it carries.
+      in_line: whether a transfer runs in order with the programs of both stages, so that later programs wait for it.
     """
 
     in_line: bool
@@ -27,17 +26,17 @@ class Link(Protocol):
         """Enqueues a transfer; returns before it is done.
 
         Args:
-          x: on every device of the stage it comes from; None on a host that has none of them.
-          what: its shape and dtype.
+          x: the array on every device of the source; None on a host without such devices.
+          what: shape and dtype.
 
         Returns:
-          It on every device of the other stage; None on a host that has none of those.
+          The array on every device of the target; None on a host without such devices.
         """
         ...
 
 
 class DevicePut:
-    """A copy from device to device that one process can reach."""
+    """Copies between devices of one process."""
 
     in_line = False
 
@@ -50,5 +49,5 @@ class DevicePut:
 
 
 def links_within(stages: Sequence[StagePrograms]) -> list[Link]:
-    """From each stage to the next, and from the last to the first."""
+    """The links from each stage to the next, and from the last to the first."""
     return [DevicePut(target) for target in (*stages[1:], stages[0])]

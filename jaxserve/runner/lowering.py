@@ -1,4 +1,4 @@
-"""What a stage compiles, lowered without an array: for the engine's devices, or for a topology that nobody has."""
+"""Lowers the programs of a stage without arrays, for the engine's devices or a described topology."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class StagePrograms:
     """The programs of the layers that one sub-mesh owns.
 
     Attributes:
-      layers: which of the model's; the first stage embeds, the last has the head and chooses the tokens.
+      layers: the stage's layers. The first stage also embeds; the last also has the head and the sampler.
       mesh: the stage's devices, or those of a topology.
-      spec: how parameters and pool are split over them.
-      int8: whether matrices are held in eight bits.
+      spec: the sharding of parameters and pool.
+      int8: whether matrices are stored in int8.
     """
 
     model: Model
@@ -47,10 +47,10 @@ class StagePrograms:
         return self.layers.stop == self.model.config.num_layers
 
     def made_from(self) -> str:
-        """Everything that decides what its programs are, but for the code: equal for programs that are."""
+        """A key of everything but the code that determines the programs."""
         spec, shape, devices = self.spec, self.shape, self.mesh.devices
         sizes = {field.name: getattr(shape, field.name) for field in fields(shape)}
-        # By what tells them apart: as objects they differ from one process to the next.
+        # Objects are replaced by what identifies them, since their repr differs between processes.
         sizes |= {"backend": shape.backend.name, "product": matmul.product_key(shape.product)}
         return repr(
             (
@@ -63,7 +63,7 @@ class StagePrograms:
 
     @property
     def everywhere(self) -> NamedSharding:
-        """The sharding of what every device of the stage holds whole."""
+        """The sharding of an array that every device of the stage holds whole."""
         return NamedSharding(self.mesh, self.spec.resolve((), (), self.mesh))
 
     def params(self) -> Params:
@@ -76,24 +76,24 @@ class StagePrograms:
 
     @property
     def looped(self) -> bool:
-        """Whether the layers are one loop in the program (`Model.layers`)."""
+        """Whether the layers are compiled as one loop (`Model.layers`)."""
         on_cpu = self.mesh.devices.flat[0].platform == "cpu"
         config = self.model.config
         return on_cpu and self.mesh.size == 1 and config.layers_alike and not config.num_experts
 
     def pool(self, n_blocks: int) -> Any:
-        """The pool with so many blocks for each of the stage's layers: shapes with shardings."""
+        """The pool, with n_blocks blocks for each of the stage's layers: shapes with shardings."""
         shape, total = self.shape, n_blocks * len(self.layers)
         return kv_cache.pool(shape.backend, shape.attention, total, self.mesh, self.spec)
 
     def state(self) -> RowState:
-        """What the stage keeps of each row: shapes with shardings."""
+        """The state of the rows: shapes with shardings."""
         layout = self.shape.layout(1)
         state = jax.eval_shape(partial(batch.empty_state, layout, is_first=self.is_first, is_last=self.is_last))
         return jax.tree.map(lambda leaf: self._whole(leaf.shape, leaf.dtype), state)
 
     def hidden(self, bucket: int) -> jax.ShapeDtypeStruct:
-        """What passes over a link: [T, H]."""
+        """The hidden states that pass over a link: [T, H]."""
         return self._whole((bucket, self.model.config.hidden_size), self.shape.attention.dtype)
 
     def between_layers(self, bucket: int) -> NamedSharding:
@@ -133,7 +133,7 @@ class StagePrograms:
         )
         kept = jax.tree.map(lambda leaf: leaf.sharding, pool)
         rest = self.everywhere
-        # Unused are those of the head; to whoever counts, arguments are to be all that the stage holds.
+        # Unused parameters (the head's) are kept, so that the argument size is all that the stage holds.
         layers = jax.jit(
             step, donate_argnums=(1, 2), keep_unused=True, out_shardings=Forward._make((kept, *[rest] * 5))
         )
@@ -152,13 +152,15 @@ class StagePrograms:
         return step.lower(ends(self.params()), self.hidden(bucket), self._whole((bucket,), jnp.int32))
 
     def lower_head(self, points: int) -> Lowered:
-        """The logits at the first points of the last stage; arguments (ends, last)."""
+        """Logits at the first sample positions, in the last stage; arguments (ends, last)."""
         step = jax.jit(partial(head, self.model, self.shape.product, points), out_shardings=self.everywhere)
         return step.lower(ends(self.params()), self.hidden(self.shape.points))
 
     def lower_choose(self, points: int, variant: SamplerVariant) -> Lowered:
-        """The choice of the next tokens by the last stage; arguments (logits, sampling, history, points), and with
-        SamplerVariant.CONSTRAINED what the grammars allow."""
+        """Sampling in the last stage; arguments (logits, sampling, history, points).
+
+        With SamplerVariant.CONSTRAINED the grammar masks come last.
+        """
         state = self.state()
         step = jax.jit(partial(choose, variant), donate_argnums=2, out_shardings=self.everywhere)
         constrained = variant is SamplerVariant.CONSTRAINED
@@ -172,29 +174,29 @@ class StagePrograms:
 
     @property
     def mask_words(self) -> int:
-        """Words of 32 bits that hold a bit for every token."""
+        """32-bit words of a grammar mask, which has a bit for every token."""
         return -(-self.model.config.vocab_size // 32)
 
     def lower_admit(self) -> Lowered:
-        """A request takes a row; arguments (state, packed)."""
+        """Writes an admitted request into its row; arguments (state, packed)."""
         layout = self.shape.layout(1)
         step = jax.jit(partial(batch.admit, layout=layout), donate_argnums=0, out_shardings=self.everywhere)
         return step.lower(self.state(), self._whole((batch.admission_size(layout),), jnp.int32))
 
     def lower_feed(self, points: int) -> Lowered:
-        """The first stage takes in what the last has chosen; arguments (history, points, chosen)."""
+        """Writes sampled tokens to the first stage; arguments (history, points, chosen)."""
         step = jax.jit(feed, donate_argnums=0, out_shardings=self.everywhere)
         return step.lower(
             self.state().history, self._whole((self.shape.points, 3), jnp.int32), self._whole((2, points), jnp.int32)
         )
 
     def lower_draft(self) -> Lowered:
-        """The first stage and the last take in drafted tokens; arguments (history, drafts)."""
+        """Writes drafted tokens to the first and the last stage; arguments (history, drafts)."""
         step = jax.jit(batch.write_drafts, donate_argnums=0, out_shardings=self.everywhere)
         return step.lower(self.state().history, self._whole((self.shape.layout(1).drafts, 3), jnp.int32))
 
     def lower_copy(self, n_blocks: int) -> Lowered:
-        """Copies of blocks in the pool of the stage's layers; arguments (pool, copies)."""
+        """Copies blocks in all of the stage's layers; arguments (pool, copies)."""
         pool = self.pool(n_blocks)
         copy = partial(kv_cache.copy_blocks, n_blocks=n_blocks, layers=len(self.layers))
         kept = jax.tree.map(lambda leaf: leaf.sharding, pool)
@@ -206,8 +208,10 @@ class StagePrograms:
 
 
 def temporaries(*programs: jax.stages.Compiled) -> int:
-    """Most bytes that programs need on a device beside their arguments, one after the other: each its own while it
-    runs, and what those before it and itself have left."""
+    """Peak bytes on a device beside the arguments, of programs that run one after the other.
+
+    A program needs its temporaries while it runs; its outputs stay.
+    """
     most = left = 0
     for program in programs:
         memory = program.memory_analysis()
@@ -218,5 +222,5 @@ def temporaries(*programs: jax.stages.Compiled) -> int:
 
 
 def ends(params: Params) -> Params:
-    """The parameters of a stage without those of its layers."""
+    """The parameters of a stage outside its layers."""
     return {name: part for name, part in params.items() if name != "layers"}

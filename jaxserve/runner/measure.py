@@ -1,4 +1,4 @@
-"""What an iteration of each bucket costs, measured on the compiled programs before any request."""
+"""Measures the time of an iteration in each bucket, on the compiled programs before any request."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler.buckets import BucketCost
 
 _CONTEXT = 128  # tokens before each decode
-_LONG_CONTEXT = 512  # before those that show what a longer context costs
-_PASSES, _RUNS = 3, 3  # over all buckets, and of each bucket in each: what disturbs a machine for a second is outvoted
-_LEAST_RUNS, _ENOUGH = 2, 0.5  # or so many in all, if they take so many seconds together
+_LONG_CONTEXT = 512  # for the cost of a longer context
+_PASSES, _RUNS = 3, 3  # over all buckets, and runs of each in a pass: outvotes a disturbance of a second
+_LEAST_RUNS, _ENOUGH = 2, 0.5  # fewer runs where they take this many seconds together
 
 
 class Measured(NamedTuple):
-    """What iterations cost.
+    """Measured times of iterations.
 
     Attributes:
-      buckets: each full, with decodes at a middling context.
-      slot_milliseconds: that an iteration takes longer for each slot more that it reads.
+      buckets: time of each bucket, full, with decodes at a medium context.
+      slot_milliseconds: added milliseconds of an iteration per slot that it reads.
     """
 
     buckets: list[BucketCost]
@@ -36,11 +36,10 @@ class Measured(NamedTuple):
 
 
 def measure_buckets(pipeline: Pipeline, n_blocks: int, progress: Progress) -> Measured:
-    """Runs every bucket a few times, at most rows decoding and the rest a prompt, and reports the medians. Slow buckets
-    run fewer times: they are most of a start.
+    """Run every bucket a few times, filled with decodes and a prompt, and return the medians.
 
-    It is the time between iterations that follow each other, the next one launched before the last has answered, as the
-    engine does; with several stages, through them.
+    The time is that between consecutive iterations, each launched before the last one completes, as the engine does.
+    Slow buckets run fewer times, since they take most of the start.
     """
     shape, buckets = pipeline.shape, pipeline.stages[0].buckets
     room = min(shape.max_context, n_blocks * shape.attention.block_size) - 1
@@ -72,7 +71,7 @@ def measure_buckets(pipeline: Pipeline, n_blocks: int, progress: Progress) -> Me
 
 
 def _full(bucket: int, rows: int, context: int, room: int) -> list[Chunk]:
-    """An iteration that fills a bucket: one prompt, and decodes in all other rows."""
+    """The chunks that fill a bucket: one prompt, and decodes in all other rows."""
     prompt = min(bucket - rows + 1, room + 1)
     chunks = [Chunk(row, context, 1, True) for row in range(rows - 1)]
     return [*chunks, Chunk(rows - 1, 0, prompt, True) if prompt > 1 else Chunk(rows - 1, context, 1, True)]
@@ -88,7 +87,7 @@ def _spans(
 ) -> list[float]:
     """Seconds of a few iterations of these chunks.
 
-    Rows are taken once, before it, and that is not timed.
+    An iteration with admissions runs once and is not timed.
     """
     plan = IterationPlan(
         sequence=0,
@@ -118,12 +117,14 @@ def _spans(
 
 
 class _Tables:
-    """Which blocks each row has: its own where the pool has enough of them, for what is read from one place again and
-    again comes from a cache. What is read does not matter, and no request holds these blocks yet."""
+    """Block tables for measuring: distinct blocks for each row if the pool has enough.
+
+    Rows that share blocks would read them from the CPU's cache. No request uses the blocks yet.
+    """
 
     def __init__(self, shape: StageShape, n_blocks: int, tokens: int) -> None:
         """Args:
-        tokens: that each row holds.
+        tokens: tokens of each row.
         """
         self.n_blocks = n_blocks
         self._rows, self._tokens, self._block_size = shape.max_rows, tokens, shape.attention.block_size
@@ -133,7 +134,7 @@ class _Tables:
         return (row * self._each + index) % self.n_blocks
 
     def admissions(self) -> tuple[Admission, ...]:
-        """Every row taken."""
+        """An admission for every row."""
         return tuple(
             Admission(
                 row=row,
@@ -147,6 +148,6 @@ class _Tables:
         )
 
     def changes(self, chunk: Chunk) -> list[TableChange]:
-        """Blocks for a prompt, however long."""
+        """Block-table changes for a prompt."""
         count = -(-chunk.length // self._block_size)
         return [TableChange(chunk.row, index, self._block(chunk.row, index)) for index in range(count)]

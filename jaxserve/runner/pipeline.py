@@ -1,13 +1,13 @@
 """A pipeline of stages, the links between them, and the iterations in flight.
 
-With one stage two iterations are in flight: the second is launched before the first's tokens are known, and its decodes
-read them on the device. With S stages S + 1 iterations of disjoint rows are in flight: one in each stage and one that
-waits for the first, so that no stage waits for the host. A row's newest token then goes back from the last stage to the
-first while other rows run. It is written to the row's history there before the row's next iteration.
+With one stage, two iterations are in flight: the second is launched before the tokens of the first are known, and its
+decodes read them on the device. With S stages, S + 1 iterations of disjoint rows are in flight: one in each stage and
+one that waits for the first, so that no stage waits for the host. A row's newest token goes back from the last stage to
+the first while other rows run.
 
-The head and the sampler are launches of their own after the layers. They are compiled for several counts of sampled
-tokens; an iteration that samples none launches neither. The grammar mask of a row depends on its token before. So an
-iteration with such rows is sampled later, while its layers run. A row whose mask is late is withdrawn from it.
+Head and sampler are launched separately after the layers. They are compiled for several sample counts, and an iteration
+that samples no token launches neither. A row's grammar mask depends on its previous token, so the host computes it
+while the layers run, and launches the sampler then. A row whose mask is late is withdrawn from the iteration.
 
 On several hosts each has a pipeline of all stages and runs those that have devices there (`multihost`).
 """
@@ -40,7 +40,7 @@ Watcher = Callable[[IterationPlan, Sequence[jax.Array]], None]
 
 
 class Stage(Protocol):
-    """What a pipeline needs of a stage: a `stage.StageRunner`, or a `multihost.remote_stage.RemoteStage`."""
+    """The interface of a stage: `stage.StageRunner`, or `multihost.remote_stage.RemoteStage`."""
 
     programs: StagePrograms
     params: Any
@@ -70,7 +70,7 @@ class _TokenFeed(NamedTuple):
 
 
 class Unsampled(NamedTuple):
-    """An iteration that is not sampled yet, and the output of each stage."""
+    """An iteration whose sampler is not launched yet, with the output of each stage."""
 
     plan: IterationPlan
     outs: tuple[Forward, ...]
@@ -80,8 +80,8 @@ class InFlight(NamedTuple):
     """An iteration in flight.
 
     Attributes:
-      hidden: an output of each stage, ready when the stage has run; None of a stage on other hosts.
-      launched: its results, where the last stage is here.
+      hidden: an output of each stage, ready when the stage has run; None for a stage on other hosts.
+      launched: the results, if the last stage is on this host.
     """
 
     plan: IterationPlan
@@ -102,7 +102,7 @@ class Pipeline:
         self._in_flight: deque[InFlight] = deque()
         self._unsampled: Unsampled | None = None
         self._feeds: deque[_TokenFeed] = deque()  # of plans launched
-        self._landed = 0  # how many of them are known on the host
+        self._landed = 0  # number of feeds whose plans have completed
         self._masks = GrammarMasks(alike=self.spans_hosts)
         self._scheduler: Scheduler | None = None
         self.watchers: list[Watcher] = []
@@ -165,7 +165,7 @@ class Pipeline:
     def add_grammar(
         self, request_id: str, sampling: SamplingParams, compiled: Compiled, generated: Sequence[int] = ()
     ) -> None:
-        """Hold a request's tokens to its grammar from its next sampled token on.
+        """Constrain a request to its grammar from its next sampled token on.
 
         Args:
           generated: tokens that it has already.
@@ -178,12 +178,12 @@ class Pipeline:
 
     @property
     def in_flight(self) -> int:
-        """Iterations launched whose results were not taken."""
+        """Number of launched iterations whose results have not been taken."""
         return len(self._in_flight) + (self._unsampled is not None)
 
     @property
     def has_room(self) -> bool:
-        """Whether fewer iterations are in flight than may be."""
+        """Whether another iteration may be in flight."""
         return self.in_flight <= len(self.stages)
 
     def can_launch(self) -> bool:
@@ -270,7 +270,7 @@ class Pipeline:
     def enqueue(
         self, plan: IterationPlan, packed: PackedPlan, feeds: int, allowed: Callable[[], np.ndarray | None]
     ) -> InFlight:
-        """Enqueue an iteration on every stage that is here, for a caller that takes the result itself.
+        """Enqueue an iteration on every local stage, for a caller that takes the result itself.
 
         Args:
           feeds: number of earlier iterations whose tokens are fed back to stage 0 before.
@@ -326,7 +326,7 @@ class Pipeline:
             self._landed += 1
 
     def close(self) -> None:
-        """Stop what works for this pipeline outside this process."""
+        """Release what the pipeline uses outside this process."""
 
 
 def _is_ready(x: Any) -> bool:

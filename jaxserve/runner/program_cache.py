@@ -1,12 +1,12 @@
-"""Compiled programs kept between starts, so that the next start neither traces nor compiles them.
+"""A cache of compiled programs on disk, so that the next start neither traces nor compiles them.
 
-jax's own compilation cache finds a program by its text, for which it has to be traced and lowered first: several times
-the work of loading it. Here a program is found by what it is made from: this code, the versions of what it calls, the
-machine, the devices, and the settings that it was asked for with. So this cache stands in the place of jax's; what jax
-loads from its own cannot be kept here, for a program for the CPU that was loaded is no longer whole (jax 0.10, 0.11).
+jax's own compilation cache looks a program up by its text, so it must be traced and lowered first, which takes several
+times as long as loading it. This cache looks a program up by what determines it: this code, library versions, machine,
+devices and settings. It replaces jax's cache. A CPU program that jax has loaded from its own cache cannot be serialized
+again (jax 0.10, 0.11).
 
-Entries are pickles (jax's own form of a program) that hold machine code: nothing is read from a folder that others
-than its owner may write to.
+Entries are pickles with machine code, in the format of `jax.experimental.serialize_executable`. Nothing is read from a
+folder that other users may write to.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _PACKAGES = ("jaxserve", "sharding", "pallas_kernels")
 _NOT_TRACED = tuple(f"jaxserve/{package}" for package in ("demo", "multihost", "plan", "simulate"))
 _SUFFIXES = {".py", ".json", ".toml", ".cc", ".h"}
 _VERSIONS = ("jax", "jaxlib", "flax", "numpy")
-_NOT_COMPILED = re.compile("_cache|_address")  # settings of jax that programs do not depend on
+_NOT_COMPILED = re.compile("_cache|_address")  # jax settings that do not affect programs
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 
 
@@ -47,7 +47,7 @@ class ProgramCache:
     """A folder of compiled programs.
 
     Attributes:
-      loaded / compiled: programs that were found in it, and those that were not.
+      loaded / compiled: number of programs that were found, and that were not.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -57,10 +57,10 @@ class ProgramCache:
     def get(
         self, made_from: str, devices: Sequence[Any], compile_program: Callable[[], jax.stages.Compiled]
     ) -> jax.stages.Compiled:
-        """The program made from this; compiled and kept where it is not there, or cannot be read.
+        """Load a program, or compile and store it if it is missing or cannot be read.
 
         Args:
-          made_from: everything that decides what the program is, but for the code and what surrounds it.
+          made_from: all that determines the program besides code, versions and machine.
           devices: that it runs on, in the order of its mesh.
         """
         if not self._is_private():
@@ -85,7 +85,7 @@ class ProgramCache:
         return program
 
     def check_kept(self) -> None:
-        """Raises ValueError where no program would be kept: for whoever wants nothing else."""
+        """Raise ValueError if programs cannot be stored, for callers that only want to store them."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             with tempfile.TemporaryFile(dir=self._folder):
@@ -96,7 +96,7 @@ class ProgramCache:
             raise ValueError(f"the compilation cache {self._folder} may be written to by others: nothing is kept there")
 
     def _is_private(self) -> bool:
-        """Whether nobody but the one who runs this could have put a program into the folder."""
+        """Whether only the current user can have written to the folder."""
         try:
             about = self._folder.stat()
         except FileNotFoundError:
@@ -111,7 +111,7 @@ def _load(path: Path, devices: Sequence[Any]) -> jax.stages.Compiled:
 
 
 def _keep(path: Path, program: jax.stages.Compiled) -> None:
-    """Writes a program aside and renames it, so that what bears the name is whole."""
+    """Write a program to a temporary file and rename it, so that a file with its name is complete."""
     partial = path.with_suffix(f".{os.getpid()}.partial")
     try:
         entry = pickle.dumps(serialize_executable.serialize(program))
@@ -125,7 +125,7 @@ def _keep(path: Path, program: jax.stages.Compiled) -> None:
 
 
 def surroundings(device: Any) -> str:
-    """What every program depends on besides its own arguments: code, versions, flags, and the machine it runs on."""
+    """What every program depends on: code, versions, flags and machine."""
     return "\n".join(
         (
             _code(),
@@ -156,7 +156,7 @@ def _code() -> str:
 
 @functools.cache
 def _processor() -> str:
-    """What the processor can do: programs for a CPU use all of it."""
+    """The CPU's feature flags, all of which CPU programs use."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

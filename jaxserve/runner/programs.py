@@ -1,5 +1,4 @@
-"""The pure functions that an iteration is compiled from: a stage's layers, the head, prompt scoring, the choice of the
-next tokens."""
+"""The pure functions that an iteration is compiled from: layers, head, prompt scoring, sampling."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ class StageShape:
     Attributes:
       max_rows: rows of one plan.
       n_rows: rows of all plans in flight.
-      attention: what one device of a stage attends with.
+      attention: the attention of one device of a stage.
       product: the native CPU product, or None for XLA's.
       draft_tokens: most tokens drafted for one row; 0 without speculation.
     """
@@ -48,7 +47,7 @@ class StageShape:
     draft_tokens: int = 0
 
     def layout(self, bucket: int) -> BatchLayout:
-        """The packed form of plans of this bucket."""
+        """The packed form of a plan of this bucket."""
         return BatchLayout(
             bucket=bucket,
             max_rows=self.max_rows,
@@ -60,24 +59,24 @@ class StageShape:
 
     @property
     def points(self) -> int:
-        """Tokens that one plan can choose, whatever its bucket (P)."""
+        """Most tokens that a plan of any bucket samples (P)."""
         return max_points(self.max_rows, self.draft_tokens)
 
     def point_counts(self, buckets: Iterable[int]) -> tuple[int, ...]:
-        """For how many points there are programs that choose tokens, ascending: a plan takes the first that is enough.
+        """The compiled sample counts, ascending. A plan uses the smallest that fits.
 
-        A prompt's chunk has one token chosen or none, whatever the bucket, and the head is a large product.
+        The head is a large product, and a chunk of a prompt samples at most one token whatever the bucket.
         """
         return tuple(sorted({self.layout(bucket).points for bucket in buckets}))
 
 
 def points_for(plan: IterationPlan, counts: Sequence[int]) -> int:
-    """Of the programs for so many points (`StageShape.point_counts`) the one that a plan's tokens are chosen by (S)."""
+    """The smallest compiled sample count (S) that fits a plan; see `StageShape.point_counts`."""
     return counts[bisect_left(counts, plan.num_points)]
 
 
 class Scores(NamedTuple):
-    """Of each flat token's successor: logprob float32[T]; likeliest tokens int32[T, K] and their logprobs."""
+    """For each flat token its successor's logprob float32[T], and the top tokens int32[T, K] with logprobs."""
 
     logprobs: jax.Array
     top_ids: jax.Array
@@ -85,14 +84,14 @@ class Scores(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """What one iteration of a stage's layers leaves.
+    """The results of one iteration of a stage's layers.
 
     Attributes:
       pool / tables: the donated buffers, updated.
-      points: int32[P, 3] where tokens are chosen (`batch.SamplePoints`), for the sampler.
-      hidden: [T, H] every token's hidden state: what the next stage goes on with, or the last one scores prompts by.
-      last: [P, H] those of the token before each point, for the head; of the last stage.
-      next_tokens: int32[T] the token after each, for prompt scoring; of the last stage.
+      points: int32[P, 3] the sample positions (`batch.SamplePoints`).
+      hidden: [T, H] hidden states, for the next stage or for prompt scoring.
+      last: [P, H] hidden states before each sample position, for the head; last stage only.
+      next_tokens: int32[T] the token after each, for prompt scoring; last stage only.
     """
 
     pool: Any
@@ -124,7 +123,7 @@ def forward(
     """Runs one iteration of a stage's layers. Traced.
 
     Args:
-      history: of the first stage and the last; None in others.
+      history: token histories of the rows; None in stages between the first and the last.
       x: [T, H] hidden states from the stage before; None in the first, which embeds the tokens.
       looped: whether the layers are one loop (`Model.layers`).
       products: multiplies by the parameters.
@@ -140,7 +139,7 @@ def forward(
     params = bind(params, products)
 
     def attend(index: Any) -> Attend:
-        layer = layers[0] if looped else layers[index]  # looped layers differ in nothing but their weights
+        layer = layers[0] if looped else layers[index]  # looped layers differ only in their weights
         return make_attend(meta, layer, index * n_blocks)
 
     used = jnp.arange(layout.bucket) < view.attention.query_offsets[-1]
@@ -154,14 +153,14 @@ def forward(
 
 
 def head(model: Model, product: matmul.NativeProduct | None, points: int, ends: Any, last: jax.Array) -> jax.Array:
-    """Logits float32[S, V] at the first S points. Traced.
+    """Logits float32[S, V] at the first S sample positions. Traced.
 
-    A program of its own, so that a token's logits do not depend on the sampler that others ask for.
+    It is a separate program, so that a token's logits do not depend on the sampler that other requests need.
 
     Args:
       product: the native CPU product, or None for XLA's.
       points: S.
-      ends: the parameters without the layers.
+      ends: the parameters outside the layers.
       last: [P, H] of `Forward`.
     """
     ends = bind(ends, matmul.DeviceProducts(native=product))
@@ -169,13 +168,13 @@ def head(model: Model, product: matmul.NativeProduct | None, points: int, ends: 
 
 
 def score(model: Model, mesh: Mesh, spec: ShardingSpec, ends: Any, hidden: jax.Array, next_tokens: jax.Array) -> Scores:
-    """How likely each token's successor was, for prompt_logprobs. Traced.
+    """Scores each token's successor, for prompt_logprobs. Traced.
 
-    Each device of a mesh scores its part of the vocabulary: a tile cut out of all of it would have the compiler gather
-    the table.
+    Each device of a mesh scores its own part of the vocabulary. For a tile of the whole vocabulary the compiler would
+    gather the table.
 
     Args:
-      ends: the parameters without the layers.
+      ends: the parameters outside the layers.
     """
     with jax.named_scope("prompt_scoring"):
         weights, normed = model.head_weights(ends), model.norm(ends, hidden)
@@ -214,7 +213,7 @@ def _logits_tile(
 
 
 def _of_tokens(tile: scoring.LogitsTile, end: jax.Array | int) -> scoring.LogitsTile:
-    """A tile's logits with those from `end` on, which are padding, at -inf."""
+    """The logits of a tile, with -inf from row `end` on (padding)."""
 
     def logits(start: jax.Array | int, size: int) -> jax.Array:
         return jnp.where(start + jnp.arange(size) < end, tile(start, size), -jnp.inf)
@@ -230,12 +229,12 @@ def choose(
     points: jax.Array,
     allowed: jax.Array | None = None,
 ):
-    """Chooses the next tokens and writes them to the rows' histories. Traced.
+    """Samples the next tokens and writes them to the rows' histories. Traced.
 
     Args:
-      logits: float32[S, V] at the first S points.
+      logits: float32[S, V] at the first S sample positions.
       points: int32[P, 3] of `Forward`.
-      allowed: as `sampler.sample` takes it; with SamplerVariant.CONSTRAINED only.
+      allowed: grammar masks for `sampler.sample`; with SamplerVariant.CONSTRAINED only.
 
     Returns:
       (history, chosen int32[2, S], top): top is (ids, logprobs) with SamplerVariant.FULL and above, else None.
@@ -258,5 +257,5 @@ def choose(
 
 
 def feed(history: jax.Array, points: jax.Array, chosen: jax.Array) -> jax.Array:
-    """What the first stage does with the tokens that the last has chosen (see `choose`). Traced."""
+    """Writes tokens that the last stage sampled (see `choose`) to the first stage's histories. Traced."""
     return write_tokens(history, points[: chosen.shape[1]], chosen[0])

@@ -1,7 +1,7 @@
-"""The layers on one sub-mesh: one compiled program a bucket, the pool donated from each to the next.
+"""Compiles and runs the programs of one stage, and owns its weights, pool and row state.
 
-Everything is compiled ahead of time, for exactly the shapes that plans come in. A call with any other shape is an
-error, not a compilation, so nothing can compile once the engine is ready.
+All programs are compiled ahead of time for a closed set of shapes. A call with another shape is an error rather than a
+compilation, so nothing compiles once the engine is ready.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from jaxserve.weights import is_matrix, quantize
 
 Progress = Callable[[str, int, int], None]
 
-_COMPILE_THREADS = min(8, max(2, (os.cpu_count() or 2) // 2))  # each takes some 200 MB while it compiles
+_COMPILE_THREADS = min(8, max(2, (os.cpu_count() or 2) // 2))  # each needs about 200 MB while it compiles
 
 
 class Launched(NamedTuple):
-    """An iteration in flight: device arrays that will hold its results.
+    """Device arrays that will hold the results of an iteration.
 
     Attributes:
-      chosen: int32[2, S] tokens, and logprobs bit for bit.
+      chosen: int32[2, S] tokens, and the bits of their logprobs.
       top: (ids, logprobs) [S, MAX_LOGPROBS], with SamplerVariant.FULL and above.
       scores: with plan.scoring.
     """
@@ -47,14 +47,14 @@ class Launched(NamedTuple):
 
 
 class StageRunner:
-    """Compiled programs, weights, pool and row state of the layers one sub-mesh owns."""
+    """Compiled programs, weights, pool and row state of the layers that one sub-mesh owns."""
 
     def __init__(
         self, programs: StagePrograms, params: Params, buckets: Sequence[int], cache: ProgramCache | None
     ) -> None:
         """Args:
-        params: the whole model's, wherever they are; the stage's own part is moved to its devices.
-        cache: of compiled programs.
+        params: the whole model's, on any device; the stage's part is moved to its devices.
+        cache: compiled programs of earlier starts.
         """
         self.programs = programs
         self._cache = cache
@@ -82,12 +82,11 @@ class StageRunner:
         return jax.tree.map(_placed, part, wanted, is_leaf=is_matrix)
 
     def replace_params(self, params: Params) -> None:
-        """Takes the stage's part of other weights of the same shapes."""
+        """Replaces the weights by others of the same shapes; `params` is the whole model's."""
         self.params = self._own(params)
 
     def temporaries(self) -> int:
-        """Bytes that the largest iteration needs on a device beside its arguments, from the compiled programs
-        themselves: while its layers run, or its head."""
+        """Peak bytes of the largest iteration on a device beside its arguments, from the compiled programs."""
         programs = [self._compiled(self.programs.lower_forward, self.buckets[-1], 1)]
         if self.programs.is_last:
             self._compile(self._head, self._counts[-1], self.programs.lower_head, self._counts[-1])
@@ -95,7 +94,7 @@ class StageRunner:
         return temporaries(*programs)
 
     def compile(self, n_blocks: int, progress: Progress) -> None:
-        """Compiles every program that any plan can ask for, then allocates the pool.
+        """Compiles every program that a plan can need, then allocates the pool.
 
         Args:
           n_blocks: blocks of the pool.
@@ -155,23 +154,22 @@ class StageRunner:
         return self._cache.get(made_from, devices, lambda: lower(*sizes).compile())
 
     def _whole(self, values: Any) -> jax.Array:
-        """An array of the host on every device of this stage, of which some may belong to other hosts that hold it
-        too."""
+        """A host array on every device of this stage; other hosts with such devices hold the same array."""
         held = np.asarray(values)
         return jax.make_array_from_callback(held.shape, self.programs.everywhere, lambda index: held[index])
 
     def admit(self, admissions: Iterable[np.ndarray]) -> None:
-        """Enqueues that requests take their rows."""
+        """Enqueues the admission of requests to their rows."""
         for admission in admissions:
             self._state = self._admit(self._state, admission)
 
     def draft(self, drafts: np.ndarray) -> None:
-        """Enqueues that rows take drafted tokens (`batch.PackedPlan.drafts`), where the stage keeps tokens at all."""
+        """Enqueues drafted tokens (`batch.PackedPlan.drafts`), if the stage has token histories."""
         if self._draft is not None:
             self._state = self._state._replace(history=self._draft(self._state.history, drafts))
 
     def copy(self, copies: np.ndarray) -> None:
-        """Enqueues that blocks are copied to others (`batch.PackedPlan.copies`), in all of the stage's layers."""
+        """Enqueues block copies (`batch.PackedPlan.copies`) in all of the stage's layers."""
         self.pool = self._copy(self.pool, copies)
 
     def forward(self, bucket: int, packed: np.ndarray, x: jax.Array | None) -> Forward:
@@ -186,11 +184,11 @@ class StageRunner:
         return out
 
     def sample(self, plan: IterationPlan, out: Forward, allowed: np.ndarray | None = None) -> Launched:
-        """Enqueues what follows the last stage's layers: prompt scores and the choice of tokens, as the plan wants.
+        """Enqueues prompt scoring, head and sampler, as far as the plan needs them; last stage only.
 
         Args:
-          allowed: uint32[S, words] what the grammars of its rows allow (`sampler.sample`); None allows everything. It
-            is the device's from here on.
+          allowed: uint32[S, words] grammar masks (`sampler.sample`); None allows everything. The array must not be
+            written to afterwards.
         """
         chosen = top = scores = None
         if plan.scoring:
@@ -210,7 +208,7 @@ class StageRunner:
         return launched
 
     def feed_back_tokens(self, points: jax.Array | None, chosen: jax.Array | None) -> None:
-        """Enqueues that the first stage takes in what the last chose at the first S points, int32[2, S]."""
+        """Enqueues the tokens int32[2, S] that the last stage sampled, for the first stage's histories."""
         assert points is not None
         assert chosen is not None
         history = self._feed[chosen.shape[1]](self._state.history, points, chosen)
@@ -236,16 +234,16 @@ def wait(launched: Launched) -> IterationResult:
 
 
 def _chosen_by(variant: SamplerVariant) -> SamplerVariant:
-    """Whose program chooses for a variant.
+    """The variant whose program is used.
 
-    That of CONSTRAINED, with everything allowed, does for FULL too: it takes 1 to 5% longer, and a compiled program
-    holds 16 MB on a CPU.
+    CONSTRAINED with everything allowed also serves FULL: it takes 1 to 5% longer and saves a compiled program, which
+    is 16 MB on a CPU.
     """
     return SamplerVariant.CONSTRAINED if variant is SamplerVariant.FULL else variant
 
 
 def _placed(values: Any, wanted: jax.ShapeDtypeStruct | Quantized) -> jax.Array | Quantized:
-    """A parameter where it is wanted, rounded to eight bits where they are wanted and it is not yet."""
+    """A parameter on its devices, quantized to int8 if it should be and is not yet."""
     if not isinstance(wanted, Quantized):
         return _put(values, wanted)
     if isinstance(values, Quantized):
@@ -256,12 +254,12 @@ def _placed(values: Any, wanted: jax.ShapeDtypeStruct | Quantized) -> jax.Array 
 
 def _put(values: Any, wanted: jax.ShapeDtypeStruct) -> jax.Array:
     if isinstance(values, jax.Array) and (values.dtype, values.sharding) == (wanted.dtype, wanted.sharding):
-        return values  # read to where it belongs; of several hosts' devices it could not be copied from here alone
+        return values  # already there; an array over several hosts cannot be copied by one of them
     return jax.device_put(values.astype(wanted.dtype), wanted.sharding)
 
 
 def _give_back_memory() -> None:
-    """Returns what compiling has freed to the system, where the C library can."""
+    """Returns memory that compiling has freed to the system, if the C library can."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

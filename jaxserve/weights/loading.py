@@ -49,10 +49,10 @@ def on_mesh(model: models.Model, mesh: Mesh, spec: ShardingSpec) -> Place:
 
 
 def describe(model: models.Model, dtype: jnp.dtype, place: Place, *, int8: bool) -> models.Params:
-    """A model's parameters as they are held: shapes with shardings.
+    """A model's parameters as the devices hold them: shapes with shardings.
 
     Args:
-      int8: whether matrices are held in eight bits (`quantize.is_quantized`); their scales lie as their rows do.
+      int8: whether matrices are stored in int8 (`quantize.is_quantized`); scales are sharded as the rows are.
     """
 
     def held(parameter: Parameter) -> jax.ShapeDtypeStruct | Quantized:
@@ -81,12 +81,12 @@ def load(
     Host memory beyond the parameters that stay on the host is one parameter at a time at most.
 
     Args:
-      model: what it has more of than the checkpoint (`models.build`) is zeros.
-      dtype: what the parameters are cast to.
-      place: the sharding of each parameter; each device's slice alone is read for it. One without a sharding is not
-        read: its leaf stays a description.
-      int8: whether matrices are rounded to eight bits as they are read.
-      count: is told the bytes of every piece that is read; of Hugging Face directories.
+      model: with padding (`models.build`), or without.
+      dtype: of the parameters.
+      place: the sharding of each parameter; each device reads only its slice. A parameter without a sharding is not
+        read, and its leaf stays a description.
+      int8: whether matrices are quantized to int8 as they are read.
+      count: called with the bytes of every piece that is read from a Hugging Face directory.
 
     Raises:
       CheckpointError: the files do not hold this model.

@@ -133,13 +133,15 @@ def show(report: StartupReport, *, model: str) -> None:
     for name, value in (
         ("model", f"{model} ({report.family}, {_count(report.parameters)} parameters, {report.dtype})"),
         ("device", f"{report.device} ({report.platform}){_layout(report)}"),
+        ("padding", report.padding),
         ("attention", f"{report.attention}: {report.attention_reason}"),
         ("memory", f"weights {_bytes(report.weight_bytes)}{_rounded(report)}, pool {_bytes(report.pool_bytes)}"),
         ("slots", f"{report.slots:,} in blocks of {report.block_size}, {report.kv_cache_dtype}{each}"),
         ("batch", f"{report.max_rows} rows of up to {report.max_context:,} tokens{each}"),
         ("start", _start(report)),
     ):
-        facts.add_row(name, value)
+        if value:
+            facts.add_row(name, value)
     out.print(facts)
     table = Table("bucket (tokens)", "compile (s)", "iteration (ms)", "tokens/s", box=None, padding=(0, 2))
     for column in table.columns:

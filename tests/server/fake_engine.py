@@ -132,6 +132,7 @@ class FakeEngine:
             platform="cpu",
             family="fake",
             parameters=1_500_000,
+            padding="",
             weight_bytes=6_000_000,
             pool_bytes=2**20,
             dtype="float32",
