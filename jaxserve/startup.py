@@ -213,6 +213,7 @@ def finish(
             block_size=shape.attention.block_size,
             max_context=shape.max_context,
             eos_token_ids=frozenset(model.config.eos_token_ids),
+            window=model.config.widest_window,
             drafter=drafter,
         )
         for drafter in drafting

@@ -68,6 +68,12 @@ class ModelConfig:
         """The layer's sliding window: most tokens that one attends to, itself included; None for all."""
         return self.windows[layer] if self.windows else None
 
+    @property
+    def widest_window(self) -> int | None:
+        """The widest sliding window of the layers; None if a layer attends to all tokens."""
+        windows = [self.window(layer) for layer in range(self.num_layers)]
+        return None if None in windows else max(window for window in windows if window is not None)
+
     def attention_scale(self, layer: int) -> float:
         """The factor applied to query-key products in this layer."""
         return 1.0 / math.sqrt(self.head_dim)

@@ -44,6 +44,7 @@ def make_scheduler(
     block_size: int,
     max_context: int,
     eos_token_ids: frozenset[int],
+    window: int | None = None,
     drafter: Drafter | None = None,
 ) -> Scheduler:
     """A new scheduler over a new slot pool.
@@ -51,6 +52,7 @@ def make_scheduler(
     Args:
       costs: one for each bucket, ascending.
       n_blocks / block_size / max_context: the engine's final sizes, whatever `config` asks for.
+      window: the widest sliding window of the layers; None if a layer attends to all tokens.
       drafter: the draft model, if there is one.
     """
     chunk = fixed_chunk(config, [cost.size for cost in costs], block_size)
@@ -80,6 +82,7 @@ def make_scheduler(
         policy=config.slot_policy,
         prefix_cache=config.prefix_cache,
         prefix_blocks=None if chunk is None else chunk // block_size,
+        window=window if drafter is None else None,  # a draft model reads all of a row's blocks
     )
     return (StaticBatchScheduler if is_static else Scheduler)(
         pool,

@@ -12,6 +12,8 @@ from typing import Literal, NamedTuple
 
 SlotPolicy = Literal["reserve", "grow"]
 
+NO_BLOCK = -1  # in the place of a block behind the sliding window, which the request does not hold
+
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class BlockAllocation:
@@ -23,7 +25,7 @@ class BlockAllocation:
       prompt_length: how many of the tokens are its prompt.
       salt: prefixes are shared only between requests with the same salt.
       takes_hits: whether the request may start from blocks of the prefix cache.
-      blocks: block of each run of `block_size` positions, in order.
+      blocks: block of each run of `block_size` positions, in order; NO_BLOCK for those behind the sliding window.
       capacity: positions that `blocks` cover.
       copied: (from, to): the last block at admission is a copy, to be made before it is read.
       publish_at: number of computed positions at which the next block can be published; infinite if none ever can.
@@ -77,6 +79,9 @@ class SlotPool:
     A request can also begin with the blocks of another one, cached or not (`SharedPrefix`). The two share the full
     blocks, and the new request gets a copy of a block that is filled in part.
 
+    With a `window`, the sliding window of all layers, a request gives blocks back that it has left behind (`trim`). A
+    prefix is found if the blocks within the window before its end are.
+
     With `prefix_blocks`, prefixes are found and published only in whole runs of that many blocks, and only within
     prompts. Then no prefix mixes what chunks of a fixed size computed with what decodes computed.
     """
@@ -89,6 +94,7 @@ class SlotPool:
         policy: SlotPolicy,
         prefix_cache: bool,
         prefix_blocks: int | None = None,
+        window: int | None = None,
     ) -> None:
         if n_blocks < 1 or block_size < 1:
             raise ValueError(f"a pool of {n_blocks} blocks of {block_size} slots is empty; both must be at least 1")
@@ -99,6 +105,7 @@ class SlotPool:
         self.policy: SlotPolicy = policy
         self.prefix_cache = prefix_cache
         self._prefix_blocks = prefix_blocks
+        self._window = window
         self.growth_tokens = 16
         self._free = list(range(n_blocks - 1, -1, -1))  # never published or evicted; the lowest goes first
         self._references = [0] * n_blocks
@@ -150,7 +157,7 @@ class SlotPool:
         """Whether `admit(allocation, source)` has the blocks it needs."""
         hits, _ = self._first_blocks(allocation, source)
         # Hits that no request holds now stop being available; the others are counted there already.
-        revived = sum(self._references[block] == 0 for block in hits)
+        revived = sum(self._references[block] == 0 for block in hits if block != NO_BLOCK)
         need = self._to_set_aside(allocation) - len(hits) + revived
         if self.policy == "grow":
             # Blocks for the tokens that this and every other request will soon have; without it they would preempt one
@@ -167,6 +174,8 @@ class SlotPool:
         assert not allocation._held
         hits, source = self._first_blocks(allocation, source)
         for block in hits:
+            if block == NO_BLOCK:
+                continue
             if self._references[block] == 0:
                 del self._idle[block]
             self._references[block] += 1
@@ -217,17 +226,22 @@ class SlotPool:
         assert self._set_aside <= self.num_available
         return victims
 
+    def trim(self, allocation: BlockAllocation, start: int) -> None:
+        """Give back the blocks that no position from `start` on attends to, if there is a sliding window."""
+        for index in range(min(self._behind(start), len(allocation.blocks)) - 1, -1, -1):
+            block = allocation.blocks[index]
+            if block == NO_BLOCK:  # and so are those before it
+                break
+            allocation.blocks[index] = NO_BLOCK
+            self._drop(block)
+
     def release(self, allocation: BlockAllocation) -> None:
         """Release all blocks of `allocation`; published blocks can be found until they are evicted."""
         if not allocation._held:
             return
         for block in reversed(allocation.blocks):  # the end of a chain is useless without its start: evict it earlier
-            self._references[block] -= 1
-            if self._references[block] == 0:
-                if self._digest_of[block] is None:
-                    self._free.append(block)
-                else:
-                    self._idle[block] = None
+            if block != NO_BLOCK:
+                self._drop(block)
         self._set_aside -= allocation._set_aside
         self._num_held -= 1
         allocation._held = False
@@ -235,6 +249,18 @@ class SlotPool:
         allocation.blocks = []
         allocation.copied = None
         allocation.publish_at = inf
+
+    def _drop(self, block: int) -> None:
+        self._references[block] -= 1
+        if self._references[block] == 0:
+            if self._digest_of[block] is None:
+                self._free.append(block)
+            else:
+                self._idle[block] = None
+
+    def _behind(self, start: int) -> int:
+        """Leading blocks that no position from `start` on attends to."""
+        return 0 if self._window is None else max(start - self._window + 1, 0) // self.block_size
 
     def publish(self, allocation: BlockAllocation, computed: int) -> None:
         """Make the full blocks among the first `computed` positions available to other requests.
@@ -251,7 +277,7 @@ class SlotPool:
         for index in range(allocation._published, full):
             digest, block = digests[index], allocation.blocks[index]
             # A request that computed the same prefix at the same time keeps a private copy until it ends.
-            if digest not in self._block_of and self._digest_of[block] is None:
+            if block != NO_BLOCK and digest not in self._block_of and self._digest_of[block] is None:
                 self._block_of[digest] = block
                 self._digest_of[block] = digest
         allocation._published = full
@@ -273,6 +299,9 @@ class SlotPool:
         """The full blocks that a request can begin with, and their source unless it is the cache."""
         size = self.block_size
         most_cached = (len(allocation.tokens) - 1) // size * size
+        if source is not None:
+            needed = source.allocation.blocks[self._behind(source.length) : self.blocks_for(source.length)]
+            source = None if NO_BLOCK in needed else source  # it has left behind what would be shared
         hits = [] if source is not None and source.length >= most_cached else self._match(allocation)
         if source is None or source.length <= len(hits) * size:
             return hits, None
@@ -300,15 +329,20 @@ class SlotPool:
     def _match(self, allocation: BlockAllocation) -> list[int]:
         # At least the last token is computed: its logits choose the next one.
         full = (len(allocation.tokens) - 1) // self.block_size
-        hits: list[int] = []
         if not self.prefix_cache or not allocation.takes_hits or not self._block_of:
-            return hits
+            return []
+        found: list[int] = []
+        longest = behind = cached = 0  # `cached`: blocks found in a row, up to the last
         for digest in self._chain(allocation, full)[:full]:
-            block = self._block_of.get(digest)
-            if block is None:
+            block = self._block_of.get(digest, NO_BLOCK)
+            if block == NO_BLOCK and self._window is None:
                 break
-            hits.append(block)
-        return hits[: self._whole_runs(len(hits))]
+            found.append(block)
+            cached = cached + 1 if block != NO_BLOCK else 0
+            unseen = self._behind(len(found) * self.block_size)
+            if cached >= len(found) - unseen and self._whole_runs(len(found)) == len(found):
+                longest, behind = len(found), unseen
+        return [NO_BLOCK] * behind + found[behind:longest]
 
     def _whole_runs(self, n_blocks: int) -> int:
         run = self._prefix_blocks or 1

@@ -346,6 +346,7 @@ class Scheduler:
         Requests that lose blocks for it, possibly `state` itself, are preempted.
         """
         allocation = state.allocation
+        self.pool.trim(allocation, state.computed)
         index = len(allocation.blocks)
         candidates = (other.allocation for other in reversed(self.requests.running))
         victims = self.pool.extend(allocation, length, candidates)

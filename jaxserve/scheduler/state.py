@@ -106,7 +106,7 @@ class RequestState:
             request_id=self.name,
             tokens=tuple(self.tokens),
             prompt_length=len(self.request.prompt),
-            blocks=tuple(self.allocation.blocks),
+            blocks=tuple(max(block, 0) for block in self.allocation.blocks),  # those not held are never read
             sampling=self.request.sampling,
             endings=tuple(self.stop_ids) if self.request.sampling.min_tokens else (),
         )

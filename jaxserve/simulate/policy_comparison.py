@@ -68,6 +68,7 @@ def system_of(plan: Plan, config: EngineConfig) -> SimulatedEngine:
         slots=plan.slots,
         block_size=plan.block_size,
         max_context=deployment.max_context,
+        window=deployment.config.widest_window,
         replicas=config.replicas,
     )
 

@@ -30,6 +30,7 @@ class SimulatedEngine:
       seconds: seconds of an iteration in each stage.
       costs: the bucket costs.
       slots: slots of each replica.
+      window: the widest sliding window of the layers; None if a layer attends to all tokens.
       replicas: copies of the engine.
     """
 
@@ -40,6 +41,7 @@ class SimulatedEngine:
     block_size: int
     max_context: int
     host: HostTimes | None = None
+    window: int | None = None
     replicas: int = 1
 
     def __post_init__(self) -> None:
@@ -58,6 +60,7 @@ class SimulatedEngine:
                 block_size=self.block_size,
                 max_context=self.max_context,
                 eos_token_ids=frozenset({EOS}),
+                window=self.window,
             )
             devices.append(SimulatedDevice(self.seconds, self.config.stages))
             in_flight = self.config.in_flight or self.config.stages + 1

@@ -82,8 +82,9 @@ class Slot(NamedTuple):
 class Device:
     """Runs plans at once and in order, and checks everything it reads."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, window: int | None = None) -> None:
         self.block_size = block_size
+        self.window = window or MAX_CONTEXT
         self.rows: dict[int, Row] = {}
         self.slots: dict[tuple[int, int], Slot] = {}
 
@@ -98,8 +99,9 @@ class Device:
         for admission in plan.admissions:
             tokens, blocks = list(admission.tokens), list(admission.blocks)
             self.rows[admission.row] = Row(tokens, blocks, admission.sampling.sample_index)
+            behind = max(len(blocks) * size - self.window + 1, 0) // size  # blocks that no token attends to
             assert admission.request_id in forks or all(
-                self.slots[block, offset].sequence < completed for block in admission.blocks for offset in range(size)
+                self.slots[block, offset].sequence < completed for block in blocks[behind:] for offset in range(size)
             ), "a hit on a block whose content has not landed"
         for row, index, block in plan.table_changes:
             assert index == len(self.rows[row].table)
@@ -120,7 +122,7 @@ class Device:
         for row, start, length, samples in plan.chunks:
             history, table = self.rows[row].history, self.rows[row].table
             marks = fingerprints(history)
-            for position in range(start + length):
+            for position in range(max(start - self.window + 1, 0), start + length):
                 slot = self.slots[table[position // size], position % size]
                 assert slot.fingerprint == marks[position], f"row {row} reads somebody else's slot at {position}"
             for position in range(start, start + length):

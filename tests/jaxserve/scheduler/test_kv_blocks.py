@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxserve.scheduler.kv_blocks import BlockAllocation, SlotPool
+from jaxserve.scheduler.kv_blocks import NO_BLOCK, BlockAllocation, SharedPrefix, SlotPool
 
 
 def pool(n_blocks=10, *, policy="grow", cache=True, growth=0) -> SlotPool:
@@ -266,3 +266,56 @@ def test_prefixes_in_runs_are_of_whole_runs_of_prompts():
     assert slots.cached_tokens(allocation(range(32))) == 16
     assert slots.cached_tokens(allocation(range(16))) == 8  # three whole blocks, the fourth has the last token
     assert slots.cached_tokens(allocation(range(8))) == 0
+
+
+def windowed(n_blocks=10, window=6) -> SlotPool:
+    made = SlotPool(n_blocks, 4, policy="grow", prefix_cache=True, window=window)
+    made.growth_tokens = 0
+    return made
+
+
+def test_blocks_behind_the_window_are_given_back():
+    slots = windowed()
+    held = run(slots, allocation(range(20), max_length=40))
+    slots.trim(held, 8)  # positions from 3 on are attended to
+    assert held.blocks.count(NO_BLOCK) == 0
+    slots.trim(held, 9)
+    assert [block == NO_BLOCK for block in held.blocks] == [True, False, False, False, False]
+    assert (held.capacity, slots.slots_held) == (20, 16)
+    slots.trim(held, 20)
+    assert held.blocks.count(NO_BLOCK) == 3
+    slots.extend(held, 40)
+    assert len(held.blocks) == 10
+    slots.release(held)
+    assert slots.num_available == 10
+
+
+def test_without_a_window_nothing_is_given_back():
+    slots = pool()
+    held = run(slots, allocation(range(20), max_length=40))
+    slots.trim(held, 20)
+    assert held.blocks.count(NO_BLOCK) == 0
+
+
+def test_a_prefix_needs_only_the_blocks_in_the_window():
+    slots = windowed()
+    slots.release(run(slots, allocation(range(20), max_length=20)))
+    evicting = allocation(range(100, 128), max_length=28)  # takes the free five and two of the cached
+    slots.admit(evicting)
+    slots.extend(evicting, 28)
+    slots.release(evicting)
+    found = allocation(range(20), max_length=24)
+    assert slots.cached_tokens(found) == 12  # blocks 1 and 2; the end of the chain went first, and 0 is behind
+    slots.admit(found)
+    assert [block == NO_BLOCK for block in found.blocks] == [True, False, False]
+    assert slots.extend(found, 20) == []
+
+
+def test_a_sample_does_not_share_what_another_left_behind():
+    slots = windowed(20)
+    first = run(slots, allocation(range(10), max_length=60))
+    first.tokens += range(100, 130)
+    slots.extend(first, 40)
+    slots.trim(first, 40)
+    second = allocation(range(10), max_length=60, salt="x")
+    assert slots.admit(second, SharedPrefix(first, 9)) == 0

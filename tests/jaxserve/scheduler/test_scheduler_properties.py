@@ -26,7 +26,7 @@ from jaxserve.iteration import (
 from jaxserve.request import FinishReason, Request, TokenEvent
 from jaxserve.sampling_params import Grammar, SamplingParams
 from jaxserve.scheduler.buckets import BucketCost, BucketLadder
-from jaxserve.scheduler.kv_blocks import SlotPool
+from jaxserve.scheduler.kv_blocks import NO_BLOCK, SlotPool
 from jaxserve.scheduler.policy import TokenBudgetPolicy, make_policy
 from jaxserve.scheduler.scheduler import PRIORITY_SECONDS, Scheduler
 from jaxserve.scheduler.speculation import Speculation
@@ -69,9 +69,10 @@ class World:
         target=None,
         ahead=1,
         errs=None,
+        window=None,
     ) -> None:
         costs = [BucketCost(size=size, compile_seconds=0.0, milliseconds=10.0 + size) for size in sorted(sizes)]
-        pool = SlotPool(-(-slots // block_size), block_size, policy=policy, prefix_cache=cache)
+        pool = SlotPool(-(-slots // block_size), block_size, policy=policy, prefix_cache=cache, window=window)
         pool.growth_tokens = growth
         ladder, speculation = BucketLadder(costs), None
         self.max_points = max_rows
@@ -108,7 +109,7 @@ class World:
         )
         self.most_in_flight = n_stages + ahead
         self.n_stages, self.by_request, self.max_rows = n_stages, mode == "request", max_rows
-        self.device = Device(block_size)
+        self.device = Device(block_size, window)
         self.clients: dict[str, Client] = {}
         self.transcripts: list[tuple[int, ...]] = [()]
         self.in_flight: deque[tuple[IterationPlan, IterationResult]] = deque()
@@ -257,7 +258,7 @@ class World:
         """Every block is in one place; every row and every count is right."""
         scheduler, pool = self.scheduler, self.scheduler.pool
         live = scheduler.requests.live.values()
-        references = Counter(block for state in live for block in state.allocation.blocks)
+        references = Counter(block for state in live for block in state.allocation.blocks if block != NO_BLOCK)
         assert [references[block] for block in range(pool.n_blocks)] == pool._references
         places = Counter([*pool._free, *pool._idle, *references])
         assert places == Counter(range(pool.n_blocks))
@@ -362,9 +363,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         tpot=st.sampled_from([None, None, 0.001, 0.05, 1.0]),
         ahead=st.sampled_from([0, 1, 1]),
         errs=st.sampled_from([None, None, 0.0, 0.2, 0.7]),
+        window=st.sampled_from([None, None, 1, 4, 9]),
     )
-    def begin(self, tpot, ahead, errs, **settings):
-        self.world = World(**settings, target=tpot, ahead=ahead, errs=errs)
+    def begin(self, tpot, ahead, errs, window, **settings):
+        self.world = World(**settings, target=tpot, ahead=ahead, errs=errs, window=window)
         self.count = 0
 
     @rule(requests=st.lists(REQUESTS, min_size=1, max_size=4))
@@ -444,6 +446,15 @@ def test_a_crowd_in_a_small_pool(policy, mode, n_stages, seed):
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("n_stages", [1, 2])
+@pytest.mark.parametrize("policy", ["grow", "reserve"])
+def test_a_crowd_with_windows(policy, n_stages, seed):
+    """The same where every layer has a sliding window, with late masks and drafts."""
+    errs, grammars = 0.2 if seed % 2 else None, 0.3 if seed % 3 else 0.0
+    crowd(policy, "iteration", n_stages, seed, errs=errs, grammars=grammars, window=1 + 3 * seed)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("n_stages", [1, 2])
 def test_a_crowd_with_drafts(n_stages, seed):
     """The same with drafts, some of them wrong."""
     scheduler = crowd("grow" if seed % 3 else "reserve", "iteration", n_stages, seed, errs=0.2).scheduler
@@ -459,13 +470,13 @@ def test_a_crowd_with_late_masks(policy, n_stages, seed):
     assert world.scheduler.withdrawals > 20
 
 
-def crowd(policy, mode, n_stages, seed, errs=None, grammars=0.0) -> World:
+def crowd(policy, mode, n_stages, seed, errs=None, grammars=0.0, window=None) -> World:
     draw = Random(seed)
     block_size = draw.choice([1, 2, 3, 4])
     slots = draw.randint(MAX_CONTEXT, 3 * MAX_CONTEXT)
     sizes, growth = {1, 3, 6, 10, 16}, seed % 3
     rows, cache = draw.randint(3, 6), seed % 4 > 0
-    world = World(policy, mode, n_stages, rows, block_size, slots, sizes, None, cache, growth, errs=errs)
+    world = World(policy, mode, n_stages, rows, block_size, slots, sizes, None, cache, growth, errs=errs, window=window)
     for count in range(60):
         before = SHARED[: draw.randint(0, 12)] if draw.random() < 0.7 else draw.choice(world.transcripts)
         own = tuple(draw.randrange(1, VOCABULARY) for _ in range(draw.randint(1, 5)))
