@@ -13,6 +13,7 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
+from jaxserve import models
 from jaxserve.engine import Engine
 from jaxserve.sampling_params import SAMPLING_PARAMS
 from server.commands import cli
@@ -120,6 +121,12 @@ def test_calls_are_complete() -> None:
     for command in names["command line"]:
         words = command.split()
         assert set(words[2:]) <= flags_of(words[1]), command
+
+
+def test_models_are_complete() -> None:
+    section = PAGE.split("\n## Models\n")[1].split("\n## ")[0]
+    rows = [line.split("|") for line in section.splitlines() if line.startswith("|")][2:]
+    assert sorted(row[2].strip(" `") for row in rows) == sorted(models.families())
 
 
 def test_server_flags_are_complete() -> None:

@@ -19,7 +19,11 @@ COLUMNS, README_LINES = 100, 150
 
 def prose(page: Path) -> str:
     """A page without its blocks of code."""
-    return re.sub(r"^ *```.*?^ *```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    return prose_of(page.read_text(encoding="utf-8"))
+
+
+def prose_of(text: str) -> str:
+    return re.sub(r"^ *```.*?^ *```$", "", text, flags=re.DOTALL | re.MULTILINE)
 
 
 def anchors(page: Path) -> set[str]:
@@ -58,6 +62,17 @@ class TestPage:
             # A table's row or a picture cannot be broken, nor can a single word.
             if not line.startswith(("|", "![")) and " " in line[:COLUMNS].strip(" *"):
                 assert len(line) <= COLUMNS, line
+
+
+def test_page_on_models_shows_the_files() -> None:
+    page = (ROOT / "docs" / "add-a-model.md").read_text(encoding="utf-8")
+    before, *blocks = re.split(r"^```python\n", page, flags=re.MULTILINE)
+    assert len(blocks) > 8
+    for block in blocks:
+        code, _, after = block.partition("\n```\n")
+        file = [name for name in spans(prose_of(before)) if name.endswith(".py") and PATH.fullmatch(name)][-1]
+        assert code in (ROOT / file).read_text(encoding="utf-8"), (file, code)
+        before = after
 
 
 def test_pictures_are_shown() -> None:
