@@ -75,20 +75,24 @@ class Reached(_message.Message):
     def __init__(self, step: _Optional[str] = ...) -> None: ...
 
 class Vote(_message.Message):
-    __slots__ = ("about", "value")
+    __slots__ = ("about", "value", "problem")
     ABOUT_FIELD_NUMBER: _ClassVar[int]
     VALUE_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
     about: str
     value: int
-    def __init__(self, about: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    problem: str
+    def __init__(self, about: _Optional[str] = ..., value: _Optional[int] = ..., problem: _Optional[str] = ...) -> None: ...
 
 class Agreed(_message.Message):
-    __slots__ = ("about", "value")
+    __slots__ = ("about", "value", "problem")
     ABOUT_FIELD_NUMBER: _ClassVar[int]
     VALUE_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
     about: str
     value: int
-    def __init__(self, about: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    problem: str
+    def __init__(self, about: _Optional[str] = ..., value: _Optional[int] = ..., problem: _Optional[str] = ...) -> None: ...
 
 class Phase(_message.Message):
     __slots__ = ("deadline_seconds",)

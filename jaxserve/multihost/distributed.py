@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import socket
 import threading
@@ -12,6 +13,7 @@ from jaxserve.multihost.config import ClusterConfig
 from jaxserve.multihost.process_watchdog import end_process
 
 _HEARTBEAT_TIMEOUT = 60  # seconds after which jax itself ends a process; the watchdogs are much faster
+_ADDRESS_TIMEOUT = 30  # seconds for another host's address to be known; the probe of direct links waits longer
 _LEAVING = 5.0  # seconds for jax to disconnect
 
 
@@ -26,7 +28,8 @@ def join(cluster: ClusterConfig) -> None:
     jax.config.update("jax_enable_preemption_service", False)  # it would handle SIGTERM itself
     if cluster.links != "bridge":  # devices without links of their own: CPUs
         # The other hosts get exactly this port; with port 0 they would wait for ever (jax 0.10).
-        jax.config.update("jax_cross_host_transfer_socket_address", f"{mine}:{_free_port(mine)}")
+        jax.config.update("jax_cross_host_transfer_socket_address", f"{mine}:{_reserve_port(mine)}")
+        jax.config.update("jax_cross_host_transfer_timeout_seconds", _ADDRESS_TIMEOUT)
         jax.config.update("jax_cross_host_transport_addresses", ",".join([f"{mine}:0"] * 4))
     jax.distributed.initialize(
         coordinator_address=cluster.coordinator,
@@ -49,6 +52,11 @@ def leave() -> None:
     timer.cancel()
 
 
+def keep_client() -> None:
+    """Never destroy jax's client: that would wait for copies between hosts that never end, and the process with it."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(jax.local_devices()[0].client))
+
+
 def _own_address(cluster: ClusterConfig) -> str:
     """The address of the interface that leads to the master."""
     name, port = cluster.interface.strip("[]"), int(cluster.coordinator.rpartition(":")[2])
@@ -62,8 +70,15 @@ def _own_address(cluster: ClusterConfig) -> str:
     return f"[{found}]" if ":" in found else found
 
 
-def _free_port(address: str) -> int:
+def _reserve_port(address: str) -> int:
+    """A port for jax's transfer server, which binds it with SO_REUSEPORT at the first copy.
+
+    It stays bound until the process ends, so that no other socket gets it in the meantime.
+    """
     bare = address.strip("[]")
-    with socket.socket(socket.AF_INET6 if ":" in bare else socket.AF_INET) as probing:
-        probing.bind((bare, 0))
-        return probing.getsockname()[1]
+    with socket.socket(socket.AF_INET6 if ":" in bare else socket.AF_INET) as reserved:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        reserved.bind((bare, 0))
+        port = reserved.getsockname()[1]
+        reserved.detach()
+    return port

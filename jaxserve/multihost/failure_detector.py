@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from jaxserve.multihost import control_pb2 as pb
 from jaxserve.multihost.failure import Symptom, SymptomKind, cause_of
 from jaxserve.multihost.in_flight import IterationTracker, OldestIteration
 
@@ -24,7 +25,7 @@ class Member:
     left: bool = False
     heard: float = 0.0
     step: str | None = "joining"
-    votes: dict[str, int] = field(default_factory=dict)
+    votes: dict[str, pb.Vote] = field(default_factory=dict)
     waiting: OldestIteration | None = None
 
 

@@ -98,13 +98,25 @@ class HostGroup:
         self._tell(f"host 0: {step}")
 
     def agree(self, about: str, value: int) -> int:
-        """Wait for every host's vote and return the minimum. Raises HostFailed."""
+        """Wait for every host's number and return the least. Raises HostFailed."""
+        return self._decide(pb.Vote(about=about, value=value)).value
+
+    def check(self, about: str, problem: str) -> str:
+        """Wait for every host's problem and return all with their hosts, "" if there is none. Raises HostFailed."""
+        return self._decide(pb.Vote(about=about, problem=problem)).problem
+
+    def _decide(self, mine: pb.Vote) -> pb.Agreed:
         with self._changed:
-            while any(about not in member.votes for member in self._members.values()):
+            while any(mine.about not in member.votes for member in self._members.values()):
                 self._raise_failure()
                 self._changed.wait()
-            agreed = min(value, *(member.votes[about] for member in self._members.values()))
-        self.broadcast(pb.FromMaster(agreed=pb.Agreed(about=about, value=agreed)))
+            votes = {0: mine} | {host: member.votes[mine.about] for host, member in self._members.items()}
+        agreed = pb.Agreed(
+            about=mine.about,
+            value=min(vote.value for vote in votes.values()),
+            problem="; ".join(f"host {host}: {vote.problem}" for host, vote in votes.items() if vote.problem),
+        )
+        self.broadcast(pb.FromMaster(agreed=agreed))
         return agreed
 
     def place(self, stages: dict[int, tuple[int, ...]]) -> None:
@@ -344,7 +356,7 @@ class HostGroup:
                 self.preparations.answered(member.host, message.prepared)
             case "vote":
                 with self._changed:
-                    member.votes[message.vote.about] = message.vote.value
+                    member.votes[message.vote.about] = message.vote
                     self._changed.notify_all()
             case "reached":
                 member.step = message.reached.step

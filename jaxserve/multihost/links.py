@@ -5,7 +5,7 @@ device: natively on TPUs and GPUs, over sockets on CPUs. `BridgeLink` is a compi
 of both stages, which every backend supports. It runs in order with the other programs of both sides, so the chosen
 tokens are sent only once they are known; otherwise the first stage would block on them.
 
-Every host with devices of either stage calls `send`, with the same plans in the same order.
+Every host calls `send` on all its links, with the same plans in the same order.
 """
 
 from __future__ import annotations
@@ -15,11 +15,9 @@ from functools import partial
 from typing import Literal, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from jaxserve.multihost.failure import one_line
 from jaxserve.runner.links import DevicePut, Link
 from jaxserve.runner.lowering import StagePrograms
 from sharding.spec import ShardingSpec
@@ -30,7 +28,7 @@ _SIDES = ShardingSpec({"side": "side"})
 
 
 class NoLink:
-    """A link between stages that are both on other hosts."""
+    """A link that this host has no part in."""
 
     in_line = False
 
@@ -39,7 +37,11 @@ class NoLink:
 
 
 class DirectLink:
-    """A copy between devices of different hosts, by the runtime."""
+    """A copy between devices of different hosts, by the runtime.
+
+    Hosts without devices of either stage call `send` too. The runtime pairs a sender with its receiver by how many
+    copies between hosts each process has started, so a process that leaves one out waits for the wrong one ever after.
+    """
 
     in_line = False
 
@@ -47,10 +49,7 @@ class DirectLink:
         self._source, self._target = source.everywhere, target.everywhere
 
     def send(self, x: jax.Array | None, what: jax.ShapeDtypeStruct) -> jax.Array | None:
-        """Copy between hosts; both sides call it.
-
-        On a host without devices of the source, the array has no local shards.
-        """
+        """Copy between hosts. On a host without devices of the source, the array has no local shards."""
         if x is None:
             x = jax.make_array_from_single_device_arrays(what.shape, self._source, [], dtype=what.dtype)
         received = jax.device_put(x, self._target)
@@ -118,42 +117,19 @@ def make_links(stages: Sequence[StagePrograms], way: Way) -> list[Link]:
     me = jax.process_index()
     links: list[Link] = []
     for source, target in zip(stages, (*stages[1:], stages[0]), strict=True):
-        hosts, theirs = _hosts(source), _hosts(target)
-        if me not in hosts | theirs:
-            links.append(NoLink())
-        elif hosts == theirs == {me}:
-            links.append(DevicePut(target))
+        hosts = _hosts(source) | _hosts(target)
+        if len(hosts) == 1:
+            links.append(DevicePut(target) if me in hosts else NoLink())
+        elif way == "direct":
+            links.append(DirectLink(source, target))
         else:
-            links.append(DirectLink(source, target) if way == "direct" else BridgeLink(source, target))
+            links.append(BridgeLink(source, target) if me in hosts else NoLink())
     return links
 
 
 def crosses_hosts(stages: Sequence[StagePrograms]) -> bool:
     """Whether any link crosses hosts."""
     return len(stages) > 1 and len(set().union(*map(_hosts, stages))) > 1
-
-
-def probe(stages: Sequence[StagePrograms]) -> str | None:
-    """Send a few numbers over every link with `DirectLink`.
-
-    Returns:
-      Why that does not work as far as this host can see, or None if it does.
-    """
-    sent = np.arange(8, dtype=np.float32).reshape(4, 2)
-    what = jax.ShapeDtypeStruct(sent.shape, jnp.float32)
-    for index, (link, source) in enumerate(zip(make_links(stages, "direct"), stages, strict=True)):
-        if not isinstance(link, DirectLink):
-            continue
-        x = None
-        if source.mesh.local_devices:
-            x = jax.make_array_from_callback(sent.shape, source.everywhere, lambda place: sent[place])
-        try:
-            received = link.send(x, what)
-            if received is not None and not np.array_equal(np.asarray(received), sent):
-                return f"link {index} changed the numbers that were sent"
-        except (ValueError, RuntimeError, NotImplementedError) as problem:  # JaxRuntimeError among them
-            return one_line(problem)
-    return None
 
 
 def _hosts(stage: StagePrograms) -> set[int]:

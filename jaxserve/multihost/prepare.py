@@ -13,7 +13,8 @@ from jaxserve import models, startup, weights
 from jaxserve.config import EngineConfig
 from jaxserve.multihost import distributed
 from jaxserve.multihost.config import ClusterConfig
-from jaxserve.multihost.links import BridgeLink, DirectLink, crosses_hosts, make_links, probe
+from jaxserve.multihost.links import BridgeLink, DirectLink, crosses_hosts, make_links
+from jaxserve.multihost.probe import probe
 from jaxserve.multihost.remote_stage import RemoteStage
 from jaxserve.runner import cache_folder, kv_cache
 from jaxserve.runner.layout import bucket_sizes, lay_out
@@ -35,6 +36,7 @@ class ControlChannel(Protocol):
 
     def reached(self, step: str) -> None: ...
     def agree(self, about: str, value: int) -> int: ...
+    def check(self, about: str, problem: str) -> str: ...
 
 
 class PreparedStages(NamedTuple):
@@ -148,16 +150,15 @@ def _linked(
     if not crosses_hosts(programs):
         return make_links(programs, "bridge")
     party.reached("linking stages")
-    why = "asked for"
-    if cluster.links == "bridge":
-        way = "bridge"
-    else:
+    way, why = "bridge", "asked for"
+    if cluster.links != "bridge":
         party.agree("compiled", 1)  # all at once: a host that still compiles would look unreachable
-        problem = probe(programs)
-        way = "direct" if party.agree("direct links", int(problem is None)) else "bridge"
-        why = problem or ("as other hosts found" if way == "bridge" else "probed")
-        if way == "bridge" and cluster.links == "direct":
-            raise ValueError(f"links is direct, which does not work here: {why}")
+        way, why = "direct", "probed"
+        if problem := probe(programs, party.check):
+            distributed.keep_client()
+            if cluster.links == "direct":
+                raise ValueError(f"links is direct, which does not work: {problem}")
+            way, why = "bridge", f"direct links do not work: {problem}"
     links = make_links(programs, way)
     shape = programs[0].shape
     hidden = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in map(programs[0].hidden, sizes)]

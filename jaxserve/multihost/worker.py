@@ -57,7 +57,7 @@ class MasterConnection:
         self._plans: queue.SimpleQueue[pb.Plan | pb.Phase | pb.Hold | pb.Release | None] = queue.SimpleQueue()
         self._texts: WorkerGrammars | None = None
         self._changed = threading.Condition()
-        self._agreed: dict[str, int] = {}
+        self._agreed: dict[str, pb.Agreed] = {}
         self._heard = time.monotonic()
         self._deadline = 0.0
         self._step = "joining"
@@ -91,11 +91,18 @@ class MasterConnection:
         self._out.put(pb.FromWorker(reached=pb.Reached(step=step)))
 
     def agree(self, about: str, value: int) -> int:
-        """Vote, wait for every host's vote, and return the minimum."""
-        self._out.put(pb.FromWorker(vote=pb.Vote(about=about, value=value)))
+        """Send this host's number, wait for those of all hosts, and return the least."""
+        return self._decide(pb.Vote(about=about, value=value)).value
+
+    def check(self, about: str, problem: str) -> str:
+        """Send this host's problem, and return those of all hosts with their hosts, "" if there is none."""
+        return self._decide(pb.Vote(about=about, problem=problem)).problem
+
+    def _decide(self, mine: pb.Vote) -> pb.Agreed:
+        self._out.put(pb.FromWorker(vote=mine))
         with self._changed:
-            self._changed.wait_for(lambda: about in self._agreed)
-            return self._agreed[about]
+            self._changed.wait_for(lambda: mine.about in self._agreed)
+            return self._agreed[mine.about]
 
     def follow(
         self,
@@ -219,7 +226,7 @@ class MasterConnection:
                             self._texts.prepare(message.prepare, self._out.put)
                     case "agreed":
                         with self._changed:
-                            self._agreed[message.agreed.about] = message.agreed.value
+                            self._agreed[message.agreed.about] = message.agreed
                             self._changed.notify_all()
                     case "stop":
                         self._stop(message.stop.cause)

@@ -68,6 +68,17 @@ def test_the_least_number_is_agreed_on() -> None:
     assert ends.codes.get(timeout=WAIT_SECONDS) == 0
 
 
+def test_problems_are_told_by_host() -> None:
+    group, membership = joined(free_ports(), Ends())
+    found: queue.SimpleQueue[str] = queue.SimpleQueue()
+    for about, problem in (("sending", ""), ("receiving", "nothing arrived")):
+        aside(lambda about=about, problem=problem: found.put(membership.check(about, problem)))
+    assert group.check("sending", "") == ""
+    assert group.check("receiving", "refused") == "host 0: refused; host 1: nothing arrived"
+    assert {found.get(timeout=WAIT_SECONDS) for _ in range(2)} == {"", "host 0: refused; host 1: nothing arrived"}
+    group.stop()
+
+
 def test_worker_error_reaches_all_hosts() -> None:
     ends, told = Ends(), queue.SimpleQueue()
     group, membership = joined(free_ports(), ends)

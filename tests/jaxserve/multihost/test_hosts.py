@@ -175,10 +175,21 @@ def test_a_record_that_begins_in_the_middle_runs_again(serve, model) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("hosts", "tensor", "stages", "links"),
-    [(2, 2, 1, "auto"), (2, 1, 2, "direct"), (2, 1, 2, "bridge"), (4, 2, 2, "bridge"), (4, 2, 2, "direct")],
+    [
+        (2, 2, 1, "auto"),
+        (2, 1, 2, "direct"),
+        (2, 1, 2, "bridge"),
+        (3, 1, 3, "auto"),
+        (3, 1, 3, "bridge"),
+        (4, 2, 2, "bridge"),
+        (4, 2, 2, "direct"),
+    ],
 )
 def test_every_layout_answers_as_one_process(serve, alone, hosts, tensor, stages, links) -> None:
-    check_same(serve(hosts, tensor, stages, links), alone)
+    outcome = serve(hosts, tensor, stages, links)
+    check_same(outcome, alone)
+    if links == "auto" and stages > 1:
+        assert "host 0: links between hosts: direct (probed)" in outcome["steps"][0]
 
 
 @pytest.mark.exhaustive
