@@ -58,13 +58,15 @@ class ServerApp:
         on_wedged: Callable[[str], None] | None = None,
         wedged_seconds: Callable[[], float] | None = None,
     ) -> None:
-        self.handler = RequestHandler(engine, tenants=lambda: keys.tenants if keys is not None else {})
-        self._grpc = GrpcServer(self.handler, name=name, version=version, tls=tls, keys=keys)
+        self.handler = RequestHandler(
+            engine, model_name=name, version=version, tenants=lambda: keys.tenants if keys is not None else {}
+        )
+        self._grpc = GrpcServer(self.handler, tls=tls, keys=keys)
         self.metrics = Metrics(engine, model=name, healthy=lambda: self.handler.unhealthy_reason is None)
         self.handler.observers.append(self.metrics)
         live = LiveStats(engine)
         self.handler.observers.append(live)
-        app = make_app(self.handler, self.metrics, live, name=name, version=version)
+        app = make_app(self.handler, self.metrics, live)
         self._http = HttpListener(KeyMiddleware(app, keys, OPEN_CALLS) if keys is not None else app, tls)
         self._watchdog = EngineWatchdog(engine, deadline=stall_seconds, interval=health_seconds)
         self._health_seconds, self._on_wedged, self._wedged_seconds = health_seconds, on_wedged, wedged_seconds

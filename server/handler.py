@@ -43,6 +43,7 @@ class RequestHandler:
 
     Args:
       engine: started, or still starting; calls are refused until it is ready.
+      model_name / version: of the served model, and of the server.
       tenants: returns all tenants, by name.
 
     Attributes:
@@ -52,8 +53,10 @@ class RequestHandler:
       problem: why the engine does not serve, as the watchdog sees it; None while it does.
     """
 
-    def __init__(self, engine: EngineClient, *, tenants: Callable[[], dict[str, Tenant]] = dict) -> None:
-        self.engine = engine
+    def __init__(
+        self, engine: EngineClient, *, model_name: str, version: str, tenants: Callable[[], dict[str, Tenant]] = dict
+    ) -> None:
+        self.engine, self.model_name, self.version = engine, model_name, version
         self.admission = AdmissionController(engine, tenants=tenants)
         self.calls = ActiveCalls()
         self.text = TextTools(engine)

@@ -83,6 +83,20 @@ class Completion:
     error: str | None = None
     score: float | None = None
 
+    @property
+    def delta(self) -> Delta:
+        """All of it as one delta."""
+        scored = (self.prompt_logprobs or ())[1:]
+        tops = (self.prompt_top_logprobs or ())[1:] or (None,) * len(scored)
+        return Delta(
+            text=self.text,
+            token_ids=self.token_ids,
+            logprobs=self.logprobs or (),
+            top_logprobs=self.top_logprobs or (),
+            prompt_logprobs=tuple((p, top) for p, top in zip(scored, tops, strict=True) if p is not None),
+            finish_reason=self.finish_reason,
+        )
+
     def to_json(self) -> dict[str, Any]:
         """A mapping that `json.dumps` takes: id, text, token_ids, finish_reason and what was asked for.
 

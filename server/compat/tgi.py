@@ -16,7 +16,7 @@ from jaxserve.text.tokenizer import Tokenizer
 from server.call import Call, Generation
 from server.errors import ApiError, ErrorKind
 from server.handler import RequestHandler
-from server.http import logprobs, sse
+from server.http import logprobs
 from server.http.call import HttpCall
 from server.http.openai import finished
 from server.http.schemas import TgiBody, TgiGrammar, TgiParameters, seed_of
@@ -58,7 +58,7 @@ class Generate:
         fields, samples = _fields(given), given.best_of or 1
         if streams and samples > 1:
             raise InvalidRequest("best_of", "cannot be streamed: the best answer is known at the end")
-        tokenizer = self._handler.text.tokenizer
+        answer = _Answer(body.inputs, given, self._handler.text.tokenizer)
         async with self._handler.generate(
             [{"prompt": body.inputs} | fields],
             Call(id=http_call.id, protocol="http"),
@@ -66,9 +66,9 @@ class Generate:
             adjust=lambda request: _truncated(request, given.truncate),
         ) as generation:
             if streams:
-                await _stream(http_call, body.inputs, given, generation, tokenizer)
+                await answer.stream(http_call, generation)
             else:
-                await _whole(http_call, body.inputs, given, generation, tokenizer)
+                await http_call.json(await answer.whole(generation))
 
 
 def _fields(given: TgiParameters) -> dict[str, Any]:
@@ -111,56 +111,67 @@ def _truncated(request: Request, most: int | None) -> Request:
     return request if most is None else dataclasses.replace(request, prompt=request.prompt[-most:])
 
 
-async def _whole(
-    http_call: HttpCall, inputs: str, given: TgiParameters, generation: Generation, tokenizer: Tokenizer
-) -> None:
-    completions = await finished(generation)
-    (first,) = best(completions, 1)
-    others = [one for one in completions if one is not first]
-    prompt = generation.requests[0].prompt
-    answer: dict[str, Any] = {"generated_text": _text(inputs, given, first)}
-    if given.details:
-        answer["details"] = _details(tokenizer, given, first) | {"prefill": _prefill(tokenizer, prompt, first)}
-        if others:
-            answer["details"]["best_of_sequences"] = [
-                {"generated_text": _text(inputs, given, one)}
-                | _details(tokenizer, given, one)
-                | {"prefill": _prefill(tokenizer, prompt, one)}
-                for one in others
-            ]
-    await http_call.json(answer)
+class _Answer:
+    """The JSON of an answer to one prompt."""
 
+    def __init__(self, inputs: str, given: TgiParameters, tokenizer: Tokenizer) -> None:
+        self._inputs, self._given, self._tokenizer = inputs, given, tokenizer
 
-async def _stream(
-    http_call: HttpCall, inputs: str, given: TgiParameters, generation: Generation, tokenizer: Tokenizer
-) -> None:
-    text, index = tokenizer.stream(generation.requests[0].prompt), 0
-    async for deltas in generation:
-        events = []
-        for _, delta in deltas:
-            tops = delta.top_logprobs or (None,) * len(delta.token_ids)
-            for token, logprob, top in zip(delta.token_ids, delta.logprobs, tops, strict=True):
-                index += 1
-                line: dict[str, Any] = {
-                    "index": index,
-                    "token": _token(tokenizer, token, logprob) | {"text": text.push([token])},
-                    "generated_text": None,
-                    "details": None,
-                }
-                if top is not None:
-                    line["top_tokens"] = _top(tokenizer, top)
-                events.append(line)
-            if delta.finish_reason is not None:
-                completion = generation.completion()
-                events[-1]["generated_text"] = _text(inputs, given, completion)
-                events[-1]["details"] = _ending(completion) | {"input_length": completion.prompt_tokens}
-        if events:
-            await http_call.event(b"".join(sse.event(line) for line in events))
-    await http_call.end()
+    async def whole(self, generation: Generation) -> dict[str, Any]:
+        completions, prompt = await finished(generation), generation.requests[0].prompt
+        (first,) = best(completions, 1)
+        others = [one for one in completions if one is not first]
+        answer: dict[str, Any] = {"generated_text": self._text(first)}
+        if self._given.details:
+            answer["details"] = self._details(first, prompt)
+            if others:
+                answer["details"]["best_of_sequences"] = [
+                    {"generated_text": self._text(one)} | self._details(one, prompt) for one in others
+                ]
+        return answer
 
+    async def stream(self, http_call: HttpCall, generation: Generation) -> None:
+        text, index = self._tokenizer.stream(generation.requests[0].prompt), 0
+        async for deltas in generation:
+            events = []
+            for _, delta in deltas:
+                for token, logprob, top in logprobs.generated(delta):
+                    index += 1
+                    line: dict[str, Any] = {
+                        "index": index,
+                        "token": self._token(token, logprob) | {"text": text.push([token])},
+                        "generated_text": None,
+                        "details": None,
+                    }
+                    if top is not None:
+                        line["top_tokens"] = self._top(top)
+                    events.append(line)
+                if delta.finish_reason is not None:
+                    completion = generation.completion()
+                    events[-1]["generated_text"] = self._text(completion)
+                    events[-1]["details"] = _ending(completion) | {"input_length": completion.prompt_tokens}
+            await http_call.events(events)
+        await http_call.end()
 
-def _text(inputs: str, given: TgiParameters, completion: Completion) -> str:
-    return inputs + completion.text if given.return_full_text else completion.text
+    def _text(self, completion: Completion) -> str:
+        return self._inputs + completion.text if self._given.return_full_text else completion.text
+
+    def _details(self, completion: Completion, prompt: Sequence[int]) -> dict[str, Any]:
+        pairs = zip(completion.token_ids, completion.logprobs or (), strict=True)
+        details = _ending(completion) | {"tokens": [self._token(token, logprob) for token, logprob in pairs]}
+        if self._given.top_n_tokens:
+            details["top_tokens"] = [self._top(top) for top in completion.top_logprobs or ()]
+        scored = zip(prompt, completion.prompt_logprobs or (), strict=False)
+        prefill = [self._token(token, logprob) for token, logprob in scored]
+        details["prefill"] = [{name: token[name] for name in ("id", "text", "logprob")} for token in prefill]
+        return details
+
+    def _top(self, top: Alternatives) -> list[dict[str, Any]]:
+        return [self._token(token, logprob) for token, logprob in zip(*top, strict=True)]
+
+    def _token(self, token: int, logprob: float | None) -> dict[str, Any]:
+        known = {"id": token, "text": logprobs.token_text(self._tokenizer, token), "logprob": logprobs.finite(logprob)}
+        return known | {"special": not self._tokenizer.is_text(token)}
 
 
 def _ending(completion: Completion) -> dict[str, Any]:
@@ -172,38 +183,11 @@ def _ending(completion: Completion) -> dict[str, Any]:
     }
 
 
-def _details(tokenizer: Tokenizer, given: TgiParameters, completion: Completion) -> dict[str, Any]:
-    pairs = zip(completion.token_ids, completion.logprobs or (), strict=True)
-    details = _ending(completion) | {"tokens": [_token(tokenizer, token, logprob) for token, logprob in pairs]}
-    if given.top_n_tokens:
-        details["top_tokens"] = [_top(tokenizer, top) for top in completion.top_logprobs or ()]
-    return details
-
-
-def _prefill(tokenizer: Tokenizer, prompt: Sequence[int], completion: Completion) -> list[dict[str, Any]]:
-    pairs = zip(prompt, completion.prompt_logprobs or (), strict=False)
-    tokens = [_token(tokenizer, token, logprob) for token, logprob in pairs]
-    return [{name: value for name, value in token.items() if name != "special"} for token in tokens]
-
-
-def _top(tokenizer: Tokenizer, top: Alternatives) -> list[dict[str, Any]]:
-    return [_token(tokenizer, token, logprob) for token, logprob in zip(*top, strict=True)]
-
-
-def _token(tokenizer: Tokenizer, token: int, logprob: float | None) -> dict[str, Any]:
-    return {
-        "id": token,
-        "text": logprobs.token_text(tokenizer, token),
-        "logprob": logprobs.finite(logprob),
-        "special": not tokenizer.is_text(token),
-    }
-
-
-def info(handler: RequestHandler, name: str, version: str) -> dict[str, Any]:
+def info(handler: RequestHandler) -> dict[str, Any]:
     """The answer to `/info`."""
     engine, report = handler.engine, handler.engine.report
     return {
-        "model_id": name,
+        "model_id": handler.model_name,
         "model_sha": None,
         "model_dtype": report.dtype,
         "model_device_type": report.platform,
@@ -216,5 +200,5 @@ def info(handler: RequestHandler, name: str, version: str) -> dict[str, Any]:
         "max_batch_size": report.max_rows,
         "max_batch_total_tokens": report.slots,
         "router": "jaxserve",
-        "version": version,
+        "version": handler.version,
     }

@@ -21,16 +21,10 @@ MAX_ABORTS = 4096  # request ids of one Abort
 
 
 class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
-    """The calls of `vllm.grpc.engine.VllmEngine` that routers need.
+    """The calls of `vllm.grpc.engine.VllmEngine` that routers need."""
 
-    Args:
-      name: of the served model.
-      version: of the server.
-    """
-
-    def __init__(self, handler: RequestHandler, *, name: str, version: str) -> None:
+    def __init__(self, handler: RequestHandler) -> None:
         self._handler, self._engine = handler, handler.engine
-        self._name, self._version = name, version
         self._started = time.monotonic()
         self._latest = 0.0  # Unix time of the last Generate
         self._calls: dict[tuple[str, str], set[_Abortable]] = {}  # by tenant and request id
@@ -63,33 +57,28 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
             if not self._calls[key]:
                 del self._calls[key]
 
+    @calls.answered
     async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
-        async with calls.answering(self._handler, context, new_id()):
-            if len(request.request_ids) > MAX_ABORTS:
-                raise InvalidRequest("request_ids", f"has {len(request.request_ids)} ids; it may have {MAX_ABORTS}")
-            for request_id in request.request_ids:
-                for abortable in self._calls.get((auth.current.get().name, request_id), ()):
-                    abortable.abort()
-            return pb.AbortResponse()
-        raise AssertionError  # `answering` has raised
+        if len(request.request_ids) > MAX_ABORTS:
+            raise InvalidRequest("request_ids", f"has {len(request.request_ids)} ids; it may have {MAX_ABORTS}")
+        for request_id in request.request_ids:
+            for abortable in self._calls.get((auth.current.get().name, request_id), ()):
+                abortable.abort()
+        return pb.AbortResponse()
 
     async def HealthCheck(self, request: pb.HealthCheckRequest, context: Any) -> pb.HealthCheckResponse:
         problem = self._handler.unhealthy_reason
         return pb.HealthCheckResponse(healthy=problem is None, message=problem or "serving")
 
+    @calls.answered
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Any) -> pb.GetModelInfoResponse:
-        async with calls.answering(self._handler, context, new_id()):
-            return self._model()
-        raise AssertionError
-
-    def _model(self) -> pb.GetModelInfoResponse:
         engine, config = self._engine, self._engine.model_config
         return pb.GetModelInfoResponse(
-            model_path=self._name,
+            model_path=self._handler.model_name,
             is_generation=True,
             max_context_length=engine.max_context,
             vocab_size=config.vocab_size,
-            served_model_name=self._name,
+            served_model_name=self._handler.model_name,
             model_type=engine.report.family,
             eos_token_ids=config.eos_token_ids,
             bos_token_id=config.bos_token_id or 0,
@@ -106,26 +95,25 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
             data_parallel_size=1,
         )
 
+    @calls.answered
     async def GetLoads(self, request: pb.GetLoadsRequest, context: Any) -> pb.GetLoadsResponse:
-        async with calls.answering(self._handler, context, new_id()):
-            if request.dp_rank:
-                raise InvalidRequest("dp_rank", f"is {request.dp_rank}; there is one rank, 0")
-            load, config = self._engine.load(), self._engine.config
-            rows = config.max_rows * config.replicas
-            load_message = pb.SchedulerLoad(
-                num_running_reqs=load.running,
-                num_waiting_reqs=load.waiting,
-                num_total_reqs=load.running + load.waiting,
-                num_used_tokens=load.slots_used,
-                max_total_num_tokens=load.slots_total,
-                token_usage=load.slots_used / max(1, load.slots_total),
-                cache_hit_rate=load.cached_tokens / max(1, load.cached_tokens + load.prompt_tokens),
-                utilization=min(1.0, load.running / rows),
-                max_running_requests=rows,
-            )
-            now = datetime.now(UTC).isoformat()
-            return pb.GetLoadsResponse(timestamp=now, version=self._version, dp_rank_count=1, loads=[load_message])
-        raise AssertionError
+        if request.dp_rank:
+            raise InvalidRequest("dp_rank", f"is {request.dp_rank}; there is one rank, 0")
+        load, config = self._engine.load(), self._engine.config
+        rows = config.max_rows * config.replicas
+        load_message = pb.SchedulerLoad(
+            num_running_reqs=load.running,
+            num_waiting_reqs=load.waiting,
+            num_total_reqs=load.running + load.waiting,
+            num_used_tokens=load.slots_used,
+            max_total_num_tokens=load.slots_total,
+            token_usage=load.slots_used / max(1, load.slots_total),
+            cache_hit_rate=load.cached_tokens / max(1, load.cached_tokens + load.prompt_tokens),
+            utilization=min(1.0, load.running / rows),
+            max_running_requests=rows,
+        )
+        now, version = datetime.now(UTC).isoformat(), self._handler.version
+        return pb.GetLoadsResponse(timestamp=now, version=version, dp_rank_count=1, loads=[load_message])
 
 
 class _Aborted(errors.ApiError):

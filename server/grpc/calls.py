@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import time
-from collections.abc import AsyncIterator, Iterable
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import Any, TypeVar, cast
 
 import grpc
 
@@ -14,6 +15,8 @@ from server import errors
 from server.call import new_id
 from server.grpc import messages
 from server.handler import RequestHandler
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 @contextlib.asynccontextmanager
@@ -27,6 +30,17 @@ async def answering(handler: RequestHandler, context: Any, call_id: str) -> Asyn
                 raise asyncio.CancelledError from None
     except errors.ApiError as error:
         await context.abort_with_status(messages.status_of(error))
+
+
+def answered(method: _Method) -> _Method:
+    """A method of a service, whose exceptions end the call with an error status."""
+
+    @functools.wraps(method)
+    async def call(service: Any, request: Any, context: Any) -> Any:
+        async with answering(service._handler, context, new_id()):
+            return await method(service, request, context)
+
+    return cast(_Method, call)
 
 
 def deadline(context: Any) -> float | None:

@@ -96,19 +96,7 @@ def add(response: pb.GenerateResponse, delta: Delta) -> None:
 def whole(completion: Completion, index: int) -> pb.GenerateResponse:
     """A whole completion in one message."""
     response = pb.GenerateResponse(index=index)
-    scored = completion.prompt_logprobs or ()
-    tops = completion.prompt_top_logprobs or (None,) * len(scored)
-    pairs = [(logprob, top) for logprob, top in zip(scored, tops, strict=True) if logprob is not None]
-    add(
-        response,
-        Delta(
-            text=completion.text,
-            token_ids=completion.token_ids,
-            logprobs=completion.logprobs or (),
-            top_logprobs=completion.top_logprobs or (),
-            prompt_logprobs=tuple(pairs),
-        ),
-    )
+    add(response, completion.delta)
     conclude(response, completion)
     return response
 

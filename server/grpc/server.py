@@ -7,7 +7,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from server.auth import ApiKeys, KeyInterceptor
-from server.compat import kserve_grpc, vllm
+from server.compat import kserve, vllm
 from server.grpc import calls
 from server.grpc.service import InferenceService
 from server.handler import RequestHandler
@@ -47,15 +47,11 @@ class GrpcServer:
     """The services on one port.
 
     Args:
-      name: of the served model.
-      version: of the server.
       tls: None listens without encryption.
       keys: callers must send one of them; None requires none.
     """
 
-    def __init__(
-        self, handler: RequestHandler, *, name: str, version: str, tls: Tls | None = None, keys: ApiKeys | None = None
-    ) -> None:
+    def __init__(self, handler: RequestHandler, *, tls: Tls | None = None, keys: ApiKeys | None = None) -> None:
         self._handler = handler
         self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
         self._tls = tls
@@ -63,16 +59,16 @@ class GrpcServer:
         if keys is not None:
             interceptors.insert(0, KeyInterceptor(keys, OPEN_SERVICES))
         self._server = grpc.aio.server(interceptors=interceptors, options=_OPTIONS)
-        inference_pb2_grpc.add_InferenceServicer_to_server(
-            InferenceService(handler, name=name, version=version), self._server
-        )
-        vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(
-            vllm.VllmEngineService(handler, name=name, version=version), self._server
-        )
-        open_inference_grpc_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(
-            kserve_grpc.OpenInferenceService(handler, name=name, version=version), self._server
-        )
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        for add, service in (
+            (inference_pb2_grpc.add_InferenceServicer_to_server, InferenceService(handler)),
+            (vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server, vllm.VllmEngineService(handler)),
+            (
+                open_inference_grpc_pb2_grpc.add_GRPCInferenceServiceServicer_to_server,
+                kserve.OpenInferenceService(handler),
+            ),
+            (health_pb2_grpc.add_HealthServicer_to_server, self._health),
+        ):
+            add(service, self._server)
         reflection.enable_server_reflection(
             (SERVICE, *ROUTER_SERVICES, *OPEN_SERVICES, reflection.SERVICE_NAME),
             self._server,
@@ -80,11 +76,11 @@ class GrpcServer:
 
     async def start(self, host: str, port: int) -> int:
         """Listens. Returns the port in use. Raises RuntimeError if it cannot be opened."""
-        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         if self._tls is None:
-            port = self._server.add_insecure_port(address)
+            port = self._server.add_insecure_port(where)
         else:
-            port = self._server.add_secure_port(address, self._tls.grpc_credentials())
+            port = self._server.add_secure_port(where, self._tls.grpc_credentials())
         await self.set_health(self._handler.unhealthy_reason is None)
         await self._server.start()
         return port

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from jaxserve.errors import InvalidRequest
@@ -16,18 +16,14 @@ from server.handler import RequestHandler
 from server.proto.jaxserve.v1 import inference_pb2 as pb
 from server.proto.jaxserve.v1 import inference_pb2_grpc
 
+_REPORTED = ("family", "parameters", "dtype", "device", "attention", "max_rows", "slots", "block_size")
+
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):
-    """`jaxserve.v1.Inference` for a request handler.
+    """`jaxserve.v1.Inference` for a request handler."""
 
-    Args:
-      name: what GetModel calls the model.
-      version: of the server.
-    """
-
-    def __init__(self, handler: RequestHandler, *, name: str, version: str) -> None:
+    def __init__(self, handler: RequestHandler) -> None:
         self._handler, self._engine = handler, handler.engine
-        self._name, self._version = name, version
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:
         call = _call(request, context)
@@ -68,68 +64,34 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                     response.request_id = call.id
                     await context.write(response)
 
+    @calls.answered
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
-        async with calls.answering(self._handler, context, new_id()):
-            return pb.TokenizeResponse(token_ids=await self._handler.text.tokenize(request.text))
-        raise AssertionError  # `answering` has raised
+        return pb.TokenizeResponse(token_ids=await self._handler.text.tokenize(request.text))
 
+    @calls.answered
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Any) -> pb.DetokenizeResponse:
-        async with calls.answering(self._handler, context, new_id()):
-            return pb.DetokenizeResponse(text=await self._handler.text.detokenize(request.token_ids))
-        raise AssertionError
+        return pb.DetokenizeResponse(text=await self._handler.text.detokenize(request.token_ids))
 
+    @calls.answered
     async def GetModel(self, request: pb.GetModelRequest, context: Any) -> pb.GetModelResponse:
-        async with calls.answering(self._handler, context, new_id()):
-            return self._model()
-        raise AssertionError
-
-    def _model(self) -> pb.GetModelResponse:
         engine, report = self._engine, self._engine.report
         return pb.GetModelResponse(
-            name=self._name,
-            family=report.family,
-            parameters=report.parameters,
-            dtype=report.dtype,
+            name=self._handler.model_name,
             vocab_size=engine.model_config.vocab_size,
             max_context=engine.max_context,
             eos_token_ids=engine.model_config.eos_token_ids,
             has_tokenizer=engine.tokenizer is not None,
-            device=report.device,
-            attention=report.attention,
-            max_rows=report.max_rows,
-            slots=report.slots,
-            block_size=report.block_size,
             buckets=[
                 pb.Bucket(tokens=cost.size, compile_seconds=cost.compile_seconds, milliseconds=cost.milliseconds)
                 for cost in report.buckets
             ],
-            version=self._version,
+            version=self._handler.version,
+            **{name: getattr(report, name) for name in _REPORTED},
         )
 
     async def GetLoad(self, request: pb.GetLoadRequest, context: Any) -> pb.GetLoadResponse:
-        load, config = self._engine.load(), self._engine.config
-        return pb.GetLoadResponse(
-            running=load.running,
-            max_rows=config.max_rows,
-            waiting=load.waiting,
-            waiting_tokens=load.waiting_tokens,
-            max_queued_requests=config.max_queued_requests,
-            max_queued_tokens=config.max_queued_tokens,
-            slots_used=load.slots_used,
-            slots_cached=load.slots_cached,
-            slots_total=load.slots_total,
-            iterations=load.iterations,
-            prompt_tokens=load.prompt_tokens,
-            generated_tokens=load.generated_tokens,
-            cached_tokens=load.cached_tokens,
-            preemptions=load.preemptions,
-            drafted_tokens=load.drafted_tokens,
-            accepted_tokens=load.accepted_tokens,
-            host_seconds=load.host_seconds,
-            bucket_seconds=load.bucket_seconds,
-            padding_seconds=load.padding_seconds,
-            compiled_after_ready=load.compiled_after_ready,
-        )
+        figures = asdict(self._engine.config) | asdict(self._engine.load())
+        return pb.GetLoadResponse(**{name: figures[name] for name in pb.GetLoadResponse.DESCRIPTOR.fields_by_name})
 
 
 def _call(message: pb.GenerateRequest, context: Any) -> Call:

@@ -12,12 +12,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from server.compat import kserve_http, tgi
+from server.compat import kserve, tgi
 from server.errors import ApiError, ErrorKind
 from server.handler import RequestHandler
 from server.http import openai, page
 from server.http.call import Endpoint, HttpCall
-from server.http.chat import ChatCompletions
 from server.http.schemas import DetokenizeBody, TokenizeBody
 from server.live import LiveStats
 from server.metrics import CONTENT_TYPE, Metrics
@@ -27,14 +26,12 @@ OPEN_CALLS = (("GET", "/health"), ("GET", "/"))  # need no API key
 Handler = Callable[[HttpCall], Awaitable[None]]
 
 
-def make_app(handler: RequestHandler, metrics: Metrics, live: LiveStats, *, name: str, version: str) -> Starlette:
+def make_app(handler: RequestHandler, metrics: Metrics, live: LiveStats) -> Starlette:
     """The ASGI application of one model.
 
     Args:
       metrics: shown by /metrics.
       live: shown by the page and /live.
-      name: of the served model.
-      version: of the server.
     """
 
     def route(method: str, path: str, handle: Handler, *, queued: bool = False) -> Route:
@@ -47,11 +44,11 @@ def make_app(handler: RequestHandler, metrics: Metrics, live: LiveStats, *, name
     async def scrape(_: Request) -> Response:
         return Response(metrics.text(), media_type=CONTENT_TYPE)
 
-    about = _About(handler, name, version)
+    about = _About(handler)
     app = Starlette(
         routes=[
-            route("POST", "/v1/completions", openai.Completions(handler, name), queued=True),
-            route("POST", "/v1/chat/completions", ChatCompletions(handler, name), queued=True),
+            route("POST", "/v1/completions", openai.Completions(handler, chat=False), queued=True),
+            route("POST", "/v1/chat/completions", openai.Completions(handler, chat=True), queued=True),
             route("GET", "/v1/models", about.models),
             route("GET", "/v1/models/{name:path}", about.model),
             route("POST", "/tokenize", about.tokenize),
@@ -63,8 +60,8 @@ def make_app(handler: RequestHandler, metrics: Metrics, live: LiveStats, *, name
             tgi_route("/generate_stream", streams=True),
             tgi_route("/", streams=None),
             route("GET", "/info", about.info),
-            *kserve_http.routes(handler, name, version),
-            *page.routes(live, name),
+            *kserve.routes(handler),
+            *page.routes(live, handler.model_name),
         ],
         exception_handlers={HTTPException: _no_route},
     )
@@ -83,13 +80,13 @@ async def _no_route(request: Request, problem: Exception) -> JSONResponse:
 class _About:
     """Endpoints that generate nothing."""
 
-    def __init__(self, handler: RequestHandler, name: str, version: str) -> None:
-        self._handler, self._name, self._version = handler, name, version
+    def __init__(self, handler: RequestHandler) -> None:
+        self._handler = handler
         self._created = int(time.time())
 
     def _card(self) -> dict[str, Any]:
         return {
-            "id": self._name,
+            "id": self._handler.model_name,
             "object": "model",
             "created": self._created,
             "owned_by": "jaxserve",
@@ -100,20 +97,20 @@ class _About:
         await http_call.json({"object": "list", "data": [self._card()]})
 
     async def model(self, http_call: HttpCall) -> None:
-        asked = http_call.path_params["name"]
-        if asked != self._name:
-            raise ApiError(ErrorKind.NOT_FOUND, f"{asked[:100]!r} is not served here; {self._name!r} is", field="model")
+        asked, served = http_call.path_params["name"], self._handler.model_name
+        if asked != served:
+            raise ApiError(ErrorKind.NOT_FOUND, f"{asked[:100]!r} is not served here; {served!r} is", field="model")
         await http_call.json(self._card())
 
     async def tokenize(self, http_call: HttpCall) -> None:
         body = await http_call.body(TokenizeBody)
-        openai.check_model(body, self._name)
+        openai.check_model(body, self._handler.model_name)
         ids = await self._handler.text.tokenize(body.prompt, special_tokens=body.add_special_tokens, field="prompt")
         await http_call.json({"count": len(ids), "max_model_len": self._handler.engine.max_context, "tokens": ids})
 
     async def detokenize(self, http_call: HttpCall) -> None:
         body = await http_call.body(DetokenizeBody)
-        openai.check_model(body, self._name)
+        openai.check_model(body, self._handler.model_name)
         await http_call.json({"prompt": await self._handler.text.detokenize(body.tokens, field="tokens")})
 
     async def health(self, http_call: HttpCall) -> None:
@@ -122,7 +119,7 @@ class _About:
         await http_call.json({"status": "ok"})
 
     async def version(self, http_call: HttpCall) -> None:
-        await http_call.json({"version": self._version})
+        await http_call.json({"version": self._handler.version})
 
     async def info(self, http_call: HttpCall) -> None:
-        await http_call.json(tgi.info(self._handler, self._name, self._version))
+        await http_call.json(tgi.info(self._handler))

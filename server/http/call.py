@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import pydantic
@@ -16,6 +16,7 @@ from server.errors import ApiError, ErrorKind
 from server.handler import RequestHandler
 
 MAX_BODY_BYTES = 4 * 2**20
+DONE = b"[DONE]"  # the last event of a stream in OpenAI's API
 BODY_SECONDS = 30.0  # within which it must arrive
 _MAX_FIELDS = 512  # of one object in it
 
@@ -122,11 +123,13 @@ class HttpCall:
         await self._start(status, known | dict(headers or {}))
         await self._send({"type": "http.response.body", "body": body})
 
-    async def event(self, data: bytes) -> None:
-        """Sends one or more server-sent events in one piece."""
-        if not self.has_started:
+    async def events(self, values: Iterable[Any]) -> None:
+        """Sends JSON values, or DONE, as server-sent events in one piece."""
+        data = b"".join(b"data: " + (DONE if value is DONE else encoded(value)) + b"\n\n" for value in values)
+        if data and not self.has_started:
             await self._start(200, {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"})
-        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        if data:
+            await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end(self) -> None:
         """Ends a stream of events."""
@@ -179,7 +182,7 @@ class Endpoint:
     async def _refuse(self, http_call: HttpCall, refusal: ApiError) -> None:
         body = self._error(refusal)
         if http_call.has_started:  # a stream: the status has been sent
-            await http_call.event(b"data: " + encoded(body) + b"\n\n")
+            await http_call.events([body])
             await http_call.end()
             return
         status = status_of(refusal)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from jaxserve.generation.completion import PromptLogprob
+from jaxserve.generation.completion import Delta, PromptLogprob
 from jaxserve.request import Alternatives
 from jaxserve.text.tokenizer import Tokenizer
 
@@ -15,12 +15,10 @@ _LEAST = -9999.0  # what OpenAI writes for -inf, which JSON cannot
 Scored = tuple[int, float | None, Alternatives | None]  # token, its logprob, alternatives if asked for
 
 
-def generated(
-    token_ids: Sequence[int], logprobs: Sequence[float], top_logprobs: Sequence[Alternatives]
-) -> list[Scored]:
+def generated(delta: Delta) -> list[Scored]:
     """Tokens, logprobs and alternatives of generated tokens."""
-    tops = top_logprobs or (None,) * len(token_ids)
-    return list(zip(token_ids, logprobs, tops, strict=True))
+    tops = delta.top_logprobs or (None,) * len(delta.token_ids)
+    return list(zip(delta.token_ids, delta.logprobs, tops, strict=True))
 
 
 def prompt(token_ids: Sequence[int], logprobs: Sequence[PromptLogprob]) -> list[Scored]:
@@ -50,9 +48,8 @@ class Legacy:
     def _tops(self, text: str, logprob: float, alternatives: Alternatives | None) -> dict[str, float | None]:
         tops: dict[str, float | None] = {}
         for token, value in zip(*(alternatives or ((), ())), strict=True):
-            tops.setdefault(
-                token_text(self._tokenizer, token), finite(value)
-            )  # of two tokens with the same text, the likelier
+            # Of two tokens with the same text, the likelier.
+            tops.setdefault(token_text(self._tokenizer, token), finite(value))
         return tops if text in tops else tops | {text: finite(logprob)}
 
 

@@ -18,6 +18,7 @@ from jaxserve.structured_output import grammar
 
 MAX_PROMPTS = 1024  # most prompts in one call
 _MAX_REQUESTS = 1024  # most requests of one call
+_DEFAULT_MAX_TOKENS = 16  # of a completion, as in OpenAI's API
 
 Seed = int | float
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
@@ -151,6 +152,11 @@ class OpenAIBody(_OpenAISampling):
         return wanted[0] if wanted else None
 
     @property
+    def fills_context(self) -> bool:
+        """Whether the answer may fill the rest of the context."""
+        return False
+
+    @property
     def beams(self) -> BeamParams | None:
         """The parameters of a beam search; None if the call samples."""
         params = params_of({name: getattr(self, name, None) for name in FIELDS})
@@ -186,8 +192,23 @@ class CompletionBody(OpenAIBody):
         return several
 
     @property
+    def sampling(self) -> dict[str, Any]:
+        if self.suffix:
+            raise InvalidRequest("suffix", "is not served: these models do not fill in the middle")
+        fields = {"max_tokens": _DEFAULT_MAX_TOKENS} | super().sampling
+        if fields["max_tokens"] == 0:
+            if not self.echo:
+                raise InvalidRequest("max_tokens", "is 0, which makes sense with echo only")
+            fields |= {"max_tokens": 1, "temperature": 0.0}  # which is dropped
+        if self.echo and self.logprobs is not None:
+            fields["prompt_logprobs"] = max(self.logprobs, fields.get("prompt_logprobs", 0))
+        if (self.best_of or 1) > (self.n or 1):
+            fields.setdefault("logprobs", 0)
+        return fields
+
+    @property
     def prompts(self) -> list[dict[str, Any]]:
-        """The prompt field of each prompt, as `parse_request` takes it."""
+        """The fields of each prompt, as `parse_request` takes them."""
         return [{"prompt" if isinstance(one, str) else "prompt_token_ids": one} for one in self.prompt]
 
     @property
@@ -211,9 +232,16 @@ class ChatBody(OpenAIBody):
     add_generation_prompt: bool = True
 
     @property
-    def prompt_fields(self) -> dict[str, Any]:
-        """The prompt's fields, as `parse_request` takes them. Raises InvalidRequest."""
-        return {"messages": chat.read(self.messages), "add_generation_prompt": self.add_generation_prompt}
+    def prompts(self) -> list[dict[str, Any]]:
+        return [{"messages": chat.read(self.messages), "add_generation_prompt": self.add_generation_prompt}]
+
+    @property
+    def samples(self) -> int:
+        return self.n or 1
+
+    @property
+    def fills_context(self) -> bool:
+        return self.max_tokens is None and self.max_completion_tokens is None
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -227,6 +255,10 @@ class ChatBody(OpenAIBody):
         fields.pop("logprobs", None)
         if self.logprobs:
             fields["logprobs"] = self.top_logprobs or 0
+        if self.stream and self.prompt_logprobs is not None:
+            raise InvalidRequest("prompt_logprobs", "is not in the stream of a chat; leave stream out")
+        if self.fills_context and "min_tokens" in fields:
+            fields["max_tokens"] = max(1, fields["min_tokens"])  # until it is known how many there can be
         return fields
 
 

@@ -1,0 +1,108 @@
+"""The choices in answers of OpenAI's API, whole or in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jaxserve.generation.completion import Completion, Delta
+from jaxserve.request import FinishReason, Request
+from jaxserve.text.tokenizer import Tokenizer
+from server.http import logprobs
+
+_REASONS = {None: None, FinishReason.LENGTH: "length", FinishReason.EOS: "stop", FinishReason.STOP: "stop"}
+
+
+class Choice:
+    """One choice of a completion.
+
+    Args:
+      body: a CompletionBody.
+      index: of the choice.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, body: Any, request: Request, index: int) -> None:
+        self._tokenizer, self._body, self._request, self._index = tokenizer, body, request, index
+        self._legacy = logprobs.Legacy(tokenizer)
+        self._scored = 0  # prompt tokens sent so far
+        self._has_begun = False
+
+    def whole(self, completion: Completion) -> dict[str, Any]:
+        """The choice of a finished completion."""
+        (choice,) = self.pieces(completion.delta)
+        return choice
+
+    def pieces(self, delta: Delta) -> list[dict[str, Any]]:
+        """The choices of the chunks of a delta; none if it has nothing new."""
+        body, reason = self._body, _REASONS[delta.finish_reason]
+        if body.max_tokens == 0:  # one token was generated, which is dropped
+            delta = delta._replace(text="", token_ids=(), logprobs=(), top_logprobs=())
+            reason = reason and "length"
+        text, prompt_scored = delta.text, self._prompt(delta)
+        if body.echo and not self._has_begun:
+            text = self._prompt_text() + text
+        self._has_begun = True
+        lines: dict[str, Any] | None = None
+        if body.logprobs is not None:
+            lines = self._legacy.add([*(prompt_scored if body.echo else ()), *logprobs.generated(delta)])
+        asked = body.prompt_logprobs is not None and bool(prompt_scored)
+        if not text and reason is None and not asked and not (lines and lines["tokens"]):
+            return []
+        choice = {"index": self._index, "text": text, "logprobs": lines, "finish_reason": reason}
+        if asked:
+            choice["prompt_logprobs"] = logprobs.by_id(self._tokenizer, prompt_scored)
+        return [choice]
+
+    def of_the_call(self, completion: Completion) -> dict[str, Any]:
+        """What the first choice adds to the whole answer."""
+        return {}
+
+    def _prompt(self, delta: Delta) -> list[logprobs.Scored]:
+        """The prompt logprobs of a delta; the first token has none."""
+        prompt, start = self._request.prompt, self._scored
+        if self._request.sampling.prompt_logprobs is None or (start and not delta.prompt_logprobs):
+            return []
+        first: list[logprobs.Scored] = [] if start else [(prompt[0], None, None)]
+        start = max(1, start)
+        self._scored = start + len(delta.prompt_logprobs)
+        return first + logprobs.prompt(prompt[start : self._scored], delta.prompt_logprobs)
+
+    def _prompt_text(self) -> str:
+        given: str | Sequence[int] = self._body.prompt[self._index // (self._body.n or 1)]
+        if isinstance(given, str):
+            return given
+        return "" if self._tokenizer is None else self._tokenizer.decode(given)
+
+
+class ChatChoice(Choice):
+    """One choice of a chat; `body` is a ChatBody."""
+
+    def whole(self, completion: Completion) -> dict[str, Any]:
+        return {
+            "index": self._index,
+            "message": {"role": "assistant", "content": completion.text, "refusal": None},
+            "logprobs": self._logprobs(completion.delta) if self._body.logprobs else None,
+            "finish_reason": _REASONS[completion.finish_reason],
+        }
+
+    def pieces(self, delta: Delta) -> list[dict[str, Any]]:
+        found = []
+        if not self._has_begun:
+            found.append(self._piece({"role": "assistant", "content": ""}))
+        self._has_begun = True
+        scored = self._logprobs(delta) if self._body.logprobs and delta.token_ids else None
+        if delta.text or scored is not None or delta.finish_reason is not None:
+            content = {"content": delta.text} if delta.text or scored is not None else {}
+            found.append(self._piece(content, scored, _REASONS[delta.finish_reason]))
+        return found
+
+    def of_the_call(self, completion: Completion) -> dict[str, Any]:
+        if self._body.prompt_logprobs is None:
+            return {}
+        return {"prompt_logprobs": logprobs.by_id(self._tokenizer, self._prompt(completion.delta))}
+
+    def _piece(self, delta: Any, scored: Any = None, reason: str | None = None) -> dict[str, Any]:
+        return {"index": self._index, "delta": delta, "logprobs": scored, "finish_reason": reason}
+
+    def _logprobs(self, delta: Delta) -> dict[str, Any]:
+        return logprobs.chat(self._tokenizer, logprobs.generated(delta))
