@@ -1,4 +1,4 @@
-"""What one iteration is told and what it answers: values that can be printed, logged, sent and replayed. No jax."""
+"""The plan and the result of one iteration, as values that can be printed, logged, sent and replayed. No jax."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from jaxserve.sampling_params import SamplingParams
 
 
 class SamplerVariant(enum.IntEnum):
-    """What a plan needs of the sampler: the most demanding of its sampling rows decides."""
+    """The sampler program that a plan needs: that of its most demanding row."""
 
-    PLAIN = 0  # greedy rows and temperature alone
+    PLAIN = 0  # greedy decoding and temperature only
     TRUNCATED = 1  # some row drops unlikely tokens (`SamplingParams.is_truncated`)
     FULL = 2  # some row has penalties or a bias, or wants alternatives reported
     CONSTRAINED = 3  # some row has a grammar: as FULL, and takes a mask of the tokens that each row may have
@@ -47,7 +47,7 @@ class TableChange(NamedTuple):
 
 
 class BlockCopy(NamedTuple):
-    """What a block holds is copied to another one, in every layer."""
+    """A copy of a block's content to another block, in every layer."""
 
     source: int
     target: int
@@ -55,7 +55,7 @@ class BlockCopy(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
-    """A request takes a row; written to the device by a launch of its own, before the iteration.
+    """The state of a request that gets a row; the device writes it by a separate launch before the iteration.
 
     Attributes:
       tokens: every token known so far (the prompt, and what was generated before a preemption).
@@ -75,7 +75,7 @@ class Admission:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IterationPlan:
-    """One iteration: which chunks run in which bucket, after which changes of the rows.
+    """One iteration: its bucket, its chunks, and the changes to rows that come before.
 
     Attributes:
       sequence: 0, 1, 2, ... in launch order.
@@ -101,17 +101,17 @@ class IterationPlan:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens computed, padding left out."""
+        """Number of tokens, without padding."""
         return sum(chunk.length for chunk in self.chunks)
 
     @property
     def num_decodes(self) -> int:
-        """Chunks that go on with an answer (or end a prompt of which one token was left)."""
+        """Number of decodes (chunks of one token that sample)."""
         return sum(chunk.length == chunk.samples for chunk in self.chunks)
 
     @property
     def num_points(self) -> int:
-        """Entries that a result needs to have: those of every chunk up to the last that samples."""
+        """Entries that a result must have: those of every chunk up to the last that samples."""
         last = len(self.chunks)
         while last and not self.chunks[last - 1].samples:
             last -= 1
@@ -119,10 +119,10 @@ class IterationPlan:
 
 
 class GrammarEnd(NamedTuple):
-    """What a grammar says of the token just chosen, where it is the last.
+    """The end of a constrained text, after the token just sampled.
 
     Attributes:
-      problem: why it cannot go on; None where the text is whole and nothing may follow it.
+      problem: why the text cannot go on; None if it is complete.
       field: what the caller called the grammar.
     """
 
@@ -132,7 +132,7 @@ class GrammarEnd(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IterationResult:
-    """What the device answered for one plan, as host arrays.
+    """The device's result of one plan, as host arrays.
 
     Of S entries each chunk has one, or as many as it samples tokens, in the order of chunks: without drafts entry c
     belongs to `plan.chunks[c]`. There are at least `plan.num_points`.

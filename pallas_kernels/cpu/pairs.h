@@ -1,5 +1,5 @@
-// Products of bfloat16 by the CPU's own instruction, where it has one: it adds two neighbouring products to each of 16
-// sums. So of the right operand two rows lie in pairs, the numbers of each column next to each other.
+// Products of bfloat16 with AVX512-BF16: the instruction adds two neighbouring products to each of 16 sums. So two rows
+// of the right operand are interleaved in pairs, with the two numbers of each column next to each other.
 #pragma once
 
 #if defined(__AVX512BF16__)
@@ -14,11 +14,11 @@ namespace jaxserve {
 
 constexpr int64_t kLinePairs = 16;  // in a cache line
 
-// Two rows as pairs; of no lower row (null), pairs with zeros. Vectors of 16 pairs are written whole.
+// Interleaves two rows into pairs; without a lower row (null), pairs with zeros. Writes whole vectors of 16 pairs.
 inline void PairUpRows(const BFloat16* upper, const BFloat16* lower, int64_t columns, BFloat16* paired) {
   constexpr int kNumbers = 2 * kLanes;  // in a vector
   typedef int16_t Indices __attribute__((vector_size(2 * kNumbers)));
-  Indices first, second;  // which numbers of (upper, lower) make the first 16 pairs, and the other 16
+  Indices first, second;  // indices into (upper, lower) of the first 16 pairs, and of the other 16
   for (int i = 0; i < kNumbers; i++) {
     first[i] = static_cast<int16_t>(i / 2 + i % 2 * kNumbers);
     second[i] = static_cast<int16_t>(first[i] + kLanes);
@@ -35,7 +35,7 @@ inline void PairUpRows(const BFloat16* upper, const BFloat16* lower, int64_t col
 }
 
 // c [kRows, kWidth vectors] (+)= a [kRows, numbers] * b, as pairs [numbers / 2, kWidth vectors] that are b_stride
-// numbers apart. The terms of each sum go in order. Rows of a after these are fetched into the second cache.
+// numbers apart. The terms of a sum are added in order. The next rows of a are prefetched into the L2 cache.
 template <int kRows, int kWidth>
 inline void MultiplyPairs(const BFloat16* a, int64_t a_stride, int64_t numbers, const BFloat16* b, int64_t b_stride,
                           float* c, int64_t c_stride, bool add) {

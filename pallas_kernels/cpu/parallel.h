@@ -1,4 +1,4 @@
-// Work shared between the thread that asks for it and those of XLA's own pool.
+// Shares work between the calling thread and XLA's thread pool.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@
 
 namespace jaxserve {
 
-// Which CPU this thread is on; -1: no telling.
+// The CPU that this thread runs on; -1 if unknown.
 inline int OurCpu() {
 #if defined(__linux__)
   return sched_getcpu();
@@ -23,7 +23,7 @@ inline int OurCpu() {
 #endif
 }
 
-// Moves this thread to another CPU if it is on that one and may be elsewhere.
+// Moves this thread to another CPU if it runs on `cpu` and may run elsewhere.
 inline void Leave([[maybe_unused]] int cpu) {
 #if defined(__linux__)
   cpu_set_t all;
@@ -38,11 +38,11 @@ inline void Leave([[maybe_unused]] int cpu) {
 // Calls work(i) for every i below `count`, in this thread and up to `helpers` of the pool's, and returns when all have
 // ended.
 //
-// The caller may be a thread of the pool itself, so it never waits for one to begin: it takes what nobody has taken,
-// and waits for what others are at. A helper that comes late finds nothing left and touches nothing but the counter.
+// The caller may itself be a thread of the pool, so it never waits for a helper to begin: it takes the remaining items,
+// and then waits for those that helpers are working on. A late helper finds none left and touches only the counter.
 //
-// A system may wake helpers up on the caller's own CPU while another one is idle, and leave it so for milliseconds. So
-// the caller gives way once, and who finds itself there moves on.
+// The system may wake helpers on the caller's CPU while another one is idle, and leave them there for milliseconds. So
+// the caller yields once, and a helper that runs on the caller's CPU moves to another.
 template <typename Work>
 void ForEach(xla::ffi::ThreadPool& pool, int64_t count, int64_t helpers, const Work& work) {
   struct Progress {

@@ -1,8 +1,8 @@
-// The product of few rows with a large kernel, both bfloat16 or both float32, as one call of XLA's: the kernel is read
-// once, at the memory's pace.
+// XLA calls that multiply few rows by a large kernel, both bfloat16 or both float32. The kernel is read once, at memory
+// bandwidth.
 //
-// Outputs are cut into items that threads share. A sum goes over its row in the same order whatever the number of rows
-// and of threads: results are the same to the bit in any company.
+// Outputs are cut into items that threads share. The terms of a sum are added in the same order whatever the number of
+// rows and threads, so results are bitwise the same.
 #include <algorithm>
 #include <cstdint>
 #include <type_traits>
@@ -22,26 +22,26 @@ namespace jaxserve {
 namespace {
 
 constexpr int kMostProductRows = 16;
-constexpr int kWidth = 3;            // outputs that rows meet at once
-constexpr int kAtOnce = kMostRows * kVectors / kWidth;  // rows that do: their sums fit into registers
-constexpr int64_t kOutputs = 96;     // of an item; a multiple of those
-constexpr int64_t kDepth = 4096;     // numbers of each row of x that are in hand: the second cache has room
-constexpr int64_t kPitch = kDepth + 64;  // from row to row of those; a power of two would put all into one cache set
-constexpr int kFollowed = 4;         // rows up to which memory's own prefetching keeps up
-constexpr int64_t kAlone = 1 << 17;  // bytes that are read before another thread has woken up
+constexpr int kWidth = 3;            // outputs computed at once
+constexpr int kAtOnce = kMostRows * kVectors / kWidth;  // rows computed at once: their sums fit into registers
+constexpr int64_t kOutputs = 96;     // outputs of an item; a multiple of kWidth
+constexpr int64_t kDepth = 4096;     // numbers of each row of x processed at a time; they fit into L2
+constexpr int64_t kPitch = kDepth + 64;  // distance of those rows; a power of two would put all into one cache set
+constexpr int kFollowed = 4;         // rows up to which the hardware prefetcher keeps up
+constexpr int64_t kAlone = 1 << 17;  // bytes read in the time that waking a thread takes
 
-// How numbers of the kernel meet those of x. Of bfloat16, neighbouring pairs of products are added up by the CPU's own
-// instruction where it has one. Where it has none, the numbers of a vector at even places and those at odd ones are
-// widened apart from each other, by an instruction each; x is widened into the same order first.
+// How a number type is multiplied. With AVX512-BF16, one instruction adds neighbouring pairs of bfloat16 products.
+// Without it, the numbers at even and at odd places of a vector are widened by one instruction each; x is widened into
+// the same order first.
 template <typename T>
 struct Meeting;
 
 template <>
 struct Meeting<float> {
-  using Number = float;  // that x is held as
+  using Number = float;  // type of x in the buffer
   using Terms = Vec;
-  static constexpr int64_t kTerms = kLanes;  // numbers of the kernel in a vector
-  static constexpr int kHalves = 1;          // vectors that are made of it
+  static constexpr int64_t kTerms = kLanes;  // numbers of the kernel per vector
+  static constexpr int kHalves = 1;          // vectors it is widened to
   static Terms Load(const float* p) { return jaxserve::Load(p); }
   static Terms LoadWeights(const float* p, int) { return jaxserve::Load(p); }
   static Vec AddProducts(Vec sum, Terms a, Terms b) { return sum + a * b; }
@@ -90,9 +90,9 @@ struct Meeting<BFloat16> {
 template <typename T>
 using Number = typename Meeting<T>::Number;
 
-// y [kRows, kOuts] (+)= x [kRows, kDepth], of which so many numbers, * kernel [kOuts, depth] transposed. Rows of the
-// kernel are `stride` numbers apart, columns of y `gap`. Meanwhile what lies `next` numbers on is fetched: while rows
-// keep the CPU busy, the memory would have nothing to do.
+// y [kRows, kOuts] (+)= the first `depth` numbers of x [kRows, kDepth] * kernel [kOuts, depth] transposed. Rows of the
+// kernel are `stride` numbers apart, columns of y `gap`. The kernel is prefetched `next` numbers ahead, so that memory
+// is not idle while many rows keep the CPU busy.
 template <int kRows, int kOuts, typename T>
 void MultiplyBlock(const Number<T>* x, const T* kernel, int64_t stride, int64_t next, int64_t depth, float* y,
                    int64_t out, int64_t gap, bool add) {
@@ -124,7 +124,7 @@ void MultiplyBlock(const Number<T>* x, const T* kernel, int64_t stride, int64_t 
     }
 }
 
-// The same for as many rows, at most kRows.
+// The same for `rows` rows, at most kRows.
 template <int kRows, int kOuts, typename T, typename... Args>
 inline void MultiplyGroup(int rows, const Number<T>* x, const T* kernel, const Args&... args) {
   if constexpr (kRows > 1)
@@ -132,9 +132,9 @@ inline void MultiplyGroup(int rows, const Number<T>* x, const T* kernel, const A
   MultiplyBlock<kRows, kOuts>(x, kernel, args...);
 }
 
-// All rows, in groups of about as many that meet a few outputs at a time: what those have of the kernel stays in the
-// first cache meanwhile. They are far from each other, and the memory's own prefetching follows each of them; side by
-// side they came at two thirds of the pace.
+// All rows, in groups of similar size. A few outputs are computed for all groups in turn, so that their part of the
+// kernel stays in the L1 cache. These outputs are far apart, so that the hardware prefetcher follows each of them; side
+// by side they ran at two thirds of the speed.
 template <typename T>
 void MultiplyOutputs(int rows, const T* x, const T* kernel, int64_t in, float* y, int64_t out, int64_t begin,
                      int64_t end) {
@@ -186,8 +186,8 @@ ffi::Error Product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer kernel
 }
 
 // y [rows, out] = x [rows, in] * a kernel [out, in] of its own for each run of rows, of which there are `groups`, one
-// after another: kernels[g] for sizes[g] rows. Rows past the last run are zeros. What an item has of a kernel stays in
-// the second cache while groups of the run's rows meet it.
+// after another: kernels[g] for sizes[g] rows. Rows past the last run are zeros. An item's part of a kernel stays in
+// the L2 cache for all rows of the run.
 template <typename T>
 void MultiplyRuns(ffi::ThreadPool& pool, int64_t rows, const T* x, const T* kernels, const int32_t* sizes,
                   int64_t groups, int64_t in, float* y, int64_t out) {

@@ -1,9 +1,9 @@
-// The product of many rows with a kernel as one call of XLA's, multiplied as float32: of a kernel in float32, and of
-// one in bfloat16 where the CPU has no instruction for it (product_many.cc).
+// An XLA call that multiplies many rows by a kernel in float32. The kernel is float32, or bfloat16 on CPUs without an
+// instruction for it (see product_many.cc).
 //
-// Lanes are rows of x: those are packed first, so that a vector holds one number of each of its rows, and a number of
-// the kernel meets all of them. A sum goes over its terms in order, one after another, so results are the same to the
-// bit in any company and with any number of threads.
+// Lanes are rows of x. They are packed first, so that a vector holds one number of each of its rows, and each number of
+// the kernel is multiplied by all of them. The terms of a sum are added in order, so results are bitwise the same
+// whatever the other rows and the number of threads.
 #include <algorithm>
 #include <cstdint>
 #include <type_traits>
@@ -18,15 +18,15 @@ namespace ffi = xla::ffi;
 namespace jaxserve {
 namespace {
 
-constexpr int64_t kPanel = kVectors * kLanes;  // rows of x that are multiplied at a time
-constexpr int64_t kTogether = 128;             // rows of x that an item is for; a multiple of them
-constexpr int64_t kOutputs = 48;               // of an item; a multiple of those that are summed at once
-constexpr int64_t kDepth = 256;                // numbers of a row in hand at a time
-constexpr int kSums = kMostRows * kVectors;    // registers that hold sums
-constexpr int kMostAtOnce = 12;                // rows of the kernel: each is an address in a register
-constexpr int64_t kAlone = 1 << 20;            // multiplications that take as long as waking another thread
+constexpr int64_t kPanel = kVectors * kLanes;  // rows of x multiplied at a time
+constexpr int64_t kTogether = 128;             // rows of x of an item; a multiple of a panel
+constexpr int64_t kOutputs = 48;               // outputs of an item; a multiple of those summed at once
+constexpr int64_t kDepth = 256;                // numbers of a row processed at a time
+constexpr int kSums = kMostRows * kVectors;    // registers for sums
+constexpr int kMostAtOnce = 12;                // rows of the kernel at once: each takes an address register
+constexpr int64_t kAlone = 1 << 20;            // multiplications that take as long as waking a thread
 
-// Up to a vector of rows of x, as [in, ...] of a panel whose numbers are `width` apart. Rows past the last are zeros.
+// Packs up to a vector of rows of x as [in, ...] of a panel whose numbers are `width` apart. Missing rows are zeros.
 template <typename T>
 void Pack(const T* x, int64_t rows, int64_t in, int64_t width, float* packed) {
   for (int64_t first = 0; first < in; first += kLanes) {
@@ -41,13 +41,13 @@ void Pack(const T* x, int64_t rows, int64_t in, int64_t width, float* packed) {
   }
 }
 
-// What of the kernel is wanted soon, `outputs` rows that are `in` numbers apart: fetched into the second cache while
-// others are multiplied, for else the memory would have nothing to do meanwhile.
+// The next part of the kernel, `outputs` rows that are `in` numbers apart. It is prefetched into the L2 cache while the
+// current part is multiplied, so that memory is not idle.
 template <typename T>
 struct Coming {
   static constexpr int64_t kNumbers = kCacheLine / sizeof(T), kLines = kDepth / kNumbers;
 
-  const T* kernel;  // null: nothing is wanted
+  const T* kernel;  // null: nothing to prefetch
   int64_t in;
 
   Coming From(int64_t row) const { return {kernel == nullptr ? nullptr : kernel + row * in, in}; }
@@ -57,7 +57,7 @@ struct Coming {
   }
 };
 
-// c [kRows, kWidth vectors] (+)= a [kRows, kDepth], of which so many numbers, * b [depth, kWidth vectors].
+// c [kRows, kWidth vectors] (+)= the first `depth` numbers of a [kRows, kDepth] * b [depth, kWidth vectors].
 template <int kRows, int kWidth, typename T>
 inline void MultiplyRowsOnce(const float* a, int64_t depth, const float* b, float* c, bool add, Coming<T> coming) {
   Vec sums[kRows][kWidth];
@@ -87,7 +87,7 @@ inline void MultiplyAllRows(int64_t rows, const float* a, int64_t depth, const f
                                        coming.From(i));
 }
 
-// sums [outputs, groups vectors] (+)= a part of the kernel's times one of a panel.
+// sums [outputs, groups vectors] (+)= a part of the kernel times a part of a panel.
 template <int kWidth, typename... Args>
 void MultiplyPanel(int64_t outputs, const float* part, const Args&... args) {
   MultiplyAllRows<std::min(kMostAtOnce, kSums / kWidth), kWidth>(outputs, part, args...);
@@ -103,7 +103,7 @@ void MultiplyPanel(int64_t groups, int64_t outputs, const float* part, const Arg
   }
 }
 
-// y [rows, outputs], rows `out` apart = sums [outputs, side], whose rows are as those of y, turned.
+// y [rows, outputs], rows `out` apart = sums [outputs, side] transposed.
 void Put(const float* sums, int64_t side, int64_t rows, int64_t outputs, float* y, int64_t out) {
   for (int64_t o = 0; o < outputs; o += kLanes)
     for (int64_t first = 0; first < rows; first += kLanes) {
@@ -116,8 +116,8 @@ void Put(const float* sums, int64_t side, int64_t rows, int64_t outputs, float* 
     }
 }
 
-// y [rows, outputs], rows `out` apart = x, packed in panels, times `outputs` of the kernel's. A part of the kernel is
-// copied together, widened, and meets all of the rows; `after` is where this thread will go on.
+// y [rows, outputs], rows `out` apart = x, packed in panels, times `outputs` rows of the kernel. Each part of the
+// kernel is copied and widened once for all rows. `after` is this thread's next item.
 template <typename T>
 void MultiplyItem(const float* packed, int64_t rows, const T* kernel, const T* after, int64_t in, int64_t outputs,
                   float* y, int64_t out) {
@@ -156,8 +156,8 @@ void Multiply(ffi::ThreadPool& pool, const T* x, const T* kernel, int64_t rows, 
   });
 }
 
-// Args: x [T, in], kernel [out, in], both of one type. Results: float32 [T, out], and what the call works in: float32,
-// T rounded up to whole vectors or more, times `in`.
+// Args: x [T, in], kernel [out, in], both of one type. Results: float32 [T, out], and a work buffer: float32, T
+// rounded up to whole vectors or more, times `in`.
 template <ffi::DataType type>
 ffi::Error Product(ffi::ThreadPool pool, ffi::BufferR2<type> x, ffi::BufferR2<type> kernel,
                    ffi::ResultBufferR2<ffi::F32> y, ffi::ResultBufferR2<ffi::F32> packed) {

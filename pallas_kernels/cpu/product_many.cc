@@ -1,9 +1,9 @@
-// The product of many rows with a kernel, both bfloat16, as one call of XLA's: by the CPU's own instruction for
-// neighbouring pairs of products. CPUs without it have product_float.cc.
+// An XLA call that multiplies many rows by a kernel, both bfloat16, with AVX512-BF16. CPUs without it use
+// product_float.cc.
 //
-// Lanes are rows of x: those are packed first, so that a vector holds one pair of each of 16 rows, and a pair of the
-// kernel, which is read as it lies, meets all of them. A sum goes over its pairs in order, one after another, so
-// results are the same to the bit in any company and with any number of threads.
+// Lanes are rows of x. They are packed first, so that a vector holds one pair of numbers of each of 16 rows, and each
+// pair of the kernel, read in place, is multiplied by all of them. The terms of a sum are added in order, so results
+// are bitwise the same whatever the other rows and the number of threads.
 #if defined(__AVX512BF16__)
 
 #include <algorithm>
@@ -21,16 +21,16 @@ namespace jaxserve {
 namespace {
 
 constexpr int kGroups = 4;                    // vectors of a panel
-constexpr int64_t kPanel = kGroups * kLanes;  // rows of x in it
-constexpr int kSums = 24;                     // registers that hold sums
-constexpr int kMostAtOnce = 12;               // rows of the kernel: each is an address in a register
-constexpr int64_t kOutputs = 48;              // of an item; a multiple of those that are summed at once
-constexpr int64_t kDepth = 512;               // pairs that are in hand at a time: the second cache has room
-constexpr int64_t kAlone = 1 << 21;           // multiplications that take as long as waking another thread
+constexpr int64_t kPanel = kGroups * kLanes;  // rows of x in a panel
+constexpr int kSums = 24;                     // registers for sums
+constexpr int kMostAtOnce = 12;               // rows of the kernel at once: each takes an address register
+constexpr int64_t kOutputs = 48;              // outputs of an item; a multiple of those summed at once
+constexpr int64_t kDepth = 512;               // pairs processed at a time; they fit into the L2 cache
+constexpr int64_t kAlone = 1 << 21;           // multiplications that take as long as waking a thread
 
 inline int64_t Pairs(int64_t in) { return (in + 1) / 2; }
 
-// Up to 16 rows of x, as [pairs, 16] of a panel whose pairs are `groups` vectors apart. Rows past the last are zeros.
+// Packs up to 16 rows of x as [pairs, 16] of a panel whose pairs are `groups` vectors apart. Missing rows are zeros.
 void Pack(const BFloat16* x, int64_t rows, int64_t in, int64_t groups, BFloat16* packed) {
   for (int64_t first = 0; first < Pairs(in); first += kLinePairs) {
     const int64_t numbers = std::min<int64_t>(in - 2 * first, 2 * kLinePairs);
@@ -44,7 +44,7 @@ void Pack(const BFloat16* x, int64_t rows, int64_t in, int64_t groups, BFloat16*
   }
 }
 
-// y [rows, outputs], rows `out` apart = a panel of kWidth * 16 rows or fewer times `outputs` of the kernel's.
+// y [rows, outputs], rows `out` apart = a panel of at most kWidth * 16 rows times `outputs` rows of the kernel.
 template <int kWidth>
 void MultiplyPanel(const BFloat16* panel, int64_t rows, const BFloat16* kernel, int64_t in, int64_t outputs, float* y,
                    int64_t out) {
@@ -92,8 +92,8 @@ void Multiply(ffi::ThreadPool& pool, const BFloat16* x, const BFloat16* kernel, 
   });
 }
 
-// Args: x [T, in], kernel [out, in], both bfloat16. Results: float32 [T, out], and what the call works in: bfloat16, T
-// rounded up to whole vectors times `in` to whole pairs.
+// Args: x [T, in], kernel [out, in], both bfloat16. Results: float32 [T, out], and a work buffer: bfloat16, T rounded
+// up to whole vectors times `in` rounded up to whole pairs.
 ffi::Error ProductMany(ffi::ThreadPool pool, ffi::BufferR2<ffi::BF16> x, ffi::BufferR2<ffi::BF16> kernel,
                        ffi::ResultBufferR2<ffi::F32> y, ffi::ResultBufferR2<ffi::BF16> packed) {
   const int64_t rows = x.dimensions()[0], in = x.dimensions()[1], out = kernel.dimensions()[0];

@@ -1,4 +1,4 @@
-// Squares of numbers turned: rows become columns.
+// Transposes square tiles of numbers.
 #pragma once
 
 #include <utility>
@@ -11,11 +11,12 @@
 
 namespace jaxserve {
 
-// Turns as many vectors as one has lanes, of numbers of 32 bits: lane j of vector i goes to lane i of vector j.
+// Transposes a tile of 32-bit numbers with as many vectors as a vector has lanes: lane j of vector i goes to lane i of
+// j.
 inline void Turn(Vec* x) {
-#if defined(__AVX512F__)  // squares of half the size, of a quarter and so on change places across the diagonal
+#if defined(__AVX512F__)  // swaps blocks across the diagonal: halves, then quarters, and so on
   for (int side = kLanes / 2; side > 0; side /= 2) {
-    IntVec upper, lower;  // which lanes of (a, b) the vectors of the upper half take, and of the lower
+    IntVec upper, lower;  // lanes of (a, b) that vectors of the upper half take, and of the lower half
     for (int lane = 0; lane < kLanes; lane++) {
       upper[lane] = lane & side ? kLanes + lane - side : lane;
       lower[lane] = lane & side ? kLanes + lane : lane + side;

@@ -1,4 +1,4 @@
-// Vectors as wide as the CPU's, by the compiler's own vector types (GCC and Clang), and what is computed with them.
+// Vectors of the CPU's width, as the compiler's vector types (GCC and Clang), and operations on them.
 #pragma once
 
 #include <cstdint>
@@ -26,7 +26,7 @@ constexpr int kVectors = 4;
 constexpr int kVectors = 2;
 #endif
 
-constexpr int kFewRows = 2;  // so few that memory sets the pace
+constexpr int kFewRows = 2;  // few enough to be bound by memory
 constexpr size_t kCacheLine = 64;
 
 typedef float Vec __attribute__((vector_size(4 * kLanes)));
@@ -44,7 +44,7 @@ constexpr int64_t RoundUp(int64_t n, int64_t multiple) { return (n + multiple - 
 
 inline Vec Splat(float x) { return x - Vec{}; }
 
-// How numbers lie in memory, a vector of them, and what it stands for.
+// A number type in memory, a vector of it, and its conversion to float.
 template <typename T>
 struct Packed;
 template <>
@@ -60,12 +60,12 @@ struct Packed<BFloat16> {
 template <>
 struct Packed<int8_t> {
   using type = ByteVec;
-  static Vec Widen(ByteVec x) {  // twice the width at a time: GCC takes larger steps number by number
+  static Vec Widen(ByteVec x) {  // in steps of twice the width: GCC converts larger steps number by number
     return __builtin_convertvector(__builtin_convertvector(__builtin_convertvector(x, ShortVec), IntVec), Vec);
   }
 };
 
-// A vector of the numbers at p; with a count, of only so many of them and zeros.
+// The vector at p; with a count, only the first `count` numbers, and zeros.
 template <typename T>
 inline Vec Load(const T* p) {
   typename Packed<T>::type x;
@@ -97,7 +97,7 @@ inline void Assign(BFloat16& y, float x) {  // to the nearest, ties to even
   y.bits = x != x ? 0x7FC0 : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
 }
 
-// Lanes in pairs of halves: an order of its own, the same wherever it is computed.
+// Reduces lanes by halves: a fixed order, the same everywhere.
 template <typename Operator>
 inline float Reduce(Vec x, Operator combine) {
   float lanes[kLanes];
@@ -107,7 +107,7 @@ inline float Reduce(Vec x, Operator combine) {
   return lanes[0];
 }
 
-// e^x of x <= 0, within 2 units in the last place: 1 for 0, 0 below -87, where floats come to their end, NaN for NaN.
+// e^x of x <= 0, within 2 units in the last place: 1 for 0, 0 below -87 (the smallest float), NaN for NaN.
 inline Vec Exp(Vec x) {
   const float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves an integer in the last bits
   const Vec shifted = x * 1.44269504f + kRound;
@@ -125,10 +125,10 @@ inline Vec Exp(Vec x) {
 }
 
 // c [kRows, kWidth vectors] (+)= a [kRows, depth] * b [depth, ...], the terms of each sum in order. With kPartial only
-// `count` numbers of each of b's rows may be read, less than a vector.
+// `count` numbers of each row of b may be read, less than a vector.
 //
-// `next` lies like b and is wanted soon: with few rows memory sets the pace, and it is fetched meanwhile, into the second
-// cache (the first has no room for it; fetched there it gains nothing).
+// `next` has the layout of b and is needed soon. With few rows the product is bound by memory, so it is prefetched into
+// the L2 cache (L1 has no room for it).
 template <int kRows, int kWidth, bool kAdd, bool kPartial = false, typename T>
 inline void MultiplyTile(const float* a, int64_t a_stride, const T* b, int64_t b_stride, int64_t depth, float* c,
                          int64_t c_stride, const T* next, int count = 0) {
@@ -154,7 +154,7 @@ inline void MultiplyTile(const float* a, int64_t a_stride, const T* b, int64_t b
 template <int kRows, bool kAdd, typename T>
 void MultiplyRows(const float* a, int64_t a_stride, const T* b, int64_t b_stride, int64_t depth, float* c,
                   int64_t c_stride, int64_t columns, const T* next) {
-  // Few rows take more vectors: enough sums to hide how long one takes, and 64 numbers where they can.
+  // Few rows use more vectors: enough sums to hide the latency of one, and 64 numbers where possible.
   constexpr int kWidth = kRows > kFewRows ? kVectors : kLanes == 16 ? 4 : 8 / kRows;
   int64_t n = 0;
   for (; n + kWidth * kLanes <= columns; n += kWidth * kLanes)
@@ -165,8 +165,8 @@ void MultiplyRows(const float* a, int64_t a_stride, const T* b, int64_t b_stride
     MultiplyTile<kRows, 1, kAdd, true>(a, a_stride, b + n, b_stride, depth, c + n, c_stride, next + n, columns - n);
 }
 
-// c [rows, columns] (+)= a [rows, depth] * b [depth, columns], for up to kMostRows rows. Whole vectors of c are
-// written: its rows have room for them.
+// c [rows, columns] (+)= a [rows, depth] * b [depth, columns], for up to kMostRows rows. Writes whole vectors of c, so
+// its rows must have room for them.
 template <bool kAdd, typename T>
 void Multiply(int rows, const float* a, int64_t a_stride, const T* b, int64_t b_stride, int64_t depth, float* c,
               int64_t c_stride, int64_t columns, const T* next) {
@@ -180,7 +180,7 @@ void Multiply(int rows, const float* a, int64_t a_stride, const T* b, int64_t b_
   }
 }
 
-// Takes subnormal numbers for zero while it lives, whichever thread that is in: they are slow, and threads differ.
+// Treats subnormal numbers as zero on this thread while it lives: they are slow, and threads differ in the setting.
 class NoSubnormals {
  public:
 #if defined(__SSE__)
