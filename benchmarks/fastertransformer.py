@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxserve.plan.cost import Roofline, Work
+from jaxserve.plan.cost import Roofline
 from jaxserve.simulate.outcome import Outcome
 from jaxserve.simulate.virtual_clock import Arrival
 
@@ -22,11 +22,9 @@ def iterations(batch: Sequence[Arrival]) -> int:
 def batch_seconds(batch: Sequence[Arrival], roofline: Roofline) -> float:
     """Seconds of a batch; it is one micro-batch, so no two stages work at the same time."""
     count, shortest = len(batch), min(len(each.prompt) for each in batch)
-    pairs = count * shortest * (shortest + 1) // 2
     lengths = range(shortest + 1, shortest + iterations(batch))
-    works = [Work(count * shortest, count, count * shortest, pairs)]
-    works += [Work(count, count, count * length, count * length) for length in lengths]
-    return sum(stage.total for work in works for stage in roofline(work))
+    works = [[(0, shortest)] * count, *([(length - 1, 1)] * count for length in lengths)]
+    return sum(stage.total for chunks in works for stage in roofline(chunks))
 
 
 def run(coming: Sequence[Arrival], roofline: Roofline, *, max_batch: int) -> list[Outcome]:

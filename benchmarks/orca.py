@@ -15,7 +15,7 @@ import numpy as np
 from benchmarks import fastertransformer
 from jaxserve.config import EngineConfig
 from jaxserve.plan import model_catalog
-from jaxserve.plan.cost import Fit, Roofline, work
+from jaxserve.plan.cost import Fit, Roofline
 from jaxserve.plan.deployment import Deployment
 from jaxserve.plan.predict import Plan, predict
 from jaxserve.scheduler.buckets import BucketCost, BucketLadder, default_sizes
@@ -103,7 +103,7 @@ def microbenchmark(setup: Setup, batch: int, fit: Fit) -> float:
     """Seconds of one batch whose requests begin and end together: prompts of 128, 32 tokens."""
     roofline = setup.roofline(fit)
     iterations = [[(0, 128)] * batch, *([(128 + step, 1)] * batch for step in range(31))]
-    return sum(stage.total for chunks in iterations for stage in roofline(work(chunks)))
+    return sum(stage.total for chunks in iterations for stage in roofline(chunks))
 
 
 def trace(rate: float, *, requests: int, seed: int) -> list[Arrival]:

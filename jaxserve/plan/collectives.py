@@ -53,9 +53,12 @@ def predict(stage: StagePrograms, parts: Mapping[str, ShardedParameter]) -> tupl
             out, into = parts[f"layers.{layer}.{name}.kernel"].divided
             return _Step(f"layers.*.{name}", True, into, out, results)
 
-        attention = _exchanges([product("qkv", heads, keys, keys), attend, product("out", hidden)])
-        feed_forward = _exchanges([product("up", item * config.ffn_size), product("down", hidden)])
-        sent = [*attention, *feed_forward]
+        sent = [*_exchanges([product("qkv", heads, keys, keys), attend, product("out", hidden)])]
+        experts = parts.get(f"layers.{layer}.experts.down.kernel")
+        if experts is None:
+            sent += _exchanges([product("up", item * config.ffn_size), product("down", hidden)])
+        elif not experts.whole:  # each device adds up what its experts, or parts of them, give
+            sent.append(("all-reduce", "layers.*.experts", hidden, False))
         found.update(_together(sent) if stage.model.is_parallel(layer) else sent)
     if stage.is_last and head_table(parts).split("vocab"):
         found["all-gather", "head", 4 * config.vocab_size, True] += 1

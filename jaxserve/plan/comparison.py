@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jaxserve.plan.plan_report import parameters_of, partition
+from jaxserve.plan.plan_report import padding, parameters_of, partition
 from jaxserve.plan.predict import Plan
 from jaxserve.plan.tables import UNKNOWN, Section, number, shape, size
 
@@ -52,8 +52,7 @@ def _facts(plan: Plan) -> dict[str, _Fact]:
         for title, rules in plan.deployment.spec.sections().items()
         for axis, target in rules.items()
     }
-    for axis, (count, held) in plan.padding.items():
-        facts[f"{axis} padded"] = (f"{count:,} to {held:,}", None)
+    facts |= {name: (text, None) for name, text in padding(plan).items()}
     for name, part in parameters_of(plan).items():
         facts[name] = (f"{partition(part)} {shape(part.local)}, {size(part.nbytes)}", part.nbytes)
     for index, stage in enumerate(plan.stages):

@@ -14,7 +14,7 @@ read off a figure hardly tell the two apart.) For TPUs both are assumptions: the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -64,15 +64,47 @@ class Collective(NamedTuple):
         return self.times * passes * size * (self.group - 1) / self.group
 
 
+class AttentionLoad(NamedTuple):
+    """The attention of all layers of a stage that have the same window.
+
+    Attributes:
+      window: most positions that a token attends to, itself included; None for all.
+      slot_ops: operations for each (token, position it attends to).
+      slot_bytes: bytes of keys and values of one position.
+    """
+
+    window: int | None
+    slot_ops: float
+    slot_bytes: int
+
+
+class ExpertLoad(NamedTuple):
+    """The experts of all layers of a stage.
+
+    Attributes:
+      num_experts: experts of a layer.
+      per_token: how many of them serve a token.
+      weight_bytes: bytes of all of them.
+      token_ops: operations for each token, with the experts that serve it.
+    """
+
+    num_experts: int
+    per_token: int
+    weight_bytes: int
+    token_ops: float
+
+    def read(self, tokens: int) -> float:
+        """Bytes of the experts that so many tokens are expected to need, if they choose independently."""
+        return self.weight_bytes * (1 - (1 - self.per_token / self.num_experts) ** tokens)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageLoad:
     """The work of one device of a stage, per token, row and position.
 
     Attributes:
-      weight_bytes: weights read once per iteration.
-      token_ops / row_ops: operations of matmuls for each token, and for each row with logits.
-      slot_ops: operations of attention for each (token, position it attends to), all layers together.
-      slot_bytes: bytes of keys and values of one position, all layers together.
+      weight_bytes: weights read once per iteration; without those of experts.
+      token_ops / row_ops: operations of matmuls for each token, and for each row with logits; without experts.
       collectives: the collectives within the stage; None if they are unknown, and so is the time on links.
       hop_bytes: bytes that each token sends to the next stage; 0 on the last.
       tensor: devices of the stage.
@@ -82,11 +114,16 @@ class StageLoad:
     weight_bytes: int
     token_ops: float
     row_ops: float
-    slot_ops: float
-    slot_bytes: int
+    attention: tuple[AttentionLoad, ...]
+    experts: ExpertLoad | None = None
     collectives: tuple[Collective, ...] | None
     hop_bytes: int
     tensor: int
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of keys and values of one position, all layers together."""
+        return sum(each.slot_bytes for each in self.attention)
 
 
 class Seconds(NamedTuple):
@@ -108,29 +145,25 @@ class Seconds(NamedTuple):
         return max(self._fields, key=lambda name: getattr(self, name))
 
 
-class Work(NamedTuple):
-    """The work of one iteration.
+def reads(chunks: Iterable[tuple[int, int]], window: int | None = None) -> tuple[int, int]:
+    """What attention of chunks (start, length) reads.
 
-    Attributes:
-      tokens: size of the bucket, padding included.
-      rows: rows with logits.
-      slots: positions whose keys and values are read (a chunk reads its row's once).
-      pairs: (token, position) pairs of attention.
+    Args:
+      window: most positions that a token attends to.
+
+    Returns:
+      (positions whose keys and values are read, a chunk its row's once; (token, position) pairs).
     """
-
-    tokens: int
-    rows: int
-    slots: float
-    pairs: float
-
-
-def work(chunks: Iterable[tuple[int, int]], bucket: int = 0) -> Work:
-    """The work of chunks (start, length) in a bucket of `bucket` tokens (default: no padding)."""
-    tokens = rows = slots = pairs = 0
+    slots = pairs = 0
     for start, length in chunks:
-        tokens, rows, slots = tokens + length, rows + 1, slots + start + length
-        pairs += length * start + length * (length + 1) // 2
-    return Work(max(tokens, bucket), rows, slots, pairs)
+        end = start + length
+        slots += end
+        pairs += (end * (end + 1) - start * (start + 1)) // 2
+        if window is not None and end > window:
+            slots -= max(start + 1 - window, 0)
+            beyond, before = end - window, max(start - window, 0)  # pairs out of reach, of tokens up to here
+            pairs -= (beyond * (beyond + 1) - before * (before + 1)) // 2
+    return slots, pairs
 
 
 class Roofline:
@@ -151,6 +184,7 @@ class Roofline:
         """
         self.fit = fit or FITS[topology.device.platform]
         self._loads, self._device = loads, topology.device
+        self._windows = {each.window for load in loads for each in load.attention}
         self._flops = topology.device.flops[dtype]
         self._links: list[tuple[float, float]] = []  # seconds over links by token and by row, of each stage
         for load in loads:
@@ -165,15 +199,33 @@ class Roofline:
             )
             self._links.append((by_token + load.hop_bytes / topology.hop_bandwidth(load.tensor), by_row))
 
-    def __call__(self, work: Work) -> list[Seconds]:
-        return [self._stage(load, *links, work) for load, links in zip(self._loads, self._links, strict=True)]
+    def __call__(self, chunks: Sequence[tuple[int, int]], bucket: int = 0) -> list[Seconds]:
+        """Seconds of chunks (start, length), whose last tokens need logits, in a bucket (default: no padding)."""
+        tokens = sum(length for _, length in chunks)
+        attended = {window: reads(chunks, window) for window in self._windows}
+        return [
+            self._stage(load, links, tokens, max(tokens, bucket), len(chunks), attended)
+            for load, links in zip(self._loads, self._links, strict=True)
+        ]
 
-    def _stage(self, load: StageLoad, by_token: float, by_row: float, work: Work) -> Seconds:
-        efficiency = self.fit.efficiency
-        ops = load.token_ops * work.tokens + load.row_ops * work.rows + load.slot_ops * work.pairs
-        compute = ops / self._flops / efficiency
-        memory = (load.weight_bytes + load.slot_bytes * work.slots) / self._device.bandwidth / efficiency
+    def _stage(
+        self,
+        load: StageLoad,
+        links: tuple[float, float],
+        tokens: int,
+        padded: int,
+        rows: int,
+        attended: Mapping[int | None, tuple[int, int]],
+    ) -> Seconds:
+        efficiency, experts = self.fit.efficiency, load.experts
+        ops, read = load.token_ops * padded + load.row_ops * rows, float(load.weight_bytes)
+        for each in load.attention:
+            slots, pairs = attended[each.window]
+            ops, read = ops + each.slot_ops * pairs, read + each.slot_bytes * slots
+        if experts is not None:  # padding has none
+            ops, read = ops + experts.token_ops * tokens, read + experts.read(tokens)
+        compute, memory = ops / self._flops / efficiency, read / self._device.bandwidth / efficiency
         if self.fit.overlapped:
             compute, memory = (compute, 0.0) if compute >= memory else (0.0, memory)
-        links = (by_token * work.tokens + by_row * work.rows) / efficiency
-        return Seconds(compute, memory, links, load.layers * self.fit.layer_seconds)
+        sent = (links[0] * padded + links[1] * rows) / efficiency
+        return Seconds(compute, memory, sent, load.layers * self.fit.layer_seconds)

@@ -9,23 +9,23 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from jaxserve.plan.plan_report import bottleneck, headline, spec_lines
+from jaxserve.plan.predict import Plan
 from jaxserve.plan.tables import Section, as_json
 
 
-def write(path: Path, headline: str, summary: str, plan: dict[str, Any], tables: Sequence[Section]) -> None:
+def write(path: Path, plan: Plan, values: dict[str, Any], tables: Sequence[Section]) -> None:
     """Write the page of a plan.
 
     Args:
-      headline: the deployment in one line.
-      summary: the most important finding, in one sentence.
-      plan: the result of `plan_report.plan_json`.
-      tables: what it shows below the diagrams.
+      values: the result of `plan_report.plan_json`, for the diagrams.
+      tables: what it shows below them.
     """
     text = resources.files("jaxserve.plan").joinpath("page.html").read_text(encoding="utf-8")
-    data = json.dumps(plan | {"tables": as_json(tuple(tables))}).replace(
-        "</", "<\\/"
-    )  # a script element ends at the first </script>
-    for mark, value in (("HEADLINE", html.escape(headline)), ("SUMMARY", html.escape(summary)), ("PLAN", data)):
+    data = json.dumps(values | {"lines": spec_lines(plan), "tables": as_json(tuple(tables))})
+    data = data.replace("</", "<\\/")  # a script element ends at the first </script>
+    marks = {"HEADLINE": html.escape(headline(plan)), "SUMMARY": html.escape(bottleneck(plan)), "PLAN": data}
+    for mark, value in marks.items():
         text = text.replace(f"%%{mark}%%", value)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")

@@ -13,7 +13,6 @@ from jaxserve.plan.cost import FITS, Collective, Seconds
 from jaxserve.plan.predict import REQUEST, Plan
 from jaxserve.plan.tables import UNEXPECTED, UNKNOWN, Section, as_json, number, shape, size
 from jaxserve.runner.sharded_parameters import ShardedParameter
-from sharding.spec import ShardingSpec
 
 _REMEDIES = {
     "compute": "arithmetic: more devices or a faster kind would help",
@@ -28,7 +27,7 @@ def show(plan: Plan, out: Console, *, brief: bool = False) -> None:
     out.print(f"[bold]{headline(plan)}[/bold]")
     if brief:
         return
-    for line in [*spec_lines(plan.deployment.spec), *padding_lines(plan)]:
+    for line in spec_lines(plan):
         out.print(f"  {escape(line)}")
     for section in (_parameters(plan), _memory(plan), collectives(plan), _iterations(plan)):
         section.show(out)
@@ -153,9 +152,10 @@ def plan_json(plan: Plan, stages_compiled: Sequence[CompiledStage] = ()) -> dict
     """
     deployment, stages = plan.deployment, []
     device, spec = deployment.topology.device, deployment.spec
-    for stage in as_json(plan.stages):
-        load = stage.pop("load")
-        stages.append(stage | {name: load[name] for name in ("slot_bytes", "collectives")})
+    for stage in plan.stages:
+        values, load = as_json(stage), stage.load
+        del values["load"]
+        stages.append(values | {"slot_bytes": load.slot_bytes, "collectives": as_json(load.collectives)})
     buckets = [
         {name: getattr(bucket, name) for name in _BUCKET}
         | {"stages": [{name: 1e3 * value for name, value in each._asdict().items()} for each in bucket.stages]}
@@ -197,27 +197,40 @@ def headline(plan: Plan) -> str:
     layout = f"tensor {engine.tensor}, stages {engine.stages}"
     layout += f" (layers {stages})" if engine.stages > 1 else ""
     layout += f", replicas {engine.replicas}" if engine.replicas > 1 else ""
-    parameters = f"{plan.num_parameters / 1e9:.3g} G parameters"
+    active = f", {plan.num_active / 1e9:.3g} G active" if plan.num_active < plan.num_parameters else ""
+    parameters = f"{plan.num_parameters / 1e9:.3g} G parameters{active}"
     model = f"{deployment.name} ({deployment.config.family}, {parameters}, {deployment.dtype})"
     return f"{model} on {deployment.topology} ({deployment.topology.num_devices} devices): {layout}"
 
 
-def spec_lines(spec: ShardingSpec) -> list[str]:
-    """A spec as text, one line per section."""
+def spec_lines(plan: Plan) -> list[str]:
+    """The spec as text, one line per section, and what it pads."""
+    spec = plan.deployment.spec
     lines = [f"{title}: {_rules(rules)}" for title, rules in spec.sections().items() if rules]
-    return lines + ([f"pad: {', '.join(sorted(spec.pad))}"] if spec.pad else [])
+    lines += [f"pad: {', '.join(sorted(spec.pad))}"] if spec.pad else []
+    return lines + [f"{name} {text}" for name, text in padding(plan).items()]
 
 
 def _rules(rules: Mapping[str, str | None]) -> str:
     return ", ".join(f"{axis} -> {target or 'none'}" for axis, target in rules.items())
 
 
-def padding_lines(plan: Plan) -> list[str]:
-    """What is held of each padded axis."""
-    return [
-        f"{axis} {count:,} is padded to {held:,}, {100 * (held - count) / count:.2g}% more"
-        for axis, (count, held) in plan.padding.items()
-    ]
+def padding(plan: Plan) -> dict[str, str]:
+    """What is held of each axis that is padded or, for key heads, repeated; with the bytes that repeating takes."""
+    told = {}
+    for axis, (count, held) in plan.padding.items():
+        if axis == "kv_heads" and held % count == 0:
+            more = max(stage.pool for stage in plan.stages) * (held - count) // held
+            text = f"{count}, held as {held}: {times(held // count)}, +{size(more)} on each device"
+        else:
+            text = f"{count:,} padded to {held:,}, {100 * (held - count) / count:.2g}% more"
+        told[axis.replace("_", " ")] = text
+    return told
+
+
+def times(copies: int) -> str:
+    """How often each key head is held, as text."""
+    return "each twice" if copies == 2 else f"each {copies} times"
 
 
 def bottleneck(plan: Plan) -> str:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import jax
+import jax.numpy as jnp
 
-from jaxserve.plan import collectives, cost
-from jaxserve.plan.cost import Fit, Roofline, Seconds, StageLoad
+from jaxserve.models.schema import ModelConfig
+from jaxserve.plan import collectives
+from jaxserve.plan.cost import AttentionLoad, ExpertLoad, Fit, Roofline, Seconds, StageLoad
 from jaxserve.plan.deployment import Deployment, model_of, programs
 from jaxserve.runner import kv_cache
 from jaxserve.runner.lowering import StagePrograms
-from jaxserve.runner.sharded_parameters import ShardedParameter, group_layers, parameters_of
+from jaxserve.runner.sharded_parameters import ShardedParameter, group_layers, is_of_experts, parameters_of
+from jaxserve.weights import naming
 from sharding.fit import check_weights
 
 REQUEST = 2048  # tokens of a request, for "requests that fit"
@@ -97,7 +101,7 @@ class Plan:
     """Everything that was predicted of a deployment.
 
     Attributes:
-      num_parameters: parameters of the model, without padding.
+      num_parameters / num_active: parameters of the model, and of them those that serve one token; without padding.
       padding: logical axis -> (size in the model, padded size).
       memory: bytes of a device, and how many of them may be used.
       slots: slots that fit on every stage, in whole blocks.
@@ -105,6 +109,7 @@ class Plan:
 
     deployment: Deployment
     num_parameters: int
+    num_active: int
     padding: Mapping[str, tuple[int, int]]
     memory: tuple[int, int]
     block_size: int
@@ -145,9 +150,11 @@ def predict(deployment: Deployment) -> Plan:
     slots = n_blocks * attention.block_size
     if n_blocks < 1 or n_blocks > min(blocks):
         raise ValueError(_no_room(deployment, stages[blocks.index(min(blocks))], usable, slots))
+    num_parameters, num_active = count_parameters(deployment.config)
     plan = Plan(
         deployment=deployment,
-        num_parameters=sum(leaf.size for leaf in jax.tree.leaves(model_of(deployment.config).shapes(attention.dtype))),
+        num_parameters=num_parameters,
+        num_active=num_active,
         padding=deployment.padding(),
         memory=(memory, usable),
         block_size=attention.block_size,
@@ -158,6 +165,15 @@ def predict(deployment: Deployment) -> Plan:
     )
     roofline = plan.roofline() if plan.is_known else None
     return replace(plan, buckets=tuple(bucket_plan(deployment, roofline, tokens) for tokens in deployment.buckets))
+
+
+def count_parameters(config: ModelConfig) -> tuple[int, int]:
+    """Parameters of a model, and those of them that serve one token."""
+    total = active = 0
+    for name, shape, axes, _ in naming.parameters(model_of(config), jnp.dtype(jnp.float32)):
+        share = config.experts_per_token / config.num_experts if is_of_experts(name, axes) else 1
+        total, active = total + shape.size, active + round(shape.size * share)
+    return total, active
 
 
 def activation_bytes(stage: StagePrograms, parts: Mapping[str, ShardedParameter], bucket: int) -> int:
@@ -193,21 +209,41 @@ def _stage(stage: StagePrograms, usable: int, deployment: Deployment) -> StagePl
 
 def _load(stage: StagePrograms, parts: Mapping[str, ShardedParameter]) -> StageLoad:
     """The cost model's input from the stage's parameters."""
-    shape = stage.shape.attention
-    kernels = [part for part in parts.values() if part.name.endswith(".kernel")]
+    shape, config = stage.shape.attention, stage.model.config
     head = collectives.head_table(parts) if stage.is_last else None
-    read = [*[part for part in parts.values() if not part.name.endswith(".table")], *([head] if head else [])]
+    read = [*(part for part in parts.values() if not part.name.endswith(".table")), *([head] if head else [])]
+    of_experts = [part for part in read if is_of_experts(part.name, part.axes)]
+    layers = Counter(config.window(layer) for layer in stage.layers)
+    attention = (
+        AttentionLoad(
+            window=window,
+            slot_ops=4 * count * shape.num_heads * shape.head_dim,
+            slot_bytes=kv_cache.block_bytes(stage.shape.backend, shape, count) // shape.block_size,
+        )
+        for window, count in layers.items()
+    )
+    experts = ExpertLoad(
+        num_experts=config.num_experts,
+        per_token=config.experts_per_token,
+        weight_bytes=sum(part.nbytes for part in of_experts),
+        token_ops=_ops(of_experts) * config.experts_per_token / max(config.num_experts, 1),
+    )
     return StageLoad(
         layers=len(stage.layers),
-        weight_bytes=sum(part.nbytes for part in read),
-        token_ops=2 * sum(math.prod(part.local) for part in kernels),
+        weight_bytes=sum(part.nbytes for part in read) - experts.weight_bytes,
+        token_ops=_ops(part for part in read if not is_of_experts(part.name, part.axes)),
         row_ops=2 * math.prod(head.local) if head else 0,
-        slot_ops=4 * len(stage.layers) * shape.num_heads * shape.head_dim,
-        slot_bytes=kv_cache.block_bytes(stage.shape.backend, shape, len(stage.layers)) // shape.block_size,
+        attention=tuple(attention),
+        experts=experts if of_experts else None,
         collectives=collectives.predict(stage, parts),
-        hop_bytes=0 if stage.is_last else stage.model.config.hidden_size * shape.dtype.itemsize,
+        hop_bytes=0 if stage.is_last else config.hidden_size * shape.dtype.itemsize,
         tensor=stage.mesh.size,
     )
+
+
+def _ops(parts: Iterable[ShardedParameter]) -> int:
+    """Operations of a token in the matmuls of these parameters."""
+    return 2 * sum(math.prod(part.local) for part in parts if part.name.endswith(".kernel"))
 
 
 def bucket_plan(deployment: Deployment, roofline: Roofline | None, tokens: int) -> BucketPlan:
@@ -217,7 +253,7 @@ def bucket_plan(deployment: Deployment, roofline: Roofline | None, tokens: int) 
     chunks = [(context, 1)] * decodes
     for start in range(decodes, tokens, deployment.max_context):
         chunks.append((0, min(deployment.max_context, tokens - start)))
-    stages = () if roofline is None else tuple(roofline(cost.work(chunks)))
+    stages = () if roofline is None else tuple(roofline(chunks))
     return BucketPlan(tokens=tokens, decodes=decodes, stages=stages, replicas=deployment.engine.replicas)
 
 

@@ -17,6 +17,7 @@ from rich.console import Console
 from jaxserve.config import EngineConfig
 from jaxserve.plan import drawing
 from jaxserve.plan.deployment import Deployment, model_of
+from jaxserve.plan.plan_report import times
 from jaxserve.plan.predict import Plan, predict
 from jaxserve.plan.tables import as_json, table
 from jaxserve.weights.naming import parameters
@@ -26,6 +27,7 @@ from sharding.spec import PADDABLE, ShardingSpec
 _LAYOUT = "tensor x stages x replicas"
 _LATENCY, _SPEED = "ms a token", "tokens/s"
 _TOO_LARGE = "the weights do not fit"
+_BY_EXPERT = "by expert"  # whole experts on each device, instead of a part of every expert
 _SHOWN = 20  # rows of the ranking
 
 
@@ -92,7 +94,10 @@ def search(deployment: Deployment, progress: Callable[[str, int, int], None]) ->
             left_out[_kind(str(problem))] += 1
             continue
         if points := tuple(_points(plan)):
-            found.append(Candidate(plan=plan, rules=rules, points=points))
+            count, held = plan.padding.get("kv_heads", (1, 1))
+            repeated = f"kv heads {times(held // count)}" if held % count == 0 and held > count else ""
+            told = ", ".join(filter(None, (rules, repeated)))
+            found.append(Candidate(plan=plan, rules=told, points=points))
         else:
             left_out["no slots for a single row"] += 1
     progress("searching", len(questions), len(questions))
@@ -125,11 +130,17 @@ def _questions(deployment: Deployment) -> Iterator[tuple[Deployment, str]]:
 
 def _specs(base: ShardingSpec, counts: Mapping[str, int], tensor: int) -> Iterator[tuple[ShardingSpec, str]]:
     """The spec with each of its split axes split, padded if it does not divide, or whole."""
-    axes = [axis for axis in PADDABLE if base.rules.get(axis) is not None]
-    ways = [("padded" if counts[axis] % tensor else "", "none") for axis in axes]
+    axes = [axis for axis in PADDABLE if base.rules.get(axis) is not None and axis in counts]
+    kv_heads = counts.get("kv_heads", counts["heads"])
+    units = {**counts, "heads": 0 if tensor % kv_heads == 0 else kv_heads}  # of heads; repeated key heads always divide
+    ways = [["padded" if units[axis] % tensor else "", "none"] for axis in axes]
+    if "expert" in counts and counts["expert"] % tensor == 0 and "ffn" in axes:
+        ways[axes.index("ffn")].append(_BY_EXPERT)
     for choice in itertools.product(*ways):
         chosen = {axis: how for axis, how in zip(axes, choice, strict=True) if how}
-        rules = {**base.rules, **{axis: None for axis, how in chosen.items() if how == "none"}}
+        rules = {**base.rules, **{axis: None for axis, how in chosen.items() if how != "padded"}}
+        if chosen.get("ffn") == _BY_EXPERT:
+            rules["expert"] = base.rules["ffn"]
         pad = base.pad | {axis for axis, how in chosen.items() if how == "padded"}
         changed = ", ".join(f"{axis} {how}" for axis, how in chosen.items())
         yield dataclasses.replace(base, rules=rules, pad=pad), changed

@@ -81,6 +81,11 @@ def _part(name: str, axes: tuple[str, ...], leaf: jax.ShapeDtypeStruct) -> Shard
     )
 
 
+def is_of_experts(name: str, axes: tuple[str, ...]) -> bool:
+    """Whether a parameter holds a part for each expert, of which an iteration reads those that serve its tokens."""
+    return axes[0] == "expert" and ".router." not in name
+
+
 def group_layers(parts: Iterable[ShardedParameter]) -> tuple[ShardedParameter, ...]:
     """Merges parameters that differ only in their layer; `*` replaces the layer.
 

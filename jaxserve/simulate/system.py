@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxserve.config import EngineConfig
 from jaxserve.iteration import IterationPlan
-from jaxserve.plan.cost import Roofline, work
+from jaxserve.plan.cost import Roofline
 from jaxserve.scheduler.buckets import BucketCost
 from jaxserve.scheduler.factory import make_scheduler
 from jaxserve.scheduler.kv_blocks import SlotPool
@@ -190,7 +190,7 @@ def bucket_costs(roofline: Roofline, sizes: Sequence[int], max_rows: int) -> tup
     for size in sizes:
         rows = min(size, max_rows)
         chunks = [(_CONTEXT, 1)] * (rows - 1) + [(0, size - rows + 1)]
-        milliseconds = 1e3 * max(stage.total for stage in roofline(work(chunks)))
+        milliseconds = 1e3 * max(stage.total for stage in roofline(chunks))
         costs.append(BucketCost(size=size, compile_seconds=0.0, milliseconds=milliseconds))
     return tuple(costs)
 
@@ -203,7 +203,7 @@ def iteration_seconds(roofline: Roofline, *, padded: bool) -> StageSeconds:
     """
 
     def seconds(plan: IterationPlan) -> list[float]:
-        chunks = ((chunk.start, chunk.length) for chunk in plan.chunks)
-        return [stage.total for stage in roofline(work(chunks, plan.bucket if padded else 0))]
+        chunks = [(chunk.start, chunk.length) for chunk in plan.chunks]
+        return [stage.total for stage in roofline(chunks, plan.bucket if padded else 0)]
 
     return seconds

@@ -126,7 +126,7 @@ def _plan(args: argparse.Namespace, deployment: Deployment, out: Console) -> dic
             section.show(out)
     if args.html is not None:
         tables = [plan_report.collectives(plan), *sections]
-        plan_page.write(args.html, plan_report.headline(plan), plan_report.bottleneck(plan), answers, tables)
+        plan_page.write(args.html, plan, answers, tables)
         say(f"wrote {args.html}; open it in a browser")
     return answers
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from benchmarks import fastertransformer
-from jaxserve.plan.cost import Roofline, Seconds, Work
+from jaxserve.plan.cost import Roofline, Seconds
 from jaxserve.simulate.virtual_clock import Arrival
 
 
@@ -13,10 +13,10 @@ class Counted(Roofline):
     """A roofline of one stage that takes a second an iteration and remembers what it was asked."""
 
     def __init__(self) -> None:
-        self.asked: list[Work] = []
+        self.asked: list[list[tuple[int, int]]] = []
 
-    def __call__(self, work: Work) -> list[Seconds]:
-        self.asked.append(work)
+    def __call__(self, chunks, bucket=0) -> list[Seconds]:
+        self.asked.append(list(chunks))
         return [Seconds(1.0, 0.0, 0.0, 0.0)]
 
 
@@ -34,9 +34,9 @@ def test_first_iteration_has_the_shortest_prompt():
     roofline = Counted()
     assert fastertransformer.batch_seconds(batch((4, 3), (6, 2)), roofline) == 4.0
     first, *rest = roofline.asked
-    assert first == Work(tokens=8, rows=2, slots=8, pairs=2 * (1 + 2 + 3 + 4))
+    assert first == [(0, 4)] * 2
     # Then a token each at positions 4, 5, 6; who has finished stays to the end.
-    assert rest == [Work(2, 2, 2 * length, 2 * length) for length in (5, 6, 7)]
+    assert rest == [[(position, 1)] * 2 for position in (4, 5, 6)]
 
 
 def test_no_request_joins_or_leaves_a_batch():

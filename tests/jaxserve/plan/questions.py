@@ -33,6 +33,27 @@ OPT = {
     "word_embed_proj_dim": 64,
     "do_layer_norm_before": False,
 }
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 1024,
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "intermediate_size": 384,
+    "max_position_embeddings": 512,
+}
+MIXTRAL = LLAMA | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+GPTJ = {"model_type": "gptj", "vocab_size": 1024, "n_embd": 128, "n_layer": 2, "n_head": 8, "rotary_dim": 8}
+GPTJ |= {"n_positions": 512}
+FALCON = {
+    "model_type": "falcon",
+    "vocab_size": 1024,
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "multi_query": True,
+}
 SIZES: dict[str, Any] = {"dtype": "float32", "max_rows": 4, "buckets": (8,), "max_context": 256, "slots": 8192}
 SIZES["attention"] = "xla"  # which a CPU compiles too, whatever the topology
 

@@ -16,9 +16,24 @@ def roofline():
     return predict(named("gpt3-101b", "a100-40g:8", tensor=8, max_rows=32)).roofline()
 
 
-def test_work_counts_what_chunks_read():
-    assert cost.work([(100, 1), (0, 3), (10, 2)]) == cost.Work(6, 3, 101 + 3 + 12, 101 + 6 + 11 + 12)
-    assert cost.work([(7, 1)], bucket=16).tokens == 16
+def test_attention_reads_what_chunks_hold():
+    assert cost.reads([(100, 1), (0, 3), (10, 2)]) == (101 + 3 + 12, 101 + 6 + 11 + 12)
+
+
+@pytest.mark.parametrize("window", [1, 3, 4, 50])
+def test_a_window_bounds_what_is_read(window):
+    for start, length in [(0, 1), (0, 3), (0, 9), (2, 5), (20, 1), (3, 40)]:
+        seen = [range(max(0, token + 1 - window), token + 1) for token in range(start, start + length)]
+        expected = len(set().union(*seen)), sum(map(len, seen))
+        assert cost.reads([(start, length)], window) == expected, (start, length)
+
+
+def test_experts_are_read_as_tokens_need_them():
+    experts = cost.ExpertLoad(num_experts=8, per_token=2, weight_bytes=800, token_ops=1.0)
+    assert experts.read(0) == 0
+    assert experts.read(1) == 200  # two of eight
+    assert experts.read(2) == pytest.approx(100 * (8 - 8 * 0.75**2))
+    assert experts.read(1000) == pytest.approx(800)
 
 
 # OSDI'22: total ms of 32 tokens after prompts of 128, by batch; read off a figure.
@@ -27,12 +42,12 @@ def test_work_counts_what_chunks_read():
 )
 def test_orcas_microbenchmark_is_met_within_4_percent(roofline, batch, milliseconds):
     iterations = [[(0, 128)] * batch, *([(128 + step, 1)] * batch for step in range(31))]
-    seconds = sum(stage.total for chunks in iterations for stage in roofline(cost.work(chunks)))
+    seconds = sum(stage.total for chunks in iterations for stage in roofline(chunks))
     assert 1e3 * seconds == pytest.approx(milliseconds, rel=0.04)
 
 
 def test_the_time_of_a_stage_is_split(roofline):
-    (one,), (full,) = (roofline(cost.work(chunks)) for chunks in ([(512, 1)], [(0, 4096)]))
+    (one,), (full,) = (roofline(chunks) for chunks in ([(512, 1)], [(0, 4096)]))
     assert one.bottleneck == "memory"
     assert full.bottleneck == "compute"
     assert full.total == pytest.approx(sum(full))

@@ -14,7 +14,7 @@ from jaxserve.plan import comparison, plan_page, plan_report, search
 from jaxserve.plan.compiled import CollectiveOp, CompiledStage, with_compiled
 from jaxserve.plan.predict import predict
 from sharding import specs
-from tests.jaxserve.plan.questions import BLOOM, question
+from tests.jaxserve.plan.questions import BLOOM, LLAMA, MIXTRAL, question
 
 SPEC = specs.default("bloom")
 WHOLE = dataclasses.replace(SPEC, rules={**SPEC.rules, "vocab": None})
@@ -39,6 +39,24 @@ def test_a_plan_is_told_as_tables(plan):
     assert re.search(r"1 +layers\.\*\.down +all-reduce +1 +1 +4\.00 KiB", text)
     assert re.search(r"Roofline: 57% of 7[67] TFLOP/s \(float32\)", text)
     assert "Bottleneck with 4 rows decoding" in text
+
+
+def test_repeated_and_padded_axes_are_told():
+    plan = predict(question(LLAMA | {"vocab_size": 1023}, tensor=4))
+    assert plan.padding == {"kv_heads": (2, 4), "vocab": (1023, 1024)}
+    assert plan_report.padding(plan) == {
+        "kv heads": "2, held as 4: each twice, +1.00 MiB on each device",
+        "vocab": "1,023 padded to 1,024, 0.098% more",
+    }
+    whole = predict(question(LLAMA, tensor=2))
+    found = {each.what: each.theirs for each in comparison.differences(whole, plan)}
+    assert found["kv heads"] == plan_report.padding(plan)["kv heads"]
+
+
+def test_active_parameters_are_told():
+    assert " 0.95 M" not in plan_report.headline(predict(question(LLAMA)))
+    told = plan_report.headline(predict(question(MIXTRAL)))
+    assert re.search(r"mixtral, [\d.]+ G parameters, [\d.]+ G active, float32", told)
 
 
 def test_a_plan_is_json(plan):
@@ -164,16 +182,15 @@ def test_what_does_not_fit_is_told():
 
 def test_a_page_holds_everything(plan, tmp_path):
     told = plan_report.plan_json(plan)
-    told["model"] = "</script><b>"
-    plan_page.write(
-        tmp_path / "new" / "plan_page.html", "a <headline>", "a summary", told, [plan_report.collectives(plan)]
-    )
+    named = dataclasses.replace(plan, deployment=dataclasses.replace(plan.deployment, name="</script><b>"))
+    plan_page.write(tmp_path / "new" / "plan_page.html", named, told, [plan_report.collectives(plan)])
     text = (tmp_path / "new" / "plan_page.html").read_text()
-    assert "<h1>a &lt;headline&gt;</h1>" in text
+    assert "<h1>&lt;/script&gt;&lt;b&gt; (bloom, " in text
     assert "%%" not in text
     assert not re.search(r"(src|href)=", text)
     embedded = re.search(r'<script type="application/json" id="plan">(.*?)</script>', text, re.DOTALL)
     assert embedded is not None
     data = json.loads(embedded[1])
     assert data.pop("tables")[0]["rows"][0][:3] == ["0", "embed", "all-reduce"]
+    assert data.pop("lines")[-1] == "pad: vocab"
     assert data == json.loads(json.dumps(told))
