@@ -60,7 +60,7 @@ TENSORS = {
     },
 }
 PREFIX = "gpt_neox."
-# GrammarMasks and frequencies that older versions of the library saved with each layer.
+# Masks and frequencies that older versions of the library saved with each layer.
 NO_PARAMETERS = (
     "layers.{i}.attention.bias",
     "layers.{i}.attention.masked_bias",
