@@ -78,8 +78,6 @@ class GpuBackend:
     platforms = frozenset({"gpu"})
 
     def supports(self, shape: AttentionShape) -> str | None:
-        if shape.variation is not None:
-            return f"{shape.variation}; it serves none"
         if shape.dtype not in _DTYPES:
             return f"queries of {shape.dtype}; it serves float32 and bfloat16"
         if shape.pool_dtype not in (*_DTYPES, _INT8):
@@ -144,9 +142,9 @@ class GpuBackend:
         first_block: jax.Array | int = 0,
     ) -> tuple[Float[jax.Array, "T N D"], GpuPool]:
         first = jnp.asarray(first_block, jnp.int32).reshape(1)
-        if slopes is not None:
-            slopes = jnp.asarray(slopes, jnp.float32)
-        return _attend(q, k, v, pool, meta, first, slopes, shape, scale, self.interpret)
+        slopes, sinks = (None if x is None else jnp.asarray(x, jnp.float32) for x in (slopes, sinks))
+        context = Context(pool, meta.tables, first, slopes, sinks)
+        return _attend(q, k, v, context, meta, shape, scale, window, self.interpret)
 
 
 BACKEND = GpuBackend()
@@ -195,9 +193,11 @@ def _decode_tiling(shape: AttentionShape) -> Tiling:
     return Tiling(rows, 16 if wide else 32, 8, 1) if is_exact(shape) else Tiling(rows, 32 if wide else 64, 4, 3)
 
 
-def _n_parts(items: int, shape: AttentionShape) -> int:
-    """The number of parts that contexts of decodes are split into."""
+def _n_parts(items: int, shape: AttentionShape, window: int | None = None) -> int:
+    """The number of parts that contexts of decodes, as far as they are visible, are split into."""
     context = shape.max_blocks * shape.block_size
+    if window is not None:
+        context = min(context, window)
     wanted = min(_PROGRAMS // (items * shape.num_kv_heads), context // _LEAST_PART)
     return power_of_two(max(wanted, -(-context // _MOST_PART), 1))
 
@@ -205,29 +205,28 @@ def _n_parts(items: int, shape: AttentionShape) -> int:
 # A layer.
 
 
-@partial(jax.jit, static_argnames=("shape", "scale", "interpret"))  # traced once for all layers of a program
+@partial(jax.jit, static_argnames=("shape", "scale", "window", "interpret"))  # traced once for all layers of a program
 def _attend(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    pool: GpuPool,
+    context: Context,
     meta: GpuMetadata,
-    first_block: jax.Array,
-    slopes: jax.Array | None,
     shape: AttentionShape,
     scale: float,
+    window: int | None,
     interpret: bool,
 ) -> tuple[jax.Array, GpuPool]:
     call = partial(_call, interpret=interpret)
     with jax.named_scope("attention_write"):
         new_out = jax.ShapeDtypeStruct(q.shape, q.dtype)
-        inputs = (_stored(k, v, shape), meta.slots, first_block)
-        pool, out = call(partial(write_kernel, shape=shape), (len(q),), 4, 1, inputs, pool, new_out)
+        inputs = (_stored(k, v, shape), meta.slots, context.first_block)
+        pool, out = call(partial(write_kernel, shape=shape), (len(q),), 4, 1, inputs, context.pool, new_out)
     with jax.named_scope("attention_attend"):
-        inputs = (q, Context(pool, meta.tables, first_block, slopes))
-        statics = {"shape": shape, "scale": scale * math.log2(math.e)}
+        inputs = (q, context._replace(pool=pool))
+        statics = {"shape": shape, "scale": scale, "window": window}
 
-        decodes, parts = len(meta.decodes), _n_parts(len(meta.decodes), shape)
+        decodes, parts = len(meta.decodes), _n_parts(len(meta.decodes), shape, window)
         tiling = _decode_tiling(shape)
         kernel = partial(lanes_kernel if shape.group == 1 else tile_kernel, tiling=tiling, **statics)
         grid = (decodes, shape.num_kv_heads, parts)
@@ -237,8 +236,8 @@ def _attend(
             sums = (decodes, parts, shape.num_heads)
             acc, scalar = (jax.ShapeDtypeStruct(dims, jnp.float32) for dims in ((*sums, shape.head_dim), sums))
             _, made = call(kernel, grid, *tiling[2:], (*inputs, meta.decodes), None, Parts(acc, scalar, scalar))
-            kernel = partial(combine_kernel, tiling=tiling, shape=shape)
-            out, _ = call(kernel, (decodes, shape.num_heads), 4, 1, (made, meta.decodes), out)
+            kernel = partial(combine_kernel, tiling=tiling, shape=shape, window=window)
+            out, _ = call(kernel, (decodes, shape.num_heads), 4, 1, (made, context.sinks, meta.decodes), out)
 
         if meta.prompts is not None:
             tiling = _prompt_tiling(shape, len(q))

@@ -38,12 +38,13 @@ class GpuPool(NamedTuple):
 
 
 class Context(NamedTuple):
-    """The pool, block tables and slopes of a layer."""
+    """The pool, block tables, slopes and sinks of a layer."""
 
     pool: GpuPool
     tables: Any  # int32[C, max_blocks]
     first_block: Any  # int32[1]
     slopes: Any  # float32[N] or None
+    sinks: Any  # likewise
 
 
 class Parts(NamedTuple):
@@ -139,23 +140,40 @@ class _Part(NamedTuple):
     chunk: jax.Array
     first_tile: jax.Array
     end_tile: jax.Array
+    n_tiles: jax.Array  # of all parts together
+    first_seen: jax.Array | None  # with a window, the first position that any of the queries sees
 
 
-def _part(items: Any, item: jax.Array, which: jax.Array | int, n_parts: jax.Array | int, slots: int) -> _Part:
+def _part(
+    items: Any,
+    item: jax.Array,
+    which: jax.Array | int,
+    n_parts: jax.Array | int,
+    slots: int,
+    window: int | None,
+) -> _Part:
     start, count, last, chunk = (items[item, i] for i in range(4))
-    tiles = lax.div(last, slots) + 1
+    end = tiles = lax.div(last, slots) + 1
+    first_seen = None
+    if window is not None:
+        first_seen = jnp.maximum(last - count - window + 2, 0)
+        tiles = end - lax.div(first_seen, slots)
     each = lax.div(tiles + (n_parts - 1), n_parts)
     first = which * each
-    return _Part(start, count, last, chunk, first, jnp.where(count > 0, jnp.minimum(first + each, tiles), 0))
+    if window is not None:
+        first += end - tiles
+    end = jnp.where(count > 0, jnp.minimum(first + each, end), 0)
+    return _Part(start, count, last, chunk, first, end, tiles, first_seen)
 
 
 class _Tile(NamedTuple):
     """Some slots of a context.
 
-    Slots after the last query are zeros: an unwritten slot may hold NaN, and 0 * NaN is NaN.
+    Slots that no query sees are zeros: they may hold NaN, and 0 * NaN is NaN.
     """
 
     position: jax.Array  # int32[slots]
+    seen: jax.Array  # bool[slots]: by any query
     keys: jax.Array  # [slots, D]
     values: jax.Array  # likewise
     key_scales: jax.Array | None  # float32[slots]
@@ -172,20 +190,24 @@ def _tile(
 ) -> _Tile:
     pool = context.pool
     position = i * slots + jnp.arange(slots)
-    held = position <= part.last
-    column = jnp.where(held, lax.div(position, shape.block_size), 0)
+    seen = position <= part.last
+    if part.first_seen is not None:
+        seen &= position >= part.first_seen
+    column = jnp.where(seen, lax.div(position, shape.block_size), 0)
     block = plgpu.load(context.tables.at[part.chunk, column]) + context.first_block[0]
     slot = lax.rem(position, shape.block_size)
     (_, dims), inside = _grid(position, jnp.arange(width(shape)), part.last + 1, shape.head_dim)
+    if part.first_seen is not None:
+        inside &= jnp.broadcast_to(seen[:, None], inside.shape)
     blocks, places = (jnp.broadcast_to(x[:, None], dims.shape) for x in (block, slot))
     keys, values = (
         plgpu.load(x.at[blocks, head, places, dims], mask=inside, other=0) for x in (pool.keys, pool.values)
     )
     key_scales, value_scales = (
-        None if x is None else plgpu.load(x.at[block, head, slot], mask=held, other=0)
+        None if x is None else plgpu.load(x.at[block, head, slot], mask=seen, other=0)
         for x in (pool.key_scales, pool.value_scales)
     )
-    return _Tile(position, keys, values, key_scales, value_scales)
+    return _Tile(position, seen, keys, values, key_scales, value_scales)
 
 
 def lanes_kernel(
@@ -199,6 +221,7 @@ def lanes_kernel(
     tiling: Tiling,
     shape: AttentionShape,
     scale: float,
+    window: int | None,
 ):
     """Attention of one query of one head.
 
@@ -206,13 +229,13 @@ def lanes_kernel(
     a score until the end.
     """
     item, head, which = (pl.program_id(i) for i in range(3))
-    part = _part(items, item, which, pl.num_programs(2), tiling.slots)
+    part = _part(items, item, which, pl.num_programs(2), tiling.slots, window)
 
     @pl.when(part.first_tile < part.end_tile)
     def _attend() -> None:
         dims = jnp.arange(width(shape))
         some = dims < shape.head_dim
-        query = plgpu.load(q.at[part.start, head, dims], mask=some, other=0).astype(jnp.float32) * scale
+        query = plgpu.load(q.at[part.start, head, dims], mask=some, other=0).astype(jnp.float32) * _factor(scale, shape)
         slope = None if context.slopes is None else context.slopes[head] * _LOG2_E
 
         def step(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -221,12 +244,12 @@ def lanes_kernel(
             scores = jnp.sum(tile.keys.astype(jnp.float32) * query[None, :], axis=1)
             if tile.key_scales is not None:
                 scores *= tile.key_scales
+            scores = _capped(scores, shape)
             if slope is not None:
                 scores += slope * (tile.position - part.last).astype(jnp.float32)
-            held = tile.position <= part.last
-            scores = jnp.where(held, scores, _LOWEST)
+            scores = jnp.where(tile.seen, scores, _LOWEST)
             raised = jnp.maximum(maximum, scores)
-            shrink, weights = jnp.exp2(maximum - raised), jnp.where(held, jnp.exp2(scores - raised), 0)
+            shrink, weights = jnp.exp2(maximum - raised), jnp.where(tile.seen, jnp.exp2(scores - raised), 0)
             total = total * shrink + weights
             if tile.value_scales is not None:
                 weights *= tile.value_scales
@@ -238,11 +261,30 @@ def lanes_kernel(
         share = jnp.exp2(maximum - highest)
         total, acc = jnp.sum(total * share, axis=0), jnp.sum(acc * share[:, None], axis=0)
         if parts is None:
+            if context.sinks is not None:
+                share, more = _with_sink(highest, context.sinks[head])
+                total, acc = total * share + more, acc * share
             plgpu.store(out.at[part.start, head, dims], (acc / total).astype(out.dtype), mask=some)
         else:
             plgpu.store(parts.acc.at[item, which, head, dims], acc, mask=some)
             parts.maximum[item, which, head] = highest
             parts.total[item, which, head] = total
+
+
+def _factor(scale: float, shape: AttentionShape) -> float:
+    """What products of queries and keys are multiplied by, before `_capped`."""
+    return scale * _LOG2_E if shape.soft_cap is None else scale / shape.soft_cap
+
+
+def _capped(scores: jax.Array, shape: AttentionShape) -> jax.Array:
+    """Scores to base 2, before the bias."""
+    return scores if shape.soft_cap is None else jnp.tanh(scores) * (shape.soft_cap * _LOG2_E)
+
+
+def _with_sink(maximum: jax.Array, sink: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The factor of sums relative to `maximum`, and what the sink adds to them, once it takes part in the maximum."""
+    raised = jnp.maximum(maximum, sink * _LOG2_E)
+    return jnp.exp2(maximum - raised), jnp.exp2(sink * _LOG2_E - raised)
 
 
 def _empty(rows: int, columns: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -265,10 +307,11 @@ def tile_kernel(
     tiling: Tiling,
     shape: AttentionShape,
     scale: float,
+    window: int | None,
 ):
     """Attention of some queries of one chunk with all heads that share a key head."""
     item, head, which = (pl.program_id(i) for i in range(3))
-    part = _part(items, item, which, pl.num_programs(2), tiling.slots)
+    part = _part(items, item, which, pl.num_programs(2), tiling.slots, window)
     dtype, precision = (jnp.float32, lax.Precision.HIGHEST) if is_exact(shape) else (jnp.bfloat16, None)
     dot = partial(lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
 
@@ -287,12 +330,15 @@ def tile_kernel(
         def step(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             maximum, total, acc = carry  # [rows], [rows], [rows, D]
             tile = _tile(i, part, head, context, tiling.slots, shape)
-            scores = dot(query, tile.keys.astype(dtype), (((1,), (1,)), ((), ()))) * scale
+            scores = dot(query, tile.keys.astype(dtype), (((1,), (1,)), ((), ()))) * _factor(scale, shape)
             if tile.key_scales is not None:
                 scores *= tile.key_scales[None, :]
+            scores = _capped(scores, shape)
             if slope is not None:
                 scores += slope[:, None] * (tile.position - part.last).astype(jnp.float32)[None, :]
             visible = tile.position[None, :] <= position[:, None]
+            if window is not None:
+                visible &= tile.position[None, :] > position[:, None] - window
             scores = jnp.where(visible, scores, _LOWEST)
             raised = jnp.maximum(maximum, jnp.max(scores, axis=1))
             shrink = jnp.exp2(maximum - raised)
@@ -306,6 +352,12 @@ def tile_kernel(
         empty = _empty(tiling.rows, width(shape))
         maximum, total, acc = lax.fori_loop(part.first_tile, part.end_tile, step, empty)
         if parts is None:
+            if context.sinks is not None:
+                sink = plgpu.load(context.sinks.at[heads])
+                if slope is not None:  # the bias of all rows counts from the last query
+                    sink += slope / _LOG2_E * (position - part.last).astype(jnp.float32)
+                share, more = _with_sink(maximum, sink)
+                total, acc = total * share + more, acc * share[:, None]
             acc = acc / jnp.where(total > 0, total, 1)[:, None]
             plgpu.store(out.at[tokens, all_heads, dims], acc.astype(out.dtype), mask=inside)
         else:
@@ -316,22 +368,38 @@ def tile_kernel(
             plgpu.store(parts.total.at[item, which, heads], total, mask=row < n_rows)
 
 
-def combine_kernel(parts: Parts, items: Any, _: Any, out: Any, __: None, *, tiling: Tiling, shape: AttentionShape):
-    """Combine the parts of one query of one head."""
+def combine_kernel(
+    parts: Parts,
+    sinks: Any,
+    items: Any,
+    _: Any,
+    out: Any,
+    __: None,
+    *,
+    tiling: Tiling,
+    shape: AttentionShape,
+    window: int | None,
+):
+    """Combine the parts of one query of one head, and the sink if there is one."""
     item, head = pl.program_id(0), pl.program_id(1)
     n_parts = parts.total.shape[1]
-    part = _part(items, item, 0, n_parts, tiling.slots)
+    part = _part(items, item, 0, n_parts, tiling.slots, window)
 
     @pl.when(part.n_queries > 0)
     def _combine() -> None:
         which = jnp.arange(n_parts)
-        tiles = lax.div(part.last, tiling.slots) + 1
-        used = which * part.end_tile < tiles  # the first part has as many tiles as any other
+        each = part.end_tile if window is None else part.end_tile - part.first_tile
+        used = which * each < part.n_tiles  # the first part has as many tiles as any other
         maximum = plgpu.load(parts.maximum.at[item, which, head], mask=used, other=_LOWEST)
         total = plgpu.load(parts.total.at[item, which, head], mask=used, other=0)
-        share = jnp.exp2(maximum - jnp.max(maximum, axis=0))
+        highest = jnp.max(maximum, axis=0)
+        share = jnp.exp2(maximum - highest)
         dims = jnp.arange(width(shape))
         grid, inside = _grid(which, dims, n_parts, shape.head_dim)
         acc = plgpu.load(parts.acc.at[item, grid[0], head, grid[1]], mask=inside & used[:, None], other=0)
-        acc = jnp.sum(acc * share[:, None], axis=0) / jnp.sum(total * share, axis=0)
+        acc, total = jnp.sum(acc * share[:, None], axis=0), jnp.sum(total * share, axis=0)
+        if sinks is not None:
+            share, more = _with_sink(highest, sinks[head])
+            acc, total = acc * share, total * share + more
+        acc = acc / total
         plgpu.store(out.at[part.start, head, dims], acc.astype(out.dtype), mask=dims < shape.head_dim)

@@ -28,6 +28,7 @@ from pallas_kernels.tpu.layout import (
     round_up,
     scale_rows,
     slot_tile,
+    visited,
 )
 
 _MOST_SLOTS = 128  # slots of a block by default
@@ -38,7 +39,7 @@ _MOST_TABLES = 960 * 1024
 class TpuMetadata(NamedTuple):
     """Arrays that all layers share; the kernels say what they read of them."""
 
-    decode_bounds: jax.Array  # int32[2 * cores + 1]
+    decode_bounds: tuple[jax.Array, ...]  # int32[2 * cores + 1], for each of the shape's windows
     prompt_bounds: jax.Array  # int32[4]
     offsets: jax.Array  # int32[C + 2]: kernels read one chunk past the last, which is empty
     kv_lens: jax.Array  # int32[C + 1]
@@ -67,8 +68,6 @@ class TpuBackend:
         return frozenset({"tpu"})
 
     def supports(self, shape: AttentionShape) -> str | None:
-        if shape.variation is not None:
-            return f"{shape.variation}; it serves none"
         if shape.dtype not in (np.float32, BFLOAT16):
             return f"queries of {shape.dtype}; it serves float32 and bfloat16"
         if shape.pool_dtype not in (np.float32, BFLOAT16, INT8):
@@ -127,7 +126,7 @@ class TpuBackend:
     ) -> tuple[Float[jax.Array, "T N D"], TpuPool]:
         n_tokens, n_chunks = q.shape[0], min(q.shape[0], meta.kv_lens.shape[0] - 1)
         cut = self.cut or cuts.cut(shape, n_tokens)
-        slopes = None if slopes is None else jnp.asarray(slopes, jnp.float32)
+        slopes, sinks = (None if x is None else jnp.asarray(x, jnp.float32) for x in (slopes, sinks))
         first_block = jnp.asarray(first_block, jnp.int32).reshape(1)
         walk = (meta.kv_lens, meta.tables, first_block)
         static: dict[str, Any] = {"shape": shape, "interpret": self.interpret}
@@ -137,10 +136,11 @@ class TpuBackend:
                 around = _with_room(new, shape)
                 pool = writes.write(around, pool, meta.prompt_bounds, meta.offsets, *walk, **static)
         with jax.named_scope("attention_attend"):
-            static |= {"scale": scale}
+            static |= {"scale": scale, "window": window}
+            bounds = meta.decode_bounds[shape.windows.index(window)]
             rows = _decode_rows(q[:n_chunks], new, shape)
             out, pool = decodes.attend(
-                rows, pool, meta.decode_bounds, *walk, slopes, units=cut.units, slots=cut.unit_slots, **static
+                rows, pool, bounds, *walk, slopes, sinks, units=cut.units, slots=cut.unit_slots, **static
             )
             out = _by_head(out[..., : shape.num_kv_heads * shape.head_dim], shape)
             token = jnp.arange(n_tokens)[:, None, None]
@@ -156,6 +156,7 @@ class TpuBackend:
                     *walk,
                     meta.tile_chunks,
                     slopes,
+                    sinks,
                     tile=cut.tile,
                     slots=cut.tile_slots,
                     **static,
@@ -171,17 +172,22 @@ def _prepare(batch: AttentionBatch, shape: AttentionShape, cut: Cut) -> TpuMetad
     lengths = jnp.diff(offsets)
     is_decode = jnp.cumprod(lengths == 1, dtype=jnp.int32)
     n_decodes, n_chunks = jnp.sum(is_decode), jnp.sum(lengths > 0, dtype=jnp.int32)
-    ends = jnp.cumsum(-(-kv_lens // cut.unit_slots) * is_decode, dtype=jnp.int32)  # in units
-    parts = cuts.cores(shape)
-    begins = [jnp.sum(parts * ends < part * ends[-1], dtype=jnp.int32) for part in range(1, parts)]
-    begins = jnp.minimum(jnp.stack([jnp.int32(0), *begins, n_decodes]), n_decodes)  # rows
-    units = jnp.diff(jnp.pad(ends, (1, 0))[begins])
+
+    def decode_bounds(window: int | None) -> jax.Array:
+        lengths = visited(kv_lens, window, shape.block_size)
+        ends = jnp.cumsum(-(-lengths // cut.unit_slots) * is_decode, dtype=jnp.int32)  # in units
+        parts = cuts.cores(shape)
+        begins = [jnp.sum(parts * ends < part * ends[-1], dtype=jnp.int32) for part in range(1, parts)]
+        begins = jnp.minimum(jnp.stack([jnp.int32(0), *begins, n_decodes]), n_decodes)  # rows
+        units = jnp.diff(jnp.pad(ends, (1, 0))[begins])
+        return jnp.concatenate([begins, units])
+
     tile = jnp.arange(-(-n_tokens // cut.tile), dtype=jnp.int32)
     first = jnp.maximum(tile * cut.tile, n_decodes)
     last = jnp.minimum((tile + 1) * cut.tile, offsets[-1]) - 1
     tile_chunks = batch.token_chunk[jnp.clip(jnp.stack([first, last], axis=1), 0, n_tokens - 1)]
     return TpuMetadata(
-        decode_bounds=jnp.concatenate([begins, units]),
+        decode_bounds=tuple(decode_bounds(window) for window in shape.windows),
         prompt_bounds=jnp.stack([n_decodes, offsets[-1], n_decodes, n_chunks]),
         offsets=jnp.pad(offsets, (0, 1), mode="edge"),
         kv_lens=jnp.pad(kv_lens, (0, 1)),

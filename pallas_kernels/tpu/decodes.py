@@ -4,6 +4,9 @@ The rows' contexts are cut into units of equal size and visited as one sequence,
 time. Their blocks are fetched while the ones before are computed, so the queue of copies is as deep for many short rows
 as for one long one. The units of a step are summed up separately, in chains of matmuls that the compiler interleaves,
 and are then merged into their rows' running softmax in order. So a row's result does not depend on the other rows.
+
+With a sliding window, a row begins at the first block that its query sees, and units, slots and positions count from
+there.
 """
 
 from __future__ import annotations
@@ -33,7 +36,10 @@ from pallas_kernels.tpu.layout import (
     packed_heads,
     round_up,
     scale_rows,
+    score_factor,
     slot_tile,
+    soft_capped,
+    visited,
 )
 
 
@@ -66,14 +72,14 @@ def head_groups(shape: AttentionShape) -> tuple[HeadGroup, ...]:
     return tuple(groups)
 
 
-def slopes_of_rows(slopes: jax.Array, shape: AttentionShape) -> jax.Array:
-    """ALiBi slopes [N] in the order of the groups' rows.
+def by_row(values: jax.Array, shape: AttentionShape) -> jax.Array:
+    """Values of query heads [N] in the order of the groups' rows.
 
     The result is float32[groups, rows, 128], equal in all lanes.
     """
     groups = head_groups(shape)
     one = groups[0]
-    by_head = slopes.astype(jnp.float32).reshape(shape.num_kv_heads, shape.group)
+    by_head = values.astype(jnp.float32).reshape(shape.num_kv_heads, shape.group)
     by_head = jnp.pad(by_head, ((0, len(groups) * one.heads - shape.num_kv_heads), (0, 0)))
     rows = by_head.reshape(len(groups), one.heads, shape.group).swapaxes(1, 2).reshape(len(groups), -1, 1)
     rows = jnp.pad(rows, ((0, 0), (0, one.rows - rows.shape[1]), (0, 0)))
@@ -102,6 +108,7 @@ class _DecodeKernel:
 
     shape: AttentionShape
     scale: float
+    window: int | None
     units: int
     slots: int
 
@@ -113,6 +120,7 @@ class _DecodeKernel:
         first_block,
         rows,
         slopes,
+        sinks,
         _pool: TpuPool,
         out,
         pool: TpuPool,
@@ -125,15 +133,21 @@ class _DecodeKernel:
         groups, units, group = head_groups(shape), self.units, shape.group
         core = pl.program_id(0)
         low, high = bounds[core], bounds[core + 1]
-        slots, tile = self.slots, slot_tile(shape.pool_dtype)
-        blocks, operand = slots // size, operand_dtype(shape)
+        slots, tile, window = self.slots, slot_tile(shape.pool_dtype), self.window
+        blocks, operand, factor = slots // size, operand_dtype(shape), score_factor(self.scale, shape)
+
+        def length(row):
+            """Slots of a row, from the first block that is visited."""
+            return visited(kv_lens[row], window, size)
 
         def after(row, step):
             """The unit after this one; past the last row, the same one."""
-            ends = (step + 1) * slots >= kv_lens[row]
+            ends = (step + 1) * slots >= length(row)
             return jnp.where(ends, jnp.minimum(row + 1, high), row), jnp.where(ends, 0, step + 1)
 
         def block_of(row, column):
+            if window is not None:
+                column += lax.div(kv_lens[row] - length(row), size)
             return tables[row * shape.max_blocks + column] + first_block[0]
 
         def each_copy(side, row, step, unit, act):
@@ -147,7 +161,7 @@ class _DecodeKernel:
             for b in range(blocks):
                 column = step * blocks + b
 
-                @pl.when((row < high) & (column * size < kv_lens[row]))
+                @pl.when((row < high) & (column * size < length(row)))
                 def _(b=b, column=column):
                     block = block_of(row, column)
                     sem = scratch.block_sems.at[side, unit]
@@ -169,7 +183,7 @@ class _DecodeKernel:
 
         def of_new(row, act):
             ring = lax.rem(row - low, units)
-            last = kv_lens[row] - 1
+            last = length(row) - 1
             block = block_of(row, lax.div(last, size))
             inside = lax.rem(last, size)
             place = pl.ds(pl.multiple_of(inside - lax.rem(inside, tile), tile), tile)
@@ -180,7 +194,7 @@ class _DecodeKernel:
         def add_token(side, row, step, unit):
             """Put the row's token into its slot, here and in the pool; zero the values after it."""
             ring = lax.rem(row - low, units)
-            slot = kv_lens[row] - 1 - step * slots
+            slot = length(row) - 1 - step * slots
             first = pl.multiple_of(slot - lax.rem(slot, tile), tile)
             index = lax.broadcasted_iota(jnp.int32, (tile, kv_buf.shape[-1]), 0) + first
             token = row_buf[lax.rem(row - low, 2 * units)]  # [R, lanes]
@@ -202,6 +216,19 @@ class _DecodeKernel:
                 self._add_scales(scale_buf, new_scale_buf, token, side, unit, ring, slot)
             of_new(row, lambda copy: copy.start())
 
+        def clear_unseen(side, row, unit):
+            """Zero the values before the window, which may be NaN."""
+            unseen = length(row) - window
+
+            def clear(i, _):
+                place = pl.ds(pl.multiple_of(i * tile, tile), tile)
+                held = kv_buf[side, unit, 1, place]
+                index = lax.broadcasted_iota(jnp.int32, held.shape, 0) + i * tile
+                kept = jnp.where(index < unseen, 0.0, held.astype(jnp.float32))
+                kv_buf[side, unit, 1, place] = kept.astype(held.dtype)
+
+            lax.fori_loop(0, lax.div(jnp.maximum(unseen, 0) + tile - 1, tile), clear, None)
+
         def query(row, place, masks):
             """The queries of a group, one row per head (`HeadGroup`)."""
             token = row_buf[lax.rem(row - low, 2 * units)]
@@ -216,13 +243,16 @@ class _DecodeKernel:
             place = groups[which]
             lanes = pl.ds(place.start, place.lanes)
             keys = kv_buf[side, unit, 0, :, lanes].astype(operand)
-            scores = dot(query(row, place, masks), keys, transposed=True) * self.scale  # [rows, slots]
+            scores = dot(query(row, place, masks), keys, transposed=True) * factor  # [rows, slots]
             if scale_buf is not None:
                 scores *= self._scales_of_rows(scale_buf, side, unit, 0, place)
+            scores = soft_capped(scores, shape)
             position = lax.broadcasted_iota(jnp.int32, scores.shape, 1) + step * slots
             if slopes is not None:
-                scores += slopes[which][:, :1] * (position - (kv_lens[row] - 1)).astype(jnp.float32)
-            held = position < kv_lens[row]
+                scores += slopes[which][:, :1] * (position - (length(row) - 1)).astype(jnp.float32)
+            held = position < length(row)
+            if window is not None:
+                held &= position >= length(row) - window
             scores = jnp.where(held, scores, LOWEST)
             most = jnp.max(scores, axis=1, keepdims=True)
             weights = jnp.where(held, jnp.exp(scores - most), 0.0)
@@ -233,14 +263,15 @@ class _DecodeKernel:
             return most, sums, dot(weights.astype(operand), values)
 
         def merge(step, which, most, sums, new):
-            """Merge a unit into its row's softmax; the first unit starts it."""
+            """Merge a unit into its row's softmax; the first unit starts it, with the sinks if there are any."""
             lanes = groups[which].lanes
             began = step > 0
-            old = jnp.where(began, maximum[which][:, :1], LOWEST)
+            old = jnp.where(began, maximum[which][:, :1], LOWEST if sinks is None else sinks[which][:, :1])
             raised = jnp.maximum(old, most)
-            shrink, grow = jnp.where(began, jnp.exp(old - raised), 0.0), jnp.exp(most - raised)
+            kept = jnp.exp(old - raised)
+            shrink, grow = jnp.where(began, kept, 0.0), jnp.exp(most - raised)
             maximum[which] = jnp.broadcast_to(raised, maximum.shape[1:])
-            before = jnp.where(began, total[which][:, :1] * shrink, 0.0)
+            before = jnp.where(began, total[which][:, :1] * shrink, 0.0 if sinks is None else kept)
             total[which] = jnp.broadcast_to(before + sums * grow, total.shape[1:])
             acc[which, :, :lanes] = jnp.where(began, acc[which, :, :lanes] * shrink, 0.0) + new * grow
 
@@ -264,7 +295,9 @@ class _DecodeKernel:
             cursor = here.pop()
             for unit, (row, step) in enumerate(here):
                 each_copy(side, row, step, unit, lambda copy: copy.wait())
-                ends = (row < high) & ((step + 1) * slots >= kv_lens[row])
+                if window is not None:
+                    pl.when((row < high) & (step == 0))(partial(clear_unseen, side, row, unit))
+                ends = (row < high) & ((step + 1) * slots >= length(row))
 
                 @pl.when(ends & (row - low >= units))
                 def _(row=row):
@@ -286,7 +319,7 @@ class _DecodeKernel:
                     for which, part in enumerate(parts):
                         merge(step, which, *part)
 
-                @pl.when((row < high) & ((step + 1) * slots >= kv_lens[row]))
+                @pl.when((row < high) & ((step + 1) * slots >= length(row)))
                 def _(row=row):
                     finish(row, masks)
 
@@ -343,7 +376,7 @@ class _DecodeKernel:
             new_scale_buf[ring, half] = new
 
 
-@partial(jax.jit, static_argnames=("shape", "scale", "units", "slots", "interpret"))
+@partial(jax.jit, static_argnames=("shape", "scale", "window", "units", "slots", "interpret"))
 def attend(
     rows: jax.Array,
     pool: TpuPool,
@@ -352,9 +385,11 @@ def attend(
     tables: jax.Array,
     first_block: jax.Array,
     slopes: jax.Array | None,
+    sinks: jax.Array | None,
     *,
     shape: AttentionShape,
     scale: float,
+    window: int | None,
     units: int,
     slots: int,
     interpret: Any,
@@ -368,6 +403,7 @@ def attend(
       kv_lens: int32[C + 1]. The last entry belongs to no row.
       tables: int32[C * max_blocks].
       slopes: ALiBi slopes [N], if shape.alibi.
+      sinks: their scores [N], if shape.sinks.
 
     Returns:
       (float32[C, group, lanes], pool); rows past the last decode hold arbitrary values.
@@ -384,10 +420,11 @@ def attend(
     def scales(*sizes: int) -> Any:
         return None if pool.scales is None else scratch(*sizes, 2, scale_rows(shape), size)
 
-    slopes = None if slopes is None else slopes_of_rows(slopes, shape)
-    n_before = 5 + (slopes is not None)  # operands before the pool
+    by_head = tuple(None if values is None else by_row(values, shape) for values in (slopes, sinks))
+    by_head_specs = tuple(None if values is None else pl.BlockSpec(memory_space=pltpu.VMEM) for values in by_head)
+    n_before = 5 + len(jax.tree.leaves(by_head))  # operands before the pool
     return pl.pallas_call(
-        _DecodeKernel(shape=shape, scale=scale, units=units, slots=slots),
+        _DecodeKernel(shape=shape, scale=scale, window=window, units=units, slots=slots),
         out_shape=(
             jax.ShapeDtypeStruct((n_chunks, shape.group, lanes), jnp.float32),
             jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), pool),
@@ -395,7 +432,7 @@ def attend(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
             grid=(cores(shape),),
-            in_specs=(anywhere, None if slopes is None else pl.BlockSpec(memory_space=pltpu.VMEM), pool_specs),
+            in_specs=(anywhere, *by_head_specs, pool_specs),
             out_specs=(anywhere, pool_specs),
             scratch_shapes=[
                 _DecodeScratch(
@@ -417,4 +454,4 @@ def attend(
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
         interpret=interpret,
         name="attention_decodes",
-    )(bounds, kv_lens, tables, first_block, rows, slopes, pool)
+    )(bounds, kv_lens, tables, first_block, rows, *by_head, pool)

@@ -63,3 +63,20 @@ def dot(left: jax.Array, right: jax.Array, *, transposed: bool = False) -> jax.A
     precision = lax.Precision.HIGHEST if left.dtype == jnp.float32 else lax.Precision.DEFAULT
     contracted = (((1,), (1 if transposed else 0,)), ((), ()))
     return lax.dot_general(left, right, contracted, precision=precision, preferred_element_type=jnp.float32)
+
+
+def score_factor(scale: float, shape: AttentionShape) -> float:
+    """What products of queries and keys are multiplied by, before `soft_capped`."""
+    return scale if shape.soft_cap is None else scale / shape.soft_cap
+
+
+def soft_capped(scores: jax.Array, shape: AttentionShape) -> jax.Array:
+    """Scores before the bias."""
+    return scores if shape.soft_cap is None else shape.soft_cap * jnp.tanh(scores)
+
+
+def visited(kv_len: Any, window: int | None, block_size: int) -> Any:
+    """Slots of a row up to a query in its last one, from the first block that the query sees: int32, like kv_len."""
+    if window is None:
+        return kv_len
+    return kv_len - lax.div(jnp.maximum(kv_len - window, 0), block_size) * block_size

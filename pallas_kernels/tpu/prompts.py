@@ -3,6 +3,9 @@
 Queries are taken in tiles of the flat tokens, whatever chunks they belong to, so that no copy begins inside a register.
 For each tile the kernel loops over key heads, and for each head over the chunks in the tile; at the end it picks their
 rows out of the tile's result. Copies run one step ahead of the sums, across steps, chunks, heads and tiles.
+
+With a sliding window, a chunk's tokens in a tile begin at the first block that any of them sees, and steps, slots and
+positions count from there.
 """
 
 from __future__ import annotations
@@ -29,11 +32,14 @@ from pallas_kernels.tpu.layout import (
     operand_dtype,
     round_up,
     scale_rows,
+    score_factor,
+    soft_capped,
+    visited,
 )
 
 
-def window(shape: AttentionShape) -> int:
-    """Lanes of a window that holds all of a head wherever it begins, in whole lane tiles."""
+def head_span(shape: AttentionShape) -> int:
+    """Lanes of the lane tiles that hold all of a head, wherever it begins."""
     dim = shape.head_dim
     starts = range(0, shape.num_kv_heads * dim, dim)
     widest = max(round_up(start + dim, LANES) - start // LANES * LANES for start in starts)
@@ -48,13 +54,13 @@ def out_lanes(shape: AttentionShape) -> int:
 class _PromptScratch(NamedTuple):
     """Scratch memory of a core: two buffers for inputs and outputs; a head's queries, softmax."""
 
-    blocks: TpuPool  # [2, 2, slots, window] and [2, slots / block_size, 2, scale_rows, block_size]
+    blocks: TpuPool  # [2, 2, slots, head_span] and [2, slots / block_size, 2, scale_rows, block_size]
     queries: Any  # [2, group, tile, out_lanes]; the results too
     out: Any
-    query: Any  # [rows, window]
+    query: Any  # [rows, head_span]
     maximum: Any  # [rows, 128], equal in all lanes; the sum too
     total: Any
-    acc: Any  # [rows, window]
+    acc: Any  # [rows, head_span]
     block_sems: Any  # [2]; the others too
     query_sems: Any
     out_sems: Any
@@ -66,6 +72,7 @@ class _PromptKernel:
 
     shape: AttentionShape
     scale: float
+    window: int | None
     tile: int
     slots: int
 
@@ -78,32 +85,44 @@ class _PromptKernel:
         first_block,
         tile_chunks,
         slopes,
+        sinks,
         q,
         pool: TpuPool,
         out,
         scratch: _PromptScratch,
     ):
-        shape, tile, slots = self.shape, self.tile, self.slots
+        shape, tile, slots, window = self.shape, self.tile, self.slots, self.window
         size, dim, group = shape.block_size, shape.head_dim, shape.group
         kv_buf, scale_buf = scratch.blocks
         q_buf, out_buf, query = scratch.queries, scratch.out, scratch.query
         maximum, total, acc = scratch.maximum, scratch.total, scratch.acc
-        blocks, heads, rows, lanes = slots // size, shape.num_kv_heads, group * tile, window(shape)
-        operand = operand_dtype(shape)
+        blocks, heads, rows, lanes = slots // size, shape.num_kv_heads, group * tile, head_span(shape)
+        operand, factor = operand_dtype(shape), score_factor(self.scale, shape)
         n_decodes, n_tokens = bounds[0], bounds[1]
         first_tile, end_tile = lax.div(n_decodes, tile) + pl.program_id(0), lax.div(n_tokens + tile - 1, tile)
         end_tile = jnp.where(n_tokens > n_decodes, end_tile, 0)
 
         def lane_of(head):
-            """The first lane of the window that holds a head."""
+            """The first lane of the span that holds a head."""
             aligned = lax.div(head * dim, LANES) * LANES
             return pl.multiple_of(jnp.minimum(aligned, lanes_of(shape) - lanes), LANES)
 
         def part_of(at, chunk):
-            """A chunk's tokens in a tile: [begin, end) in it, and the position of the last."""
+            """A chunk's tokens in a tile: [begin, end) in it, and the last one's position from the first block seen."""
+            begin, end, last = place_of(at, chunk)
+            if window is not None:
+                last = visited(last + 1, window + end - begin - 1, size) - 1
+            return begin, end, last
+
+        def place_of(at, chunk):
+            """The same, but the position counts from the row's first."""
             begin = jnp.maximum(offsets[chunk] - at * tile, 0)
             end = jnp.minimum(offsets[chunk + 1], (at + 1) * tile)
             return begin, end - at * tile, kv_lens[chunk] - 1 - (offsets[chunk + 1] - end)
+
+        def first_seen(begin, end, last):
+            """The first position that the first of some tokens sees."""
+            return last - (end - begin - 1) - window + 1
 
         def after(at, head, chunk, step):
             """The next step: the next blocks, chunk, head or tile."""
@@ -117,6 +136,11 @@ class _PromptKernel:
             next_chunk = jnp.where(more_steps, chunk, jnp.where(more_chunks, chunk + 1, tile_chunks[2 * in_range]))
             return next_at, next_head, next_chunk, jnp.where(more_steps, step + 1, 0)
 
+        def block_of(at, chunk, column):
+            if window is not None:
+                column += lax.div(place_of(at, chunk)[2] - part_of(at, chunk)[2], size)
+            return tables[chunk * shape.max_blocks + column] + first_block[0]
+
         def each_copy(side, at, head, chunk, step, act):
             """Call `act` with every copy that fetches the blocks of a step."""
             last = part_of(at, chunk)[2]
@@ -125,7 +149,7 @@ class _PromptKernel:
 
                 @pl.when(column * size <= last)
                 def _(b=b, column=column):
-                    block = tables[chunk * shape.max_blocks + column] + first_block[0]
+                    block = block_of(at, chunk, column)
                     source, sem = pool.kv.at[block, :, :, pl.ds(lane_of(head), lanes)], scratch.block_sems.at[side]
                     act(pltpu.make_async_copy(source, kv_buf.at[side, :, pl.ds(b * size, size)], sem))
                     if pool.scales is not None:
@@ -139,14 +163,22 @@ class _PromptKernel:
             place = pl.ds(pl.multiple_of(at * tile, tile), tile)
             return pltpu.make_async_copy(out_buf.at[side], out.at[head, :, place], scratch.out_sems.at[side])
 
-        def begin_chunk(turn, head):
-            """Move the head's queries to its lanes of the window; empty the softmax."""
+        def begin_chunk(turn, at, head, chunk):
+            """Move the head's queries to its lanes of the span; the softmax holds only the sinks, if there are any."""
             queries = q_buf[lax.rem(turn, 2)].astype(jnp.float32).reshape(rows, out_lanes(shape))
             if lanes > out_lanes(shape):
                 queries = jnp.concatenate([queries, jnp.zeros((rows, lanes - out_lanes(shape)), jnp.float32)], axis=1)
             query[...] = _turn(queries, head * dim - lane_of(head), dim).astype(operand)
-            maximum[...] = jnp.full(maximum.shape, LOWEST, jnp.float32)
-            total[...] = jnp.zeros(total.shape, jnp.float32)
+            if sinks is None:
+                maximum[...] = jnp.full(maximum.shape, LOWEST, jnp.float32)
+                total[...] = jnp.zeros(total.shape, jnp.float32)
+            else:
+                sink = self._by_row(sinks, head)
+                if slopes is not None:  # the bias of all rows counts from the last token
+                    before = positions(at, chunk) - part_of(at, chunk)[2]
+                    sink += self._by_row(slopes, head) * before.astype(jnp.float32)
+                maximum[...] = jnp.broadcast_to(sink, maximum.shape)
+                total[...] = jnp.ones(total.shape, jnp.float32)
             acc[...] = jnp.zeros(acc.shape, jnp.float32)
 
         def positions(at, chunk):
@@ -156,18 +188,25 @@ class _PromptKernel:
             return jnp.where((token >= begin) & (token < end), last - (end - 1 - token), -1)
 
         def add_step(side, at, head, chunk, step):
-            last = part_of(at, chunk)[2]
+            begin, end, last = part_of(at, chunk)
             keys, values = kv_buf[side, 0].astype(operand), kv_buf[side, 1]
-            # An unwritten slot may hold NaN, and 0 * NaN is NaN.
+            # A slot that no token sees may hold NaN, and 0 * NaN is NaN.
             slot = lax.broadcasted_iota(jnp.int32, values.shape, 0) + step * slots
-            values = jnp.where(slot <= last, values.astype(jnp.float32), 0.0).astype(operand)
-            scores = dot(query[...], keys, transposed=True) * self.scale  # [rows, slots]
+            seen = slot <= last
+            if window is not None:
+                seen &= slot >= first_seen(begin, end, last)
+            values = jnp.where(seen, values.astype(jnp.float32), 0.0).astype(operand)
+            scores = dot(query[...], keys, transposed=True) * factor  # [rows, slots]
             if scale_buf is not None:
                 scores *= self._scales_of(scale_buf, side, 0, head)
+            scores = soft_capped(scores, shape)
             position = lax.broadcasted_iota(jnp.int32, scores.shape, 1) + step * slots
             if slopes is not None:
-                scores += self._slopes_of(slopes, head) * (position - last).astype(jnp.float32)
-            visible = position <= positions(at, chunk)
+                scores += self._by_row(slopes, head) * (position - last).astype(jnp.float32)
+            mine = positions(at, chunk)
+            visible = position <= mine
+            if window is not None:
+                visible &= position > mine - window
             scores = jnp.where(visible, scores, LOWEST)
             old = maximum[:, :1]
             raised = jnp.maximum(old, jnp.max(scores, axis=1, keepdims=True))
@@ -213,7 +252,7 @@ class _PromptKernel:
 
             @pl.when(step == 0)
             def _():
-                begin_chunk(turn, head)
+                begin_chunk(turn, at, head, chunk)
 
             each_copy(side, at, head, chunk, step, lambda copy: copy.wait())
             add_step(side, at, head, chunk, step)
@@ -246,15 +285,15 @@ class _PromptKernel:
         blocks = self.slots // self.shape.block_size
         return jnp.concatenate([scale_buf[side, b, half, pl.ds(head, 1)] for b in range(blocks)], axis=1)
 
-    def _slopes_of(self, slopes: Any, head: jax.Array) -> jax.Array:
-        """The slopes of a tile's rows: float32[group * tile, 1], or a scalar if there is one."""
+    def _by_row(self, values: Any, head: jax.Array) -> jax.Array:
+        """Values of query heads for a tile's rows: float32[group * tile, 1], or a scalar if there is one."""
         group, tile = self.shape.group, self.tile
         if group == 1:
-            return slopes[head]
+            return values[head]
         member = lax.broadcasted_iota(jnp.int32, (group, tile, 1), 0).reshape(group * tile, 1)
         by_row = jnp.zeros(member.shape, jnp.float32)
         for j in range(group):
-            by_row = jnp.where(member == j, slopes[head * group + j], by_row)
+            by_row = jnp.where(member == j, values[head * group + j], by_row)
         return by_row
 
 
@@ -265,7 +304,7 @@ def _turn(x: jax.Array, lanes: jax.Array, head_dim: int) -> jax.Array:
     return pltpu.roll(x, lax.rem(lanes + x.shape[1], x.shape[1]), 1)
 
 
-@partial(jax.jit, static_argnames=("shape", "scale", "tile", "slots", "interpret"))
+@partial(jax.jit, static_argnames=("shape", "scale", "window", "tile", "slots", "interpret"))
 def attend(
     q: jax.Array,
     pool: TpuPool,
@@ -276,9 +315,11 @@ def attend(
     first_block: jax.Array,
     tile_chunks: jax.Array,
     slopes: jax.Array | None,
+    sinks: jax.Array | None,
     *,
     shape: AttentionShape,
     scale: float,
+    window: int | None,
     tile: int,
     slots: int,
     interpret: Any,
@@ -290,11 +331,12 @@ def attend(
       bounds: int32[2]. First flat token of these chunks, and one past the last.
       tile_chunks: int32[2 * tiles]. First and last of these chunks in each tile.
       slopes: float32[N], if shape.alibi.
+      sinks: float32[N], if shape.sinks.
 
     Returns:
       float32 of the same shape; tokens of other chunks hold arbitrary values.
     """
-    size, lanes, rows = shape.block_size, window(shape), shape.group * tile
+    size, lanes, rows = shape.block_size, head_span(shape), shape.group * tile
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
 
     def scratch(*sizes: int, dtype: Any = np.float32) -> Any:
@@ -302,13 +344,13 @@ def attend(
 
     scales = None if pool.scales is None else scratch(2, slots // size, 2, scale_rows(shape), size)
     return pl.pallas_call(
-        _PromptKernel(shape=shape, scale=scale, tile=tile, slots=slots),
+        _PromptKernel(shape=shape, scale=scale, window=window, tile=tile, slots=slots),
         out_shape=jax.ShapeDtypeStruct(q.shape, jnp.float32),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=6,
             grid=(cores(shape),),
             in_specs=(
-                None if slopes is None else pl.BlockSpec(memory_space=pltpu.SMEM),
+                *(None if values is None else pl.BlockSpec(memory_space=pltpu.SMEM) for values in (slopes, sinks)),
                 anywhere,
                 jax.tree.map(lambda _: anywhere, pool),
             ),
@@ -331,4 +373,4 @@ def attend(
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
         interpret=interpret,
         name="attention_prompts",
-    )(bounds, offsets, kv_lens, tables, first_block, tile_chunks, slopes, q, pool)
+    )(bounds, offsets, kv_lens, tables, first_block, tile_chunks, slopes, sinks, q, pool)
