@@ -5,27 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections.abc import Iterator
 
-from jaxserve.request import Request
 from server import errors
-from server.call import Call
+from server.call import ActiveCall
 
 _GRACE_SECONDS = 0.2  # after a deadline, in which a protocol that knows of deadlines ends its calls itself
-
-
-class ActiveCall(Protocol):
-    """A call under way: a `Generation` or a `BeamSearchCall`."""
-
-    @property
-    def call(self) -> Call: ...
-    @property
-    def requests(self) -> Sequence[Request]: ...
-
-    def fail(self, problem: errors.ApiError) -> None:
-        """Ends the call with an error."""
-        ...
 
 
 class ActiveCalls:

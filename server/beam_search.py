@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -10,18 +9,17 @@ from jaxserve.generation.beam_search import BeamSearch, completions
 from jaxserve.generation.completion import Assembler, Completion
 from jaxserve.request import Alternatives, FinishReason, TokenEvent
 from server import errors
-from server.call import Call, Observer, RequestTiming
-from server.engine_requests import EngineRequests
+from server.call import ActiveCall, Call, Observer
+from server.engine_requests import EventDelivery
 
 if TYPE_CHECKING:
     from jaxserve.text.tokenizer import Tokenizer
 
 
-class BeamSearchCall:
+class BeamSearchCall(ActiveCall):
     """A beam search of one call, as `Generation` is for sampled answers.
 
     Args:
-      engine_requests: makes the EngineRequests whose events go to a function.
       new_id: makes an id of a request.
     """
 
@@ -30,18 +28,14 @@ class BeamSearchCall:
         call: Call,
         search: BeamSearch,
         observers: Sequence[Observer],
-        engine_requests: Callable[[Callable[[TokenEvent], None]], EngineRequests],
+        delivery: EventDelivery,
         new_id: Callable[[], str],
     ) -> None:
-        self.call, self._search = call, search
-        self.requests = (search.request,)
-        self._timing = RequestTiming(call=call, request=search.request)
-        self._observers, self._new_id = observers, new_id
-        self._in_engine = engine_requests(self._put)
+        super().__init__(call, (search.request,), observers, delivery)
+        self._search, self._new_id = search, new_id
+        (self._timing,) = self._timings
         self._answers: dict[str, Alternatives | None] = {}  # by request of this step, once it is there
         self._open = 0
-        self._problem: Exception | None = None
-        self._arrived = asyncio.Event()
 
     def _put(self, event: TokenEvent) -> None:
         if event.started is not None and self._timing.began is None:
@@ -55,11 +49,6 @@ class BeamSearchCall:
             self._problem = RuntimeError(event.error)
         if not self._open or self._problem is not None:
             self._arrived.set()
-
-    def fail(self, problem: errors.ApiError) -> None:
-        """Ends the search with this error."""
-        self._problem = problem
-        self._arrived.set()
 
     async def run(self, tokenizer: Tokenizer | None, eos_token_ids: Sequence[int]) -> list[Completion]:
         """Searches to the end, and reports to the observers.
@@ -96,6 +85,4 @@ class BeamSearchCall:
         if self._problem is not None:
             raise self._problem
         self._search.take([answer for answer in self._answers.values() if answer is not None])
-        gap = self._timing.token()  # one token, however many beams have got theirs
-        for observer in self._observers:
-            observer.tokens(self._timing, 1, gap)
+        self._tokens_came(self._timing, 1)  # one token, however many beams have got theirs

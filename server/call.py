@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from jaxserve.generation.completion import Assembler, Completion, Delta, joined
 from jaxserve.generation.samples import PromptScores, for_engine
@@ -15,7 +14,7 @@ from jaxserve.request import FinishReason, Request, TokenEvent
 from server import errors
 from server.admission import AdmissionController, Ticket
 from server.auth import Tenant, current
-from server.engine_requests import EngineRequests
+from server.engine_requests import EngineRequests, EventDelivery
 
 _MOST_EVENTS = 64  # taken at once, so that catching up after a slow reader delays no other call
 
@@ -71,27 +70,55 @@ class RequestTiming:
         return gap
 
 
-class Observer(Protocol):
+class Observer:
     """Observes every request that the engine takes and every refused call, on the event loop."""
 
     def started(self, timing: RequestTiming) -> None:
         """The engine has taken the request."""
-        ...
 
     def tokens(self, timing: RequestTiming, count: int, gap: float | None) -> None:
         """Tokens of it have come, `gap` seconds after those before; None for the first."""
-        ...
 
     def ended(self, timing: RequestTiming, completion: Completion) -> None:
         """It has ended. A completion without a finish reason was cut short, by caller or server."""
-        ...
 
     def refused(self, call_id: str, refusal: errors.ApiError) -> None:
         """A call ends without an answer."""
-        ...
 
 
-class Generation:
+class ActiveCall:
+    """A call while the engine works on it."""
+
+    def __init__(
+        self, call: Call, requests: Sequence[Request], observers: Sequence[Observer], delivery: EventDelivery
+    ) -> None:
+        self.call, self.requests = call, tuple(requests)
+        self._timings = [RequestTiming(call=call, request=request) for request in requests]
+        self._observers = observers
+        self._in_engine = EngineRequests(delivery, self._put)
+        self._problem: Exception | None = None
+        self._arrived = asyncio.Event()
+
+    def fail(self, problem: errors.ApiError) -> None:
+        """Ends the call with this error as soon as its handler looks."""
+        self._problem = problem
+        self._arrived.set()
+
+    def leave(self) -> None:
+        """Aborts the requests at once, though the handler may be waiting for a slow reader."""
+        self._in_engine.abort_all()
+
+    def _put(self, event: TokenEvent) -> None:
+        """Takes an event of a request, on the event loop."""
+        raise NotImplementedError
+
+    def _tokens_came(self, timing: RequestTiming, count: int) -> None:
+        gap = timing.token()
+        for observer in self._observers:
+            observer.tokens(timing, count, gap)
+
+
+class Generation(ActiveCall):
     """The requests of one call while the engine works on them.
 
     `async for deltas in generation` gives a list of (index of the request, its new delta) whenever events have
@@ -105,23 +132,18 @@ class Generation:
         self,
         call: Call,
         requests: Sequence[Request],
-        assemblers: Iterable[Assembler],
         observers: Sequence[Observer],
+        delivery: EventDelivery,
+        assemblers: Iterable[Assembler],
         ticket: Ticket,
-        engine_requests: Callable[[Callable[[TokenEvent], None]], EngineRequests],
     ) -> None:
-        self.call, self.requests = call, tuple(requests)
+        super().__init__(call, requests, observers, delivery)
         self._scores = PromptScores(requests)
-        self._timings = [RequestTiming(call=call, request=request) for request in requests]
-        self._assemblers = list(assemblers)
+        self._assemblers, self._ticket = list(assemblers), ticket
         self._index = {request.request_id: index for index, request in enumerate(requests)}
-        self._observers, self._ticket = observers, ticket
-        self._in_engine = engine_requests(self._put)
         self._submitted: list[RequestTiming] = []
         self._unfinished = len(requests)
         self._events: list[TokenEvent] = []
-        self._problem: errors.ApiError | None = None
-        self._arrived = asyncio.Event()
 
     def submit(self) -> None:
         """Submits all requests. Raises what `Engine.submit` raises."""
@@ -150,18 +172,7 @@ class Generation:
         if event.started is not None:
             timing.began = event.started
         if event.token_ids:
-            gap = timing.token()
-            for observer in self._observers:
-                observer.tokens(timing, len(event.token_ids), gap)
-
-    def fail(self, problem: errors.ApiError) -> None:
-        """Ends the call with this error as soon as its handler looks."""
-        self._problem = problem
-        self._arrived.set()
-
-    def leave(self) -> None:
-        """Aborts the requests at once, though the handler may be waiting for a slow reader."""
-        self._in_engine.abort_all()
+            self._tokens_came(timing, len(event.token_ids))
 
     def completion(self, index: int = 0) -> Completion:
         """What a request has come to, so far."""

@@ -18,16 +18,14 @@ Receive = Callable[[list[TokenEvent]], None]
 
 
 class EventDelivery:
-    """Delivers events from engine threads to an event loop.
+    """Delivers events of an engine to an event loop. Make it on the loop's thread.
 
-    One wake-up of the loop serves all sinks.
-
-    Events that come on the loop's own thread, as those of an engine process do, are passed on at once.
-
-    Make it on the loop's thread.
+    One wake-up of the loop serves all sinks. Events that come on the loop's own thread, as those of an engine process
+    do, are passed on at once.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, engine: EngineClient, loop: asyncio.AbstractEventLoop) -> None:
+        self.engine = engine
         self._loop, self._thread = loop, threading.get_ident()
         self._waiting: deque[tuple[Receive, list[TokenEvent]]] = deque()
         self._is_scheduled = False
@@ -61,8 +59,8 @@ class EngineRequests:
       put: called on the event loop with every event of these requests, until they have ended or were aborted.
     """
 
-    def __init__(self, engine: EngineClient, delivery: EventDelivery, put: Callable[[TokenEvent], None]) -> None:
-        self._engine, self._put = engine, put
+    def __init__(self, delivery: EventDelivery, put: Callable[[TokenEvent], None]) -> None:
+        self._engine, self._put = delivery.engine, put
         self._ids: set[str] = set()
         self._sink = delivery.sink(self._receive)  # one for all, as the engine groups events by sink
 

@@ -23,7 +23,7 @@ from server.auth import Tenant
 from server.beam_search import BeamSearchCall
 from server.call import Call, Generation, Observer
 from server.engine_client import EngineNotReady
-from server.engine_requests import EngineRequests, EventDelivery
+from server.engine_requests import EventDelivery
 from server.text import TextTools, most_tokens, offload_if_long, tokenizing_work
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class RequestHandler:
         self.text = TextTools(engine)
         self.observers: list[Observer] = []
         self.problem: str | None = None
-        self._delivery = EventDelivery(asyncio.get_running_loop())
+        self._delivery = EventDelivery(engine, asyncio.get_running_loop())
         self._numbers = itertools.count()
         self._closed: str | None = None
 
@@ -148,9 +148,8 @@ class RequestHandler:
             compiled = await self._compile_grammars(parsed)
             # Ids of the server's own: two callers may send the same one.
             requests = [each for request in parsed for each in samples_of(request, samples, self._new_id)]
-            generation = Generation(
-                call, requests, map(self._assembler, requests), self.observers, ticket, self._engine_requests
-            )
+            assemblers = map(self._assembler, requests)
+            generation = Generation(call, requests, self.observers, self._delivery, assemblers, ticket)
             with self.calls.under_way(generation):
                 try:
                     generation.submit()
@@ -181,7 +180,7 @@ class RequestHandler:
             ticket.correct(params.width * request.max_length)
             ticket.keep()
             search = BeamSearch(request, params, self.engine.model_config.eos_token_ids)
-            searching = BeamSearchCall(call, search, self.observers, self._engine_requests, self._new_id)
+            searching = BeamSearchCall(call, search, self.observers, self._delivery, self._new_id)
             with self.calls.under_way(searching):
                 answers = await searching.run(self.engine.tokenizer, self.engine.model_config.eos_token_ids)
             self.admission.finished(len(answers[0].token_ids), request.sampling.max_tokens)
@@ -237,9 +236,6 @@ class RequestHandler:
 
     def _assembler(self, request: Request) -> Assembler:
         return Assembler(request, self.engine.tokenizer, self.engine.model_config.eos_token_ids)
-
-    def _engine_requests(self, put: Callable[[Any], None]) -> EngineRequests:
-        return EngineRequests(self.engine, self._delivery, put)
 
     def _new_id(self) -> str:
         return str(next(self._numbers))

@@ -12,12 +12,11 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
+from server.call import Observer, RequestTiming
+
 if TYPE_CHECKING:
-    from jaxserve.generation.completion import Completion
     from jaxserve.stats import IterationRecord
-    from server.call import RequestTiming
     from server.engine_client import EngineClient
-    from server.errors import ApiError
 
 KEPT = 512  # iterations
 _WINDOW = 60.0  # seconds that latencies and rates look back
@@ -25,8 +24,8 @@ _SAMPLES = 4096  # of each latency, at most
 _QUANTILES = (0.5, 0.95, 0.99)
 
 
-class LiveStats:
-    """Keeps the last iterations and latencies of an engine; a `server.call.Observer`.
+class LiveStats(Observer):
+    """Keeps the last iterations and latencies of an engine.
 
     Args:
       engine: its iterations are recorded from now on.
@@ -43,22 +42,12 @@ class LiveStats:
     def _append(self, record: IterationRecord) -> None:
         self._ring.append((next(self._numbers), record))
 
-    def started(self, timing: RequestTiming) -> None:
-        """Does nothing: a request has no latencies yet."""
-
     def tokens(self, timing: RequestTiming, count: int, gap: float | None) -> None:
-        """Notes the latency of the first token, or the gap since the last ones."""
         now = time.monotonic()
         if gap is None:
             self._latencies["first_token"].append((now, now - timing.request.arrival))
         else:
             self._latencies["gap"].append((now, gap))
-
-    def ended(self, timing: RequestTiming, completion: Completion) -> None:
-        """Does nothing: all latencies of the request are known."""
-
-    def refused(self, call_id: str, refusal: ApiError) -> None:
-        """Does nothing: a refused call has no latencies."""
 
     def since(self, number: int) -> dict[str, Any]:
         """Everything since iteration `number`, as data for JSON.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -12,7 +12,7 @@ from prometheus_client.samples import Sample
 
 from jaxserve.generation.completion import Completion
 from jaxserve.request import FinishReason
-from server.call import RequestTiming
+from server.call import Observer, RequestTiming
 from server.errors import ApiError, ErrorKind
 
 if TYPE_CHECKING:
@@ -57,15 +57,16 @@ _COUNTERS = {
     "padding_seconds": ("padding_seconds", "The part of that spent on padding.", None),
     "compiled_after_ready": ("compiled_after_ready", "Programs compiled while serving; a defect.", None),
 }
-# Our name of a histogram -> vllm's
-_ALIASES = {
-    "jaxserve_time_to_first_token_seconds": "vllm:time_to_first_token_seconds",
-    "jaxserve_inter_token_latency_seconds": "vllm:inter_token_latency_seconds",
-    "jaxserve_e2e_request_latency_seconds": "vllm:e2e_request_latency_seconds",
-    "jaxserve_queue_seconds": "vllm:request_queue_time_seconds",
-    "jaxserve_request_prompt_tokens": "vllm:request_prompt_tokens",
-    "jaxserve_request_generation_tokens": "vllm:request_generation_tokens",
-    "jaxserve_iteration_tokens": "vllm:iteration_tokens_total",
+_HISTOGRAMS = {
+    "time_to_first_token_seconds": ("Arrival to first token.", _SECONDS, "time_to_first_token_seconds"),
+    "inter_token_latency_seconds": ("Between tokens of a request.", _SECONDS, "inter_token_latency_seconds"),
+    "e2e_request_latency_seconds": ("Arrival to last token.", _SECONDS, "e2e_request_latency_seconds"),
+    "queue_seconds": ("Arrival to a place in the batch.", _SECONDS, "request_queue_time_seconds"),
+    "request_prompt_tokens": ("Prompt tokens of a request.", _TOKENS, "request_prompt_tokens"),
+    "request_generation_tokens": ("Tokens it generated.", _TOKENS, "request_generation_tokens"),
+    "iteration_seconds": ("One iteration, host and device.", _SECONDS, None),
+    "iteration_host_seconds": ("The host's part of it.", _HOST_SECONDS, None),
+    "iteration_tokens": ("Tokens one iteration carries.", _TOKENS, "iteration_tokens_total"),
 }
 _FINISHED = {
     FinishReason.LENGTH: "length",
@@ -77,8 +78,8 @@ _FINISHED = {
 }
 
 
-class Metrics:
-    """Counts requests (as an Observer) and the iterations of an engine.
+class Metrics(Observer):
+    """Counts requests and the iterations of an engine.
 
     Args:
       model: the value of the label model_name.
@@ -89,50 +90,43 @@ class Metrics:
         self._engine, self._model, self._healthy = engine, model, healthy
         self._registry = CollectorRegistry()
         self._iterations: deque[IterationRecord] = deque(maxlen=_HELD)
-        self._histograms: list[Histogram] = []
-        self._time_to_first_token = self._histogram("time_to_first_token_seconds", "Arrival to first token.", _SECONDS)
-        self._inter_token = self._histogram("inter_token_latency_seconds", "Between tokens of a request.", _SECONDS)
-        self._end_to_end = self._histogram("e2e_request_latency_seconds", "Arrival to last token.", _SECONDS)
-        self._queue = self._histogram("queue_seconds", "Arrival to a place in the batch.", _SECONDS)
-        self._prompt = self._histogram("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
-        self._generated = self._histogram("request_generation_tokens", "Tokens it generated.", _TOKENS)
-        self._iteration = self._histogram("iteration_seconds", "One iteration, host and device.", _SECONDS)
-        self._host = self._histogram("iteration_host_seconds", "The host's part of it.", _HOST_SECONDS)
-        self._batch = self._histogram("iteration_tokens", "Tokens one iteration carries.", _TOKENS)
+        self._histograms = {
+            # Not in the registry: `collect` yields it under both of its names.
+            name: Histogram(f"jaxserve_{name}", text, ("model_name",), registry=None, buckets=buckets)
+            for name, (text, buckets, _) in _HISTOGRAMS.items()
+        }
+        self._labelled = {name: histogram.labels(model) for name, histogram in self._histograms.items()}
         self._ended: Counter[FinishReason | None] = Counter(dict.fromkeys(_FINISHED, 0))
         self._refusals: Counter[ErrorKind] = Counter(dict.fromkeys(ErrorKind, 0))
         self._registry.register(self)  # pyright: ignore[reportArgumentType]
         engine.record(self._iterations.append)  # the engine's thread does no more than this for metrics
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        # Not in the registry: `collect` yields it under both of its names.
-        metric = Histogram(f"jaxserve_{name}", text, ("model_name",), registry=None, buckets=buckets)
-        self._histograms.append(metric)
-        return metric.labels(self._model)
+    def _observe(self, name: str, value: float) -> None:
+        self._labelled[name].observe(value)
 
     # As an Observer
 
     def started(self, timing: RequestTiming) -> None:
-        self._prompt.observe(len(timing.request.prompt))
+        self._observe("request_prompt_tokens", len(timing.request.prompt))
 
     def tokens(self, timing: RequestTiming, count: int, gap: float | None) -> None:
         if gap is None:
             assert timing.first_token is not None
-            self._time_to_first_token.observe(timing.first_token - timing.call.arrival)
+            self._observe("time_to_first_token_seconds", timing.first_token - timing.call.arrival)
             if timing.began is not None:
-                self._queue.observe(timing.began - timing.call.arrival)
+                self._observe("queue_seconds", timing.began - timing.call.arrival)
         else:
-            self._inter_token.observe(gap / count)
+            self._observe("inter_token_latency_seconds", gap / count)
 
     def ended(self, timing: RequestTiming, completion: Completion) -> None:
         self._ended[completion.finish_reason] += 1
-        self._generated.observe(len(completion.token_ids))
+        self._observe("request_generation_tokens", len(completion.token_ids))
         if (
             completion.finish_reason is not None
             and completion.finish_reason.is_answer
             and timing.last_token is not None
         ):
-            self._end_to_end.observe(timing.last_token - timing.call.arrival)
+            self._observe("e2e_request_latency_seconds", timing.last_token - timing.call.arrival)
 
     def refused(self, call_id: str, refusal: ApiError) -> None:
         self._refusals[refusal.kind] += 1
@@ -147,9 +141,9 @@ class Metrics:
             except IndexError:  # another thread has counted it
                 return
             host = record.schedule_s + record.pack_s + record.launch_s + record.complete_s
-            self._host.observe(host)
-            self._iteration.observe(host + record.wait_s)
-            self._batch.observe(record.num_tokens)
+            self._observe("iteration_host_seconds", host)
+            self._observe("iteration_seconds", host + record.wait_s)
+            self._observe("iteration_tokens", record.num_tokens)
 
     def text(self) -> bytes:
         """All metrics in the text format."""
@@ -179,25 +173,24 @@ class Metrics:
         self.drain()
         load = self._engine.load()
         held = load.slots_used / max(1, load.slots_total)  # no slots yet while the engine starts
-        for field, (name, text, alias) in _GAUGES.items():
-            for full in _names(name, alias):
-                yield self._labelled(GaugeMetricFamily(full, text, labels=("model_name",)), getattr(load, field))
-        for field, (name, text, alias) in _COUNTERS.items():
-            for full in _names(name, alias):
-                yield self._labelled(CounterMetricFamily(full, text, labels=("model_name",)), getattr(load, field))
-        for full, text, value in (
-            ("jaxserve_healthy", "Whether the engine serves.", float(self._healthy())),
-            ("vllm:kv_cache_usage_perc", "Share of the slots that requests hold.", held),
-        ):
-            yield self._labelled(GaugeMetricFamily(full, text, labels=("model_name",)), value)
-        for histogram in self._histograms:
+        families = [(GaugeMetricFamily, field, known) for field, known in _GAUGES.items()]
+        families += [(CounterMetricFamily, field, known) for field, known in _COUNTERS.items()]
+        for family, field, (name, text, alias) in families:
+            yield self._figure(family, f"jaxserve_{name}", text, getattr(load, field))
+            if alias is not None:
+                yield self._figure(family, f"vllm:{alias}", text, getattr(load, field))
+        yield self._figure(GaugeMetricFamily, "jaxserve_healthy", "Whether the engine serves.", float(self._healthy()))
+        text = "Share of the slots that requests hold."
+        yield self._figure(GaugeMetricFamily, "vllm:kv_cache_usage_perc", text, held)
+        for name, histogram in self._histograms.items():
             for metric in histogram.collect():
                 yield metric
-                if metric.name in _ALIASES:
-                    yield _renamed(metric, _ALIASES[metric.name])
+                if (alias := _HISTOGRAMS[name][2]) is not None:
+                    yield _renamed(metric, f"vllm:{alias}")
         yield from self._by_reason()
 
-    def _labelled(self, family: GaugeMetricFamily | CounterMetricFamily, value: float) -> Metric:
+    def _figure(self, kind: Any, name: str, text: str, value: float) -> Metric:
+        family = kind(name, text, labels=("model_name",))
         family.add_metric((self._model,), value)
         return family
 
@@ -220,10 +213,6 @@ class Metrics:
         for kind, count in self._refusals.items():
             refusals.add_metric((self._model, kind.value), count)
         yield from (requests, successes, refusals)
-
-
-def _names(name: str, alias: str | None) -> list[str]:
-    return [f"jaxserve_{name}", *([f"vllm:{alias}"] if alias is not None else [])]
 
 
 def _renamed(metric: Metric, name: str) -> Metric:

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from typing import IO, TYPE_CHECKING, Any
 
 from jaxserve.generation.completion import Completion
-from server.call import RequestTiming
+from server.call import Observer, RequestTiming
 from server.errors import ApiError
 
 if TYPE_CHECKING:
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-class RequestLog:
-    """Writes the request log (as an Observer).
+class RequestLog(Observer):
+    """Writes the request log.
 
     Args:
       path: file to append to, or `-` for standard output.
@@ -36,12 +36,6 @@ class RequestLog:
         self._file: IO[str] = sys.stdout if path == "-" else open(path, "a", encoding="utf-8")  # noqa: SIM115
         self._tokenizer, self._prompts = tokenizer, prompts
         self._failed = False
-
-    def started(self, timing: RequestTiming) -> None:
-        pass
-
-    def tokens(self, timing: RequestTiming, count: int, gap: float | None) -> None:
-        pass
 
     def ended(self, timing: RequestTiming, completion: Completion) -> None:
         call, sampling = timing.call, timing.request.sampling

@@ -5,12 +5,11 @@ from __future__ import annotations
 import time
 
 from jaxserve.generation.completion import Completion
-from server.call import RequestTiming
-from server.errors import ApiError
+from server.call import Observer, RequestTiming
 
 
-class Tracing:
-    """Sends a span for each request once it has ended (as an Observer).
+class Tracing(Observer):
+    """Sends a span for each request once it has ended.
 
     OpenTelemetry's own variables say where to (OTEL_EXPORTER_OTLP_ENDPOINT and others).
 
@@ -33,12 +32,6 @@ class Tracing:
         self._tracer = self._provider.get_tracer("jaxserve")
         self._model = model
         self._epoch = time.time_ns() - time.monotonic_ns()  # from monotonic time to wall-clock time
-
-    def started(self, timing: RequestTiming) -> None:
-        pass
-
-    def tokens(self, timing: RequestTiming, count: int, gap: float | None) -> None:
-        pass
 
     def ended(self, timing: RequestTiming, completion: Completion) -> None:
         end, reason = time.monotonic(), completion.finish_reason
@@ -64,9 +57,6 @@ class Tracing:
                 part = self._tracer.start_span(name, context=self._context_of(whole), start_time=self._at(begin))
                 part.end(self._at(until))
         whole.end(self._at(end))
-
-    def refused(self, call_id: str, refusal: ApiError) -> None:
-        pass
 
     def close(self) -> None:
         """Sends the remaining spans."""

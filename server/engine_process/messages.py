@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
@@ -29,10 +28,23 @@ _T = TypeVar("_T")
 _SAMPLING = SamplingParams()
 _PLAIN = TokenEvent("")  # the values of an event that only has tokens, from its fourth field on
 _CACHED = TokenEvent._fields.index("cached_tokens")
-_SCALARS = operator.attrgetter("request_id", "max_tokens", "ignore_eos", "priority", "arrival", "cache_salt")
 _LOAD_FIELDS = tuple(field.name for field in dataclasses.fields(Load))
 _RECORD_FIELDS = tuple(name for name in IterationRecord._fields if name != "plan")
 _JSON = ConfigDict(extra="forbid", ser_json_bytes="base64", val_json_bytes="base64", ser_json_inf_nan="constants")
+
+
+def _shared(message: Any, names: Iterable[str]) -> list[tuple[str, bool, bool]]:
+    """The plain fields of a message that a value has too: (name, is repeated, may be absent)."""
+    return [
+        (field.name, field.is_repeated, field.has_presence)
+        for field in message.DESCRIPTOR.fields
+        if field.name in names and field.message_type is None
+    ]
+
+
+_REQUEST = _shared(pb.Request, Request.__dataclass_fields__)
+_LIMITS = _shared(pb.Request, SamplingParams.__dataclass_fields__)
+_EVENT = _shared(pb.Event, {*TokenEvent._fields} - {"finish_reason"})
 
 
 class Iterations(NamedTuple):
@@ -104,48 +116,34 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 def encode_request(request: Request) -> pb.Request:
     """The message of a request. Its seed arrives modulo 2**64, as the sampler reads it."""
-    sampling = request.sampling
     return pb.Request(
-        request_id=request.request_id,
-        prompt=request.prompt,
-        sampling=wire.encode_sampling(sampling),
-        max_tokens=sampling.max_tokens,
-        stop=sampling.stop,
-        stop_token_ids=sampling.stop_token_ids,
-        bad_words=sampling.bad_words,
-        ignore_eos=sampling.ignore_eos,
-        logprobs=sampling.logprobs,
-        prompt_logprobs=sampling.prompt_logprobs,
-        priority=request.priority,
-        arrival=request.arrival,
-        cache_salt=request.cache_salt,
-        fork_of=request.fork_of,
+        sampling=wire.encode_sampling(request.sampling),
+        **_fields(request, _REQUEST),
+        **_fields(request.sampling, _LIMITS),
     )
 
 
 def decode_request(message: pb.Request) -> Request:
     """The request in a message. Raises BadFrame for one that cannot be a request."""
     try:
-        return Request(
-            request_id=message.request_id,
-            prompt=tuple(message.prompt),
-            sampling=dataclasses.replace(
-                wire.decode_sampling(message.sampling),
-                max_tokens=message.max_tokens,
-                stop=tuple(message.stop),
-                stop_token_ids=tuple(message.stop_token_ids),
-                bad_words=tuple(message.bad_words),
-                ignore_eos=message.ignore_eos,
-                logprobs=_optional(message, "logprobs"),
-                prompt_logprobs=_optional(message, "prompt_logprobs"),
-            ),
-            priority=message.priority,
-            arrival=message.arrival,
-            cache_salt=message.cache_salt,
-            fork_of=_optional(message, "fork_of"),
-        )
+        sampling = dataclasses.replace(wire.decode_sampling(message.sampling), **_values(message, _LIMITS))
+        return Request(sampling=sampling, **_values(message, _REQUEST))
     except ValueError as problem:
         raise BadFrame(f"not a request: {problem}") from None
+
+
+def _fields(value: Any, shared: Sequence[tuple[str, bool, bool]]) -> dict[str, Any]:
+    return {name: getattr(value, name) for name, _, _ in shared}
+
+
+def _values(message: Any, shared: Sequence[tuple[str, bool, bool]]) -> dict[str, Any]:
+    found = _fields(message, shared)
+    for name, is_repeated, may_be_absent in shared:
+        if is_repeated:
+            found[name] = tuple(found[name])
+        elif may_be_absent and not message.HasField(name):
+            found[name] = None
+    return found
 
 
 # Iterations
@@ -208,38 +206,25 @@ def _plain_events(columns: pb.TokenColumns) -> Iterator[TokenEvent]:
 def _event(index: int, event: TokenEvent) -> pb.Event:
     return pb.Event(
         index=index,
-        request_id=event.request_id,
-        token_ids=event.token_ids,
-        logprobs=event.logprobs,
         top_logprobs=map(_alternatives, event.top_logprobs),
         prompt_logprobs=[
             pb.Score(logprob=logprob, alternatives=None if others is None else _alternatives(others))
             for logprob, others in event.prompt_logprobs
         ],
-        finish_reason=None if event.finish_reason is None else event.finish_reason.value,
-        cached_tokens=event.cached_tokens,
-        started=event.started,
-        error=event.error,
-        field=event.field,
+        finish_reason=event.finish_reason and event.finish_reason.value,
+        **_fields(event, _EVENT),
     )
 
 
 def _read_event(message: pb.Event) -> TokenEvent:
-    reason = _optional(message, "finish_reason")
     return TokenEvent(
-        message.request_id,
-        tuple(message.token_ids),
-        tuple(message.logprobs),
-        tuple(map(_read_alternatives, message.top_logprobs)),
-        tuple(
+        top_logprobs=tuple(map(_read_alternatives, message.top_logprobs)),
+        prompt_logprobs=tuple(
             (score.logprob, _read_alternatives(score.alternatives) if score.HasField("alternatives") else None)
             for score in message.prompt_logprobs
         ),
-        None if reason is None else FinishReason(reason),
-        message.cached_tokens,
-        _optional(message, "started"),
-        _optional(message, "error"),
-        _optional(message, "field"),
+        finish_reason=FinishReason(message.finish_reason) if message.HasField("finish_reason") else None,
+        **_values(message, _EVENT),
     )
 
 
@@ -279,7 +264,3 @@ def _read_record(message: pb.Record) -> IterationRecord:
         scoring=False,
     )
     return IterationRecord(plan=plan, **{name: getattr(message, name) for name in _RECORD_FIELDS})
-
-
-def _optional(message: Any, name: str) -> Any:
-    return getattr(message, name) if message.HasField(name) else None

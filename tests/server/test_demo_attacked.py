@@ -21,11 +21,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.demo import DEMO_MODEL
-from jaxserve.generation.completion import Completion
 from server.app import ServerApp
-from server.call import RequestTiming
+from server.call import Observer, RequestTiming
 from server.engine_process.remote_engine import RemoteEngine
-from server.errors import ApiError
 from server.grpc.server import ROUTER_SERVICES, SERVICE
 from server.proto.jaxserve.v1 import inference_pb2 as pb
 from server.proto.jaxserve.v1.inference_pb2_grpc import InferenceStub
@@ -320,7 +318,7 @@ def test_a_thousand_readers_who_read_nothing(attack: Attack, protocol: str) -> N
     attack(part)
 
 
-class _Begun:
+class _Begun(Observer):
     """An observer of the requests that ask for so many tokens: the names of those that the engine has taken."""
 
     def __init__(self, tokens: int) -> None:
@@ -330,15 +328,6 @@ class _Begun:
     def started(self, timing: RequestTiming) -> None:
         if timing.request.sampling.max_tokens == self._tokens:
             self.names.add(timing.request.request_id)
-
-    def tokens(self, timing: RequestTiming, count: int, gap: float | None) -> None:
-        pass
-
-    def ended(self, timing: RequestTiming, completion: Completion) -> None:
-        pass
-
-    def refused(self, call_id: str, refusal: ApiError) -> None:
-        pass
 
 
 def _megabytes(pid: int) -> float:

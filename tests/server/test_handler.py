@@ -11,7 +11,7 @@ import pytest
 from jaxserve.generation.beam_search import BeamParams
 from jaxserve.generation.completion import Completion
 from jaxserve.request import FinishReason, Request
-from server.call import Call, RequestTiming
+from server.call import Call, Observer, RequestTiming
 from server.errors import ApiError, ErrorKind
 from tests.server.conftest import Served
 
@@ -32,7 +32,7 @@ async def answer(it: Served, *prompts: dict[str, Any], **fields: Any) -> None:
                 pass
 
 
-class Listener:
+class Listener(Observer):
     def __init__(self) -> None:
         self.told: list[tuple[Any, ...]] = []
 

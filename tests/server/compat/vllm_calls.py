@@ -5,7 +5,7 @@ from typing import Any
 
 import grpc
 
-from server.call import RequestTiming
+from server.call import Observer, RequestTiming
 from server.proto.vllm.grpc.engine import vllm_engine_pb2 as pb
 from server.proto.vllm.grpc.engine.vllm_engine_pb2_grpc import VllmEngineStub
 from tests.server.conftest import Served
@@ -44,13 +44,9 @@ async def complete(it: Served, request: pb.GenerateRequest, **call: Any) -> pb.G
 async def watched(it: Served, timings: list[RequestTiming], scenario: Callable[[Served], Any]) -> None:
     """Runs a scenario and keeps what observers are told of its requests."""
 
-    class Seen:
+    class Seen(Observer):
         def started(self, timing: RequestTiming) -> None:
             timings.append(timing)
-
-        def tokens(self, *_: Any) -> None: ...
-        def ended(self, *_: Any) -> None: ...
-        def refused(self, *_: Any) -> None: ...
 
     it.app.handler.observers.append(Seen())
     await scenario(it)
