@@ -60,7 +60,7 @@ _LLAMA_3_2 |= {"original_max_position_embeddings": 8192}
 _QWEN_3 = {"head_dim": 128, "rope_theta": 1_000_000.0}
 
 # From the config.json of each (huggingface.co: bigscience, openai-community, EleutherAI, meta-llama, mistralai, Qwen,
-# microsoft, tiiuae, openai, mosaicml, bigcode).
+# microsoft, google, tiiuae, openai, mosaicml, bigcode).
 KNOWN: dict[str, dict[str, Any]] = {
     "bloom-560m": _bloom(1024, 24, 16),
     "bloom-1b1": _bloom(1536, 24, 16),
@@ -118,6 +118,15 @@ KNOWN: dict[str, dict[str, Any]] = {
         *(2048, 48, (32, 4), 6144, 151_936, 40_960),
         **_QWEN_3 | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
         norm_topk_prob=True,
+    ),
+    "gemma-2-9b": _decoder("gemma2", 3584, 42, (16, 8), 14_336, 256_000, 8192, head_dim=256, sliding_window=4096),
+    "gemma-3-27b": _decoder(
+        "gemma3_text",
+        *(5376, 62, (32, 16), 21_504, 262_208, 131_072),
+        head_dim=128,
+        sliding_window=1024,
+        query_pre_attn_scalar=168,
+        rope_scaling={"rope_type": "linear", "factor": 8.0},
     ),
     "phi-3-mini-4k": _decoder("phi3", 3072, 32, (32, 32), 8192, 32_064, 4096, sliding_window=2047),
     "falcon-7b": {

@@ -121,7 +121,12 @@ class Plan:
     @property
     def requests(self) -> int:
         """Requests of 2,048 tokens that the slots of one replica hold at once."""
-        return self.slots // REQUEST
+        return self.slots // self.held(REQUEST)
+
+    def held(self, tokens: int) -> int:
+        """Slots that a request of so many tokens holds; blocks behind the window of all layers are given back."""
+        window = self.deployment.config.widest_window
+        return tokens if window is None else min(tokens, window + self.block_size)
 
     @property
     def is_known(self) -> bool:

@@ -151,7 +151,7 @@ def _points(plan: Plan) -> Iterator[Point]:
     stages = plan.deployment.engine.stages
     batches = 1 if stages == 1 else stages + 1
     for bucket in plan.buckets:
-        fits = batches * bucket.tokens * (plan.deployment.context + 1) <= plan.slots
+        fits = batches * bucket.tokens * plan.held(plan.deployment.context + 1) <= plan.slots
         if bucket.tokens <= plan.deployment.engine.max_rows and fits and bucket.limit and bucket.tokens_per_second:
             yield Point(bucket.tokens, 1e3 * stages * bucket.limit.total, bucket.tokens_per_second)
 

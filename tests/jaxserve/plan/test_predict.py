@@ -11,7 +11,7 @@ import pytest
 from jaxserve.plan import model_catalog
 from jaxserve.plan.predict import count_parameters, predict
 from sharding import devices, specs
-from tests.jaxserve.plan.questions import BLOOM, GPT2, named, question
+from tests.jaxserve.plan.questions import BLOOM, GPT2, LLAMA, named, question
 
 TABLE = 201_088 * 2880 / 1e9  # of embeddings, which gpt-oss leaves out where it counts active parameters
 EMBED_SPLIT = {"vocab": None, "heads": None, "ffn": None, "embed": "tensor"}
@@ -157,6 +157,8 @@ def test_what_the_compiler_decides_is_unknown(changed):
         ("qwen3-0.6b", 0.596),
         ("qwen3-32b", 32.8),
         ("qwen3-30b-a3b", 30.5),
+        ("gemma-2-9b", 9.24),
+        ("gemma-3-27b", 27.0),
         ("phi-3-mini-4k", 3.82),
         ("falcon-7b", 6.92),
         ("falcon-40b", 41.3),
@@ -181,6 +183,15 @@ def test_active_parameters_are_those_published(name, billions):
 @pytest.mark.parametrize("name", model_catalog.KNOWN)
 def test_every_known_model_is_read(name):
     assert model_catalog.find(name)[1].num_layers >= 12
+
+
+def test_blocks_behind_the_window_are_given_back():
+    whole = predict(question(LLAMA))
+    config = replace(whole.deployment.config, windows=(128, 64))
+    windowed = replace(whole, deployment=replace(whole.deployment, config=config))
+    assert windowed.held(100) == 100
+    assert windowed.requests == windowed.slots // (128 + windowed.block_size)
+    assert whole.requests == whole.slots // 2048
 
 
 def test_a_model_is_found_by_name_file_or_directory(tmp_path):
