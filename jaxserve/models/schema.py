@@ -160,6 +160,17 @@ class Stored(NamedTuple):
             values = values[..., first::step, :] if self.transposed else values[..., first::step]
         return values
 
+    def region(self, of_view: tuple[slice, ...]) -> tuple[slice, ...]:
+        """The part of a tensor that is this part, a slice(start, stop) for each axis, of its `view`."""
+        parts = list(of_view)
+        if self.every is not None:
+            (first, step), axis = self.every, -2 if self.transposed else -1
+            start, stop = parts[axis].start, parts[axis].stop
+            parts[axis] = slice(first + start * step, first + (stop - 1) * step + 1, step)
+        if self.transposed:
+            parts[-2:] = parts[:-3:-1]
+        return tuple(parts)
+
 
 # Names that Hugging Face gives an activation -> ours (jaxserve.models.layers.ACTIVATIONS).
 _ACTIVATION_NAMES = {

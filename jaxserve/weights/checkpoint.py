@@ -8,83 +8,41 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import mmap
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
-import numpy as np
-
 from jaxserve import models
 from jaxserve.models.schema import ModelConfig
+from jaxserve.weights import quantization, safetensors_file, torch_file
+from jaxserve.weights.stored import CheckpointError, StoredTensor
 
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-_DTYPES: dict[str, np.dtype] = {
-    code: np.dtype(kind)
-    for code, kind in {
-        "F64": np.float64,
-        "F32": np.float32,
-        "F16": np.float16,
-        "BF16": ml_dtypes.bfloat16,
-        "F8_E4M3": ml_dtypes.float8_e4m3fn,
-        "F8_E5M2": ml_dtypes.float8_e5m2,
-        "I64": np.int64,
-        "I32": np.int32,
-        "I16": np.int16,
-        "I8": np.int8,
-        "U64": np.uint64,
-        "U32": np.uint32,
-        "U16": np.uint16,
-        "U8": np.uint8,
-        "BOOL": np.bool_,
-    }.items()
-}
-_WEIGHTS = tuple(_DTYPES[code] for code in ("F64", "F32", "F16", "BF16"))
-_MAX_HEADER = 100_000_000  # bytes, as the safetensors library has it
+_READERS = {".safetensors": safetensors_file.read, ".bin": torch_file.read}
+# Names of a checkpoint in one file; of several files, the index is named like it. The first that is there is read.
+_SINGLE = ("model.safetensors", "pytorch_model.bin")
+_INDEX = tuple(f"{name}.index.json" for name in _SINGLE)
+_OTHERS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.safetensors")
 _SAMPLE = 4096  # bytes of a tensor that go into a fingerprint
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be used, in one sentence that names the file and the tensor at fault."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredTensor:
-    """A tensor in a file: where it lies, and its values as a view of the mapped file."""
-
-    name: str
-    file: Path
-    values: np.ndarray
-
-    @property
-    def is_float(self) -> bool:
-        """Whether the values can be weights."""
-        return self.values.dtype in _WEIGHTS
 
 
 class StoredTensors:
     """All tensors of a checkpoint directory, by name.
 
     Attributes:
-      files: the safetensors files, in the order of their names.
+      files: the files that hold them, in the order of their names.
     """
 
     def __init__(self, directory: Path) -> None:
-        self.files, indexed = _find_files(directory)
+        self.files, index, indexed = _find_files(directory)
         self._maps: dict[Path, mmap.mmap] = {}
-        self._tensors: dict[str, StoredTensor] = {}
         self._headers: dict[Path, bytes] = {}
+        self._stored: dict[str, StoredTensor] = {}  # as the files have them
         for file in self.files:
             self._open(file)
         for name, file in indexed.items():
-            if name not in self._tensors or self._tensors[name].file != file:
-                raise CheckpointError(
-                    f"{directory / _INDEX} says that {name!r} is in {file.name}, which has no such tensor"
-                )
+            if name not in self._stored or self._stored[name].file != file:
+                raise CheckpointError(f"{index} says that {name!r} is in {file.name}, which has no such tensor")
+        self._tensors = quantization.decode(self._stored, _quantization(directory))
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
@@ -97,79 +55,51 @@ class StoredTensors:
         return tuple(self._tensors)
 
     def release(self, tensor: StoredTensor) -> None:
-        """Gives back the memory of what was read of a tensor's file; it can be read again."""
+        """Gives back the memory of what was read of a tensor's files; it can be read again."""
         if hasattr(mmap, "MADV_DONTNEED"):
-            self._maps[tensor.file].madvise(mmap.MADV_DONTNEED)
+            for file in tensor.files:
+                self._maps[file].madvise(mmap.MADV_DONTNEED)
 
     def fingerprint(self) -> str:
         """A digest of names, shapes, types, sizes and the beginning of each tensor's values."""
         digest = hashlib.sha256()
         for file in self.files:
             digest.update(f"{file.name} {file.stat().st_size}\n".encode() + self._headers[file])
-        for name in sorted(self._tensors):
-            values = self._tensors[name].values.reshape(-1)
-            digest.update(values[: _SAMPLE // values.itemsize].tobytes())
+        for name in sorted(self._stored):
+            values = self._stored[name].values
+            digest.update(values.flat[: _SAMPLE // values.itemsize].tobytes())
         return digest.hexdigest()
 
     def _open(self, file: Path) -> None:
         try:
-            size = file.stat().st_size
             with open(file, "rb") as stream:
-                length = int.from_bytes(stream.read(8), "little") if size >= 8 else -1
-                if not 0 < length <= min(size - 8, _MAX_HEADER):
-                    raise CheckpointError(f"{file} is no safetensors file, or was cut short: its header is not whole")
-                raw = stream.read(length)
-                self._maps[file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+                if file.stat().st_size == 0:
+                    raise CheckpointError(f"{file} is empty: it was cut short")
+                content = self._maps[file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
         except OSError as error:
             raise CheckpointError(f"{file} cannot be read: {error.strerror}") from None
-        self._headers[file] = raw
-        try:
-            header = json.loads(raw)
-        except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{file} is no safetensors file: its header is no JSON ({error})") from None
-        if not isinstance(header, dict):
-            raise CheckpointError(f"{file} is no safetensors file: its header is no JSON object")
-        for name, entry in header.items():
-            if name == "__metadata__":
-                continue
-            if name in self._tensors:
-                raise CheckpointError(f"tensor {name!r} is in both {self._tensors[name].file} and {file}")
-            self._tensors[name] = StoredTensor(name=name, file=file, values=self._view(file, name, entry, 8 + length))
-
-    def _view(self, file: Path, name: str, entry: Any, data_start: int) -> np.ndarray:
-        try:
-            code, shape = str(entry["dtype"]), tuple(int(size) for size in entry["shape"])
-            start, stop = (int(offset) for offset in entry["data_offsets"])
-        except (KeyError, TypeError, ValueError):
-            raise CheckpointError(f"{file}: the header's entry for {name!r} is malformed") from None
-        if code not in _DTYPES:
-            raise CheckpointError(f"{file}: tensor {name!r} is stored as {code!r}, which is unknown")
-        dtype, size = _DTYPES[code], math.prod(shape)
-        if min(start, *shape, 0) < 0 or stop - start != size * dtype.itemsize:
-            raise CheckpointError(
-                f"{file}: the header's entry for {name!r} is malformed: {code}{list(shape)} is not {stop - start} bytes"
-            )
-        if data_start + stop > len(self._maps[file]):
-            missing = data_start + stop - len(self._maps[file])
-            raise CheckpointError(
-                f"{file} was cut short: tensor {name!r} ends {missing} bytes beyond the end of the file"
-            )
-        return np.frombuffer(self._maps[file], dtype, size, data_start + start).reshape(shape)
+        self._headers[file], tensors = _READERS[file.suffix](file, content)
+        for tensor in tensors:
+            if tensor.name in self._stored:
+                other = self._stored[tensor.name].file
+                raise CheckpointError(f"tensor {tensor.name!r} is in both {other} and {file}")
+            self._stored[tensor.name] = tensor
 
 
-def _find_files(directory: Path) -> tuple[tuple[Path, ...], dict[str, Path]]:
-    """The safetensors files of a directory, and what the index (if there is one) says each tensor is in."""
-    if (directory / _SINGLE).is_file():
-        return (directory / _SINGLE,), {}
-    index = directory / _INDEX
-    if not index.is_file():
-        pickles = sorted(path.name for pattern in _PICKLES for path in directory.glob(pattern))
-        if pickles:
-            raise CheckpointError(
-                f"{directory} holds its weights as {pickles[0]}, which can run code when it is read; convert them to "
-                "safetensors first (transformers: from_pretrained(DIR), then save_pretrained(OUT))"
-            )
-        raise CheckpointError(f"{directory} holds neither {_SINGLE} nor {_INDEX}")
+def _find_files(directory: Path) -> tuple[tuple[Path, ...], Path, dict[str, Path]]:
+    """The files that hold the tensors, the index, and what it (if there is one) says each tensor is in."""
+    for single, index in zip(_SINGLE, _INDEX, strict=True):
+        if (directory / single).is_file():
+            return (directory / single,), directory / index, {}
+        if (directory / index).is_file():
+            break
+    else:
+        others = sorted(path.name for pattern in _OTHERS for path in directory.glob(pattern))
+        found = f"; {others[0]} is there, which is not read" if others else ""
+        raise CheckpointError(
+            f"{directory} holds neither {' nor '.join(_SINGLE)}, nor the index of several such files{found}"
+        )
+    index = directory / index
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} has no weight_map of tensor names to files")
@@ -177,10 +107,26 @@ def _find_files(directory: Path) -> tuple[tuple[Path, ...], dict[str, Path]]:
     for name, file in weight_map.items():
         if not isinstance(file, str) or Path(file).name != file:
             raise CheckpointError(f"{index} puts {name!r} in {file!r}, which is no name of a file beside it")
+        if Path(file).suffix not in _READERS:
+            raise CheckpointError(f"{index} puts {name!r} in {file}, which is no {' or '.join(_READERS)} file")
         if not (directory / file).is_file():
             raise CheckpointError(f"{index} puts {name!r} in {file}, which does not exist")
         indexed[name] = directory / file
-    return tuple(sorted(set(indexed.values()))), indexed
+    return tuple(sorted(set(indexed.values()))), index, indexed
+
+
+def _quantization(directory: Path) -> quantization.Quantization:
+    """How the weights of a directory are quantized."""
+    return quantization.parse(directory / "config.json", _config(directory))
+
+
+def _config(directory: Path) -> dict[str, Any]:
+    """The entries of config.json, with those of NVIDIA's hf_quant_config.json where it has no quantization_config."""
+    entries, other = read_json(directory / "config.json"), directory / "hf_quant_config.json"
+    if entries.get("quantization_config") or not other.is_file():
+        return entries
+    found = read_json(other).get("quantization")
+    return entries | {"quantization_config": {"quant_method": "modelopt", **(found if isinstance(found, dict) else {})}}
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -210,7 +156,8 @@ def read_config(path: str | Path) -> ModelConfig:
     directory = Path(path)
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is no directory" if directory.exists() else f"{directory} does not exist")
-    entries = read_json(directory / "config.json")
+    entries = _config(directory)
+    quantization.parse(directory / "config.json", entries)
     generation = directory / "generation_config.json"
     if generation.is_file():
         ends = read_json(generation).get("eos_token_id")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,10 @@ from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jaxserve import models
 from jaxserve.models.layers import Quantized
 from jaxserve.weights import naming, orbax, quantize
-from jaxserve.weights.checkpoint import StoredTensor, StoredTensors
+from jaxserve.weights.checkpoint import StoredTensors
 from jaxserve.weights.naming import Parameter, parameters
 from jaxserve.weights.regions import OURS, Layout, layout
+from jaxserve.weights.stored import Region, StoredTensor
 from sharding.spec import ShardingSpec
 
 # place(name, shape, axes) -> sharding of a parameter, None of one that is not read; names are like layers.3.qkv.kernel
@@ -109,7 +110,7 @@ def load(
     else:
         tensors = StoredTensors(directory)
         sources = naming.match(tensors, model, wanted, directory)
-        leaves, total = [], sum(source.values.nbytes for several in sources for source in several)
+        leaves, total = [], sum(source.nbytes for several in sources for source in several)
         done = 0
 
         def release(source: StoredTensor, nbytes: int) -> None:
@@ -125,7 +126,7 @@ def load(
             else:
                 leaf = _place(model, parameter, several, target, release)
             leaves.append(leaf)
-            done += sum(source.values.nbytes for source in several)
+            done += sum(source.nbytes for source in several)
             if progress is not None:
                 progress("reading weights", done, total)
     return jax.tree.unflatten(jax.tree.structure(described, is_leaf=is_matrix), leaves)
@@ -244,17 +245,15 @@ def _read(
     filled = sum(stop - start for start, stop, _ in parts)
     if filled < last - first or any(a != axis and each != bounds[a] for a, each in enumerate(there)):
         whole[:] = 0
-    views = [stored.view(source.values) for source in sources]
-    if stored.experts:
-        views = [view[None] for view in views]
     for start, stop, run in parts:
         ours, theirs = [slice(stop - start) for start, stop in there], [slice(*each) for each in there]
         ours[axis] = slice(start - first, stop - first)
         theirs[axis] = slice(run.stored + start - run.start, run.stored + stop - run.start)
         share = whole[tuple(ours)]
         if share.size:
-            read = partial(release, sources[run.tensor])
-            _copy(share, views[run.tensor][tuple(theirs)], stored.transposed, read)
+            if stored.experts:
+                share, theirs = share[0], theirs[1:]
+            _copy(share, sources[run.tensor], stored.region(tuple(theirs)), stored.transposed, release)
     return whole
 
 
@@ -265,12 +264,28 @@ def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return memory[start : start + size].view(dtype).reshape(shape)
 
 
-def _copy(target: np.ndarray, values: np.ndarray, transposed: bool, release: Callable[[int], None]) -> None:
-    """Copies and casts stored values, a run of stored rows at a time, each given back once it is read."""
-    if transposed and values.ndim == 2:
-        target, values, step = target.T, values.T, _TRANSPOSED
+def _copy(
+    target: np.ndarray,
+    source: StoredTensor,
+    region: Region,
+    transposed: bool,
+    release: Callable[[StoredTensor, int], None],
+) -> None:
+    """Copies and casts a region of a stored tensor, a run of stored rows at a time, each given back once it is read.
+
+    Args:
+      transposed: whether the target's last two axes are those of the tensor in the other order.
+    """
+    if transposed:
+        target = target.swapaxes(-1, -2)
+    if transposed and target.ndim == 2:
+        step = _TRANSPOSED
     else:
-        step = max(1, _CHUNK // values[:1].nbytes)
-    for first in range(0, len(values), step):
-        target[first : first + step] = (part := values[first : first + step])
-        release(part.nbytes)
+        step = max(1, _CHUNK // (target[:1].size * source.dtype.itemsize))
+    rows, *others = region
+    for first in range(0, len(target), step):
+        stride = rows.step or 1
+        last = min(rows.start + (first + step) * stride, rows.stop)
+        part = source.read((slice(rows.start + first * stride, last, stride), *others))
+        target[first : first + step] = part
+        release(source, part.size * source.nbytes // math.prod(source.shape))

@@ -12,8 +12,9 @@ import numpy as np
 
 from jaxserve import models
 from jaxserve.models.schema import Stored
-from jaxserve.weights.checkpoint import CheckpointError, StoredTensor, StoredTensors
+from jaxserve.weights.checkpoint import CheckpointError, StoredTensors
 from jaxserve.weights.regions import tensor_shapes
+from jaxserve.weights.stored import StoredTensor
 
 _COMPARED = 16 * 2**20  # bytes that are compared before their pages are given back
 
@@ -100,16 +101,18 @@ def _and_more(names: list[str]) -> str:
 
 def _check_tied(tensors: StoredTensors, head: str, table: str) -> None:
     """Raises CheckpointError if a stored head differs from the table it is tied to."""
-    ours, theirs = tensors[head].values, tensors[table].values
-    step = max(1, _COMPARED // theirs[:1].nbytes)
+    ours, theirs = tensors[head], tensors[table]
+    rows, columns = theirs.shape
+    step = max(1, _COMPARED // (columns * theirs.dtype.itemsize))
     same = ours.shape == theirs.shape
-    for start in range(0, len(theirs) if same else 0, step):
-        same = same and np.array_equal(ours[start : start + step], theirs[start : start + step])
-        tensors.release(tensors[head])
-        tensors.release(tensors[table])
+    for start in range(0, rows if same else 0, step):
+        part = slice(start, min(start + step, rows)), slice(0, columns)
+        same = same and np.array_equal(ours.read(part), theirs.read(part))
+        tensors.release(ours)
+        tensors.release(theirs)
     if not same:
         raise CheckpointError(
-            f"{tensors[head].file}: tensor {head!r} differs from {table!r}, which config.json says serves as the head "
+            f"{ours.file}: tensor {head!r} differs from {table!r}, which config.json says serves as the head "
             "too; set tie_word_embeddings to false there if the head is its own"
         )
 
@@ -118,10 +121,10 @@ def _check(parameter: Parameter, source: StoredTensor, wanted: tuple[int, ...]) 
     """Raises CheckpointError for a tensor that cannot be the parameter, or its share of shape `wanted`."""
     if not source.is_float:
         raise CheckpointError(
-            f"{source.file}: tensor {source.name!r} is stored as {source.values.dtype}; weights are read from "
-            "float32, float16 and bfloat16"
+            f"{source.file}: tensor {source.name!r} is stored as {source.dtype}; weights are read from "
+            "float32, float16, bfloat16 and float8"
         )
-    have = source.values.shape
+    have = source.shape
     if have == wanted:
         return
     if parameter.axes[0] == "vocab" and have[1:] == wanted[1:]:

@@ -21,10 +21,11 @@ from jaxserve.weights.checkpoint import CheckpointError, StoredTensors, read_con
 from jaxserve.weights.loading import Progress, load
 from jaxserve.weights.naming import parameters
 from jaxserve.weights.regions import layout, tensor_shapes
+from jaxserve.weights.stored import FLOATS
 
 _COPIED = (
     *("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt"),
-    "chat_template.jinja",
+    *("added_tokens.json", "chat_template.jinja"),
 )
 
 
@@ -71,7 +72,8 @@ def convert(
 
     Args:
       target: must not exist, or be empty.
-      dtype: of the saved values; None keeps the stored one. `load` casts to any dtype.
+      dtype: of the saved values; None keeps the stored one (of a quantized checkpoint, that of its other tensors).
+        `load` casts to any dtype.
 
     Raises:
       CheckpointError: the source cannot be read, or the target exists and is not empty.
@@ -84,7 +86,8 @@ def convert(
         raise CheckpointError(f"{out} exists and is not an empty directory")
     tensors = StoredTensors(directory)
     if dtype is None:
-        dtype = jnp.result_type(*{tensors[name].values.dtype for name in tensors.names() if tensors[name].is_float})
+        kept = {tensors[name].values.dtype for name in tensors.names()}.intersection(FLOATS)
+        dtype = jnp.result_type(*kept or {np.float32})
     model, host = models.build(config), SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
     params = load(directory, model, dtype, place=lambda *_: host, progress=progress)
     names = [parameter.name for parameter in parameters(model, dtype)]

@@ -1,6 +1,8 @@
 """Checkpoint directories with random weights, and what they may be changed to."""
 
 import json
+import struct
+import zipfile
 from pathlib import Path
 
 import jax
@@ -85,3 +87,45 @@ def shard(folder: Path, parts: int = 3) -> None:
         save_file(chosen, folder / file)
         weight_map |= dict.fromkeys(chosen, file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+_STORAGES = {"float32": "FloatStorage", "float16": "HalfStorage", "bfloat16": "BFloat16Storage"}
+ORDERED_DICT = b"ccollections\nOrderedDict\n)R"
+
+
+def pickled(value) -> bytes:
+    """Opcodes of a text, a whole number or a tuple."""
+    if isinstance(value, tuple):
+        return b"(" + b"".join(map(pickled, value)) + b"t"
+    if isinstance(value, int):
+        return b"\x8a\x09" + value.to_bytes(9, "little", signed=True)
+    return b"X" + struct.pack("<I", len(value.encode())) + value.encode()
+
+
+def pickled_tensor(storage: str, length: int, offset: int, shape, strides, kind: str = "FloatStorage") -> bytes:
+    """Opcodes of a tensor, as torch.save writes them."""
+    parts = (pickled("storage"), f"ctorch\n{kind}\n".encode(), pickled((storage, "cpu", length))[1:])
+    view = pickled(offset) + pickled(tuple(shape)) + pickled(tuple(strides))
+    return b"ctorch._utils\n_rebuild_tensor_v2\n((" + b"".join(parts) + b"Q" + view + b"\x89" + ORDERED_DICT + b"tR"
+
+
+def torch_file(file: Path, pickle: bytes, storages: dict[str, bytes], **settings) -> None:
+    """Writes what torch.save writes of a pickle and its storages."""
+    with zipfile.ZipFile(file, "w", **settings) as archive:
+        archive.writestr("archive/data.pkl", pickle)
+        archive.writestr("archive/byteorder", b"little")
+        for name, values in storages.items():
+            archive.writestr(f"archive/data/{name}", values)
+
+
+def to_torch(file: Path) -> None:
+    """Replaces a safetensors file by one of torch.save with the same tensors, each a transposed view."""
+    tensors, pickle, storages = load_file(file), b"\x80\x02" + ORDERED_DICT + b"(", {}
+    for i, (name, values) in enumerate(tensors.items()):
+        storages[str(i)] = values.T.tobytes()
+        strides = [size // values.itemsize for size in np.empty(values.shape[::-1], values.dtype).T.strides]
+        kind = _STORAGES[values.dtype.name]
+        pickle += pickled(name) + pickled_tensor(str(i), values.size, 0, values.shape, strides, kind)
+    file.unlink()
+    target = file.with_name(file.name.replace("model", "pytorch_model")).with_suffix(".bin")
+    torch_file(target, pickle + b"u.", storages)

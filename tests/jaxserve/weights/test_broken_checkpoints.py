@@ -74,19 +74,19 @@ def tokenizer_of_another_kind(folder):
 def weights_a_directory(folder):
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors").mkdir()
-    return folder, r"holds neither model.safetensors nor"
+    return folder, r"holds neither model.safetensors nor pytorch_model.bin"
 
 
 @broken
 def no_weights(folder):
     (folder / "model.safetensors").unlink()
-    return folder, r"holds neither model.safetensors nor model.safetensors.index.json"
+    return folder, r"holds neither model.safetensors nor pytorch_model.bin, nor the index of several such files$"
 
 
 @broken
-def pickles(folder):
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    return folder, r"holds its weights as pytorch_model.bin, which can run code when it is read; convert them"
+def weights_of_another_format(folder):
+    (folder / "model.safetensors").rename(folder / "consolidated.00.pth")
+    return folder, r"nor the index of several such files; consolidated.00.pth is there, which is not read"
 
 
 @broken
@@ -106,7 +106,7 @@ def cut_in_a_tensor(folder):
 @broken
 def empty_file(folder):
     (folder / "model.safetensors").write_bytes(b"")
-    return folder, r"model.safetensors is no safetensors file, or was cut short"
+    return folder, r"model.safetensors is empty: it was cut short"
 
 
 @broken
