@@ -42,17 +42,14 @@ class ApiError(Exception):
 
 
 def invalid(field: str, message: str) -> ApiError:
-    """The error for a field that is wrong."""
     return ApiError(ErrorKind.INVALID, message, field=field)
 
 
 def queue_full(message: str, retry_after: float = RETRY_SECONDS) -> ApiError:
-    """The error for a full queue."""
     return ApiError(ErrorKind.QUEUE_FULL, message, retry_after=retry_after)
 
 
 def unavailable(message: str, retry_after: float | None = None) -> ApiError:
-    """The error for a server that cannot serve now."""
     return ApiError(ErrorKind.UNAVAILABLE, message, retry_after=retry_after)
 
 

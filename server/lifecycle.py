@@ -54,7 +54,6 @@ class ServerLifecycle:
         on_wedged: Callable[[str], None] | None = None,
         wedged_seconds: Callable[[], float] | None = None,
     ) -> ServerApp:
-        """The server app for an engine."""
         return ServerApp(
             engine,
             name=self.settings.name,
@@ -83,7 +82,6 @@ class ServerLifecycle:
         self.stopping.set()
 
     def greet(self) -> None:
-        """Reports that the engine is ready."""
         self._greet(self.settings, *self._ports)
 
     async def drain(self, app: ServerApp) -> None:
@@ -172,7 +170,6 @@ async def serve_engine_process(settings: ServeSettings, greet: Greet) -> int:
 
 
 def engine_job(settings: ServeSettings) -> EngineJob:
-    """What the engine process is to do."""
     profile = None if settings.profile is None else str(settings.profile)
     return EngineJob.of(str(settings.model), settings.engine, profile, settings.cluster)
 

@@ -146,7 +146,6 @@ class Metrics(Observer):
             self._observe("iteration_tokens", record.num_tokens)
 
     def text(self) -> bytes:
-        """All metrics in the text format."""
         return generate_latest(self._registry)
 
     def serve(self, host: str, port: int) -> Callable[[], None]:

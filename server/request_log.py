@@ -64,7 +64,6 @@ class RequestLog(Observer):
         self._write({"id": call_id, "refused": refusal.kind.value, "message": str(refusal)})
 
     def close(self) -> None:
-        """Closes the file."""
         if self._file is not sys.stdout:
             with contextlib.suppress(OSError):  # was reported already
                 self._file.close()

@@ -40,7 +40,6 @@ class Tls:
                 raise ValueError(f"--tls-client-ca {self.client_ca}: {_reason(problem)}") from None
 
     def grpc_credentials(self) -> grpc.ServerCredentials:
-        """The credentials for `add_secure_port`."""
         return grpc.ssl_server_credentials(
             [(self.key.read_bytes(), self.certificate.read_bytes())],
             root_certificates=self.client_ca.read_bytes() if self.client_ca else None,
@@ -48,7 +47,6 @@ class Tls:
         )
 
     def uvicorn_settings(self) -> dict[str, Any]:
-        """The arguments for `uvicorn.Config`."""
         settings: dict[str, Any] = {"ssl_certfile": str(self.certificate), "ssl_keyfile": str(self.key)}
         if self.client_ca is not None:
             settings |= {"ssl_ca_certs": str(self.client_ca), "ssl_cert_reqs": ssl.CERT_REQUIRED}
@@ -56,7 +54,6 @@ class Tls:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that `from_flags` reads."""
     group = parser.add_argument_group("encryption")
     group.add_argument("--tls-cert", type=Path, metavar="FILE.pem", help="the server's certificate (default: no TLS)")
     group.add_argument("--tls-key", type=Path, metavar="FILE.pem", help="its private key")

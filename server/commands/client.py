@@ -64,7 +64,6 @@ def _metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of `jaxserve client`."""
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("prompt", nargs="?", metavar="PROMPT", help="text to continue")
     parser.add_argument(

@@ -25,7 +25,6 @@ weights leave; `jaxserve plan --compile` compiles for devices that are elsewhere
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of `jaxserve compile`."""
     parser.add_argument("--topology", metavar="h200:8", help="fail unless the machine has these devices")
     add_model_flags(parser)
 

@@ -64,12 +64,10 @@ def address(host: str, port: int) -> str:
 
 
 def say(message: str) -> None:
-    """Prints one line."""
     print(f"jaxserve: {message}", file=sys.stderr, flush=True)
 
 
 def say_outcome(finish_reason: str, prompt_tokens: int, completion_tokens: int, seed: int | None) -> None:
-    """Prints how a single completion ended."""
     drawn = "" if seed is None else f", seed {seed}"
     say(f"{finish_reason} after {completion_tokens} tokens (prompt {prompt_tokens}{drawn})")
 
@@ -126,7 +124,6 @@ def progress_bars() -> Iterator[Progress]:
 
 
 def show(report: StartupReport, *, model: str) -> None:
-    """Prints the start-up report of an engine."""
     out = console()
     facts = Table.grid(padding=(0, 2))
     each = ", in each replica" if report.replicas > 1 else ""
@@ -154,7 +151,6 @@ def show(report: StartupReport, *, model: str) -> None:
 
 
 def _start(report: StartupReport) -> str:
-    """The seconds of each step of the start."""
     found = f"{report.programs_loaded} of {report.programs} cached"
     return (
         f"load {report.load_seconds:.1f} s, compile {report.compile_seconds:.1f} s ({found}), "
@@ -167,7 +163,6 @@ def _rounded(report: StartupReport) -> str:
 
 
 def _layout(report: StartupReport) -> str:
-    """How the devices share the work."""
     layers = report.layers_per_stage
     copies = f", {report.replicas} replicas" if report.replicas > 1 else ""
     if len(layers) == 1:

@@ -18,7 +18,6 @@ Tokenizer and configuration are copied, so OUT serves like DIR:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of `jaxserve convert`."""
     parser.add_argument("source", type=Path, metavar="DIR", help="Hugging Face directory to read")
     parser.add_argument("target", type=Path, metavar="OUT", help="directory to write; must not exist, or be empty")
     parser.add_argument(

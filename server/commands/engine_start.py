@@ -31,7 +31,6 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_profile_flag(parser: argparse.ArgumentParser) -> None:
-    """Adds the flag for `profiling`."""
     parser.add_argument("--profile", type=Path, metavar="DIR", help="write a jax profiler capture of the run here")
 
 
@@ -75,7 +74,6 @@ def start_engine(path: Path, config: EngineConfig, cluster: ClusterConfig | None
 
 
 def make_engine(path: Path, config: EngineConfig, progress: Progress, cluster: ClusterConfig | None = None) -> Engine:
-    """Loads and compiles an engine."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", _GPU_MEMORY)
     if cluster is not None:
         from server.commands import hosts

@@ -49,7 +49,6 @@ and the exit code is 1."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of `jaxserve generate`."""
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", metavar="TEXT", help="complete this text, printing it as it comes")
     source.add_argument("--input", metavar="FILE", help="complete every line of this file; - is standard input")

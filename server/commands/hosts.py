@@ -31,7 +31,6 @@ WAITING = "waiting for host 0 to end the hosts (again to end at once)"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that `from_flags` reads."""
     group = parser.add_argument_group("several hosts (docs/hosts.md)")
     group.add_argument(
         "--hosts",

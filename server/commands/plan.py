@@ -33,7 +33,6 @@ flags mean what they mean to `jaxserve serve`. docs/sharding.md explains specs a
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of `jaxserve plan`."""
     parser.add_argument("--model", required=True, metavar="NAME|FILE|DIR", help="name, config.json or checkpoint")
     parser.add_argument("--topology", required=True, metavar="v5p:2x2x4", help="devices")
     parser.add_argument(
@@ -55,7 +54,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns 0."""
     if args.plot is not None and not args.search:
         raise UserError("--plot draws the result of --search; give both")
     if args.context < 1:

@@ -20,7 +20,6 @@ a hair of the next may fall otherwise: the logprobs beside a difference tell. Re
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of `jaxserve replay`."""
     parser.add_argument("file", type=Path, metavar="FILE", help="the flight record")
     parser.add_argument(
         "--model", type=Path, metavar="DIR", help="checkpoint that it was made with (default: the built-in demo model)"

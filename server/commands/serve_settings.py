@@ -90,12 +90,10 @@ class ServeSettings:
 
     @property
     def name(self) -> str:
-        """Name under which the model is served."""
         return self.model.name
 
     @property
     def in_process(self) -> bool:
-        """Whether the engine runs in a thread of this process."""
         return self.front == "thread"
 
     @property
@@ -125,7 +123,6 @@ def from_flags(args: argparse.Namespace) -> ServeSettings:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of `jaxserve serve`."""
     for each in SERVE_PARAMS.values():
         flags.add(parser, each)
     settings.add_flags(parser)

@@ -72,7 +72,6 @@ class SettingsParser(argparse.ArgumentParser):
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags `--config` and `--print-config`."""
     parser.add_argument(
         "--config", metavar="FILE.toml", help="read settings from here; flags and JAXSERVE_ variables override it"
     )

@@ -36,7 +36,6 @@ _VOCABULARY = 256  # enough to distinguish prefixes, and Python keeps one object
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of `jaxserve simulate`."""
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--trace", type=Path, metavar="FILE", help="recorded arrivals and lengths")
     what.add_argument(
@@ -157,7 +156,6 @@ def _made_up(args: argparse.Namespace, max_context: int) -> Workload:
 
 
 def _chosen(policies: Sequence[Policy], names: str | None) -> Sequence[Policy]:
-    """The policies that --policies names; all by default."""
     if names is None:
         return policies
     known = {policy.name: policy for policy in policies}
@@ -182,7 +180,6 @@ def read_trace(args: argparse.Namespace, max_context: int) -> Workload:
 
 
 def make_objective(args: argparse.Namespace) -> Any:
-    """The objective that --slo describes."""
     from jaxserve.simulate.system import Objective
 
     return Objective(**(_slo(args.slo) if isinstance(args.slo, str) else args.slo))

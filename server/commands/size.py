@@ -26,7 +26,6 @@ serve`. --price is yours to give, for an hour of one device; without it the tabl
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of `jaxserve size`."""
     parser.add_argument("--trace", type=Path, required=True, metavar="FILE", help="recorded arrivals and lengths")
     add_trace_flags(parser)
     group = parser.add_argument_group("sizing")

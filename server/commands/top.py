@@ -139,7 +139,6 @@ def _span(quantiles: list[float] | None) -> str:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of `jaxserve top`."""
     parser.add_argument(
         "--server", metavar="URL", default="http://127.0.0.1:8000", help="HTTP address (default: %(default)s)"
     )

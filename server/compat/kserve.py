@@ -53,13 +53,10 @@ class OpenInferenceService(open_inference_grpc_pb2_grpc.GRPCInferenceServiceServ
 
 
 def error_of(refusal: ApiError) -> dict[str, Any]:
-    """An error as the JSON of the protocol."""
     return {"error": str(refusal)}
 
 
 def routes(handler: RequestHandler) -> list[Route]:
-    """The routes of the protocol: `/v2` and the paths below it."""
-
     async def live(http_call: HttpCall) -> None:
         await http_call.json({"live": True})
 

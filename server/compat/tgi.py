@@ -36,7 +36,6 @@ _ERRORS = {
 
 
 def error_of(refusal: ApiError) -> dict[str, Any]:
-    """An error as the JSON of TGI."""
     message = "Model is overloaded" if refusal.kind is ErrorKind.QUEUE_FULL else str(refusal)
     return {"error": message, "error_type": _ERRORS.get(refusal.kind, refusal.kind.value)}
 
@@ -107,7 +106,6 @@ def _grammar(given: TgiGrammar) -> Grammar:
 
 
 def _truncated(request: Request, most: int | None) -> Request:
-    """The request with only the last tokens of its prompt."""
     return request if most is None else dataclasses.replace(request, prompt=request.prompt[-most:])
 
 
@@ -184,7 +182,6 @@ def _ending(completion: Completion) -> dict[str, Any]:
 
 
 def info(handler: RequestHandler) -> dict[str, Any]:
-    """The answer to `/info`."""
     engine, report = handler.engine, handler.engine.report
     return {
         "model_id": handler.model_name,

@@ -131,7 +131,6 @@ class _Abortable:
         self._is_aborted = False
 
     def started(self, generation: Generation) -> None:
-        """Notes the generation of the call."""
         self._generation = generation
         if self._is_aborted:
             self.abort()

@@ -67,7 +67,6 @@ def _grammar(params: pb.SamplingParams) -> Grammar | None:
 
 
 def samples_of(params: pb.SamplingParams) -> int:
-    """Number of samples that the call asks for. Raises InvalidRequest."""
     if params.n > MAX_SAMPLES:
         raise InvalidRequest("n", f"is {params.n}; it must be at most {MAX_SAMPLES}")
     return params.n or 1
@@ -100,7 +99,6 @@ class VllmSample:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the engine has finished the sample."""
         return self._generation.completion(self._index).finish_reason is not None
 
     def chunk(self, delta: Delta) -> pb.GenerateResponse:

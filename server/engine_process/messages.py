@@ -93,7 +93,6 @@ def parse(kind: type[_T], body: bytes) -> tuple[str, _T]:
 
 
 def to_json(kind: type[_T], value: _T) -> bytes:
-    """A dataclass as JSON."""
     return _adapter(kind).dump_json((value,))
 
 

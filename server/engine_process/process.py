@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import IO
@@ -24,7 +25,7 @@ _POLL_SECONDS = 0.01
 _TRACE_SECONDS = 0.3  # for a wedged process to write the stacks of its threads
 
 
-class EngineProcess:
+class EngineProcess(asyncio.Protocol):
     """A child process at the other end of a socket.
 
     Args:
@@ -32,13 +33,22 @@ class EngineProcess:
       take: called on the event loop with the name of every message's field, and the message; raises BadFrame.
 
     Attributes:
+      started / ready_since: monotonic seconds; None until it is ready.
+      refusal: why it cannot start.
+      failure: the engine's own report of its failure.
+      wedged: why it is being killed.
+      misread: what was wrong with one of its messages.
       last_lines: of its output, which is also copied to standard error.
-      misread: what was wrong with one of its messages, or None.
     """
 
     def __init__(self, command: Sequence[str], take: Callable[[str, pb.FromEngine], None]) -> None:
-        self.last_lines: deque[str] = deque(maxlen=_LAST_LINES)
+        self.started = time.monotonic()
+        self.ready_since: float | None = None
+        self.refusal: str | None = None
+        self.failure: str | None = None
+        self.wedged: str | None = None
         self.misread: str | None = None
+        self.last_lines: deque[str] = deque(maxlen=_LAST_LINES)
         self._command, self._take = command, take
         self._splitter = Splitter()
         self._lost = asyncio.Event()
@@ -65,8 +75,7 @@ class EngineProcess:
         assert self._process.stdout is not None
         self._pump = threading.Thread(target=self._forward, args=(self._process.stdout,), daemon=True)
         self._pump.start()
-        loop = asyncio.get_running_loop()
-        self._transport, _ = await loop.create_connection(lambda: _Channel(self), sock=ours)
+        self._transport, _ = await asyncio.get_running_loop().create_connection(lambda: self, sock=ours)
 
     @property
     def pid(self) -> int:
@@ -78,22 +87,18 @@ class EngineProcess:
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(data)
 
-    def kill(self) -> None:
-        """Kills it at once."""
-        if self._process is not None:
-            self._process.kill()
-
     def signal(self, number: int) -> None:
-        """Sends it a signal."""
         if self._process is not None:
             self._process.send_signal(number)
 
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+
     async def kill_wedged(self) -> None:
         """Kills it, after it has had time to write the stacks of its threads."""
-        if self._process is not None:
-            self._process.send_signal(signal.SIGUSR1)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._lost.wait(), _TRACE_SECONDS)
+        self.signal(signal.SIGUSR1)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._lost.wait(), _TRACE_SECONDS)
         self.kill()
 
     async def ended(self) -> int:
@@ -102,20 +107,16 @@ class EngineProcess:
         process = self._process
         if process is None:
             return 1  # it could not be started
-        loop = asyncio.get_running_loop()
-        until = loop.time() + _REAP_SECONDS
+        until = time.monotonic() + _REAP_SECONDS
         while process.poll() is None:
-            if loop.time() > until:
+            if time.monotonic() > until:
                 process.kill()
             await asyncio.sleep(_POLL_SECONDS)
         if self._pump is not None:  # its last output has arrived, unless a child of its own keeps the pipe open
             await asyncio.to_thread(self._pump.join, _LAST_WORDS_SECONDS)
         return process.returncode
 
-    # Of its socket
-
-    def received(self, data: bytes) -> None:
-        """Takes bytes from the socket."""
+    def data_received(self, data: bytes) -> None:
         if self.misread is not None:
             return
         try:
@@ -125,8 +126,7 @@ class EngineProcess:
             self.misread = str(problem)
             self.kill()
 
-    def lost(self) -> None:
-        """The socket was closed."""
+    def connection_lost(self, exc: Exception | None) -> None:
         self._lost.set()
 
     def _forward(self, output: IO[bytes]) -> None:
@@ -137,16 +137,3 @@ class EngineProcess:
                 with contextlib.suppress(OSError, ValueError):  # nothing reads our standard error any more
                     sys.stderr.write(text)
                     sys.stderr.flush()
-
-
-class _Channel(asyncio.Protocol):
-    """Passes the events of the socket on to its process."""
-
-    def __init__(self, process: EngineProcess) -> None:
-        self._process = process
-
-    def data_received(self, data: bytes) -> None:
-        self._process.received(data)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._process.lost()

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from jaxserve.multihost.config import ClusterConfig, stages_of
+from jaxserve.multihost.config import stages_of
 from jaxserve.multihost.failure import Symptom, SymptomKind
 from server.commands.console import UserError
 from server.engine_process import exit_codes, messages
@@ -91,12 +91,8 @@ class Supervisor:
         self.ready = asyncio.Event()
         self._engine, self._job, self._restarts = engine, job, restarts
         self._command, self._progress = command, progress
+        self._is_worker = job.cluster is not None and job.cluster.host != 0
         self._process: EngineProcess | None = None  # that runs, or ran last
-        self._started = 0.0  # monotonic seconds; likewise
-        self._ready_since: float | None = None
-        self._refusal: str | None = None  # why it cannot start
-        self._failure: str | None = None  # the engine's own report of its failure
-        self._wedged: str | None = None  # why it is being killed
         self._killing: asyncio.Task[None] | None = None
         self._silence: asyncio.TimerHandle | None = None  # gives up a process that stops reporting that it is alive
         self._closed = asyncio.Event()
@@ -110,17 +106,18 @@ class Supervisor:
         """
         in_a_row = 0
         while not self._closed.is_set():
-            code = await self._live()
+            self._process = process = EngineProcess(self._command, self._take)
+            code = await self._live(process)
             if self._closed.is_set():
                 return
             # A restarted process may meet what the last one left, such as a host that is about to end.
-            if self._refusal is not None and not (self.ready.is_set() or in_a_row):
+            if process.refusal is not None and not (self.ready.is_set() or in_a_row):
                 self._engine.disconnect("the engine cannot be started", returns=False)
-                raise UserError(self._refusal)
-            if code == exit_codes.ENDED and self._job.cluster is not None and self._job.cluster.host:
+                raise UserError(process.refusal)
+            if code == exit_codes.ENDED and self._is_worker:
                 return  # host 0 has ended the hosts
-            cause = self._cause(code)
-            self._log_end(code, cause)
+            cause = self._cause(process, code)
+            _log_end(process, code, cause)
             if self._restarts is None:
                 self._engine.disconnect(cause, returns=False)
                 if self._job.cluster is not None:
@@ -128,7 +125,9 @@ class Supervisor:
                 elif self.ready.is_set():
                     await self._closed.wait()  # as with a failed engine in this process, the operator decides
                 raise EngineGone(cause, code)
-            in_a_row = 1 if self._served_seconds() >= self._restarts.steady_seconds else in_a_row + 1
+            served_since = process.started if self._is_worker else process.ready_since  # a worker is not reported ready
+            is_steady = served_since is not None and time.monotonic() - served_since >= self._restarts.steady_seconds
+            in_a_row = 1 if is_steady else in_a_row + 1
             if in_a_row > self._restarts.most:
                 self._engine.disconnect(cause, returns=False)
                 raise EngineGone(f"{cause}, {in_a_row} times in a row", code)
@@ -138,13 +137,13 @@ class Supervisor:
 
     def give_up(self, problem: str) -> None:
         """Kills an engine process that hangs; it is restarted if there is a RestartPolicy."""
-        if self._wedged is None and self._process is not None:
-            self._wedged = problem
+        if self._process is not None and self._process.wedged is None:
+            self._process.wedged = problem
             self._killing = asyncio.create_task(self._process.kill_wedged())
 
     def signal(self, number: int) -> None:
         """Sends a signal to the engine process, if it is ready."""
-        if self._process is not None and self._ready_since is not None:
+        if self._process is not None and self._process.ready_since is not None:
             self._process.signal(number)
 
     def let_end(self) -> None:
@@ -157,7 +156,7 @@ class Supervisor:
         process = self._process
         if process is None:  # `run` has not started yet
             return
-        if self._ready_since is None or self._wedged is not None:
+        if process.ready_since is None or process.wedged is not None:
             process.kill()
         process.send(messages.to_engine(stop=pb.Empty()))
         try:
@@ -171,11 +170,8 @@ class Supervisor:
         """The process id of the engine process; None before the first start."""
         return None if self._process is None else self._process.pid
 
-    async def _live(self) -> int:
-        """Runs one engine process from its start to its end. Returns its exit code."""
-        self._refusal = self._failure = self._wedged = self._ready_since = None
-        self._started = time.monotonic()
-        self._process = process = EngineProcess(self._command, self._take)
+    async def _live(self, process: EngineProcess) -> int:
+        """Runs an engine process from its start to its end. Returns its exit code."""
         try:
             await process.start()
         except OSError as problem:
@@ -190,79 +186,69 @@ class Supervisor:
                 self._silence.cancel()
 
     def _take(self, name: str, message: pb.FromEngine) -> None:
+        process = self._process
+        assert process is not None
         match name:
-            case "iterations" if self._ready_since is not None:
+            case "iterations" if process.ready_since is not None:
                 self._engine.take(message.iterations)
-            case "progress" if self._ready_since is None:
+            case "progress" if process.ready_since is None:
                 progress = message.progress
                 if not self.ready.is_set():
                     self._progress(progress.what, progress.done, progress.total)
-            case "ready" if self._ready_since is None:
+            case "ready" if process.ready_since is None:
                 info = messages.from_json(EngineInfo, message.ready)
-                assert self._process is not None
-                self._ready_since = time.monotonic()
+                process.ready_since = time.monotonic()
                 if self.ready.is_set():
-                    _log.warning("the engine is ready again, after %.1f s", self._ready_since - self._started)
-                self._engine.connect(info, self._process.send)
+                    _log.warning("the engine is ready again, after %.1f s", process.ready_since - process.started)
+                self._engine.connect(info, process.send)
                 self.ready.set()
             case "refused":
-                self._refusal = message.refused
+                process.refusal = message.refused
             case "failed":
-                self._failure = failure = message.failed
+                process.failure = failure = message.failed
                 if self._job.cluster is not None:  # which ends late, after the other hosts have been notified
                     again = self._restarts is not None
                     text = f"{failure}; it is being restarted" if again else failure
                     self._engine.disconnect(text, returns=again)
-            case "alive_seconds":
-                self._hear(message.alive_seconds)
+            case "alive_seconds":  # it reports this again within so many seconds
+                if self._silence is not None:
+                    self._silence.cancel()
+                seconds = message.alive_seconds
+                cause = f"the engine process did not report for {seconds:g} s"
+                self._silence = asyncio.get_running_loop().call_later(seconds, self.give_up, cause)
             case _:
                 raise BadFrame(f"{name} from the engine process at the wrong time")
 
-    def _hear(self, seconds: float) -> None:
-        """The process is alive, and reports it again within so many seconds."""
-        if self._silence is not None:
-            self._silence.cancel()
-        cause = f"the engine process did not report for {seconds:g} s"
-        self._silence = asyncio.get_running_loop().call_later(seconds, self.give_up, cause)
-
-    def _served_seconds(self) -> float:
-        if self._job.cluster is not None and self._job.cluster.host:  # which does not report when it is ready
-            return time.monotonic() - self._started
-        return 0.0 if self._ready_since is None else time.monotonic() - self._ready_since
-
-    def _cause(self, code: int) -> str:
+    def _cause(self, process: EngineProcess, code: int) -> str:
         """Why the process ended, as an error for callers."""
-        assert self._process is not None
         cause = f"the engine process {exit_codes.describe(code)}"
-        if self._failure is not None:
-            return f"{self._failure}: {cause}"
-        if self._wedged is not None:
-            cause = f"{self._wedged} and was killed"
-        elif self._process.misread is not None:
+        if process.failure is not None:
+            return f"{process.failure}: {cause}"
+        if process.wedged is not None:
+            cause = f"{process.wedged} and was killed"
+        elif process.misread is not None:
             cause = "the engine process sent something that is not a message and was killed"
-        return cause if self._job.cluster is None else str(self._problem(self._job.cluster, cause))
-
-    def _problem(self, cluster: ClusterConfig, cause: str) -> Symptom:
-        """The symptom of a host whose process ended without a report of its own."""
-        load = self._engine.load()
-        return Symptom(
+        cluster, load = self._job.cluster, self._engine.load()
+        if cluster is None:
+            return cause
+        symptom = Symptom(  # of a host whose process ended without a report of its own
             kind=SymptomKind.DISCONNECTED,
             hosts=(cluster.host,),
             stages=stages_of(self._job.config, cluster),
             sequence=load.iterations if load.running else None,
             cause=cause,
         )
+        return str(symptom)
 
-    def _log_end(self, code: int, cause: str) -> None:
-        """Logs the end of the process in full."""
-        assert self._process is not None
-        lines = "\n  ".join(self._process.last_lines) or "nothing"
-        why = self._process.misread or self._refusal
-        _log.error(
-            "%s%s; process %d %s; its last output:\n  %s",
-            cause,
-            f" ({why})" if why is not None else "",
-            self._process.pid,
-            exit_codes.describe(code),
-            lines,
-        )
+
+def _log_end(process: EngineProcess, code: int, cause: str) -> None:
+    lines = "\n  ".join(process.last_lines) or "nothing"
+    why = process.misread or process.refusal
+    _log.error(
+        "%s%s; process %d %s; its last output:\n  %s",
+        cause,
+        f" ({why})" if why is not None else "",
+        process.pid,
+        exit_codes.describe(code),
+        lines,
+    )

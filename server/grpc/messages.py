@@ -63,13 +63,11 @@ def set_fields(message: Message) -> dict[str, Any]:
 
 
 def _message(message: pb.ChatMessage) -> dict[str, str]:
-    """The message as `chat.read` takes it."""
     name = {"name": message.name} if message.HasField("name") else {}
     return {"role": message.role, "content": message.content} | name
 
 
 def _grammar(message: pb.Grammar) -> dict[str, Any]:
-    """The grammar as `grammar.read` takes it."""
     kind = message.WhichOneof("kind")
     if kind is None:
         raise InvalidRequest("grammar", "is empty; set one of its kinds")
@@ -82,7 +80,6 @@ def _grammar(message: pb.Grammar) -> dict[str, Any]:
 
 
 def add(response: pb.GenerateResponse, delta: Delta) -> None:
-    """Appends a delta to a message."""
     response.text += delta.text
     response.token_ids.extend(delta.token_ids)
     response.logprobs.extend(delta.logprobs)
@@ -94,7 +91,6 @@ def add(response: pb.GenerateResponse, delta: Delta) -> None:
 
 
 def whole(completion: Completion, index: int) -> pb.GenerateResponse:
-    """A whole completion in one message."""
     response = pb.GenerateResponse(index=index)
     add(response, completion.delta)
     conclude(response, completion)

@@ -44,7 +44,6 @@ class HttpError(ApiError):
 
 
 def status_of(refusal: ApiError) -> int:
-    """The HTTP status of an error."""
     return refusal.status if isinstance(refusal, HttpError) else _STATUS[refusal.kind]
 
 
@@ -117,7 +116,6 @@ class HttpCall:
             self._watcher.cancel()
 
     async def json(self, value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
-        """Sends one JSON value as the answer."""
         body = encoded(value)
         known = {"content-type": "application/json", "content-length": str(len(body))}
         await self._start(status, known | dict(headers or {}))
@@ -132,7 +130,6 @@ class HttpCall:
             await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end(self) -> None:
-        """Ends a stream of events."""
         await self._send({"type": "http.response.body", "body": b""})
 
     async def _start(self, status: int, headers: Mapping[str, str]) -> None:

@@ -28,7 +28,6 @@ class Choice:
         self._has_begun = False
 
     def whole(self, completion: Completion) -> dict[str, Any]:
-        """The choice of a finished completion."""
         (choice,) = self.pieces(completion.delta)
         return choice
 

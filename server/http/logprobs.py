@@ -54,7 +54,6 @@ class Legacy:
 
 
 def chat(tokenizer: Tokenizer | None, scored: Iterable[Scored]) -> dict[str, Any]:
-    """The form of chats."""
     content = []
     for token, logprob, alternatives in scored:
         tops = zip(*(alternatives or ((), ())), strict=True)

@@ -35,7 +35,6 @@ _CODES = {
 
 
 def error_of(refusal: ApiError) -> dict[str, Any]:
-    """An error as the JSON of OpenAI's API."""
     return {
         "error": {
             "message": str(refusal),
@@ -136,7 +135,6 @@ class Completions:
 
 
 async def finished(generation: Generation) -> list[Completion]:
-    """Waits for all requests of a call."""
     async for _ in generation:
         pass
     return [generation.completion(index) for index in range(len(generation.requests))]

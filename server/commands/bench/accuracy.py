@@ -79,7 +79,6 @@ class Row:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of `jaxserve bench accuracy`."""
     flags.add_output_flags(parser)
     parser.add_argument("--model", type=Path, metavar="DIR", help="a checkpoint directory (default: the demo model)")
     parser.add_argument("--text", type=Path, metavar="FILE", help="UTF-8 text (default: held out of the demo's)")
@@ -155,7 +154,6 @@ def ask(engine: Engine, tokens: Sequence[int], passages: int, name: str, progres
 
 
 def compare(answers: dict[str, Answers]) -> list[Row]:
-    """Compares each variant with the first."""
     base = next(iter(answers.values()))
     rows = []
     for name, each in answers.items():
@@ -178,7 +176,6 @@ def compare(answers: dict[str, Answers]) -> list[Row]:
 
 
 def show(rows: Sequence[Row], title: str, console: Console) -> None:
-    """Prints the rows as a table."""
     table = Table(title=title, title_justify="left")
     table.add_column("")
     for name in ("perplexity", "change", "logprobs move by", "same greedy tokens", "wholly equal", "weights", "a slot"):

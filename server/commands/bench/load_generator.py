@@ -31,7 +31,6 @@ def get_model(address: str, *, timeout: float = 10.0) -> pb.GetModelResponse:
 
 
 def get_load(address: str) -> pb.GetLoadResponse:
-    """The server's counters."""
     with grpc.insecure_channel(address) as channel:
         return InferenceStub(channel).GetLoad(pb.GetLoadRequest(), timeout=30.0)
 

@@ -27,7 +27,6 @@ def environment() -> dict[str, Any]:
 
 
 def usable_cores() -> int:
-    """The number of cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -45,7 +45,6 @@ class Run(NamedTuple):
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of `jaxserve bench offline`."""
     flags.add_output_flags(parser)
     flags.add_model_flags(parser)
     flags.add_workload_flags(parser).add_argument(

@@ -169,7 +169,6 @@ def write_json(path: Path, result: Any, console: Console | None = None) -> None:
 
 
 def print_runs(console: Console, title: str, runs: Sequence[RunReport], notes: Sequence[str] = ()) -> None:
-    """Prints a table with a column for each run."""
     table = Table(title=title, title_justify="left", caption_justify="left", caption="\n".join(notes) or None)
     table.add_column("")
     for run in runs:
@@ -208,7 +207,6 @@ def print_runs(console: Console, title: str, runs: Sequence[RunReport], notes: S
 
 
 def print_comparison(console: Console, comparison: Comparison) -> None:
-    """Prints the ratio of throughputs, and its share of what the schedules allow."""
     verdict = "reached" if comparison.share >= SHARE_TARGET else "missed"
     console.print(f"throughput, iteration / request-level: {comparison.measured:.2f}x")
     console.print(f"what iteration counts and bucket costs allow: {comparison.allowed:.2f}x")
@@ -223,5 +221,4 @@ def percentiles(distribution: Distribution | None, digits: int = 1) -> str | Non
 
 
 def percent(share: float | None) -> str | None:
-    """A share as text, in percent."""
     return None if share is None else f"{100 * share:.1f}%"

@@ -35,7 +35,6 @@ _COUNTERS = (
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of `jaxserve bench serve`."""
     flags.add_output_flags(parser)
     parser.add_argument(
         "--address", metavar="HOST:PORT", default="127.0.0.1:50051", help="of the server (default: %(default)s)"
@@ -80,7 +79,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _workload(args: argparse.Namespace, max_context: int, vocab_size: int) -> Workload:
-    """The workload that the flags describe, for a server of this context and vocabulary size."""
     if args.trace is not None:
         return traffic.read_trace(
             args.trace,

@@ -60,6 +60,5 @@ def config_of(model: Path | str) -> ModelConfig:
 
 
 def random_params(shape: str, dtype: Any) -> tuple[ModelConfig, Any]:
-    """A shape's configuration and random weights."""
     config = config_of(shape)
     return config, models.build(config).init(SEED, dtype)

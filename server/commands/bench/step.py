@@ -206,7 +206,6 @@ def make_plan(case: Case, index: int, steps: int, block_size: int, vocab_size: i
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of `jaxserve bench step`."""
     flags.add_output_flags(parser)
     flags.add_model_flags(parser)
     flags.add_step_flags(parser)
