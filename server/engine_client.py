@@ -32,11 +32,15 @@ class Vocabulary(Protocol):
 
 
 class EngineClient(Protocol):
-    """What the server uses of an engine.
+    """What the server uses of an engine: `jaxserve.engine.Engine`, which describes it, or `RemoteEngine`.
 
-    `jaxserve.engine.Engine` and `server.engine_process.remote_engine.RemoteEngine` implement it. `report`,
-    `model_config`, `max_context`, `grammars` and `check` raise EngineNotReady until the engine is ready for the first
-    time; nothing else does.
+    `report`, `model_config`, `max_context`, `grammars` and `check` raise EngineNotReady until the engine is ready for
+    the first time; nothing else does. A recorder is called on an engine thread or on the event loop.
+
+    Attributes:
+      grammars: compiled ones; None without a tokenizer.
+      problem: why no requests are served, as an error for callers; None while they are.
+      takes_requests: whether a request submitted now will be served, if only once the engine is back.
     """
 
     @property
@@ -50,45 +54,17 @@ class EngineClient(Protocol):
     @property
     def tokenizer(self) -> Tokenizer | None: ...
     @property
-    def grammars(self) -> Grammars | None:
-        """Compiled grammars; None without a tokenizer."""
-        ...
-
+    def grammars(self) -> Grammars | None: ...
     @property
-    def is_healthy(self) -> bool:
-        """Whether requests are being served."""
-        ...
-
+    def is_healthy(self) -> bool: ...
     @property
-    def problem(self) -> str | None:
-        """Why no requests are served, as an error for callers; None while they are."""
-        ...
-
+    def problem(self) -> str | None: ...
     @property
-    def takes_requests(self) -> bool:
-        """Whether a request submitted now will be served, if only once the engine is back."""
-        ...
+    def takes_requests(self) -> bool: ...
 
-    def check(self, request: Request) -> None:
-        """See `jaxserve.engine.Engine.check`."""
-        ...
-
-    def submit(self, request: Request, sink: Sink) -> None:
-        """See `jaxserve.engine.Engine.submit`."""
-        ...
-
-    def abort(self, request_id: str) -> None:
-        """See `jaxserve.engine.Engine.abort`."""
-        ...
-
-    def load(self) -> Load:
-        """How busy the engine is; submitted requests count at once."""
-        ...
-
-    def loads(self) -> list[Load]:
-        """How busy each replica is."""
-        ...
-
-    def record(self, recorder: Callable[[IterationRecord], None]) -> None:
-        """Calls `recorder` after every iteration, on an engine thread or on the event loop."""
-        ...
+    def check(self, request: Request) -> None: ...
+    def submit(self, request: Request, sink: Sink) -> None: ...
+    def abort(self, request_id: str) -> None: ...
+    def load(self) -> Load: ...
+    def loads(self) -> list[Load]: ...
+    def record(self, recorder: Callable[[IterationRecord], None]) -> None: ...

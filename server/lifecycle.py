@@ -8,7 +8,6 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from importlib import metadata
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from server.app import ServerApp
@@ -23,8 +22,6 @@ from server.tracing import Tracing
 
 if TYPE_CHECKING:
     from jaxserve.engine import Engine
-    from jaxserve.multihost.config import ClusterConfig
-    from jaxserve.text.tokenizer import Tokenizer
     from server.commands.serve_settings import ServeSettings
     from server.engine_client import EngineClient
 
@@ -37,39 +34,40 @@ class ServerLifecycle:
     Args:
       settings: of `jaxserve serve`.
       greet: called once the server is ready.
+      on_wedged / wedged_seconds: see ServerApp.
 
     Attributes:
       stopping: set by the first SIGTERM or SIGINT.
     """
 
-    def __init__(self, settings: ServeSettings, greet: Greet) -> None:
-        self.settings = settings
-        self.stopping = asyncio.Event()
-        self._greet = greet
-        self._ports: tuple[int, int | None] = (0, None)
-
-    def make_app(
+    def __init__(
         self,
+        settings: ServeSettings,
+        greet: Greet,
         engine: EngineClient,
         on_wedged: Callable[[str], None] | None = None,
         wedged_seconds: Callable[[], float] | None = None,
-    ) -> ServerApp:
-        return ServerApp(
+    ) -> None:
+        self.settings = settings
+        self.stopping = asyncio.Event()
+        self.app = ServerApp(
             engine,
-            name=self.settings.name,
+            name=settings.name,
             version=metadata.version("jaxserve"),
-            tls=self.settings.tls,
-            keys=self.settings.keys,
-            stall_seconds=self.settings.stall_seconds,
+            tls=settings.tls,
+            keys=settings.keys,
+            stall_seconds=settings.stall_seconds,
             on_wedged=on_wedged,
             wedged_seconds=wedged_seconds,
         )
+        self._greet = greet
+        self._ports: tuple[int, int | None] = (0, None)
 
-    async def listen(self, app: ServerApp) -> None:
+    async def listen(self) -> None:
         """Opens the ports and installs signal handlers. Raises UserError if a port cannot be opened."""
         host, port, http_port = self.settings.host, self.settings.port, self.settings.http_port
         try:
-            self._ports = await app.start(host, port, http_port)
+            self._ports = await self.app.start(host, port, http_port)
         except (RuntimeError, OSError) as problem:
             raise UserError(f"cannot listen on {address(host, port)} and {http_port}: {problem}") from None
         loop = asyncio.get_running_loop()
@@ -84,43 +82,42 @@ class ServerLifecycle:
     def greet(self) -> None:
         self._greet(self.settings, *self._ports)
 
-    async def drain(self, app: ServerApp) -> None:
+    async def drain(self) -> None:
         """Stops accepting calls and waits up to `--drain-seconds` for active ones to finish."""
-        seconds = self.settings.drain_seconds
-        if app.handler.calls.num_requests:
-            say(f"draining {app.handler.calls.num_requests} requests, at most {seconds:g} s (again to end at once)")
-        left = await app.drain(seconds)
+        seconds, calls = self.settings.drain_seconds, self.app.handler.calls
+        if calls.num_requests:
+            say(f"draining {calls.num_requests} requests, at most {seconds:g} s (again to end at once)")
+        left = await self.app.drain(seconds)
         say(f"stopped; {left} requests were cut short" if left else "stopped")
 
     @contextlib.contextmanager
-    def observing(self, app: ServerApp) -> Iterator[None]:
+    def observing(self) -> Iterator[None]:
         """Runs the request log, the traces and the metrics port that were asked for."""
-        chosen = self.settings
+        chosen, handler = self.settings, self.app.handler
         with contextlib.ExitStack() as stack:
             with user_errors():
                 observers: list[RequestLog | Tracing] = []
                 if chosen.request_log is not None:
-                    tokenizer = app.handler.engine.tokenizer
+                    tokenizer = handler.engine.tokenizer
                     observers.append(RequestLog(chosen.request_log, tokenizer=tokenizer, prompts=chosen.log_prompts))
                 if chosen.traces:
                     observers.append(Tracing(model=chosen.name))
                 for observer in observers:
-                    app.handler.observers.append(observer)
+                    handler.observers.append(observer)
                     stack.callback(observer.close)
                 if chosen.metrics_port is not None:
-                    stack.callback(app.metrics.serve(chosen.host, chosen.metrics_port))
+                    stack.callback(self.app.metrics.serve(chosen.host, chosen.metrics_port))
             yield
 
 
 async def serve_in_process(settings: ServeSettings, greet: Greet, engine: Engine) -> None:
     """Serves a started engine of this process until a signal."""
-    lifecycle = ServerLifecycle(settings, greet)
-    app = lifecycle.make_app(engine)
-    with lifecycle.observing(app):
-        await lifecycle.listen(app)
+    lifecycle = ServerLifecycle(settings, greet, engine)
+    with lifecycle.observing():
+        await lifecycle.listen()
         lifecycle.greet()
         await lifecycle.stopping.wait()
-        await lifecycle.drain(app)
+        await lifecycle.drain()
 
 
 async def serve_engine_process(settings: ServeSettings, greet: Greet) -> int:
@@ -134,8 +131,10 @@ async def serve_engine_process(settings: ServeSettings, greet: Greet) -> int:
     Raises:
       UserError: the settings or the checkpoint do not allow the engine to start.
     """
-    lifecycle = ServerLifecycle(settings, greet)
-    engine = RemoteEngine(settings.engine, read_tokenizer(settings.model))
+    from jaxserve.text.tokenizer import Tokenizer
+
+    with user_errors():
+        engine = RemoteEngine(settings.engine, Tokenizer.from_directory(settings.model))
     with contextlib.ExitStack() as stack, contextlib.ExitStack() as start:
         supervisor = Supervisor(
             engine,
@@ -144,9 +143,9 @@ async def serve_engine_process(settings: ServeSettings, greet: Greet) -> int:
             command=ENGINE_COMMAND,
             progress=start.enter_context(progress_bars()),
         )
-        app = _app_for(lifecycle, engine, supervisor)
-        stack.enter_context(lifecycle.observing(app))
-        await lifecycle.listen(app)
+        lifecycle = _lifecycle(settings, greet, engine, supervisor)
+        stack.enter_context(lifecycle.observing())
+        await lifecycle.listen()
         if settings.cluster is not None:  # the engine process writes its flight record
             asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, supervisor.signal, signal.SIGUSR2)
         running = asyncio.create_task(supervisor.run())
@@ -154,11 +153,11 @@ async def serve_engine_process(settings: ServeSettings, greet: Greet) -> int:
             await _wait_for_first(running, supervisor.ready, lifecycle.stopping)
             start.close()
             if supervisor.ready.is_set():
-                await app.check_health()
+                await lifecycle.app.check_health()
                 show(engine.report, model=settings.name)
                 lifecycle.greet()
                 await _wait_for_first(running, lifecycle.stopping)
-            await (lifecycle.drain(app) if lifecycle.stopping.is_set() else app.stop())
+            await (lifecycle.drain() if lifecycle.stopping.is_set() else lifecycle.app.stop())
         finally:
             await supervisor.close()
         try:
@@ -174,27 +173,19 @@ def engine_job(settings: ServeSettings) -> EngineJob:
     return EngineJob.of(str(settings.model), settings.engine, profile, settings.cluster)
 
 
-def _app_for(lifecycle: ServerLifecycle, engine: RemoteEngine, supervisor: Supervisor) -> ServerApp:
-    """The app of an engine process that the supervisor can kill when it hangs."""
-    cluster = lifecycle.settings.cluster
+def _lifecycle(settings: ServeSettings, greet: Greet, engine: RemoteEngine, supervisor: Supervisor) -> ServerLifecycle:
+    """Serves an engine process that the supervisor can kill when it hangs."""
+    cluster = settings.cluster
     if cluster is None:
-        return lifecycle.make_app(engine, supervisor.give_up if lifecycle.settings.restarts is not None else None)
+        on_wedged = supervisor.give_up if settings.restarts is not None else None
+        return ServerLifecycle(settings, greet, engine, on_wedged)
+
+    def deadline() -> float:
+        slowest = max(cost.milliseconds for cost in engine.report.buckets) / 1000
+        return cluster.deadline(slowest) + hosts.OWN_SECONDS
+
     # The other hosts end when this one is late, so this engine never recovers alone.
-    return lifecycle.make_app(engine, supervisor.give_up, lambda: _cluster_deadline(engine, cluster))
-
-
-def _cluster_deadline(engine: RemoteEngine, cluster: ClusterConfig) -> float:
-    """Seconds without an iteration after which the engine process of a host is killed."""
-    slowest = max(cost.milliseconds for cost in engine.report.buckets) / 1000
-    return cluster.deadline(slowest) + hosts.OWN_SECONDS
-
-
-def read_tokenizer(model: Path) -> Tokenizer | None:
-    """The tokenizer of a checkpoint. Raises UserError if it cannot be read."""
-    from jaxserve.text import tokenizer
-
-    with user_errors():
-        return tokenizer.Tokenizer.from_directory(model)
+    return ServerLifecycle(settings, greet, engine, supervisor.give_up, deadline)
 
 
 async def _wait_for_first(running: asyncio.Task[None], *events: asyncio.Event) -> None:

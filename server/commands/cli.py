@@ -6,8 +6,9 @@ import argparse
 import errno
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import metadata
+from typing import Any
 
 from server.commands import (
     client,
@@ -50,50 +51,33 @@ Measures throughput, latencies and steps; tables go to the terminal, JSON and pl
   jaxserve bench step --model DIR                      the compiled step alone
   jaxserve bench accuracy                              what eight bits cost in answers"""
 
-_COMMANDS: tuple[tuple[str, str, str, Callable[[argparse.ArgumentParser], None], Callable], ...] = (
-    ("serve", "serve a model over gRPC and HTTP", serve.HELP, serve.add_flags, serve.run),
-    ("generate", "complete one prompt, or a file of them", generate.HELP, generate.add_flags, generate.run),
-    ("client", "stream a completion from a running server", client.HELP, client.add_flags, client.run),
-    ("top", "what a running server does, in the terminal", top.HELP, top.add_flags, top.run),
-    ("plan", "what a model would take and do on devices", plan.HELP, plan.add_flags, plan.run),
-    ("simulate", "serve traffic on a virtual clock", simulate.HELP, simulate.add_flags, simulate.run),
-    ("size", "what serves given traffic in time, at what cost", size.HELP, size.add_flags, size.run),
-    ("replay", "run a flight record's iterations again", replay.HELP, replay.add_flags, replay.run),
-    ("compile", "fill the compilation cache ahead", compile.HELP, compile.add_flags, compile.run),
-    ("convert", "rewrite a checkpoint as Orbax", convert.HELP, convert.add_flags, convert.run),
-)
+_COMMANDS: dict[str, tuple[Any, str]] = {
+    "serve": (serve, "serve a model over gRPC and HTTP"),
+    "generate": (generate, "complete one prompt, or a file of them"),
+    "client": (client, "stream a completion from a running server"),
+    "top": (top, "what a running server does, in the terminal"),
+    "plan": (plan, "what a model would take and do on devices"),
+    "simulate": (simulate, "serve traffic on a virtual clock"),
+    "size": (size, "what serves given traffic in time, at what cost"),
+    "replay": (replay, "run a flight record's iterations again"),
+    "compile": (compile, "fill the compilation cache ahead"),
+    "convert": (convert, "rewrite a checkpoint as Orbax"),
+}
 
 
 def parser(*, benchmark: str | None = None) -> argparse.ArgumentParser:
     """The whole command line, with the flags of at most one benchmark."""
-    whole = argparse.ArgumentParser(
-        prog="jaxserve",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    form: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
+    whole = argparse.ArgumentParser(prog="jaxserve", description=_DESCRIPTION, **form)
     whole.add_argument("--version", action="version", version=f"jaxserve {metadata.version('jaxserve')}")
     commands = whole.add_subparsers(
         title="commands", metavar="COMMAND", required=True, parser_class=settings.SettingsParser
     )
-    for name, summary, text, add_flags, run in _COMMANDS:
-        command = commands.add_parser(
-            name,
-            help=summary,
-            description=text,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-            layered=name == "serve",
-        )
-        add_flags(command)
-        command.set_defaults(run=run)
-    bench = commands.add_parser(
-        "bench",
-        help="measure throughput and latency",
-        description=_BENCH,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    for name, (module, summary) in _COMMANDS.items():
+        command = commands.add_parser(name, help=summary, description=module.HELP, layered=name == "serve", **form)
+        module.add_flags(command)
+        command.set_defaults(run=module.run)
+    bench = commands.add_parser("bench", help="measure throughput and latency", description=_BENCH, **form)
     bench_cli.add_benchmarks(bench, bench_cli.BENCHMARKS, benchmark)
     bench.set_defaults(run=bench_cli.run)
     return whole

@@ -30,6 +30,9 @@ class UserError(Exception):
     """A mistake of the user, shown as one sentence without a traceback."""
 
 
+_NO_MEMORY = "not enough memory for weights and slots; try fewer --slots or --max-rows, or --dtype bfloat16"
+
+
 @contextlib.contextmanager
 def user_errors() -> Iterator[None]:
     """Turns errors that the user can correct into UserError."""
@@ -37,15 +40,10 @@ def user_errors() -> Iterator[None]:
         yield
     except (ValueError, OSError) as problem:  # wrong settings, checkpoints that cannot be served, unreadable files
         raise UserError(str(problem)) from problem
-    except MemoryError as problem:
-        raise UserError(_NO_MEMORY) from problem
-    except RuntimeError as problem:  # jax reports a full device as JaxRuntimeError
-        if "RESOURCE_EXHAUSTED" not in str(problem):
+    except (MemoryError, RuntimeError) as problem:  # jax reports a full device as JaxRuntimeError
+        if isinstance(problem, RuntimeError) and "RESOURCE_EXHAUSTED" not in str(problem):
             raise
         raise UserError(_NO_MEMORY) from problem
-
-
-_NO_MEMORY = "not enough memory for weights and slots; try fewer --slots or --max-rows, or --dtype bfloat16"
 
 
 def console() -> Console:
@@ -124,45 +122,37 @@ def progress_bars() -> Iterator[Progress]:
 
 
 def show(report: StartupReport, *, model: str) -> None:
+    """Prints the start-up report of an engine."""
     out = console()
     facts = Table.grid(padding=(0, 2))
     each = ", in each replica" if report.replicas > 1 else ""
+    rounded = f" ({report.quantize})" if report.quantize else ""
     for name, value in (
         ("model", f"{model} ({report.family}, {_count(report.parameters)} parameters, {report.dtype})"),
         ("device", f"{report.device} ({report.platform}){_layout(report)}"),
-        ("padding", report.padding),
         ("attention", f"{report.attention}: {report.attention_reason}"),
-        ("memory", f"weights {_bytes(report.weight_bytes)}{_rounded(report)}, pool {_bytes(report.pool_bytes)}"),
+        ("memory", f"weights {_bytes(report.weight_bytes)}{rounded}, pool {_bytes(report.pool_bytes)}"),
         ("slots", f"{report.slots:,} in blocks of {report.block_size}, {report.kv_cache_dtype}{each}"),
         ("batch", f"{report.max_rows} rows of up to {report.max_context:,} tokens{each}"),
-        ("start", _start(report)),
+        (
+            "start",
+            f"load {report.load_seconds:.1f} s, compile {report.compile_seconds:.1f} s ({report.programs_loaded} of "
+            f"{report.programs} cached), measure {report.measure_seconds:.1f} s",
+        ),
     ):
-        if value:
-            facts.add_row(name, value)
+        facts.add_row(name, value)
     out.print(facts)
-    table = Table("bucket (tokens)", "compile (s)", "iteration (ms)", "tokens/s", box=None, padding=(0, 2))
-    for column in table.columns:
-        column.justify = "right"
+    table = Table(box=None, padding=(0, 2))
+    for column in ("bucket (tokens)", "compile (s)", "iteration (ms)", "tokens/s"):
+        table.add_column(column, justify="right")
     for cost in report.buckets:
-        table.add_row(
-            str(cost.size), f"{cost.compile_seconds:.2f}", f"{cost.milliseconds:.2f}", f"{cost.tokens_per_second:,.0f}"
-        )
+        rate = f"{cost.tokens_per_second:,.0f}"
+        table.add_row(str(cost.size), f"{cost.compile_seconds:.2f}", f"{cost.milliseconds:.2f}", rate)
     out.print(table)
 
 
-def _start(report: StartupReport) -> str:
-    found = f"{report.programs_loaded} of {report.programs} cached"
-    return (
-        f"load {report.load_seconds:.1f} s, compile {report.compile_seconds:.1f} s ({found}), "
-        f"measure {report.measure_seconds:.1f} s"
-    )
-
-
-def _rounded(report: StartupReport) -> str:
-    return f" ({report.quantize})" if report.quantize else ""
-
-
 def _layout(report: StartupReport) -> str:
+    """How the devices share the work."""
     layers = report.layers_per_stage
     copies = f", {report.replicas} replicas" if report.replicas > 1 else ""
     if len(layers) == 1:

@@ -106,16 +106,10 @@ def end_failed(failure: HostFailed) -> NoReturn:
 def follow(
     path: Path, config: EngineConfig, cluster: ClusterConfig, *, alive: Callable[[float], None] = lambda _: None
 ) -> int:
-    """Runs a host other than host 0.
+    """Runs a host other than host 0. Returns 0 once host 0 has ended. Raises UserError.
 
     Args:
       alive: called twice a second with the seconds after which this process is lost if it stops calling.
-
-    Returns:
-      0 once host 0 has ended.
-
-    Raises:
-      UserError: a mistake of the user.
     """
     with user_errors():
         from jaxserve.multihost import startup as start
@@ -133,9 +127,6 @@ async def follow_in_own_process(
 ) -> int:
     """Runs a host other than host 0 in a process of its own, and ends that process if it hangs.
 
-    Args:
-      restarts: how often the process is restarted when it fails; None never does.
-
     Returns:
       The exit code, 0 once host 0 has ended.
 
@@ -144,9 +135,7 @@ async def follow_in_own_process(
     """
     job = EngineJob.of(str(path), config, cluster=cluster)
     supervisor = Supervisor(RemoteEngine(config, None), job, restarts=restarts)
-    loop = asyncio.get_running_loop()
-
-    leave = _signal_handler(supervisor.let_end)
+    loop, leave = asyncio.get_running_loop(), _signal_handler(supervisor.let_end)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, leave, number)
     try:

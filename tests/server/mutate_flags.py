@@ -42,7 +42,7 @@ FUNCTIONS = {
 # What only several hosts show has tests of its own.
 HOSTS_TESTS = {
     ("serve_engine_process", "cluster"): "tests/server/test_hosts_served.py -k ends_when or asked_to",
-    ("_app_for", "cluster"): "tests/server/test_host_failures.py -k master and False",
+    ("_lifecycle", "cluster"): "tests/server/test_host_failures.py -k master and False",
 }
 DEFAULTS = """
 def defaults():

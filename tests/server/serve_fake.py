@@ -3,6 +3,7 @@ with its engine in another, which does as a file says: `python -m tests.server.s
 
 import sys
 
+from jaxserve.text.tokenizer import Tokenizer
 from server import lifecycle as front
 from server.commands import cli, serve
 from tests.server.fake_engine import FakeEngine, byte_tokenizer
@@ -14,7 +15,7 @@ if __name__ == "__main__":
         orders = flags[at + 1]
         del flags[at : at + 2]
         front.ENGINE_COMMAND = (sys.executable, "-m", "tests.server.fake_engine_process", orders)
-        front.read_tokenizer = lambda _: byte_tokenizer()
+        Tokenizer.from_directory = lambda _: byte_tokenizer()  # pyright: ignore[reportAttributeAccessIssue]
         sys.exit(cli.main(["serve", *flags]))
     engine = FakeEngine(tokenizer=byte_tokenizer(), held="--held" in sys.argv)
     serve.start_engine = lambda *_: engine  # pyright: ignore[reportAttributeAccessIssue]
