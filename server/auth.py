@@ -22,11 +22,12 @@ import time
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import grpc
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 _log = logging.getLogger(__name__)
@@ -59,12 +60,6 @@ ANYBODY = Tenant(name="")  # every caller, where no keys are required
 current: ContextVar[Tenant] = ContextVar("tenant", default=ANYBODY)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Keys:
-    digests: tuple[tuple[bytes, Tenant], ...] = ()
-    stamp: tuple[int, ...] = field(default=())  # of the file they were read from
-
-
 class ApiKeys:
     """The keys in a file, read again when it changes.
 
@@ -75,8 +70,8 @@ class ApiKeys:
 
     def __init__(self, path: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._path, self._clock = path, clock
-        self._keys = _read(path)
-        self._failed: tuple[int, ...] | None = None
+        self._stamp = _stamp(path)  # before reading: a change during the read is seen next time
+        self._digests = _read(path)
         self._looked = clock()
 
     def tenant_of(self, key: bytes) -> Tenant | None:
@@ -84,7 +79,7 @@ class ApiKeys:
         self._refresh()
         digest = hashlib.sha256(key[:_LONGEST_KEY]).digest()
         found = None
-        for known, tenant in self._keys.digests:
+        for known, tenant in self._digests.items():
             if hmac.compare_digest(known, digest):
                 found = tenant
         return found if len(key) <= _LONGEST_KEY else None
@@ -92,7 +87,7 @@ class ApiKeys:
     @property
     def tenants(self) -> dict[str, Tenant]:
         """All tenants, by name."""
-        return {tenant.name: tenant for _, tenant in self._keys.digests}
+        return {tenant.name: tenant for tenant in self._digests.values()}
 
     def _refresh(self) -> None:
         now = self._clock()
@@ -100,13 +95,13 @@ class ApiKeys:
             return
         self._looked = now
         stamp = _stamp(self._path)
-        if stamp in (self._keys.stamp, self._failed):
+        if stamp == self._stamp:
             return
+        self._stamp = stamp
         try:
-            self._keys = _read(self._path)
+            self._digests = _read(self._path)
             _log.info("%s: read again; %d tenants", self._path, len(self.tenants))
         except ValueError as problem:
-            self._failed = stamp
             _log.error("%s; the keys read before stay valid", problem)
 
 
@@ -124,10 +119,8 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):
     async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
         if handler_call_details.method.startswith(self._open):
             return await continuation(handler_call_details)
-        headers = {
-            key: value for key, value in handler_call_details.invocation_metadata or () if isinstance(value, str)
-        }
-        tenant = self._keys.tenant_of(_key(headers))
+        metadata = handler_call_details.invocation_metadata or ()
+        tenant = self._keys.tenant_of(_key({key: value for key, value in metadata if isinstance(value, str)}))
         if tenant is None:
             # A handler of streams reads no message first, so it fits every method.
             return grpc.stream_stream_rpc_method_handler(_deny)
@@ -153,10 +146,7 @@ class KeyMiddleware:
         self._open = frozenset((method, path.encode()) for method, path in open_calls)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan":
-            await self._app(scope, receive, send)
-            return
-        if scope["type"] == "http" and (scope["method"], scope.get("raw_path")) in self._open:
+        if (scope["method"], scope.get("raw_path")) in self._open:
             await self._app(scope, receive, send)
             return
         headers = {key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"]}
@@ -167,15 +157,9 @@ class KeyMiddleware:
                 await self._app(scope, receive, send)
             finally:
                 current.reset(token)
-        elif scope["type"] == "http":
-            body = (
-                b'{"error":{"message":"%s","type":"authentication_error","param":null,"code":"401"}}' % _DENIED.encode()
-            )
-            headers = [(b"content-type", b"application/json"), (b"www-authenticate", b"Bearer")]
-            await send({"type": "http.response.start", "status": 401, "headers": headers})
-            await send({"type": "http.response.body", "body": body})
         else:
-            await send({"type": "websocket.close", "code": 1008})
+            error = {"message": _DENIED, "type": "authentication_error", "param": None, "code": "401"}
+            await JSONResponse({"error": error}, 401, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
 
 
 def _key(headers: Mapping[str, str]) -> bytes:
@@ -193,8 +177,8 @@ def _stamp(path: Path) -> tuple[int, ...]:
     return ()
 
 
-def _read(path: Path) -> _Keys:
-    stamp = _stamp(path)  # before reading: a change during the read is seen next time
+def _read(path: Path) -> dict[bytes, Tenant]:
+    """The tenants by the digests of their keys. Raises ValueError."""
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as problem:
@@ -211,7 +195,7 @@ def _read(path: Path) -> _Keys:
             digests[digest] = tenant
     if not digests:
         raise ValueError(f"{path}: it has no tenant, so no call would be allowed; write [NAME] and keys = [...]")
-    return _Keys(digests=tuple(digests.items()), stamp=stamp)
+    return digests
 
 
 def _tenant(path: Path, name: str, table: Any) -> tuple[Tenant, list[Any]]:

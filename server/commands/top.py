@@ -28,7 +28,8 @@ Shows what a running server does, ten times a second: each iteration a column, e
 
 _SECONDS = 0.1  # between two polls
 _PATIENCE = 5.0  # seconds to wait for an answer
-_PROMPT, _DECODE, _QUEUE, _PADDING = "blue", "green", "dark_orange", "grey50"
+_LABEL = 14  # characters before the columns
+_PROMPT, _DECODE, _QUEUE = "blue", "green", "dark_orange"
 _EXPECTED = {"next", "healthy", "iterations", "load", "latencies", "tokens_per_second"}  # of any answer
 _BARS = " ▁▂▃▄▅▆▇█"
 
@@ -37,17 +38,16 @@ class Board:
     """The view of a server: its last iterations and its load.
 
     Args:
-      about: `about` of the first answer.
+      news: the first answer of `/live` (see `server.live.LiveStats.since`).
     """
 
-    def __init__(self, about: dict[str, Any]) -> None:
-        self._about = about
+    def __init__(self, news: dict[str, Any]) -> None:
         self._columns: deque[list[Any]] = deque(maxlen=512)
         self._names: dict[tuple[int, int], str] = {}
-        self._news: dict[str, Any] = {}
+        self.take(news)
 
     def take(self, news: dict[str, Any]) -> None:
-        """Takes one answer of `/live` (see `server.live.LiveStats.since`)."""
+        """Takes one answer of `/live`."""
         self._news = news
         if "about" in news:  # at first, and after a restart, perhaps of another model
             self._about = news["about"]
@@ -67,12 +67,12 @@ class Board:
         serving = Text("serving", "bold green") if news["healthy"] else Text("not serving", "bold red")
         title = Text.assemble((f"{about['model']} ", "bold"), f"{about['family']} on {about['device']}  ", serving)
         table = Table.grid(padding=(0, 3))
+        used, cached = (load[f"slots_{what}"] / load["slots_total"] for what in ("used", "cached"))
         table.add_row(
             f"{news['tokens_per_second']:,.0f} tokens/s",
             f"running {load['running']} of {about['rows'] * about['replicas']}",
             f"waiting {load['waiting']:,} ({load['waiting_tokens']:,} tokens)",
-            f"slots {load['slots_used'] / load['slots_total']:.0%} used, "
-            f"{load['slots_cached'] / load['slots_total']:.0%} cached",
+            f"slots {used:.0%} used, {cached:.0%} cached",
         )
         table.add_row(
             f"first token {_span(latencies['first_token'])}",
@@ -84,33 +84,25 @@ class Board:
 
     def _body(self, width: int, height: int) -> RenderableType:
         """The columns that fit: the queue, the rows, and how full the buckets were."""
-        label = 14
-        shown = list(self._columns)[-max(1, width - label) :]
+        shown = list(self._columns)[-max(1, width - _LABEL) :]
         rows = self._about["rows"]
         places = list(itertools.product(range(self._about["replicas"]), range(rows)))
         most, largest = max((c[3] for c in shown), default=0), max(self._about["buckets"])
-        lines = [_line("queue", label, [(_bar(c[3], most), _QUEUE) for c in shown])]
+        lines = [_line("queue", [(_bar(c[3], most), _QUEUE) for c in shown])]
         fits = max(1, height - 8)
         for replica, row in places[:fits]:
             cells = [_cell(c, row) if c[0] == replica else (" ", "") for c in shown]
             name = self._names.get((replica, row), "")
-            lines.append(_line(f"{replica * rows + row:>3} {name[: label - 5]}", label, cells))
+            lines.append(_line(f"{replica * rows + row:>3} {name[: _LABEL - 5]}", cells))
         if len(places) > fits:
-            lines.append(Text(f"{len(places) - fits} rows more: a taller window shows them", _PADDING))
-        lines.append(_line("fill", label, [_fill(c, largest) for c in shown]))
-        lines.append(
-            Text.assemble(
-                ("█ prompt  ", _PROMPT), ("█ decode  ", _DECODE), ("█ waiting  ", _QUEUE), "fill: of the largest bucket"
-            )
-        )
-        return Group(*lines)
+            lines.append(Text(f"{len(places) - fits} rows more: a taller window shows them", "grey50"))
+        lines.append(_line("fill", [_fill(c, largest) for c in shown]))
+        colours = ("█ prompt  ", _PROMPT), ("█ decode  ", _DECODE), ("█ waiting  ", _QUEUE)
+        return Group(*lines, Text.assemble(*colours, "fill: of the largest bucket"))
 
 
-def _line(label: str, width: int, cells: list[tuple[str, str]]) -> Text:
-    text = Text(label.ljust(width), no_wrap=True)
-    for character, style in cells:
-        text.append(character, style or None)
-    return text
+def _line(label: str, cells: list[tuple[str, str]]) -> Text:
+    return Text.assemble(label.ljust(_LABEL), *cells, no_wrap=True)
 
 
 def _cell(iteration: list[Any], row: int) -> tuple[str, str]:
@@ -130,12 +122,7 @@ def _bar(value: int, most: int) -> str:
 
 
 def _span(quantiles: list[float] | None) -> str:
-    if quantiles is None:
-        return "–"
-    return (
-        " / ".join(f"{1000 * seconds:.0f}" if seconds < 10 else f"{1000 * seconds:,.0f}" for seconds in quantiles[:2])
-        + " ms"
-    )
+    return "–" if quantiles is None else " / ".join(f"{1000 * seconds:,.0f}" for seconds in quantiles[:2]) + " ms"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -149,8 +136,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Shows the view until Ctrl-C. Returns 0."""
     news = _ask(args, 0)
-    board = Board(news["about"])
-    board.take(news)
+    board = Board(news)
     if args.once:
         Console().print(board)
         return 0

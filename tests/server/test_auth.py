@@ -194,13 +194,11 @@ def test_the_server_asks_for_keys_and_counts_rates(serve: Any, path: Path) -> No
     serve(scenario, http_port=0, app={"keys": ApiKeys(path)})
 
 
-def ask(
-    app: Any, path: str, *headers: tuple[str, str], kind: str = "http", method: str = "GET"
-) -> list[dict[str, Any]]:
+def ask(app: Any, path: str, *headers: tuple[str, str], method: str = "GET") -> list[dict[str, Any]]:
     """What an ASGI app sends for a request of this raw path."""
     sent = []
     scope = {
-        "type": kind,
+        "type": "http",
         "method": method,
         "path": "/health",  # as decoded and cut by whoever serves: nothing may trust it
         "raw_path": path.encode(),
@@ -237,7 +235,6 @@ def test_a_path_without_a_key_is_refused_but_for_open_ones(path: Path) -> None:
             assert (b"www-authenticate", b"Bearer") in start["headers"]
             assert b"API key" in body["body"]
     assert ask(app, "/health", method="POST")[0]["status"] == 401
-    assert ask(app, "/health", kind="websocket") == [{"type": "websocket.close", "code": 1008}]
     assert not reached
     ask(app, "/health")
     ask(app, "/v1/models", ("authorization", "Bearer key-of-hashed"))

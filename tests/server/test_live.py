@@ -101,8 +101,8 @@ def test_latencies_and_rates_are_of_the_last_minute(engine: Recorded, monkeypatc
 
 def shown(news: list[dict[str, Any]], height: int = 40) -> list[str]:
     about = {"model": "m", "family": "f", "device": "d", "rows": 4, "replicas": 1, "buckets": [16]}
-    board = Board(about)
-    for each in news:
+    board = Board({"about": about} | news[0])
+    for each in news[1:]:
         board.take(each)
     console = Console(file=io.StringIO(), width=100, height=height, color_system=None)
     console.print(board)
