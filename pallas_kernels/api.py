@@ -74,15 +74,6 @@ class AttentionShape:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must not be negative")
 
     @property
-    def variation(self) -> str | None:
-        """What its attention has beyond scaled, causal and ALiBi scores, for a backend that refuses it."""
-        if self.windows != (None,):
-            return f"sliding windows {self.windows}"
-        if self.soft_cap is not None:
-            return f"soft cap {self.soft_cap}"
-        return "attention sinks" if self.sinks else None
-
-    @property
     def group(self) -> int:
         """Query heads that share one key head."""
         return self.num_heads // self.num_kv_heads

@@ -16,7 +16,9 @@ from jaxtyping import Float, Float32
 
 from pallas_kernels.api import AttentionBatch, AttentionShape
 from pallas_kernels.cpu import build
-from pallas_kernels.xla import XlaBackend, XlaPool
+from pallas_kernels.xla import XlaBackend, XlaPool, effective_window
+
+_NO_WINDOW = 2**31  # more than any position
 
 
 class CpuBackend(XlaBackend):
@@ -45,6 +47,8 @@ class CpuBackend(XlaBackend):
         sinks: Float[jax.Array, " N"] | None = None,
         first_block: jax.Array | int = 0,
     ) -> tuple[Float[jax.Array, "T N D"], XlaPool]:
+        window = effective_window(window, shape)
+        per_head = (jnp.zeros(0, jnp.float32) if x is None else jnp.asarray(x, jnp.float32) for x in (slopes, sinks))
         held, structure = jax.tree.flatten(pool)
         operands = (
             q,
@@ -54,14 +58,20 @@ class CpuBackend(XlaBackend):
             meta.kv_lens,
             meta.block_tables,
             jnp.asarray(first_block, jnp.int32),
-            jnp.zeros(0, jnp.float32) if slopes is None else jnp.asarray(slopes, jnp.float32),
+            *per_head,
         )
         like = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in (q, *held)]
         call = jax.ffi.ffi_call(
             build.ATTENTION, like, input_output_aliases={len(operands) + i: 1 + i for i in range(len(held))}
         )
         with jax.named_scope("attention"):
-            out, *held = call(*operands, *held, scale=np.float32(scale))
+            out, *held = call(
+                *operands,
+                *held,
+                window=np.int64(_NO_WINDOW if window is None else window),
+                scale=np.float32(scale),
+                soft_cap=np.float32(shape.soft_cap or 0),
+            )
         return out, jax.tree.unflatten(structure, held)
 
 

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "parallel.h"
+#include "softmax.h"
 #include "step.h"
 #include "vectors.h"
 #include "xla/ffi/api/ffi.h"
@@ -38,8 +39,9 @@ struct Call {
   const int32_t* kv_lens;  // [C]
   const int32_t* tables;   // [C, max_blocks], blocks counted from first_block
   const float* slopes = nullptr;  // [N]
-  int64_t num_chunks, max_blocks, first_block, heads, kv_heads, dim, size;
-  float scale;
+  const float* sinks = nullptr;   // [N]
+  int64_t num_chunks, max_blocks, first_block, heads, kv_heads, dim, size, window;
+  float scale, soft_cap;  // soft_cap 0: none
 
   static constexpr bool kScaled = sizeof(P) == 1;
 
@@ -47,6 +49,8 @@ struct Call {
   int64_t length(int64_t chunk) const { return offsets[chunk + 1] - offsets[chunk]; }
   const P* KeysOf(const Run& run) const { return keys + run.place * dim * size + run.slot; }
   const P* ValuesOf(const Run& run) const { return values + (run.place * size + run.slot) * dim; }
+  // The first position that a query at this position sees.
+  int64_t FirstSeen(int64_t position) const { return std::max<int64_t>(0, position + 1 - window); }
   // Which (block, key head) holds a position of a chunk's row, as an index of both.
   int64_t Place(int64_t chunk, int64_t position, int64_t head) const {
     return (first_block + tables[chunk * max_blocks + position / size]) * kv_heads + head;
@@ -100,7 +104,7 @@ void Write(const Call<Q, P>& call, const Tokens& tokens, int64_t head) {
 
 // What a thread works in. Rows are (query, head of the group), each padded to whole vectors.
 struct Scratch {
-  std::vector<float> sums, maxima, totals;
+  Buffer<float> sums, maxima, totals;
 
   void Reset(int64_t rows, int64_t width) {
     sums.assign(rows * width, 0);
@@ -109,52 +113,16 @@ struct Scratch {
   }
 };
 
-// The step that begins at position `start` of a chunk's row, which ends at `end`; empty past that.
+// The step that begins at position `start` of a chunk's row: its slots from position `from` to before `end`.
 template <typename Q, typename P>
-void Cut(const Call<Q, P>& call, int64_t chunk, int64_t head, int64_t start, int64_t end, Step& step) {
+void Cut(const Call<Q, P>& call, int64_t chunk, int64_t head, int64_t start, int64_t from, int64_t end, Step& step) {
   const int64_t last = std::min(start + kStep, end);
   step.size = 0;
-  for (int64_t position = start; position < last;) {
+  for (int64_t position = std::max(start, from); position < last;) {
     const int64_t slot = position % call.size, count = std::min(call.size - slot, last - position);
     step.runs[step.size++] = {call.Place(chunk, position, head), slot, position - start, count};
     position += count;
   }
-}
-
-// Turns the first `visible` of a row's scores into weights, the rest up to `width` into zeros.
-//
-// Args:
-//   scale: of the scores.
-//   slope / back: the bias of column j is slope * (j - back).
-//   key_scales / value_scales: [kStep] of the step's slots, or null.
-// Returns: what the row's sums so far are to be multiplied with.
-float Weigh(float* scores, int64_t visible, int64_t width, float scale, float slope, float back,
-            const float* key_scales, const float* value_scales, float& maximum, float& total) {
-  Vec column, most = Splat(maximum);
-  for (int i = 0; i < kLanes; i++) column[i] = static_cast<float>(i);
-  const auto seen = [&](int64_t j) { return column + static_cast<float>(j) < static_cast<float>(visible); };
-  for (int64_t j = 0; j < visible; j += kLanes) {
-    Vec x = Load(scores + j) * scale;
-    if (key_scales != nullptr) x *= Load(key_scales + j);
-    x += slope * (column + (static_cast<float>(j) - back));
-    x = seen(j) ? x : Splat(-std::numeric_limits<float>::infinity());
-    Store(scores + j, x);
-    most = x > most ? x : most;
-  }
-  const float raised = Reduce(most, [](float a, float b) { return a > b ? a : b; });
-  Vec sum{};
-  for (int64_t j = 0; j < visible; j += kLanes) {
-    Vec x = Exp(Load(scores + j) - raised);
-    x = seen(j) ? x : Vec{};
-    sum += x;
-    if (value_scales != nullptr) x = seen(j) ? x * Load(value_scales + j) : Vec{};
-    Store(scores + j, x);
-  }
-  for (int64_t j = RoundUp(visible, kLanes); j < width; j += kLanes) Store(scores + j, Vec{});
-  const float shrink = Exp(Splat(maximum - raised))[0];
-  total = total * shrink + Reduce(sum, [](float a, float b) { return a + b; });
-  maximum = raised;
-  return shrink;
 }
 
 template <typename Q, typename P>
@@ -164,22 +132,33 @@ void Attend(const Call<Q, P>& call, const Tokens& tokens, int64_t head) {
   const int64_t group = call.group(), dim = call.dim, width = RoundUp(dim, kLanes);
   const int64_t rows = tokens.count * group;
   scratch.Reset(rows, width);
+  if (call.sinks != nullptr)
+    for (int64_t r = 0; r < rows; r++) {
+      scratch.maxima[r] = call.sinks[head * group + r % group];
+      scratch.totals[r] = 1;
+    }
   const int64_t token = call.offsets[tokens.chunk] + tokens.first;
   // [T, N, D] as [T, K, group, D]: where row r's numbers begin.
   const auto at = [&](int64_t r) { return ((token + r / group) * call.heads + head * group + r % group) * dim; };
   products.TakeQueries(rows, dim, [&](int64_t r) { return call.q + at(r); });
   const int64_t begin = call.kv_lens[tokens.chunk] - call.length(tokens.chunk) + tokens.first;
-  const int64_t end = begin + tokens.count;  // one past the last position
+  const int64_t end = begin + tokens.count;         // one past the last position
+  const int64_t lowest = call.FirstSeen(begin);     // blocks behind it may be other rows'
+  const int64_t first_step = RoundDown(lowest, kStep);
+  // Columns of the step at `start` that queries at these positions see.
+  const auto seen_from = [&](int64_t start, int64_t first, int64_t last) {
+    return Columns{std::max<int64_t>(0, call.FirstSeen(first) - start), std::min<int64_t>(kStep, last + 1 - start)};
+  };
 
   alignas(64) float scores[kMostRows * kScores];
   alignas(64) float key_scales[kScores], value_scales[kScores];
   constexpr bool kScaled = Call<Q, P>::kScaled;
   Step steps[2];  // this one and the next
-  Cut(call, tokens.chunk, head, 0, end, steps[0]);
-  for (int64_t start = 0; start < end; start += kStep) {
+  Cut(call, tokens.chunk, head, first_step, lowest, end, steps[first_step / kStep % 2]);
+  for (int64_t start = first_step; start < end; start += kStep) {
     const Step& step = steps[start / kStep % 2];
     Step& next = steps[1 - start / kStep % 2];
-    Cut(call, tokens.chunk, head, start + kStep, end, next);
+    Cut(call, tokens.chunk, head, start + kStep, lowest, end, next);
     if (kScaled)
       for (int i = 0; i < step.size; i++) {
         const Run& run = step.runs[i];
@@ -190,22 +169,22 @@ void Attend(const Call<Q, P>& call, const Tokens& tokens, int64_t head) {
     products.TakeStep(call, step, next);
     for (int64_t first = 0; first < rows; first += kMostRows) {
       const int some = static_cast<int>(std::min<int64_t>(kMostRows, rows - first));
-      // Columns that the last of these rows sees; those before it may see fewer.
-      const int64_t seen = std::min<int64_t>(kStep, begin + (first + some - 1) / group + 1 - start);
-      if (seen <= 0) continue;
+      const Columns seen = seen_from(start, begin + first / group, begin + (first + some - 1) / group);
+      if (seen.empty()) continue;
       products.Score(call, step, first, some, seen, scores);
       for (int r = 0; r < some; r++) {
         const int64_t row = first + r, position = begin + row / group;
         float* weights = scores + r * kScores;
-        const int64_t visible = std::min<int64_t>(kStep, position + 1 - start);
-        if (visible <= 0) {
-          std::fill_n(weights, RoundUp(seen, kLanes), 0.0f);
+        const Columns visible = seen_from(start, position, position);
+        if (visible.empty()) {
+          Clear(weights, seen);
           continue;
         }
         const float slope = call.slopes == nullptr ? 0 : call.slopes[head * group + row % group];
-        const float shrink = Weigh(weights, visible, seen, call.scale, slope, static_cast<float>(position - start),
-                                   kScaled ? key_scales : nullptr, kScaled ? value_scales : nullptr,
-                                   scratch.maxima[row], scratch.totals[row]);
+        const float shrink =
+            Weigh(weights, visible, seen, {call.scale, call.soft_cap, slope, static_cast<float>(position - start)},
+                  kScaled ? key_scales : nullptr, kScaled ? value_scales : nullptr, scratch.maxima[row],
+                  scratch.totals[row]);
         for (int64_t d = 0; d < width; d++) scratch.sums[row * width + d] *= shrink;
       }
       products.AddValues(call, step, next, some, seen, scores, &scratch.sums[first * width]);
@@ -225,8 +204,9 @@ std::vector<Tokens> Tiles(const Call<Q, P>& call) {
     const int64_t length = call.length(chunk);
     for (int64_t first = 0; first < length; first += tile) {
       const int64_t count = std::min(tile, length - first);
-      const int64_t context = call.kv_lens[chunk] - length + first + count;
-      tiles.push_back({chunk, first, count, count * call.group() * context * 2 * call.dim});
+      const int64_t begin = call.kv_lens[chunk] - length + first;
+      const int64_t seen = begin + count - call.FirstSeen(begin);
+      tiles.push_back({chunk, first, count, count * call.group() * seen * 2 * call.dim});
     }
   }
   std::stable_sort(tiles.begin(), tiles.end(), [](const Tokens& a, const Tokens& b) { return a.cost > b.cost; });
@@ -261,8 +241,9 @@ void Serve(ffi::ThreadPool& pool, const Call<Q, P>& call) {
 template <typename Q, typename P>
 ffi::Error Serve(ffi::ThreadPool& pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
                  ffi::BufferR1<ffi::S32> offsets, ffi::BufferR1<ffi::S32> kv_lens, ffi::BufferR2<ffi::S32> tables,
-                 ffi::BufferR0<ffi::S32> first_block, ffi::BufferR1<ffi::F32> slopes, ffi::AnyBuffer out,
-                 const std::vector<void*>& held, int64_t size, float scale) {
+                 ffi::BufferR0<ffi::S32> first_block, ffi::BufferR1<ffi::F32> slopes, ffi::BufferR1<ffi::F32> sinks,
+                 ffi::AnyBuffer out, const std::vector<void*>& held, int64_t size, int64_t window, float scale,
+                 float soft_cap) {
   const auto dims = q.dimensions();
   Call<Q, P> call;
   call.q = static_cast<const Q*>(q.untyped_data());
@@ -279,6 +260,7 @@ ffi::Error Serve(ffi::ThreadPool& pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi:
   call.kv_lens = kv_lens.typed_data();
   call.tables = tables.typed_data();
   if (slopes.element_count() > 0) call.slopes = slopes.typed_data();
+  if (sinks.element_count() > 0) call.sinks = sinks.typed_data();
   call.num_chunks = tables.dimensions()[0];
   call.max_blocks = tables.dimensions()[1];
   call.first_block = *first_block.typed_data();
@@ -286,7 +268,9 @@ ffi::Error Serve(ffi::ThreadPool& pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi:
   call.kv_heads = k.dimensions()[1];
   call.dim = dims[2];
   call.size = size;
+  call.window = window;
   call.scale = scale;
+  call.soft_cap = soft_cap;
   for (int64_t chunk = 0; chunk < call.num_chunks; chunk++)
     if (call.offsets[chunk + 1] > dims[0] || call.kv_lens[chunk] > call.max_blocks * size)
       return ffi::Error::InvalidArgument("a chunk is longer than the batch or its block table");
@@ -296,13 +280,15 @@ ffi::Error Serve(ffi::ThreadPool& pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi:
   return ffi::Error::Success();
 }
 
-// Args: q, k, v, query offsets, kv_lens, block tables, the layer's first block, slopes (none: an empty array), the
-// pool: keys, values and, of int8, their scales. Results: out, and the pool, which must be the same memory.
+// Args: q, k, v, query offsets, kv_lens, block tables, the layer's first block, slopes and sinks (none: an empty array),
+// the pool: keys, values and, of int8, their scales. Results: out, and the pool, which must be the same memory.
+// Attributes: window (none: more than any position), scale, soft_cap (none: 0).
 ffi::Error RaggedAttention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
                            ffi::BufferR1<ffi::S32> offsets, ffi::BufferR1<ffi::S32> kv_lens,
                            ffi::BufferR2<ffi::S32> tables, ffi::BufferR0<ffi::S32> first_block,
-                           ffi::BufferR1<ffi::F32> slopes, ffi::RemainingArgs held, ffi::Result<ffi::AnyBuffer> out,
-                           ffi::RemainingRets written, float scale) {
+                           ffi::BufferR1<ffi::F32> slopes, ffi::BufferR1<ffi::F32> sinks, ffi::RemainingArgs held,
+                           ffi::Result<ffi::AnyBuffer> out, ffi::RemainingRets written, int64_t window, float scale,
+                           float soft_cap) {
   std::vector<void*> pools;
   for (size_t i = 0; i < held.size(); i++) {
     const auto before = held.get<ffi::AnyBuffer>(i);
@@ -316,7 +302,7 @@ ffi::Error RaggedAttention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffe
   const ffi::AnyBuffer result = *out;
   const auto serve = [&](auto query, auto stored) {
     return Serve<decltype(query), decltype(stored)>(pool, q, k, v, offsets, kv_lens, tables, first_block, slopes,
-                                                    result, pools, size, scale);
+                                                    sinks, result, pools, size, window, scale, soft_cap);
   };
   const auto serve_from = [&](auto query) {
     switch (keys.element_type()) {
@@ -347,7 +333,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxserveRaggedAttention, jaxserve::RaggedAttention
                                   .Arg<ffi::BufferR2<ffi::S32>>()
                                   .Arg<ffi::BufferR0<ffi::S32>>()
                                   .Arg<ffi::BufferR1<ffi::F32>>()
+                                  .Arg<ffi::BufferR1<ffi::F32>>()
                                   .RemainingArgs()
                                   .Ret<ffi::AnyBuffer>()
                                   .RemainingRets()
-                                  .Attr<float>("scale"));
+                                  .Attr<int64_t>("window")
+                                  .Attr<float>("scale")
+                                  .Attr<float>("soft_cap"));

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <type_traits>
-#include <vector>
 
 #include "pairs.h"
 #include "vectors.h"
@@ -17,11 +16,24 @@ constexpr int kScores = kStep + kLanes;  // with room for a whole vector after t
 // Slots of one step that lie in one block: the step's columns from `column` on.
 struct Run {
   int64_t place, slot, column, count;
+
+  // The part of it from a column on, which may be nothing.
+  Run From(int64_t first) const {
+    const int64_t skipped = std::max<int64_t>(0, first - column);
+    return {place, slot + skipped, column + skipped, count - skipped};
+  }
 };
 
 struct Step {
   int size = 0;
   Run runs[kStep];
+};
+
+// Columns of a step that some queries see, from the first to before the last.
+struct Columns {
+  int64_t from, to;
+
+  bool empty() const { return from >= to; }
 };
 
 // In float32, of keys and values as they lie in the pool.
@@ -39,12 +51,13 @@ class PlainProducts {
   template <typename Call>
   void TakeStep(const Call&, const Step&, const Step& /*next*/) {}
 
-  // scores [some, kScores] of the rows from `first` on with the first `seen` slots. Whole vectors are written.
+  // scores [some, kScores] of the rows from `first` on with the slots that they see. Whole vectors are written.
   template <typename Call>
-  void Score(const Call& call, const Step& step, int64_t first, int some, int64_t seen, float* scores) const {
-    for (int i = 0; i < step.size && step.runs[i].column < seen; i++) {
-      const Run& run = step.runs[i];
-      const int64_t wanted = std::min(run.count, seen - run.column);
+  void Score(const Call& call, const Step& step, int64_t first, int some, Columns seen, float* scores) const {
+    for (int i = 0; i < step.size && step.runs[i].column < seen.to; i++) {
+      const Run run = step.runs[i].From(seen.from);
+      if (run.count <= 0) continue;
+      const int64_t wanted = std::min(run.count, seen.to - run.column);
       // Whole vectors, as far as the block goes; what lies beyond `wanted` is overwritten or not looked at.
       const int64_t columns = std::min(RoundUp(wanted, kLanes), call.size - run.slot);
       Multiply<false>(some, &queries_[first * call.dim], call.dim, call.KeysOf(run), call.size, call.dim,
@@ -52,21 +65,22 @@ class PlainProducts {
     }
   }
 
-  // sums [some, dim in whole vectors] += weights [some, kScores] * values of the first `seen` slots.
+  // sums [some, dim in whole vectors] += weights [some, kScores] * values of the slots that they see.
   template <typename Call>
-  void AddValues(const Call& call, const Step& step, const Step& next, int some, int64_t seen, const float* weights,
+  void AddValues(const Call& call, const Step& step, const Step& next, int some, Columns seen, const float* weights,
                  float* sums) const {
     const int64_t width = RoundUp(call.dim, kLanes);
-    for (int i = 0; i < step.size && step.runs[i].column < seen; i++) {
-      const Run& run = step.runs[i];
+    for (int i = 0; i < step.size && step.runs[i].column < seen.to; i++) {
+      const Run run = step.runs[i].From(seen.from);
+      if (run.count <= 0) continue;
       const P* later = i < next.size ? call.KeysOf(next.runs[i]) : call.ValuesOf(run);
       Multiply<true>(some, weights + run.column, kScores, call.ValuesOf(run), call.dim,
-                     std::min(run.count, seen - run.column), sums, width, call.dim, later);
+                     std::min(run.count, seen.to - run.column), sums, width, call.dim, later);
     }
   }
 
  private:
-  std::vector<float> queries_;  // [rows, dim]
+  Buffer<float> queries_;  // [rows, dim]
 };
 
 #if defined(__AVX512BF16__)
@@ -89,40 +103,46 @@ class PairedProducts {
     keys_.resize(RoundUp(dim, 2) * kScores);
     values_.resize(kStep * width);
     const BFloat16* slots[kStep + 1] = {};
-    int64_t count = 0;
+    int64_t from = step.runs[0].column, to = from;
     for (int i = 0; i < step.size; i++) {
       const Run& run = step.runs[i];
       const BFloat16 *key = call.KeysOf(run), *value = call.ValuesOf(run);
-      for (int64_t j = 0; j < run.count; j++) slots[count++] = value + j * dim;
+      for (int64_t j = 0; j < run.count; j++) slots[to++] = value + j * dim;
       for (int64_t d = 0; d < dim; d += 2, key += 2 * call.size) {
         Fetch(value + d * run.count, 2 * run.count);
         PairUpRows(key, d + 1 < dim ? key + call.size : nullptr, run.count, &keys_[d * kScores + 2 * run.column]);
       }
     }
-    for (int64_t s = 0; s < count; s += 2) {
-      for (int64_t d = s * dim / count; d < std::min(s + 2, count) * dim / count; d++)
+    if (from % 2 > 0) {  // the other slot of the pair has a weight of 0
+      slots[from - 1] = slots[from];
+      from--;
+    }
+    const int64_t count = to - from;
+    for (int64_t s = from; s < to; s += 2) {
+      for (int64_t d = (s - from) * dim / count; d < std::min(s - from + 2, count) * dim / count; d++)
         for (int i = 0; i < next.size; i++) Fetch(call.KeysOf(next.runs[i]) + d * call.size, next.runs[i].count);
       PairUpRows(slots[s], slots[s + 1], dim, &values_[s * width]);
     }
   }
 
   template <typename Call>
-  void Score(const Call& call, const Step&, int64_t first, int some, int64_t seen, float* scores) const {
-    Multiply(some, &queries_[first * call.dim], call.dim, call.dim, keys_.data(), kScores, scores, kScores,
-             RoundUp(seen, kLanes), false);
+  void Score(const Call& call, const Step&, int64_t first, int some, Columns seen, float* scores) const {
+    const int64_t from = RoundDown(seen.from, kLanes);
+    Multiply(some, &queries_[first * call.dim], call.dim, call.dim, &keys_[2 * from], kScores, scores + from, kScores,
+             RoundUp(seen.to - from, kLanes), false);
   }
 
   template <typename Call>
-  void AddValues(const Call& call, const Step&, const Step& /*next*/, int some, int64_t seen, const float* weights,
+  void AddValues(const Call& call, const Step&, const Step& /*next*/, int some, Columns seen, const float* weights,
                  float* sums) const {
-    const int64_t width = RoundUp(call.dim, kLanes);
+    const int64_t width = RoundUp(call.dim, kLanes), from = RoundDown(seen.from, 2);
     alignas(64) BFloat16 rounded[kMostRows * kStep];
     for (int r = 0; r < some; r++)
-      for (int64_t j = 0; j < seen; j += kLanes) {
+      for (int64_t j = RoundDown(from, kLanes); j < seen.to; j += kLanes) {
         const __m256bh some_of_them = _mm512_cvtneps_pbh(_mm512_loadu_ps(weights + r * kScores + j));
         std::memcpy(rounded + r * kStep + j, &some_of_them, sizeof some_of_them);
       }
-    Multiply(some, rounded, kStep, seen, values_.data(), width, sums, width, width, true);
+    Multiply(some, rounded + from, kStep, seen.to - from, &values_[from * width], width, sums, width, width, true);
   }
 
  private:
@@ -144,7 +164,7 @@ class PairedProducts {
       __builtin_prefetch(p + i, /*rw=*/0, /*locality=*/2);
   }
 
-  std::vector<BFloat16> queries_, keys_, values_;  // [rows, dim], [dim / 2, kScores] pairs, [kStep / 2, width] pairs
+  Buffer<BFloat16> queries_, keys_, values_;  // [rows, dim], [dim / 2, kScores] pairs, [kStep / 2, width] pairs
 };
 
 template <typename Q, typename P>

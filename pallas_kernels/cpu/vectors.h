@@ -3,6 +3,8 @@
 
 #include <cstdint>
 #include <cstring>
+#include <new>
+#include <vector>
 
 #if defined(__SSE__)
 #include <xmmintrin.h>
@@ -40,6 +42,25 @@ struct BFloat16 {
   uint16_t bits;
 };
 
+// Numbers that begin with a cache line, so that no whole vector of them lies in two.
+template <typename T>
+struct LineAllocator {
+  using value_type = T;
+
+  LineAllocator() = default;
+  template <typename Other>
+  LineAllocator(const LineAllocator<Other>&) {}
+  T* allocate(size_t count) {
+    return static_cast<T*>(::operator new(count * sizeof(T), std::align_val_t{kCacheLine}));
+  }
+  void deallocate(T* p, size_t) { ::operator delete(p, std::align_val_t{kCacheLine}); }
+  bool operator==(const LineAllocator&) const { return true; }
+  bool operator!=(const LineAllocator&) const { return false; }
+};
+template <typename T>
+using Buffer = std::vector<T, LineAllocator<T>>;
+
+constexpr int64_t RoundDown(int64_t n, int64_t multiple) { return n / multiple * multiple; }
 constexpr int64_t RoundUp(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
 inline Vec Splat(float x) { return x - Vec{}; }
@@ -107,8 +128,8 @@ inline float Reduce(Vec x, Operator combine) {
   return lanes[0];
 }
 
-// e^x of x <= 0, within 2 units in the last place: 1 for 0, 0 below -87 (the smallest float), NaN for NaN.
-inline Vec Exp(Vec x) {
+// Splits e^x into 2^n and e^rest: returns e^rest - 1, and n in `exponent`, as the exponent bits of a float.
+inline Vec ExpOfRest(Vec x, IntVec& exponent) {
   const float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves an integer in the last bits
   const Vec shifted = x * 1.44269504f + kRound;
   const Vec n = shifted - kRound;
@@ -119,9 +140,28 @@ inline Vec Exp(Vec x) {
   p = p * r + 4.1665795894e-2f;
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
-  p = p * (r * r) + r + 1.0f;
-  const Vec y = (Vec)((IntVec)p + ((IntVec)shifted << 23));
+  exponent = (IntVec)shifted << 23;
+  return p * (r * r) + r;
+}
+
+// e^x of x <= 0, within 2 units in the last place: 1 for 0, 0 below -87 (the smallest float), NaN for NaN.
+inline Vec Exp(Vec x) {
+  IntVec exponent;
+  const Vec p = ExpOfRest(x, exponent) + 1.0f;
+  const Vec y = (Vec)((IntVec)p + exponent);
   return x == x ? (x < -87.0f ? Vec{} : y) : x;
+}
+
+// The hyperbolic tangent, within 3 units in the last place: -e / (e + 2) with e = exp(-2|x|) - 1, and x's sign.
+inline Vec Tanh(Vec x) {
+  const uint32_t kSign = 0x80000000;
+  const int32_t kOne = 0x3F800000;  // 1.0f
+  const Vec y = -2.0f * (Vec)((BitVec)x & ~kSign);
+  IntVec exponent;
+  const Vec rest = ExpOfRest(y < -40.0f ? Splat(-40.0f) : y, exponent);
+  const Vec power = (Vec)(exponent + kOne);
+  const Vec e = power * rest + (power - 1.0f);
+  return (Vec)((BitVec)(e / (e + 2.0f)) & ~kSign | (BitVec)x & kSign);
 }
 
 // c [kRows, kWidth vectors] (+)= a [kRows, depth] * b [depth, ...], the terms of each sum in order. With kPartial only

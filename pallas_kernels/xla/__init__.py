@@ -1,16 +1,17 @@
 """Ragged attention in plain JAX that XLA compiles well for CPUs; it runs on every platform.
 
 Chunks of length 1 (decodes) and longer ones (prompts) have separate loops over lists of actual work. A group of decode
-rows visits the blocks of its longest context; a query tile of a prompt visits the blocks up to its last position. Trip
-counts are data, so the cost follows the contexts in use, not the window or the pool. Softmax is online (Milakov and
-Gimelshein, 2018): a fully masked block leaves maximum, sum and accumulator unchanged, to the bit.
+rows visits the blocks of its longest context; a query tile of a prompt visits the blocks up to its last position. In a
+layer with a sliding window, each decode row starts at the first block that it sees, and a tile at the first that one of
+its queries sees. Trip counts are data, so the cost follows what is seen, not the length of block tables or the pool.
+Softmax is online (Milakov and Gimelshein, 2018): a fully masked block leaves maximum, sum and accumulator unchanged, to
+the bit. It starts from the head's sink, if there is one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +19,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Bool, Float, Float32, Int32
 
-from pallas_kernels import int8
 from pallas_kernels.api import AttentionBatch, AttentionShape
-from pallas_kernels.xla.work import Decodes, Writes, XlaMetadata, decode_step, of_layer, prepare, query_tile
+from pallas_kernels.xla.pool import XlaPool, stored, write_decodes, write_prompts
+from pallas_kernels.xla.work import Decodes, XlaMetadata, decode_step, of_layer, prepare, query_tile
 
 # Most slots that the queries of a tile visit in one loop step.
 _TILE_SLOTS = 128
@@ -33,31 +34,11 @@ _HIGHEST = lax.Precision.HIGHEST
 _BFLOAT16, _INT8 = np.dtype(jnp.bfloat16), np.dtype(np.int8)
 
 
-class XlaPool(NamedTuple):
-    """Keys and values: arrays, their `ShapeDtypeStruct`, or other values of each.
-
-    The innermost axis of a key block is its slots, so scores of adjacent slots are in adjacent lanes. bfloat16 is
-    stored as its bits (uint16): XLA's CPU compiler widens the whole bfloat16 operand of a slice or an update, pool and
-    all.
-    Scales belong to int8 (`int8.quantize`) and are None otherwise.
-    """
-
-    keys: Any  # [n_blocks, K, D, block_size]
-    values: Any  # [n_blocks, K, block_size, D]
-    key_scales: Any = None  # float32[n_blocks, K, block_size]
-    value_scales: Any = None  # likewise
-
-
-_SLOT_AXIS = XlaPool(keys=3, values=2, key_scales=2, value_scales=2)
-
-
 class XlaBackend:
     name = "xla"
     platforms = None
 
     def supports(self, shape: AttentionShape) -> str | None:
-        if shape.variation is not None:
-            return f"{shape.variation}; it serves none"
         if shape.dtype not in (np.float32, _BFLOAT16):
             return f"queries of {shape.dtype}; it serves float32 and bfloat16"
         if shape.pool_dtype not in (np.float32, _BFLOAT16, _INT8):
@@ -107,10 +88,17 @@ class XlaBackend:
         sinks: Float[jax.Array, " N"] | None = None,
         first_block: jax.Array | int = 0,
     ) -> tuple[Float[jax.Array, "T N D"], XlaPool]:
-        return _attend(q, k, v, pool, of_layer(meta, first_block), slopes, shape, scale)
+        window = effective_window(window, shape)
+        return _attend(q, k, v, pool, of_layer(meta, first_block), slopes, sinks, shape, scale, window)
 
 
-@partial(jax.jit, static_argnames=("shape", "scale"))  # traced once for all layers of a program
+def effective_window(window: int | None, shape: AttentionShape) -> int | None:
+    """The window, or None if no context is longer."""
+    assert window in shape.windows
+    return None if window is None or window >= shape.max_blocks * shape.block_size else window
+
+
+@partial(jax.jit, static_argnames=("shape", "scale", "window"))  # traced once for all layers of a kind
 def _attend(
     q: jax.Array,
     k: jax.Array,
@@ -118,89 +106,33 @@ def _attend(
     pool: XlaPool,
     meta: XlaMetadata,
     slopes: jax.Array | None,
+    sinks: jax.Array | None,
     shape: AttentionShape,
     scale: float,
+    window: int | None,
 ) -> tuple[jax.Array, XlaPool]:
     prompts = q.shape[0] > 1  # a bucket of one token has no longer chunks
     with jax.named_scope("attention_write"):
-        new = _stored(k, v, shape)
-        pool = _write_decodes(new, pool, meta.decodes)
+        new = stored(k, v, shape)
+        pool = write_decodes(new, pool, meta.decodes)
         if prompts:
-            pool = _write_prompts(new, pool, meta.writes)
+            pool = write_prompts(new, pool, meta.writes)
     with jax.named_scope("attention_attend"):
-        if slopes is not None:
-            slopes = slopes.astype(jnp.float32).reshape(shape.num_kv_heads, shape.group, 1)
+        slopes, sinks = (
+            None if x is None else x.astype(jnp.float32).reshape(shape.num_kv_heads, shape.group, 1)
+            for x in (slopes, sinks)
+        )
         queries = q.astype(jnp.float32).reshape(-1, shape.num_kv_heads, shape.group, shape.head_dim)  # [T, K, G, D]
         out = jnp.zeros(queries.shape, jnp.float32)
-        out = _attend_decodes(queries, out, pool, meta.decodes, shape, slopes, scale)
+        out = _attend_decodes(queries, out, pool, meta.decodes, shape, slopes, sinks, scale, window)
         if prompts:
-            out = _attend_prompts(queries, out, pool, meta, shape, slopes, scale)
+            out = _attend_prompts(queries, out, pool, meta, shape, slopes, sinks, scale, window)
         return out.reshape(q.shape).astype(q.dtype), pool
-
-
-# Writing.
-
-
-def _stored(k: Float[jax.Array, "T K D"], v: Float[jax.Array, "T K D"], shape: AttentionShape) -> XlaPool:
-    """Keys and values of tokens in the pool's layout; T in place of blocks and slots."""
-    if shape.pool_dtype == _INT8:
-        (keys, key_scales), (values, value_scales) = int8.quantize(k), int8.quantize(v)
-        return XlaPool(keys, values, key_scales, value_scales)
-    k, v = k.astype(shape.pool_dtype), v.astype(shape.pool_dtype)
-    if shape.pool_dtype == _BFLOAT16:
-        k, v = (lax.bitcast_convert_type(x, jnp.uint16) for x in (k, v))
-    return XlaPool(k, v)
-
-
-def _each(change: Callable[..., jax.Array], *pools: XlaPool) -> XlaPool:
-    """Apply `change` to the corresponding parts of pools that have them."""
-    return XlaPool._make(None if parts[0] is None else change(*parts) for parts in zip(*pools, strict=True))
-
-
-def _write_decodes(new: XlaPool, pool: XlaPool, decodes: Decodes) -> XlaPool:
-    def write(i: jax.Array, pool: XlaPool) -> XlaPool:
-        block, slot, token = decodes.slot[i, 0], decodes.slot[i, 1], decodes.token[i]
-
-        def put(held: jax.Array, new: jax.Array, slot_axis: int) -> jax.Array:
-            one = jnp.expand_dims(lax.dynamic_slice_in_dim(new, token, 1), slot_axis)
-            place = [block, *[0] * (held.ndim - 1)]
-            place[slot_axis] = slot
-            return lax.dynamic_update_slice(held, one, place)
-
-        return _each(put, pool, new, _SLOT_AXIS)
-
-    return lax.fori_loop(0, decodes.total, write, pool)
-
-
-def _write_prompts(new: XlaPool, pool: XlaPool, writes: Writes) -> XlaPool:
-    size = pool.values.shape[2]
-    # Padded for a block that begins or ends outside the batch, and transposed to the pool's layout, once for all
-    # blocks. If XLA merges the padding with the transposition, that takes four times as long.
-    new = lax.optimization_barrier(jax.tree.map(lambda x: jnp.pad(x, [(size, size)] + [(0, 0)] * (x.ndim - 1)), new))
-    new = _each(lambda x, slot_axis: jnp.moveaxis(x, 0, slot_axis - 1), new, _SLOT_AXIS)
-
-    def write(i: jax.Array, pool: XlaPool) -> XlaPool:
-        block, first = writes.block[i], writes.token[i]
-        token = first + jnp.arange(size)
-        mine = (token >= writes.start[i]) & (token < writes.end[i])
-
-        def merge(held: jax.Array, new: jax.Array, slot_axis: int) -> jax.Array:
-            one = lax.dynamic_slice_in_dim(new, first + size, size, axis=slot_axis - 1)[None]
-            old = lax.dynamic_index_in_dim(held, block)
-            here = mine.reshape(-1, *[1] * (held.ndim - 1 - slot_axis))
-            return lax.dynamic_update_index_in_dim(held, jnp.where(here, one, old), block, 0)
-
-        return _each(merge, pool, new, _SLOT_AXIS)
-
-    return lax.fori_loop(0, writes.total, write, pool)
 
 
 def _rows(x: jax.Array, index: jax.Array) -> jax.Array:
     """x[index] for indices known to be in range."""
     return x.at[index].get(mode="promise_in_bounds")
-
-
-# Attending.
 
 
 def _loaded(x: jax.Array) -> jax.Array:
@@ -239,6 +171,42 @@ def _contract(
     return sum(partial_sums[..., i, :] for i in range(1, sums)) + partial_sums[..., 0, :]
 
 
+def _capped(scores: jax.Array, shape: AttentionShape) -> jax.Array:
+    return scores if shape.soft_cap is None else shape.soft_cap * jnp.tanh(scores / shape.soft_cap)
+
+
+def _decode_steps(
+    decodes: Decodes, first: jax.Array, kv_len: Int32[jax.Array, " rows"], shape: AttentionShape, window: int | None
+) -> tuple[jax.Array, Callable[[jax.Array], tuple[jax.Array, jax.Array, jax.Array]]]:
+    """How many steps the rows from `first` on take, and what each visits.
+
+    Returns:
+      (steps, slots): slots(step) is (blocks of all rows [rows * blocks], positions of their slots [rows or nothing,
+      blocks, 1, 1, size], which of those the rows see [rows, blocks, 1, 1, size]).
+    """
+    size, (rows, blocks) = shape.block_size, decode_step(decodes.token.shape[0], shape)
+    if window is None:  # all rows are in the same columns of their tables
+
+        def slots(j: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+            block = lax.dynamic_slice(decodes.tables, (first, j * blocks), (rows, blocks)).reshape(-1)
+            position = (j * blocks * size + jnp.arange(blocks * size)).reshape(blocks, 1, 1, size)
+            return block, position, position < kv_len[:, None, None, None, None]
+
+        return -(-kv_len[0] // (blocks * size)), slots
+
+    start = jnp.maximum(kv_len - window, 0) // size  # column of the first block that a row sees
+    tables = lax.dynamic_slice_in_dim(decodes.tables, first, rows)
+
+    def slots_from_start(j: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        column = start[:, None] + j * blocks + jnp.arange(blocks)
+        block = jnp.take_along_axis(tables, column, axis=1, mode="clip").reshape(-1)
+        position = column[:, :, None, None, None] * size + jnp.arange(size)
+        after = kv_len[:, None, None, None, None]
+        return block, position, (position >= after - window) & (position < after)
+
+    return jnp.max(-(-(kv_len - start * size) // (blocks * size))), slots_from_start
+
+
 def _attend_decodes(
     q: Float32[jax.Array, "T K G D"],
     out: Float32[jax.Array, "T K G D"],
@@ -246,7 +214,9 @@ def _attend_decodes(
     decodes: Decodes,
     shape: AttentionShape,
     slopes: Float32[jax.Array, "K G 1"] | None,
+    sinks: Float32[jax.Array, "K G 1"] | None,
     scale: float,
+    window: int | None,
 ) -> Float32[jax.Array, "T K G D"]:
     n_tokens, heads, group, dim = q.shape
     n_chunks, size = decodes.token.shape[0], shape.block_size
@@ -258,15 +228,15 @@ def _attend_decodes(
         kv_len = lax.dynamic_slice_in_dim(decodes.kv_len, first, rows)
         query = _rows(q, token)  # [rows, K, G, D]
         queries = jnp.repeat(query, blocks, axis=0)
+        n_steps, slots = _decode_steps(decodes, first, kv_len, shape, window)
 
         def step(j: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             maximum, total, acc = carry  # [rows, K, G, 1], [rows, K, G, 1], [rows, K, G, D]
-            block = lax.dynamic_slice(decodes.tables, (first, j * blocks), (rows, blocks)).reshape(-1)
-            position = (j * blocks * size + jnp.arange(blocks * size)).reshape(blocks, 1, 1, size)
-            held = position < kv_len[:, None, None, None, None]  # [rows, blocks, 1, 1, size]
+            block, position, held = slots(j)
             scores = _contract(pool.keys, block, queries).reshape(rows, blocks, heads, group, size) * scale
             if pool.key_scales is not None:
                 scores *= _rows(pool.key_scales, block).reshape(rows, blocks, heads, 1, size)
+            scores = _capped(scores, shape)
             if slopes is not None:
                 back = position - (kv_len - 1)[:, None, None, None, None]
                 scores += slopes * back.astype(jnp.float32)
@@ -285,7 +255,7 @@ def _attend_decodes(
                 acc += new.reshape(rows, blocks, heads, group, dim)[:, b]
             return raised, total, acc
 
-        _, total, acc = lax.fori_loop(0, -(-kv_len[0] // (blocks * size)), step, _empty((rows, heads, group), dim))
+        _, total, acc = lax.fori_loop(0, n_steps, step, _initial((rows, heads, group), dim, sinks))
         # Rows past the last decode have an index past the last token, so nothing is written for them.
         token = jnp.where(kv_len > 0, token, n_tokens)
         return out.at[token].set(acc / jnp.where(total > 0, total, 1), mode="drop")
@@ -300,7 +270,9 @@ def _attend_prompts(
     meta: XlaMetadata,
     shape: AttentionShape,
     slopes: Float32[jax.Array, "K G 1"] | None,
+    sinks: Float32[jax.Array, "K G 1"] | None,
     scale: float,
+    window: int | None,
 ) -> Float32[jax.Array, "T K G D"]:
     n_tokens, heads, group, dim = q.shape
     size, tiles = shape.block_size, meta.tiles
@@ -327,6 +299,7 @@ def _attend_prompts(
         flat = origin + jnp.arange(tile)
         mine = (flat >= start) & (flat < end)
         position = jnp.where(mine, last - (end - 1 - flat), -1)  # [tile]
+        lowest = 0 if window is None else jnp.maximum(last - (end - 1 - start) - window + 1, 0)  # that a query sees
         query = lax.dynamic_slice_in_dim(q, origin, tile).transpose(1, 2, 0, 3)  # [K, G, tile, D]
         query = query.reshape(heads, group * tile, dim).astype(dtype)
 
@@ -336,14 +309,20 @@ def _attend_prompts(
             key_position = j * blocks * size + jnp.arange(blocks * size)
             keys = _rows(pool.keys, block).transpose(1, 2, 0, 3).reshape(heads, dim, blocks * size)
             values = _rows(pool.values, block).transpose(1, 0, 2, 3).reshape(heads, blocks * size, dim)
-            # An unwritten slot may hold NaN, and 0 * NaN is NaN.
-            values = jnp.where((key_position <= last)[:, None], values, 0)
+            # A slot that is unwritten, or of another row, may hold NaN, and 0 * NaN is NaN.
+            readable = key_position <= last
+            if window is not None:
+                readable &= key_position >= lowest
+            values = jnp.where(readable[:, None], values, 0)
             scores = dot("kqd,kds->kqs", query, operand(keys)).reshape(heads, group, tile, -1) * scale
             if pool.key_scales is not None:
                 scores *= scales(pool.key_scales, block)
+            scores = _capped(scores, shape)
             if slopes is not None:
                 scores += slopes[..., None] * (key_position - last).astype(jnp.float32)
             visible = key_position <= position[:, None]  # [tile, slots]
+            if window is not None:
+                visible &= key_position > position[:, None] - window
             scores = jnp.where(visible, scores, _LOWEST)
             raised = jnp.maximum(maximum, scores.max(-1, keepdims=True))
             weights = jnp.where(visible, jnp.exp(scores - raised), 0)
@@ -355,7 +334,12 @@ def _attend_prompts(
             acc = acc * shrink + new.reshape(acc.shape)
             return raised, total, acc
 
-        _, total, acc = lax.fori_loop(0, last // (blocks * size) + 1, step, _empty((heads, group, tile), dim))
+        step_slots = blocks * size
+        tile_sinks = sinks if sinks is None else sinks[..., None]  # [K, G, 1, 1]
+        if tile_sinks is not None and slopes is not None:  # biases count from `last`
+            tile_sinks += slopes[..., None] * (position - last).astype(jnp.float32)[:, None]
+        nothing = _initial((heads, group, tile), dim, tile_sinks)
+        _, total, acc = lax.fori_loop(lowest // step_slots, last // step_slots + 1, step, nothing)
         new = (acc / jnp.where(total > 0, total, 1)).transpose(2, 0, 1, 3)  # [tile, K, G, D]
         old = lax.dynamic_slice_in_dim(out, origin, tile)
         return lax.dynamic_update_slice_in_dim(out, jnp.where(mine[:, None, None, None], new, old), origin, 0)
@@ -363,13 +347,14 @@ def _attend_prompts(
     return lax.fori_loop(0, tiles.total, attend, out)
 
 
-def _empty(leading: tuple[int, ...], dim: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Maximum, sum and accumulator of a softmax over nothing."""
-    return (
-        jnp.full((*leading, 1), _LOWEST, jnp.float32),
-        jnp.zeros((*leading, 1), jnp.float32),
-        jnp.zeros((*leading, dim), jnp.float32),
-    )
+def _initial(leading: tuple[int, ...], dim: int, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Maximum, sum and accumulator of a softmax over nothing but sinks, if there are any."""
+    shape = (*leading, 1)
+    if sinks is None:
+        maximum, total = jnp.full(shape, _LOWEST, jnp.float32), jnp.zeros(shape, jnp.float32)
+    else:
+        maximum, total = jnp.broadcast_to(jnp.maximum(sinks, _LOWEST), shape), jnp.ones(shape, jnp.float32)
+    return maximum, total, jnp.zeros((*leading, dim), jnp.float32)
 
 
 BACKEND = XlaBackend()
