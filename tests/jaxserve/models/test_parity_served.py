@@ -7,7 +7,16 @@ from jaxserve import Engine, EngineConfig
 from tests.fixtures import parity
 
 TOLERANCE = 1e-3
-CASES = ("bloom-7-heads", "gpt2-4-heads", "gpt_neox-4-heads", "opt-post-norm", "llama-grouped", "qwen2-grouped")
+CASES = (
+    "bloom-7-heads",
+    "gpt2-4-heads",
+    "gpt_neox-4-heads",
+    "opt-post-norm",
+    "llama-grouped",
+    "qwen2-grouped",
+    "mistral-windows",
+    "gemma3_text-pattern",
+)
 # What is particular to these is the model's, which has tests of its own against the same answers.
 VARIANTS = (
     "bloom-untied",
@@ -17,6 +26,9 @@ VARIANTS = (
     "opt-untied",
     "llama-yarn",
     "llama-linear",
+    "qwen2-windows",
+    "phi3-grouped",
+    "gemma2-capped",
 )
 # 7 heads, vocabularies of 101 and 257, key heads that are repeated: 2 over 4 devices, 3 over 2 and 6
 PADDED = (
@@ -27,6 +39,7 @@ PADDED = (
     ("llama-dynamic", 8),
     ("qwen3-grouped", 4),
     ("phi3-partly-rotated", 8),
+    ("gemma2-capped", 4),
 )
 
 
