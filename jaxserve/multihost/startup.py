@@ -31,6 +31,7 @@ from jaxserve.runner.pipeline import Pipeline
 from jaxserve.runner.stage import Progress
 from jaxserve.startup import Started
 from jaxserve.structured_output.matcher import Grammars
+from jaxserve.text import files
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.weights import orbax
 
@@ -164,8 +165,8 @@ def write_record(recorder: FlightRecorder, reason: str, tell: Tell) -> None:
 def _facts(path: str | Path, config: EngineConfig, cluster: ClusterConfig) -> list[tuple[str, str]]:
     if orbax.is_saved(Path(path)):
         raise ValueError(f"{path} was written by `jaxserve convert`; several hosts read Hugging Face directories only")
-    files = [Path(path, name) for name in ("config.json", "tokenizer.json")]
-    return facts(config, cluster, bucket_sizes(config), weights.fingerprint(path), files)
+    same = [Path(path, name) for name in ("config.json", *files.FILES)]
+    return facts(config, cluster, bucket_sizes(config), weights.fingerprint(path), same)
 
 
 def _places(programs: Sequence[StagePrograms]) -> dict[int, tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""Text to token ids and back, by the checkpoint's own tokenizer.json; chats to text, by its chat template."""
+"""Text to token ids and back, by the checkpoint's own tokenizer; chats to text, by its chat template."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Self
 
 import tokenizers
 
+from jaxserve.text import files
 from jaxserve.text.chat_template import ChatTemplate
 
 _REPLACEMENT = "\ufffd"  # what bytes that are no character decode to
@@ -38,25 +39,18 @@ class Tokenizer:
 
     @classmethod
     def from_directory(cls, path: str | Path) -> Self | None:
-        """The tokenizer of a checkpoint directory with its chat template, or None if it has no tokenizer.json.
+        """The tokenizer of a checkpoint directory (see `files`) with its chat template, or None if it has none.
 
         Raises:
           ValueError: a file is there and cannot be read.
         """
-        file = Path(path) / "tokenizer.json"
-        if not file.exists():
-            return None
-        try:
-            tokenizer = tokenizers.Tokenizer.from_str(file.read_text(encoding="utf-8"))
-        except Exception as problem:  # the library raises bare Exception
-            raise ValueError(f"{file}: not a tokenizer of the tokenizers library: {problem}") from problem
-        return cls(tokenizer, ChatTemplate.from_directory(file.parent))
+        tokenizer = files.read(Path(path))
+        return None if tokenizer is None else cls(tokenizer, ChatTemplate.from_directory(Path(path)))
 
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
         """Token ids of a text.
 
-        Nothing is prepended or appended but what the file's own post-processor adds, and that only with
-        `special_tokens`.
+        Nothing is prepended or appended but what the checkpoint's files say, and that only with `special_tokens`.
 
         Raises:
           ValueError: the text holds half a surrogate pair, or the tokenizer has no token for a part of it.

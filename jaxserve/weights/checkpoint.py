@@ -14,6 +14,7 @@ from typing import Any
 
 from jaxserve import models
 from jaxserve.models.schema import ModelConfig
+from jaxserve.text import files
 from jaxserve.weights import quantization, safetensors_file, torch_file
 from jaxserve.weights.stored import CheckpointError, StoredTensor
 
@@ -166,23 +167,28 @@ def read_config(path: str | Path) -> ModelConfig:
         config = models.parse_config(entries)
     except ValueError as error:
         raise CheckpointError(f"{directory / 'config.json'}: {error}") from None
-    _check_tokenizer(directory / "tokenizer.json", config)
-    return config
-
-
-def _check_tokenizer(file: Path, config: ModelConfig) -> None:
-    if not file.is_file():
-        return
-    entries = read_json(file)
-    try:
-        vocabulary = entries["model"]["vocab"]
-        ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
-        added = [token["id"] for token in entries.get("added_tokens") or []]
-        largest = max([*ids, *added], default=-1)
-    except (KeyError, TypeError):
-        raise CheckpointError(f"{file} has no vocabulary of tokens and their ids") from None
+    file, largest = _largest_token(directory)
     if largest >= config.vocab_size:
         raise CheckpointError(
             f"{file} has token ids up to {largest}, but the model's vocabulary ends at {config.vocab_size - 1} "
             "(vocab_size in config.json)"
         )
+    return config
+
+
+def _largest_token(directory: Path) -> tuple[Path, int]:
+    """The largest token id of a directory's tokenizer, -1 without one, and the file that it is in."""
+    file = directory / files.WHOLE
+    if not file.is_file():
+        try:
+            return files.largest_id(directory)
+        except ValueError as error:
+            raise CheckpointError(str(error)) from None
+    entries = read_json(file)
+    try:
+        vocabulary = entries["model"]["vocab"]
+        ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+        added = [token["id"] for token in entries.get("added_tokens") or []]
+        return file, max([*ids, *added], default=-1)
+    except (KeyError, TypeError):
+        raise CheckpointError(f"{file} has no vocabulary of tokens and their ids") from None

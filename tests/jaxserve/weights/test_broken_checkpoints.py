@@ -65,6 +65,19 @@ def tokenizer_too_large(folder):
 
 
 @broken
+def vocabulary_too_large(folder):
+    (folder / "vocab.json").write_text(json.dumps({"a": 0, "b": 60}))
+    (folder / "added_tokens.json").write_text('{"<pad>": 61}')
+    return folder, r"vocab.json has token ids up to 61, but the model's vocabulary ends at 60"
+
+
+@broken
+def vocabulary_that_is_none(folder):
+    (folder / "tokenizer.model").write_bytes(b"")
+    return folder, r"tokenizer.model: is no sentencepiece model"
+
+
+@broken
 def tokenizer_of_another_kind(folder):
     (folder / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}, "added_tokens": [1]}')
     return folder, r"tokenizer.json has no vocabulary of tokens and their ids"
