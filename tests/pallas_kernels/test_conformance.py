@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from itertools import product
 
 import jax.numpy as jnp
@@ -49,7 +50,8 @@ def test_serves_what_the_contract_promises(subject, dtype, pool, dim):
             pool_dtype=jnp.dtype(pool),
             alibi=True,
         )
-        assert backend(subject).supports(shape.with_blocks(block, 32768)) is None
+        for each in (shape, dataclasses.replace(shape, windows=(None, 16), soft_cap=50.0, sinks=True)):
+            assert backend(subject).supports(each.with_blocks(block, 32768)) is None
 
 
 def mixed_iterations(h):
@@ -365,6 +367,24 @@ class Nearsighted(XlaBackend):
         return meta._replace(decodes=meta.decodes._replace(kv_len=meta.decodes.kv_len - 1))
 
 
+class Farsighted(XlaBackend):
+    """Sees one token more than its windows hold."""
+
+    def attend(self, q, k, v, pool, meta, shape, *, window, **kw):
+        wider = dataclasses.replace(shape, windows=tuple(each and each + 1 for each in shape.windows))
+        return super().attend(q, k, v, pool, meta, wider, window=window and window + 1, **kw)
+
+
+class Uncapped(XlaBackend):
+    def attend(self, q, k, v, pool, meta, shape, **kw):
+        return super().attend(q, k, v, pool, meta, dataclasses.replace(shape, soft_cap=None), **kw)
+
+
+class Sinkless(XlaBackend):
+    def attend(self, q, k, v, pool, meta, shape, *, sinks, **kw):
+        return super().attend(q, k, v, pool, meta, shape, **kw)
+
+
 class Unscaled(XlaBackend):
     """Forgets the scales of the keys it wrote."""
 
@@ -373,8 +393,17 @@ class Unscaled(XlaBackend):
         return out, pool._replace(key_scales=jnp.ones_like(pool.key_scales))
 
 
-@pytest.mark.parametrize(("broken", "pool"), [(Nearsighted(), "float32"), (Unscaled(), "int8")])
-def test_a_broken_backend_is_caught(harness, broken, pool):
-    h = harness(broken, pool=pool)
+@pytest.mark.parametrize(
+    ("broken", "model"),
+    [
+        (Nearsighted(), {}),
+        (Unscaled(), {"pool": "int8"}),
+        (Farsighted(), {"windows": "blocks"}),
+        (Uncapped(), {"soft_cap": 1.0}),
+        (Sinkless(), {"sinks": True}),
+    ],
+)
+def test_a_broken_backend_is_caught(harness, broken, model):
+    h = harness(broken, **model)
     with pytest.raises(AssertionError, match="--seed"):
         mixed_iterations(h)

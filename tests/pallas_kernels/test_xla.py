@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import api
+from pallas_kernels import api, xla
 
 MANY_BLOCKS = 2048  # their scales alone take more than what a step needs beside the pool
 LAYERS, BLOCKS, BLOCK, WINDOW = 3, 96, 16, 37  # blocks of the window: a number no other dimension has
@@ -118,6 +118,26 @@ def test_a_bucket_of_one_token_holds_no_prompt_loop():
     two, _ = compiled("float32", bucket=2, n_chunks=1)
     assert " dot(" not in one.as_text()
     assert len(one.as_text()) < 0.8 * len(two.as_text())
+
+
+@pytest.mark.parametrize("chunks", [[("long", 1), ("short", 1)], [("long", 10)]])
+def test_cost_follows_the_window(harness, monkeypatch, chunks):
+    """Steps of the loops are counted, run one by one: a row of 400 tokens takes no more than its window does."""
+    steps = []
+
+    def counted(window):
+        h = harness("xla", heads=1, dim=8, windows=(window,), max_blocks=64, n_blocks=80, bucket=512)
+        rows = {"long": h.add_row(), "short": h.add_row()}
+        h.step([(rows["long"], 400), (rows["short"], 20)])
+        steps.clear()
+        with jax.disable_jit():
+            h.check([(rows[name], length) for name, length in chunks])
+        return len(steps)
+
+    capped = xla._capped
+    monkeypatch.setattr(xla, "_capped", lambda scores, shape: steps.append(1) or capped(scores, shape))
+    assert counted(None) >= 4
+    assert counted(8) == 1
 
 
 @pytest.mark.parametrize("pool_dtype", ["float32", "bfloat16", "int8"])
