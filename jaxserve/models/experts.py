@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,7 @@ Kernels = Mapping[str, Any]  # gate, up, down [E, out, in], and gate_bias, up_bi
 RunsProduct = Callable[[jax.Array, Any, jax.Array], jax.Array]
 
 
+@runtime_checkable  # for the check of shapes in tests
 class Compute(Protocol):
     """`compute` below with its activation."""
 

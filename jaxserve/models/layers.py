@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ from jaxserve.models.schema import ModelConfig
 Attend = Callable[..., tuple[jax.Array, Any]]
 
 
+@runtime_checkable  # for the check of shapes in tests
 class Products(Protocol):
     """The matrix products of a program's devices."""
 
