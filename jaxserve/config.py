@@ -15,6 +15,7 @@ SchedulerName = Literal["iteration", "request"]
 DtypeName = Literal["auto", "float32", "bfloat16"]
 QuantizeName = Literal["int8"]
 CacheDtypeName = Literal["auto", "float32", "bfloat16", "int8"]
+GenerationConfigName = Literal["auto", "off"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +108,12 @@ class EngineConfig:
         metavar="ngram|DIR",
     )
     speculate_tokens: int = param(7, "most tokens drafted for a request", minimum=1, metavar="K")
+    # Read by generation.defaults.read.
+    generation_config: GenerationConfigName = param(
+        "auto",
+        "auto: the sampling parameters in the checkpoint's generation_config.json are the defaults of requests; off: "
+        "they are not read",
+    )
     scoring: bool = param(True, "do not serve prompt_logprobs; less is compiled at start", flag="--no-scoring")
     attention: str = param("auto", "attention backend", metavar="NAME")
     tensor: int = param(

@@ -9,12 +9,13 @@ import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
 from jaxserve import startup
 from jaxserve.config import EngineConfig
 from jaxserve.errors import InvalidRequest, QueueFull
-from jaxserve.generation import streaming
+from jaxserve.generation import defaults, streaming
 from jaxserve.generation.beam_search import BeamParams
 from jaxserve.generation.completion import Completion, Delta
 from jaxserve.generation.streaming import Prompt, Sink, Terms
@@ -38,8 +39,15 @@ class Engine:
     threads, or call `step` yourself.
     """
 
-    def __init__(self, config: EngineConfig, started: startup.Started, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        started: startup.Started,
+        tokenizer: Tokenizer | None,
+        request_defaults: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         self.config = config
+        self.request_defaults = request_defaults  # sampling parameters, of the checkpoint's generation_config.json
         self.report = started.report
         self.tokenizer = tokenizer
         self.model_config: ModelConfig = started.loops[0].pipeline.model.config
@@ -75,8 +83,9 @@ class Engine:
           ValueError: a setting does not fit the model or the device.
         """
         config = config or EngineConfig()
+        recommended = defaults.read(path, config)
         started, tokenizer = startup.from_checkpoint(path, config, progress)
-        return cls(config, started, tokenizer)
+        return cls(config, started, tokenizer, recommended)
 
     @classmethod
     def from_params(
@@ -289,7 +298,8 @@ class Engine:
           best_of: number of samples to draw; the n with the highest mean token logprob are returned.
           priority / cache_salt: see `Request`.
           timeout: most seconds to wait.
-          sampling: fields of SamplingParams, for every prompt; without a seed, one is drawn for each.
+          sampling: fields of SamplingParams, for every prompt; without a seed, one is drawn for each. A prompt for
+            which no field is given has the checkpoint's defaults (`request_defaults`).
 
         Raises:
           InvalidRequest: a request is invalid; the message names the field, and nothing was generated.

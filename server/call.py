@@ -34,6 +34,7 @@ class Call:
       priority / cache_salt: of its requests.
       arrival / deadline: monotonic seconds; the caller wants no answer after its deadline.
       tenant: whose share and rate it counts against.
+      has_defaults: whether the checkpoint's defaults hold for sampling parameters that it leaves out.
     """
 
     id: str = field(default_factory=new_id)
@@ -43,6 +44,7 @@ class Call:
     arrival: float = field(default_factory=time.monotonic)
     deadline: float | None = None
     tenant: Tenant = field(default_factory=current.get)
+    has_defaults: bool = True
 
 
 @dataclass(slots=True, kw_only=True)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from jaxserve.config import EngineConfig
@@ -38,6 +38,7 @@ class EngineClient(Protocol):
     the first time; nothing else does. A recorder is called on an engine thread or on the event loop.
 
     Attributes:
+      request_defaults: sampling parameters of requests that do not give their own; see `generation.defaults`.
       grammars: compiled ones; None without a tokenizer.
       problem: why no requests are served, as an error for callers; None while they are.
       takes_requests: whether a request submitted now will be served, if only once the engine is back.
@@ -53,6 +54,8 @@ class EngineClient(Protocol):
     def max_context(self) -> int: ...
     @property
     def tokenizer(self) -> Tokenizer | None: ...
+    @property
+    def request_defaults(self) -> Mapping[str, Any]: ...
     @property
     def grammars(self) -> Grammars | None: ...
     @property

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from jaxserve.errors import InvalidRequest, QueueFull
 from jaxserve.generation.beam_search import BeamParams, BeamSearch
 from jaxserve.generation.completion import Assembler, Completion, parse_request
+from jaxserve.generation.defaults import of_beams
 from jaxserve.generation.samples import samples_of
 from jaxserve.request import Request
 from jaxserve.sampling_params import Grammar, SamplingParams
@@ -142,8 +143,9 @@ class RequestHandler:
           InvalidRequest, QueueFull, ApiError: before anything is generated.
         """
         self._check_open(call)
-        with self._admitted(prompts, call, samples) as ticket:
-            parsed = await self._parse(prompts, call, ticket, adjust)
+        defaults = self.engine.request_defaults if call.has_defaults else {}
+        with self._admitted(prompts, call, samples, defaults) as ticket:
+            parsed = await self._parse(prompts, call, ticket, adjust, defaults)
             ticket.correct(samples * sum(len(request.prompt) for request in parsed))
             compiled = await self._compile_grammars(parsed)
             # Ids of the server's own: two callers may send the same one.
@@ -174,8 +176,9 @@ class RequestHandler:
           InvalidRequest, QueueFull, ApiError; Exception: a step failed in the engine.
         """
         self._check_open(call)
-        with self._admitted([fields], call, params.width) as ticket:
-            (request,) = await self._parse([fields], call, ticket, adjust)
+        defaults = of_beams(self.engine.request_defaults)
+        with self._admitted([fields], call, params.width, defaults) as ticket:
+            (request,) = await self._parse([fields], call, ticket, adjust, defaults)
             self.engine.check(request)
             ticket.correct(params.width * request.max_length)
             ticket.keep()
@@ -186,15 +189,29 @@ class RequestHandler:
             self.admission.finished(len(answers[0].token_ids), request.sampling.max_tokens)
             return request, answers
 
-    def fill_context(self, request: Request) -> Request:
-        """The request with the rest of the context as its max_tokens, where a caller gives no limit."""
-        room = min(self.engine.max_context, self.engine.report.slots) - len(request.prompt)
+    def fill_context(self, request: Request, most: int | None = None) -> Request:
+        """The request with the rest of the context as its max_tokens, where a caller gives no limit.
+
+        Args:
+          most: most tokens to generate, but for its min_tokens.
+        """
+        room = self._longest - len(request.prompt)
+        if most is not None:
+            room = min(room, max(most, request.sampling.min_tokens))
         return replace(request, sampling=replace(request.sampling, max_tokens=max(1, room)))
 
+    @property
+    def _longest(self) -> int:
+        """Most tokens of a request."""
+        return min(self.engine.max_context, self.engine.report.slots)
+
     @contextlib.contextmanager
-    def _admitted(self, prompts: Sequence[Mapping[str, Any]], call: Call, samples: int) -> Iterator[Ticket]:
+    def _admitted(
+        self, prompts: Sequence[Mapping[str, Any]], call: Call, samples: int, defaults: Mapping[str, Any]
+    ) -> Iterator[Ticket]:
         """Keeps the call's place in the queue, from before its text is tokenized until it ends."""
-        new_tokens = max((fields.get("max_tokens") or SamplingParams().max_tokens for fields in prompts), default=0)
+        usual = defaults.get("max_tokens", SamplingParams().max_tokens)
+        new_tokens = max((fields.get("max_tokens") or usual for fields in prompts), default=0)
         ticket = self.admission.admit(
             call.tenant,
             requests=samples * len(prompts),
@@ -209,7 +226,12 @@ class RequestHandler:
             ticket.release()
 
     async def _parse(
-        self, prompts: Sequence[Mapping[str, Any]], call: Call, ticket: Ticket, adjust: Adjust
+        self,
+        prompts: Sequence[Mapping[str, Any]],
+        call: Call,
+        ticket: Ticket,
+        adjust: Adjust,
+        defaults: Mapping[str, Any],
     ) -> list[Request]:
         def parse(fields: Mapping[str, Any]) -> Request:
             return parse_request(
@@ -219,6 +241,8 @@ class RequestHandler:
                 priority=call.priority - ticket.demoted,
                 arrival=call.arrival,
                 cache_salt=call.cache_salt,
+                defaults=defaults,
+                longest=self._longest if defaults else None,
             )
 
         work = sum(map(tokenizing_work, prompts))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from server.app import ServerApp
 from server.commands import hosts
-from server.commands.console import UserError, address, progress_bars, say, show, user_errors
+from server.commands.console import UserError, address, progress_bars, say, say_defaults, show, user_errors
 from server.engine_process import exit_codes
 from server.engine_process.job import EngineJob
 from server.engine_process.remote_engine import RemoteEngine
@@ -80,6 +80,7 @@ class ServerLifecycle:
         self.stopping.set()
 
     def greet(self) -> None:
+        say_defaults(self.app.handler.engine.request_defaults)
         self._greet(self.settings, *self._ports)
 
     async def drain(self) -> None:
@@ -131,10 +132,12 @@ async def serve_engine_process(settings: ServeSettings, greet: Greet) -> int:
     Raises:
       UserError: the settings or the checkpoint do not allow the engine to start.
     """
+    from jaxserve.generation import defaults
     from jaxserve.text.tokenizer import Tokenizer
 
     with user_errors():
-        engine = RemoteEngine(settings.engine, Tokenizer.from_directory(settings.model))
+        recommended = defaults.read(settings.model, settings.engine)
+        engine = RemoteEngine(settings.engine, Tokenizer.from_directory(settings.model), recommended)
     with contextlib.ExitStack() as stack, contextlib.ExitStack() as start:
         supervisor = Supervisor(
             engine,

@@ -7,6 +7,7 @@ import difflib
 import re
 import secrets
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from jaxserve.errors import InvalidRequest, shown
@@ -31,6 +32,8 @@ def parse_request(
     priority: int = 0,
     arrival: float = 0.0,
     cache_salt: str = "",
+    defaults: Mapping[str, Any] = MappingProxyType({}),
+    longest: int | None = None,
 ) -> Request:
     """Parses a JSON object: `prompt`, `prompt_token_ids` or `messages`, and any sampling parameter.
 
@@ -42,17 +45,25 @@ def parse_request(
     `messages` are a chat (see `chat.read`). The checkpoint's chat template turns them into the prompt, which ends with
     the start of an answer unless `add_generation_prompt` is false. A template is a program, and may take a second.
 
+    Args:
+      defaults: sampling parameters of a request that does not give them (`defaults.read`).
+      longest: most tokens of a request; the default max_tokens is cut to it.
+
     Raises:
       InvalidRequest: naming the field, and for an unknown field the likely one.
     """
     # Sampling first: the prompt may be long.
-    sampling = parse_sampling({name: value for name, value in fields.items() if name not in _PROMPT_FIELDS})
+    sampling = parse_sampling({name: value for name, value in fields.items() if name not in _PROMPT_FIELDS}, defaults)
     if sampling.bad_words:
         runs = bad_words.token_ids(sampling.bad_words, tokenizer)
         sampling = dataclasses.replace(sampling, bad_word_tokens=runs)
+    prompt = _prompt(fields, tokenizer)
+    if longest is not None and "max_tokens" in defaults and fields.get("max_tokens") is None:
+        room = max(1, sampling.min_tokens, longest - len(prompt))
+        sampling = dataclasses.replace(sampling, max_tokens=min(sampling.max_tokens, room))
     return Request(
         request_id=request_id,
-        prompt=_prompt(fields, tokenizer),
+        prompt=prompt,
         sampling=sampling,
         priority=priority,
         arrival=arrival,
@@ -60,13 +71,13 @@ def parse_request(
     )
 
 
-def parse_sampling(fields: Mapping[str, Any]) -> SamplingParams:
+def parse_sampling(fields: Mapping[str, Any], defaults: Mapping[str, Any] = MappingProxyType({})) -> SamplingParams:
     """Parses the sampling parameters of a mapping, as `parse_request` does.
 
     Raises:
       InvalidRequest: naming the field.
     """
-    values: dict[str, Any] = {}
+    values = dict(defaults)
     for name, value in fields.items():
         if name not in SAMPLING_PARAMS:
             raise InvalidRequest(str(name), _unknown(name))

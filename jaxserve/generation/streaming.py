@@ -15,11 +15,14 @@ from typing import Any, Protocol
 from jaxserve.config import EngineConfig
 from jaxserve.errors import InvalidRequest, QueueFull
 from jaxserve.generation import beam_search as beams
+from jaxserve.generation import defaults
 from jaxserve.generation.completion import Assembler, Completion, Delta
 from jaxserve.generation.parsing import parse_request
 from jaxserve.generation.samples import MAX_SAMPLES, PromptScores, best, for_engine, samples_of
 from jaxserve.models.schema import ModelConfig
 from jaxserve.request import Alternatives, FinishReason, Request, TokenEvent
+from jaxserve.sampling_params import SAMPLING_PARAMS
+from jaxserve.scheduler.limits import Limits
 from jaxserve.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]  # text, token ids, or fields as an input line has them
@@ -35,6 +38,8 @@ class Terms:
         those whose tokens are the likeliest on average.
       priority / cache_salt: of its requests.
       timeout: seconds after which it is given up; None waits for ever.
+      fills_in: whether the checkpoint's defaults hold for each sampling parameter that is left out, rather than only
+        where all are.
     """
 
     n: int = 1
@@ -42,6 +47,7 @@ class Terms:
     priority: int = 0
     cache_salt: str = ""
     timeout: float | None = None
+    fills_in: bool = False
 
     def __post_init__(self) -> None:
         for name, value, least in (("n", self.n, 1), ("best_of", self.drawn, self.n)):
@@ -62,6 +68,8 @@ class TakesRequests(Protocol):
     config: EngineConfig
     model_config: ModelConfig
     tokenizer: Tokenizer | None
+    request_defaults: Mapping[str, Any]
+    limits: Limits
 
     def start(self) -> None: ...
     def check(self, request: Request) -> None: ...
@@ -115,7 +123,7 @@ def search(
     engine: TakesRequests, prompt: Prompt, params: beams.BeamParams, sampling: Mapping[str, Any], terms: Terms
 ) -> list[Completion]:
     """The best answers to one prompt (see `Engine.beam_search`)."""
-    request = _request(engine, prompt, sampling, terms)
+    request = _request(engine, prompt, sampling, terms, defaults.of_beams(engine.request_defaults))
     engine.check(request)
     eos = engine.model_config.eos_token_ids
     made = beams.BeamSearch(request, params, eos)
@@ -207,18 +215,28 @@ def _wait(events: queue.SimpleQueue[list[TokenEvent]], ends: float | None) -> li
         raise TimeoutError("the timeout of the call has passed") from None
 
 
-def _request(engine: TakesRequests, prompt: Prompt, sampling: Mapping[str, Any], terms: Terms) -> Request:
+def _request(
+    engine: TakesRequests,
+    prompt: Prompt,
+    sampling: Mapping[str, Any],
+    terms: Terms,
+    of_checkpoint: Mapping[str, Any] | None = None,
+) -> Request:
     if isinstance(prompt, Mapping):
         fields = {name: value for name, value in prompt.items() if value is not None}
     else:
         fields = {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
+    given = {name: value for name, value in {**sampling, **fields}.items() if value is not None}
+    of_checkpoint = engine.request_defaults if of_checkpoint is None else of_checkpoint
     return parse_request(
-        {**sampling, **fields},
+        given,
         request_id=_new_name(),
         tokenizer=engine.tokenizer,
         priority=terms.priority,
         arrival=time.monotonic(),
         cache_salt=terms.cache_salt,
+        defaults=of_checkpoint if terms.fills_in or given.keys().isdisjoint(SAMPLING_PARAMS) else {},
+        longest=engine.limits.longest,
     )
 
 

@@ -29,6 +29,11 @@ class Limits:
     scoring: bool
     has_tokenizer: bool
 
+    @property
+    def longest(self) -> int:
+        """Most tokens, prompt and generated, of one request."""
+        return min(self.max_context, self.slots)
+
     def check(self, request: Request) -> None:
         """Raise InvalidRequest, naming the field, if the engine can never serve the request."""
         check_fits(request, self.max_context, self.slots)

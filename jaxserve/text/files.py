@@ -7,7 +7,7 @@ merges.txt (byte-level BPE), are its vocabulary; the special tokens are then in 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -74,24 +74,31 @@ def read(directory: Path) -> tokenizers.Tokenizer | None:
     return None
 
 
-def largest_id(directory: Path) -> tuple[Path, int]:
-    """The file of a vocabulary other than tokenizer.json, and the largest token id, -1 if there is none.
+def vocabulary(directory: Path) -> tuple[Path, dict[str, int]]:
+    """The file of a vocabulary other than tokenizer.json, and the ids of its tokens and the added ones by text.
 
     Raises:
       ValueError: a file is there and cannot be read.
     """
     if (file := directory / SENTENCEPIECE).exists():
-        return file, _checked(
-            file, lambda: _largest(directory, range(len(sentencepiece.parse(file.read_bytes()).pieces)))
-        )
-    if (file := directory / VOCABULARY).exists():
-        return file, _checked(file, lambda: _largest(directory, _json(file).values()))
-    return file, -1
+        pieces = _checked(file, lambda: sentencepiece.parse(file.read_bytes()).pieces)
+        ids = {text: i for i, (text, _, _) in enumerate(pieces)}
+    elif (file := directory / VOCABULARY).exists():
+        ids = _checked(file, lambda: _json(file))
+    else:
+        return file, {}
+    settings = _checked(file, lambda: _settings(directory))
+    return file, ids | {token.content: i for token, i in settings.tokens if i is not None}
 
 
-def _largest(directory: Path, vocabulary: Iterable[int]) -> int:
-    added = (i for _, i in _settings(directory).tokens if i is not None)
-    return max([*vocabulary, *added], default=-1)
+def special_tokens(directory: Path) -> dict[str, str]:
+    """Texts of the special tokens that the small files name, by names such as eos_token.
+
+    Raises:
+      ValueError: a file is there and cannot be read.
+    """
+    settings = _checked(directory / CONFIG, lambda: _settings(directory))
+    return {name: text for name in _NAMES if (text := settings.text(name))}
 
 
 def _checked(file: Path, make: Callable[[], T]) -> T:

@@ -6,6 +6,7 @@ Files are mapped, not read: a caller copies the slices it wants straight to wher
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import mmap
@@ -148,7 +149,8 @@ def read_json(file: Path) -> dict[str, Any]:
 def read_config(path: str | Path) -> ModelConfig:
     """The configuration of a checkpoint directory, checked against its tokenizer.
 
-    generation_config.json, where there is one, has the last word on which tokens end a text, as in transformers.
+    generation_config.json, where there is one, has the last word on which tokens of config.json end a text, as in
+    transformers. The tokenizer's own eos_token ends a text too, since it is what chat templates end messages with.
 
     Raises:
       CheckpointError: no such directory, or one of its JSON files is missing, malformed or describes no model that is
@@ -167,28 +169,38 @@ def read_config(path: str | Path) -> ModelConfig:
         config = models.parse_config(entries)
     except ValueError as error:
         raise CheckpointError(f"{directory / 'config.json'}: {error}") from None
-    file, largest = _largest_token(directory)
+    file, ids = _vocabulary(directory)
+    largest = max(ids.values(), default=-1)
     if largest >= config.vocab_size:
         raise CheckpointError(
             f"{file} has token ids up to {largest}, but the model's vocabulary ends at {config.vocab_size - 1} "
             "(vocab_size in config.json)"
         )
+    try:
+        special = files.special_tokens(directory)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
+    eos, bos = (ids.get(special.get(name, "")) for name in ("eos_token", "bos_token"))
+    if eos is not None and eos not in config.eos_token_ids:
+        config = dataclasses.replace(config, eos_token_ids=(*config.eos_token_ids, eos))
+    if bos is not None and entries.get("bos_token_id") is None:
+        config = dataclasses.replace(config, bos_token_id=bos)
     return config
 
 
-def _largest_token(directory: Path) -> tuple[Path, int]:
-    """The largest token id of a directory's tokenizer, -1 without one, and the file that it is in."""
+def _vocabulary(directory: Path) -> tuple[Path, dict[str, int]]:
+    """The file of a directory's vocabulary, and the ids of its tokens by text; none without a tokenizer."""
     file = directory / files.WHOLE
     if not file.is_file():
         try:
-            return files.largest_id(directory)
+            return files.vocabulary(directory)
         except ValueError as error:
             raise CheckpointError(str(error)) from None
     entries = read_json(file)
     try:
         vocabulary = entries["model"]["vocab"]
-        ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
-        added = [token["id"] for token in entries.get("added_tokens") or []]
-        return file, max([*ids, *added], default=-1)
-    except (KeyError, TypeError):
+        if not isinstance(vocabulary, dict):
+            vocabulary = {text: i for i, (text, _) in enumerate(vocabulary)}
+        return file, vocabulary | {token["content"]: token["id"] for token in entries.get("added_tokens") or []}
+    except (KeyError, TypeError, ValueError):
         raise CheckpointError(f"{file} has no vocabulary of tokens and their ids") from None

@@ -8,9 +8,9 @@ from __future__ import annotations
 import contextlib
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
@@ -63,6 +63,14 @@ def address(host: str, port: int) -> str:
 
 def say(message: str) -> None:
     print(f"jaxserve: {message}", file=sys.stderr, flush=True)
+
+
+def say_defaults(defaults: Mapping[str, Any]) -> None:
+    """Tells which sampling parameters requests have by default, if the checkpoint recommends any."""
+    from jaxserve.generation.defaults import describe
+
+    if (line := describe(defaults)) is not None:
+        say(line)
 
 
 def say_outcome(finish_reason: str, prompt_tokens: int, completion_tokens: int, seed: int | None) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from server.commands import request_flags
-from server.commands.console import UserError, check_folder, console, say, say_outcome
+from server.commands.console import UserError, check_folder, console, say, say_defaults, say_outcome
 from server.commands.engine_start import add_model_flags, add_profile_flag, load_engine, model_directory, profiling
 
 if TYPE_CHECKING:
@@ -76,6 +76,7 @@ def run(args: argparse.Namespace) -> int:
         engine = load_engine(args)
         if args.output is not None and stat.S_ISREG(os.fstat(target.fileno()).st_mode):
             target.truncate(0)  # not earlier: a failed start keeps the results of an earlier run
+        say_defaults(engine.request_defaults)
         with profiling(args.profile), engine:
             if wanted:
                 return _print_several(engine, prompt | sampling, wanted)
@@ -172,7 +173,13 @@ def _print_text(engine: Engine, fields: dict[str, Any]) -> int:
 
     inbox: queue.SimpleQueue[list[TokenEvent]] = queue.SimpleQueue()
     try:
-        request = parse_request(fields, request_id="prompt", tokenizer=engine.tokenizer)
+        request = parse_request(
+            fields,
+            request_id="prompt",
+            tokenizer=engine.tokenizer,
+            defaults=engine.request_defaults,
+            longest=engine.limits.longest,
+        )
         engine.submit(request, inbox.put)
     except InvalidRequest as problem:
         raise UserError(str(problem)) from None
@@ -195,7 +202,7 @@ def _print_several(engine: Engine, fields: dict[str, Any], wanted: dict[str, Any
         if params is not None:
             answers = streaming.search(engine, fields, params, {}, streaming.Terms())
         else:
-            answers = streaming.generate(engine, [fields], {}, streaming.Terms(**wanted))
+            answers = streaming.generate(engine, [fields], {}, streaming.Terms(**wanted, fills_in=True))
     except InvalidRequest as problem:
         raise UserError(str(problem)) from None
     except RuntimeError as problem:  # the engine has failed, or a step of the search

@@ -89,11 +89,13 @@ def from_flags(args: argparse.Namespace) -> ClusterConfig | None:
 def lead(path: Path, config: EngineConfig, cluster: ClusterConfig, progress: Progress) -> Engine:
     """Starts host 0 and the engine of all hosts. Raises ValueError for mistakes, and HostFailed."""
     from jaxserve.engine import Engine
+    from jaxserve.generation import defaults
     from jaxserve.multihost import startup as start
 
+    recommended = defaults.read(path, config)
     led = start.lead(path, config, cluster, tell=say, progress=progress)
     signal.signal(signal.SIGUSR2, lambda *_: start.write_record(led.recorder, "asked for", say))
-    return Engine(config, led.started, led.tokenizer)
+    return Engine(config, led.started, led.tokenizer, recommended)
 
 
 def end_failed(failure: HostFailed) -> NoReturn:

@@ -133,6 +133,8 @@ class LineServer:
             request_id=str(number),
             tokenizer=self._engine.tokenizer,
             arrival=time.monotonic(),
+            defaults=self._engine.request_defaults,
+            longest=self._engine.limits.longest,
         )
 
     def _submit_held(self) -> None:

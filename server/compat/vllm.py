@@ -31,7 +31,12 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:
         self._latest = time.time()
-        call = Call(id=request.request_id or new_id(), protocol="vllm", deadline=calls.deadline(context))
+        call = Call(
+            id=request.request_id or new_id(),
+            protocol="vllm",
+            deadline=calls.deadline(context),
+            has_defaults=False,  # the router has put in its own
+        )
         params = request.sampling_params
         async with calls.answering(self._handler, context, call.id):
             fields, samples = fields_of(request), samples_of(params)

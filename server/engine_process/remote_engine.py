@@ -8,9 +8,10 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 from jaxserve.config import EngineConfig
 from jaxserve.errors import EngineStopped
@@ -59,10 +60,16 @@ class RemoteEngine:
     Args:
       config: of the engine.
       tokenizer: of the checkpoint.
+      request_defaults: sampling parameters, of the checkpoint's generation_config.json.
     """
 
-    def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None) -> None:
-        self.config, self.tokenizer = config, tokenizer
+    def __init__(
+        self,
+        config: EngineConfig,
+        tokenizer: Tokenizer | None,
+        request_defaults: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        self.config, self.tokenizer, self.request_defaults = config, tokenizer, request_defaults
         self._info: EngineInfo | None = None
         self._grammars: Grammars | None = None
         self._problem: str | None = _STARTING

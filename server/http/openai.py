@@ -74,7 +74,7 @@ class Completions:
             cache_salt=body.cache_salt,
             deadline=None if body.timeout is None else time.monotonic() + body.timeout,
         )
-        adjust = self._handler.fill_context if body.fills_context else lambda request: request
+        adjust = self._filled if body.fills_context else lambda request: request
         if (params := body.beams) is not None:
             await http_call.json(await self._searched(body, call, params, prompts, adjust))
             return
@@ -83,6 +83,10 @@ class Completions:
                 await self._stream(http_call, body, generation, usage_wanted)
             else:
                 await http_call.json(await self._whole(body, generation, samples))
+
+    def _filled(self, request: Request) -> Request:
+        """The request of a chat that gives no limit."""
+        return self._handler.fill_context(request, self._handler.engine.request_defaults.get("max_tokens"))
 
     async def _searched(
         self, body: Any, call: Call, params: BeamParams, prompts: Sequence[dict[str, Any]], adjust: Adjust

@@ -9,10 +9,11 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
@@ -111,6 +112,7 @@ class FakeEngine:
     held: bool = False
     poison: frozenset[int] = frozenset()
     owed_elsewhere: int = 0
+    request_defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.model_config = SimpleNamespace(vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,), bos_token_id=None)

@@ -96,7 +96,9 @@ def test_added_tokens_have_their_ids(tmp_path, name):
     assert "<think>" in tokenizer.decode(ids)
     assert "<turn>" not in tokenizer.decode(ids)
     assert tokenizer.vocab_size == first + 2
-    assert files.largest_id(tmp_path) == (tmp_path / ("vocab.json" if name == "opt" else "tokenizer.model"), first + 1)
+    file, ids = files.vocabulary(tmp_path)
+    assert file == tmp_path / ("vocab.json" if name == "opt" else "tokenizer.model")
+    assert (ids["<turn>"], ids["<think>"], max(ids.values())) == (first, first + 1, first + 1)
 
 
 def test_special_tokens_map_counts_where_the_configuration_is_silent(tmp_path):

@@ -54,6 +54,7 @@ ENGINE_FLAGS: dict[str, tuple[str, Any, str]] = {
     "deterministic": ("--deterministic", True, ""),
     "speculate": ("--speculate ngram", "ngram", ""),
     "speculate_tokens": ("--speculate-tokens 3", 3, ""),
+    "generation_config": ("--generation-config off", "off", ""),
     "scoring": ("--no-scoring", False, ""),
     "attention": ("--attention xla", "xla", ""),
     "tensor": ("--tensor 4", 4, ""),
