@@ -29,7 +29,7 @@ def windows(fields: Fields) -> tuple[int | None, ...]:
     """The window of each layer: the layers from `max_window_layers` on have one, if `use_sliding_window`."""
     used = fields.flag("use_sliding_window", default=False)
     size = fields.count_or_none("sliding_window", default=4096) if used else None
-    first = int(fields.number("max_window_layers", default=28))  # may be 0
+    first = int(fields.number("max_window_layers", default=28.0))  # may be 0
     return decoder.windows(fields, fields.count("num_hidden_layers"), size, sliding=lambda layer: layer >= first)
 
 

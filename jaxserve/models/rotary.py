@@ -158,7 +158,7 @@ def parse(
         raise ValueError(f"rope_theta is {theta}; it must be more than 1")
     if kind == "default":
         return Rotary(size=size, theta=theta, interleaved=interleaved)
-    factor = inner.number("factor", default=0)
+    factor = inner.number("factor", default=0.0)
     if factor < 1:
         raise ValueError(f"{name} has factor {inner.entries.get('factor')!r}; it must be at least 1")
     # "linear" and "dynamic" stretch what max_position_embeddings says.
