@@ -97,7 +97,6 @@ lint: $(DEV_STAMP) ## ruff and pyright
 
 proto: $(DEV_STAMP) ## regenerate the gRPC code from its .proto
 	$(BIN)/python -m server.proto.generate
-	$(BIN)/python -m jaxserve.multihost.generate
 
 # In an environment of its own: the site's tools read the code and import nothing of it.
 $(DOCS_STAMP): requirements-docs.txt

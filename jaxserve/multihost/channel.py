@@ -1,6 +1,4 @@
-"""The control channel: a gRPC stream from every worker to host 0, plain or with mutual TLS.
-
-`HostGroup` and `MasterConnection` send and receive its messages."""
+"""The control channel: a gRPC stream from every worker to host 0, plain or with mutual TLS."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from jaxserve.multihost.config import ClusterConfig
 
 SERVICE = "jaxserve.multihost.Control"
 METHOD = "Follow"
-FIRST_WORD = 10.0  # seconds in which a stream's first message must come
+_FIRST_MESSAGE_SECONDS = 10.0  # within which a stream's first message must come
 _OPTIONS = (
     ("grpc.max_receive_message_length", 256 * 2**20),  # scores of a large bucket
     ("grpc.max_send_message_length", -1),
@@ -26,6 +24,25 @@ _OPTIONS = (
 Follow = Callable[[Iterator[pb.FromWorker], grpc.ServicerContext], Iterator[bytes]]
 # A worker's side.
 OpenStream = Callable[[Iterator[pb.FromWorker]], Iterator[pb.FromMaster]]
+
+
+class ControlChannel:
+    """What host 0 (`HostGroup`) and a worker (`MasterConnection`) both do on the channel during the start."""
+
+    def reached(self, step: str) -> None:
+        """Announce this host's step of the start."""
+        raise NotImplementedError
+
+    def agree(self, about: str, value: int) -> int:
+        """Wait for every host's number and return the least."""
+        return self._decide(pb.Vote(about=about, value=value)).value
+
+    def check(self, about: str, problem: str) -> str:
+        """Wait for every host's problem and return all of them with their hosts, "" if there is none."""
+        return self._decide(pb.Vote(about=about, problem=problem)).problem
+
+    def _decide(self, mine: pb.Vote) -> pb.Agreed:
+        raise NotImplementedError
 
 
 def listen(cluster: ClusterConfig, follow: Follow) -> grpc.Server:
@@ -52,16 +69,16 @@ def listen(cluster: ClusterConfig, follow: Follow) -> grpc.Server:
     return server
 
 
-def first_word(requests: Iterator[pb.FromWorker], context: grpc.ServicerContext) -> pb.FromWorker | None:
+def first_message(requests: Iterator[pb.FromWorker], context: grpc.ServicerContext) -> pb.FromWorker | None:
     """A worker's first message; None if the stream ended or none came within 10 s."""
-    impatient = threading.Timer(FIRST_WORD, context.cancel)
-    impatient.start()
+    timer = threading.Timer(_FIRST_MESSAGE_SECONDS, context.cancel)
+    timer.start()
     try:
         return next(requests, None)
     except grpc.RpcError:
         return None
     finally:
-        impatient.cancel()
+        timer.cancel()
 
 
 def connect(cluster: ClusterConfig) -> OpenStream:

@@ -19,6 +19,7 @@ _OF_THE_HOST = ("compilation_cache", "max_queued_requests", "max_queued_tokens")
 _LEAST_DEADLINE = 10.0  # seconds
 _MOST_SECONDS = 1_000_000  # limit for settings in seconds; threads cannot wait for an infinite time
 _COSTS = 20  # an iteration's deadline is this many times the measured cost of the slowest bucket
+_DETECTION_SECONDS = 60  # most seconds to find the coordinator
 _VERSIONS = ("jaxserve", "jax", "jaxlib", "numpy", "llguidance")
 
 
@@ -38,7 +39,7 @@ class TlsFiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig:
-    """This host's part in a group of hosts. The metadata of fields makes flags; times are in seconds.
+    """This host's place in a group of hosts. Flags come from the metadata of fields. Times are in seconds.
 
     Attributes:
       hosts: number of hosts; each has the same number of devices.
@@ -125,10 +126,36 @@ class ClusterConfig:
 CLUSTER_PARAMS = params(ClusterConfig)
 
 
+def detect() -> tuple[int, int, str, tuple[int, ...] | None]:
+    """Ask jax for this host's place in a TPU pod, Slurm, Open MPI or Kubernetes.
+
+    Returns:
+      `hosts`, `host`, `coordinator` and `local_devices` of a ClusterConfig.
+
+    Raises:
+      ValueError: jax does not recognise the environment.
+    """
+    # No public function of jax detects without connecting, and a worker must first hear from host 0 by our own channel.
+    from jax._src.clusters import ClusterEnv
+
+    try:
+        coordinator, hosts, host, devices = ClusterEnv.auto_detect_unset_distributed_params(
+            None, None, None, None, None, _DETECTION_SECONDS
+        )
+    except Exception as problem:  # detection may raise anything
+        raise ValueError(f"hosts is auto, and jax cannot detect the environment: {problem}") from problem
+    if coordinator is None or hosts is None or host is None:
+        raise ValueError(
+            "hosts is auto, and jax does not recognise the environment (TPU pods, Slurm, Open MPI, or Kubernetes "
+            "with the kubernetes package); give --hosts, --host-id and --coordinator"
+        )
+    return hosts, host, coordinator, None if devices is None else tuple(devices)
+
+
 def check_settings(config: EngineConfig, cluster: ClusterConfig) -> None:
     """Raise ValueError for settings that several hosts do not support."""
     if config.replicas != 1:
-        raise ValueError(f"replicas is {config.replicas}; with hosts it must be 1 (start as many groups of hosts)")
+        raise ValueError(f"replicas is {config.replicas}; with hosts it must be 1 (start several groups of hosts)")
     if config.draft_model is not None:
         raise ValueError(f"speculate is {config.speculate}; several hosts support no draft model, only ngram")
     devices = config.tensor * config.stages
@@ -139,11 +166,13 @@ def check_settings(config: EngineConfig, cluster: ClusterConfig) -> None:
         )
 
 
-def stages_of(config: EngineConfig, cluster: ClusterConfig) -> tuple[int, ...]:
-    """The stages that have devices on this host (see `start`)."""
-    each = config.tensor * config.stages // cluster.hosts
-    first = cluster.host * each
-    return tuple(range(first // config.tensor, (first + each - 1) // config.tensor + 1))
+def stages_of(config: EngineConfig, hosts: int) -> dict[int, tuple[int, ...]]:
+    """The stages that have devices on each host: the hosts share the devices of all stages evenly, in order."""
+    each = config.tensor * config.stages // hosts
+    return {
+        host: tuple(range(host * each // config.tensor, ((host + 1) * each - 1) // config.tensor + 1))
+        for host in range(hosts)
+    }
 
 
 def facts(

@@ -13,7 +13,7 @@ from jaxserve.multihost.config import ClusterConfig
 from jaxserve.multihost.process_watchdog import end_process
 
 _HEARTBEAT_TIMEOUT = 60  # seconds after which jax itself ends a process; the watchdogs are much faster
-_ADDRESS_TIMEOUT = 30  # seconds for another host's address to be known; the probe of direct links waits longer
+_ADDRESS_TIMEOUT = 30  # seconds to learn another host's address; less than the probe of direct links waits
 _LEAVING = 5.0  # seconds for jax to disconnect
 
 
@@ -26,7 +26,7 @@ def join(cluster: ClusterConfig) -> None:
     mine = _own_address(cluster)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_preemption_service", False)  # it would handle SIGTERM itself
-    if cluster.links != "bridge":  # devices without links of their own: CPUs
+    if cluster.links != "bridge":  # these settings are for CPUs; accelerators have links of their own
         # The other hosts get exactly this port; with port 0 they would wait for ever (jax 0.10).
         jax.config.update("jax_cross_host_transfer_socket_address", f"{mine}:{_reserve_port(mine)}")
         jax.config.update("jax_cross_host_transfer_timeout_seconds", _ADDRESS_TIMEOUT)
@@ -53,7 +53,7 @@ def leave() -> None:
 
 
 def keep_client() -> None:
-    """Never destroy jax's client: that would wait for copies between hosts that never end, and the process with it."""
+    """Keep jax's client until the process ends: its destructor would wait for copies that never end."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(jax.local_devices()[0].client))
 
 
@@ -71,9 +71,9 @@ def _own_address(cluster: ClusterConfig) -> str:
 
 
 def _reserve_port(address: str) -> int:
-    """A port for jax's transfer server, which binds it with SO_REUSEPORT at the first copy.
+    """Reserve a port for jax's transfer server, which binds it with SO_REUSEPORT at the first copy.
 
-    It stays bound until the process ends, so that no other socket gets it in the meantime.
+    The port stays bound until the process ends, so that no other socket gets it before.
     """
     bare = address.strip("[]")
     with socket.socket(socket.AF_INET6 if ":" in bare else socket.AF_INET) as reserved:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 class ExitCode(enum.IntEnum):
@@ -16,7 +16,7 @@ class ExitCode(enum.IntEnum):
 
 
 class SymptomKind(enum.IntEnum):
-    """Kinds of symptoms, nearest to a cause first: one dead host makes all others late."""
+    """Kinds of symptoms, the likeliest cause first: one dead host makes all others late."""
 
     DISCONNECTED = 0  # its stream ended, or its heartbeats stopped
     RAISED = 1  # its own code raised
@@ -66,28 +66,25 @@ class HostFailed(RuntimeError):
 
 
 def cause_of(problems: Iterable[Symptom]) -> Symptom:
-    """The symptom nearest to the cause.
+    """The symptom that is the likeliest cause of the others.
 
-    If hosts are late, it is those that wait for the earliest iteration in its earliest stage: the others wait for them.
+    Of late hosts, those that work on the earliest iteration in its earliest stage: the other hosts wait for them.
     """
     found = list(problems)
+    errors = (SymptomKind.RAISED, SymptomKind.DEVICE_ERROR)
     # A host that reported an error disconnects because of it.
-    said = {
-        host for each in found if each.kind in (SymptomKind.RAISED, SymptomKind.DEVICE_ERROR) for host in each.hosts
-    }
-    found = [each for each in found if each.kind != SymptomKind.DISCONNECTED or not said.issuperset(each.hosts)]
-    first = min(found, key=_nearness)
+    reported = {host for each in found if each.kind in errors for host in each.hosts}
+    found = [each for each in found if each.kind != SymptomKind.DISCONNECTED or not reported.issuperset(each.hosts)]
+    first = min(found, key=_rank)
     if first.kind != SymptomKind.LATE:
         return first
-    alike = [each for each in found if _nearness(each) == _nearness(first)]
+    alike = [each for each in found if _rank(each) == _rank(first)]
     hosts = tuple(sorted({host for each in alike for host in each.hosts}))
-    return Symptom(
-        kind=first.kind, hosts=hosts, cause=first.cause, stages=first.stages, sequence=first.sequence, step=first.step
-    )
+    return replace(first, hosts=hosts)
 
 
 def one_line(problem: Exception) -> str:
-    """An error's message in one line: the last one if the message holds a traceback."""
+    """An error's message in one line: its first line, or its last one if it contains a traceback."""
     lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
     if not lines:
         return type(problem).__name__
@@ -95,7 +92,7 @@ def one_line(problem: Exception) -> str:
     return f"{first}{lines[-1]}" if traceback else first
 
 
-def _nearness(problem: Symptom) -> tuple[int, float, float]:
+def _rank(problem: Symptom) -> tuple[int, float, float]:
     sequence = float("inf") if problem.sequence is None else problem.sequence
     return problem.kind, sequence, min(problem.stages, default=float("inf"))
 

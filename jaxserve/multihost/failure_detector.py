@@ -11,7 +11,7 @@ from jaxserve.multihost import control_pb2 as pb
 from jaxserve.multihost.failure import Symptom, SymptomKind, cause_of
 from jaxserve.multihost.in_flight import IterationTracker, OldestIteration
 
-STARTING_SILENCE = 60.0  # seconds; while hosts compile, their threads may not get to run
+STARTING_SILENCE = 60.0  # seconds without a heartbeat during the start: compiling may keep other threads from running
 LEAST_SILENCE = 2.0  # seconds without a heartbeat that are normal on a busy machine
 
 
@@ -53,13 +53,13 @@ class FailureDetector:
         self.step: str | None = "joining"
 
     def cause(self, problems: list[Symptom]) -> Symptom | None:
-        """The symptom nearest to the cause; None without symptoms."""
+        """The likeliest cause; None without symptoms."""
         if not problems:
             return None
         first = cause_of(problems)
         if first.kind != SymptomKind.LATE:
             return first
-        # By the hosts' last heartbeats: the others wait for the host that waits for the earliest iteration.
+        # The last heartbeats tell which host works on the earliest iteration. The others wait for it.
         waiting = [(0, self.local.waiting()), *((each.host, each.waiting) for each in self.members.values())]
         late = [
             Symptom(

@@ -1,7 +1,7 @@
-"""The flight recorder keeps the iterations of the last minutes, and the rows before them.
+"""The flight recorder keeps the iterations of the last minutes, and the state of the rows before them.
 
-Entries that grow old leave the ring and are applied to the rows, so the ring always starts from those rows. Keys and
-values are not kept: they follow from the rows' tokens and block tables.
+When an iteration is too old, it leaves the ring and is applied to the rows. So the rows are always in the state before
+the first iteration of the ring. Keys and values are not kept: a replay computes them from tokens and block tables.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class FlightRecorder:
     """Keeps the iterations of the last `seconds`; any thread may write them to a file.
 
     Args:
-      about: what a replay must know of the engine: `Recording` without rows and entries.
+      about: describes the engine to a replay: a `Recording` without rows and entries.
       folder: where files are written.
       clock: monotonic seconds.
     """
@@ -125,7 +125,7 @@ class FlightRecorder:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._about, self._seconds, self._folder, self._clock = about, seconds, folder, clock
-        # A signal handler may record while its thread is recording; recording changes nothing.
+        # Reentrant: a signal handler may call `recording` while its thread holds the lock. It changes nothing.
         self._lock = threading.RLock()
         self._rows = RowRecords(block_size)
         self._ring: deque[_RecordedIteration] = deque()
@@ -157,7 +157,7 @@ class FlightRecorder:
             kept.logprobs, kept.tokens = result.logprobs[:count].copy(), result.tokens[:count].copy()
 
     def forget(self) -> None:
-        """Start anew; iterations in flight still land."""
+        """Forget all iterations and rows. Results of iterations in flight may still come."""
         with self._lock:
             self._ring.clear()
             self._rows.rows.clear()
@@ -199,7 +199,7 @@ def read(path: Path) -> pb.Recording:
         found.ParseFromString(path.read_bytes())
     except OSError as problem:
         raise ValueError(f"{path} cannot be read: {problem.strerror}") from None
-    except Exception:  # protobuf's DecodeError, whose place has moved between versions
+    except Exception:  # DecodeError, which has moved between versions of protobuf
         raise ValueError(f"{path} is not a flight record, or was cut short") from None
     if found.version != VERSION:
         raise ValueError(f"{path} is a flight record of version {found.version}; only version {VERSION} can be read")
@@ -207,7 +207,7 @@ def read(path: Path) -> pb.Recording:
 
 
 def _put(values: list[int], index: int, value: int) -> None:
-    """Set an entry, and extend the list if the entry is behind its end."""
+    """Set an entry. Extends the list if it is too short."""
     if index == len(values):
         values.append(value)
         return

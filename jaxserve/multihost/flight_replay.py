@@ -1,8 +1,8 @@
 """Replays a flight record on one machine and compares the tokens.
 
-The replay runs the same iterations in the same order. Keys and values from before the record are computed again from
-the tokens: for live rows at the start, and for cached prefixes when a request takes them over. Rounding differs from
-the recorded run only there, and if the devices are laid out differently.
+The replay runs the same iterations in the same order. It computes keys and values from before the record again from
+the tokens: those of live rows at the start, and those of a cached prefix when a request reuses it. These may be rounded
+differently than in the recorded run. So may all others if the recorded engine had another number of devices.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ class _Replay:
             at += max(chunk.samples, 1)
 
     def _misses(self, admission: Admission) -> bool:
-        """Whether a cached prefix that a request takes over has not been computed yet."""
+        """Whether the cached prefix that a request reuses has not been computed yet."""
         size = self._block_size
         return any(
             self._held.get(block) != hash(admission.tokens[: (column + 1) * size])

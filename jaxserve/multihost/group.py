@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 import grpc
 from jax.errors import JaxRuntimeError
 
-from jaxserve.iteration import IterationResult
+from jaxserve.iteration import IterationPlan, IterationResult
 from jaxserve.multihost import channel, wire
 from jaxserve.multihost import control_pb2 as pb
 from jaxserve.multihost.config import ClusterConfig
@@ -24,10 +24,10 @@ from jaxserve.multihost.remote_grammars import GrammarCompileRequests
 _log = logging.getLogger(__name__)
 
 _GATHER = 0.5  # seconds to wait for other symptoms of a failure before the cause is chosen
-_GRACE = 1.0  # seconds after that in which callers get the error
+_GRACE = 1.0  # seconds for callers to get the error, or for workers to end
 
 
-class HostGroup:
+class HostGroup(channel.ControlChannel):
     """Host 0's view of all hosts.
 
     Args:
@@ -36,8 +36,8 @@ class HostGroup:
       end: ends the process.
 
     Attributes:
-      failure: why the group failed. The process ends about a second later, once callers have the error.
-      on_failure: called once with it, by the watchdog's thread.
+      failure: why the group failed. The process ends about a second later, so that callers get the error first.
+      on_failure: called once with the cause, by the watchdog's thread.
     """
 
     def __init__(
@@ -97,15 +97,8 @@ class HostGroup:
         self._detector.step = step
         self._tell(f"host 0: {step}")
 
-    def agree(self, about: str, value: int) -> int:
-        """Wait for every host's number and return the least. Raises HostFailed."""
-        return self._decide(pb.Vote(about=about, value=value)).value
-
-    def check(self, about: str, problem: str) -> str:
-        """Wait for every host's problem and return all with their hosts, "" if there is none. Raises HostFailed."""
-        return self._decide(pb.Vote(about=about, problem=problem)).problem
-
     def _decide(self, mine: pb.Vote) -> pb.Agreed:
+        """Wait for every host's vote, and send the result to all. Raises HostFailed."""
         with self._changed:
             while any(mine.about not in member.votes for member in self._members.values()):
                 self._raise_failure()
@@ -148,11 +141,11 @@ class HostGroup:
         self.progress.begin(self._detector.sent)
         self.broadcast(message)
 
-    def done(self, sequence: int, result: IterationResult | None) -> None:
+    def done(self, plan: IterationPlan, result: IterationResult | None) -> None:
         """Note that this host's stages have run an iteration."""
         if self._detector.answering == 0:
             assert result is not None
-            self._answer(sequence, result)
+            self._answer(plan.sequence, result)
 
     def result(self, sequence: int) -> IterationResult:
         """Wait for the result of the next iteration. Raises HostFailed."""
@@ -177,7 +170,7 @@ class HostGroup:
                 return
             self._problems.append(problem)
 
-    def report_error(self, problem: Exception, *, sequence: int, stage: int | None = None) -> None:
+    def report_error(self, sequence: int, stage: int | None, problem: Exception) -> None:
         """Report what an iteration raised on this host.
 
         Args:
@@ -224,7 +217,7 @@ class HostGroup:
             self._stopping = True
             problem = self._detector.cause([*self._problems, *self._detector.silent(), *self._detector.late()])
             if problem is None:
-                self._stopping = False  # it was only slow to answer
+                self._stopping = False  # a host was slow, and has sent something since
                 return True
             code = ExitCode.LOST
             if problem.hosts == (0,):
@@ -232,7 +225,7 @@ class HostGroup:
         _log.error("the hosts cannot go on: %s", problem)
         self.broadcast(pb.FromMaster(stop=pb.Stop(cause=str(problem))))
         self.on_failure(problem)
-        with self._changed:  # last, because a thread that waits for it may end the process
+        with self._changed:  # after `on_failure`: a thread that waits for `failure` may end the process
             self.failure = HostFailed(problem, code)
             self._changed.notify_all()
         self._results.put(None)
@@ -259,7 +252,7 @@ class HostGroup:
                     break
                 self._changed.wait(left)
         for member in self._members.values():
-            member.queue.put(None)  # end the threads of workers that have not joined
+            member.queue.put(None)  # ends the threads of streams that are still open
         if self._server is not None:
             self._server.stop(grace=0.5)
         return True
@@ -278,14 +271,14 @@ class HostGroup:
 
     def _follow(self, requests: Iterator[pb.FromWorker], context: grpc.ServicerContext) -> Iterator[bytes]:
         """Handle one worker's stream."""
-        first = channel.first_word(requests, context)
+        first = channel.first_message(requests, context)
         if first is None or first.WhichOneof("message") != "hello":
-            return  # no worker, or one that ended at once: not a refused host
+            return  # the caller is no worker, or ended at once
         hello = first.hello
         refusal = self._admit(hello)
         if refusal is not None:
             refusal = f"host {hello.host}: {refusal}"
-            # The worker gets its refusal first; its stream may end before this resumes.
+            # The start fails once the worker has its refusal. The stream may end before this generator resumes.
             if not context.add_callback(lambda: self._refuse(refusal)):
                 self._refuse(refusal)
             yield pb.FromMaster(welcome=pb.Welcome(refusal=refusal)).SerializeToString()
@@ -309,7 +302,7 @@ class HostGroup:
     def _admit(self, hello: pb.Hello) -> str | None:
         """Mark a host as joined, or return why it is refused."""
         if hello.host not in self._members:
-            return f"is not one of hosts 1 to {self._cluster.hosts - 1} that are awaited"
+            return f"is not one of the expected hosts, 1 to {self._cluster.hosts - 1}"
         theirs = {fact.field: fact.value for fact in hello.facts}
         for name, ours in self._facts:
             if theirs.get(name) != ours:
@@ -328,7 +321,7 @@ class HostGroup:
                 self._take(member, message)
         except grpc.RpcError:
             pass
-        except Exception as problem:  # must not end silently
+        except Exception as problem:  # otherwise the thread would end silently
             _log.exception("host %d sent an invalid message", member.host)
             self.report(self._detector.of(member, SymptomKind.DISCONNECTED, f"it sent an invalid message: {problem}"))
         self._left(member)

@@ -26,13 +26,13 @@ class OldestIteration(NamedTuple):
 
 
 class IterationTracker:
-    """Iterations that have begun and not ended, in order. Thread safe.
+    """Iterations that have started and not ended, in order. Thread safe.
 
     Args:
       clock: monotonic seconds.
 
     Attributes:
-      first: first stage on this host. An iteration counts as in it until a later stage is awaited.
+      first: first stage on this host; an iteration counts as in this stage until `at` sets another.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -2,8 +2,8 @@
 
 There are two implementations of `jaxserve.runner.links.Link`. With `DirectLink` the runtime copies from device to
 device: natively on TPUs and GPUs, over sockets on CPUs. `BridgeLink` is a compiled collective-permute over the devices
-of both stages, which every backend supports. It runs in order with the other programs of both sides, so the chosen
-tokens are sent only once they are known; otherwise the first stage would block on them.
+of both stages, which every backend supports. It runs in order with the other programs of both stages. Therefore the
+sampled tokens are sent only once they are known; otherwise the first stage would block on them.
 
 Every host calls `send` on all its links, with the same plans in the same order.
 """
@@ -39,8 +39,8 @@ class NoLink:
 class DirectLink:
     """A copy between devices of different hosts, by the runtime.
 
-    Hosts without devices of either stage call `send` too. The runtime pairs a sender with its receiver by how many
-    copies between hosts each process has started, so a process that leaves one out waits for the wrong one ever after.
+    Hosts without devices of either stage call `send` too. The runtime pairs a sender with its receiver by the number of
+    copies between hosts that each process has started. A process that leaves one out then waits for wrong copies.
     """
 
     in_line = False
@@ -67,8 +67,8 @@ class _Crossing(NamedTuple):
 class BridgeLink:
     """A permutation on the devices of both stages: side 0 sends, side 1 receives.
 
-    The input array is twice as long as what is sent. Its first half is on the source's devices. Its second half, on the
-    target's devices, is zeros that are kept for this.
+    The input array is twice as long as the array that is sent. Its first half is on the source's devices. Its second
+    half consists of zeros on the target's devices, which are allocated once.
     """
 
     in_line = True

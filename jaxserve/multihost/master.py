@@ -36,7 +36,7 @@ class MasterPipeline(Pipeline):
         self._group, self._leave = group, leave
         self._numbers = 0
         self._plans: deque[IterationPlan] = deque()
-        self._waiter = CompletionWaiter(group.progress, done=self._done, failed=self._failed)
+        self._waiter = CompletionWaiter(group.progress, done=group.done, failed=group.report_error)
         self.recorder: FlightRecorder | None = None
 
     @property
@@ -55,7 +55,7 @@ class MasterPipeline(Pipeline):
 
     @property
     def _is_idle(self) -> bool:
-        """Always False: a row must stay in its iteration because the other hosts have it there."""
+        """Always False: the other hosts already have each row in its iteration, so it cannot move."""
         return False
 
     @property
@@ -65,7 +65,7 @@ class MasterPipeline(Pipeline):
     def _enqueue_layers(self, plan: IterationPlan, packed: PackedPlan) -> Unsampled:
         """Sends an iteration to the workers and enqueues its layers on this host. Raises HostFailed."""
         feeds = self.take_landed()
-        # Workers need sequence numbers without a gap. A scheduler's have none, but those of measurements may.
+        # Workers need sequence numbers without gaps. The scheduler's have none, but those of measurements may.
         numbered = plan if plan.sequence == self._numbers else dataclasses.replace(plan, sequence=self._numbers)
         self._numbers += 1
         message = pb.FromMaster()
@@ -90,7 +90,7 @@ class MasterPipeline(Pipeline):
         try:
             yield
         except Exception as problem:
-            self._group.report_error(problem, sequence=plan.sequence)
+            self._group.report_error(plan.sequence, None, problem)
             self._group.raise_failure()
             raise
 
@@ -128,9 +128,3 @@ class MasterPipeline(Pipeline):
         """Stops the workers normally."""
         if self._group.stop():
             self._leave()
-
-    def _done(self, plan: IterationPlan, result: IterationResult | None) -> None:
-        self._group.done(plan.sequence, result)
-
-    def _failed(self, sequence: int, stage: int, problem: Exception) -> None:
-        self._group.report_error(problem, sequence=sequence, stage=stage)

@@ -1,4 +1,4 @@
-"""Finds out whether direct links work: every host sends a few numbers over each of them."""
+"""Chooses the links between hosts: direct ones if every host can send a few numbers over each of them."""
 
 from __future__ import annotations
 
@@ -12,20 +12,63 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxserve.multihost import distributed
+from jaxserve.multihost.channel import ControlChannel
+from jaxserve.multihost.config import ClusterConfig
 from jaxserve.multihost.failure import one_line
-from jaxserve.multihost.links import DirectLink, make_links
+from jaxserve.multihost.links import BridgeLink, DirectLink, crosses_hosts, make_links
+from jaxserve.runner.links import Link
 from jaxserve.runner.lowering import StagePrograms
 
-_SECONDS = 60.0  # for all links; copies between CPUs take milliseconds, but accelerators set up connections first
+_SECONDS = 60.0  # for all links; copies between CPUs take milliseconds, but accelerators connect first
 _POLL = 0.005  # seconds
 _REFUSALS = (ValueError, RuntimeError, NotImplementedError, TimeoutError)  # JaxRuntimeError among them
+
+
+def choose_links(
+    programs: Sequence[StagePrograms],
+    sizes: Sequence[int],
+    cluster: ClusterConfig,
+    party: ControlChannel,
+    tell: Callable[[str], None],
+) -> list[Link]:
+    """The links of the kind that the settings name, or that works on all hosts. All hosts call this together.
+
+    Args:
+      sizes: tokens of each bucket.
+
+    Raises:
+      ValueError: the settings name direct links, and they do not work.
+    """
+    if not crosses_hosts(programs):
+        return make_links(programs, "bridge")
+    party.reached("linking stages")
+    way, why = "bridge", "asked for"
+    if cluster.links != "bridge":
+        party.agree("compiled", 1)  # a host that still compiles would look unreachable
+        way, why = "direct", "probed"
+        if problem := probe(programs, party.check):
+            distributed.keep_client()
+            if cluster.links == "direct":
+                raise ValueError(f"links is direct, which does not work: {problem}")
+            way, why = "bridge", f"direct links do not work: {problem}"
+    links = make_links(programs, way)
+    shape = programs[0].shape
+    hidden = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in map(programs[0].hidden, sizes)]
+    chosen = [jax.ShapeDtypeStruct((2, count), "int32") for count in shape.point_counts(sizes)]
+    for link in links:
+        if isinstance(link, BridgeLink):
+            link.prepare(chosen if link is links[-1] else hidden)
+    if cluster.host == 0 or any(isinstance(link, DirectLink | BridgeLink) for link in links):
+        tell(f"host {cluster.host}: links between hosts: {way} ({why})")
+    return links
 
 
 def probe(stages: Sequence[StagePrograms], check: Callable[[str, str], str], seconds: float = _SECONDS) -> str:
     """Send a few numbers over every link between hosts with `DirectLink`. All hosts call this together.
 
-    Over sockets (CPUs) the senders of a link start before its receivers: a host's socket listens from its first copy
-    on, and a sender refuses layouts that sockets do not support, for whose numbers a receiver would wait for ever.
+    Over sockets (CPUs), the senders of a link start before its receivers. A host's socket listens only from its first
+    copy on. A sender refuses layouts that sockets do not support; a receiver would wait for its numbers for ever.
 
     Args:
       check: takes a subject and this host's problem with it, and returns the problems of all hosts (`HostGroup.check`).
@@ -84,7 +127,7 @@ def _start(
 
 
 def _arrive(received: Sequence[tuple[int, Any]], deadline: float) -> str:
-    """Wait for what was sent, but in no call that may not return. Returns the problem."""
+    """Wait for all arrays, without a call that may never return. Returns the problem."""
     for index, array in received:
         while not array.is_ready():
             if time.monotonic() > deadline:

@@ -8,6 +8,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from typing import NoReturn
 
 _log = logging.getLogger(__name__)
 
@@ -45,14 +46,14 @@ class ProcessWatchdog:
                 if not self._look():
                     return
             except Exception:
-                # A watchdog that fails must not do so silently.
+                # Without its watchdog, the process could hang unnoticed.
                 traceback.print_exc()
                 os._exit(70)
             looks += 1
 
 
-def end_process(code: int) -> None:
-    """End this process at once: threads that hang in a collective cannot be stopped."""
+def end_process(code: int) -> NoReturn:
+    """End this process at once, because threads that hang in a collective cannot be stopped."""
     logging.shutdown()
     sys.stderr.flush()
     os._exit(code)

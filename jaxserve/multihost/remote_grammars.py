@@ -1,8 +1,8 @@
 """Grammars where several hosts share a model.
 
-Every host that samples follows the generated texts by itself, from the plans and its own sampled tokens, and computes
-the masks. No mask is sent between hosts. Host 0 admits a request once all of these hosts have compiled its grammar, so
-that no iteration waits for a compilation.
+Every host that samples tracks the grammar states by itself, from the plans and its own sampled tokens, and computes the
+masks. No mask is sent between hosts. Host 0 admits a request once all of these hosts have compiled its grammar, so that
+no iteration waits for a compilation.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jaxserve.sampling_params import Grammar
 from jaxserve.structured_output.masks import GrammarMasks
 from jaxserve.structured_output.matcher import COMPILE_SECONDS, Compiled, Grammars
 
-_PATIENCE = 2 * COMPILE_SECONDS  # another host may be busier than this one
+_WAIT_SECONDS = 2 * COMPILE_SECONDS  # another host may be busier than this one
 
 
 class GrammarCompileRequests:
@@ -64,10 +64,10 @@ class GrammarCompileRequests:
 
     def _wait(self, number: int) -> str | None:
         with self._changed:
-            self._changed.wait_for(lambda: not self._awaited[number], _PATIENCE)
+            self._changed.wait_for(lambda: not self._awaited[number], _WAIT_SECONDS)
             missing, problem = self._awaited.pop(number), self._problems.pop(number, None)
         if problem is None and missing:
-            problem = f"was not compiled on host {min(missing)} within {_PATIENCE:g} seconds"
+            problem = f"was not compiled on host {min(missing)} within {_WAIT_SECONDS:g} seconds"
         return problem
 
 

@@ -12,13 +12,13 @@ from jaxserve.iteration import IterationPlan
 from jaxserve.models import Params
 from jaxserve.runner.lowering import StagePrograms
 from jaxserve.runner.programs import Forward
-from jaxserve.runner.stage import Launched
+from jaxserve.runner.stage import Launched, Progress
 
 _ELSEWHERE: Any = None
 
 
 class RemoteStage:
-    """Takes the place of a stage that other hosts run; does nothing (see `pipeline.Stage`)."""
+    """Stands for a stage that other hosts run, and does nothing itself (see `pipeline.Stage`)."""
 
     def __init__(self, programs: StagePrograms, buckets: Sequence[int]) -> None:
         self.programs = programs
@@ -28,8 +28,8 @@ class RemoteStage:
         self.compile_seconds = dict.fromkeys(self.buckets, 0.0)
         self.num_programs = 0
 
-    def compile(self, n_blocks: int) -> None:
-        """Record the pool that the other hosts allocate."""
+    def compile(self, n_blocks: int, progress: Progress) -> None:
+        """Record the shape of the pool that the other hosts allocate."""
         self.pool = self.programs.pool(n_blocks)
 
     def admit(self, admissions: Sequence[np.ndarray]) -> None:

@@ -1,7 +1,7 @@
-"""Starts one engine from several processes: join, compare, connect, load, compile, agree.
+"""Starts one engine from several processes.
 
-Every host does this for the stages on its devices, with the same code. At the end the master measures the buckets with
-plans that the workers follow. After that, a worker only follows plans.
+Every host joins the others, compares settings, and loads, compiles and links the stages on its own devices. Then host 0
+measures the buckets with plans that the workers follow, and serves.
 """
 
 from __future__ import annotations
@@ -9,52 +9,77 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from jaxserve import startup, weights
+import jax
+
+from jaxserve import models, startup, weights
 from jaxserve.config import EngineConfig
 from jaxserve.multihost import control_pb2 as pb
 from jaxserve.multihost import distributed
-from jaxserve.multihost.config import ClusterConfig, check_settings, facts
+from jaxserve.multihost.channel import ControlChannel
+from jaxserve.multihost.config import ClusterConfig, check_settings, facts, stages_of
 from jaxserve.multihost.failure import HostFailed, one_line
 from jaxserve.multihost.flight_recorder import FlightRecorder
 from jaxserve.multihost.group import HostGroup
 from jaxserve.multihost.master import MasterPipeline
-from jaxserve.multihost.prepare import PreparedStages, Tell, prepare
+from jaxserve.multihost.probe import choose_links
 from jaxserve.multihost.remote_grammars import WorkerGrammars
+from jaxserve.multihost.remote_stage import RemoteStage
 from jaxserve.multihost.worker import MasterConnection
-from jaxserve.runner.layout import bucket_sizes
+from jaxserve.runner import cache_folder, kv_cache
+from jaxserve.runner.layout import bucket_sizes, lay_out
+from jaxserve.runner.links import Link
 from jaxserve.runner.lowering import StagePrograms
-from jaxserve.runner.pipeline import Pipeline
-from jaxserve.runner.stage import Progress
+from jaxserve.runner.pipeline import Pipeline, Stage
+from jaxserve.runner.program_cache import ProgramCache
+from jaxserve.runner.sharded_parameters import parameters_of
+from jaxserve.runner.stage import Progress, StageRunner
 from jaxserve.startup import Started
 from jaxserve.structured_output.matcher import Grammars
 from jaxserve.text import files
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.weights import orbax
+from sharding import mesh, specs
+from sharding.fit import check_weights
+from sharding.spec import read as read_spec
 
 _log = logging.getLogger(__name__)
 
 _MEASURING_DEADLINE = 120.0  # seconds for an iteration that was not measured yet
 
+Tell = Callable[[str], None]
 
-class StartedMaster(NamedTuple):
-    """The started model on host 0, and the recorder of its iterations."""
 
-    started: Started
-    tokenizer: Tokenizer | None
-    recorder: FlightRecorder
+class _Prepared(NamedTuple):
+    """What every host has before the first plan: compiled stages, links, and figures of the start.
+
+    Attributes:
+      programs: of all stages.
+      stages: runners of the stages on this host, and a `RemoteStage` for each of the others.
+      figures: for the start-up report, as `startup.finish` takes them.
+    """
+
+    programs: list[StagePrograms]
+    stages: Sequence[Stage]
+    links: list[Link]
+    n_blocks: int
+    figures: dict[str, Any]
 
 
 def lead(
     path: str | Path, config: EngineConfig, cluster: ClusterConfig, *, tell: Tell, progress: Progress = startup.silent
-) -> StartedMaster:
+) -> tuple[Started, Tokenizer | None, FlightRecorder]:
     """Start host 0: does what `startup.from_checkpoint` does, over the devices of several hosts.
 
     Args:
       tell: called with one line for each step of each host.
+
+    Returns:
+      The started model, its tokenizer, and the recorder of its iterations.
 
     Raises:
       ValueError: a setting is not possible, or a host did not join in time or was started with other settings,
@@ -68,23 +93,13 @@ def lead(
         group.reached(f"waiting for {cluster.hosts - 1} more at {cluster.control}")
         group.join()
         tokenizer = Tokenizer.from_directory(path)
-        prepared = prepare(path, config, cluster, group, progress, tell)
-        group.place(_places(prepared.programs))
+        prepared = _prepare(path, config, cluster, group, progress, tell)
+        group.place(stages_of(config, cluster.hosts))
         pipeline = MasterPipeline(prepared.stages, prepared.links, group, distributed.leave)
         group.agree("ready", 1)
         group.reached("measuring buckets")
         group.phase(_MEASURING_DEADLINE, serving=False)
-        started = startup.finish(
-            config,
-            [pipeline],
-            [],
-            prepared.n_blocks,
-            progress,
-            attention_reason=prepared.reason,
-            programs_loaded=prepared.programs_loaded,
-            load_seconds=prepared.load_seconds,
-            compile_seconds=prepared.compile_seconds,
-        )
+        started = startup.finish(config, [pipeline], [], prepared.n_blocks, progress, **prepared.figures)
         recorder = _recorder(path, config, cluster, prepared)
         group.on_failure = lambda problem: write_record(recorder, str(problem), tell)
         slowest = max(cost.milliseconds for cost in started.report.buckets) / 1000
@@ -92,14 +107,14 @@ def lead(
         pipeline.serve(deadline, recorder)
         tell(f"all {cluster.hosts} hosts are ready; an iteration has {deadline:g} s")
     except HostFailed:
-        raise  # the watchdog ends the hosts
+        raise  # the watchdog ends all hosts
     except BaseException as problem:
         if isinstance(problem, Exception) and not startup.can_be_mended(problem):  # as on any other host
             _log.exception("this host cannot start")
             group.cannot_start(problem)
         group.stop(f"host 0: {str(problem) or type(problem).__name__}")  # an interrupt has no message
         raise
-    return StartedMaster(started, tokenizer, recorder)
+    return started, tokenizer, recorder
 
 
 def follow(
@@ -123,9 +138,7 @@ def follow(
     membership = MasterConnection(cluster, _facts(path, config, cluster), tell=tell, alive=alive)
     membership.join()
     try:
-        prepared = prepare(path, config, cluster, membership, progress, tell)
-        places = _places(prepared.programs)
-        last = len(prepared.programs) - 1
+        prepared = _prepare(path, config, cluster, membership, progress, tell)
         pipeline = Pipeline(prepared.stages, prepared.links)
         membership.reached("ready")
         membership.agree("ready", 1)
@@ -134,24 +147,111 @@ def follow(
             _log.exception("this host cannot start")
         membership.fail(f"{type(problem).__name__}: {one_line(problem)}")
         raise
+    places, last = stages_of(config, cluster.hosts), config.stages - 1
     here = places[cluster.host]
     answers = cluster.host == min(host for host, each in places.items() if last in each)
-    recorder = texts = None
+    recorder = grammars = None
     if last in here:
-        recorder, texts = _recorder(path, config, cluster, prepared), _texts(path, pipeline)
+        recorder, grammars = _recorder(path, config, cluster, prepared), _grammars(path, pipeline)
         membership.on_failure = lambda reason: write_record(recorder, reason, tell)
-    membership.follow(pipeline, prepared.n_blocks, stages=here, answers=answers, recorder=recorder, texts=texts)
+    membership.follow(pipeline, prepared.n_blocks, stages=here, answers=answers, recorder=recorder, grammars=grammars)
     distributed.leave()
 
 
-def _texts(path: str | Path, pipeline: Pipeline) -> WorkerGrammars | None:
+def _prepare(
+    path: str | Path,
+    config: EngineConfig,
+    cluster: ClusterConfig,
+    party: ControlChannel,
+    progress: Progress,
+    tell: Tell,
+) -> _Prepared:
+    """Join the jax job, load and compile this host's stages, and link them to the others."""
+    started = time.perf_counter()
+    model = models.build(weights.read_config(path))
+    spec = specs.default(model.config.family)
+    if config.sharding is not None:
+        spec = read_spec(config.sharding, spec)
+    party.reached("connecting devices")
+    distributed.join(cluster)
+    dtype = startup.compute_dtype(config)
+    (meshes,) = mesh.make_meshes(config.tensor, config.stages, devices=_devices(config, cluster))
+    platform = jax.local_devices()[0].platform
+    programs, reason = lay_out(config, model, meshes, spec, dtype=dtype, platform=platform)
+    here = [stage for stage in programs if stage.mesh.local_devices]
+    party.reached("reading weights")
+    for stage in here:
+        device = stage.mesh.local_devices[0]
+        room = kv_cache.weight_room(device, config.tensor * config.stages)
+        check_weights(parameters_of(stage).values(), room, f"{device.device_kind} device")
+    startup.program_cache(config)  # jax's own cache, for programs that span several hosts
+    folder = cache_folder.of(config.compilation_cache)
+    cache = None if folder is None else ProgramCache(folder)
+    sizes, read = bucket_sizes(config), 0
+    stages: list[StageRunner | RemoteStage] = []
+
+    def count(nbytes: int) -> None:
+        nonlocal read
+        read += nbytes
+
+    for stage in programs:
+        if stage not in here:
+            stages.append(RemoteStage(stage, sizes))
+            continue
+        params = weights.load(
+            path, stage.model, dtype, place=_own(stage), int8=stage.int8, progress=progress, count=count
+        )
+        whole = len(stage.mesh.local_devices) == stage.mesh.size  # the stage's programs run on this host alone
+        stages.append(StageRunner(stage, params, sizes, cache if whole else None))
+    loaded = time.perf_counter()
+    runners = [stage for stage in stages if isinstance(stage, StageRunner)]
+    total = sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
+    party.reached(f"{read / 2**20:.2f} of {total / 2**20:.2f} MiB of weights read")
+    party.reached("compiling")
+    n_blocks = party.agree("blocks", min(startup.pool_blocks(config, runner, ()) for runner in runners))
+    for stage in stages:
+        stage.compile(n_blocks, progress)
+    links = choose_links(programs, sizes, cluster, party, tell)
+    figures = {
+        "attention_reason": reason,
+        "programs_loaded": 0 if cache is None else cache.loaded,
+        "load_seconds": loaded - started,
+        "compile_seconds": time.perf_counter() - loaded,
+    }
+    return _Prepared(programs, stages, links, n_blocks, figures)
+
+
+def _devices(config: EngineConfig, cluster: ClusterConfig) -> list[Any]:
+    """The same number of devices of every host, in the order of the hosts.
+
+    Each stage takes the devices that follow those of the stage before.
+    """
+    each, found = config.tensor * config.stages // cluster.hosts, []
+    for host in range(cluster.hosts):
+        theirs = [device for device in jax.devices() if device.process_index == host]
+        if len(theirs) < each:
+            raise ValueError(
+                f"host {host} has {len(theirs)} devices; tensor {config.tensor} times stages {config.stages} over "
+                f"{cluster.hosts} hosts takes {each} of each"
+            )
+        found += theirs[:each]
+    return found
+
+
+def _own(stage: StagePrograms) -> weights.Place:
+    """Read only this stage's parameters, and on each device only its slices."""
+    names, place = parameters_of(stage).keys(), weights.on_mesh(stage.model, stage.mesh, stage.spec)
+    return lambda name, shape, axes: place(name, shape, axes) if name in names else None
+
+
+def _grammars(path: str | Path, pipeline: Pipeline) -> WorkerGrammars | None:
     """The grammar states of this host; None without a tokenizer."""
     tokenizer, model = Tokenizer.from_directory(path), pipeline.model.config
     if tokenizer is None:
         return None
-    grammars = Grammars(tokenizer, model.vocab_size, model.eos_token_ids)
-    grammars.read_ahead()
-    return WorkerGrammars(grammars, pipeline.mask_shape)
+    compiler = Grammars(tokenizer, model.vocab_size, model.eos_token_ids)
+    compiler.read_ahead()
+    return WorkerGrammars(compiler, pipeline.mask_shape)
 
 
 def write_record(recorder: FlightRecorder, reason: str, tell: Tell) -> None:
@@ -169,19 +269,8 @@ def _facts(path: str | Path, config: EngineConfig, cluster: ClusterConfig) -> li
     return facts(config, cluster, bucket_sizes(config), weights.fingerprint(path), same)
 
 
-def _places(programs: Sequence[StagePrograms]) -> dict[int, tuple[int, ...]]:
-    """The stages of each host."""
-    found: dict[int, list[int]] = {}
-    for index, stage in enumerate(programs):
-        for host in sorted({device.process_index for device in stage.mesh.devices.flat}):
-            found.setdefault(host, []).append(index)
-    return {host: tuple(stages) for host, stages in found.items()}
-
-
-def _recorder(
-    path: str | Path, config: EngineConfig, cluster: ClusterConfig, prepared: PreparedStages
-) -> FlightRecorder:
-    """A recorder with all that a replay on one machine must know of the engine."""
+def _recorder(path: str | Path, config: EngineConfig, cluster: ClusterConfig, prepared: _Prepared) -> FlightRecorder:
+    """A recorder that describes this engine to a replay on one machine."""
     shape = prepared.programs[0].shape
     settled = dataclasses.replace(
         config,

@@ -1,7 +1,8 @@
 """Converts plans and results to and from the messages of control.proto. No jax.
 
-A decode row takes about ten bytes: tokens stay on the devices. Of a request's parameters only those of the sampler are
-sent, once, when the request takes its row.
+A decode row takes about ten bytes, because tokens stay on the devices. Of a request's parameters, only those of the
+sampler are sent, once, when the request takes its row. The functions `write_...` fill an empty message, which may be
+part of another one, and return it.
 """
 
 from __future__ import annotations
@@ -20,18 +21,12 @@ _FLOATS = tuple(name for name, param in SAMPLING_PARAMS.items() if param.kind is
 _OPTIONAL = {field.name for field in pb.Sampling.DESCRIPTOR.fields if field.has_presence}
 
 
-def encode_plan(plan: IterationPlan, feeds: int) -> pb.Plan:
-    """Encode a plan.
+def write_plan(message: pb.Plan, plan: IterationPlan, feeds: int) -> pb.Plan:
+    """Write a plan into an empty message.
 
-    `feeds` is the number of earlier plans whose tokens go back to the first stage before it.
+    Args:
+      feeds: number of earlier plans whose tokens go back to the first stage before this one.
     """
-    message = pb.Plan()
-    write_plan(message, plan, feeds)
-    return message
-
-
-def write_plan(message: pb.Plan, plan: IterationPlan, feeds: int) -> None:
-    """Like `encode_plan`, into an empty message, which may be part of another."""
     message.sequence, message.bucket, message.scoring, message.feeds = plan.sequence, plan.bucket, plan.scoring, feeds
     if plan.sampler is not None:
         message.sampler = plan.sampler
@@ -49,10 +44,11 @@ def write_plan(message: pb.Plan, plan: IterationPlan, feeds: int) -> None:
         changes.block.extend(block)
     for copy in plan.block_copies:
         message.block_copies.add(source=copy.source, target=copy.target)
+    return message
 
 
 def decode_plan(message: pb.Plan) -> IterationPlan:
-    """The plan that `encode_plan` was given."""
+    """The plan that `write_plan` was given."""
     changes = message.table_changes
     return IterationPlan(
         sequence=message.sequence,
@@ -68,7 +64,7 @@ def decode_plan(message: pb.Plan) -> IterationPlan:
 
 
 def write_chunks(message: pb.Chunks, chunks: Sequence[Chunk]) -> None:
-    """Write at least one chunk into an empty message, which may be part of another."""
+    """Write at least one chunk into an empty message."""
     row, start, length, samples = zip(*chunks, strict=True)
     message.row.extend(row)
     message.start.extend(start)
@@ -149,15 +145,8 @@ def decode_grammar(message: pb.Grammar) -> Grammar:
     return Grammar(kind=kind, text=message.text, field=message.field)
 
 
-def encode_result(result: IterationResult, count: int) -> pb.Result:
-    """Encode the first `count` entries of a result, and the scores."""
-    message = pb.Result()
-    write_result(message, result, count)
-    return message
-
-
-def write_result(message: pb.Result, result: IterationResult, count: int) -> None:
-    """Like `encode_result`, into an empty message, which may be part of another."""
+def write_result(message: pb.Result, result: IterationResult, count: int) -> pb.Result:
+    """Write the first `count` entries of a result, and the scores, into an empty message."""
     message.tokens.extend(result.tokens[:count].tolist())
     message.logprobs.extend(result.logprobs[:count].tolist())
     if result.top_ids is not None and result.top_logprobs is not None:
@@ -167,10 +156,11 @@ def write_result(message: pb.Result, result: IterationResult, count: int) -> Non
         assert result.score_top_logprobs is not None
         message.score_logprobs.extend(result.score_logprobs.tolist())
         _encode_table(message.score_top, result.score_top_ids, result.score_top_logprobs)
+    return message
 
 
 def decode_result(message: pb.Result) -> IterationResult:
-    """The result that `encode_result` was given."""
+    """The result that `write_result` was given."""
     top = _decode_table(message.top) if message.HasField("top") else (None, None)
     score_top, scores = (None, None), None
     if message.HasField("score_top"):

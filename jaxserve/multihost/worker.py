@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 _FLUSH = 0.3  # seconds for the last message to be sent
 
 
-class MasterConnection:
+class MasterConnection(channel.ControlChannel):
     """A worker's side of the control channel.
 
     Args:
@@ -55,7 +55,7 @@ class MasterConnection:
         self.on_failure: Callable[[str], None] = lambda _: None
         self._out: queue.SimpleQueue[pb.FromWorker | None] = queue.SimpleQueue()
         self._plans: queue.SimpleQueue[pb.Plan | pb.Phase | pb.Hold | pb.Release | None] = queue.SimpleQueue()
-        self._texts: WorkerGrammars | None = None
+        self._grammars: WorkerGrammars | None = None
         self._changed = threading.Condition()
         self._agreed: dict[str, pb.Agreed] = {}
         self._heard = time.monotonic()
@@ -85,18 +85,9 @@ class MasterConnection:
         self._watchdog.start()
 
     def reached(self, step: str) -> None:
-        """Announce this host's step of the start."""
         self._step = step
         self._tell(f"host {self._cluster.host}: {step}")
         self._out.put(pb.FromWorker(reached=pb.Reached(step=step)))
-
-    def agree(self, about: str, value: int) -> int:
-        """Send this host's number, wait for those of all hosts, and return the least."""
-        return self._decide(pb.Vote(about=about, value=value)).value
-
-    def check(self, about: str, problem: str) -> str:
-        """Send this host's problem, and return those of all hosts with their hosts, "" if there is none."""
-        return self._decide(pb.Vote(about=about, problem=problem)).problem
 
     def _decide(self, mine: pb.Vote) -> pb.Agreed:
         self._out.put(pb.FromWorker(vote=mine))
@@ -112,7 +103,7 @@ class MasterConnection:
         stages: Sequence[int],
         answers: bool,
         recorder: FlightRecorder | None = None,
-        texts: WorkerGrammars | None = None,
+        grammars: WorkerGrammars | None = None,
     ) -> None:
         """Launch plans in order until the master stops. An iteration that fails ends the process.
 
@@ -121,9 +112,9 @@ class MasterConnection:
           stages: the stages on this host.
           answers: whether the master takes the results from this host.
           recorder: the flight recorder, on a host of the last stage.
-          texts: the grammar states, on a host of the last stage.
+          grammars: the grammar states, on a host of the last stage.
         """
-        self._texts, self.progress.first = texts, min(stages)
+        self._grammars, self.progress.first = grammars, min(stages)
 
         def done(plan: IterationPlan, result: IterationResult | None) -> None:
             if answers:
@@ -132,10 +123,10 @@ class MasterConnection:
                 message.completed.sequence = plan.sequence
                 wire.write_result(message.completed.result, result, plan.num_points)
                 self._out.put(message)
-            if texts is not None:
+            if grammars is not None:
                 assert result is not None
-                texts.landed(plan, result)
-            if recorder is not None:  # after the result is sent, because the master waits for it
+                grammars.landed(plan, result)
+            if recorder is not None:  # after the result is sent, because host 0 waits for it
                 assert result is not None
                 recorder.landed(result)
 
@@ -143,7 +134,8 @@ class MasterConnection:
             self.fail(f"its device failed: {one_line(problem)}", sequence=sequence, stage=stage)
 
         waiter, expected, sequence = CompletionWaiter(self.progress, done=done, failed=failed), 0, 0
-        most = 2 * (len(pipeline.stages) + 1)  # the master allows half as many; some may be done but not noted here yet
+        # Host 0 allows half as many. The others may be done already, and only not removed yet.
+        most = 2 * (len(pipeline.stages) + 1)
         try:
             while (message := self._plans.get()) is not None:
                 if isinstance(message, pb.Phase):
@@ -152,12 +144,12 @@ class MasterConnection:
                         recorder.forget()
                     continue
                 if isinstance(message, pb.Hold):
-                    if texts is not None:
-                        texts.hold(message)
+                    if grammars is not None:
+                        grammars.hold(message)
                     continue
                 if isinstance(message, pb.Release):
-                    if texts is not None:
-                        texts.release(message)
+                    if grammars is not None:
+                        grammars.release(message)
                     continue
                 sequence = message.sequence
                 assert sequence == expected, f"plan {sequence} came instead of plan {expected}"
@@ -168,11 +160,11 @@ class MasterConnection:
                     recorder.launched(message)
                 plan = wire.decode_plan(message)
                 packed = batch.pack(plan, pipeline.shape.layout(plan.bucket), n_blocks)
-                allowed = (lambda: None) if texts is None else texts.launched(plan)
+                allowed = (lambda: None) if grammars is None else grammars.launched(plan)
                 waiter.put(pipeline.enqueue(plan, packed, message.feeds, allowed))
         except Exception as problem:
             _log.exception("iteration %d cannot be launched", sequence)
-            if isinstance(problem, JaxRuntimeError):  # an earlier program failed, whose result this launch takes
+            if isinstance(problem, JaxRuntimeError):  # an earlier program failed; this launch takes its result
                 failed(sequence, self.progress.first, problem)
             else:
                 self.fail(f"{type(problem).__name__}: {one_line(problem)}", sequence=sequence)
@@ -192,7 +184,7 @@ class MasterConnection:
         where = self._step
         if self._serving:
             where = f"iteration {sequence}" if stage is None else f"iteration {sequence}, stage {stage}"
-        time.sleep(_FLUSH)  # if host 0 is found to be lost in this time, that was the cause
+        time.sleep(_FLUSH)  # if the loss of host 0 is noticed meanwhile, that was the cause
         self._finish(ExitCode.BROKEN, f"host {self._cluster.host} ({where}): {cause}")
 
     def _finish(self, code: ExitCode, why: str, *, told: bool = False) -> None:
@@ -215,15 +207,15 @@ class MasterConnection:
                         self._plans.put(message.plan)
                     case "phase":
                         self._deadline, self._serving = message.phase.deadline_seconds, True
-                        self._alive(self._silence())  # otherwise the limit of the last call would still apply
+                        self._alive(self._silence())  # replaces the limit of the last call
                         self._plans.put(message.phase)
                     case "hold":
                         self._plans.put(message.hold)
                     case "release":
                         self._plans.put(message.release)
                     case "prepare":
-                        if self._texts is not None:
-                            self._texts.prepare(message.prepare, self._out.put)
+                        if self._grammars is not None:
+                            self._grammars.prepare(message.prepare, self._out.put)
                     case "agreed":
                         with self._changed:
                             self._agreed[message.agreed.about] = message.agreed
@@ -263,7 +255,7 @@ class MasterConnection:
             return False
         waiting = self.progress.waiting()
         if self._deadline and waiting is not None and waiting.seconds > self._deadline + 1.0:
-            # One second later than the master, which knows better which host the others wait for.
+            # One second later than host 0, which knows better which host the others wait for.
             why = f"host {self._cluster.host}, stage {waiting.stage}, iteration {waiting.sequence}: not done in time"
             self._finish(ExitCode.OVERDUE, why)
             return False

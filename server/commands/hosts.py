@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from jaxserve.multihost.config import CLUSTER_PARAMS, ClusterConfig, TlsFiles, check_settings
+from jaxserve.multihost.config import CLUSTER_PARAMS, ClusterConfig, TlsFiles, check_settings, detect
 from server.commands import flags
 from server.commands.console import Progress, say, user_errors
 from server.engine_process import exit_codes
@@ -67,8 +67,6 @@ def from_flags(args: argparse.Namespace) -> ClusterConfig | None:
             return None
         local_devices = None
         if args.hosts == "auto":
-            from jaxserve.multihost.detect import detect
-
             count, host, coordinator, local_devices = detect()
         else:
             count, host, coordinator = args.hosts, args.host_id, args.coordinator
@@ -93,9 +91,9 @@ def lead(path: Path, config: EngineConfig, cluster: ClusterConfig, progress: Pro
     from jaxserve.multihost import startup as start
 
     recommended = defaults.read(path, config)
-    led = start.lead(path, config, cluster, tell=say, progress=progress)
-    signal.signal(signal.SIGUSR2, lambda *_: start.write_record(led.recorder, "asked for", say))
-    return Engine(config, led.started, led.tokenizer, recommended)
+    started, tokenizer, recorder = start.lead(path, config, cluster, tell=say, progress=progress)
+    signal.signal(signal.SIGUSR2, lambda *_: start.write_record(recorder, "asked for", say))
+    return Engine(config, started, tokenizer, recommended)
 
 
 def end_failed(failure: HostFailed) -> NoReturn:

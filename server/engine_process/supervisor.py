@@ -234,7 +234,7 @@ class Supervisor:
         symptom = Symptom(  # of a host whose process ended without a report of its own
             kind=SymptomKind.DISCONNECTED,
             hosts=(cluster.host,),
-            stages=stages_of(self._job.config, cluster),
+            stages=stages_of(self._job.config, cluster.hosts)[cluster.host],
             sequence=load.iterations if load.running else None,
             cause=cause,
         )

@@ -1,7 +1,7 @@
-"""Generates the Python files of the protocols: `python -m server.proto.generate`.
+"""Generates the Python files of all protocols: `python -m server.proto.generate` (needs the dev extra).
 
-Generated code refuses to run on a protobuf or grpcio older than the tools that made it, so grpcio-tools is pinned in
-pyproject.toml, the lower bounds of grpcio and protobuf there follow it, and a test compares the committed files.
+Generated code does not run on a protobuf or grpcio older than the tools that made it. Therefore pyproject.toml pins
+grpcio-tools and takes the lower bounds of grpcio and protobuf from it. A test compares the committed files.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ PROTOS = (
     "server/proto/vllm/grpc/engine/vllm_engine.proto",
     "server/proto/inference/open_inference_grpc.proto",
 )
-MESSAGES = ("server/engine_process/messages.proto",)  # without a service
+MESSAGES = ("server/engine_process/messages.proto", "jaxserve/multihost/control.proto")  # no generated service code
 
 
 def generate(out: Path = ROOT) -> None:
     """Writes the generated modules under `out`, at their paths in the repository.
 
-    The include path is the repository's root, so that they import as `server.proto.jaxserve.v1` and so on, and never
-    take the name of the engine's own package, nor of anybody else's.
+    The include path is the root of the repository, so the modules import each other by their full names, such as
+    `server.proto.jaxserve.v1`, and cannot collide with other packages.
     """
     from grpc_tools import protoc
 

@@ -317,7 +317,7 @@ def test_update_params_changes_answers_and_forgets_prefixes(params) -> None:
 def test_what_several_hosts_share_is_neither_replaced_nor_watched(params) -> None:
     engine = make_engine(params)
     (replica,) = engine._loops
-    group: Any = SimpleNamespace(progress=IterationTracker(), failure=None)
+    group: Any = SimpleNamespace(progress=IterationTracker(), failure=None, done=None, report_error=None)
     replica.pipeline = MasterPipeline(replica.pipeline.stages, [], group, lambda: None)
     engine.submit(Request(request_id="a", prompt=(5,), sampling=SamplingParams(max_tokens=2)), Answers())
     with pytest.raises(ValueError, match="several hosts share the model, so its weights cannot be replaced"):

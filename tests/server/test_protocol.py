@@ -24,7 +24,8 @@ def test_committed_files_are_what_the_pinned_tools_generate(tmp_path: Path) -> N
     modules = [Path(proto).with_suffix("") for proto in (*PROTOS, *MESSAGES)]
     expected = {Path(f"{module}_pb2{end}") for module in modules for end in (".py", ".pyi")}
     assert written == expected | {Path(proto.replace(".proto", "_pb2_grpc.py")) for proto in PROTOS}
-    assert set(modules) == {path.relative_to(ROOT).with_suffix("") for path in ROOT.glob("server/**/*.proto")}
+    protos = [path for package in ("server", "jaxserve") for path in (ROOT / package).rglob("*.proto")]
+    assert set(modules) == {path.relative_to(ROOT).with_suffix("") for path in protos}
     for path in written:
         assert (tmp_path / path).read_text() == (ROOT / path).read_text(), f"{path}: run `make proto`"
 

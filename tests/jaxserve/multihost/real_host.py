@@ -100,8 +100,8 @@ def main(told: dict) -> int:
     if cluster.host:
         start.follow(told["model"], config_of(told), cluster, tell=say)
         return 0
-    led = start.lead(told["model"], config_of(told), cluster, tell=say)
-    engine = Engine(config_of(told), led.started, led.tokenizer)
+    started, tokenizer, recorder = start.lead(told["model"], config_of(told), cluster, tell=say)
+    engine = Engine(config_of(told), started, tokenizer)
     answers = run(engine, requests())
     load = engine.load()
     facts = {
@@ -110,7 +110,7 @@ def main(told: dict) -> int:
         "cached": load.cached_tokens,
         "compiled": load.compiled_after_ready,
         "used": load.slots_used,
-        "record": str(led.recorder.write("asked for")),
+        "record": str(recorder.write("asked for")),
         "weight_bytes": engine.report.weight_bytes,
     }
     engine.stop()

@@ -17,7 +17,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.multihost import channel, process_watchdog
 from jaxserve.multihost import control_pb2 as pb
 from jaxserve.multihost import startup as start
-from jaxserve.multihost.config import ClusterConfig, TlsFiles, check_settings, facts
+from jaxserve.multihost.config import ClusterConfig, TlsFiles, check_settings, detect, facts
 from jaxserve.multihost.failure import ExitCode
 from jaxserve.multihost.failure_detector import STARTING_SILENCE
 from jaxserve.multihost.group import HostGroup
@@ -118,7 +118,7 @@ def test_who_says_no_hello_is_no_host(caplog) -> None:
 
 
 def test_who_says_nothing_keeps_no_host_out(monkeypatch) -> None:
-    monkeypatch.setattr(channel, "FIRST_WORD", 1.0)
+    monkeypatch.setattr(channel, "_FIRST_MESSAGE_SECONDS", 1.0)
     place_0 = place(0, free_ports())
     group = HostGroup(place_0, FACTS, tell=lambda _: None, end=Ends())
     group.listen()
@@ -240,7 +240,7 @@ def test_a_worker_shows_where_a_defect_is_and_nothing_else(monkeypatch, caplog, 
     membership = SimpleNamespace(join=lambda: None, fail=said.append)
     monkeypatch.setattr(start, "MasterConnection", lambda *_, **__: membership)
     monkeypatch.setattr(start, "_facts", lambda *_: [])
-    monkeypatch.setattr(start, "prepare", raising(problem))
+    monkeypatch.setattr(start, "_prepare", raising(problem))
     with pytest.raises(type(problem)):
         start.follow("a model", EngineConfig(tensor=2), place(1, "10.0.0.1:9000"), tell=lambda _: None)
     assert said == [f"{type(problem).__name__}: {problem}"]
@@ -267,8 +267,6 @@ def raising(problem: BaseException) -> Callable[..., Any]:
 
 
 def test_slurm_is_found(monkeypatch) -> None:
-    from jaxserve.multihost.detect import detect
-
     for name, value in {
         "SLURM_JOB_ID": "7",
         "SLURM_STEP_NODELIST": "node[3-4]",
@@ -277,6 +275,6 @@ def test_slurm_is_found(monkeypatch) -> None:
         "SLURM_LOCALID": "0",
     }.items():
         monkeypatch.setenv(name, value)
-    found = detect()
-    assert (found.hosts, found.host) == (2, 1)
-    assert found.coordinator.startswith("node3:")
+    hosts, host, coordinator, _ = detect()
+    assert (hosts, host) == (2, 1)
+    assert coordinator.startswith("node3:")

@@ -34,7 +34,7 @@ def plan(sequence: int, chunks: list[Chunk], **fields) -> pb.Plan:
         table_changes=fields.pop("table_changes", ()),
         **fields,
     )
-    return wire.encode_plan(made, 0)
+    return wire.write_plan(pb.Plan(), made, 0)
 
 
 def admission(row: int, tokens: tuple[int, ...], blocks: tuple[int, ...] = ()) -> Admission:

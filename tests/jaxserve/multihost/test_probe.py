@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from jaxserve.multihost import distributed, prepare
+from jaxserve.multihost import distributed
+from jaxserve.multihost import probe as probing
 from jaxserve.multihost.config import ClusterConfig, LinksName
 from jaxserve.multihost.links import NoLink
 from tests.jaxserve.multihost.processes import group
@@ -103,13 +104,13 @@ def link(monkeypatch):
 
     def linked(links: LinksName, found: str) -> list[str]:
         told: list[str] = []
-        monkeypatch.setattr(prepare, "probe", lambda programs, check: found)
-        monkeypatch.setattr(prepare, "crosses_hosts", lambda programs: True)
-        monkeypatch.setattr(prepare, "make_links", lambda programs, way: [NoLink()])
+        monkeypatch.setattr(probing, "probe", lambda programs, check: found)
+        monkeypatch.setattr(probing, "crosses_hosts", lambda programs: True)
+        monkeypatch.setattr(probing, "make_links", lambda programs, way: [NoLink()])
         shape = SimpleNamespace(point_counts=lambda sizes: ())
         programs: Any = [SimpleNamespace(shape=shape, hidden=None)]
         cluster = ClusterConfig(hosts=3, host=0, coordinator="127.0.0.1:8000", links=links)
-        prepare._linked(programs, (), cluster, Party(), told.append)
+        probing.choose_links(programs, (), cluster, Party(), told.append)
         return told
 
     return linked

@@ -59,7 +59,7 @@ def test_who_cannot_compile_it_is_named(monkeypatch) -> None:
         asking.answered(host, prepared(0, "cannot be compiled: no" if host == 3 else ""))
     assert first() == "cannot be compiled: no (on host 3)"
     asking.answered(2, prepared(1))
-    monkeypatch.setattr(texts, "_PATIENCE", 0.01)
+    monkeypatch.setattr(texts, "_WAIT_SECONDS", 0.01)
     assert second() == "was not compiled on host 3 within 0.01 seconds"
     asking.answered(3, prepared(1))
     assert not asking._awaited
