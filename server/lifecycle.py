@@ -22,7 +22,7 @@ from server.tracing import Tracing
 
 if TYPE_CHECKING:
     from jaxserve.engine import Engine
-    from server.commands.serve_settings import ServeSettings
+    from server.commands.serve import ServeSettings
     from server.engine_client import EngineClient
 
 Greet = Callable[["ServeSettings", int, int | None], None]  # (settings, gRPC port, HTTP port or None)

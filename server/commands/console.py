@@ -1,11 +1,13 @@
-"""Messages of the commands: progress, the start-up report and outcomes.
+"""What commands print and check: messages, progress, the start-up report, files to write.
 
-All of them go to standard error, so that standard output has only answers.
+Messages go to standard error, so that standard output has only answers.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import json
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -22,15 +24,15 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str, int, int], None]  # (step, done, total)
 
-PICTURES = (".png", ".svg", ".pdf")  # what --plot can draw
+_PICTURES = (".png", ".svg", ".pdf")  # suffixes of what --plot can draw
 _WIDTH = 190  # of tables in a file or a pipe
+
+
+_NO_MEMORY = "not enough memory for weights and slots; try fewer --slots or --max-rows, or --dtype bfloat16"
 
 
 class UserError(Exception):
     """A mistake of the user, shown as one sentence without a traceback."""
-
-
-_NO_MEMORY = "not enough memory for weights and slots; try fewer --slots or --max-rows, or --dtype bfloat16"
 
 
 @contextlib.contextmanager
@@ -47,7 +49,7 @@ def user_errors() -> Iterator[None]:
 
 
 def console() -> Console:
-    """A console on the standard error of this moment (tests replace it)."""
+    """A console on standard error. Made anew each time, because tests replace standard error."""
     return Console(stderr=True, highlight=False, soft_wrap=True)
 
 
@@ -66,7 +68,7 @@ def say(message: str) -> None:
 
 
 def say_defaults(defaults: Mapping[str, Any]) -> None:
-    """Tells which sampling parameters requests have by default, if the checkpoint recommends any."""
+    """Prints the sampling parameters that the checkpoint recommends, if any: requests have them by default."""
     from jaxserve.generation.defaults import describe
 
     if (line := describe(defaults)) is not None:
@@ -78,16 +80,30 @@ def say_outcome(finish_reason: str, prompt_tokens: int, completion_tokens: int, 
     say(f"{finish_reason} after {completion_tokens} tokens (prompt {prompt_tokens}{drawn})")
 
 
-def check_output(flag: str, file: Path | None, *, kinds: tuple[str, ...] = ()) -> None:
+def print_json(value: Any) -> None:
+    """Prints JSON on standard output."""
+    json.dump(value, sys.stdout, indent=1)
+    print()
+
+
+def check_positive(args: argparse.Namespace, *names: str) -> None:
+    """Raises UserError if one of these flags was given a number below 1."""
+    for name in names:
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise UserError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
+
+
+def check_output(flag: str, file: Path | None, *, is_picture: bool = False) -> None:
     """Raises UserError if a file cannot be written, before the work for it starts.
 
     Args:
-      kinds: endings that its name may have; empty allows any.
+      is_picture: whether its name must end as that of a picture.
     """
     if file is None:
         return
-    if kinds and file.suffix.lower() not in kinds:
-        raise UserError(f"{flag} {file} must end in {', '.join(kinds[:-1])} or {kinds[-1]}")
+    if is_picture and file.suffix.lower() not in _PICTURES:
+        raise UserError(f"{flag} {file} must end in {', '.join(_PICTURES[:-1])} or {_PICTURES[-1]}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         was_there = file.exists()

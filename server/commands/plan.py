@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from server.commands import flags
-from server.commands.console import PICTURES, UserError, check_output, progress_bars, say, tables, user_errors
+from server.commands import console, flags
 
 if TYPE_CHECKING:
     from jaxserve.plan.compiled import CompiledStage
@@ -21,7 +18,7 @@ if TYPE_CHECKING:
     from jaxserve.plan.predict import Plan
 
 HELP = """\
-What a model would take and do on devices that need not be there: bytes, slots, collectives, milliseconds.
+Predicts bytes, slots, collectives and milliseconds of a model on devices that this machine need not have.
 
   jaxserve plan --model bloom-176b --topology v5p:2x2x4 --tensor 16
   jaxserve plan --model bloom-176b --topology a100-80g:2x8 --tensor 8 --stages 2 --sharding my.toml --against default
@@ -55,24 +52,24 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.plot is not None and not args.search:
-        raise UserError("--plot draws the result of --search; give both")
-    if args.context < 1:
-        raise UserError(f"--context is {args.context}; it must be at least 1")
-    check_output("--plot", args.plot, kinds=PICTURES)
-    check_output("--html", args.html)
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing runs on a device, and a local one may be busy
-    out = tables()
-    with user_errors():
+        raise console.UserError("--plot draws the result of --search; give both")
+    console.check_positive(args, "context")
+    console.check_output("--plot", args.plot, is_picture=True)
+    console.check_output("--html", args.html)
+    out = console.tables()
+    with console.user_errors():
         deployment = make_deployment(args, context=args.context)
         answers = _search(args, deployment, out) if args.search else _plan(args, deployment, out)
     if args.json:
-        json.dump(answers, sys.stdout, indent=1)
-        print()
+        console.print_json(answers)
     return 0
 
 
 def make_deployment(args: argparse.Namespace, *, context: int = 1024) -> Deployment:
-    """The deployment in the flags. Raises ValueError for a wrong name or setting."""
+    """The deployment in the flags. Raises UserError or ValueError for a missing flag, or a wrong name or setting."""
+    if args.model is None or args.topology is None:
+        raise console.UserError("give --model and --topology, for example bloom-176b and h200:8")
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing runs on a device, and a local one may be busy
     from sharding import devices
 
     topology, engine = devices.parse(args.topology), flags.engine_config(args)
@@ -125,7 +122,7 @@ def _plan(args: argparse.Namespace, deployment: Deployment, out: Console) -> dic
     if args.html is not None:
         tables = [plan_report.collectives(plan), *sections]
         plan_page.write(args.html, plan, answers, tables)
-        say(f"wrote {args.html}; open it in a browser")
+        console.say(f"wrote {args.html}; open it in a browser")
     return answers
 
 
@@ -139,7 +136,7 @@ def _predict(
     plan = predict(deployment)
     if not args.compile or (plan.is_known and not always):
         return plan, plan, ()
-    with progress_bars() as progress:
+    with console.progress_bars() as progress:
         stages = compiled.compile_stages(plan, targets.devices_of(deployment.topology), progress)
     return plan, compiled.with_compiled(plan, stages), stages
 
@@ -147,7 +144,7 @@ def _predict(
 def _search(args: argparse.Namespace, deployment: Deployment, out: Console) -> dict[str, Any]:
     from jaxserve.plan import search
 
-    with progress_bars() as progress:
+    with console.progress_bars() as progress:
         found, left_out = search.search(deployment, progress)
     if not args.json:
         out.print(f"[bold]{deployment.name} on {deployment.topology}: {len(found)} ways fit[/bold]")
@@ -156,5 +153,5 @@ def _search(args: argparse.Namespace, deployment: Deployment, out: Console) -> d
         search.plot(
             found, f"{deployment.name} on {deployment.topology}, decodes at context {deployment.context:,}", args.plot
         )
-        say(f"wrote {args.plot}")
+        console.say(f"wrote {args.plot}")
     return {"candidates": [search.candidate_json(each) for each in found], "left_out": left_out}

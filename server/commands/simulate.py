@@ -1,33 +1,30 @@
-"""`jaxserve simulate`: the scheduler on a virtual clock, with recorded or made-up traffic."""
+"""`jaxserve simulate`: runs the scheduler on a virtual clock, with recorded or synthetic traffic."""
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from server.commands import flags
-from server.commands.console import PICTURES, UserError, check_output, progress_bars, say, tables, user_errors
+from server.commands import console, flags
 from server.commands.plan import make_deployment
 
 if TYPE_CHECKING:
     from jaxserve.simulate.policy_comparison import Policy
+    from jaxserve.simulate.system import Objective
     from jaxserve.simulate.workload import Workload
 
 HELP = """\
-The engine's own scheduler on a virtual clock, with a roofline for the devices: no accelerator, no weights.
+Runs the engine's own scheduler on a virtual clock, with a roofline model of the devices: no accelerator, no weights.
 
   jaxserve simulate --trace FILE --model bloom-176b --topology a100-80g:1x8 --tensor 8 --max-rows 64
   jaxserve simulate --trace FILE --model gpt3-13b --topology h100:1 --slo ttft=500ms,tpot=50ms --speed 2
   jaxserve simulate --rate 12 --requests 1000000 --policies grow --model gpt3-13b --topology h100:1
 
---trace serves recorded traffic under several policies, --rate made-up traffic. Traces: Azure LLM inference (CSV:
+--trace serves recorded traffic under several policies, --rate synthetic traffic. Traces: Azure LLM inference (CSV:
 TIMESTAMP,ContextTokens,GeneratedTokens) and Mooncake (a JSON object a line: timestamp, input_length, output_length,
 hash_ids). Requests longer than the context are clipped. The engine's flags mean what they mean to `jaxserve serve`.
 docs/simulator.md explains and has examples."""
@@ -39,12 +36,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--trace", type=Path, metavar="FILE", help="recorded arrivals and lengths")
     what.add_argument(
-        "--rate", type=float, metavar="R", help="made-up traffic: Poisson arrivals, R a second, uniform lengths"
+        "--rate", type=float, metavar="R", help="synthetic traffic: Poisson arrivals, R a second, uniform lengths"
     )
-    group = parser.add_argument_group("made-up traffic")
+    group = parser.add_argument_group("synthetic traffic")
     group.add_argument("--prompt", default="32:512", metavar="LOW:HIGH", help="prompt tokens (default: %(default)s)")
     group.add_argument("--output", default="1:128", metavar="LOW:HIGH", help="generated tokens (default: %(default)s)")
-    add_trace_flags(parser)
     group = parser.add_argument_group("policies")
     group.add_argument(
         "--client-max-tokens",
@@ -58,66 +54,58 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--urgent", type=share, default=0.1, metavar="X", help="share served with priority (default: %(default)s)"
     )
-    group.add_argument("--plot", type=Path, metavar="FILE", help="draw the result (.png, .svg)")
-    group.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    flags.add_engine_flags(parser)
+    add_trace_flags(parser)
 
 
 def add_trace_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of traffic, devices and objective; `read_trace` and `make_objective` read them."""
+    """Adds the flags of traffic, devices, objective, results and engine."""
     group = parser.add_argument_group("traffic and devices")
     group.add_argument("--model", metavar="NAME|FILE|DIR", help="name, config.json or checkpoint")
     group.add_argument("--topology", metavar="h100:8", help="devices")
     group.add_argument(
         "--slo",
-        type=_slo,
+        type=_objective,
         default="ttft=1s,tpot=100ms",
         metavar="ttft=1s,tpot=100ms",
         help="time to the first token and between tokens that a request must meet (default: %(default)s)",
     )
     group.add_argument(
-        "--requests", type=int, metavar="N", help="take so many (default: all of a trace; made up, 3000)"
+        "--requests", type=int, metavar="N", help="how many (default: all of a trace; 3000 synthetic ones)"
     )
     group.add_argument(
         "--speed", type=float, default=1.0, metavar="X", help="replay a trace X times as fast (default: %(default)s)"
     )
-    group.add_argument("--seed", type=_seed, default=0, metavar="N", help="of made-up tokens (default: %(default)s)")
+    group.add_argument("--seed", type=_seed, default=0, metavar="N", help="of synthetic tokens (default: %(default)s)")
+    group = parser.add_argument_group("results")
+    group.add_argument("--plot", type=Path, metavar="FILE", help="draw the result (.png, .svg)")
+    group.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    flags.add_engine_flags(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Simulates the traffic; prints, draws or writes the result. Returns 0."""
-    for name in ("requests", "client_max_tokens"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise UserError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
-    check_output("--plot", args.plot, kinds=PICTURES)
-    out = tables()
-    with user_errors():
-        answer = _trace(args, out)
+    console.check_positive(args, "requests", "client_max_tokens")
+    console.check_output("--plot", args.plot, is_picture=True)
+    out = console.tables()
+    with console.user_errors():
+        answer = _simulate(args, out)
     if args.plot is not None:
-        say(f"{args.plot} is written")
+        console.say(f"{args.plot} is written")
     if args.json:
-        json.dump(answer, sys.stdout, indent=1)
-        print()
+        console.print_json(answer)
     return 0
 
 
-def _trace(args: argparse.Namespace, out: Console) -> dict[str, Any]:
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing runs on a device, which may be busy
-    if args.model is None or args.topology is None:
-        raise UserError("give --model and --topology for the traffic; for instance bloom-176b and h200:8")
-    deployment = make_deployment(args)
-    workload = (
-        _made_up(args, deployment.max_context) if args.trace is None else read_trace(args, deployment.max_context)
-    )
+def _simulate(args: argparse.Namespace, out: Console) -> dict[str, Any]:
+    deployment, objective = make_deployment(args), args.slo
+    workload = (_synthetic if args.trace is None else read_trace)(args, deployment.max_context)
     from jaxserve.plan import plan_report
     from jaxserve.plan.predict import predict
     from jaxserve.simulate import policy_comparison
 
     plan = predict(deployment)
     system = policy_comparison.system_of(plan, deployment.engine)
-    objective = make_objective(args)
-    with progress_bars() as progress:
+    with console.progress_bars() as progress:
         replays = policy_comparison.compare(
             system,
             workload,
@@ -140,7 +128,7 @@ def _trace(args: argparse.Namespace, out: Console) -> dict[str, Any]:
     return {"workload": workload.name, "notes": workload.notes, "slots": system.slots, "policies": figures}
 
 
-def _made_up(args: argparse.Namespace, max_context: int) -> Workload:
+def _synthetic(args: argparse.Namespace, max_context: int) -> Workload:
     """Uniform lengths and Poisson arrivals, as in Orca's evaluation."""
     from jaxserve.simulate import workload as load
 
@@ -161,7 +149,7 @@ def _chosen(policies: Sequence[Policy], names: str | None) -> Sequence[Policy]:
     known = {policy.name: policy for policy in policies}
     for name in names.split(","):
         if name not in known:
-            raise UserError(f"--policies names {name!r}; there are {', '.join(known)}")
+            raise console.UserError(f"--policies names {name!r}; there are {', '.join(known)}")
     return [known[name] for name in names.split(",")]
 
 
@@ -179,13 +167,9 @@ def read_trace(args: argparse.Namespace, max_context: int) -> Workload:
     )
 
 
-def make_objective(args: argparse.Namespace) -> Any:
+def _objective(text: str) -> Objective:
     from jaxserve.simulate.system import Objective
 
-    return Objective(**(_slo(args.slo) if isinstance(args.slo, str) else args.slo))
-
-
-def _slo(text: str) -> dict[str, float]:
     found = {}
     for part in text.split(","):
         name, _, value = part.partition("=")
@@ -194,7 +178,7 @@ def _slo(text: str) -> dict[str, float]:
         found[name] = flags.duration(value)
     if len(found) < 2:
         raise argparse.ArgumentTypeError(f"{text!r} lacks one of ttft and tpot; write ttft=1s,tpot=100ms")
-    return found
+    return Objective(**found)
 
 
 def _seed(text: str) -> int:

@@ -23,7 +23,7 @@ from pathlib import Path
 from jaxserve.config import ENGINE_PARAMS
 from jaxserve.multihost.config import CLUSTER_PARAMS
 from server.commands import cli
-from server.commands.serve_settings import SERVE_PARAMS, ServeSettings
+from server.commands.serve import SERVE_PARAMS, ServeSettings
 
 ROOT = Path(__file__).parents[2]
 COPIED = ("server", "tests", "jaxserve", "sharding", "pallas_kernels", "pyproject.toml")
@@ -31,7 +31,7 @@ SECONDS = 240  # for the tests of a mutant; one that hangs is caught
 FLAG_TESTS = "tests/server/commands/test_serve_flags.py"
 # Functions through which a value passes, and the names that it has there.
 FUNCTIONS = {
-    ("server/commands/serve_settings.py", "from_flags"): ("args",),
+    ("server/commands/serve.py", "from_flags"): ("args",),
     ("server/commands/engine_start.py", "model_directory"): ("args",),
     ("server/commands/hosts.py", "from_flags"): ("args",),
     ("server/commands/hosts.py", "_secrets"): ("args",),
@@ -56,9 +56,9 @@ class Flag:
 
 class Setting:
     def __getattr__(self, name):
-        from server.commands import serve_settings
+        from server.commands import serve
 
-        return getattr(serve_settings.from_flags(defaults()), name)
+        return getattr(serve.from_flags(defaults()), name)
 
 flag, setting = Flag(), Setting()
 """

@@ -22,7 +22,7 @@ from jaxserve.simulate.outcome import Outcome
 from jaxserve.simulate.workload import Job, Workload
 from jaxserve.startup_report import StartupReport
 from jaxserve.stats import Load
-from server.commands.bench import flags, machine, plot, report, shapes
+from server.commands.bench import flags, machine, report, shapes
 from server.commands.console import Progress, progress_bars, tables
 from server.commands.flags import add_engine_flags, engine_config
 
@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
         comparison = report.compare(*reports)
         report.print_comparison(console, comparison)
         title += f": {comparison.measured:.2f}x the throughput"
-    plot.serving(args.out / "offline.png", title, {name: run.outcomes for name, run in runs.items()})
+    report.plot(args.out / "offline.png", title, {name: run.outcomes for name, run in runs.items()})
     result = {
         "benchmark": "offline",
         "workload": workload.name,

@@ -10,7 +10,7 @@ from google.protobuf import json_format
 
 from jaxserve.simulate import workload as traffic
 from jaxserve.simulate.workload import Workload
-from server.commands.bench import flags, load_generator, machine, plot, report
+from server.commands.bench import flags, load_generator, machine, report
 from server.commands.console import progress_bars, tables
 from server.proto.jaxserve.v1.inference_pb2 import GetLoadResponse
 
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
         "models": [json_format.MessageToDict(model, preserving_proto_field_name=True)],
         "runs": [served],
     }
-    plot.serving(args.out / "serve.png", title, {"server": sent.outcomes})
+    report.plot(args.out / "serve.png", title, {"server": sent.outcomes})
     report.write_json(args.out / "serve.json", result, console)
     return 1 if served.failed else 0
 

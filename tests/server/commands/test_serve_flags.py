@@ -23,8 +23,8 @@ import pytest
 from jaxserve.config import ENGINE_PARAMS, EngineConfig
 from jaxserve.multihost.config import ClusterConfig
 from server import lifecycle
-from server.commands import cli, hosts, serve, serve_settings
-from server.commands.serve_settings import ServeSettings
+from server.commands import cli, hosts, serve
+from server.commands.serve import ServeSettings
 from server.engine_process.supervisor import RestartPolicy
 from server.proto.jaxserve.v1.inference_pb2 import GenerateRequest, GetLoadRequest
 from server.proto.jaxserve.v1.inference_pb2_grpc import InferenceStub
@@ -76,7 +76,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and more
 
 def settings_of(flags: str) -> ServeSettings:
     args = cli.parser().parse_args(["serve", *flags.split()])
-    return serve_settings.from_flags(args)
+    return serve.from_flags(args)
 
 
 @pytest.mark.parametrize("name", ENGINE_PARAMS)

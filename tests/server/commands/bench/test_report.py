@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from jaxserve.simulate.outcome import Distribution, Outcome
-from server.commands.bench import machine, plot, report
+from server.commands.bench import machine, report
 
 
 class Record(NamedTuple):
@@ -127,5 +127,5 @@ def test_json_holds_plain_values(tmp_path):
 
 
 def test_picture_is_drawn(tmp_path):
-    plot.serving(tmp_path / "new" / "a.png", "t", {"iteration": outcomes(), "request": outcomes()[:2]})
+    report.plot(tmp_path / "new" / "a.png", "t", {"iteration": outcomes(), "request": outcomes()[:2]})
     assert (tmp_path / "new" / "a.png").read_bytes().startswith(b"\x89PNG")
