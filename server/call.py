@@ -1,11 +1,12 @@
-"""A call, its requests while the engine works on them, and its observers."""
+"""Calls of clients, their requests while the engine works on them, and their observers."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from jaxserve.generation.completion import Assembler, Completion, Delta, joined
@@ -16,7 +17,8 @@ from server.admission import AdmissionController, Ticket
 from server.auth import Tenant, current
 from server.engine_requests import EngineRequests, EventDelivery
 
-_MOST_EVENTS = 64  # taken at once, so that catching up after a slow reader delays no other call
+_MOST_EVENTS = 64  # of a call handled at once, so that one with many delays no other call
+_GRACE_SECONDS = 0.2  # after a deadline, in which a protocol with deadlines ends its calls itself
 
 
 def new_id() -> str:
@@ -29,12 +31,12 @@ class Call:
     """One call of a client.
 
     Attributes:
-      id: in answers and logs; need not be unique.
+      id: for answers and logs; need not be unique.
       protocol: such as "grpc".
       priority / cache_salt: of its requests.
       arrival / deadline: monotonic seconds; the caller wants no answer after its deadline.
-      tenant: whose share and rate it counts against.
-      has_defaults: whether the checkpoint's defaults hold for sampling parameters that it leaves out.
+      tenant: the tenant whose share and rate it counts against.
+      has_defaults: whether the checkpoint's defaults replace sampling parameters that the call leaves out.
     """
 
     id: str = field(default_factory=new_id)
@@ -49,11 +51,11 @@ class Call:
 
 @dataclass(slots=True, kw_only=True)
 class RequestTiming:
-    """When things happened to one request: monotonic seconds, None until they have.
+    """The times of one request in monotonic seconds; None until it is that far.
 
     Attributes:
-      began: it got a row.
-      first_token / last_token: they reached this process.
+      began: when it got a row.
+      first_token / last_token: when they reached this process.
     """
 
     call: Call
@@ -63,7 +65,7 @@ class RequestTiming:
     last_token: float | None = None
 
     def token(self) -> float | None:
-        """Notes that tokens have come; seconds since those before, None for the first."""
+        """Records that tokens have come. Returns the seconds since the last ones, or None for the first."""
         now = time.monotonic()
         gap = None if self.last_token is None else now - self.last_token
         self.last_token = now
@@ -79,10 +81,10 @@ class Observer:
         """The engine has taken the request."""
 
     def tokens(self, timing: RequestTiming, count: int, gap: float | None) -> None:
-        """Tokens of it have come, `gap` seconds after those before; None for the first."""
+        """Tokens of the request have come, `gap` seconds after the last ones (None for the first)."""
 
     def ended(self, timing: RequestTiming, completion: Completion) -> None:
-        """It has ended. A completion without a finish reason was cut short, by caller or server."""
+        """The request has ended. Without a finish reason, the caller or the server has cut it short."""
 
     def refused(self, call_id: str, refusal: errors.ApiError) -> None:
         """A call ends without an answer."""
@@ -102,12 +104,12 @@ class ActiveCall:
         self._arrived = asyncio.Event()
 
     def fail(self, problem: errors.ApiError) -> None:
-        """Ends the call with this error as soon as its handler looks."""
+        """Ends the call with this error, as soon as its handler waits for events."""
         self._problem = problem
         self._arrived.set()
 
     def leave(self) -> None:
-        """Aborts the requests at once, though the handler may be waiting for a slow reader."""
+        """Aborts the requests at once, even while the handler waits for a slow reader."""
         self._in_engine.abort_all()
 
     def _put(self, event: TokenEvent) -> None:
@@ -118,6 +120,48 @@ class ActiveCall:
         gap = timing.token()
         for observer in self._observers:
             observer.tokens(timing, count, gap)
+
+
+class ActiveCalls:
+    """All calls under way. It belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._calls: set[ActiveCall] = set()
+        self._emptied = asyncio.Event()
+
+    @contextlib.contextmanager
+    def under_way(self, active: ActiveCall) -> Iterator[None]:
+        """Counts a call while the block lasts, and ends it at its deadline."""
+        timer = None
+        if (deadline := active.call.deadline) is not None:
+            late = errors.ApiError(errors.ErrorKind.TOO_LATE, "the deadline has passed")
+            seconds = deadline - time.monotonic() + _GRACE_SECONDS
+            timer = asyncio.get_running_loop().call_later(seconds, active.fail, late)
+        self._calls.add(active)
+        try:
+            yield
+        finally:
+            if timer is not None:
+                timer.cancel()
+            self._calls.remove(active)
+            if not self._calls:
+                self._emptied.set()
+
+    @property
+    def num_requests(self) -> int:
+        """Requests of all calls."""
+        return sum(len(active.requests) for active in self._calls)
+
+    def fail_all(self, message: str) -> None:
+        """Ends every call with UNAVAILABLE."""
+        for active in self._calls:
+            active.fail(errors.unavailable(message))
+
+    async def wait_until_none(self) -> None:
+        """Returns once no call is under way."""
+        while self._calls:
+            self._emptied.clear()
+            await self._emptied.wait()
 
 
 class Generation(ActiveCall):
@@ -177,7 +221,7 @@ class Generation(ActiveCall):
             self._tokens_came(timing, len(event.token_ids))
 
     def completion(self, index: int = 0) -> Completion:
-        """What a request has come to, so far."""
+        """The completion of a request so far."""
         return self._assemblers[index].completion()
 
     def __aiter__(self) -> Generation:
@@ -193,7 +237,7 @@ class Generation(ActiveCall):
         events, self._events = self._events[:_MOST_EVENTS], self._events[_MOST_EVENTS:]
         if self._events:
             self._arrived.set()
-            await asyncio.sleep(0)  # others have their turn first
+            await asyncio.sleep(0)  # lets other calls run first
         found: dict[int, list[Delta]] = {}
         for event in events:
             index = self._index[event.request_id]
@@ -212,5 +256,5 @@ class Generation(ActiveCall):
             raise RuntimeError(event.error)
         if assembler.finished and not was_finished:
             self._unfinished -= 1
-            self._in_engine.abort(event.request_id)  # a stop string ended it, which the engine does not know
+            self._in_engine.abort(event.request_id)  # the engine does not know that a stop string has ended it
         return delta

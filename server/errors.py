@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import enum
 
-RETRY_SECONDS = 1.0  # default Retry-After: a queue of requests moves within seconds
+RETRY_SECONDS = 1.0  # default Retry-After
 
 
 class ErrorKind(enum.Enum):
     """Why a call failed: who is at fault, and whether a retry may succeed."""
 
-    INVALID = "invalid"  # the call is wrong; a retry fails too
-    UNAUTHENTICATED = "unauthenticated"  # no valid API key
+    INVALID = "invalid"  # the call is wrong; a retry fails again
     NOT_FOUND = "not found"  # the call names a model or route that does not exist
     UNSUPPORTED = "unsupported"  # this checkpoint lacks what the call needs
     UNIMPLEMENTED = "unimplemented"  # this server does not implement the call

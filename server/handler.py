@@ -16,13 +16,12 @@ from jaxserve.generation.completion import Assembler, Completion, parse_request
 from jaxserve.generation.defaults import of_beams
 from jaxserve.generation.samples import samples_of
 from jaxserve.request import Request
-from jaxserve.sampling_params import Grammar, SamplingParams
+from jaxserve.sampling_params import SamplingParams
 from server import errors
-from server.active_calls import ActiveCalls
 from server.admission import AdmissionController, Ticket
 from server.auth import Tenant
 from server.beam_search import BeamSearchCall
-from server.call import Call, Generation, Observer
+from server.call import ActiveCalls, Call, Generation, Observer
 from server.engine_client import EngineNotReady
 from server.engine_requests import EventDelivery
 from server.text import TextTools, most_tokens, offload_if_long, tokenizing_work
@@ -48,7 +47,7 @@ class RequestHandler:
       tenants: returns all tenants, by name.
 
     Attributes:
-      calls: those under way.
+      calls: the active calls.
       text: tokenizes and detokenizes.
       observers: of every request and every refused call.
       problem: why the engine does not serve, as the watchdog sees it; None while it does.
@@ -71,23 +70,23 @@ class RequestHandler:
 
     @property
     def closed(self) -> str | None:
-        """Why calls are refused, or None. Calls wait for an engine that is away and will be back."""
+        """Why calls are refused, or None. While an engine process restarts, calls wait for it."""
         if self._closed is None and self.engine.problem is not None:
             return None if self.engine.takes_requests else self.engine.problem
         return self._closed or self.problem
 
     @property
     def unhealthy_reason(self) -> str | None:
-        """Why health reports that nothing is served, or None."""
+        """Why health checks report that nothing is served, or None."""
         return self._closed or self.engine.problem or self.problem
 
     def full(self) -> errors.ApiError | None:
         """The error for any call while the queue is full, before its body is read."""
-        # A closed server gives its own reason, and an engine that is not ready has no queue yet.
+        # A closed server refuses calls with its own reason. An engine that is not ready has no queue yet.
         return self.admission.full() if self.closed is None and self.engine.takes_requests else None
 
     def close(self, message: str) -> None:
-        """Refuses new calls from now on (UNAVAILABLE); those under way go on."""
+        """Refuses new calls from now on (UNAVAILABLE). Active calls continue."""
         self._closed = message
 
     def _check_open(self, call: Call) -> None:
@@ -148,14 +147,15 @@ class RequestHandler:
             parsed = await self._parse(prompts, call, ticket, adjust, defaults)
             ticket.correct(samples * sum(len(request.prompt) for request in parsed))
             compiled = await self._compile_grammars(parsed)
-            # Ids of the server's own: two callers may send the same one.
+            # The server makes its own ids, because two callers may send the same one.
             requests = [each for request in parsed for each in samples_of(request, samples, self._new_id)]
-            assemblers = map(self._assembler, requests)
+            eos_token_ids = self.engine.model_config.eos_token_ids
+            assemblers = [Assembler(request, self.engine.tokenizer, eos_token_ids) for request in requests]
             generation = Generation(call, requests, self.observers, self._delivery, assemblers, ticket)
             with self.calls.under_way(generation):
                 try:
                     generation.submit()
-                    del compiled  # kept until the engine has its own
+                    del compiled  # from here on the engine keeps the grammars
                     yield generation
                 finally:
                     generation.end(self.admission)
@@ -190,10 +190,10 @@ class RequestHandler:
             return request, answers
 
     def fill_context(self, request: Request, most: int | None = None) -> Request:
-        """The request with the rest of the context as its max_tokens, where a caller gives no limit.
+        """The request with the rest of the context as its max_tokens, for a caller who gives no limit.
 
         Args:
-          most: most tokens to generate, but for its min_tokens.
+          most: most tokens to generate, unless its min_tokens are more.
         """
         room = self._longest - len(request.prompt)
         if most is not None:
@@ -209,7 +209,7 @@ class RequestHandler:
     def _admitted(
         self, prompts: Sequence[Mapping[str, Any]], call: Call, samples: int, defaults: Mapping[str, Any]
     ) -> Iterator[Ticket]:
-        """Keeps the call's place in the queue, from before its text is tokenized until it ends."""
+        """Holds the call's place in the queue, from before its text is tokenized until it ends."""
         usual = defaults.get("max_tokens", SamplingParams().max_tokens)
         new_tokens = max((fields.get("max_tokens") or usual for fields in prompts), default=0)
         ticket = self.admission.admit(
@@ -250,16 +250,14 @@ class RequestHandler:
 
     async def _compile_grammars(self, requests: Sequence[Request]) -> list[object]:
         """Compiles grammars off this loop. They stay compiled while the returned list is kept."""
-        grammars = {request.sampling.grammar for request in requests}
-        return [await self._compile(grammar) for grammar in grammars if grammar is not None]
-
-    async def _compile(self, grammar: Grammar) -> object:
-        if self.engine.grammars is None:
-            raise InvalidRequest(grammar.field, "needs a tokenizer, and this checkpoint has none")
-        return await self.engine.grammars.prepare(grammar)
-
-    def _assembler(self, request: Request) -> Assembler:
-        return Assembler(request, self.engine.tokenizer, self.engine.model_config.eos_token_ids)
+        compiled = []
+        for grammar in {request.sampling.grammar for request in requests}:
+            if grammar is None:
+                continue
+            if self.engine.grammars is None:
+                raise InvalidRequest(grammar.field, "needs a tokenizer, and this checkpoint has none")
+            compiled.append(await self.engine.grammars.prepare(grammar))
+        return compiled
 
     def _new_id(self) -> str:
         return str(next(self._numbers))

@@ -66,7 +66,7 @@ class LiveStats(Observer):
         load = self._engine.load()
         return {
             "next": ahead,
-            "healthy": self._engine.is_healthy,
+            "healthy": self._engine.problem is None,
             "iterations": [_as_list(record) for record in new],
             "load": dataclasses.asdict(load),
             "latencies": {name: _quantiles(seen) for name, seen in self._latencies.items()},

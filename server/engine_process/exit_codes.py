@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 
+from jaxserve.multihost.failure import ExitCode
+
 ENDED = 0  # as it was asked to
 USER_ERROR = 2  # a setting, a checkpoint or a file is wrong; a restart would not help
 ENGINE_GONE = 69  # of the front: its engine process has ended and is not restarted
@@ -11,16 +13,14 @@ ENGINE_FAILED = 70  # the engine's loop raised; the log has the traceback
 FRONT_GONE = 74  # the front process has ended, or has read nothing for too long
 BAD_FRAME = 76  # the socket brought something that the front would not send
 
-# Of the process of one of several hosts (jaxserve.multihost.failure).
-HOST_OVERDUE, HOST_LOST, HOST_BROKEN = 71, 72, 73
-OF_HOSTS = frozenset((HOST_OVERDUE, HOST_LOST, HOST_BROKEN))
+OF_HOSTS: frozenset[int] = frozenset(ExitCode)  # of the process of one of several hosts
 
 _MEANINGS = {
     ENDED: "ended",
     USER_ERROR: "refused to start (exit code 2)",
-    HOST_OVERDUE: "was late with an iteration (exit code 71)",
-    HOST_LOST: "lost another host (exit code 72)",
-    HOST_BROKEN: "failed at its own work (exit code 73)",
+    ExitCode.OVERDUE: "was late with an iteration (exit code 71)",
+    ExitCode.LOST: "lost another host (exit code 72)",
+    ExitCode.BROKEN: "failed at its own work (exit code 73)",
     FRONT_GONE: "found its front gone (exit code 74)",
     BAD_FRAME: "was sent something that is not a message (exit code 76)",
 }

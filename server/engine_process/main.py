@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxserve.errors import EngineStopped, InvalidRequest, QueueFull
 from jaxserve.multihost.failure import HostFailed
+from jaxserve.multihost.process_watchdog import end_process
 from jaxserve.request import FinishReason, Request, TokenEvent
 from server.commands import hosts
 from server.commands.console import UserError, user_errors
@@ -32,7 +33,7 @@ from server.engine_process import exit_codes, messages
 from server.engine_process import messages_pb2 as pb
 from server.engine_process.frames import BadFrame, Splitter
 from server.engine_process.job import EngineInfo, EngineJob
-from server.engine_process.outbox import Outbox, end_process, ending, send
+from server.engine_process.outbox import Outbox, ending, send
 
 if TYPE_CHECKING:
     from jaxserve.engine import Engine

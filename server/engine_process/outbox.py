@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import queue
 import socket
-import sys
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
+from jaxserve.multihost.process_watchdog import end_process
 from jaxserve.request import FinishReason, TokenEvent
 from jaxserve.stats import IterationRecord, Load
 from server.engine_process import exit_codes, messages
@@ -25,12 +24,6 @@ _MOST_HELD = 4096  # hand-overs that the front may be behind; then it counts as 
 _MANY_HELD = 512  # above this the front is not sent iteration records
 
 _Item = list[TokenEvent] | IterationRecord
-
-
-def end_process(code: int) -> NoReturn:
-    """Ends this process at once, without waiting for what still runs."""
-    sys.stderr.flush()
-    os._exit(code)
 
 
 def send(channel: socket.socket, data: bytes) -> None:

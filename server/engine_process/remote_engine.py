@@ -106,10 +106,6 @@ class RemoteEngine:
         return self._grammars
 
     @property
-    def is_healthy(self) -> bool:
-        return self._problem is None
-
-    @property
     def problem(self) -> str | None:
         return self._problem
 

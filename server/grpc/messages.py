@@ -26,7 +26,6 @@ _REASONS = {
 }
 _CODES = {
     ErrorKind.INVALID: grpc.StatusCode.INVALID_ARGUMENT,
-    ErrorKind.UNAUTHENTICATED: grpc.StatusCode.UNAUTHENTICATED,
     ErrorKind.NOT_FOUND: grpc.StatusCode.NOT_FOUND,
     ErrorKind.UNSUPPORTED: grpc.StatusCode.FAILED_PRECONDITION,
     ErrorKind.UNIMPLEMENTED: grpc.StatusCode.UNIMPLEMENTED,

@@ -1,27 +1,36 @@
-"""The HTTP routes. What is not listed here is not served."""
+"""All HTTP routes of the server."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
+from importlib import resources
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from server.compat import kserve, tgi
+from server.engine_client import EngineNotReady
 from server.errors import ApiError, ErrorKind
 from server.handler import RequestHandler
-from server.http import openai, page
+from server.http import openai
 from server.http.call import Endpoint, HttpCall
 from server.http.schemas import DetokenizeBody, TokenizeBody
 from server.live import LiveStats
 from server.metrics import CONTENT_TYPE, Metrics
 
 OPEN_CALLS = (("GET", "/health"), ("GET", "/"))  # need no API key
+
+_PAGE = resources.files("server.http").joinpath("page.html").read_text(encoding="utf-8")
+# The page is self-contained and calls only this server.
+_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
+    "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+)
 
 Handler = Callable[[HttpCall], Awaitable[None]]
 
@@ -61,7 +70,7 @@ def make_app(handler: RequestHandler, metrics: Metrics, live: LiveStats) -> Star
             tgi_route("/", streams=None),
             route("GET", "/info", about.info),
             *kserve.routes(handler),
-            *page.routes(live, handler.model_name),
+            *_page_routes(live, handler.model_name),
         ],
         exception_handlers={HTTPException: _no_route},
     )
@@ -69,8 +78,28 @@ def make_app(handler: RequestHandler, metrics: Metrics, live: LiveStats) -> Star
     return app
 
 
+def _page_routes(live: LiveStats, model: str) -> list[Route]:
+    """The page at `/`, and `/live`, which the page and `jaxserve top` poll ten times a second."""
+
+    async def page(request: Request) -> Response:
+        return HTMLResponse(_PAGE, headers={"Content-Security-Policy": _POLICY, "Cache-Control": "no-cache"})
+
+    async def live_data(request: Request) -> Response:
+        given = request.query_params.get("since", "0")
+        since = int(given) if given.isascii() and given.isdecimal() and len(given) < 16 else 0
+        data = live.since(since)
+        if since == 0 or data["next"] < since:  # the first poll, or the server has restarted
+            try:
+                data["about"] = {"model": model} | live.about()
+            except EngineNotReady as problem:
+                return JSONResponse({"error": str(problem)}, 503, {"Retry-After": "1"})
+        return JSONResponse(data, headers={"Cache-Control": "no-store"})
+
+    return [Route("/", page, methods=["GET"]), Route("/live", live_data, methods=["GET"])]
+
+
 async def _no_route(request: Request, problem: Exception) -> JSONResponse:
-    """404 and 405 with the same JSON body as other errors."""
+    """Answers 404 and 405 with the same JSON body as other errors."""
     assert isinstance(problem, HTTPException)
     message = f"{request.method} {request.url.path[:200]} is not served here"
     error = {"message": message, "type": "not_found_error", "param": None, "code": str(problem.status_code)}

@@ -23,7 +23,6 @@ _MAX_FIELDS = 512  # of one object in it
 _Model = TypeVar("_Model", bound=pydantic.BaseModel)
 _STATUS = {
     ErrorKind.INVALID: 400,
-    ErrorKind.UNAUTHENTICATED: 401,
     ErrorKind.NOT_FOUND: 404,
     ErrorKind.UNSUPPORTED: 400,
     ErrorKind.UNIMPLEMENTED: 501,

@@ -19,7 +19,6 @@ from server.http.schemas import ChatBody, CompletionBody
 from server.text import offload_if_long
 
 _TYPES = {
-    ErrorKind.UNAUTHENTICATED: "authentication_error",
     ErrorKind.NOT_FOUND: "not_found_error",
     ErrorKind.QUEUE_FULL: "rate_limit_error",
     ErrorKind.RATE_LIMITED: "rate_limit_error",
@@ -27,11 +26,7 @@ _TYPES = {
     ErrorKind.UNAVAILABLE: "service_unavailable_error",
     ErrorKind.FAILED: "internal_server_error",
 }
-_CODES = {
-    ErrorKind.QUEUE_FULL: "queue_full",
-    ErrorKind.NOT_FOUND: "not_found",
-    ErrorKind.UNAUTHENTICATED: "invalid_api_key",
-}
+_CODES = {ErrorKind.QUEUE_FULL: "queue_full", ErrorKind.NOT_FOUND: "not_found"}
 
 
 def error_of(refusal: ApiError) -> dict[str, Any]:
