@@ -66,7 +66,7 @@ def predict(stage: StagePrograms, parts: Mapping[str, ShardedParameter]) -> tupl
 
 
 def _lookups(item: int, parts: Mapping[str, ShardedParameter]) -> Iterator[_Exchange]:
-    """A lookup in a table whose rows are split is a sum; those of int8 values and of their scales go apart."""
+    """The all-reduces of look-ups in split tables, separate for int8 values and scales."""
     tables = {name: part for name, part in parts.items() if name.startswith("embed.") and name.endswith(".table")}
     divided = {name: part for name, part in tables.items() if part.divided[0]}
     for name in divided:
@@ -77,7 +77,7 @@ def _lookups(item: int, parts: Mapping[str, ShardedParameter]) -> Iterator[_Exch
 
 
 def _exchanges(chain: Sequence[_Step]) -> Iterator[_Exchange]:
-    """The exchanges within a chain of operations, which begins with an array that every device has whole.
+    """The exchanges within a chain of operations that starts from a replicated array.
 
     Partial sums are added up. Parts that an operation reads whole are gathered, or multiplied by their share of its
     matrix where adding up moves less. Whatever is whole is cut at no cost.
@@ -93,7 +93,7 @@ def _exchanges(chain: Sequence[_Step]) -> Iterator[_Exchange]:
 
 
 def _together(exchanges: Iterable[_Exchange]) -> Iterator[_Exchange]:
-    """The exchanges, with the sums in one: the compiler sends those at once that do not depend on each other."""
+    """Merges the all-reduces, as the compiler does if they do not depend on each other."""
     sums = [each for each in exchanges if each[0] == "all-reduce"]
     yield from (each for each in exchanges if each not in sums)
     if sums:

@@ -11,7 +11,12 @@ from jaxserve.plan.tables import UNKNOWN, Section, number, shape, size
 
 
 class PlanDifference(NamedTuple):
-    """A value that differs between two plans, as text (None on a side that lacks it); its change in percent, or ""."""
+    """A value that differs between two plans.
+
+    Attributes:
+      ours / theirs: the value as text; None in a plan without it.
+      change: relative change in percent, or "".
+    """
 
     what: str
     ours: str | None

@@ -76,7 +76,7 @@ def count_kinds(found: Iterable[Collective | CollectiveOp]) -> Counter[str]:
 
 
 def with_compiled(plan: Plan, stages: Sequence[CompiledStage]) -> Plan:
-    """The plan with the compiled collectives where they are unknown; then the largest bucket's time is known."""
+    """Fills in unknown collectives from compiled programs, and the largest bucket's time."""
     if plan.is_known:
         return plan
     made = []

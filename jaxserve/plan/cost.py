@@ -1,4 +1,4 @@
-"""Predicts what an iteration costs from sizes: a roofline over compute, memory and links.
+"""Predicts the time of an iteration by a roofline over compute, memory and links.
 
 No jax, no model, no devices.
 
@@ -23,7 +23,7 @@ from sharding.devices import Topology
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """How close devices come to their peaks.
+    """The share of their peaks that devices reach, and overheads.
 
     Attributes:
       efficiency: share of each peak that is reached.
@@ -94,7 +94,7 @@ class ExpertLoad(NamedTuple):
     token_ops: float
 
     def read(self, tokens: int) -> float:
-        """Bytes of the experts that so many tokens are expected to need, if they choose independently."""
+        """Expected bytes of the experts that these tokens use, if they choose independently."""
         return self.weight_bytes * (1 - (1 - self.per_token / self.num_experts) ** tokens)
 
 
@@ -200,7 +200,11 @@ class Roofline:
             self._links.append((by_token + load.hop_bytes / topology.hop_bandwidth(load.tensor), by_row))
 
     def __call__(self, chunks: Sequence[tuple[int, int]], bucket: int = 0) -> list[Seconds]:
-        """Seconds of chunks (start, length), whose last tokens need logits, in a bucket (default: no padding)."""
+        """Seconds of an iteration of chunks (start, length), by stage; one logit row per chunk.
+
+        Args:
+          bucket: tokens of the bucket; 0 for no padding.
+        """
         tokens = sum(length for _, length in chunks)
         attended = {window: reads(chunks, window) for window in self._windows}
         return [

@@ -119,7 +119,7 @@ def _iterations(plan: Plan) -> Section:
 
 
 def compiled(plan: Plan, stages: Sequence[CompiledStage]) -> Section:
-    """The compiled programs next to the prediction, and what was not predicted."""
+    """The compiled programs beside the prediction, and the differences."""
     rows, notes = [], []
     for index, (stage, program) in enumerate(zip(plan.stages, stages, strict=True)):
         for name, predicted, found in (
@@ -146,7 +146,7 @@ def compiled(plan: Plan, stages: Sequence[CompiledStage]) -> Section:
 
 
 def plan_json(plan: Plan, stages_compiled: Sequence[CompiledStage] = ()) -> dict[str, Any]:
-    """Everything that was predicted, and what was compiled, if it was.
+    """The sections of the report: predictions, and compiled programs if there are any.
 
     The units are bytes, milliseconds and tokens per second.
     """
@@ -204,7 +204,7 @@ def headline(plan: Plan) -> str:
 
 
 def spec_lines(plan: Plan) -> list[str]:
-    """The spec as text, one line per section, and what it pads."""
+    """The spec as text, one line per section, and its padding."""
     spec = plan.deployment.spec
     lines = [f"{title}: {_rules(rules)}" for title, rules in spec.sections().items() if rules]
     lines += [f"pad: {', '.join(sorted(spec.pad))}"] if spec.pad else []
@@ -216,7 +216,7 @@ def _rules(rules: Mapping[str, str | None]) -> str:
 
 
 def padding(plan: Plan) -> dict[str, str]:
-    """What is held of each axis that is padded or, for key heads, repeated; with the bytes that repeating takes."""
+    """Padding and repetition of each axis as text, with the bytes that repetition takes."""
     told = {}
     for axis, (count, held) in plan.padding.items():
         if axis == "kv_heads" and held % count == 0:

@@ -124,7 +124,7 @@ class Plan:
         return self.slots // self.held(REQUEST)
 
     def held(self, tokens: int) -> int:
-        """Slots that a request of so many tokens holds; blocks behind the window of all layers are given back."""
+        """Slots of a request with this many tokens, without blocks behind the windows of all layers."""
         window = self.deployment.config.widest_window
         return tokens if window is None else min(tokens, window + self.block_size)
 
@@ -252,7 +252,10 @@ def _ops(parts: Iterable[ShardedParameter]) -> int:
 
 
 def bucket_plan(deployment: Deployment, roofline: Roofline | None, tokens: int) -> BucketPlan:
-    """An iteration that decodes every row and fills the rest with prompts; without a roofline it has no times."""
+    """An iteration that decodes every row and fills the rest with prompts.
+
+    It has no times without a roofline.
+    """
     context = min(deployment.context, deployment.max_context - 1)
     decodes = min(tokens, deployment.engine.max_rows)
     chunks = [(context, 1)] * decodes

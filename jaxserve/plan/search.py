@@ -20,8 +20,8 @@ from jaxserve.plan.deployment import Deployment, model_of
 from jaxserve.plan.plan_report import times
 from jaxserve.plan.predict import Plan, predict
 from jaxserve.plan.tables import as_json, table
+from jaxserve.weights.int8_weights import is_quantized
 from jaxserve.weights.naming import parameters
-from jaxserve.weights.quantize import is_quantized
 from sharding.spec import PADDABLE, ShardingSpec
 
 _LAYOUT = "tensor x stages x replicas"
@@ -32,7 +32,7 @@ _SHOWN = 20  # rows of the ranking
 
 
 class Point(NamedTuple):
-    """Decoding with so many rows: ms between a request's tokens, and tokens per second of all replicas."""
+    """Speed of decoding: milliseconds between a request's tokens, tokens/s of all replicas."""
 
     rows: int
     milliseconds: float
