@@ -25,43 +25,43 @@ def draw(
     weigh: Callable[[jax.Array], jax.Array],
     uniforms: Float32[jax.Array, " S"],
 ) -> Int32[jax.Array, " S"]:
-    """The tokens at these uniform numbers.
+    """Draws one token per row, the one whose interval holds the row's uniform number.
 
     Args:
-      weigh: from logits [S, n] to unnormalised probabilities; 0 for a token that must not be drawn.
+      weigh: maps logits [S, n] to unnormalised probabilities; 0 for a token that must not be drawn.
     """
     sums = block_reduce(weigh(logits), BLOCK, jax.lax.add)  # [S, blocks]
     cumulative = jnp.cumsum(sums, -1)
     target = uniforms[:, None] * cumulative[:, -1:]
     block = _first_beyond(cumulative, sums, target)
     before = jnp.take_along_axis(cumulative - sums, block[:, None], -1)
-    weights = weigh(_of_block(logits, block))  # [S, BLOCK]
+    weights = weigh(_block_logits(logits, block))  # [S, BLOCK]
     return block * BLOCK + _first_beyond(jnp.cumsum(weights, -1), weights, target - before)
 
 
 def _first_beyond(
     cumulative: Float32[jax.Array, "S n"], parts: Float32[jax.Array, "S n"], target: Float32[jax.Array, "S 1"]
 ) -> Int32[jax.Array, " S"]:
-    """First index with a part above zero whose cumulative sum passes the target; the last such if none does."""
+    """First index with a part > 0 and a cumulative sum > target, else the last part > 0."""
     index = jnp.arange(parts.shape[-1], dtype=jnp.int32)
-    some = parts > 0
-    beyond = some & (cumulative > target)
-    last = jnp.where(some, index, 0).max(-1)
+    is_positive = parts > 0
+    beyond = is_positive & (cumulative > target)
+    last = jnp.where(is_positive, index, 0).max(-1)
     return jnp.where(beyond.any(-1), jnp.argmax(beyond, -1).astype(jnp.int32), last)
 
 
-def first_of_peak(
+def argmax_by_blocks(
     logits: Float32[jax.Array, "S V"], block_max: Float32[jax.Array, "S blocks"], peak: Float32[jax.Array, "S 1"]
 ) -> Int32[jax.Array, " S"]:
-    """Lowest id of the largest logit.
+    """Argmax of each row, the lowest id among equals.
 
-    Searches its block only: an argmax over V is slow on a CPU.
+    Searches the block of the maximum only, because an argmax over V is slow on a CPU.
     """
     block = jnp.argmax(block_max >= peak, -1).astype(jnp.int32)
-    return block * BLOCK + jnp.argmax(_of_block(logits, block) >= peak, -1).astype(jnp.int32)
+    return block * BLOCK + jnp.argmax(_block_logits(logits, block) >= peak, -1).astype(jnp.int32)
 
 
-def _of_block(logits: Float32[jax.Array, "S V"], block: Int32[jax.Array, " S"]) -> Float32[jax.Array, "S block"]:
+def _block_logits(logits: Float32[jax.Array, "S V"], block: Int32[jax.Array, " S"]) -> Float32[jax.Array, "S block"]:
     """Logits of one block per row, padded with -inf."""
     ids = block[:, None] * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
     inside = jnp.take_along_axis(logits, jnp.minimum(ids, logits.shape[1] - 1), -1)

@@ -1,8 +1,8 @@
-"""Samples each row's next token: one pure function over f32[S, V] logits.
+"""Samples each row's next token from f32[S, V] logits, as a pure function.
 
-Rules apply in this order: penalties and logit_bias on the raw logits, barred tokens, the grammar's mask, temperature,
-top_k, top_p over what top_k left, min_p, typical_p over what the others left. Temperature 0 takes the largest adjusted
-logit (the first of equals). Logprobs are those of the model's own distribution, the log-softmax of the raw logits.
+Rules apply in this order: penalties and logit_bias on the raw logits, banned tokens, the grammar's mask, temperature,
+top_k, top_p over the tokens that top_k keeps, min_p, typical_p over the tokens that the other rules keep. Temperature 0
+takes the largest adjusted logit (the first of equals). Logprobs are the log-softmax of the raw logits.
 
 `draw` inverts the cumulative distribution at one uniform number u per row. u depends on (seed, sample_index, position)
 only, and every rule works within its row, so neither the other rows nor the variant change a row's token.
@@ -22,8 +22,8 @@ from jaxtyping import Bool, Float32, Int32, UInt32
 
 from jaxserve.iteration import SamplerVariant
 from jaxserve.sampling import selection
-from jaxserve.sampling.draw import BLOCK, draw, first_of_peak
-from jaxserve.sampling.selection import FEW, block_reduce, largest, once_if, reach, total
+from jaxserve.sampling.draw import BLOCK, argmax_by_blocks, draw
+from jaxserve.sampling.selection import FEW, block_reduce, compute_if, first_reaching, largest, total
 from jaxserve.sampling_params import MAX_BAD_WORD_TOKENS, MAX_ENDINGS, MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
 
 _SMALLEST_NORMAL = float(np.finfo(np.float32).smallest_normal)
@@ -31,21 +31,21 @@ PURPOSE = 0x746F6B65  # separates the keys of sampling from any other use of a r
 
 
 class RowSampling(NamedTuple):
-    """Sampling parameters on the device: of all rows, or gathered for the rows that sample.
+    """Sampling parameters on the device, of all rows or of the rows that sample.
 
     Attributes:
       temperature / top_p / min_p / typical_p: float32[rows].
       top_k: int32[rows], 0 is off.
       repetition / presence / frequency: float32[rows] penalties.
-      seed: uint32[rows, 2], the low and the high half.
+      seed: uint32[rows, 2], the low and the high 32 bits.
       sample_index: int32[rows].
-      prompt_length: int32[rows]; tokens from there on are the generated ones.
+      prompt_length: int32[rows]; tokens at and after this position are generated.
       bias_ids: int32[rows, MAX_LOGIT_BIAS], -1 where unused. An id given twice gets the sum of its biases.
       bias: float32[rows, MAX_LOGIT_BIAS].
-      min_length: int32[rows]; at positions below it, tokens that end the request are barred.
-      bar_ids: int32[rows, MAX_ENDINGS + MAX_BAD_WORD_TOKENS], -1 where unused: tokens that end the request, then the
-        token runs of bad words, one after another.
-      bar_back: int32, same shape: how many tokens of the run follow this one; -1 for a token that ends the request.
+      min_length: int32[rows]; at positions below it, tokens that end the request are banned.
+      banned_ids: int32[rows, MAX_ENDINGS + MAX_BAD_WORD_TOKENS], -1 where unused: the tokens that end the request, then
+        the tokens of each bad word.
+      banned_back: int32, same shape: number of later tokens in the bad word; -1 for a token that ends the request.
     """
 
     temperature: jax.Array
@@ -62,8 +62,8 @@ class RowSampling(NamedTuple):
     bias_ids: jax.Array
     bias: jax.Array
     min_length: jax.Array
-    bar_ids: jax.Array
-    bar_back: jax.Array
+    banned_ids: jax.Array
+    banned_back: jax.Array
 
 
 class SampleOutput(NamedTuple):
@@ -83,7 +83,7 @@ class SampleOutput(NamedTuple):
 
 
 def encode(params: SamplingParams, prompt_length: int, endings: Sequence[int] = ()) -> RowSampling:
-    """The parameters of one row as NumPy arrays, without the leading axis.
+    """Encodes the parameters of one row as NumPy arrays, without the leading axis.
 
     Args:
       endings: tokens that end the request, for min_tokens; at most MAX_ENDINGS.
@@ -95,14 +95,14 @@ def encode(params: SamplingParams, prompt_length: int, endings: Sequence[int] = 
         ids, biases = zip(*params.logit_bias, strict=True)
         bias_ids[: len(ids)] = ids
         bias[: len(ids)] = biases
-    bars = [(token, -1) for token in endings]
+    banned = [(token, -1) for token in endings]
     for run in params.bad_word_tokens:
-        bars += zip(run, range(len(run) - 1, -1, -1), strict=True)
-    bar_ids = np.full(MAX_ENDINGS + MAX_BAD_WORD_TOKENS, -1, np.int32)
-    bar_back = np.zeros_like(bar_ids)
-    if bars:
-        bar_ids[: len(bars)], bar_back[: len(bars)] = np.array(bars, np.int32).T
-    # Below 1e-20 a temperature is greedy in float32 but for exact ties, and above 1e20 it is uniform.
+        banned += zip(run, range(len(run) - 1, -1, -1), strict=True)
+    banned_ids = np.full(MAX_ENDINGS + MAX_BAD_WORD_TOKENS, -1, np.int32)
+    banned_back = np.zeros_like(banned_ids)
+    if banned:
+        banned_ids[: len(banned)], banned_back[: len(banned)] = np.array(banned, np.int32).T
+    # In float32, sampling is greedy below 1e-20 except for exact ties, and uniform above 1e20.
     temperature = 0.0 if params.temperature < 1e-20 else min(params.temperature, 1e20)
     values: dict[str, Any] = {
         "temperature": np.float32(temperature),
@@ -119,14 +119,14 @@ def encode(params: SamplingParams, prompt_length: int, endings: Sequence[int] = 
         "bias_ids": bias_ids,
         "bias": bias,
         "min_length": np.int32(prompt_length + params.min_tokens),
-        "bar_ids": bar_ids,
-        "bar_back": bar_back,
+        "banned_ids": banned_ids,
+        "banned_back": banned_back,
     }
     return RowSampling(**values)
 
 
 def empty_rows(rows: int) -> RowSampling:
-    """Greedy rows as NumPy arrays: the device's state before any request."""
+    """Parameters of greedy rows as NumPy arrays, the state of the device before any request."""
     row = encode(SamplingParams(temperature=0.0), 0)
     return jax.tree.map(lambda value: np.broadcast_to(value, (rows, *value.shape)).copy(), row)
 
@@ -144,12 +144,12 @@ def sample(
 
     Args:
       logits: of the model.
-      rows: parameters of these S rows.
+      rows: sampling parameters of these S rows.
       positions: positions of the new tokens.
       history: tokens by position, valid below the row's position. Read by FULL and above only.
-      allowed: bit mask of the allowed tokens, 32 a word, lowest bit first; with CONSTRAINED only. A row that allows
-        none gets any token.
-      variant: the rules that some row needs; every variant that includes a row's rules gives it the same token.
+      allowed: bit mask of the allowed tokens, 32 per word, lowest bit first; with CONSTRAINED only. The token of a row
+        that allows none is arbitrary.
+      variant: includes the rules of every row; each variant that includes a row's rules gives it the same token.
     """
     with jax.named_scope("sampler"):
         adjusted = logits
@@ -160,15 +160,15 @@ def sample(
             adjusted = jnp.where(_bits(allowed, logits.shape[1]), adjusted, -jnp.inf)
         block_max = block_reduce(adjusted, BLOCK, jax.lax.max)  # [S, blocks]
         peak = block_max.max(-1, keepdims=True)  # [S, 1]
-        greedy = first_of_peak(adjusted, block_max, peak)
+        greedy = argmax_by_blocks(adjusted, block_max, peak)
         temperature = jnp.where(rows.temperature > 0, rows.temperature, 1.0)[:, None]
         weigh = partial(_weigh, peak, temperature)
         if variant != SamplerVariant.PLAIN:
-            floor = _floor(adjusted, peak, temperature, rows)
+            floor = _smallest_kept(adjusted, peak, temperature, rows)
             typical_p = jnp.where(rows.temperature > 0, rows.typical_p, 1.0)[:, None]
-            floor, ceiling = once_if(
+            floor, ceiling = compute_if(
                 (typical_p < 1).any(),
-                partial(_typical, adjusted, peak, temperature, floor, typical_p),
+                partial(_typical_bounds, adjusted, peak, temperature, floor, typical_p),
                 (floor, jnp.full_like(floor, jnp.inf)),
             )
             weigh = partial(_weigh_kept, weigh, floor, ceiling)
@@ -176,7 +176,7 @@ def sample(
         # A row with NaN or +inf among its logits, or nothing but -inf, has no distribution to draw from.
         tokens = jnp.where((rows.temperature > 0) & jnp.isfinite(peak[:, 0]), drawn, greedy)
 
-        raw_peak = logits.max(-1, keepdims=True) if variant >= SamplerVariant.FULL else _apart(peak)
+        raw_peak = logits.max(-1, keepdims=True) if variant >= SamplerVariant.FULL else _recompute(peak)
         sums = block_reduce(jnp.exp(logits - raw_peak), BLOCK, jax.lax.add)
         log_sum = raw_peak + jnp.log(sums.sum(-1, keepdims=True))
         logprobs = (jnp.take_along_axis(logits, tokens[:, None], -1) - log_sum)[:, 0]
@@ -189,7 +189,7 @@ def sample(
 def uniform(
     seed: UInt32[jax.Array, "S 2"], sample_index: Int32[jax.Array, " S"], positions: Int32[jax.Array, " S"]
 ) -> Float32[jax.Array, " S"]:
-    """The uniform number of each row, in [0, 1): a multiple of 2**-24.
+    """A uniform random number per row: a multiple of 2**-24 in [0, 1).
 
     Threefry-2x32 (Salmon et al., SC'11) of (position, 0); its key is Threefry of (sample_index, PURPOSE) with the seed
     as key.
@@ -203,7 +203,7 @@ def uniform(
     return (drawn >> 8).astype(jnp.float32) * 2.0**-24
 
 
-def _apart(x: jax.Array) -> jax.Array:
+def _recompute(x: jax.Array) -> jax.Array:
     # Keeps XLA from sharing an [S, V] array between two passes: writing and reading it costs more than computing it.
     return jax.lax.optimization_barrier(x)
 
@@ -217,7 +217,7 @@ def _bits(words: UInt32[jax.Array, "S words"], count: int) -> Bool[jax.Array, "S
 def _weigh(
     peak: Float32[jax.Array, "S 1"], temperature: Float32[jax.Array, "S 1"], logits: Float32[jax.Array, "S n"]
 ) -> Float32[jax.Array, "S n"]:
-    """Unnormalised probabilities; exactly 1 for the likeliest token of a row."""
+    """Unnormalised probabilities, exactly 1 for the likeliest token of a row."""
     return jnp.exp((logits - peak) / temperature)
 
 
@@ -230,32 +230,32 @@ def _weigh_kept(
     return jnp.where((logits >= floor) & (logits <= ceiling), weigh(logits), 0.0)
 
 
-def _floor(
+def _smallest_kept(
     logits: Float32[jax.Array, "S V"],
     peak: Float32[jax.Array, "S 1"],
     temperature: Float32[jax.Array, "S 1"],
     rows: RowSampling,
 ) -> Float32[jax.Array, "S 1"]:
-    """The smallest logit that is kept. Greedy rows keep all, so that they trigger no search."""
+    """The smallest logit that top_k, top_p and min_p keep; greedy rows need no search."""
     drawn = rows.temperature > 0
     top_k, top_p = jnp.where(drawn, rows.top_k, 0), jnp.where(drawn, rows.top_p, 1.0)
-    weigh = partial(_weigh, _apart(peak), temperature)
-    floor = once_if(
+    weigh = partial(_weigh, _recompute(peak), temperature)
+    floor = compute_if(
         ((top_k > 0) | (top_p < 1)).any(),
-        lambda: selection.floor(logits, weigh, top_k, top_p),
+        lambda: selection.threshold(logits, weigh, top_k, top_p),
         jnp.full_like(peak, -jnp.inf),
     )
     return jnp.maximum(floor, peak + temperature * jnp.log(rows.min_p[:, None]))
 
 
-def _typical(
+def _typical_bounds(
     logits: Float32[jax.Array, "S V"],
     peak: Float32[jax.Array, "S 1"],
     temperature: Float32[jax.Array, "S 1"],
     floor: Float32[jax.Array, "S 1"],
     typical_p: Float32[jax.Array, "S 1"],
 ) -> tuple[Float32[jax.Array, "S 1"], Float32[jax.Array, "S 1"]]:
-    """The smallest and the largest logit that typical_p keeps of those from `floor` on; exact.
+    """The smallest and the largest logit that typical_p keeps among logits >= `floor`; exact.
 
     Tokens are kept in order of |surprisal - entropy|, which is |logit - mean logit| at this temperature, until they
     hold `typical_p` of the probability. Tokens as far away as the last one are kept too, as in Hugging Face's
@@ -270,7 +270,7 @@ def _typical(
     distance = jax.lax.optimization_barrier(jnp.where(distance < _SMALLEST_NORMAL, 0.0, distance))
     target = typical_p * mass
     nearest, ids = largest(-distance, min(FEW, logits.shape[1]))
-    few_limit, is_few = reach(-nearest, jnp.take_along_axis(weights, ids, -1), target, 0.0)
+    few_limit, is_few = first_reaching(-nearest, jnp.take_along_axis(weights, ids, -1), target, 0.0)
 
     def bisect():
         keys = jax.lax.bitcast_convert_type(distance, jnp.int32)  # in the order of floats of at least 0
@@ -287,7 +287,7 @@ def _typical(
         return jnp.where(is_few, few_limit, limit)
 
     is_off = typical_p >= 1
-    kept = (distance <= once_if(~(is_few | is_off).all(), bisect, few_limit)) & (weights > 0)
+    kept = (distance <= compute_if(~(is_few | is_off).all(), bisect, few_limit)) & (weights > 0)
     lowest = jnp.where(kept, logits, jnp.inf).min(-1, keepdims=True)
     highest = jnp.where(kept, logits, -jnp.inf).max(-1, keepdims=True)
     return jnp.where(is_off, floor, lowest), jnp.where(is_off, jnp.inf, highest)
@@ -299,7 +299,7 @@ def _penalise(
     positions: Int32[jax.Array, " S"],
     history: Int32[jax.Array, "S max_context"],
 ) -> Float32[jax.Array, "S V"]:
-    """Logits after the penalties and logit_bias, barred tokens at -inf."""
+    """Logits after the penalties and logit_bias, with banned tokens at -inf."""
     count, vocab = logits.shape
     lane = jnp.arange(count)[:, None]
 
@@ -321,25 +321,25 @@ def _penalise(
     penalised = (rows.repetition != 1) | (rows.presence != 0) | (rows.frequency != 0)
     logits = jax.lax.cond(penalised.any(), penalise, lambda x: x, logits)
     logits = jax.lax.cond((rows.bias_ids >= 0).any(), bias, lambda x: x, logits)
-    bar = partial(_bar, rows=rows, positions=positions, history=history)
-    return jax.lax.cond((rows.bar_ids >= 0).any(), bar, lambda x: x, logits)
+    ban = partial(_ban, rows=rows, positions=positions, history=history)
+    return jax.lax.cond((rows.banned_ids >= 0).any(), ban, lambda x: x, logits)
 
 
-def _bar(
+def _ban(
     logits: Float32[jax.Array, "S V"],
     rows: RowSampling,
     positions: Int32[jax.Array, " S"],
     history: Int32[jax.Array, "S max_context"],
 ) -> Float32[jax.Array, "S V"]:
     """Logits with -inf for tokens that would end a request too early or complete a bad word."""
-    ids, back = rows.bar_ids, rows.bar_back
+    ids, back = rows.banned_ids, rows.banned_back
     where = positions[:, None] - back
-    stands = jnp.take_along_axis(history, jnp.maximum(where, 0), 1) == ids
-    wrong = ((back > 0) & ~(stands & (where >= 0))).astype(jnp.int32)
-    so_far = jnp.cumsum(wrong, -1)
-    is_first = jnp.roll(back, 1, -1).at[:, 0].set(0) <= 0  # a run starts after the last token of another
-    before_run = jax.lax.cummax(jnp.where(is_first, so_far - wrong, 0), axis=1)
-    completes = (back == 0) & (so_far == before_run)
+    matches = jnp.take_along_axis(history, jnp.maximum(where, 0), 1) == ids
+    mismatch = ((back > 0) & ~(matches & (where >= 0))).astype(jnp.int32)
+    mismatches = jnp.cumsum(mismatch, -1)
+    is_first = jnp.roll(back, 1, -1).at[:, 0].set(0) <= 0  # a bad word starts after the last token of another
+    before_word = jax.lax.cummax(jnp.where(is_first, mismatches - mismatch, 0), axis=1)
+    completes = (back == 0) & (mismatches == before_word)
     ends_early = (back < 0) & (positions < rows.min_length)[:, None]
-    barred = jnp.where((completes | ends_early) & (ids >= 0), ids, logits.shape[1])
-    return logits.at[jnp.arange(logits.shape[0])[:, None], barred].set(-jnp.inf, mode="drop")
+    banned = jnp.where((completes | ends_early) & (ids >= 0), ids, logits.shape[1])
+    return logits.at[jnp.arange(logits.shape[0])[:, None], banned].set(-jnp.inf, mode="drop")

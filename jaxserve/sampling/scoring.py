@@ -1,7 +1,7 @@
 """Logprobs of given tokens, one tile of the vocabulary at a time.
 
-1,024 positions of a vocabulary of 250,880 would be 1 GB of logits. A running maximum, a running
-sum and the likeliest tokens so far need one tile.
+The logits of 1,024 positions and a vocabulary of 250,880 take 1 GB. With a running maximum, a running sum and the
+likeliest tokens so far, only one tile is in memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LogitsTile = Callable[[jax.Array | int, int], jax.Array]
 
 
 class _Running(NamedTuple):
-    """Statistics of each position's logits over the tiles so far: [T], the last two [T, top]."""
+    """Statistics of each position's logits over the tiles so far; [T], the last two [T, top]."""
 
     peak: jax.Array
     total: jax.Array  # sum of exp(logit - peak)
@@ -36,19 +36,19 @@ def score(
     next_tokens: Int32[jax.Array, " T"],
     axis: str | None = None,
 ) -> tuple[Float32[jax.Array, " T"], Int32[jax.Array, "T top"], Float32[jax.Array, "T top"]]:
-    """Logprobs of the token after each position, and of the likeliest alternatives. Traced.
+    """Logprobs of the token after each position and of the likeliest alternatives (traced).
 
     Args:
       logits_tile: (start, size) -> float32[T, size] logits of ids start:start+size; start may be traced.
       vocab: size of the vocabulary.
-      tile: most ids per tile.
+      tile: maximum number of ids per tile.
       next_tokens: the given token at each position.
-      axis: the mesh axis of the enclosing shard_map, if any: vocab and logits_tile are then this device's share of the
+      axis: mesh axis of the enclosing shard_map, if any; vocab and logits_tile are then this device's shard of the
         vocabulary, which is split evenly in order of ids.
 
     Returns:
-      (logprobs, top ids, top logprobs), top = min(MAX_LOGPROBS, vocab) in all; likeliest first, the lower id first
-      among equals. An id outside the vocabulary has logprob -inf.
+      (logprobs, top ids, top logprobs), likeliest first, the lower id first among equals; top = min(MAX_LOGPROBS, size
+      of the whole vocabulary). The logprob of an id outside the vocabulary is -inf.
     """
     (count,) = next_tokens.shape
     keep = min(MAX_LOGPROBS, vocab)

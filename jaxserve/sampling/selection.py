@@ -1,8 +1,8 @@
-"""The likeliest tokens of a vocabulary, exactly and without sorting it.
+"""Selects the likeliest tokens (top_k, top_p) exactly and without sorting the vocabulary.
 
-A full sort of 8 x 32,000 floats takes 45 ms on two CPU cores, a pass over them 0.05 ms. So the largest few are found in
-the blocks with the largest maxima. Where a limit (top_k, top_p) lies below those few, a bisection narrows its value,
-one pass a step, until only a few tokens remain.
+A full sort of 8 x 32,000 floats takes 45 ms on two CPU cores, a pass over them 0.05 ms. So the largest few are searched
+in the blocks with the largest maxima only. If a threshold (top_k, top_p) lies below those few, a bisection narrows it,
+one pass per step, until only a few tokens remain.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float32, Int32
 
-FEW = 64  # tokens among which a limit is looked up by sorting
+FEW = 64  # tokens that are sorted to find a threshold
 
 _BLOCK = 32  # ids per block when searching for the largest few
 _SMALLEST_NORMAL = float(np.finfo(np.float32).smallest_normal)
@@ -65,18 +65,18 @@ def _top_k(values: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     return jax.lax.optimization_barrier(top), jax.lax.optimization_barrier(places)
 
 
-def floor(
+def threshold(
     logits: Float32[jax.Array, "S V"],
     weigh: Callable[[jax.Array], jax.Array],
     top_k: Int32[jax.Array, " S"],
     top_p: Float32[jax.Array, " S"],
 ) -> Float32[jax.Array, "S 1"]:
-    """The smallest logit that top_k, and top_p over what top_k left, keep; exact.
+    """The smallest logit that top_k, and top_p over the tokens that top_k keeps, keep; exact.
 
-    Tokens as likely as the last one kept are kept; -inf where both are off.
+    Tokens as likely as the last kept one are kept. -inf if both are off.
 
     Args:
-      weigh: from logits [S, n] to unnormalised probabilities; monotone, 0 for -inf.
+      weigh: maps logits [S, n] to unnormalised probabilities; monotone, 0 for -inf.
       top_k: 0 is off; top_p: 1 is off.
     """
     vocab = logits.shape[1]
@@ -90,9 +90,9 @@ def floor(
         return jnp.where(has_p, top_p[:, None] * total(weights), 0.0)
 
     top, _ = largest(logits, min(FEW, vocab))
-    few_kth, has_kth = reach(top, jnp.ones_like(top), k, 0.0)
+    few_kth, has_kth = first_reaching(top, jnp.ones_like(top), k, 0.0)
     few_kth = jnp.where(has_k, few_kth, -jnp.inf)
-    few_pth, has_pth = reach(top, weigh(top), share(left(few_kth)), 0.0)
+    few_pth, has_pth = first_reaching(top, weigh(top), share(left(few_kth)), 0.0)
     has_pth = has_pth & has_kth | ~has_p
 
     def search_kth():
@@ -100,47 +100,50 @@ def floor(
         found = _search(logits, 1.0, jnp.ones_like, k, lowest, top[:, -1:], has_kth)
         return jnp.where(has_kth, few_kth, found)
 
-    kth = once_if(~has_kth.all(), search_kth, few_kth)
+    kth = compute_if(~has_kth.all(), search_kth, few_kth)
 
     def search_pth():
         weights = left(kth)
-        # Where the k-th is among the few, the few are known not to hold the share.
+        # If the k-th logit is among the few, the share lies below the few.
         high = jnp.where(has_kth, top[:, -1:], top[:, :1])
         found = _search(logits, weights, weigh, share(weights), kth, high, has_pth)
         return jnp.where(has_pth, few_pth, found)
 
-    pth = once_if(~has_pth.all(), search_pth, few_pth)
+    pth = compute_if(~has_pth.all(), search_pth, few_pth)
     return jnp.where(has_p, jnp.maximum(kth, pth), kth)  # rounding can put a share near 1 below the k-th
 
 
-def once_if(condition: jax.Array, compute: Callable[[], Any], otherwise: Any) -> Any:
-    """The result of `compute` if the condition holds, else `otherwise`, without computing.
+def compute_if(condition: jax.Array, compute: Callable[[], Any], otherwise: Any) -> Any:
+    """Returns `compute()` if the condition holds, else `otherwise` without computing.
 
-    A loop of at most one turn: XLA's CPU compiler runs the branches of a conditional on one thread.
+    A loop of at most one iteration: XLA's CPU compiler runs the branches of a conditional on one thread.
     """
     _, result = jax.lax.while_loop(lambda s: s[0], lambda _: (jnp.bool(False), compute()), (condition, otherwise))
     return result
 
 
 def total(parts: Float32[jax.Array, "S n"]) -> Float32[jax.Array, "S 1"]:
-    """Sum of each row, in two levels to round less."""
+    """Sum of each row, in two levels to reduce rounding errors."""
     return block_reduce(parts, 128, jax.lax.add).sum(-1, keepdims=True)
 
 
-def reach(
+def first_reaching(
     top: Float32[jax.Array, "S n"],
     parts: Float32[jax.Array, "S n"],
     target: Float32[jax.Array, "S 1"],
     above: Float32[jax.Array, "S 1"] | float,
 ) -> tuple[Float32[jax.Array, "S 1"], Bool[jax.Array, "S 1"]]:
-    """The first of descending values where the running sum of parts reaches the target, if any does."""
+    """(value, found) of the first descending value at which the sum of parts reaches the target."""
     reached = above + jnp.cumsum(parts, -1) >= target
     first = jnp.take_along_axis(top, jnp.argmax(reached, -1, keepdims=True), -1)
     return first, reached.any(-1, keepdims=True)
 
 
 class _Bracket(NamedTuple):
-    """Bounds of a logit, each [S, 1]: parts of logits >= low reach the target, of logits >= high do not."""
+    """Bounds of a threshold, each [S, 1].
+
+    The parts of logits >= low reach the target, those of logits >= high do not.
+    """
 
     low: jax.Array  # as ordered integers
     high: jax.Array
@@ -192,7 +195,7 @@ def _search(
     start = _Bracket(_ordered(low), above, jnp.full_like(target, jnp.inf), reached(above))
     end = jax.lax.while_loop(lambda state: ~(done | is_close(state)).all(), step, start)
     top, _ = largest(jnp.where(logits < _unordered(end.high), logits, -jnp.inf), min(FEW, logits.shape[1]))
-    found, has_found = reach(top, weigh(top), target, end.high_sum)
+    found, has_found = first_reaching(top, weigh(top), target, end.high_sum)
     return jnp.where(has_found, found, _unordered(end.low))
 
 

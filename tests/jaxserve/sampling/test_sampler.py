@@ -284,7 +284,7 @@ def test_typical_p_keeps_the_reference_set(typical_p, vocab):
     rows = jax.tree.map(jnp.asarray, stack([params]))
     peak = jnp.full((1, 1), logits.max())
     floor = jnp.full((1, 1), -jnp.inf)
-    bounds = sampler._typical(jnp.asarray(logits), peak, jnp.ones((1, 1)), floor, rows.typical_p[:, None])
+    bounds = sampler._typical_bounds(jnp.asarray(logits), peak, jnp.ones((1, 1)), floor, rows.typical_p[:, None])
     low, high = (float(bound[0, 0]) for bound in bounds)
     np.testing.assert_array_equal((logits[0] >= low) & (logits[0] <= high), kept)
 

@@ -17,7 +17,7 @@ VOCAB = 5003
 @jax.jit
 def floor(logits, top_k, top_p):
     peak = logits.max(-1, keepdims=True)
-    return selection.floor(logits, lambda x: jnp.exp(x - peak), top_k, top_p)
+    return selection.threshold(logits, lambda x: jnp.exp(x - peak), top_k, top_p)
 
 
 def kinds_of_logits(rng):
