@@ -39,8 +39,8 @@ from jaxserve.runner.program_cache import ProgramCache
 from jaxserve.runner.sharded_parameters import parameters_of
 from jaxserve.runner.stage import Progress, StageRunner
 from jaxserve.startup import Started
-from jaxserve.structured_output.matcher import Grammars
-from jaxserve.text import files
+from jaxserve.structured_output.matcher import GrammarCompiler
+from jaxserve.text import tokenizer_files
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.weights import orbax
 from sharding import mesh, specs
@@ -249,8 +249,8 @@ def _grammars(path: str | Path, pipeline: Pipeline) -> WorkerGrammars | None:
     tokenizer, model = Tokenizer.from_directory(path), pipeline.model.config
     if tokenizer is None:
         return None
-    compiler = Grammars(tokenizer, model.vocab_size, model.eos_token_ids)
-    compiler.read_ahead()
+    compiler = GrammarCompiler(tokenizer, model.vocab_size, model.eos_token_ids)
+    compiler.load_tokenizer_in_background()
     return WorkerGrammars(compiler, pipeline.mask_shape)
 
 
@@ -265,7 +265,7 @@ def write_record(recorder: FlightRecorder, reason: str, tell: Tell) -> None:
 def _facts(path: str | Path, config: EngineConfig, cluster: ClusterConfig) -> list[tuple[str, str]]:
     if orbax.is_saved(Path(path)):
         raise ValueError(f"{path} was written by `jaxserve convert`; several hosts read Hugging Face directories only")
-    same = [Path(path, name) for name in ("config.json", *files.FILES)]
+    same = [Path(path, name) for name in ("config.json", *tokenizer_files.TOKENIZER_FILES)]
     return facts(config, cluster, bucket_sizes(config), weights.fingerprint(path), same)
 
 

@@ -25,7 +25,7 @@ from jaxserve.runner import batch, kv_cache
 from jaxserve.runner.lowering import StagePrograms, ends, temporaries
 from jaxserve.runner.program_cache import ProgramCache
 from jaxserve.runner.programs import Forward, Scores, points_for
-from jaxserve.weights import is_matrix, quantize
+from jaxserve.weights import int8_weights, is_matrix
 
 Progress = Callable[[str, int, int], None]
 
@@ -249,7 +249,7 @@ def _placed(values: Any, wanted: jax.ShapeDtypeStruct | Quantized) -> jax.Array 
     if isinstance(values, Quantized):
         return Quantized(*map(_put, values, wanted))
     whole = jax.ShapeDtypeStruct(wanted.shape, values.dtype, sharding=wanted.values.sharding)
-    return quantize.on_devices(_put(values, whole), wanted)
+    return int8_weights.on_devices(_put(values, whole), wanted)
 
 
 def _put(values: Any, wanted: jax.ShapeDtypeStruct) -> jax.Array:

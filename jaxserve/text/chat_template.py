@@ -1,4 +1,4 @@
-"""A checkpoint's own chat template: messages become one text, in a sandbox and within bounds."""
+"""Renders chats with a checkpoint's template, in a sandbox with limits on time and size."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ import jinja2
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-_MAX_TEXT = 2**20  # characters that a chat may come to
+_MAX_TEXT = 2**20  # characters of a rendered chat
 _MAX_SECONDS = 1.0
-_MAX_TOLD = 200  # characters of what a template says is wrong, which may hold the messages
+_MAX_ERROR = 200  # characters of a template's error, which may quote the messages
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 
 
 class ChatTemplate:
-    """A template as the transformers library's chat templates are written.
+    """A chat template in the format of the transformers library.
 
     Args:
-      source: Jinja.
-      special_tokens: names such as `bos_token`, and their texts.
+      source: the template in Jinja.
+      special_tokens: texts of the special tokens by names such as `bos_token`.
 
     Raises:
-      ValueError: the template is no Jinja.
+      ValueError: the template is not valid Jinja.
     """
 
     def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
@@ -39,20 +39,22 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as problem:
-            raise ValueError(f"the chat template is no Jinja: {problem}") from problem
+            raise ValueError(f"the chat template is not valid Jinja: {problem}") from problem
 
     @classmethod
     def from_directory(cls, path: Path) -> ChatTemplate | None:
-        """The template of a checkpoint directory (chat_template.jinja, or in tokenizer_config.json), or None.
+        """Reads the template of a checkpoint directory; None if it has none.
+
+        It is in chat_template.jinja or in tokenizer_config.json.
 
         Raises:
-          ValueError: a file is there and cannot be read.
+          ValueError: a file exists and cannot be read.
         """
         config, file = path / "tokenizer_config.json", path / "chat_template.jinja"
         try:
             fields = json.loads(config.read_text(encoding="utf-8")) if config.exists() else {}
             source = file.read_text(encoding="utf-8") if file.exists() else fields.get("chat_template")
-            if isinstance(source, list):  # several by name
+            if isinstance(source, list):  # several templates, by name
                 source = {each["name"]: each["template"] for each in source}.get("default")
             special_tokens = {name: _text(fields[name]) for name in _SPECIAL if fields.get(name)}
         except (ValueError, AttributeError, KeyError, TypeError) as problem:
@@ -60,18 +62,18 @@ class ChatTemplate:
         if not source:
             return None
         if not isinstance(source, str):
-            raise ValueError(f"{config}: chat_template is neither a text nor a list of them by name")
+            raise ValueError(f"{config}: chat_template must be a string or a list of named strings")
         return cls(source, special_tokens)
 
     def render(self, messages: Sequence[dict[str, str]], *, add_generation_prompt: bool) -> str:
-        """The text of a chat, as the model was trained to see it: special tokens are written out.
+        """Renders messages as the text that the model was trained on, including special tokens.
 
         Args:
           messages: each with `role` and `content`.
-          add_generation_prompt: whether the text ends with what begins an answer.
+          add_generation_prompt: whether the text ends with the start of an answer.
 
         Raises:
-          ValueError: the template does not take these messages, or takes too long or too much room for them.
+          ValueError: the template rejects these messages, or the text is too long or takes too long.
         """
         until, pieces, size = time.monotonic() + _MAX_SECONDS, [], 0
         try:
@@ -84,9 +86,9 @@ class ChatTemplate:
                     break
             else:
                 return "".join(pieces)
-        except Exception as problem:  # whatever a template may raise on messages it was not written for
-            raise ValueError(f"do not suit this checkpoint's chat template: {str(problem)[:_MAX_TOLD]}") from problem
-        raise ValueError("come to more text than a chat may have")
+        except Exception as problem:  # a template may raise anything on messages that it does not expect
+            raise ValueError(f"do not suit this checkpoint's chat template: {str(problem)[:_MAX_ERROR]}") from problem
+        raise ValueError(f"exceed the limits of a chat: {_MAX_TEXT} characters, {_MAX_SECONDS:g} s to render")
 
 
 def _text(token: Any) -> str:

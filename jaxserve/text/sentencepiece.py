@@ -1,7 +1,7 @@
-"""A sentencepiece model (tokenizer.model) as a tokenizer of the tokenizers library.
+"""Converts a sentencepiece model (tokenizer.model) to a tokenizer of the tokenizers library.
 
-The file is a protobuf message, sentencepiece_model.proto of github.com/google/sentencepiece; the numbers of the fields
-below are from there. The tokenizer follows the file: its normalizer, its scores, its pieces for single bytes.
+The file is a protobuf message. The field numbers below are those of sentencepiece_model.proto in
+github.com/google/sentencepiece.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-_SPACE = "▁"  # stands for a space within pieces
+_SPACE = "▁"  # replaces a space within pieces
 _UNIGRAM, _BPE = 1, 2  # kinds of models
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6  # kinds of pieces
-_NEVER = -1e9  # the score of a piece that stands for a byte, so that its name in a text is not taken for it
+_NEVER = -1e9  # score of pieces that text must not match by name, such as <0x0A>
 
 
 @dataclass(slots=True, kw_only=True)
 class Model:
-    """What of a sentencepiece model makes a tokenizer; the defaults are those of the format.
+    """The fields of a sentencepiece model that define the tokenizer, with their defaults.
 
     Attributes:
-      pieces: of each token id: its text, score and kind.
-      charsmap: rules that replace characters, as `normalizers.Precompiled` takes them; may be empty.
+      pieces: text, score and kind of each token id.
+      charsmap: rules that replace characters, in the format of `normalizers.Precompiled`; may be empty.
     """
 
     pieces: list[tuple[str, float, int]] = field(default_factory=list)
@@ -41,12 +41,12 @@ class Model:
     escapes_spaces: bool = True
 
     def special(self) -> list[str]:
-        """The pieces that are no text."""
+        """The texts of the control and unknown pieces."""
         return [text for text, _, kind in self.pieces if kind in (_CONTROL, _UNKNOWN)]
 
 
 def parse(data: bytes) -> Model:
-    """Reads the content of a tokenizer.model. Raises ValueError."""
+    """Parses the content of a tokenizer.model. Raises ValueError."""
     model = Model()
     try:
         for number, value in _fields(data):
@@ -57,25 +57,25 @@ def parse(data: bytes) -> Model:
             elif number == 3:
                 _read_normalizer(model, value)
     except (ValueError, TypeError, LookupError, AttributeError, struct.error) as problem:
-        raise ValueError(f"is no sentencepiece model, or was cut short ({type(problem).__name__})") from None
+        raise ValueError(f"is not a sentencepiece model, or is truncated ({type(problem).__name__})") from None
     if not 0 <= model.unknown < len(model.pieces):
-        raise ValueError("is no sentencepiece model: it has no piece for what is unknown")
+        raise ValueError("is not a sentencepiece model: it has no piece for unknown characters")
     if model.kind not in (_UNIGRAM, _BPE):
-        raise ValueError(f"is a sentencepiece model of kind {model.kind}; unigram (1) and BPE (2) are read")
+        raise ValueError(f"is a sentencepiece model of kind {model.kind}; only unigram (1) and BPE (2) are supported")
     if model.space_after or not model.escapes_spaces:
-        raise ValueError("is a sentencepiece model that has spaces after words, or as they are, which is not read")
+        raise ValueError("is a sentencepiece model with spaces after words or unescaped spaces, which is not supported")
     return model
 
 
 def build(model: Model, *, prefix_everywhere: bool, added: dict[str, int]) -> tokenizers.Tokenizer:
-    """The tokenizer of a model, without post-processor.
+    """Builds the tokenizer of a model, without post-processor.
 
     Args:
-      prefix_everywhere: whether the space that is put before a text is put after each special token in it too.
-      added: further tokens, by text.
+      prefix_everywhere: whether a space is added after each special token in a text too, and not only before the text.
+      added: ids of further tokens by text.
 
     Raises:
-      ValueError: the ids of the added tokens do not follow the model's.
+      ValueError: the ids of the added tokens leave a gap after the model's ids.
     """
     built = tokenizers.Tokenizer(_bpe(model, added) if model.kind == _BPE else _unigram(model, added))
     steps: list[Any] = [normalizers.Precompiled(model.charsmap)] if model.charsmap else []
@@ -101,7 +101,7 @@ def build(model: Model, *, prefix_everywhere: bool, added: dict[str, int]) -> to
 
 
 def _bpe(model: Model, added: dict[str, int]) -> models.BPE:
-    """Merges in the order of the scores of what they make; only normal pieces are made of others."""
+    """Merges are ordered by the score of the merged piece; only normal pieces are merged."""
     normal = {text: (-score, i) for i, (text, score, kind) in enumerate(model.pieces) if kind == _NORMAL}
     pairs = (
         (*rank, text[:cut], text[cut:])
@@ -115,7 +115,7 @@ def _bpe(model: Model, added: dict[str, int]) -> models.BPE:
         unk_token=model.pieces[model.unknown][0],
         fuse_unk=True,
         byte_fallback=model.byte_fallback,
-        ignore_merges=any(kind == _USER_DEFINED for _, _, kind in model.pieces),  # which no merges make
+        ignore_merges=any(kind == _USER_DEFINED for _, _, kind in model.pieces),  # no merge makes user-defined pieces
     )
 
 
@@ -166,7 +166,7 @@ def _read_normalizer(model: Model, data: bytes) -> None:
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """Numbers and values of a protobuf message's fields: int of a varint, bytes of all others."""
+    """(number, value) of each field of a protobuf message: an int for a varint, else bytes."""
     at = 0
     while at < len(data):
         tag, at = _varint(data, at)

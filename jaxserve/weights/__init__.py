@@ -1,7 +1,7 @@
 """Reads checkpoints into sharded arrays and writes checkpoints.
 
-`checkpoint` knows the files of a directory, `naming` maps tensors to parameters, `loading` reads, `saving` writes,
-`orbax` is the converted format, and `quantize` makes int8 weights.
+`checkpoint` reads the files of a directory, `naming` maps tensors to parameters, `loading` loads, `saving` writes,
+`orbax` is the converted format, `int8_weights` quantizes to int8.
 """
 
 from jaxserve.weights.checkpoint import CheckpointError, read_config

@@ -1,7 +1,7 @@
-"""A Hugging Face checkpoint directory: its files, what they hold, and one clear sentence where they are at fault.
+"""Reads a Hugging Face checkpoint directory: its configuration and its tensors.
 
-Files are mapped, not read: a caller copies the slices it wants straight to where they belong and gives the pages back
-(`StoredTensors.release`), so that reading costs no memory of its own.
+Files are memory-mapped. A caller copies the slices that it needs to their destination and then frees the mapped pages
+(`StoredTensors.release`), so reading needs no further memory.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Any
 
 from jaxserve import models
 from jaxserve.models.schema import ModelConfig
-from jaxserve.text import files
-from jaxserve.weights import quantization, safetensors_file, torch_file
+from jaxserve.text import tokenizer_files
+from jaxserve.weights import quantized_checkpoint, safetensors_file, torch_file
 from jaxserve.weights.stored import CheckpointError, StoredTensor
 
 _READERS = {".safetensors": safetensors_file.read, ".bin": torch_file.read}
-# Names of a checkpoint in one file; of several files, the index is named like it. The first that is there is read.
+# File names of a checkpoint in one file, and of the index of one in several files. The first that exists is read.
 _SINGLE = ("model.safetensors", "pytorch_model.bin")
 _INDEX = tuple(f"{name}.index.json" for name in _SINGLE)
-_OTHERS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.safetensors")
+_OTHER_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.safetensors")
 _SAMPLE = 4096  # bytes of a tensor that go into a fingerprint
 
 
@@ -31,20 +31,21 @@ class StoredTensors:
     """All tensors of a checkpoint directory, by name.
 
     Attributes:
-      files: the files that hold them, in the order of their names.
+      files: the files that hold them, sorted by name.
     """
 
     def __init__(self, directory: Path) -> None:
         self.files, index, indexed = _find_files(directory)
         self._maps: dict[Path, mmap.mmap] = {}
         self._headers: dict[Path, bytes] = {}
-        self._stored: dict[str, StoredTensor] = {}  # as the files have them
+        self._stored: dict[str, StoredTensor] = {}  # as stored, before dequantization
         for file in self.files:
             self._open(file)
         for name, file in indexed.items():
             if name not in self._stored or self._stored[name].file != file:
                 raise CheckpointError(f"{index} says that {name!r} is in {file.name}, which has no such tensor")
-        self._tensors = quantization.decode(self._stored, _quantization(directory))
+        quantization = quantized_checkpoint.parse(directory / "config.json", _config(directory))
+        self._tensors = quantized_checkpoint.decode(self._stored, quantization)
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
@@ -57,13 +58,13 @@ class StoredTensors:
         return tuple(self._tensors)
 
     def release(self, tensor: StoredTensor) -> None:
-        """Gives back the memory of what was read of a tensor's files; it can be read again."""
+        """Frees the memory of the mapped files of a tensor; the tensor can still be read."""
         if hasattr(mmap, "MADV_DONTNEED"):
             for file in tensor.files:
                 self._maps[file].madvise(mmap.MADV_DONTNEED)
 
     def fingerprint(self) -> str:
-        """A digest of names, shapes, types, sizes and the beginning of each tensor's values."""
+        """A digest of file names and sizes, headers, and the first values of each tensor."""
         digest = hashlib.sha256()
         for file in self.files:
             digest.update(f"{file.name} {file.stat().st_size}\n".encode() + self._headers[file])
@@ -76,7 +77,7 @@ class StoredTensors:
         try:
             with open(file, "rb") as stream:
                 if file.stat().st_size == 0:
-                    raise CheckpointError(f"{file} is empty: it was cut short")
+                    raise CheckpointError(f"{file} is empty")
                 content = self._maps[file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
         except OSError as error:
             raise CheckpointError(f"{file} cannot be read: {error.strerror}") from None
@@ -89,15 +90,15 @@ class StoredTensors:
 
 
 def _find_files(directory: Path) -> tuple[tuple[Path, ...], Path, dict[str, Path]]:
-    """The files that hold the tensors, the index, and what it (if there is one) says each tensor is in."""
+    """(files with tensors, index file, file of each tensor according to the index if it exists)."""
     for single, index in zip(_SINGLE, _INDEX, strict=True):
         if (directory / single).is_file():
             return (directory / single,), directory / index, {}
         if (directory / index).is_file():
             break
     else:
-        others = sorted(path.name for pattern in _OTHERS for path in directory.glob(pattern))
-        found = f"; {others[0]} is there, which is not read" if others else ""
+        others = sorted(path.name for pattern in _OTHER_PATTERNS for path in directory.glob(pattern))
+        found = f"; {others[0]} is not supported" if others else ""
         raise CheckpointError(
             f"{directory} holds neither {' nor '.join(_SINGLE)}, nor the index of several such files{found}"
         )
@@ -108,22 +109,17 @@ def _find_files(directory: Path) -> tuple[tuple[Path, ...], Path, dict[str, Path
     indexed: dict[str, Path] = {}
     for name, file in weight_map.items():
         if not isinstance(file, str) or Path(file).name != file:
-            raise CheckpointError(f"{index} puts {name!r} in {file!r}, which is no name of a file beside it")
+            raise CheckpointError(f"{index} puts {name!r} in {file!r}, which is not the name of a file beside it")
         if Path(file).suffix not in _READERS:
-            raise CheckpointError(f"{index} puts {name!r} in {file}, which is no {' or '.join(_READERS)} file")
+            raise CheckpointError(f"{index} puts {name!r} in {file}, which is not a {' or '.join(_READERS)} file")
         if not (directory / file).is_file():
             raise CheckpointError(f"{index} puts {name!r} in {file}, which does not exist")
         indexed[name] = directory / file
     return tuple(sorted(set(indexed.values()))), index, indexed
 
 
-def _quantization(directory: Path) -> quantization.Quantization:
-    """How the weights of a directory are quantized."""
-    return quantization.parse(directory / "config.json", _config(directory))
-
-
 def _config(directory: Path) -> dict[str, Any]:
-    """The entries of config.json, with those of NVIDIA's hf_quant_config.json where it has no quantization_config."""
+    """Reads config.json; a missing quantization_config comes from NVIDIA's hf_quant_config.json."""
     entries, other = read_json(directory / "config.json"), directory / "hf_quant_config.json"
     if entries.get("quantization_config") or not other.is_file():
         return entries
@@ -132,7 +128,7 @@ def _config(directory: Path) -> dict[str, Any]:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises CheckpointError."""
+    """Reads a JSON object from a file. Raises CheckpointError."""
     try:
         entries = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -142,25 +138,25 @@ def read_json(file: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} is not JSON: {error}") from None
     if not isinstance(entries, dict):
-        raise CheckpointError(f"{file} holds no JSON object")
+        raise CheckpointError(f"{file} does not hold a JSON object")
     return entries
 
 
 def read_config(path: str | Path) -> ModelConfig:
-    """The configuration of a checkpoint directory, checked against its tokenizer.
+    """Reads the configuration of a checkpoint directory and checks it against the tokenizer.
 
-    generation_config.json, where there is one, has the last word on which tokens of config.json end a text, as in
-    transformers. The tokenizer's own eos_token ends a text too, since it is what chat templates end messages with.
+    As in transformers, the eos_token_id of generation_config.json overrides that of config.json. The tokenizer's
+    eos_token is added to them, because chat templates end messages with it.
 
     Raises:
-      CheckpointError: no such directory, or one of its JSON files is missing, malformed or describes no model that is
-        served here.
+      CheckpointError: the directory does not exist, or one of its JSON files is missing or malformed, or the model is
+        not supported.
     """
     directory = Path(path)
     if not directory.is_dir():
-        raise CheckpointError(f"{directory} is no directory" if directory.exists() else f"{directory} does not exist")
+        raise CheckpointError(f"{directory} {'is not a directory' if directory.exists() else 'does not exist'}")
     entries = _config(directory)
-    quantization.parse(directory / "config.json", entries)
+    quantized_checkpoint.parse(directory / "config.json", entries)
     generation = directory / "generation_config.json"
     if generation.is_file():
         ends = read_json(generation).get("eos_token_id")
@@ -177,7 +173,7 @@ def read_config(path: str | Path) -> ModelConfig:
             "(vocab_size in config.json)"
         )
     try:
-        special = files.special_tokens(directory)
+        special = tokenizer_files.special_tokens(directory)
     except ValueError as error:
         raise CheckpointError(str(error)) from None
     eos, bos = (ids.get(special.get(name, "")) for name in ("eos_token", "bos_token"))
@@ -189,11 +185,11 @@ def read_config(path: str | Path) -> ModelConfig:
 
 
 def _vocabulary(directory: Path) -> tuple[Path, dict[str, int]]:
-    """The file of a directory's vocabulary, and the ids of its tokens by text; none without a tokenizer."""
-    file = directory / files.WHOLE
+    """(file, token ids by text) of a directory's vocabulary; no ids without a tokenizer."""
+    file = directory / tokenizer_files.TOKENIZER_JSON
     if not file.is_file():
         try:
-            return files.vocabulary(directory)
+            return tokenizer_files.vocabulary(directory)
         except ValueError as error:
             raise CheckpointError(str(error)) from None
     entries = read_json(file)

@@ -1,4 +1,4 @@
-"""Loads a checkpoint: reads each parameter slice by slice into its final sharding."""
+"""Loads a checkpoint: reads the slices of each parameter into its final sharding."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 
 from jaxserve import models
 from jaxserve.models.layers import Quantized
-from jaxserve.weights import naming, orbax, quantize
+from jaxserve.weights import int8_weights, naming, orbax
 from jaxserve.weights.checkpoint import StoredTensors
 from jaxserve.weights.naming import Parameter, parameters
-from jaxserve.weights.regions import OURS, Layout, layout
+from jaxserve.weights.regions import UNCHANGED, Layout, layout
 from jaxserve.weights.stored import Region, StoredTensor
 from sharding.spec import ShardingSpec
 
-# place(name, shape, axes) -> sharding of a parameter, None of one that is not read; names are like layers.3.qkv.kernel
+# place(name, shape, axes) -> sharding, None for a parameter that is not loaded; names are like layers.3.qkv.kernel
 Place = Callable[[str, tuple[int, ...], tuple[str, ...]], Sharding | None]
-Progress = Callable[[str, int, int], None]  # (what is being done, done, total)
+Progress = Callable[[str, int, int], None]  # (activity, done, total)
 
-_CHUNK = 16 * 2**20  # bytes of a file that are copied before their pages are given back
-_TRANSPOSED = 16  # rows that are transposed at a time: a cache line of each row they go to
-_ALIGNMENT = 64  # bytes; an array so aligned becomes a jax.Array on a CPU without a copy
+_CHUNK = 16 * 2**20  # bytes of a file that are copied before their pages are freed
+_TRANSPOSED_ROWS = 16  # rows that are transposed at a time: one cache line of each target row
+_ALIGNMENT = 64  # bytes; an aligned array becomes a jax.Array on a CPU without a copy
 
 
 def on_one_device(_name: str, _shape: tuple[int, ...], _axes: tuple[str, ...]) -> Sharding:
@@ -50,16 +50,16 @@ def on_mesh(model: models.Model, mesh: Mesh, spec: ShardingSpec) -> Place:
 
 
 def describe(model: models.Model, dtype: jnp.dtype, place: Place, *, int8: bool) -> models.Params:
-    """A model's parameters as the devices hold them: shapes with shardings.
+    """Shapes, dtypes and shardings of a model's parameters on the devices.
 
     Args:
-      int8: whether matrices are stored in int8 (`quantize.is_quantized`); scales are sharded as the rows are.
+      int8: whether matrices are int8 (`int8_weights.is_quantized`); scales are sharded like the rows.
     """
 
     def held(parameter: Parameter) -> jax.ShapeDtypeStruct | Quantized:
         name, shape, axes, _ = parameter
         whole = jax.ShapeDtypeStruct(shape.shape, dtype, sharding=place(name, shape.shape, axes))
-        if not (int8 and quantize.is_quantized(name)):
+        if not (int8 and int8_weights.is_quantized(name)):
             return whole
         rows = jax.ShapeDtypeStruct(shape.shape[:-1], dtype, sharding=place(name, shape.shape[:-1], axes[:-1]))
         return Quantized(jax.ShapeDtypeStruct(shape.shape, jnp.int8, sharding=whole.sharding), rows)
@@ -77,21 +77,21 @@ def load(
     progress: Progress | None = None,
     count: Callable[[int], None] | None = None,
 ) -> models.Params:
-    """Reads a checkpoint directory, of Hugging Face or written by `convert`, into a model's parameters.
+    """Loads a checkpoint directory of Hugging Face or of `convert` into a model's parameters.
 
-    Host memory beyond the parameters that stay on the host is one parameter at a time at most.
+    Needs host memory for one parameter at a time, beside parameters that stay on the host.
 
     Args:
-      model: with padding (`models.build`), or without.
-      dtype: of the parameters.
-      place: the sharding of each parameter; each device reads only its slice. A parameter without a sharding is not
-        read, and its leaf stays a description.
-      int8: whether matrices are quantized to int8 as they are read.
-      count: called with the bytes of every piece that is read from a Hugging Face directory.
+      model: the model, padded (`models.build`) or not.
+      dtype: dtype of the parameters.
+      place: gives the sharding of each parameter; each device reads its slice only. A parameter without a sharding is
+        not read, and its leaf is a ShapeDtypeStruct.
+      int8: whether matrices are quantized to int8 while loading.
+      count: called with the number of bytes after each read from a Hugging Face directory.
 
     Raises:
       CheckpointError: the files do not hold this model.
-      ValueError: what `place` raises.
+      ValueError: from `place`.
     """
     directory, wanted = Path(path), list(parameters(model.unpadded, dtype))
     described = describe(model, dtype, place, int8=int8)
@@ -99,7 +99,7 @@ def load(
     if orbax.is_saved(directory):
         names = [parameter.name for parameter in wanted]
         shapes = [parameter.shape.shape for parameter in wanted]
-        layouts = [layout(model, name, axes, shape.shape, OURS) for name, shape, axes, _ in wanted]
+        layouts = [layout(model, name, axes, shape.shape, UNCHANGED) for name, shape, axes, _ in wanted]
         arrays = orbax.restore(
             directory,
             dict(zip(names, targets, strict=True)),
@@ -122,9 +122,9 @@ def load(
             if (target.values if isinstance(target, Quantized) else target).sharding is None:
                 leaf = target
             elif isinstance(target, Quantized):
-                leaf = _place_quantized(model, parameter, several, target, release)
+                leaf = _load_quantized(model, parameter, several, target, release)
             else:
-                leaf = _place(model, parameter, several, target, release)
+                leaf = _load_array(model, parameter, several, target, release)
             leaves.append(leaf)
             done += sum(source.nbytes for source in several)
             if progress is not None:
@@ -133,25 +133,26 @@ def load(
 
 
 def padded(model: models.Model, params: models.Params) -> models.Params:
-    """The parameters of a padded model from those of the model; leaves that have the padded shape stay."""
-    return _rearranged(model, params, model, Layout.pad)
+    """Pads a model's parameters; leaves that have the padded shape are unchanged."""
+    return _convert_leaves(model, params, model, Layout.pad)
 
 
 def unpadded(model: models.Model, params: models.Params) -> models.Params:
-    """The parameters of the model from those of a padded model; leaves that have the model's shape stay."""
-    return _rearranged(model, params, model.unpadded, Layout.unpad)
+    """Removes the padding of parameters; leaves that have the unpadded shape are unchanged."""
+    return _convert_leaves(model, params, model.unpadded, Layout.unpad)
 
 
-def _rearranged(
+def _convert_leaves(
     model: models.Model, params: models.Params, like: models.Model, move: Callable[[Layout, Any, tuple[int, ...]], Any]
 ) -> models.Params:
+    """Applies `move` (`Layout.pad` or `unpad`) to leaves with other shapes than those of `like`."""
     wanted = parameters(model.unpadded, jnp.dtype(jnp.float32))
     shapes = [leaf.shape for leaf in jax.tree.leaves(like.shapes(jnp.float32))]
     leaves, structure = jax.tree.flatten(params, is_leaf=is_matrix)
     moved = []
     for (name, own, axes, _), shape, leaf in zip(wanted, shapes, leaves, strict=True):
         if leaf.shape != shape:
-            of = layout(model, name, axes, own.shape, OURS)
+            of = layout(model, name, axes, own.shape, UNCHANGED)
             if not isinstance(leaf, Quantized):
                 leaf = move(of, leaf, shape)
             elif of.axis < len(shape) - 1:
@@ -163,37 +164,37 @@ def _rearranged(
 
 
 def is_matrix(node: Any) -> bool:
-    """Whether a node of parameters is one matrix in eight bits."""
+    """Whether a node of a parameter tree is an int8 matrix."""
     return isinstance(node, Quantized)
 
 
-def _place(
+def _load_array(
     model: models.Model,
     parameter: Parameter,
     sources: tuple[StoredTensor, ...],
     wanted: jax.ShapeDtypeStruct,
     release: Callable[[StoredTensor, int], None],
 ) -> jax.Array:
-    @cache  # copies on several devices are read once
+    @cache  # replicas on several devices are read once
     def read(*bounds: tuple[int, int]) -> np.ndarray:
         return _read(model, parameter, sources, bounds, wanted.dtype, release)
 
     return _array(wanted, read)
 
 
-def _place_quantized(
+def _load_quantized(
     model: models.Model,
     parameter: Parameter,
     sources: tuple[StoredTensor, ...],
     wanted: Quantized,
     release: Callable[[StoredTensor, int], None],
 ) -> Quantized:
-    """Reads rows whole, whichever of their columns a device wants: a scale is that of the whole row."""
+    """Quantizes whole rows, because a scale covers a row, and gives each device its columns."""
     columns = wanted.shape[-1]
 
     @cache
     def rows(*bounds: tuple[int, int]) -> Quantized:
-        """Of a matrix [out, in] the rows between the bounds; of a stack of them those of some of its matrices."""
+        """The rows within the bounds, quantized, of a matrix [out, in] or of a stack of them."""
         sizes = tuple(stop - start for start, stop in bounds)
         held = Quantized(np.empty((*sizes, columns), np.int8), np.empty(sizes, wanted.scales.dtype))
         step = max(1, _CHUNK // (4 * columns * math.prod(sizes[1:])))
@@ -201,7 +202,7 @@ def _place_quantized(
         for first in range(start, stop, step):
             some = ((first, min(first + step, stop)), *others, (0, columns))
             wide = _read(model, parameter, sources, some, np.dtype(np.float32), release)
-            for whole, part in zip(held, quantize.quantize(wide, wanted.scales.dtype, np), strict=True):
+            for whole, part in zip(held, int8_weights.quantize(wide, wanted.scales.dtype, np), strict=True):
                 whole[first - start : first - start + len(wide)] = part
         return held
 
@@ -212,13 +213,13 @@ def _place_quantized(
 
 
 def _array(wanted: jax.ShapeDtypeStruct, read: Callable[..., np.ndarray]) -> jax.Array:
-    """An array laid out as wanted; `read(*bounds)` gives the values between (start, stop) of each axis."""
+    """Makes a sharded array; `read(*bounds)` reads the values of (start, stop) for each axis."""
 
     def values(index: tuple[slice, ...] | None) -> np.ndarray:
         assert index is not None
         return read(*(part.indices(size)[:2] for part, size in zip(index, wanted.shape, strict=True)))
 
-    # Waited for, so that what is on its way to an accelerator does not pile up on the host.
+    # Blocks, so that host copies of arrays in transfer to an accelerator do not accumulate.
     array = jax.make_array_from_callback(wanted.shape, wanted.sharding, values, dtype=wanted.dtype)
     return array.block_until_ready()
 
@@ -231,10 +232,10 @@ def _read(
     dtype: np.dtype,
     release: Callable[[StoredTensor, int], None],
 ) -> np.ndarray:
-    """The values between the bounds of a parameter of `model`; zeros where the checkpoint has none.
+    """Reads a region of a parameter of `model`, whose padding is zero.
 
     Args:
-      parameter: as the checkpoint has it, without padding.
+      parameter: the parameter without padding.
     """
     name, shape, axes, stored = parameter
     axis, runs = layout(model, name, axes, shape.shape, stored)
@@ -271,15 +272,15 @@ def _copy(
     transposed: bool,
     release: Callable[[StoredTensor, int], None],
 ) -> None:
-    """Copies and casts a region of a stored tensor, a run of stored rows at a time, each given back once it is read.
+    """Copies and casts a region of a stored tensor, some rows at a time, and frees their pages.
 
     Args:
-      transposed: whether the target's last two axes are those of the tensor in the other order.
+      transposed: whether the target's last two axes are swapped in the tensor.
     """
     if transposed:
         target = target.swapaxes(-1, -2)
     if transposed and target.ndim == 2:
-        step = _TRANSPOSED
+        step = _TRANSPOSED_ROWS
     else:
         step = max(1, _CHUNK // (target[:1].size * source.dtype.itemsize))
     rows, *others = region

@@ -1,4 +1,4 @@
-"""Which tensor of a checkpoint holds which parameter of a model."""
+"""Maps tensor names of a checkpoint to parameters of a model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxserve.weights.checkpoint import CheckpointError, StoredTensors
 from jaxserve.weights.regions import tensor_shapes
 from jaxserve.weights.stored import StoredTensor
 
-_COMPARED = 16 * 2**20  # bytes that are compared before their pages are given back
+_COMPARE_BYTES = 16 * 2**20  # bytes that are compared before their pages are freed
 
 
 class Parameter(NamedTuple):
@@ -42,7 +42,7 @@ def match(
     """Finds the tensors of each parameter and checks their names, shapes and dtypes.
 
     Raises:
-      CheckpointError: a tensor is missing or unknown, or has the wrong shape or a dtype that is not a weight's.
+      CheckpointError: a tensor is missing or unknown, or its shape or dtype is wrong.
     """
     name_of = Names(model, tensors.names())
     listing = tensors.files[0] if len(tensors.files) == 1 else directory
@@ -58,7 +58,7 @@ def match(
     extra = sorted(set(tensors.names()).difference(*names) - ignored)
     if extra:
         raise CheckpointError(
-            f"{tensors[extra[0]].file}: tensor {extra[0]!r}{_and_more(extra)} belongs to nothing in the "
+            f"{tensors[extra[0]].file}: tensor {extra[0]!r}{_and_more(extra)} does not belong to the "
             f"{model.config.family} model of {model.config.num_layers} layers that config.json describes"
         )
     sources = [tuple(tensors[name] for name in several) for several in names]
@@ -72,10 +72,10 @@ def match(
 
 
 class Names:
-    """Full tensor names: all but the head's share a prefix, which differs between library versions.
+    """Adds prefixes, which depend on the library's version, to the names in a model's table.
 
     Args:
-      names: of the stored tensors.
+      names: names of the stored tensors.
     """
 
     def __init__(self, model: models.Model, names: tuple[str, ...]) -> None:
@@ -100,10 +100,10 @@ def _and_more(names: list[str]) -> str:
 
 
 def _check_tied(tensors: StoredTensors, head: str, table: str) -> None:
-    """Raises CheckpointError if a stored head differs from the table it is tied to."""
+    """Raises CheckpointError if a stored head differs from the tied token table."""
     ours, theirs = tensors[head], tensors[table]
     rows, columns = theirs.shape
-    step = max(1, _COMPARED // (columns * theirs.dtype.itemsize))
+    step = max(1, _COMPARE_BYTES // (columns * theirs.dtype.itemsize))
     same = ours.shape == theirs.shape
     for start in range(0, rows if same else 0, step):
         part = slice(start, min(start + step, rows)), slice(0, columns)
@@ -112,17 +112,17 @@ def _check_tied(tensors: StoredTensors, head: str, table: str) -> None:
         tensors.release(theirs)
     if not same:
         raise CheckpointError(
-            f"{ours.file}: tensor {head!r} differs from {table!r}, which config.json says serves as the head "
-            "too; set tie_word_embeddings to false there if the head is its own"
+            f"{ours.file}: tensor {head!r} differs from {table!r}, but config.json says that they are tied; "
+            "set tie_word_embeddings to false there if they are not"
         )
 
 
 def _check(parameter: Parameter, source: StoredTensor, wanted: tuple[int, ...]) -> None:
-    """Raises CheckpointError for a tensor that cannot be the parameter, or its share of shape `wanted`."""
+    """Raises CheckpointError if a tensor has the wrong dtype, or a shape other than `wanted`."""
     if not source.is_float:
         raise CheckpointError(
-            f"{source.file}: tensor {source.name!r} is stored as {source.dtype}; weights are read from "
-            "float32, float16, bfloat16 and float8"
+            f"{source.file}: tensor {source.name!r} is stored as {source.dtype}; weights must be "
+            "float32, float16, bfloat16 or float8"
         )
     have = source.shape
     if have == wanted:

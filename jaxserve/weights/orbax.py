@@ -1,4 +1,4 @@
-"""Parameters saved with Orbax: written once, restored onto any devices in any dtype.
+"""Saves parameters with Orbax, and restores them onto any devices in any dtype.
 
 Orbax takes 0.8 s to import, so functions import it when they need it.
 """
@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxserve.models.layers import Quantized
-from jaxserve.weights import quantize
+from jaxserve.weights import int8_weights
 from jaxserve.weights.checkpoint import CheckpointError, read_json
 from jaxserve.weights.regions import Layout
 from sharding.spec import ShardingSpec
@@ -25,8 +25,8 @@ from sharding.spec import ShardingSpec
 _MARKER = "jaxserve.json"
 _ARRAYS = "weights"
 _IN_FLIGHT = 256 * 2**20  # bytes restored at a time
-_FILE = 128 * 2**20  # bytes of a data file, roughly
-_VERSION = 1  # of the parameters' names and layouts
+_FILE = 128 * 2**20  # approximate bytes of a data file
+_VERSION = 1  # of the names and layouts of parameters
 
 
 def is_saved(directory: Path) -> bool:
@@ -40,7 +40,7 @@ def save(directory: Path, arrays: dict[str, jax.Array], fingerprint: str) -> Non
 
     largest = max(array.nbytes for array in arrays.values())
     handler = ocp.PyTreeCheckpointHandler(save_concurrent_gb=1 + largest // 10**9)
-    options = ocp.args.PyTreeSave(arrays, ocdbt_target_data_file_size=_FILE)  # files are put together in memory
+    options = ocp.args.PyTreeSave(arrays, ocdbt_target_data_file_size=_FILE)  # files are assembled in memory
     with ocp.Checkpointer(handler) as checkpointer:
         checkpointer.save(directory.resolve() / _ARRAYS, options)
     marker = {"version": _VERSION, "fingerprint": fingerprint}
@@ -62,8 +62,8 @@ def restore(
 
     Args:
       targets: shapes with shardings; a `Quantized` target is quantized to int8 after reading.
-      saved: the stored shapes, if targets are larger; the rest is filled with zeros.
-      layouts: where the entries of targets lie in what is stored, if not in the same places.
+      saved: the stored shapes, if targets are larger; the padding is zero.
+      layouts: where the entries of targets are stored, if not at the same indices.
 
     Raises:
       CheckpointError: other names or shapes were saved, or the files are damaged.
@@ -90,17 +90,17 @@ def restore(
                     target = targets[name]
                     if name in moved:
                         array = _move(array, _as_read(target), moved[name])
-                    arrays[name] = quantize.on_devices(array, target) if isinstance(target, Quantized) else array
+                    arrays[name] = int8_weights.on_devices(array, target) if isinstance(target, Quantized) else array
     except CheckpointError:
         raise
-    except Exception as error:  # whatever Orbax and the storage below it raise for files that are missing or damaged
+    except Exception as error:  # Orbax and its storage raise various types for missing or damaged files
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise CheckpointError(f"{folder} cannot be restored: {reason}") from error
     return arrays
 
 
 def _as_read(target: jax.ShapeDtypeStruct | Quantized, whole: tuple[int, ...] | None = None) -> jax.ShapeDtypeStruct:
-    """What Orbax restores for a target: float32 if it is quantized afterwards, of the shape `whole` on every device."""
+    """The array to restore for a target: float32 if it is quantized, replicated if `whole`."""
     dtype, like = (jnp.float32, target.values) if isinstance(target, Quantized) else (target.dtype, target)
     sharding = like.sharding
     if whole is not None and isinstance(sharding, NamedSharding):
@@ -109,7 +109,7 @@ def _as_read(target: jax.ShapeDtypeStruct | Quantized, whole: tuple[int, ...] | 
 
 
 def _move(array: jax.Array, target: jax.ShapeDtypeStruct, layout: Layout) -> jax.Array:
-    """A restored array with its entries in the places that a padded model has them."""
+    """Moves the entries of a restored array to their indices in a padded model."""
     axis, index = layout.axis, layout.places
     index = np.pad(index, (0, target.shape[axis] - len(index)), constant_values=-1)
 
@@ -122,7 +122,7 @@ def _move(array: jax.Array, target: jax.ShapeDtypeStruct, layout: Layout) -> jax
 def _groups(targets: dict[str, jax.ShapeDtypeStruct]) -> Iterator[dict[str, jax.ShapeDtypeStruct]]:
     """Groups of arrays to restore together, the largest first.
 
-    An array that is being restored takes its memory twice, so the last groups should be small.
+    An array that is being restored needs its memory twice, so the last groups should be small.
     """
     group: dict[str, jax.ShapeDtypeStruct] = {}
     taken = 0
@@ -140,7 +140,8 @@ def _read_marker(directory: Path) -> dict:
     marker = read_json(directory / _MARKER)
     if marker.get("version") != _VERSION or "fingerprint" not in marker:
         raise CheckpointError(
-            f"{directory / _MARKER} is of version {marker.get('version')!r}, and {_VERSION} is read here; convert again"
+            f"{directory / _MARKER} has version {marker.get('version')!r}, but version "
+            f"{_VERSION} is needed; convert the checkpoint again"
         )
     return marker
 

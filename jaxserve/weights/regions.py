@@ -1,4 +1,4 @@
-"""Where the values of a parameter lie in the tensors of a checkpoint."""
+"""Maps the entries of a parameter to entries of the tensors in a checkpoint."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from jaxserve.models.schema import ModelConfig, Stored
 
 
 class Run(NamedTuple):
-    """Consecutive entries along one axis of a parameter, and where they lie in one of its tensors."""
+    """Consecutive entries along one axis of a parameter, and where they are stored.
+
+    Entries start:start + length are stored from index `stored` of tensor number `tensor`.
+    """
 
     start: int
     length: int
@@ -21,21 +24,21 @@ class Run(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """The runs of a parameter along one of its axes; entries that none covers are zeros."""
+    """The runs of a parameter along one axis; entries outside all runs are zeros."""
 
     axis: int
     runs: tuple[Run, ...]
 
     @property
     def places(self) -> np.ndarray:
-        """int32: for each entry of the axis up to the last run, its place in the only tensor, or -1."""
+        """int32: the stored index of each entry up to the last run, for one tensor; -1 for zeros."""
         places = np.full(max(run.start + run.length for run in self.runs), -1, np.int32)
         for start, length, _, stored in self.runs:
             places[start : start + length] = stored + np.arange(length)
         return places
 
     def pad(self, values: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-        """The parameter of a padded model, of this shape, from that of the model."""
+        """Pads the model's parameter to this shape, that of the padded model."""
         values = np.asarray(values)
         padded = np.zeros(shape, values.dtype)
         before, others = (slice(None),) * self.axis, tuple(map(slice, values.shape[self.axis + 1 :]))
@@ -44,7 +47,7 @@ class Layout(NamedTuple):
         return padded
 
     def unpad(self, values: Any, shape: tuple[int, ...]) -> Any:
-        """The parameter of a model, of this shape, from that of the padded model."""
+        """Removes the padding of a padded model's parameter; `shape` is the model's."""
         order = np.zeros(shape[self.axis], np.int32)
         for start, length, _, stored in self.runs:
             order[stored : stored + length] = start + np.arange(length)
@@ -53,15 +56,15 @@ class Layout(NamedTuple):
 
 
 def is_qkv(name: str) -> bool:
-    """Whether a parameter of this name is (a bias of) the fused projection to queries, keys and values."""
+    """Whether a parameter is the kernel or bias of the fused QKV projection."""
     return name.split(".")[-2] == "qkv"
 
 
-OURS = Stored("")  # how a parameter lies in our own checkpoints: as it is
+UNCHANGED = Stored("")  # parameters of converted checkpoints are stored as they are
 
 
 def layout(model: Model, name: str, axes: tuple[str, ...], shape: tuple[int, ...], stored: Stored) -> Layout:
-    """Where the values of a parameter of `model`, padded or not, are stored.
+    """Where the entries of a parameter of `model`, padded or not, are stored.
 
     Args:
       shape: the parameter's without padding.
@@ -107,7 +110,10 @@ def _stored_shape(shape: tuple[int, ...], stored: Stored) -> tuple[int, ...]:
 
 
 def _qkv(config: ModelConfig, queries: tuple[int, ...], keys: tuple[int, ...], stored: Stored) -> Iterable[Run]:
-    """Runs of a head each: ours lie [K, G + 2, D], the queries, the key and the value of a key head together."""
+    """One run per head of a fused QKV parameter.
+
+    The parameter is [K, G + 2, D]: for each KV head its queries, its key and its value.
+    """
     size, kv_heads, heads = config.head_dim, config.num_kv_heads, config.num_heads
     group, held_group = heads // kv_heads, len(queries) // len(keys)
 
@@ -122,15 +128,15 @@ def _qkv(config: ModelConfig, queries: tuple[int, ...], keys: tuple[int, ...], s
         return 0, head * (group + 2) + group + kind - 1
 
     for i, key in enumerate(keys):
-        of_queries = [(0, head) for head in queries[i * held_group : (i + 1) * held_group]]
-        for j, (kind, head) in enumerate([*of_queries, (1, key), (2, key)]):
+        query_heads = [(0, head) for head in queries[i * held_group : (i + 1) * held_group]]
+        for j, (kind, head) in enumerate([*query_heads, (1, key), (2, key)]):
             if head >= 0:
-                tensor, there = place(kind, head)
-                yield Run((i * (held_group + 2) + j) * size, size, tensor, there * size)
+                tensor, stored_head = place(kind, head)
+                yield Run((i * (held_group + 2) + j) * size, size, tensor, stored_head * size)
 
 
 def _merged(runs: Iterable[Run]) -> tuple[Run, ...]:
-    """The runs, with those joined that follow each other on both sides."""
+    """Merges runs that are adjacent both in the parameter and in its tensor."""
     merged: list[Run] = []
     for run in runs:
         last = merged[-1] if merged else None

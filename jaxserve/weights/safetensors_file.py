@@ -1,4 +1,4 @@
-"""A safetensors file: its header, and its tensors as views of the mapped file."""
+"""Reads a safetensors file: its header, and its tensors as views of the mapped file."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ _DTYPES: dict[str, np.dtype] = {
         "BOOL": np.bool_,
     }.items()
 }
-_MAX_HEADER = 100_000_000  # bytes, as the safetensors library has it
+_MAX_HEADER = 100_000_000  # bytes, the limit of the safetensors library
 
 
 def read(file: Path, content: mmap.mmap) -> tuple[bytes, list[StoredTensor]]:
     """The header and the tensors of a file. Raises CheckpointError."""
     length = int.from_bytes(content[:8], "little") if len(content) >= 8 else -1
     if not 0 < length <= min(len(content) - 8, _MAX_HEADER):
-        raise CheckpointError(f"{file} is no safetensors file, or was cut short: its header is not whole")
+        raise CheckpointError(f"{file} is not a safetensors file, or is truncated: its header is incomplete")
     raw = content[8 : 8 + length]
     try:
         header = json.loads(raw)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file} is no safetensors file: its header is no JSON ({error})") from None
+        raise CheckpointError(f"{file} is not a safetensors file: its header is not JSON ({error})") from None
     if not isinstance(header, dict):
-        raise CheckpointError(f"{file} is no safetensors file: its header is no JSON object")
+        raise CheckpointError(f"{file} is not a safetensors file: its header is not a JSON object")
     tensors = []
     for name, entry in header.items():
         if name != "__metadata__":
@@ -70,5 +70,5 @@ def _view(file: Path, content: mmap.mmap, name: str, entry: Any, data_start: int
             f"{file}: the header's entry for {name!r} is malformed: {code}{list(shape)} is not {stop - start} bytes"
         )
     if (missing := data_start + stop - len(content)) > 0:
-        raise CheckpointError(f"{file} was cut short: tensor {name!r} ends {missing} bytes beyond the end of the file")
+        raise CheckpointError(f"{file} is truncated: tensor {name!r} ends {missing} bytes beyond the end of the file")
     return np.frombuffer(content, dtype, size, data_start + start).reshape(shape)

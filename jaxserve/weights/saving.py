@@ -1,4 +1,4 @@
-"""Writes checkpoints, as a Hugging Face directory or with Orbax, and computes their fingerprints."""
+"""Writes checkpoints as Hugging Face directories or with Orbax, and fingerprints them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def write_hf(path: str | Path, config: ModelConfig, params: models.Params, dtype
 
     Args:
       path: directory; created if it does not exist.
-      dtype: of the stored values; None keeps theirs.
+      dtype: dtype of the stored values; None keeps that of each parameter.
     """
     directory, model = Path(path), models.build(config)
     family = models.family(config.family)
@@ -60,20 +60,20 @@ def write_hf(path: str | Path, config: ModelConfig, params: models.Params, dtype
     (directory / "config.json").write_text(json.dumps(entries, indent=2) + "\n", encoding="utf-8")
     file = directory / "model.safetensors"
     save_file(tensors, file, metadata={"format": "pt"})
-    file.chmod(0o644)  # the library makes it private
+    file.chmod(0o644)  # save_file makes it readable by the owner only
 
 
 def convert(
     source: str | Path, target: str | Path, dtype: jnp.dtype | None = None, progress: Progress | None = None
 ) -> None:
-    """Converts a Hugging Face directory to Orbax; copies configuration and tokenizer.
+    """Converts a Hugging Face directory to Orbax, with its configuration and tokenizer.
 
-    The target appears complete or not at all.
+    The target is renamed into place when it is complete.
 
     Args:
       target: must not exist, or be empty.
-      dtype: of the saved values; None keeps the stored one (of a quantized checkpoint, that of its other tensors).
-        `load` casts to any dtype.
+      dtype: dtype of the saved values; None keeps that of the stored floats that are not quantized. `load` casts to any
+        dtype.
 
     Raises:
       CheckpointError: the source cannot be read, or the target exists and is not empty.
@@ -81,7 +81,7 @@ def convert(
     directory, out = Path(source), Path(target)
     config = read_config(directory)
     if orbax.is_saved(directory):
-        raise CheckpointError(f"{directory} is converted already")
+        raise CheckpointError(f"{directory} is already converted")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"{out} exists and is not an empty directory")
     tensors = StoredTensors(directory)
@@ -105,7 +105,7 @@ def convert(
 
 
 def fingerprint(path: str | Path) -> str:
-    """A digest of a checkpoint that reads only some of its bytes (milliseconds).
+    """A digest of a checkpoint; reads only some of its bytes (milliseconds).
 
     Raises:
       CheckpointError: the checkpoint cannot be read.

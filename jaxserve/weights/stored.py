@@ -1,7 +1,7 @@
-"""Tensors in the files of a checkpoint, each read as arrays of a part of it, whatever form it is stored in.
+"""Tensors in the files of a checkpoint, plain or quantized, read by regions.
 
-Files are mapped, not read: a plain tensor's array is a view of the file, and a quantized tensor is widened to float32
-part by part, so that reading costs no memory of its own.
+Files are memory-mapped. A region of a plain tensor is a view of the file, and a region of a quantized tensor is
+dequantized to float32, so reading needs no memory beyond the region.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-Region = tuple[slice, ...]  # for each axis: slice(start, stop), or also with a step
+Region = tuple[slice, ...]  # one slice(start, stop) or slice(start, stop, step) per axis
 
 FLOATS = tuple(map(np.dtype, (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)))
 FLOAT8 = tuple(map(np.dtype, (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)))
@@ -22,15 +22,15 @@ _E2M1 = np.asarray([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be used, in one sentence that names the file and the tensor at fault."""
+    """A checkpoint cannot be used; the message names the file and the tensor at fault."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """A tensor of a checkpoint, stored as its values; a quantized one is of a class below.
+    """A tensor of a checkpoint that is not quantized, and base class of quantized ones.
 
     Attributes:
-      values: what is stored under its name, a view of the mapped file.
+      values: the stored array under the tensor's name, a view of the mapped file.
     """
 
     name: str
@@ -39,12 +39,12 @@ class StoredTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of what is read."""
+        """Shape of the tensor, dequantized if it is quantized."""
         return self.values.shape
 
     @property
     def dtype(self) -> np.dtype:
-        """Of what is read."""
+        """Dtype that `read` returns."""
         return self.values.dtype
 
     @property
@@ -59,29 +59,23 @@ class StoredTensor:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """The files that it is read from."""
+        """The files that hold the tensor."""
         return (self.file,)
 
     def read(self, region: Region) -> np.ndarray:
-        """A part of the tensor: a view of the file if it is not quantized."""
+        """A region of the tensor: a view of the file if the tensor is not quantized."""
         return self.values[region]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScaledTensor(StoredTensor):
-    """A tensor in float8 whose blocks have scales that multiply them; it is read as float32.
-
-    Attributes:
-      scales: [ceil(size / block) of each axis], or one of that many entries.
-      block: entries along each axis that share a scale.
-    """
+class QuantizedTensor(StoredTensor):
+    """A quantized tensor, read as float32; `scales` are stored as another tensor."""
 
     scales: StoredTensor
-    block: tuple[int, ...]
 
     @property
     def dtype(self) -> np.dtype:
-        """Of what is read."""
+        """Dtype that `read` returns."""
         return np.dtype(np.float32)
 
     @property
@@ -91,11 +85,23 @@ class ScaledTensor(StoredTensor):
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """The files that it is read from."""
+        """The files that hold the tensor."""
         return self.file, self.scales.file
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Float8Tensor(QuantizedTensor):
+    """A float8 tensor whose blocks are multiplied by scales.
+
+    Attributes:
+      scales: [ceil(size / block) of each axis], or any shape with that many entries.
+      block: number of entries along each axis that share a scale.
+    """
+
+    block: tuple[int, ...]
+
     def read(self, region: Region) -> np.ndarray:
-        """The scaled values of a part, float32."""
+        """The dequantized values of a region, float32."""
         bounds = [part.indices(size)[:2] for part, size in zip(region, self.shape, strict=True)]
         return self._scaled(bounds)[tuple(slice(None, None, part.step) for part in region)]
 
@@ -105,13 +111,13 @@ class ScaledTensor(StoredTensor):
         blocks = tuple(slice(start // step, -(-stop // step)) for (start, stop), step in pairs)
         scales = self.scales.values.reshape(self._grid)[blocks].astype(np.float32)
         for axis, ((start, stop), step) in enumerate(pairs[1:], 1):
-            if scales.shape[axis] > 1:  # else it is broadcast
+            if scales.shape[axis] > 1:  # a single scale is broadcast
                 scales = np.take(scales, np.arange(start, stop) // step - start // step, axis)
         (start, _), step = pairs[0]
         if step == 1 or len(scales) <= 1:
             wide *= scales
             return wide
-        for i, row in enumerate(scales, start // step):  # broadcast over a block's rows, rather than repeated for each
+        for i, row in enumerate(scales, start // step):  # broadcast over the rows of a block instead of repeated
             wide[max(i * step - start, 0) : (i + 1) * step - start] *= row
         return wide
 
@@ -122,13 +128,13 @@ class ScaledTensor(StoredTensor):
 
 
 def block_of(values: StoredTensor, scales: StoredTensor, configured: tuple[int, ...]) -> tuple[int, ...]:
-    """How many entries along each axis share a scale.
+    """Number of entries along each axis that share a scale, from the shape of the scales.
 
     Args:
-      configured: the block's size, as config.json has it; empty if it has none.
+      configured: the block size in config.json; empty if there is none.
 
     Raises:
-      CheckpointError: the scales are neither one, nor one of each row, nor one of each block.
+      CheckpointError: there is neither one scale, nor one per row, nor one per block.
     """
     shape, given = values.shape, scales.shape
     given += (1,) * (len(shape) - len(given))
@@ -139,27 +145,25 @@ def block_of(values: StoredTensor, scales: StoredTensor, configured: tuple[int, 
     if len(given) != len(shape) or any(
         count != -(-size // step) for size, count, step in zip(shape, given, block, strict=True)
     ):
-        expected = f"blocks of {list(configured)}" if configured != shape else "a row"
+        per_block = f", or one per block of {list(configured)}" if configured != shape else ""
         raise CheckpointError(
             f"{scales.file}: tensor {scales.name!r} has shape {list(scales.shape)}; the scales of {values.name!r} "
-            f"{list(shape)} are one, or one for each of its rows, or of its {expected}"
+            f"{list(shape)} must be one, or one per row{per_block}"
         )
     return tuple(block)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mxfp4Tensor(StoredTensor):
-    """A tensor in MXFP4 as gpt-oss has it; it is read as float32.
+class Mxfp4Tensor(QuantizedTensor):
+    """A tensor in MXFP4, in the layout of gpt-oss.
 
-    A value is four bits, e2m1; two are a byte, the first in its low half. Each 32 values along the last stored axis
-    share a scale of 2^(s - 127) (OCP Microscaling Formats 1.0, sections 5.2 and 5.3).
+    A value has four bits, e2m1. A byte holds two values, the first in its low half. 32 consecutive values along the
+    last stored axis share a scale of 2^(s - 127) (OCP Microscaling Formats 1.0, sections 5.2 and 5.3).
 
     Attributes:
       values: uint8 [..., out, in / 32, 16].
       scales: uint8 [..., out, in / 32].
     """
-
-    scales: StoredTensor
 
     def __post_init__(self) -> None:
         have, wanted = self.values.shape, (*self.scales.shape, _GROUP // 2)
@@ -171,27 +175,12 @@ class Mxfp4Tensor(StoredTensor):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """[..., in, out], as checkpoints that are not quantized have the tensor."""
+        """[..., in, out], as in checkpoints that are not quantized."""
         *outer, rows, groups = self.scales.shape
         return *outer, groups * _GROUP, rows
 
-    @property
-    def dtype(self) -> np.dtype:
-        """Of what is read."""
-        return np.dtype(np.float32)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in the files."""
-        return self.values.nbytes + self.scales.nbytes
-
-    @property
-    def files(self) -> tuple[Path, ...]:
-        """The files that it is read from."""
-        return self.file, self.scales.file
-
     def read(self, region: Region) -> np.ndarray:
-        """The values of a part, float32, as a view with its last two axes swapped."""
+        """The dequantized values of a region, float32, as a view with its last two axes swapped."""
         *outer, columns, rows = region
         start, stop, _ = columns.indices(self.shape[-2])
         groups = (*outer, rows, slice(start // _GROUP, -(-stop // _GROUP)))
@@ -205,10 +194,10 @@ class Mxfp4Tensor(StoredTensor):
 
 
 def _widen(values: np.ndarray) -> np.ndarray:
-    """float8 as float32; a look-up takes a quarter of the time of a cast."""
+    """Converts float8 to float32 by table look-up, in a quarter of the time of a cast."""
     return np.take(_WIDE[values.dtype], values.view(np.uint8), mode="clip")
 
 
 _BYTES = np.arange(256, dtype=np.uint8)
 _WIDE = {dtype: _BYTES.view(dtype).astype(np.float32) for dtype in FLOAT8}
-_PAIRS = np.stack([_E2M1[_BYTES & 15], _E2M1[_BYTES >> 4]], axis=1).view(np.complex64)[:, 0]  # two values as one entry
+_PAIRS = np.stack([_E2M1[_BYTES & 15], _E2M1[_BYTES >> 4]], axis=1).view(np.complex64)[:, 0]  # two float32 as one entry

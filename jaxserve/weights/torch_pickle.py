@@ -1,8 +1,8 @@
-"""The pickle in a file of torch, read as data: numbers, texts, lists, dictionaries and descriptions of tensors.
+"""Reads the pickle of a torch file as data, without running code.
 
-Python's unpickler imports and calls what a pickle names. Here its opcodes are interpreted one by one, the names of a
-few constructors of torch stand for functions of this module, and everything else is refused, so no pickle runs code.
-What a pickle may take is bounded by its length and the number of its opcodes; nothing here recurses.
+Python's unpickler imports and calls any function that a pickle names. This module interprets the opcodes itself, maps
+the names of a few torch constructors to its own functions and refuses everything else, so no pickle runs code. Time
+and memory are bounded by limits on the pickle's length and the number of opcodes; nothing recurses.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ _MAX_AXES = 32
 _FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu")
 
 
-class Refused(ValueError):
-    """A pickle that is not read; the message goes on from the name of its file."""
+class RefusedFile(ValueError):
+    """A file is refused. The message continues a sentence that starts with the file's name."""
 
 
 class TensorView(NamedTuple):
-    """A tensor: which entries of which storage it has.
+    """A tensor as a strided view of a storage.
 
     Attributes:
       storage: name of the storage within the file.
-      length: entries of the storage.
+      length: number of entries of the storage.
       offset / shape / strides: in entries.
     """
 
@@ -44,7 +44,7 @@ class TensorView(NamedTuple):
 
 class _Storage(NamedTuple):
     name: str
-    dtype: np.dtype | None  # None: it is bytes
+    dtype: np.dtype | None  # None for untyped bytes
     length: int
 
 
@@ -57,34 +57,34 @@ class _Constructor(NamedTuple):
 
 
 def read(data: bytes) -> dict[str, TensorView]:
-    """The tensors of a pickled dictionary by their names. Raises Refused."""
+    """Reads the tensors of a pickled dictionary, by name. Raises RefusedFile."""
     if len(data) > MAX_BYTES:
-        raise Refused(f"has a pickle of {len(data)} bytes; at most {MAX_BYTES} are read")
+        raise RefusedFile(f"has a pickle of {len(data)} bytes; at most {MAX_BYTES} are read")
     machine = _Machine()
     try:
         for count, (opcode, arg, _) in enumerate(pickletools.genops(data)):
             if opcode.name == "STOP":
                 break
             if opcode.name not in _STEPS:
-                raise Refused(f"has a pickle with {opcode.name}, which tensors do not need")
+                raise RefusedFile(f"has a pickle with {opcode.name}, which tensors do not need")
             if count == _MAX_OPCODES:
-                raise Refused(f"has a pickle of more than {_MAX_OPCODES} operations")
+                raise RefusedFile(f"has a pickle of more than {_MAX_OPCODES} operations")
             _STEPS[opcode.name](machine, arg)
         found = machine.stack.pop()
-    except Refused:
+    except RefusedFile:
         raise
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError, struct.error) as problem:
-        raise Refused(f"has a malformed pickle ({type(problem).__name__})") from None
+        raise RefusedFile(f"has a malformed pickle ({type(problem).__name__})") from None
     if type(found) is not dict:
-        raise Refused(f"holds a {type(found).__name__.lower()} where a dictionary of tensors is expected")
+        raise RefusedFile(f"holds a {type(found).__name__.lower()} where a dictionary of tensors is expected")
     for name, value in found.items():
         if type(name) is not str or type(value) is not TensorView:
-            raise Refused(f"has under {str(name)[:80]!r} a {type(value).__name__}; only tensors by name are read")
+            raise RefusedFile(f"has under {str(name)[:80]!r} a {type(value).__name__}; only tensors by name are read")
     return found
 
 
 class _Machine:
-    """The stack and memo of a pickle; `outer` has the stacks below each mark."""
+    """The stack and memo of an unpickling machine; `outer` holds the stacks below each mark."""
 
     def __init__(self) -> None:
         self.stack: list[Any] = []
@@ -116,7 +116,7 @@ class _Machine:
         return items
 
     def extend(self, items: list[Any]) -> None:
-        self.stack[-1].extend(items)  # a list; nothing else here has extend
+        self.stack[-1].extend(items)  # only lists have extend here
 
     def set_items(self, items: list[Any]) -> None:
         target = self.stack[-1]
@@ -126,7 +126,7 @@ class _Machine:
 
     def look_up(self, name: str) -> None:
         if name not in _KNOWN:
-            raise Refused(
+            raise RefusedFile(
                 f"names {name[:200]!r} in its pickle, which may run code; only tensors are read. If you trust the "
                 "file, convert it to safetensors (transformers: from_pretrained(DIR), then save_pretrained(OUT))"
             )
@@ -134,7 +134,7 @@ class _Machine:
 
     def call(self) -> None:
         constructor, arguments = self.pop(2)
-        self.push(constructor.make(*arguments))  # nothing but a _Constructor has make
+        self.push(constructor.make(*arguments))  # only a _Constructor has make
 
     def persistent(self) -> None:
         kind, storage, name, _device, length = self.stack.pop()
@@ -143,7 +143,7 @@ class _Machine:
         self.push(_Storage(name, storage.dtype, _counts((length,))[0]))
 
     def build(self) -> None:
-        """Leaves aside the attributes of a dictionary: torch keeps versions of modules there."""
+        """Ignores the attributes of a dictionary, where torch keeps versions of modules."""
         target, _ = self.pop(2)
         if type(target) is not dict:
             raise TypeError
@@ -157,12 +157,12 @@ def _counts(values: Any) -> tuple[int, ...]:
 
 
 def _dictionary() -> dict[str, Any]:
-    """collections.OrderedDict; its entries follow."""
+    """collections.OrderedDict; later opcodes add its entries."""
     return {}
 
 
 def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> TensorView:
-    """torch._utils._rebuild_tensor_v2; what follows the strides are gradients and their hooks."""
+    """torch._utils._rebuild_tensor_v2; the arguments after the strides are gradients and hooks."""
     if type(storage) is not _Storage or storage.dtype is None:
         raise TypeError
     if len(_counts(shape)) != len(_counts(strides)) or len(shape) > _MAX_AXES:
@@ -173,7 +173,7 @@ def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> Ten
 def _tensor_of_bytes(
     storage: Any, offset: Any, shape: Any, strides: Any, _gradient: Any, _hooks: Any, dtype: Any, *_: Any
 ) -> TensorView:
-    """torch._utils._rebuild_tensor_v3: a storage of bytes, and a dtype."""
+    """torch._utils._rebuild_tensor_v3, for an untyped storage with a dtype."""
     if type(storage) is not _Storage or storage.dtype is not None or not isinstance(dtype, np.dtype):
         raise TypeError
     typed = storage._replace(dtype=dtype, length=storage.length // dtype.itemsize)
@@ -203,7 +203,7 @@ _KNOWN: dict[str, Any] = {
     "torch BoolStorage": _StorageType(np.dtype(np.bool_)),
 } | {f"torch {name}": np.dtype(name) for name in (*_FLOAT8, "uint16", "uint32", "uint64")}
 
-# By the name of the opcode: what it does with the machine and the opcode's argument.
+# Opcode name -> function of the machine and the opcode's argument.
 _STEPS: dict[str, Callable[[_Machine, Any], None]] = {
     "PROTO": lambda machine, _: None,
     "FRAME": lambda machine, _: None,

@@ -9,7 +9,7 @@ from jaxserve import models
 from jaxserve.models import experts
 from jaxserve.models.layers import Quantized
 from jaxserve.runner import matmul
-from jaxserve.weights import quantize
+from jaxserve.weights import int8_weights
 from pallas_kernels.cpu import build, product
 from tests.jaxserve.models.test_models import CONFIGS
 
@@ -49,7 +49,7 @@ def test_runs_are_multiplied_by_their_kernels(way, rows, dtype):
 @pytest.mark.parametrize("way", ["ragged", "tiles"])
 def test_int8_kernels_are_scaled(way):
     x, kernels, sizes = runs(19, 6)
-    held = quantize.quantize(kernels, np.float32, np)
+    held = int8_weights.quantize(kernels, np.float32, np)
     wide = held.values * held.scales[..., None]
     y = np.asarray(jax.jit(WAYS[way])(x, Quantized(*map(jnp.asarray, held)), sizes))
     np.testing.assert_allclose(y, by_hand(x, wide, sizes), atol=1e-4)

@@ -9,7 +9,7 @@ import pytest
 
 from jaxserve.models.layers import Quantized, bind, project
 from jaxserve.runner import matmul
-from jaxserve.weights import quantize
+from jaxserve.weights import int8_weights
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -30,7 +30,7 @@ def test_sums_in_float32(rows, dtype) -> None:
 def test_int8_matrix(rows, dtype, tiles) -> None:
     rng = np.random.default_rng(rows)
     x = jnp.asarray(rng.standard_normal((rows, 96)) * rng.choice([1, 1, 1, 60], 96), dtype)  # with outliers
-    kernel = quantize.quantize(rng.standard_normal((300, 96)).astype(np.float32), dtype, np)
+    kernel = int8_weights.quantize(rng.standard_normal((300, 96)).astype(np.float32), dtype, np)
     exact = np.asarray(x, np.float64) @ (kernel.values.astype(np.float64) * kernel.scales.astype(np.float64)[:, None]).T
     product = jax.jit(partial(matmul.DeviceProducts(native=None, tiles=tiles), dtype=x.dtype))
     matrix = Quantized(*map(jnp.asarray, kernel))

@@ -27,7 +27,7 @@ def test_a_template_is_found_where_checkpoints_have_it(tmp_path: Path) -> None:
     assert template is not None
     assert template.render(messages("é"), add_generation_prompt=True) == '"é"'
     (tmp_path / "chat_template.jinja").write_text("{% for %}")
-    with pytest.raises(ValueError, match="no Jinja"):
+    with pytest.raises(ValueError, match="not valid Jinja"):
         ChatTemplate.from_directory(tmp_path)
 
 
@@ -47,8 +47,8 @@ def test_one_that_is_no_text_is_refused_with_its_file(tmp_path: Path, found: Any
         ("{{ messages.append(1) }}", "unsafe"),
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
         ("{{ messages[3].content.missing }}", "undefined|no element|has no"),
-        ("{% for i in range(90000) %}{{ messages[0].content * 100 }}{% endfor %}", "more text"),
-        ("{% for i in range(99999) %}{% for j in range(99999) %}{{ '' }}{% endfor %}{% endfor %}", "more text"),
+        ("{% for i in range(90000) %}{{ messages[0].content * 100 }}{% endfor %}", "exceed the limits"),
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{{ '' }}{% endfor %}{% endfor %}", "exceed the limits"),
     ],
 )
 def test_a_template_cannot_do_harm(source: str, told: str) -> None:

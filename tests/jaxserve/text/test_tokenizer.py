@@ -181,7 +181,7 @@ def test_a_chat_template_comes_with_it(tmp_path):
     template = Tokenizer.from_directory(str(tmp_path)).chat_template
     assert template.render([{"role": "user", "content": "Hi"}], add_generation_prompt=True) == "Hi!"
     for file, content, told in (
-        ("chat_template.jinja", "{% for %}", "no Jinja"),
+        ("chat_template.jinja", "{% for %}", "not valid Jinja"),
         ("tokenizer_config.json", "{", r"tokenizer_config\.json"),
     ):
         (tmp_path / file).write_text(content)

@@ -30,7 +30,7 @@ def missing_directory(folder):
 
 @broken
 def file_for_directory(folder):
-    return folder / "config.json", r"config.json is no directory"
+    return folder / "config.json", r"config.json is not a directory"
 
 
 @broken
@@ -48,7 +48,7 @@ def config_no_json(folder):
 @broken
 def config_a_list(folder):
     (folder / "config.json").write_text("[]")
-    return folder, r"config.json holds no JSON object"
+    return folder, r"config.json does not hold a JSON object"
 
 
 @broken
@@ -74,7 +74,7 @@ def vocabulary_too_large(folder):
 @broken
 def vocabulary_that_is_none(folder):
     (folder / "tokenizer.model").write_bytes(b"")
-    return folder, r"tokenizer.model: is no sentencepiece model"
+    return folder, r"tokenizer.model: is not a sentencepiece model"
 
 
 @broken
@@ -99,33 +99,33 @@ def no_weights(folder):
 @broken
 def weights_of_another_format(folder):
     (folder / "model.safetensors").rename(folder / "consolidated.00.pth")
-    return folder, r"nor the index of several such files; consolidated.00.pth is there, which is not read"
+    return folder, r"nor the index of several such files; consolidated.00.pth is not supported"
 
 
 @broken
 def cut_in_the_header(folder):
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:100])
-    return folder, r"model.safetensors is no safetensors file, or was cut short"
+    return folder, r"model.safetensors is not a safetensors file, or is truncated"
 
 
 @broken
 def cut_in_a_tensor(folder):
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-10])
-    return folder, r"model.safetensors was cut short: tensor 'transformer\.\S+' ends 10 bytes beyond the end"
+    return folder, r"model.safetensors is truncated: tensor 'transformer\.\S+' ends 10 bytes beyond the end"
 
 
 @broken
 def empty_file(folder):
     (folder / "model.safetensors").write_bytes(b"")
-    return folder, r"model.safetensors is empty: it was cut short"
+    return folder, r"model.safetensors is empty"
 
 
 @broken
 def header_no_json(folder):
     (folder / "model.safetensors").write_bytes((20).to_bytes(8, "little") + b"x" * 40)
-    return folder, r"model.safetensors is no safetensors file: its header is no JSON"
+    return folder, r"model.safetensors is not a safetensors file: its header is not JSON"
 
 
 @broken
@@ -150,7 +150,7 @@ def table_missing(folder):
 @broken
 def tensor_too_much(folder):
     rewrite(folder, lambda tensors: tensors | {"transformer.h.2.ln.bias": np.zeros(3, np.float32)})
-    return folder, r"tensor 'transformer.h.2.ln.bias' belongs to nothing in the bloom model of 2 layers"
+    return folder, r"tensor 'transformer.h.2.ln.bias' does not belong to the bloom model of 2 layers"
 
 
 @broken
@@ -164,7 +164,7 @@ def wrong_shape(folder):
 def wrong_dtype(folder):
     name = "transformer.h.0.self_attention.dense.weight"
     rewrite(folder, lambda tensors: tensors | {name: tensors[name].astype(np.int8)})
-    return folder, r"tensor 'transformer.h.0.self_attention.dense.weight' is stored as int8; weights are read from"
+    return folder, r"tensor 'transformer.h.0.self_attention.dense.weight' is stored as int8; weights must be float32"
 
 
 @broken
@@ -204,7 +204,7 @@ def index_leads_outside(folder):
     shard(folder)
     file = folder / "model.safetensors.index.json"
     file.write_text('{"weight_map": {"transformer.ln_f.bias": "../model.safetensors"}}')
-    return folder, r"index.json puts 'transformer.ln_f.bias' in '../model.safetensors', which is no name of a file"
+    return folder, r"index.json puts 'transformer.ln_f.bias' in '../model.safetensors', which is not the name of a file"
 
 
 @broken
@@ -238,7 +238,7 @@ def test_a_broken_checkpoint_is_refused_in_one_sentence(tmp_path, breakage):
         (
             "project_in.weight",
             lambda _: np.zeros((24, 16), np.float32),
-            r"project_in.weight' belongs to nothing in the opt",
+            r"project_in.weight' does not belong to the opt",
         ),
     ],
 )

@@ -93,7 +93,7 @@ def test_a_target_that_holds_something_is_left_alone(source, tmp_path):
 
 def test_a_converted_checkpoint_is_not_converted_again(source, tmp_path):
     weights.convert(source, tmp_path / "out")
-    with pytest.raises(CheckpointError, match=r"out is converted already"):
+    with pytest.raises(CheckpointError, match=r"out is already converted"):
         weights.convert(tmp_path / "out", tmp_path / "again")
 
 
@@ -123,7 +123,7 @@ def test_damage_is_told_in_one_sentence(source, tmp_path):
         (lambda: marker.write_text("{"), "jaxserve.json is not JSON"),
         (
             lambda: marker.write_text('{"version": 0}'),
-            "jaxserve.json is of version 0, and 1 is read here; convert again",
+            "jaxserve.json has version 0, but version 1 is needed; convert the",
         ),
         (lambda: (tmp_path / "out" / "weights" / "_METADATA").unlink(), "weights cannot be restored: "),
     ):

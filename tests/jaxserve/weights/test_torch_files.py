@@ -102,7 +102,7 @@ def test_shards_are_read_and_their_index_checked(tmp_path):
     (tmp_path / "pytorch_model.bin.index.json").write_text(index)
     jax.tree.map(np.testing.assert_array_equal, weights.load(tmp_path, model, jnp.float32), params)
     (tmp_path / "pytorch_model.bin.index.json").write_text(index.replace("00003.bin", "00003.pth"))
-    with pytest.raises(CheckpointError, match=r"pth, which is no \.safetensors or \.bin file"):
+    with pytest.raises(CheckpointError, match=r"pth, which is not a .safetensors or \.bin file"):
         StoredTensors(tmp_path)
 
 
@@ -123,7 +123,7 @@ def test_sizes_beyond_32_bits_are_read(tmp_path, monkeypatch):
     place = data[-34:-26]
     for wrong in (data.replace(b"PK\x06\x06", b"PK\x06\x05"), data.replace(place, b"\xff" * 8)):
         file.write_bytes(wrong)
-        with pytest.raises(CheckpointError, match=r"has a damaged zip directory|was cut short"):
+        with pytest.raises(CheckpointError, match=r"has a damaged zip directory|is truncated"):
             read(tmp_path)
 
 
@@ -131,7 +131,7 @@ def test_a_member_that_is_said_to_be_longer_is_refused(tmp_path):
     file = tmp_path / "pytorch_model.bin"
     torch_file(file, one(pickled_tensor("0", 10**6, 0, (4, 6), (6, 1))), {"0": bytes(96)})
     file.write_bytes(file.read_bytes().replace(struct.pack("<II", 96, 96), struct.pack("<II", 2**30, 2**30)))
-    with pytest.raises(CheckpointError, match=r"member 'archive/data/0' is not whole"):
+    with pytest.raises(CheckpointError, match=r"member 'archive/data/0' is incomplete"):
         read(tmp_path)
 
 
@@ -247,23 +247,26 @@ def change(old: bytes, new: bytes):
 
 
 DAMAGED = {
-    "cut in its directory": (lambda data: data[:-30], r"was cut short: a zip archive's directory is missing"),
-    "cut in a storage": (lambda data: data[:200] + data[-500:], r"is not whole|damaged zip directory|zip directory of"),
-    "no archive": (lambda _: b"weights" * 9, r"is no file of torch.save: it is no zip archive"),
-    "of a few bytes": (lambda _: b"PK", r"is no file of torch.save: it is no zip archive"),
-    "empty": (lambda _: b"", r"is empty: it was cut short"),
+    "cut in its directory": (lambda data: data[:-30], r"is truncated: a zip archive's directory is missing"),
+    "cut in a storage": (
+        lambda data: data[:200] + data[-500:],
+        r"is incomplete|damaged zip directory|zip directory of",
+    ),
+    "no archive": (lambda _: b"weights" * 9, r"is not a file of torch.save: it is not a zip archive"),
+    "of a few bytes": (lambda _: b"PK", r"is not a file of torch.save: it is not a zip archive"),
+    "empty": (lambda _: b"", r"is empty"),
     "of torch before 1.6": (
         lambda _: b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.\x80\x02M\xe9\x03.",
-        r"is in the format of torch before 1\.6; convert it where torch is installed: torch\.save\(torch\.load\(",
+        r"is in the format of torch before 1\.6; convert it with torch: torch\.save\(torch\.load\(",
     ),
-    "another archive": (change(b"data.pkl", b"docu.txt"), r"is no file of torch.save: it has no data.pkl"),
+    "another archive": (change(b"data.pkl", b"docu.txt"), r"is not a file of torch.save: it has no data.pkl"),
     "big-endian": (change(b"little", b"bigbig"), r"has numbers in byte order b'bigbig'; only little is read"),
     "a directory elsewhere": (lambda data: data[:-6] + b"\xff\xff\xff\x7f\0\0", r"has a zip directory of"),
     "members that are no members": (
         lambda data: data[:4] + data[4:].replace(b"PK\x03\x04", b"PK\x03\x05"),
-        r"was cut short, or is damaged: member 'archive/byteorder' is not whole",
+        r"is truncated, or is damaged: member 'archive/byteorder' is incomplete",
     ),
-    "half an entry": (lambda data: data[:-10] + b"\x14" + data[-9:], r"was cut short, or is no file of torch.save"),
+    "half an entry": (lambda data: data[:-10] + b"\x14" + data[-9:], r"is truncated, or is not a file of torch.save"),
     "entries that are no entries": (change(b"PK\x01\x02", b"PK\x01\x03"), r"has a damaged zip directory"),
 }
 

@@ -1,4 +1,4 @@
-"""How a checkpoint's weights are quantized, as its configuration says: the methods that are read, and their tensors."""
+"""Parses a checkpoint's quantization, and combines quantized tensors with their scales."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from jaxserve.weights.stored import (
     FLOAT8_SCALES,
     FLOATS,
     CheckpointError,
+    Float8Tensor,
     Mxfp4Tensor,
-    ScaledTensor,
     StoredTensor,
     block_of,
 )
 
-_SCALES = ("_scale_inv", "_scale")  # after the name of what they multiply, also the first
+_SCALES = ("_scale_inv", "_scale")  # suffixes to the name of a tensor; it is multiplied by either
 _BLOCKS = ("_blocks", "_scales")
-# Tensors, by the last part of their names, for quantized activations and caches, which are not quantized here.
+# Last parts of the names of scales for activations and caches. They are ignored: only weights are quantized here.
 _UNUSED = frozenset(
     ("input_scale", "input_scale_ub", "activation_scale", "output_scale", "q_scale", "k_scale", "v_scale", "prob_scale")
 )
-_MEND = (
-    "take the same model in float16 or bfloat16 (--quantize int8 makes 8-bit weights of it while it is read), in FP8 "
-    "(fp8, fbgemm_fp8, or compressed-tensors float-quantized) or in MXFP4"
+_ALTERNATIVES = (
+    "use a checkpoint of the model in float16 or bfloat16 (--quantize int8 quantizes it to 8 bits while loading), in "
+    "FP8 (fp8, fbgemm_fp8, or compressed-tensors float-quantized) or in MXFP4"
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantization:
-    """A method of quantization that is read.
+    """A supported quantization method.
 
     Attributes:
-      method: as config.json names it; empty if the weights are not quantized.
-      block: entries along the last axes of a matrix that share a scale; empty where a scale is of a row or a matrix.
+      method: its name in config.json; empty if the weights are not quantized.
+      block: entries along the last axes of a matrix that share a scale; empty for one scale per row or matrix.
     """
 
     method: str = ""
@@ -44,10 +44,10 @@ class Quantization:
 
 
 def parse(file: Path, entries: Mapping[str, Any]) -> Quantization:
-    """Reads the quantization_config of a config.json.
+    """Parses the quantization_config of a config.json.
 
     Raises:
-      CheckpointError: it is of a method that is not read, or malformed.
+      CheckpointError: it is malformed, or its method is not supported.
     """
     name = "quantization_config" if entries.get("quantization_config") else "compression_config"
     found = entries.get(name)
@@ -61,9 +61,9 @@ def parse(file: Path, entries: Mapping[str, Any]) -> Quantization:
         block = _compressed_block(file, found)
     elif method == "modelopt":
         if (kind := found.get("quant_algo")) != "FP8":
-            raise _not_read(file, f"{method} {kind}")
+            raise _unsupported(file, f"{method} {kind}")
     elif method not in ("fp8", "fbgemm_fp8", "mxfp4"):
-        raise _not_read(file, method)
+        raise _unsupported(file, method)
     if not block:
         return Quantization(method=method)
     if not isinstance(block, list) or any(type(size) is not int or size < 1 for size in block):
@@ -72,38 +72,38 @@ def parse(file: Path, entries: Mapping[str, Any]) -> Quantization:
 
 
 def _compressed_block(file: Path, found: Mapping[str, Any]) -> Any:
-    """The size of blocks in a configuration of the compressed-tensors library."""
+    """The block size in a configuration of the compressed-tensors library."""
     groups = found.get("config_groups")
     schemes = [group.get("weights") for group in groups.values()] if isinstance(groups, Mapping) else []
     formats = {found.get("format"), *(group.get("format") for group in (groups or {}).values())} - {None}
     if formats - {"float-quantized", "naive-quantized", "mixed-precision"} or not schemes:
-        raise _not_read(file, f"compressed-tensors {', '.join(sorted(map(str, formats)))}".rstrip())
+        raise _unsupported(file, f"compressed-tensors {', '.join(sorted(map(str, formats)))}".rstrip())
     blocks = []
     for scheme in schemes:
         if not isinstance(scheme, Mapping) or (scheme.get("type"), scheme.get("num_bits")) != ("float", 8):
-            raise _not_read(file, "compressed-tensors other than 8-bit float")
+            raise _unsupported(file, "compressed-tensors other than 8-bit float")
         if size := scheme.get("group_size") if scheme.get("strategy") == "group" else None:
             blocks.append([1, size])
         else:
             size = scheme.get("block_structure")  # older versions write it as 128x128
             blocks.append([int(n) if n.isdecimal() else n for n in size.split("x")] if isinstance(size, str) else size)
     if any(block != blocks[0] for block in blocks):
-        raise _not_read(file, "compressed-tensors with blocks of several sizes")
+        raise _unsupported(file, "compressed-tensors with blocks of several sizes")
     return blocks[0]
 
 
-def _not_read(file: Path, method: str) -> CheckpointError:
-    return CheckpointError(f"{file}: the weights are quantized by {method}, which is not read; {_MEND}")
+def _unsupported(file: Path, method: str) -> CheckpointError:
+    return CheckpointError(f"{file}: the weights are quantized by {method}, which is not supported; {_ALTERNATIVES}")
 
 
 def decode(stored: Mapping[str, StoredTensor], quantization: Quantization) -> dict[str, StoredTensor]:
-    """The tensors of a checkpoint by the names that models know: quantized ones are put together of their parts.
+    """Combines quantized tensors with their scales; returns all tensors by name.
 
     Args:
-      stored: the tensors as they are in the files.
+      stored: the tensors in the files, by name.
 
     Raises:
-      CheckpointError: parts of a quantized tensor are missing or do not go together.
+      CheckpointError: parts of a quantized tensor are missing or do not match.
     """
     tensors: dict[str, StoredTensor] = {}
     used = set()
@@ -115,7 +115,7 @@ def decode(stored: Mapping[str, StoredTensor], quantization: Quantization) -> di
         elif tensor.values.dtype in FLOAT8:
             scales = next((stored[name + end] for end in _SCALES if name + end in stored), None)
             if scales is not None:
-                tensors[name] = _scaled(tensor, scales, quantization)
+                tensors[name] = _with_scales(tensor, scales, quantization)
                 used |= {name, scales.name}
             elif quantization.method:
                 raise CheckpointError(
@@ -129,10 +129,10 @@ def decode(stored: Mapping[str, StoredTensor], quantization: Quantization) -> di
     return tensors
 
 
-def _scaled(tensor: StoredTensor, scales: StoredTensor, quantization: Quantization) -> ScaledTensor:
+def _with_scales(tensor: StoredTensor, scales: StoredTensor, quantization: Quantization) -> Float8Tensor:
     if scales.dtype not in (*FLOATS, FLOAT8_SCALES):
         raise CheckpointError(
-            f"{scales.file}: tensor {scales.name!r} is stored as {scales.dtype}, and scales of weights are float32"
+            f"{scales.file}: tensor {scales.name!r} is stored as {scales.dtype}; scales must be float or float8_e8m0fnu"
         )
     block = block_of(tensor, scales, quantization.block)
-    return ScaledTensor(name=tensor.name, file=tensor.file, values=tensor.values, scales=scales, block=block)
+    return Float8Tensor(name=tensor.name, file=tensor.file, values=tensor.values, scales=scales, block=block)

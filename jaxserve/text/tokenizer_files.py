@@ -1,7 +1,8 @@
-"""The tokenizer of a checkpoint directory, from whichever files it is published in.
+"""Reads the tokenizer of a checkpoint directory from any of its published formats.
 
-tokenizer.json is the whole tokenizer and wins where it exists. tokenizer.model (sentencepiece), or vocab.json with
-merges.txt (byte-level BPE), are its vocabulary; the special tokens are then in small files beside them.
+tokenizer.json holds the complete tokenizer and is preferred. Otherwise tokenizer.model (sentencepiece), or vocab.json
+with merges.txt (byte-level BPE), hold the vocabulary, and tokenizer_config.json, special_tokens_map.json and
+added_tokens.json hold the special tokens.
 """
 
 from __future__ import annotations
@@ -17,31 +18,31 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from jaxserve.text import sentencepiece
 
-WHOLE, SENTENCEPIECE, VOCABULARY, MERGES = "tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt"
+TOKENIZER_JSON, SENTENCEPIECE, VOCAB_JSON, MERGES = "tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt"
 CONFIG, SPECIAL, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
-FILES = (WHOLE, SENTENCEPIECE, VOCABULARY, MERGES, CONFIG, SPECIAL, ADDED)  # all that a tokenizer is made of
+TOKENIZER_FILES = (TOKENIZER_JSON, SENTENCEPIECE, VOCAB_JSON, MERGES, CONFIG, SPECIAL, ADDED)
 T = TypeVar("T")
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
-# Classes of transformers whose tokenizers are built here, without "Fast"; others have steps of their own.
+# Classes of transformers, without "Fast", whose tokenizers are supported; others have further steps.
 _LLAMA = ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer")
 _GPT2 = ("GPT2Tokenizer", "CodeGenTokenizer")
 _QWEN2 = ("Qwen2Tokenizer",)
-_LIKE_GPT2 = ("gpt2", "opt", "gptj", "gpt_neo", "gpt_bigcode", "codegen")  # model_type, where no class is named
+_LIKE_GPT2 = ("gpt2", "opt", "gptj", "gpt_neo", "gpt_bigcode", "codegen")  # model_type, if no class is named
 _LIKE_LLAMA = ("llama", "mistral", "mixtral", "gemma", "gemma2", "gemma3_text")
-_QWEN2_WORDS = (  # as published in tokenizer.json of Qwen2
+_QWEN2_WORDS = (  # from tokenizer.json of Qwen2
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Settings:
-    """What the small files say.
+    """The settings in tokenizer_config.json, special_tokens_map.json and added_tokens.json.
 
     Attributes:
-      kind: name of transformers' class, without "Fast"; empty if none is named.
-      entries: of tokenizer_config.json, with those of special_tokens_map.json that it lacks.
-      tokens: added tokens, special or not, with their ids where they are given.
+      kind: name of the class in transformers, without "Fast"; empty if none is named.
+      entries: tokenizer_config.json, with missing entries from special_tokens_map.json.
+      tokens: added tokens, special or not, with their ids (None if not given).
     """
 
     kind: str
@@ -54,36 +55,36 @@ class _Settings:
         return token["content"] if isinstance(token, dict) else token
 
     def flag(self, name: str, default: bool) -> bool:
-        """A setting that is true or false."""
+        """A boolean setting."""
         value = self.entries.get(name)
         return default if value is None else bool(value)
 
 
 def read(directory: Path) -> tokenizers.Tokenizer | None:
-    """The tokenizer of a directory; None if it has none.
+    """Reads the tokenizer of a directory; returns None if it has none.
 
     Raises:
-      ValueError: a file is there and cannot be read, or is of a tokenizer that is not built here.
+      ValueError: a file cannot be read, or its tokenizer is not supported.
     """
-    if (file := directory / WHOLE).exists():
+    if (file := directory / TOKENIZER_JSON).exists():
         return _checked(file, lambda: tokenizers.Tokenizer.from_str(file.read_text(encoding="utf-8")))
     if (file := directory / SENTENCEPIECE).exists():
-        return _checked(file, lambda: _of_sentencepiece(directory))
-    if (file := directory / VOCABULARY).exists() and (directory / MERGES).exists():
-        return _checked(file, lambda: _of_merges(directory))
+        return _checked(file, lambda: _from_sentencepiece(directory))
+    if (file := directory / VOCAB_JSON).exists() and (directory / MERGES).exists():
+        return _checked(file, lambda: _from_merges(directory))
     return None
 
 
 def vocabulary(directory: Path) -> tuple[Path, dict[str, int]]:
-    """The file of a vocabulary other than tokenizer.json, and the ids of its tokens and the added ones by text.
+    """Reads (file, token ids by text) of a vocabulary that is not in tokenizer.json.
 
     Raises:
-      ValueError: a file is there and cannot be read.
+      ValueError: a file exists and cannot be read.
     """
     if (file := directory / SENTENCEPIECE).exists():
         pieces = _checked(file, lambda: sentencepiece.parse(file.read_bytes()).pieces)
         ids = {text: i for i, (text, _, _) in enumerate(pieces)}
-    elif (file := directory / VOCABULARY).exists():
+    elif (file := directory / VOCAB_JSON).exists():
         ids = _checked(file, lambda: _json(file))
     else:
         return file, {}
@@ -92,10 +93,10 @@ def vocabulary(directory: Path) -> tuple[Path, dict[str, int]]:
 
 
 def special_tokens(directory: Path) -> dict[str, str]:
-    """Texts of the special tokens that the small files name, by names such as eos_token.
+    """Texts of the special tokens in the settings files, by names such as eos_token.
 
     Raises:
-      ValueError: a file is there and cannot be read.
+      ValueError: a file exists and cannot be read.
     """
     settings = _checked(directory / CONFIG, lambda: _settings(directory))
     return {name: text for name in _NAMES if (text := settings.text(name))}
@@ -105,14 +106,14 @@ def _checked(file: Path, make: Callable[[], T]) -> T:
     try:
         return make()
     except Exception as problem:  # the library raises bare Exception
-        kind = "" if file.name != WHOLE else "not a tokenizer of the tokenizers library: "
+        kind = "" if file.name != TOKENIZER_JSON else "not a tokenizer of the tokenizers library: "
         raise ValueError(f"{file}: {kind}{problem}") from problem
 
 
-def _of_sentencepiece(directory: Path) -> tokenizers.Tokenizer:
+def _from_sentencepiece(directory: Path) -> tokenizers.Tokenizer:
     settings = _settings(directory)
     if _class_of(directory, settings.kind, _LLAMA, _LIKE_LLAMA) is None:
-        raise ValueError(_not_built(settings.kind))
+        raise ValueError(_unsupported(settings.kind))
     model = sentencepiece.parse((directory / SENTENCEPIECE).read_bytes())
     if (prefix := settings.entries.get("add_prefix_space")) is not None:
         model.dummy_prefix = bool(prefix)
@@ -123,16 +124,16 @@ def _of_sentencepiece(directory: Path) -> tokenizers.Tokenizer:
     return built
 
 
-def _of_merges(directory: Path) -> tokenizers.Tokenizer:
+def _from_merges(directory: Path) -> tokenizers.Tokenizer:
     settings = _settings(directory)
     kind = _class_of(directory, settings.kind, (*_GPT2, *_QWEN2), _LIKE_GPT2)
     if kind is None:
-        raise ValueError(_not_built(settings.kind))
-    vocab = _json(directory / VOCABULARY)
+        raise ValueError(_unsupported(settings.kind))
+    vocab = _json(directory / VOCAB_JSON)
     lines = (directory / MERGES).read_text(encoding="utf-8").splitlines()
     pairs = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
     if any(len(pair) != 2 for pair in pairs):
-        raise ValueError(f"{MERGES} beside it has lines that are no pairs of tokens")
+        raise ValueError(f"{MERGES} beside it has lines that are not pairs of tokens")
     merges: list[tuple[str, str]] = [(pair[0], pair[1]) for pair in pairs]
     built = tokenizers.Tokenizer(models.BPE(vocab=vocab | _ids(settings, vocab), merges=merges))
     prefix = settings.flag("add_prefix_space", False)
@@ -152,17 +153,17 @@ def _of_merges(directory: Path) -> tokenizers.Tokenizer:
 
 
 def _class_of(directory: Path, kind: str, classes: tuple[str, ...], families: tuple[str, ...]) -> str | None:
-    """The class whose tokenizer is built; the first of them for a model that names none."""
+    """The supported class of a tokenizer, or None. If no class is named, model_type decides."""
     if kind:
         return kind if kind in classes else None
     family = _json(directory / "config.json").get("model_type") if (directory / "config.json").exists() else None
     return classes[0] if family in families else None
 
 
-def _not_built(kind: str) -> str:
+def _unsupported(kind: str) -> str:
     named = f"is of {kind}" if kind else f"has no tokenizer_class in {CONFIG}"
     return (
-        f"{named}, which is not built from this file; write {WHOLE} beside it "
+        f"{named}, which is not supported in this format; write {TOKENIZER_JSON} beside it "
         "(transformers: AutoTokenizer.from_pretrained(DIR), then save_pretrained(DIR))"
     )
 
@@ -175,13 +176,13 @@ def _finish(
     bos: str | None,
     add_bos: bool,
 ) -> None:
-    """Adds the added tokens, and what is put before and after a text."""
+    """Adds the added tokens, and the special tokens before and after a text."""
     built.add_tokens(specials)
     known = built.get_vocab(with_added_tokens=True)  # a model has no embedding for a token without an id
     built.add_tokens([token for token, i in settings.tokens if i is not None or token.content in known])
     for token, i in settings.tokens:
         if i is not None and built.token_to_id(token.content) != i:
-            raise ValueError(f"the token {token.content!r} is added with id {i}, which is not free")
+            raise ValueError(f"the token {token.content!r} is added with id {i}, which is taken")
     around = []
     if settings.flag("add_bos_token", add_bos) and bos is not None:
         around.append(bos)
@@ -200,12 +201,12 @@ def _first(built: tokenizers.Tokenizer, *texts: str) -> str | None:
 
 
 def _ids(settings: _Settings, vocab: dict[str, int]) -> dict[str, int]:
-    """The added tokens that a vocabulary lacks."""
+    """The ids of added tokens that are not in the vocabulary."""
     return {token.content: i for token, i in settings.tokens if i is not None and token.content not in vocab}
 
 
 def _settings(directory: Path) -> _Settings:
-    """Reads the small files; each may be missing."""
+    """Reads the settings files; each may be missing."""
     config, special, added = (
         _json(directory / name) if (directory / name).exists() else {} for name in (CONFIG, SPECIAL, ADDED)
     )
@@ -227,7 +228,7 @@ def _settings(directory: Path) -> _Settings:
 
 
 def _token(token: Any, *, special: bool) -> tokenizers.AddedToken:
-    """An added token of its entry: a text, or an object with its settings."""
+    """Parses an added token: its text, or an object with its settings."""
     if isinstance(token, str):
         return tokenizers.AddedToken(token, normalized=not special, special=special)
     flags = {name: bool(token[name]) for name in ("lstrip", "rstrip", "single_word") if name in token}
@@ -242,5 +243,5 @@ def _json(file: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as problem:
         raise ValueError(f"{file.name} is not JSON ({problem})") from problem
     if not isinstance(entries, dict):
-        raise ValueError(f"{file.name} holds no JSON object")
+        raise ValueError(f"{file.name} does not hold a JSON object")
     return entries

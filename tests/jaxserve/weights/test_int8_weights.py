@@ -12,7 +12,7 @@ import pytest
 from jaxserve import models, startup, weights
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
-from jaxserve.weights import is_matrix, loading, quantize
+from jaxserve.weights import int8_weights, is_matrix, loading
 from tests.fixtures import parity
 from tests.fixtures.tiny import BLOOM, make_engine, opinionated
 from tests.fixtures.traffic import run, traffic
@@ -42,7 +42,7 @@ def test_rows_are_rounded_to_the_nearest_of_255_steps(numpy, dtype) -> None:
     matrix = np.random.default_rng(0).standard_normal((50, 64)).astype(np.float32)
     matrix[3] = 0
     matrix[4, 5] = np.nan
-    values, scales = quantize.quantize(matrix, dtype, numpy)
+    values, scales = int8_weights.quantize(matrix, dtype, numpy)
     assert (values.dtype, scales.dtype) == (jnp.int8, dtype)
     scales = np.asarray(scales, np.float32)[:, None]
     back = np.asarray(values, np.float32) * scales
@@ -88,7 +88,7 @@ def test_what_is_read_is_what_memory_would_be_rounded_to(family, saved, tmp_path
             if not is_matrix(wanted):
                 np.testing.assert_array_equal(leaf, value.astype(dtype))
                 continue
-            by_hand = quantize.quantize(value, dtype, np)
+            by_hand = int8_weights.quantize(value, dtype, np)
             assert (np.asarray(leaf.values) != by_hand.values).mean() < 1e-3  # ties
             np.testing.assert_array_equal(leaf.scales, by_hand.scales)
             if stage.is_first:

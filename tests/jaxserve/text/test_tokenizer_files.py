@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from jaxserve.text import files
+from jaxserve.text import tokenizer_files
 from jaxserve.text.tokenizer import Tokenizer
 
 FOLDER = Path(__file__).parents[2] / "fixtures" / "formats"
@@ -96,7 +96,7 @@ def test_added_tokens_have_their_ids(tmp_path, name):
     assert "<think>" in tokenizer.decode(ids)
     assert "<turn>" not in tokenizer.decode(ids)
     assert tokenizer.vocab_size == first + 2
-    file, ids = files.vocabulary(tmp_path)
+    file, ids = tokenizer_files.vocabulary(tmp_path)
     assert file == tmp_path / ("vocab.json" if name == "opt" else "tokenizer.model")
     assert (ids["<turn>"], ids["<think>"], max(ids.values())) == (first, first + 1, first + 1)
 
@@ -136,14 +136,14 @@ def changed(name: str, content: bytes | str | None = None, **config: Any):
 
 MODEL = (FOLDER / "llama" / "tokenizer.model").read_bytes()
 FAULTS = {
-    "cut short": ("llama", changed("tokenizer.model", MODEL[:-3]), r"model: is no sentencepiece model, or was cut"),
-    "cut in what is not read": ("llama", changed("tokenizer.model", MODEL + b"\x7a\x05ab"), r"model, or was cut short"),
-    "another format": ("llama", changed("tokenizer.model", b"IQ== 0\nIg== 1\n"), r"model: is no sentencepiece model"),
-    "empty": ("llama", changed("tokenizer.model", b""), r"model: is no sentencepiece model: it has no piece for"),
-    "an endless number": ("llama", changed("tokenizer.model", b"\xff" * 20), r"is no sentencepiece model"),
+    "cut short": ("llama", changed("tokenizer.model", MODEL[:-3]), r"model: is not a sentencepiece model, or is trunc"),
+    "cut in what is not read": ("llama", changed("tokenizer.model", MODEL + b"\x7a\x05ab"), r"model, or is truncated"),
+    "another format": ("llama", changed("tokenizer.model", b"IQ== 0\nIg== 1\n"), r"model: is not a sentencepiece"),
+    "empty": ("llama", changed("tokenizer.model", b""), r"model: is not a sentencepiece model: it has no piece for"),
+    "an endless number": ("llama", changed("tokenizer.model", b"\xff" * 20), r"is not a sentencepiece model"),
     "words": ("llama", changed("tokenizer.model", MODEL + b"\x12\x02\x18\x03"), r"is a sentencepiece model of kind 3"),
-    "spaces after": ("llama", changed("tokenizer.model", MODEL + b"\x12\x03\xc0\x01\x01"), r"has spaces after words"),
-    "plain spaces": ("llama", changed("tokenizer.model", MODEL + b"\x1a\x02\x28\x00"), r"or as they are, which is not"),
+    "spaces after": ("llama", changed("tokenizer.model", MODEL + b"\x12\x03\xc0\x01\x01"), r"with spaces after words"),
+    "plain spaces": ("llama", changed("tokenizer.model", MODEL + b"\x1a\x02\x28\x00"), r"or unescaped spaces, which"),
     "another class": ("llama", changed("", tokenizer_class="XLNetTokenizer"), r"model: is of XLNetTokenizer, which"),
     "no class": (
         "llama",
@@ -155,15 +155,15 @@ FAULTS = {
         changed("", tokenizer_class="RobertaTokenizer"),
         r"json: is of RobertaTokenizer",
     ),
-    "merges of three": ("opt", changed("merges.txt", "a b c\n"), r"merges.txt beside it has lines that are no pairs"),
+    "merges of three": ("opt", changed("merges.txt", "a b c\n"), r"merges.txt beside it has lines that are not pairs"),
     "merges of others": ("opt", changed("merges.txt", "東 京\n"), r"vocab.json: .*out of vocabulary"),
-    "no vocabulary": ("opt", changed("vocab.json", "[]"), r"vocab.json: vocab.json holds no JSON object"),
+    "no vocabulary": ("opt", changed("vocab.json", "[]"), r"vocab.json: vocab.json does not hold a JSON object"),
     "no JSON": ("opt", changed("tokenizer_config.json", "{"), r"tokenizer_config.json is not JSON"),
     "bos that is no token": ("opt", changed("", bos_token="<none>"), r"puts \['<none>', '\$A'\] around a text"),
     "an id that is taken": (
         "unigram",
         changed("", added_tokens_decoder={"3": {"content": "<new>"}}),
-        r"the token '<new>' is added with id 3, which is not free",
+        r"the token '<new>' is added with id 3, which is taken",
     ),
     "an id beyond the next": (
         "unigram",

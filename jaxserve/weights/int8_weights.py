@@ -1,4 +1,4 @@
-"""Int8 weights with one scale per matrix row, that is, per output of a projection.
+"""Quantizes weights to int8 with one scale per row, that is, per output of a projection.
 
 Vector-wise quantization of LLM.int8() (arXiv:2208.07339, section 2.1); activations are not quantized.
 """
@@ -20,19 +20,21 @@ _STEP = np.float32(1 / 127)
 
 
 def is_quantized(name: str) -> bool:
-    """Whether a parameter of this name is stored as int8.
+    """Whether a parameter of this name is quantized.
 
-    True for every matrix that multiplies hidden states, and for the token table, which may be half of a small model;
-    false for norms, biases, learned positions and routers, which decide by small differences.
+    True for matrices that multiply hidden states and for the token table, which may be half of a small model. False for
+    norms, biases and learned positions, and for routers, whose choices depend on small differences.
     """
     return name.endswith(("kernel", "tokens.table")) and not name.endswith("router.kernel")
 
 
 def quantize(matrix: np.ndarray | jax.Array, dtype: DTypeLike, numpy: ModuleType = jnp) -> Quantized:
-    """Rounds a matrix [out, in], or a stack of them, each row to 255 steps of its largest entry.
+    """Quantizes a matrix [out, in], or a stack of them, row by row.
+
+    A step is 1/127 of the row's largest entry.
 
     Args:
-      dtype: of the scales; values are rounded against them as they are kept.
+      dtype: dtype of the scales; values are rounded with the scales in this dtype.
       numpy: `numpy` or `jax.numpy`.
     """
     wide = matrix.astype(np.float32)
@@ -43,10 +45,10 @@ def quantize(matrix: np.ndarray | jax.Array, dtype: DTypeLike, numpy: ModuleType
 
 
 def on_devices(matrix: jax.Array, wanted: Quantized) -> Quantized:
-    """Quantizes a matrix on its devices, into the shardings of `wanted`."""
-    return _placing(wanted.scales.dtype, wanted.values.sharding, wanted.scales.sharding)(matrix)
+    """Quantizes a matrix on its devices; the result has the shardings of `wanted`."""
+    return _quantize_into(wanted.scales.dtype, wanted.values.sharding, wanted.scales.sharding)(matrix)
 
 
 @cache
-def _placing(dtype: np.dtype, values: Sharding, scales: Sharding):
+def _quantize_into(dtype: np.dtype, values: Sharding, scales: Sharding):
     return jax.jit(partial(quantize, dtype=dtype), out_shardings=Quantized(values, scales))
