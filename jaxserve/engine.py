@@ -18,7 +18,7 @@ from jaxserve.errors import InvalidRequest, QueueFull
 from jaxserve.generation import defaults, streaming
 from jaxserve.generation.beam_search import BeamParams
 from jaxserve.generation.completion import Completion, Delta
-from jaxserve.generation.streaming import Prompt, Sink, Terms
+from jaxserve.generation.streaming import CallOptions, Prompt, Sink
 from jaxserve.loop import EngineLoop
 from jaxserve.models.schema import ModelConfig
 from jaxserve.request import Request
@@ -27,7 +27,7 @@ from jaxserve.scheduler import routing
 from jaxserve.scheduler.limits import Limits, check_queue
 from jaxserve.scheduler.state import allocation_of
 from jaxserve.stats import IterationRecord, Load, total
-from jaxserve.structured_output.matcher import Compiled, Grammars
+from jaxserve.structured_output.matcher import CompiledGrammar, GrammarCompiler
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.timeline import Timeline
 
@@ -52,10 +52,12 @@ class Engine:
         self.tokenizer = tokenizer
         self.model_config: ModelConfig = started.loops[0].pipeline.model.config
         self.max_context = started.report.max_context
-        self.grammars: Grammars | None = None  # None without a tokenizer
+        self.grammars: GrammarCompiler | None = None  # None without a tokenizer
         if tokenizer is not None:
             model, prepare = self.model_config, started.loops[0].pipeline.prepare
-            self.grammars = Grammars(tokenizer, model.vocab_size, model.eos_token_ids, elsewhere=prepare)
+            self.grammars = GrammarCompiler(
+                tokenizer, model.vocab_size, model.eos_token_ids, compile_on_workers=prepare
+            )
         self.limits = Limits(
             vocab_size=self.model_config.vocab_size,
             max_context=self.max_context,
@@ -208,17 +210,17 @@ class Engine:
     def check(self, request: Request) -> None:
         """Raise InvalidRequest, naming the field, if this engine can never serve the request.
 
-        Compiles the request's grammar, unless `grammars` has it already (see `Grammars.prepare` for event loops).
+        Compiles the request's grammar, unless `grammars` has it already (event loops call `grammars.compile_async`).
         """
         self.limits.check(request)
         self._compiled(request)
 
-    def _compiled(self, request: Request) -> Compiled | None:
+    def _compiled(self, request: Request) -> CompiledGrammar | None:
         grammar = request.sampling.grammar
         if grammar is None:
             return None
         assert self.grammars is not None  # there is a tokenizer; otherwise the request was refused
-        return self.grammars.compiled(grammar)
+        return self.grammars.compile(grammar)
 
     def abort(self, request_id: str) -> None:
         """End a request within one iteration and release its slots.
@@ -306,8 +308,8 @@ class Engine:
           QueueFull: the queue is full of other requests.
           TimeoutError: it took too long; every request was ended.
         """
-        terms = Terms(n=n, best_of=best_of, priority=priority, cache_salt=cache_salt, timeout=timeout)
-        return streaming.generate(self, prompts, sampling, terms)
+        options = CallOptions(n=n, best_of=best_of, priority=priority, cache_salt=cache_salt, timeout=timeout)
+        return streaming.generate(self, prompts, sampling, options)
 
     def beam_search(
         self,
@@ -335,8 +337,8 @@ class Engine:
         """
         width = n if best_of is None else best_of
         params = BeamParams(width=width, n=n, length_penalty=length_penalty, early_stopping=early_stopping)
-        terms = Terms(priority=priority, cache_salt=cache_salt, timeout=timeout)
-        return streaming.search(self, prompt, params, sampling, terms)
+        options = CallOptions(priority=priority, cache_salt=cache_salt, timeout=timeout)
+        return streaming.search(self, prompt, params, sampling, options)
 
     def stream(
         self,
@@ -354,8 +356,8 @@ class Engine:
         Raises:
           TimeoutError: it took longer than `timeout` seconds.
         """
-        terms = Terms(priority=priority, cache_salt=cache_salt, timeout=timeout)
-        return streaming.stream(self, prompt, sampling, terms)
+        options = CallOptions(priority=priority, cache_salt=cache_salt, timeout=timeout)
+        return streaming.stream(self, prompt, sampling, options)
 
 
 def _end(replicas: Sequence[EngineLoop]) -> None:

@@ -27,7 +27,7 @@ from jaxserve.scheduler.buckets import BucketCost
 from jaxserve.scheduler.routing import OutstandingTokens
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.stats import IterationStats, Load
-from jaxserve.structured_output.matcher import Compiled
+from jaxserve.structured_output.matcher import CompiledGrammar
 
 _log = logging.getLogger(__name__)
 
@@ -160,7 +160,7 @@ class EngineLoop:
 
     # Calls from other threads
 
-    def submit(self, request: Request, sink: Sink, *, cached: int, grammar: Compiled | None = None) -> None:
+    def submit(self, request: Request, sink: Sink, *, cached: int, grammar: CompiledGrammar | None = None) -> None:
         """Hand a request in (see `Engine.submit`).
 
         Args:
@@ -182,7 +182,7 @@ class EngineLoop:
             self._submitted_work += outstanding.tokens
             self._inbox.post(partial(self._receive, request, grammar))
 
-    def _receive(self, request: Request, grammar: Compiled | None) -> None:
+    def _receive(self, request: Request, grammar: CompiledGrammar | None) -> None:
         self._received_requests += 1
         self._received_tokens += len(request.prompt)
         if grammar is not None:

@@ -9,8 +9,8 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from jaxserve.generation.completion import Assembler, Completion, Delta, joined
-from jaxserve.generation.samples import PromptScores, for_engine
+from jaxserve.generation.completion import Assembler, Completion, Delta, merge_deltas
+from jaxserve.generation.samples import PromptScores, without_fork_scores
 from jaxserve.request import FinishReason, Request, TokenEvent
 from server import errors
 from server.admission import AdmissionController, Ticket
@@ -194,7 +194,7 @@ class Generation(ActiveCall):
     def submit(self) -> None:
         """Submits all requests. Raises what `Engine.submit` raises."""
         for timing in self._timings:
-            self._in_engine.submit(for_engine(timing.request))
+            self._in_engine.submit(without_fork_scores(timing.request))
             self._submitted.append(timing)
             for observer in self._observers:
                 observer.started(timing)
@@ -212,7 +212,7 @@ class Generation(ActiveCall):
 
     def _put(self, event: TokenEvent) -> None:
         self._ticket.started()
-        self._events += self._scores.spread(event)
+        self._events += self._scores.copy_to_forks(event)
         self._arrived.set()
         timing = self._timings[self._index[event.request_id]]
         if event.started is not None:
@@ -242,7 +242,7 @@ class Generation(ActiveCall):
         for event in events:
             index = self._index[event.request_id]
             found.setdefault(index, []).append(self._push(index, event))
-        return [(index, joined(deltas)) for index, deltas in found.items()]
+        return [(index, merge_deltas(deltas)) for index, deltas in found.items()]
 
     def _push(self, index: int, event: TokenEvent) -> Delta:
         assembler = self._assemblers[index]

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from jaxserve.request import Request, TokenEvent
     from jaxserve.startup_report import StartupReport
     from jaxserve.stats import IterationRecord, Load
-    from jaxserve.structured_output.matcher import Grammars
+    from jaxserve.structured_output.matcher import GrammarCompiler
     from jaxserve.text.tokenizer import Tokenizer
 
     Sink = Callable[[list[TokenEvent]], None]
@@ -57,7 +57,7 @@ class EngineClient(Protocol):
     @property
     def request_defaults(self) -> Mapping[str, Any]: ...
     @property
-    def grammars(self) -> Grammars | None: ...
+    def grammars(self) -> GrammarCompiler | None: ...
     @property
     def problem(self) -> str | None: ...
     @property

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from jaxserve.errors import InvalidRequest, QueueFull
 from jaxserve.generation.beam_search import BeamParams, BeamSearch
-from jaxserve.generation.completion import Assembler, Completion, parse_request
-from jaxserve.generation.defaults import of_beams
-from jaxserve.generation.samples import samples_of
+from jaxserve.generation.completion import Assembler, Completion
+from jaxserve.generation.defaults import for_beam_search
+from jaxserve.generation.parsing import parse_request
+from jaxserve.generation.samples import expand_samples
 from jaxserve.request import Request
 from jaxserve.sampling_params import SamplingParams
 from server import errors
@@ -148,7 +149,7 @@ class RequestHandler:
             ticket.correct(samples * sum(len(request.prompt) for request in parsed))
             compiled = await self._compile_grammars(parsed)
             # The server makes its own ids, because two callers may send the same one.
-            requests = [each for request in parsed for each in samples_of(request, samples, self._new_id)]
+            requests = [each for request in parsed for each in expand_samples(request, samples, self._new_id)]
             eos_token_ids = self.engine.model_config.eos_token_ids
             assemblers = [Assembler(request, self.engine.tokenizer, eos_token_ids) for request in requests]
             generation = Generation(call, requests, self.observers, self._delivery, assemblers, ticket)
@@ -176,7 +177,7 @@ class RequestHandler:
           InvalidRequest, QueueFull, ApiError; Exception: a step failed in the engine.
         """
         self._check_open(call)
-        defaults = of_beams(self.engine.request_defaults)
+        defaults = for_beam_search(self.engine.request_defaults)
         with self._admitted([fields], call, params.width, defaults) as ticket:
             (request,) = await self._parse([fields], call, ticket, adjust, defaults)
             self.engine.check(request)
@@ -256,7 +257,7 @@ class RequestHandler:
                 continue
             if self.engine.grammars is None:
                 raise InvalidRequest(grammar.field, "needs a tokenizer, and this checkpoint has none")
-            compiled.append(await self.engine.grammars.prepare(grammar))
+            compiled.append(await self.engine.grammars.compile_async(grammar))
         return compiled
 
     def _new_id(self) -> str:

@@ -1,2 +1,1 @@
-"""On top of `Engine.submit`: a caller's words read into requests, several samples and beams of them, and the engine's
-events assembled into completions. No array is touched here."""
+"""Generation on top of `Engine.submit`: requests, samples, beams and completions."""

@@ -1,11 +1,11 @@
-"""Beam search on top of an engine: the most likely continuations of a prompt, so many of them kept at a time.
+"""Beam search on top of an engine: finds the likeliest continuations of a prompt.
 
-A step is one request of one token for every beam, whose alternatives are what the beam can go on with; what the beams
-have in common is in the prefix cache. A beam of width w looks at the 2w likeliest tokens of each of its beams, so that
-at least w of them go on whatever ends. A sum of logprobs is divided by the length to the power of `length_penalty`,
-where the length counts prompt and answer but not the token that ended it, as vLLM (`vllm/beam_search.py`) and
-transformers count. The search ends when no beam can come to a better score than the best that are complete: none that
-would have been found by going on is missed.
+Each step sends a request of one token per beam; the alternatives of that token extend the beam. The prefix cache serves
+the tokens that beams share. A search of width w considers the 2w likeliest tokens of each beam, so that at least w
+beams continue even if w tokens end their beams. The score of a complete beam is its sum of logprobs divided by its
+length to the power of `length_penalty`. The length counts prompt and answer without the end token, as in vLLM
+(`vllm/beam_search.py`) and transformers. The search ends when no live beam can reach a better score than the best
+complete ones.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ FIELDS = ("use_beam_search", "n", "best_of", "length_penalty", "early_stopping")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamParams:
-    """How wide to search and what to prefer.
+    """Parameters of a beam search.
 
     Attributes:
-      width: beams kept.
-      n: of the best that are answered with.
-      length_penalty: power of the length that scores are divided by; above 0 favours long answers.
-      early_stopping: end as soon as `width` are complete, whether or not better ones could still come.
+      width: number of beams.
+      n: number of the best answers to return.
+      length_penalty: scores are divided by the length to this power; above 0 favours long answers.
+      early_stopping: end as soon as `width` beams are complete, even if better ones are possible.
     """
 
     width: int
@@ -58,9 +58,10 @@ def _is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def params_of(fields: Mapping[str, Any]) -> BeamParams | None:
-    """How a call wants its answers searched for, of those of its fields that are named in FIELDS (None is not given);
-    None where it wants them drawn.
+def parse_beam_params(fields: Mapping[str, Any]) -> BeamParams | None:
+    """Parses the fields in FIELDS of a call; returns None for a call without beam search.
+
+    A field whose value is None counts as absent.
 
     Raises:
       InvalidRequest: naming the field.
@@ -78,22 +79,22 @@ def params_of(fields: Mapping[str, Any]) -> BeamParams | None:
 
 
 def check(request: Request) -> None:
-    """Raises InvalidRequest for a request with a field that means nothing to a beam search."""
+    """Raises InvalidRequest for a sampling parameter that beam search does not support."""
     sampling = request.sampling
     for name, param in SAMPLING_PARAMS.items():
         if not param.beam_search and getattr(sampling, name) != param.default:
             raise InvalidRequest(name, "is not served with use_beam_search")
     if sampling.temperature not in (0.0, 1.0):
-        raise InvalidRequest("temperature", f"is {sampling.temperature}; with use_beam_search nothing is drawn")
+        raise InvalidRequest("temperature", f"is {sampling.temperature}; use_beam_search does not sample; leave it out")
 
 
 class Beam(NamedTuple):
     """A continuation of the prompt.
 
     Attributes:
-      logprobs / tops: of each token, and what else stood there.
+      logprobs / tops: logprob and alternatives of each token.
       total: sum of the logprobs.
-      score: by which complete ones are compared; the total until then.
+      score: length-normalised total of a complete beam; 0 before.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -104,8 +105,8 @@ class Beam(NamedTuple):
     finish_reason: FinishReason | None = None
 
 
-class _Follower(NamedTuple):
-    """A beam with one token more, which few of them come to be."""
+class _Candidate(NamedTuple):
+    """A beam and one more token; only the best candidates become beams."""
 
     total: float
     before: Beam
@@ -120,14 +121,14 @@ class _Follower(NamedTuple):
 
 
 class BeamSearch:
-    """One search, a step at a time: the caller has the engine answer `requests()` and hands the answers to `take`."""
+    """One beam search: in each step, run `requests()` and pass the answers to `take`."""
 
     def __init__(self, request: Request, params: BeamParams, eos_token_ids: Sequence[int]) -> None:
         """Args:
-        request: the prompt, the limit and what ends an answer.
+        request: the prompt, max_tokens and the tokens that end an answer.
 
         Raises:
-          InvalidRequest: it has a field that means nothing here.
+          InvalidRequest: it has a sampling parameter that beam search does not support.
         """
         check(request)
         self.request, self.params = request, params
@@ -140,7 +141,7 @@ class BeamSearch:
 
     @property
     def length(self) -> int:
-        """Tokens that the beams have come to."""
+        """Number of generated tokens of each live beam."""
         return len(self._live[0].token_ids) if self._live else self.request.sampling.max_tokens
 
     @property
@@ -148,7 +149,7 @@ class BeamSearch:
         return not self._live
 
     def requests(self, name: Callable[[], str]) -> list[Request]:
-        """What the engine is to do in this step: one token for each beam."""
+        """The requests of this step: one token for each live beam."""
         prompt = self.request.prompt
         return [
             dataclasses.replace(
@@ -158,18 +159,20 @@ class BeamSearch:
         ]
 
     def take(self, answers: Sequence[Alternatives]) -> None:
-        """Goes on with the likeliest tokens after each beam."""
+        """Extends the live beams by their likeliest next tokens, given as alternatives per beam."""
         width = self.params.width
-        followers: list[_Follower] = []
+        candidates: list[_Candidate] = []
         for beam, tops in zip(self._live, answers, strict=True):
             for token, logprob in zip(tops.token_ids[: 2 * width], tops.logprobs[: 2 * width], strict=True):
-                follower = _Follower(beam.total + logprob, beam, token, logprob, tops)
+                candidate = _Candidate(beam.total + logprob, beam, token, logprob, tops)
                 if token in self._endings:
-                    self._end(follower.beam(), FinishReason.EOS if token in self._eos else FinishReason.STOP)
+                    self._end(candidate.beam(), FinishReason.EOS if token in self._eos else FinishReason.STOP)
                 elif logprob > -math.inf:
-                    followers.append(follower)
-        followers.sort(key=lambda each: -each.total)  # stable: of equals the likelier beam's, then its likelier token
-        self._live = [follower.beam() for follower in followers[:width]]
+                    candidates.append(candidate)
+        candidates.sort(
+            key=lambda each: -each.total
+        )  # stable: among equals, the likelier beam first, then the likelier token
+        self._live = [candidate.beam() for candidate in candidates[:width]]
         if self._live and self.length == self.request.sampling.max_tokens:
             for beam in self._live:
                 self._end(beam, FinishReason.LENGTH)
@@ -184,15 +187,17 @@ class BeamSearch:
                 self._live = []
 
     def best(self) -> list[Beam]:
-        """The best answers, best first; fewer than asked for only where the vocabulary has no more."""
+        """The `n` best answers, best first; fewer only if the vocabulary allows no more."""
         return self._complete[: self.params.n]
 
     def _score(self, total: float, length: int) -> float:
         return total / max(1, len(self.request.prompt) + length) ** self.params.length_penalty
 
     def _bound(self, total: float) -> float:
-        """The best score that a beam of this total can come to: no token adds to a total, and a score falls or rises
-        with the length."""
+        """Upper bound of the final score of a beam with this total.
+
+        More tokens never raise the total, and the score is monotonic in the length.
+        """
         return max(self._score(total, self.length), self._score(total, self.request.sampling.max_tokens))
 
     def _end(self, beam: Beam, reason: FinishReason) -> None:
@@ -203,7 +208,7 @@ class BeamSearch:
 
 
 def completions(search: BeamSearch, tokenizer: Tokenizer | None, eos_token_ids: Sequence[int]) -> list[Completion]:
-    """The best answers as completions, best first, with their scores."""
+    """Converts the best answers to completions with scores, best first."""
     request, made = search.request, []
     most = request.sampling.logprobs
     for beam in search.best():

@@ -13,10 +13,10 @@ _FIELDS = ("role", "content", "name")
 
 
 def read(messages: Any) -> list[dict[str, str]]:
-    """Messages as chat templates take them: each with a role, a content and, if given, a name.
+    """Validates messages and returns them for a chat template: role, content and perhaps name.
 
     A content is a string, or a list of `{"type": "text", "text": ...}` parts as OpenAI's clients send them; the parts
-    are joined. Reading the result again returns it unchanged.
+    are merge_deltas. Reading the result again returns it unchanged.
 
     Raises:
       InvalidRequest: naming `messages`.

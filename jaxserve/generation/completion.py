@@ -1,4 +1,4 @@
-"""From the engine's events of one request to its text and its completion."""
+"""Assembles the engine's events of one request into text and a completion."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from jaxserve.errors import InvalidRequest
-from jaxserve.generation.parsing import parse_request as parse_request
 from jaxserve.request import Alternatives, FinishReason, Request, TokenEvent
 from jaxserve.text.tokenizer import Tokenizer
 
@@ -16,15 +15,15 @@ PromptLogprob = tuple[float, Alternatives | None]
 
 
 class Delta(NamedTuple):
-    """What one event adds to a completion.
+    """The part of a completion that one event adds.
 
     Attributes:
-      text: new text; never part of a character, nor of a stop string.
-      token_ids: new tokens, the one that ended the request included.
-      logprobs / top_logprobs: of each of them; empty unless asked for.
-      prompt_logprobs: (logprob, alternatives) of scored prompt tokens, in order, without the first token of the
-        prompt, which has none. Empty unless asked for.
-      finish_reason: None while the request goes on.
+      text: new text; never a part of a character or of a stop string.
+      token_ids: new tokens, including the one that ended the request.
+      logprobs / top_logprobs: logprob and alternatives of each new token; empty unless requested.
+      prompt_logprobs: (logprob, alternatives) of scored prompt tokens, in order; the first token of the prompt has
+        none and is left out. Empty unless requested.
+      finish_reason: None until the request ends.
     """
 
     text: str = ""
@@ -35,8 +34,8 @@ class Delta(NamedTuple):
     finish_reason: FinishReason | None = None
 
 
-def joined(deltas: Sequence[Delta]) -> Delta:
-    """What several deltas of one request, in order, add together."""
+def merge_deltas(deltas: Sequence[Delta]) -> Delta:
+    """Concatenates deltas of one request, in order."""
     if len(deltas) == 1:
         return deltas[0]
     return Delta(
@@ -51,21 +50,21 @@ def joined(deltas: Sequence[Delta]) -> Delta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """An answered request.
+    """The answer to a request, complete or so far.
 
     Attributes:
-      token_ids: every generated token, the one that ended the request included.
-      text: their text, without that one and without the stop string.
+      token_ids: all generated tokens, including the one that ended the request.
+      text: text of the tokens, without the end token and the stop string.
       finish_reason: None if it has not ended yet.
-      seed: what the tokens were drawn with; None for a greedy request.
-      logprobs: of each token; None unless asked for.
-      top_logprobs: alternatives of each token; None unless some were asked for.
-      prompt_logprobs: of each prompt token, the first of which has None; None unless asked for.
-      prompt_top_logprobs: likewise its alternatives; None unless some were asked for.
-      prompt_tokens: length of the prompt; cached_tokens: how many of them the prefix cache served.
-      matched_stop: the stop string that ended it, if one did.
-      error: what went wrong, with FinishReason.ERROR.
-      score: of a beam search: the sum of its logprobs, over its length to the power of length_penalty.
+      seed: seed of the sampling; None for a greedy request.
+      logprobs: logprob of each token; None unless requested.
+      top_logprobs: alternatives of each token; None unless requested.
+      prompt_logprobs: logprob of each prompt token, None for the first; None unless requested.
+      prompt_top_logprobs: alternatives of each prompt token, None for the first; None unless requested.
+      prompt_tokens / cached_tokens: length of the prompt, and how much of it the prefix cache served.
+      matched_stop: the stop string that ended the request, if any.
+      error: message of FinishReason.ERROR.
+      score: of a beam search: the sum of logprobs divided by the length to the power of length_penalty.
     """
 
     request_id: str
@@ -85,7 +84,7 @@ class Completion:
 
     @property
     def delta(self) -> Delta:
-        """All of it as one delta."""
+        """The whole completion as one delta."""
         scored = (self.prompt_logprobs or ())[1:]
         tops = (self.prompt_top_logprobs or ())[1:] or (None,) * len(scored)
         return Delta(
@@ -98,10 +97,10 @@ class Completion:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """A mapping that `json.dumps` takes: id, text, token_ids, finish_reason and what was asked for.
+        """A mapping for `json.dumps`: id, text, token_ids, finish_reason and the requested logprobs.
 
-        Alternatives are an object a token, from token id to logprob, likeliest first; a logprob that is no number is
-        null. A request that went wrong has an id and an error alone.
+        The alternatives of each token are an object from token id to logprob, likeliest first. A logprob that is not
+        finite is null. A failed request has only an id and an error.
         """
         if self.error is not None:
             return {"id": self.request_id, "error": self.error}
@@ -133,11 +132,12 @@ def _by_id(alternatives: Alternatives | None) -> dict[str, float | None] | None:
 
 
 class Assembler:
-    """Puts one request's completion together from its events.
+    """Assembles the completion of one request from its events.
 
-    A stop string ends the text where it begins, and the tokens with the one that completed it; of several, the one
-    that is complete first counts, whatever pieces the text came in. Those that are complete with the first `min_tokens`
-    tokens are text like any other. The caller then aborts the request in the engine.
+    The text ends where a stop string begins, and the tokens end with the one that completed it. If several stop strings
+    match, the one that is completed first counts, however the text was split into events. A stop string that is
+    completed within the first `min_tokens` tokens is ordinary text. After a stop string the caller must abort the
+    request in the engine.
 
     Raises:
       InvalidRequest: the request has stop strings and there is no tokenizer to make text.
@@ -165,11 +165,11 @@ class Assembler:
 
     @property
     def finished(self) -> bool:
-        """Whether the completion is whole; later events are ignored."""
+        """Whether the completion is complete; later events are ignored."""
         return self._finish_reason is not None
 
     def push(self, event: TokenEvent) -> Delta:
-        """Takes one event in and returns what it adds."""
+        """Adds an event and returns its delta."""
         if self.finished:
             return Delta()
         text, used, stopped = self._add_text(event)
@@ -194,7 +194,7 @@ class Assembler:
         return delta
 
     def completion(self) -> Completion:
-        """The completion so far; whole once `finished`."""
+        """The completion so far; complete once `finished`."""
         sampling = self._request.sampling
         prompt_logprobs = prompt_top = None
         if sampling.prompt_logprobs is not None:
@@ -226,7 +226,9 @@ class Assembler:
             text = stream.push(token for token in tokens if token not in self._ending)
             return text + (stream.flush() if event.finish_reason else ""), len(tokens), False
         out = ""
-        early = self._request.sampling.min_tokens - len(self._token_ids)  # tokens with which nothing stops
+        early = self._request.sampling.min_tokens - len(
+            self._token_ids
+        )  # tokens within min_tokens, at which nothing stops
         for used, token in enumerate(tokens, 1):
             if token not in self._ending:
                 text, stopped = self._until_stop(stream.push((token,)), stops=used > early)
@@ -241,10 +243,10 @@ class Assembler:
         return out, len(tokens), False
 
     def _until_stop(self, piece: str, *, stops: bool) -> tuple[str, bool]:
-        """Adds a piece to the held text; returns (what may go out, whether a stop string is complete).
+        """Adds text; returns (text that is outside any stop string, whether one is complete).
 
         Args:
-          stops: whether a stop string that this piece completes counts.
+          stops: whether a stop string completed by this piece counts.
         """
         if not piece:
             return "", False
@@ -258,13 +260,13 @@ class Assembler:
             _, at, self._matched_stop = min(ends)
             self._held = ""
             return text[:at], True
-        held = _beginning(text, strings)
+        held = _partial_stop(text, strings)
         self._held = text[held:]
         return text[:held], False
 
 
-def _beginning(text: str, stops: Sequence[str]) -> int:
-    """Where the longest end of the text begins that is the beginning of a stop string; its length if there is none."""
+def _partial_stop(text: str, stops: Sequence[str]) -> int:
+    """Start of the longest suffix that is a prefix of a stop string; len(text) if there is none."""
     first = {stop[0] for stop in stops}
     for at, character in enumerate(text):
         if character in first and any(stop.startswith(text[at:]) for stop in stops):

@@ -1,4 +1,4 @@
-"""Sampling parameters that a checkpoint recommends, for requests that do not give their own."""
+"""Reads a checkpoint's recommended sampling parameters, the defaults of requests."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from jaxserve.config import EngineConfig
 from jaxserve.sampling_params import SAMPLING_PARAMS
 
 FILE = "generation_config.json"
-_SAME = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
-_OURS = {name: name for name in _SAME} | {"max_new_tokens": "max_tokens"}  # their names -> ours
+_SAME_NAMES = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
+_OUR_NAMES = {name: name for name in _SAME_NAMES} | {"max_new_tokens": "max_tokens"}
 
 
 def read(directory: str | Path, config: EngineConfig) -> dict[str, Any]:
-    """The parameters of a checkpoint's generation_config.json that differ from those of SamplingParams.
+    """The parameters of generation_config.json that differ from the defaults of SamplingParams.
 
-    An explicit `do_sample: false` makes requests greedy. Empty without the file, or if `config` leaves it aside.
+    An explicit `do_sample: false` makes requests greedy. Empty if there is no file, or `config` ignores it.
 
     Raises:
       ValueError: the file cannot be read, or a parameter in it has a wrong value.
@@ -31,27 +31,27 @@ def read(directory: str | Path, config: EngineConfig) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as problem:
         raise ValueError(f"{file} cannot be read: {problem}") from None
     if not isinstance(entries, dict):
-        raise ValueError(f"{file} holds no JSON object")
+        raise ValueError(f"{file} does not hold a JSON object")
     found: dict[str, Any] = {}
-    for theirs, ours in _OURS.items():
+    for theirs, ours in _OUR_NAMES.items():
         value, param = entries.get(theirs), SAMPLING_PARAMS[ours]
         if value is None:
             continue
         if (problem := param.problem(value)) is not None:
-            raise ValueError(f"{file}: {theirs} {problem} (--generation-config off leaves the file aside)")
+            raise ValueError(f"{file}: {theirs} {problem} (--generation-config off ignores the file)")
         found[ours] = param.kind(value)
     if entries.get("do_sample") is False:
         found["temperature"] = 0.0
     return {name: value for name, value in found.items() if value != SAMPLING_PARAMS[name].default}
 
 
-def of_beams(defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the parameters that hold for a beam search, which draws nothing."""
+def for_beam_search(defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The defaults that apply to a beam search, which does not sample."""
     return {name: value for name, value in defaults.items() if name == "max_tokens"}
 
 
 def describe(defaults: Mapping[str, Any]) -> str | None:
-    """One line for the user; None without defaults."""
+    """Describes the defaults in one line for the log; None if there are none."""
     if not defaults:
         return None
     listed = ", ".join(f"{name} {value:g}" for name, value in defaults.items())

@@ -1,4 +1,4 @@
-"""Strict parsing of a request's fields, shared by JSON lines, Python calls and every protocol."""
+"""Parses and validates a request's fields, for JSON lines, Python calls and every protocol."""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ def parse_request(
     defaults: Mapping[str, Any] = MappingProxyType({}),
     longest: int | None = None,
 ) -> Request:
-    """Parses a JSON object: `prompt`, `prompt_token_ids` or `messages`, and any sampling parameter.
+    """Parses a request: a prompt, prompt_token_ids or messages, and sampling parameters.
 
-    A field whose value is None counts as absent. A whole number is accepted for a float; nothing else is converted.
-    `logit_bias` maps token ids (numbers, or their decimal text) to biases; `stop` and `bad_words` are strings or lists
-    of strings; `grammar` is what `grammar.read` takes. Without a seed one is drawn. The engine checks token ids against
-    the vocabulary.
+    A field whose value is None counts as absent. An integer is accepted for a float; nothing else is converted.
+    `logit_bias` maps token ids (integers, or their decimal text) to biases; `stop` and `bad_words` are strings or lists
+    of strings; for `grammar` see `grammar.read`. A request without a seed gets a random one. Token ids are not checked
+    against the vocabulary here; the engine does that.
 
     `messages` are a chat (see `chat.read`). The checkpoint's chat template turns them into the prompt, which ends with
-    the start of an answer unless `add_generation_prompt` is false. A template is a program, and may take a second.
+    the start of an answer unless `add_generation_prompt` is false. Rendering a template may take up to a second.
 
     Args:
-      defaults: sampling parameters of a request that does not give them (`defaults.read`).
-      longest: most tokens of a request; the default max_tokens is cut to it.
+      defaults: sampling parameters that are used where the request has none (`defaults.read`).
+      longest: most tokens of a request, prompt and answer; a default max_tokens is reduced to fit.
 
     Raises:
-      InvalidRequest: naming the field, and for an unknown field the likely one.
+      InvalidRequest: naming the field; for an unknown field, the message suggests a similar one.
     """
-    # Sampling first: the prompt may be long.
+    # The sampling parameters first, because tokenising a long prompt takes time.
     sampling = parse_sampling({name: value for name, value in fields.items() if name not in _PROMPT_FIELDS}, defaults)
     if sampling.bad_words:
         runs = bad_words.token_ids(sampling.bad_words, tokenizer)
@@ -82,7 +82,7 @@ def parse_sampling(fields: Mapping[str, Any], defaults: Mapping[str, Any] = Mapp
         if name not in SAMPLING_PARAMS:
             raise InvalidRequest(str(name), _unknown(name))
         if value is not None:
-            values[name] = _READERS[SAMPLING_PARAMS[name].kind](name, value)
+            values[name] = _PARSERS[SAMPLING_PARAMS[name].kind](name, value)
     values.setdefault("seed", secrets.randbits(63))
     return SamplingParams(**values)
 
@@ -101,42 +101,42 @@ def _prompt(fields: Mapping[str, Any], tokenizer: Tokenizer | None) -> tuple[int
     if fields.get("add_generation_prompt") is not None and given != ["messages"]:
         raise InvalidRequest("add_generation_prompt", "is only for messages, which are missing")
     if given == ["messages"]:
-        return _chat(fields, tokenizer)
+        return _tokenise_chat(fields, tokenizer)
     if given == ["prompt"]:
-        return _text(fields["prompt"], tokenizer)
+        return _tokenise_text(fields["prompt"], tokenizer)
     ids = _integers("prompt_token_ids", fields["prompt_token_ids"])
     if not ids:
         raise InvalidRequest("prompt_token_ids", "is empty; a prompt needs at least one token")
     return ids
 
 
-def _text(text: Any, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+def _tokenise_text(text: Any, tokenizer: Tokenizer | None) -> tuple[int, ...]:
     if not isinstance(text, str):
         raise InvalidRequest("prompt", f"is {shown(text)}; it must be a string (token ids go into prompt_token_ids)")
     if tokenizer is None:
         raise InvalidRequest("prompt", "needs a tokenizer, and this checkpoint has none; give prompt_token_ids")
     if not text:
         raise InvalidRequest("prompt", "is empty; it needs at least one character")
-    return _tokens("prompt", text, tokenizer, special_tokens=True)
+    return _tokenise("prompt", text, tokenizer, special_tokens=True)
 
 
-def _chat(fields: Mapping[str, Any], tokenizer: Tokenizer | None) -> tuple[int, ...]:
+def _tokenise_chat(fields: Mapping[str, Any], tokenizer: Tokenizer | None) -> tuple[int, ...]:
     messages, given = chat.read(fields["messages"]), fields.get("add_generation_prompt")
-    begins_answer = True if given is None else _bool("add_generation_prompt", given)
+    add_generation_prompt = True if given is None else _bool("add_generation_prompt", given)
     if tokenizer is None:
         raise InvalidRequest("messages", "need a tokenizer, and this checkpoint has none; give prompt_token_ids")
     if tokenizer.chat_template is None:
         raise InvalidRequest("messages", "need a chat template, and this checkpoint has none; give prompt")
     try:
-        text = tokenizer.chat_template.render(messages, add_generation_prompt=begins_answer)
+        text = tokenizer.chat_template.render(messages, add_generation_prompt=add_generation_prompt)
     except ValueError as problem:
         raise InvalidRequest("messages", str(problem)) from problem
     if not text:
         raise InvalidRequest("messages", "give an empty prompt under the chat template")
-    return _tokens("messages", text, tokenizer, special_tokens=False)  # the template adds them
+    return _tokenise("messages", text, tokenizer, special_tokens=False)  # the template adds special tokens
 
 
-def _tokens(field: str, text: str, tokenizer: Tokenizer, *, special_tokens: bool) -> tuple[int, ...]:
+def _tokenise(field: str, text: str, tokenizer: Tokenizer, *, special_tokens: bool) -> tuple[int, ...]:
     try:
         tokens = tuple(tokenizer.encode(text, special_tokens=special_tokens))
     except ValueError as problem:
@@ -146,7 +146,7 @@ def _tokens(field: str, text: str, tokenizer: Tokenizer, *, special_tokens: bool
     return tokens
 
 
-def _same(_: str, value: Any) -> Any:
+def _unchanged(_: str, value: Any) -> Any:
     return value
 
 
@@ -200,9 +200,9 @@ def _biases(name: str, value: Any) -> tuple[tuple[int, float], ...]:
     return tuple(biases.items())
 
 
-# By the type of the parameter. SamplingParams checks whole numbers itself.
-_READERS = {
-    int: _same,
+# Parsers by the type of a parameter. SamplingParams checks integers itself.
+_PARSERS = {
+    int: _unchanged,
     float: _float,
     bool: _bool,
     tuple[str, ...]: _strings,

@@ -1,4 +1,4 @@
-"""Several samples of one prompt, as requests: the first computes and scores the prompt, the others are forks of it."""
+"""Several samples of one prompt: the first request computes the prompt, the others fork it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Sequence
 from jaxserve.generation.completion import Completion
 from jaxserve.request import Request, TokenEvent
 
-MAX_SAMPLES = 128  # of one prompt
+MAX_SAMPLES = 128  # samples per prompt
 
 
-def samples_of(request: Request, count: int, name: Callable[[], str]) -> list[Request]:
-    """So many samples of a request, each with a name and a sample_index of its own."""
+def expand_samples(request: Request, count: int, name: Callable[[], str]) -> list[Request]:
+    """Expands a request into `count` samples, each with its own request_id and sample_index."""
     made: list[Request] = []
     for index in range(count):
         sampling = dataclasses.replace(request.sampling, sample_index=index)
@@ -21,15 +21,15 @@ def samples_of(request: Request, count: int, name: Callable[[], str]) -> list[Re
     return made
 
 
-def for_engine(request: Request) -> Request:
-    """What the engine is to do of a request made here: a fork does not have the prompt scored again."""
+def without_fork_scores(request: Request) -> Request:
+    """Removes prompt_logprobs from a fork: the prompt is scored for the first sample only."""
     if request.fork_of is None or request.sampling.prompt_logprobs is None:
         return request
     return dataclasses.replace(request, sampling=dataclasses.replace(request.sampling, prompt_logprobs=None))
 
 
 class PromptScores:
-    """Passes the prompt's logprobs, which the engine tells for the first sample, on to the others."""
+    """Copies prompt logprobs from the first sample, which alone computes them, to the others."""
 
     def __init__(self, requests: Iterable[Request]) -> None:
         self._forks: dict[str, list[str]] = {}
@@ -37,8 +37,8 @@ class PromptScores:
             if request.fork_of is not None and request.sampling.prompt_logprobs is not None:
                 self._forks.setdefault(request.fork_of, []).append(request.request_id)
 
-    def spread(self, event: TokenEvent) -> list[TokenEvent]:
-        """An event, and what it tells the other samples."""
+    def copy_to_forks(self, event: TokenEvent) -> list[TokenEvent]:
+        """The event, and an event with its prompt logprobs for each fork."""
         if not event.prompt_logprobs:
             return [event]
         forks = self._forks.get(event.request_id, ())
@@ -46,7 +46,7 @@ class PromptScores:
 
 
 def best(completions: Sequence[Completion], n: int) -> list[Completion]:
-    """The n completions of one prompt whose tokens are the likeliest on average; they have logprobs."""
+    """The n completions of one prompt with the highest mean logprob. They must have logprobs."""
     if n == len(completions):
         return list(completions)
     return sorted(completions, key=lambda one: -sum(one.logprobs or ()) / max(1, len(one.token_ids)))[:n]

@@ -23,7 +23,7 @@ from jaxserve.runner.batch import pack
 from jaxserve.runner.layout import bucket_sizes, lay_out
 from jaxserve.runner.pipeline import Pipeline
 from jaxserve.runner.stage import Progress, StageRunner
-from jaxserve.structured_output.matcher import Grammars
+from jaxserve.structured_output.matcher import GrammarCompiler
 from jaxserve.text.tokenizer import Tokenizer
 from sharding import mesh, specs
 
@@ -90,7 +90,7 @@ def replay(recording: pb.Recording, path: str | Path, *, cache: str | None, prog
     pipeline = _compile(config, path, recording.n_blocks, recording.n_rows, progress)
     grammars, tokenizer, model = None, Tokenizer.from_directory(path), pipeline.model.config
     if tokenizer is not None:
-        grammars = Grammars(tokenizer, model.vocab_size, model.eos_token_ids)
+        grammars = GrammarCompiler(tokenizer, model.vocab_size, model.eos_token_ids)
     return _Replay(pipeline, recording, grammars).run(progress)
 
 
@@ -111,7 +111,7 @@ def _compile(config: EngineConfig, path: str | Path, n_blocks: int, n_rows: int,
 class _Replay:
     """A replay of a recording through a pipeline of one stage."""
 
-    def __init__(self, pipeline: Pipeline, recording: pb.Recording, grammars: Grammars | None) -> None:
+    def __init__(self, pipeline: Pipeline, recording: pb.Recording, grammars: GrammarCompiler | None) -> None:
         self._pipeline, self._recording, self._grammars = pipeline, recording, grammars
         self._held_to: set[str] = set()  # requests whose grammar state is tracked
         self._block_size = pipeline.shape.attention.block_size
@@ -180,7 +180,7 @@ class _Replay:
             return
         assert self._grammars is not None  # otherwise the request was refused
         generated = admission.tokens[admission.prompt_length : known]
-        self._pipeline.add_grammar(name, admission.sampling, self._grammars.compiled(grammar), generated)
+        self._pipeline.add_grammar(name, admission.sampling, self._grammars.compile(grammar), generated)
         self._held_to.add(name)
 
     def _chosen(self, plan: IterationPlan) -> Iterator[tuple[str, int, int]]:

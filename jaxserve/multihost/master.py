@@ -19,7 +19,7 @@ from jaxserve.runner.batch import PackedPlan
 from jaxserve.runner.links import Link
 from jaxserve.runner.pipeline import Pipeline, Stage, Unsampled
 from jaxserve.sampling_params import Grammar, SamplingParams
-from jaxserve.structured_output.matcher import Compiled
+from jaxserve.structured_output.matcher import CompiledGrammar
 
 
 class MasterPipeline(Pipeline):
@@ -98,7 +98,7 @@ class MasterPipeline(Pipeline):
         return self._group.preparations.ask(grammar)
 
     def add_grammar(
-        self, request_id: str, sampling: SamplingParams, compiled: Compiled, generated: Sequence[int] = ()
+        self, request_id: str, sampling: SamplingParams, compiled: CompiledGrammar, generated: Sequence[int] = ()
     ) -> None:
         super().add_grammar(request_id, sampling, compiled, generated)
         hold = pb.Hold(request_id=request_id, sampling=wire.encode_sampling(sampling))

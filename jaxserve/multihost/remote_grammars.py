@@ -20,7 +20,7 @@ from jaxserve.multihost import control_pb2 as pb
 from jaxserve.multihost import wire
 from jaxserve.sampling_params import Grammar
 from jaxserve.structured_output.masks import GrammarMasks
-from jaxserve.structured_output.matcher import COMPILE_SECONDS, Compiled, Grammars
+from jaxserve.structured_output.matcher import COMPILE_SECONDS, CompiledGrammar, GrammarCompiler
 
 _WAIT_SECONDS = 2 * COMPILE_SECONDS  # another host may be busier than this one
 
@@ -80,25 +80,25 @@ class WorkerGrammars:
       mask_shape: gives the shape of an iteration's masks (see `Pipeline.mask_shape`).
     """
 
-    def __init__(self, grammars: Grammars, mask_shape: Callable[[IterationPlan], tuple[int, int]]) -> None:
+    def __init__(self, grammars: GrammarCompiler, mask_shape: Callable[[IterationPlan], tuple[int, int]]) -> None:
         self._grammars, self._mask_shape = grammars, mask_shape
-        self._masks = GrammarMasks(alike=True)
+        self._masks = GrammarMasks(multihost=True)
         self._landed: queue.SimpleQueue[tuple[IterationPlan, IterationResult]] = queue.SimpleQueue()
 
     def prepare(self, prepare: pb.Prepare, answer: Callable[[pb.FromWorker], None]) -> None:
         """Compile a grammar, and answer when that is done."""
 
-        def done(found: Compiled | str) -> None:
+        def done(found: CompiledGrammar | str) -> None:
             problem = found if isinstance(found, str) else ""
             answer(pb.FromWorker(prepared=pb.Prepared(number=prepare.number, problem=problem)))
 
-        self._grammars.compile_aside(wire.decode_grammar(prepare.grammar), done)
+        self._grammars.compile_in_background(wire.decode_grammar(prepare.grammar), done)
 
     def hold(self, hold: pb.Hold) -> None:
         """Add a request whose grammar was compiled."""
         sampling = wire.decode_sampling(hold.sampling)
         assert sampling.grammar is not None
-        self._masks.begin(hold.request_id, sampling, self._grammars.compiled(sampling.grammar))
+        self._masks.begin(hold.request_id, sampling, self._grammars.compile(sampling.grammar))
 
     def release(self, release: pb.Release) -> None:
         """Remove a request that has ended."""

@@ -33,7 +33,7 @@ from jaxserve.runner.stage import Launched, wait
 from jaxserve.sampling_params import Grammar, SamplingParams
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.structured_output.masks import GrammarMasks
-from jaxserve.structured_output.matcher import Compiled
+from jaxserve.structured_output.matcher import CompiledGrammar
 
 # Called after a launch with the plan and an output of each stage, which is ready when the stage has run.
 Watcher = Callable[[IterationPlan, Sequence[jax.Array]], None]
@@ -103,7 +103,7 @@ class Pipeline:
         self._unsampled: Unsampled | None = None
         self._feeds: deque[_TokenFeed] = deque()  # of plans launched
         self._landed = 0  # number of feeds whose plans have completed
-        self._masks = GrammarMasks(alike=self.spans_hosts)
+        self._masks = GrammarMasks(multihost=self.spans_hosts)
         self._scheduler: Scheduler | None = None
         self.watchers: list[Watcher] = []
         self._hidden: dict[int, jax.ShapeDtypeStruct] = {}  # what a link carries, by bucket
@@ -163,7 +163,7 @@ class Pipeline:
         return lambda: None
 
     def add_grammar(
-        self, request_id: str, sampling: SamplingParams, compiled: Compiled, generated: Sequence[int] = ()
+        self, request_id: str, sampling: SamplingParams, compiled: CompiledGrammar, generated: Sequence[int] = ()
     ) -> None:
         """Constrain a request to its grammar from its next sampled token on.
 

@@ -127,7 +127,7 @@ class SimulationResult:
         return self.busy / self.stages / self.duration if self.duration else 0.0
 
     def recorder(self, pool: SlotPool, *, sampled: bool) -> virtual_clock.Watch:
-        """A function that records what each iteration of a replica carries, and how full its pool is then.
+        """Returns a function that records the load of each iteration and of the pool of a replica.
 
         Args:
           sampled: whether it adds to `series`.

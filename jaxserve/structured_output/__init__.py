@@ -1,2 +1,1 @@
-"""Text of a wanted form: a caller's grammar read, compiled over a vocabulary, and turned into masks of what may come
-next. No jax."""
+"""Structured output: parses and compiles grammars, and computes token masks. Imports no jax."""

@@ -1,4 +1,4 @@
-"""Reading what a caller says of the text it wants: a value of some form becomes a `Grammar`, in one spelling."""
+"""Parses the grammar of a call into a `Grammar`."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ GRAMMAR_TYPES = (*get_args(GrammarKind), "json_object")
 
 
 def read(field: str, value: Any) -> Grammar:
-    """A grammar of `{"type": T, "value": V}`; one that is a Grammar already is itself.
+    """Parses `{"type": T, "value": V}`; returns a `Grammar` unchanged.
 
-    Types and their values: `json_schema`, a schema as an object or as its JSON; `json_object`, none; `regex`, a
+    Types and their values: `json_schema`, a schema as an object or as JSON text; `json_object`, no value; `regex`, a
     string; `choice`, a list of strings; `lark`, a string.
 
+    Args:
+      field: name of the caller's field, for error messages.
+
     Raises:
-      InvalidRequest: naming the field.
+      InvalidRequest: the value is malformed; the error names the field.
     """
     if isinstance(value, Grammar):
         return value
@@ -41,12 +44,12 @@ def read(field: str, value: Any) -> Grammar:
 
 
 def json_object(field: str) -> Grammar:
-    """Any JSON object."""
+    """A grammar that allows any JSON object."""
     return Grammar(kind="json_schema", text='{"type":"object"}', field=field)
 
 
 def json_schema(field: str, schema: Any) -> Grammar:
-    """A JSON text that a schema describes; the schema as an object, or as its JSON."""
+    """A grammar that allows the JSON that matches a schema, given as an object or as text."""
     if isinstance(schema, str):
         _check_size(field, schema)
         try:
@@ -58,7 +61,7 @@ def json_schema(field: str, schema: Any) -> Grammar:
     if not isinstance(schema, Mapping):
         raise InvalidRequest(field, f"has a {type(schema).__name__} for a JSON schema; it must be an object")
     try:
-        # In the order of the caller, which is that of the properties in the text.
+        # Keys are not sorted: properties are generated in the order of the schema.
         written = json.dumps(schema, separators=(",", ":"), allow_nan=False)
     except RecursionError:
         raise InvalidRequest(field, "is nested too deeply") from None
@@ -68,7 +71,7 @@ def json_schema(field: str, schema: Any) -> Grammar:
 
 
 def choice(field: str, options: Any) -> Grammar:
-    """One of several strings."""
+    """A grammar that allows one of several strings."""
     if isinstance(options, str) or not isinstance(options, Sequence) or not options:
         raise InvalidRequest(field, "must be a list of strings, at least one")
     if not all(isinstance(option, str) and option for option in options):
@@ -77,7 +80,7 @@ def choice(field: str, options: Any) -> Grammar:
 
 
 def text(field: str, kind: GrammarKind, content: Any) -> Grammar:
-    """A grammar that is a text: a regular expression, or Lark."""
+    """A grammar that is written as text: a regular expression or a Lark grammar."""
     if not isinstance(content, str) or not content:
         raise InvalidRequest(field, "must be a string, and not an empty one")
     return Grammar(kind=kind, text=content, field=field)

@@ -1,8 +1,8 @@
-"""Grammars over a tokenizer's vocabulary, by llguidance: compiled once, followed a token at a time.
+"""Compiles grammars for a vocabulary with llguidance, and matches texts token by token.
 
-What callers send may be hostile. Everything has a bound: the text's size, the time that compiling may take, the work of
-each step, the states of an automaton, the compiled grammars that are kept. A grammar is also followed for a few tokens
-before it is accepted, so that one that runs into a bound at once is refused at the door.
+Callers may send hostile grammars. So there are limits on a grammar's size, its compilation time, the work of each step,
+the states of its automaton, and the number of cached grammars. Before a grammar is accepted, a few random tokens are
+matched, so that a grammar that reaches a limit at once is refused at submission.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from jaxserve.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 
-COMPILE_SECONDS = 2.0  # for one grammar
-MAX_CACHED = 128  # compiled grammars kept, used or not
-MAX_CACHED_BYTES = 2**19  # of their texts; compiled, one may come to some 400 times its text
-MAX_COMPILING = 32  # grammars that are being compiled or wait for it
+COMPILE_SECONDS = 2.0  # time limit for one grammar
+MAX_CACHED = 128  # cached grammars
+MAX_CACHED_BYTES = 2**19  # of the cached grammars' texts; a compiled grammar may take 400 times its text
+MAX_COMPILING = 32  # grammars that are being compiled or queued
 _THREADS = 2
-_TOKENIZER_SECONDS = 60.0  # for the vocabulary to be read, once
-_TRIED = 32  # tokens that a new grammar is followed for
-_LONGEST_PROBLEM = 300  # characters of llguidance's own words that a caller is shown
-# White space in JSON: a space, or a line's end and an indent. Without a bound some models never stop.
-_JSON: Any = {"whitespace_pattern": r"\x20|\x0A[\x20\x09]{0,40}"}
-# A step of one token: some milliseconds at most. A state takes one or two kB.
+_TOKENIZER_SECONDS = 60.0  # to load the tokenizer's vocabulary, once
+_TRIAL_TOKENS = 32  # tokens that are matched before a grammar is accepted
+_MAX_PROBLEM = 300  # characters of an llguidance error that are shown to a caller
+# White space in JSON: a space, or a line break and an indent. If it is unbounded, some models never stop.
+_JSON_DEFAULTS: Any = {"whitespace_pattern": r"\x20|\x0A[\x20\x09]{0,40}"}
+# These limit the step of one token to some milliseconds. A state takes one or two kB.
 _LIMITS = llguidance.LLParserLimits(
     initial_lexer_fuel=400_000,
     step_lexer_fuel=50_000,
@@ -51,59 +51,59 @@ _LIMITS = llguidance.LLParserLimits(
 )
 
 
-class GrammarFailed(ValueError):
-    """A grammar cannot be compiled, or cannot be followed any further."""
+class GrammarError(ValueError):
+    """A grammar cannot be compiled, or a text cannot be matched any further."""
 
 
 class Matcher:
-    """How far a text has come in its grammar. Not thread safe."""
+    """The position of one text in its grammar. Not thread safe."""
 
     __slots__ = ("_compiled", "_matcher")
 
-    def __init__(self, compiled: Compiled, matcher: llguidance.LLMatcher) -> None:
+    def __init__(self, compiled: CompiledGrammar, matcher: llguidance.LLMatcher) -> None:
         self._compiled = compiled
         self._matcher = matcher
 
     def advance(self, token: int) -> bool:
-        """Takes the next token in; whether nothing may follow it.
+        """Advances by one token. Returns whether the text must end here.
 
         Raises:
-          GrammarFailed: the token is not allowed, or a bound has been reached.
+          GrammarError: the token is not allowed, or a limit was reached.
         """
         if not self._matcher.consume_token(token):
-            raise GrammarFailed(self._problem() or f"token {token} is not allowed here")
+            raise GrammarError(self._problem() or f"token {token} is not allowed here")
         return self._matcher.is_stopped()
 
     def allowed(self) -> np.ndarray:
-        """uint32[words], a bit for every token of the model that may follow, the lowest first; one at least.
+        """The mask of the next token: uint32[words], one bit per token, lowest bit first.
 
         Raises:
-          GrammarFailed: none may, or a bound has been reached.
+          GrammarError: no token is allowed, or a limit was reached.
         """
         words = np.zeros(self._compiled.words, np.uint32)
         self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         if self._matcher.is_error():
-            raise GrammarFailed(self._problem())
+            raise GrammarError(self._problem())
         words = words[: len(self._compiled.vocabulary)] & self._compiled.vocabulary
         if not words.any():
-            raise GrammarFailed("it allows no token of the model's")
+            raise GrammarError("it allows no token of the model's")
         return words
 
     def _problem(self) -> str:
-        told = _short(self._matcher.get_error())
-        if told.startswith("NoExtension"):
+        error = _one_line(self._matcher.get_error())
+        if error.startswith("NoExtension"):
             return "it allows no text"
-        return told or "llguidance cannot follow it"
+        return error or "llguidance cannot follow it"
 
 
-class Compiled:
-    """A grammar over the vocabulary; any number of texts may begin with it.
+class CompiledGrammar:
+    """A grammar compiled for a vocabulary; any number of texts may use it.
 
     Attributes:
-      first: uint32[words] what the first token may be (`Matcher.allowed`).
-      vocabulary: uint32[words] a bit for every token of the model.
-      words: of a mask as llguidance makes it, which may go beyond the model's vocabulary.
-      end_tokens: uint32[words] the bits of the tokens that end a text.
+      first: uint32[words], the mask of the first token (see `Matcher.allowed`).
+      vocabulary: uint32[words], the bits of all tokens of the model.
+      words: size of llguidance's masks, which may be larger than the model's vocabulary.
+      end_tokens: uint32[words], the bits of the tokens that end a text.
     """
 
     __slots__ = ("__weakref__", "_matcher", "end_tokens", "first", "vocabulary", "words")
@@ -116,29 +116,28 @@ class Compiled:
         self.first = self.start().allowed()
 
     def start(self) -> Matcher:
-        """A new text."""
+        """A matcher for a new text."""
         return Matcher(self, self._matcher.deep_copy())
 
 
-class _Job:
-    """A grammar that is being compiled, or waits for it."""
+class _CompileJob:
+    """A grammar that is being compiled since `started`, or is queued (None)."""
 
     __slots__ = ("future", "started")
 
     def __init__(self) -> None:
-        self.future: Future[Compiled] = Future()
+        self.future: Future[CompiledGrammar] = Future()
         self.started: float | None = None
 
 
-class Grammars:
-    """Compiles grammars for one tokenizer and model, on threads of its own, and keeps some.
-
-    Thread safe.
+class GrammarCompiler:
+    """Compiles grammars for one model on its own threads, and caches them. Thread safe.
 
     Args:
-      vocab_size: of the model, whatever the tokenizer has.
-      eos_token_ids: tokens that may stand where a text is whole.
-      elsewhere: has others compile a grammar too, and returns what waits for them and says why one cannot, or None.
+      vocab_size: size of the model's vocabulary, which may differ from the tokenizer's.
+      eos_token_ids: tokens that are allowed where a text is complete.
+      compile_on_workers: starts compiling a grammar on other hosts. Returns a function that waits for these hosts and
+        returns why one of them cannot compile it, or None.
     """
 
     def __init__(
@@ -147,161 +146,163 @@ class Grammars:
         vocab_size: int,
         eos_token_ids: Iterable[int],
         *,
-        elsewhere: Callable[[Grammar], Callable[[], str | None]] = lambda _: lambda: None,
+        compile_on_workers: Callable[[Grammar], Callable[[], str | None]] = lambda _: lambda: None,
     ) -> None:
-        self._text_tokenizer, self._vocab_size, self._elsewhere = tokenizer, vocab_size, elsewhere
+        self._text_tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._compile_on_workers = compile_on_workers
         self._eos = sorted(eos_token_ids)
         self._tokenizer: llguidance.LLTokenizer | None = None
-        self._reading = threading.Lock()
+        self._tokenizer_lock = threading.Lock()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="jaxserve-grammars")
         self._lock = threading.Lock()
-        self._jobs: dict[Grammar, _Job] = {}
-        self._kept: OrderedDict[Grammar, Compiled | str] = OrderedDict()  # or why it is refused
-        self._kept_bytes = 0
-        self._alive: weakref.WeakValueDictionary[Grammar, Compiled] = weakref.WeakValueDictionary()
+        self._jobs: dict[Grammar, _CompileJob] = {}
+        self._cache: OrderedDict[Grammar, CompiledGrammar | str] = OrderedDict()  # a str says why it is refused
+        self._cached_bytes = 0
+        self._in_use: weakref.WeakValueDictionary[Grammar, CompiledGrammar] = weakref.WeakValueDictionary()
 
-    def compiled(self, grammar: Grammar) -> Compiled:
-        """The grammar compiled; waits for it where it is not yet.
+    def compile(self, grammar: Grammar) -> CompiledGrammar:
+        """Compiles a grammar or returns the cached result; blocks until it is done.
 
         Raises:
-          InvalidRequest: it cannot be compiled, or not in time.
-          QueueFull: as many others as may are being compiled.
+          InvalidRequest: the grammar cannot be compiled, or not in time.
+          QueueFull: MAX_COMPILING other grammars are being compiled or queued.
         """
-        job = self._begin(grammar)
-        if isinstance(job, Compiled):
+        job = self._find_or_start(grammar)
+        if isinstance(job, CompiledGrammar):
             return job
         while True:
             try:
-                return job.future.result(self._patience(job))
+                return job.future.result(self._timeout(job))
             except TimeoutError:
-                if job.started is not None and self._patience(job) <= 0:
-                    raise self._slow(grammar) from None
-            except GrammarFailed as problem:
-                raise _refusal(grammar, str(problem)) from None
+                if job.started is not None and self._timeout(job) <= 0:
+                    raise self._refuse_slow(grammar) from None
+            except GrammarError as problem:
+                raise InvalidRequest(grammar.field, str(problem)) from None
 
-    async def prepare(self, grammar: Grammar) -> Compiled:
-        """As `compiled`, for event loops; does not wait for its turn for ever either (QueueFull).
+    async def compile_async(self, grammar: Grammar) -> CompiledGrammar:
+        """Like `compile`, for event loops; raises QueueFull also if the grammar waits too long.
 
-        As long as somebody holds what it returns, `compiled` does not wait at all.
+        While the caller keeps the returned object, `compile` returns it without blocking.
         """
-        job = self._begin(grammar)
-        if isinstance(job, Compiled):
+        job = self._find_or_start(grammar)
+        if isinstance(job, CompiledGrammar):
             return job
         waited = asyncio.wrap_future(job.future)
-        waited.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may wait any more
+        # Retrieves the exception even if the caller is gone: asyncio warns about exceptions that are never retrieved.
+        waited.add_done_callback(lambda done: done.cancelled() or done.exception())
         while True:
             try:
-                return await asyncio.wait_for(asyncio.shield(waited), self._patience(job))
+                return await asyncio.wait_for(asyncio.shield(waited), self._timeout(job))
             except TimeoutError:
                 if job.started is None:
                     raise QueueFull("other grammars are being compiled") from None
-                if self._patience(job) <= 0:
-                    raise self._slow(grammar) from None
-            except GrammarFailed as problem:
-                raise _refusal(grammar, str(problem)) from None
+                if self._timeout(job) <= 0:
+                    raise self._refuse_slow(grammar) from None
+            except GrammarError as problem:
+                raise InvalidRequest(grammar.field, str(problem)) from None
 
-    def compile_aside(self, grammar: Grammar, done: Callable[[Compiled | str], None]) -> None:
-        """As `compiled`, but returns at once.
+    def compile_in_background(self, grammar: Grammar, done: Callable[[CompiledGrammar | str], None]) -> None:
+        """Like `compile`, but returns at once and raises nothing.
 
-        `done` is called, on any thread, with the grammar or why it is none.
+        Calls `done`, on any thread, with the compiled grammar or with why it cannot be compiled.
         """
 
-        def tell(future: Future[Compiled]) -> None:
+        def tell(future: Future[CompiledGrammar]) -> None:
             problem = future.exception()
             done(future.result() if problem is None else str(problem))
 
         try:
-            job = self._begin(grammar)
+            job = self._find_or_start(grammar)
         except InvalidRequest as problem:
             done(str(problem).removeprefix(f"{problem.field}: "))
             return
         except QueueFull as problem:
             done(str(problem))
             return
-        if isinstance(job, Compiled):
+        if isinstance(job, CompiledGrammar):
             done(job)
         else:
             job.future.add_done_callback(tell)
 
-    def read_ahead(self) -> None:
-        """Has the vocabulary read on a thread, before the first grammar comes."""
-        self._threads.submit(self._read_tokenizer)
+    def load_tokenizer_in_background(self) -> None:
+        """Starts loading the tokenizer's vocabulary on a thread, before the first grammar needs it."""
+        self._threads.submit(self._load_tokenizer)
 
     @property
-    def kept(self) -> tuple[int, int]:
-        """How many grammars, compiled or refused, are kept, and the bytes of their texts."""
-        return len(self._kept), self._kept_bytes
+    def cached(self) -> tuple[int, int]:
+        """Number of cached grammars, compiled or refused, and the bytes of their texts."""
+        return len(self._cache), self._cached_bytes
 
-    def _begin(self, grammar: Grammar) -> Compiled | _Job:
+    def _find_or_start(self, grammar: Grammar) -> CompiledGrammar | _CompileJob:
         with self._lock:
-            known = self._kept.get(grammar) or self._alive.get(grammar)
-            if grammar in self._kept:
-                self._kept.move_to_end(grammar)
+            known = self._cache.get(grammar) or self._in_use.get(grammar)
+            if grammar in self._cache:
+                self._cache.move_to_end(grammar)
             if isinstance(known, str):
-                raise _refusal(grammar, known)
+                raise InvalidRequest(grammar.field, known)
             if known is not None:
                 return known
             job = self._jobs.get(grammar)
             if job is None:
                 if len(self._jobs) >= MAX_COMPILING:
-                    raise QueueFull(f"{len(self._jobs)} grammars are being compiled, as many as may")
-                job = self._jobs[grammar] = _Job()
-                self._threads.submit(self._work, grammar, job)
+                    raise QueueFull(f"{len(self._jobs)} grammars are being compiled or queued; no more are accepted")
+                job = self._jobs[grammar] = _CompileJob()
+                self._threads.submit(self._run, grammar, job)
             return job
 
-    def _patience(self, job: _Job) -> float:
-        """Seconds to wait for a job before looking how far it is."""
+    def _timeout(self, job: _CompileJob) -> float:
+        """Seconds to wait for a job before checking its state again."""
         if job.started is not None:
             return job.started + COMPILE_SECONDS - time.monotonic()
         return COMPILE_SECONDS + (_TOKENIZER_SECONDS if self._tokenizer is None else 0.0)
 
-    def _slow(self, grammar: Grammar) -> InvalidRequest:
+    def _refuse_slow(self, grammar: Grammar) -> InvalidRequest:
         problem = f"takes longer than {COMPILE_SECONDS:g} seconds to compile"
-        self._keep(grammar, problem)  # so that it is not tried again
-        return _refusal(grammar, problem)
+        self._add_to_cache(grammar, problem)  # so that it is not tried again
+        return InvalidRequest(grammar.field, problem)
 
-    def _keep(self, grammar: Grammar, found: Compiled | str) -> None:
+    def _add_to_cache(self, grammar: Grammar, result: CompiledGrammar | str) -> None:
         with self._lock:
-            if grammar in self._kept:
+            if grammar in self._cache:
                 return
-            self._kept[grammar] = found
-            self._kept_bytes += len(grammar.text)
-            if isinstance(found, Compiled):
-                self._alive[grammar] = found
-            while len(self._kept) > MAX_CACHED or (self._kept_bytes > MAX_CACHED_BYTES and len(self._kept) > 1):
-                oldest, _ = self._kept.popitem(last=False)
-                self._kept_bytes -= len(oldest.text)
+            self._cache[grammar] = result
+            self._cached_bytes += len(grammar.text)
+            if isinstance(result, CompiledGrammar):
+                self._in_use[grammar] = result
+            while len(self._cache) > MAX_CACHED or (self._cached_bytes > MAX_CACHED_BYTES and len(self._cache) > 1):
+                oldest, _ = self._cache.popitem(last=False)
+                self._cached_bytes -= len(oldest.text)
 
-    def _work(self, grammar: Grammar, job: _Job) -> None:
+    def _run(self, grammar: Grammar, job: _CompileJob) -> None:
         try:
-            tokenizer = self._read_tokenizer()
+            tokenizer = self._load_tokenizer()
             job.started = time.monotonic()
-            wait = self._elsewhere(grammar)
+            wait = self._compile_on_workers(grammar)
             try:
                 compiled = self._compile(tokenizer, grammar)
             finally:
-                problem = wait()  # whatever becomes of it here, or what is asked elsewhere would be kept for ever
+                problem = wait()  # after a failure here too, or the request to the workers would never be removed
             if problem is not None:
-                raise GrammarFailed(problem)
+                raise GrammarError(problem)
             if time.monotonic() - job.started > COMPILE_SECONDS:
-                raise GrammarFailed(f"takes longer than {COMPILE_SECONDS:g} seconds to compile")
-        except GrammarFailed as problem:
-            self._keep(grammar, str(problem))
+                raise GrammarError(f"takes longer than {COMPILE_SECONDS:g} seconds to compile")
+        except GrammarError as problem:
+            self._add_to_cache(grammar, str(problem))
             job.future.set_exception(problem)
-        except BaseException as problem:  # a panic of the library is no Exception
+        except BaseException as problem:  # a panic in llguidance is not an Exception
             _log.exception("a grammar of %d bytes could not be compiled", len(grammar.text))
-            failed = GrammarFailed(f"cannot be compiled ({type(problem).__name__})")
-            self._keep(grammar, str(failed))
+            failed = GrammarError(f"cannot be compiled ({type(problem).__name__})")
+            self._add_to_cache(grammar, str(failed))
             job.future.set_exception(failed)
         else:
-            self._keep(grammar, compiled)
+            self._add_to_cache(grammar, compiled)
             job.future.set_result(compiled)
         finally:
             with self._lock:
                 del self._jobs[grammar]
 
-    def _read_tokenizer(self) -> llguidance.LLTokenizer:
-        with self._reading:
+    def _load_tokenizer(self) -> llguidance.LLTokenizer:
+        with self._tokenizer_lock:
             if self._tokenizer is None:
                 size = max(self._vocab_size, self._text_tokenizer.vocab_size)
                 try:
@@ -309,81 +310,75 @@ class Grammars:
                         self._text_tokenizer.to_json(), n_vocab=size, eos_token=self._eos or None
                     )
                 except Exception as problem:
-                    raise GrammarFailed(f"is not served with this tokenizer: {_short(str(problem))}") from None
+                    raise GrammarError(f"is not served with this tokenizer: {_one_line(str(problem))}") from None
             return self._tokenizer
 
-    def _compile(self, tokenizer: llguidance.LLTokenizer, grammar: Grammar) -> Compiled:
+    def _compile(self, tokenizer: llguidance.LLTokenizer, grammar: Grammar) -> CompiledGrammar:
         matcher = llguidance.LLMatcher(tokenizer, _definition(grammar), log_level=0, limits=_LIMITS)
         if matcher.is_error():
-            raise GrammarFailed(f"cannot be compiled: {_short(matcher.get_error())}")
+            raise GrammarError(f"cannot be compiled: {_one_line(matcher.get_error())}")
         try:
-            compiled = Compiled(
+            compiled = CompiledGrammar(
                 matcher,
                 words=-(-tokenizer.vocab_size // 32),
                 vocabulary=_bits(range(self._vocab_size), self._vocab_size),
                 end_tokens=_bits(self._eos or tokenizer.eos_tokens, self._vocab_size),
             )
-            _follow(compiled)
-        except GrammarFailed as problem:
-            raise GrammarFailed(f"cannot be followed: {problem}") from None
+            _try_random_tokens(compiled)
+        except GrammarError as problem:
+            raise GrammarError(f"cannot be followed: {problem}") from None
         return compiled
 
 
 def _definition(grammar: Grammar) -> str:
-    """The grammar as llguidance takes it."""
+    """The grammar in llguidance's format."""
     text, matcher = grammar.text, llguidance.LLMatcher
     match grammar.kind:
         case "json_schema":
-            try:  # a schema with settings of its own for llguidance is left its own
-                return matcher.grammar_from_json_schema(text, defaults=None if '"x-guidance"' in text else _JSON)
+            try:  # a schema with "x-guidance" has its own settings
+                defaults = None if '"x-guidance"' in text else _JSON_DEFAULTS
+                return matcher.grammar_from_json_schema(text, defaults=defaults)
             except ValueError as problem:
-                raise GrammarFailed(f"cannot be compiled: {_short(str(problem))}") from None
+                raise GrammarError(f"cannot be compiled: {_one_line(str(problem))}") from None
         case "regex":
             return matcher.grammar_from_regex(text)
         case "choice":
-            # In capitals, it is one word of the text rather than a choice of rules: thousands are no work.
+            # In capitals: a terminal of the lexer instead of parser rules, so thousands of options are cheap.
             return matcher.grammar_from_lark("start: WORD\nWORD: " + " | ".join(map(json.dumps, json.loads(text))))
         case "lark":
             return matcher.grammar_from_lark(_lark(text))
 
 
 def _lark(text: str) -> str:
-    """Lark, also of a grammar in GBNF (`name ::= ...`), which other engines take by the same field."""
+    """Converts GBNF (`name ::= ...`), which other engines accept in the same field, to Lark."""
     if not re.search(r"^[ \t]*[\w-]+[ \t]*::=", text, re.MULTILINE):
         return text
     try:
         return gbnf_to_lark(text)
     except RecursionError:
-        raise GrammarFailed("cannot be compiled: nested too deeply") from None
+        raise GrammarError("cannot be compiled: nested too deeply") from None
     except Exception as problem:  # the converter raises bare Exception
-        raise GrammarFailed(f"cannot be compiled: {_short(str(problem))}") from None
+        raise GrammarError(f"cannot be compiled: {_one_line(str(problem))}") from None
 
 
-def _follow(compiled: Compiled) -> None:
-    """Goes a few tokens into a grammar, at random.
-
-    Raises GrammarFailed where a bound is reached.
-    """
+def _try_random_tokens(compiled: CompiledGrammar) -> None:
+    """Matches a few random tokens; raises GrammarError if a limit is reached."""
     matcher, draw = compiled.start(), np.random.default_rng(0)
-    for _ in range(_TRIED):
+    for _ in range(_TRIAL_TOKENS):
         allowed = np.flatnonzero(np.unpackbits(matcher.allowed().view(np.uint8), bitorder="little"))
         if matcher.advance(int(draw.choice(allowed))):
             return
 
 
 def _bits(tokens: Iterable[int], count: int) -> np.ndarray:
-    """uint32[words] with these bits of `count` set."""
+    """uint32[words]: `count` bits, those of these tokens set."""
     bits = np.zeros(-(-count // 32) * 32, np.uint8)
     bits[[token for token in tokens if token < count]] = 1
     return np.packbits(bits, bitorder="little").view(np.uint32)
 
 
-def _short(told: str) -> str:
-    """One line of llguidance's several; where one of them is the reason, that one."""
-    reason = re.search(r"^[ \t]*error: (.+)$", told, re.MULTILINE)
-    line = " ".join((reason[1] if reason else told).replace("<non-verbose/>", "").split())
-    return line if len(line) <= _LONGEST_PROBLEM else line[: _LONGEST_PROBLEM - 3] + "..."
-
-
-def _refusal(grammar: Grammar, problem: str) -> InvalidRequest:
-    return InvalidRequest(grammar.field, problem)
+def _one_line(error: str) -> str:
+    """An error of llguidance in one line: its `error:` line if it has one."""
+    reason = re.search(r"^[ \t]*error: (.+)$", error, re.MULTILINE)
+    line = " ".join((reason[1] if reason else error).replace("<non-verbose/>", "").split())
+    return line if len(line) <= _MAX_PROBLEM else line[: _MAX_PROBLEM - 3] + "..."

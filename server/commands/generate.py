@@ -168,7 +168,8 @@ def _write_line(descriptor: int, line: bytes) -> None:
 def _print_text(engine: Engine, fields: dict[str, Any]) -> int:
     """Streams the completion of one prompt to standard output."""
     from jaxserve.errors import InvalidRequest
-    from jaxserve.generation.completion import Assembler, parse_request
+    from jaxserve.generation.completion import Assembler
+    from jaxserve.generation.parsing import parse_request
     from jaxserve.request import TokenEvent
 
     inbox: queue.SimpleQueue[list[TokenEvent]] = queue.SimpleQueue()
@@ -198,11 +199,11 @@ def _print_several(engine: Engine, fields: dict[str, Any], wanted: dict[str, Any
     from jaxserve.generation import streaming
 
     try:
-        params = beams.params_of(wanted)
+        params = beams.parse_beam_params(wanted)
         if params is not None:
-            answers = streaming.search(engine, fields, params, {}, streaming.Terms())
+            answers = streaming.search(engine, fields, params, {}, streaming.CallOptions())
         else:
-            answers = streaming.generate(engine, [fields], {}, streaming.Terms(**wanted, fills_in=True))
+            answers = streaming.generate(engine, [fields], {}, streaming.CallOptions(**wanted, fill_defaults=True))
     except InvalidRequest as problem:
         raise UserError(str(problem)) from None
     except RuntimeError as problem:  # the engine has failed, or a step of the search

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxserve.errors import EngineStopped, InvalidRequest, QueueFull
-from jaxserve.generation.completion import Assembler, parse_request
+from jaxserve.generation.completion import Assembler
+from jaxserve.generation.parsing import parse_request
 from jaxserve.request import FinishReason, Request, TokenEvent
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from jaxserve.errors import EngineStopped
 from jaxserve.request import FinishReason, Request, TokenEvent
 from jaxserve.startup_report import StartupReport
 from jaxserve.stats import IterationRecord, Load, total
-from jaxserve.structured_output.matcher import Grammars
+from jaxserve.structured_output.matcher import GrammarCompiler
 from server.engine_client import EngineNotReady
 from server.engine_process import messages
 from server.engine_process import messages_pb2 as pb
@@ -71,7 +71,7 @@ class RemoteEngine:
     ) -> None:
         self.config, self.tokenizer, self.request_defaults = config, tokenizer, request_defaults
         self._info: EngineInfo | None = None
-        self._grammars: Grammars | None = None
+        self._grammars: GrammarCompiler | None = None
         self._problem: str | None = _STARTING
         self._returns = False
         self._send: Callable[[bytes], None] | None = None
@@ -98,11 +98,11 @@ class RemoteEngine:
         return self._known().limits.max_context
 
     @property
-    def grammars(self) -> Grammars | None:
+    def grammars(self) -> GrammarCompiler | None:
         """Compiled in this process too, so that wrong grammars never reach the engine process."""
         info = self._known()
         if self._grammars is None and self.tokenizer is not None:
-            self._grammars = Grammars(self.tokenizer, info.vocab_size, info.eos_token_ids)
+            self._grammars = GrammarCompiler(self.tokenizer, info.vocab_size, info.eos_token_ids)
         return self._grammars
 
     @property

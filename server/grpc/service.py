@@ -38,7 +38,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
     async def _completions(self, request: pb.GenerateRequest, call: Call) -> list[Completion]:
         """The completions of a call: all samples, the best of them, or those of a beam search."""
-        params = beams.params_of(_set_of(request, beams.FIELDS))
+        params = beams.parse_beam_params(_set_of(request, beams.FIELDS))
         if params is not None:
             return (await self._handler.search(messages.fields_of(request), call, params))[1]
         n, drawn = _samples(request)
@@ -55,7 +55,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         call = _call(request, context)
         async with calls.answering(self._handler, context, call.id):
             n, drawn = _samples(request)
-            if beams.params_of(_set_of(request, beams.FIELDS)) is not None:
+            if beams.parse_beam_params(_set_of(request, beams.FIELDS)) is not None:
                 raise InvalidRequest("use_beam_search", "cannot be streamed: the best answers are known at the end")
             if drawn > n:
                 raise InvalidRequest("best_of", "cannot be streamed: which is best is known at the end")

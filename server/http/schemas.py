@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 from jaxserve.errors import InvalidRequest
 from jaxserve.fields import Param
 from jaxserve.generation import chat
-from jaxserve.generation.beam_search import FIELDS, BeamParams, params_of
+from jaxserve.generation.beam_search import FIELDS, BeamParams, parse_beam_params
 from jaxserve.generation.samples import MAX_SAMPLES
 from jaxserve.sampling_params import MAX_LOGPROBS, MAX_STOP, SAMPLING_PARAMS, Grammar
 from jaxserve.structured_output import grammar
@@ -159,7 +159,7 @@ class OpenAIBody(_OpenAISampling):
     @property
     def beams(self) -> BeamParams | None:
         """The parameters of a beam search; None if the call samples."""
-        params = params_of({name: getattr(self, name, None) for name in FIELDS})
+        params = parse_beam_params({name: getattr(self, name, None) for name in FIELDS})
         if params is not None:
             for name in ("stream", "echo"):
                 if getattr(self, name, None):

@@ -26,7 +26,7 @@ from jaxserve.scheduler.buckets import BucketCost
 from jaxserve.scheduler.limits import Limits
 from jaxserve.startup_report import StartupReport
 from jaxserve.stats import IterationRecord, Load
-from jaxserve.structured_output.matcher import Grammars
+from jaxserve.structured_output.matcher import GrammarCompiler
 from jaxserve.text.chat_template import ChatTemplate
 from jaxserve.text.tokenizer import Tokenizer
 
@@ -117,7 +117,7 @@ class FakeEngine:
     def __post_init__(self) -> None:
         self.model_config = SimpleNamespace(vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,), bos_token_id=None)
         # Compiles grammars as an engine does; its answers pay no heed to them.
-        self.grammars = None if self.tokenizer is None else Grammars(self.tokenizer, VOCAB_SIZE, (EOS,))
+        self.grammars = None if self.tokenizer is None else GrammarCompiler(self.tokenizer, VOCAB_SIZE, (EOS,))
         self.limits = Limits(
             vocab_size=VOCAB_SIZE,
             max_context=self.max_context,

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from jaxserve import models
 from jaxserve.errors import InvalidRequest
-from jaxserve.generation.beam_search import BeamParams, BeamSearch, completions, params_of
+from jaxserve.generation.beam_search import BeamParams, BeamSearch, completions, parse_beam_params
 from jaxserve.request import Alternatives, FinishReason, Request
 from jaxserve.sampling_params import SamplingParams
 from tests.fixtures import dense
@@ -180,16 +180,16 @@ def told(found):
 )
 def test_a_search_that_cannot_be_is_refused(fields, field, message):
     with pytest.raises(InvalidRequest, match=message) as error:
-        params_of({"use_beam_search": True} | fields)
+        parse_beam_params({"use_beam_search": True} | fields)
     assert error.value.field == field
 
 
 def test_fields_of_a_search_need_one():
-    assert params_of({"n": 3, "best_of": 100, "use_beam_search": None}) is None
+    assert parse_beam_params({"n": 3, "best_of": 100, "use_beam_search": None}) is None
     for name, value in (("length_penalty", 1.0), ("early_stopping", False)):
         with pytest.raises(InvalidRequest, match=f"{name}: is for beam search"):
-            params_of({name: value})
-    assert params_of({"use_beam_search": True, "n": 3}) == BeamParams(width=3, n=3)
+            parse_beam_params({name: value})
+    assert parse_beam_params({"use_beam_search": True, "n": 3}) == BeamParams(width=3, n=3)
 
 
 @pytest.mark.parametrize(

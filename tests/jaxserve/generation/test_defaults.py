@@ -64,7 +64,7 @@ def test_they_are_told_in_one_line():
         ('{"max_new_tokens": 0}', r"max_new_tokens is 0; it must be a whole number of at least 1"),
         ('{"top_p": 1.5}', r"top_p is 1.5; it must be above 0 and at most 1"),
         ("{", r"generation_config.json cannot be read"),
-        ("[]", r"generation_config.json holds no JSON object"),
+        ("[]", r"generation_config.json does not hold a JSON object"),
     ],
 )
 def test_wrong_files_are_refused(tmp_path, content, message):

@@ -18,7 +18,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
 from jaxserve.errors import InvalidRequest
 from jaxserve.generation.completion import Completion
-from jaxserve.generation.samples import PromptScores, best, for_engine, samples_of
+from jaxserve.generation.samples import PromptScores, best, expand_samples, without_fork_scores
 from jaxserve.request import Request, TokenEvent
 from jaxserve.runner import kv_cache
 from jaxserve.sampling_params import SamplingParams
@@ -38,7 +38,7 @@ def samples(count: int, name: str = "s", prompt: tuple[int, ...] = PROMPT, **sam
     numbers = iter(range(count))
     chosen = SamplingParams(**{"max_tokens": 20, "seed": 3, "ignore_eos": True} | sampling)
     request = Request(request_id="", prompt=prompt, sampling=chosen)
-    return samples_of(request, count, lambda: f"{name}{next(numbers)}")
+    return expand_samples(request, count, lambda: f"{name}{next(numbers)}")
 
 
 def apart(requests: list[Request]) -> list[Request]:
@@ -197,16 +197,16 @@ def test_a_blocks_copy_is_the_block_in_every_layer(name, dtype) -> None:
 
 def test_prompt_scores_of_the_first_are_told_of_all() -> None:
     wanted = samples(3, prompt_logprobs=1)
-    assert [for_engine(request).sampling.prompt_logprobs for request in wanted] == [1, None, None]
-    assert for_engine(wanted[1]).sampling.sample_index == 1
-    told = PromptScores(wanted).spread(TokenEvent("s0", (7,), (-1.0,), (), ((-2.0, None),)))
+    assert [without_fork_scores(request).sampling.prompt_logprobs for request in wanted] == [1, None, None]
+    assert without_fork_scores(wanted[1]).sampling.sample_index == 1
+    told = PromptScores(wanted).copy_to_forks(TokenEvent("s0", (7,), (-1.0,), (), ((-2.0, None),)))
     assert [(event.request_id, event.token_ids, event.prompt_logprobs) for event in told] == [
         ("s0", (7,), ((-2.0, None),)),
         ("s1", (), ((-2.0, None),)),
         ("s2", (), ((-2.0, None),)),
     ]
     other = TokenEvent("s1", (7,), (-1.0,))
-    assert PromptScores(wanted).spread(other) == [other]
+    assert PromptScores(wanted).copy_to_forks(other) == [other]
 
 
 def test_samples_and_terms_from_python(params) -> None:

@@ -18,7 +18,7 @@ from jaxserve.multihost.remote_grammars import GrammarCompileRequests, WorkerGra
 from jaxserve.sampling_params import Grammar, SamplingParams
 from jaxserve.structured_output.grammar import read
 from jaxserve.structured_output.masks import GrammarMasks
-from jaxserve.structured_output.matcher import Grammars
+from jaxserve.structured_output.matcher import GrammarCompiler
 from tests.fixtures.texts import CASES, printable_tokenizer
 from tests.fixtures.tiny import VOCAB
 
@@ -28,9 +28,9 @@ ROWS, TURN = 4, 12  # after so many iterations, other requests take the rows
 WAIT_SECONDS = 120.0
 
 
-def grammars(elsewhere: Callable | None = None) -> Grammars:
+def grammars(compile_on_workers: Callable | None = None) -> GrammarCompiler:
     tokenizer = printable_tokenizer()
-    return Grammars(tokenizer, VOCAB, (2,), elsewhere=elsewhere or (lambda _: lambda: None))
+    return GrammarCompiler(tokenizer, VOCAB, (2,), compile_on_workers=compile_on_workers or (lambda _: lambda: None))
 
 
 def prepared(number: int, problem: str = "") -> pb.Prepared:
@@ -68,20 +68,20 @@ def test_who_cannot_compile_it_is_named(monkeypatch) -> None:
 
 def test_a_problem_elsewhere_refuses_the_request() -> None:
     with pytest.raises(InvalidRequest, match=r"^grammar: was not compiled on host 1"):
-        grammars(lambda _: lambda: "was not compiled on host 1").compiled(REGEX)
-    grammars(lambda _: lambda: None).compiled(REGEX)
+        grammars(lambda _: lambda: "was not compiled on host 1").compile(REGEX)
+    grammars(lambda _: lambda: None).compile(REGEX)
 
 
 def test_nothing_is_kept_of_a_grammar_that_host_0_cannot_compile() -> None:
     asking = GrammarCompileRequests(lambda _: None, (1,))
 
-    def elsewhere(grammar: Grammar) -> Callable[[], str | None]:
+    def compile_on_workers(grammar: Grammar) -> Callable[[], str | None]:
         wait = asking.ask(grammar)
         asking.answered(1, prepared(0, "cannot be compiled: there neither"))
         return wait
 
     with pytest.raises(InvalidRequest, match="unclosed group"):
-        grammars(elsewhere).compiled(Grammar(kind="regex", text="(a"))
+        grammars(compile_on_workers).compile(Grammar(kind="regex", text="(a"))
     assert not asking._awaited
     assert not asking._problems
 
@@ -140,13 +140,13 @@ def test_hosts_come_to_the_same_masks_whatever_is_quicker_where(seed) -> None:
     """One hears of ends early and of tokens late, the other the other way round."""
     traffic, made = Traffic(seed), grammars()
     everything = np.full((ROWS, WORDS), 0xFFFFFFFF, np.uint32)
-    master, worker = GrammarMasks(alike=True), WorkerGrammars(made, lambda bucket: (ROWS, WORDS))
+    master, worker = GrammarMasks(multihost=True), WorkerGrammars(made, lambda bucket: (ROWS, WORDS))
     results: dict[int, IterationResult] = {}
     for index, plan in enumerate(traffic.plans):
         for admission in plan.admissions:
             sampling = admission.sampling
             assert sampling.grammar is not None
-            master.begin(admission.request_id, sampling, made.compiled(sampling.grammar))
+            master.begin(admission.request_id, sampling, made.compile(sampling.grammar))
             worker.hold(pb.Hold(request_id=admission.request_id, sampling=wire.encode_sampling(sampling)))
         late = traffic.draw.random() < 0.5
         if index and not late:

@@ -16,7 +16,7 @@ from jaxserve.request import FinishReason, Request
 from jaxserve.sampling_params import Grammar, SamplingParams
 from jaxserve.structured_output import masks
 from jaxserve.structured_output.grammar import read
-from jaxserve.structured_output.matcher import GrammarFailed, Matcher
+from jaxserve.structured_output.matcher import GrammarError, Matcher
 from tests.fixtures.texts import CASES, SCHEMA, check_texts, constrained, is_json, printable_tokenizer
 from tests.fixtures.tiny import make_engine, opinionated
 from tests.fixtures.traffic import Answers, run, traffic
@@ -169,14 +169,14 @@ class Held:
 
     def __init__(self, monkeypatch) -> None:
         self.begun, self.may_end = threading.Semaphore(0), threading.Event()
-        look = masks.GrammarState.look
+        look = masks.GrammarState.update_mask
 
         def slowly(text):
             self.begun.release()
             assert self.may_end.wait(WAIT_SECONDS)
             look(text)
 
-        monkeypatch.setattr(masks.GrammarState, "look", slowly)
+        monkeypatch.setattr(masks.GrammarState, "update_mask", slowly)
 
 
 @pytest.mark.parametrize("stages", [1, 2])
@@ -250,12 +250,12 @@ def test_a_grammar_that_fails_on_the_way_ends_its_own_request(params, alone, mon
     def fails(*_):
         if when == "panic":
             raise Panic
-        raise GrammarFailed("a bound has been reached")
+        raise GrammarError("a bound has been reached")
 
     engine = make_engine(params, tokenizer=TOKENIZER)
     grammar = read("response_format", CASES["json_schema"].given)
     assert engine.grammars is not None
-    engine.grammars.compiled(grammar)
+    engine.grammars.compile(grammar)
     monkeypatch.setattr(Matcher, "advance" if when == "token" else "allowed", fails)
     events, answers = [], Answers()
     engine.submit(request_of("a", "json_schema", grammar=grammar), events.extend)

@@ -17,7 +17,7 @@ from jaxserve.errors import InvalidRequest, QueueFull
 from jaxserve.sampling_params import Grammar
 from jaxserve.structured_output import matcher
 from jaxserve.structured_output.grammar import read
-from jaxserve.structured_output.matcher import Compiled, GrammarFailed, Grammars
+from jaxserve.structured_output.matcher import CompiledGrammar, GrammarCompiler, GrammarError
 from jaxserve.text.tokenizer import Tokenizer
 from tests.fixtures.texts import CASES, is_json, printable_tokenizer
 
@@ -32,8 +32,8 @@ def demo_tokenizer() -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def grammars() -> Grammars:
-    return Grammars(demo_tokenizer(), DEMO_VOCAB, (DEMO_EOS,))
+def grammars() -> GrammarCompiler:
+    return GrammarCompiler(demo_tokenizer(), DEMO_VOCAB, (DEMO_EOS,))
 
 
 def regex(text: str) -> Grammar:
@@ -44,7 +44,7 @@ def tokens_of(allowed: np.ndarray) -> list[int]:
     return np.flatnonzero(np.unpackbits(allowed.view(np.uint8), bitorder="little")).tolist()
 
 
-def walk(compiled: Compiled, tokenizer: Tokenizer, eos: int, draw: random.Random, most: int = 400) -> str | None:
+def walk(compiled: CompiledGrammar, tokenizer: Tokenizer, eos: int, draw: random.Random, most: int = 400) -> str | None:
     """A text of tokens drawn from those allowed; None if it has not ended after so many."""
     follower, tokens, allowed = compiled.start(), [], compiled.first
     for _ in range(most):
@@ -62,7 +62,7 @@ def walk(compiled: Compiled, tokenizer: Tokenizer, eos: int, draw: random.Random
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_every_text_is_what_the_grammar_describes(grammars, case) -> None:
-    compiled, tokenizer = grammars.compiled(read("grammar", case.given)), demo_tokenizer()
+    compiled, tokenizer = grammars.compile(read("grammar", case.given)), demo_tokenizer()
     texts = [walk(compiled, tokenizer, DEMO_EOS, random.Random(seed)) for seed in range(40)]
     assert all(text is not None and case.judge(text) for text in texts), texts
     assert len(set(texts)) > 2
@@ -71,7 +71,7 @@ def test_every_text_is_what_the_grammar_describes(grammars, case) -> None:
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_a_vocabulary_that_is_not_all_of_bytes(case) -> None:
     tokenizer = printable_tokenizer()
-    compiled = Grammars(tokenizer, 97, (2,)).compiled(read("grammar", case.given))
+    compiled = GrammarCompiler(tokenizer, 97, (2,)).compile(read("grammar", case.given))
     texts = [walk(compiled, tokenizer, 2, random.Random(seed)) for seed in range(10)]
     assert all(text is not None and case.judge(text) for text in texts), texts
 
@@ -115,7 +115,7 @@ SCHEMAS = st.recursive(
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(schema=SCHEMAS, seed=st.integers(0, 2**32))
 def test_every_text_of_any_schema_fits_it(grammars, schema: dict[str, Any], seed: int) -> None:
-    compiled = grammars.compiled(read("grammar", {"type": "json_schema", "value": schema}))
+    compiled = grammars.compile(read("grammar", {"type": "json_schema", "value": schema}))
     text = walk(compiled, demo_tokenizer_once(), DEMO_EOS, random.Random(seed))
     assert text is None or is_json(text, schema), text
 
@@ -131,7 +131,7 @@ def test_white_space_in_json_has_a_bound(grammars) -> None:
     def token(text: bytes) -> int:
         return next(token for token in range(DEMO_VOCAB) if _DEMO.token_bytes(token) == text)
 
-    follower = grammars.compiled(read("grammar", {"type": "json_object"})).start()
+    follower = grammars.compile(read("grammar", {"type": "json_object"})).start()
     assert not follower.advance(token(b"{"))
     assert {token(b"\n"), token(b" ")} <= set(tokens_of(follower.allowed()))
     follower.advance(token(b"\n"))
@@ -142,7 +142,7 @@ def test_white_space_in_json_has_a_bound(grammars) -> None:
 
 
 def test_the_end_is_allowed_where_the_text_is_whole_only(grammars) -> None:
-    compiled = grammars.compiled(regex("ab?"))
+    compiled = grammars.compile(regex("ab?"))
     follower = compiled.start()
     assert DEMO_EOS not in tokens_of(compiled.first)
     (a,) = [token for token in tokens_of(compiled.first) if _DEMO.token_bytes(token) == b"a"]
@@ -152,27 +152,27 @@ def test_the_end_is_allowed_where_the_text_is_whole_only(grammars) -> None:
 
 
 def test_a_text_is_over_where_nothing_may_follow(grammars) -> None:
-    compiled = grammars.compiled(regex("a"))
+    compiled = grammars.compile(regex("a"))
     assert compiled.start().advance(tokens_of(compiled.first)[0])
 
 
 def test_texts_of_one_grammar_do_not_touch_each_other(grammars) -> None:
-    compiled = grammars.compiled(regex("ab|ac"))
+    compiled = grammars.compile(regex("ab|ac"))
     one, two = compiled.start(), compiled.start()
     a = next(token for token in tokens_of(compiled.first) if _DEMO.token_bytes(token) == b"a")
     one.advance(a)
     np.testing.assert_array_equal(two.allowed(), compiled.first)
-    with pytest.raises(GrammarFailed):
+    with pytest.raises(GrammarError):
         one.advance(a)
     two.advance(a)
     assert tokens_of(two.allowed())
 
 
 def test_tokens_beyond_the_models_vocabulary_are_not_allowed() -> None:
-    compiled = Grammars(_DEMO, 1000, (DEMO_EOS,)).compiled(regex("[a-z ]+"))
+    compiled = GrammarCompiler(_DEMO, 1000, (DEMO_EOS,)).compile(regex("[a-z ]+"))
     assert compiled.first.shape == (32,)
     assert 0 < max(tokens_of(compiled.first)) < 1000
-    wide = Grammars(_DEMO, 5000, (DEMO_EOS,)).compiled(regex("[a-z ]+"))
+    wide = GrammarCompiler(_DEMO, 5000, (DEMO_EOS,)).compile(regex("[a-z ]+"))
     assert wide.first.shape == (157,)
     assert 1000 < max(tokens_of(wide.first)) < DEMO_VOCAB
 
@@ -231,14 +231,14 @@ HOSTILE: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("hostile", HOSTILE.values(), ids=HOSTILE)
 def test_hostile_grammars_are_refused_with_one_clear_error(grammars, hostile) -> None:
     with pytest.raises(InvalidRequest) as refusal:
-        grammars.compiled(read("response_format", hostile))
+        grammars.compile(read("response_format", hostile))
     told = str(refusal.value)
     assert refusal.value.field == "response_format"
     assert re.match(r"response_format: (cannot be compiled: |cannot be followed: |takes longer )\S", told), told
     assert len(told) < 400
     assert "\n" not in told
     with pytest.raises(InvalidRequest) as again:
-        grammars.compiled(read("grammar", hostile))
+        grammars.compile(read("grammar", hostile))
     assert str(again.value) == told.replace("response_format", "grammar", 1)
 
 
@@ -268,7 +268,7 @@ FULL_OF_WORK: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("hard", FULL_OF_WORK.values(), ids=FULL_OF_WORK)
 def test_steps_of_hard_grammars_are_short_or_the_text_fails(grammars, hard) -> None:
-    compiled, draw = grammars.compiled(read("grammar", hard)), random.Random(0)
+    compiled, draw = grammars.compile(read("grammar", hard)), random.Random(0)
     follower, longest = compiled.start(), 0.0
     for _ in range(200):
         try:
@@ -277,7 +277,7 @@ def test_steps_of_hard_grammars_are_short_or_the_text_fails(grammars, hard) -> N
             token = draw.choice(tokens_of(allowed))
             is_last = follower.advance(token)
             longest = max(longest, time.thread_time() - before)
-        except GrammarFailed:
+        except GrammarError:
             break
         if is_last:
             break
@@ -286,38 +286,38 @@ def test_steps_of_hard_grammars_are_short_or_the_text_fails(grammars, hard) -> N
 
 def test_what_is_kept_has_a_bound(monkeypatch) -> None:
     monkeypatch.setattr(matcher, "MAX_CACHED", 3)
-    grammars = Grammars(_DEMO, DEMO_VOCAB, (DEMO_EOS,))
-    first = grammars.compiled(regex("a0"))
+    grammars = GrammarCompiler(_DEMO, DEMO_VOCAB, (DEMO_EOS,))
+    first = grammars.compile(regex("a0"))
     for count in range(1, 6):
-        grammars.compiled(regex(f"a{count}"))
+        grammars.compile(regex(f"a{count}"))
         with pytest.raises(InvalidRequest):
-            grammars.compiled(regex(f"(a{count}"))
-        assert grammars.kept[0] <= 3
-    assert grammars.compiled(regex("a0")) is first, "somebody holds it"
+            grammars.compile(regex(f"(a{count}"))
+        assert grammars.cached[0] <= 3
+    assert grammars.compile(regex("a0")) is first, "somebody holds it"
     monkeypatch.setattr(matcher, "MAX_CACHED_BYTES", 20)
-    grammars.compiled(regex("b" * 19))
-    assert grammars.kept == (1, 19)
-    grammars.compiled(regex("b" * 30))
-    assert grammars.kept == (1, 30), "one is always kept"
+    grammars.compile(regex("b" * 19))
+    assert grammars.cached == (1, 19)
+    grammars.compile(regex("b" * 30))
+    assert grammars.cached == (1, 30), "one is always kept"
 
 
 def test_the_least_recently_used_goes_first(monkeypatch) -> None:
     monkeypatch.setattr(matcher, "MAX_CACHED", 2)
-    grammars, made = Grammars(_DEMO, DEMO_VOCAB, (DEMO_EOS,)), []
+    grammars, made = GrammarCompiler(_DEMO, DEMO_VOCAB, (DEMO_EOS,)), []
     monkeypatch.setattr(
         grammars, "_compile", lambda *args, of=grammars._compile: (made.append(args[1].text), of(*args))[1]
     )
     for text in ("a", "b", "a", "c", "a", "b"):
-        grammars.compiled(regex(text))
+        grammars.compile(regex(text))
     assert made == ["a", "b", "c", "b"]
 
 
 class Slow:
-    """Grammars whose compiling takes as long as a test wants."""
+    """A grammar compiler that takes as long as a test wants."""
 
     def __init__(self, monkeypatch) -> None:
-        self.grammars = Grammars(_DEMO, DEMO_VOCAB, (DEMO_EOS,))
-        self.grammars.compiled(regex("warm"))  # the vocabulary is read
+        self.grammars = GrammarCompiler(_DEMO, DEMO_VOCAB, (DEMO_EOS,))
+        self.grammars.compile(regex("warm"))  # the vocabulary is read
         self.begun, self.may_end = threading.Semaphore(0), threading.Event()
         compile_ = self.grammars._compile
 
@@ -341,11 +341,11 @@ def test_a_grammar_that_takes_too_long_is_refused_and_not_tried_again(monkeypatc
     try:
         for _ in range(2):
             with pytest.raises(InvalidRequest, match=r"^grammar: takes longer than 0.05 seconds to compile$"):
-                slow.grammars.compiled(regex("slow"))
+                slow.grammars.compile(regex("slow"))
         assert slow.begun.acquire(timeout=WAIT_SECONDS)
         assert not slow.begun.acquire(blocking=False), "it was tried twice"
         slow.be_patient()
-        slow.grammars.compiled(regex("quick"))
+        slow.grammars.compile(regex("quick"))
     finally:
         slow.may_end.set()
 
@@ -357,18 +357,18 @@ def test_event_loops_do_not_wait_for_others(monkeypatch) -> None:
         async with asyncio.timeout(WAIT_SECONDS):
             for count in range(2):  # as many threads as there are
                 with pytest.raises(InvalidRequest, match="takes longer"):
-                    await slow.grammars.prepare(regex(f"slow{count}"))
+                    await slow.grammars.compile_async(regex(f"slow{count}"))
             with pytest.raises(QueueFull, match="other grammars"):
-                await slow.grammars.prepare(regex("quick"))
+                await slow.grammars.compile_async(regex("quick"))
             slow.be_patient()
             slow.may_end.set()
             compiled = None
             while compiled is None:
                 try:
-                    compiled = await slow.grammars.prepare(regex("quick"))
+                    compiled = await slow.grammars.compile_async(regex("quick"))
                 except QueueFull:
                     await asyncio.sleep(0)
-            assert slow.grammars.compiled(regex("quick")) is compiled
+            assert slow.grammars.compile(regex("quick")) is compiled
 
     try:
         asyncio.run(scenario())
@@ -380,10 +380,10 @@ def test_so_many_wait_and_no_more(monkeypatch) -> None:
     slow = Slow(monkeypatch)
     monkeypatch.setattr(matcher, "MAX_COMPILING", 2)
     try:
-        jobs = [slow.grammars._begin(regex(f"slow{count}")) for count in range(2)]
-        assert slow.grammars._begin(regex("slow1")) is jobs[1], "asked for twice, compiled once"
+        jobs = [slow.grammars._find_or_start(regex(f"slow{count}")) for count in range(2)]
+        assert slow.grammars._find_or_start(regex("slow1")) is jobs[1], "asked for twice, compiled once"
         with pytest.raises(QueueFull, match="2 grammars are being compiled"):
-            slow.grammars.compiled(regex("quick"))
+            slow.grammars.compile(regex("quick"))
     finally:
         slow.may_end.set()
 
@@ -398,12 +398,12 @@ def test_a_library_that_breaks_down_breaks_nothing_else(monkeypatch, grammars) -
     with monkeypatch.context() as patched:
         patched.setattr(grammars, "_compile", panics)
         with pytest.raises(InvalidRequest, match=r"cannot be compiled \(Panic\)"):
-            grammars.compiled(regex("unheard of"))
-    grammars.compiled(regex("heard of"))
+            grammars.compile(regex("unheard of"))
+    grammars.compile(regex("heard of"))
 
 
 def test_a_tokenizer_that_the_library_cannot_read_is_told(monkeypatch) -> None:
     tokenizer = demo_tokenizer()
     monkeypatch.setattr(tokenizer, "to_json", lambda: '{"version": "1.0"}')
     with pytest.raises(InvalidRequest, match=r"^grammar: is not served with this tokenizer: "):
-        Grammars(tokenizer, DEMO_VOCAB, (DEMO_EOS,)).compiled(regex("a"))
+        GrammarCompiler(tokenizer, DEMO_VOCAB, (DEMO_EOS,)).compile(regex("a"))
