@@ -91,8 +91,8 @@ class AttentionBatch(NamedTuple):
     Chunks of length 1 come first, then the longer ones (a chunk of length 1 further back is served too), then empty
     chunks. Rows may share blocks that no chunk of this iteration writes. Table entries beyond a row's `kv_lens` are
     never read. Those within must name blocks of the pool; the host checks that before launch. In a layer with a sliding
-    window, blocks wholly behind the window of a chunk's first token may belong to other rows: what they hold has no
-    effect.
+    window, blocks that lie wholly before the window of a chunk's first token may belong to other rows; their contents
+    have no effect.
 
     Attributes:
       query_offsets: int32[C+1]. Chunk c's tokens are the flat tokens query_offsets[c]:query_offsets[c+1];
@@ -111,7 +111,7 @@ class AttentionBatch(NamedTuple):
 
 
 class Backend(Protocol):
-    """The interface of what a backend module exports as `BACKEND`.
+    """The interface of a backend, which each backend module exports as `BACKEND`.
 
     One pool holds the blocks of all layers, layer after layer: donate it and chain it through them. (A pool with an
     axis of layers, scanned as xs/ys, is copied slice by slice.)
@@ -155,7 +155,7 @@ class Backend(Protocol):
         ...
 
     def prepare(self, batch: AttentionBatch, shape: AttentionShape) -> Any:
-        """What all layers of one iteration share: a pytree, computed once per step for `attend`."""
+        """Data that all layers of one iteration share: a pytree for `attend`, computed once per step."""
         ...
 
     def attend(
@@ -180,7 +180,7 @@ class Backend(Protocol):
         Args:
           q, k, v: arrays of shape.dtype.
           pool: the blocks of all layers. If the step's jit donates it, it is updated in place.
-          meta: what `prepare` returned for this iteration.
+          meta: the result of `prepare` for this iteration.
           slopes: ALiBi slopes, if shape.alibi; the bias of a score is slopes[n] * (key position - query position).
           scale: factor of the scores, typically head_dim ** -0.5.
           window: the layer's sliding window, one of shape.windows: a token at position p attends to positions above

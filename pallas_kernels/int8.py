@@ -28,5 +28,5 @@ def quantize(x: Float[jax.Array, "*N D"]) -> tuple[Int8[jax.Array, "*N D"], Floa
 
 
 def dequantize(values: Int8[jax.Array, "*N D"], scales: Float32[jax.Array, "*N"]) -> Float32[jax.Array, "*N D"]:
-    """The vectors that `quantize` rounded."""
+    """The inverse of `quantize`, except for rounding."""
     return values.astype(jnp.float32) * scales[..., None]

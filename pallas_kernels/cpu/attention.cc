@@ -1,10 +1,10 @@
-// Ragged attention over block tables as one call of XLA's: new keys and values are written to the pool where it lies,
-// then every query attends.
+// Ragged attention over block tables as one XLA call: writes new keys and values to the pool in place, then computes
+// the attention of every query.
 //
-// Work is cut into (query tile, key head) and shared between threads. A query's arithmetic does not depend on the cut:
-// scores, softmax (online, Milakov and Gimelshein, 2018) and sums go over the row in steps that begin at multiples of
-// kStep, in order, whether it is alone or one of a tile. So results are the same to the bit whatever the company, the
-// chunk it came in and the number of threads.
+// Work is cut into (query tile, key head) items that threads share. A query's arithmetic does not depend on the cut:
+// scores, softmax (online, Milakov and Gimelshein, 2018) and sums go over the row in order, in steps that begin at
+// multiples of kStep. So results are bitwise the same for any other queries in the tile, any chunk boundaries and any
+// number of threads.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -23,7 +23,7 @@ namespace ffi = xla::ffi;
 namespace jaxserve {
 namespace {
 
-constexpr int64_t kTile = 48;        // rows (queries times group) that are served together
+constexpr int64_t kTile = 48;        // rows (queries times group) of a tile
 constexpr int64_t kAlone = 1 << 17;  // multiplications that take as long as waking another thread
 
 // Operands and sizes of a call. Q is the type of queries, new keys and values and outputs, P that of the pool.
@@ -49,15 +49,15 @@ struct Call {
   int64_t length(int64_t chunk) const { return offsets[chunk + 1] - offsets[chunk]; }
   const P* KeysOf(const Run& run) const { return keys + run.place * dim * size + run.slot; }
   const P* ValuesOf(const Run& run) const { return values + (run.place * size + run.slot) * dim; }
-  // The first position that a query at this position sees.
+  // The first position that is visible to a query at this position.
   int64_t FirstSeen(int64_t position) const { return std::max<int64_t>(0, position + 1 - window); }
-  // Which (block, key head) holds a position of a chunk's row, as an index of both.
+  // Index of the (block, key head) that holds a position of a chunk's row.
   int64_t Place(int64_t chunk, int64_t position, int64_t head) const {
     return (first_block + tables[chunk * max_blocks + position / size]) * kv_heads + head;
   }
 };
 
-// Some tokens of one chunk, in the order of their positions.
+// Consecutive tokens of one chunk.
 struct Tokens {
   int64_t chunk, first, count;  // `first` counts from the chunk's first
   int64_t cost;
@@ -70,7 +70,7 @@ void WriteVector(const Q* x, int64_t dim, P* y, int64_t stride, float* /*scale*/
   for (int64_t d = 0; d < dim; d++) Assign(y[d * stride], ToFloat(x[d]));
 }
 
-// As int8.quantize rounds it.
+// Rounds like int8.quantize.
 template <typename Q>
 void WriteVector(const Q* x, int64_t dim, int8_t* y, int64_t stride, float* scale) {
   float most = 0;
@@ -102,7 +102,7 @@ void Write(const Call<Q, P>& call, const Tokens& tokens, int64_t head) {
 
 // Attending.
 
-// What a thread works in. Rows are (query, head of the group), each padded to whole vectors.
+// The buffers of a thread. Rows are (query, head of the group), each padded to whole vectors.
 struct Scratch {
   Buffer<float> sums, maxima, totals;
 
@@ -138,12 +138,12 @@ void Attend(const Call<Q, P>& call, const Tokens& tokens, int64_t head) {
       scratch.totals[r] = 1;
     }
   const int64_t token = call.offsets[tokens.chunk] + tokens.first;
-  // [T, N, D] as [T, K, group, D]: where row r's numbers begin.
+  // Start of row r in [T, N, D], seen as [T, K, group, D].
   const auto at = [&](int64_t r) { return ((token + r / group) * call.heads + head * group + r % group) * dim; };
   products.TakeQueries(rows, dim, [&](int64_t r) { return call.q + at(r); });
   const int64_t begin = call.kv_lens[tokens.chunk] - call.length(tokens.chunk) + tokens.first;
   const int64_t end = begin + tokens.count;         // one past the last position
-  const int64_t lowest = call.FirstSeen(begin);     // blocks behind it may be other rows'
+  const int64_t lowest = call.FirstSeen(begin);     // blocks before it may belong to other rows
   const int64_t first_step = RoundDown(lowest, kStep);
   // Columns of the step at `start` that queries at these positions see.
   const auto seen_from = [&](int64_t start, int64_t first, int64_t last) {
@@ -195,7 +195,7 @@ void Attend(const Call<Q, P>& call, const Tokens& tokens, int64_t head) {
       Assign(call.out[at(r) + d], scratch.sums[r * width + d] / scratch.totals[r]);
 }
 
-// Cuts chunks into tiles, the most work first.
+// Cuts chunks into tiles, sorted by decreasing work.
 template <typename Q, typename P>
 std::vector<Tokens> Tiles(const Call<Q, P>& call) {
   const int64_t tile = std::max<int64_t>(1, kTile / call.group());
@@ -223,7 +223,7 @@ void Serve(ffi::ThreadPool& pool, const Call<Q, P>& call) {
     prompts |= call.length(tile.chunk) > 1;
   }
   const int64_t count = static_cast<int64_t>(tiles.size()) * call.kv_heads, helpers = cost / kAlone;
-  // A tile may read what the others of its chunk write; a decode reads nothing that others write.
+  // A tile may read keys that other tiles of its chunk write; a decode reads nothing that others write.
   if (prompts)
     ForEach(pool, count, helpers, [&](int64_t i) {
       const NoSubnormals guard;

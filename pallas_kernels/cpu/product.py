@@ -43,16 +43,16 @@ def limits(dtype: np.dtype) -> tuple[int, int | None]:
 def multiply_runs(
     x: Float[jax.Array, "R in"], kernels: Float[jax.Array, "G out in"], sizes: Int32[jax.Array, " G"]
 ) -> Float32[jax.Array, "R out"]:
-    """Runs of rows of x, sizes[g] long, times kernels[g] transposed; rows past the last run are zeros.
+    """Multiplies runs of sizes[g] rows of x by kernels[g] transposed; later rows are zeros.
 
-    Both are in bfloat16 or both in float32.
+    Both are bfloat16 or both are float32.
     """
     y = jax.ShapeDtypeStruct((x.shape[0], kernels.shape[1]), jnp.float32)
     return jax.ffi.ffi_call(build.PRODUCT_RUNS, y)(x, kernels, sizes)
 
 
 def multiply(x: Float[jax.Array, "T in"], kernel: Float[jax.Array, "out in"]) -> Float32[jax.Array, "T out"] | None:
-    """x times the kernel, transposed, both in bfloat16 or both in float32 (see NativeProduct)."""
+    """x times the transposed kernel, both bfloat16 or both float32 (see NativeProduct)."""
     (rows, depth), outputs = x.shape, kernel.shape[0]
     few, many = limits(x.dtype)
     y = jax.ShapeDtypeStruct((rows, outputs), jnp.float32)

@@ -1,4 +1,4 @@
-// Scores of one step turned into weights, with a softmax that goes on from step to step (online, Milakov and Gimelshein,
+// Turns the scores of one step into weights, with a running softmax over the steps (online, Milakov and Gimelshein,
 // 2018).
 #pragma once
 
@@ -9,8 +9,8 @@
 
 namespace jaxserve {
 
-// What becomes of a query's scores: scaled, capped to soft_cap * tanh(score / soft_cap) (0: not capped), and biased:
-// that of column j by slope * (j - back).
+// How a query's scores are changed: scaled, capped to soft_cap * tanh(score / soft_cap) (0: not capped), and biased by
+// slope * (j - back) in column j.
 struct Scoring {
   float scale, soft_cap, slope, back;
 };
@@ -20,12 +20,12 @@ inline void Clear(float* weights, Columns columns) {
   for (int64_t j = RoundDown(columns.from, kLanes); j < columns.to; j += kLanes) Store(weights + j, Vec{});
 }
 
-// Turns a row's scores of the visible columns into weights, and the others of `seen` into zeros. There is one visible.
+// Turns a row's scores of the visible columns, at least one, into weights, and the others of `seen` into zeros.
 //
 // Args:
 //   key_scales / value_scales: [kStep] of the step's slots, or null.
 //   maximum / total: of the row's scores so far, and the sum of their weights.
-// Returns: what the row's sums so far are to be multiplied with.
+// Returns: the factor for the row's sums so far.
 inline float Weigh(float* scores, Columns visible, Columns seen, const Scoring& scoring, const float* key_scales,
                    const float* value_scales, float& maximum, float& total) {
   const int64_t from = RoundDown(visible.from, kLanes);

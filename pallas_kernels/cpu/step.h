@@ -10,14 +10,14 @@
 
 namespace jaxserve {
 
-constexpr int kStep = 128;               // slots whose scores are in hand at a time
+constexpr int kStep = 128;               // slots whose scores are computed at a time
 constexpr int kScores = kStep + kLanes;  // with room for a whole vector after the last
 
 // Slots of one step that lie in one block: the step's columns from `column` on.
 struct Run {
   int64_t place, slot, column, count;
 
-  // The part of it from a column on, which may be nothing.
+  // The part of it from a column on; may be empty.
   Run From(int64_t first) const {
     const int64_t skipped = std::max<int64_t>(0, first - column);
     return {place, slot + skipped, column + skipped, count - skipped};
@@ -36,7 +36,7 @@ struct Columns {
   bool empty() const { return from >= to; }
 };
 
-// In float32, of keys and values as they lie in the pool.
+// Products in float32; keys and values are read in the pool's layout.
 template <typename Q, typename P>
 class PlainProducts {
  public:
@@ -58,7 +58,7 @@ class PlainProducts {
       const Run run = step.runs[i].From(seen.from);
       if (run.count <= 0) continue;
       const int64_t wanted = std::min(run.count, seen.to - run.column);
-      // Whole vectors, as far as the block goes; what lies beyond `wanted` is overwritten or not looked at.
+      // Whole vectors, as far as the block goes; columns beyond `wanted` are overwritten or ignored.
       const int64_t columns = std::min(RoundUp(wanted, kLanes), call.size - run.slot);
       Multiply<false>(some, &queries_[first * call.dim], call.dim, call.KeysOf(run), call.size, call.dim,
                       scores + run.column, kScores, columns, call.ValuesOf(run));
@@ -95,8 +95,8 @@ class PairedProducts {
     for (int64_t r = 0; r < rows; r++) std::copy_n(query(r), dim, &queries_[r * dim]);
   }
 
-  // What is read next is fetched into the second cache meanwhile: values with the keys, the next step's keys with the
-  // values.
+  // Prefetches into the L2 cache: the values while keys are multiplied, the next step's keys while
+  // values are multiplied.
   template <typename Call>
   void TakeStep(const Call& call, const Step& step, const Step& next) {
     const int64_t dim = call.dim, width = RoundUp(dim, kLanes);

@@ -42,7 +42,7 @@ struct BFloat16 {
   uint16_t bits;
 };
 
-// Numbers that begin with a cache line, so that no whole vector of them lies in two.
+// An array that is aligned to cache lines, so that no vector spans two of them.
 template <typename T>
 struct LineAllocator {
   using value_type = T;
@@ -220,7 +220,7 @@ void Multiply(int rows, const float* a, int64_t a_stride, const T* b, int64_t b_
   }
 }
 
-// Treats subnormal numbers as zero on this thread while it lives: they are slow, and threads differ in the setting.
+// While alive, treats subnormal numbers as zero on this thread: they are slow, and threads differ in the setting.
 class NoSubnormals {
  public:
 #if defined(__SSE__)

@@ -272,7 +272,7 @@ def lanes_kernel(
 
 
 def _factor(scale: float, shape: AttentionShape) -> float:
-    """What products of queries and keys are multiplied by, before `_capped`."""
+    """The factor of products of queries and keys, before `_capped`."""
     return scale * _LOG2_E if shape.soft_cap is None else scale / shape.soft_cap
 
 
@@ -282,13 +282,16 @@ def _capped(scores: jax.Array, shape: AttentionShape) -> jax.Array:
 
 
 def _with_sink(maximum: jax.Array, sink: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The factor of sums relative to `maximum`, and what the sink adds to them, once it takes part in the maximum."""
+    """(factor of the sums so far, term of the sink) when the sink is added to a softmax.
+
+    The sums are relative to `maximum`; the results are relative to the maximum with the sink.
+    """
     raised = jnp.maximum(maximum, sink * _LOG2_E)
     return jnp.exp2(maximum - raised), jnp.exp2(sink * _LOG2_E - raised)
 
 
 def _empty(rows: int, columns: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Maximum, sum and accumulator of a softmax over nothing."""
+    """Maximum, sum and accumulator of an empty softmax."""
     return (
         jnp.full((rows,), _LOWEST, jnp.float32),
         jnp.zeros((rows,), jnp.float32),

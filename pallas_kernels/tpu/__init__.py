@@ -37,7 +37,7 @@ _MOST_TABLES = 960 * 1024
 
 
 class TpuMetadata(NamedTuple):
-    """Arrays that all layers share; the kernels say what they read of them."""
+    """Arrays that all layers share; the kernels' docstrings describe their use."""
 
     decode_bounds: tuple[jax.Array, ...]  # int32[2 * cores + 1], for each of the shape's windows
     prompt_bounds: jax.Array  # int32[4]

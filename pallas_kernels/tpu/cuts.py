@@ -14,7 +14,7 @@ from pallas_kernels.tpu.layout import lanes_of, round_up, slot_tile
 
 # Keys and values in transit to a kernel, twice: a kernel has 16 MiB for these and its scratch memory.
 BUFFER_BYTES = 7 * 2**20
-# Devices whose chip has two cores that share a program's work; on others one core does all of it.
+# Devices with two cores that share a program's work; on others one core does all of it.
 _TWO_CORES = ("TPU v4", "TPU v5", "TPU v5p")
 
 
@@ -33,7 +33,7 @@ class Cut(NamedTuple):
 
 
 class Key(NamedTuple):
-    """What the best sizes depend on: JAX's name of the device, and what it reads per slot."""
+    """The key of the table of sizes: JAX's name of the device, and the layout of a slot."""
 
     device_kind: str
     head_dim: int
@@ -67,7 +67,7 @@ def fitted(wanted: Cut, shape: AttentionShape, n_tokens: int) -> Cut:
 
 
 def _by_rule(shape: AttentionShape) -> Cut:
-    """As many bytes in flight as fit, at most four units; matmuls of 256 rows."""
+    """Sizes by rule: as many bytes in flight as fit, at most four units; matmuls of 256 rows."""
     room = BUFFER_BYTES // (2 * slot_bytes(shape))  # slots of a step that fit in
     slots = max(shape.block_size, min(128, room))
     return Cut(max(1, min(4, room // slots)), slots, max(16, 256 // shape.group // 16 * 16), 256)

@@ -45,7 +45,7 @@ from pallas_kernels.tpu.layout import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadGroup:
-    """Key heads whose queries share a matmul.
+    """A group of key heads of which all queries share one matmul.
 
     Its rows are zero outside their own head's lanes.
 
@@ -263,7 +263,7 @@ class _DecodeKernel:
             return most, sums, dot(weights.astype(operand), values)
 
         def merge(step, which, most, sums, new):
-            """Merge a unit into its row's softmax; the first unit starts it, with the sinks if there are any."""
+            """Merge a unit into its row's softmax; the first unit starts it, from the sinks if any."""
             lanes = groups[which].lanes
             began = step > 0
             old = jnp.where(began, maximum[which][:, :1], LOWEST if sinks is None else sinks[which][:, :1])

@@ -66,7 +66,7 @@ def dot(left: jax.Array, right: jax.Array, *, transposed: bool = False) -> jax.A
 
 
 def score_factor(scale: float, shape: AttentionShape) -> float:
-    """What products of queries and keys are multiplied by, before `soft_capped`."""
+    """The factor of products of queries and keys, before `soft_capped`."""
     return scale if shape.soft_cap is None else scale / shape.soft_cap
 
 
@@ -76,7 +76,7 @@ def soft_capped(scores: jax.Array, shape: AttentionShape) -> jax.Array:
 
 
 def visited(kv_len: Any, window: int | None, block_size: int) -> Any:
-    """Slots of a row up to a query in its last one, from the first block that the query sees: int32, like kv_len."""
+    """Number of slots from the first block that a row's last query sees up to that query: int32, like kv_len."""
     if window is None:
         return kv_len
     return kv_len - lax.div(jnp.maximum(kv_len - window, 0), block_size) * block_size

@@ -39,7 +39,7 @@ from pallas_kernels.tpu.layout import (
 
 
 def head_span(shape: AttentionShape) -> int:
-    """Lanes of the lane tiles that hold all of a head, wherever it begins."""
+    """Lanes of the lane tiles that can hold a whole head at any start."""
     dim = shape.head_dim
     starts = range(0, shape.num_kv_heads * dim, dim)
     widest = max(round_up(start + dim, LANES) - start // LANES * LANES for start in starts)
@@ -108,20 +108,20 @@ class _PromptKernel:
             return pl.multiple_of(jnp.minimum(aligned, lanes_of(shape) - lanes), LANES)
 
         def part_of(at, chunk):
-            """A chunk's tokens in a tile: [begin, end) in it, and the last one's position from the first block seen."""
+            """A chunk's tokens in a tile: (begin, end, position of the last one from the first block seen)."""
             begin, end, last = place_of(at, chunk)
             if window is not None:
                 last = visited(last + 1, window + end - begin - 1, size) - 1
             return begin, end, last
 
         def place_of(at, chunk):
-            """The same, but the position counts from the row's first."""
+            """Like `part_of`, with the position counted from the row's start."""
             begin = jnp.maximum(offsets[chunk] - at * tile, 0)
             end = jnp.minimum(offsets[chunk + 1], (at + 1) * tile)
             return begin, end - at * tile, kv_lens[chunk] - 1 - (offsets[chunk + 1] - end)
 
         def first_seen(begin, end, last):
-            """The first position that the first of some tokens sees."""
+            """The first position that is visible to the first of some tokens."""
             return last - (end - begin - 1) - window + 1
 
         def after(at, head, chunk, step):
@@ -164,7 +164,7 @@ class _PromptKernel:
             return pltpu.make_async_copy(out_buf.at[side], out.at[head, :, place], scratch.out_sems.at[side])
 
         def begin_chunk(turn, at, head, chunk):
-            """Move the head's queries to its lanes of the span; the softmax holds only the sinks, if there are any."""
+            """Move the head's queries to its lanes of the span; start the softmax, from the sinks if any."""
             queries = q_buf[lax.rem(turn, 2)].astype(jnp.float32).reshape(rows, out_lanes(shape))
             if lanes > out_lanes(shape):
                 queries = jnp.concatenate([queries, jnp.zeros((rows, lanes - out_lanes(shape)), jnp.float32)], axis=1)
@@ -286,7 +286,7 @@ class _PromptKernel:
         return jnp.concatenate([scale_buf[side, b, half, pl.ds(head, 1)] for b in range(blocks)], axis=1)
 
     def _by_row(self, values: Any, head: jax.Array) -> jax.Array:
-        """Values of query heads for a tile's rows: float32[group * tile, 1], or a scalar if there is one."""
+        """Per-head values for a tile's rows: float32[group * tile, 1], or a scalar for one head."""
         group, tile = self.shape.group, self.tile
         if group == 1:
             return values[head]

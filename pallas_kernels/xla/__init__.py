@@ -3,7 +3,7 @@
 Chunks of length 1 (decodes) and longer ones (prompts) have separate loops over lists of actual work. A group of decode
 rows visits the blocks of its longest context; a query tile of a prompt visits the blocks up to its last position. In a
 layer with a sliding window, each decode row starts at the first block that it sees, and a tile at the first that one of
-its queries sees. Trip counts are data, so the cost follows what is seen, not the length of block tables or the pool.
+its queries sees. Trip counts are data, so the cost depends on the visible context, not on block tables or the pool.
 Softmax is online (Milakov and Gimelshein, 2018): a fully masked block leaves maximum, sum and accumulator unchanged, to
 the bit. It starts from the head's sink, if there is one.
 """
@@ -178,7 +178,7 @@ def _capped(scores: jax.Array, shape: AttentionShape) -> jax.Array:
 def _decode_steps(
     decodes: Decodes, first: jax.Array, kv_len: Int32[jax.Array, " rows"], shape: AttentionShape, window: int | None
 ) -> tuple[jax.Array, Callable[[jax.Array], tuple[jax.Array, jax.Array, jax.Array]]]:
-    """How many steps the rows from `first` on take, and what each visits.
+    """The number of steps of the rows from `first` on, and the slots that each step visits.
 
     Returns:
       (steps, slots): slots(step) is (blocks of all rows [rows * blocks], positions of their slots [rows or nothing,
@@ -348,7 +348,7 @@ def _attend_prompts(
 
 
 def _initial(leading: tuple[int, ...], dim: int, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Maximum, sum and accumulator of a softmax over nothing but sinks, if there are any."""
+    """Maximum, sum and accumulator of a softmax over the sinks, or an empty one."""
     shape = (*leading, 1)
     if sinks is None:
         maximum, total = jnp.full(shape, _LOWEST, jnp.float32), jnp.zeros(shape, jnp.float32)

@@ -1,4 +1,4 @@
-"""The pool of the plain-JAX and native backends: its layout, and how new keys and values are written to it."""
+"""The pool of the plain-JAX and native backends: its layout, and writes to it."""
 
 from __future__ import annotations
 

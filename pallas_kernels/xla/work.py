@@ -62,7 +62,7 @@ def prepare(batch: AttentionBatch, shape: AttentionShape) -> XlaMetadata:
 
 
 def of_layer(meta: XlaMetadata, first_block: jax.Array | int) -> XlaMetadata:
-    """The same work on the blocks of the layer whose first block this is."""
+    """The same work on the blocks of the layer that starts at `first_block`."""
     decodes, writes = meta.decodes, meta.writes
     return XlaMetadata(
         decodes._replace(tables=decodes.tables + first_block, slot=decodes.slot.at[:, 0].add(first_block)),
