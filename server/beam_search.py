@@ -1,4 +1,4 @@
-"""A beam search in the engine: many short requests, which observers see as one request."""
+"""A beam search: many short requests in the engine, which observers see as one request."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jaxserve.generation.completion import Assembler, Completion
 from jaxserve.request import Alternatives, FinishReason, TokenEvent
 from server import errors
 from server.call import ActiveCall, Call, Observer
-from server.engine_requests import EventDelivery
+from server.engine_client import EventDelivery
 
 if TYPE_CHECKING:
     from jaxserve.text.tokenizer import Tokenizer
@@ -34,7 +34,7 @@ class BeamSearchCall(ActiveCall):
         super().__init__(call, (search.request,), observers, delivery)
         self._search, self._new_id = search, new_id
         (self._timing,) = self._timings
-        self._answers: dict[str, Alternatives | None] = {}  # by request of this step, once it is there
+        self._answers: dict[str, Alternatives | None] = {}  # of the requests of this step, None until they come
         self._open = 0
 
     def _put(self, event: TokenEvent) -> None:
@@ -69,7 +69,7 @@ class BeamSearchCall(ActiveCall):
             completion = answers[0]
             return answers
         finally:
-            self._in_engine.abort_all()
+            self.abort_all()
             for observer in self._observers:
                 observer.ended(self._timing, completion)
 
@@ -79,10 +79,10 @@ class BeamSearchCall(ActiveCall):
         self._answers = {request.request_id: None for request in requests}
         self._open = len(requests)
         for request in requests:
-            self._in_engine.submit(request)
+            self._submit(request)
         if self._problem is None:
             await self._arrived.wait()
         if self._problem is not None:
             raise self._problem
         self._search.take([answer for answer in self._answers.values() if answer is not None])
-        self._tokens_came(self._timing, 1)  # one token, however many beams have got theirs
+        self._tokens_came(self._timing, 1)  # counts once for all beams

@@ -15,7 +15,7 @@ from jaxserve.request import FinishReason, Request, TokenEvent
 from server import errors
 from server.admission import AdmissionController, Ticket
 from server.auth import Tenant, current
-from server.engine_requests import EngineRequests, EventDelivery
+from server.engine_client import EventDelivery
 
 _MOST_EVENTS = 64  # of a call handled at once, so that one with many delays no other call
 _GRACE_SECONDS = 0.2  # after a deadline, in which a protocol with deadlines ends its calls itself
@@ -91,7 +91,7 @@ class Observer:
 
 
 class ActiveCall:
-    """A call while the engine works on it."""
+    """A call while the engine works on its requests."""
 
     def __init__(
         self, call: Call, requests: Sequence[Request], observers: Sequence[Observer], delivery: EventDelivery
@@ -99,7 +99,9 @@ class ActiveCall:
         self.call, self.requests = call, tuple(requests)
         self._timings = [RequestTiming(call=call, request=request) for request in requests]
         self._observers = observers
-        self._in_engine = EngineRequests(delivery, self._put)
+        self._engine = delivery.engine
+        self._in_engine: set[str] = set()  # ids of requests that the engine has
+        self._sink = delivery.sink(self._receive)  # one for all requests, because the engine groups events by sink
         self._problem: Exception | None = None
         self._arrived = asyncio.Event()
 
@@ -108,12 +110,35 @@ class ActiveCall:
         self._problem = problem
         self._arrived.set()
 
-    def leave(self) -> None:
-        """Aborts the requests at once, even while the handler waits for a slow reader."""
-        self._in_engine.abort_all()
+    def abort_all(self) -> None:
+        """Aborts all requests at once, even while the handler waits for a slow reader."""
+        for request_id in list(self._in_engine):
+            self._abort(request_id)
+
+    def _submit(self, request: Request) -> None:
+        """Submits a request. Raises what `Engine.submit` raises."""
+        self._in_engine.add(request.request_id)
+        try:
+            self._engine.submit(request, self._sink)
+        except BaseException:
+            self._in_engine.discard(request.request_id)
+            raise
+
+    def _abort(self, request_id: str) -> None:
+        """Aborts a request, unless the engine has ended it."""
+        if request_id in self._in_engine:
+            self._in_engine.discard(request_id)
+            self._engine.abort(request_id)
+
+    def _receive(self, events: list[TokenEvent]) -> None:
+        for event in events:
+            if event.request_id in self._in_engine:
+                if event.finish_reason is not None:
+                    self._in_engine.discard(event.request_id)
+                self._put(event)
 
     def _put(self, event: TokenEvent) -> None:
-        """Takes an event of a request, on the event loop."""
+        """Takes an event of a request that has not ended, on the event loop."""
         raise NotImplementedError
 
     def _tokens_came(self, timing: RequestTiming, count: int) -> None:
@@ -194,7 +219,7 @@ class Generation(ActiveCall):
     def submit(self) -> None:
         """Submits all requests. Raises what `Engine.submit` raises."""
         for timing in self._timings:
-            self._in_engine.submit(without_fork_scores(timing.request))
+            self._submit(without_fork_scores(timing.request))
             self._submitted.append(timing)
             for observer in self._observers:
                 observer.started(timing)
@@ -202,7 +227,7 @@ class Generation(ActiveCall):
 
     def end(self, admission: AdmissionController) -> None:
         """Aborts what has not ended, and reports the outcome of every request."""
-        self._in_engine.abort_all()
+        self.abort_all()
         for index, timing in enumerate(self._submitted):
             completion = self.completion(index)
             if completion.finish_reason is not None and completion.finish_reason.is_answer:
@@ -256,5 +281,5 @@ class Generation(ActiveCall):
             raise RuntimeError(event.error)
         if assembler.finished and not was_finished:
             self._unfinished -= 1
-            self._in_engine.abort(event.request_id)  # the engine does not know that a stop string has ended it
+            self._abort(event.request_id)  # the engine does not know that a stop string has ended it
         return delta

@@ -1,7 +1,11 @@
-"""The interface of an engine for the server, whether it runs in this process or another."""
+"""The interface of an engine for the server, in this process or another, and delivery of its events."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import threading
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -69,3 +73,38 @@ class EngineClient(Protocol):
     def load(self) -> Load: ...
     def loads(self) -> list[Load]: ...
     def record(self, recorder: Callable[[IterationRecord], None]) -> None: ...
+
+
+class EventDelivery:
+    """Delivers events of an engine to an event loop. Make it on the loop's thread.
+
+    One wake-up of the loop serves all sinks. Events that come on the loop's own thread, such as those of an engine
+    process, are delivered at once.
+    """
+
+    def __init__(self, engine: EngineClient, loop: asyncio.AbstractEventLoop) -> None:
+        self.engine = engine
+        self._loop, self._thread = loop, threading.get_ident()
+        self._waiting: deque[tuple[Sink, list[TokenEvent]]] = deque()
+        self._is_scheduled = False
+
+    def sink(self, receive: Sink) -> Sink:
+        """A sink for the engine; `receive` is called on the loop."""
+
+        def sink(events: list[TokenEvent]) -> None:
+            if threading.get_ident() == self._thread:
+                receive(events)
+                return
+            self._waiting.append((receive, events))
+            if not self._is_scheduled:
+                self._is_scheduled = True
+                with contextlib.suppress(RuntimeError):  # the loop has been closed
+                    self._loop.call_soon_threadsafe(self._deliver)
+
+        return sink
+
+    def _deliver(self) -> None:
+        self._is_scheduled = False  # first, so that later events schedule another turn
+        while self._waiting:
+            receive, events = self._waiting.popleft()
+            receive(events)

@@ -23,8 +23,7 @@ from server.admission import AdmissionController, Ticket
 from server.auth import Tenant
 from server.beam_search import BeamSearchCall
 from server.call import ActiveCalls, Call, Generation, Observer
-from server.engine_client import EngineNotReady
-from server.engine_requests import EventDelivery
+from server.engine_client import EngineNotReady, EventDelivery
 from server.text import TextTools, most_tokens, offload_if_long, tokenizing_work
 
 if TYPE_CHECKING:

@@ -1,9 +1,8 @@
-"""`jaxserve client`: completions from a running server, and an example of a client."""
+"""`jaxserve client`: streams completions from a running server."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,45 +23,6 @@ Streams the completion of a prompt from a running server.
 """
 
 
-def stream(
-    address: str,
-    *,
-    credentials: grpc.ChannelCredentials | None = None,
-    api_key: str | None = None,
-    **fields: Any,
-) -> Iterator[GenerateResponse]:
-    """Streams the answer to a request with these fields; the last message has its finish reason.
-
-    Raises:
-      grpc.RpcError: the call failed.
-    """
-    with _opened(address, credentials) as channel:
-        request = GenerateRequest(**fields)
-        yield from InferenceStub(channel).GenerateStream(request, metadata=_metadata(api_key))
-
-
-def whole(
-    address: str,
-    *,
-    credentials: grpc.ChannelCredentials | None = None,
-    api_key: str | None = None,
-    **fields: Any,
-) -> list[GenerateResponse]:
-    """The complete answers to a request. Raises grpc.RpcError."""
-    with _opened(address, credentials) as channel:
-        request = GenerateRequest(**fields)
-        response = InferenceStub(channel).Generate(request, metadata=_metadata(api_key))
-        return list(response.samples) or [response]
-
-
-def _opened(address: str, credentials: grpc.ChannelCredentials | None) -> grpc.Channel:
-    return grpc.insecure_channel(address) if credentials is None else grpc.secure_channel(address, credentials)
-
-
-def _metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
-    return (("authorization", f"Bearer {api_key}"),) if api_key else ()
-
-
 def add_flags(parser: argparse.ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("prompt", nargs="?", metavar="PROMPT", help="text to continue")
@@ -77,8 +37,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     request_flags.add_flags(parser, source)
 
 
-def _security(args: argparse.Namespace) -> dict[str, Any]:
-    """Credentials and key as `stream` takes them.
+def _opened(args: argparse.Namespace) -> tuple[grpc.Channel, tuple[tuple[str, str], ...]]:
+    """A channel to the server, and the metadata of calls on it.
 
     Raises:
       ValueError: a flag lacks another, or a file cannot be read.
@@ -90,10 +50,11 @@ def _security(args: argparse.Namespace) -> dict[str, Any]:
         ca, key, certificate, api_key = (path.read_bytes() if path is not None else None for path in paths)
     except OSError as problem:
         raise ValueError(f"cannot read {problem.filename}: {problem.strerror}") from None
-    return {
-        "credentials": grpc.ssl_channel_credentials(ca, key, certificate) if ca is not None else None,
-        "api_key": api_key.decode().strip() if api_key is not None else None,
-    }
+    secret = api_key.decode().strip() if api_key is not None else ""
+    metadata = (("authorization", f"Bearer {secret}"),) if secret else ()
+    if ca is None:
+        return grpc.insecure_channel(args.server), metadata
+    return grpc.secure_channel(args.server, grpc.ssl_channel_credentials(ca, key, certificate)), metadata
 
 
 def _grammar(type: str, value: Any = True) -> Grammar:
@@ -103,20 +64,25 @@ def _grammar(type: str, value: Any = True) -> Grammar:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the text as it comes, or several texts, and how each ended on standard error."""
+    """Prints the text as it comes, or several texts at the end; outcomes go to standard error."""
     fields, answers = request_flags.prompt(args) | request_flags.sampling(args), request_flags.answers(args)
     response = GenerateResponse()
     try:
         fields["logit_bias"] = {int(token): bias for token, bias in fields.get("logit_bias", {}).items()}
         if "grammar" in fields:
             fields["grammar"] = _grammar(**fields["grammar"])
-        if answers:
-            for response in whole(args.server, **_security(args), **fields, **answers):
-                print(response.text)
-                _say_outcome(response)
-            return 0
-        for response in stream(args.server, **_security(args), **fields):
-            print(response.text, end="", flush=True)
+        request = GenerateRequest(**fields, **answers)
+        channel, metadata = _opened(args)
+        with channel:
+            stub = InferenceStub(channel)
+            if answers:
+                response = stub.Generate(request, metadata=metadata)
+                for each in response.samples or [response]:
+                    print(each.text)
+                    _say_outcome(each)
+                return 0
+            for response in stub.GenerateStream(request, metadata=metadata):
+                print(response.text, end="", flush=True)
     except (TypeError, ValueError) as problem:  # a number that does not fit its field
         raise UserError(str(problem)) from None
     except grpc.RpcError as problem:

@@ -145,7 +145,7 @@ class _Abortable:
         self._is_aborted = True
         if self._generation is not None:
             self._generation.fail(_Aborted())
-            self._generation.leave()
+            self._generation.abort_all()
 
 
 async def _responses(generation: Generation, *, stream: bool) -> AsyncIterator[pb.GenerateResponse]:

@@ -181,7 +181,7 @@ def test_a_client_whose_reader_has_gone_says_nothing_of_files(monkeypatch: pytes
     def answer(*_: object, **__: object) -> NoReturn:
         raise BrokenPipeError(errno.EPIPE, "Broken pipe")  # as `print` does
 
-    monkeypatch.setattr(client, "stream", answer)
+    monkeypatch.setattr(client, "_opened", answer)
     with pytest.raises(BrokenPipeError):  # which `main` makes 141 of
         client.run(cli.parser().parse_args(["client", "a"]))
 
