@@ -1,8 +1,8 @@
 """Admission of calls: bounds on the queue, shares and rates of tenants, and deadlines.
 
-A call is admitted before any work is done for it, by the most tokens that its text can have. What it was granted counts
-against the bounds until the engine counts the requests itself. All of this runs on one thread and takes microseconds,
-so that a refusal costs next to nothing.
+A call is admitted or refused before any work is done for it, by the most tokens that its text can have. Its requests
+and tokens count against the bounds until the engine counts them itself. All of this runs on one thread and takes
+microseconds, so a refusal is cheap.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
     from jaxserve.stats import Load
     from server.engine_client import EngineClient
 
-_SAMPLE_SECONDS = 0.25  # at least, between looks at the engine's counters
-_OLD_SECONDS = 5.0  # a look that is older is not compared with
+_SAMPLE_SECONDS = 0.25  # least time between two samples of the engine's counters
+_OLD_SECONDS = 5.0  # a rate is not measured from a sample older than this
 _SMOOTHING = 0.3  # weight of the newest sample
-_SMOOTHING_ENDS = 0.05  # likewise of the newest answer
-_CONTENDED = 0.5  # a queue fuller than this is shared out among tenants
+_SMOOTHING_ENDS = 0.05  # weight of the newest answer
+_CONTENDED = 0.5  # in a queue fuller than this, a tenant may have no more than its share
 _SHORTEST_RETRY, _LONGEST_RETRY = 0.1, 60.0  # seconds
 
 
 class Ticket:
-    """The place of one call in the queue, until it is released. Releasing it twice does no harm."""
+    """The place of one call in the queue until `release`, which may be called twice."""
 
     def __init__(
         self, admission: AdmissionController, tenant: Tenant, requests: int, tokens: int, *, slack: float, demoted: bool
     ) -> None:
         self.tenant, self.requests, self.tokens = tenant, requests, tokens
-        self.demoted = demoted  # whether other tenants go first: this one has more waiting than its share
+        self.demoted = demoted  # whether other tenants go first, because this one has more than its share waiting
         self._admission, self._slack = admission, slack
         self._kept = False
         self._stage = 0  # 0: not submitted; 1: waits in the engine; 2: has started, or was released
@@ -53,7 +53,7 @@ class Ticket:
             self.tokens = tokens
 
     def submitted(self) -> None:
-        """From now on the engine counts the requests."""
+        """The engine counts the requests from now on."""
         if self._stage == 0:
             self._stage = 1
             self._admission.reserved_requests -= self.requests
@@ -67,9 +67,9 @@ class Ticket:
             self._admission.change(self.tenant, -self.requests, -self.tokens)
 
     def keep(self) -> None:
-        """Keeps room in the queue until the release, for a call that submits again and again.
+        """Reserves room in the queue until `release`, for a call that submits requests repeatedly.
 
-        The kept requests count as waiting, but nothing waits for them.
+        The reserved requests count against the bounds, but not as work that others wait for.
         """
         self.started()
         if not self._kept:
@@ -102,27 +102,27 @@ class AdmissionController:
         tenants: Callable[[], dict[str, Tenant]] = dict,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.reserved_requests = self.reserved_tokens = 0  # granted, and not counted by the engine yet
-        self.kept_requests = self.kept_tokens = 0  # of calls that submit requests again and again
+        self.reserved_requests = self.reserved_tokens = 0  # admitted, and not counted by the engine yet
+        self.kept_requests = self.kept_tokens = 0  # of calls that submit requests repeatedly
         self._load, self._tenants, self._clock = engine.load, tenants, clock
         self._max_rows = engine.config.max_rows * engine.config.replicas
         self._max_requests, self._max_tokens = engine.config.max_queued_requests, engine.config.max_queued_tokens
         self._waiting: dict[str, list[int]] = defaultdict(lambda: [0, 0])  # tenant -> requests, tokens
-        self._rates: dict[str, tuple[float, float]] = {}  # tenant -> (when, how many could come at once then)
+        self._rates: dict[str, tuple[float, float]] = {}  # tenant -> (time, level of its token bucket then)
         self._engine = engine
         self._seen_rate: float | None = None  # tokens a second while a request waited
         self._used_share = 1.0  # of max_tokens that requests generate
-        self._mean_tokens = 0.0  # that requests generate; 0 while unknown, so that no call is refused for a guess
+        self._mean_tokens = 0.0  # that requests generate; 0 while unknown, so that no guess refuses a call
         self._sampled: tuple[float, int] | None = None  # (when, tokens computed until then) while the batch was full
 
     @property
     def prompt_rate(self) -> float:
-        """Prompt tokens a second, at best."""
+        """Most prompt tokens a second."""
         return max(cost.tokens_per_second for cost in self._engine.report.buckets)
 
     @property
     def _decode_seconds(self) -> float:
-        """Of one iteration of a full batch."""
+        """Seconds of an iteration in which all rows decode."""
         costs, rows = self._engine.report.buckets, self._engine.config.max_rows
         return next((cost for cost in costs if cost.size >= rows), costs[-1]).milliseconds / 1000
 
@@ -143,10 +143,10 @@ class AdmissionController:
         """Gives a call its place in the queue, or refuses it.
 
         Args:
-          requests: that it makes.
-          prompt_tokens: of all of them, at most.
-          new_tokens: that the longest of them may generate, or does if `exactly`.
-          deadline: on the clock, or None.
+          requests: number of requests that it makes.
+          prompt_tokens: most prompt tokens of all of them.
+          new_tokens: most tokens that one of them generates; its exact number if `exactly`.
+          deadline: of the call, on the clock; None for none.
 
         Raises:
           ApiError: RATE_LIMITED, QUEUE_FULL or TOO_LATE.
@@ -165,16 +165,15 @@ class AdmissionController:
         slack = math.inf
         if deadline is not None:
             own = self._decode_seconds * (new_tokens if exactly else min(new_tokens, self._mean_tokens))
-            slack = deadline - now - wait - own  # less the prompt's time, which is known once it is tokenized
+            slack = deadline - now - wait - own  # time left for the prompt, whose length is not known yet
             if slack < 0:
                 raise errors.ApiError(
                     errors.ErrorKind.TOO_LATE,
                     f"the deadline is in {max(0.0, deadline - now):.1f} s; waiting takes about {wait:.1f} s, and the "
                     f"answer {own:.1f} s",
                 )
-        self._take_from_rate(
-            tenant, requests, now
-        )  # last: a call refused for another reason does not count against the rate
+        # Last: a call refused for another reason does not count against the rate.
+        self._take_from_rate(tenant, requests, now)
         self.reserved_requests += requests
         self.reserved_tokens += prompt_tokens
         self.change(tenant, requests, prompt_tokens)
@@ -188,7 +187,7 @@ class AdmissionController:
         return None if over is None else errors.queue_full(over, _bounded(self._wait(load)))
 
     def finished(self, generated: int, max_tokens: int) -> None:
-        """Notes how much of its max_tokens a request has generated, to judge later calls by."""
+        """Records how much of its max_tokens a request has generated, to estimate later calls."""
         self._used_share += _SMOOTHING_ENDS * (generated / max_tokens - self._used_share)
         self._mean_tokens += _SMOOTHING_ENDS * (generated - self._mean_tokens)
 
@@ -197,7 +196,7 @@ class AdmissionController:
         return _bounded(self._wait(self._load()))
 
     def change(self, tenant: Tenant, requests: int, tokens: int) -> None:
-        """Changes the counts of what waits for a tenant."""
+        """Changes the numbers of a tenant's waiting requests and tokens."""
         counts = self._waiting[tenant.name]
         counts[0] += requests
         counts[1] += tokens
@@ -238,7 +237,7 @@ class AdmissionController:
         self._rates[tenant.name] = now, level - requests  # below 0 after a call of more than the burst
 
     def _wait(self, load: Load) -> float:
-        """Seconds until everything that waits now has started, as rows become free."""
+        """Estimated seconds until all requests that wait now have started."""
         ahead = load.waiting + self.reserved_requests
         free = max(0, self._max_rows - load.running)
         if ahead < free:
@@ -248,14 +247,14 @@ class AdmissionController:
         return owed / max(self._tokens_per_second, 1e-3) * (ahead + 1) / (ahead + max(1, load.running))
 
     def sample(self) -> Load:
-        """Measures tokens a second while requests wait: only then is it what the engine can do."""
+        """Updates the measured tokens a second. They show the engine's capacity only while requests wait."""
         now, load = self._clock(), self._load()
         done = load.prompt_tokens + load.generated_tokens
         seconds = now - self._sampled[0] if self._sampled is not None else _OLD_SECONDS
         if not load.waiting:
             self._sampled = None
         elif self._sampled is None or seconds >= _OLD_SECONDS or done < self._sampled[1]:
-            # Perhaps nothing waited for a part of the time, or a new engine process counts from 0.
+            # The queue may have been empty meanwhile, or a new engine process counts from 0.
             self._sampled = now, done
         elif seconds >= _SAMPLE_SECONDS:
             rate = (done - self._sampled[1]) / seconds

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _STOPPING = "the server is stopping"
-_RECOVERY_SECONDS = 3.0  # an engine may recover within this time after its deadline
+_RECOVERY_SECONDS = 3.0  # after its deadline, in which an engine may recover
 
 
 class ServerApp:
@@ -128,7 +128,7 @@ class ServerApp:
     async def check_health(self) -> None:
         """Updates the health status; fails active calls if the engine will not recover."""
         problem, own = self._watchdog.problem(), self.handler.engine.problem
-        self.handler.problem = problem if own is None else None  # each call asks the engine for its own
+        self.handler.problem = problem if own is None else None  # the handler reads the engine's own problem itself
         if own is not None and not self.handler.engine.takes_requests:
             self.handler.calls.fail_all(own)
         if problem is not None and self._on_wedged is not None and self._is_wedged():

@@ -5,7 +5,7 @@ The file has a table for each tenant. A key is written as it is or as its SHA-25
 
     [team-a]
     keys = ["sha256:2c26b46b68ffc68ff99b453c1d30413413422d706483bfa0f98a5e886266e7ae"]
-    share = 2        # of a contended queue, relative to other tenants; default 1
+    share = 2        # of a contended queue, relative to other tenants; default: 1
     rate = 10        # requests a second; default: no limit
     burst = 20       # requests that may come at once; default: those of one second
 """
@@ -33,7 +33,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 _log = logging.getLogger(__name__)
 
 _LONGEST_KEY = 1024  # bytes
-_CHECK_SECONDS = 1.0  # how often the file is looked at
+_CHECK_SECONDS = 1.0  # how often the file is checked for changes
 _FIELDS = ("keys", "share", "rate", "burst")
 _DENIED = "an API key is required: send `authorization: Bearer KEY`"
 
@@ -64,8 +64,8 @@ class ApiKeys:
     """The keys in a file, read again when it changes.
 
     Raises:
-      ValueError: the file cannot be read or is wrong. Later, a file that becomes wrong is logged and the keys read
-        before stay valid.
+      ValueError: the file cannot be read or is wrong. If a later version is wrong, the error is logged and the keys
+        read before stay valid.
     """
 
     def __init__(self, path: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -135,7 +135,7 @@ async def _deny(_requests: Any, context: Any) -> None:
 class KeyMiddleware:
     """ASGI middleware that answers 401 to calls without a known key, except open calls.
 
-    It compares a path as it came over the wire (`raw_path`), so that an escaped path opens nothing.
+    It compares the path as received (`raw_path`), so that an escaped path does not count as an open one.
 
     Args:
       open_calls: methods and whole paths that need no key, such as ("GET", "/health").

@@ -1,4 +1,4 @@
-"""Life of a server: open the ports, start the engine, serve, drain, stop."""
+"""The steps of a server: open the ports, start the engine, serve, drain, stop."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class ServerLifecycle:
 
     def _on_signal(self, number: int) -> None:
         if self.stopping.is_set():
-            os._exit(128 + number)  # a second signal: do not even wait for the running iteration
+            os._exit(128 + number)  # a second signal does not wait for the running iteration
         self.stopping.set()
 
     def greet(self) -> None:
@@ -93,7 +93,7 @@ class ServerLifecycle:
 
     @contextlib.contextmanager
     def observing(self) -> Iterator[None]:
-        """Runs the request log, the traces and the metrics port that were asked for."""
+        """Runs the request log, traces and metrics port of the settings."""
         chosen, handler = self.settings, self.app.handler
         with contextlib.ExitStack() as stack:
             with user_errors():

@@ -1,7 +1,6 @@
 """Live view of the engine: its last iterations chunk by chunk, its load and its latencies.
 
-The engine only appends to a bounded ring. A viewer turns the new entries into JSON at its own pace, so that viewers
-cost the engine nothing.
+The engine only appends to a bounded ring. Viewers read new entries at their own pace, at no cost for the engine.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ if TYPE_CHECKING:
     from server.engine_client import EngineClient
 
 KEPT = 512  # iterations
-_WINDOW = 60.0  # seconds that latencies and rates look back
-_SAMPLES = 4096  # of each latency, at most
+_WINDOW = 60.0  # seconds of samples in the latencies
+_SAMPLES = 4096  # most samples of each latency
 _QUANTILES = (0.5, 0.95, 0.99)
 
 
@@ -53,12 +52,11 @@ class LiveStats(Observer):
         """Everything since iteration `number`, as data for JSON.
 
         Returns:
-          `next`: the number to ask with next; smaller than `number` if the server has restarted, and then all kept
-          iterations are there. `iterations`: lists of replica, sequence, bucket, requests waiting, monotonic seconds at
-          which it finished, its chunks as [row, start, length, samples], and the rows that requests took in it as
-          [row, request id]. `load`: the fields of `Engine.load`. `latencies`: of the last minute, seconds to the
-          first token (`first_token`) and between tokens (`gap`), at the quantiles 0.5, 0.95 and 0.99, or null where
-          nothing was seen.
+          `next`: the `number` of the next call; smaller than this one if the server has restarted, and then all kept
+          iterations are returned. `iterations`: lists of replica, sequence, bucket, waiting requests, monotonic seconds
+          at its end, chunks as [row, start, length, samples], and admissions as [row, request id]. `load`: the fields
+          of `Engine.load`. `latencies`: of the last minute, seconds to the first token (`first_token`) and between
+          tokens (`gap`), at the quantiles 0.5, 0.95 and 0.99, or null without samples.
         """
         kept = self._ring.copy()
         ahead = kept[-1][0] + 1 if kept else 0
@@ -89,7 +87,7 @@ class LiveStats(Observer):
         }
 
     def _rate(self, generated: int) -> float:
-        """Tokens a second over the last two seconds, as far as a viewer has asked."""
+        """Tokens a second since a viewer's call up to two seconds ago."""
         now, seen = time.monotonic(), self._generated
         seen.append((now, generated))
         while now - seen[0][0] > 2.0:

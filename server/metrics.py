@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-_HELD = 20_000  # iterations kept until they are counted twice a second; more than any engine runs
+_HELD = 20_000  # iterations kept until `drain` counts them; more than an engine runs in between
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _HOST_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 50_000)
@@ -138,7 +138,7 @@ class Metrics(Observer):
         for _ in range(len(self._iterations)):
             try:
                 record = self._iterations.popleft()
-            except IndexError:  # another thread has counted it
+            except IndexError:  # another thread has counted the rest
                 return
             host = record.schedule_s + record.pack_s + record.launch_s + record.complete_s
             self._observe("iteration_host_seconds", host)
@@ -164,11 +164,11 @@ class Metrics(Observer):
         return end
 
     def describe(self) -> list[Metric]:
-        """Returns nothing, so that the registry does not collect once just to learn the names."""
+        """Returns nothing. Otherwise the registry would collect once to learn the names."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """All metrics, as prometheus_client takes them."""
+        """Yields all metrics for prometheus_client."""
         self.drain()
         load = self._engine.load()
         held = load.slots_used / max(1, load.slots_total)  # no slots yet while the engine starts

@@ -65,7 +65,7 @@ class RequestLog(Observer):
 
     def close(self) -> None:
         if self._file is not sys.stdout:
-            with contextlib.suppress(OSError):  # was reported already
+            with contextlib.suppress(OSError):  # `_write` has logged it
                 self._file.close()
 
     def _write(self, line: dict[str, Any]) -> None:
@@ -73,7 +73,7 @@ class RequestLog(Observer):
         try:
             self._file.write(json.dumps({"time": now} | line) + "\n")
             self._file.flush()
-        except OSError as problem:  # a full disk ends no request
+        except OSError as problem:  # a full disk must not end requests
             if not self._failed:
                 _log.error("the request log cannot be written: %s", problem.strerror)
             self._failed = True

@@ -49,8 +49,8 @@ class TextTools:
 def most_tokens(fields: Mapping[str, Any]) -> int:
     """Most tokens that a prompt can have: a token of a text stands for at least one byte.
 
-    A chat template, or a tokenizer that adds tokens or rewrites the text, may make a few more; they are counted once
-    they are known.
+    A chat template, or a tokenizer that adds tokens or rewrites the text, may make a few more. They count once the text
+    is tokenized.
     """
     texts = [] if (text := fields.get("prompt")) is None else [text]
     texts += [text for message in fields.get("messages") or () for text in message.values()]

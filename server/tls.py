@@ -31,7 +31,7 @@ class Tls:
         try:
             # Without the callback, OpenSSL would ask for a passphrase on the terminal.
             context.load_cert_chain(self.certificate, self.key, password=lambda: "")
-        except OSError as problem:  # SSLError is one, and names no file
+        except OSError as problem:  # also SSLError, which names no file
             raise ValueError(f"--tls-cert {self.certificate} and --tls-key {self.key}: {_reason(problem)}") from None
         if self.client_ca is not None:
             try:

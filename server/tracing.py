@@ -11,7 +11,7 @@ from server.call import Observer, RequestTiming
 class Tracing(Observer):
     """Sends a span for each request once it has ended.
 
-    OpenTelemetry's own variables say where to (OTEL_EXPORTER_OTLP_ENDPOINT and others).
+    OpenTelemetry's environment variables set the endpoint (OTEL_EXPORTER_OTLP_ENDPOINT and others).
 
     Raises:
       ValueError: the libraries are not installed.

@@ -18,10 +18,10 @@ _LONGEST_WAIT = 3.0  # seconds beyond the expected time, at most: slow iteration
 class EngineWatchdog:
     """Checks whether an engine serves; call `problem` every `interval` seconds.
 
-    A replica that has work and completes no iteration within its deadline is wedged, and serves again once it completes
-    one. The deadline is made from the iteration that is due next: the measured time of its bucket, and the time to read
-    every used slot. Time counts only while the watchdog itself runs, so that a process that was stopped as a whole, or
-    a machine that slept, does not count as a wedged engine.
+    A replica that has work and completes no iteration within its deadline does not serve until it completes one. The
+    deadline follows from the next iteration: the measured time of its bucket, and the time to read all used slots. Time
+    counts only while the watchdog itself runs. So an engine does not count as hanging after the whole process was
+    stopped, or the machine slept.
 
     Args:
       deadline: seconds for any iteration; None computes them as above.
@@ -29,8 +29,8 @@ class EngineWatchdog:
       clock: monotonic seconds.
 
     Attributes:
-      overdue: seconds by which the latest replica is behind its deadline; 0 when none is.
-      still: seconds since that replica completed an iteration; 0 when none is late.
+      overdue: seconds by which the replica that is latest has missed its deadline; 0 if none has.
+      still: seconds since that replica completed an iteration; 0 if none is late.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The `jaxserve` command: its parser, and its exit codes. Heavy imports are made late."""
+"""The `jaxserve` command: its parser and its exit codes. Commands import heavy modules only when they run."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ Serves BLOOM and GPT-family language models, scheduling the work one iteration a
   jaxserve generate --model DIR --input in.jsonl --output out.jsonl
   jaxserve bench offline --model DIR                    measure throughput
   jaxserve plan --model bloom-176b --topology h200:8 --tensor 8
-                                                        what it would take, without a device
+                                                        predict memory and speed, without a device
   jaxserve simulate --trace FILE --model bloom-176b --topology h200:8 --tensor 8
-                                                        recorded traffic on them, on a virtual clock
-  jaxserve compile --model DIR                          so that a server starts in seconds later
+                                                        serve recorded traffic on a virtual clock
+  jaxserve compile --model DIR                          compile ahead, so that a server starts in seconds
   jaxserve convert DIR OUT                              rewrite a checkpoint for faster loading
 
 DIR is a Hugging Face directory (config.json, model.safetensors or its shards, tokenizer.json)."""
@@ -49,18 +49,18 @@ Measures throughput, latencies and steps; tables go to the terminal, JSON and pl
   jaxserve bench offline --compare-schedulers          request-level against iteration-level batching
   jaxserve bench serve --address HOST:PORT --rate 2    load on a running server
   jaxserve bench step --model DIR                      the compiled step alone
-  jaxserve bench accuracy                              what eight bits cost in answers"""
+  jaxserve bench accuracy                              the effect of eight bits on answers"""
 
 _COMMANDS: dict[str, tuple[Any, str]] = {
     "serve": (serve, "serve a model over gRPC and HTTP"),
     "generate": (generate, "complete one prompt, or a file of them"),
     "client": (client, "stream a completion from a running server"),
-    "top": (top, "what a running server does, in the terminal"),
-    "plan": (plan, "what a model would take and do on devices"),
+    "top": (top, "show what a running server does"),
+    "plan": (plan, "predict memory and speed of a model on devices"),
     "simulate": (simulate, "serve traffic on a virtual clock"),
-    "size": (size, "what serves given traffic in time, at what cost"),
+    "size": (size, "find devices that serve recorded traffic in time, and the cost"),
     "replay": (replay, "run a flight record's iterations again"),
-    "compile": (compile, "fill the compilation cache ahead"),
+    "compile": (compile, "fill the compilation cache"),
     "convert": (convert, "rewrite a checkpoint as Orbax"),
 }
 
@@ -99,9 +99,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         say("interrupted")
         return 130
     except BrokenPipeError:
-        # The reader of our output is gone. Standard output is flushed again at exit, so it goes to /dev/null.
+        # Nothing reads our output any more. Standard output is flushed again at exit, so it goes to /dev/null.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + 13  # as if SIGPIPE had ended us
+        return 128 + 13  # the exit code of a process that SIGPIPE ended
     except OSError as problem:
         if problem.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise

@@ -13,15 +13,15 @@ if TYPE_CHECKING:
     from sharding.devices import Topology
 
 HELP = """\
-Compiles every program of a server with these settings and leaves them in the compilation cache (--compilation-cache);
-a server that is started with the same settings on such a machine then loads them.
+Compiles every program of a server with these settings and keeps them in the compilation cache (--compilation-cache).
+A server with the same settings on a machine of the same kind then loads them.
 
   jaxserve compile --model DIR --max-rows 32
   jaxserve compile --model DIR --tensor 8 --topology h200:8     an error where there are not eight GPUs
 
-Run it where the server will run: as an image is built, or before traffic is moved. A program is kept for the very
-devices, driver and versions that it was compiled with, and how many slots it is for depends on the memory that the
-weights leave; `jaxserve plan --compile` compiles for devices that are elsewhere, to look at the result."""
+Run it where the server will run: while an image is built, or before traffic is moved. A program fits only the devices,
+driver and versions that it was compiled with. Its number of slots depends on the memory that the weights leave. To see
+what a compiler makes of a model for devices that are not here, use `jaxserve plan --compile`."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -55,6 +55,6 @@ def check_here(topology: Topology) -> None:
     here = jax.devices()
     if here[0].platform != topology.device.platform or len(here) < topology.num_devices:
         raise UserError(
-            f"--topology {topology} is not here: this machine has {len(here)} x {here[0].device_kind}. A program is "
-            "kept for the devices, the driver and the memory it was compiled with: run this where the server will run"
+            f"--topology {topology} is not here: this machine has {len(here)} x {here[0].device_kind}. A program "
+            "fits only the devices, driver and memory it was compiled with: run this where the server will run"
         )

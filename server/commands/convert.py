@@ -21,7 +21,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", type=Path, metavar="DIR", help="Hugging Face directory to read")
     parser.add_argument("target", type=Path, metavar="OUT", help="directory to write; must not exist, or be empty")
     parser.add_argument(
-        "--dtype", choices=get_args(DtypeName), default="auto", help="what to store; auto: as it is (default: auto)"
+        "--dtype",
+        choices=get_args(DtypeName),
+        default="auto",
+        help="dtype to store; auto: that of the checkpoint (default: auto)",
     )
 
 

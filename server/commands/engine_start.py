@@ -1,4 +1,4 @@
-"""Makes a compiled engine from command-line flags."""
+"""Starts an engine from command-line flags."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def load_engine(args: argparse.Namespace) -> Engine:
     """Starts the engine that the flags describe. Raises UserError for a mistake of the user."""
     path = model_directory(args)
     with user_errors():
-        config = flags.engine_config(args)  # before jax is imported: a wrong flag is reported at once
+        config = flags.engine_config(args)  # before jax is imported, so that a wrong flag is reported at once
     return start_engine(path, config)
 
 

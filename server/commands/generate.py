@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from jaxserve.engine import Engine
     from jaxserve.generation.completion import Completion
 
-_ROWS_AHEAD = 16  # input lines read for every row of the batch, so that one long answer leaves work for the others
+_ROWS_AHEAD = 16  # input lines read for each row of the batch, so that rows have work during a long answer
 
 HELP = """\
 Completes one prompt, or every line of a file, without a server.
@@ -35,17 +35,17 @@ Completes one prompt, or every line of a file, without a server.
   jaxserve generate --model DIR --input in.jsonl --output out.jsonl
   zcat in.jsonl.gz | jaxserve generate --model DIR --input - | gzip > out.jsonl.gz
 
-An input line is a JSON object with prompt (text), prompt_token_ids or messages (a chat), an id if you like (the line's
-number if not) and any sampling field:
+An input line is a JSON object with prompt (text), prompt_token_ids or messages (a chat), optionally an id (default: the
+number of the line) and any sampling field:
 
   {"id": "a", "prompt": "It was a", "max_tokens": 20, "temperature": 0, "stop": ["."], "logprobs": 0}
 
-Output lines come in the order of the input, each as soon as it is its turn:
+Output lines come in the order of the input, each as soon as those before it are written:
 
   {"id": "a", "text": " truth", "token_ids": [51, 7], "finish_reason": "stop", "seed": 8, "logprobs": [-1.5, -0.2]}
 
-A line that cannot be served gets {"id": ..., "error": ...}, and its number on standard error; the others are served,
-and the exit code is 1."""
+For a line that cannot be served, the output is {"id": ..., "error": ...} and standard error has its number. The other
+lines are served, and the exit code is 1."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--{next(iter(wanted)).replace('_', '-')} is for one prompt, without --input and --output")
     prompt = request_flags.prompt(args)
     if args.input is not None and prompt:
-        raise UserError("--no-generation-prompt is for --messages; an input line says add_generation_prompt")
+        raise UserError("--no-generation-prompt is for --messages; an input line has the field add_generation_prompt")
     with contextlib.ExitStack() as files:
         source, size = _open_input(args, prompt, files)
         target = sys.stdout.buffer if args.output is None else _opened(files, args.output, "ab")
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
             _check_differ(source, target)
         engine = load_engine(args)
         if args.output is not None and stat.S_ISREG(os.fstat(target.fileno()).st_mode):
-            target.truncate(0)  # not earlier: a failed start keeps the results of an earlier run
+            target.truncate(0)  # not earlier, so that a failed start keeps the results of an earlier run
         say_defaults(engine.request_defaults)
         with profiling(args.profile), engine:
             if wanted:
@@ -91,7 +91,7 @@ def _open_input(
     """The lines of the input, and its size in bytes if known."""
     if args.input is None:
         return [json.dumps(prompt).encode()], None
-    # Descriptor 0 directly: the interpreter locks sys.stdin at exit, and the reading thread may be waiting in it.
+    # Descriptor 0, not sys.stdin: the interpreter locks sys.stdin at exit, while the reading thread may wait in it.
     file = _opened(files, 0 if args.input == "-" else args.input, "rb")
     status = os.fstat(file.fileno())
     return file, status.st_size if stat.S_ISREG(status.st_mode) else None

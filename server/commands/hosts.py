@@ -1,4 +1,4 @@
-"""`jaxserve serve` on several hosts: the flags, and the work of host 0 and of the others."""
+"""`jaxserve serve` on several hosts: the flags, host 0, and the other hosts."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from jaxserve.engine import Engine
     from jaxserve.multihost.failure import HostFailed
 
-OWN_SECONDS = 2.0  # for a host to report its own failure, before its front process acts
+OWN_SECONDS = 2.0  # for a host to report its own failure, before its front process kills it
 FAILING_SECONDS = 10.0  # for the watchdog to end a process whose hosts have failed
-# Host 0 ends the group: a worker that left first would look like one that failed.
+# Only host 0 ends the group: it would take a worker that leaves earlier for a failed one.
 WAITING = "waiting for host 0 to end the hosts (again to end at once)"
 
 
@@ -109,7 +109,7 @@ def follow(
     """Runs a host other than host 0. Returns 0 once host 0 has ended. Raises UserError.
 
     Args:
-      alive: called twice a second with the seconds after which this process is lost if it stops calling.
+      alive: called twice a second with the seconds within which the next call must come.
     """
     with user_errors():
         from jaxserve.multihost import startup as start
@@ -148,7 +148,7 @@ async def follow_in_own_process(
 
 
 def _signal_handler(let_end: Callable[[], None]) -> Callable[[int], None]:
-    """The signal handler of a worker: the first signal waits for host 0, a second one ends it."""
+    """The signal handler of a worker: after one signal it waits for host 0, after two it ends at once."""
     asked = False
 
     def leave(number: int) -> None:

@@ -1,4 +1,4 @@
-"""Completions for a stream of JSON lines, answered in the order of the input."""
+"""Completes a stream of JSON lines, in the order of the input."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class LineResult(NamedTuple):
     """The result of one input line.
 
     Attributes:
-      number: of the line, from 1.
-      size: bytes of the input up to and including this line.
+      number: number of the line, from 1.
+      size: bytes of the input up to the end of this line.
       encoded: the output line, as JSON without its newline.
       error: why the line failed, or None.
       tokens: number of generated tokens.
@@ -81,7 +81,7 @@ class LineServer:
           OSError: the source cannot be read further.
           EngineFailed: the engine has failed.
         """
-        # Reading has its own thread: it waits for the writer of the input, and finished lines must not wait for it.
+        # Reading has its own thread, because it may wait for input while finished lines can be returned.
         threading.Thread(target=self._read, args=(source,), daemon=True).start()
         reading = True
         try:
@@ -159,7 +159,7 @@ class LineServer:
         for event in events:
             line = self._alive.get(event.request_id)
             if line is None:
-                continue  # a stop string ended it before the engine did
+                continue  # a stop string has ended it already
             assert line.request is not None
             assert line.assembler is not None
             if event.finish_reason in (FinishReason.ERROR, FinishReason.ABORTED):
@@ -187,9 +187,9 @@ def _decode(text: bytes) -> dict[str, Any]:
     try:
         fields = json.loads(text)
     except RecursionError:
-        raise ValueError("no JSON: nested too deeply") from None
+        raise ValueError("not JSON: nested too deeply") from None
     except ValueError as problem:
-        raise ValueError(f"no JSON: {problem}") from None
+        raise ValueError(f"not JSON: {problem}") from None
     if not isinstance(fields, dict):
         raise ValueError("a line must hold a JSON object")
     return fields
@@ -202,7 +202,7 @@ def _checked_id(value: Any) -> Any:
 
 
 def _encode(fields: dict[str, Any]) -> bytes:
-    # Surrogates in an id have no UTF-8, so they are escaped as they came in.
+    # Surrogates in an id have no UTF-8; a line with them is escaped.
     try:
         return json.dumps(fields, ensure_ascii=False).encode()
     except UnicodeEncodeError:

@@ -10,13 +10,13 @@ from server.commands.console import console, progress_bars, say, user_errors
 from server.commands.engine_start import model_directory
 
 HELP = """\
-Runs the iterations of a flight record again, on one device of this machine, and compares the tokens: what went wrong in
-production is looked at at a desk. A group of hosts writes a record when a host fails, and on SIGUSR2 to host 0.
+Runs the iterations of a flight record again, on one device of this machine, and compares the tokens, so that a failure
+in production can be examined elsewhere. A group of hosts writes a record when a host fails, and on SIGUSR2 to host 0.
 
   jaxserve replay jaxserve-20261122T034500.000000.flight --model DIR
 
-A request's tokens are compared up to its first difference. Two arithmetics may differ by a rounding, so a choice within
-a hair of the next may fall otherwise: the logprobs beside a difference tell. Returns 1 where tokens differ."""
+A request's tokens are compared up to its first difference. Rounding may differ between the two runs, and change the
+choice between tokens of nearly the same logprob; a difference shows both logprobs. Returns 1 if tokens differ."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     for difference in found.differences:
         out.print(str(difference), markup=False)
     say(
-        f"{found.iterations} iterations run again ({found.unanswered} were never answered), {found.tokens} tokens of "
-        f"{found.requests} requests compared, {len(found.differences)} requests differ"
+        f"{found.iterations} iterations run again ({found.unanswered} without a recorded result), "
+        f"{found.tokens} tokens of {found.requests} requests compared, {len(found.differences)} requests differ"
     )
     return 1 if found.differences else 0

@@ -16,7 +16,7 @@ _METAVARS = {int: "N", float: "X", tuple[str, ...]: "TEXT", tuple[int, ...]: "1,
 
 
 def add_flags(parser: argparse.ArgumentParser, source: Any) -> None:
-    """Adds all but the prompt's text itself; `fields` and `answers` read them.
+    """Adds all flags except the prompt's text. `prompt`, `sampling` and `answers` read them.
 
     Args:
       source: the mutually exclusive group of prompt sources.
@@ -50,7 +50,7 @@ def sampling(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def answers(args: argparse.Namespace) -> dict[str, Any]:
-    """The flags of several answers that were given, by the field names of calls."""
+    """The given flags of several answers, by the field names of calls."""
     from jaxserve.generation import beam_search
 
     return _given(args, beam_search.FIELDS)
@@ -61,7 +61,7 @@ def _given(args: argparse.Namespace, names: Any) -> dict[str, Any]:
 
 
 def _add_sampling_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("sampling", "Defaults for input lines that do not say otherwise.")
+    group = parser.add_argument_group("sampling", "Defaults for input lines without these fields.")
     for name, param in SAMPLING_PARAMS.items():
         if name == "grammar":
             _add_grammar_flags(group)

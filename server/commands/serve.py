@@ -41,13 +41,13 @@ SIGTERM or Ctrl-C refuses new requests and lets running ones finish; a second on
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeSettings:
-    """Everything that `jaxserve serve` was asked for. The metadata of fields makes flags.
+    """The settings of `jaxserve serve`. Flags come from the metadata of fields.
 
     Attributes:
       model: the checkpoint directory.
       engine: settings of the engine.
       cluster: this host's place among several; None where it serves alone.
-      tls / keys: None serves without encryption, and without API keys. Hosts that answer no calls have neither.
+      tls / keys: None serves without encryption, or without API keys. Hosts that answer no calls have neither.
       profile: directory for a jax profiler capture, or None.
 
     Raises:
@@ -150,7 +150,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--api-keys",
         type=Path,
         metavar="FILE.toml",
-        help="require one of these API keys (default: none required); the file is read again when it changes",
+        help="require one of these API keys (default: require none); the file is read again when it changes",
     )
     tls.add_flags(parser)
     hosts.add_flags(parser)
@@ -171,7 +171,7 @@ def run(args: argparse.Namespace) -> int:
         return asyncio.run(hosts.follow_in_own_process(chosen.model, chosen.engine, chosen.cluster, chosen.restarts))
     for port in (chosen.port, chosen.http_port, chosen.metrics_port):
         if port is not None:
-            _check_free(chosen.host, port)  # now rather than after minutes of loading
+            _check_free(chosen.host, port)  # now, not after minutes of loading
     from server import lifecycle
 
     if not chosen.in_process:
@@ -208,7 +208,7 @@ def _greet(chosen: ServeSettings, port: int, http_port: int | None) -> None:
 
 
 def _command() -> str:
-    """How to call this program again from the directory where it was called."""
+    """The command that runs this program again from the current directory."""
     program = Path(sys.argv[0])
     if program.name != "jaxserve":
         return f"{sys.executable} -m server.commands.cli"

@@ -1,4 +1,4 @@
-"""`jaxserve top`: shows a running server, with a column an iteration and a line a row."""
+"""`jaxserve top`: shows a running server, with a column for each iteration and a line for each row."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from rich.text import Text
 from server.commands.console import UserError
 
 HELP = """\
-Shows what a running server does, ten times a second: each iteration a column, each row of the batch a line.
+Shows ten times a second what a running server does: a column for each iteration, a line for each row of the batch.
 
   jaxserve top
   jaxserve top --server http://10.0.0.7:8000 --api-key KEY
   jaxserve top --once                                   one view, for scripts"""
 
 _SECONDS = 0.1  # between two polls
-_PATIENCE = 5.0  # seconds to wait for an answer
+_TIMEOUT = 5.0  # seconds to wait for an answer
 _LABEL = 14  # characters before the columns
 _PROMPT, _DECODE, _QUEUE = "blue", "green", "dark_orange"
 _EXPECTED = {"next", "healthy", "iterations", "load", "latencies", "tokens_per_second"}  # of any answer
@@ -49,7 +49,7 @@ class Board:
     def take(self, news: dict[str, Any]) -> None:
         """Takes one answer of `/live`."""
         self._news = news
-        if "about" in news:  # at first, and after a restart, perhaps of another model
+        if "about" in news:  # the first answer, or the first after a restart, perhaps with another model
             self._about = news["about"]
             self._columns.clear()
             self._names.clear()
@@ -95,7 +95,7 @@ class Board:
             name = self._names.get((replica, row), "")
             lines.append(_line(f"{replica * rows + row:>3} {name[: _LABEL - 5]}", cells))
         if len(places) > fits:
-            lines.append(Text(f"{len(places) - fits} rows more: a taller window shows them", "grey50"))
+            lines.append(Text(f"{len(places) - fits} more rows; a taller window shows them", "grey50"))
         lines.append(_line("fill", [_fill(c, largest) for c in shown]))
         colours = ("█ prompt  ", _PROMPT), ("█ decode  ", _DECODE), ("█ waiting  ", _QUEUE)
         return Group(*lines, Text.assemble(*colours, "fill: of the largest bucket"))
@@ -160,7 +160,7 @@ def _ask(args: argparse.Namespace, since: int) -> dict[str, Any]:
         request = urllib.request.Request(f"{address}/live?since={since}")
         if args.api_key:
             request.add_header("Authorization", f"Bearer {args.api_key}")
-        with urllib.request.urlopen(request, timeout=_PATIENCE) as answer:
+        with urllib.request.urlopen(request, timeout=_TIMEOUT) as answer:
             news = json.load(answer)
     except urllib.error.HTTPError as problem:
         with problem:

@@ -13,7 +13,7 @@ from server.http.call import Endpoint, HttpCall
 from server.proto.inference import open_inference_grpc_pb2 as pb
 from server.proto.inference import open_inference_grpc_pb2_grpc
 
-PLATFORM = "jax_xla"  # as the protocol names platforms: project_format
+PLATFORM = "jax_xla"  # the protocol names platforms as project_format
 _MODEL = "/v2/models/{name}"
 _VERSION = f"{_MODEL}/versions/{{version}}"
 _NO_TENSORS = (

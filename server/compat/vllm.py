@@ -35,7 +35,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
             id=request.request_id or new_id(),
             protocol="vllm",
             deadline=calls.deadline(context),
-            has_defaults=False,  # the router has put in its own
+            has_defaults=False,  # the router has set its own
         )
         params = request.sampling_params
         async with calls.answering(self._handler, context, call.id):
@@ -149,7 +149,7 @@ class _Abortable:
 
 
 async def _responses(generation: Generation, *, stream: bool) -> AsyncIterator[pb.GenerateResponse]:
-    """The messages of a call, each as soon as it can be sent."""
+    """Yields the messages of a call, each as soon as it can be sent."""
     samples = [VllmSample(index, generation) for index in range(len(generation.requests))]
     try:
         async for deltas in generation:

@@ -6,12 +6,12 @@ import signal
 
 from jaxserve.multihost.failure import ExitCode
 
-ENDED = 0  # as it was asked to
+ENDED = 0  # a normal end
 USER_ERROR = 2  # a setting, a checkpoint or a file is wrong; a restart would not help
-ENGINE_GONE = 69  # of the front: its engine process has ended and is not restarted
+ENGINE_GONE = 69  # the front's: its engine process has ended and is not restarted
 ENGINE_FAILED = 70  # the engine's loop raised; the log has the traceback
 FRONT_GONE = 74  # the front process has ended, or has read nothing for too long
-BAD_FRAME = 76  # the socket brought something that the front would not send
+BAD_FRAME = 76  # the engine process received something that the front would not send
 
 OF_HOSTS: frozenset[int] = frozenset(ExitCode)  # of the process of one of several hosts
 

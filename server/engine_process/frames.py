@@ -1,7 +1,7 @@
 """Frames between the front process and the engine process: a length and a protobuf message.
 
 The front makes an unnamed socket pair and the engine process inherits one end, so no other process can connect. Bytes
-that are not a frame (a bug, or something printed to the wrong descriptor) end the connection.
+that are not a frame, for example output printed to the wrong descriptor, end the connection.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class TooLarge(ValueError):
 
 
 def frame(body: bytes) -> bytes:
-    """One frame with a serialized message. Raises TooLarge for one that would not be read."""
+    """A frame with a serialized message. Raises TooLarge."""
     if len(body) > MAX_BODY:
         raise TooLarge(f"{len(body)} bytes, more than the {MAX_BODY} that one message holds")
     return _HEAD.pack(len(body)) + body

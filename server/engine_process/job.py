@@ -16,7 +16,7 @@ _UNBOUNDED = 2**53
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineJob:
-    """What an engine process is to do.
+    """The settings of an engine process.
 
     Attributes:
       model: the checkpoint directory.
@@ -34,7 +34,7 @@ class EngineJob:
     def of(
         cls, model: str, config: EngineConfig, profile: str | None = None, cluster: ClusterConfig | None = None
     ) -> Self:
-        """The job of an engine whose front bounds the queue, so that the engine itself does not."""
+        """A job without bounds on the engine's queue, because the front bounds its own."""
         config = dataclasses.replace(config, max_queued_requests=_UNBOUNDED, max_queued_tokens=_UNBOUNDED)
         return cls(model=model, config=config, profile=profile, cluster=cluster)
 

@@ -3,8 +3,8 @@
     python -m server.engine_process.main DESCRIPTOR
 
 The front starts it and keeps the other end of the socket. It ends with its front: when the socket closes, and on Linux
-also by a signal of the kernel, in case nothing in it can look. It ignores SIGINT and SIGTERM, which a terminal and a
-service manager send to both processes: the front drains first.
+also by a signal of the kernel, in case all its threads hang. It ignores SIGINT and SIGTERM, which a terminal or a
+service manager sends to both processes, because the front drains first.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def _started(channel: socket.socket, job: EngineJob, make: MakeEngine) -> Any:
         send(channel, messages.to_front(alive_seconds=seconds))
 
     if job.cluster is not None and job.cluster.host:
-        # Ends at once: a slow end of the interpreter would look like a process that hangs.
+        # Without the interpreter's own end, which may be slow and look like a process that hangs.
         end_process(hosts.follow(Path(job.model), job.config, job.cluster, alive=alive))
     with user_errors():
         try:
@@ -159,7 +159,7 @@ class _Inbox:
 
     def __init__(self, engine: Any, outbox: Outbox) -> None:
         self._engine, self._outbox = engine, outbox
-        self._compiling: dict[str, bool] = {}  # ids of requests whose grammars are being compiled: still wanted?
+        self._compiling: dict[str, bool] = {}  # id of a request whose grammar is being compiled -> not aborted
         self._compilers = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="jaxserve-submit")
         self._lock = threading.Lock()
 
@@ -179,7 +179,7 @@ class _Inbox:
         self._engine.abort(request_id)
 
     def _compile(self, request: Request) -> None:
-        with contextlib.suppress(InvalidRequest, QueueFull):  # `_submit` meets them again
+        with contextlib.suppress(InvalidRequest, QueueFull):  # `_submit` raises and reports them again
             self._engine.check(request)
         with self._lock:
             if self._compiling.pop(request.request_id):

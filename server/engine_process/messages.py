@@ -1,7 +1,7 @@
 """Requests and iterations as the protobuf messages of messages.proto, and back.
 
-The values of the start (EngineJob, EngineInfo) are JSON by their types. What comes in is checked: BadFrame is raised
-for bytes that the other side would not send.
+The values of the start (EngineJob, EngineInfo) are JSON. Received bytes are checked: BadFrame is raised for those that
+the other side would not send.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from server.engine_process.frames import BadFrame, frame
 _T = TypeVar("_T")
 
 _SAMPLING = SamplingParams()
-_PLAIN = TokenEvent("")  # the values of an event that only has tokens, from its fourth field on
+_PLAIN = TokenEvent("")  # has the values from the fourth field on of an event with tokens only
 _CACHED = TokenEvent._fields.index("cached_tokens")
 _LOAD_FIELDS = tuple(field.name for field in dataclasses.fields(Load))
 _RECORD_FIELDS = tuple(name for name in IterationRecord._fields if name != "plan")
@@ -48,13 +48,13 @@ _EVENT = _shared(pb.Event, {*TokenEvent._fields} - {"finish_reason"})
 
 
 class Iterations(NamedTuple):
-    """What one message reports.
+    """The contents of one message about iterations.
 
     Attributes:
-      received: requests that the engine process had read when it wrote the message.
-      loads: of each replica, after all of this.
-      events: of every request, in order.
-      records: of the iterations; their plans have only chunks, and the rows that requests took.
+      received: number of requests that the engine process had read when it wrote the message.
+      loads: load of each replica after these iterations.
+      events: events of all requests, in order.
+      records: records of the iterations; their plans have only chunks and admissions.
     """
 
     received: int
@@ -85,7 +85,7 @@ def parse(kind: type[_T], body: bytes) -> tuple[str, _T]:
         raise BadFrame(f"not a {kind.__name__} message: {problem}") from None
     name = message.WhichOneof("message")
     if name is None:
-        raise BadFrame(f"a {kind.__name__} message that says nothing")
+        raise BadFrame(f"a {kind.__name__} message without a field")
     return name, message
 
 
@@ -106,7 +106,7 @@ def from_json(kind: type[_T], data: bytes) -> _T:
 
 @functools.cache
 def _adapter(kind: Any) -> TypeAdapter[Any]:
-    # In a tuple, as pydantic takes no settings for a dataclass alone.
+    # In a tuple, because pydantic takes no configuration for a dataclass alone.
     return TypeAdapter(tuple[kind], config=_JSON)  # pyright: ignore[reportInvalidTypeForm]
 
 
@@ -176,9 +176,9 @@ def decode_iterations(message: pb.Iterations) -> Iterations:
     try:
         loads = tuple(Load(**{name: getattr(load, name) for name in _LOAD_FIELDS}) for load in message.loads)
         events = list(_plain_events(message.tokens))
-        for other in message.others:  # in order: each finds its place once those before it are in theirs
+        for other in message.others:  # in order: an index counts the events before it
             if other.index > len(events):
-                raise ValueError(f"an event has place {other.index} among {len(events)}")
+                raise ValueError(f"an event has index {other.index} among {len(events)}")
             events.insert(other.index, _read_event(other))
         return Iterations(message.received, loads, events, [_read_record(record) for record in message.records])
     except ValueError as problem:

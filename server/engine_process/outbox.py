@@ -19,9 +19,9 @@ from server.engine_process.frames import TooLarge
 
 _log = logging.getLogger(__name__)
 
-_BEAT_SECONDS = 0.25  # at most, until the front hears of a load that changed without an iteration
-_MOST_HELD = 4096  # hand-overs that the front may be behind; then it counts as gone
-_MANY_HELD = 512  # above this the front is not sent iteration records
+_BEAT_SECONDS = 0.25  # most time until the front gets a load that changed without an iteration
+_MOST_HELD = 4096  # unsent items with which the front counts as gone
+_MANY_HELD = 512  # unsent items from which no more iteration records are kept
 
 _Item = list[TokenEvent] | IterationRecord
 
@@ -42,11 +42,11 @@ def ending(request_id: str, error: str, field: str | None = None) -> TokenEvent:
 class Outbox:
     """Collects what goes to the front.
 
-    The engine's threads only append, and a thread of the outbox writes to the socket: a front that is slow or stopped
-    never delays an iteration.
+    The engine's threads only append, and the outbox has its own thread that writes to the socket. So a slow or stopped
+    front never delays an iteration.
 
     Args:
-      engine: its problem and its loads are reported, and a request with too large an answer is aborted.
+      engine: reports its problem and loads; aborts a request with too large an answer.
       failing_seconds: time for something else to end this process once its engine has failed.
 
     Attributes:
@@ -66,7 +66,7 @@ class Outbox:
         self._thread.start()
 
     def let_engine_end(self) -> None:
-        """From now on an engine that has stopped is not reported as failed."""
+        """From now on, an engine that stops is not reported as failed."""
         self._is_ending = True
 
     def close(self) -> None:
@@ -103,7 +103,7 @@ class Outbox:
                 send(self._channel, messages.to_front(failed=self._engine.problem))
                 time.sleep(self._failing_seconds)
                 end_process(exit_codes.ENGINE_FAILED)
-            received = self.received  # before the loads: what it counts is in them
+            received = self.received  # read before the loads, which then include these requests
             loads = self._engine.loads()
             if items or reported != (received, loads):
                 reported = received, loads
@@ -132,7 +132,7 @@ class Outbox:
             send(self._channel, data)
 
     def _next(self) -> tuple[list[_Item], bool]:
-        """(everything that has been put, whether nothing more will be)."""
+        """(all items so far, whether they are the last)."""
         items: list[_Item] = []
         with contextlib.suppress(queue.Empty):
             item = self._held.get(timeout=_BEAT_SECONDS)

@@ -18,9 +18,9 @@ from server.engine_process import messages
 from server.engine_process import messages_pb2 as pb
 from server.engine_process.frames import BadFrame, Splitter
 
-_LAST_LINES = 20  # of its output, kept for the log
+_LAST_LINES = 20  # lines of its output kept for the log
 _REAP_SECONDS = 2.0  # for a process that has closed its socket to end
-_LAST_WORDS_SECONDS = 0.5  # for its last output to arrive
+_LAST_OUTPUT_SECONDS = 0.5  # for its last output to arrive
 _POLL_SECONDS = 0.01
 _TRACE_SECONDS = 0.3  # for a wedged process to write the stacks of its threads
 
@@ -112,8 +112,8 @@ class EngineProcess(asyncio.Protocol):
             if time.monotonic() > until:
                 process.kill()
             await asyncio.sleep(_POLL_SECONDS)
-        if self._pump is not None:  # its last output has arrived, unless a child of its own keeps the pipe open
-            await asyncio.to_thread(self._pump.join, _LAST_WORDS_SECONDS)
+        if self._pump is not None:  # the thread ends with the output, unless a grandchild keeps the pipe open
+            await asyncio.to_thread(self._pump.join, _LAST_OUTPUT_SECONDS)
         return process.returncode
 
     def data_received(self, data: bytes) -> None:
@@ -134,6 +134,6 @@ class EngineProcess(asyncio.Protocol):
             for line in output:
                 text = line.decode(errors="replace")
                 self.last_lines.append(text.rstrip("\n"))
-                with contextlib.suppress(OSError, ValueError):  # nothing reads our standard error any more
+                with contextlib.suppress(OSError, ValueError):  # standard error is closed
                     sys.stderr.write(text)
                     sys.stderr.flush()

@@ -1,6 +1,6 @@
 """The EngineClient of the front process, for an engine that runs in its own process.
 
-It belongs to one event loop; what only reads (`load`, `problem`) may be called from any thread.
+It belongs to one event loop. Any thread may call what only reads (`load`, `problem`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _STARTING = "the engine is starting"
-_MOST_TRIES = 2  # engine processes that a request may be sent to, so that a deadly request does not end every one
+_MOST_TRIES = 2  # engine processes that get the same request: one that crashes them must not crash all
 _IDLE = Load(**{field.name: 0 for field in dataclasses.fields(Load)})
 
 
@@ -41,8 +41,8 @@ class _Submitted:
 
     Attributes:
       started: whether it has had a row; its caller may have seen a part of its answer.
-      is_aborted: whether its caller has given it up.
-      tries: engine processes that it was sent to.
+      is_aborted: whether its caller has aborted it.
+      tries: number of engine processes that it was sent to.
     """
 
     request: Request
@@ -53,9 +53,9 @@ class _Submitted:
 
 
 class RemoteEngine:
-    """Sends requests to the engine process of the moment, and hands its events to their sinks.
+    """Sends requests to the current engine process, and its events to their sinks.
 
-    It keeps the requests of this process: those that have not started move on to the next engine process.
+    It keeps the requests: if the engine process ends, those that have not started are sent to the next one.
 
     Args:
       config: of the engine.
@@ -78,10 +78,10 @@ class RemoteEngine:
         self._requests: dict[str, _Submitted] = {}  # by id, in the order of their submission
         self._recorders: list[Callable[[IterationRecord], None]] = []
         self._sent = 0  # requests sent to this engine process
-        self._unseen: deque[Request] = deque()  # those of them that its loads do not count yet
+        self._unseen: deque[Request] = deque()  # sent requests that its loads do not count yet
         self._loads: tuple[Load, ...] = (_IDLE,)
-        self._changes = 0  # of what `loads` is made from
-        self._counted: tuple[int, list[Load]] = (-1, [])  # the loads after so many of them
+        self._changes = 0  # number of changes to what `loads` is computed from
+        self._counted: tuple[int, list[Load]] = (-1, [])  # `_changes` when the loads were computed, and the loads
 
     # The EngineClient
 
@@ -114,13 +114,13 @@ class RemoteEngine:
         return self._info is not None and (self._problem is None or self._returns)
 
     def check(self, request: Request) -> None:
-        """As `jaxserve.engine.Engine.check`, but for grammars, which `grammars` checks."""
+        """Like `jaxserve.engine.Engine.check`, without grammars, which `grammars` checks."""
         self._known().limits.check(request)
 
     def submit(self, request: Request, sink: Sink) -> None:
         """See `jaxserve.engine.Engine.submit`. A request waits while there is no engine process.
 
-        The caller has judged that the queue has room (`server.admission`), and chosen an id that is not in use.
+        The caller has checked that the queue has room (`server.admission`), and chosen an unused id.
         """
         if not self.takes_requests:
             raise EngineStopped(self._problem)
@@ -147,7 +147,7 @@ class RemoteEngine:
 
     def loads(self) -> list[Load]:
         """The last loads of the engine process, with the requests that it had not counted yet."""
-        # Every call asks for it, refused ones too: counted once after a change, and by any thread.
+        # Computed once after each change, because every call reads it, refused ones too. Any thread may do it.
         changes, (counted, loads) = self._changes, self._counted
         if counted != changes:
             loads = self._count()
@@ -156,7 +156,7 @@ class RemoteEngine:
 
     def _count(self) -> list[Load]:
         first, *others = self._loads
-        # Copied in one step: other threads read this.
+        # Copied in one step, because the event loop may change it meanwhile.
         submitted = list(self._requests.values())
         unseen = list(self._unseen) if self._send is not None else [each.request for each in submitted]
         if unseen:
@@ -177,7 +177,7 @@ class RemoteEngine:
     # Called by the supervisor
 
     def connect(self, info: EngineInfo, send: Callable[[bytes], None]) -> None:
-        """An engine process is ready: it is sent the requests that wait, in order."""
+        """An engine process is ready. Sends it the waiting requests, in order."""
         self._info, self._send, self._problem, self._returns = info, send, None, False
         self._loads = (dataclasses.replace(_IDLE, slots_total=info.report.slots * info.report.replicas),)
         self._sent = 0
@@ -206,7 +206,7 @@ class RemoteEngine:
 
         Args:
           problem: the error of requests that had started.
-          returns: whether another will come; requests that had not started wait for it.
+          returns: whether another will start; requests that had not started wait for it.
         """
         self._send, self._problem, self._returns = None, problem, returns
         self._unseen.clear()
@@ -246,4 +246,4 @@ class RemoteEngine:
             try:
                 sink(theirs)
             except Exception:
-                _log.exception("a sink of events failed; other requests are served on")
+                _log.exception("a sink of events failed; other requests continue")

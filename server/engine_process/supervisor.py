@@ -69,8 +69,8 @@ class Supervisor:
     """Runs the engine processes of a front, one after the other.
 
     Args:
-      engine: is connected to each of them.
-      job: what each is to do.
+      engine: gets connected to each of them.
+      job: what each of them does.
       restarts: None never restarts.
       command: starts a process; the descriptor of its socket is added.
       progress: called with the progress of the first start (what, done, total).
@@ -92,9 +92,9 @@ class Supervisor:
         self._engine, self._job, self._restarts = engine, job, restarts
         self._command, self._progress = command, progress
         self._is_worker = job.cluster is not None and job.cluster.host != 0
-        self._process: EngineProcess | None = None  # that runs, or ran last
+        self._process: EngineProcess | None = None  # the current or last one
         self._killing: asyncio.Task[None] | None = None
-        self._silence: asyncio.TimerHandle | None = None  # gives up a process that stops reporting that it is alive
+        self._silence: asyncio.TimerHandle | None = None  # gives up a process that does not report in time
         self._closed = asyncio.Event()
 
     async def run(self) -> None:
@@ -110,7 +110,7 @@ class Supervisor:
             code = await self._live(process)
             if self._closed.is_set():
                 return
-            # A restarted process may meet what the last one left, such as a host that is about to end.
+            # A restarted process may be refused because of the last one, such as by a host that is about to end.
             if process.refusal is not None and not (self.ready.is_set() or in_a_row):
                 self._engine.disconnect("the engine cannot be started", returns=False)
                 raise UserError(process.refusal)
@@ -123,7 +123,7 @@ class Supervisor:
                 if self._job.cluster is not None:
                     await asyncio.sleep(_TELLING_SECONDS)  # then this host ends as the others do
                 elif self.ready.is_set():
-                    await self._closed.wait()  # as with a failed engine in this process, the operator decides
+                    await self._closed.wait()  # serve health checks until the operator ends this process
                 raise EngineGone(cause, code)
             served_since = process.started if self._is_worker else process.ready_since  # a worker is not reported ready
             is_steady = served_since is not None and time.monotonic() - served_since >= self._restarts.steady_seconds
@@ -206,11 +206,11 @@ class Supervisor:
                 process.refusal = message.refused
             case "failed":
                 process.failure = failure = message.failed
-                if self._job.cluster is not None:  # which ends late, after the other hosts have been notified
+                if self._job.cluster is not None:  # the process ends later, once it has notified the other hosts
                     again = self._restarts is not None
                     text = f"{failure}; it is being restarted" if again else failure
                     self._engine.disconnect(text, returns=again)
-            case "alive_seconds":  # it reports this again within so many seconds
+            case "alive_seconds":  # the process reports again within this time
                 if self._silence is not None:
                     self._silence.cancel()
                 seconds = message.alive_seconds
@@ -231,7 +231,7 @@ class Supervisor:
         cluster, load = self._job.cluster, self._engine.load()
         if cluster is None:
             return cause
-        symptom = Symptom(  # of a host whose process ended without a report of its own
+        symptom = Symptom(  # the same text as if the host had reported it
             kind=SymptomKind.DISCONNECTED,
             hosts=(cluster.host,),
             stages=stages_of(self._job.config, cluster.hosts)[cluster.host],

@@ -52,10 +52,10 @@ def deadline(context: Any) -> float | None:
 class FullQueueInterceptor(grpc.aio.ServerInterceptor):
     """Refuses calls while the queue is full, before their message is read.
 
-    This halves the cost of a refusal: under overload the event loop refuses that many more a second.
+    This halves the cost of a refusal, so that under overload the event loop can refuse twice as many calls.
 
     Args:
-      methods: those whose calls wait in the queue, such as /jaxserve.v1.Inference/Generate.
+      methods: methods whose calls wait in the queue, such as /jaxserve.v1.Inference/Generate.
     """
 
     def __init__(self, handler: RequestHandler, methods: Iterable[str]) -> None:

@@ -31,12 +31,13 @@ _OPTIONS = (
     ("grpc.max_metadata_size", 16 * 2**10),
     ("grpc.absolute_max_metadata_size", 32 * 2**10),
     ("grpc.max_concurrent_streams", 4096),  # of one connection
-    # Calls that the event loop has not reached yet. Beyond its own bounds (1,000 and 3,000) grpc drops some at random
-    # with CANCELLED and no message. The handler refuses with a message, and each connection is bounded above.
+    # Calls that the event loop has not reached yet. Beyond its default bounds (1,000 and 3,000), grpc drops some at
+    # random with CANCELLED and no message. Instead, the handler refuses with a message; the option above bounds each
+    # connection.
     ("grpc.server.max_pending_requests", _MAX_PENDING),
     ("grpc.server.max_pending_requests_hard_limit", _MAX_PENDING),
-    ("grpc.so_reuseport", 0),  # a second server on the port is an error, instead of sharing it at random
-    # A client whose machine has vanished is noticed, and its slots are freed.
+    ("grpc.so_reuseport", 0),  # a second server on the port fails, instead of getting a part of the calls
+    # Detects a client whose machine has gone, so that its slots are freed.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
@@ -92,9 +93,9 @@ class GrpcServer:
             await self._health.set(service, status)
 
     async def announce_end(self) -> None:
-        """Makes the health service answer NOT_SERVING for good."""
+        """Makes the health service answer NOT_SERVING from now on."""
         await self._health.enter_graceful_shutdown()
 
     async def stop(self) -> None:
-        """Stops listening. Calls under way have a second to end."""
+        """Stops listening. Active calls have a second to end."""
         await self._server.stop(grace=1.0)

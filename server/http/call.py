@@ -17,8 +17,8 @@ from server.handler import RequestHandler
 
 MAX_BODY_BYTES = 4 * 2**20
 DONE = b"[DONE]"  # the last event of a stream in OpenAI's API
-BODY_SECONDS = 30.0  # within which it must arrive
-_MAX_FIELDS = 512  # of one object in it
+BODY_SECONDS = 30.0  # within which the body must arrive
+_MAX_FIELDS = 512  # of one object in the body
 
 _Model = TypeVar("_Model", bound=pydantic.BaseModel)
 _STATUS = {
@@ -50,8 +50,8 @@ class HttpCall:
     """One HTTP call while it is answered.
 
     Attributes:
-      id: what answer and log call it.
-      path_params: what the route's pattern has found in the path.
+      id: for answer and log.
+      path_params: values of the route's parameters.
     """
 
     def __init__(
@@ -66,16 +66,16 @@ class HttpCall:
         self._watcher: asyncio.Task[None] | None = None
 
     async def body(self, model: type[_Model]) -> _Model:
-        """The body as a value; from here on the call is cancelled when its caller goes.
+        """The body as a value. From here on, the call is cancelled when its caller disconnects.
 
         Raises:
-          ApiError: it is too large, too slow, not JSON, or not what the model describes, or nothing is taken now.
+          ApiError: the body is too large, too slow, not JSON or not of this model, or the queue is full.
         """
         kind = self._headers.get(b"content-type", b"").split(b";")[0].strip().lower()
         if kind != b"application/json":
             raise HttpError(415, "the body must be JSON, with the header Content-Type: application/json")
         body = await self._read()
-        if (refusal := self._full()) is not None:  # before it is parsed: a refusal must cost little
+        if (refusal := self._full()) is not None:  # before the body is parsed, so that a refusal is cheap
             raise refusal
         task = asyncio.current_task()
         assert task is not None
@@ -142,10 +142,10 @@ class Endpoint:
     """An ASGI application that answers one route.
 
     Args:
-      handle: answers an exchange, or raises.
+      handle: answers a call, or raises.
       error: the JSON body of a refusal.
       statuses: status codes that differ from the usual ones.
-      queued: whether its calls wait in the queue, and are refused where that is full.
+      queued: whether its calls wait in the queue, and are refused while it is full.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class Endpoint:
                 await self._refuse(http_call, refusal)
         except asyncio.CancelledError:
             if not http_call.is_abandoned:
-                raise  # the client is gone
+                raise  # the server cancels it; a client that has disconnected needs no answer
         finally:
             http_call.close()
 
@@ -193,7 +193,7 @@ class Endpoint:
 
 
 def encoded(value: Any) -> bytes:
-    """JSON in UTF-8. Surrogates, which have no UTF-8, are escaped as they came in."""
+    """JSON in UTF-8. Surrogates have no UTF-8; text with them is escaped."""
     try:
         return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
     except UnicodeEncodeError:
@@ -204,9 +204,9 @@ def _parsed(body: bytes, model: type[_Model]) -> _Model:
     try:
         value = json.loads(body, parse_constant=_no_constant, object_pairs_hook=_object)
     except RecursionError:
-        raise ApiError(ErrorKind.INVALID, "the body is no JSON: nested too deeply") from None
+        raise ApiError(ErrorKind.INVALID, "the body is not JSON: nested too deeply") from None
     except ValueError as problem:  # also text that is not UTF-8
-        raise ApiError(ErrorKind.INVALID, f"the body is no JSON: {problem}") from None
+        raise ApiError(ErrorKind.INVALID, f"the body is not JSON: {problem}") from None
     try:
         return model.model_validate(value)
     except pydantic.ValidationError as problem:

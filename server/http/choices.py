@@ -1,4 +1,4 @@
-"""The choices in answers of OpenAI's API, whole or in pieces."""
+"""The choices in answers of OpenAI's API, complete or as chunks of a stream."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class Choice:
         return choice
 
     def pieces(self, delta: Delta) -> list[dict[str, Any]]:
-        """The choices of the chunks of a delta; none if it has nothing new."""
+        """The choices of the chunks that a delta makes; none if it has nothing new."""
         body, reason = self._body, _REASONS[delta.finish_reason]
-        if body.max_tokens == 0:  # one token was generated, which is dropped
+        if body.max_tokens == 0:  # the engine generates at least one token; it is dropped
             delta = delta._replace(text="", token_ids=(), logprobs=(), top_logprobs=())
             reason = reason and "length"
         text, prompt_scored = delta.text, self._prompt(delta)
@@ -53,7 +53,7 @@ class Choice:
         return [choice]
 
     def of_the_call(self, completion: Completion) -> dict[str, Any]:
-        """What the first choice adds to the whole answer."""
+        """Fields that the first choice adds to the complete answer."""
         return {}
 
     def _prompt(self, delta: Delta) -> list[logprobs.Scored]:

@@ -18,14 +18,14 @@ from server.tls import Tls
 MAX_HEADER_BYTES = 32 * 2**10  # of the request line and headers together
 HEADER_SECONDS = 10  # within which they must arrive
 _MAX_CONNECTIONS = 4096
-# A client whose machine has vanished is noticed, and its slots are freed.
+# Detects a client whose machine has gone, so that its slots are freed.
 _TCP = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 60_000}
 
 
 class _Protocol(H11Protocol):
     """uvicorn's h11 protocol with a time limit for headers.
 
-    It also ends calls with a malformed body, which uvicorn would leave waiting.
+    It also ends calls with a malformed body, for which uvicorn would wait without end.
     """
 
     _deadline: asyncio.TimerHandle | None = None
@@ -75,7 +75,7 @@ class _Bounded:
             return
         message = f"the request line and headers are larger than {MAX_HEADER_BYTES} bytes"
         error = {"message": message, "type": "invalid_request_error", "param": None, "code": "431"}
-        # The rest of the call is not read.
+        # "close", because the rest of the call is not read.
         await JSONResponse({"error": error}, 431, {"connection": "close"})(scope, receive, send)
 
 
@@ -136,7 +136,7 @@ class HttpListener:
         return port
 
     async def stop(self) -> None:
-        """Stops listening. Answers under way have a second to end."""
+        """Stops listening. Active calls have a second to end."""
         self._server.should_exit = True
         if self._task is not None:
             await self._task

@@ -10,7 +10,7 @@ from jaxserve.generation.completion import Delta, PromptLogprob
 from jaxserve.request import Alternatives
 from jaxserve.text.tokenizer import Tokenizer
 
-_LEAST = -9999.0  # what OpenAI writes for -inf, which JSON cannot
+_LEAST = -9999.0  # OpenAI's value for -inf, which JSON does not have
 
 Scored = tuple[int, float | None, Alternatives | None]  # token, its logprob, alternatives if asked for
 
@@ -22,12 +22,12 @@ def generated(delta: Delta) -> list[Scored]:
 
 
 def prompt(token_ids: Sequence[int], logprobs: Sequence[PromptLogprob]) -> list[Scored]:
-    """The same of prompt tokens, without the first."""
+    """Tokens, logprobs and alternatives of prompt tokens, without the first."""
     return [(token, *scored) for token, scored in zip(token_ids, logprobs, strict=True)]
 
 
 class Legacy:
-    """The form of completions; counts where each token's text begins."""
+    """The form of completions. It counts the offset of each token's text."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
@@ -48,7 +48,7 @@ class Legacy:
     def _tops(self, text: str, logprob: float, alternatives: Alternatives | None) -> dict[str, float | None]:
         tops: dict[str, float | None] = {}
         for token, value in zip(*(alternatives or ((), ())), strict=True):
-            # Of two tokens with the same text, the likelier.
+            # Of two tokens with the same text, the likelier counts. It comes first.
             tops.setdefault(token_text(self._tokenizer, token), finite(value))
         return tops if text in tops else tops | {text: finite(logprob)}
 

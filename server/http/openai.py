@@ -41,7 +41,7 @@ def error_of(refusal: ApiError) -> dict[str, Any]:
 
 
 def check_model(body: Any, name: str) -> None:
-    """Raises ApiError (404) where a call names a model that is not the one served."""
+    """Raises ApiError (404) if a call names a model that is not served."""
     if body.model is not None and body.model != name:
         raise ApiError(
             ErrorKind.NOT_FOUND, f"model: {body.model[:100]!r} is not served here; {name!r} is", field="model"
@@ -80,7 +80,7 @@ class Completions:
                 await http_call.json(await self._whole(body, generation, samples))
 
     def _filled(self, request: Request) -> Request:
-        """The request of a chat that gives no limit."""
+        """The request of a chat without a limit: its answer may fill the context."""
         return self._handler.fill_context(request, self._handler.engine.request_defaults.get("max_tokens"))
 
     async def _searched(
@@ -140,7 +140,7 @@ async def finished(generation: Generation) -> list[Completion]:
 
 
 def _usage_of(completions: Sequence[Completion], samples: int, body: Any) -> dict[str, Any]:
-    """Usage of a call: each prompt counts once; the one token of max_tokens 0 does not count."""
+    """Usage of a call. Each prompt counts once. The token generated for max_tokens 0 does not count."""
     dropped = body.max_tokens == 0
     usage = _usage(
         [each.prompt_tokens for each in completions[::samples]],

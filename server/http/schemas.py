@@ -47,7 +47,7 @@ def _body(name: str, *params: Param) -> type[Body]:
     return create_model(name, __base__=Body, **fields)
 
 
-# Protocols spell grammars and logprobs in their own ways.
+# Each protocol has its own fields for grammars and logprobs.
 _PLAIN_PARAMS = [param for name, param in SAMPLING_PARAMS.items() if name not in ("grammar", "logprobs")]
 _OpenAISampling = _body("_OpenAISampling", *_PLAIN_PARAMS)
 _TgiSampling = _body("_TgiSampling", *(param for param in _PLAIN_PARAMS if param.in_tgi))
@@ -58,7 +58,7 @@ class StreamOptions(Body):
 
 
 class JsonSchema(Body):
-    """OpenAI's json_schema. The text always follows the schema, whatever `strict` says."""
+    """OpenAI's json_schema. The text always follows the schema; `strict` has no effect."""
 
     name: str | None = Field(default=None, max_length=256)
     description: str | None = None
@@ -124,7 +124,7 @@ class OpenAIBody(_OpenAISampling):
         """The given sampling parameters, as `parse_request` takes them. Raises InvalidRequest."""
         fields = {name: getattr(self, name) for name in SAMPLING_PARAMS if getattr(self, name, None) is not None}
         if fields.get("top_k") == -1:
-            fields["top_k"] = 0  # another way to turn it off
+            fields["top_k"] = 0  # -1 turns it off too
         if "seed" in fields:
             fields["seed"] = seed_of(fields["seed"])
         if (wanted := self._grammar()) is not None:
@@ -199,7 +199,7 @@ class CompletionBody(OpenAIBody):
         if fields["max_tokens"] == 0:
             if not self.echo:
                 raise InvalidRequest("max_tokens", "is 0, which makes sense with echo only")
-            fields |= {"max_tokens": 1, "temperature": 0.0}  # which is dropped
+            fields |= {"max_tokens": 1, "temperature": 0.0}  # the token is dropped
         if self.echo and self.logprobs is not None:
             fields["prompt_logprobs"] = max(self.logprobs, fields.get("prompt_logprobs", 0))
         if (self.best_of or 1) > (self.n or 1):
@@ -258,7 +258,7 @@ class ChatBody(OpenAIBody):
         if self.stream and self.prompt_logprobs is not None:
             raise InvalidRequest("prompt_logprobs", "is not in the stream of a chat; leave stream out")
         if self.fills_context and "min_tokens" in fields:
-            fields["max_tokens"] = max(1, fields["min_tokens"])  # until it is known how many there can be
+            fields["max_tokens"] = max(1, fields["min_tokens"])  # `fill_context` sets the real limit
         return fields
 
 

@@ -124,7 +124,7 @@ def test_top_shows_iterations_as_columns_and_rows_as_lines(engine: Recorded):
 
 def test_top_says_what_a_small_window_leaves_out(engine: Recorded):
     live = LiveStats(engine)  # pyright: ignore[reportArgumentType]
-    assert any("2 rows more" in line for line in shown([live.since(0)], height=10))
+    assert any("2 more rows" in line for line in shown([live.since(0)], height=10))
 
 
 def test_top_shows_what_is_served_after_a_restart(engine: Recorded):

@@ -1,4 +1,4 @@
-"""`jaxserve bench accuracy`: answers with eight bits against those at full width."""
+"""`jaxserve bench accuracy`: compares answers with eight bits with those at full width."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ OPENING, GENERATED = 32, 64  # tokens of the passages that are continued, and of
 _TOGETHER = 64  # prompts given to the engine at once
 _HELD_OUT = DEMO_MODEL / "held_out.txt"
 
-# Each is compared with the first: names and the settings that differ.
+# Name -> settings. Each variant is compared with the first.
 VARIANTS: dict[str, dict[str, Any]] = {
     "full width": {"kv_cache_dtype": "auto", "quantize": None},
     "int8 keys and values": {"kv_cache_dtype": "int8", "quantize": None},
@@ -45,11 +45,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 class Answers(NamedTuple):
-    """The answers of one engine about the text.
+    """What one engine made of the text.
 
     Attributes:
-      losses: float64[tokens - 1], -log p of each token given those before it in its window, natural logarithm.
-      continuations: greedy tokens after each opening.
+      losses: float64[tokens - 1], -ln p of each token given those before it in its window.
+      continuations: the greedy tokens after each opening.
       memory: bytes of the weights and of a slot.
     """
 
@@ -83,7 +83,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=Path, metavar="DIR", help="a checkpoint directory (default: the demo model)")
     parser.add_argument("--text", type=Path, metavar="FILE", help="UTF-8 text (default: held out of the demo's)")
     parser.add_argument(
-        "--passages", type=flags.positive, default=200, metavar="N", help="that are continued (default: %(default)s)"
+        "--passages", type=flags.positive, default=200, metavar="N", help="to continue (default: %(default)s)"
     )
     add_engine_flags(parser)
 
@@ -125,7 +125,7 @@ def _documents(path: Path) -> list[str]:
 
 
 def ask(engine: Engine, tokens: Sequence[int], passages: int, name: str, progress: Progress) -> Answers:
-    """Lets an engine score the text and continue passages of it."""
+    """Has an engine score the text and continue passages of it."""
     half = WINDOW // 2
     starts = range(0, max(len(tokens) - half, 1), half)
     scored = {"max_tokens": 1, "prompt_logprobs": 0}

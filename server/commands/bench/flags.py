@@ -71,7 +71,7 @@ def model(args: argparse.Namespace) -> Path | str:
 
 
 def dtypes(args: argparse.Namespace) -> list[Any]:
-    """The dtypes named; raises ValueError for one that is not measured."""
+    """The dtypes in the flag. Raises ValueError for one that cannot be measured."""
     dtypes = args.dtypes.split(",")
     for dtype in dtypes:
         if dtype not in ("float32", "bfloat16"):

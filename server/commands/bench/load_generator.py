@@ -40,8 +40,8 @@ class Sent:
     """The outcomes of a workload that was sent to a server.
 
     Attributes:
-      late: the largest delay, in seconds, with which the load generator itself sent a request; latencies count from
-        the time at which the request was due.
+      late: largest delay in seconds with which this process sent a request. Latencies count from the time at which
+        the request was due.
     """
 
     outcomes: list[Outcome]
@@ -59,7 +59,7 @@ def send(address: str, workload: Workload, progress: Callable[[int], None]) -> S
 
 async def _send(address: str, workload: Workload, progress: Callable[[int], None]) -> Sent:
     ended, late = 0, 0.0
-    # Requests are made before the clock starts, so that a burst does not wait for this process.
+    # Requests are made before the clock starts, so that this process does not delay a burst.
     requests = [_request(index, job) for index, job in enumerate(workload.jobs)]
     async with grpc.aio.insecure_channel(address) as channel:
         await channel.channel_ready()

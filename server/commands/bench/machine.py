@@ -9,7 +9,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-BUSY_SHARE = 0.5  # load average, as a share of the cores, at which figures are no longer trusted
+BUSY_SHARE = 0.5  # load average, as a share of the cores, above which a warning is printed
 _PACKAGES = ("jaxserve", "jax", "jaxlib", "flax", "numpy")
 
 

@@ -1,4 +1,4 @@
-"""`jaxserve bench offline`: all requests at once through an engine in this process."""
+"""`jaxserve bench offline`: serves all requests at once with an engine in this process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from server.commands.console import Progress, progress_bars, tables
 from server.commands.flags import add_engine_flags, engine_config
 
 HELP = """\
-Serves all requests at once through an engine in this process, and reports throughput, latencies, padding and the
+Serves all requests at once with an engine in this process, and reports throughput, latencies, padding and the
 host's work. By default the workload and shape of Orca's evaluation, scaled to a CPU:
 
   jaxserve bench offline --compare-schedulers            request-level against iteration-level batching

@@ -1,4 +1,4 @@
-"""`jaxserve bench step`: the compiled step alone, timed on synthetic plans at given shapes."""
+"""`jaxserve bench step`: times the compiled step alone, on synthetic plans."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def measure(
 
 
 def time_case(replica: EngineLoop, case: Case, steps: int) -> list[float]:
-    """Milliseconds between the ends of consecutive steps; the next is always launched ahead."""
+    """Milliseconds between the ends of consecutive steps. The next step is always launched before the last ends."""
     pipeline, n_blocks = replica.pipeline, replica.scheduler.pool.n_blocks
     layout = pipeline.shape.layout(case.tokens)
     finished = []

@@ -80,8 +80,8 @@ def test_generate_goes_on_after_a_bad_line_and_says_so(
     captured = capfd.readouterr()
     found = [json.loads(line) for line in captured.out.splitlines()]
     assert [line.get("text") for line in found] == ["ab", None, "cd"]
-    assert "no JSON" in found[1]["error"]
-    assert "line 2: no JSON" in captured.err
+    assert "not JSON" in found[1]["error"]
+    assert "line 2: not JSON" in captured.err
 
 
 def test_generate_refuses_a_prompt_it_cannot_serve(engine: FakeEngine, capfd: pytest.CaptureFixture[str]) -> None:

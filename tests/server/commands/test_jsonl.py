@@ -74,9 +74,9 @@ def test_defaults_hold_where_a_line_says_nothing(complete: Complete) -> None:
 @pytest.mark.parametrize(
     ("line", "error"),
     [
-        (b"{", "no JSON"),
-        (b"\xff\xfe", "no JSON"),
-        (b"[" * 100_000, "no JSON"),
+        (b"{", "not JSON"),
+        (b"\xff\xfe", "not JSON"),
+        (b"[" * 100_000, "not JSON"),
         (b"7", "JSON object"),
         (b'{"id": "x"}', "prompt"),
         (b'{"prompt": ""}', "prompt"),
