@@ -28,7 +28,7 @@ def differences(ours: Plan, theirs: Plan) -> list[PlanDifference]:
     """The values in which two plans differ, in the order of the report."""
     one, other, found = _facts(ours), _facts(theirs), []
     for what in dict.fromkeys([*one, *other]):
-        (text, before), (new, after) = one.get(what, _lacking(ours, what)), other.get(what, _lacking(theirs, what))
+        (text, before), (new, after) = one.get(what, _missing(ours, what)), other.get(what, _missing(theirs, what))
         if text != new:
             change = f"{100 * (after / before - 1):+.1f}%" if before and after is not None else ""
             found.append(PlanDifference(what, text, new, change))
@@ -45,8 +45,8 @@ def section(found: Sequence[PlanDifference], names: tuple[str, str]) -> Section:
 _Fact = tuple[str | None, float | None]  # a value as text and, if it is numeric, as a number
 
 
-def _lacking(plan: Plan, what: str) -> _Fact:
-    """What a plan has under a name that only the other plan has."""
+def _missing(plan: Plan, what: str) -> _Fact:
+    """The fact of a plan under a name that only the other plan has."""
     return (UNKNOWN if " after " in what and not plan.is_known else None, None)
 
 
@@ -64,8 +64,8 @@ def _facts(plan: Plan) -> dict[str, _Fact]:
         for name in ("weights", "pool", "activations", "state"):
             facts[f"stage {index}: {name}"] = (size(getattr(stage, name)), getattr(stage, name))
         for each in stage.load.collectives or ():
-            told = f"{each.times} x {size(each.nbytes)} a {'row' if each.per_row else 'token'}"
-            facts[f"stage {index}: {each.kind} after {each.what}"] = (told, each.times * each.nbytes)
+            text = f"{each.times} x {size(each.nbytes)} a {'row' if each.per_row else 'token'}"
+            facts[f"stage {index}: {each.kind} after {each.what}"] = (text, each.times * each.nbytes)
     facts["slots"] = (f"{plan.slots:,}", plan.slots)
     facts["requests of 2,048 tokens"] = (f"{plan.requests:,}", plan.requests)
     for bucket in plan.buckets:

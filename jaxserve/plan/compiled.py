@@ -193,7 +193,7 @@ def unforeseen(
         found, foreseen = count_kinds(exchanges), count_kinds(predicted)
         for kind in KINDS:
             if found[kind] != foreseen[kind]:
-                yield f"{found[kind]} x {kind} where {foreseen[kind]} were predicted"
+                yield f"{found[kind]} x {kind}, but {foreseen[kind]} were predicted"
 
 
 def copies(stage: StagePrograms, text: str, n_blocks: int) -> Iterator[str]:
@@ -217,7 +217,7 @@ def copies(stage: StagePrograms, text: str, n_blocks: int) -> Iterator[str]:
             continue
         found[what, name, nbytes, "while" in line] += 1
     for (what, name, nbytes, loop), count in found.items():
-        where = " inside a loop, each time it turns" if loop else ""
+        where = " in every iteration of a loop" if loop else ""
         yield f"{count} x copy of {what} as {name} ({nbytes / 2**20:.1f} MiB){where}"
 
 

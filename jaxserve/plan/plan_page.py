@@ -19,7 +19,7 @@ def write(path: Path, plan: Plan, values: dict[str, Any], tables: Sequence[Secti
 
     Args:
       values: the result of `plan_report.plan_json`, for the diagrams.
-      tables: what it shows below them.
+      tables: the tables below the diagrams.
     """
     text = resources.files("jaxserve.plan").joinpath("page.html").read_text(encoding="utf-8")
     data = json.dumps(values | {"lines": spec_lines(plan), "tables": as_json(tuple(tables))})

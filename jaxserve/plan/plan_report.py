@@ -1,4 +1,4 @@
-"""A plan as tables and as JSON."""
+"""Reports a plan as tables and as JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _REMEDIES = {
     "compute": "arithmetic: more devices or a faster kind would help",
     "memory": "reading weights and keys from memory: more rows would use the same reads for more tokens",
     "links": "links between devices: a smaller tensor size and more stages would send less",
-    "overhead": "starting layers: fewer stages would not help, more rows would",
+    "overhead": "starting layers: more rows would help, fewer stages would not",
 }
 
 
@@ -73,7 +73,7 @@ def _memory(plan: Plan) -> Section:
 
 
 def collectives(plan: Plan) -> Section:
-    """What the devices of a stage send each other."""
+    """The collectives among the devices of a stage."""
     bucket = plan.buckets[-1].tokens
     columns = ("stage", "after", "collective", "each iteration", "each layer", f"bytes each (bucket {bucket})")
     rows, notes = [], []
@@ -132,8 +132,8 @@ def compiled(plan: Plan, stages: Sequence[CompiledStage]) -> Section:
         unknown = stage.load.collectives is None
         for kind in KINDS:
             if kind in after or kind in before:
-                told = UNKNOWN if unknown else str(before.get(kind, 0))
-                rows.append((str(index), kind, told, str(after.get(kind, 0)), ""))
+                predicted = UNKNOWN if unknown else str(before.get(kind, 0))
+                rows.append((str(index), kind, predicted, str(after.get(kind, 0)), ""))
         notes += [
             f"  stage {index}: {each.times} x {each.kind} of {each.arrays}, {size(each.nbytes)} each"
             for each in program.collectives
@@ -217,19 +217,19 @@ def _rules(rules: Mapping[str, str | None]) -> str:
 
 def padding(plan: Plan) -> dict[str, str]:
     """Padding and repetition of each axis as text, with the bytes that repetition takes."""
-    told = {}
+    lines = {}
     for axis, (count, held) in plan.padding.items():
         if axis == "kv_heads" and held % count == 0:
             more = max(stage.pool for stage in plan.stages) * (held - count) // held
             text = f"{count}, held as {held}: {times(held // count)}, +{size(more)} on each device"
         else:
             text = f"{count:,} padded to {held:,}, {100 * (held - count) / count:.2g}% more"
-        told[axis.replace("_", " ")] = text
-    return told
+        lines[axis.replace("_", " ")] = text
+    return lines
 
 
 def times(copies: int) -> str:
-    """How often each key head is held, as text."""
+    """How often each KV head is repeated, as text."""
     return "each twice" if copies == 2 else f"each {copies} times"
 
 

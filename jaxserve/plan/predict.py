@@ -29,7 +29,7 @@ class StagePlan:
 
     Attributes:
       layers: first layer, and one past the last.
-      activations: what the largest bucket needs beside weights, pool and state.
+      activations: memory of the largest bucket beside weights, pool and state.
       state: state of the rows: block tables, histories, sampling parameters.
       pool: keys and values of all slots of the plan.
       free: what remains of the usable memory.
@@ -50,8 +50,8 @@ class StagePlan:
         """Bytes in use on each device."""
         return self.weights + self.activations + self.state + self.pool
 
-    def filled(self, slots: int, usable: int) -> StagePlan:
-        """The stage with a pool of so many slots."""
+    def with_pool(self, slots: int, usable: int) -> StagePlan:
+        """The stage with a pool of `slots` slots."""
         stage = replace(self, pool=slots * self.load.slot_bytes)
         return replace(stage, free=usable - stage.total)
 
@@ -61,7 +61,7 @@ class BucketPlan:
     """One iteration of a bucket that holds decodes and then prompt tokens.
 
     Attributes:
-      stages: the time of each stage by cause; none if the collectives are unknown, and with them every time.
+      stages: the time of each stage by cause; empty if the collectives are unknown.
       replicas: engines that run such iterations.
     """
 
@@ -87,7 +87,7 @@ class BucketPlan:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """With every stage busy and all replicas together; prompt tokens count too."""
+        """Throughput of all replicas with every stage busy, prompt tokens included."""
         return self.replicas * self.tokens / self.limit.total if self.limit else None
 
     @property
@@ -98,12 +98,12 @@ class BucketPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Everything that was predicted of a deployment.
+    """The prediction for a deployment.
 
     Attributes:
-      num_parameters / num_active: parameters of the model, and of them those that serve one token; without padding.
+      num_parameters / num_active: parameters of the model, and those that one token uses; without padding.
       padding: logical axis -> (size in the model, padded size).
-      memory: bytes of a device, and how many of them may be used.
+      memory: bytes of a device, and the usable part.
       slots: slots that fit on every stage, in whole blocks.
     """
 
@@ -121,16 +121,16 @@ class Plan:
     @property
     def requests(self) -> int:
         """Requests of 2,048 tokens that the slots of one replica hold at once."""
-        return self.slots // self.held(REQUEST)
+        return self.slots // self.request_slots(REQUEST)
 
-    def held(self, tokens: int) -> int:
+    def request_slots(self, tokens: int) -> int:
         """Slots of a request with this many tokens, without blocks behind the windows of all layers."""
         window = self.deployment.config.widest_window
         return tokens if window is None else min(tokens, window + self.block_size)
 
     @property
     def is_known(self) -> bool:
-        """Whether the collectives of every stage are known, and with them the times."""
+        """Whether the collectives of every stage, and so all times, are known."""
         return all(stage.load.collectives is not None for stage in self.stages)
 
     def roofline(self, fit: Fit | None = None) -> Roofline:
@@ -165,7 +165,7 @@ def predict(deployment: Deployment) -> Plan:
         block_size=attention.block_size,
         kv_cache_dtype=str(attention.pool_dtype),
         slots=slots,
-        stages=tuple(stage.filled(slots, usable) for stage in stages),
+        stages=tuple(stage.with_pool(slots, usable) for stage in stages),
         buckets=(),
     )
     roofline = plan.roofline() if plan.is_known else None
@@ -173,7 +173,7 @@ def predict(deployment: Deployment) -> Plan:
 
 
 def count_parameters(config: ModelConfig) -> tuple[int, int]:
-    """Parameters of a model, and those of them that serve one token."""
+    """(parameters of a model, parameters that one token uses)."""
     total = active = 0
     for name, shape, axes, _ in naming.parameters(model_of(config), jnp.dtype(jnp.float32)):
         share = config.experts_per_token / config.num_experts if is_of_experts(name, axes) else 1
@@ -184,8 +184,8 @@ def count_parameters(config: ModelConfig) -> tuple[int, int]:
 def activation_bytes(stage: StagePrograms, parts: Mapping[str, ShardedParameter], bucket: int) -> int:
     """Bytes on a device that one iteration needs beside its arguments, at its peak.
 
-    They hold hidden states in, out and between; the widest inner state in float32 and its rounded copy; and, in the
-    last stage, the logits, both partial and whole.
+    These are three hidden states, the widest inner state in float32 and its rounded copy, and, in the last stage, the
+    logits of this device and of all devices.
     """
     config, attention = stage.model.padded_config, stage.shape.attention
     inner = max(part.local[0] for name, part in parts.items() if name.startswith("layers.") and len(part.local) == 2)
@@ -268,7 +268,7 @@ def bucket_plan(deployment: Deployment, roofline: Roofline | None, tokens: int) 
 def _no_room(deployment: Deployment, stage: StagePlan, usable: int, slots: int) -> str:
     asked = f"; {slots} slots take {slots * stage.load.slot_bytes / 2**30:.2f} GiB" if slots > 0 else ""
     return (
-        f"no room for keys and values: of {usable / 2**30:.2f} GiB that may be used of a "
+        f"no room for keys and values: of the usable {usable / 2**30:.2f} GiB of a "
         f"{deployment.topology.device.name} device, weights take {stage.weights / 2**30:.2f} GiB and one iteration "
         f"{(stage.total - stage.weights) / 2**30:.2f} GiB{asked}; use more devices, fewer rows or smaller buckets"
     )

@@ -31,7 +31,7 @@ _BY_EXPERT = "by expert"  # whole experts on each device, instead of a part of e
 _SHOWN = 20  # rows of the ranking
 
 
-class Point(NamedTuple):
+class Throughput(NamedTuple):
     """Speed of decoding: milliseconds between a request's tokens, tokens/s of all replicas."""
 
     rows: int
@@ -50,7 +50,7 @@ class Candidate:
 
     plan: Plan
     rules: str
-    points: tuple[Point, ...]
+    points: tuple[Throughput, ...]
 
     @property
     def engine(self) -> EngineConfig:
@@ -76,19 +76,19 @@ def search(deployment: Deployment, progress: Callable[[str, int, int], None]) ->
     Raises:
       ValueError: none fits; the message has the reasons.
     """
-    questions = list(_questions(deployment))
+    deployments = list(_layouts(deployment))
     weights = sum(
         shape.size * (1 if deployment.engine.quantize and is_quantized(name) else jnp.dtype(deployment.dtype).itemsize)
         for name, shape, _, _ in parameters(model_of(deployment.config), jnp.dtype(deployment.dtype))
     )
     found, left_out = [], Counter[str]()
-    for done, (question, rules) in enumerate(questions):
-        progress("searching", done, len(questions))
-        if weights > question.engine.tensor * question.engine.stages * deployment.topology.device.memory:
+    for done, (candidate, rules) in enumerate(deployments):
+        progress("searching", done, len(deployments))
+        if weights > candidate.engine.tensor * candidate.engine.stages * deployment.topology.device.memory:
             left_out[_TOO_LARGE] += 1  # known without a plan
             continue
         try:
-            plan = predict(question)
+            plan = predict(candidate)
             plan.roofline()  # without it there is nothing to rank by
         except ValueError as problem:
             left_out[_kind(str(problem))] += 1
@@ -100,7 +100,7 @@ def search(deployment: Deployment, progress: Callable[[str, int, int], None]) ->
             found.append(Candidate(plan=plan, rules=told, points=points))
         else:
             left_out["no slots for a single row"] += 1
-    progress("searching", len(questions), len(questions))
+    progress("searching", len(deployments), len(deployments))
     if not found:
         reasons = ", ".join(f"{count} x {reason}" for reason, count in left_out.items())
         raise ValueError(
@@ -109,7 +109,7 @@ def search(deployment: Deployment, progress: Callable[[str, int, int], None]) ->
     return sorted(found, key=lambda each: -each.tokens_per_second), dict(left_out)
 
 
-def _questions(deployment: Deployment) -> Iterator[tuple[Deployment, str]]:
+def _layouts(deployment: Deployment) -> Iterator[tuple[Deployment, str]]:
     devices, rows = deployment.topology.num_devices, deployment.engine.max_rows
     counts = model_of(deployment.config).axis_sizes()
     ladder = {rows, deployment.buckets[-1], *(1 << power for power in range(rows.bit_length()))}
@@ -146,17 +146,17 @@ def _specs(base: ShardingSpec, counts: Mapping[str, int], tensor: int) -> Iterat
         yield dataclasses.replace(base, rules=rules, pad=pad), changed
 
 
-def _points(plan: Plan) -> Iterator[Point]:
+def _points(plan: Plan) -> Iterator[Throughput]:
     """Points for a growing number of rows per batch in flight, while the slots suffice."""
     stages = plan.deployment.engine.stages
     batches = 1 if stages == 1 else stages + 1
     for bucket in plan.buckets:
-        fits = batches * bucket.tokens * plan.held(plan.deployment.context + 1) <= plan.slots
+        fits = batches * bucket.tokens * plan.request_slots(plan.deployment.context + 1) <= plan.slots
         if bucket.tokens <= plan.deployment.engine.max_rows and fits and bucket.limit and bucket.tokens_per_second:
-            yield Point(bucket.tokens, 1e3 * stages * bucket.limit.total, bucket.tokens_per_second)
+            yield Throughput(bucket.tokens, 1e3 * stages * bucket.limit.total, bucket.tokens_per_second)
 
 
-def frontier(candidates: Sequence[Candidate]) -> list[tuple[Candidate, Point]]:
+def frontier(candidates: Sequence[Candidate]) -> list[tuple[Candidate, Throughput]]:
     """The points that no other beats in both latency and throughput, lowest latency first."""
     points = [(each, point) for each in candidates for point in each.points]
     best, kept = 0.0, []

@@ -50,8 +50,8 @@ class PolicyResult:
     served: SimulationResult
     urgent: tuple[bool, ...]
 
-    def of(self, *, urgent: bool) -> list[Outcome]:
-        """The outcomes of one class."""
+    def outcomes_of(self, *, urgent: bool) -> list[Outcome]:
+        """The outcomes of urgent or of other requests."""
         return [each for each, is_urgent in zip(self.served.outcomes, self.urgent, strict=True) if is_urgent == urgent]
 
 
@@ -106,17 +106,17 @@ def compare(
     """Serve the workload under each policy.
 
     Args:
-      max_tokens: tokens that clients ask for, if that is more than they use.
+      max_tokens: limit that clients request, if it is more than they use.
       seed: seed for the choice of urgent requests.
     """
-    coming = arrivals(workload, max_tokens=max_tokens, max_context=system.max_context)
-    draws = np.random.default_rng([seed, 4]).random(len(coming))
+    incoming = arrivals(workload, max_tokens=max_tokens, max_context=system.max_context)
+    draws = np.random.default_rng([seed, 4]).random(len(incoming))
     replays = []
     for done, policy in enumerate(chosen):
         progress("simulating", done, len(chosen))
         urgent = draws < policy.urgent
         config = dataclasses.replace(system.config, **policy.changes)
-        mixed = [Arrival(*each[:4], priority=URGENT * bool(mark)) for each, mark in zip(coming, urgent, strict=True)]
+        mixed = [Arrival(*each[:4], priority=URGENT * bool(mark)) for each, mark in zip(incoming, urgent, strict=True)]
         served = dataclasses.replace(system, config=config).serve(mixed)
         replays.append(PolicyResult(policy=policy, served=served, urgent=tuple(map(bool, urgent))))
     progress("simulating", len(chosen), len(chosen))
@@ -130,7 +130,7 @@ def figures(replay: PolicyResult, objective: Objective) -> dict[str, Any]:
     refused = sorted({each.error for each in served.outcomes if each.error is not None})
     duration, seconds, share = served.duration or np.inf, served.seconds or np.inf, objective.share(served.outcomes)
     classes = {"urgent": True, "others": False} if replay.policy.urgent else {}
-    by_class = {name: replay.of(urgent=urgent) for name, urgent in classes.items()}
+    by_class = {name: replay.outcomes_of(urgent=urgent) for name, urgent in classes.items()}
     return {
         "policy": replay.policy.name,
         "requests": len(served.outcomes),
@@ -150,50 +150,50 @@ def figures(replay: PolicyResult, objective: Objective) -> dict[str, Any]:
         "use": served.use,
         "classes": {
             name: {
-                "in_time": objective.share(theirs),
-                "ttft_ms": _spread(each.first_token for each in theirs if each.token_times),
+                "in_time": objective.share(outcomes),
+                "ttft_ms": _spread(each.first_token for each in outcomes if each.token_times),
             }
-            for name, theirs in by_class.items()
+            for name, outcomes in by_class.items()
         },
     }
 
 
-# Column -> its text, given the figures of a policy.
+# Column -> text of a policy's figures.
 _COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
-    "policy": lambda told: told["policy"],
-    "tokens/s": lambda told: f"{told['tokens_per_second']:,.0f}",
-    "ttft ms p50 / p95": lambda told: _p50_p95(told["ttft_ms"]),
-    "tpot ms p50 / p95": lambda told: _p50_p95(told["tpot_ms"]),
-    "gap ms p99": lambda told: "-" if told["gap_ms"] is None else f"{told['gap_ms']['p99']:,.0f}",
-    "in time": lambda told: f"{told['in_time']:.1%}",
-    "goodput/s": lambda told: f"{told['goodput']:.2f}",
-    "refused": lambda told: str(told["refused"]),
-    "slots held": lambda told: f"{told['slots_held']:.1%}",
-    "and promised": lambda told: f"{told['slots_promised']:.1%}",
-    "cached": lambda told: f"{told['cached_tokens']:,}",
-    "preempted": lambda told: f"{told['preemptions']:,}",
-    "padding": lambda told: f"{told['padding']:.1%}",
-    "in use": lambda told: f"{told['use']:.1%}",
+    "policy": lambda values: values["policy"],
+    "tokens/s": lambda values: f"{values['tokens_per_second']:,.0f}",
+    "ttft ms p50 / p95": lambda values: _p50_p95(values["ttft_ms"]),
+    "tpot ms p50 / p95": lambda values: _p50_p95(values["tpot_ms"]),
+    "gap ms p99": lambda values: "-" if values["gap_ms"] is None else f"{values['gap_ms']['p99']:,.0f}",
+    "in time": lambda values: f"{values['in_time']:.1%}",
+    "goodput/s": lambda values: f"{values['goodput']:.2f}",
+    "refused": lambda values: str(values["refused"]),
+    "slots held": lambda values: f"{values['slots_held']:.1%}",
+    "and promised": lambda values: f"{values['slots_promised']:.1%}",
+    "cached": lambda values: f"{values['cached_tokens']:,}",
+    "preempted": lambda values: f"{values['preemptions']:,}",
+    "padding": lambda values: f"{values['padding']:.1%}",
+    "in use": lambda values: f"{values['use']:.1%}",
 }
 
 
-def show(told: Sequence[dict[str, Any]], objective: Objective, slots: int, out: Console) -> None:
+def show(values: Sequence[dict[str, Any]], objective: Objective, slots: int, out: Console) -> None:
     """Print one row per policy, and the two classes of requests if there are any."""
-    out.print(table(tuple(_COLUMNS), [[text(each) for text in _COLUMNS.values()] for each in told], wrap=True))
-    for each in told:
+    out.print(table(tuple(_COLUMNS), [[text(each) for text in _COLUMNS.values()] for each in values], wrap=True))
+    for each in values:
         for name, found in each["classes"].items():
             spread = _p50_p95(found["ttft_ms"])
             out.print(f"{each['policy']}, {name}: {found['in_time']:.1%} in time, ttft ms p50 / p95 {spread}")
         for refusal in each["refusals"]:
             out.print(f"{each['policy']}: refused: {refusal}", markup=False)
     out.print(
-        f"tpot: mean between a request's tokens; gap: any two; in time: {objective}; goodput: requests a second "
-        f"that were. Slots: shares of {slots:,}, over time; in use: of the stages' time"
+        f"tpot: mean time between a request's tokens; gap: time between two tokens; in time: {objective}; goodput: "
+        f"requests in time per second. Slots: shares of {slots:,}, over time; in use: share of the stages' time"
     )
 
 
 def plot(replays: Sequence[PolicyResult], objective: Objective, title: str, path: Path) -> None:
-    """Plot the distributions of both latencies, and the slots held over time."""
+    """Plot the distributions of both latencies, and the slots in use over time."""
     figure = drawing.figure(14, 4.2)
     figure.suptitle(title, fontsize=10)
     first, between, slots = figure.subplots(1, 3)

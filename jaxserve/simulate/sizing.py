@@ -23,8 +23,8 @@ from jaxserve.simulate.system import Objective, SimulationResult
 from jaxserve.simulate.virtual_clock import Arrival, arrivals
 from jaxserve.simulate.workload import Workload
 
-_ROWS = 256  # most rows that are tried
-_GRID = (1, 2, 4, 8, *range(16, 1025, 16))  # bucket sizes that a ladder is chosen from
+_ROWS = 256  # largest number of rows to try
+_GRID = (1, 2, 4, 8, *range(16, 1025, 16))  # candidate bucket sizes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class SizedLayout:
 
     Attributes:
       config: the settings that serve the traffic.
-      enough: whether the wanted share was served in time; if not, the replicas are the most that the devices allow.
+      enough: whether the wanted share was served in time; if not, all devices are in use.
       share: share of the requests that were served in time.
     """
 
@@ -74,27 +74,27 @@ def size(
     buckets: int,
     progress: Callable[[str, int, int], None],
 ) -> list[SizedLayout]:
-    """Every layout of the devices that holds the model; the cheapest in time comes first.
+    """Sizes every layout that fits the devices; those in time come first, the cheapest first.
 
-    First, each layout gets many rows and a fine ladder, and the search finds the fewest replicas with which `share` of
-    the requests meet the objective. Then it gets as many rows as were used and the best ladder of at most `buckets` for
-    its iterations, and the workload is simulated again. If that no longer suffices, a replica is added.
+    First, each layout has many rows and a fine ladder, and a search finds the smallest number of replicas with which
+    `share` of the requests meet the objective. Then the rows are reduced to those in use, the best ladder of at most
+    `buckets` is chosen, and the workload is simulated again. If that is too slow, a replica is added.
     """
     engine = replace(
         deployment.engine, max_rows=_ROWS, buckets=None, token_budget=None, target_tpot=objective.tpot, in_flight=None
     )
     candidates, _ = search(replace(deployment, engine=engine), progress)
     layouts = {(each.engine.tensor, each.engine.stages): each for each in reversed(candidates)}
-    coming, found = arrivals(workload), []
+    incoming, found = arrivals(workload), []
     for done, each in enumerate(layouts.values()):
         progress("simulating", done, len(layouts))
-        found.append(_sized(each, coming, objective, share, buckets))
+        found.append(_sized(each, incoming, objective, share, buckets))
     progress("simulating", len(layouts), len(layouts))
     return sorted(found, key=lambda each: (not each.enough, each.device_hours if each.enough else -each.share))
 
 
 def _sized(
-    layout: Candidate, coming: Sequence[Arrival], objective: Objective, share: float, buckets: int
+    layout: Candidate, incoming: Sequence[Arrival], objective: Objective, share: float, buckets: int
 ) -> SizedLayout:
     config, most = (
         layout.engine,
@@ -103,7 +103,7 @@ def _sized(
     rough = replace(config, buckets=_GRID, in_flight=config.stages if config.stages > 1 else None)
 
     def serve(config: EngineConfig, replicas: int) -> tuple[float, SimulationResult]:
-        served = system_of(layout.plan, replace(config, replicas=replicas)).serve(coming)
+        served = system_of(layout.plan, replace(config, replicas=replicas)).serve(incoming)
         return objective.share(served.outcomes), served
 
     low, replicas, kept = 1, most, serve(rough, most)
@@ -164,16 +164,16 @@ def show(found: Sequence[SizedLayout], price: float | None, out: Console) -> Non
     columns += ("in use", "padding", f"{cost} / M generated", f"{cost} / M tokens", "buckets")
     rows = []
     for each in found:
-        told, buckets = sized_json(each, price), ",".join(map(str, each.config.buckets or ()))
+        values, buckets = sized_json(each, price), ",".join(map(str, each.config.buckets or ()))
         rows.append(
             (
                 each.label + (f" ({each.layout.rules})" if each.layout.rules else ""),
                 str(each.devices),
                 f"{each.share:.1%}" + ("" if each.enough else " (too few)"),
-                *("-" if told[name] is None else f"{told[name]:,.0f}" for name in ("ttft_p95_ms", "tpot_p95_ms")),
-                *(f"{told[name]:,}" for name in ("slots", "rows")),
-                f"{told['use']:.0%}",
-                f"{told['padding']:.1%}",
+                *("-" if values[name] is None else f"{values[name]:,.0f}" for name in ("ttft_p95_ms", "tpot_p95_ms")),
+                *(f"{values[name]:,}" for name in ("slots", "rows")),
+                f"{values['use']:.0%}",
+                f"{values['padding']:.1%}",
                 f"{scale * each.device_hours:,.2f}",
                 f"{scale * each.device_hours_total:,.3f}",
                 buckets,
@@ -182,12 +182,12 @@ def show(found: Sequence[SizedLayout], price: float | None, out: Console) -> Non
     out.print(table(columns, rows, wrap=True))
     best = found[0].config
     if not found[0].enough:
-        out.print("[bold]no layout serves the wanted share in time: take more or faster devices[/bold]")
+        out.print("[bold]no layout serves the wanted share in time; use more or faster devices[/bold]")
         return
     flags = f"--tensor {best.tensor} --stages {best.stages} --replicas {best.replicas} --max-rows {best.max_rows}"
     flags += f" --buckets {rows[0][-1]} --target-tpot {1e3 * (best.target_tpot or 0):g}ms"
     flags += f" --in-flight {best.in_flight}" if best.in_flight else ""
-    out.print(f"the cheapest in time: jaxserve serve --model ... {flags}")
+    out.print(f"the cheapest layout in time: jaxserve serve --model ... {flags}")
 
 
 def plot(found: Sequence[SizedLayout], objective: Objective, price: float | None, title: str, path: Path) -> None:
@@ -196,8 +196,8 @@ def plot(found: Sequence[SizedLayout], objective: Objective, price: float | None
     axis = figure.subplots()
     costs = [(1.0 if price is None else price) * each.device_hours for each in found]
     bars = axis.barh(range(len(found)), costs, color=["#1b5e20" if each.enough else "#c23b22" for each in found])
-    told = [f"{each.share:.1%} in time, {each.served.use:.0%} busy" for each in found]
-    axis.bar_label(bars, told, fontsize=8, padding=4)
+    labels = [f"{each.share:.1%} in time, {each.served.use:.0%} busy" for each in found]
+    axis.bar_label(bars, labels, fontsize=8, padding=4)
     axis.set_yticks(range(len(found)), [each.label for each in found], fontsize=9)
     axis.invert_yaxis()
     axis.margins(x=0.3)

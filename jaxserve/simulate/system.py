@@ -1,4 +1,4 @@
-"""A simulated engine: settings, a cost model and a topology that serve arrivals."""
+"""A simulated engine: settings and a cost model that serve arrivals."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from jaxserve.simulate.outcome import Outcome
 from jaxserve.simulate.virtual_clock import EOS, Arrival, HostTimes, SimulatedDevice, SimulatedReplica, StageSeconds
 
 _CONTEXT = 128  # context of the decodes in a bucket's cost, as in the engine's measurement
-_SAMPLES = 1000  # most samples of slots held
+_SAMPLES = 1000  # most samples of `SimulationResult.series`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedEngine:
-    """Everything that decides how arrivals are served.
+    """The settings and the cost model of a simulated engine.
 
     Attributes:
       seconds: seconds of an iteration in each stage.
@@ -48,7 +48,7 @@ class SimulatedEngine:
         if self.config.speculate is not None:
             raise ValueError(f"speculate is {self.config.speculate}; the simulator has no text to draft from")
 
-    def serve(self, coming: Sequence[Arrival]) -> SimulationResult:
+    def serve(self, incoming: Sequence[Arrival]) -> SimulationResult:
         """Serve every arrival (ascending in time)."""
         served = SimulationResult(slots=self.slots, stages=self.config.stages * self.replicas)
         replicas, devices = [], []
@@ -66,7 +66,7 @@ class SimulatedEngine:
             in_flight = self.config.in_flight or self.config.stages + 1
             watch = served.recorder(scheduler.pool, sampled=index == 0)
             replicas.append(SimulatedReplica(scheduler, devices[-1], in_flight=in_flight, host=self.host, watch=watch))
-        served.outcomes = virtual_clock.serve(coming, replicas)
+        served.outcomes = virtual_clock.serve(incoming, replicas)
         served.preemptions = sum(replica.scheduler.preemptions for replica in replicas)
         served.busy = sum(sum(device.busy) for device in devices)
         return served
@@ -79,7 +79,7 @@ class SimulationResult:
     Attributes:
       stages: stages of all replicas.
       sizes: number of iterations by tokens, without padding.
-      rows: most requests in an iteration.
+      rows: largest number of requests in an iteration.
       padded / carried: tokens of all buckets, and how many of them were not padding.
       cached: prompt tokens found in the prefix cache.
       held / promised: slots with tokens, and slots that are allocated or set aside, times seconds.

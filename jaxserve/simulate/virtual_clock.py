@@ -20,7 +20,7 @@ from jaxserve.scheduler.state import allocation_of, check_fits
 from jaxserve.simulate.outcome import Outcome
 from jaxserve.simulate.workload import Workload
 
-EOS = 1  # the simulated device's token where a request ends before its limit
+EOS = 1  # the token that ends a request before its limit
 
 # Seconds of an iteration in each stage.
 StageSeconds = Callable[[IterationPlan], Sequence[float]]
@@ -34,8 +34,8 @@ class Arrival(NamedTuple):
     Attributes:
       time: seconds after the start.
       prompt: int32[P] token ids.
-      output: tokens it will generate.
-      max_tokens: tokens it asks for, at least `output`.
+      output: tokens that it will generate.
+      max_tokens: limit that it requests, at least `output`.
     """
 
     time: float
@@ -51,7 +51,7 @@ class HostTimes(NamedTuple):
     Attributes:
       launch: from the decision to plan to the launch.
       complete: from the device's result to the callers' events.
-      polls: take in arrivals at once, rather than after the iteration in progress (as the engine does).
+      polls: whether arrivals are admitted at once, instead of after the iteration in progress (as in the engine).
     """
 
     launch: float = 0.0
@@ -60,7 +60,7 @@ class HostTimes(NamedTuple):
 
 
 class SimulatedDevice:
-    """A device with stages in a row, each of which runs one iteration at a time in launch order.
+    """A pipeline of stages, each of which runs one iteration at a time in launch order.
 
     Attributes:
       busy: busy seconds of each stage.
@@ -81,10 +81,10 @@ class SimulatedDevice:
 
 
 def arrivals(workload: Workload, *, max_tokens: int | None = None, max_context: int | None = None) -> list[Arrival]:
-    """The jobs of a workload as arrivals.
+    """Converts the jobs of a workload to arrivals.
 
     Args:
-      max_tokens: tokens that every client asks for, if that is more than it will use and fits `max_context`.
+      max_tokens: limit that every client requests, if it is more than the client uses and fits `max_context`.
     """
     made = []
     for job in workload.jobs:
@@ -96,19 +96,18 @@ def arrivals(workload: Workload, *, max_tokens: int | None = None, max_context: 
     return made
 
 
-def serve(coming: Sequence[Arrival], replicas: Sequence[SimulatedReplica]) -> list[Outcome]:
+def serve(incoming: Sequence[Arrival], replicas: Sequence[SimulatedReplica]) -> list[Outcome]:
     """Serve every arrival (ascending in time) as the engine would, and return token times.
 
-    Each arrival goes to the replica that the engine would choose: the one with the fewest outstanding tokens, less
-    cached prefixes.
+    Each arrival is routed as in the engine, to the replica with the fewest outstanding tokens after cached prefixes.
 
     Returns:
-      An outcome for each arrival; if it was refused, with the error.
+      An outcome for each arrival; a refused one has an error.
     """
-    early = any(each.max_tokens > each.output for each in coming)
+    early = any(each.max_tokens > each.output for each in incoming)
     sampling: dict[int, SamplingParams] = {}
     outcomes: list[Outcome] = []
-    for index, arrival in enumerate(coming):
+    for index, arrival in enumerate(incoming):
         for replica in replicas:
             replica.advance(arrival.time)
         outcomes.append(outcome := Outcome(arrival=arrival.time, prompt_tokens=len(arrival.prompt)))
@@ -117,10 +116,10 @@ def serve(coming: Sequence[Arrival], replicas: Sequence[SimulatedReplica]) -> li
             limit = SamplingParams(max_tokens=arrival.max_tokens, temperature=0.0, ignore_eos=not early)
             sampling[arrival.max_tokens] = limit
         # Without a prefix cache the token values do not matter.
-        looked_at = replicas[0].scheduler.pool.prefix_cache
+        tokens_matter = replicas[0].scheduler.pool.prefix_cache
         request = Request(
             request_id=str(index),
-            prompt=tuple(arrival.prompt.tolist()) if looked_at else (0,) * len(arrival.prompt),
+            prompt=tuple(arrival.prompt.tolist()) if tokens_matter else (0,) * len(arrival.prompt),
             sampling=limit,
             priority=arrival.priority,
             arrival=arrival.time,
@@ -130,7 +129,7 @@ def serve(coming: Sequence[Arrival], replicas: Sequence[SimulatedReplica]) -> li
             continue
         allocation = allocation_of(request)
         cached = [replica.scheduler.pool.cached_tokens(allocation) for replica in replicas]
-        chosen = routing.choose([replica.owed(arrival.time) for replica in replicas], cached)
+        chosen = routing.choose([replica.outstanding_tokens(arrival.time) for replica in replicas], cached)
         replicas[chosen].submit(request, arrival, outcome, cached[chosen])
     for replica in replicas:
         replica.advance(math.inf)
@@ -138,16 +137,16 @@ def serve(coming: Sequence[Arrival], replicas: Sequence[SimulatedReplica]) -> li
     return outcomes
 
 
-class _Alive(NamedTuple):
-    """A live request."""
+class _LiveRequest(NamedTuple):
+    """A request that has not ended."""
 
     arrival: Arrival
     outcome: Outcome
-    owed: OutstandingTokens
+    outstanding: OutstandingTokens
 
 
 class SimulatedReplica:
-    """Works like `jaxserve.loop.EngineLoop`, with a device that only has durations.
+    """Simulates `jaxserve.loop.EngineLoop` with a device that computes nothing but time.
 
     All tokens are 0, except EOS where a request ends before its limit.
     """
@@ -163,69 +162,69 @@ class SimulatedReplica:
     ) -> None:
         """
         Args:
-          scheduler: a new one. If some request ends before its limit, its end-of-sequence token must be EOS.
-          in_flight: most iterations launched ahead of the results.
+          scheduler: a new scheduler. If some request ends before its limit, its end-of-sequence token must be EOS.
+          in_flight: largest number of iterations in flight.
         """
         self.scheduler = scheduler
         self._device, self._in_flight, self._host, self._watch = device, in_flight, host or HostTimes(), watch
         self._now = 0.0
-        self._flying: deque[tuple[IterationPlan, IterationResult, float]] = deque()
-        self._mail: list[Request] = []
-        self._alive: dict[str, _Alive] = {}
-        self._owed = 0
-        self._paid: deque[tuple[float, int]] = deque()  # (time, tokens) of work that ends after the last arrival
+        self._launched: deque[tuple[IterationPlan, IterationResult, float]] = deque()
+        self._submitted: list[Request] = []
+        self._alive: dict[str, _LiveRequest] = {}
+        self._outstanding = 0
+        self._settled: deque[tuple[float, int]] = deque()  # (time, tokens) that are done after the last arrival
         self._early = False  # whether some request ends before its limit
         self._results: dict[int, IterationResult] = {}
         self._last: dict[int, int] = {}  # row -> position of its request's last token
 
     def submit(self, request: Request, arrival: Arrival, outcome: Outcome, cached: int) -> None:
-        """Submit a request at its arrival time; the loop takes it in at its next step.
+        """Submit a request at its arrival time; the loop admits it at its next step.
 
         Args:
-          cached: tokens of its prompt that are known to be in the prefix cache.
+          cached: tokens of its prompt that are in the prefix cache.
         """
         self._now = max(self._now, arrival.time)
         self._early = self._early or not request.sampling.ignore_eos
-        owed = OutstandingTokens(len(request.prompt) - cached, request.sampling.max_tokens)
-        self._owed = self.owed(arrival.time) + owed.tokens
-        self._alive[request.request_id] = _Alive(arrival, outcome, owed)
-        self._mail.append(request)
+        outstanding = OutstandingTokens(len(request.prompt) - cached, request.sampling.max_tokens)
+        self._outstanding = self.outstanding_tokens(arrival.time) + outstanding.tokens
+        self._alive[request.request_id] = _LiveRequest(arrival, outcome, outstanding)
+        self._submitted.append(request)
 
-    def owed(self, now: float) -> int:
+    def outstanding_tokens(self, now: float) -> int:
         """Outstanding tokens of the live requests, as known at this time."""
-        while self._paid and self._paid[0][0] <= now:
-            self._owed -= self._paid.popleft()[1]
-        return self._owed
+        while self._settled and self._settled[0][0] <= now:
+            self._outstanding -= self._settled.popleft()[1]
+        return self._outstanding
 
     def advance(self, until: float) -> None:
         """Run the loop's steps that begin before `until`. All arrivals up to it must be submitted."""
         while self._now < until:
-            self._take_mail()
-            while len(self._flying) < self._in_flight and (plan := self.scheduler.schedule()) is not None:
+            self._admit_submitted()
+            while len(self._launched) < self._in_flight and (plan := self.scheduler.schedule()) is not None:
                 self._now += self._host.launch
                 landing = self._device.launch(plan, self._now)
-                self._flying.append((plan, self._answer(plan), landing))
+                self._launched.append((plan, self._answer(plan), landing))
                 if self._watch is not None:
                     self._watch(plan, landing)
-            if not self._flying:
+            if not self._launched:
                 return
-            landing = self._flying[0][2]
-            if self._host.polls and len(self._flying) < self._in_flight and self._now < until < landing:
+            landing = self._launched[0][2]
+            if self._host.polls and len(self._launched) < self._in_flight and self._now < until < landing:
                 return
-            plan, result, _ = self._flying.popleft()
+            plan, result, _ = self._launched.popleft()
             self._now = max(self._now, landing) + self._host.complete
             self._deliver(self.scheduler.complete(plan, result))
 
-    def _take_mail(self) -> None:
-        for request in self._mail:
+    def _admit_submitted(self) -> None:
+        for request in self._submitted:
             try:
                 check_fits(request, self.scheduler.max_context, self.scheduler.pool.n_slots)
                 self.scheduler.submit(request)
             except InvalidRequest as refusal:
                 alive = self._alive.pop(request.request_id)
                 alive.outcome.error = str(refusal)
-                self._paid.append((self._now, alive.owed.tokens))
-        self._mail.clear()
+                self._settled.append((self._now, alive.outstanding.tokens))
+        self._submitted.clear()
 
     def _answer(self, plan: IterationPlan) -> IterationResult:
         """The result that the device will return."""
@@ -244,13 +243,13 @@ class SimulatedReplica:
 
     def _deliver(self, events: Iterable[TokenEvent]) -> None:
         """Record the time of the events' tokens."""
-        paid = 0
+        settled = 0
         for event in events:
             alive = self._alive[event.request_id]
             if generated := len(event.token_ids):
                 alive.outcome.token_times.extend([self._now] * generated)
-                paid += alive.owed.generated(generated)
+                settled += alive.outstanding.generated(generated)
             if event.finish_reason is not None:
-                paid += alive.owed.tokens
+                settled += alive.outstanding.tokens
                 del self._alive[event.request_id]
-        self._paid.append((self._now, paid))
+        self._settled.append((self._now, settled))

@@ -1,4 +1,4 @@
-"""Workloads: which requests come, and when.
+"""Workloads: requests and their arrival times.
 
 They are drawn from distributions or replayed from a trace file.
 """
@@ -45,7 +45,7 @@ class Workload:
 
     Attributes:
       name: name in reports.
-      notes: what a reader of the results must know, such as how many requests were clipped.
+      notes: remarks for reports, such as how many requests were clipped.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Workload:
 
     @property
     def longest(self) -> int:
-        """Most tokens that one job holds, prompt and generated."""
+        """Tokens of the longest job, prompt and generated."""
         return max(len(job.prompt) + job.max_tokens for job in self.jobs)
 
     @property
@@ -111,7 +111,7 @@ def uniform(*, requests: int, prompt: Range, output: Range, vocab_size: int, see
 def poisson(workload: Workload, *, rate: float, seed: int) -> Workload:
     """The same jobs, arriving as a Poisson process of `rate` requests per second."""
     if not 0 < rate < math.inf:
-        raise ValueError(f"rate is {rate:g}; it must be above 0 requests a second, and a number")
+        raise ValueError(f"rate is {rate:g}; it must be above 0 requests per second, and finite")
     gaps = np.random.default_rng([seed, 1]).exponential(1.0 / rate, size=len(workload.jobs))
     jobs = tuple(
         dataclasses.replace(job, arrival=float(arrival))
@@ -141,7 +141,7 @@ class _TraceRecord(NamedTuple):
 def read_trace(
     path: str | Path, *, max_context: int, vocab_size: int, seed: int, limit: int | None = None, speed: float = 1.0
 ) -> Workload:
-    """Replay recorded traffic: its arrivals and lengths, with generated token ids.
+    """Read a trace: recorded arrivals and lengths, with generated token ids.
 
     Two formats are known: the Azure LLM inference traces (CSV; TIMESTAMP,ContextTokens,GeneratedTokens) and Mooncake's
     (one JSON object per line; timestamp in ms, input_length, output_length, hash_ids). Requests with equal hash_ids
@@ -153,7 +153,7 @@ def read_trace(
       speed: 2 replays the arrivals twice as fast.
 
     Raises:
-      ValueError: the file has neither format; the message names file and line.
+      ValueError: the file has another format; the message names file and line.
     """
     path = Path(path)
     if not speed > 0:
@@ -206,10 +206,10 @@ def _records(file: TextIO, path: Path) -> Iterator[_TraceRecord]:
     is_mooncake = file.readline().lstrip().startswith("{")
     file.seek(0)
     if is_mooncake:
-        maker, parse, example = "a Mooncake", _of_mooncake, _MOONCAKE_LINE
+        maker, parse, example = "a Mooncake", _parse_mooncake, _MOONCAKE_LINE
         lines: Iterable[Any] = ((number, text) for number, text in enumerate(file, start=1) if text.strip())
     else:
-        maker, parse, example, rows = "an Azure", _of_azure, _AZURE_LINE, csv.DictReader(file)
+        maker, parse, example, rows = "an Azure", _parse_azure, _AZURE_LINE, csv.DictReader(file)
         if not set(_AZURE_COLUMNS) <= set(rows.fieldnames or ()):
             raise ValueError(
                 f"{path}: unknown trace format; expected CSV with the columns {','.join(_AZURE_COLUMNS)}, "
@@ -224,12 +224,12 @@ def _records(file: TextIO, path: Path) -> Iterator[_TraceRecord]:
             raise ValueError(f"{path}, line {number}: {what}; a line looks like {example}") from None
 
 
-def _of_azure(row: Any) -> _TraceRecord:
+def _parse_azure(row: Any) -> _TraceRecord:
     time, prompt, output = (row[column] for column in _AZURE_COLUMNS)
     return _TraceRecord(datetime.fromisoformat(time).timestamp(), max(1, int(prompt)), max(1, int(output)))
 
 
-def _of_mooncake(text: Any) -> _TraceRecord:
+def _parse_mooncake(text: Any) -> _TraceRecord:
     record = json.loads(text)
     if not math.isfinite(milliseconds := float(record["timestamp"])):
         raise ValueError(f"timestamp is {milliseconds}")

@@ -95,8 +95,8 @@ def test_gathered_weights_and_copied_pools_are_told():
     gathers = [compiled.CollectiveOp("all-gather", "f32[3072,1024]", 12 * 2**20, 2)]
     assert list(compiled.unforeseen(stage, gathers, [Collective("all-reduce", "embed", 4, False, 4, 5)])) == [
         "2 x all-gather of f32[3072,1024]: gathers the weights layers.*.qkv.kernel",
-        "0 x all-reduce where 5 were predicted",
-        "2 x all-gather where 0 were predicted",
+        "0 x all-reduce, but 5 were predicted",
+        "2 x all-gather, but 0 were predicted",
     ]
     text = """
     %turned (p: f32[1024,1024]) -> f32[1024,1024] {
@@ -112,7 +112,7 @@ def test_gathered_weights_and_copied_pools_are_told():
     }
     """
     assert list(compiled.copies(stage, text, 128)) == [
-        "1 x copy of the pool as f32[256,2,128,64] (16.0 MiB) inside a loop, each time it turns",
+        "1 x copy of the pool as f32[256,2,128,64] (16.0 MiB) in every iteration of a loop",
         "1 x copy of the weights layers.*.down.kernel or layers.*.up.kernel as f32[1024,1024] (4.0 MiB)",
     ]
 

@@ -99,7 +99,7 @@ def test_what_a_single_layer_has_otherwise_is_told_apart():
         (named("bloom-176b", "a100-40g:8", tensor=8), r"the weights take 41.\d GiB of each .*; use more devices"),
         (
             named("bloom-7b1", "v5e:1x1", buckets=(2**17,)),
-            r"no room for keys and values: of 14.72 GiB .* weights take 13.\d+ GiB",
+            r"no room for keys and values: of the usable 14.72 GiB .* weights take 13.\d+ GiB",
         ),
         (question(BLOOM, slots=10**9), r"1000000000 slots|no room for keys and values.*; \d+ slots take"),
         (question(BLOOM, tensor=2, stages=3), r"at most 2, the number of layers"),
@@ -189,7 +189,7 @@ def test_blocks_behind_the_window_are_given_back():
     whole = predict(question(LLAMA))
     config = replace(whole.deployment.config, windows=(128, 64))
     windowed = replace(whole, deployment=replace(whole.deployment, config=config))
-    assert windowed.held(100) == 100
+    assert windowed.request_slots(100) == 100
     assert windowed.requests == windowed.slots // (128 + windowed.block_size)
     assert whole.requests == whole.slots // 2048
 

@@ -105,7 +105,7 @@ def test_urgent_requests_do_not_wait_behind_the_others():
         seed=1,
         progress=lambda *_: None,
     )
-    firsts = [np.mean([each.first_token for each in found.of(urgent=urgent)]) for urgent in (True, False)]
+    firsts = [np.mean([each.first_token for each in found.outcomes_of(urgent=urgent)]) for urgent in (True, False)]
     assert firsts[0] < firsts[1] / 2
 
 
@@ -160,7 +160,9 @@ def test_traffic_is_sized(azure, capsys, tmp_path):
     assert cli.main(["size", "--trace", str(azure), *MODEL[:4], *flags]) == 0
     told = capsys.readouterr().out
     assert "95% of the requests: ttft 1000 ms, tpot 100 ms; at most 4 buckets; 2.5 for an hour of a device" in told
-    assert "the cheapest in time: jaxserve serve --model ... --tensor 1 --stages 1 --replicas 1 --max-rows" in told
+    assert (
+        "the cheapest layout in time: jaxserve serve --model ... --tensor 1 --stages 1 --replicas 1 --max-rows" in told
+    )
     assert plot.stat().st_size > 5_000
 
 
