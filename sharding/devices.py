@@ -2,7 +2,7 @@
 
 No jax.
 
-Peaks are the makers' figures for dense arithmetic, per JAX device; links count in one direction. Sources:
+Peaks are the vendors' figures for dense arithmetic, per JAX device. Link speeds are for one direction. Sources:
 
 * TPU: the pages "TPU v4", "TPU v5e", "TPU v5p", "TPU v6e" and "TPU7x" of docs.cloud.google.com/tpu/docs. They give
   the inter-chip interconnect (ICI) in both directions and over all ports; here it is halved. Float32 at full precision
@@ -36,7 +36,7 @@ class Device:
       network: bytes per second to other machines; 0 if links reach everywhere (a TPU slice).
       dimensions: dimensions of the topology: 2 or 3 for a torus of chips, 2 for machines x GPUs.
       chip_devices: devices of a chip.
-      ring: fewest chips along an axis whose ends are joined.
+      ring: least number of chips along an axis for which its ends are connected.
     """
 
     name: str
@@ -149,7 +149,7 @@ class Topology:
         return max(links, 1) * device.link
 
     def hop_bandwidth(self, size: int) -> float:
-        """Bytes per second from a device to its counterpart in the next stage, `size` devices on."""
+        """Bytes per second from a device to its counterpart in the next stage of `size` devices."""
         device = self.device
         if device.platform == "gpu" and self.shape[0] > 1 and size * 2 > self.shape[-1]:
             return device.network
@@ -157,10 +157,10 @@ class Topology:
 
 
 def parse(text: str) -> Topology:
-    """The topology that `v5p:2x2x4`, `a100-80g:2x8` or `h200:8` names.
+    """Parses a topology such as `v5p:2x2x4`, `a100-80g:2x8` or `h200:8`.
 
     Raises:
-      ValueError: there is no such device (the message has the nearest name), or it does not come in that shape.
+      ValueError: the device is unknown (the message suggests the nearest name), or the shape is wrong for it.
     """
     name, _, sizes = text.lower().partition(":")
     if name not in DEVICES:

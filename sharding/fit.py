@@ -10,14 +10,14 @@ from sharding.spec import pattern
 _NAMED = 3  # most parameters that an error names
 
 
-class Held(Protocol):
-    """A parameter as each device holds it.
+class PlacedParameter(Protocol):
+    """A parameter with its size on each device.
 
     Attributes:
       name: full name, such as layers.3.qkv.kernel.
       axes: logical name of each axis.
       nbytes: bytes on each device.
-      whole: whether each device holds all of it.
+      whole: whether each device holds a full copy.
     """
 
     @property
@@ -30,23 +30,23 @@ class Held(Protocol):
     def whole(self) -> bool: ...
 
 
-def check_weights(parameters: Iterable[Held], free: int, device: str) -> None:
-    """Refuse weights that do not fit on a device.
+def check_weights(parameters: Iterable[PlacedParameter], free: int, device: str) -> None:
+    """Raise ValueError if the weights do not fit on a device.
 
     Args:
-      free: bytes of a device that weights may take.
+      free: bytes of a device that are available for weights.
       device: name of the device in messages.
 
     Raises:
-      ValueError: the weights take more. If every device holds most of that whole, the message names the parameters.
+      ValueError: they do not fit. If most of it is replicated on every device, the message names the parameters.
     """
-    held = list(parameters)
-    total = sum(each.nbytes for each in held)
+    placed = list(parameters)
+    total = sum(each.nbytes for each in placed)
     if total <= free:
         return
     copies: dict[str, int] = {}
     axes: dict[str, tuple[str, ...]] = {}
-    for each in held:
+    for each in placed:
         if each.whole:
             glob = pattern(each.name)
             copies[glob] = copies.get(glob, 0) + each.nbytes

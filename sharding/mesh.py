@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 def make_mesh(tensor: int = 1, devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh with one axis, "tensor", over the first devices.
 
-    The axis is of type Auto: the compiler places the collectives (two all-reduces a layer), and the models stay free of
+    The axis has type Auto: the compiler places the collectives (two all-reduces per layer), so models need no
     annotations.
 
     Raises:
@@ -46,5 +46,5 @@ def make_meshes(
 
 
 def abstract(tensor: int) -> AbstractMesh:
-    """The mesh of a stage of `tensor` devices that need not exist; enough for array layouts."""
+    """The mesh of a stage without devices, for shapes and shardings only."""
     return AbstractMesh((tensor,), ("tensor",), axis_types=(AxisType.Auto,))

@@ -1,4 +1,4 @@
-"""Sharding specs as values: which mesh axis each logical axis of an array is split over."""
+"""Sharding specs: a mapping from the logical axes of arrays to mesh axes."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _LISTED = 1024  # largest mesh size that an error lists
 
 
 class MeshLike(Protocol):
-    """A Mesh, an AbstractMesh, or anything else that knows its axes' sizes."""
+    """A Mesh, an AbstractMesh, or another object with axis names and sizes."""
 
     @property
-    def shape(self) -> Any: ...  # Mapping[str, int]; type checkers take a Mesh's cached_property for nothing narrower
+    def shape(self) -> Any: ...  # Mapping[str, int]; Any, because type checkers do not match a Mesh's cached_property
 
     @property
     def axis_names(self) -> tuple[Any, ...]: ...
@@ -36,10 +36,10 @@ class MeshLike(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ShardingSpec:
-    """Logical axis -> mesh axis, or None for an axis that every device holds whole.
+    """Rules: logical axis -> mesh axis, or None for an axis that is not split.
 
     Models name the axes of their parameters ("heads", "ffn", ...); the spec maps each name to a mesh axis. To try
-    another sharding, change an entry. Key heads ("kv_heads") follow "heads" where they have no rule of their own.
+    another sharding, change an entry. "kv_heads" follow the rule of "heads" unless they have their own.
 
     Attributes:
       rules: rules for the parameters' axes, and for all axes that the sections below do not name.
@@ -47,8 +47,8 @@ class ShardingSpec:
         names an axis wins.
       activations: rules for the hidden states between the layers; without any, the compiler decides.
       pool: rules for the pool of keys and values; other axes follow `rules`.
-      pad: logical axes (of PADDABLE) whose size may be rounded up until it divides; see `padded`. The vocabulary is, by
-        default.
+      pad: logical axes (of PADDABLE) whose size may be rounded up until it divides; by default the vocabulary (see
+        `padded`).
     """
 
     rules: Rules
@@ -72,14 +72,13 @@ class ShardingSpec:
         Args:
           axes: logical name of each of the array's axes; None for one that is never split.
           shape: the array's sizes.
-          mesh: the devices; mesh axes without a rule hold copies.
+          mesh: the devices; arrays are replicated over mesh axes without a rule.
           name: name of the array in errors, matched with the globs of the exceptions.
-          counts: number of units on a logical axis whose units must not be cut (a head takes several columns, for
-            example).
+          counts: number of units that must not be split, by logical axis (a head takes several columns, for example).
           section: the kind of array.
 
         Raises:
-          ValueError: a logical axis has no rule, a rule names no axis of the mesh, two axes of the array are on one
+          ValueError: a logical axis has no rule, a rule names an unknown mesh axis, two axes of the array are on one
             mesh axis, or a size does not divide.
         """
         assert len(axes) == len(shape), f"{name} has axes {axes} and shape {shape}"
@@ -115,10 +114,10 @@ class ShardingSpec:
         return rules
 
     def padded(self, counts: Mapping[str, int], mesh_shape: Mapping[str, int]) -> dict[str, int]:
-        """The counts of a model's logical axes as they are held.
+        """The sizes of a model's logical axes on the mesh, with padding and repeated KV heads.
 
-        Axes in `pad` are rounded up until they divide. Key heads that are split over a multiple of their number are
-        repeated, so that every device has one, and each copy takes its share of the queries.
+        Axes in `pad` are rounded up until they divide. If there is a multiple of devices per KV head, KV heads are
+        repeated so that every device has one, and each copy serves a part of the query heads.
         """
         sections = (self.rules, self.pool, *self.parameters.values())
 
@@ -195,7 +194,7 @@ def read(path: str | Path, base: ShardingSpec) -> ShardingSpec:
         tokens = "tensor"
         [pool]                              # keys and values
         heads = "tensor"
-        [pad]                               # round up what does not divide
+        [pad]                               # round up sizes that do not divide
         heads = true
 
     Raises:
@@ -256,13 +255,12 @@ def _mesh_axis(where: str, axis: str, value: Any) -> str | None:
 
 
 def _no_mesh_axis(logical: str, target: str, mesh: MeshLike) -> str:
-    return (
-        f"logical axis {logical!r} goes to {target!r}, which is no axis of the mesh{_instead(target, mesh.axis_names)}"
-    )
+    names = _instead(target, mesh.axis_names)
+    return f"logical axis {logical!r} goes to {target!r}, which is not an axis of the mesh{names}"
 
 
 def _uneven(logical: str, count: int, target: str, parts: int, padded: bool) -> str:
-    """The error for a size that does not divide, and sizes that would."""
+    """The error for a size that does not divide, with mesh sizes that would work."""
     fits = [str(size) for size in range(1, min(count, _LISTED) + 1) if count % size == 0]
     message = (
         f"axis {logical!r} of size {count} does not divide over mesh axis {target!r} of size {parts}; "
@@ -277,7 +275,7 @@ def _uneven(logical: str, count: int, target: str, parts: int, padded: bool) -> 
 
 
 def pattern(name: str) -> str:
-    """A parameter's name with `*` for the layer: the glob of its counterparts in all layers."""
+    """A glob for a parameter's name in all layers: the layer's index becomes `*`."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 

@@ -1,15 +1,8 @@
 """Falcon, tensor parallel like BLOOM (Megatron-LM, arXiv:1909.08053, section 3).
 
-Key heads are repeated where there are more devices than key heads.
+KV heads are repeated if there are more devices than KV heads.
 """
 
-from sharding.spec import ShardingSpec
+from sharding.specs.bloom import SPEC
 
-SPEC = ShardingSpec(
-    {
-        "vocab": "tensor",
-        "heads": "tensor",
-        "ffn": "tensor",
-        "embed": None,
-    }
-)
+__all__ = ["SPEC"]

@@ -1,4 +1,4 @@
-"""The text models of Gemma 3, tensor parallel like Llama (Megatron-LM, arXiv:1909.08053, section 3)."""
+"""Gemma 3 (text), tensor parallel like Llama (Megatron-LM, arXiv:1909.08053, section 3)."""
 
 from sharding.specs.llama import SPEC
 

@@ -1,6 +1,6 @@
 """GPT-2, tensor parallel like BLOOM (Megatron-LM, arXiv:1909.08053, section 3).
 
-Every device holds all positions. GPT-2's own vocabulary of 50,257 does not divide over any even number of devices.
+The position table is replicated. GPT-2's vocabulary of 50,257 does not divide over an even number of devices.
 """
 
 from sharding.spec import ShardingSpec

@@ -1,16 +1,8 @@
 """GPT-BigCode, tensor parallel like GPT-2 (Megatron-LM, arXiv:1909.08053, section 3).
 
-The one key head is repeated on every device.
+The single KV head is repeated on every device.
 """
 
-from sharding.spec import ShardingSpec
+from sharding.specs.gpt2 import SPEC
 
-SPEC = ShardingSpec(
-    {
-        "vocab": "tensor",
-        "heads": "tensor",
-        "ffn": "tensor",
-        "embed": None,
-        "positions": None,
-    }
-)
+__all__ = ["SPEC"]

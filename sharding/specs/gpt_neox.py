@@ -3,13 +3,6 @@
 If attention and feed-forward are parallel, their sums could share one all-reduce per layer.
 """
 
-from sharding.spec import ShardingSpec
+from sharding.specs.bloom import SPEC
 
-SPEC = ShardingSpec(
-    {
-        "vocab": "tensor",
-        "heads": "tensor",
-        "ffn": "tensor",
-        "embed": None,
-    }
-)
+__all__ = ["SPEC"]

@@ -1,17 +1,5 @@
-"""gpt-oss, tensor parallel (Megatron-LM, arXiv:1909.08053, section 3), also within each expert.
+"""gpt-oss, tensor parallel like Mixtral (Megatron-LM, arXiv:1909.08053, section 3)."""
 
-For expert parallelism give "expert" the mesh axis and "ffn" none.
-"""
+from sharding.specs.mixtral import SPEC
 
-from sharding.spec import ShardingSpec
-
-SPEC = ShardingSpec(
-    {
-        "vocab": "tensor",
-        "heads": "tensor",
-        "expert": None,
-        "ffn": "tensor",
-        "embed": None,
-        "head_dim": None,
-    }
-)
+__all__ = ["SPEC"]

@@ -1,12 +1,5 @@
 """GPT-J, tensor parallel like BLOOM (Megatron-LM, arXiv:1909.08053, section 3)."""
 
-from sharding.spec import ShardingSpec
+from sharding.specs.bloom import SPEC
 
-SPEC = ShardingSpec(
-    {
-        "vocab": "tensor",
-        "heads": "tensor",
-        "ffn": "tensor",
-        "embed": None,
-    }
-)
+__all__ = ["SPEC"]

@@ -1,6 +1,6 @@
 """Llama, tensor parallel (Megatron-LM, arXiv:1909.08053, section 3).
 
-Key heads are split with the query heads that read them, and repeated where there are more devices than key heads.
+KV heads are split with their query heads, and repeated if there are more devices than KV heads.
 """
 
 from sharding.spec import ShardingSpec

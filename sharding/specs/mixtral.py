@@ -1,6 +1,6 @@
-"""Mixtral, tensor parallel (Megatron-LM, arXiv:1909.08053, section 3), also within each expert.
+"""Mixtral, tensor parallel, also in experts (Megatron-LM, arXiv:1909.08053, section 3).
 
-For expert parallelism give "expert" the mesh axis and "ffn" none.
+For expert parallelism set "expert" to the mesh axis and "ffn" to None.
 """
 
 from sharding.spec import ShardingSpec

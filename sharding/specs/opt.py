@@ -1,6 +1,6 @@
 """OPT, tensor parallel like BLOOM (Megatron-LM, arXiv:1909.08053, section 3).
 
-Every device holds all positions. The token table is split by tokens, also in opt-350m, where its rows are narrower than
+The position table is replicated. The token table is split by tokens, also in opt-350m, where its rows are narrower than
 the hidden size.
 """
 
