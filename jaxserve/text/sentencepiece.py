@@ -22,7 +22,7 @@ _NEVER = -1e9  # score of pieces that text must not match by name, such as <0x0A
 
 
 @dataclass(slots=True, kw_only=True)
-class Model:
+class SentencepieceModel:
     """The fields of a sentencepiece model that define the tokenizer, with their defaults.
 
     Attributes:
@@ -45,9 +45,9 @@ class Model:
         return [text for text, _, kind in self.pieces if kind in (_CONTROL, _UNKNOWN)]
 
 
-def parse(data: bytes) -> Model:
+def parse(data: bytes) -> SentencepieceModel:
     """Parses the content of a tokenizer.model. Raises ValueError."""
-    model = Model()
+    model = SentencepieceModel()
     try:
         for number, value in _fields(data):
             if number == 1:
@@ -67,7 +67,7 @@ def parse(data: bytes) -> Model:
     return model
 
 
-def build(model: Model, *, prefix_everywhere: bool, added: dict[str, int]) -> tokenizers.Tokenizer:
+def build(model: SentencepieceModel, *, prefix_everywhere: bool, added: dict[str, int]) -> tokenizers.Tokenizer:
     """Builds the tokenizer of a model, without post-processor.
 
     Args:
@@ -100,7 +100,7 @@ def build(model: Model, *, prefix_everywhere: bool, added: dict[str, int]) -> to
     return built
 
 
-def _bpe(model: Model, added: dict[str, int]) -> models.BPE:
+def _bpe(model: SentencepieceModel, added: dict[str, int]) -> models.BPE:
     """Merges are ordered by the score of the merged piece; only normal pieces are merged."""
     normal = {text: (-score, i) for i, (text, score, kind) in enumerate(model.pieces) if kind == _NORMAL}
     pairs = (
@@ -119,7 +119,7 @@ def _bpe(model: Model, added: dict[str, int]) -> models.BPE:
     )
 
 
-def _unigram(model: Model, added: dict[str, int]) -> models.Unigram:
+def _unigram(model: SentencepieceModel, added: dict[str, int]) -> models.Unigram:
     vocab = [(text, _NEVER if kind == _BYTE else score) for text, score, kind in model.pieces]
     for text, i in sorted(added.items(), key=lambda item: item[1]):
         if i > len(vocab):
@@ -141,7 +141,7 @@ def _piece(data: bytes) -> tuple[str, float, int]:
     return text, score, kind
 
 
-def _read_training(model: Model, data: bytes) -> None:
+def _read_training(model: SentencepieceModel, data: bytes) -> None:
     for number, value in _fields(data):
         if number == 3:
             model.kind = value
@@ -153,7 +153,7 @@ def _read_training(model: Model, data: bytes) -> None:
             model.unknown = value
 
 
-def _read_normalizer(model: Model, data: bytes) -> None:
+def _read_normalizer(model: SentencepieceModel, data: bytes) -> None:
     for number, value in _fields(data):
         if number == 2:
             model.charsmap = value

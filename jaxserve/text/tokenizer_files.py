@@ -76,11 +76,13 @@ def read(directory: Path) -> tokenizers.Tokenizer | None:
 
 
 def vocabulary(directory: Path) -> tuple[Path, dict[str, int]]:
-    """Reads (file, token ids by text) of a vocabulary that is not in tokenizer.json.
+    """Reads (file, token ids by text) of a directory's vocabulary; no ids if it has no tokenizer.
 
     Raises:
       ValueError: a file exists and cannot be read.
     """
+    if (file := directory / TOKENIZER_JSON).exists():
+        return file, _checked(file, lambda: _vocabulary_of(_json(file)))
     if (file := directory / SENTENCEPIECE).exists():
         pieces = _checked(file, lambda: sentencepiece.parse(file.read_bytes()).pieces)
         ids = {text: i for i, (text, _, _) in enumerate(pieces)}
@@ -90,6 +92,17 @@ def vocabulary(directory: Path) -> tuple[Path, dict[str, int]]:
         return file, {}
     settings = _checked(file, lambda: _settings(directory))
     return file, ids | {token.content: i for token, i in settings.tokens if i is not None}
+
+
+def _vocabulary_of(entries: dict[str, Any]) -> dict[str, int]:
+    """The ids of all tokens in the entries of a tokenizer.json, by text."""
+    try:
+        ids = entries["model"]["vocab"]
+        if not isinstance(ids, dict):
+            ids = {text: i for i, (text, _) in enumerate(ids)}
+        return ids | {token["content"]: token["id"] for token in entries.get("added_tokens") or []}
+    except (KeyError, TypeError, ValueError):
+        raise ValueError("it has no vocabulary of tokens and their ids") from None
 
 
 def special_tokens(directory: Path) -> dict[str, str]:

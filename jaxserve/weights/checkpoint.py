@@ -54,7 +54,7 @@ class StoredTensors:
         return self._tensors[name]
 
     def names(self) -> tuple[str, ...]:
-        """Names of all tensors."""
+        """TensorNames of all tensors."""
         return tuple(self._tensors)
 
     def release(self, tensor: StoredTensor) -> None:
@@ -165,38 +165,20 @@ def read_config(path: str | Path) -> ModelConfig:
         config = models.parse_config(entries)
     except ValueError as error:
         raise CheckpointError(f"{directory / 'config.json'}: {error}") from None
-    file, ids = _vocabulary(directory)
+    try:
+        file, ids = tokenizer_files.vocabulary(directory)
+        special = tokenizer_files.special_tokens(directory)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
     largest = max(ids.values(), default=-1)
     if largest >= config.vocab_size:
         raise CheckpointError(
             f"{file} has token ids up to {largest}, but the model's vocabulary ends at {config.vocab_size - 1} "
             "(vocab_size in config.json)"
         )
-    try:
-        special = tokenizer_files.special_tokens(directory)
-    except ValueError as error:
-        raise CheckpointError(str(error)) from None
     eos, bos = (ids.get(special.get(name, "")) for name in ("eos_token", "bos_token"))
     if eos is not None and eos not in config.eos_token_ids:
         config = dataclasses.replace(config, eos_token_ids=(*config.eos_token_ids, eos))
     if bos is not None and entries.get("bos_token_id") is None:
         config = dataclasses.replace(config, bos_token_id=bos)
     return config
-
-
-def _vocabulary(directory: Path) -> tuple[Path, dict[str, int]]:
-    """(file, token ids by text) of a directory's vocabulary; no ids without a tokenizer."""
-    file = directory / tokenizer_files.TOKENIZER_JSON
-    if not file.is_file():
-        try:
-            return tokenizer_files.vocabulary(directory)
-        except ValueError as error:
-            raise CheckpointError(str(error)) from None
-    entries = read_json(file)
-    try:
-        vocabulary = entries["model"]["vocab"]
-        if not isinstance(vocabulary, dict):
-            vocabulary = {text: i for i, (text, _) in enumerate(vocabulary)}
-        return file, vocabulary | {token["content"]: token["id"] for token in entries.get("added_tokens") or []}
-    except (KeyError, TypeError, ValueError):
-        raise CheckpointError(f"{file} has no vocabulary of tokens and their ids") from None

@@ -44,7 +44,7 @@ def match(
     Raises:
       CheckpointError: a tensor is missing or unknown, or its shape or dtype is wrong.
     """
-    name_of = Names(model, tensors.names())
+    name_of = TensorNames(model, tensors.names())
     listing = tensors.files[0] if len(tensors.files) == 1 else directory
     names = [tuple(map(name_of, parameter.stored.names)) for parameter in wanted]
     missing = [name for several in names for name in several if name not in tensors]
@@ -71,7 +71,7 @@ def match(
     return sources
 
 
-class Names:
+class TensorNames:
     """Adds prefixes, which depend on the library's version, to the names in a model's table.
 
     Args:

@@ -11,7 +11,7 @@ from jaxserve.models import Model
 from jaxserve.models.schema import ModelConfig, Stored
 
 
-class Run(NamedTuple):
+class StoredRun(NamedTuple):
     """Consecutive entries along one axis of a parameter, and where they are stored.
 
     Entries start:start + length are stored from index `stored` of tensor number `tensor`.
@@ -27,7 +27,7 @@ class Layout(NamedTuple):
     """The runs of a parameter along one axis; entries outside all runs are zeros."""
 
     axis: int
-    runs: tuple[Run, ...]
+    runs: tuple[StoredRun, ...]
 
     @property
     def places(self) -> np.ndarray:
@@ -71,15 +71,15 @@ def layout(model: Model, name: str, axes: tuple[str, ...], shape: tuple[int, ...
     """
     config, sources = model.config, model.head_sources
     if stored.experts:
-        return Layout(0, tuple(Run(expert, 1, expert, 0) for expert in range(stored.experts)))
+        return Layout(0, tuple(StoredRun(expert, 1, expert, 0) for expert in range(stored.experts)))
     if is_qkv(name):
         return Layout(0, _merged(_qkv(config, sources.queries, sources.keys, stored)))
     if "heads" in axes:
         axis = axes.index("heads")
         unit = shape[axis] // config.num_heads
-        heads = (Run(i * unit, unit, 0, head * unit) for i, head in enumerate(sources.queries) if head >= 0)
+        heads = (StoredRun(i * unit, unit, 0, head * unit) for i, head in enumerate(sources.queries) if head >= 0)
         return Layout(axis, _merged(heads))
-    return Layout(0, (Run(0, shape[0], 0, stored.share[0] * shape[0]),))
+    return Layout(0, (StoredRun(0, shape[0], 0, stored.share[0] * shape[0]),))
 
 
 def tensor_shapes(
@@ -109,7 +109,7 @@ def _stored_shape(shape: tuple[int, ...], stored: Stored) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def _qkv(config: ModelConfig, queries: tuple[int, ...], keys: tuple[int, ...], stored: Stored) -> Iterable[Run]:
+def _qkv(config: ModelConfig, queries: tuple[int, ...], keys: tuple[int, ...], stored: Stored) -> Iterable[StoredRun]:
     """One run per head of a fused QKV parameter.
 
     The parameter is [K, G + 2, D]: for each KV head its queries, its key and its value.
@@ -132,12 +132,12 @@ def _qkv(config: ModelConfig, queries: tuple[int, ...], keys: tuple[int, ...], s
         for j, (kind, head) in enumerate([*query_heads, (1, key), (2, key)]):
             if head >= 0:
                 tensor, stored_head = place(kind, head)
-                yield Run((i * (held_group + 2) + j) * size, size, tensor, stored_head * size)
+                yield StoredRun((i * (held_group + 2) + j) * size, size, tensor, stored_head * size)
 
 
-def _merged(runs: Iterable[Run]) -> tuple[Run, ...]:
+def _merged(runs: Iterable[StoredRun]) -> tuple[StoredRun, ...]:
     """Merges runs that are adjacent both in the parameter and in its tensor."""
-    merged: list[Run] = []
+    merged: list[StoredRun] = []
     for run in runs:
         last = merged[-1] if merged else None
         if (

@@ -38,7 +38,7 @@ def write_hf(path: str | Path, config: ModelConfig, params: models.Params, dtype
     """
     directory, model = Path(path), models.build(config)
     family = models.family(config.family)
-    name_of = naming.Names(model, (family.PREFIX + model.stored_table()["embed"]["tokens"]["table"].name,))
+    name_of = naming.TensorNames(model, (family.PREFIX + model.stored_table()["embed"]["tokens"]["table"].name,))
     tensors = {}
     for parameter, leaf in zip(parameters(model, jnp.float32), jax.tree.leaves(params), strict=True):
         name, shape, axes, stored = parameter
