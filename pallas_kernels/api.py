@@ -155,7 +155,7 @@ class Backend(Protocol):
         ...
 
     def prepare(self, batch: AttentionBatch, shape: AttentionShape) -> Any:
-        """Data that all layers of one iteration share: a pytree for `attend`, computed once per step."""
+        """A pytree for `attend` that all layers of one iteration share, computed once per step."""
         ...
 
     def attend(

@@ -76,7 +76,7 @@ def soft_capped(scores: jax.Array, shape: AttentionShape) -> jax.Array:
 
 
 def visited(kv_len: Any, window: int | None, block_size: int) -> Any:
-    """Number of slots from the first block that a row's last query sees up to that query: int32, like kv_len."""
+    """Slots from the first block that a row's last query sees up to the query: int32."""
     if window is None:
         return kv_len
     return kv_len - lax.div(jnp.maximum(kv_len - window, 0), block_size) * block_size

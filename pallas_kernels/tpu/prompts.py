@@ -108,7 +108,7 @@ class _PromptKernel:
             return pl.multiple_of(jnp.minimum(aligned, lanes_of(shape) - lanes), LANES)
 
         def part_of(at, chunk):
-            """A chunk's tokens in a tile: (begin, end, position of the last one from the first block seen)."""
+            """A chunk's tokens in a tile: (begin, end, last position from the first block seen)."""
             begin, end, last = place_of(at, chunk)
             if window is not None:
                 last = visited(last + 1, window + end - begin - 1, size) - 1
@@ -164,7 +164,7 @@ class _PromptKernel:
             return pltpu.make_async_copy(out_buf.at[side], out.at[head, :, place], scratch.out_sems.at[side])
 
         def begin_chunk(turn, at, head, chunk):
-            """Move the head's queries to its lanes of the span; start the softmax, from the sinks if any."""
+            """Move the head's queries to its lanes; start the softmax, from the sinks if any."""
             queries = q_buf[lax.rem(turn, 2)].astype(jnp.float32).reshape(rows, out_lanes(shape))
             if lanes > out_lanes(shape):
                 queries = jnp.concatenate([queries, jnp.zeros((rows, lanes - out_lanes(shape)), jnp.float32)], axis=1)
