@@ -70,16 +70,16 @@ class InferenceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Answers once the whole completion is there.
+        """Answers when all tokens are generated.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GenerateStream(self, request, context):
-        """Answers with one message for every iteration of the engine that brought something for this request. Joining the
-        messages' `text`, `token_ids`, `logprobs` and so on gives what Generate answers. Messages that a slow reader has
-        not taken yet are joined into one, so nothing is lost and little is held.
+        """Answers with one message for every iteration of the engine that has new tokens of this request. Joined, `text`,
+        `token_ids`, `logprobs` and so on of all messages are the answer of Generate. For a slow reader, the messages that
+        it has not read yet are joined into one. Nothing is lost.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -98,14 +98,14 @@ class InferenceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetModel(self, request, context):
-        """What is served: never changes while the server runs.
+        """The served model and its limits, which never change while the server runs.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetLoad(self, request, context):
-        """How busy the engine is at this moment.
+        """The current load of the engine.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
