@@ -121,8 +121,7 @@ def stage_programs(config: EngineConfig, model: models.Model) -> tuple[list[list
 
 def placement(programs: Sequence[StagePrograms]) -> weights.Place:
     """Where each parameter is read to; the first of two places for a token table that is the head too."""
-    meshes = {name: stage.mesh for stage in reversed(programs) for name in parameters_of(stage)}
-    places = {name: weights.on_mesh(programs[0].model, mesh, programs[0].spec) for name, mesh in meshes.items()}
+    places = {name: stage.place for stage in reversed(programs) for name in parameters_of(stage)}
     return lambda name, shape, axes: places[name](name, shape, axes)
 
 

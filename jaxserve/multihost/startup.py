@@ -240,7 +240,7 @@ def _devices(config: EngineConfig, cluster: ClusterConfig) -> list[Any]:
 
 def _own(stage: StagePrograms) -> weights.Place:
     """Read only this stage's parameters, and on each device only its slices."""
-    names, place = parameters_of(stage).keys(), weights.on_mesh(stage.model, stage.mesh, stage.spec)
+    names, place = parameters_of(stage).keys(), stage.place
     return lambda name, shape, axes: place(name, shape, axes) if name in names else None
 
 

@@ -72,7 +72,7 @@ def _lookups(item: int, parts: Mapping[str, ShardedParameter]) -> Iterator[_Exch
     for name in divided:
         if f"{name}.scales" in parts:
             yield "all-reduce", "embed.scales", item, False
-    widths = (part.nbytes // part.local[0] for part in divided.values())
+    widths = (part.local[1] * (1 if f"{name}.scales" in parts else item) for name, part in divided.items())
     yield from _together([("all-reduce", "embed", width, False) for width in widths])
 
 

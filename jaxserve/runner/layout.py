@@ -44,7 +44,7 @@ def lay_out(
     counts = model.axis_sizes()
     if (padded := spec.padded(counts, meshes[0].shape)) != counts:
         model = models.build(model.config, padded)
-    place = weights.on_mesh(model, meshes[0], spec)
+    place = weights.on_mesh(model, meshes[0], spec, platform)
     for name, shape, axes, _ in naming.parameters(model, dtype):
         place(name, shape.shape, axes)
     context = max_context(config, model.config)
@@ -72,7 +72,13 @@ def lay_out(
     )
     programs = [
         StagePrograms(
-            model=model, shape=stage_shape, layers=owned, mesh=each, spec=spec, int8=config.quantize == "int8"
+            model=model,
+            shape=stage_shape,
+            layers=owned,
+            mesh=each,
+            spec=spec,
+            platform=platform,
+            int8=config.quantize == "int8",
         )
         for owned, each in zip(layers, meshes, strict=True)
     ]

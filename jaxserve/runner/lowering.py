@@ -28,6 +28,7 @@ class StagePrograms:
       layers: the stage's layers. The first stage also embeds; the last also has the head and the sampler.
       mesh: the stage's devices, or those of a topology.
       spec: the sharding of parameters and pool.
+      platform: of the devices, which decides the layouts of parameters.
       int8: whether matrices are stored in int8.
     """
 
@@ -36,6 +37,7 @@ class StagePrograms:
     layers: range
     mesh: Mesh
     spec: ShardingSpec
+    platform: str
     int8: bool
 
     @property
@@ -66,13 +68,18 @@ class StagePrograms:
         """The sharding of an array that every device of the stage holds whole."""
         return NamedSharding(self.mesh, self.spec.resolve((), (), self.mesh))
 
+    @property
+    def place(self) -> weights.Place:
+        """Where the stage's devices hold a parameter."""
+        return weights.on_mesh(self.model, self.mesh, self.spec, self.platform)
+
     def params(self) -> Params:
-        """The stage's parameters: shapes with shardings.
+        """The stage's parameters: shapes with shardings and layouts.
 
         Raises ValueError where the spec does not fit them.
         """
-        dtype, place = self.shape.attention.dtype, weights.on_mesh(self.model, self.mesh, self.spec)
-        return self.model.part(weights.describe(self.model, dtype, place, int8=self.int8), self.layers)
+        dtype = self.shape.attention.dtype
+        return self.model.part(weights.describe(self.model, dtype, self.place, int8=self.int8), self.layers)
 
     @property
     def looped(self) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout
 
 from jaxserve import weights
 from jaxserve.models.layers import Quantized
@@ -27,7 +28,7 @@ class ShardedParameter:
       axes: logical name of each axis.
       partition: for each axis, the mesh axis that it is split over, or None.
       shape / local: the global shape, and the shape on each device.
-      nbytes: bytes of one parameter on each device.
+      nbytes: bytes of one parameter in the memory of each device, with padding that is known.
     """
 
     name: str
@@ -77,8 +78,18 @@ def _part(name: str, axes: tuple[str, ...], leaf: jax.ShapeDtypeStruct) -> Shard
         partition=tuple(leaf.sharding.spec),
         shape=leaf.shape,
         local=local,
-        nbytes=math.prod(local) * leaf.dtype.itemsize,
+        nbytes=_bytes_held(leaf, local),
     )
+
+
+def _bytes_held(leaf: jax.ShapeDtypeStruct, local: tuple[int, ...]) -> int:
+    """Bytes of a device's part; where the layout is ours, with the padding to whole tiles of a TPU's memory."""
+    layout, sizes = leaf.format.layout, list(local)
+    if isinstance(layout, Layout):
+        tiles = (32 if leaf.dtype.itemsize == 1 else 8, 128)
+        for axis, tile in zip(layout.major_to_minor[-2:], tiles, strict=True):
+            sizes[axis] = -(-sizes[axis] // tile) * tile
+    return math.prod(sizes) * leaf.dtype.itemsize
 
 
 def is_of_experts(name: str, axes: tuple[str, ...]) -> bool:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.experimental.layout import Layout
 
 from jaxserve import weights
 from jaxserve.iteration import IterationPlan, IterationResult, SamplerVariant
@@ -248,14 +249,17 @@ def _placed(values: Any, wanted: jax.ShapeDtypeStruct | Quantized) -> jax.Array 
         return _put(values, wanted)
     if isinstance(values, Quantized):
         return Quantized(*map(_put, values, wanted))
-    whole = jax.ShapeDtypeStruct(wanted.shape, values.dtype, sharding=wanted.values.sharding)
+    whole = jax.ShapeDtypeStruct(wanted.shape, values.dtype, sharding=wanted.values.format)
     return int8_weights.on_devices(_put(values, whole), wanted)
 
 
 def _put(values: Any, wanted: jax.ShapeDtypeStruct) -> jax.Array:
     if isinstance(values, jax.Array) and (values.dtype, values.sharding) == (wanted.dtype, wanted.sharding):
-        return values  # already there; an array over several hosts cannot be copied by one of them
-    return jax.device_put(values.astype(wanted.dtype), wanted.sharding)
+        held: Any = values
+        layout = wanted.format.layout
+        if not isinstance(layout, Layout) or held.format.layout.major_to_minor == layout.major_to_minor:
+            return values  # already there; an array over several hosts cannot be copied by one of them
+    return jax.device_put(values.astype(wanted.dtype), wanted.format)
 
 
 def _give_back_memory() -> None:

@@ -11,7 +11,7 @@ from types import ModuleType
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Sharding
+from jax.experimental.layout import Format
 from jax.typing import DTypeLike
 
 from jaxserve.models.layers import Quantized
@@ -45,10 +45,10 @@ def quantize(matrix: np.ndarray | jax.Array, dtype: DTypeLike, numpy: ModuleType
 
 
 def on_devices(matrix: jax.Array, wanted: Quantized) -> Quantized:
-    """Quantizes a matrix on its devices; the result has the shardings of `wanted`."""
-    return _quantize_into(wanted.scales.dtype, wanted.values.sharding, wanted.scales.sharding)(matrix)
+    """Quantizes a matrix on its devices; the result has the shardings and layouts of `wanted`."""
+    return _quantize_into(wanted.scales.dtype, wanted.values.format, wanted.scales.format)(matrix)
 
 
 @cache
-def _quantize_into(dtype: np.dtype, values: Sharding, scales: Sharding):
+def _quantize_into(dtype: np.dtype, values: Format, scales: Format):
     return jax.jit(partial(quantize, dtype=dtype), out_shardings=Quantized(values, scales))

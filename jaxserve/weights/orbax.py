@@ -90,6 +90,8 @@ def restore(
                     target = targets[name]
                     if name in moved:
                         array = _move(array, _as_read(target), moved[name])
+                    if not isinstance(target, Quantized) and target.format.layout is not None:
+                        array = jax.device_put(array, target.format)
                     arrays[name] = int8_weights.on_devices(array, target) if isinstance(target, Quantized) else array
     except CheckpointError:
         raise

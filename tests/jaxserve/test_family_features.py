@@ -13,14 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve import models, weights
+from jaxserve import models, startup, weights
 from jaxserve.engine import Engine
 from jaxserve.multihost import flight_recorder, flight_replay
 from jaxserve.request import FinishReason, Request
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler.ngrams import NgramIndex
 from jaxserve.startup import silent
-from jaxserve.weights import is_matrix
+from jaxserve.weights import is_matrix, loading
 from tests.fixtures.texts import check_texts, constrained, printable_tokenizer
 from tests.fixtures.tiny import CONFIG, VOCAB
 from tests.fixtures.traffic import Answers, run, traffic
@@ -184,6 +184,37 @@ def test_an_int8_pool_changes_answers_little(family) -> None:
     # float32 in another order may round to another of 255 values
     assert sum(answers.tokens[name] != tokens for name, tokens in alone.tokens.items()) <= COUNT // 40
     check_ended(engine)
+
+
+@pytest.mark.parametrize("quantize", [None, "int8"])
+@pytest.mark.parametrize("source", ["memory", "hugging face", "orbax"])
+@long
+def test_kernels_of_experts_in_another_order_in_memory(source, quantize, tmp_path, monkeypatch) -> None:
+    """As a TPU holds them: weights of all sources are laid out so, and the answers are the same."""
+    family, path = "qwen3_moe", tmp_path / "model"
+    config, params = model_of(family)
+    settings = dataclasses.replace(CONFIG, slots=320, dtype="float32", quantize=quantize)
+    expected = run(Engine.from_params(config, params, settings), traffic(8))
+    monkeypatch.setattr(loading, "LAID_OUT", {"cpu"})
+    monkeypatch.setattr(startup, "program_cache", lambda config: None)  # their programs are told apart by the platform
+    if source == "memory":
+        engine = Engine.from_params(config, params, settings)
+    else:
+        weights.write_hf(path, config, params)
+        if source == "orbax":
+            weights.convert(path, tmp_path / "saved")
+            path = tmp_path / "saved"
+        engine = Engine.from_checkpoint(path, settings)
+
+    def orders() -> set[tuple[int, ...]]:
+        held = engine._loops[0].pipeline.stages[0].params["layers"][1]["experts"]["up"]["kernel"]
+        return {leaf.format.layout.major_to_minor for leaf in jax.tree.leaves(held)}
+
+    assert orders() == ({(0, 2, 1)} if quantize is None else {(0, 2, 1), (0, 1)})
+    assert run(engine, traffic(8)).tokens == expected.tokens
+    engine.update_params(params)
+    assert (0, 2, 1) in orders()
+    assert run(engine, traffic(8)).tokens == expected.tokens
 
 
 @pytest.fixture(scope="module")

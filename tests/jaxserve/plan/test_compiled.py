@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from jaxserve.plan import compiled, targets
 from jaxserve.plan.cost import Collective
 from jaxserve.plan.predict import predict
 from sharding import specs
-from tests.jaxserve.plan.questions import BLOOM, GPT2, NEOX, OPT, question
+from tests.jaxserve.plan.questions import BLOOM, FALCON, GPT2, LLAMA, MIXTRAL, NEOX, OPT, question
 
 B, G = specs.default("bloom"), specs.default("gpt2")
 UNTIED = {"tie_word_embeddings": False}
@@ -125,6 +126,18 @@ tpu = pytest.mark.skipif(
 gpu = pytest.mark.skipif(not GPU, reason="no CUDA wheels are installed; pip install 'jax[cuda12]' brings them")
 
 
+@pytest.fixture
+def _no_cache():
+    """What is compiled for absent devices cannot be read back from jax's cache."""
+    folder = jax.config.jax_compilation_cache_dir
+    compilation_cache.reset_cache()
+    jax.config.update("jax_compilation_cache_dir", None)
+    yield
+    compilation_cache.reset_cache()
+    jax.config.update("jax_compilation_cache_dir", folder)
+
+
+@pytest.mark.usefixtures("_no_cache")
 @pytest.mark.parametrize(
     "topology",
     [pytest.param(name, marks=tpu) for name in ("v5e:2x2", "v4:2x2x1", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")]
@@ -138,6 +151,32 @@ def test_collectives_are_those_of_accelerators(topology):
     assert compiled.count_kinds(plan.stages[0].load.collectives or ()) == compiled.count_kinds(stage.collectives)
     assert plan.stages[0].total == pytest.approx(stage.total, rel=0.03)
     assert not stage.surprises
+
+
+@tpu
+@pytest.mark.usefixtures("_no_cache")
+@pytest.mark.parametrize(
+    ("entries", "sizes"),
+    [
+        (LLAMA, {"hidden_size": 1024, "intermediate_size": 2816, "vocab_size": 8192}),
+        (MIXTRAL, {"hidden_size": 2048, "intermediate_size": 3584, "num_local_experts": 8}),
+        (MIXTRAL, {"hidden_size": 2048, "intermediate_size": 768, "num_local_experts": 32}),
+        (FALCON, {"hidden_size": 1600, "vocab_size": 65024}),
+    ],
+    ids=["grouped heads", "few experts", "many experts", "table of no whole tiles"],
+)
+def test_weights_are_read_in_place_on_a_tpu(entries, sizes):
+    """No kernel of experts and no table is copied, and memory is what is predicted, padding included."""
+    settings = {"slots": 2**18, "dtype": "bfloat16", "attention": "auto", "tensor": 4}
+    deployment = question(entries | sizes, topology="v6e:2x2", **settings)
+    plan = predict(deployment)
+    (stage,) = compiled.compile_stages(plan, targets.devices_of(deployment.topology), lambda *_: None)
+    assert not stage.surprises
+    assert stage.temporaries < 16 * 2**20
+    held = plan.stages[0].total - plan.stages[0].activations
+    assert stage.total - stage.temporaries == pytest.approx(held, rel=0.005)
+    assert plan.stages[0].total == pytest.approx(stage.total, rel=0.03)
+    assert compiled.count_kinds(plan.stages[0].load.collectives or ()) == compiled.count_kinds(stage.collectives)
 
 
 @pytest.mark.skipif(TPU, reason="libtpu is installed")
