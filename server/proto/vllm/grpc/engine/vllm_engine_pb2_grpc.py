@@ -70,16 +70,16 @@ class VllmEngineServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """With `stream`, a chunk for every iteration that brought tokens of a sample, then its `complete`; without, a
-        `complete` a sample alone. Answers are token ids: the router makes the text.
+        """With `stream`, sends a chunk for every iteration with new tokens of a sample, and at its end `complete`. Without
+        `stream`, sends only `complete` for each sample. Answers are token ids; the router makes the text.
 
         Status codes:
         INVALID_ARGUMENT    a field is wrong or not served; a google.rpc.BadRequest in the status details names it
-        RESOURCE_EXHAUSTED  too much waits, or the caller's rate is used up; google.rpc.RetryInfo says when to try again
+        RESOURCE_EXHAUSTED  the queue is full, or the caller exceeds its rate; google.rpc.RetryInfo says when to retry
         DEADLINE_EXCEEDED   the answer would come after the call's deadline
         UNAVAILABLE         the server is stopping, or its engine does not work
-        UNAUTHENTICATED     an API key is asked for (`authorization: Bearer KEY` in the metadata), here as everywhere
-        INTERNAL            this call failed; the message carries an id that the server's log explains
+        UNAUTHENTICATED     an API key is required (`authorization: Bearer KEY` in the metadata), as for all calls
+        INTERNAL            this call failed; the message has the id under which the server's log has the reason
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -92,8 +92,8 @@ class VllmEngineServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Ends the caller's calls of these ids; each is answered with a `complete` whose finish_reason is "abort". An id that
-        nobody has (any more) is no error.
+        """Ends the caller's calls with these ids. Each call gets a `complete` with finish_reason "abort". Unknown ids are no
+        error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
