@@ -185,16 +185,34 @@ def activation_bytes(stage: StagePrograms, parts: Mapping[str, ShardedParameter]
     """Bytes on a device that one iteration needs beside its arguments, at its peak.
 
     These are three hidden states, the widest inner state in float32 and its rounded copy, and, in the last stage, the
-    logits of this device and of all devices.
+    logits of this device and of all devices. With experts, the inner states may be those of `_expert_bytes`.
     """
     config, attention = stage.model.padded_config, stage.shape.attention
     inner = max(part.local[0] for name, part in parts.items() if name.startswith("layers.") and len(part.local) == 2)
     item = attention.dtype.itemsize
-    tokens = bucket * (3 * config.hidden_size * item + inner * (4 + item))
+    widest = max(bucket * inner * (4 + item), _expert_bytes(stage, parts, bucket))
+    tokens = bucket * 3 * config.hidden_size * item + widest
     if not stage.is_last:
         return tokens
     rows = min(bucket, stage.shape.max_rows)
     return tokens + 4 * rows * (config.vocab_size + collectives.head_table(parts).local[0])
+
+
+def _expert_bytes(stage: StagePrograms, parts: Mapping[str, ShardedParameter], bucket: int) -> int:
+    """Bytes of what the experts of a layer compute, at its peak; 0 without experts.
+
+    Every token has a row for each of its experts. At the end there are two results in float32, sorted by expert and by
+    token. Before, there are the input and the two projections in float32; the ragged product widens int8 kernels, one
+    stack at a time.
+    """
+    config, item = stage.model.padded_config, stage.shape.attention.dtype.itemsize
+    stacks = [part.local for part in parts.values() if is_of_experts(part.name, part.axes) and len(part.local) == 3]
+    if not stacks:
+        return 0
+    inner = next(part.local[1] for name, part in parts.items() if name.endswith("experts.up.kernel"))
+    rows = bucket * config.experts_per_token
+    widened = max(map(math.prod, stacks)) * item if stage.int8 else 0
+    return max(rows * 8 * config.hidden_size, rows * (8 * inner + config.hidden_size * item) + widened)
 
 
 def _stage(stage: StagePrograms, usable: int, deployment: Deployment) -> StagePlan:

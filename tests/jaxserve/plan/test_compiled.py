@@ -179,6 +179,20 @@ def test_weights_are_read_in_place_on_a_tpu(entries, sizes):
     assert compiled.count_kinds(plan.stages[0].load.collectives or ()) == compiled.count_kinds(stage.collectives)
 
 
+@tpu
+@pytest.mark.usefixtures("_no_cache")
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_what_experts_compute_is_predicted(quantize):
+    """Large buckets, whose tokens have a row for each expert; kernels in eight bits, which are widened."""
+    sizes = {"hidden_size": 2048, "intermediate_size": 3584, "num_local_experts": 8}
+    settings = {"slots": 2**18, "dtype": "bfloat16", "attention": "auto", "tensor": 4, "quantize": quantize}
+    deployment = question(MIXTRAL | sizes, topology="v6e:2x2", buckets=(4096,), **settings)
+    plan = predict(deployment)
+    (stage,) = compiled.compile_stages(plan, targets.devices_of(deployment.topology), lambda *_: None)
+    assert stage.temporaries > 0.1 * stage.total
+    assert plan.stages[0].total == pytest.approx(stage.total, rel=0.03)
+
+
 @pytest.mark.skipif(TPU, reason="libtpu is installed")
 def test_what_is_missing_to_compile_is_told():
     with pytest.raises(ValueError, match=r"cannot compile for v5e:2x2: .* pip install 'jax\[tpu\]=="):
