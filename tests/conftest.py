@@ -1,7 +1,10 @@
 """What every test shares: eight virtual devices, and programs that are traced and compiled once in a run."""
 
+import functools
+import importlib.util
 import os
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +18,17 @@ from jaxtyping import install_import_hook
 from jaxserve.runner import cache_folder
 
 jax.config.update("jax_num_cpu_devices", 8)
-# All workers share this cache, and later runs find what earlier ones compiled.
-jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parents[1] / ".pytest_cache" / "compiled"))
-jax.config.update("jax_compilation_cache_max_size", 2 * 2**30)
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+# The compilers of accelerators are in environments of their own. What they compile without a device is compiled as
+# users compile it, and cannot be read from a cache.
+if not any(map(importlib.util.find_spec, ("libtpu", "jax_cuda12_plugin"))):
+    # Half of a first run would be compilation, in the processes that tests start as well.
+    os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+    jax.config.update("jax_disable_most_optimizations", os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1")
+    # All workers share this cache, and later runs find what earlier ones compiled.
+    jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parents[1] / ".pytest_cache" / "compiled"))
+    jax.config.update("jax_compilation_cache_max_size", 2 * 2**30)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 # Their functions hold arguments and results to their annotations where CHECK_SHAPES is set (tests/test_shapes.py).
 SHAPE_CHECKED = (
@@ -40,6 +49,15 @@ if os.environ.get("CHECK_SHAPES"):
     install_import_hook(SHAPE_CHECKED, "beartype.beartype")
 
 
+@pytest.fixture
+def optimized() -> Iterator[None]:
+    """Compiles as users do, for tests of what the compiler makes."""
+    earlier = jax.config.jax_disable_most_optimizations
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", earlier)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, metavar="N", help="repeat the random inputs of a failed conformance test")
 
@@ -53,21 +71,37 @@ def _keep_out_of_your_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterato
         yield
 
 
+class LazyProgram:
+    """A program that is compiled when it is first called: a test runs few of those that an engine has."""
+
+    # Compilations are counted by thread, and the engine's own must not have any.
+    _compiler = ThreadPoolExecutor(1)
+
+    def __init__(self, compile_program: Callable[[], jax.stages.Compiled]) -> None:
+        self._compile = compile_program
+
+    @functools.cached_property
+    def program(self) -> jax.stages.Compiled:
+        return self._compiler.submit(self._compile).result()
+
+    def __call__(self, *args: Any) -> Any:
+        return self.program(*args)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.program, name)
+
+
 class SharedPrograms:
     """The programs of all engines in this process: a `ProgramCache` in memory."""
 
     loaded = 0
 
     def __init__(self) -> None:
-        self._programs: dict[Any, jax.stages.Compiled] = {}
+        self._programs: dict[Any, LazyProgram] = {}
 
-    def get(
-        self, made_from: str, devices: Sequence[Any], compile_program: Callable[[], jax.stages.Compiled]
-    ) -> jax.stages.Compiled:
-        key = (made_from, tuple(device.id for device in devices))
-        if key not in self._programs:
-            self._programs[key] = compile_program()
-        return self._programs[key]
+    def get(self, made_from: str, devices: Sequence[Any], compile_program: Callable[[], Any]) -> LazyProgram:
+        key = (made_from, tuple(device.id for device in devices), jax.config.jax_disable_most_optimizations)
+        return self._programs.setdefault(key, LazyProgram(compile_program))
 
 
 def given_costs(pipeline: Any, n_blocks: int, progress: Any) -> Any:

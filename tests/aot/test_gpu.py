@@ -22,10 +22,13 @@ from pallas_kernels import api, gpu
 from sharding import devices, mesh, specs
 
 WHEELS = ("jax_cuda12_plugin", "nvidia.cuda_nvcc")
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("nvidia") is None or not all(map(importlib.util.find_spec, WHEELS)),
-    reason="jax-cuda12-plugin, jax-cuda12-pjrt and nvidia-cuda-nvcc-cu12 are not installed; make test-aot-gpu does it",
-)
+pytestmark = [
+    pytest.mark.aot,
+    pytest.mark.skipif(
+        importlib.util.find_spec("nvidia") is None or not all(map(importlib.util.find_spec, WHEELS)),
+        reason="jax-cuda12-plugin, jax-cuda12-pjrt and nvidia-cuda-nvcc-cu12 are missing (make test-aot-gpu)",
+    ),
+]
 DEVICES = ("a100-80g:1", "h200:1")
 LAYERS, BLOCKS = 3, 1031  # a number of blocks that no other dimension has
 

@@ -67,7 +67,7 @@ def test_a_device_has_its_own_jax_of_a_supported_version() -> None:
     assert f"Programming Language :: Python :: {python}" in PROJECT["project"]["classifiers"]
 
 
-def test_what_is_copied_is_there_and_nothing_of_the_wheel_is_left_out() -> None:
+def test_copies_the_whole_wheel() -> None:
     copied = {word for rest in (rest for word, rest in stages()["build"] if word == "COPY") for word in rest.split()}
     sources = {each for each in copied if each not in (".", "./")}
     assert all((ROOT / each).exists() for each in sources)

@@ -81,6 +81,7 @@ def test_it_renders_to_what_its_schemas_allow(render: Any, folder: str) -> None:
         schemas.check(each)
 
 
+@pytest.mark.schemas
 @pytest.mark.parametrize("folder", [*SINGLE, *GROUPS])
 def test_kubernetes_own_schemas_allow_it(render: Any, folder: str) -> None:
     validate = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
@@ -120,7 +121,7 @@ def test_the_command_line_takes_its_settings(
 
 
 @pytest.mark.parametrize("folder", [*SINGLE, *GROUPS])
-def test_the_grace_holds_a_drain_and_probes_look_where_health_is(render: Any, folder: str) -> None:
+def test_grace_period_and_probes(render: Any, folder: str) -> None:
     front = templates(render(folder))["front"]["spec"]
     (container,) = front["containers"]
     ports = {each["name"]: each["containerPort"] for each in container["ports"]}

@@ -88,7 +88,7 @@ def test_without_it_the_bits_differ(params) -> None:
     assert len(answers_of(usual, [ask(f"m{index}", 0.0) for index in range(60)], random.Random(3))) > 1
 
 
-def test_prompts_are_cut_at_fixed_places_and_the_sampler_is_always_the_same(engine, monkeypatch) -> None:
+def test_fixed_chunks_and_one_sampler(engine, monkeypatch) -> None:
     scheduler = engine._loops[0].scheduler
     plans, complete = [], scheduler.complete
     monkeypatch.setattr(scheduler, "complete", lambda plan, result: (plans.append(plan), complete(plan, result))[1])
@@ -118,7 +118,7 @@ def test_settings_that_contradict_it_are_refused(settings, message) -> None:
         EngineConfig(**{"deterministic": True, "slot_policy": "reserve"} | settings)
 
 
-def test_a_bucket_without_room_for_a_block_is_refused_before_anything_is_compiled(params) -> None:
+def test_bucket_below_a_block_is_refused(params) -> None:
     with pytest.raises(ValueError, match=r"a bucket of 8 tokens leaves 3 beside 5 decodes; .* a bucket of 9 or more"):
         make_engine(params, deterministic=True, **SETTINGS | {"buckets": (8,)})
 

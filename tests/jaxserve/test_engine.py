@@ -127,7 +127,7 @@ def test_prompt_logprobs_and_alternatives(params) -> None:
     np.testing.assert_allclose(top.top_logprobs[0].logprobs, expected[-1][best], atol=1e-4)
 
 
-def test_the_next_iteration_is_launched_before_the_tokens_of_this_one_are_read(params, monkeypatch) -> None:
+def test_next_launch_precedes_read(params, monkeypatch) -> None:
     engine = make_engine(params)
     order = []
     pipeline = engine._loops[0].pipeline
@@ -150,6 +150,7 @@ def test_the_next_iteration_is_launched_before_the_tokens_of_this_one_are_read(p
     assert all(launches[n + 1] < waits[n] for n in waits if n + 1 in launches)
 
 
+@pytest.mark.usefixtures("optimized")
 def test_no_iteration_copies_the_pool(params) -> None:
     engine = make_engine(params)
     for program in engine._loops[0].pipeline.stages[0]._forward.values():
@@ -314,7 +315,7 @@ def test_update_params_changes_answers_and_forgets_prefixes(params) -> None:
         engine.update_params(params)
 
 
-def test_what_several_hosts_share_is_neither_replaced_nor_watched(params) -> None:
+def test_shared_over_hosts_is_not_replaced(params) -> None:
     engine = make_engine(params)
     (replica,) = engine._loops
     group: Any = SimpleNamespace(progress=IterationTracker(), failure=None, done=None, report_error=None)
@@ -340,7 +341,7 @@ def test_request_level_batching_holds_answers_back(params, alone) -> None:
         assert answers.reasons[request.request_id] == alone.reasons[request.request_id]
 
 
-def test_barred_words_and_early_endings_are_not_generated_whatever_is_drafted_or_preempted(params) -> None:
+def test_bars_hold_under_drafts_and_preemption(params) -> None:
     prompt = tuple(range(5, 30))
     free = run(make_engine(params), [(0, ask_for(prompt))]).tokens["a"]
     runs = ((free[0],), (free[1], free[2]), (prompt[-1], free[3]), tuple(free[4:7]))

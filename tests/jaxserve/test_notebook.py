@@ -29,7 +29,7 @@ def run(engine: Any, *cells: str) -> dict[str, Any]:
     return namespace
 
 
-def test_a_call_that_waits_and_one_that_streams_in_a_running_loop(engine: Any) -> None:
+def test_calls_inside_a_running_loop(engine: Any) -> None:
     found = run(
         engine,
         f"whole = engine.generate([[5, 6], [7, 8]], {SAMPLING})",
@@ -56,7 +56,7 @@ def test_a_stream_in_the_background_waits_for_cells_that_block(engine: Any) -> N
     assert found["deltas"][-1].finish_reason is FinishReason.LENGTH
 
 
-def test_a_cell_that_breaks_off_or_is_interrupted_leaves_nothing_behind(engine: Any) -> None:
+def test_interrupted_cell_leaves_nothing(engine: Any) -> None:
     idle = "while engine.load().running or engine.load().slots_used:\n    await asyncio.sleep(0.001)"
     run(
         engine,

@@ -93,7 +93,7 @@ def test_a_request_goes_where_the_least_is_left_to_compute(three) -> None:
     assert three.load().running == 0
 
 
-def test_a_prompt_goes_where_its_prefix_is_until_that_costs_more_than_it_saves(three) -> None:
+def test_routing_weighs_prefix_against_load(three) -> None:
     prefix = tuple(range(3, 43))
     three.submit(ask("nobody's", prompt=(96,), max_tokens=10), Answers())
     three.submit(ask("first", prompt=(*prefix, 50)), Answers())

@@ -140,6 +140,7 @@ def test_another_compiler_makes_another_library(compilers, tmp_path):
 LAYERS, BLOCKS = 3, 2048  # blocks of a layer: their scales alone take more than what a step needs beside the pool
 
 
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("pool_dtype", ["float32", "bfloat16", "int8"])
 def test_a_donated_pool_is_never_copied_in_a_loop_over_layers(pool_dtype):
     native, dtype = backend("cpu"), "float32" if pool_dtype == "int8" else pool_dtype

@@ -67,6 +67,7 @@ def test_many_rows_over_threads():
     check(4096, 3000, (17, 200))
 
 
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize(
     ("dtype", "rows", "call"),
     [
@@ -96,6 +97,7 @@ def test_layers_use_it(dtype, rows, call, looped):
     np.testing.assert_allclose(program(x, jnp.int32(1)), layers.project(x, kernels[1]), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize(
     ("changes", "calls"),
     [

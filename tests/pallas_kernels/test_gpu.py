@@ -96,6 +96,7 @@ def test_an_eight_bit_pool_has_no_size_whose_offsets_overflow(n_blocks):
     assert numbers <= 2**31 or numbers > 2**32
 
 
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("pool", ["bfloat16", "float32", "int8"])
 @pytest.mark.parametrize("head_dim", [64, 80, 256])
 def test_lowers_to_in_place_triton_kernels(pool, head_dim):

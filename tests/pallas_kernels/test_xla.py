@@ -61,6 +61,7 @@ def opcodes(program) -> Counter:
     return Counter((re.sub(r"\[\d+,4,", "[blocks,4,", shape), opcode) for shape, opcode in lines)
 
 
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("pool_dtype", ["float32", "bfloat16", "int8"])
 def test_a_donated_pool_is_never_copied(pool_dtype):
     program, pools = compiled(pool_dtype, n_blocks=MANY_BLOCKS)
@@ -97,6 +98,7 @@ def test_a_donated_pool_stays_where_it_is(pool_dtype):
     assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(pools)] == before
 
 
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("pool_dtype", ["float32", "int8"])
 def test_cost_does_not_depend_on_the_size_of_the_pool(pool_dtype):
     small, _ = compiled(pool_dtype)
@@ -105,6 +107,7 @@ def test_cost_does_not_depend_on_the_size_of_the_pool(pool_dtype):
     assert small.memory_analysis().temp_size_in_bytes == large.memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("pool_dtype", ["float32", "int8"])
 def test_no_value_is_as_long_as_the_window(pool_dtype):
     """Keys, scores and the like are made block by block; the window occurs in tables only."""
@@ -113,6 +116,7 @@ def test_no_value_is_as_long_as_the_window(pool_dtype):
     assert not [dims for dims in floats if {WINDOW, WINDOW * BLOCK} & set(map(int, dims.split(",")))]
 
 
+@pytest.mark.usefixtures("optimized")
 def test_a_bucket_of_one_token_holds_no_prompt_loop():
     one, _ = compiled("float32", bucket=1, n_chunks=1)
     two, _ = compiled("float32", bucket=2, n_chunks=1)

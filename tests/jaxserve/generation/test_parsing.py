@@ -217,7 +217,7 @@ def _merges(tokens):
     return [(token[:1], token[1:]) for token in sorted(tokens, key=len) if len(token) > 1]
 
 
-def test_bad_words_are_barred_with_and_without_a_space_before_them():
+def test_bad_words_with_and_without_leading_space():
     tokenizer = spelling(" ", "a", "b", " a", "ab")
     parsed = parse_request({"prompt": "ab", "bad_words": ["a", " ab", "ba"]}, request_id="r", tokenizer=tokenizer)
     ids = [tuple(tokenizer.encode(text)) for text in ("a", " a", "ab", " ab", "ba", " ba")]

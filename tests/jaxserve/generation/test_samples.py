@@ -84,8 +84,9 @@ def test_samples_are_what_they_would_be_alone(params, alone, settings) -> None:
     assert (load.slots_used, load.compiled_after_ready) == (0, 0)
 
 
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.long
-def test_blocks_that_are_split_over_devices_are_copied_where_they_are() -> None:
+def test_split_blocks_are_copied_locally() -> None:
     entries = {"model_type": "gpt2", "n_layer": 2, "vocab_size": 104, "n_embd": 32, "n_head": 8, "n_positions": 96}
     config = models.parse_config(entries)
     tree = jax.tree.map(lambda x: x * 4 if x.ndim > 1 else x, models.build(config).init(0, jnp.float32))
@@ -165,6 +166,7 @@ def test_samples_go_to_one_replica(params) -> None:
         pass
 
 
+@pytest.mark.usefixtures("optimized")
 def test_copying_blocks_makes_nothing_of_the_pools_size(params) -> None:
     engine = make_engine(params)
     (stage,) = engine._loops[0].pipeline.stages

@@ -22,7 +22,7 @@ def engine():
         yield engine
 
 
-def test_many_prompts_come_back_in_order_within_the_queues_bounds(engine) -> None:
+def test_many_prompts_in_order_within_queue_bounds(engine) -> None:
     together = engine.generate(PROMPTS, max_tokens=6, temperature=0.0)
     alone = [engine.generate([prompt], max_tokens=6, temperature=0.0)[0] for prompt in PROMPTS[:3]]
     assert [c.token_ids for c in together[:3]] == [c.token_ids for c in alone]
@@ -30,7 +30,7 @@ def test_many_prompts_come_back_in_order_within_the_queues_bounds(engine) -> Non
     assert all(c.prompt_tokens == 3 for c in together)
 
 
-def test_long_prompts_wait_for_room_among_the_tokens_of_the_queue(engine, monkeypatch) -> None:
+def test_long_prompts_wait_for_queue_tokens(engine, monkeypatch) -> None:
     alone = [engine.generate([prompt], max_tokens=6, temperature=0.0)[0] for prompt in PROMPTS[:6]]
     monkeypatch.setattr(engine, "config", dataclasses.replace(engine.config, max_queued_tokens=4))
     together = engine.generate(PROMPTS[:6], max_tokens=6, temperature=0.0)

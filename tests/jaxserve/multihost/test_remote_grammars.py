@@ -72,7 +72,7 @@ def test_a_problem_elsewhere_refuses_the_request() -> None:
     grammars(lambda _: lambda: None).compile(REGEX)
 
 
-def test_nothing_is_kept_of_a_grammar_that_host_0_cannot_compile() -> None:
+def test_uncompilable_grammar_is_not_kept() -> None:
     asking = GrammarCompileRequests(lambda _: None, (1,))
 
     def compile_on_workers(grammar: Grammar) -> Callable[[], str | None]:

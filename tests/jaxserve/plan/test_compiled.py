@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import jax
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 from jaxserve.plan import compiled, targets
 from jaxserve.plan.cost import Collective
@@ -43,6 +42,7 @@ COMBINATIONS = {
 }
 
 
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize(
     "deployment",
     [
@@ -60,6 +60,7 @@ def test_bytes_within_3_percent_and_collectives_equal(deployment):
         assert not found.surprises
 
 
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.long
 def test_a_split_embedding_is_left_to_the_compiler():
     deployment = question(BLOOM, rules(B, vocab=None, heads=None, ffn=None, embed="tensor"), tensor=4)
@@ -126,18 +127,8 @@ tpu = pytest.mark.skipif(
 gpu = pytest.mark.skipif(not GPU, reason="no CUDA wheels are installed; pip install 'jax[cuda12]' brings them")
 
 
-@pytest.fixture
-def _no_cache():
-    """What is compiled for absent devices cannot be read back from jax's cache."""
-    folder = jax.config.jax_compilation_cache_dir
-    compilation_cache.reset_cache()
-    jax.config.update("jax_compilation_cache_dir", None)
-    yield
-    compilation_cache.reset_cache()
-    jax.config.update("jax_compilation_cache_dir", folder)
-
-
-@pytest.mark.usefixtures("_no_cache")
+@pytest.mark.usefixtures("optimized")
+@pytest.mark.aot
 @pytest.mark.parametrize(
     "topology",
     [pytest.param(name, marks=tpu) for name in ("v5e:2x2", "v4:2x2x1", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")]
@@ -153,8 +144,8 @@ def test_collectives_are_those_of_accelerators(topology):
     assert not stage.surprises
 
 
+@pytest.mark.aot
 @tpu
-@pytest.mark.usefixtures("_no_cache")
 @pytest.mark.parametrize(
     ("entries", "sizes"),
     [
@@ -179,8 +170,8 @@ def test_weights_are_read_in_place_on_a_tpu(entries, sizes):
     assert compiled.count_kinds(plan.stages[0].load.collectives or ()) == compiled.count_kinds(stage.collectives)
 
 
+@pytest.mark.aot
 @tpu
-@pytest.mark.usefixtures("_no_cache")
 @pytest.mark.parametrize("quantize", [None, "int8"])
 def test_what_experts_compute_is_predicted(quantize):
     """Large buckets, whose tokens have a row for each expert; kernels in eight bits, which are widened."""

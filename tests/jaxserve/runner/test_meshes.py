@@ -168,6 +168,7 @@ def collectives(compiled: jax.stages.Compiled) -> list[tuple[str, str]]:
     return re.findall(rf"= (\S+?)(?:\{{[\d,]*\}})? ({kinds})(?:-start)?\(", compiled.as_text() or "")
 
 
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize(("family", "bucket"), [("bloom", 12), ("gpt2", 256)])
 def test_collectives_of_a_layer_and_the_head(family, bucket) -> None:
     (stage,) = lowered(family, tensor=2)
@@ -185,11 +186,13 @@ def test_collectives_of_a_layer_and_the_head(family, bucket) -> None:
     assert memory.temp_size_in_bytes < pool / 2
 
 
+@pytest.mark.usefixtures("optimized")
 def test_a_stage_in_the_middle_gathers_nothing() -> None:
     middle = lowered("bloom", tensor=2, stages=3, num_layers=3)[1]
     assert Counter(kind for _, kind in collectives(middle.lower_forward(12, 64).compile())) == {"all-reduce": 2}
 
 
+@pytest.mark.usefixtures("optimized")
 def test_scoring_and_choosing_gather_no_weights() -> None:
     (stage,) = lowered("gpt2", tensor=2, num_layers=1, vocab_size=20_000)
     for shape, _ in collectives(stage.lower_score(12).compile()):

@@ -61,6 +61,7 @@ def test_a_broken_position_stays_alone():
     assert np.isnan(answers[0][1])
 
 
+@pytest.mark.usefixtures("optimized")
 def test_memory_is_bounded_by_a_tile():
     hidden, head = np.zeros((64, 8), np.float32), np.zeros((8, 50_000), np.float32)
 

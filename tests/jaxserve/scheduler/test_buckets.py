@@ -64,7 +64,7 @@ def test_prompts_fill_the_bucket_or_end_in_little_padding(decodes, prompt, bucke
 
 
 @pytest.mark.parametrize("budget", [256, 128, 16])
-def test_a_pick_serves_its_decodes_advances_a_prompt_and_respects_the_budget(budget):
+def test_pick_serves_decodes_prompt_and_budget(budget):
     cpu = ladder(CPU)
     for decodes in range(min(budget, 40)):
         for prompt in range(1, 300):

@@ -38,7 +38,7 @@ def answer(*tokens: int) -> IterationResult:
     return IterationResult(tokens=np.array(tokens, np.int32), logprobs=-np.arange(len(tokens), dtype=np.float32))
 
 
-def test_drafts_are_checked_and_the_row_goes_on_after_the_last_that_was_right() -> None:
+def test_row_continues_after_last_accepted_draft() -> None:
     made = scheduler({3: (9, 5, 6, 7), 4: (5, 6, 7)})
     made.submit(request("a"))
     first = planned(made)
@@ -76,7 +76,7 @@ def test_no_draft_goes_past_the_last_token_asked_for() -> None:
     assert made.pool.slots_used == 0
 
 
-def test_a_stop_token_among_those_accepted_ends_the_answer_there() -> None:
+def test_accepted_stop_token_ends_the_answer() -> None:
     made = scheduler({4: (5, 6, 7)})
     made.submit(request("a", stop_token_ids=(6,)))
     made.complete(planned(made), answer(9))

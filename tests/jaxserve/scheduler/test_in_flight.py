@@ -34,7 +34,7 @@ def test_plans_complete_in_order():
         made.complete(second, answer(second))
 
 
-def test_nothing_is_scheduled_past_max_tokens_and_the_row_is_free_at_once():
+def test_row_is_free_at_max_tokens():
     made = scheduler(rows=1)
     made.submit(request("a", 4, max_tokens=2))
     made.submit(request("b", 4, max_tokens=1))
@@ -70,7 +70,7 @@ def test_a_stop_found_late_discards_one_token():
     assert made.complete(third, answer(third))[0].request_id == "b"
 
 
-def test_a_block_with_a_discarded_write_in_flight_is_not_published():
+def test_discarded_write_is_not_published():
     # Position 3, the end-of-sequence token, is being computed in vain by the second plan: it would fill block 0.
     made = scheduler(rows=1, eos_token_ids=frozenset({2}))
     made.submit(request("a", (4, 5, 6)))
@@ -89,7 +89,7 @@ def test_a_block_with_a_discarded_write_in_flight_is_not_published():
     assert made.pool.num_cached == 1
 
 
-def test_a_block_is_published_when_its_plan_has_completed_not_before():
+def test_publication_waits_for_completion():
     made = scheduler(sizes=(1, 2, 4, 8))
     made.submit(request("a", range(8)))
     first = made.schedule()
@@ -120,7 +120,7 @@ def test_stages_hold_disjoint_rows():
     assert made.num_waiting == 1
 
 
-def test_with_stages_an_aborted_row_is_free_when_its_plan_has_landed():
+def test_stages_free_an_aborted_row_on_completion():
     made = scheduler(rows=1, n_stages=2)
     made.submit(request("a", 2))
     first = made.schedule()

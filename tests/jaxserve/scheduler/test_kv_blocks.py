@@ -107,7 +107,7 @@ def test_grow_names_its_victims_latest_first():
     assert slots.num_available == 0
 
 
-def test_a_block_set_aside_for_a_prompt_is_not_given_to_a_decode():
+def test_reserved_block_is_not_given_to_a_decode():
     slots = pool(4)
     decoding, prefilling = allocation(range(4)), allocation(range(10, 22))
     slots.admit(decoding)
@@ -208,7 +208,7 @@ def test_the_same_prefix_computed_twice_is_cached_once():
     assert slots.num_available == 4
 
 
-def test_the_least_recently_used_goes_first_and_the_end_of_a_chain_before_its_beginning():
+def test_eviction_is_lru_from_chain_ends():
     slots = pool(6)
     old, new = run(slots, allocation(range(12))), run(slots, allocation(range(50, 62)))
     assert (old.blocks, new.blocks) == ([0, 1, 2], [3, 4, 5])

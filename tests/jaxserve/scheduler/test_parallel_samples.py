@@ -70,7 +70,7 @@ def test_the_prompt_is_computed_once_and_its_blocks_are_shared(policy, cache):
     assert made.requests.samples.named == {}
 
 
-def test_a_prompt_that_fills_its_blocks_but_for_one_token_needs_no_copy():
+def test_aligned_prompt_needs_no_copy():
     made = scheduler()
     submit(made, 2, PROMPT[:9])
     plan(made)
@@ -96,7 +96,7 @@ def test_one_token_is_computed_by_everybody():
     assert plan(made).chunks == tuple(Chunk(row, 0, 1, True) for row in range(3))
 
 
-def test_another_salt_shares_with_its_own_call_and_publishes_under_its_own():
+def test_salt_separates_calls():
     made = scheduler()
     first = request("a", PROMPT, salt="x", max_tokens=2)
     made.submit(first)
@@ -110,7 +110,7 @@ def test_another_salt_shares_with_its_own_call_and_publishes_under_its_own():
         made._in_flight.clear()
 
 
-def test_others_are_let_in_while_the_prompt_is_computed_and_samples_come_before_later_ones():
+def test_samples_precede_later_requests():
     made = scheduler(rows=3, sizes=(8,))
     submit(made, 3, range(100, 112), max_tokens=20)
     made.submit(request("b", 1, max_tokens=20))
@@ -143,7 +143,7 @@ def test_nobody_waits_for_a_first_one_that_has_gone():
     assert ends[1].cached_tokens == 9
 
 
-def test_a_first_one_that_generates_one_token_is_shared_all_the_same():
+def test_first_sample_of_one_token_is_shared():
     made = scheduler()
     submit(made, 3, max_tokens=1)
     first, second = plan(made), plan(made)
@@ -171,7 +171,7 @@ def test_samples_that_were_preempted_share_the_prompt_again():
     assert starts == [("b", 0, True), *again, *again, ("a1", 0, False)]
 
 
-def test_reserve_admits_what_fits_only_because_blocks_are_shared():
+def test_reserve_admits_by_sharing():
     made = scheduler(policy="reserve", blocks=3 + 3 * 2, cache=False)
     submit(made, 5, range(100, 112), max_tokens=4)  # 16 tokens: 4 blocks each, 2 of which (of 11 tokens) are in common
     first, second = plan(made), plan(made)

@@ -26,7 +26,7 @@ def test_where_nobody_decodes_a_prompt_is_not_spread():
     assert pace().budget(0, 100) == 128
 
 
-def test_the_more_rows_decode_the_more_iterations_a_prompt_is_spread_over():
+def test_more_decodes_spread_a_prompt_wider():
     # rows and their share of a prompt of 96 tokens: 1 + 48, 3 + 24, 31 + 8
     assert [pace().budget(rows, 96) for rows in (1, 3, 31)] == [64, 32, 64]
     assert pace().budget(4, PROMPT_ITERATIONS * 28) == 128  # 4 + 336 / 5
@@ -42,7 +42,7 @@ def test_batches_in_flight_take_equal_shares_of_the_rows():
     assert pace(batches=2).budget(3, 0) == 2
 
 
-def test_the_objective_bounds_an_iteration_but_not_below_the_decodes():
+def test_objective_never_cuts_decodes():
     assert pace(target_tpot=0.030).budget(4, 1000) == 16  # 26 ms; 32 tokens would take 42
     assert pace(target_tpot=0.060, batches=2).budget(4, 1000) == 16  # a row's next token is two iterations away
     assert pace(target_tpot=0.030).budget(40, 1000) == 64
@@ -74,14 +74,14 @@ def by_default(*, rows=16, limit=128, ladder=LADDER) -> DefaultTokenBudget:
     return DefaultTokenBudget(ladder, max_rows=rows, limit=limit)
 
 
-def test_by_default_prompts_make_an_iteration_no_longer_than_a_full_batch_of_decodes_or_twice_its_own():
+def test_default_bounds_iteration_time():
     # Of 16 rows 26 ms. 13 decodes take as long; 2, 5, 8 take 12 and 18 ms, so 26 still; 17 take 42 and may take 84.
     assert [by_default().budget(rows, 20) for rows in (1, 2, 8, 13, 17)] == [16, 16, 16, 32, 64]
     assert by_default(rows=64).budget(1, 20) == 64  # 74 ms, as long as a full batch
     assert by_default(rows=2).budget(1, 20) == 8  # of two rows 12 ms, less than twice 11
 
 
-def test_by_default_an_idle_engine_and_decodes_alone_are_not_held_back():
+def test_default_never_delays_idle_or_decodes():
     assert by_default().budget(0, 5) == 128
     assert by_default().budget(5, 0) == 128
 
@@ -114,7 +114,7 @@ def test_the_token_budget_bounds_the_default_too():
     assert by_default(limit=3).budget(2, 4000) == 3  # below the smallest bucket that would do
 
 
-def test_by_default_a_prompt_waits_for_the_decodes_and_not_at_all_for_an_idle_engine():
+def test_default_prompt_waits_only_for_decodes():
     made = scheduler(rows=8, sizes=SIZES, blocks=256, context=128)
     made.submit(request("a", 120, max_tokens=8))
     assert step(made)[0].bucket == 128  # alone, whole
@@ -139,7 +139,7 @@ def test_a_batch_of_requests_is_not_paced():
     assert lengths == [[1, 31], [1, 31]]
 
 
-def test_iterations_in_flight_hold_prompts_back_for_each_others_decodes():
+def test_in_flight_iterations_pace_prompts():
     made = scheduler(rows=4, sizes=SIZES, blocks=256, context=128, n_stages=2, in_flight=2)
     for name in "abcd":
         made.submit(request(name, 1, max_tokens=50))
@@ -178,6 +178,6 @@ def finish_one(made, plan):
 
 
 @pytest.mark.parametrize("wrong", [3, -1])
-def test_more_iterations_in_flight_than_there_is_room_for_are_refused(wrong):
+def test_too_many_in_flight_are_refused(wrong):
     with pytest.raises(ValueError, match=f"in_flight is {wrong}; with 1 stages it must be from 1 to 2"):
         scheduler(in_flight=wrong)

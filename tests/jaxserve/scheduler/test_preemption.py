@@ -46,7 +46,7 @@ def test_a_token_in_flight_at_preemption_is_kept():
     assert sum(e.request_id == "b" for e in events) == 5
 
 
-def test_a_preempted_request_that_ends_by_the_token_in_flight_is_through():
+def test_preempted_request_ends_in_flight():
     made = crowded(eos_token_ids=frozenset({2}))
     first, second = made.schedule(), made.schedule()
     assert first is not None

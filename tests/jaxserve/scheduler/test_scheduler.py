@@ -33,7 +33,7 @@ def test_what_can_never_fit_the_context_is_refused(wrong, field, message):
 
 
 @pytest.mark.parametrize("policy", ["grow", "reserve"])
-def test_what_can_never_fit_the_pool_is_refused_and_what_just_fits_runs(policy):
+def test_pool_limit_is_exact(policy):
     made = scheduler(blocks=3, policy=policy, growth=16)
     with pytest.raises(InvalidRequest, match="the pool holds 12, so at most 8 fit") as error:
         check_fits(request("a", 4, max_tokens=9), made.max_context, made.pool.n_slots)

@@ -20,7 +20,7 @@ def test_a_guess_is_judged_once_by_what_came() -> None:
     assert drafts.acceptance == (0.5 + 0.5 / 8) * 7 / 8
 
 
-def test_a_models_guess_is_judged_where_it_was_made_and_tried_again_after_a_while() -> None:
+def test_model_drafts_are_retried_after_a_pause() -> None:
     tokens = [1, 2]
     drafts = RequestDrafts(tokens, None, 3)
     assert (drafts.refresh(), drafts.acceptance, drafts.computed) == (3, 0.5, 0)
@@ -57,7 +57,7 @@ def test_a_models_guess_is_judged_where_it_was_made_and_tried_again_after_a_whil
         ([DraftCandidate(7, 0.99)] * 4, 4, 8, True, [0] * 4),  # twice the tokens for more than twice the time
     ],
 )
-def test_as_many_are_drafted_as_give_the_most_tokens_a_millisecond(candidates, rows, budget, waits, lengths):
+def test_draft_count_maximizes_tokens_per_ms(candidates, rows, budget, waits, lengths):
     made = Speculation(ladder({1: 10, 2: 11, 4: 13, 8: 30}), most=7, max_points=8, waits=waits)
     assert made.lengths(candidates, rows, budget) == lengths
 

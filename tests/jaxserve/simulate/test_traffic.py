@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,6 @@ from jaxserve.simulate.outcome import Outcome
 from jaxserve.simulate.system import Objective, SimulatedEngine
 from server.commands import cli
 
-REAL = Path(os.environ.get("JAXSERVE_TRACES", "/nowhere"))
 MODEL = ["--model", "bloom-560m", "--topology", "h100:2", "--max-rows", "4", "--buckets", "4,16,64", "--slots", "4096"]
 
 
@@ -207,19 +205,3 @@ def test_a_wrong_objective_is_told(wrong, capsys):
     with pytest.raises(SystemExit):
         cli.main(["simulate", "--trace", "x", "--slo", wrong])
     assert "ttft=1s,tpot=100ms" in capsys.readouterr().err or wrong.endswith(("fast", "0ms"))
-
-
-@pytest.mark.parametrize("name", ["azure_conv_first_half.csv", "mooncake_conversation_head.jsonl"])
-def test_real_traffic_is_served(name):
-    if not (REAL / name).is_file():
-        pytest.skip("the published traces are not here")
-    work = load.read_trace(REAL / name, max_context=64, vocab_size=256, seed=0, limit=200)
-    (found,) = policy_comparison.compare(
-        system(),
-        work,
-        [policy_comparison.Policy(name="", changes={})],
-        max_tokens=None,
-        seed=0,
-        progress=lambda *_: None,
-    )
-    assert all(each.error is None for each in found.served.outcomes)

@@ -70,7 +70,7 @@ def test_batches_of_two_stages_overlap():
     assert outcomes[1].token_times == [8.0, 10.0, 12.0]
 
 
-def test_with_more_stages_no_request_is_in_two_batches_in_flight():
+def test_stages_keep_a_request_in_one_batch():
     flying: list[tuple[float, set[int]]] = []
     now = 0.0
 
@@ -102,7 +102,7 @@ def test_the_hosts_time_is_spent_before_and_after():
     assert ahead[0].token_times == [1.75, 2.75, 3.75]  # behind the device's back
 
 
-def test_a_request_that_ends_before_its_limit_reserves_all_of_it():
+def test_early_end_still_reserves_its_limit():
     made = scheduler(rows=4, eos_token_ids=frozenset({EOS}))
     held = []
     coming = [arrival(0.0, prompt=4, output=3, limit=100)]

@@ -1,7 +1,6 @@
 """Workloads: their distributions, and trace files as their publishers write them."""
 
 import math
-import os
 from pathlib import Path
 
 import numpy as np
@@ -131,15 +130,3 @@ def test_a_rate_is_a_number_above_0(rate):
 def test_a_missing_trace_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"absent\.csv.*cannot be read"):
         load.read_trace(tmp_path / "absent.csv", max_context=8, vocab_size=9, seed=0)
-
-
-@pytest.mark.parametrize("name", ["azure_conv_first_half.csv", "mooncake_conversation_head.jsonl"])
-def test_published_traces_can_be_read(name):
-    """Runs where JAXSERVE_TRACES names a folder with the published samples."""
-    path = Path(os.environ.get("JAXSERVE_TRACES", "/nowhere")) / name
-    if not path.exists():
-        pytest.skip("the published traces are not here")
-    workload = load.read_trace(path, max_context=2048, vocab_size=1000, seed=0, limit=300)
-    assert len(workload.jobs) == 300
-    assert workload.longest <= 2048
-    assert all(a.arrival <= b.arrival for a, b in zip(workload.jobs, workload.jobs[1:], strict=False))

@@ -81,7 +81,7 @@ def test_under_load_texts_are_right_and_nobody_else_notices(params, alone, setti
         assert not replica.pipeline._masks._in_flight
 
 
-def test_deterministic_answers_are_the_same_to_the_bit_with_and_without_them(params) -> None:
+def test_deterministic_beside_constrained(params) -> None:
     settings: dict[str, Any] = {"deterministic": True, "buckets": (24,), "slot_policy": "reserve"}
     plain, found = traffic(30), []
     for asked in ({}, constrained(20, 30)):
@@ -380,7 +380,7 @@ def test_a_stream_of_the_demo_model(demo) -> None:
     assert is_json(text, SCHEMA)
 
 
-def test_hostile_grammars_are_refused_before_anything_is_generated(demo) -> None:
+def test_hostile_grammars_are_refused(demo) -> None:
     before = demo.load().generated_tokens  # iterations of an earlier request may still be landing
     with pytest.raises(InvalidRequest, match=r"^grammar: cannot be followed: lexer error"):
         demo.generate(["a"], grammar={"type": "regex", "value": "(a{1000}){1000}"})

@@ -336,7 +336,7 @@ class Slow:
         self._monkeypatch.setattr(matcher, "COMPILE_SECONDS", WAIT_SECONDS)
 
 
-def test_a_grammar_that_takes_too_long_is_refused_and_not_tried_again(monkeypatch) -> None:
+def test_slow_grammar_is_refused_once(monkeypatch) -> None:
     slow = Slow(monkeypatch)
     try:
         for _ in range(2):

@@ -128,7 +128,7 @@ def test_an_unfinished_character_is_one_replacement_at_the_end():
     assert stream.flush() == ""
 
 
-def test_a_long_run_of_broken_bytes_is_given_out_and_costs_no_more_the_longer_it_is(monkeypatch):
+def test_long_run_of_broken_bytes(monkeypatch):
     tokenizer = byte_level()
     continuation_byte = tokenizer.encode("é")[-1]
     most, text = 0, tokenizer.text
@@ -203,7 +203,7 @@ def test_the_file_alone_decides_what_is_added(tmp_path):
     assert plain.vocab_size == 290
 
 
-def test_what_the_file_says_of_cutting_and_filling_is_left_aside(tmp_path):
+def test_truncation_and_padding_are_ignored(tmp_path):
     library = tokenizers.Tokenizer.from_str(byte_level()._tokenizer.to_str())
     library.enable_truncation(4)
     library.enable_padding(length=50)

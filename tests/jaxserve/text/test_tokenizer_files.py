@@ -101,7 +101,7 @@ def test_added_tokens_have_their_ids(tmp_path, name):
     assert (ids["<turn>"], ids["<think>"], max(ids.values())) == (first, first + 1, first + 1)
 
 
-def test_special_tokens_map_counts_where_the_configuration_is_silent(tmp_path):
+def test_special_tokens_map_is_a_fallback(tmp_path):
     shutil.copytree(FOLDER / "opt", tmp_path, dirs_exist_ok=True)
     (tmp_path / "special_tokens_map.json").write_text('{"eos_token": "<pad>", "additional_special_tokens": ["a"]}')
     tokenizer = read(tmp_path, "opt", {"tokenizer_class": "GPT2Tokenizer", "eos_token": None, "cls_token": "<none>"})

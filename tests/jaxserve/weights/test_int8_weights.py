@@ -113,6 +113,7 @@ def test_weight_bytes_count_values_and_scales() -> None:
     assert report.parameters == full.parameters
 
 
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.long
 def test_no_iteration_widens_a_whole_matrix() -> None:
     wide = {"model_type": "bloom", "vocab_size": 4099, "hidden_size": 384, "n_layer": 2, "n_head": 3}
@@ -130,6 +131,7 @@ def test_no_iteration_widens_a_whole_matrix() -> None:
         assert not made & sizes
 
 
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.long
 def test_several_devices_answer_as_one_and_gather_no_weights() -> None:
     config = models.parse_config({"model_type": "gpt2", **SIZES})
