@@ -52,7 +52,7 @@ if os.environ.get("CHECK_SHAPES"):
 @pytest.fixture
 def optimized() -> Iterator[None]:
     """Compiles as users do, for tests of what the compiler makes."""
-    earlier = jax.config.jax_disable_most_optimizations
+    earlier = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", earlier)
@@ -100,7 +100,8 @@ class SharedPrograms:
         self._programs: dict[Any, LazyProgram] = {}
 
     def get(self, made_from: str, devices: Sequence[Any], compile_program: Callable[[], Any]) -> LazyProgram:
-        key = (made_from, tuple(device.id for device in devices), jax.config.jax_disable_most_optimizations)
+        optimized = not jax.config.read("jax_disable_most_optimizations")
+        key = (made_from, tuple(device.id for device in devices), optimized)
         return self._programs.setdefault(key, LazyProgram(compile_program))
 
 

@@ -47,7 +47,7 @@ _WORDS = (
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, wrap: bool = False) -> Table:
     """A table without lines, aligned right but for columns of words."""
-    made = Table(box=None, padding=(0, 2, 0, 0))
+    made = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for column in columns:
         made.add_column(column, justify="left" if column in _WORDS else "right", no_wrap=not wrap)
     for row in rows:

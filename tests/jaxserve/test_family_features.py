@@ -228,7 +228,7 @@ def checkpoint(request, tmp_path_factory) -> Path:
 @pytest.mark.processes
 @pytest.mark.parametrize("checkpoint", FAMILIES, indirect=True)
 @pytest.mark.parametrize(("hosts", "stages"), [(2, 2), (2, 1)], ids=["stages", "tensor"])
-def test_several_hosts_answer_as_one_and_their_record_runs_again(checkpoint, hosts, stages, tmp_path) -> None:
+def test_hosts_answer_as_one_and_replay(checkpoint, hosts, stages, tmp_path) -> None:
     told = {"model": str(checkpoint), "tensor": hosts // stages, "stages": stages}
     with group(REAL, [told] * hosts, tmp_path, XLA_FLAGS="", JAX_PLATFORMS="cpu") as running:
         outcome = running[0].until(lambda line: "answers" in line)
