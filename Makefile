@@ -48,7 +48,8 @@ test-groups: $(DEV_STAMP) ## run the groups of tests that `make test` leaves out
 
 test-all: test-aot test-deploy test-groups test ## run every test but for the weekly ones
 
-test-weekly: $(DEV_STAMP) $(TPU_STAMP) ## run the combinations that take hours
+test-weekly: $(DEV_STAMP) $(TPU_STAMP) ## run the combinations that take hours, and `make test` with XLA's optimizations
+	JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(BIN)/python -m pytest $(ARGS)
 	$(BIN)/python -m pytest -m 'weekly and not aot' $(ARGS)
 	$(MAKE) test-aot AOT="-n 0 -m 'aot and weekly'"
 

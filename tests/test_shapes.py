@@ -22,6 +22,7 @@ def run_checked(*arguments: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.long
 def test_the_check_catches_wrong_shapes() -> None:
     run_checked("tests/shapes.py")
 
