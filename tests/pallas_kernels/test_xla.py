@@ -99,7 +99,7 @@ def test_a_donated_pool_stays_where_it_is(pool_dtype):
 
 
 @pytest.mark.usefixtures("optimized")
-@pytest.mark.parametrize("pool_dtype", ["float32", "int8"])
+@pytest.mark.parametrize("pool_dtype", ["float32", pytest.param("int8", marks=pytest.mark.long)])
 def test_cost_does_not_depend_on_the_size_of_the_pool(pool_dtype):
     small, _ = compiled(pool_dtype)
     large, _ = compiled(pool_dtype, n_blocks=50 * BLOCKS)

@@ -48,7 +48,7 @@ def check_as_alone(engine: Engine) -> None:
     assert len(different) <= REQUESTS // 50  # float32 in another order may round to another of 255 values
 
 
-@pytest.mark.parametrize(("policy", "slots"), [("reserve", 320), ("grow", 112)])
+@pytest.mark.parametrize(("policy", "slots"), [pytest.param("reserve", 320, marks=pytest.mark.long), ("grow", 112)])
 def test_under_load_as_alone(policy, slots) -> None:
     engine = make("int8", slot_policy=policy, slots=slots)
     check_as_alone(engine)

@@ -95,6 +95,7 @@ def six() -> Engine:
     return make("bloom", 4, settings("reserve", 2, 3, layers_per_stage=(1, 1, 2), slots=640))
 
 
+@pytest.mark.long
 def test_three_stages_of_two_devices_answer_as_one_device(six) -> None:
     check_same(six, "bloom", 4)
 
@@ -192,6 +193,7 @@ def test_a_stage_in_the_middle_gathers_nothing() -> None:
     assert Counter(kind for _, kind in collectives(middle.lower_forward(12, 64).compile())) == {"all-reduce": 2}
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("optimized")
 def test_scoring_and_choosing_gather_no_weights() -> None:
     (stage,) = lowered("gpt2", tensor=2, num_layers=1, vocab_size=20_000)
