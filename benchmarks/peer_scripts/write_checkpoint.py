@@ -1,4 +1,4 @@
-"""Writes a Hugging Face BLOOM or GPT-2 checkpoint without a tokenizer in the format of another engine.
+"""Writes a Hugging Face checkpoint without a tokenizer in the format of another engine.
 
     python write_checkpoint.py llama.cpp|ctranslate2 CHECKPOINT OUT float32|bfloat16
 
@@ -95,27 +95,35 @@ def split_qkv(value: np.ndarray, heads: int) -> np.ndarray:
 
 
 def write_gguf(checkpoint: Path, config: dict[str, Any], out: str, dtype: str) -> None:
-    """Writes matrices in `dtype`, and vectors in float32 as llama.cpp requires."""
+    """Writes matrices in `dtype`, and in float32 what llama.cpp requires in it: vectors, positions, the router."""
     import gguf  # pyright: ignore[reportMissingImports]
+    import write_decoder
 
-    bloom, heads = config["model_type"] == "bloom", config["n_head"]
-    hidden = config["hidden_size" if bloom else "n_embd"]
-    writer = gguf.GGUFWriter(out, config["model_type"])
-    writer.add_context_length(config.get("n_positions", 2048))
-    writer.add_embedding_length(hidden)
-    writer.add_feed_forward_length(config.get("n_inner") or 4 * hidden)
-    writer.add_block_count(config["n_layer"])
-    writer.add_head_count(heads)
-    if bloom:
-        writer.add_head_count_kv(heads)
-    writer.add_layer_norm_eps(config["layer_norm_epsilon"])
+    family = config["model_type"]
+    check_family(family, ("bloom", "gpt2", *write_decoder.ARCHITECTURES))
+    writer = gguf.GGUFWriter(out, write_decoder.ARCHITECTURES.get(family, family))
+    if family in write_decoder.ARCHITECTURES:
+        write_decoder.metadata(writer, config)
+        named = write_decoder.tensors(checkpoint, config)
+    else:
+        bloom, heads = family == "bloom", config["n_head"]
+        hidden = config["hidden_size" if bloom else "n_embd"]
+        writer.add_context_length(config.get("n_positions", 2048))
+        writer.add_embedding_length(hidden)
+        writer.add_feed_forward_length(config.get("n_inner") or 4 * hidden)
+        writer.add_block_count(config["n_layer"])
+        writer.add_head_count(heads)
+        if bloom:
+            writer.add_head_count_kv(heads)
+        writer.add_layer_norm_eps(config["layer_norm_epsilon"])
+        named = ((names.gguf, value) for names, value in tensors(checkpoint, config))
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("no_vocab")
     kind = {"float32": gguf.GGMLQuantizationType.F32, "bfloat16": gguf.GGMLQuantizationType.BF16}[dtype]
     files = {"float32": gguf.LlamaFileType.ALL_F32, "bfloat16": gguf.LlamaFileType.MOSTLY_BF16}
     writer.add_file_type(files[dtype])
-    for (name, _), value in tensors(checkpoint, config):
-        narrow = value.ndim == 2 and name != "position_embd.weight"  # positions are added, not multiplied
+    for name, value in named:
+        narrow = value.ndim >= 2 and "position_embd" not in name and "ffn_gate_inp" not in name
         if narrow and kind != gguf.GGMLQuantizationType.F32:
             writer.add_tensor(name, gguf.quants.quantize(value, kind), raw_dtype=kind)
         else:
@@ -130,6 +138,7 @@ def write_ctranslate2(checkpoint: Path, config: dict[str, Any], out: str) -> Non
     """Writes float32, which CTranslate2 converts to the compute dtype as it loads it."""
     from ctranslate2 import specs  # pyright: ignore[reportMissingImports]
 
+    check_family(config["model_type"], ("bloom", "gpt2"))
     bloom = config["model_type"] == "bloom"
     spec = specs.TransformerDecoderModelSpec.from_config(
         config["n_layer"],
@@ -157,11 +166,15 @@ def write_ctranslate2(checkpoint: Path, config: dict[str, Any], out: str) -> Non
     spec.save(out)
 
 
+def check_family(family: str, known: tuple[str, ...]) -> None:
+    """Ends the script if it cannot convert models of a family."""
+    if family not in known:
+        raise SystemExit(f"{family} models are not converted; {', '.join(known)} are")
+
+
 def main(engine: str, checkpoint: str, out: str, dtype: str) -> None:
     """Converts one checkpoint."""
     config = json.loads(Path(checkpoint, "config.json").read_text())
-    if config["model_type"] not in ("bloom", "gpt2"):
-        raise SystemExit(f"{checkpoint} is a {config['model_type']} model; only bloom and gpt2 are converted")
     if engine == "llama.cpp":
         write_gguf(Path(checkpoint), config, out, dtype)
     else:

@@ -12,8 +12,9 @@ from rich.console import Console
 
 from benchmarks import engines, environments, jobs, peer_results, peers
 from benchmarks.environments import Peer, PeerError
-from benchmarks.peer_scripts import write_checkpoint
+from benchmarks.peer_scripts import write_checkpoint, write_decoder
 from jaxserve.config import EngineConfig
+from jaxserve.models import llama
 from jaxserve.simulate import workload as load
 from jaxserve.simulate.workload import Range
 from server.commands.bench import shapes
@@ -312,6 +313,19 @@ def test_names_of_converted_tensors(name, bloom, names):
 def test_the_order_of_qkv():
     fused = np.arange(2 * 3 * 2).reshape(12, 1)  # two heads of size two: q0 q0 k0 k0 v0 v0 q1 ...
     assert write_checkpoint.split_qkv(fused, 2)[:, 0].tolist() == [0, 1, 6, 7, 2, 3, 8, 9, 4, 5, 10, 11]
+
+
+def test_rows_of_a_rotated_head():
+    rows = np.arange(12).reshape(12, 1)  # two heads of size six
+    assert write_decoder.pairs_side_by_side(rows, 6)[:, 0].tolist() == [0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11]
+
+
+def test_factors_of_llama_3():
+    config = shapes.config_of("llama-3.2-1b")
+    factors = write_decoder.llama3_factors(llama.hf_config(config))
+    plain = dataclasses.replace(config.rotary, kind="default")
+    np.testing.assert_allclose(plain.frequencies() / config.rotary.frequencies(), factors, rtol=1e-5)
+    assert len(set(factors.round(3).tolist())) > 3
 
 
 def test_every_peer_has_its_files():

@@ -24,6 +24,19 @@ SHAPES: dict[str, dict[str, Any]] = {
     "bloom-7b1": model_catalog.KNOWN["bloom-7b1"],
     "gpt2-xl": model_catalog.KNOWN["gpt2-xl"],
     "gpt2": model_catalog.KNOWN["gpt2"],
+    "llama-3.2-1b": model_catalog.KNOWN["llama-3.2-1b"],
+    "qwen3-0.6b": model_catalog.KNOWN["qwen3-0.6b"],
+    "qwen3-moe-small": model_catalog.KNOWN["qwen3-30b-a3b"]
+    | {  # a fifth of a billion parameters active of 0.9
+        "vocab_size": 32_000,
+        "hidden_size": 1024,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "num_experts": 32,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 640,
+    },
     "tiny-gpt2": {
         "model_type": "gpt2",
         "architectures": ["GPT2LMHeadModel"],
