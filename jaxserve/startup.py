@@ -97,7 +97,7 @@ def check_tree(expected: Any, params: Any, *, int8: bool = False) -> None:
         {jax.tree_util.keystr(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf)}
         for tree in (expected, params)
     )
-    for name in wanted.keys() | given.keys():
+    for name in dict.fromkeys([*wanted, *given]):
         if wanted.get(name) != given.get(name):
             have, want = given.get(name, "no value"), wanted.get(name, "no such parameter")
             raise ValueError(f"parameter {name} has {have}; the model has {want}")
