@@ -5,11 +5,17 @@ import importlib.util
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-# Before jax starts: a worker for each core takes one core, and so do the processes that tests start.
-os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false")
+# Before jax starts: a worker for each core takes one core, and so do the processes that tests start. The other flags
+# make compilation cheaper; jaxlib 0.11 has no emitters to choose from.
+os.environ.setdefault(
+    "XLA_FLAGS",
+    "--xla_cpu_multi_thread_eigen=false --xla_cpu_parallel_codegen_split_count=1"
+    + " --xla_cpu_use_fusion_emitters=false" * metadata.version("jaxlib").startswith("0.10."),
+)
 
 import jax
 import pytest

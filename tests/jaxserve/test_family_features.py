@@ -230,7 +230,7 @@ def checkpoint(request, tmp_path_factory) -> Path:
 @pytest.mark.parametrize(("hosts", "stages"), [(2, 2), (2, 1)], ids=["stages", "tensor"])
 def test_hosts_answer_as_one_and_replay(checkpoint, hosts, stages, tmp_path) -> None:
     told = {"model": str(checkpoint), "tensor": hosts // stages, "stages": stages}
-    with group(REAL, [told] * hosts, tmp_path, XLA_FLAGS="", JAX_PLATFORMS="cpu") as running:
+    with group(REAL, [told] * hosts, tmp_path, JAX_PLATFORMS="cpu") as running:
         outcome = running[0].until(lambda line: "answers" in line)
         assert [host.code() for host in running] == [0] * hosts
     alone = run_as_host(Engine.from_checkpoint(checkpoint, config_of({})), requests())

@@ -83,7 +83,7 @@ class Group:
                         [sys.executable, "-m", *program, "serve", "--host-id", str(host), *common, *more],
                         cwd=ROOT,
                         stderr=err,
-                        env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", _MARK: self._mark},
+                        env=os.environ | {"JAX_PLATFORMS": "cpu", _MARK: self._mark},
                     )
                 )
 

@@ -52,7 +52,7 @@ def hosts(model, tmp_path) -> Iterator[list[subprocess.Popen[str]]]:
             cwd=ROOT,
             text=True,
             stderr=subprocess.PIPE,
-            env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
+            env=os.environ | {"JAX_PLATFORMS": "cpu"},
         )
         started.append(process)
     yield started

@@ -62,7 +62,7 @@ def serve(model, tmp_path_factory):
     def start(hosts: int, tensor: int, stages: int, links: str, told: str = "{}") -> Outcome:
         folder = tmp_path_factory.mktemp("hosts")
         each = {"model": str(model), "tensor": tensor, "stages": stages, "links": links} | json.loads(told)
-        with group(REAL, [each] * hosts, folder, XLA_FLAGS="", JAX_PLATFORMS="cpu") as running:
+        with group(REAL, [each] * hosts, folder, JAX_PLATFORMS="cpu") as running:
             outcome = running[0].until(lambda line: "answers" in line)
             outcome["steps"] = [
                 [line["told"] for line in host.lines + host.rest() if "told" in line] for host in running

@@ -1,5 +1,6 @@
 """Direct links between real processes: which layouts work, and what is told where they do not."""
 
+import os
 import re
 import socket
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ PROBING = "tests.jaxserve.multihost.probing_host"
 def probe(folder, hosts: int, tensor: int, stages: int, **told: Any) -> str:
     """What all hosts find, once all have ended as they should."""
     devices = tensor * stages // hosts
-    flags = f"--xla_force_host_platform_device_count={devices}"
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"
     each = {"tensor": tensor, "stages": stages} | told
     with group(PROBING, [each] * hosts, folder, XLA_FLAGS=flags, JAX_PLATFORMS="cpu") as running:
         found = [host.until(lambda line: "found" in line)["found"] for host in running]

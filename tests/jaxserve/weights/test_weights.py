@@ -1,5 +1,6 @@
 """Checkpoint directories: what is read from them, where it goes, and what it costs."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -199,7 +200,7 @@ def in_process(program: str, *arguments: str, devices: int = 1) -> str:
     environment = {
         "PATH": "/usr/bin:/bin",
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}",
         "PYTHONPATH": str(Path(__file__).parents[3]),
     }
     done = subprocess.run(

@@ -217,7 +217,7 @@ class Server:
             text=True,
             stderr=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""} | (variables or {}),
+            env=os.environ | {"JAX_PLATFORMS": "cpu"} | (variables or {}),
         )
         assert self.process.stderr is not None
         self._reader = threading.Thread(target=self._lines.extend, args=(self.process.stderr,), daemon=True)
