@@ -177,7 +177,8 @@ def test_a_line_for_every_ending(serve: Serve, tmp_path: Path, prompts: bool) ->
     assert (lines[5]["id"], lines[6]["id"]) == ("poisoned", "poisoned")
     assert "poison" not in lines[6]["message"].replace("poisoned", "")
     assert [first.get("prompt"), first.get("completion")] == (["abc", "abca"] if prompts else [None, None])
-    assert prompts or "abc" not in path.read_text()
+    without_ids = [line | {"id": ""} for line in lines]  # a random id may hold the prompt's letters
+    assert prompts or "abc" not in json.dumps(without_ids)
 
 
 def test_a_full_disk_ends_no_request(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
