@@ -97,7 +97,7 @@ class Attacked:
         admission = handler.admission
         assert (admission.reserved_requests, admission.reserved_tokens, admission.kept_requests) == (0, 0, 0)
         assert (admission._waiting, handler.calls._calls, self.engine._requests) == ({}, set(), {})
-        assert self.engine.is_healthy
+        assert handler.unhealthy_reason is None
         assert load.compiled_after_ready == 0
 
     async def sizes(self) -> dict[str, float]:
