@@ -55,6 +55,14 @@ if os.environ.get("CHECK_SHAPES"):
     install_import_hook(SHAPE_CHECKED, "beartype.beartype")
 
 
+@pytest.fixture(scope="module")
+def compiled_at_start() -> Iterator[None]:
+    """Engines compile before they are ready, as for users: for tests that see how long an iteration takes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SharedPrograms, "lazy", False)
+        yield
+
+
 @pytest.fixture
 def optimized() -> Iterator[None]:
     """Compiles as users do, for tests of what the compiler makes."""
@@ -101,6 +109,7 @@ class SharedPrograms:
     """The programs of all engines in this process: a `ProgramCache` in memory."""
 
     loaded = 0
+    lazy = True
 
     def __init__(self) -> None:
         self._programs: dict[Any, LazyProgram] = {}
@@ -108,7 +117,10 @@ class SharedPrograms:
     def get(self, made_from: str, devices: Sequence[Any], compile_program: Callable[[], Any]) -> LazyProgram:
         optimized = not jax.config.read("jax_disable_most_optimizations")
         key = (made_from, tuple(device.id for device in devices), optimized)
-        return self._programs.setdefault(key, LazyProgram(compile_program))
+        program = self._programs.setdefault(key, LazyProgram(compile_program))
+        if not self.lazy:
+            assert program.program is not None
+        return program
 
 
 def given_costs(pipeline: Any, n_blocks: int, progress: Any) -> Any:

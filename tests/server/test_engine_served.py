@@ -30,6 +30,7 @@ from server.proto.vllm.grpc.engine.vllm_engine_pb2_grpc import VllmEngineStub
 from tests.server import fuzz
 from tests.server.fake_engine import VOCAB_SIZE, WAIT_SECONDS
 
+pytestmark = pytest.mark.usefixtures("compiled_at_start")  # a stalled engine is told to those who watch it
 SMALL = ["--buckets", "4,16", "--slots", "512", "--max-rows", "4", "--max-context", "64", "--compilation-cache", "off"]
 FIELDS: dict[str, Any] = {"max_tokens": 12, "seed": 11, "ignore_eos": True, "logprobs": 2, "prompt_logprobs": 0}
 TEXTS = [f"Question {i}? Answer: {answer}" for i in range(3) for answer in ("yes", "no", "maybe")]
