@@ -59,7 +59,8 @@ def softmax_of_chosen(logits: Float32[jax.Array, "T E"], count: int) -> tuple[ja
 
 def chosen_of_softmax(logits: Float32[jax.Array, "T E"], count: int) -> tuple[jax.Array, jax.Array]:
     """(weights [T, count], experts [T, count]): the largest logits, and what a softmax over all gives them."""
-    return jax.lax.top_k(jax.nn.softmax(logits), count)
+    chosen, experts = jax.lax.top_k(jax.nn.softmax(logits), count)
+    return chosen, experts
 
 
 class Experts(nnx.Module):

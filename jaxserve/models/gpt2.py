@@ -123,7 +123,7 @@ def hf_config(config: GPT2Config) -> dict[str, Any]:
 class Embed(nnx.Module):
     """tokens [T], positions [T] -> [T, H]."""
 
-    def __init__(self, config: GPT2Config, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
         assert config.max_position is not None
         self.tokens = Table(config.vocab_size, config.hidden_size, config, rngs)
         self.positions = Table(config.max_position, config.hidden_size, config, rngs)

@@ -75,7 +75,7 @@ def soft_capped(scores: jax.Array, shape: AttentionShape) -> jax.Array:
     return scores if shape.soft_cap is None else shape.soft_cap * jnp.tanh(scores)
 
 
-def visited(kv_len: Any, window: int | None, block_size: int) -> Any:
+def visited(kv_len: Any, window: Any, block_size: int) -> Any:
     """Slots from the first block that a row's last query sees up to the query: int32."""
     if window is None:
         return kv_len
