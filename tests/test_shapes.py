@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 
 def run_checked(*arguments: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-n", "0", *arguments],
+        [sys.executable, "-m", "pytest", *arguments],
         cwd=ROOT,
         env=os.environ | {"CHECK_SHAPES": "1"},
         capture_output=True,

@@ -160,7 +160,14 @@ def drawn(strategy: st.SearchStrategy[Any], count: int) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("protocol", [*OVER_GRPC, *OVER_HTTP])
+# Our own protocol and OpenAI's; the others take as long again.
+@pytest.mark.parametrize(
+    "protocol",
+    [
+        pytest.param(name, marks=() if name in ("grpc", "openai") else pytest.mark.weekly)
+        for name in (*OVER_GRPC, *OVER_HTTP)
+    ],
+)
 def test_ten_thousand_malformed_requests(attack: Attack, protocol: str) -> None:
     if protocol in OVER_GRPC:
         hostile = drawn(fuzz.calls_of(*OVER_GRPC[protocol]), TEN_THOUSAND)
