@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import IO
 
 from server.engine_process import messages
@@ -23,6 +23,19 @@ _REAP_SECONDS = 2.0  # for a process that has closed its socket to end
 _LAST_OUTPUT_SECONDS = 0.5  # for its last output to arrive
 _POLL_SECONDS = 0.01
 _TRACE_SECONDS = 0.3  # for a wedged process to write the stacks of its threads
+
+
+@contextlib.contextmanager
+def _blocked(*signals: signal.Signals) -> Iterator[None]:
+    """Blocks signals on this thread, and in processes started meanwhile until those ignore them.
+
+    A Ctrl-C at a terminal reaches the engine process too, even while it still imports.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class EngineProcess(asyncio.Protocol):
@@ -60,7 +73,7 @@ class EngineProcess(asyncio.Protocol):
         """Starts it. Raises OSError if it cannot be started."""
         ours, theirs = socket.socketpair()
         try:
-            with theirs:
+            with theirs, _blocked(signal.SIGINT, signal.SIGTERM):
                 self._process = subprocess.Popen(
                     [*self._command, str(theirs.fileno())],
                     pass_fds=[theirs.fileno()],
