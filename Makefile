@@ -54,9 +54,10 @@ test-weekly: $(DEV_STAMP) $(TPU_STAMP) ## run the combinations that take hours, 
 	$(MAKE) test-aot AOT="-n 0 -m 'aot and weekly'"
 
 ACCELERATORS := tests/jaxserve/plan/test_compiled.py
-# One after another, for the tables that they print.
+# One test after another, for the tables that they print; the two kinds of device beside each other.
 AOT = -n 0 -m 'aot and not weekly'
-test-aot: test-aot-tpu test-aot-gpu ## compile kernels and steps for accelerators that are not there
+test-aot: ## compile kernels and steps for accelerators that are not there
+	@$(MAKE) -j2 --output-sync=target test-aot-tpu test-aot-gpu
 
 # The compilers for TPUs come with libtpu, in an environment of their own: its plugin would be loaded by every start.
 $(TPU_STAMP): requirements-dev.txt
