@@ -16,7 +16,8 @@ def read(messages: Any) -> list[dict[str, str]]:
     """Validates messages and returns them for a chat template: role, content and perhaps name.
 
     A content is a string, or a list of `{"type": "text", "text": ...}` parts as OpenAI's clients send them; the parts
-    are merge_deltas. Reading the result again returns it unchanged.
+    are joined. Reading the result again returns it unchanged. Other fields may be there if they are null or empty: an
+    answer has some of them, and is sent back as a message.
 
     Raises:
       InvalidRequest: naming `messages`.
@@ -33,8 +34,8 @@ def read(messages: Any) -> list[dict[str, str]]:
 def _message(message: Any) -> dict[str, str]:
     if not isinstance(message, Mapping):
         raise _wrong(f"holds {shown(message)}; each message must have role and content")
-    for field in message:
-        if field not in _FIELDS:
+    for field, value in message.items():
+        if field not in _FIELDS and not (value is None or value in ("", [], {})):
             raise _wrong(f"has a message with {shown(field)}, which is not served; role, content and name are")
     found = {"role": _name(message, "role"), "content": _content(message.get("content"))}
     if not found["role"]:

@@ -50,6 +50,12 @@ def test_what_has_been_read_is_read_as_itself() -> None:
     assert parse(messages=read) == (BEGIN, USER, A, B, B, BOT, BOT)
 
 
+@pytest.mark.parametrize("empty", [None, "", [], {}])
+def test_fields_of_an_answer_may_be_empty(empty: Any) -> None:
+    others = dict.fromkeys(("refusal", "tool_calls", "function_call", "audio", "annotations"), empty)
+    assert chat.read([{"role": "assistant", "content": "a"} | others]) == [{"role": "assistant", "content": "a"}]
+
+
 @pytest.mark.parametrize(
     ("fields", "field", "says"),
     [
@@ -73,7 +79,9 @@ def test_what_has_been_read_is_read_as_itself() -> None:
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "each part must be text"),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": 3}]}]}, "messages", "must be text"),
         ({"messages": [{"role": "user", "content": [1] * 2049}]}, "messages", "2048 parts"),
-        ({"messages": [{"role": "user", "content": "a", "tool_calls": []}]}, "messages", "'tool_calls', which is not"),
+        ({"messages": [{"role": "user", "content": "a", "tool_calls": [{}]}]}, "messages", "'tool_calls', which"),
+        ({"messages": [{"role": "user", "content": "a", "refusal": "no"}]}, "messages", "'refusal', which is not"),
+        ({"messages": [{"role": "user", "content": "a", "weight": 0}]}, "messages", "'weight', which is not"),
         ({"messages": [{"role": "user", "content": "\ud83d"}]}, "messages", "tokenised"),
     ],
 )

@@ -28,6 +28,16 @@ def test_a_chat_is_answered_by_its_template(serve_http: Serve) -> None:
     serve_http(scenario)
 
 
+def test_an_answer_is_sent_back(serve_http: Serve) -> None:
+    async def scenario(it: Served) -> None:
+        answer = await ask(it, PATH, messages=CHAT, max_tokens=3)
+        messages = [*CHAT, answer["choices"][0]["message"]]
+        again = await ask(it, PATH, messages=messages, max_tokens=40, add_generation_prompt=False)
+        assert again["choices"][0]["message"]["content"].startswith("<system>Be<user>Hi<assistant><sy")
+
+    serve_http(scenario)
+
+
 def test_chat_without_a_limit_fills_the_context(serve_http: Serve) -> None:
     async def scenario(it: Served) -> None:
         answer = await ask(it, PATH, messages=CHAT)

@@ -73,6 +73,20 @@ def test_chats(serve_http: Serve) -> None:
     serve_http(scenario)
 
 
+def test_an_answer_is_sent_back(serve_http: Serve) -> None:
+    async def scenario(it: Served) -> None:
+        async with client(it) as ai:
+            messages = [*CHAT]
+            answer = await ai.chat.completions.create(model="echo", messages=messages, max_tokens=3)
+            message = answer.choices[0].message
+            for sent in (message, message.model_dump()):
+                messages = [*CHAT, sent, {"role": "user", "content": "more"}]
+                again = await ai.chat.completions.create(model="echo", messages=messages, max_tokens=40)
+                assert again.choices[0].message.content.startswith("<user>Hi<assistant><us<user>more<bot>")
+
+    serve_http(scenario)
+
+
 def test_models(serve_http: Serve) -> None:
     async def scenario(it: Served) -> None:
         async with client(it) as ai:
