@@ -42,7 +42,7 @@ class Engine:
     def __init__(
         self,
         config: EngineConfig,
-        started: startup.Started,
+        started: startup.EngineParts,
         tokenizer: Tokenizer | None,
         request_defaults: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:

@@ -300,7 +300,7 @@ class EngineLoop:
             bucket_seconds=stats.bucket_seconds,
             padding_seconds=stats.padding_seconds,
             compiled_after_ready=stats.compiled_after_ready,
-            due_seconds=stats.due_seconds,
+            expected_seconds=stats.expected_seconds,
         )
 
 

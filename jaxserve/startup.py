@@ -1,4 +1,4 @@
-"""What happens before an engine is ready: load, choose sizes, compile, measure, and report what was settled on."""
+"""Starts an engine: loads weights, chooses sizes, compiles, measures buckets, and reports the settings in use."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ from sharding.spec import read as read_spec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Started:
-    """What an engine is made of."""
+class EngineParts:
+    """The loops and the start-up report from which an Engine is made."""
 
     loops: tuple[EngineLoop, ...]
     report: StartupReport
 
 
-def can_be_mended(problem: Exception) -> bool:
-    """Whether what has ended a start is a setting, a file or too little memory, and no defect."""
+def is_user_error(problem: Exception) -> bool:
+    """Whether a start failed over a setting, a file or too little memory, rather than a defect of ours."""
     if isinstance(problem, RuntimeError):
         return "RESOURCE_EXHAUSTED" in str(problem)  # jax reports a full device as JaxRuntimeError
     return isinstance(problem, ValueError | OSError | MemoryError)
@@ -55,12 +55,12 @@ def silent(_what: str, _done: int, _total: int) -> None:
     """A Progress that says nothing."""
 
 
-def from_checkpoint(path: str | Path, config: EngineConfig, progress: Progress) -> tuple[Started, Tokenizer | None]:
+def from_checkpoint(path: str | Path, config: EngineConfig, progress: Progress) -> tuple[EngineParts, Tokenizer | None]:
     """Loads a checkpoint directory and compiles every program (see `Engine.from_checkpoint`)."""
     started = time.perf_counter()
     model = models.build(weights.read_config(path))
     tokenizer = Tokenizer.from_directory(path)
-    replicas, reason = stage_programs(config, model)
+    replicas, reason = replica_programs(config, model)
     programs = replicas[0]
     device = programs[0].mesh.devices.flat[0]
     for stage in programs:
@@ -70,20 +70,20 @@ def from_checkpoint(path: str | Path, config: EngineConfig, progress: Progress) 
         path,
         programs[0].model,
         compute_dtype(config),
-        place=placement(programs),
+        place=parameter_placement(programs),
         int8=programs[0].int8,
         progress=progress,
     )
     return start(config, replicas, reason, params, progress, time.perf_counter() - started), tokenizer
 
 
-def from_params(model_config: ModelConfig, params: Any, config: EngineConfig, progress: Progress) -> Started:
+def from_params(model_config: ModelConfig, params: Any, config: EngineConfig, progress: Progress) -> EngineParts:
     """Compiles every program for weights in memory (see `Engine.from_params`)."""
     if config.compilation_cache == cache_folder.AUTO:
         config = dataclasses.replace(config, compilation_cache=None)
     model = models.build(model_config)
     check_tree(model.shapes(compute_dtype(config)), params, int8=config.quantize == "int8")
-    return start(config, *stage_programs(config, model), params, progress, 0.0)
+    return start(config, *replica_programs(config, model), params, progress, 0.0)
 
 
 def check_tree(expected: Any, params: Any, *, int8: bool = False) -> None:
@@ -103,9 +103,11 @@ def check_tree(expected: Any, params: Any, *, int8: bool = False) -> None:
             raise ValueError(f"parameter {name} has {have}; the model has {want}")
 
 
-def stage_programs(config: EngineConfig, model: models.Model) -> tuple[list[list[StagePrograms]], str]:
-    """What is settled before a weight is read: the layers, devices and programs of each replica's stages, and why they
-    attend as they do (see `layout.lay_out`); and that the model that is to draft, if there is one, can."""
+def replica_programs(config: EngineConfig, model: models.Model) -> tuple[list[list[StagePrograms]], str]:
+    """The stages of each replica with their layers, devices and programs, and why this attention backend was chosen.
+
+    No weight is read (see `layout.lay_out`). A drafting model, if there is one, is checked against the model.
+    """
     spec = specs.default(model.config.family)
     if config.sharding is not None:
         spec = read_spec(config.sharding, spec)
@@ -119,8 +121,11 @@ def stage_programs(config: EngineConfig, model: models.Model) -> tuple[list[list
     return replicas, reason
 
 
-def placement(programs: Sequence[StagePrograms]) -> weights.Place:
-    """Where each parameter is read to; the first of two places for a token table that is the head too."""
+def parameter_placement(programs: Sequence[StagePrograms]) -> weights.Place:
+    """The function that places each parameter on its stage's devices while it is read.
+
+    A token table that is also the head is placed in the first stage.
+    """
     places = {name: stage.place for stage in reversed(programs) for name in parameters_of(stage)}
     return lambda name, shape, axes: places[name](name, shape, axes)
 
@@ -132,11 +137,11 @@ def start(
     params: Any,
     progress: Progress,
     load_seconds: float,
-) -> Started:
+) -> EngineParts:
     """Places the weights, compiles every program and measures the buckets.
 
     Args:
-      replicas / attention_reason: what `stage_programs` returned.
+      replicas / attention_reason: what `replica_programs` returned.
       params: wherever they are.
       load_seconds: what reading them took, for the report.
     """
@@ -189,7 +194,7 @@ def finish(
     programs_loaded: int,
     load_seconds: float,
     compile_seconds: float,
-) -> Started:
+) -> EngineParts:
     """Measures the buckets of compiled pipelines, and puts a scheduler before each.
 
     Args:
@@ -249,7 +254,7 @@ def finish(
     )
     parts = enumerate(zip(pipelines, schedulers, strict=True))
     made = tuple(EngineLoop(index, pipeline, scheduler, costs) for index, (pipeline, scheduler) in parts)
-    return Started(loops=made, report=report)
+    return EngineParts(loops=made, report=report)
 
 
 def _padding(model: models.Model) -> str:
@@ -293,7 +298,7 @@ def draft_runner(
         path,
         own_programs.model,
         compute_dtype(config),
-        place=placement([own_programs]),
+        place=parameter_placement([own_programs]),
         int8=own_programs.int8,
         progress=progress,
     )

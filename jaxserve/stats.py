@@ -59,13 +59,12 @@ class Load:
     """How busy a replica or an engine is; from `iterations` on, counted since it started.
 
     Attributes:
-      outstanding_tokens: that the live requests may still have computed: prompts that are not cached, and what they may
-        generate.
+      outstanding_tokens: most tokens still to compute for live requests: prompts that are not cached, and answers.
       drafted_tokens / accepted_tokens: tokens drafted by speculation, and those of them that were accepted.
-      host_seconds: the host's work for the iterations (schedule, pack, launch, complete).
-      bucket_seconds: the device's work for them, by the buckets' measured costs.
-      padding_seconds: the part of that spent on padding.
-      due_seconds: what the oldest iteration in flight was measured to take; 0 while none is.
+      host_seconds: host time of the iterations (schedule, pack, launch, complete).
+      bucket_seconds: device time of the iterations, as the sum of their buckets' measured costs.
+      padding_seconds: the part of bucket_seconds that went into padding.
+      expected_seconds: measured cost of the oldest iteration in flight; 0 if none is in flight.
     """
 
     running: int
@@ -86,21 +85,21 @@ class Load:
     bucket_seconds: float
     padding_seconds: float
     compiled_after_ready: int
-    due_seconds: float = 0.0
+    expected_seconds: float = 0.0
 
 
 _FIGURES = tuple(field.name for field in dataclasses.fields(Load))
 
 
 def total(loads: Sequence[Load]) -> Load:
-    """The loads of several replicas as one; of one, itself. Every call that comes asks for it."""
+    """The sum of the loads of several replicas. Admission asks for it at every request."""
     if len(loads) == 1:
         return loads[0]
     return Load(**{name: sum(getattr(load, name) for load in loads) for name in _FIGURES})
 
 
 class _Launch(NamedTuple):
-    """Host times of an iteration in flight, and what its bucket was measured to take."""
+    """Host times of an iteration in flight, and the measured cost of its bucket."""
 
     cost_s: float
     waiting: int
@@ -129,8 +128,8 @@ class IterationStats:
         self._in_flight: deque[_Launch] = deque()
 
     @property
-    def due_seconds(self) -> float:
-        """What the oldest iteration in flight was measured to take; 0 while none is."""
+    def expected_seconds(self) -> float:
+        """Measured cost of the oldest iteration in flight; 0 if none is in flight."""
         oldest = next(iter(self._in_flight.copy()), None)
         return 0.0 if oldest is None else oldest.cost_s
 

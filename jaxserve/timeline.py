@@ -38,30 +38,30 @@ class Timeline:
     """Watches the pipelines of all replicas while in a `with` block."""
 
     def __init__(self, pipelines: Sequence[Pipeline]) -> None:
-        self._watched = [_Watched(pipeline) for pipeline in pipelines]
+        self._pipelines = [_PipelineTimeline(pipeline) for pipeline in pipelines]
 
     def __enter__(self) -> Self:
-        for each in self._watched:
+        for each in self._pipelines:
             each.begin()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for each in self._watched:
+        for each in self._pipelines:
             each.end()
 
     def slices(self) -> list[Slice]:
         """What has run, by replica and stage and in order; after the `with` block."""
-        return [Slice(replica, *part) for replica, each in enumerate(self._watched) for part in each.slices()]
+        return [Slice(replica, *part) for replica, each in enumerate(self._pipelines) for part in each.slices()]
 
     def write(self, path: str | Path) -> None:
         """Writes the trace: a process a replica, one track a stage, one slice an iteration."""
         slices = self.slices()
         first = min((each.start for each in slices), default=0.0)
         events: list[dict] = []
-        for replica, each in enumerate(self._watched):
-            name = "jaxserve" if len(self._watched) == 1 else f"replica {replica}"
+        for replica, each in enumerate(self._pipelines):
+            name = "jaxserve" if len(self._pipelines) == 1 else f"replica {replica}"
             events.append({"ph": "M", "name": "process_name", "pid": replica, "args": {"name": name}})
             for index, stage in enumerate(each.pipeline.stages):
                 layers, devices = stage.programs.layers, stage.programs.mesh.size
@@ -69,7 +69,7 @@ class Timeline:
                 name += f", {devices} device{'s' * (devices > 1)}"
                 events.append({"ph": "M", "name": "thread_name", "pid": replica, "tid": index, "args": {"name": name}})
         for replica, stage, sequence, start, end in slices:
-            launch = self._watched[replica].launches[sequence]
+            launch = self._pipelines[replica].launches[sequence]
             events.append(
                 {
                     "ph": "X",
@@ -84,8 +84,8 @@ class Timeline:
         Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
 
 
-class _Watched:
-    """What the stages of one pipeline do.
+class _PipelineTimeline:
+    """Records when the stages of one pipeline run.
 
     A device runs what it is given in order, so an iteration starts in a stage when its input is there (for the first
     stage: when it is launched) and the iteration before it has left; it ends when its output is there, which a thread a

@@ -31,9 +31,13 @@ _GAUGES = {
     "running": ("requests_running", "Requests in the batch.", "num_requests_running"),
     "waiting": ("requests_waiting", "Requests in the queue.", "num_requests_waiting"),
     "waiting_tokens": ("waiting_tokens", "Prompt tokens of the requests in the queue.", None),
-    "outstanding_tokens": ("owed_tokens", "Tokens that live requests may still need computed.", None),
+    "outstanding_tokens": (
+        "outstanding_tokens",
+        "Most tokens still to compute for live requests, prompts and answers.",
+        None,
+    ),
     "slots_used": ("slots_used", "Slots that requests hold.", None),
-    "slots_cached": ("slots_cached", "Slots that hold cached prefixes not in use now.", None),
+    "slots_cached": ("slots_cached", "Slots with cached prefixes that no request uses now.", None),
     "slots_total": ("slots_total", "Slots in total.", None),
 }
 _COUNTERS = {
@@ -49,24 +53,36 @@ _COUNTERS = {
     ),
     "preemptions": (
         "preemptions",
-        "Requests preempted: they gave up their slots and were computed again.",
+        "Preemptions: a request loses its slots and is computed again later.",
         "num_preemptions",
     ),
-    "host_seconds": ("host_seconds", "The host's work for the iterations.", None),
-    "bucket_seconds": ("bucket_seconds", "The device's work for them, by the buckets' measured costs.", None),
-    "padding_seconds": ("padding_seconds", "The part of that spent on padding.", None),
-    "compiled_after_ready": ("compiled_after_ready", "Programs compiled while serving; a defect.", None),
+    "host_seconds": ("host_seconds", "Host time of all iterations, in seconds.", None),
+    "bucket_seconds": (
+        "bucket_seconds",
+        "Device time of all iterations, as the sum of their buckets' measured costs, in seconds.",
+        None,
+    ),
+    "padding_seconds": ("padding_seconds", "The part of jaxserve_bucket_seconds_total that went into padding.", None),
+    "compiled_after_ready": (
+        "compiled_after_ready",
+        "Programs compiled after the server was ready; above 0 is a defect.",
+        None,
+    ),
 }
 _HISTOGRAMS = {
-    "time_to_first_token_seconds": ("Arrival to first token.", _SECONDS, "time_to_first_token_seconds"),
-    "inter_token_latency_seconds": ("Between tokens of a request.", _SECONDS, "inter_token_latency_seconds"),
-    "e2e_request_latency_seconds": ("Arrival to last token.", _SECONDS, "e2e_request_latency_seconds"),
-    "queue_seconds": ("Arrival to a place in the batch.", _SECONDS, "request_queue_time_seconds"),
+    "time_to_first_token_seconds": (
+        "Time from arrival to first token (TTFT).",
+        _SECONDS,
+        "time_to_first_token_seconds",
+    ),
+    "inter_token_latency_seconds": ("Time between two tokens of a request.", _SECONDS, "inter_token_latency_seconds"),
+    "e2e_request_latency_seconds": ("Time from arrival to last token.", _SECONDS, "e2e_request_latency_seconds"),
+    "queue_seconds": ("Time from arrival until the request joins the batch.", _SECONDS, "request_queue_time_seconds"),
     "request_prompt_tokens": ("Prompt tokens of a request.", _TOKENS, "request_prompt_tokens"),
-    "request_generation_tokens": ("Tokens it generated.", _TOKENS, "request_generation_tokens"),
-    "iteration_seconds": ("One iteration, host and device.", _SECONDS, None),
-    "iteration_host_seconds": ("The host's part of it.", _HOST_SECONDS, None),
-    "iteration_tokens": ("Tokens one iteration carries.", _TOKENS, "iteration_tokens_total"),
+    "request_generation_tokens": ("Generated tokens of a request.", _TOKENS, "request_generation_tokens"),
+    "iteration_seconds": ("Time of one iteration, host and device.", _SECONDS, None),
+    "iteration_host_seconds": ("Host time of one iteration.", _HOST_SECONDS, None),
+    "iteration_tokens": ("Tokens of one iteration, without padding.", _TOKENS, "iteration_tokens_total"),
 }
 _FINISHED = {
     FinishReason.LENGTH: "length",

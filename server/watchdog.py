@@ -77,5 +77,5 @@ class EngineWatchdog:
         """Seconds within which a replica must complete its next iteration."""
         if self._deadline is not None:
             return self._deadline
-        expected = load.due_seconds + self._engine.report.slot_milliseconds / 1000 * load.slots_used
+        expected = load.expected_seconds + self._engine.report.slot_milliseconds / 1000 * load.slots_used
         return max(_LEAST_SECONDS, min(_COSTS * expected, expected + _LONGEST_WAIT))

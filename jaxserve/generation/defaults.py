@@ -11,7 +11,11 @@ from jaxserve.config import EngineConfig
 from jaxserve.sampling_params import SAMPLING_PARAMS
 
 FILE = "generation_config.json"
-_SAME_NAMES = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
+_SAME_NAMES = [
+    "temperature",
+    "repetition_penalty",
+    *(name for name, param in SAMPLING_PARAMS.items() if param.truncates),
+]
 _OUR_NAMES = {name: name for name in _SAME_NAMES} | {"max_new_tokens": "max_tokens"}
 
 

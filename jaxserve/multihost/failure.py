@@ -13,6 +13,7 @@ class ExitCode(enum.IntEnum):
     OVERDUE = 71  # an iteration was not done within its deadline on this host
     LOST = 72  # another host was lost, or reported that it had failed
     BROKEN = 73  # this host's own code raised
+    UNWATCHED = 75  # this host's watchdog failed
 
 
 class SymptomKind(enum.IntEnum):

@@ -101,7 +101,12 @@ def _compile(config: EngineConfig, path: str | Path, n_blocks: int, n_rows: int,
     (programs,), _ = lay_out(config, model, meshes, spec, dtype=dtype, platform=platform)
     programs = dataclasses.replace(programs, shape=dataclasses.replace(programs.shape, n_rows=n_rows))
     params = weights.load(
-        path, programs.model, dtype, place=startup.placement([programs]), int8=programs.int8, progress=progress
+        path,
+        programs.model,
+        dtype,
+        place=startup.parameter_placement([programs]),
+        int8=programs.int8,
+        progress=progress,
     )
     runner = StageRunner(programs, params, bucket_sizes(config), startup.program_cache(config))
     runner.compile(n_blocks, progress)

@@ -10,6 +10,8 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
+from jaxserve.multihost.failure import ExitCode
+
 _log = logging.getLogger(__name__)
 
 INTERVAL = 0.1  # seconds between two checks
@@ -48,7 +50,7 @@ class ProcessWatchdog:
             except Exception:
                 # Without its watchdog, the process could hang unnoticed.
                 traceback.print_exc()
-                os._exit(70)
+                os._exit(ExitCode.UNWATCHED)
             looks += 1
 
 

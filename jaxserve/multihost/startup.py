@@ -38,7 +38,7 @@ from jaxserve.runner.pipeline import Pipeline, Stage
 from jaxserve.runner.program_cache import ProgramCache
 from jaxserve.runner.sharded_parameters import parameters_of
 from jaxserve.runner.stage import Progress, StageRunner
-from jaxserve.startup import Started
+from jaxserve.startup import EngineParts
 from jaxserve.structured_output.matcher import GrammarCompiler
 from jaxserve.text import tokenizer_files
 from jaxserve.text.tokenizer import Tokenizer
@@ -72,7 +72,7 @@ class _Prepared(NamedTuple):
 
 def lead(
     path: str | Path, config: EngineConfig, cluster: ClusterConfig, *, tell: Tell, progress: Progress = startup.silent
-) -> tuple[Started, Tokenizer | None, FlightRecorder]:
+) -> tuple[EngineParts, Tokenizer | None, FlightRecorder]:
     """Start host 0: does what `startup.from_checkpoint` does, over the devices of several hosts.
 
     Args:
@@ -109,7 +109,7 @@ def lead(
     except HostFailed:
         raise  # the watchdog ends all hosts
     except BaseException as problem:
-        if isinstance(problem, Exception) and not startup.can_be_mended(problem):  # as on any other host
+        if isinstance(problem, Exception) and not startup.is_user_error(problem):  # as on any other host
             _log.exception("this host cannot start")
             group.cannot_start(problem)
         group.stop(f"host 0: {str(problem) or type(problem).__name__}")  # an interrupt has no message
@@ -143,7 +143,7 @@ def follow(
         membership.reached("ready")
         membership.agree("ready", 1)
     except Exception as problem:
-        if not startup.can_be_mended(problem):  # a user's mistake is reported in one line
+        if not startup.is_user_error(problem):  # a user's mistake is reported in one line
             _log.exception("this host cannot start")
         membership.fail(f"{type(problem).__name__}: {one_line(problem)}")
         raise

@@ -14,12 +14,13 @@ from jaxserve.scheduler.buckets import BucketLadder
 from jaxserve.scheduler.plan_builder import PlanBuilder
 from jaxserve.scheduler.requests import RequestTable
 
-# Iterations over which a prompt is spread while others decode. Simulated on Orca's trace (175B, 2 stages of 8 GPUs,
-# docs/simulator.md), 8 to 16 differ by 2% at any load; 24 costs 5% where slots are short.
+# Iterations over which a prompt is spread while others decode. Simulated on Orca's trace (175B, 2 stages of 8 GPUs),
+# 8 to 16 differ by 2% at any load; 24 costs 5% where slots are short.
 PROMPT_ITERATIONS = 12
 
 # Without a target: how many times as long as its decodes alone an iteration with prompts may take, and over how many
-# iterations the waiting prompts may be spread. docs/simulator.md has the results of other values.
+# iterations the waiting prompts may be spread. benchmarks/results/2026-11-23-simulator.md
+# has the results of other values.
 STRETCH, BACKLOG_ITERATIONS = 2.0, 8
 
 

@@ -21,6 +21,7 @@ _MEANINGS = {
     ExitCode.OVERDUE: "was late with an iteration (exit code 71)",
     ExitCode.LOST: "lost another host (exit code 72)",
     ExitCode.BROKEN: "failed at its own work (exit code 73)",
+    ExitCode.UNWATCHED: "lost its watchdog (exit code 75)",
     FRONT_GONE: "found its front gone (exit code 74)",
     BAD_FRAME: "was sent something that is not a message (exit code 76)",
 }

@@ -116,7 +116,7 @@ def test_calls_per_program(changes, calls):
     sizes = {"vocab_size": 64, "n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64}
     model = models.build(models.parse_config({"model_type": "gpt2", "eos_token_id": 0, **sizes}))
     config = EngineConfig(**{"dtype": "bfloat16", "max_rows": 4, "buckets": (4,), **changes})
-    (stages,), _ = startup.stage_programs(config, model)
+    (stages,), _ = startup.replica_programs(config, model)
     (bucket,) = config.buckets
     texts = [stage.lower_forward(bucket, 16).as_text() for stage in stages]
     texts.append(stages[-1].lower_head(4).as_text())

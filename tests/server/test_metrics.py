@@ -86,7 +86,7 @@ def test_gauges_are_of_this_moment(serve: Serve) -> None:
         found = samples(it.app.metrics.text())
         assert (found["vllm:num_requests_running", ""], found["vllm:num_requests_waiting", ""]) == (4, 2)
         assert found["vllm:kv_cache_usage_perc", ""] == 16 / 8192
-        assert found["jaxserve_owed_tokens", ""] == 6 * 12 - 4
+        assert found["jaxserve_outstanding_tokens", ""] == 6 * 12 - 4
         it.engine.release()
         for call in calls:
             await call

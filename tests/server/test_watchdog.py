@@ -16,7 +16,8 @@ class Watched:
         self.report = SimpleNamespace(slot_milliseconds=0.01)
         self.problem: str | None = None
         self.replicas = [
-            SimpleNamespace(running=0, waiting=0, iterations=0, due_seconds=due, slots_used=0) for _ in range(replicas)
+            SimpleNamespace(running=0, waiting=0, iterations=0, expected_seconds=due, slots_used=0)
+            for _ in range(replicas)
         ]
 
     def loads(self) -> Any:
@@ -102,7 +103,7 @@ def test_a_slow_iteration_does_not_excuse_those_after_it() -> None:
     it.replicas[0].running = 1
     assert it.problems(watchdog, 4) == [None] * 8
     it.problems(watchdog, 0.5, iterate=True)
-    it.replicas[0].due_seconds = 0.05
+    it.replicas[0].expected_seconds = 0.05
     assert it.problems(watchdog, 3)[-1] is not None
 
 

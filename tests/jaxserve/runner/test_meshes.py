@@ -160,7 +160,7 @@ def test_every_layout_of_eight_devices_answers_as_one(family, policy, tensor, st
 def lowered(family: str, tensor: int = 1, stages: int = 1, num_layers: int = 2, **changes) -> list[StagePrograms]:
     """The stages' programs; nothing is on a device."""
     config = dataclasses.replace(config_of(family, num_layers), **changes)
-    return startup.stage_programs(settings("grow", tensor, stages), models.build(config))[0][0]
+    return startup.replica_programs(settings("grow", tensor, stages), models.build(config))[0][0]
 
 
 def collectives(compiled: jax.stages.Compiled) -> list[tuple[str, str]]:
@@ -242,8 +242,8 @@ def test_checkpoints_are_read_to_where_they_are_used(family, changes, saved, tmp
         path = tmp_path / "saved"
     (tmp_path / "pad.toml").write_text("[pad]\nheads = true\nvocab = true\nffn = true\n")
     config = EngineConfig(tensor=2, stages=2, dtype="float32", sharding=str(tmp_path / "pad.toml"))
-    (stages,), _ = startup.stage_programs(config, model)
-    params = weights.load(path, stages[0].model, dtype, place=startup.placement(stages))
+    (stages,), _ = startup.replica_programs(config, model)
+    params = weights.load(path, stages[0].model, dtype, place=startup.parameter_placement(stages))
     for stage in stages:
         part = model.part(params, stage.layers)
         expected = jax.tree.leaves(model.part(whole, stage.layers))
@@ -312,4 +312,4 @@ def test_invalid_layouts_are_refused_early(changes, message, tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rules.toml").write_text('[activations]\ntokens = "tensor"\n')
     with pytest.raises(ValueError, match=message):
-        startup.stage_programs(EngineConfig(**changes), models.build(config_of("bloom", 3)))
+        startup.replica_programs(EngineConfig(**changes), models.build(config_of("bloom", 3)))

@@ -110,10 +110,10 @@ def test_engine_and_command_share_a_cache_folder(params, tmp_path, monkeypatch) 
 )
 def test_a_setting_that_changes_programs_is_another_key(settings) -> None:
     model = models.build(MODEL)
-    (before,), _ = startup.stage_programs(CONFIG, model)
-    *_, after = startup.stage_programs(dataclasses.replace(CONFIG, **settings), model)[0]
+    (before,), _ = startup.replica_programs(CONFIG, model)
+    *_, after = startup.replica_programs(dataclasses.replace(CONFIG, **settings), model)[0]
     assert after[0].made_from() != before[0].made_from()
-    assert before[0].made_from() == startup.stage_programs(CONFIG, model)[0][0][0].made_from()
+    assert before[0].made_from() == startup.replica_programs(CONFIG, model)[0][0][0].made_from()
     assert " at 0x" not in after[0].made_from()  # no object's place in memory
 
 

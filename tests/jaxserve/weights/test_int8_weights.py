@@ -75,10 +75,10 @@ def test_what_is_read_is_what_memory_would_be_rounded_to(family, saved, tmp_path
         weights.convert(path, tmp_path / "saved")
         path = tmp_path / "saved"
     config = EngineConfig(tensor=4, stages=2, dtype="bfloat16", quantize="int8", max_context=96)
-    (stages,), _ = startup.stage_programs(config, model)
+    (stages,), _ = startup.replica_programs(config, model)
     exact = weights.load(tmp_path / "model", stages[0].model, jnp.dtype("float32"))
     monkeypatch.setattr(loading, "_CHUNK", 1000)
-    params = weights.load(path, stages[0].model, dtype, place=startup.placement(stages), int8=True)
+    params = weights.load(path, stages[0].model, dtype, place=startup.parameter_placement(stages), int8=True)
     for stage in stages:
         part, expected = model.part(params, stage.layers), model.part(exact, stage.layers)
         for wanted, leaf, value in zip(
@@ -119,7 +119,7 @@ def test_no_iteration_widens_a_whole_matrix() -> None:
     wide = {"model_type": "bloom", "vocab_size": 4099, "hidden_size": 384, "n_layer": 2, "n_head": 3}
     config = models.parse_config(wide)
     settings = EngineConfig(max_rows=4, buckets=(4, 12), max_context=96, quantize="int8")
-    ((stage,),), _ = startup.stage_programs(settings, models.build(config))
+    ((stage,),), _ = startup.replica_programs(settings, models.build(config))
     sizes = {leaf.shape for leaf in jax.tree.leaves(stage.params()) if len(leaf.shape) == 2}
     assert (1536, 384) in sizes
     for bucket in (4, 12):

@@ -142,7 +142,7 @@ def test_wrong_request_is_refused(message: pb.Request) -> None:
 @few
 @given(told=st.lists(plain_events | events, max_size=5))
 def test_iterations(told: list[TokenEvent]) -> None:
-    loads, records = (load(), load(due_seconds=0.25)), [record(2**40), record(1)]
+    loads, records = (load(), load(expected_seconds=0.25)), [record(2**40), record(1)]
     found = reported(2**33, loads, told, records)
     assert found == (2**33, loads, told, records)
     assert [each.num_tokens for each in found.records] == [18, 18]
