@@ -77,9 +77,15 @@ def compiled_attention(device, shape: AttentionShape, n_tokens: int, rows: int, 
 @pytest.mark.parametrize(
     ("generation", "heads", "kv_heads", "dim", "dtype", "pool", "bucket"),
     # BLOOM-176B's on every generation, the others on every other one unless all combinations are asked for. The largest
-    # takes minutes on some.
+    # take minutes on some.
     [
-        pytest.param(generation, *case, marks=pytest.mark.weekly if i and ((i + j) % 2 or case[-1] == PROMPTS) else ())
+        pytest.param(
+            generation,
+            *case,
+            marks=pytest.mark.weekly
+            if i and ((i + j) % 2 or case[-1] == PROMPTS or (case[-1] == LARGE and generation == "v4"))
+            else (),
+        )
         for i, case in enumerate(CASES)
         for j, generation in enumerate(GENERATIONS)
     ],
@@ -149,7 +155,7 @@ def test_a_step_with_weights_and_pool_in_eight_bits(tell, topology):
     assert stage.surprises == ()
 
 
-@pytest.mark.parametrize("topology", ["v4:2x2x4", "v5p:2x2x4", "v6e:4x4"])
+@pytest.mark.parametrize("topology", ["v4:2x2x4", pytest.param("v5p:2x2x4", marks=pytest.mark.weekly), "v6e:4x4"])
 def test_a_step_of_bloom_176b(tell, topology):
     """A mixed iteration over 16 devices: two all-reduces a layer and one of the embedding, the logits gathered; nothing
     else moves, and what the program needs beside weights and pool is small."""
