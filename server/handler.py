@@ -129,7 +129,13 @@ class RequestHandler:
 
     @contextlib.asynccontextmanager
     async def generate(
-        self, prompts: Sequence[Mapping[str, Any]], call: Call, *, samples: int = 1, adjust: Adjust = lambda it: it
+        self,
+        prompts: Sequence[Mapping[str, Any]],
+        call: Call,
+        *,
+        samples: int = 1,
+        adjust: Adjust = lambda it: it,
+        special_tokens: bool = False,
     ) -> AsyncIterator[Generation]:
         """Runs the requests of a call while the block lasts; they are aborted when it ends early.
 
@@ -137,6 +143,7 @@ class RequestHandler:
           prompts: fields of each prompt, as `parse_request` takes them.
           samples: requests of each prompt, next to each other in the generation.
           adjust: changes a request once its prompt is tokenized.
+          special_tokens: whether they are in the text of answers.
 
         Raises:
           InvalidRequest, QueueFull, ApiError: before anything is generated.
@@ -149,8 +156,8 @@ class RequestHandler:
             compiled = await self._compile_grammars(parsed)
             # The server makes its own ids, because two callers may send the same one.
             requests = [each for request in parsed for each in expand_samples(request, samples, self._new_id)]
-            eos_token_ids = self.engine.model_config.eos_token_ids
-            assemblers = [Assembler(request, self.engine.tokenizer, eos_token_ids) for request in requests]
+            tokenizer, eos_token_ids = self.engine.tokenizer, self.engine.model_config.eos_token_ids
+            assemblers = [Assembler(each, tokenizer, eos_token_ids, special_tokens=special_tokens) for each in requests]
             generation = Generation(call, requests, self.observers, self._delivery, assemblers, ticket)
             with self.calls.under_way(generation):
                 try:
@@ -199,6 +206,12 @@ class RequestHandler:
         if most is not None:
             room = min(room, max(most, request.sampling.min_tokens))
         return replace(request, sampling=replace(request.sampling, max_tokens=max(1, room)))
+
+    def truncate(self, request: Request, most: int) -> Request:
+        """The request with the last `most` tokens of its prompt; -1 keeps as many as fit beside its max_tokens."""
+        if most < 0:
+            most = max(1, self._longest - request.sampling.max_tokens)
+        return replace(request, prompt=request.prompt[-most:])
 
     @property
     def _longest(self) -> int:

@@ -139,11 +139,21 @@ class Assembler:
     completed within the first `min_tokens` tokens is ordinary text. After a stop string the caller must abort the
     request in the engine.
 
+    Args:
+      special_tokens: whether special tokens have text, but for the one that ends the request.
+
     Raises:
       InvalidRequest: the request has stop strings and there is no tokenizer to make text.
     """
 
-    def __init__(self, request: Request, tokenizer: Tokenizer | None, eos_token_ids: Iterable[int] = ()) -> None:
+    def __init__(
+        self,
+        request: Request,
+        tokenizer: Tokenizer | None,
+        eos_token_ids: Iterable[int] = (),
+        *,
+        special_tokens: bool = False,
+    ) -> None:
         sampling = request.sampling
         if sampling.stop and tokenizer is None:
             raise InvalidRequest("stop", "needs a tokenizer, and this checkpoint has none; use stop_token_ids")
@@ -151,7 +161,7 @@ class Assembler:
         self._ending = frozenset(sampling.stop_token_ids)
         if not sampling.ignore_eos:
             self._ending |= frozenset(eos_token_ids)
-        self._stream = None if tokenizer is None else tokenizer.stream(request.prompt)
+        self._stream = None if tokenizer is None else tokenizer.stream(request.prompt, special_tokens=special_tokens)
         self._held = ""  # text that may be the beginning of a stop string
         self._texts: list[str] = []
         self._token_ids: list[int] = []

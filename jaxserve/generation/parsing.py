@@ -15,12 +15,14 @@ from jaxserve.generation import bad_words, chat
 from jaxserve.request import Request
 from jaxserve.sampling_params import SAMPLING_PARAMS, Grammar, SamplingParams
 from jaxserve.structured_output import grammar
+from jaxserve.text.chat_template import ChatTemplate
 from jaxserve.text.tokenizer import Tokenizer
 
 MAX_STOP_LENGTH = 1024  # characters of a stop string
 
 _PROMPTS = ("prompt", "prompt_token_ids", "messages")  # a request has one of them
-_PROMPT_FIELDS = (*_PROMPTS, "add_generation_prompt")
+_CHAT_FIELDS = ("add_generation_prompt", "chat_template_kwargs", "reasoning_effort")
+PROMPT_FIELDS = (*_PROMPTS, *_CHAT_FIELDS, "add_special_tokens")
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 
 
@@ -43,7 +45,10 @@ def parse_request(
     against the vocabulary here; the engine does that.
 
     `messages` are a chat (see `chat.read`). The checkpoint's chat template turns them into the prompt, which ends with
-    the start of an answer unless `add_generation_prompt` is false. Rendering a template may take up to a second.
+    the start of an answer unless `add_generation_prompt` is false. `chat_template_kwargs` are more variables of the
+    template, and so is `reasoning_effort`, where the template reads it. Rendering may take up to a second.
+    `add_special_tokens` says whether the tokenizer adds its special tokens to the text; by default it does so to a
+    prompt, and not to a chat, whose template has them.
 
     Args:
       defaults: sampling parameters that are used where the request has none (`defaults.read`).
@@ -53,7 +58,7 @@ def parse_request(
       InvalidRequest: naming the field; for an unknown field, the message suggests a similar one.
     """
     # The sampling parameters first, because tokenising a long prompt takes time.
-    sampling = parse_sampling({name: value for name, value in fields.items() if name not in _PROMPT_FIELDS}, defaults)
+    sampling = parse_sampling({name: value for name, value in fields.items() if name not in PROMPT_FIELDS}, defaults)
     if sampling.bad_words:
         runs = bad_words.token_ids(sampling.bad_words, tokenizer)
         sampling = dataclasses.replace(sampling, bad_word_tokens=runs)
@@ -88,7 +93,7 @@ def parse_sampling(fields: Mapping[str, Any], defaults: Mapping[str, Any] = Mapp
 
 
 def _unknown(name: object) -> str:
-    near = difflib.get_close_matches(str(name), (*_PROMPT_FIELDS, *SAMPLING_PARAMS), n=1)
+    near = difflib.get_close_matches(str(name), (*PROMPT_FIELDS, *SAMPLING_PARAMS), n=1)
     return f"is not a field of a request; did you mean {near[0]}?" if near else "is not a field of a request"
 
 
@@ -98,42 +103,62 @@ def _prompt(fields: Mapping[str, Any], tokenizer: Tokenizer | None) -> tuple[int
         raise InvalidRequest("prompt", "is missing")
     if len(given) > 1:
         raise InvalidRequest(given[0], f"and {given[1]} are both given; give one")
-    if fields.get("add_generation_prompt") is not None and given != ["messages"]:
-        raise InvalidRequest("add_generation_prompt", "is only for messages, which are missing")
+    for name in _CHAT_FIELDS:
+        if fields.get(name) is not None and given != ["messages"]:
+            raise InvalidRequest(name, "is only for messages, which are missing")
+    wanted = fields.get("add_special_tokens")
+    special_tokens = given != ["messages"] if wanted is None else _bool("add_special_tokens", wanted)
     if given == ["messages"]:
-        return _tokenise_chat(fields, tokenizer)
+        return _tokenise_chat(fields, tokenizer, special_tokens=special_tokens)
     if given == ["prompt"]:
-        return _tokenise_text(fields["prompt"], tokenizer)
+        return _tokenise_text(fields["prompt"], tokenizer, special_tokens=special_tokens)
     ids = _integers("prompt_token_ids", fields["prompt_token_ids"])
     if not ids:
         raise InvalidRequest("prompt_token_ids", "is empty; a prompt needs at least one token")
     return ids
 
 
-def _tokenise_text(text: Any, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+def _tokenise_text(text: Any, tokenizer: Tokenizer | None, *, special_tokens: bool) -> tuple[int, ...]:
     if not isinstance(text, str):
         raise InvalidRequest("prompt", f"is {shown(text)}; it must be a string (token ids go into prompt_token_ids)")
     if tokenizer is None:
         raise InvalidRequest("prompt", "needs a tokenizer, and this checkpoint has none; give prompt_token_ids")
     if not text:
         raise InvalidRequest("prompt", "is empty; it needs at least one character")
-    return _tokenise("prompt", text, tokenizer, special_tokens=True)
+    return _tokenise("prompt", text, tokenizer, special_tokens=special_tokens)
 
 
-def _tokenise_chat(fields: Mapping[str, Any], tokenizer: Tokenizer | None) -> tuple[int, ...]:
+def _tokenise_chat(fields: Mapping[str, Any], tokenizer: Tokenizer | None, *, special_tokens: bool) -> tuple[int, ...]:
     messages, given = chat.read(fields["messages"]), fields.get("add_generation_prompt")
     add_generation_prompt = True if given is None else _bool("add_generation_prompt", given)
     if tokenizer is None:
         raise InvalidRequest("messages", "need a tokenizer, and this checkpoint has none; give prompt_token_ids")
     if tokenizer.chat_template is None:
         raise InvalidRequest("messages", "need a chat template, and this checkpoint has none; give prompt")
+    variables = _template_variables(fields, tokenizer.chat_template)
     try:
-        text = tokenizer.chat_template.render(messages, add_generation_prompt=add_generation_prompt)
+        text = tokenizer.chat_template.render(
+            messages, add_generation_prompt=add_generation_prompt, variables=variables
+        )
     except ValueError as problem:
         raise InvalidRequest("messages", str(problem)) from problem
     if not text:
         raise InvalidRequest("messages", "give an empty prompt under the chat template")
-    return _tokenise("messages", text, tokenizer, special_tokens=False)  # the template adds special tokens
+    return _tokenise("messages", text, tokenizer, special_tokens=special_tokens)
+
+
+def _template_variables(fields: Mapping[str, Any], template: ChatTemplate) -> dict[str, Any]:
+    given, effort = fields.get("chat_template_kwargs"), fields.get("reasoning_effort")
+    if given is not None and not isinstance(given, Mapping):
+        raise InvalidRequest("chat_template_kwargs", f"is {shown(given)}; it must map names to values")
+    variables = {str(name): value for name, value in (given or {}).items()}
+    if effort is None:
+        return variables
+    if "reasoning_effort" in template.variables:
+        return {"reasoning_effort": effort} | variables
+    if effort != "none":
+        raise InvalidRequest("reasoning_effort", "is not served: this checkpoint's chat template does not read it")
+    return variables
 
 
 def _tokenise(field: str, text: str, tokenizer: Tokenizer, *, special_tokens: bool) -> tuple[int, ...]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import datetime
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import jinja2
+from jinja2 import meta
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -26,6 +28,9 @@ class ChatTemplate:
       source: the template in Jinja.
       special_tokens: texts of the special tokens by names such as `bos_token`.
 
+    Attributes:
+      variables: names that the template reads and does not define.
+
     Raises:
       ValueError: the template is not valid Jinja.
     """
@@ -38,6 +43,7 @@ class ChatTemplate:
         self._special_tokens = special_tokens
         try:
             self._template = environment.from_string(source)
+            self.variables = frozenset(meta.find_undeclared_variables(environment.parse(source)))
         except jinja2.TemplateError as problem:
             raise ValueError(f"the chat template is not valid Jinja: {problem}") from problem
 
@@ -65,21 +71,31 @@ class ChatTemplate:
             raise ValueError(f"{config}: chat_template must be a string or a list of named strings")
         return cls(source, special_tokens)
 
-    def render(self, messages: Sequence[dict[str, str]], *, add_generation_prompt: bool) -> str:
+    def render(
+        self,
+        messages: Sequence[dict[str, str]],
+        *,
+        add_generation_prompt: bool,
+        variables: Mapping[str, Any] = MappingProxyType({}),
+    ) -> str:
         """Renders messages as the text that the model was trained on, including special tokens.
 
         Args:
           messages: each with `role` and `content`.
           add_generation_prompt: whether the text ends with the start of an answer.
+          variables: more names for the template; those that it does not read change nothing.
 
         Raises:
-          ValueError: the template rejects these messages, or the text is too long or takes too long.
+          ValueError: a variable has a name that is taken, the template rejects these messages, or the text is too long
+            or takes too long.
         """
+        known = {"messages": list(messages), "add_generation_prompt": add_generation_prompt, "tools": None}
+        known |= self._special_tokens
+        if taken := sorted(known.keys() & variables.keys()):
+            raise ValueError(f"cannot be rendered with another value of {taken[0]}")
         until, pieces, size = time.monotonic() + _MAX_SECONDS, [], 0
         try:
-            for piece in self._template.generate(
-                messages=list(messages), add_generation_prompt=add_generation_prompt, tools=None, **self._special_tokens
-            ):
+            for piece in self._template.generate(known | dict(variables)):
                 pieces.append(piece)
                 size += len(piece)
                 if size > _MAX_TEXT or time.monotonic() > until:

@@ -68,13 +68,13 @@ class Tokenizer:
         """Decodes token ids, without special tokens and ids outside the vocabulary."""
         return self.text([token for token in ids if self.is_text(token)])
 
-    def stream(self, prompt: Sequence[int] = ()) -> TextStream:
-        """A stream that decodes the tokens after this prompt."""
-        return TextStream(self, prompt)
+    def stream(self, prompt: Sequence[int] = (), *, special_tokens: bool = False) -> TextStream:
+        """A stream that decodes the tokens after this prompt, perhaps with the names of special tokens."""
+        return TextStream(self, prompt, special_tokens=special_tokens)
 
-    def is_text(self, token: int) -> bool:
-        """Whether a token can have text: it is in the tokenizer's vocabulary and not special."""
-        return token not in self._special and 0 <= token < self.vocab_size
+    def is_text(self, token: int, *, special_tokens: bool = False) -> bool:
+        """Whether a token can have text: it is in the tokenizer's vocabulary and, unless they count, not special."""
+        return (special_tokens or token not in self._special) and 0 <= token < self.vocab_size
 
     def _token_bytes(self, token: int) -> bytes:
         """UTF-8 bytes of one token, which may be a part of a character; the name of a special token."""
@@ -87,7 +87,7 @@ class Tokenizer:
         return bytes(_BYTES[letter] for letter in name) if set(name) <= _BYTES.keys() else text.encode()
 
     def text(self, ids: list[int]) -> str:
-        """Decodes tokens that all can have text (`is_text`)."""
+        """Decodes tokens that all can have text (`is_text`), special ones as their names."""
         return self._tokenizer.decode(ids, False)
 
 
@@ -99,11 +99,11 @@ class TextStream:
     `tokenizers.DecodeStream` does the same, but holds back a long run of invalid bytes to its end, in quadratic time.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), *, special_tokens: bool = False) -> None:
+        self._tokenizer, self._special_tokens = tokenizer, special_tokens
         self._window: list[int] = []
         for token in reversed(prompt):
-            if tokenizer.is_text(token):
+            if tokenizer.is_text(token, special_tokens=special_tokens):
                 self._window.append(token)
                 if len(self._window) == _CONTEXT:
                     break
@@ -117,7 +117,7 @@ class TextStream:
         """The text that these tokens complete."""
         out = ""
         for token in tokens:
-            if self._tokenizer.is_text(token):
+            if self._tokenizer.is_text(token, special_tokens=self._special_tokens):
                 self._window.append(token)
                 out += self._take()
         return out

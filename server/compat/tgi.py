@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,12 +13,13 @@ from jaxserve.sampling_params import MAX_STOP, SAMPLING_PARAMS, Grammar
 from jaxserve.structured_output import grammar
 from jaxserve.text.tokenizer import Tokenizer
 from server.call import Call, Generation
+from server.compat.tgi_schemas import TgiBody, TgiGrammar, TgiParameters
 from server.errors import ApiError, ErrorKind
 from server.handler import RequestHandler
 from server.http import logprobs
 from server.http.call import HttpCall
 from server.http.openai import finished
-from server.http.schemas import TgiBody, TgiGrammar, TgiParameters, seed_of
+from server.http.schemas import seed_of
 
 STATUSES = {ErrorKind.INVALID: 422, ErrorKind.UNSUPPORTED: 422, ErrorKind.FAILED: 424}
 _DEFAULT_MAX_NEW_TOKENS = 100
@@ -62,12 +62,15 @@ class Generate:
             [{"prompt": body.inputs} | fields],
             Call(id=http_call.id, protocol="http"),
             samples=samples,
-            adjust=lambda request: _truncated(request, given.truncate),
+            adjust=lambda request: self._truncated(request, given.truncate),
         ) as generation:
             if streams:
                 await answer.stream(http_call, generation)
             else:
                 await http_call.json(await answer.whole(generation))
+
+    def _truncated(self, request: Request, most: int | None) -> Request:
+        return request if most is None else self._handler.truncate(request, most)
 
 
 def _fields(given: TgiParameters) -> dict[str, Any]:
@@ -103,10 +106,6 @@ def _grammar(given: TgiGrammar) -> Grammar:
     if given.type == "json_schema" and isinstance(schema, dict) and "schema" in schema:
         schema = schema["schema"]
     return grammar.json_schema("grammar", schema)
-
-
-def _truncated(request: Request, most: int | None) -> Request:
-    return request if most is None else dataclasses.replace(request, prompt=request.prompt[-most:])
 
 
 class _Answer:

@@ -14,12 +14,14 @@ from starlette.types import Receive, Scope, Send
 from server.call import new_id
 from server.errors import ApiError, ErrorKind
 from server.handler import RequestHandler
+from server.http.body import IgnoredLog, ignored_fields, warning_header
 
 MAX_BODY_BYTES = 4 * 2**20
 DONE = b"[DONE]"  # the last event of a stream in OpenAI's API
 BODY_SECONDS = 30.0  # within which the body must arrive
 _MAX_FIELDS = 512  # of one object in the body
 
+_ignored_log = IgnoredLog()
 _Model = TypeVar("_Model", bound=pydantic.BaseModel)
 _STATUS = {
     ErrorKind.INVALID: 400,
@@ -52,6 +54,7 @@ class HttpCall:
     Attributes:
       id: for answer and log.
       path_params: values of the route's parameters.
+      ignored: names of fields in the body that the call does not read.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class HttpCall:
         self.id = new_id()
         self.path_params: Mapping[str, Any] = scope.get("path_params", {})
         self.has_started = False
+        self.ignored: list[str] = []
         self.is_abandoned = False  # whether the client has disconnected
         self._headers: dict[bytes, bytes] = dict(scope["headers"])
         self._receive, self._send, self._full = receive, send, full
@@ -80,7 +84,11 @@ class HttpCall:
         task = asyncio.current_task()
         assert task is not None
         self._watcher = asyncio.create_task(self._watch(task))
-        return _parsed(body, model)
+        value, parsed = _parsed(body, model)
+        self.ignored = list(ignored_fields(value, parsed))
+        if self.ignored:
+            _ignored_log.add(self.ignored)
+        return parsed
 
     async def _read(self) -> bytes:
         too_large = HttpError(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
@@ -133,6 +141,8 @@ class HttpCall:
 
     async def _start(self, status: int, headers: Mapping[str, str]) -> None:
         self.has_started = True
+        if self.ignored:
+            headers = {**headers, "warning": warning_header(self.ignored)}
         named = {**headers, "x-request-id": self.id, "x-content-type-options": "nosniff"}
         raw = [(name.encode(), value.encode("latin-1")) for name, value in named.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": raw})
@@ -200,7 +210,8 @@ def encoded(value: Any) -> bytes:
         return json.dumps(value).encode()
 
 
-def _parsed(body: bytes, model: type[_Model]) -> _Model:
+def _parsed(body: bytes, model: type[_Model]) -> tuple[dict[str, Any], _Model]:
+    """A body as JSON has it, and as a value of the model."""
     try:
         value = json.loads(body, parse_constant=_no_constant, object_pairs_hook=_object)
     except RecursionError:
@@ -208,13 +219,13 @@ def _parsed(body: bytes, model: type[_Model]) -> _Model:
     except ValueError as problem:  # also text that is not UTF-8
         raise ApiError(ErrorKind.INVALID, f"the body is not JSON: {problem}") from None
     try:
-        return model.model_validate(value)
+        return value, model.model_validate(value)
     except pydantic.ValidationError as problem:
         first = problem.errors(include_url=False, include_context=False, include_input=False)[0]
         path = ".".join(map(str, first["loc"]))
         field = str(first["loc"][0]) if first["loc"] else None
-        text = "is not a field of this call" if first["type"] == "extra_forbidden" else first["msg"]
-        raise ApiError(ErrorKind.INVALID, f"{path}: {text}" if path else text, field=field) from None
+        text = f"{path}: {first['msg']}" if path else first["msg"]
+        raise ApiError(ErrorKind.INVALID, text, field=field) from None
 
 
 def _no_constant(name: str) -> None:

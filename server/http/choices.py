@@ -38,22 +38,31 @@ class Choice:
             delta = delta._replace(text="", token_ids=(), logprobs=(), top_logprobs=())
             reason = reason and "length"
         text, prompt_scored = delta.text, self._prompt(delta)
-        if body.echo and not self._has_begun:
+        is_first, self._has_begun = not self._has_begun, True
+        if body.echo and is_first:
             text = self._prompt_text() + text
-        self._has_begun = True
         lines: dict[str, Any] | None = None
         if body.logprobs is not None:
             lines = self._legacy.add([*(prompt_scored if body.echo else ()), *logprobs.generated(delta)])
         asked = body.prompt_logprobs is not None and bool(prompt_scored)
-        if not text and reason is None and not asked and not (lines and lines["tokens"]):
+        ids = list(delta.token_ids) if body.return_token_ids else []
+        if not text and reason is None and not asked and not ids and not (lines and lines["tokens"]):
             return []
         choice = {"index": self._index, "text": text, "logprobs": lines, "finish_reason": reason}
         if asked:
             choice["prompt_logprobs"] = logprobs.by_id(self._tokenizer, prompt_scored)
+        if body.return_token_ids:
+            choice["token_ids"] = ids
+            if is_first:
+                choice["prompt_token_ids"] = list(self._request.prompt)
         return [choice]
 
     def of_the_call(self, completion: Completion) -> dict[str, Any]:
         """Fields that the first choice adds to the complete answer."""
+        return {}
+
+    def of_the_stream(self) -> dict[str, Any]:
+        """Fields that the first choice adds to the first chunk."""
         return {}
 
     def _prompt(self, delta: Delta) -> list[logprobs.Scored]:
@@ -68,9 +77,9 @@ class Choice:
 
     def _prompt_text(self) -> str:
         given: str | Sequence[int] = self._body.prompt[self._index // (self._body.n or 1)]
-        if isinstance(given, str):
+        if isinstance(given, str) and self._body.truncate_prompt_tokens is None:
             return given
-        return "" if self._tokenizer is None else self._tokenizer.decode(given)
+        return "" if self._tokenizer is None else self._tokenizer.decode(self._request.prompt)
 
 
 class ChatChoice(Choice):
@@ -82,7 +91,7 @@ class ChatChoice(Choice):
             "message": {"role": "assistant", "content": completion.text, "refusal": None},
             "logprobs": self._logprobs(completion.delta) if self._body.logprobs else None,
             "finish_reason": _REASONS[completion.finish_reason],
-        }
+        } | self._token_ids(completion.delta)
 
     def pieces(self, delta: Delta) -> list[dict[str, Any]]:
         found = []
@@ -90,15 +99,23 @@ class ChatChoice(Choice):
             found.append(self._piece({"role": "assistant", "content": ""}))
         self._has_begun = True
         scored = self._logprobs(delta) if self._body.logprobs and delta.token_ids else None
-        if delta.text or scored is not None or delta.finish_reason is not None:
+        ids = self._token_ids(delta)
+        if delta.text or scored is not None or delta.finish_reason is not None or any(ids.values()):
             content = {"content": delta.text} if delta.text or scored is not None else {}
-            found.append(self._piece(content, scored, _REASONS[delta.finish_reason]))
+            found.append(self._piece(content, scored, _REASONS[delta.finish_reason]) | ids)
         return found
 
     def of_the_call(self, completion: Completion) -> dict[str, Any]:
-        if self._body.prompt_logprobs is None:
-            return {}
-        return {"prompt_logprobs": logprobs.by_id(self._tokenizer, self._prompt(completion.delta))}
+        found = self.of_the_stream()
+        if self._body.prompt_logprobs is not None:
+            found["prompt_logprobs"] = logprobs.by_id(self._tokenizer, self._prompt(completion.delta))
+        return found
+
+    def of_the_stream(self) -> dict[str, Any]:
+        return {"prompt_token_ids": list(self._request.prompt)} if self._body.return_token_ids else {}
+
+    def _token_ids(self, delta: Delta) -> dict[str, Any]:
+        return {"token_ids": list(delta.token_ids)} if self._body.return_token_ids else {}
 
     def _piece(self, delta: Any, scored: Any = None, reason: str | None = None) -> dict[str, Any]:
         return {"index": self._index, "delta": delta, "logprobs": scored, "finish_reason": reason}

@@ -69,11 +69,18 @@ class Completions:
             cache_salt=body.cache_salt,
             deadline=None if body.timeout is None else time.monotonic() + body.timeout,
         )
-        adjust = self._filled if body.fills_context else lambda request: request
+
+        def adjust(request: Request) -> Request:
+            if body.truncate_prompt_tokens is not None:
+                request = self._handler.truncate(request, body.truncate_prompt_tokens)
+            return self._filled(request) if body.fills_context else request
+
         if (params := body.beams) is not None:
             await http_call.json(await self._searched(body, call, params, prompts, adjust))
             return
-        async with self._handler.generate(prompts, call, samples=samples, adjust=adjust) as generation:
+        async with self._handler.generate(
+            prompts, call, samples=samples, adjust=adjust, special_tokens=not body.skip_special_tokens
+        ) as generation:
             if body.stream:
                 await self._stream(http_call, body, generation, usage_wanted)
             else:
@@ -113,9 +120,17 @@ class Completions:
     async def _stream(self, http_call: HttpCall, body: Any, generation: Generation, usage_wanted: bool) -> None:
         header = self._header(http_call.id, chunk=True) | ({"usage": None} if usage_wanted else {})
         choices = [self._chosen(body, request, index) for index, request in enumerate(generation.requests)]
+        prompts = [len(request.prompt) for request in generation.requests[:: body.n or 1]]
+        generated, first = 0, choices[0].of_the_stream()
         async for deltas in generation:
-            pieces = [piece for index, delta in deltas for piece in choices[index].pieces(delta)]
-            await http_call.events(header | {"choices": [piece]} for piece in pieces)
+            events = []
+            for index, delta in deltas:
+                generated += len(delta.token_ids)
+                usage = {"usage": _usage(prompts, [generated])} if body.continuous_usage else {}
+                for piece in choices[index].pieces(delta):
+                    events.append(header | usage | first | {"choices": [piece]})
+                    first = {}
+            await http_call.events(events)
         last = []
         if usage_wanted:
             completions = [generation.completion(index) for index in range(len(choices))]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, create_model, field_validator
+from pydantic import Field, create_model, field_validator
 from pydantic_core import PydanticCustomError
 
 from jaxserve.errors import InvalidRequest
@@ -15,6 +15,7 @@ from jaxserve.generation.beam_search import FIELDS, BeamParams, parse_beam_param
 from jaxserve.generation.samples import MAX_SAMPLES
 from jaxserve.sampling_params import MAX_LOGPROBS, MAX_STOP, SAMPLING_PARAMS, Grammar
 from jaxserve.structured_output import grammar
+from server.http.body import Body
 
 MAX_PROMPTS = 1024  # most prompts in one call
 _MAX_REQUESTS = 1024  # most requests of one call
@@ -23,12 +24,6 @@ _DEFAULT_MAX_TOKENS = 16  # of a completion, as in OpenAI's API
 Seed = int | float
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 Stops = Annotated[list[str], Field(max_length=MAX_STOP, fail_fast=True)]
-
-
-class Body(BaseModel):
-    """A body that refuses unknown fields and converts no types."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
 
 def _field(param: Param) -> tuple[Any, None]:
@@ -42,19 +37,19 @@ def _field(param: Param) -> tuple[Any, None]:
     return kinds.get(param.kind, param.kind) | None, None
 
 
-def _body(name: str, *params: Param) -> type[Body]:
+def sampling_body(name: str, *params: Param) -> type[Body]:
     fields: Any = {param.name: _field(param) for param in params}
     return create_model(name, __base__=Body, **fields)
 
 
 # Each protocol has its own fields for grammars and logprobs.
-_PLAIN_PARAMS = [param for name, param in SAMPLING_PARAMS.items() if name not in ("grammar", "logprobs")]
-_OpenAISampling = _body("_OpenAISampling", *_PLAIN_PARAMS)
-_TgiSampling = _body("_TgiSampling", *(param for param in _PLAIN_PARAMS if param.in_tgi))
+PLAIN_PARAMS = [param for name, param in SAMPLING_PARAMS.items() if name not in ("grammar", "logprobs")]
+_OpenAISampling = sampling_body("_OpenAISampling", *PLAIN_PARAMS)
 
 
 class StreamOptions(Body):
     include_usage: bool = False
+    continuous_usage_stats: bool = False
 
 
 class JsonSchema(Body):
@@ -114,10 +109,10 @@ class OpenAIBody(_OpenAISampling):
     use_beam_search: bool | None = None
     length_penalty: float | None = None
     early_stopping: bool | None = None
-    # OpenAI's clients send these; they have no effect.
-    user: str | None = None
-    metadata: dict[str, str] | None = Field(default=None, max_length=16)
-    store: bool | None = None
+    skip_special_tokens: bool = True
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = Field(default=None, ge=-1)
+    return_token_ids: bool = False
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -152,6 +147,11 @@ class OpenAIBody(_OpenAISampling):
         return wanted[0] if wanted else None
 
     @property
+    def tokenizing(self) -> dict[str, Any]:
+        """How a prompt becomes tokens, as `parse_request` takes it."""
+        return {} if self.add_special_tokens is None else {"add_special_tokens": self.add_special_tokens}
+
+    @property
     def fills_context(self) -> bool:
         """Whether the answer may fill the rest of the context."""
         return False
@@ -164,7 +164,16 @@ class OpenAIBody(_OpenAISampling):
             for name in ("stream", "echo"):
                 if getattr(self, name, None):
                     raise InvalidRequest(name, "is not served with use_beam_search: the best is known only at the end")
+            if not self.skip_special_tokens:
+                raise InvalidRequest("skip_special_tokens", "is not served with use_beam_search")
         return params
+
+    @field_validator("truncate_prompt_tokens")
+    @classmethod
+    def _keeps_tokens(cls, given: int | None) -> int | None:
+        if given == 0:
+            raise PydanticCustomError("tokens", "must be at least 1, or -1 for as many as fit")
+        return given
 
     @property
     def usage_wanted(self) -> bool:
@@ -172,6 +181,11 @@ class OpenAIBody(_OpenAISampling):
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options", "needs stream to be true")
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether each chunk has the usage so far."""
+        return self.usage_wanted and self.stream_options is not None and self.stream_options.continuous_usage_stats
 
 
 class CompletionBody(OpenAIBody):
@@ -209,7 +223,8 @@ class CompletionBody(OpenAIBody):
     @property
     def prompts(self) -> list[dict[str, Any]]:
         """The fields of each prompt, as `parse_request` takes them."""
-        return [{"prompt" if isinstance(one, str) else "prompt_token_ids": one} for one in self.prompt]
+        names = ["prompt" if isinstance(one, str) else "prompt_token_ids" for one in self.prompt]
+        return [{name: one} | self.tokenizing for name, one in zip(names, self.prompt, strict=True)]
 
     @property
     def samples(self) -> int:
@@ -230,10 +245,14 @@ class ChatBody(OpenAIBody):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
 
     @property
     def prompts(self) -> list[dict[str, Any]]:
-        return [{"messages": chat.read(self.messages), "add_generation_prompt": self.add_generation_prompt}]
+        names = ("add_generation_prompt", "chat_template_kwargs", "reasoning_effort")
+        fields = {name: getattr(self, name) for name in names} | self.tokenizing
+        return [{"messages": chat.read(self.messages)} | fields]
 
     @property
     def samples(self) -> int:
@@ -250,7 +269,7 @@ class ChatBody(OpenAIBody):
             if self.max_tokens not in (None, self.max_completion_tokens):
                 raise InvalidRequest("max_tokens", "and max_completion_tokens differ; give one")
             fields["max_tokens"] = self.max_completion_tokens
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs", "needs logprobs to be true")
         fields.pop("logprobs", None)
         if self.logprobs:
@@ -271,36 +290,6 @@ class TokenizeBody(Body):
 class DetokenizeBody(Body):
     tokens: TokenIds
     model: str | None = None
-
-
-class TgiGrammar(Body):
-    type: Literal["json", "json_schema", "regex"]
-    value: dict[str, Any] | str
-
-
-class TgiParameters(_TgiSampling):
-    """TGI's parameters; `tgi.py` refuses those that are not served."""
-
-    best_of: int | None = Field(default=None, ge=1, le=MAX_SAMPLES)
-    decoder_input_details: bool = False
-    details: bool = False
-    do_sample: bool = False
-    grammar: TgiGrammar | None = None
-    adapter_id: str | None = None
-    max_new_tokens: int | None = Field(default=None, ge=1)
-    return_full_text: bool | None = None
-    seed: Seed | None = None
-    stop: Stops = Field(default_factory=list)
-    temperature: float | None = Field(default=None, gt=0)
-    top_n_tokens: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
-    truncate: int | None = Field(default=None, ge=1)
-    watermark: bool = False
-
-
-class TgiBody(Body):
-    inputs: str
-    parameters: TgiParameters | None = None
-    stream: bool = False
 
 
 def _is_ids(value: Any) -> bool:

@@ -15,8 +15,10 @@ import pytest
 
 from jaxserve import models
 from jaxserve.engine import Engine
+from jaxserve.generation import parsing
 from jaxserve.sampling_params import SAMPLING_PARAMS
 from server.commands import cli
+from server.compat import tgi_schemas
 from server.grpc.server import OPEN_SERVICES, ROUTER_SERVICES
 from server.http import schemas
 from server.proto.inference import open_inference_grpc_pb2
@@ -30,7 +32,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "features.md").read_text(encoding="utf-8")
 # Fields that are accepted without effect, refused by name, or not read.
 NO_FEATURES = {
-    "openai": {"user", "metadata", "store", "suffix"},
+    "openai": {"suffix"},
     "tgi": {"parameters", "adapter_id", "watermark"},
     "vllm": {
         *("sampling_params", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output"),
@@ -91,13 +93,13 @@ def test_request_fields_are_complete() -> None:
         for name, parameter in inspect.signature(method).parameters.items()
         if parameter.kind is parameter.KEYWORD_ONLY
     }
-    python = {*SAMPLING_PARAMS, *terms, "prompt", "prompt_token_ids", "messages", "add_generation_prompt", "id"}
+    python = {*SAMPLING_PARAMS, *terms, *parsing.PROMPT_FIELDS, "id"}
     assert set(names["Python"]) == python | {"Engine.stream", "Engine.beam_search"}
     sampling = flags_of("generate") & flags_of("client")
     assert set(names["command line"]) == sampling | {"--prompt", "--model"}
     openai = {*schemas.CompletionBody.model_fields, *schemas.ChatBody.model_fields} - NO_FEATURES["openai"]
     assert set(names["OpenAI"]) == openai
-    tgi = {*schemas.TgiParameters.model_fields, *schemas.TgiBody.model_fields} - NO_FEATURES["tgi"]
+    tgi = {*tgi_schemas.TgiParameters.model_fields, *tgi_schemas.TgiBody.model_fields} - NO_FEATURES["tgi"]
     assert set(names["TGI"]) == tgi | {"/generate_stream"}
     vllm = fields_of(vllm_engine_pb2.GenerateRequest, vllm_engine_pb2.SamplingParams) - NO_FEATURES["vllm"]
     assert set(names["vLLM"]) == vllm

@@ -88,7 +88,7 @@ def test_a_stream_has_an_event_a_token(serve_http: Serve, path: str, more: dict[
 )
 def test_what_draws_and_what_is_greedy(given: dict[str, Any], temperature: float) -> None:
     from server.compat.tgi import _fields
-    from server.http.schemas import TgiParameters
+    from server.compat.tgi_schemas import TgiParameters
 
     assert _fields(TgiParameters(**given))["temperature"] == temperature
 
@@ -105,7 +105,7 @@ def test_what_draws_and_what_is_greedy(given: dict[str, Any], temperature: float
         ("grammar", {"grammar": {"type": "regex", "value": {}}}),
         ("grammar", {"grammar": {"type": "lark", "value": "a"}}),
         ("top_p", {"top_p": 1.5}),
-        ("nonsense", {"nonsense": 1}),
+        ("logit_bias", {"logit_bias": {"1": 1}}),
         ("max_tokens", {"max_new_tokens": 5000}),
     ],
 )

@@ -8,6 +8,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from server.compat import tgi_schemas
 from server.http import schemas
 
 OPENAI = ("/v1/completions", "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/models/x")
@@ -18,9 +19,10 @@ KSERVE = (
 )
 NOWHERE = ("/v1/models/%00", "/..%2f", "/metrics", "/nowhere", "/live?after=x")
 STATUSES = {200, 400, 404, 405, 408, 411, 413, 415, 422, 429, 431, 501, 504}  # 500 and 424 are failures of ours
-BODIES = (schemas.CompletionBody, schemas.ChatBody, schemas.TgiBody, schemas.TgiParameters, schemas.DetokenizeBody)
+TGI_BODIES = (tgi_schemas.TgiBody, tgi_schemas.TgiParameters)
+BODIES = (schemas.CompletionBody, schemas.ChatBody, schemas.DetokenizeBody, *TGI_BODIES)
 FIELDS = tuple(sorted({field.alias or name for body in BODIES for name, field in body.model_fields.items()}))
-TGI_FIELDS = (*schemas.TgiBody.model_fields, *schemas.TgiParameters.model_fields)
+TGI_FIELDS = tuple(name for body in TGI_BODIES for name in body.model_fields)
 # What makes a request that is answered, if no other field is wrong.
 RIGHT: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": ["abc", "x"], "max_tokens": 5},

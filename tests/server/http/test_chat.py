@@ -79,7 +79,7 @@ def test_a_stream_begins_with_the_role(serve_http: Serve) -> None:
     [
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages"),
-        ({"messages": CHAT, "tools": []}, "tools"),
+        ({"messages": CHAT, "tools": [{}]}, "tools"),
         ({"messages": CHAT, "top_logprobs": 2}, "top_logprobs"),
         ({"messages": CHAT, "stream": True, "prompt_logprobs": 0}, "prompt_logprobs"),
         ({"messages": CHAT, "max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),

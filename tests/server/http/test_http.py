@@ -88,7 +88,6 @@ def test_models_tokens_and_versions_are_told(serve_http: Serve) -> None:
         ("logprobs", {"prompt": "a", "logprobs": 21}),
         ("logit_bias", {"prompt": "a", "logit_bias": {"a": 1}}),
         ("stream_options", {"prompt": "a", "stream_options": {"include_usage": True}}),
-        ("top_kk", {"prompt": "a", "top_kk": 1}),
     ],
 )
 def test_a_wrong_field_is_named(serve_http: Serve, param: str, body: dict[str, Any]) -> None:

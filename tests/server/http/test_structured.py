@@ -73,7 +73,7 @@ def test_every_form_becomes_the_same_request(
         ({"guided_choice": []}, "guided_choice", "at least one"),
         ({"guided_grammar": "nothing"}, "guided_grammar", "cannot be compiled"),
         ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex", "unclosed group"),
-        ({"structured_outputs": {"tag": "a"}}, "structured_outputs", "is not a field"),
+        ({"structured_outputs": {"structural_tag": "a"}}, "structured_outputs.structural_tag", "is not served"),
         ({"guided_regex": "a", "guided_json": SCHEMA}, "guided_regex", "and guided_json are both given; give one"),
         (
             {"guided_regex": "a", "response_format": {"type": "json_object"}},
