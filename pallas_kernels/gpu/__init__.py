@@ -84,8 +84,9 @@ class GpuBackend:
             return f"pool of {shape.pool_dtype}; it serves float32, bfloat16 and int8"
         if shape.head_dim > 256:
             return f"head_dim {shape.head_dim}; it serves up to 256"
-        if shape.group > 64:
-            return f"{shape.group} query heads to a key head; it serves up to 64"
+        most = 64 if is_exact(shape) else 128
+        if shape.group > most:
+            return f"{shape.group} query heads of {shape.dtype} to a key head; it serves up to {most}"
         return None
 
     def default_block_size(self, shape: AttentionShape) -> int:
@@ -182,7 +183,7 @@ def _prompt_tiling(shape: AttentionShape, n_tokens: int) -> Tiling:
     else:
         most, slots, warps, stages = 128, 64 if wide <= 128 else 32, 8, 2
     rows = max(min(max(most, power_of_two(shape.group)), power_of_two(n_tokens * shape.group)), LEAST_DOT)
-    return Tiling(rows, slots, warps if rows == most else 4, stages)
+    return Tiling(rows, slots, warps if rows >= most else 4, stages)
 
 
 def _decode_tiling(shape: AttentionShape) -> Tiling:
@@ -190,7 +191,9 @@ def _decode_tiling(shape: AttentionShape) -> Tiling:
     if shape.group == 1:
         return Tiling(1, max(LANE_NUMBERS // width(shape), 1), 4, 1)
     rows, wide = max(power_of_two(shape.group), LEAST_DOT), width(shape) > 128
-    return Tiling(rows, 16 if wide else 32, 8, 1) if is_exact(shape) else Tiling(rows, 32 if wide else 64, 4, 3)
+    if is_exact(shape):
+        return Tiling(rows, 16 if wide else 32, 8, 1)
+    return Tiling(rows, 32 if wide else 64, 4 if rows <= 64 else 8, 3)
 
 
 def _n_parts(items: int, shape: AttentionShape, window: int | None = None) -> int:

@@ -39,6 +39,7 @@ MODELS = [
     (14, 14, 128, "bfloat16", "bfloat16"),
     (16, 16, 64, "bfloat16", "bfloat16"),
     (32, 32, 128, "bfloat16", "bfloat16"),
+    (71, 1, 64, "bfloat16", "bfloat16"),
     (4, 2, 80, "bfloat16", "bfloat16"),
     (6, 2, 96, "bfloat16", "int8"),
     (3, 3, 256, "bfloat16", "bfloat16"),

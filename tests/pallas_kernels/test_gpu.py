@@ -44,6 +44,17 @@ def test_parts_of_a_context_are_put_together(harness, heads, kv_heads):
     h.check([(c, 3), (a, 1)])  # tokens of a chunk that go alone
 
 
+@pytest.mark.interpret
+def test_one_query_of_many_heads_fills_a_tile(harness):
+    """71 heads to a key head, as Falcon-7B has: a prompt tile of 128 rows holds one query."""
+    sizes = {"block": 16, "max_blocks": 8, "n_blocks": 24, "bucket": 32}
+    h = harness(GpuBackend(interpret=True), heads=71, kv_heads=1, dtype="bfloat16", pool="bfloat16", **sizes)
+    assert gpu._prompt_tiling(h.shape, 32).rows == 128
+    a, b = h.add_row(), h.add_row()
+    h.check([(a, 20), (b, 1)])
+    h.check([(a, 1), (b, 30)])
+
+
 prepare = jax.jit(GpuBackend().prepare, static_argnums=1)
 
 
@@ -80,7 +91,8 @@ def test_a_bucket_of_no_more_tokens_than_rows_has_no_tiles():
 def test_refusals():
     for change, words in (
         ({"head_dim": 320}, "head_dim 320; it serves up to 256"),
-        ({"num_heads": 96, "num_kv_heads": 1}, "96 query heads to a key head"),
+        ({"num_heads": 160, "num_kv_heads": 1}, "160 query heads of bfloat16 to a key head; it serves up to 128"),
+        ({"num_heads": 96, "num_kv_heads": 1, "dtype": np.dtype(np.float32)}, "it serves up to 64"),
         ({"dtype": np.dtype(np.float16)}, "queries of float16"),
         ({"pool_dtype": np.dtype(np.uint8)}, "pool of uint8"),
     ):
