@@ -17,6 +17,7 @@ from jaxserve import models, weights
 from jaxserve.config import EngineConfig
 from jaxserve.loop import EngineLoop
 from jaxserve.models.schema import ModelConfig
+from jaxserve.plan.predict import with_buckets
 from jaxserve.runner import cache_folder, kv_cache
 from jaxserve.runner.draft_model import DraftModel
 from jaxserve.runner.layout import bucket_sizes, lay_out
@@ -32,6 +33,7 @@ from jaxserve.startup_report import StartupReport
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.weights import is_matrix
 from sharding import mesh, specs
+from sharding.devices import of_kind
 from sharding.fit import check_weights
 from sharding.spec import read as read_spec
 
@@ -147,6 +149,7 @@ def start(
     """
     cache = program_cache(config)
     started = time.perf_counter()
+    config, buckets_reason = settled_buckets(config, replicas[0])
     sizes = bucket_sizes(config)
     pipelines = [[StageRunner(stage, params, sizes, cache) for stage in programs] for programs in replicas]
     runners = [runner for stages in pipelines for runner in stages]
@@ -164,10 +167,17 @@ def start(
         n_blocks,
         progress,
         attention_reason=attention_reason,
+        buckets_reason=buckets_reason,
         programs_loaded=0 if cache is None else cache.loaded,
         load_seconds=load_seconds,
         compile_seconds=time.perf_counter() - started,
     )
+
+
+def settled_buckets(config: EngineConfig, programs: Sequence[StagePrograms]) -> tuple[EngineConfig, str]:
+    """The settings with the buckets for these devices, and why these (see `predict.with_buckets`)."""
+    device = programs[0].mesh.devices.flat[0]
+    return with_buckets(config, programs, of_kind(device.device_kind, _num_devices(config)))
 
 
 def program_cache(config: EngineConfig) -> ProgramCache | None:
@@ -191,6 +201,7 @@ def finish(
     progress: Progress,
     *,
     attention_reason: str,
+    buckets_reason: str,
     programs_loaded: int,
     load_seconds: float,
     compile_seconds: float,
@@ -240,6 +251,7 @@ def finish(
         kv_cache_dtype=str(shape.attention.pool_dtype),
         attention=shape.backend.name,
         attention_reason=attention_reason,
+        buckets_reason=buckets_reason,
         slots=n_blocks * shape.attention.block_size,
         block_size=shape.attention.block_size,
         max_rows=config.max_rows,

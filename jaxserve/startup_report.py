@@ -19,6 +19,7 @@ class StartupReport:
       replicas: copies of the model.
       padding: the model's axes that are held with more than it has, such as "vocab 50,257 held as 50,258"; or empty.
       weight_bytes / pool_bytes: on all devices together.
+      buckets_reason: why the buckets are these, in words.
       slots: slots of each replica.
       buckets: bucket costs, measured on the first replica.
       slot_milliseconds: added milliseconds of an iteration per slot that it reads (a decode at context 100 reads 100).
@@ -41,6 +42,7 @@ class StartupReport:
     kv_cache_dtype: str
     attention: str
     attention_reason: str
+    buckets_reason: str
     slots: int
     block_size: int
     max_rows: int

@@ -106,6 +106,20 @@ _DEVICES = (
 )
 DEVICES: Mapping[str, Device] = {device.name: device for device in _DEVICES}
 
+# How jax names them (`device_kind`), by the start of the name.
+_KINDS = {
+    "TPU v4": "v4",
+    "TPU v5 lite": "v5e",
+    "TPU v5e": "v5e",
+    "TPU v5": "v5p",
+    "TPU v6": "v6e",
+    "TPU7x": "tpu7x",
+    "NVIDIA A100-SXM4-40GB": "a100-40g",
+    "NVIDIA A100-SXM4-80GB": "a100-80g",
+    "NVIDIA H100 80GB HBM3": "h100",
+    "NVIDIA H200": "h200",
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
@@ -178,6 +192,18 @@ def parse(text: str) -> Topology:
         what = "machines x GPUs" if device.platform == "gpu" else f"chips along {device.dimensions} axes"
         raise ValueError(f"topology {text!r}: {name} comes in {what}, such as {name}:{_example(device)}")
     return Topology(device=device, shape=shape)
+
+
+def of_kind(device_kind: str, count: int) -> Topology | None:
+    """`count` devices of the kind that jax names so, near each other; None if the kind is not in the table."""
+    start = next((start for start in _KINDS if device_kind.startswith(start)), None)
+    if start is None:
+        return None
+    device = DEVICES[_KINDS[start]]
+    if device.platform == "gpu":
+        return Topology(device=device, shape=(1, count))
+    chips = max(count // device.chip_devices, 1)
+    return Topology(device=device, shape=(chips, *[1] * (device.dimensions - 1)))
 
 
 def _example(device: Device) -> str:

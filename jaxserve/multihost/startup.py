@@ -61,6 +61,7 @@ class _Prepared(NamedTuple):
       programs: of all stages.
       stages: runners of the stages on this host, and a `RemoteStage` for each of the others.
       figures: for the start-up report, as `startup.finish` takes them.
+      config: the settings, with the buckets that are compiled.
     """
 
     programs: list[StagePrograms]
@@ -68,6 +69,7 @@ class _Prepared(NamedTuple):
     links: list[Link]
     n_blocks: int
     figures: dict[str, Any]
+    config: EngineConfig
 
 
 def lead(
@@ -94,13 +96,14 @@ def lead(
         group.join()
         tokenizer = Tokenizer.from_directory(path)
         prepared = _prepare(path, config, cluster, group, progress, tell)
+        config = prepared.config
         group.place(stages_of(config, cluster.hosts))
         pipeline = MasterPipeline(prepared.stages, prepared.links, group, distributed.leave)
         group.agree("ready", 1)
         group.reached("measuring buckets")
         group.phase(_MEASURING_DEADLINE, serving=False)
         started = startup.finish(config, [pipeline], [], prepared.n_blocks, progress, **prepared.figures)
-        recorder = _recorder(path, config, cluster, prepared)
+        recorder = _recorder(path, cluster, prepared)
         group.on_failure = lambda problem: write_record(recorder, str(problem), tell)
         slowest = max(cost.milliseconds for cost in started.report.buckets) / 1000
         deadline = cluster.deadline(slowest)
@@ -152,7 +155,7 @@ def follow(
     answers = cluster.host == min(host for host, each in places.items() if last in each)
     recorder = grammars = None
     if last in here:
-        recorder, grammars = _recorder(path, config, cluster, prepared), _grammars(path, pipeline)
+        recorder, grammars = _recorder(path, cluster, prepared), _grammars(path, pipeline)
         membership.on_failure = lambda reason: write_record(recorder, reason, tell)
     membership.follow(pipeline, prepared.n_blocks, stages=here, answers=answers, recorder=recorder, grammars=grammars)
     distributed.leave()
@@ -187,6 +190,7 @@ def _prepare(
     startup.program_cache(config)  # jax's own cache, for programs that span several hosts
     folder = cache_folder.of(config.compilation_cache)
     cache = None if folder is None else ProgramCache(folder)
+    config, buckets_reason = startup.settled_buckets(config, programs)
     sizes, read = bucket_sizes(config), 0
     stages: list[StageRunner | RemoteStage] = []
 
@@ -214,11 +218,12 @@ def _prepare(
     links = choose_links(programs, sizes, cluster, party, tell)
     figures = {
         "attention_reason": reason,
+        "buckets_reason": buckets_reason,
         "programs_loaded": 0 if cache is None else cache.loaded,
         "load_seconds": loaded - started,
         "compile_seconds": time.perf_counter() - loaded,
     }
-    return _Prepared(programs, stages, links, n_blocks, figures)
+    return _Prepared(programs, stages, links, n_blocks, figures, config)
 
 
 def _devices(config: EngineConfig, cluster: ClusterConfig) -> list[Any]:
@@ -269,17 +274,17 @@ def _facts(path: str | Path, config: EngineConfig, cluster: ClusterConfig) -> li
     return facts(config, cluster, bucket_sizes(config), weights.fingerprint(path), same)
 
 
-def _recorder(path: str | Path, config: EngineConfig, cluster: ClusterConfig, prepared: _Prepared) -> FlightRecorder:
+def _recorder(path: str | Path, cluster: ClusterConfig, prepared: _Prepared) -> FlightRecorder:
     """A recorder that describes this engine to a replay on one machine."""
     shape = prepared.programs[0].shape
     settled = dataclasses.replace(
-        config,
+        prepared.config,
         dtype=str(shape.attention.dtype),
         kv_cache_dtype=str(shape.attention.pool_dtype),
         block_size=shape.attention.block_size,
         max_context=shape.max_context,
         slots=prepared.n_blocks * shape.attention.block_size,
-        buckets=tuple(bucket_sizes(config)),
+        buckets=bucket_sizes(prepared.config),
         tensor=1,
         stages=1,
         in_flight=None,

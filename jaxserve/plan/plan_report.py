@@ -115,7 +115,7 @@ def _iterations(plan: Plan) -> Section:
         f"{1e6 * fit.layer_seconds:.0f} us a layer"
     )
     title = f"Iterations: decodes at context {deployment.context:,}, then prompts; ms of the slowest stage"
-    return Section(title, columns, rows, [note])
+    return Section(title, columns, rows, [note, f"Buckets: {plan.buckets_reason}"])
 
 
 def compiled(plan: Plan, stages: Sequence[CompiledStage]) -> Section:

@@ -10,17 +10,23 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
+from jaxserve.config import EngineConfig
 from jaxserve.models.schema import ModelConfig
 from jaxserve.plan import collectives
 from jaxserve.plan.cost import AttentionLoad, ExpertLoad, Fit, Roofline, Seconds, StageLoad
 from jaxserve.plan.deployment import Deployment, model_of, programs
 from jaxserve.runner import kv_cache
+from jaxserve.runner.layout import bucket_sizes
 from jaxserve.runner.lowering import StagePrograms
 from jaxserve.runner.sharded_parameters import ShardedParameter, group_layers, is_of_experts, parameters_of
+from jaxserve.scheduler import buckets
 from jaxserve.weights import naming
+from sharding.devices import Topology
 from sharding.fit import check_weights
 
 REQUEST = 2048  # tokens of a request, for "requests that fit"
+_PROMPT = 1024  # tokens of the prompts that the default buckets are chosen for
+_ACTIVATION_SHARE = 1 / 64  # of a device's memory that the largest default bucket may take
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +111,7 @@ class Plan:
       padding: logical axis -> (size in the model, padded size).
       memory: bytes of a device, and the usable part.
       slots: slots that fit on every stage, in whole blocks.
+      buckets_reason: why the buckets are these, in words.
     """
 
     deployment: Deployment
@@ -117,6 +124,7 @@ class Plan:
     slots: int
     stages: tuple[StagePlan, ...]
     buckets: tuple[BucketPlan, ...]
+    buckets_reason: str
 
     @property
     def requests(self) -> int:
@@ -146,6 +154,8 @@ def predict(deployment: Deployment) -> Plan:
       ValueError: the deployment is not possible (see `programs`), or the weights do not fit (see `check_weights`).
     """
     programs_of_stages = programs(deployment)
+    engine, reason = with_buckets(deployment.engine, programs_of_stages, deployment.topology)
+    deployment = replace(deployment, engine=engine)
     attention = programs_of_stages[0].shape.attention
     memory = deployment.topology.device.memory
     usable = int(memory * kv_cache.ACCELERATOR_SHARE)
@@ -167,9 +177,48 @@ def predict(deployment: Deployment) -> Plan:
         slots=slots,
         stages=tuple(stage.with_pool(slots, usable) for stage in stages),
         buckets=(),
+        buckets_reason=reason,
     )
     roofline = plan.roofline() if plan.is_known else None
     return replace(plan, buckets=tuple(bucket_plan(deployment, roofline, tokens) for tokens in deployment.buckets))
+
+
+def with_buckets(
+    engine: EngineConfig, stages: Iterable[StagePrograms], topology: Topology | None
+) -> tuple[EngineConfig, str]:
+    """The settings with the buckets to compile, and why these, in words.
+
+    Where buckets or a token budget are given, they stand. Otherwise the ladder goes up while the roofline says that a
+    larger bucket makes a token cheaper (see `buckets.doublings_that_pay`), and the bucket's activations are small.
+
+    Args:
+      topology: the devices; None if they are none whose speed is known, such as CPUs.
+    """
+    if engine.buckets is not None or engine.token_budget is not None or engine.deterministic:
+        return engine, "as given"
+    unknown = replace(engine, buckets=bucket_sizes(engine)), "the speed of these devices is not known before the start"
+    if topology is None:
+        return unknown
+    parts = [(stage, parameters_of(stage)) for stage in stages]
+    loads = [_load(*each) for each in parts]
+    if any(load.collectives is None for load in loads):
+        return unknown
+    roofline = Roofline(loads, topology, dtype=str(parts[0][0].shape.attention.dtype))
+
+    def seconds(tokens: int) -> float:
+        if any(activation_bytes(*each, tokens) > _ACTIVATION_SHARE * topology.device.memory for each in parts):
+            return math.inf
+        prompts = [(0, min(_PROMPT, tokens - start)) for start in range(0, tokens, _PROMPT)]
+        return max(stage.total for stage in roofline(prompts))
+
+    sizes = bucket_sizes(engine, buckets.doublings_that_pay(bucket_sizes(engine)[-1], seconds))
+    top = sizes[-1]
+    once, twice = seconds(top), seconds(2 * top)
+    more = "too much memory" if math.isinf(twice) else f"{1e3 * twice:.0f} ms, {1 - twice / 2 / once:.1%} less a token"
+    return replace(engine, buckets=sizes), (
+        f"up to {top:,} tokens by the roofline of {topology.device.name}: {1e3 * once:.0f} ms; {2 * top:,} would take "
+        f"{more}"
+    )
 
 
 def count_parameters(config: ModelConfig) -> tuple[int, int]:

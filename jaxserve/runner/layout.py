@@ -88,10 +88,14 @@ def lay_out(
     return programs, reason
 
 
-def bucket_sizes(config: EngineConfig) -> tuple[int, ...]:
-    """Token counts that are compiled."""
+def bucket_sizes(config: EngineConfig, doublings: int = 0) -> tuple[int, ...]:
+    """Token counts that are compiled.
+
+    Args:
+      doublings: of the largest default size (see `buckets.default_sizes`).
+    """
     sizes = config.buckets or buckets.default_sizes(
-        config.max_rows, config.token_budget, objective=config.target_tpot is not None
+        config.max_rows, config.token_budget, objective=config.target_tpot is not None, doublings=doublings
     )
     return sizes[-1:] if config.deterministic else sizes
 

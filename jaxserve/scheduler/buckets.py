@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import ceil, inf, log2
 
 MAX_DEFAULT_BUCKETS = 8  # each costs a compilation at start; an objective adds one between each two
+# Limits of the default buckets: tokens, seconds of an iteration, and what a token must save for a larger one.
+LARGEST_DEFAULT, LONGEST_DEFAULT, LEAST_SAVING = 8192, 0.25, 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +112,9 @@ class BucketLadder:
         return sizes[fills] if apart < together else sizes[holds_all]
 
 
-def default_sizes(max_rows: int, token_budget: int | None, *, objective: bool = False) -> tuple[int, ...]:
+def default_sizes(
+    max_rows: int, token_budget: int | None, *, objective: bool = False, doublings: int = 0
+) -> tuple[int, ...]:
     """The bucket sizes to measure when none are given: two geometric series.
 
     There are at most MAX_DEFAULT_BUCKETS. One is `max_rows`, so that a full batch of decodes has no padding. Larger
@@ -119,6 +123,9 @@ def default_sizes(max_rows: int, token_budget: int | None, *, objective: bool = 
 
     With an objective for the time between tokens, iterations are as large as the objective allows. One more size half
     way between each two keeps what it allows from being wasted.
+
+    Args:
+      doublings: larger sizes to add, each twice the one before (see `doublings_that_pay`).
     """
     top = token_budget or max(256, 4 * max_rows)
     rows = min(max_rows, top)
@@ -128,9 +135,29 @@ def default_sizes(max_rows: int, token_budget: int | None, *, objective: bool = 
     sizes = {rows, top}
     sizes.update(_rounded(rows * (top / rows) ** (step / above)) for step in range(1, above))
     sizes.update(_rounded(rows ** (step / (below + 1))) for step in range(1, below + 1))
+    sizes.update(top << step for step in range(1, doublings + 1))
     if objective:
         sizes.update((low + high) // 2 for low, high in pairwise(sorted(sizes)))
     return tuple(sorted(sizes))
+
+
+def doublings_that_pay(top: int, seconds: Callable[[int], float]) -> int:
+    """How often to double the largest bucket, by a cost model: while each time a token gets cheaper by LEAST_SAVING.
+
+    Large iterations share the reading of the weights and the overhead of layers among more tokens. Once arithmetic is
+    most of an iteration, a larger one only makes others wait longer, so none takes more than LONGEST_DEFAULT seconds.
+
+    Args:
+      top: the largest bucket so far.
+      seconds: of an iteration with this many prompt tokens.
+    """
+    doublings = 0
+    while 2 * top <= LARGEST_DEFAULT:
+        once, twice = seconds(top), seconds(2 * top)
+        if twice > min(2 * (1 - LEAST_SAVING) * once, LONGEST_DEFAULT):
+            break
+        top, doublings = 2 * top, doublings + 1
+    return doublings
 
 
 def _rounded(size: float) -> int:

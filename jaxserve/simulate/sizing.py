@@ -16,6 +16,7 @@ from jaxserve.plan import drawing
 from jaxserve.plan.deployment import Deployment
 from jaxserve.plan.search import Candidate, search
 from jaxserve.plan.tables import table
+from jaxserve.scheduler.buckets import LARGEST_DEFAULT
 from jaxserve.simulate.ladder import best_ladder
 from jaxserve.simulate.outcome import Distribution
 from jaxserve.simulate.policy_comparison import system_of
@@ -24,7 +25,7 @@ from jaxserve.simulate.virtual_clock import Arrival, arrivals
 from jaxserve.simulate.workload import Workload
 
 _ROWS = 256  # largest number of rows to try
-_GRID = (1, 2, 4, 8, *range(16, 1025, 16))  # candidate bucket sizes
+_GRID = (1, 2, 4, 8, *range(16, 1024, 16), *range(1024, LARGEST_DEFAULT + 1, 128))  # candidate bucket sizes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -158,6 +158,7 @@ def show(report: StartupReport, *, model: str) -> None:
         ("memory", f"weights {_bytes(report.weight_bytes)}{rounded}, pool {_bytes(report.pool_bytes)}"),
         ("slots", f"{report.slots:,} in blocks of {report.block_size}, {report.kv_cache_dtype}{each}"),
         ("batch", f"{report.max_rows} rows of up to {report.max_context:,} tokens{each}"),
+        ("buckets", report.buckets_reason),
         (
             "start",
             f"load {report.load_seconds:.1f} s, compile {report.compile_seconds:.1f} s ({report.programs_loaded} of "

@@ -104,6 +104,7 @@ def _simulate(args: argparse.Namespace, out: Console) -> dict[str, Any]:
     from jaxserve.simulate import policy_comparison
 
     plan = predict(deployment)
+    deployment = plan.deployment
     system = policy_comparison.system_of(plan, deployment.engine)
     with console.progress_bars() as progress:
         replays = policy_comparison.compare(
@@ -120,6 +121,7 @@ def _simulate(args: argparse.Namespace, out: Console) -> dict[str, Any]:
         out.print(f"[bold]{title}[/bold]")
         buckets = ", ".join(str(cost.size) for cost in system.costs)
         out.print(f"{deployment.engine.max_rows} rows, {system.slots:,} slots, buckets {buckets}")
+        out.print(f"buckets: {plan.buckets_reason}")
         for note in workload.notes:
             out.print(note)
         policy_comparison.show(figures, objective, system.slots, out)

@@ -142,6 +142,7 @@ class FakeEngine:
             quantize=None,
             kv_cache_dtype="float32",
             attention_reason="it repeats what it hears",
+            buckets_reason="as given",
             slots=self.slots_total,
             block_size=16,
             max_rows=self.config.max_rows,

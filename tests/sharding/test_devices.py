@@ -60,3 +60,23 @@ def test_groups_are_as_fast_as_the_links_that_they_span():
     halves = devices.parse("tpu7x:2x2x1")
     assert halves.group_bandwidth(2) == 600 * GB  # within a chip
     assert halves.group_bandwidth(4) == 50 * GB  # half of a chip's link
+
+
+@pytest.mark.parametrize(
+    ("kind", "topology"),
+    [
+        ("NVIDIA H200", "h200:8"),
+        ("NVIDIA H100 80GB HBM3", "h100:8"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40g:8"),
+        ("TPU v5 lite", "v5e:8x1"),
+        ("TPU v5p", "v5p:8x1x1"),
+        ("TPU v6 lite", "v6e:8x1"),
+        ("TPU7x", "tpu7x:4x1x1"),
+        ("cpu", None),
+        ("NVIDIA L4", None),
+    ],
+)
+def test_devices_are_found_by_the_name_that_jax_has_for_them(kind, topology):
+    found = devices.of_kind(kind, 8)
+    assert found == (None if topology is None else devices.parse(topology))
+    assert found is None or found.num_devices == 8

@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 
 from jaxserve.plan import model_catalog
-from jaxserve.plan.predict import count_parameters, predict
+from jaxserve.plan.deployment import programs
+from jaxserve.plan.predict import count_parameters, predict, with_buckets
 from sharding import devices, specs
 from tests.jaxserve.plan.questions import BLOOM, GPT2, LLAMA, named, question
 
@@ -213,7 +214,8 @@ def test_a_model_is_found_by_name_file_or_directory(tmp_path):
 def test_no_device_is_started():
     program = """
 from tests.jaxserve.plan.questions import BLOOM, question
-from jaxserve.plan.predict import count_parameters, predict
+from jaxserve.plan.deployment import programs
+from jaxserve.plan.predict import count_parameters, predict, with_buckets
 from jax._src import xla_bridge
 predict(question(BLOOM, tensor=4))
 print(list(xla_bridge._backends))
@@ -225,3 +227,40 @@ print(list(xla_bridge._backends))
 def test_gpt2_positions_are_held_whole():
     parts = {part.name: part for part in predict(question(GPT2, tensor=4)).stages[0].parameters}
     assert parts["embed.positions.table"].local == parts["embed.positions.table"].shape == (512, 128)
+
+
+@pytest.mark.parametrize(
+    ("name", "topology", "settings", "top"),
+    [
+        ("llama-3-70b", "h200:8", {"tensor": 8, "max_rows": 128}, 2048),
+        ("bloom-176b", "a100-80g:8", {"tensor": 8}, 512),  # 1,024 would take more than 0.25 s
+        ("gpt3-13b", "h100:1", {"max_rows": 64}, 4096),
+        ("gpt3-13b", "h100:1", {"max_rows": 64, "token_budget": 300}, 300),
+        ("gpt3-13b", "h100:1", {"max_rows": 64, "buckets": (8, 64)}, 64),
+        ("gpt3-13b", "h100:1", {"max_rows": 64, "deterministic": True, "slot_policy": "reserve"}, 256),
+    ],
+)
+def test_the_largest_default_bucket_follows_the_roofline(name, topology, settings, top):
+    plan = predict(named(name, topology, **settings))
+    assert (plan.deployment.buckets[-1], plan.buckets[-1].tokens) == (top, top)
+    given = not {"token_budget", "buckets", "deterministic"}.isdisjoint(settings)
+    assert plan.buckets_reason.startswith("as given" if given else f"up to {top:,} tokens by the roofline of ")
+
+
+def test_larger_buckets_take_little_memory(monkeypatch):
+    small, large = (
+        predict(named("gpt3-13b", "h100:1", max_rows=64, buckets=buckets)) for buckets in ((8, 64, 256), None)
+    )
+    assert large.deployment.buckets[-1] == 4096
+    assert large.slots > 0.98 * small.slots
+    monkeypatch.setattr("jaxserve.plan.predict._ACTIVATION_SHARE", 1 / 512)
+    held = predict(named("gpt3-13b", "h100:1", max_rows=64))
+    assert held.deployment.buckets[-1] == 512
+    assert "1,024 would take too much memory" in held.buckets_reason
+
+
+def test_devices_of_unknown_speed_keep_the_measured_ladder():
+    asked = named("gpt2", "h100:1", max_rows=8)
+    engine, reason = with_buckets(asked.engine, programs(asked), None)
+    assert engine.buckets == (2, 4, 8, 16, 32, 64, 128, 256)
+    assert "not known" in reason

@@ -3,8 +3,19 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from jaxserve.scheduler.buckets import MAX_DEFAULT_BUCKETS, BucketCost, BucketLadder, default_sizes
+from jaxserve.scheduler.buckets import (
+    LARGEST_DEFAULT,
+    LEAST_SAVING,
+    LONGEST_DEFAULT,
+    MAX_DEFAULT_BUCKETS,
+    BucketCost,
+    BucketLadder,
+    default_sizes,
+    doublings_that_pay,
+)
 
 # Measured on two CPU cores with a model of 560 million parameters, in float32 (rounded).
 CPU = {2: 50.0, 4: 60.0, 8: 72.0, 16: 85.0, 32: 120.0, 64: 180.0, 128: 300.0, 256: 560.0}
@@ -122,3 +133,26 @@ def test_the_default_ladder_of_eight_rows():
     assert default_sizes(8, None) == (2, 4, 8, 16, 32, 64, 128, 256)
     assert default_sizes(8, 64) == (2, 3, 5, 8, 16, 32, 64)
     assert default_sizes(8, 64, objective=True) == (2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
+
+
+@given(
+    fixed=st.floats(1e-4, 1.0), token=st.floats(1e-7, 1e-2), top=st.sampled_from([64, 256, 300, 512, 1000, 4096, 9000])
+)
+def test_the_ladder_goes_up_while_a_token_gets_cheaper(fixed, token, top):
+    def seconds(tokens: int) -> float:
+        return fixed + token * tokens
+
+    doublings = doublings_that_pay(top, seconds)
+    for step in range(doublings):
+        once, twice = seconds(top << step), seconds(top << step + 1)
+        assert twice <= LONGEST_DEFAULT
+        assert 1 - twice / 2 / once >= LEAST_SAVING - 1e-9
+    last = top << doublings
+    assert last <= max(LARGEST_DEFAULT, top)
+    saved = 1 - seconds(2 * last) / 2 / seconds(last)
+    assert 2 * last > LARGEST_DEFAULT or seconds(2 * last) > LONGEST_DEFAULT or saved < LEAST_SAVING + 1e-9
+
+
+def test_doublings_extend_the_default_ladder():
+    assert default_sizes(8, None, doublings=2) == (*default_sizes(8, None), 512, 1024)
+    assert default_sizes(8, None, objective=True, doublings=1)[-3:] == (256, 384, 512)
