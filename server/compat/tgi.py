@@ -1,4 +1,4 @@
-"""The HTTP API of text-generation-inference (TGI): /generate, /generate_stream and /info."""
+"""The HTTP API of text-generation-inference (TGI): /generate, /generate_stream, / and /info."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ class Generate:
     """`/generate` and `/generate_stream` of one model.
 
     Args:
-      streams: True streams, False answers once, None follows the body's `stream`.
+      streams: True streams, False answers once. None is for `/`: it follows the body's `stream`, answers a list, and
+        returns the prompt with the answer by default, as TGI does for models that generate text.
     """
 
     def __init__(self, handler: RequestHandler, *, streams: bool | None) -> None:
@@ -53,6 +54,8 @@ class Generate:
     async def __call__(self, http_call: HttpCall) -> None:
         body = await http_call.body(TgiBody)
         given = body.parameters or TgiParameters()
+        if self._streams is None and given.return_full_text is None:
+            given.return_full_text = True
         streams = body.stream if self._streams is None else self._streams
         fields, samples = _fields(given), given.best_of or 1
         if streams and samples > 1:
@@ -67,7 +70,8 @@ class Generate:
             if streams:
                 await answer.stream(http_call, generation)
             else:
-                await http_call.json(await answer.whole(generation))
+                whole = await answer.whole(generation)
+                await http_call.json([whole] if self._streams is None else whole)
 
     def _truncated(self, request: Request, most: int | None) -> Request:
         return request if most is None else self._handler.truncate(request, most)

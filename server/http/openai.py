@@ -26,6 +26,7 @@ _TYPES = {
     ErrorKind.UNAVAILABLE: "service_unavailable_error",
     ErrorKind.FAILED: "internal_server_error",
 }
+_TGI_NAMES = ("tgi", "dummy")  # TGI's clients name every model so
 _CODES = {ErrorKind.QUEUE_FULL: "queue_full", ErrorKind.NOT_FOUND: "not_found"}
 
 
@@ -42,7 +43,7 @@ def error_of(refusal: ApiError) -> dict[str, Any]:
 
 def check_model(body: Any, name: str) -> None:
     """Raises ApiError (404) if a call names a model that is not served."""
-    if body.model is not None and body.model != name:
+    if body.model not in (None, name, *_TGI_NAMES):
         raise ApiError(
             ErrorKind.NOT_FOUND, f"model: {body.model[:100]!r} is not served here; {name!r} is", field="model"
         )
@@ -144,8 +145,13 @@ class Completions:
     def _header(self, call_id: str, *, chunk: bool = False) -> dict[str, Any]:
         """The first fields of every answer and every chunk."""
         kind = "chat.completion.chunk" if chunk and self._schema is ChatBody else self._kind
-        model = self._handler.model_name
-        return {"id": f"{self._prefix}-{call_id}", "object": kind, "created": int(time.time()), "model": model}
+        return {
+            "id": f"{self._prefix}-{call_id}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": self._handler.model_name,
+            "system_fingerprint": f"jaxserve-{self._handler.version}",
+        }
 
 
 async def finished(generation: Generation) -> list[Completion]:

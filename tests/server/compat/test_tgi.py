@@ -39,7 +39,32 @@ def test_generate_answers_with_text_and_details(serve_http: Serve) -> None:
         assert await ask(it, "/generate", inputs="abc", parameters={"max_new_tokens": 1}) == {"generated_text": "a"}
         assert len((await ask(it, "/generate", inputs="abc"))["generated_text"]) == 100
         full = {"max_new_tokens": 1, "return_full_text": True, "truncate": 2}
-        assert await ask(it, "/", inputs="abc", parameters=full) == {"generated_text": "abcb"}
+        assert await ask(it, "/generate", inputs="abc", parameters=full) == {"generated_text": "abcb"}
+
+    serve_http(scenario)
+
+
+def test_the_root_answers_a_list_with_the_prompt(serve_http: Serve) -> None:
+    async def scenario(it: Served) -> None:
+        one = {"max_new_tokens": 1}
+        assert await ask(it, "/", inputs="abc", parameters=one) == [{"generated_text": "abca"}]
+        without = one | {"return_full_text": False}
+        assert await ask(it, "/", inputs="abc", parameters=without) == [{"generated_text": "a"}]
+        (last,) = [event async for event in events(it, "/", inputs="abc", parameters=one, stream=True)]
+        assert last["generated_text"] == "abca"
+        status, answer = await post(it, "/", inputs="abc", parameters={"top_p": 2})
+        assert (status, answer["error_type"]) == (422, "validation")
+
+    serve_http(scenario)
+
+
+@pytest.mark.parametrize("name", ["tgi", "dummy"])
+def test_the_names_that_clients_give_every_model(serve_http: Serve, name: str) -> None:
+    async def scenario(it: Served) -> None:
+        chat = [{"role": "user", "content": "Hi"}]
+        answer = await ask(it, "/v1/chat/completions", model=name, messages=chat, max_tokens=2)
+        assert answer["model"] == "echo"
+        assert (await ask(it, "/v1/completions", model=name, prompt="abc"))["model"] == "echo"
 
     serve_http(scenario)
 
@@ -65,7 +90,8 @@ def test_a_stream_has_an_event_a_token(serve_http: Serve, path: str, more: dict[
         assert texts == ["a", "b", "c", "", "é", "a", "b", "c", ""]
         assert found[0]["token"] == {"id": 97, "text": "a", "logprob": 0.0, "special": False}
         assert all(event["generated_text"] is None and event["details"] is None for event in found[:-1])
-        assert found[-1]["generated_text"] == "abcéabc\ufffd"
+        prompt = "abcé" if path == "/" else ""
+        assert found[-1]["generated_text"] == prompt + "abcéabc\ufffd"
         ending = {"finish_reason": "length", "generated_tokens": 9, "seed": 5, "input_length": 5}
         assert found[-1]["details"] == ending
         ended = [event async for event in events(it, "/generate_stream", inputs="abab", parameters={"stop": ["ba"]})]

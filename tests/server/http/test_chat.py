@@ -17,7 +17,7 @@ TEXT = "<system>Be<user>Hi<bot>"  # what the template makes of it
 def test_a_chat_is_answered_by_its_template(serve_http: Serve) -> None:
     async def scenario(it: Served) -> None:
         answer = await ask(it, PATH, messages=CHAT, max_completion_tokens=8)
-        assert answer["object"] == "chat.completion"
+        assert (answer["object"], answer["system_fingerprint"]) == ("chat.completion", "jaxserve-1.2.3")
         (choice,) = answer["choices"]
         assert choice["message"] == {"role": "assistant", "content": TEXT[:8], "refusal": None}
         assert (choice["finish_reason"], choice["logprobs"]) == ("length", None)

@@ -10,6 +10,7 @@ import pytest
 from jaxserve.text.chat_template import ChatTemplate
 from server.http import call as http_call
 from server.http.body import IgnoredLog
+from server.http.schemas import ChatBody, CompletionBody
 from tests.server.conftest import Served
 from tests.server.fake_engine import EOS
 from tests.server.http.http_calls import ask, events, post
@@ -75,7 +76,8 @@ async def answer_to(it: Served, path: str, **body: Any) -> httpx.Response:
 def test_fields_that_change_nothing_are_taken(serve_http: Serve, path: str) -> None:
     async def scenario(it: Served) -> None:
         plain = await ask(it, path, **RIGHT[path])
-        for more in (HARMLESS, dict.fromkeys(HARMLESS), dict.fromkeys(UNLIKE)):
+        fields = dict.fromkeys({*CompletionBody.model_fields, *ChatBody.model_fields} - RIGHT[path].keys())
+        for more in (HARMLESS, dict.fromkeys(HARMLESS), dict.fromkeys(UNLIKE), fields):
             answer = await answer_to(it, path, **more)
             assert answer.status_code == 200, answer.text
             assert answer.json()["choices"] == plain["choices"]
