@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 from jaxtyping import TypeCheckError
 
-from jaxserve.models import layers
+from jaxserve.models import products
 from jaxserve.runner import batch
 from jaxserve.sampling import sampler
 from tests.conftest import SHAPE_CHECKED
@@ -22,10 +22,10 @@ def test_every_module_named_is_there(name) -> None:
 )
 def test_a_wrong_shape_is_caught(kernel, is_right) -> None:
     if is_right:
-        assert layers.project(jnp.ones((3, 4)), jnp.ones(kernel)).shape == (3, 5)
+        assert products.project(jnp.ones((3, 4)), jnp.ones(kernel)).shape == (3, 5)
         return
     with pytest.raises(TypeCheckError):
-        layers.project(jnp.ones((3, 4)), jnp.ones(kernel))
+        products.project(jnp.ones((3, 4)), jnp.ones(kernel))
 
 
 def test_sizes_of_one_letter_must_agree() -> None:

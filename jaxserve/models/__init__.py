@@ -23,7 +23,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Float, Float32, Int32
 
-from jaxserve.models import layers
+from jaxserve.models import layers, products
 from jaxserve.models.schema import ModelConfig, head_sources
 
 # {"embed": {...}, "layers": [{...}, ...], "head": {...}}, arrays at the leaves. A part of a model (see Model.part) has
@@ -63,7 +63,7 @@ def parse_config(entries: Mapping[str, Any]) -> ModelConfig:
 
 
 class HeadWeights(NamedTuple):
-    """The matrix of the head ([V, E], or Quantized, or bound to a matmul by `layers.bind`) and its bias, if any."""
+    """The matrix of the head ([V, E], or Quantized, or bound to a matmul by `products.bind`) and its bias, if any."""
 
     table: Any
     bias: Any
@@ -132,7 +132,7 @@ class Model:
           between: applied to x before each layer; not with `looped`.
         """
         if looped:
-            weights = layers.looped([params["layers"][i] for i in which])
+            weights = products.looped([params["layers"][i] for i in which])
             with jax.named_scope("layers"):
                 return jax.lax.fori_loop(
                     0,
@@ -181,7 +181,7 @@ class Model:
 
     def logits_of(self, head: HeadWeights, x: Float[jax.Array, "S E"]) -> Float32[jax.Array, "S tokens"]:
         """Logits of normed x by some rows of the head."""
-        logits = layers.project(x, head.table, jnp.float32)
+        logits = products.project(x, head.table, jnp.float32)
         if head.bias is not None:
             logits += head.bias.astype(jnp.float32)
         return layers.soft_cap(logits, self.config.logit_soft_cap)

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Float, Float32, Int32
 
-from jaxserve.models.layers import BoundWeight, Linear, Quantized
+from jaxserve.models.layers import Linear
+from jaxserve.models.products import BoundWeight, Quantized
 from jaxserve.models.schema import ModelConfig
 
 # Logical axes of an `Experts` module's parameters. Biases of `down` are added to tokens, not to each device's share.

@@ -2,17 +2,12 @@
 
 Every layer sums in float32; its caller rounds the result once. T is the number of flat tokens of an iteration, H the
 hidden size, N the heads, D the head size, V the vocabulary, F the feed-forward size.
-
-Matrices lie [out, in], because a CPU reads them in order when it multiplies few rows; accelerators take either order.
-The runner binds weights to a matmul for its devices (`bind`); unbound weights are multiplied by `dot`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,26 +15,12 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Float, Float32, Int32
 
+from jaxserve.models.products import Quantized, project
 from jaxserve.models.rotary import Rotary
 from jaxserve.models.schema import ModelConfig
 
 # attend(q [T, N, D], k [T, K, D], v [T, K, D], cache) -> (out [T, N, D], cache); the scores of sinks [N] are a keyword
 Attend = Callable[..., tuple[jax.Array, Any]]
-
-
-@runtime_checkable  # for the check of shapes in tests
-class Products(Protocol):
-    """The matrix products of a program's devices."""
-
-    def __call__(self, x: jax.Array, matrix: Any, dtype: DTypeLike) -> jax.Array:
-        """x [T, in] times a matrix [out, in], which may be Quantized -> float32[T, out] (see `project`)."""
-        ...
-
-    def experts(
-        self, compute: Any, x: jax.Array, chosen: jax.Array, weights: jax.Array, kernels: Mapping[str, Any]
-    ) -> jax.Array:
-        """`experts.compute` on the devices that have the kernels -> float32[T, H]."""
-        ...
 
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -50,100 +31,6 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": nnx.silu,
     "tanh": jnp.tanh,
 }
-
-
-class Quantized(NamedTuple):
-    """An int8 matrix, or a stack of them: row r is about values[r] * scales[r].
-
-    Scales have the dtype that the model computes in.
-    """
-
-    values: Any  # int8[..., out, in]
-    scales: Any  # [..., out]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.values.shape
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class BoundWeight:
-    """A matrix with the function that multiplies by it (see `bind`)."""
-
-    matrix: Float[jax.Array, "*E out in"] | Quantized
-    matmul: Products
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.matrix.shape
-
-
-def bind(weights: Any, matmul: Products) -> Any:
-    """The same tree of weights, with `matmul` as the product of every matrix in it."""
-
-    def wrap(leaf: Any) -> Any:
-        return leaf if len(leaf.shape) < 2 else BoundWeight(leaf, matmul)
-
-    return jax.tree.map(wrap, weights, is_leaf=lambda node: isinstance(node, Quantized))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LoopedWeight:
-    """The matrix of the current layer of a loop.
-
-    `project` branches to that layer's own matrix, so that it is read in place; slicing stacked matrices copies.
-    """
-
-    matrices: Sequence[Float[jax.Array, "out in"] | Quantized | BoundWeight]
-    layer: Int32[jax.Array, ""]
-
-
-def looped(layers: Sequence[dict[str, Any]]) -> Callable[[jax.Array], dict[str, Any]]:
-    """The weights of one layer as a function of its index int32[], for a loop over `layers`."""
-    stacked = jax.tree.map(
-        lambda *leaves: leaves if len(leaves[0].shape) > 1 else jnp.stack(leaves),
-        *layers,
-        is_leaf=lambda node: isinstance(node, Quantized),
-    )
-
-    def weights(layer: jax.Array) -> dict[str, Any]:
-        def pick(leaf: Any) -> Any:
-            return LoopedWeight(leaf, layer) if isinstance(leaf, tuple) else leaf[layer]
-
-        return jax.tree.map(pick, stacked, is_leaf=lambda node: isinstance(node, tuple))
-
-    return weights
-
-
-def project(
-    x: Float[jax.Array, "T in"],
-    kernel: Float[jax.Array, "out in"] | Quantized | BoundWeight | LoopedWeight,
-    dtype: DTypeLike | None = None,
-) -> Float32[jax.Array, "T out"]:
-    """x times the kernel transposed, summed in float32.
-
-    Args:
-      dtype: of partial sums that devices add up, where the bound matmul uses one; x's own if None.
-    """
-    if isinstance(kernel, LoopedWeight):
-        branches = [partial(project, kernel=one, dtype=dtype) for one in kernel.matrices]
-        return jax.lax.switch(kernel.layer, branches, x)
-    if isinstance(kernel, BoundWeight):
-        return kernel.matmul(x, kernel.matrix, x.dtype if dtype is None else dtype)
-    if isinstance(kernel, Quantized):
-        return dot(x, kernel.values.astype(x.dtype), jnp.float32) * kernel.scales.astype(jnp.float32)
-    return dot(x, kernel, jnp.float32)
-
-
-def dot(
-    left: Float[jax.Array, "rows in"], right: Float[jax.Array, "columns in"], dtype: DTypeLike
-) -> Float[jax.Array, "rows columns"]:
-    """left times right transposed, returned in `dtype`.
-
-    The precision is explicit, since a default float32 product may be computed in TF32 or bfloat16.
-    """
-    precision = jax.lax.Precision.HIGHEST if left.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
-    return jax.lax.dot_general(left, right, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=dtype)
 
 
 class Linear(nnx.Module):

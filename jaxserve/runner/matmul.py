@@ -1,6 +1,6 @@
 """Matrix products of the compiled programs: native CPU kernels where they are faster, XLA's elsewhere.
 
-The only place that knows about `pallas_kernels.cpu.product`. Models call `DeviceProducts` (see `layers.bind`).
+The only place that knows about `pallas_kernels.cpu.product`. Models call `DeviceProducts` (see `products.bind`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Float32, Int8, Int32
 
 from jaxserve.models import experts
-from jaxserve.models.layers import Quantized, dot
+from jaxserve.models.products import Quantized, dot
 from pallas_kernels.cpu import build, product
 from pallas_kernels.cpu.product import NativeProduct
 from sharding.spec import ShardingSpec
@@ -44,7 +44,7 @@ def product_key(native: NativeProduct | None) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceProducts:
-    """The matrix products of a program (`layers.Products`).
+    """The matrix products of a program (`products.Products`).
 
     Attributes:
       native: multiplies in place of XLA, except by int8 matrices and where it returns None.

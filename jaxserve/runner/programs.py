@@ -15,7 +15,8 @@ from jaxtyping import Float32
 
 from jaxserve.iteration import IterationPlan, SamplerVariant, max_points
 from jaxserve.models import HeadWeights, Model
-from jaxserve.models.layers import Attend, Quantized, bind
+from jaxserve.models.layers import Attend
+from jaxserve.models.products import Quantized, bind
 from jaxserve.runner import matmul
 from jaxserve.runner.batch import BatchLayout, sample_points, unpack, write_tokens
 from jaxserve.sampling import sampler, scoring

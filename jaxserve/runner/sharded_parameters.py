@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout
 
 from jaxserve import weights
-from jaxserve.models.layers import Quantized
+from jaxserve.models.products import Quantized
 from jaxserve.runner.lowering import StagePrograms
 from jaxserve.weights import naming
 from sharding.spec import pattern

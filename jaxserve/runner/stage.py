@@ -21,7 +21,7 @@ from jax.experimental.layout import Layout
 from jaxserve import weights
 from jaxserve.iteration import IterationPlan, IterationResult, SamplerVariant
 from jaxserve.models import Params
-from jaxserve.models.layers import Quantized
+from jaxserve.models.products import Quantized
 from jaxserve.runner import batch, kv_cache
 from jaxserve.runner.lowering import StagePrograms, ends, temporaries
 from jaxserve.runner.program_cache import ProgramCache

@@ -14,7 +14,7 @@ import numpy as np
 from jax.experimental.layout import Format
 from jax.typing import DTypeLike
 
-from jaxserve.models.layers import Quantized
+from jaxserve.models.products import Quantized
 
 _STEP = np.float32(1 / 127)
 

@@ -16,7 +16,7 @@ from jax.experimental.layout import Layout as MemoryLayout
 from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 
 from jaxserve import models
-from jaxserve.models.layers import Quantized
+from jaxserve.models.products import Quantized
 from jaxserve.weights import int8_weights, naming, orbax
 from jaxserve.weights.checkpoint import StoredTensors
 from jaxserve.weights.naming import Parameter, parameters

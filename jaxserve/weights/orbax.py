@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jaxserve.models.layers import Quantized
+from jaxserve.models.products import Quantized
 from jaxserve.weights import int8_weights
 from jaxserve.weights.checkpoint import CheckpointError, read_json
 from jaxserve.weights.regions import Layout

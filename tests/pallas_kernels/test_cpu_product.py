@@ -11,7 +11,7 @@ import pytest
 
 from jaxserve import models, startup
 from jaxserve.config import EngineConfig
-from jaxserve.models import layers
+from jaxserve.models import products
 from jaxserve.runner import matmul
 from pallas_kernels.cpu import build, product
 
@@ -87,14 +87,14 @@ def test_layers_use_it(dtype, rows, call, looped):
 
     def step(x, place):
         if looped:
-            weights = layers.looped([layers.bind({"kernel": kernel}, taken) for kernel in kernels])
-            return layers.project(x, weights(place)["kernel"])
-        return layers.project(x, layers.bind({"kernel": kernels[1]}, taken)["kernel"])
+            weights = products.looped([products.bind({"kernel": kernel}, taken) for kernel in kernels])
+            return products.project(x, weights(place)["kernel"])
+        return products.project(x, products.bind({"kernel": kernels[1]}, taken)["kernel"])
 
     program = jax.jit(step).lower(x, jnp.int32(1)).compile()
     assert (call is None) == ("jaxserve_product" not in program.as_text())
     assert call is None or f'"{call}"' in program.as_text()
-    np.testing.assert_allclose(program(x, jnp.int32(1)), layers.project(x, kernels[1]), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(program(x, jnp.int32(1)), products.project(x, kernels[1]), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.usefixtures("optimized")

@@ -7,7 +7,7 @@ import pytest
 
 from jaxserve import models
 from jaxserve.models import experts
-from jaxserve.models.layers import Quantized
+from jaxserve.models.products import Quantized
 from jaxserve.runner import matmul
 from jaxserve.weights import int8_weights
 from pallas_kernels.cpu import build, product

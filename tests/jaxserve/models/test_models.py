@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxserve import models
-from jaxserve.models import layers
+from jaxserve.models import layers, products
 from jaxserve.models.rotary import Rotary
 from jaxserve.models.schema import alibi_slopes
 from jaxserve.weights import naming
@@ -378,7 +378,7 @@ def test_unbound_projections_sum_in_float32(rows, dtype):
     x = jax.random.normal(jax.random.key(0), (rows, 320), dtype)
     kernel = jax.random.normal(jax.random.key(1), (48, 320), dtype)
     exact = np.asarray(x, np.float64) @ np.asarray(kernel, np.float64).T
-    y = layers.project(x, kernel)
+    y = products.project(x, kernel)
     assert y.dtype == jnp.float32
     np.testing.assert_allclose(y, exact, atol=2e-4)
 

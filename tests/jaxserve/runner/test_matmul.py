@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.models.layers import Quantized, bind, project
+from jaxserve.models.products import Quantized, bind, project
 from jaxserve.runner import matmul
 from jaxserve.weights import int8_weights
 
