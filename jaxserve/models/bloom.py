@@ -10,59 +10,43 @@ import jax
 from flax import nnx
 from jaxtyping import Float, Int32
 
-from jaxserve.models.layers import BLOCK_AXES, Attend, LayerNorm, NormedHead, Table, TransformerBlock
-from jaxserve.models.schema import Fields, ModelConfig, Stored, head_size
+from jaxserve.models.hf_names import ConfigNames, linear, norm, table
+from jaxserve.models.layers import (
+    BLOCK_AXES,
+    EMBED_AXES,
+    HEAD_AXES,
+    Attend,
+    LayerNorm,
+    NormedHead,
+    Table,
+    TransformerBlock,
+)
+from jaxserve.models.schema import Fields, ModelConfig
 
+NAMES = ConfigNames(
+    hidden_size=("n_embed", "hidden_size"),
+    num_layers=("n_layer", "num_hidden_layers"),
+    num_heads=("n_head", "num_attention_heads"),
+    ffn_size=(),
+    max_position=(),
+    activation=(),
+)
 AXES = {
-    "embed": {
-        "tokens": {"table": ("vocab", "embed")},
-        "norm": {"scale": ("embed",), "bias": ("embed",)},
-    },
+    "embed": EMBED_AXES | {"norm": HEAD_AXES["norm"]},
     "layer": BLOCK_AXES,
-    "head": {
-        "norm": {"scale": ("embed",), "bias": ("embed",)},
-        "tokens": {"table": ("vocab", "embed")},
-    },
+    "head": HEAD_AXES,
 }
-
 TENSORS = {
-    "embed": {
-        "tokens": {"table": Stored("word_embeddings.weight")},
-        "norm": {
-            "scale": Stored("word_embeddings_layernorm.weight"),
-            "bias": Stored("word_embeddings_layernorm.bias"),
-        },
-    },
+    "embed": {"tokens": table("word_embeddings"), "norm": norm("word_embeddings_layernorm")},
     "layer": {
-        "attention_norm": {
-            "scale": Stored("h.{i}.input_layernorm.weight"),
-            "bias": Stored("h.{i}.input_layernorm.bias"),
-        },
-        "qkv": {
-            "kernel": Stored("h.{i}.self_attention.query_key_value.weight"),
-            "bias": Stored("h.{i}.self_attention.query_key_value.bias"),
-        },
-        "out": {
-            "kernel": Stored("h.{i}.self_attention.dense.weight"),
-            "bias": Stored("h.{i}.self_attention.dense.bias"),
-        },
-        "ffn_norm": {
-            "scale": Stored("h.{i}.post_attention_layernorm.weight"),
-            "bias": Stored("h.{i}.post_attention_layernorm.bias"),
-        },
-        "up": {
-            "kernel": Stored("h.{i}.mlp.dense_h_to_4h.weight"),
-            "bias": Stored("h.{i}.mlp.dense_h_to_4h.bias"),
-        },
-        "down": {
-            "kernel": Stored("h.{i}.mlp.dense_4h_to_h.weight"),
-            "bias": Stored("h.{i}.mlp.dense_4h_to_h.bias"),
-        },
+        "attention_norm": norm("h.{i}.input_layernorm"),
+        "qkv": linear("h.{i}.self_attention.query_key_value"),
+        "out": linear("h.{i}.self_attention.dense"),
+        "ffn_norm": norm("h.{i}.post_attention_layernorm"),
+        "up": linear("h.{i}.mlp.dense_h_to_4h"),
+        "down": linear("h.{i}.mlp.dense_4h_to_h"),
     },
-    "head": {
-        "norm": {"scale": Stored("ln_f.weight"), "bias": Stored("ln_f.bias")},
-        "tokens": {"table": Stored("lm_head.weight")},
-    },
+    "head": {"norm": norm("ln_f"), "tokens": table("lm_head")},
 }
 PREFIX = "transformer."
 NO_PARAMETERS: tuple[str, ...] = ()
@@ -80,46 +64,18 @@ class BloomConfig(ModelConfig):
 def parse_config(entries: Mapping[str, Any]) -> BloomConfig:
     """From the entries of a config.json. Raises ValueError."""
     fields = Fields(entries)
-    hidden_size = fields.count("n_embed", "hidden_size")
-    num_heads = fields.count("n_head", "num_attention_heads")
-    vocab_size = fields.count("vocab_size")
-    fields.refuse("n_inner", unless=4 * hidden_size, because="BLOOM's feed-forward is four times its hidden size")
+    values = NAMES.read(fields, "bloom", eos=2, bos=1, tied=True, activation="gelu_new", ffn_ratio=4, alibi=True)
+    fields.refuse("n_inner", unless=values["ffn_size"], because="the feed-forward is four times the hidden size")
     return BloomConfig(
-        family="bloom",
-        vocab_size=vocab_size,
-        hidden_size=hidden_size,
-        num_layers=fields.count("n_layer", "num_hidden_layers"),
-        num_heads=num_heads,
-        num_kv_heads=num_heads,
-        head_dim=head_size(hidden_size, num_heads),
-        ffn_size=4 * hidden_size,
-        max_position=None,
-        alibi=True,
-        norm_eps=fields.number("layer_norm_epsilon", default=1e-5),
-        activation="gelu_new",
-        tie_embeddings=fields.flag("tie_word_embeddings", default=True),
-        eos_token_ids=fields.tokens("eos_token_id", vocab_size, default=2),
-        bos_token_id=fields.token("bos_token_id", vocab_size, default=1),
-        initializer_range=fields.number("initializer_range", default=0.02),
+        **values,
         residual_after_norm=fields.flag("apply_residual_connection_post_layernorm", default=False),
     )
 
 
 def hf_config(config: BloomConfig) -> dict[str, Any]:
     """The entries of a config.json, from which parse_config makes an equal config."""
-    return {
-        "architectures": ["BloomForCausalLM"],
-        "model_type": "bloom",
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "n_layer": config.num_layers,
-        "n_head": config.num_heads,
-        "layer_norm_epsilon": config.norm_eps,
-        "initializer_range": config.initializer_range,
+    return NAMES.entries(config, "BloomForCausalLM") | {
         "apply_residual_connection_post_layernorm": config.residual_after_norm,
-        "tie_word_embeddings": config.tie_embeddings,
-        "eos_token_id": list(config.eos_token_ids) or None,
-        "bos_token_id": config.bos_token_id,
     }
 
 

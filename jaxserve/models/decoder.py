@@ -13,39 +13,27 @@ from typing import Any
 from flax import nnx
 
 from jaxserve.models import rotary
-from jaxserve.models.layers import GROUPED_AXES, PreNormBlock, RMSNorm
+from jaxserve.models.hf_names import ConfigNames, linear, norm, table
+from jaxserve.models.layers import EMBED_AXES, GROUPED_AXES, HEAD_AXES, PreNormBlock, RMSNorm
 from jaxserve.models.rotary import Rotary
-from jaxserve.models.schema import Fields, ModelConfig, Stored, head_size
+from jaxserve.models.schema import Fields, ModelConfig
 
-AXES = {
-    "embed": {"tokens": {"table": ("vocab", "embed")}},
-    "layer": GROUPED_AXES,
-    "head": {"norm": {"scale": ("embed",)}, "tokens": {"table": ("vocab", "embed")}},
-}
-
+NAMES = ConfigNames(num_kv_heads=("num_key_value_heads",), head_dim=("head_dim",), norm_eps=("rms_norm_eps",))
+AXES = {"embed": EMBED_AXES, "layer": GROUPED_AXES, "head": HEAD_AXES}
 TENSORS = {
-    "embed": {"tokens": {"table": Stored("embed_tokens.weight")}},
+    "embed": {"tokens": table("embed_tokens")},
     "layer": {
-        "attention_norm": {"scale": Stored("layers.{i}.input_layernorm.weight")},
-        "qkv": {
-            "kernel": Stored("layers.{i}.self_attn.{qkv}_proj.weight"),
-            "bias": Stored("layers.{i}.self_attn.{qkv}_proj.bias"),
-        },
-        "q_norm": {"scale": Stored("layers.{i}.self_attn.q_norm.weight")},
-        "k_norm": {"scale": Stored("layers.{i}.self_attn.k_norm.weight")},
-        "out": {
-            "kernel": Stored("layers.{i}.self_attn.o_proj.weight"),
-            "bias": Stored("layers.{i}.self_attn.o_proj.bias"),
-        },
-        "ffn_norm": {"scale": Stored("layers.{i}.post_attention_layernorm.weight")},
-        "gate": {
-            "kernel": Stored("layers.{i}.mlp.gate_proj.weight"),
-            "bias": Stored("layers.{i}.mlp.gate_proj.bias"),
-        },
-        "up": {"kernel": Stored("layers.{i}.mlp.up_proj.weight"), "bias": Stored("layers.{i}.mlp.up_proj.bias")},
-        "down": {"kernel": Stored("layers.{i}.mlp.down_proj.weight"), "bias": Stored("layers.{i}.mlp.down_proj.bias")},
+        "attention_norm": norm("layers.{i}.input_layernorm", bias=False),
+        "qkv": linear("layers.{i}.self_attn.{qkv}_proj"),
+        "q_norm": norm("layers.{i}.self_attn.q_norm", bias=False),
+        "k_norm": norm("layers.{i}.self_attn.k_norm", bias=False),
+        "out": linear("layers.{i}.self_attn.o_proj"),
+        "ffn_norm": norm("layers.{i}.post_attention_layernorm", bias=False),
+        "gate": linear("layers.{i}.mlp.gate_proj"),
+        "up": linear("layers.{i}.mlp.up_proj"),
+        "down": linear("layers.{i}.mlp.down_proj"),
     },
-    "head": {"norm": {"scale": Stored("norm.weight")}, "tokens": {"table": Stored("lm_head.weight")}},
+    "head": {"norm": norm("norm", bias=False), "tokens": table("lm_head")},
 }
 PREFIX = "model."
 NO_PARAMETERS = ("layers.{i}.self_attn.rotary_emb.inv_freq",)  # saved by older versions of the library
@@ -82,47 +70,15 @@ def sizes(
     eos: int | None = 2,
     bos: int | None = 1,
     tied: bool = False,
-    eps: float = 1e-6,
-    head_dim: int | None = None,
+    norm_eps: float = 1e-6,
+    activation: str = "silu",
+    **defaults: Any,
 ) -> dict[str, Any]:
-    """What `DecoderConfig` takes of the entries that these families name alike; positions are not stretched.
+    """What `DecoderConfig` takes of the entries that these families name alike; positions are not rotated yet.
 
-    Args:
-      eos / bos: token ids that hold where config.json does not say.
-      tied / eps: whether the head is the token table, and the norms' rms_norm_eps, where it does not say.
-      head_dim: the size of a head where it does not say; None if the heads share the hidden size.
+    Defaults are Llama's; a family passes its own, as `ConfigNames.read` takes them.
     """
-    hidden_size, num_heads = fields.count("hidden_size"), fields.count("num_attention_heads")
-    num_kv_heads = fields.count("num_key_value_heads", default=num_heads)
-    if num_heads % num_kv_heads:
-        raise ValueError(
-            f"num_key_value_heads is {num_kv_heads}; it must divide num_attention_heads, which is {num_heads}"
-        )
-    vocab_size = fields.count("vocab_size")
-    return {
-        "family": family,
-        "vocab_size": vocab_size,
-        "hidden_size": hidden_size,
-        "num_layers": fields.count("num_hidden_layers"),
-        "num_heads": num_heads,
-        "num_kv_heads": num_kv_heads,
-        "head_dim": fields.count("head_dim", default=head_dim or 0) or head_size(hidden_size, num_heads),
-        "ffn_size": fields.count("intermediate_size"),
-        "max_position": fields.count("max_position_embeddings"),
-        "alibi": False,
-        "norm_eps": fields.number("rms_norm_eps", default=eps),
-        "activation": fields.activation("hidden_act", "hidden_activation", default="silu"),
-        "tie_embeddings": fields.flag("tie_word_embeddings", default=tied),
-        "eos_token_ids": fields.tokens("eos_token_id", vocab_size, default=eos),
-        "bos_token_id": fields.token("bos_token_id", vocab_size, default=bos),
-        "initializer_range": fields.number("initializer_range", default=0.02),
-    }
-
-
-def rotated(fields: Fields, values: dict[str, Any], **defaults: Any) -> dict[str, Any]:
-    """`sizes` with the rotation (see `rotary.parse`), and with the positions that it stretches to."""
-    turned = rotary.parse(fields.entries, values["head_dim"], max_position=values["max_position"], **defaults)
-    return values | {"rotary": turned, "max_position": turned.longest(values["max_position"])}
+    return NAMES.read(fields, family, eos=eos, bos=bos, tied=tied, norm_eps=norm_eps, activation=activation, **defaults)
 
 
 def mixture(fields: Fields, name: str, *, default: int, per_token: int = 2) -> dict[str, Any]:
@@ -166,26 +122,7 @@ def window_entries(config: DecoderConfig) -> dict[str, Any]:
 
 def hf_config(config: DecoderConfig, architecture: str) -> dict[str, Any]:
     """The entries of a config.json that these families name alike."""
-    stretched = config.rotary.kind in ("linear", "dynamic")
-    return {
-        "architectures": [architecture],
-        "model_type": config.family,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "intermediate_size": config.ffn_size,
-        "max_position_embeddings": config.rotary.original if stretched else config.max_position,
-        "rms_norm_eps": config.norm_eps,
-        "hidden_act": config.activation,
-        "initializer_range": config.initializer_range,
-        "rope_parameters": config.rotary.entries(),
-        "tie_word_embeddings": config.tie_embeddings,
-        "eos_token_id": list(config.eos_token_ids) or None,
-        "bos_token_id": config.bos_token_id,
-    }
+    return NAMES.entries(config, architecture) | rotary.rotated_entries(config.rotary, config)
 
 
 class DecoderBlock(PreNormBlock):

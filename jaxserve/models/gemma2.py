@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,21 +14,23 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Float, Int32
 
-from jaxserve.models import decoder
+from jaxserve.models import decoder, rotary
 from jaxserve.models.decoder import NO_PARAMETERS, PREFIX, DecoderBlock, DecoderConfig
+from jaxserve.models.hf_names import norm
 from jaxserve.models.layers import Attend, NormedHead, RMSNorm, TokenEmbed
-from jaxserve.models.schema import Fields, Stored
+from jaxserve.models.schema import Fields
 
 __all__ = ["NO_PARAMETERS", "PREFIX"]
 
+NAMES = dataclasses.replace(decoder.NAMES, activation=("hidden_activation",))
 _NORM = {"scale": ("embed",)}
 AXES = decoder.AXES | {"layer": decoder.AXES["layer"] | {"attention_out_norm": _NORM, "ffn_out_norm": _NORM}}
 TENSORS = decoder.TENSORS | {
     "layer": decoder.TENSORS["layer"]
     | {
-        "attention_out_norm": {"scale": Stored("layers.{i}.post_attention_layernorm.weight")},
-        "ffn_norm": {"scale": Stored("layers.{i}.pre_feedforward_layernorm.weight")},
-        "ffn_out_norm": {"scale": Stored("layers.{i}.post_feedforward_layernorm.weight")},
+        "attention_out_norm": norm("layers.{i}.post_attention_layernorm", bias=False),
+        "ffn_norm": norm("layers.{i}.pre_feedforward_layernorm", bias=False),
+        "ffn_out_norm": norm("layers.{i}.post_feedforward_layernorm", bias=False),
     }
 }
 
@@ -52,11 +55,12 @@ def sizes(fields: Fields, family: str, *, sliding: Callable[[int], bool]) -> dic
       sliding: whether a layer has a window where `layer_types` does not say.
     """
     fields.refuse("use_bidirectional_attention", unless=False, because="tokens attend to what came before them")
-    values = decoder.sizes(fields, family, eos=1, bos=2, tied=True, head_dim=256)
+    values = NAMES.read(
+        fields, family, eos=1, bos=2, tied=True, head_dim=256, norm_eps=1e-6, activation="gelu_pytorch_tanh"
+    )
     size = fields.count_or_none("sliding_window", default=4096)
     bias = fields.flag("attention_bias", default=False)
     return values | {
-        "activation": fields.activation("hidden_activation", default="gelu_pytorch_tanh"),
         "windows": decoder.windows(fields, values["num_layers"], size, sliding=sliding),
         "query_scalar": fields.count("query_pre_attn_scalar", default=256),
         "attention_bias": bias,
@@ -68,7 +72,7 @@ def parse_config(entries: Mapping[str, Any]) -> GemmaConfig:
     """From the entries of a config.json. Raises ValueError."""
     fields = Fields(entries)
     return GemmaConfig(
-        **decoder.rotated(fields, sizes(fields, "gemma2", sliding=lambda layer: layer % 2 == 0)),
+        **rotary.rotated(fields, sizes(fields, "gemma2", sliding=lambda layer: layer % 2 == 0)),
         soft_cap=fields.number_or_none("attn_logit_softcapping", default=50.0),
         logit_soft_cap=fields.number_or_none("final_logit_softcapping", default=30.0),
     )
@@ -76,8 +80,9 @@ def parse_config(entries: Mapping[str, Any]) -> GemmaConfig:
 
 def hf_config(config: GemmaConfig, architecture: str = "Gemma2ForCausalLM") -> dict[str, Any]:
     """The entries of a config.json, from which parse_config makes an equal config."""
-    return decoder.hf_config(config, architecture) | {
-        "hidden_activation": config.activation,
+    return {
+        **NAMES.entries(config, architecture),
+        **rotary.rotated_entries(config.rotary, config),
         "query_pre_attn_scalar": config.query_scalar,
         "attn_logit_softcapping": config.soft_cap,
         "final_logit_softcapping": config.logit_soft_cap,

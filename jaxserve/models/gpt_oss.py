@@ -13,7 +13,9 @@ from flax import nnx
 from jaxserve.models import decoder, experts
 from jaxserve.models.decoder import PREFIX, DecoderBlock, DecoderConfig
 from jaxserve.models.experts import Experts
+from jaxserve.models.hf_names import linear
 from jaxserve.models.layers import RMSNormedHead, TokenEmbed
+from jaxserve.models.rotary import rotated
 from jaxserve.models.schema import Fields, Stored
 
 __all__ = ["PREFIX"]
@@ -25,7 +27,7 @@ TENSORS = decoder.TENSORS | {
     | {
         "sinks": Stored("layers.{i}.self_attn.sinks"),
         "experts": {
-            "router": {"kernel": Stored("layers.{i}.mlp.router.weight"), "bias": Stored("layers.{i}.mlp.router.bias")},
+            "router": linear("layers.{i}.mlp.router"),
             "gate": {
                 "kernel": Stored(f"{_EXPERTS}gate_up_proj", transposed=True, every=(0, 2)),
                 "bias": Stored(f"{_EXPERTS}gate_up_proj_bias", every=(0, 2)),
@@ -50,7 +52,7 @@ def parse_config(entries: Mapping[str, Any]) -> DecoderConfig:
     fields = Fields(entries)
     fields.refuse("swiglu_limit", unless=_LIMIT, because="the activation is bounded there")
     fields.refuse("attention_bias", unless=True, because="the attention's projections have biases")
-    values = decoder.rotated(fields, decoder.sizes(fields, "gpt_oss", eos=200002, bos=None, eps=1e-5), theta=150000.0)
+    values = rotated(fields, decoder.sizes(fields, "gpt_oss", eos=200002, bos=None, norm_eps=1e-5), theta=150000.0)
     size = fields.count("sliding_window", default=128)
     return DecoderConfig(
         **values,

@@ -91,6 +91,9 @@ class RMSNorm(nnx.Module):
         return (y * (self.scale[...].astype(jnp.float32) + self.offset)).astype(x.dtype)
 
 
+# Logical axes of the parameters of TokenEmbed and NormedHead.
+EMBED_AXES = {"tokens": {"table": ("vocab", "embed")}}
+HEAD_AXES = EMBED_AXES | {"norm": {"scale": ("embed",), "bias": ("embed",)}, "bias": ("vocab",)}
 # Logical axes of a TransformerBlock's parameters. Queries, keys and values of a key head are adjacent.
 BLOCK_AXES = {
     "attention_norm": {"scale": ("embed",), "bias": ("embed",)},

@@ -8,6 +8,7 @@ from typing import Any
 from jaxserve.models import decoder
 from jaxserve.models.decoder import AXES, NO_PARAMETERS, PREFIX, TENSORS, DecoderBlock, DecoderConfig
 from jaxserve.models.layers import RMSNormedHead, TokenEmbed
+from jaxserve.models.rotary import rotated
 from jaxserve.models.schema import Fields
 
 __all__ = ["AXES", "NO_PARAMETERS", "PREFIX", "TENSORS", "Block", "Embed", "Head", "hf_config", "parse_config"]
@@ -18,7 +19,7 @@ def parse_config(entries: Mapping[str, Any]) -> DecoderConfig:
     fields = Fields(entries)
     bias = fields.flag("attention_bias", default=False)
     return DecoderConfig(
-        **decoder.rotated(fields, decoder.sizes(fields, "llama")),
+        **rotated(fields, decoder.sizes(fields, "llama")),
         attention_bias=bias,
         out_bias=bias,
         ffn_bias=fields.flag("mlp_bias", default=False),

@@ -8,6 +8,7 @@ from typing import Any
 from jaxserve.models import decoder
 from jaxserve.models.decoder import AXES, NO_PARAMETERS, PREFIX, TENSORS, DecoderBlock, DecoderConfig
 from jaxserve.models.layers import RMSNormedHead, TokenEmbed
+from jaxserve.models.rotary import rotated
 from jaxserve.models.schema import Fields
 
 __all__ = ["AXES", "NO_PARAMETERS", "PREFIX", "TENSORS", "Block", "Embed", "Head", "hf_config", "parse_config"]
@@ -16,7 +17,7 @@ __all__ = ["AXES", "NO_PARAMETERS", "PREFIX", "TENSORS", "Block", "Embed", "Head
 def parse_config(entries: Mapping[str, Any]) -> DecoderConfig:
     """From the entries of a config.json. Raises ValueError."""
     fields = Fields(entries)
-    values = decoder.rotated(fields, decoder.sizes(fields, "mistral"))
+    values = rotated(fields, decoder.sizes(fields, "mistral"))
     size = fields.count_or_none("sliding_window", default=4096)
     return DecoderConfig(**values, windows=decoder.windows(fields, values["num_layers"], size))
 

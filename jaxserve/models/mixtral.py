@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from flax import nnx
@@ -10,8 +11,10 @@ from flax import nnx
 from jaxserve.models import decoder, experts
 from jaxserve.models.decoder import NO_PARAMETERS, PREFIX, DecoderBlock, DecoderConfig
 from jaxserve.models.experts import Experts
+from jaxserve.models.hf_names import linear
 from jaxserve.models.layers import RMSNormedHead, TokenEmbed
-from jaxserve.models.schema import Fields, ModelConfig, Stored
+from jaxserve.models.rotary import rotated
+from jaxserve.models.schema import Fields, ModelConfig
 
 __all__ = ["NO_PARAMETERS", "PREFIX"]
 
@@ -21,17 +24,13 @@ AXES = decoder.AXES | {"layer": decoder.AXES["layer"] | {"experts": experts.AXES
 def TENSORS(config: ModelConfig) -> dict[str, Any]:
     """How a checkpoint stores the parameters."""
 
-    def each(name: str) -> dict[str, Stored]:
-        return {
-            "kernel": Stored(f"layers.{{i}}.block_sparse_moe.experts.{{e}}.{name}.weight", experts=config.num_experts)
-        }
-
+    each = partial(linear, bias=False, experts=config.num_experts)
     layer = decoder.TENSORS["layer"] | {
         "experts": {
-            "router": {"kernel": Stored("layers.{i}.block_sparse_moe.gate.weight")},
-            "gate": each("w1"),
-            "up": each("w3"),
-            "down": each("w2"),
+            "router": linear("layers.{i}.block_sparse_moe.gate", bias=False),
+            "gate": each("layers.{i}.block_sparse_moe.experts.{e}.w1"),
+            "up": each("layers.{i}.block_sparse_moe.experts.{e}.w3"),
+            "down": each("layers.{i}.block_sparse_moe.experts.{e}.w2"),
         }
     }
     return decoder.TENSORS | {"layer": layer}
@@ -40,7 +39,7 @@ def TENSORS(config: ModelConfig) -> dict[str, Any]:
 def parse_config(entries: Mapping[str, Any]) -> DecoderConfig:
     """From the entries of a config.json. Raises ValueError."""
     fields = Fields(entries)
-    values = decoder.rotated(fields, decoder.sizes(fields, "mixtral", eps=1e-5), theta=1e6)
+    values = rotated(fields, decoder.sizes(fields, "mixtral", norm_eps=1e-5), theta=1e6)
     size = fields.count_or_none("sliding_window", default=None)
     return DecoderConfig(
         **values,

@@ -14,25 +14,30 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Float, Float32
 
-from jaxserve.models.layers import GROUPED_AXES, LayerNorm, NormedHead, PreNormBlock, TokenEmbed
-from jaxserve.models.schema import Fields, ModelConfig, Stored, head_size
+from jaxserve.models.hf_names import ConfigNames, linear, norm, table
+from jaxserve.models.layers import EMBED_AXES, GROUPED_AXES, HEAD_AXES, LayerNorm, NormedHead, PreNormBlock, TokenEmbed
+from jaxserve.models.schema import Fields, ModelConfig
 
-AXES = {
-    "embed": {"tokens": {"table": ("vocab", "embed")}},
-    "layer": GROUPED_AXES,
-    "head": {"norm": {"scale": ("embed",)}, "tokens": {"table": ("vocab", "embed")}},
-}
+NAMES = ConfigNames(
+    hidden_size=("d_model", "hidden_size"),
+    num_layers=("n_layers", "num_hidden_layers"),
+    num_heads=("n_heads", "num_attention_heads"),
+    ffn_size=(),
+    max_position=(),
+    activation=(),
+)
+AXES = {"embed": EMBED_AXES, "layer": GROUPED_AXES, "head": HEAD_AXES}
 TENSORS = {
-    "embed": {"tokens": {"table": Stored("wte.weight")}},
+    "embed": {"tokens": table("wte")},
     "layer": {
-        "attention_norm": {"scale": Stored("blocks.{i}.norm_1.weight")},
-        "qkv": {"kernel": Stored("blocks.{i}.attn.Wqkv.weight", parts=True)},
-        "out": {"kernel": Stored("blocks.{i}.attn.out_proj.weight")},
-        "ffn_norm": {"scale": Stored("blocks.{i}.norm_2.weight")},
-        "up": {"kernel": Stored("blocks.{i}.ffn.up_proj.weight")},
-        "down": {"kernel": Stored("blocks.{i}.ffn.down_proj.weight")},
+        "attention_norm": norm("blocks.{i}.norm_1", bias=False),
+        "qkv": linear("blocks.{i}.attn.Wqkv", bias=False, parts=True),
+        "out": linear("blocks.{i}.attn.out_proj", bias=False),
+        "ffn_norm": norm("blocks.{i}.norm_2", bias=False),
+        "up": linear("blocks.{i}.ffn.up_proj", bias=False),
+        "down": linear("blocks.{i}.ffn.down_proj", bias=False),
     },
-    "head": {"norm": {"scale": Stored("norm_f.weight")}, "tokens": {"table": Stored("lm_head.weight")}},
+    "head": {"norm": norm("norm_f", bias=False), "tokens": table("lm_head")},
 }
 PREFIX = "transformer."
 NO_PARAMETERS: tuple[str, ...] = ()
@@ -76,25 +81,8 @@ def parse_config(entries: Mapping[str, Any]) -> MPTConfig:
     fields.refuse("no_bias", unless=True, because="nothing has biases")
     fields.refuse("expansion_ratio", unless=4, because="the feed-forward is four times the hidden size")
     fields.refuse("norm_type", unless="low_precision_layernorm", because="norms are layer norms")
-    hidden_size, num_heads = fields.count("d_model", "hidden_size"), fields.count("n_heads", "num_attention_heads")
-    vocab_size = fields.count("vocab_size")
     return MPTConfig(
-        family="mpt",
-        vocab_size=vocab_size,
-        hidden_size=hidden_size,
-        num_layers=fields.count("n_layers", "num_hidden_layers"),
-        num_heads=num_heads,
-        num_kv_heads=num_heads,
-        head_dim=head_size(hidden_size, num_heads),
-        ffn_size=4 * hidden_size,
-        max_position=None,
-        alibi=True,
-        norm_eps=fields.number("layer_norm_epsilon", default=1e-5),
-        activation="gelu",
-        tie_embeddings=fields.flag("tie_word_embeddings", default=True),
-        eos_token_ids=fields.tokens("eos_token_id", vocab_size, default=None),
-        bos_token_id=fields.token("bos_token_id", vocab_size, default=None),
-        initializer_range=fields.number("initializer_range", default=0.02),
+        **NAMES.read(fields, "mpt", eos=None, bos=None, tied=True, activation="gelu", ffn_ratio=4, alibi=True),
         clip_qkv=attention.number("clip_qkv", default=0.0) or None,
         softmax_scale=attention.number("softmax_scale", default=0.0) or None,
         trained=fields.count("max_seq_len", default=2048),
@@ -103,25 +91,13 @@ def parse_config(entries: Mapping[str, Any]) -> MPTConfig:
 
 def hf_config(config: MPTConfig) -> dict[str, Any]:
     """The entries of a config.json, from which parse_config makes an equal config."""
-    return {
-        "architectures": ["MptForCausalLM"],
-        "model_type": "mpt",
-        "vocab_size": config.vocab_size,
-        "d_model": config.hidden_size,
-        "n_layers": config.num_layers,
-        "n_heads": config.num_heads,
+    return NAMES.entries(config, "MptForCausalLM") | {
         "max_seq_len": config.trained,
-        "layer_norm_epsilon": config.norm_eps,
-        "initializer_range": config.initializer_range,
-        "attn_config": {
-            "alibi": True,
-            "clip_qkv": config.clip_qkv,
-            "softmax_scale": config.softmax_scale,
-        },
-        "tie_word_embeddings": config.tie_embeddings,
-        "eos_token_id": list(config.eos_token_ids) or None,
-        "bos_token_id": config.bos_token_id,
+        "attn_config": {"alibi": True, "clip_qkv": config.clip_qkv, "softmax_scale": config.softmax_scale},
     }
+
+
+_norm = partial(LayerNorm, bias=False)
 
 
 class Block(PreNormBlock):
@@ -130,8 +106,7 @@ class Block(PreNormBlock):
     config: MPTConfig
 
     def __init__(self, config: MPTConfig, rngs: nnx.Rngs, layer: int = 0) -> None:
-        norm = partial(LayerNorm, bias=False)
-        super().__init__(config, rngs, layer, norm=norm, attention_bias=False, ffn_bias=False)
+        super().__init__(config, rngs, layer, norm=_norm, attention_bias=False, ffn_bias=False)
 
     def project_qkv(self, x: Float[jax.Array, "T H"]) -> Float32[jax.Array, "T columns"]:
         """The queries, keys and values of x, within their bound."""
@@ -139,4 +114,4 @@ class Block(PreNormBlock):
         return y if bound is None else jnp.clip(y, -bound, bound)
 
 
-Embed, Head = TokenEmbed, partial(NormedHead, norm=partial(LayerNorm, bias=False))
+Embed, Head = TokenEmbed, partial(NormedHead, norm=_norm)

@@ -11,11 +11,15 @@ import jax
 from flax import nnx
 from jaxtyping import Float, Int32
 
-from jaxserve.models.layers import BLOCK_AXES, Attend, LayerNorm, Linear, PreNormBlock, Table
-from jaxserve.models.schema import Fields, ModelConfig, Stored, head_size
+from jaxserve.models.hf_names import ConfigNames, linear, norm, table
+from jaxserve.models.layers import BLOCK_AXES, HEAD_AXES, Attend, LayerNorm, Linear, PreNormBlock, Table
+from jaxserve.models.schema import Fields, ModelConfig
 
 _OFFSET = 2  # rows of the position table before that of position 0; the library leaves them unused
 
+NAMES = ConfigNames(
+    ffn_size=("ffn_dim",), norm_eps=(), activation=("activation_function",), initializer_range=("init_std",)
+)
 AXES = {
     "embed": {
         "tokens": {"table": ("vocab", "word_embed")},
@@ -23,43 +27,26 @@ AXES = {
         "positions": {"table": ("positions", "embed")},
     },
     "layer": BLOCK_AXES,
-    "head": {
-        "norm": {"scale": ("embed",), "bias": ("embed",)},
-        "project": {"kernel": ("word_embed", "embed")},
-        "tokens": {"table": ("vocab", "word_embed")},
-    },
+    "head": HEAD_AXES | {"project": {"kernel": ("word_embed", "embed")}, "tokens": {"table": ("vocab", "word_embed")}},
 }
-
 TENSORS = {
     "embed": {
-        "tokens": {"table": Stored("embed_tokens.weight")},
-        "project": {"kernel": Stored("project_in.weight")},
-        "positions": {"table": Stored("embed_positions.weight")},
+        "tokens": table("embed_tokens"),
+        "project": linear("project_in", bias=False),
+        "positions": table("embed_positions"),
     },
     "layer": {
-        "attention_norm": {
-            "scale": Stored("layers.{i}.self_attn_layer_norm.weight"),
-            "bias": Stored("layers.{i}.self_attn_layer_norm.bias"),
-        },
-        "qkv": {
-            "kernel": Stored("layers.{i}.self_attn.{qkv}_proj.weight"),
-            "bias": Stored("layers.{i}.self_attn.{qkv}_proj.bias"),
-        },
-        "out": {
-            "kernel": Stored("layers.{i}.self_attn.out_proj.weight"),
-            "bias": Stored("layers.{i}.self_attn.out_proj.bias"),
-        },
-        "ffn_norm": {
-            "scale": Stored("layers.{i}.final_layer_norm.weight"),
-            "bias": Stored("layers.{i}.final_layer_norm.bias"),
-        },
-        "up": {"kernel": Stored("layers.{i}.fc1.weight"), "bias": Stored("layers.{i}.fc1.bias")},
-        "down": {"kernel": Stored("layers.{i}.fc2.weight"), "bias": Stored("layers.{i}.fc2.bias")},
+        "attention_norm": norm("layers.{i}.self_attn_layer_norm"),
+        "qkv": linear("layers.{i}.self_attn.{qkv}_proj"),
+        "out": linear("layers.{i}.self_attn.out_proj"),
+        "ffn_norm": norm("layers.{i}.final_layer_norm"),
+        "up": linear("layers.{i}.fc1"),
+        "down": linear("layers.{i}.fc2"),
     },
     "head": {
-        "norm": {"scale": Stored("final_layer_norm.weight"), "bias": Stored("final_layer_norm.bias")},
-        "project": {"kernel": Stored("project_out.weight")},
-        "tokens": {"table": Stored("lm_head.weight")},
+        "norm": norm("final_layer_norm"),
+        "project": linear("project_out", bias=False),
+        "tokens": table("lm_head"),
     },
 }
 PREFIX = "model.decoder."
@@ -86,28 +73,11 @@ class OPTConfig(ModelConfig):
 def parse_config(entries: Mapping[str, Any]) -> OPTConfig:
     """From the entries of a config.json. Raises ValueError."""
     fields = Fields(entries)
-    hidden_size = fields.count("hidden_size")
-    num_heads = fields.count("num_attention_heads")
-    vocab_size = fields.count("vocab_size")
+    values = NAMES.read(fields, "opt", eos=2, bos=2, tied=True, activation="relu")
     norm_first = fields.flag("do_layer_norm_before", default=True)
     return OPTConfig(
-        family="opt",
-        vocab_size=vocab_size,
-        hidden_size=hidden_size,
-        num_layers=fields.count("num_hidden_layers"),
-        num_heads=num_heads,
-        num_kv_heads=num_heads,
-        head_dim=head_size(hidden_size, num_heads),
-        ffn_size=fields.count("ffn_dim"),
-        max_position=fields.count("max_position_embeddings"),
-        alibi=False,
-        norm_eps=1e-5,
-        activation=fields.activation("activation_function", default="relu"),
-        tie_embeddings=fields.flag("tie_word_embeddings", default=True),
-        eos_token_ids=fields.tokens("eos_token_id", vocab_size, default=2),
-        bos_token_id=fields.token("bos_token_id", vocab_size, default=2),
-        initializer_range=fields.number("init_std", default=0.02),
-        word_embed_size=fields.count("word_embed_proj_dim", default=hidden_size),
+        **values,
+        word_embed_size=fields.count("word_embed_proj_dim", default=values["hidden_size"]),
         norm_first=norm_first,
         last_norm=norm_first and not fields.flag("_remove_final_layer_norm", default=False),
         bias=fields.flag("enable_bias", default=True),
@@ -117,25 +87,12 @@ def parse_config(entries: Mapping[str, Any]) -> OPTConfig:
 
 def hf_config(config: OPTConfig) -> dict[str, Any]:
     """The entries of a config.json, from which parse_config makes an equal config."""
-    return {
-        "architectures": ["OPTForCausalLM"],
-        "model_type": "opt",
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "ffn_dim": config.ffn_size,
-        "max_position_embeddings": config.max_position,
+    return NAMES.entries(config, "OPTForCausalLM") | {
         "word_embed_proj_dim": config.word_embed_size,
-        "activation_function": config.activation,
-        "init_std": config.initializer_range,
         "do_layer_norm_before": config.norm_first,
         "_remove_final_layer_norm": config.norm_first and not config.last_norm,
         "enable_bias": config.bias,
         "layer_norm_elementwise_affine": config.affine_norms,
-        "tie_word_embeddings": config.tie_embeddings,
-        "eos_token_id": list(config.eos_token_ids) or None,
-        "bos_token_id": config.bos_token_id,
     }
 
 

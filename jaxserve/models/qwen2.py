@@ -8,6 +8,7 @@ from typing import Any
 from jaxserve.models import decoder
 from jaxserve.models.decoder import AXES, NO_PARAMETERS, PREFIX, TENSORS, DecoderBlock, DecoderConfig
 from jaxserve.models.layers import RMSNormedHead, TokenEmbed
+from jaxserve.models.rotary import rotated
 from jaxserve.models.schema import Fields
 
 __all__ = ["AXES", "NO_PARAMETERS", "PREFIX", "TENSORS", "Block", "Embed", "Head", "hf_config", "parse_config"]
@@ -19,7 +20,7 @@ def parse_config(entries: Mapping[str, Any]) -> DecoderConfig:
     fields.refuse("dual_chunk_attention_config", because="a layer attends to all tokens or to a window of them")
     fields.refuse("use_mrope", unless=False, because="a token has one position")
     return DecoderConfig(
-        **decoder.rotated(fields, decoder.sizes(fields, "qwen2", eos=None, bos=None)),
+        **rotated(fields, decoder.sizes(fields, "qwen2", eos=None, bos=None)),
         windows=windows(fields),
         attention_bias=True,
     )

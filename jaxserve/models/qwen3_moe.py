@@ -12,8 +12,10 @@ from flax import nnx
 from jaxserve.models import decoder, experts
 from jaxserve.models.decoder import NO_PARAMETERS, PREFIX, DecoderBlock, DecoderConfig
 from jaxserve.models.experts import Experts, chosen_of_softmax, softmax_of_chosen
+from jaxserve.models.hf_names import linear
 from jaxserve.models.layers import RMSNormedHead, TokenEmbed
-from jaxserve.models.schema import Fields, ModelConfig, Stored
+from jaxserve.models.rotary import rotated
+from jaxserve.models.schema import Fields, ModelConfig
 
 __all__ = ["NO_PARAMETERS", "PREFIX"]
 
@@ -32,15 +34,11 @@ class Qwen3MoeConfig(DecoderConfig):
 def TENSORS(config: ModelConfig) -> dict[str, Any]:
     """How a checkpoint stores the parameters."""
 
-    def each(name: str) -> dict[str, Stored]:
-        return {"kernel": Stored(f"layers.{{i}}.mlp.experts.{{e}}.{name}_proj.weight", experts=config.num_experts)}
-
+    each = partial(linear, bias=False, experts=config.num_experts)
     layer = decoder.TENSORS["layer"] | {
         "experts": {
-            "router": {"kernel": Stored("layers.{i}.mlp.gate.weight")},
-            "gate": each("gate"),
-            "up": each("up"),
-            "down": each("down"),
+            "router": linear("layers.{i}.mlp.gate", bias=False),
+            **{name: each(f"layers.{{i}}.mlp.experts.{{e}}.{name}_proj") for name in ("gate", "up", "down")},
         }
     }
     return decoder.TENSORS | {"layer": layer}
@@ -52,7 +50,7 @@ def parse_config(entries: Mapping[str, Any]) -> Qwen3MoeConfig:
     fields.refuse("use_sliding_window", unless=False, because="all layers attend to the whole context")
     fields.refuse("decoder_sparse_step", unless=1, because="every layer has experts")
     fields.refuse("mlp_only_layers", unless=[], because="every layer has experts")
-    values = decoder.rotated(fields, decoder.sizes(fields, "qwen3_moe", eos=None, bos=None))
+    values = rotated(fields, decoder.sizes(fields, "qwen3_moe", eos=None, bos=None))
     bias = fields.flag("attention_bias", default=False)
     values["ffn_size"] = fields.count("moe_intermediate_size", default=768)
     return Qwen3MoeConfig(

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int32
 
-from jaxserve.models.schema import Fields
+from jaxserve.models.schema import Fields, ModelConfig
 
 KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
 
@@ -108,9 +108,23 @@ class Rotary:
 
     def longest(self, max_position: int) -> int:
         """Positions of the stretched model, whose config.json says `max_position`."""
-        if self.kind == "yarn":
-            return int(self.original * self.factor)
-        return int(self.original * self.factor) if self.kind in ("linear", "dynamic") else max_position
+        return int(self.original * self.factor) if self.kind in ("linear", "dynamic", "yarn") else max_position
+
+
+def rotated(fields: Fields, values: dict[str, Any], **defaults: Any) -> dict[str, Any]:
+    """What `ConfigNames.read` returned, with the rotation (see `parse`) and the positions that it stretches to."""
+    turned = parse(fields.entries, values["head_dim"], max_position=values["max_position"], **defaults)
+    return values | {"rotary": turned, "max_position": turned.longest(values["max_position"])}
+
+
+def rotated_entries(turned: Rotary, config: ModelConfig) -> dict[str, Any]:
+    """The entries of a config.json that `rotated` reads."""
+    stretched = turned.kind in ("linear", "dynamic")
+    share = {"partial_rotary_factor": turned.size / config.head_dim} if turned.size < config.head_dim else {}
+    return {
+        "max_position_embeddings": turned.original if stretched else config.max_position,
+        "rope_parameters": turned.entries() | share,
+    }
 
 
 def parse(
@@ -122,7 +136,6 @@ def parse(
     share: float = 1.0,
     kinds: tuple[str, ...] = KINDS,
     kind_of_layer: str | None = None,
-    interleaved: bool = False,
 ) -> Rotary:
     """The rotation that a config.json asks for.
 
@@ -157,7 +170,7 @@ def parse(
     if theta <= 1:
         raise ValueError(f"rope_theta is {theta}; it must be more than 1")
     if kind == "default":
-        return Rotary(size=size, theta=theta, interleaved=interleaved)
+        return Rotary(size=size, theta=theta)
     factor = inner.number("factor", default=0.0)
     if factor < 1:
         raise ValueError(f"{name} has factor {inner.entries.get('factor')!r}; it must be at least 1")
@@ -180,7 +193,6 @@ def parse(
         kind=kind,
         factor=factor,
         original=original,
-        interleaved=interleaved,
         **(bounds if kind in ("yarn", "llama3") else {}),
         **more,
     )

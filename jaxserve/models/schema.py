@@ -193,7 +193,8 @@ _ACTIVATION_NAMES = {
 class Fields:
     """Reads the entries of a config.json; every invalid one raises ValueError with its name.
 
-    A null entry counts as absent, as in Hugging Face. Methods take the names of an entry, the preferred one first.
+    A null entry counts as absent, as in Hugging Face. Methods take the names of an entry, the preferred one
+    first; one without a name is absent.
     """
 
     entries: Mapping[str, Any]
@@ -202,7 +203,7 @@ class Fields:
         for name in names:
             if self.entries.get(name) is not None:
                 return name, self.entries[name]
-        return names[0], None
+        return names[0] if names else "", None
 
     def count(self, *names: str, default: int | None = None) -> int:
         """A whole number of at least 1."""
