@@ -81,11 +81,11 @@ def sizes(
     return NAMES.read(fields, family, eos=eos, bos=bos, tied=tied, norm_eps=norm_eps, activation=activation, **defaults)
 
 
-def mixture(fields: Fields, name: str, *, default: int, per_token: int = 2) -> dict[str, Any]:
-    """The number of experts, which config.json calls `name`, and how many of them serve a token."""
-    count, chosen = fields.count(name, default=default), fields.count("num_experts_per_tok", default=per_token)
+def mixture(fields: Fields, *names: str, default: int, per_token: int = 2) -> dict[str, Any]:
+    """The number of experts, whose entry has one of these names, and how many of them serve a token."""
+    count, chosen = fields.count(*names, default=default), fields.count("num_experts_per_tok", default=per_token)
     if chosen > count:
-        raise ValueError(f"num_experts_per_tok is {chosen}; it must be at most {name}, which is {count}")
+        raise ValueError(f"num_experts_per_tok is {chosen}; it must be at most {names[0]}, which is {count}")
     return {"num_experts": count, "experts_per_token": chosen}
 
 

@@ -56,7 +56,15 @@ def sizes(fields: Fields, family: str, *, sliding: Callable[[int], bool]) -> dic
     """
     fields.refuse("use_bidirectional_attention", unless=False, because="tokens attend to what came before them")
     values = NAMES.read(
-        fields, family, eos=1, bos=2, tied=True, head_dim=256, norm_eps=1e-6, activation="gelu_pytorch_tanh"
+        fields,
+        family,
+        eos=1,
+        bos=2,
+        tied=True,
+        num_kv_heads=4,
+        head_dim=256,
+        norm_eps=1e-6,
+        activation="gelu_pytorch_tanh",
     )
     size = fields.count_or_none("sliding_window", default=4096)
     bias = fields.flag("attention_bias", default=False)

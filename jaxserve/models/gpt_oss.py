@@ -45,14 +45,25 @@ TENSORS = decoder.TENSORS | {
 }
 NO_PARAMETERS: tuple[str, ...] = ()
 _LIMIT, _SLOPE = 7.0, 1.702  # of the activation
+_ROTATION = {  # where config.json says none
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "original_max_position_embeddings": 4096,
+    "truncate": False,
+}
 
 
 def parse_config(entries: Mapping[str, Any]) -> DecoderConfig:
     """From the entries of a config.json. Raises ValueError."""
-    fields = Fields(entries)
+    fields = Fields({**entries, "rope_parameters": entries.get("rope_parameters") or _ROTATION})
+    fields.refuse("swiglu_alpha", unless=_SLOPE, because="the activation has that slope")
     fields.refuse("swiglu_limit", unless=_LIMIT, because="the activation is bounded there")
     fields.refuse("attention_bias", unless=True, because="the attention's projections have biases")
-    values = rotated(fields, decoder.sizes(fields, "gpt_oss", eos=200002, bos=None, norm_eps=1e-5), theta=150000.0)
+    values = rotated(
+        fields,
+        decoder.sizes(fields, "gpt_oss", eos=None, bos=None, norm_eps=1e-5, num_kv_heads=8, head_dim=64),
+        theta=150000.0,
+    )
     size = fields.count("sliding_window", default=128)
     return DecoderConfig(
         **values,

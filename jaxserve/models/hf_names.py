@@ -38,6 +38,7 @@ class ConfigNames:
         bos: int | None,
         norm_eps: float = 1e-5,
         alibi: bool = False,
+        num_kv_heads: int | None = None,
         head_dim: int | None = None,
         ffn_ratio: int | None = None,
         max_position: int | None = None,
@@ -48,11 +49,12 @@ class ConfigNames:
           tied: whether the head is the token table.
           eos / bos: ids of the tokens that end and begin a text.
           alibi: whether the model has ALiBi, and so no limit of positions.
+          num_kv_heads: of the keys and values; None for as many as queries have, which a null entry means always.
           head_dim: the size of a head; None if the heads share the hidden size.
           ffn_ratio: the feed-forward's size in hidden sizes; None if config.json must say it, as with max_position.
         """
         hidden_size, num_heads = fields.count(*self.hidden_size), fields.count(*self.num_heads)
-        num_kv_heads = fields.count(*self.num_kv_heads, default=num_heads)
+        num_kv_heads = fields.count_or_none(*self.num_kv_heads, default=num_kv_heads) or num_heads
         if num_heads % num_kv_heads:
             raise ValueError(
                 f"{self.num_kv_heads[0]} is {num_kv_heads}; it must divide {self.num_heads[0]}, which is {num_heads}"

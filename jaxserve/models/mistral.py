@@ -17,7 +17,7 @@ __all__ = ["AXES", "NO_PARAMETERS", "PREFIX", "TENSORS", "Block", "Embed", "Head
 def parse_config(entries: Mapping[str, Any]) -> DecoderConfig:
     """From the entries of a config.json. Raises ValueError."""
     fields = Fields(entries)
-    values = rotated(fields, decoder.sizes(fields, "mistral"))
+    values = rotated(fields, decoder.sizes(fields, "mistral", num_kv_heads=8))
     size = fields.count_or_none("sliding_window", default=4096)
     return DecoderConfig(**values, windows=decoder.windows(fields, values["num_layers"], size))
 

@@ -39,7 +39,7 @@ def TENSORS(config: ModelConfig) -> dict[str, Any]:
 def parse_config(entries: Mapping[str, Any]) -> DecoderConfig:
     """From the entries of a config.json. Raises ValueError."""
     fields = Fields(entries)
-    values = rotated(fields, decoder.sizes(fields, "mixtral", norm_eps=1e-5), theta=1e6)
+    values = rotated(fields, decoder.sizes(fields, "mixtral", num_kv_heads=8, norm_eps=1e-5), theta=1e6)
     size = fields.count_or_none("sliding_window", default=None)
     return DecoderConfig(
         **values,

@@ -28,7 +28,7 @@ def parse_config(entries: Mapping[str, Any]) -> DecoderConfig:
     """From the entries of a config.json. Raises ValueError."""
     fields = Fields(entries)
     fields.refuse("attention_bias", unless=False, because="the projections have no biases")
-    values = rotated(fields, decoder.sizes(fields, "phi3", eos=32000, norm_eps=1e-5), kinds=("default",))
+    values = rotated(fields, decoder.sizes(fields, "phi3", eos=32000, norm_eps=1e-5), share=1.0, kinds=("default",))
     size = fields.count_or_none("sliding_window", default=None)
     return DecoderConfig(**values, windows=decoder.windows(fields, values["num_layers"], size))
 

@@ -20,7 +20,7 @@ def parse_config(entries: Mapping[str, Any]) -> DecoderConfig:
     fields.refuse("dual_chunk_attention_config", because="a layer attends to all tokens or to a window of them")
     fields.refuse("use_mrope", unless=False, because="a token has one position")
     return DecoderConfig(
-        **rotated(fields, decoder.sizes(fields, "qwen2", eos=None, bos=None)),
+        **rotated(fields, decoder.sizes(fields, "qwen2", eos=None, bos=None, num_kv_heads=32)),
         windows=windows(fields),
         attention_bias=True,
     )

@@ -19,7 +19,7 @@ def parse_config(entries: Mapping[str, Any]) -> DecoderConfig:
     fields = Fields(entries)
     bias = fields.flag("attention_bias", default=False)
     return DecoderConfig(
-        **rotated(fields, decoder.sizes(fields, "qwen3", eos=None, bos=None, head_dim=128)),
+        **rotated(fields, decoder.sizes(fields, "qwen3", eos=None, bos=None, num_kv_heads=32, head_dim=128)),
         windows=qwen2.windows(fields),
         attention_bias=bias,
         out_bias=bias,

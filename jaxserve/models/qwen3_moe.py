@@ -50,12 +50,12 @@ def parse_config(entries: Mapping[str, Any]) -> Qwen3MoeConfig:
     fields.refuse("use_sliding_window", unless=False, because="all layers attend to the whole context")
     fields.refuse("decoder_sparse_step", unless=1, because="every layer has experts")
     fields.refuse("mlp_only_layers", unless=[], because="every layer has experts")
-    values = rotated(fields, decoder.sizes(fields, "qwen3_moe", eos=None, bos=None))
+    values = rotated(fields, decoder.sizes(fields, "qwen3_moe", eos=None, bos=None, num_kv_heads=4))
     bias = fields.flag("attention_bias", default=False)
     values["ffn_size"] = fields.count("moe_intermediate_size", default=768)
     return Qwen3MoeConfig(
         **values,
-        **decoder.mixture(fields, "num_experts", default=128),
+        **decoder.mixture(fields, "num_experts", "num_local_experts", default=128, per_token=8),
         attention_bias=bias,
         out_bias=bias,
         head_norm=True,

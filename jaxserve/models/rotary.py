@@ -133,7 +133,7 @@ def parse(
     *,
     max_position: int,
     theta: float = 10000.0,
-    share: float = 1.0,
+    share: float | None = None,
     kinds: tuple[str, ...] = KINDS,
     kind_of_layer: str | None = None,
 ) -> Rotary:
@@ -143,7 +143,8 @@ def parse(
 
     Args:
       max_position: its max_position_embeddings.
-      theta / share: what holds where it does not say, of rope_theta and partial_rotary_factor.
+      theta / share: what holds where it does not say, of rope_theta and partial_rotary_factor; without a share, the
+        family always rotates whole heads.
       kinds: the ways to stretch positions that the model knows.
       kind_of_layer: entry of `rope_parameters` to read, where it has one for each kind ("full_attention", ...).
 
@@ -160,8 +161,12 @@ def parse(
         served = f"{', '.join(kinds)} {'are' if len(kinds) > 1 else 'is'}"
         raise ValueError(f"{name} is of rope_type {kind!r}, which is not supported; {served}")
     theta = inner.number("rope_theta", default=fields.number("rope_theta", default=theta))
-    share = inner.number("partial_rotary_factor", default=fields.number("partial_rotary_factor", default=share))
-    size = int(head_dim * share)
+    if share is None:
+        for where in (fields, inner):
+            where.refuse("partial_rotary_factor", unless=1, because="the family rotates whole heads")
+    else:
+        share = inner.number("partial_rotary_factor", default=fields.number("partial_rotary_factor", default=share))
+    size = int(head_dim * (1.0 if share is None else share))
     if size % 2 or not 2 <= size <= head_dim:
         raise ValueError(
             f"the rotated share of a head is {share}, which is {size} of its {head_dim} numbers; it must be pairs of "

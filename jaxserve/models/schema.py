@@ -216,9 +216,10 @@ class Fields:
             raise ValueError(f"{name} is {value!r}; it must be a whole number of at least 1")
         return value
 
-    def count_or_none(self, name: str, *, default: int | None) -> int | None:
+    def count_or_none(self, *names: str, default: int | None) -> int | None:
         """A whole number of at least 1; None if it is null, the default if it is absent (as in transformers)."""
-        return self.count(name, default=0) or None if name in self.entries else default
+        given = any(name in self.entries for name in names)
+        return self.count(*names, default=0) or None if given else default
 
     def number(self, *names: str, default: float) -> float:
         """A finite number, not negative."""

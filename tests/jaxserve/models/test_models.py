@@ -181,6 +181,11 @@ def test_other_names_of_the_same_sizes_are_read(model_type, names):
     assert models.parse_config(entries) == models.parse_config(usual)
 
 
+def test_experts_are_counted_by_either_name():
+    named = CONFIGS["qwen3_moe"] | {"num_experts": None, "num_local_experts": 4}
+    assert models.parse_config(named) == models.parse_config(CONFIGS["qwen3_moe"])
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -291,6 +296,15 @@ def test_windows_of_layers_are_read(entries, windows):
         (GEMMA3 | {"use_bidirectional_attention": True}, "use_bidirectional_attention is True, which is not supported"),
         (GEMMA3 | {"attn_logit_softcapping": 50.0}, r"attn_logit_softcapping is 50.0, which is not .*; leave it out"),
         (GEMMA3 | {"rope_scaling": {"type": "yarn"}}, "rope_type 'yarn', which is not supported; default, linear are"),
+        *(
+            (entries, r"partial_rotary_factor is 0.5, which is not .* \(the family rotates whole heads\); only 1 is")
+            for entries in (
+                LLAMA | {"partial_rotary_factor": 0.5},
+                QWEN3 | {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+                GEMMA3 | {"rope_parameters": {"sliding_attention": {"partial_rotary_factor": 0.5}}},
+                FALCON | {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "partial_rotary_factor": 0.5}},
+            )
+        ),
         (QWEN2 | {"use_mrope": True}, "use_mrope is True, which is not supported"),
         (
             QWEN2 | {"dual_chunk_attention_config": {"chunk_size": 8}},
@@ -308,6 +322,11 @@ def test_both_dialects_of_a_decoder_config_mean_the_same(entries):
     old = entries | {"rope_theta": 500, "rope_scaling": {"type": "linear", "factor": 2.0}, "torch_dtype": "float16"}
     new = entries | {"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0}, "dtype": "float16"}
     assert models.parse_config(old) == models.parse_config(new)
+
+
+def test_whole_heads_may_be_asked_for():
+    for place in ({}, {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 1.0}}):
+        assert models.parse_config(MISTRAL | {"partial_rotary_factor": 1} | place) == models.parse_config(MISTRAL)
 
 
 def test_both_dialects_of_gemma_3_mean_the_same():
