@@ -305,6 +305,7 @@ def test_windows_of_layers_are_read(entries, windows):
                 FALCON | {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "partial_rotary_factor": 0.5}},
             )
         ),
+        (CONFIGS["gpt_oss"] | {"swiglu_alpha": 1.0}, "swiglu_alpha is 1.0, which is not supported .*; only 1.702 is"),
         (QWEN2 | {"use_mrope": True}, "use_mrope is True, which is not supported"),
         (
             QWEN2 | {"dual_chunk_attention_config": {"chunk_size": 8}},
