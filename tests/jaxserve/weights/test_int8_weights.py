@@ -24,6 +24,7 @@ SIZES = {  # by the names of all families
     "eos_token_id": 2,
     "n_head": 4,
     "num_attention_heads": 4,
+    "num_key_value_heads": 4,
     "n_positions": 96,
     "max_position_embeddings": 96,
     "intermediate_size": 64,
