@@ -20,9 +20,9 @@ from jaxserve.text.tokenizer import Tokenizer
 
 MAX_STOP_LENGTH = 1024  # characters of a stop string
 
-_PROMPTS = ("prompt", "prompt_token_ids", "messages")  # a request has one of them
+PROMPTS = ("prompt", "prompt_token_ids", "messages")  # a request has one of them
 _CHAT_FIELDS = ("add_generation_prompt", "chat_template_kwargs", "reasoning_effort")
-PROMPT_FIELDS = (*_PROMPTS, *_CHAT_FIELDS, "add_special_tokens")
+PROMPT_FIELDS = (*PROMPTS, *_CHAT_FIELDS, "add_special_tokens")
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 
 
@@ -98,7 +98,7 @@ def _unknown(name: object) -> str:
 
 
 def _prompt(fields: Mapping[str, Any], tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    given = [name for name in _PROMPTS if fields.get(name) is not None]
+    given = [name for name in PROMPTS if fields.get(name) is not None]
     if not given:
         raise InvalidRequest("prompt", "is missing")
     if len(given) > 1:

@@ -22,7 +22,10 @@ ROUTER_SERVICES = (  # protocols of other projects, for their routers
     vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"].full_name,
     open_inference_grpc_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name,
 )
-_QUEUED = (f"/{SERVICE}/Generate", f"/{SERVICE}/GenerateStream", f"/{ROUTER_SERVICES[0]}/Generate")
+_QUEUED = (
+    *(f"/{SERVICE}/Generate", f"/{SERVICE}/GenerateStream"),
+    *(f"/{ROUTER_SERVICES[0]}/Generate", f"/{ROUTER_SERVICES[1]}/ModelInfer"),
+)
 OPEN_SERVICES = (health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,)  # need no API key
 _MAX_PENDING = 65_536
 _OPTIONS = (

@@ -86,6 +86,8 @@ def ignored_fields(given: Mapping[str, Any], body: BaseModel, path: str = "") ->
     Raises:
       InvalidRequest: the server knows the field, and its value would change the answer.
     """
+    if body.model_config.get("extra") == "allow":
+        return
     read = {field.alias or name: name for name, field in type(body).model_fields.items()}
     for name, value in given.items():
         if name in read:

@@ -75,15 +75,24 @@ class HttpCall:
         Raises:
           ApiError: the body is too large, too slow, not JSON or not of this model, or the queue is full.
         """
-        kind = self._headers.get(b"content-type", b"").split(b";")[0].strip().lower()
-        if kind != b"application/json":
+        if self.content_type != "application/json":
             raise HttpError(415, "the body must be JSON, with the header Content-Type: application/json")
+        return self.parsed(await self.raw_body(), model)
+
+    async def raw_body(self) -> bytes:
+        """The bytes of the body; otherwise as `body`."""
+        if self.header("content-encoding") not in ("", "identity"):
+            raise HttpError(415, "the body must not be compressed")
         body = await self._read()
         if (refusal := self._full()) is not None:  # before the body is parsed, so that a refusal is cheap
             raise refusal
         task = asyncio.current_task()
         assert task is not None
         self._watcher = asyncio.create_task(self._watch(task))
+        return body
+
+    def parsed(self, body: bytes, model: type[_Model]) -> _Model:
+        """JSON as a value. Notes the fields that the call does not read. Raises ApiError."""
         value, parsed = _parsed(body, model)
         self.ignored = list(ignored_fields(value, parsed))
         if self.ignored:
@@ -117,14 +126,26 @@ class HttpCall:
         self.is_abandoned = True
         task.cancel()
 
+    @property
+    def content_type(self) -> str:
+        return self.header("content-type").split(";")[0].strip().lower()
+
+    def header(self, name: str) -> str:
+        """A header of the request by its name in lower case; "" if it has none."""
+        return self._headers.get(name.encode(), b"").decode("latin-1")
+
     def close(self) -> None:
         """Stops waiting for more from the client."""
         if self._watcher is not None:
             self._watcher.cancel()
 
     async def json(self, value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
-        body = encoded(value)
-        known = {"content-type": "application/json", "content-length": str(len(body))}
+        await self.whole(encoded(value), "application/json", status, headers)
+
+    async def whole(
+        self, body: bytes, content_type: str, status: int = 200, headers: Mapping[str, str] | None = None
+    ) -> None:
+        known = {"content-type": content_type, "content-length": str(len(body))}
         await self._start(status, known | dict(headers or {}))
         await self._send({"type": "http.response.body", "body": body})
 

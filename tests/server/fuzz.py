@@ -77,7 +77,11 @@ def _messages(draw: st.DrawFn, kind: Any) -> Any:
         entry = field.message_type
         if entry is not None and entry.GetOptions().map_entry:
             key, value = map(_values, entry.fields)
-            getattr(message, field.name).update(draw(st.dictionaries(key, value, max_size=4)))
+            for name, drawn in draw(st.dictionaries(key, value, max_size=4)).items():
+                if entry.fields[1].message_type is None:
+                    getattr(message, field.name)[name] = drawn
+                else:
+                    getattr(message, field.name)[name].CopyFrom(drawn)
         elif entry is not None and not field.is_repeated:
             getattr(message, field.name).CopyFrom(draw(_messages(entry)))
         elif field.is_repeated:
@@ -91,6 +95,8 @@ def _messages(draw: st.DrawFn, kind: Any) -> Any:
 def _values(field: Any) -> st.SearchStrategy[Any]:
     if field.message_type is not None:
         return _messages(field.message_type)
+    if field.type == field.TYPE_BYTES:
+        return st.binary(max_size=30) | st.sampled_from((b"abc", b"\3\0\0\0abc", b"\xff\xff\xff\xff"))
     return {
         field.CPPTYPE_BOOL: st.booleans(),
         field.CPPTYPE_DOUBLE: _odd_floats,
@@ -124,7 +130,7 @@ def mutated(draw: st.DrawFn, kind: Any) -> bytes:
 def calls_of(draw: st.DrawFn, *services: str) -> tuple[str, bytes, str]:
     """(method, message, manner) of a hostile call of one of these services."""
     methods = tuple(method for method in METHODS if method.split("/")[1] in services)
-    generating = tuple(method for method in methods if method.endswith(("/Generate", "/GenerateStream")))
+    generating = tuple(method for method in methods if method.endswith(("/Generate", "/GenerateStream", "Infer")))
     method = draw(st.sampled_from(generating or methods) | st.sampled_from(methods))
     kind = METHODS[method]
     message = draw(requests(kind) | mutated(kind) | st.binary(max_size=200))

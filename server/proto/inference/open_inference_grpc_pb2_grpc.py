@@ -64,6 +64,11 @@ class GRPCInferenceServiceStub:
                 request_serializer=server_dot_proto_dot_inference_dot_open__inference__grpc__pb2.ModelInferRequest.SerializeToString,
                 response_deserializer=server_dot_proto_dot_inference_dot_open__inference__grpc__pb2.ModelInferResponse.FromString,
                 _registered_method=True)
+        self.ModelStreamInfer = channel.stream_stream(
+                '/inference.GRPCInferenceService/ModelStreamInfer',
+                request_serializer=server_dot_proto_dot_inference_dot_open__inference__grpc__pb2.ModelInferRequest.SerializeToString,
+                response_deserializer=server_dot_proto_dot_inference_dot_open__inference__grpc__pb2.ModelStreamInferResponse.FromString,
+                _registered_method=True)
 
 
 class GRPCInferenceServiceServicer:
@@ -103,7 +108,16 @@ class GRPCInferenceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ModelInfer(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Texts for prompts. The answer comes when all are whole.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ModelStreamInfer(self, request_iterator, context):
+        """Requests that are answered at the same time, each by several responses that carry its id. An error ends its own
+        request only.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -140,6 +154,11 @@ def add_GRPCInferenceServiceServicer_to_server(servicer, server):
                     servicer.ModelInfer,
                     request_deserializer=server_dot_proto_dot_inference_dot_open__inference__grpc__pb2.ModelInferRequest.FromString,
                     response_serializer=server_dot_proto_dot_inference_dot_open__inference__grpc__pb2.ModelInferResponse.SerializeToString,
+            ),
+            'ModelStreamInfer': grpc.stream_stream_rpc_method_handler(
+                    servicer.ModelStreamInfer,
+                    request_deserializer=server_dot_proto_dot_inference_dot_open__inference__grpc__pb2.ModelInferRequest.FromString,
+                    response_serializer=server_dot_proto_dot_inference_dot_open__inference__grpc__pb2.ModelStreamInferResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -304,6 +323,33 @@ class GRPCInferenceService:
             '/inference.GRPCInferenceService/ModelInfer',
             server_dot_proto_dot_inference_dot_open__inference__grpc__pb2.ModelInferRequest.SerializeToString,
             server_dot_proto_dot_inference_dot_open__inference__grpc__pb2.ModelInferResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ModelStreamInfer(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/inference.GRPCInferenceService/ModelStreamInfer',
+            server_dot_proto_dot_inference_dot_open__inference__grpc__pb2.ModelInferRequest.SerializeToString,
+            server_dot_proto_dot_inference_dot_open__inference__grpc__pb2.ModelStreamInferResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -8,19 +8,21 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from server.compat import tgi_schemas
+from server.compat import kserve_messages, tgi_schemas
 from server.http import schemas
 
 OPENAI = ("/v1/completions", "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/models/x")
 TGI = ("/generate", "/generate_stream", "/", "/info")
 KSERVE = (
     *("/v2", "/v2/health/ready", "/v2/health/live", "/v2/models/echo", "/v2/models/%2f/ready"),
+    *("/v2/models/echo/generate", "/v2/models/echo/generate_stream", "/v2/models/echo/infer"),
     *("/v2/models/echo/ready", "/v2/models/echo/versions/1/infer", "/v2/models/echo/infer"),
 )
 NOWHERE = ("/v1/models/%00", "/..%2f", "/metrics", "/nowhere", "/live?after=x")
 STATUSES = {200, 400, 404, 405, 408, 411, 413, 415, 422, 429, 431, 501, 504}  # 500 and 424 are failures of ours
 TGI_BODIES = (tgi_schemas.TgiBody, tgi_schemas.TgiParameters)
-BODIES = (schemas.CompletionBody, schemas.ChatBody, schemas.DetokenizeBody, *TGI_BODIES)
+KSERVE_BODIES = (kserve_messages.InferBody, kserve_messages.InputTensor, kserve_messages.GenerateBody)
+BODIES = (schemas.CompletionBody, schemas.ChatBody, schemas.DetokenizeBody, *TGI_BODIES, *KSERVE_BODIES)
 FIELDS = tuple(sorted({field.alias or name for body in BODIES for name, field in body.model_fields.items()}))
 TGI_FIELDS = tuple(name for body in TGI_BODIES for name in body.model_fields)
 # What makes a request that is answered, if no other field is wrong.
@@ -32,6 +34,12 @@ RIGHT: dict[str, dict[str, Any]] = {
     "/generate": {"inputs": "abc", "parameters": {"max_new_tokens": 5}},
     "/generate_stream": {"inputs": "abc", "parameters": {"max_new_tokens": 5}},
     "/": {"inputs": "abc", "parameters": {"max_new_tokens": 5}},
+    "/v2/models/echo/generate": {"text_input": "abc", "max_tokens": 5},
+    "/v2/models/echo/generate_stream": {"text_input": "abc", "max_tokens": 5},
+    "/v2/models/echo/infer": {
+        "inputs": [{"name": "text_input", "datatype": "BYTES", "shape": [1], "data": ["abc"]}],
+        "parameters": {"max_tokens": 5},
+    },
 }
 # Of the kind that a field may have: what is wrong with it is seen late, or not at all.
 PLAUSIBLE = (
@@ -108,9 +116,9 @@ def bodies(draw: st.DrawFn, path: str) -> bytes:
     if kind == 1:
         return json.dumps(body | draw(st.dictionaries(st.sampled_from(FIELDS), values, max_size=7))).encode()
     body = dict(RIGHT.get(path, {}))
-    fields = TGI_FIELDS if "inputs" in body else FIELDS
+    fields = TGI_FIELDS if isinstance(body.get("inputs"), str) else FIELDS
     odd = draw(st.dictionaries(st.sampled_from(fields), st.sampled_from(PLAUSIBLE) | scalars, max_size=3))
-    if "inputs" in body:
+    if isinstance(body.get("inputs"), str):
         outer = {name: odd.pop(name) for name in ("inputs", "stream", "parameters") if name in odd}
         return json.dumps(body | {"parameters": body["parameters"] | odd} | outer).encode()
     return json.dumps(body | odd).encode()

@@ -131,6 +131,9 @@ def test_only_what_is_listed_is_served(serve_http: Serve) -> None:
                 assert (answer.status_code, answer.json()["error"]["code"]) == (status, str(status)), path
             for kind in ({}, {"content-type": "text/plain"}, {"content-type": "application/x-www-form-urlencoded"}):
                 assert (await client.post(PATH, content=b'{"prompt": "a"}', headers=kind)).status_code == 415
+            packed = {"content-type": "application/json", "content-encoding": "gzip"}
+            answer = await client.post(PATH, content=b'{"prompt": "a"}', headers=packed)
+            assert (answer.status_code, "compressed" in answer.text) == (415, True)
             status, answer = await post(it, PATH, prompt="a", model="other")
             assert (status, answer["error"]["param"]) == (404, "model")
 
