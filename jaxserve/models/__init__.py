@@ -3,8 +3,9 @@
 A family is a module of this folder, named as `model_type` in a checkpoint's config.json. It exports `parse_config` and
 `hf_config`, the NNX modules `Embed`, `Block` and `Head`, the table `AXES` of its parameters' logical axis names, the
 table `TENSORS` of how a checkpoint stores them, `PREFIX`, which their names but the head's have there, and
-`NO_PARAMETERS`, names of what else a checkpoint may hold. A table lists every parameter that any configuration has;
-`TENSORS` may be a function of the configuration. Modules without `parse_config` are what families share.
+`NO_PARAMETERS`, names of what else a checkpoint may hold; a name that ends in a dot stands for all of that part. A
+table lists every parameter that any configuration has; `TENSORS` may be a function of the configuration. Modules
+without `parse_config` are what families share.
 """
 
 from __future__ import annotations
@@ -24,7 +25,17 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Float32, Int32
 
 from jaxserve.models import layers, products
-from jaxserve.models.schema import ModelConfig, head_sources
+from jaxserve.models.schema import Fields, ModelConfig, head_sources
+
+# Models of images and text whose text model is served, and what the library takes for absent entries of text_config.
+_TEXT_DEFAULTS = {
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "vocab_size": 262_208,
+        "num_attention_heads": 8,
+        "max_position_embeddings": 131_072,
+    }
+}
 
 # {"embed": {...}, "layers": [{...}, ...], "head": {...}}, arrays at the leaves. A part of a model (see Model.part) has
 # its layers by number: {"layers": {20: {...}, 21: {...}}}.
@@ -56,9 +67,17 @@ def _module(name: str) -> ModuleType:
 
 
 def parse_config(entries: Mapping[str, Any]) -> ModelConfig:
-    """Parses the entries of a config.json. Raises ValueError that names the invalid entry."""
+    """Parses the entries of a config.json; of a model of images and text, those of its text model.
+
+    Raises:
+      ValueError: an entry is invalid; the message names it.
+    """
     if not isinstance(entries.get("model_type"), str):
         raise ValueError(f"model_type is missing; it names the model's family, one of {', '.join(families())}")
+    defaults = _TEXT_DEFAULTS.get(entries["model_type"])
+    if defaults is not None:
+        tokens = {name: entries[name] for name in ("eos_token_id", "bos_token_id") if name in entries}
+        entries = {**defaults, **Fields(entries).within("text_config").entries, **tokens}
     return family(entries["model_type"]).parse_config(entries)
 
 

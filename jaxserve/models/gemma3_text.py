@@ -1,4 +1,4 @@
-"""The text models of Gemma 3 (arXiv:2503.19786): Gemma 2 with norms of heads, and its own rotation behind windows."""
+"""The text models of Gemma 3 (arXiv:2503.19786): Gemma 2 with QK-norm, and its own rotation behind windows."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from functools import partial
 from typing import Any
 
 from jaxserve.models import gemma2, rotary
-from jaxserve.models.decoder import FULL, NO_PARAMETERS, PREFIX, SLIDING
+from jaxserve.models.decoder import FULL, PREFIX, SLIDING
 from jaxserve.models.gemma2 import AXES, TENSORS, Block, Embed, GemmaConfig, Head
 from jaxserve.models.rotary import Rotary
 from jaxserve.models.schema import Fields
 
 __all__ = ["AXES", "NO_PARAMETERS", "PREFIX", "TENSORS", "Block", "Embed", "Head", "hf_config", "parse_config"]
+
+NO_PARAMETERS = (*gemma2.NO_PARAMETERS, "vision_tower.", "multi_modal_projector.")  # of the models that see images
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -51,11 +51,13 @@ def match(
     if missing:
         raise CheckpointError(f"{listing}: tensor {missing[0]!r} is missing{_and_more(missing)}")
     ignored = {name_of(name) for name in model.no_parameters()}
+    parts = tuple(f".{name}" for name in model.no_parameters() if name.endswith("."))
     head, table = name_of(name_of.head), name_of(name_of.table)
     head_twice = model.config.tie_embeddings and head in tensors
     if head_twice:
         ignored.add(head)
     extra = sorted(set(tensors.names()).difference(*names) - ignored)
+    extra = [name for name in extra if not any(part in f".{name}" for part in parts)]
     if extra:
         raise CheckpointError(
             f"{tensors[extra[0]].file}: tensor {extra[0]!r}{_and_more(extra)} does not belong to the "

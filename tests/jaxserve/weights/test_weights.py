@@ -1,5 +1,6 @@
 """Checkpoint directories: what is read from them, where it goes, and what it costs."""
 
+import json
 import os
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from jaxserve.engine import Engine
 from jaxserve.runner import kv_cache
 from tests.jaxserve.weights.directories import (
     BLOOM,
+    GEMMA3,
     GPT2,
     GPT_NEOX,
     MODELS,
@@ -105,6 +107,21 @@ def test_a_second_copy_of_a_tied_head_means_nothing(tmp_path, entries):
     prefix = models.family(entries["model_type"]).PREFIX
     rewrite(tmp_path, lambda tensors: tensors | {head: tensors[prefix + table].copy()})
     assert_equal(weights.load(tmp_path, model, jnp.float32), params)
+
+
+def test_the_text_model_of_one_with_images_is_read(tmp_path):
+    model, params = write(tmp_path, GEMMA3 | {"vocab_size": 61})
+    text = json.loads((tmp_path / "config.json").read_text())
+    ends = text.pop("eos_token_id")
+    images = {"model_type": "gemma3", "text_config": text, "vision_config": {"hidden_size": 8}, "eos_token_id": ends}
+    (tmp_path / "config.json").write_text(json.dumps(images))
+    vision = {"vision_tower.vision_model.layers.0.bias": np.float32([1]), "multi_modal_projector.w": np.float32([1])}
+    rewrite(tmp_path, lambda tensors: {f"language_model.{name}": each for name, each in tensors.items()} | vision)
+    assert weights.read_config(tmp_path) == model.config
+    assert_equal(weights.load(tmp_path, model, jnp.float32), params)
+    rewrite(tmp_path, lambda tensors: tensors | {"audio_tower.w": np.float32([1])})
+    with pytest.raises(weights.CheckpointError, match=r"'audio_tower\.w' does not belong"):
+        weights.load(tmp_path, model, jnp.float32)
 
 
 def test_progress_ends_at_its_total(tmp_path):
