@@ -26,16 +26,20 @@ class EngineConfig:
       ValueError: a setting has a wrong value; the message names it.
     """
 
-    dtype: DtypeName = param("auto", "dtype of weights and arithmetic; auto: float32 on a CPU, bfloat16 elsewhere")
+    dtype: DtypeName = param(
+        "auto", "dtype of weights and arithmetic; auto: float32 on a CPU, bfloat16 elsewhere", group="model"
+    )
     quantize: QuantizeName | None = param(
         None,
         "quantize weights as they are loaded; int8 takes half the memory of bfloat16",
         default_help="keep weights in --dtype",
+        group="model",
     )
     kv_cache_dtype: CacheDtypeName = param(
         "auto",
         "dtype of cached keys and values; int8 takes half the memory of bfloat16, so twice the slots fit; auto: the "
         "attention backend's choice",
+        group="model",
     )
     # Orca's max batch size (OSDI'22, section 4.2).
     max_rows: int = param(16, "most requests in one batch", minimum=1, metavar="N")
@@ -87,6 +91,7 @@ class EngineConfig:
         default_help="the model's limit, or 2048 if it has none",
         minimum=1,
         metavar="N",
+        group="model",
     )
     max_queued_requests: int = param(
         1024, "requests that may wait before further ones are refused", minimum=1, metavar="N"
@@ -113,6 +118,7 @@ class EngineConfig:
         "auto",
         "auto: the sampling parameters in the checkpoint's generation_config.json are the defaults of requests; off: "
         "they are not read",
+        group="model",
     )
     scoring: bool = param(True, "do not serve prompt_logprobs; less is compiled at start", flag="--no-scoring")
     attention: str = param("auto", "attention backend", metavar="NAME")
@@ -121,9 +127,14 @@ class EngineConfig:
         "devices that share each layer (tensor parallelism); heads, feed-forward and vocabulary are split over them",
         minimum=1,
         metavar="T",
+        group="devices",
     )
     stages: int = param(
-        1, "parts of the layers (pipeline parallelism), each on T devices of its own", minimum=1, metavar="S"
+        1,
+        "parts of the layers (pipeline parallelism), each on T devices of its own",
+        minimum=1,
+        metavar="S",
+        group="devices",
     )
     replicas: int = param(
         1,
@@ -131,6 +142,7 @@ class EngineConfig:
         "work, less what its prefix cache holds",
         minimum=1,
         metavar="R",
+        group="devices",
     )
     # With several stages the rows of the iterations in flight are disjoint.
     in_flight: int | None = param(
@@ -142,11 +154,11 @@ class EngineConfig:
         metavar="N",
     )
     layers_per_stage: tuple[int, ...] | None = param(
-        None, "layers in each stage", default_help="as even as possible", minimum=1, metavar="20,25,25"
+        None, "layers in each stage", default_help="as even as possible", minimum=1, metavar="20,25,25", group="devices"
     )
     # Read by sharding.spec.read.
     sharding: str | None = param(
-        None, "changes to how the model family is split over the T devices", metavar="FILE.toml"
+        None, "changes to how the model family is split over the T devices", metavar="FILE.toml", group="devices"
     )
     # auto: cache_folder.default(), or no cache for weights that are already in memory.
     compilation_cache: str | None = param(

@@ -22,6 +22,7 @@ class Param:
       exclusive: whether `minimum` itself is refused.
       max_items: most entries of a tuple.
       metavar: placeholder in the help of the flag.
+      group: the heading in the help under which the flag is; "" leaves it to the command.
       flag: spelling of the flag, by default the name with dashes; `--no-...` sets a bool to false.
       none: word that stands for None on the command line.
       is_duration: whether the value is in seconds and written with a unit.
@@ -38,6 +39,7 @@ class Param:
     exclusive: bool = False
     max_items: int | None = None
     metavar: str | None = None
+    group: str = ""
     flag: str = ""
     none: str | None = None
     is_duration: bool = False

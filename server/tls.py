@@ -53,8 +53,7 @@ class Tls:
         return settings
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("encryption")
+def add_flags(group: Any) -> None:
     group.add_argument("--tls-cert", type=Path, metavar="FILE.pem", help="the server's certificate (default: no TLS)")
     group.add_argument("--tls-key", type=Path, metavar="FILE.pem", help="its private key")
     group.add_argument(

@@ -15,6 +15,7 @@ from server.commands import (
     compile,
     convert,
     generate,
+    other_names,
     plan,
     replay,
     serve,
@@ -74,7 +75,12 @@ def parser(*, benchmark: str | None = None) -> argparse.ArgumentParser:
         title="commands", metavar="COMMAND", required=True, parser_class=settings.SettingsParser
     )
     for name, (module, summary) in _COMMANDS.items():
-        command = commands.add_parser(name, help=summary, description=module.HELP, layered=name == "serve", **form)
+        layered = name == "serve"
+        # The usage of a hundred flags helps nobody; `add_flags` puts --help behind the others.
+        whole_form = form | (
+            {"usage": f"jaxserve {name} [--model MODEL] [FLAGS]", "add_help": False} if layered else {}
+        )
+        command = commands.add_parser(name, help=summary, description=module.HELP, layered=layered, **whole_form)
         module.add_flags(command)
         command.set_defaults(run=module.run)
     bench = commands.add_parser("bench", help="measure throughput and latency", description=_BENCH, **form)
@@ -90,7 +96,14 @@ def main(argv: Sequence[str] | None = None) -> int:
       The exit code: 0, 1 if a part of the work failed, 2 for a mistake of the user, 130 after Ctrl-C.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
-    args = parser(benchmark=argv[1] if argv[:1] == ["bench"] and len(argv) > 1 else None).parse_args(argv)
+    whole = parser(benchmark=argv[1] if argv[:1] == ["bench"] and len(argv) > 1 else None)
+    if not argv:
+        whole.print_help()
+        return 0
+    if not argv[0].startswith("-") and argv[0] not in (names := (*_COMMANDS, "bench")):
+        near = other_names.hint(argv[0], names, other_names.COMMANDS)
+        whole.error(f"unknown command {argv[0]}{near}; there are {', '.join(names)}")
+    args = whole.parse_args(argv)
     try:
         return args.run(args)
     except UserError as problem:

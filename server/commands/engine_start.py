@@ -7,7 +7,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxserve.multihost.failure import HostFailed
 from server.commands import flags
@@ -24,13 +24,13 @@ _GPU_MEMORY = "0.93"
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags for the model and the engine; `load_engine` reads them."""
-    parser.add_argument(
+    flags.group(parser, "model").add_argument(
         "--model", type=Path, metavar="DIR", help="checkpoint directory (default: the built-in demo model)"
     )
     flags.add_engine_flags(parser)
 
 
-def add_profile_flag(parser: argparse.ArgumentParser) -> None:
+def add_profile_flag(parser: Any) -> None:
     parser.add_argument("--profile", type=Path, metavar="DIR", help="write a jax profiler capture of the run here")
 
 

@@ -20,9 +20,17 @@ _ENGINE_DEFAULTS = {"slot_policy": None, "compilation_cache": str(cache_folder.d
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     """Adds a flag for every engine setting; `engine_config` reads them."""
-    group = parser.add_argument_group("engine")
-    for name, param in ENGINE_PARAMS.items():
-        add(group, param, **({"default": _ENGINE_DEFAULTS[name]} if name in _ENGINE_DEFAULTS else {}))
+    for title in ("model", "engine", "devices"):
+        for name, param in ENGINE_PARAMS.items():
+            if (param.group or "engine") == title:
+                changes = {"default": _ENGINE_DEFAULTS[name]} if name in _ENGINE_DEFAULTS else {}
+                add(group(parser, title), param, **changes)
+
+
+def group(parser: argparse.ArgumentParser, title: str) -> Any:
+    """The group of flags with this heading, which is added if it is new."""
+    found = [each for each in parser._action_groups if each.title == title]
+    return found[0] if found else parser.add_argument_group(title)
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:

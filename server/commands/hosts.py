@@ -31,7 +31,7 @@ WAITING = "waiting for host 0 to end the hosts (again to end at once)"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("several hosts (docs/hosts.md)")
+    group = parser.add_argument_group("hosts (several that serve one model; docs/hosts.md)")
     group.add_argument(
         "--hosts",
         type=_hosts,

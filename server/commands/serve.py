@@ -143,19 +143,22 @@ def from_flags(args: argparse.Namespace) -> ServeSettings:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
+    add_model_flags(parser)
+    server, security = flags.group(parser, "server"), flags.group(parser, "security")
     for each in SERVE_PARAMS.values():
-        flags.add(parser, each)
-    settings.add_flags(parser)
-    parser.add_argument(
+        flags.add(flags.group(parser, each.group or "server"), each)
+    add_profile_flag(server)
+    security.add_argument(
         "--api-keys",
         type=Path,
         metavar="FILE.toml",
         help="require one of these API keys (default: require none); the file is read again when it changes",
     )
-    tls.add_flags(parser)
+    tls.add_flags(security)
     hosts.add_flags(parser)
-    add_profile_flag(parser)
-    add_model_flags(parser)
+    others = flags.group(parser, "settings")
+    settings.add_flags(others)
+    others.add_argument("-h", "--help", action="help", help="show this help and exit")
 
 
 def run(args: argparse.Namespace) -> int:

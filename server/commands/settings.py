@@ -15,6 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from server.commands import other_names
+
 PREFIX = "JAXSERVE_"
 
 _UNSET: Any = object()
@@ -47,10 +49,10 @@ class SettingsParser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         if not self._layered:
-            return super().parse_known_args(args, namespace)
+            return self._known(*super().parse_known_args(args, namespace))
         actions = list(self._settings())
         given = argparse.Namespace(**{action.dest: _UNSET for action in actions}, config=None)
-        namespace, rest = super().parse_known_args(args, given)
+        namespace, rest = self._known(*super().parse_known_args(args, given))
         path = namespace.config or os.environ.get(f"{PREFIX}CONFIG")
         try:
             variables = _from_environment(actions, os.environ)
@@ -67,11 +69,22 @@ class SettingsParser(argparse.ArgumentParser):
             namespace.settings.append(Setting(_name(action), value, source))
         return namespace, rest
 
+    def _known(self, namespace: Any, rest: list[str]) -> tuple[Any, list[str]]:
+        """Ends the program with a hint if there are arguments that the command does not have."""
+        if rest:
+            flag = rest[0].partition("=")[0]
+            names = [name for action in self._actions for name in action.option_strings]
+            near = other_names.hint(flag, names, other_names.FLAGS)
+            if not near and not flag.startswith("-") and "--model" in names:
+                near = " (did you mean --model?)"
+            self.error(f"unknown argument {rest[0]}{near}")
+        return namespace, rest
+
     def _settings(self) -> Iterator[argparse.Action]:
         return (action for action in self._actions if action.option_strings and action.dest not in _ITSELF)
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
+def add_flags(parser: Any) -> None:
     parser.add_argument(
         "--config", metavar="FILE.toml", help="read settings from here; flags and JAXSERVE_ variables override it"
     )

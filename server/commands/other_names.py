@@ -1,0 +1,72 @@
+"""Names that other servers have for our commands and flags, for hints to who types them here.
+
+vLLM's are those of `vllm serve`, TGI's those of `text-generation-launcher`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+COMMANDS = {
+    "complete": "client",
+    "chat": "client",
+    "launch": "serve",
+    "run": "serve",
+    "run-batch": "generate",
+    "start": "serve",
+    "text-generation-launcher": "serve",
+}
+FLAGS = {
+    # vLLM
+    "--api-key": "--api-keys",
+    "--attention-backend": "--attention",
+    "--data-parallel-size": "--replicas",
+    "--disable-log-requests": "--request-log",
+    "--enable-chunked-prefill": "--token-budget",
+    "--enable-log-requests": "--request-log",
+    "--enable-prefix-caching": "--prefix-cache",
+    "--gpu-memory-utilization": "--slots",
+    "--max-model-len": "--max-context",
+    "--max-num-batched-tokens": "--token-budget",
+    "--max-num-seqs": "--max-rows",
+    "--no-enable-prefix-caching": "--prefix-cache",
+    "--num-gpu-blocks-override": "--slots",
+    "--otlp-traces-endpoint": "--traces",
+    "--pipeline-parallel-size": "--stages",
+    "--quantization": "--quantize",
+    "--speculative-config": "--speculate",
+    "--ssl-ca-certs": "--tls-client-ca",
+    "--ssl-certfile": "--tls-cert",
+    "--ssl-keyfile": "--tls-key",
+    "--tensor-parallel-size": "--tensor",
+    "--uvicorn-log-level": "--log-level",
+    "-dp": "--replicas",
+    "-pp": "--stages",
+    "-tp": "--tensor",
+    # TGI
+    "--cors-allow-origin": "--allowed-origins",
+    "--hostname": "--host",
+    "--max-batch-prefill-tokens": "--token-budget",
+    "--max-batch-size": "--max-rows",
+    "--max-batch-total-tokens": "--slots",
+    "--max-concurrent-requests": "--max-queued-requests",
+    "--max-input-length": "--max-context",
+    "--max-input-tokens": "--max-context",
+    "--max-total-tokens": "--max-context",
+    "--model-id": "--model",
+    "--num-shard": "--tensor",
+    "--otlp-endpoint": "--traces",
+    "--prometheus-port": "--metrics-port",
+    "--sharded": "--tensor",
+}
+
+
+def hint(given: str, known: Iterable[str], others: dict[str, str]) -> str:
+    """ " (did you mean ...?)" for a word that is not known; empty if nothing is near."""
+    names = set(known)
+    wanted = others.get(given)
+    if wanted not in names:
+        near = difflib.get_close_matches(given, sorted({*names, *others}), n=1, cutoff=0.7)
+        wanted = others.get(near[0], near[0]) if near else None
+    return f" (did you mean {wanted}?)" if wanted in names else ""
