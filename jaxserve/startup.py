@@ -18,7 +18,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.loop import EngineLoop
 from jaxserve.models.schema import ModelConfig
 from jaxserve.plan.predict import with_buckets
-from jaxserve.runner import cache_folder, kv_cache
+from jaxserve.runner import cache_folder, kv_cache, native_kernels
 from jaxserve.runner.draft_model import DraftModel
 from jaxserve.runner.layout import bucket_sizes, lay_out
 from jaxserve.runner.lowering import StagePrograms
@@ -61,7 +61,8 @@ def from_checkpoint(path: str | Path, config: EngineConfig, progress: Progress) 
     """Loads a checkpoint directory and compiles every program (see `Engine.from_checkpoint`)."""
     started = time.perf_counter()
     model = models.build(weights.read_config(path))
-    tokenizer = Tokenizer.from_directory(path)
+    with native_kernels.compiling(progress):
+        tokenizer = Tokenizer.from_directory(path)
     replicas, reason = replica_programs(config, model)
     programs = replicas[0]
     device = programs[0].mesh.devices.flat[0]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from server.auth import ApiKeys, KeyMiddleware
 from server.grpc.server import GrpcServer
 from server.handler import RequestHandler
-from server.http.app import OPEN_CALLS, make_app
+from server.http.app import OPEN_CALLS, make_app, with_origins
 from server.http.listener import HttpListener
 from server.live import LiveStats
 from server.metrics import Metrics
@@ -35,6 +35,7 @@ class ServerApp:
       name: served name of the model.
       version: version of the server.
       tls: None listens without encryption.
+      allowed_origins: origins of web pages that may call over HTTP, with commas between them, or "*"; None allows none.
       keys: API keys; callers must send one of them. None accepts every caller.
       stall_seconds: seconds that an engine with work may take for an iteration; None derives them from the measured
         bucket costs.
@@ -53,6 +54,7 @@ class ServerApp:
         version: str,
         tls: Tls | None = None,
         keys: ApiKeys | None = None,
+        allowed_origins: str | None = None,
         stall_seconds: float | None = None,
         health_seconds: float = 0.5,
         on_wedged: Callable[[str], None] | None = None,
@@ -67,7 +69,8 @@ class ServerApp:
         live = LiveStats(engine)
         self.handler.observers.append(live)
         app = make_app(self.handler, self.metrics, live)
-        self._http = HttpListener(KeyMiddleware(app, keys, OPEN_CALLS) if keys is not None else app, tls)
+        guarded = KeyMiddleware(app, keys, OPEN_CALLS) if keys is not None else app
+        self._http = HttpListener(with_origins(guarded, allowed_origins), tls)
         self._watchdog = EngineWatchdog(engine, deadline=stall_seconds, interval=health_seconds)
         self._health_seconds, self._on_wedged, self._wedged_seconds = health_seconds, on_wedged, wedged_seconds
         self._watch: asyncio.Task[None] | None = None

@@ -8,8 +8,11 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from importlib import metadata
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
+from jaxserve.text.chat_template import ChatTemplate
+from jaxserve.text.tokenizer import Tokenizer
 from server.app import ServerApp
 from server.commands import hosts
 from server.commands.console import UserError, address, progress_bars, say, say_defaults, show, user_errors
@@ -25,7 +28,11 @@ if TYPE_CHECKING:
     from server.commands.serve import ServeSettings
     from server.engine_client import EngineClient
 
-Greet = Callable[["ServeSettings", int, int | None], None]  # (settings, gRPC port, HTTP port or None)
+
+class Greet(Protocol):
+    """Tells of a server that is ready: its settings, gRPC port, HTTP port or None, and whether it has a tokenizer."""
+
+    def __call__(self, chosen: ServeSettings, port: int, http_port: int | None, /, *, has_tokenizer: bool) -> None: ...
 
 
 class ServerLifecycle:
@@ -38,6 +45,7 @@ class ServerLifecycle:
 
     Attributes:
       stopping: set by the first SIGTERM or SIGINT.
+      signal: that signal.
     """
 
     def __init__(
@@ -49,7 +57,7 @@ class ServerLifecycle:
         wedged_seconds: Callable[[], float] | None = None,
     ) -> None:
         self.settings = settings
-        self.stopping = asyncio.Event()
+        self.stopping, self.signal = asyncio.Event(), 0
         self.app = ServerApp(
             engine,
             name=settings.name,
@@ -57,6 +65,7 @@ class ServerLifecycle:
             tls=settings.tls,
             keys=settings.keys,
             stall_seconds=settings.stall_seconds,
+            allowed_origins=settings.allowed_origins,
             on_wedged=on_wedged,
             wedged_seconds=wedged_seconds,
         )
@@ -77,11 +86,12 @@ class ServerLifecycle:
     def _on_signal(self, number: int) -> None:
         if self.stopping.is_set():
             os._exit(128 + number)  # a second signal does not wait for the running iteration
+        self.signal = number
         self.stopping.set()
 
     def greet(self) -> None:
         say_defaults(self.app.handler.engine.request_defaults)
-        self._greet(self.settings, *self._ports)
+        self._greet(self.settings, *self._ports, has_tokenizer=self.app.handler.engine.tokenizer is not None)
 
     async def drain(self) -> None:
         """Stops accepting calls and waits up to `--drain-seconds` for active ones to finish."""
@@ -113,6 +123,8 @@ class ServerLifecycle:
 
 async def serve_in_process(settings: ServeSettings, greet: Greet, engine: Engine) -> None:
     """Serves a started engine of this process until a signal."""
+    with user_errors():
+        _use_template(settings, engine.tokenizer)
     lifecycle = ServerLifecycle(settings, greet, engine)
     with lifecycle.observing():
         await lifecycle.listen()
@@ -127,17 +139,19 @@ async def serve_engine_process(settings: ServeSettings, greet: Greet) -> int:
     The ports open at once; health reports NOT_SERVING until the engine is ready.
 
     Returns:
-      The exit code: 0 after a drain, 69 if the engine process ended first (with several hosts, that process's code).
+      The exit code: 0 after a drain, 130 after a Ctrl-C before the engine was ready, 69 if the engine process ended
+      first (with several hosts, that process's code).
 
     Raises:
       UserError: the settings or the checkpoint do not allow the engine to start.
     """
     from jaxserve.generation import defaults
-    from jaxserve.text.tokenizer import Tokenizer
 
     with user_errors():
         recommended = defaults.read(settings.model, settings.engine)
-        engine = RemoteEngine(settings.engine, Tokenizer.from_directory(settings.model), recommended)
+        tokenizer = Tokenizer.from_directory(settings.model)
+        _use_template(settings, tokenizer)
+        engine = RemoteEngine(settings.engine, tokenizer, recommended)
     with contextlib.ExitStack() as stack, contextlib.ExitStack() as start:
         supervisor = Supervisor(
             engine,
@@ -168,12 +182,23 @@ async def serve_engine_process(settings: ServeSettings, greet: Greet) -> int:
         except EngineGone as problem:
             say(f"error: {problem}")
             return problem.exit_code
+        if lifecycle.signal == signal.SIGINT and not supervisor.ready.is_set():
+            return 128 + signal.SIGINT
     return exit_codes.ENDED
+
+
+def _use_template(settings: ServeSettings, tokenizer: Tokenizer | None) -> None:
+    """Replaces the chat template of a checkpoint, if the settings name one. Raises ValueError."""
+    if settings.chat_template is None:
+        return
+    if tokenizer is None:
+        raise ValueError("--chat-template needs a tokenizer, and this checkpoint has none")
+    tokenizer.chat_template = ChatTemplate.from_directory(settings.model, Path(settings.chat_template))
 
 
 def engine_job(settings: ServeSettings) -> EngineJob:
     profile = None if settings.profile is None else str(settings.profile)
-    return EngineJob.of(str(settings.model), settings.engine, profile, settings.cluster)
+    return EngineJob.of(str(settings.model), settings.engine, profile, settings.cluster, log_level=settings.log_level)
 
 
 def _lifecycle(settings: ServeSettings, greet: Greet, engine: RemoteEngine, supervisor: Supervisor) -> ServerLifecycle:

@@ -48,23 +48,23 @@ class ChatTemplate:
             raise ValueError(f"the chat template is not valid Jinja: {problem}") from problem
 
     @classmethod
-    def from_directory(cls, path: Path) -> ChatTemplate | None:
+    def from_directory(cls, path: Path, other: Path | None = None) -> ChatTemplate | None:
         """Reads the template of a checkpoint directory; None if it has none.
 
-        It is in chat_template.jinja or in tokenizer_config.json.
+        It is in chat_template.jinja or in tokenizer_config.json, or in the file `other`.
 
         Raises:
           ValueError: a file exists and cannot be read.
         """
-        config, file = path / "tokenizer_config.json", path / "chat_template.jinja"
+        config, file = path / "tokenizer_config.json", other or path / "chat_template.jinja"
         try:
             fields = json.loads(config.read_text(encoding="utf-8")) if config.exists() else {}
-            source = file.read_text(encoding="utf-8") if file.exists() else fields.get("chat_template")
+            source = file.read_text(encoding="utf-8") if other or file.exists() else fields.get("chat_template")
             if isinstance(source, list):  # several templates, by name
                 source = {each["name"]: each["template"] for each in source}.get("default")
             special_tokens = {name: _text(fields[name]) for name in _SPECIAL if fields.get(name)}
-        except (ValueError, AttributeError, KeyError, TypeError) as problem:
-            raise ValueError(f"{config}, or {file.name} beside it, cannot be read: {problem!r}") from problem
+        except (OSError, ValueError, AttributeError, KeyError, TypeError) as problem:
+            raise ValueError(f"{config}, or {other or file.name}, cannot be read: {problem!r}") from problem
         if not source:
             return None
         if not isinstance(source, str):

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -26,7 +27,7 @@ _SYMBOLS = {
     PRODUCT_FLOAT: "JaxserveProductFloat",
 }
 _COMPILERS = ("c++", "g++", "clang++")
-_FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-shared", "-fPIC")
+_FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fPIC")
 # Levels of the x86-64 ABI and the CPU flags that each adds, in Linux's names; the last level is our own.
 _LEVELS = {
     "x86-64": set(),
@@ -100,31 +101,48 @@ def compiled(folder: Path) -> Path:
       ValueError: there is no compiler, or it fails.
       OSError: the folder cannot be written.
     """
+    command, library = _wanted(folder)
+    if library.exists():
+        return library
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as workshop, ThreadPoolExecutor(os.cpu_count()) as compilers:
+        include = ["-isystem", jax.ffi.include_dir(), "-c"]
+        objects = {str(path): str(Path(workshop, f"{path.stem}.o")) for path in _sources(".cc")}
+        list(compilers.map(lambda source: _run([*command, *include, "-o", objects[source], source]), objects))
+        made = Path(workshop, library.name)
+        _run([*command, "-shared", "-o", str(made), *objects.values()])
+        made.replace(library)
+    return library
+
+
+def is_compiled() -> bool:
+    """Whether `refusal` needs no compiler: the library exists, or nothing can make it."""
+    try:
+        return bool(_outcome) or _wanted(cache_folder())[1].exists()
+    except ValueError:
+        return True
+
+
+def _wanted(folder: Path) -> tuple[list[str], Path]:
+    """The compiler with its flags, and the library that it makes. Raises ValueError without a compiler."""
     compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
     if compiler is None:
         raise ValueError(f"no C++ compiler ({', '.join(_COMPILERS)}) to build it with")
     target = level()
     command = [compiler, *_FLAGS, *_options(target)]
-    include = Path(jax.ffi.include_dir())
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
-    parts = [" ".join(command), version, *(path.read_text() for path in _sources(".cc", ".h")), *_headers(include)]
+    sources = [path.read_text() for path in _sources(".cc", ".h")]
+    parts = [" ".join(command), version, *sources, *_headers(Path(jax.ffi.include_dir()))]
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-    library = folder / f"native-{target}-{digest}.so"
-    if library.exists():
-        return library
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as workshop:
-        made = Path(workshop, library.name)
-        done = subprocess.run(
-            [*command, "-isystem", str(include), "-o", str(made), *(str(path) for path in _sources(".cc"))],
-            capture_output=True,
-            text=True,
-        )
-        if done.returncode:
-            lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
-            raise ValueError(f"{compiler} cannot build it: {lines[0].strip() if lines else 'no reason given'}")
-        made.replace(library)
-    return library
+    return command, folder / f"native-{target}-{digest}.so"
+
+
+def _run(command: list[str]) -> None:
+    """Runs a compiler. Raises ValueError with its first error."""
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
+        raise ValueError(f"{command[0]} cannot build it: {lines[0].strip() if lines else 'no reason given'}")
 
 
 def _sources(*suffixes: str) -> list[Path]:

@@ -93,6 +93,17 @@ class ServeSettings:
         maximum=65535,
         metavar="N",
     )
+    allowed_origins: str | None = param(
+        None,
+        "origins whose web pages may call over HTTP (CORS), such as https://a.example,https://b.example; *: all",
+        default_help="none but the server's own page",
+        metavar="ORIGIN,...|*",
+        group="security",
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = param("warning", "least level of what is logged")
+    chat_template: str | None = param(
+        None, "Jinja file with the template of chats", default_help="the checkpoint's", metavar="FILE", group="model"
+    )
     request_log: str | None = param(None, "write a JSON line for every request", default_help="none", metavar="FILE|-")
     log_prompts: bool = param(False, "include prompts and answers in the request log")
     traces: bool = param(
@@ -166,8 +177,8 @@ def run(args: argparse.Namespace) -> int:
     if args.print_config:
         print(settings.as_toml(args.settings), end="")
         return 0
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     chosen = from_flags(args)
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=chosen.log_level.upper())
     if chosen.cluster is not None and chosen.cluster.host:
         if chosen.in_process:
             return hosts.follow(chosen.model, chosen.engine, chosen.cluster)
@@ -196,16 +207,24 @@ def _check_free(host: str, port: int) -> None:
         raise UserError(f"cannot listen on {address(host, port)}: {why}") from None
 
 
-def _greet(chosen: ServeSettings, port: int, http_port: int | None) -> None:
-    """Shows where the server listens, and commands that call it."""
+def _greet(chosen: ServeSettings, port: int, http_port: int | None, *, has_tokenizer: bool) -> None:
+    """Shows where the server listens, and commands that call it.
+
+    Args:
+      has_tokenizer: whether texts can be sent, and not only token ids.
+    """
     near = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(chosen.host, chosen.host)
     out = console()
     http = "" if http_port is None else f" and on {address(chosen.host, http_port)} (HTTP, a page at /)"
     listening = address(chosen.host, port)
     out.print(f"[bold]ready[/bold] on {listening} (gRPC jaxserve.v1.Inference, health, reflection){http}. Try:")
-    out.print(f'\n  {_command()} client --server {address(near, port)} "It was a"\n', markup=False)
+    if not has_tokenizer:
+        out.print("\n[bold]This checkpoint has no tokenizer[/bold]: prompts and answers are token ids.")
+    if has_tokenizer:
+        out.print(f'\n  {_command()} client --server {address(near, port)} "It was a"\n', markup=False)
     if http_port is not None:
-        body = json.dumps({"model": chosen.name, "prompt": "It was a"})
+        prompt = {"prompt": "It was a"} if has_tokenizer else {"prompt": [1, 2, 3], "return_token_ids": True}
+        body = json.dumps({"model": chosen.name} | prompt)
         url = f"http://{address(near, http_port)}/v1/completions"
         out.print(f"  curl {url} -H 'Content-Type: application/json' -d '{body}'\n", markup=False)
 

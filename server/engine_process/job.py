@@ -23,20 +23,28 @@ class EngineJob:
       config: of the engine.
       profile: directory for a jax profiler capture, or None.
       cluster: this host's place among several; None where it serves alone.
+      log_level: the least level of what it logs.
     """
 
     model: str
     config: EngineConfig
     profile: str | None = None
     cluster: ClusterConfig | None = None
+    log_level: str = "warning"
 
     @classmethod
     def of(
-        cls, model: str, config: EngineConfig, profile: str | None = None, cluster: ClusterConfig | None = None
+        cls,
+        model: str,
+        config: EngineConfig,
+        profile: str | None = None,
+        cluster: ClusterConfig | None = None,
+        *,
+        log_level: str = "warning",
     ) -> Self:
         """A job without bounds on the engine's queue, because the front bounds its own."""
         config = dataclasses.replace(config, max_queued_requests=_UNBOUNDED, max_queued_tokens=_UNBOUNDED)
-        return cls(model=model, config=config, profile=profile, cluster=cluster)
+        return cls(model=model, config=config, profile=profile, cluster=cluster, log_level=log_level)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -87,6 +87,7 @@ def _serve(channel: socket.socket, make: MakeEngine) -> int:
     if name != "start":
         raise BadFrame(f"{name} before start")
     job = messages.from_json(EngineJob, message.start)
+    logging.getLogger().setLevel(job.log_level.upper())
     try:
         engine = _started(channel, job, make)
     except UserError as problem:

@@ -9,9 +9,11 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from server.compat import kserve, tgi
 from server.engine_client import EngineNotReady
@@ -76,6 +78,17 @@ def make_app(handler: RequestHandler, metrics: Metrics, live: LiveStats) -> Star
     )
     app.router.redirect_slashes = False
     return app
+
+
+def with_origins(app: ASGIApp, origins: str | None) -> ASGIApp:
+    """The application, which answers web pages of these origins too (CORS): a list with commas, or "*"."""
+    if origins is None:
+        return app
+    allowed = [origin.strip().rstrip("/") for origin in origins.split(",")]
+    headers = ["x-request-id", "retry-after", "warning"]
+    return CORSMiddleware(
+        app, allow_origins=allowed, allow_methods=["GET", "POST"], allow_headers=["*"], expose_headers=headers
+    )
 
 
 def _page_routes(live: LiveStats, model: str) -> list[Route]:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxserve.runner import native_kernels
 from pallas_kernels import api
 from pallas_kernels.cpu import build
 from tests.pallas_kernels.subjects import backend
@@ -121,13 +122,29 @@ def test_what_was_compiled_is_kept_for_this_kind_of_cpu(compilers, tmp_path, mon
     log = slow_compiler(compilers)
     mine = build.compiled(tmp_path)
     assert build.compiled(tmp_path) == mine
-    assert len(log.read_text().splitlines()) == 1
+    count = len(log.read_text().splitlines())
+    assert count == len(build._sources(".cc")) + 1  # each by itself, and the library
     assert build.level() in mine.name
     assert "-march=native" not in log.read_text()
     monkeypatch.setattr(build, "level", lambda: "x86-64")
     other = build.compiled(tmp_path)
     assert (other != mine) == ("-x86-64-v" in mine.name or "x86" not in mine.name)
     assert "-march=x86-64 " in log.read_text()
+
+
+def test_a_first_start_says_what_it_compiles(compilers):
+    slow_compiler(compilers)
+    told = []
+    for _ in range(2):
+        with native_kernels.compiling(lambda *step: told.append(step)):
+            pass
+    assert told == [(native_kernels.STEP, 0, 1), (native_kernels.STEP, 1, 1)]
+    assert len(list(build.cache_folder().glob("*.so"))) == 1
+
+
+def test_a_start_without_a_compiler_compiles_nothing(compilers):
+    with native_kernels.compiling(lambda *_: pytest.fail("there is nothing to compile with")):
+        pass
 
 
 def test_another_compiler_makes_another_library(compilers, tmp_path):

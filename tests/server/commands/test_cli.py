@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import json
 import os
 import re
 import shlex
@@ -18,7 +19,7 @@ import pytest
 
 from jaxserve.fields import Param
 from jaxserve.sampling_params import SAMPLING_PARAMS
-from server.commands import cli, client, flags, request_flags
+from server.commands import cli, client, flags, other_names, request_flags, serve
 from server.commands import engine_start as start
 from server.proto.jaxserve.v1.inference_pb2 import GenerateRequest, GetLoadRequest
 from server.proto.jaxserve.v1.inference_pb2_grpc import InferenceStub
@@ -53,6 +54,53 @@ def test_help_shows_examples(command: list[str], shown: str, capsys: pytest.Capt
         cli.main([*command, "--help"])
     assert ended.value.code == 0
     assert shown in capsys.readouterr().out
+
+
+def test_no_command_at_all_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 0
+    assert "jaxserve serve  " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        ("srve", "unknown command srve (did you mean serve?); there are serve, generate"),
+        ("chat", "unknown command chat (did you mean client?)"),
+        ("xyzzy", "unknown command xyzzy; there are"),
+        ("serve --max-row 3", "unknown argument --max-row (did you mean --max-rows?)"),
+        ("serve --max-model-len=3", "unknown argument --max-model-len=3 (did you mean --max-context?)"),
+        ("serve -tp 2", "unknown argument -tp (did you mean --tensor?)"),
+        ("serve --num-shards 2", "unknown argument --num-shards (did you mean --tensor?)"),
+        ("serve org/name", "unknown argument org/name (did you mean --model?)"),
+        ("serve --xyzzy", "unknown argument --xyzzy\n"),
+        ("client a --hostname b", "unknown argument --hostname\n"),
+        ("generate --prompt a --num-shard 2", "unknown argument --num-shard (did you mean --tensor?)"),
+    ],
+)
+def test_what_is_unknown_gets_a_hint(command: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(command.split())
+    assert ended.value.code == 2
+    assert told in capsys.readouterr().err
+
+
+def test_hints_lead_to_what_there_is() -> None:
+    (commands,) = (action.choices for action in cli.parser()._actions if action.choices)
+    assert isinstance(commands, dict)
+    flags = {flag for action in commands["serve"]._actions for flag in action.option_strings}
+    assert set(other_names.COMMANDS.values()) <= commands.keys()
+    assert set(other_names.FLAGS.values()) <= flags
+    assert not flags & other_names.FLAGS.keys()
+
+
+def test_help_of_serve_is_in_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "--help"])
+    out = capsys.readouterr().out
+    titles = re.findall(r"^(\w+)(?: \(.*\))?:$", out, re.MULTILINE)
+    assert titles == ["model", "engine", "devices", "server", "security", "hosts", "settings"]
+    assert out.startswith("usage: jaxserve serve [--model MODEL] [FLAGS]\n")
+    assert re.findall(r"^  (--[a-z-]+)", out, re.MULTILINE)[0] == "--model"
 
 
 def test_help_and_version_need_no_jax() -> None:
@@ -153,7 +201,6 @@ def test_a_mistake_is_one_line_and_exit_code_2(command: str, told: str, capfd: p
 @pytest.mark.parametrize(
     "command",
     [
-        "",
         "serve --buckets x",
         "generate",
         "generate --prompt a --input b",
@@ -240,6 +287,31 @@ def test_serve_shows_a_command_for_http_that_works() -> None:
     with serving("--http-port", "off") as (process, _, _):
         process.send_signal(signal.SIGTERM)
         assert "HTTP" not in process.communicate(timeout=WAIT_SECONDS)[1]
+
+
+def test_a_checkpoint_without_a_tokenizer_is_told_with_a_call(capsys: pytest.CaptureFixture[str]) -> None:
+    chosen = serve.from_flags(cli.parser().parse_args(["serve"]))
+    serve._greet(chosen, 1, 2, has_tokenizer=False)
+    told = capsys.readouterr().err
+    assert "This checkpoint has no tokenizer: prompts and answers are token ids." in told
+    assert '"prompt": [1, 2, 3], "return_token_ids": true' in told
+    assert " client " not in told
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+def test_a_signal_while_the_engine_starts(tmp_path: Path, number: signal.Signals, code: int) -> None:
+    (tmp_path / "orders.json").write_text(json.dumps({"waits_for": str(tmp_path / "never")}))
+    orders = str(tmp_path / "orders.json")
+    process = python("-m", "tests.server.serve_fake", "--orders", orders, "--port", "0", "--http-port", "off")
+    try:
+        assert process.stderr is not None
+        while "loading" not in process.stderr.readline():
+            assert process.poll() is None
+        process.send_signal(number)
+        assert process.wait(WAIT_SECONDS) == code
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def test_a_second_signal_ends_at_once() -> None:

@@ -113,8 +113,9 @@ def test_hosts_flags(certificates: Path) -> None:
 
 def test_what_the_engine_process_is_told(certificates: Path, tmp_path: Path) -> None:
     flags = HOSTS_FLAGS.format(host=0, certificates=certificates)
-    chosen = settings_of(f"{flags} --model {tmp_path} --profile {tmp_path} --max-rows 3")
+    chosen = settings_of(f"{flags} --model {tmp_path} --profile {tmp_path} --max-rows 3 --log-level error")
     job = lifecycle.engine_job(chosen)
+    assert job.log_level == "error"
     assert (job.model, job.profile, job.config.max_rows) == (str(tmp_path), str(tmp_path), 3)
     assert job.cluster is not None
     assert job.cluster == chosen.cluster
@@ -298,11 +299,31 @@ def collector() -> Iterator[tuple[str, list[str]]]:
 
 
 def test_front_thread_starts_no_process() -> None:
-    with running("tests.server.serve_fake", "--port", "0", "--http-port", "off") as server:
+    with running("tests.server.serve_fake", "--port", "0", "--http-port", "off", "--log-level", "debug") as server:
         server.until_told("ready on")
+        assert "DEBUG asyncio: Using selector" in server.log
         assert "HTTP" not in server.log
         assert server.children() == []
         assert server.stop() == 0
+
+
+def test_front_thread_has_the_template_of_a_flag(tmp_path: Path) -> None:
+    (tmp_path / "chat.jinja").write_text("{{ messages[0].content }}!")
+    flags = ("--chat-template", str(tmp_path / "chat.jinja"), "--port", "0", "--http-port", "0")
+    with running("tests.server.serve_fake", *flags) as server:
+        url = server.until(lambda: re.search(r"http://\S+(?=/v1)", server.log))[0]
+        body = {"messages": [{"role": "user", "content": "ab"}], "max_tokens": 6}
+        answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
+        assert answer.json()["choices"][0]["message"]["content"] == "ab!ab!"
+
+
+@pytest.mark.parametrize("text", [None, "{% if %}", "\xff"])
+def test_a_wrong_template_is_told_at_start(text: str | None, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "chat.jinja").write_bytes(text.encode("latin-1"))
+    done = run_cli("--chat-template", str(tmp_path / "chat.jinja"), "--port", "0", "--http-port", "off")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "template" in done.stderr or "chat.jinja" in done.stderr
 
 
 def test_traces_need_opentelemetry(tmp_path: Path) -> None:
@@ -318,6 +339,7 @@ def test_traces_need_opentelemetry(tmp_path: Path) -> None:
 def test_every_serve_flag_takes_effect(checkpoint: Path, certificates: Path, tmp_path: Path) -> None:
     (tmp_path / "keys.toml").write_text('[us]\nkeys = ["our-own-key"]\n')
     (tmp_path / "serve.toml").write_text("max-rows = 3")
+    (tmp_path / "chat.jinja").write_text("{{ messages[0].content }}!")
     log, profile, cache = tmp_path / "requests.jsonl", tmp_path / "profile", tmp_path / "cache"
     port, http_port, metrics_port = free_ports(3)
     flags = (
@@ -326,7 +348,7 @@ def test_every_serve_flag_takes_effect(checkpoint: Path, certificates: Path, tmp
         f"--tls-client-ca {certificates}/ca.pem --api-keys {tmp_path}/keys.toml --stall-seconds {STALL_SECONDS} "
         f"--drain-seconds {DRAIN_SECONDS} --supervise --request-log {log} --log-prompts --metrics-port {metrics_port} "
         f"--profile {profile} --buckets 16 --slots 32768 --max-context 16384 --compilation-cache {cache} --no-scoring "
-        "--max-queued-requests 77"
+        f"--max-queued-requests 77 --chat-template {tmp_path}/chat.jinja --allowed-origins https://a.example"
     )
     traced = _has_opentelemetry()
     with contextlib.ExitStack() as stack:
@@ -351,10 +373,22 @@ def test_every_serve_flag_takes_effect(checkpoint: Path, certificates: Path, tmp
         assert client.get("/live", headers=KEY).json()["about"]["max_rows"] == 3
         assert _call_grpc(certificates, port) == (3, 77)
 
+        # Web pages of an allowed origin, and the chat template
+        asks = {"origin": "https://a.example", "access-control-request-method": "POST"}
+        for origin, status in (("https://a.example", 200), ("https://b.example", 400)):
+            asked = client.options("/v1/completions", headers=asks | {"origin": origin})
+            assert asked.status_code == status
+            told = client.get("/v1/models", headers=KEY | {"origin": origin}).headers
+            assert told.get("access-control-allow-origin") == ("https://a.example" if status == 200 else None)
+        chat = {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 1}
+        answer = client.post("/v1/chat/completions", headers=KEY, json=chat).json()
+        assert answer["usage"]["prompt_tokens"] == 4
+        server.until(lambda: log.read_text().count("\n") == 2)
+
         # The request log, metrics, compiled programs
         body = {"prompt": "abc", "max_tokens": 4, "ignore_eos": True}
         assert client.post("/v1/completions", headers=KEY, json=body).status_code == 200
-        server.until(lambda: log.read_text().count("\n") == 2)  # a line for the call over gRPC, and one for this one
+        server.until(lambda: log.read_text().count("\n") == 3)  # lines for the call over gRPC, the chat, and this one
         logged = json.loads(log.read_text().splitlines()[-1])
         assert (logged["prompt"], logged["tenant"], logged["completion_tokens"]) == ("abc", "us", 4)
         assert "jaxserve_" in httpx.get(f"http://{HOST}:{metrics_port}/metrics").text

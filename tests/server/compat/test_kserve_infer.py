@@ -175,18 +175,20 @@ def test_a_stream_answers_requests_at_the_same_time(serve: Serve) -> None:
             it.engine.release()
 
         found: dict[str, list[Any]] = {}
-        errors = {}
+        errors, counts = {}, []
         async for response in stub.ModelStreamInfer(requests()):
             if response.error_message:
                 errors[response.infer_response.id] = response.error_message
                 continue
             answer = response.infer_response
             last = answer.parameters["triton_final_response"].bool_param
+            counts.append(answer.outputs[2].contents.int64_contents[0])
             found.setdefault(answer.id, []).append((answer.outputs[0].contents.bytes_contents[0], last))
         assert found["whole"] == [(b"dede", True)]
         assert b"".join(text for text, _ in found["parts"]) == b"abca"
         assert [last for _, last in found["parts"]] == [False] * (len(found["parts"]) - 1) + [True]
         assert len(found["parts"]) > 1
+        assert sorted(counts)[-2:] == [4, 4]
         assert list(errors) == ["wrong"]
         assert errors["wrong"].startswith("top_k: ")
 
