@@ -1,6 +1,7 @@
-"""Matrix products of the compiled programs: native CPU kernels where they are faster, XLA's elsewhere.
+"""Matrix products of the compiled programs: kernels of ours where they are faster, XLA's elsewhere.
 
-The only place that knows about `pallas_kernels.cpu.product`. Models call `DeviceProducts` (see `products.bind`).
+The only place that knows about `pallas_kernels.cpu.product` and `pallas_kernels.gpu.grouped`. Models call
+`DeviceProducts` (see `products.bind`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from jaxserve.models import experts
 from jaxserve.models.products import Quantized, dot
 from pallas_kernels.cpu import build, product
 from pallas_kernels.cpu.product import NativeProduct
+from pallas_kernels.gpu import grouped
 from sharding.spec import ShardingSpec
 
 _FEW_ROWS, _MANY_ROWS = 4, 256  # between these row counts `_dot_cpu` puts the kernel first
@@ -108,7 +110,8 @@ class DeviceProducts:
     def _runs(self, x: jax.Array, kernels: Any, sizes: jax.Array) -> jax.Array:
         if self.native is not None and not isinstance(kernels, Quantized):
             return product.multiply_runs(x, kernels, sizes)
-        return jax.lax.platform_dependent(x, kernels, sizes, cpu=_runs_cpu, default=experts.ragged_product)
+        ways = {"cpu": _runs_cpu, "cuda": _runs_gpu}
+        return jax.lax.platform_dependent(x, kernels, sizes, **ways, default=experts.ragged_product)
 
 
 _EXPERT_AXES = {
@@ -144,6 +147,15 @@ def _runs_cpu(x: jax.Array, kernels: jax.Array | Quantized, sizes: jax.Array) ->
 
     y = jax.lax.fori_loop(0, last_tiles[-1], step, jnp.zeros((rows, values.shape[1]), jnp.float32))
     return experts.scaled(y, kernels, sizes)
+
+
+def _runs_gpu(x: jax.Array, kernels: jax.Array | Quantized, sizes: jax.Array) -> jax.Array:
+    """Multiplies tiles of a run's rows.
+
+    XLA's compiler for GPUs would multiply every row by every kernel, and transpose all kernels in memory.
+    """
+    values = kernels.values if isinstance(kernels, Quantized) else kernels
+    return experts.scaled(grouped.multiply_runs(x, values, sizes), kernels, sizes)
 
 
 def _quantized(x: jax.Array, matrix: Quantized, dtype: DTypeLike, *, tiles: bool) -> jax.Array:

@@ -36,18 +36,30 @@ class RunsTiling(NamedTuple):
     stages: int
 
 
-def runs_tiling(rows: int, experts: int, dtype: Any) -> RunsTiling:
-    """The tiling for so many rows of a dtype over so many experts.
+# By rows of a tile. The least of a tensor core is 16: such a product is bound by reading the kernel, of which a program
+# has three steps on the way. Larger tiles read the kernel less often.
+_TILINGS = {
+    16: RunsTiling(16, 64, 64, 4, 4),
+    64: RunsTiling(64, 128, 64, 4, 3),
+    128: RunsTiling(128, 128, 64, 8, 3),
+}
+# Without tensor cores threads hold whole rows of the operands, so tiles are smaller.
+_EXACT_TILINGS = {16: RunsTiling(16, 32, 32, 4, 2), 64: RunsTiling(64, 64, 32, 8, 2)}
 
-    Up to 16 rows of an expert are one tile of 16, the least of a tensor core: such a product is bound by reading the
-    kernel, of which a program has four steps on the way. More rows take larger tiles, which read the kernel less often.
-    """
-    each = rows / experts
-    if jnp.dtype(dtype) == jnp.float32:  # no tensor cores: threads hold whole rows of the operands
-        return RunsTiling(16, 32, 32, 4, 2)
-    if each <= 16:
-        return RunsTiling(16, 64, 64, 4, 4)
-    return RunsTiling(64, 128, 64, 4, 3) if each <= 64 else RunsTiling(128, 128, 64, 8, 3)
+
+def tile_rows(dtype: Any) -> tuple[int, ...]:
+    """The sizes of tiles for rows of a dtype: of these, the least that holds an expert's mean rows, or the largest."""
+    return tuple(_tilings(dtype))
+
+
+def _tilings(dtype: Any) -> dict[int, RunsTiling]:
+    return _EXACT_TILINGS if jnp.dtype(dtype) == jnp.float32 else _TILINGS
+
+
+def runs_tiling(rows: int, experts: int, dtype: Any) -> RunsTiling:
+    """The tiling for so many rows of a dtype over so many experts."""
+    tilings = _tilings(dtype)
+    return tilings[min((tile for tile in tilings if tile * experts >= rows), default=max(tilings))]
 
 
 def multiply_runs(
