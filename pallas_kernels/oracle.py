@@ -1,4 +1,4 @@
-"""The reference: ragged attention in NumPy and float64, written for clarity, not speed."""
+"""The references, in NumPy and float64, written for clarity, not speed: ragged attention, products of runs of rows."""
 
 from __future__ import annotations
 
@@ -69,3 +69,9 @@ def _attention(
     weights /= weights.sum(-1, keepdims=True) + np.exp(sink - highest)
     # Values that no query sees may be NaN.
     return (weights @ np.where(visible.any(0)[:, None], values, 0)).swapaxes(0, 1)
+
+
+def runs_product(x: np.ndarray, kernels: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """The product of runs of sizes[g] rows of x [R, in] with kernels[g] [out, in], float64 [sum of sizes, out]."""
+    runs = np.split(np.asarray(x, np.float64), np.cumsum(sizes))  # the last has the rows beyond
+    return np.concatenate([run @ np.asarray(kernel, np.float64).T for run, kernel in zip(runs, kernels, strict=False)])

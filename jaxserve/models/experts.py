@@ -27,7 +27,8 @@ AXES = {
 }
 
 Kernels = Mapping[str, Any]  # gate, up, down [E, out, in], and gate_bias, up_bias [E, F] or None
-# (x [R, in], kernels [E, out, in], sizes [E]) -> float32[R, out]: sizes[e] rows by kernel e, one run after another
+# (x [R, in], kernels [E, out, in], sizes [E]) -> float32[R, out]: sizes[e] rows by kernel e, one run after another.
+# Later rows hold anything.
 RunsProduct = Callable[[jax.Array, Any, jax.Array], jax.Array]
 
 

@@ -149,13 +149,13 @@ def _runs_cpu(x: jax.Array, kernels: jax.Array | Quantized, sizes: jax.Array) ->
     return experts.scaled(y, kernels, sizes)
 
 
-def _runs_gpu(x: jax.Array, kernels: jax.Array | Quantized, sizes: jax.Array) -> jax.Array:
-    """Multiplies tiles of a run's rows.
+def _runs_gpu(x: jax.Array, kernels: jax.Array | Quantized, sizes: jax.Array, *, interpret: bool = False) -> jax.Array:
+    """Multiplies tiles of a run's rows; int8 kernels are widened in registers.
 
     XLA's compiler for GPUs would multiply every row by every kernel, and transpose all kernels in memory.
     """
     values = kernels.values if isinstance(kernels, Quantized) else kernels
-    return experts.scaled(grouped.multiply_runs(x, values, sizes), kernels, sizes)
+    return experts.scaled(grouped.multiply_runs(x, values, sizes, interpret=interpret), kernels, sizes)
 
 
 def _quantized(x: jax.Array, matrix: Quantized, dtype: DTypeLike, *, tiles: bool) -> jax.Array:

@@ -171,11 +171,8 @@ PUBLISHED = (
         for j, kind in enumerate(kinds)
     ],
 )
-def test_published_models_compile_for_accelerators(name, topology, request):
+def test_published_models_compile_for_accelerators(name, topology):
     """Two layers of each, one with a sliding window and one without where it has both."""
-    if topology in GPUS and name in ("gpt-oss-20b", "qwen3-30b-a3b", "mixtral-8x7b"):
-        reason = "on GPUs, XLA multiplies every row by every expert's kernels, and copies the kernels"
-        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
     settings = {"dtype": "bfloat16", "max_rows": 32, "buckets": (64,), "max_context": 2048, "slots": 2**17, "tensor": 4}
     deployment = named(name, topology, **settings)
     windows = tuple(dict.fromkeys(deployment.config.windows)) * 2
@@ -214,13 +211,13 @@ def test_weights_are_read_in_place_on_a_tpu(entries, sizes):
 
 
 @pytest.mark.aot
-@tpu
+@pytest.mark.parametrize("topology", [pytest.param("v6e:2x2", marks=tpu), pytest.param("h200:4", marks=gpu)])
 @pytest.mark.parametrize("quantize", [None, "int8"])
-def test_what_experts_compute_is_predicted(quantize):
-    """Large buckets, whose tokens have a row for each expert; kernels in eight bits, which are widened."""
+def test_what_experts_compute_is_predicted(quantize, topology):
+    """Large buckets, whose tokens have a row for each expert; kernels in eight bits, which TPUs widen in memory."""
     sizes = {"hidden_size": 2048, "intermediate_size": 3584, "num_local_experts": 8}
     settings = {"slots": 2**18, "dtype": "bfloat16", "attention": "auto", "tensor": 4, "quantize": quantize}
-    deployment = question(MIXTRAL | sizes, topology="v6e:2x2", buckets=(4096,), **settings)
+    deployment = question(MIXTRAL | sizes, topology=topology, buckets=(4096,), **settings)
     plan = predict(deployment)
     (stage,) = compiled.compile_stages(plan, targets.devices_of(deployment.topology), lambda *_: None)
     assert stage.temporaries > 0.1 * stage.total
