@@ -81,21 +81,39 @@ class AttentionLoad(NamedTuple):
 class ExpertLoad(NamedTuple):
     """The experts of all layers of a stage.
 
+    Devices multiply whole tiles, each of rows of one expert, and read the kernels of experts that have rows.
+
     Attributes:
       num_experts: experts of a layer.
       per_token: how many of them serve a token.
       weight_bytes: bytes of all of them.
       token_ops: operations for each token, with the experts that serve it.
+      tile_rows: sizes of tiles; a bucket takes the least that holds an expert's mean rows, or the largest.
     """
 
     num_experts: int
     per_token: int
     weight_bytes: int
     token_ops: float
+    tile_rows: tuple[int, ...]
 
     def read(self, tokens: int) -> float:
         """Expected bytes of the experts that these tokens use, if they choose independently."""
-        return self.weight_bytes * (1 - (1 - self.per_token / self.num_experts) ** tokens)
+        return self.weight_bytes * self._used(tokens)
+
+    def ops(self, tokens: int, bucket: int) -> float:
+        """Expected operations for tokens of a bucket, with the rows that fill up tiles.
+
+        With few rows, an expert has one tile; with many, the last of its tiles is half full.
+        """
+        rows, most = tokens * self.per_token, bucket * self.per_token
+        tile = min((size for size in self.tile_rows if size * self.num_experts >= most), default=max(self.tile_rows))
+        tile, used = min(tile, most), self.num_experts * self._used(tokens)
+        return self.token_ops / self.per_token * max(used * tile, rows + used * (tile - 1) / 2)
+
+    def _used(self, tokens: int) -> float:
+        """The expected share of experts that these tokens use."""
+        return 1 - (1 - self.per_token / self.num_experts) ** tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,7 +245,7 @@ class Roofline:
             slots, pairs = attended[each.window]
             ops, read = ops + each.slot_ops * pairs, read + each.slot_bytes * slots
         if experts is not None:  # padding has none
-            ops, read = ops + experts.token_ops * tokens, read + experts.read(tokens)
+            ops, read = ops + experts.ops(tokens, padded), read + experts.read(tokens)
         compute, memory = ops / self._flops / efficiency, read / self._device.bandwidth / efficiency
         if self.fit.overlapped:
             compute, memory = (compute, 0.0) if compute >= memory else (0.0, memory)

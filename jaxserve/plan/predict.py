@@ -15,7 +15,7 @@ from jaxserve.models.schema import ModelConfig
 from jaxserve.plan import collectives
 from jaxserve.plan.cost import AttentionLoad, ExpertLoad, Fit, Roofline, Seconds, StageLoad
 from jaxserve.plan.deployment import Deployment, model_of, programs
-from jaxserve.runner import kv_cache
+from jaxserve.runner import kv_cache, matmul
 from jaxserve.runner.layout import bucket_sizes
 from jaxserve.runner.lowering import StagePrograms
 from jaxserve.runner.sharded_parameters import ShardedParameter, group_layers, is_of_experts, parameters_of
@@ -251,8 +251,8 @@ def _expert_bytes(stage: StagePrograms, parts: Mapping[str, ShardedParameter], b
     """Bytes of what the experts of a layer compute, at its peak; 0 without experts.
 
     Every token has a row for each of its experts. At the end there are two results in float32, sorted by expert and by
-    token. Before, there are the input and the two projections in float32; the ragged product widens int8 kernels, one
-    stack at a time.
+    token (on GPUs one, but more hidden states, whose sums the compiler puts off). Before, there are the input and the
+    two projections in float32; on TPUs the ragged product widens int8 kernels, one stack at a time.
     """
     config, item = stage.model.padded_config, stage.shape.attention.dtype.itemsize
     stacks = [part.local for part in parts.values() if is_of_experts(part.name, part.axes) and len(part.local) == 3]
@@ -260,7 +260,7 @@ def _expert_bytes(stage: StagePrograms, parts: Mapping[str, ShardedParameter], b
         return 0
     inner = next(part.local[1] for name, part in parts.items() if name.endswith("experts.up.kernel"))
     rows = bucket * config.experts_per_token
-    widened = max(map(math.prod, stacks)) * item if stage.int8 else 0
+    widened = max(map(math.prod, stacks)) * item if stage.int8 and stage.platform == "tpu" else 0
     return max(rows * 8 * config.hidden_size, rows * (8 * inner + config.hidden_size * item) + widened)
 
 
@@ -299,6 +299,7 @@ def _load(stage: StagePrograms, parts: Mapping[str, ShardedParameter]) -> StageL
         per_token=config.experts_per_token,
         weight_bytes=sum(part.nbytes for part in of_experts),
         token_ops=_ops(of_experts) * config.experts_per_token / max(config.num_experts, 1),
+        tile_rows=matmul.tile_rows(stage.platform, shape.dtype),
     )
     return StageLoad(
         layers=len(stage.layers),

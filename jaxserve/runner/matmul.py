@@ -26,6 +26,7 @@ from sharding.spec import ShardingSpec
 
 _FEW_ROWS, _MANY_ROWS = 4, 256  # between these row counts `_dot_cpu` puts the kernel first
 _RUN_ROWS = 16  # rows of an expert that are multiplied at a time
+_XLA_ROWS = 128  # rows of a tile of XLA's ragged dot on TPUs (256 on v6e for 512 rows and more)
 _INTEGER_ROWS, _TILE = 8, 256  # most rows multiplied as integers; kernel rows widened at a time
 
 
@@ -37,6 +38,11 @@ def native_product(dtype: np.dtype, attention: str, devices: int) -> NativeProdu
       devices: of the stage; the compiler cannot divide a native call over several.
     """
     return product.native(dtype) if attention == "cpu" and devices == 1 else None
+
+
+def tile_rows(platform: str, dtype: np.dtype) -> tuple[int, ...]:
+    """The sizes of tiles in which rows of experts are multiplied (see `grouped.tile_rows`)."""
+    return grouped.tile_rows(dtype) if platform == "gpu" else (_XLA_ROWS,)
 
 
 def product_key(native: NativeProduct | None) -> str | None:

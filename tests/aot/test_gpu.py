@@ -8,6 +8,7 @@ import subprocess
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from jaxserve.plan import compiled, model_catalog, targets
 from jaxserve.plan.deployment import Deployment, programs
 from jaxserve.runner.lowering import StagePrograms
 from pallas_kernels import api, gpu
+from pallas_kernels.gpu import grouped
 from sharding import devices, mesh, specs
 
 WHEELS = ("jax_cuda12_plugin", "nvidia.cuda_nvcc")
@@ -58,6 +60,13 @@ class Kernel:
     registers: int
     spilled: int
     shared: int
+
+
+def compile_dumped(lowered: Any, dump: Path) -> tuple[Any, list[Kernel]]:
+    """A compiled program and its Pallas kernels; the compiler's dumps go to an empty folder."""
+    options = {"xla_dump_to": str(dump), "xla_gpu_dump_llvmir": True, "xla_dump_emitter_re": ".*"}
+    program = lowered.compile(targets.compiler_options("gpu") | options)
+    return program, kernels(dump)
 
 
 def kernels(dump: Path) -> list[Kernel]:
@@ -122,8 +131,7 @@ def test_kernels_fit_and_the_pool_is_never_copied(
     q, k = (abstract((bucket, n, dim), shape.dtype) for n in (heads, kv_heads))
     with targets.lowering(one):
         lowered = jax.jit(step, donate_argnums=3).lower(q, k, k, held, batch)
-    dumped = {"xla_dump_to": str(tmp_path), "xla_gpu_dump_llvmir": True, "xla_dump_emitter_re": ".*"}
-    program = lowered.compile(targets.compiler_options("gpu") | dumped)
+    program, found = compile_dumped(lowered, tmp_path)
 
     memory, leaves = program.memory_analysis(), jax.tree.leaves(held)
     assert memory.alias_size_in_bytes == sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
@@ -131,7 +139,6 @@ def test_kernels_fit_and_the_pool_is_never_copied(
     pools = tuple(f"[{','.join(map(str, leaf.shape))}]" for leaf in leaves)
     made = {op for shape, op in re.findall(r"= (\S+) ([a-z][\w-]*)\(", program.as_text()) if shape.endswith(pools)}
     assert made <= {"parameter", "get-tuple-element", "bitcast", "custom-call"}
-    found = kernels(tmp_path)
     wanted = 2 + (kv_heads * chunks < 1024) + (size == MIXED)  # write, decodes, their parts combined, prompts
     assert len(found) >= wanted
     for kernel in found:
@@ -149,6 +156,54 @@ def test_kernels_fit_and_the_pool_is_never_copied(
         )
         # Some pointers of a tile on the older generation; what reads the pool for decodes spills nothing.
         assert kernel.spilled <= (256 if "tile" in kernel.name else 0)
+
+
+@pytest.mark.parametrize(
+    ("device", "rows", "experts", "inputs", "outputs", "dtype", "kernel_dtype"),
+    [
+        ("a100-80g:1", 512, 128, 2048, 192, "bfloat16", "bfloat16"),  # Qwen3-30B-A3B over 4 devices, 64 tokens
+        ("h200:1", 512, 128, 2048, 192, "bfloat16", "bfloat16"),
+        ("h200:1", 512, 128, 192, 2048, "bfloat16", "int8"),
+        ("a100-80g:1", 256, 32, 2880, 720, "float16", "int8"),  # gpt-oss-20b, 64 tokens
+        ("a100-80g:1", 8192, 128, 2048, 192, "bfloat16", "bfloat16"),  # 1,024 tokens
+        ("h200:1", 8192, 128, 2048, 192, "bfloat16", "int8"),
+        ("a100-80g:1", 4096, 8, 4096, 3584, "bfloat16", "int8"),  # Mixtral-8x7B, 2,048 tokens
+        ("h200:1", 4096, 8, 4096, 3584, "bfloat16", "bfloat16"),
+        ("a100-80g:1", 4096, 8, 4096, 3584, "float32", "float32"),
+        ("h200:1", 64, 8, 3000, 1000, "float32", "float32"),
+    ],
+)
+def test_kernels_of_experts_are_read_in_place(
+    device, rows, experts, inputs, outputs, dtype, kernel_dtype, tmp_path, tell
+) -> None:
+    """One kernel, which spills nothing; no other operation touches the experts' kernels. Float32 takes no tensor cores,
+    which would round."""
+    one = mesh.make_meshes(1, 1, devices=targets.devices_of(devices.parse(device)))[0][0]
+    everywhere = jax.sharding.NamedSharding(one, specs.default("bloom").resolve((), (), one))
+    arguments = [((rows, inputs), dtype), ((experts, outputs, inputs), kernel_dtype), ((experts,), "int32")]
+    shapes = [jax.ShapeDtypeStruct(dims, jnp.dtype(each), sharding=everywhere) for dims, each in arguments]
+    with targets.lowering(one):
+        lowered = jax.jit(grouped.multiply_runs).lower(*shapes)
+    program, (kernel,) = compile_dumped(lowered, tmp_path)
+    large = rf"\[{experts},\d+,\d+\]\S* ([a-z][\w-]*)\("
+    assert set(re.findall(large, program.as_text())) == {"parameter"}
+    temporaries = program.memory_analysis().temp_size_in_bytes
+    tiling = grouped.runs_tiling(rows, experts, dtype)
+    tell(
+        "products of experts for GPUs (shared memory and temporaries in bytes)",
+        device=device,
+        rows=rows,
+        kernels=f"{experts} x {outputs} x {inputs}",
+        dtypes=f"{dtype} / {kernel_dtype}",
+        tile=f"{tiling.rows} x {tiling.columns}",
+        registers=kernel.registers,
+        spilled=kernel.spilled,
+        shared=kernel.shared,
+        temporaries=temporaries,
+    )
+    assert kernel.spilled == 0
+    assert any("mma" in path.read_text() for path in tmp_path.glob("*.ptx")) == (dtype != "float32")
+    assert temporaries < 16 * (rows + 16 * experts)  # the table of tiles
 
 
 @pytest.mark.parametrize(

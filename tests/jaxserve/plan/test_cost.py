@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from jaxserve.plan import cost
@@ -29,11 +30,25 @@ def test_a_window_bounds_what_is_read(window):
 
 
 def test_experts_are_read_as_tokens_need_them():
-    experts = cost.ExpertLoad(num_experts=8, per_token=2, weight_bytes=800, token_ops=1.0)
+    experts = cost.ExpertLoad(num_experts=8, per_token=2, weight_bytes=800, token_ops=1.0, tile_rows=(16,))
     assert experts.read(0) == 0
     assert experts.read(1) == 200  # two of eight
     assert experts.read(2) == pytest.approx(100 * (8 - 8 * 0.75**2))
     assert experts.read(1000) == pytest.approx(800)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "tile"), [(2, 16), (64, 16), (200, 16), (256, 16), (400, 64), (2000, 128), (9000, 128)]
+)
+def test_experts_multiply_whole_tiles(tokens, tile):
+    """Against the tiles of random choices of 8 of 128 experts."""
+    experts = cost.ExpertLoad(num_experts=128, per_token=8, weight_bytes=1, token_ops=8.0, tile_rows=(16, 64, 128))
+    rng = np.random.default_rng(0)
+    rows = rng.permuted(np.tile(np.arange(128), (tokens, 1)), axis=1)[:, :8]
+    sizes = np.bincount(rows.ravel(), minlength=128)
+    computed = (-(-sizes // tile) * tile).sum()
+    assert experts.ops(tokens, tokens) == pytest.approx(computed, rel=0.12)
+    assert experts.ops(0, tokens) == 0
 
 
 # OSDI'22: total ms of 32 tokens after prompts of 128, by batch; read off a figure.
