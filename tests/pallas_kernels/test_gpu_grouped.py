@@ -51,6 +51,7 @@ def test_runs_are_multiplied_by_their_kernels(rows, inputs, outputs, sizes, dtyp
     y = multiply_runs(x, kernels, np.int32(sizes), interpret=True)
     assert y.dtype == jnp.float32
     assert y.shape == (rows, outputs)
+    assert np.isnan(y[sum(sizes) :]).all()  # as the interpreter made them: no tile writes beyond its run
     expected = oracle.runs_product(x, kernels, sizes)
     largest = np.abs(expected).max(initial=1)
     np.testing.assert_allclose(y[: sum(sizes)], expected, rtol=2e-6, atol=2e-6 * largest, err_msg=f"--seed {seed}")

@@ -8,6 +8,8 @@ import pytest
 
 from jaxserve.plan import cost
 from jaxserve.plan.predict import predict
+from jaxserve.runner import matmul
+from pallas_kernels.gpu import grouped
 from tests.jaxserve.plan.questions import named
 
 
@@ -42,13 +44,22 @@ def test_experts_are_read_as_tokens_need_them():
 )
 def test_experts_multiply_whole_tiles(tokens, tile):
     """Against the tiles of random choices of 8 of 128 experts."""
-    experts = cost.ExpertLoad(num_experts=128, per_token=8, weight_bytes=1, token_ops=8.0, tile_rows=(16, 64, 128))
+    assert grouped.runs_tiling(8 * tokens, 128, "bfloat16").rows == tile
+    sizes = matmul.tile_rows("gpu", np.dtype("bfloat16"))
+    experts = cost.ExpertLoad(num_experts=128, per_token=8, weight_bytes=1, token_ops=8.0, tile_rows=sizes)
     rng = np.random.default_rng(0)
     rows = rng.permuted(np.tile(np.arange(128), (tokens, 1)), axis=1)[:, :8]
     sizes = np.bincount(rows.ravel(), minlength=128)
     computed = (-(-sizes // tile) * tile).sum()
     assert experts.ops(tokens, tokens) == pytest.approx(computed, rel=0.12)
     assert experts.ops(0, tokens) == 0
+
+
+def test_a_tile_has_no_more_rows_than_there_are():
+    sizes = matmul.tile_rows("tpu", np.dtype("bfloat16"))
+    experts = cost.ExpertLoad(num_experts=128, per_token=8, weight_bytes=1, token_ops=8.0, tile_rows=sizes)
+    assert experts.ops(1, 1) == pytest.approx(8 * 8)  # 8 experts, each of a tile of 8 rows
+    assert experts.ops(1, 64) == pytest.approx(8 * 128)
 
 
 # OSDI'22: total ms of 32 tokens after prompts of 128, by batch; read off a figure.
