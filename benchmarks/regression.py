@@ -32,6 +32,7 @@ from jaxserve.iteration import IterationResult
 from jaxserve.request import Request
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler.buckets import BucketCost
+from jaxserve.scheduler.cache_groups import CacheGroups
 from jaxserve.scheduler.factory import make_scheduler
 from jaxserve.text.tokenizer import Tokenizer
 from pallas_kernels.cpu import build
@@ -237,9 +238,8 @@ def scheduler_seconds(rows: int = 64, iterations: int = 200) -> float:
     """Seconds of schedule and complete with all rows decoding and as many requests waiting."""
     costs = [BucketCost(size=size, compile_seconds=0.0, milliseconds=10.0 + size) for size in (16, 64, 128, 512)]
     config = EngineConfig(max_rows=rows, prefix_cache=False)
-    scheduler = make_scheduler(
-        config, costs, n_blocks=64 * rows, block_size=16, max_context=1024, eos_token_ids=frozenset()
-    )
+    groups = CacheGroups(block_size=16, max_context=1024, most_tokens=costs[-1].size)
+    scheduler = make_scheduler(config, costs, n_blocks=64 * rows, groups=groups, eos_token_ids=frozenset())
     for number in range(2 * rows):
         sampling = SamplingParams(max_tokens=50 + number, temperature=0.0, ignore_eos=True)
         prompt = tuple(range(number + 1, number + 65))

@@ -19,6 +19,7 @@ from benchmarks import checkpoints, list_flags
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine, IterationRecord
 from jaxserve.iteration import IterationPlan
+from jaxserve.scheduler.cache_groups import CacheGroups
 from jaxserve.simulate import workload as traffic
 from jaxserve.simulate.outcome import Distribution, Outcome
 from jaxserve.simulate.system import SimulatedEngine
@@ -216,8 +217,11 @@ def system_of(turn: ServedPart, after: StartupReport, host: HostTimes) -> Simula
         seconds=seconds,
         costs=turn.report.buckets,
         slots=turn.report.slots,
-        block_size=turn.report.block_size,
-        max_context=turn.max_context,
+        groups=CacheGroups(
+            block_size=turn.report.block_size,
+            max_context=turn.max_context,
+            most_tokens=turn.report.buckets[-1].size,
+        ),
         replicas=turn.report.replicas,
         host=host,
     )

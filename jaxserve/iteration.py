@@ -39,7 +39,10 @@ class Chunk(NamedTuple):
 
 
 class TableChange(NamedTuple):
-    """Entry `column` of a row's block table becomes `block`."""
+    """Entry `column` of a row's block table becomes `block`.
+
+    With several cache groups (`scheduler.cache_groups`) their entries alternate: entry i is of group i % groups.
+    """
 
     row: int
     column: int
@@ -47,7 +50,10 @@ class TableChange(NamedTuple):
 
 
 class BlockCopy(NamedTuple):
-    """A copy of a block's content to another block, in every layer."""
+    """A copy of a block's content to another block, in every layer of a cache group.
+
+    The groups alternate as in block tables.
+    """
 
     source: int
     target: int
@@ -82,10 +88,10 @@ class IterationPlan:
       bucket: tokens the compiled program carries; sum of chunk lengths is at most this.
       admissions: rows taken by requests in this plan.
       chunks: decodes first, then drafted or prompt chunks; at most one a row.
-      table_changes: blocks newly given to rows of this plan (at most `max_table_changes(bucket, ...)`).
+      table_changes: blocks newly given to rows of this plan (at most `max_table_changes(bucket, ...)` a cache group).
       sampler: the sampler this plan needs; None when no chunk samples.
       scoring: whether some chunk's tokens are scored for prompt_logprobs.
-      block_copies: made before the iteration; at most one an admission, and no target is a source.
+      block_copies: made before the iteration; at most one an admission and cache group, and no target is a source.
       drafts: the drafted tokens of the chunks that have some, in their order; written to the rows before the iteration.
     """
 

@@ -226,10 +226,8 @@ def finish(
             config,
             costs,
             n_blocks=n_blocks,
-            block_size=shape.attention.block_size,
-            max_context=shape.max_context,
+            groups=shape.groups,
             eos_token_ids=frozenset(model.config.eos_token_ids),
-            window=model.config.widest_window,
             drafter=drafter,
         )
         for drafter in drafting
@@ -338,7 +336,10 @@ def compute_dtype(config: EngineConfig) -> jnp.dtype:
 
 
 def pool_blocks(config: EngineConfig, stage: StageRunner, drafters: Sequence[StageRunner]) -> int:
-    """Blocks that every device of a stage has room for, with as many of the model that drafts on it."""
+    """Blocks of the first cache group that every device of a stage has room for.
+
+    As many of the model that drafts on it have room too.
+    """
     programs = stage.programs
     shape = programs.shape.attention
     if config.slots is not None:
@@ -348,12 +349,10 @@ def pool_blocks(config: EngineConfig, stage: StageRunner, drafters: Sequence[Sta
     device = programs.mesh.local_devices[0]
     full_rows = programs.shape.n_rows * shape.max_blocks
     on_cpu = device.platform == "cpu"  # whose virtual devices share its memory
+    held = (programs, *(runner.programs for runner in drafters[:1]))
     return kv_cache.fitting_blocks(
         free=kv_cache.free_bytes(device) // (_num_devices(config) if on_cpu else 1),
         temporaries=stage.temporaries(),
-        bytes_a_block=sum(
-            kv_cache.block_bytes(each.shape.backend, each.shape.attention, len(each.layers))
-            for each in (programs, *(runner.programs for runner in drafters[:1]))
-        ),
+        pool_bytes=lambda n_blocks: sum(each.pool_bytes(n_blocks) for each in held),
         wanted=full_rows if on_cpu else 2**31 - 1,
     )

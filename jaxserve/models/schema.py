@@ -69,10 +69,9 @@ class ModelConfig:
         return self.windows[layer] if self.windows else None
 
     @property
-    def widest_window(self) -> int | None:
-        """The widest sliding window of the layers; None if a layer attends to all tokens."""
-        windows = [self.window(layer) for layer in range(self.num_layers)]
-        return None if None in windows else max(window for window in windows if window is not None)
+    def distinct_windows(self) -> tuple[int | None, ...]:
+        """The sliding windows of the layers, each once."""
+        return tuple(dict.fromkeys(self.window(layer) for layer in range(self.num_layers)))
 
     def attention_scale(self, layer: int) -> float:
         """The factor applied to query-key products in this layer."""

@@ -199,7 +199,7 @@ def unforeseen(
 def copies(stage: StagePrograms, text: str, n_blocks: int) -> Iterator[str]:
     """Copies of the key and value pool, or of a kernel or table."""
     weights = _kernels(stage, "local")
-    n_blocks *= len(stage.layers)
+    n_blocks = stage.first_blocks(n_blocks)[-1]
     pool = jax.tree.leaves(stage.shape.backend.pool(stage.shape.attention, n_blocks))
     pools = {(math.prod(leaf.shape), 8 * leaf.dtype.itemsize) for leaf in pool}
     found: Counter[tuple[str, str, int, bool]] = Counter()

@@ -20,6 +20,7 @@ from jaxserve.runner.layout import bucket_sizes
 from jaxserve.runner.lowering import StagePrograms
 from jaxserve.runner.sharded_parameters import ShardedParameter, group_layers, is_of_experts, parameters_of
 from jaxserve.scheduler import buckets
+from jaxserve.scheduler.cache_groups import CacheGroups
 from jaxserve.weights import naming
 from sharding.devices import Topology
 from sharding.fit import check_weights
@@ -56,9 +57,9 @@ class StagePlan:
         """Bytes in use on each device."""
         return self.weights + self.activations + self.state + self.pool
 
-    def with_pool(self, slots: int, usable: int) -> StagePlan:
-        """The stage with a pool of `slots` slots."""
-        stage = replace(self, pool=slots * self.load.slot_bytes)
+    def with_pool(self, nbytes: int, usable: int) -> StagePlan:
+        """The stage with a pool of so many bytes."""
+        stage = replace(self, pool=nbytes)
         return replace(stage, free=usable - stage.total)
 
 
@@ -110,7 +111,8 @@ class Plan:
       num_parameters / num_active: parameters of the model, and those that one token uses; without padding.
       padding: logical axis -> (size in the model, padded size).
       memory: bytes of a device, and the usable part.
-      slots: slots that fit on every stage, in whole blocks.
+      groups: the cache groups.
+      slots: slots of the first cache group that fit on every stage, in whole blocks.
       buckets_reason: why the buckets are these, in words.
     """
 
@@ -119,7 +121,7 @@ class Plan:
     num_active: int
     padding: Mapping[str, tuple[int, int]]
     memory: tuple[int, int]
-    block_size: int
+    groups: CacheGroups
     kv_cache_dtype: str
     slots: int
     stages: tuple[StagePlan, ...]
@@ -129,12 +131,16 @@ class Plan:
     @property
     def requests(self) -> int:
         """Requests of 2,048 tokens that the slots of one replica hold at once."""
-        return self.slots // self.request_slots(REQUEST)
+        return self.fitting(REQUEST)
 
-    def request_slots(self, tokens: int) -> int:
-        """Slots of a request with this many tokens, without blocks behind the windows of all layers."""
-        window = self.deployment.config.widest_window
-        return tokens if window is None else min(tokens, window + self.block_size)
+    def fitting(self, tokens: int) -> int:
+        """Requests of so many tokens that one replica holds at once."""
+        return self.groups.fitting(self.slots // self.block_size, tokens)
+
+    @property
+    def block_size(self) -> int:
+        """Slots of a block."""
+        return self.groups.block_size
 
     @property
     def is_known(self) -> bool:
@@ -160,11 +166,16 @@ def predict(deployment: Deployment) -> Plan:
     memory = deployment.topology.device.memory
     usable = int(memory * kv_cache.ACCELERATOR_SHARE)
     stages = [_stage(stage, usable, deployment) for stage in programs_of_stages]
-    blocks = [(usable - each.total) // (each.load.slot_bytes * attention.block_size) for each in stages]
+    blocks = [
+        kv_cache.most_blocks(stage.pool_bytes, usable - each.total)
+        for stage, each in zip(programs_of_stages, stages, strict=True)
+    ]
     n_blocks = min(blocks) if deployment.engine.slots is None else deployment.engine.slots // attention.block_size
     slots = n_blocks * attention.block_size
     if n_blocks < 1 or n_blocks > min(blocks):
-        raise ValueError(_no_room(deployment, stages[blocks.index(min(blocks))], usable, slots))
+        least = blocks.index(min(blocks))
+        asked = programs_of_stages[least].pool_bytes(n_blocks) if n_blocks > 0 else 0
+        raise ValueError(_no_room(deployment, stages[least], usable, slots, asked))
     num_parameters, num_active = count_parameters(deployment.config)
     plan = Plan(
         deployment=deployment,
@@ -172,10 +183,13 @@ def predict(deployment: Deployment) -> Plan:
         num_active=num_active,
         padding=deployment.padding(),
         memory=(memory, usable),
-        block_size=attention.block_size,
+        groups=programs_of_stages[0].shape.groups,
         kv_cache_dtype=str(attention.pool_dtype),
         slots=slots,
-        stages=tuple(stage.with_pool(slots, usable) for stage in stages),
+        stages=tuple(
+            each.with_pool(stage.pool_bytes(n_blocks), usable)
+            for stage, each in zip(programs_of_stages, stages, strict=True)
+        ),
         buckets=(),
         buckets_reason=reason,
     )
@@ -290,7 +304,7 @@ def _load(stage: StagePrograms, parts: Mapping[str, ShardedParameter]) -> StageL
         AttentionLoad(
             window=window,
             slot_ops=4 * count * shape.num_heads * shape.head_dim,
-            slot_bytes=kv_cache.block_bytes(stage.shape.backend, shape, count) // shape.block_size,
+            slot_bytes=kv_cache.pool_bytes(stage.shape.backend, shape, count) // shape.block_size,
         )
         for window, count in layers.items()
     )
@@ -333,8 +347,8 @@ def bucket_plan(deployment: Deployment, roofline: Roofline | None, tokens: int) 
     return BucketPlan(tokens=tokens, decodes=decodes, stages=stages, replicas=deployment.engine.replicas)
 
 
-def _no_room(deployment: Deployment, stage: StagePlan, usable: int, slots: int) -> str:
-    asked = f"; {slots} slots take {slots * stage.load.slot_bytes / 2**30:.2f} GiB" if slots > 0 else ""
+def _no_room(deployment: Deployment, stage: StagePlan, usable: int, slots: int, pool: int) -> str:
+    asked = f"; {slots} slots take {pool / 2**30:.2f} GiB" if pool else ""
     return (
         f"no room for keys and values: of the usable {usable / 2**30:.2f} GiB of a "
         f"{deployment.topology.device.name} device, weights take {stage.weights / 2**30:.2f} GiB and one iteration "

@@ -151,7 +151,7 @@ def _points(plan: Plan) -> Iterator[Throughput]:
     stages = plan.deployment.engine.stages
     batches = 1 if stages == 1 else stages + 1
     for bucket in plan.buckets:
-        fits = batches * bucket.tokens * plan.request_slots(plan.deployment.context + 1) <= plan.slots
+        fits = batches * bucket.tokens <= plan.fitting(plan.deployment.context + 1)
         if bucket.tokens <= plan.deployment.engine.max_rows and fits and bucket.limit and bucket.tokens_per_second:
             yield Throughput(bucket.tokens, 1e3 * stages * bucket.limit.total, bucket.tokens_per_second)
 

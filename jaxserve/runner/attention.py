@@ -65,7 +65,7 @@ def select(
             alibi=config.alibi,
             soft_cap=config.soft_cap,
             sinks=config.sinks,
-            windows=tuple(dict.fromkeys(config.window(layer) for layer in range(config.num_layers))),
+            windows=config.distinct_windows,
             max_rows=max_rows,
             device_kind=mesh.devices.flat[0].device_kind if isinstance(mesh, Mesh) else "",
         )

@@ -20,6 +20,7 @@ from jaxtyping import Int32
 
 from jaxserve.iteration import Admission, Chunk, IterationPlan, max_chunks, max_points, max_table_changes
 from jaxserve.sampling import sampler
+from jaxserve.scheduler.cache_groups import CacheGroups
 from pallas_kernels.api import AttentionBatch
 
 _CHUNK_FIELDS = 4  # row, start, length, samples
@@ -32,7 +33,7 @@ class RowState(NamedTuple):
 
     Attributes:
       history: int32[rows, max_context] tokens by position; first and last stage only.
-      tables: int32[rows, max_blocks] block tables.
+      tables: int32[rows, entries] block tables.
       sampling: per-row sampling parameters; last stage only.
     """
 
@@ -46,20 +47,30 @@ class BatchLayout:
     """The sizes that fix the packed form of a plan.
 
     Attributes:
+      groups: the cache groups, whose entries alternate in block tables.
       draft_tokens: most tokens drafted for one row; 0 without speculation.
     """
 
     bucket: int
     max_rows: int
     n_rows: int
-    block_size: int
-    max_context: int
+    groups: CacheGroups
     draft_tokens: int = 0
 
     @property
-    def max_blocks(self) -> int:
+    def block_size(self) -> int:
+        """Slots of a block."""
+        return self.groups.block_size
+
+    @property
+    def max_context(self) -> int:
+        """Most tokens of a row."""
+        return self.groups.max_context
+
+    @property
+    def entries(self) -> int:
         """Entries of a row's block table."""
-        return -(-self.max_context // self.block_size)
+        return self.groups.count * -(-self.max_context // self.block_size)
 
     @property
     def chunks(self) -> int:
@@ -79,7 +90,7 @@ class BatchLayout:
     @property
     def changes(self) -> int:
         """Block-table changes that fit into the packed form."""
-        return max_table_changes(self.bucket, self.max_rows, self.block_size)
+        return self.groups.count * max_table_changes(self.bucket, self.max_rows, self.block_size)
 
     @property
     def size(self) -> int:
@@ -112,7 +123,8 @@ class PackedPlan(NamedTuple):
 
     Attributes:
       drafts: int32[layout.drafts, 3] row, position and token of each drafted token; None without drafts.
-      copies: int32[layout.max_rows, 2] source and target block of each copy, padded with -1; None without copies.
+      copies: int32[groups * layout.max_rows, 2] source and target block of each copy, padded with -1; None without
+        copies.
     """
 
     iteration: np.ndarray
@@ -127,7 +139,7 @@ def pack(plan: IterationPlan, layout: BatchLayout, n_blocks: int) -> PackedPlan:
     Unused entries are chunks of length 0, and changes and drafts of a row that does not exist; the device drops them.
 
     Args:
-      n_blocks: blocks of the pool. Devices do not check block numbers, so they are checked here.
+      n_blocks: blocks of the first cache group. Devices do not check block numbers, so they are checked here.
     """
     packed = np.zeros(layout.size, np.int32)
     chunks, changes = _split(packed, layout)
@@ -143,13 +155,15 @@ def pack(plan: IterationPlan, layout: BatchLayout, n_blocks: int) -> PackedPlan:
 
 
 def pack_copies(plan: IterationPlan, layout: BatchLayout, n_blocks: int) -> np.ndarray:
-    """Packs block copies into int32[layout.max_rows, 2]."""
-    packed = np.full((layout.max_rows, 2), -1, np.int32)
+    """Packs block copies into int32[groups * layout.max_rows, 2]."""
+    count = layout.groups.count
+    packed = np.full((count * layout.max_rows, 2), -1, np.int32)
     packed[: len(plan.block_copies)] = np.array(plan.block_copies, np.int32)
-    copies = packed[: len(plan.block_copies)]
-    sources, targets = set(copies[:, 0].tolist()), set(copies[:, 1].tolist())
-    if copies.min() < 0 or copies.max() >= n_blocks or sources & targets or len(targets) < len(copies):
-        raise AssertionError(f"plan {plan.sequence} copies blocks {copies.tolist()}; there are {n_blocks}")
+    for group, blocks in enumerate(layout.groups.blocks(n_blocks)):
+        copies = packed[group : len(plan.block_copies) : count]
+        sources, targets = set(copies[:, 0].tolist()), set(copies[:, 1].tolist())
+        if copies.min() < 0 or copies.max() >= blocks or sources & targets or len(targets) < len(copies):
+            raise AssertionError(f"plan {plan.sequence} copies blocks {copies.tolist()}; there are {blocks}")
     return packed
 
 
@@ -164,14 +178,19 @@ def pack_drafts(chunks: Sequence[Chunk], tokens: Sequence[int], layout: BatchLay
 
 def _check_tables(plan: IterationPlan, changes: np.ndarray, layout: BatchLayout, n_blocks: int) -> None:
     """Raises AssertionError if a plan puts a block into a table that does not exist."""
-    there = f"there are {layout.n_rows} rows of {layout.max_blocks} entries and {n_blocks} blocks"
-    wild = ((changes < 0) | (changes >= (layout.n_rows, layout.max_blocks, n_blocks))).any(axis=1)
+    there = f"there are {layout.n_rows} rows of {layout.entries} entries and {n_blocks} blocks"
+    wild = ((changes < 0) | (changes >= (layout.n_rows, layout.entries, n_blocks))).any(axis=1)
+    blocks, count = (n_blocks,), layout.groups.count
+    if count > 1:
+        blocks = layout.groups.blocks(n_blocks)
+        there = f"{there}, of which the groups have {blocks}"
+        wild |= changes[:, 2] >= np.array(blocks)[changes[:, 1] % count]
     if wild.any():
         row, column, block = changes[wild.argmax()].tolist()
         raise AssertionError(f"plan {plan.sequence} sets entry {column} of row {row} to block {block}; {there}")
     for admission in plan.admissions:
-        for block in admission.blocks:
-            if not 0 <= block < n_blocks:
+        for entry, block in enumerate(admission.blocks):
+            if not 0 <= block < blocks[entry % count]:
                 raise AssertionError(f"plan {plan.sequence} gives row {admission.row} block {block}; {there}")
 
 
@@ -188,10 +207,10 @@ def _split(packed, layout: BatchLayout):
 def unpack(
     packed: Int32[jax.Array, " {layout.size}"],
     layout: BatchLayout,
-    tables: Int32[jax.Array, "rows max_blocks"],
+    tables: Int32[jax.Array, "rows entries"],
     history: Int32[jax.Array, "rows max_context"] | None,
-) -> tuple[BatchView, Int32[jax.Array, "rows max_blocks"]]:
-    """Unpacks a plan; returns the view and the updated block tables. Traced."""
+) -> tuple[BatchView, Int32[jax.Array, "rows entries"]]:
+    """Unpacks a plan; returns the view, with the block tables of all groups, and the updated tables. Traced."""
     chunks, changes = _split(packed, layout)
     rows, starts, lengths = chunks[:, 0], chunks[:, 1], chunks[:, 2]
     tables = tables.at[changes[:, 0], changes[:, 1]].set(changes[:, 2], mode="drop")
@@ -216,6 +235,13 @@ def unpack(
         tokens = history[token_rows, positions]
         next_tokens = history[token_rows, jnp.minimum(positions + 1, layout.max_context - 1)]
     return BatchView(batch, tokens, next_tokens, last, points), tables
+
+
+def of_group(batch: AttentionBatch, group: int, groups: CacheGroups) -> AttentionBatch:
+    """The attention batch with the block tables of one cache group. Traced."""
+    if groups.count == 1:
+        return batch
+    return batch._replace(block_tables=batch.block_tables[:, group :: groups.count])
 
 
 class SamplePoints(NamedTuple):
@@ -258,7 +284,7 @@ def _points(
 def empty_state(layout: BatchLayout, *, is_first: bool, is_last: bool) -> RowState:
     """The initial row state of a stage."""
     history = jnp.zeros((layout.n_rows, layout.max_context), jnp.int32)
-    tables = jnp.zeros((layout.n_rows, layout.max_blocks), jnp.int32)
+    tables = jnp.zeros((layout.n_rows, layout.entries), jnp.int32)
     return RowState(
         history if is_first or is_last else None, tables, sampler.empty_rows(layout.n_rows) if is_last else None
     )
@@ -267,10 +293,10 @@ def empty_state(layout: BatchLayout, *, is_first: bool, is_last: bool) -> RowSta
 def pack_admission(admission: Admission, layout: BatchLayout) -> np.ndarray:
     """Packs an admission into one int32 array: row, block table, history, bits of the sampling parameters."""
     values = sampler.encode(admission.sampling, admission.prompt_length, admission.endings)
-    head = np.zeros(1 + layout.max_blocks + layout.max_context, np.int32)
+    head = np.zeros(1 + layout.entries + layout.max_context, np.int32)
     head[0] = admission.row
     head[1 : 1 + len(admission.blocks)] = admission.blocks
-    tokens = 1 + layout.max_blocks
+    tokens = 1 + layout.entries
     head[tokens : tokens + len(admission.tokens)] = admission.tokens
     return np.concatenate([head, *(np.asarray(v).reshape(-1).view(np.int32) for v in values)])
 
@@ -278,12 +304,12 @@ def pack_admission(admission: Admission, layout: BatchLayout) -> np.ndarray:
 def admission_size(layout: BatchLayout) -> int:
     """Length of a packed admission."""
     sampling = sampler.empty_rows(1)
-    return 1 + layout.max_blocks + layout.max_context + sum(leaf.size for leaf in jax.tree.leaves(sampling))
+    return 1 + layout.entries + layout.max_context + sum(leaf.size for leaf in jax.tree.leaves(sampling))
 
 
 def admit(state: RowState, packed: Int32[jax.Array, " size"], layout: BatchLayout) -> RowState:
     """Writes a packed admission into its row. Traced; the state is donated."""
-    row, blocks, tokens, sampling = jnp.split(packed, np.cumsum([1, layout.max_blocks, layout.max_context]))
+    row, blocks, tokens, sampling = jnp.split(packed, np.cumsum([1, layout.entries, layout.max_context]))
     row = row[0]
     tables = state.tables.at[row].set(blocks)
     history = None if state.history is None else state.history.at[row].set(tokens)

@@ -6,6 +6,8 @@ The attention backend decides its layout.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -28,9 +30,9 @@ def is_axes(node: Any) -> bool:
     return type(node) is tuple
 
 
-def block_bytes(backend: Backend, shape: AttentionShape, num_layers: int) -> int:
-    """Bytes that one block takes on each device, in so many layers."""
-    leaves = jax.tree.leaves(backend.pool(shape, num_layers))
+def pool_bytes(backend: Backend, shape: AttentionShape, n_blocks: int) -> int:
+    """Bytes that a pool of so many blocks, of all layers that share it, takes on each device."""
+    leaves = jax.tree.leaves(backend.pool(shape, n_blocks))
     return sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in leaves)
 
 
@@ -64,18 +66,23 @@ def allocate(described: Any) -> Any:
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), described)
 
 
-def copy_blocks(pool: Any, copies: Int32[jax.Array, "R 2"], *, n_blocks: int, layers: int) -> Any:
-    """Copies blocks to other blocks of the pool, in every layer. Traced; the pool is donated.
+def copy_blocks(pool: Any, copies: Int32[jax.Array, "R 2"], *, first_blocks: Sequence[Sequence[int]]) -> Any:
+    """Copies blocks to other blocks of the pool, in every layer of their cache group. Traced; the pool is donated.
 
     Pairs are copied one after another, so that no second pool is allocated.
 
     Args:
-      copies: source and target block of each pair, padded with -1. No target is a source.
-      n_blocks: blocks of each layer; layers follow one another along the first axis of every leaf.
+      copies: source and target block of each pair, one of each group in turn, padded with -1. No target is a source.
+      first_blocks: of each group, the first block of each of its layers along the first axis of every leaf, ascending.
     """
-    first = jnp.arange(layers, dtype=jnp.int32) * n_blocks
+    groups = [jnp.array(first, jnp.int32) for first in first_blocks]
 
-    def copy(pair: jax.Array, pool: Any) -> Any:
+    def copy(turn: jax.Array, pool: Any) -> Any:
+        for group, first in enumerate(groups):
+            pool = copy_pair(turn * len(groups) + group, first, pool) if len(first) else pool
+        return pool
+
+    def copy_pair(pair: jax.Array, first: jax.Array, pool: Any) -> Any:
         source, target = copies[pair, 0] + first, copies[pair, 1] + first
 
         def in_leaf(leaf: jax.Array) -> jax.Array:
@@ -86,7 +93,7 @@ def copy_blocks(pool: Any, copies: Int32[jax.Array, "R 2"], *, n_blocks: int, la
         return jax.tree.map(in_leaf, pool)
 
     with jax.named_scope("copy_blocks"):
-        return jax.lax.fori_loop(0, (copies[:, 1] >= 0).sum(), copy, pool)
+        return jax.lax.fori_loop(0, (copies[:: len(groups), 1] >= 0).sum(), copy, pool)
 
 
 def free_bytes(device: Any) -> int:
@@ -108,22 +115,28 @@ def _available() -> int:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
 
 
-def fitting_blocks(free: int, temporaries: int, bytes_a_block: int, wanted: int) -> int:
-    """Number of blocks to allocate by default.
+def most_blocks(pool_bytes: Callable[[int], int], room: int, wanted: int = 2**31 - 1) -> int:
+    """The most blocks, up to `wanted`, whose bytes fit `room`; -1 if there is less than no room."""
+    return bisect_right(range(wanted + 1), room, key=pool_bytes) - 1
+
+
+def fitting_blocks(free: int, temporaries: int, pool_bytes: Callable[[int], int], wanted: int) -> int:
+    """Number of blocks of the first cache group to allocate by default.
 
     Args:
       free: bytes that may be taken (`free_bytes`).
       temporaries: bytes that the largest compiled program needs beside its arguments.
+      pool_bytes: bytes of the pools with so many blocks.
       wanted: blocks beyond which more would only serve as prefix cache; no more are taken.
 
     Raises:
       ValueError: not even one block fits.
     """
-    n_blocks = min(wanted, (free - temporaries) // bytes_a_block)
+    n_blocks = most_blocks(pool_bytes, free - temporaries, wanted)
     if n_blocks < 1:
         raise ValueError(
             f"no room for keys and values: {free / 2**20:.0f} MiB are free, the compiled programs need "
-            f"{temporaries / 2**20:.0f} MiB beside the weights and one block {bytes_a_block / 2**20:.1f} MiB; "
+            f"{temporaries / 2**20:.0f} MiB beside the weights and one block {pool_bytes(1) / 2**20:.1f} MiB; "
             "use a smaller model, fewer rows, smaller buckets or a larger device"
         )
     return _coarse(n_blocks) if n_blocks < wanted else n_blocks

@@ -15,6 +15,7 @@ from jaxserve.runner import attention, matmul
 from jaxserve.runner.lowering import StagePrograms
 from jaxserve.runner.programs import StageShape
 from jaxserve.scheduler import buckets
+from jaxserve.scheduler.cache_groups import CacheGroups
 from jaxserve.scheduler.factory import fixed_chunk
 from jaxserve.weights import naming
 from sharding import stages
@@ -63,7 +64,14 @@ def lay_out(
     stage_shape = StageShape(
         max_rows=config.max_rows,
         n_rows=config.max_rows * (1 if config.stages == 1 else config.stages + 1),
-        max_context=context,
+        groups=CacheGroups.of(
+            # A draft model reads the block tables of the model that it drafts for, from their first entry on.
+            model.config.distinct_windows if config.draft_model is None else [None],
+            block_size=attended.block_size,
+            max_context=context,
+            most_tokens=bucket_sizes(config)[-1],
+            draft_tokens=config.draft_tokens,
+        ),
         attention=attended,
         backend=backend,
         product=matmul.native_product(dtype, backend.name, meshes[0].size),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import jax
@@ -88,10 +89,28 @@ class StagePrograms:
         config = self.model.config
         return on_cpu and self.mesh.size == 1 and config.layers_alike and not config.num_experts
 
+    def first_blocks(self, n_blocks: int) -> list[int]:
+        """First block of each of the stage's layers in the pool, and the number of all blocks.
+
+        Args:
+          n_blocks: blocks of the first cache group.
+        """
+        blocks = self.shape.groups.blocks(n_blocks)
+        return list(accumulate((blocks[group] for group in self._groups), initial=0))
+
+    @property
+    def _groups(self) -> list[int]:
+        """The cache group of each of the stage's layers."""
+        return [self.shape.groups.index(self.model.config.window(layer)) for layer in self.layers]
+
     def pool(self, n_blocks: int) -> Any:
-        """The pool, with n_blocks blocks for each of the stage's layers: shapes with shardings."""
-        shape, total = self.shape, n_blocks * len(self.layers)
+        """The pool of the stage's layers, with n_blocks blocks in the first cache group: shapes with shardings."""
+        shape, total = self.shape, self.first_blocks(n_blocks)[-1]
         return kv_cache.pool(shape.backend, shape.attention, total, self.mesh, self.spec)
+
+    def pool_bytes(self, n_blocks: int) -> int:
+        """Bytes of that pool on each device."""
+        return kv_cache.pool_bytes(self.shape.backend, self.shape.attention, self.first_blocks(n_blocks)[-1])
 
     def state(self) -> RowState:
         """The state of the rows: shapes with shardings."""
@@ -136,7 +155,7 @@ class StagePrograms:
             make_attend=make_attend,
             between=between if self.spec.activations else None,
             layout=layout,
-            n_blocks=n_blocks,
+            first_blocks=self.first_blocks(n_blocks),
         )
         kept = jax.tree.map(lambda leaf: leaf.sharding, pool)
         rest = self.everywhere
@@ -204,11 +223,13 @@ class StagePrograms:
 
     def lower_copy(self, n_blocks: int) -> Lowered:
         """Copies blocks in all of the stage's layers; arguments (pool, copies)."""
-        pool = self.pool(n_blocks)
-        copy = partial(kv_cache.copy_blocks, n_blocks=n_blocks, layers=len(self.layers))
+        pool, groups = self.pool(n_blocks), range(self.shape.groups.count)
+        layers = list(zip(self.first_blocks(n_blocks), self._groups, strict=False))
+        first_blocks = [[first for first, group in layers if group == each] for each in groups]
+        copy = partial(kv_cache.copy_blocks, first_blocks=first_blocks)
         kept = jax.tree.map(lambda leaf: leaf.sharding, pool)
         step = jax.jit(copy, donate_argnums=0, out_shardings=kept)
-        return step.lower(pool, self._whole((self.shape.max_rows, 2), jnp.int32))
+        return step.lower(pool, self._whole((len(groups) * self.shape.max_rows, 2), jnp.int32))
 
     def _whole(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.everywhere)

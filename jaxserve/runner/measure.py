@@ -126,12 +126,14 @@ class _Tables:
         """Args:
         tokens: tokens of each row.
         """
-        self.n_blocks = n_blocks
+        self.n_blocks, self._groups = n_blocks, shape.groups.blocks(n_blocks)
         self._rows, self._tokens, self._block_size = shape.max_rows, tokens, shape.attention.block_size
         self._each = -(-tokens // self._block_size)
 
-    def _block(self, row: int, index: int) -> int:
-        return (row * self._each + index) % self.n_blocks
+    def _blocks(self, row: int, count: int) -> list[int]:
+        """The first entries of a row's table, those of `count` blocks in every cache group."""
+        first = row * self._each
+        return [(first + index) % group for index in range(count) for group in self._groups]
 
     def admissions(self) -> tuple[Admission, ...]:
         """An admission for every row."""
@@ -141,7 +143,7 @@ class _Tables:
                 request_id="",
                 tokens=(0,) * self._tokens,
                 prompt_length=self._tokens,
-                blocks=tuple(self._block(row, index) for index in range(self._each)),
+                blocks=tuple(self._blocks(row, self._each)),
                 sampling=SamplingParams(temperature=0.0, max_tokens=1),
             )
             for row in range(self._rows)
@@ -150,4 +152,4 @@ class _Tables:
     def changes(self, chunk: Chunk) -> list[TableChange]:
         """Block-table changes for a prompt."""
         count = -(-chunk.length // self._block_size)
-        return [TableChange(chunk.row, index, self._block(chunk.row, index)) for index in range(count)]
+        return [TableChange(chunk.row, column, block) for column, block in enumerate(self._blocks(chunk.row, count))]

@@ -18,8 +18,9 @@ from jaxserve.models import HeadWeights, Model
 from jaxserve.models.layers import Attend
 from jaxserve.models.products import Quantized, bind
 from jaxserve.runner import matmul
-from jaxserve.runner.batch import BatchLayout, sample_points, unpack, write_tokens
+from jaxserve.runner.batch import BatchLayout, of_group, sample_points, unpack, write_tokens
 from jaxserve.sampling import sampler, scoring
+from jaxserve.scheduler.cache_groups import CacheGroups
 from pallas_kernels.api import AttentionShape, Backend
 from sharding.spec import ShardingSpec
 
@@ -33,6 +34,7 @@ class StageShape:
     Attributes:
       max_rows: rows of one plan.
       n_rows: rows of all plans in flight.
+      groups: the cache groups of the model's layers.
       attention: the attention of one device of a stage.
       product: the native CPU product, or None for XLA's.
       draft_tokens: most tokens drafted for one row; 0 without speculation.
@@ -40,7 +42,7 @@ class StageShape:
 
     max_rows: int
     n_rows: int
-    max_context: int
+    groups: CacheGroups
     attention: AttentionShape
     backend: Backend
     product: matmul.NativeProduct | None
@@ -53,10 +55,14 @@ class StageShape:
             bucket=bucket,
             max_rows=self.max_rows,
             n_rows=self.n_rows,
-            block_size=self.attention.block_size,
-            max_context=self.max_context,
+            groups=self.groups,
             draft_tokens=self.draft_tokens,
         )
+
+    @property
+    def max_context(self) -> int:
+        """Most tokens of a request."""
+        return self.groups.max_context
 
     @property
     def points(self) -> int:
@@ -119,7 +125,7 @@ def forward(
     make_attend: Callable[[Any, int, Any], Attend],
     between: Callable[[jax.Array], jax.Array] | None,
     layout: BatchLayout,
-    n_blocks: int,
+    first_blocks: Sequence[int],
 ) -> Forward:
     """Runs one iteration of a stage's layers. Traced.
 
@@ -130,18 +136,23 @@ def forward(
       products: multiplies by the parameters.
       make_attend: (result of `backend.prepare`, layer, its first block) -> the layer's attention.
       between: applied to the hidden states [T, H] before each layer.
-      n_blocks: blocks of the pool that each layer has.
+      first_blocks: first block of each layer in the pool, and their number; looped layers have equally many.
     """
     view, tables = unpack(packed, layout, tables, history)
-    meta = shape.backend.prepare(view.attention, shape.attention)
+    groups = [shape.groups.index(model.config.window(layer)) for layer in layers]
+    metas = {
+        group: shape.backend.prepare(of_group(view.attention, group, shape.groups), shape.attention)
+        for group in dict.fromkeys(groups)
+    }
     if x is None:
         assert view.tokens is not None
         x = model.embed(params, view.tokens, view.attention.positions)  # [T, H]
     params = bind(params, products)
 
     def attend(index: Any) -> Attend:
-        layer = layers[0] if looped else layers[index]  # looped layers differ only in their weights
-        return make_attend(meta, layer, index * n_blocks)
+        if looped:  # looped layers differ only in their weights
+            return make_attend(metas[groups[0]], layers[0], index * first_blocks[1])
+        return make_attend(metas[groups[index]], layers[index], first_blocks[index])
 
     used = jnp.arange(layout.bucket) < view.attention.query_offsets[-1]
     positions = jnp.where(used, view.attention.positions, -1)

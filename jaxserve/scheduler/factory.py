@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from jaxserve.config import EngineConfig
 from jaxserve.iteration import max_points
 from jaxserve.scheduler.buckets import BucketCost, BucketLadder
-from jaxserve.scheduler.kv_blocks import SlotPool
+from jaxserve.scheduler.cache_groups import CacheGroups, make_pool
 from jaxserve.scheduler.policy import make_policy
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.scheduler.speculation import Drafter, Speculation
@@ -41,21 +41,18 @@ def make_scheduler(
     costs: Sequence[BucketCost],
     *,
     n_blocks: int,
-    block_size: int,
-    max_context: int,
+    groups: CacheGroups,
     eos_token_ids: frozenset[int],
-    window: int | None = None,
     drafter: Drafter | None = None,
 ) -> Scheduler:
     """A new scheduler over a new slot pool.
 
     Args:
       costs: one for each bucket, ascending.
-      n_blocks / block_size / max_context: the engine's final sizes, whatever `config` asks for.
-      window: the widest sliding window of the layers; None if a layer attends to all tokens.
+      n_blocks / groups: the engine's final sizes, whatever `config` asks for; the blocks of the first group.
       drafter: the draft model, if there is one.
     """
-    chunk = fixed_chunk(config, [cost.size for cost in costs], block_size)
+    chunk = fixed_chunk(config, [cost.size for cost in costs], groups.block_size)
     ladder = BucketLadder(costs)
     speculation = None
     if config.speculate is not None:
@@ -76,19 +73,18 @@ def make_scheduler(
         target_tpot=config.target_tpot,
         is_fixed=is_static or chunk is not None,
     )
-    pool = SlotPool(
+    pool = make_pool(
+        groups,
         n_blocks,
-        block_size,
         policy=config.slot_policy,
         prefix_cache=config.prefix_cache,
-        prefix_blocks=None if chunk is None else chunk // block_size,
-        window=window if drafter is None else None,  # a draft model reads all of a row's blocks
+        prefix_blocks=None if chunk is None else chunk // groups.block_size,
     )
     return (StaticBatchScheduler if is_static else Scheduler)(
         pool,
         ladder,
         max_rows=config.max_rows,
-        max_context=max_context,
+        max_context=groups.max_context,
         policy=policy,
         fixed_chunk=chunk,
         eos_token_ids=eos_token_ids,

@@ -6,59 +6,12 @@ import hashlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from math import inf
-from typing import Literal, NamedTuple
+from typing import Literal
+
+from jaxserve.scheduler.block_allocation import NO_BLOCK, BlockAllocation, SharedPrefix, make_room
 
 SlotPolicy = Literal["reserve", "grow"]
-
-NO_BLOCK = -1  # in the place of a block behind the sliding window, which the request does not hold
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class BlockAllocation:
-    """The blocks of one request, from admission to release.
-
-    Attributes:
-      tokens: the request's known tokens. The owner appends to this list and never changes it otherwise.
-      max_length: most tokens the request may come to hold.
-      prompt_length: how many of the tokens are its prompt.
-      salt: prefixes are shared only between requests with the same salt.
-      takes_hits: whether the request may start from blocks of the prefix cache.
-      blocks: block of each run of `block_size` positions, in order; NO_BLOCK for those behind the sliding window.
-      capacity: positions that `blocks` cover.
-      copied: (from, to): the last block at admission is a copy, to be made before it is read.
-      publish_at: number of computed positions at which the next block can be published; infinite if none ever can.
-    """
-
-    tokens: list[int]
-    max_length: int
-    prompt_length: int
-    salt: str = ""
-    takes_hits: bool = True
-    blocks: list[int] = field(default_factory=list, init=False)
-    capacity: int = field(default=0, init=False)
-    copied: tuple[int, int] | None = field(default=None, init=False)
-    publish_at: float = field(default=inf, init=False)
-    _set_aside: int = field(default=0, init=False)  # blocks promised to this allocation and not yet in `blocks`
-    _published: int = field(default=0, init=False)  # leading blocks that are published already
-    _held: bool = field(default=False, init=False)
-    _digests: list[bytes] = field(default_factory=list, init=False)  # chain over full blocks; survives a release
-
-    @property
-    def is_held(self) -> bool:
-        """Whether it was admitted and has not been released."""
-        return self._held
-
-
-class SharedPrefix(NamedTuple):
-    """Keys and values of the first `length` positions, which another request can take over.
-
-    The tokens are the same, and the iterations that compute them are already launched.
-    """
-
-    allocation: BlockAllocation
-    length: int
 
 
 class SlotPool:
@@ -79,12 +32,19 @@ class SlotPool:
     A request can also begin with the blocks of another one, cached or not (`SharedPrefix`). The two share the full
     blocks, and the new request gets a copy of a block that is filled in part.
 
-    With a `window`, the sliding window of all layers, a request gives blocks back that it has left behind (`trim`). A
-    prefix is found if the blocks within the window before its end are.
+    `WindowPool` is the pool of layers that have a sliding window; `trim` gives back blocks that a request has left
+    behind. `GroupedPool` joins the pools of layers with different windows.
 
     With `prefix_blocks`, prefixes are found and published only in whole runs of that many blocks, and only within
     prompts. Then no prefix mixes what chunks of a fixed size computed with what decodes computed.
+
+    Attributes:
+      n_groups: cache groups, each with a pool.
+      gives_back: whether `trim` gives anything back.
     """
+
+    n_groups = 1
+    gives_back = False
 
     def __init__(
         self,
@@ -94,7 +54,6 @@ class SlotPool:
         policy: SlotPolicy,
         prefix_cache: bool,
         prefix_blocks: int | None = None,
-        window: int | None = None,
     ) -> None:
         if n_blocks < 1 or block_size < 1:
             raise ValueError(f"a pool of {n_blocks} blocks of {block_size} slots is empty; both must be at least 1")
@@ -105,7 +64,6 @@ class SlotPool:
         self.policy: SlotPolicy = policy
         self.prefix_cache = prefix_cache
         self._prefix_blocks = prefix_blocks
-        self._window = window
         self.growth_tokens = 16
         self._free = list(range(n_blocks - 1, -1, -1))  # never published or evicted; the lowest goes first
         self._references = [0] * n_blocks
@@ -155,7 +113,9 @@ class SlotPool:
 
     def can_admit(self, allocation: BlockAllocation, source: SharedPrefix | None = None) -> bool:
         """Whether `admit(allocation, source)` has the blocks it needs."""
-        hits, _ = self._first_blocks(allocation, source)
+        return self._has_room(allocation, self._first_blocks(allocation, source)[0])
+
+    def _has_room(self, allocation: BlockAllocation, hits: list[int]) -> bool:
         # Hits that no request holds now stop being available; the others are counted there already.
         revived = sum(self._references[block] == 0 for block in hits if block != NO_BLOCK)
         need = self._to_set_aside(allocation) - len(hits) + revived
@@ -171,8 +131,10 @@ class SlotPool:
         The first blocks are its prefix hits, or those of `source` where they are more. Returns the number of tokens
         that need not be computed.
         """
+        return self._begin(allocation, *self._first_blocks(allocation, source))
+
+    def _begin(self, allocation: BlockAllocation, hits: list[int], source: SharedPrefix | None) -> int:
         assert not allocation._held
-        hits, source = self._first_blocks(allocation, source)
         for block in hits:
             if block == NO_BLOCK:
                 continue
@@ -180,14 +142,12 @@ class SlotPool:
                 del self._idle[block]
             self._references[block] += 1
         allocation._held = True
-        allocation._set_aside = self._to_set_aside(allocation) - len(hits)
+        self._promise(allocation, len(hits))
         allocation._published = len(hits)
         allocation.blocks = hits
         allocation.capacity = len(hits) * self.block_size
         allocation.publish_at = allocation.capacity + self.block_size if self.prefix_cache else inf
-        self._set_aside += allocation._set_aside
         self._num_held += 1
-        assert self._set_aside <= self.num_available
         return allocation.capacity if source is None else self._inherit(allocation, source)
 
     def shortage(self, allocation: BlockAllocation, length: int) -> int:
@@ -203,37 +163,25 @@ class SlotPool:
         When blocks are short (under `grow` only), `candidates`, latest arrival first, lose theirs until
         there are enough. They are returned. When `allocation` is among them, it was the latest and is not extended.
         """
-        victims: list[BlockAllocation] = []
+        victims = []
         if self.shortage(allocation, length):
-            for victim in candidates:
-                self.release(victim)
-                victims.append(victim)
-                if victim is allocation:
-                    return victims
-                if not self.shortage(allocation, length):
-                    break
-            else:
-                raise AssertionError(f"{length} positions do not fit the pool with all candidates released")
+            victims = make_room(lambda: self.shortage(allocation, length), self.release, allocation, candidates)
+        if allocation._held:
+            self._grow(allocation, length)
+        return victims
+
+    def _grow(self, allocation: BlockAllocation, length: int) -> None:
+        """Make `allocation` cover `length` positions; there is no shortage."""
         need = self.blocks_for(length) - len(allocation.blocks)
         taken = self._take(need)
         for block in taken:
             self._references[block] = 1
         allocation.blocks += taken
-        promised = min(need, allocation._set_aside)
-        allocation._set_aside -= promised
-        self._set_aside -= promised
         allocation.capacity += need * self.block_size
-        assert self._set_aside <= self.num_available
-        return victims
+        self._keep_promise(allocation, need)
 
     def trim(self, allocation: BlockAllocation, start: int) -> None:
         """Give back the blocks that no position from `start` on attends to, if there is a sliding window."""
-        for index in range(min(self._behind(start), len(allocation.blocks)) - 1, -1, -1):
-            block = allocation.blocks[index]
-            if block == NO_BLOCK:  # and so are those before it
-                break
-            allocation.blocks[index] = NO_BLOCK
-            self._drop(block)
 
     def release(self, allocation: BlockAllocation) -> None:
         """Release all blocks of `allocation`; published blocks can be found until they are evicted."""
@@ -242,13 +190,31 @@ class SlotPool:
         for block in reversed(allocation.blocks):  # the end of a chain is useless without its start: evict it earlier
             if block != NO_BLOCK:
                 self._drop(block)
-        self._set_aside -= allocation._set_aside
+        self._cancel_promise(allocation)
         self._num_held -= 1
         allocation._held = False
-        allocation._set_aside = allocation._published = allocation.capacity = 0
+        allocation._published = allocation.capacity = 0
         allocation.blocks = []
         allocation.copied = None
         allocation.publish_at = inf
+
+    def _promise(self, allocation: BlockAllocation, hits: int) -> None:
+        """Set aside the blocks that an allocation is promised at admission, beside its first `hits`."""
+        allocation._set_aside = self._to_set_aside(allocation) - hits
+        self._set_aside += allocation._set_aside
+        assert self._set_aside <= self.num_available
+
+    def _keep_promise(self, allocation: BlockAllocation, taken: int) -> None:
+        """Set aside less after an allocation has taken blocks."""
+        promised = min(taken, allocation._set_aside)
+        allocation._set_aside -= promised
+        self._set_aside -= promised
+        assert self._set_aside <= self.num_available
+
+    def _cancel_promise(self, allocation: BlockAllocation) -> None:
+        """Set nothing aside for an allocation any more."""
+        self._set_aside -= allocation._set_aside
+        allocation._set_aside = 0
 
     def _drop(self, block: int) -> None:
         self._references[block] -= 1
@@ -260,7 +226,7 @@ class SlotPool:
 
     def _behind(self, start: int) -> int:
         """Leading blocks that no position from `start` on attends to."""
-        return 0 if self._window is None else max(start - self._window + 1, 0) // self.block_size
+        return 0
 
     def publish(self, allocation: BlockAllocation, computed: int) -> None:
         """Make the full blocks among the first `computed` positions available to other requests.
@@ -300,12 +266,15 @@ class SlotPool:
         size = self.block_size
         most_cached = (len(allocation.tokens) - 1) // size * size
         if source is not None:
-            needed = source.allocation.blocks[self._behind(source.length) : self.blocks_for(source.length)]
-            source = None if NO_BLOCK in needed else source  # it has left behind what would be shared
+            source = source if self._holds(source) else None
         hits = [] if source is not None and source.length >= most_cached else self._match(allocation)
         if source is None or source.length <= len(hits) * size:
             return hits, None
         return source.allocation.blocks[: source.length // size], source
+
+    def _holds(self, source: SharedPrefix) -> bool:
+        """Whether the source has not left behind what would be shared."""
+        return NO_BLOCK not in source.allocation.blocks[self._behind(source.length) : self.blocks_for(source.length)]
 
     def _inherit(self, allocation: BlockAllocation, source: SharedPrefix) -> int:
         """Finish an allocation that begins with a source's full blocks.
@@ -326,23 +295,23 @@ class SlotPool:
     def _to_set_aside(self, allocation: BlockAllocation) -> int:
         return self.blocks_for(allocation.max_length if self.policy == "reserve" else len(allocation.tokens))
 
-    def _match(self, allocation: BlockAllocation) -> list[int]:
+    def _match(self, allocation: BlockAllocation, most: int | None = None) -> list[int]:
+        """The blocks of the longest prefix in the cache, of at most `most` blocks."""
         # At least the last token is computed: its logits choose the next one.
         full = (len(allocation.tokens) - 1) // self.block_size
         if not self.prefix_cache or not allocation.takes_hits or not self._block_of:
             return []
+        full = full if most is None else min(full, most)
+        return self._find(self._chain(allocation, full)[:full])
+
+    def _find(self, digests: list[bytes]) -> list[int]:
         found: list[int] = []
-        longest = behind = cached = 0  # `cached`: blocks found in a row, up to the last
-        for digest in self._chain(allocation, full)[:full]:
-            block = self._block_of.get(digest, NO_BLOCK)
-            if block == NO_BLOCK and self._window is None:
+        for digest in digests:
+            block = self._block_of.get(digest)
+            if block is None:
                 break
             found.append(block)
-            cached = cached + 1 if block != NO_BLOCK else 0
-            unseen = self._behind(len(found) * self.block_size)
-            if cached >= len(found) - unseen and self._whole_runs(len(found)) == len(found):
-                longest, behind = len(found), unseen
-        return [NO_BLOCK] * behind + found[behind:longest]
+        return found[: self._whole_runs(len(found))]
 
     def _whole_runs(self, n_blocks: int) -> int:
         run = self._prefix_blocks or 1

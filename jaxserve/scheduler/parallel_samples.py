@@ -13,7 +13,7 @@ preempted or ends too early, the next one computes the prompt.
 from __future__ import annotations
 
 from jaxserve.errors import InvalidRequest
-from jaxserve.scheduler.kv_blocks import SharedPrefix
+from jaxserve.scheduler.block_allocation import SharedPrefix
 from jaxserve.scheduler.state import Phase, RequestState
 from jaxserve.scheduler.waiting import WaitingQueue
 

@@ -34,9 +34,10 @@ class PlanBuilder:
 
     def change_table(self, state: RequestState, index: int) -> None:
         """Write a row's blocks from `index` on into its block table."""
-        for block in state.allocation.blocks[index:]:
-            self.changes.append(TableChange(state.row, index, block))
-            index += 1
+        column = index * (1 + len(state.allocation.others))
+        for block in state.allocation.entries(index):
+            self.changes.append(TableChange(state.row, column, block))
+            column += 1
 
     def build(self, sequence: int, bucket: int, sampler: int, *, scoring: bool) -> IterationPlan:
         """The finished plan.

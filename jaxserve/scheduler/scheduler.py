@@ -15,6 +15,7 @@ from typing import NamedTuple
 from jaxserve.iteration import BlockCopy, Chunk, IterationPlan, IterationResult, SamplerVariant
 from jaxserve.request import FinishReason, Request, TokenEvent
 from jaxserve.scheduler.buckets import BucketLadder
+from jaxserve.scheduler.cache_groups import GroupedPool
 from jaxserve.scheduler.drafting import Drafting
 from jaxserve.scheduler.kv_blocks import SlotPool
 from jaxserve.scheduler.outputs import OutputProcessor, ScoredRange
@@ -63,7 +64,7 @@ class Scheduler:
 
     def __init__(
         self,
-        pool: SlotPool,
+        pool: SlotPool | GroupedPool,
         ladder: BucketLadder,
         *,
         max_rows: int,
@@ -94,6 +95,7 @@ class Scheduler:
         self.drafting = None if speculation is None else Drafting(speculation, pool)
         self.preemptions = self.drafted_tokens = self.accepted_tokens = self.withdrawals = 0  # totals since the start
         self._in_flight: deque[_PlanInFlight] = deque()
+        self._to_trim: list[RequestState] = []
         self._sequence = 0
         self._submitted = 0
 
@@ -153,6 +155,10 @@ class Scheduler:
         if len(self._in_flight) >= self._most_in_flight:
             return None
         self.requests.samples.resume_deferred()
+        for state in self._to_trim:
+            # One position less: samples of the prompt compute its last token again, and so does a withdrawn sample.
+            self.pool.trim(state.allocation, state.computed - 1)
+        self._to_trim = []
         budget = self.policy.decode_budget(self.requests)
         if self.drafting is not None and self._awaits_tokens(self.drafting, budget):
             return None
@@ -313,7 +319,7 @@ class Scheduler:
     def _begin(self, plan: PlanBuilder, state: RequestState) -> None:
         self.requests.begin(state)
         if state.allocation.copied is not None:
-            plan.copies.append(BlockCopy(*state.allocation.copied))
+            plan.copies += [BlockCopy(*each.copied) for each in state.allocation.groups if each.copied is not None]
         plan.admissions.append(state.admission())
 
     def _launch(self, builder: PlanBuilder, bucket: int) -> IterationPlan:
@@ -335,6 +341,9 @@ class Scheduler:
                 state.length += 1
                 if state.length == state.limit:
                     self.requests.finish(state)
+        if self.pool.gives_back:
+            chunks = zip(builder.states, builder.chunks, strict=True)
+            self._to_trim = [state for state, chunk in chunks if chunk.length > 1]
         plan = builder.build(self._sequence, bucket, sampler, scoring=bool(scores))
         self._in_flight.append(_PlanInFlight(self._sequence, builder.states, scores, bool(builder.drafts), set()))
         self._sequence += 1

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from jaxserve.errors import InvalidRequest
 from jaxserve.iteration import Admission, SamplerVariant
 from jaxserve.request import FinishReason, Request
-from jaxserve.scheduler.kv_blocks import BlockAllocation
+from jaxserve.scheduler.block_allocation import BlockAllocation
 from jaxserve.scheduler.speculation import RequestDrafts
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class RequestState:
             request_id=self.name,
             tokens=tuple(self.tokens),
             prompt_length=len(self.request.prompt),
-            blocks=tuple(max(block, 0) for block in self.allocation.blocks),  # those not held are never read
+            blocks=tuple(max(block, 0) for block in self.allocation.entries()),  # those not held are never read
             sampling=self.request.sampling,
             endings=tuple(self.stop_ids) if self.request.sampling.min_tokens else (),
         )

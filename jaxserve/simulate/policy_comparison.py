@@ -66,9 +66,7 @@ def system_of(plan: Plan, config: EngineConfig) -> SimulatedEngine:
         seconds=iteration_seconds(roofline, padded=True),
         costs=bucket_costs(roofline, deployment.buckets, config.max_rows),
         slots=plan.slots,
-        block_size=plan.block_size,
-        max_context=deployment.max_context,
-        window=deployment.config.widest_window,
+        groups=plan.groups,
         replicas=config.replicas,
     )
 
@@ -109,7 +107,7 @@ def compare(
       max_tokens: limit that clients request, if it is more than they use.
       seed: seed for the choice of urgent requests.
     """
-    incoming = arrivals(workload, max_tokens=max_tokens, max_context=system.max_context)
+    incoming = arrivals(workload, max_tokens=max_tokens, max_context=system.groups.max_context)
     draws = np.random.default_rng([seed, 4]).random(len(incoming))
     replays = []
     for done, policy in enumerate(chosen):

@@ -12,6 +12,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.iteration import IterationPlan
 from jaxserve.plan.cost import Roofline
 from jaxserve.scheduler.buckets import BucketCost
+from jaxserve.scheduler.cache_groups import CacheGroups, GroupedPool
 from jaxserve.scheduler.factory import make_scheduler
 from jaxserve.scheduler.kv_blocks import SlotPool
 from jaxserve.simulate import virtual_clock
@@ -29,8 +30,7 @@ class SimulatedEngine:
     Attributes:
       seconds: seconds of an iteration in each stage.
       costs: the bucket costs.
-      slots: slots of each replica.
-      window: the widest sliding window of the layers; None if a layer attends to all tokens.
+      slots: slots of each replica, in the first cache group.
       replicas: copies of the engine.
     """
 
@@ -38,10 +38,8 @@ class SimulatedEngine:
     seconds: StageSeconds
     costs: tuple[BucketCost, ...]
     slots: int
-    block_size: int
-    max_context: int
+    groups: CacheGroups
     host: HostTimes | None = None
-    window: int | None = None
     replicas: int = 1
 
     def __post_init__(self) -> None:
@@ -56,11 +54,9 @@ class SimulatedEngine:
             scheduler = make_scheduler(
                 self.config,
                 self.costs,
-                n_blocks=self.slots // self.block_size,
-                block_size=self.block_size,
-                max_context=self.max_context,
+                n_blocks=self.slots // self.groups.block_size,
+                groups=self.groups,
                 eos_token_ids=frozenset({EOS}),
-                window=self.window,
             )
             devices.append(SimulatedDevice(self.seconds, self.config.stages))
             in_flight = self.config.in_flight or self.config.stages + 1
@@ -126,7 +122,7 @@ class SimulationResult:
         """Share of the time that a stage is busy."""
         return self.busy / self.stages / self.duration if self.duration else 0.0
 
-    def recorder(self, pool: SlotPool, *, sampled: bool) -> virtual_clock.Watch:
+    def recorder(self, pool: SlotPool | GroupedPool, *, sampled: bool) -> virtual_clock.Watch:
         """Returns a function that records the load of each iteration and of the pool of a replica.
 
         Args:
@@ -141,7 +137,7 @@ class SimulationResult:
             self.rows = max(self.rows, len(plan.chunks))
             self.padded += plan.bucket
             self.carried += tokens
-            self.cached += pool.block_size * sum(len(each.blocks) for each in plan.admissions)
+            self.cached += pool.block_size * sum(len(each.blocks) for each in plan.admissions) // pool.n_groups
             span, before = landing - before, landing
             self.held += span * held
             self.promised += span * promised

@@ -11,6 +11,7 @@ from benchmarks.__main__ import BENCHMARKS
 from benchmarks.__main__ import main as checkout_main
 from benchmarks.started_server import engine_arguments, started_server
 from jaxserve.config import EngineConfig
+from jaxserve.scheduler.cache_groups import CacheGroups
 from server.commands import cli as commands
 from server.commands import flags
 from server.commands.bench import offline, step
@@ -180,7 +181,8 @@ def test_too_long_cases_are_left_out(tmp_path, capsys):
 
 def test_synthetic_plans_own_their_blocks_and_advance():
     case = Case(decodes=2, context=10, prompt=6)
-    first, third = (step.make_plan(case, index, 5, 4, 100) for index in (0, 2))
+    groups = CacheGroups(block_size=4, max_context=64, most_tokens=16)
+    first, third = (step.make_plan(case, index, 5, groups, 64, 100) for index in (0, 2))
     assert [tuple(chunk) for chunk in first.chunks] == [(0, 10, 1, True), (1, 10, 1, True), (2, 0, 6, True)]
     assert [tuple(chunk) for chunk in third.chunks] == [(0, 12, 1, True), (1, 12, 1, True), (2, 0, 6, True)]
     assert third.admissions == ()

@@ -21,6 +21,7 @@ from jaxserve.loop import EngineLoop
 from jaxserve.runner.batch import pack
 from jaxserve.runner.layout import max_context
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.scheduler.cache_groups import CacheGroups
 from server.commands.bench import flags, machine, report, shapes
 from server.commands.console import Progress, progress_bars, tables
 from server.commands.flags import add_engine_flags, engine_config
@@ -156,7 +157,7 @@ def time_case(replica: EngineLoop, case: Case, steps: int) -> list[float]:
     layout = pipeline.shape.layout(case.tokens)
     finished = []
     for index in range(WARM_UP + steps):
-        plan = make_plan(case, index, WARM_UP + steps, layout.block_size, pipeline.model.config.vocab_size)
+        plan = make_plan(case, index, WARM_UP + steps, layout.groups, n_blocks, pipeline.model.config.vocab_size)
         pipeline.launch(plan, pack(plan, layout, n_blocks))
         if not pipeline.has_room:
             pipeline.wait()
@@ -167,7 +168,7 @@ def time_case(replica: EngineLoop, case: Case, steps: int) -> list[float]:
     return (1000 * np.diff(finished[WARM_UP - 1 :])).tolist()
 
 
-def make_plan(case: Case, index: int, steps: int, block_size: int, vocab_size: int) -> IterationPlan:
+def make_plan(case: Case, index: int, steps: int, groups: CacheGroups, n_blocks: int, vocab_size: int) -> IterationPlan:
     """Makes step `index` of `steps`: decodes at `context + index` tokens, and a new prompt.
 
     The first plan admits every row with all the blocks that it will need. The context's keys are whatever the pool
@@ -178,7 +179,7 @@ def make_plan(case: Case, index: int, steps: int, block_size: int, vocab_size: i
     if index == 0:
         rng = np.random.default_rng(0)
         for row, length in enumerate(lengths):
-            blocks = -(-length // block_size)
+            blocks = -(-length // groups.block_size)
             known = case.context + 1 if row < case.decodes else case.prompt
             admissions.append(
                 Admission(
@@ -186,7 +187,9 @@ def make_plan(case: Case, index: int, steps: int, block_size: int, vocab_size: i
                     request_id=str(row),
                     tokens=tuple(rng.integers(vocab_size, size=known).tolist()),
                     prompt_length=known,
-                    blocks=tuple(range(block, block + blocks)),
+                    blocks=tuple(
+                        number % group for number in range(block, block + blocks) for group in groups.blocks(n_blocks)
+                    ),
                     sampling=SamplingParams(temperature=0.0, max_tokens=1),
                 )
             )

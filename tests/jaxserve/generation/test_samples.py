@@ -187,7 +187,7 @@ def test_a_blocks_copy_is_the_block_in_every_layer(name, dtype) -> None:
     before = [rng.integers(0, 100, leaf.shape).astype(leaf.dtype) for leaf in leaves]
     assert all(len(leaf) >= n_blocks * layers for leaf in before)
     copies = np.array([[5, 0], [5, 3], [1, 6], [-1, -1]], np.int32)
-    copy = jax.jit(partial(kv_cache.copy_blocks, n_blocks=n_blocks, layers=layers))
+    copy = jax.jit(partial(kv_cache.copy_blocks, first_blocks=[[n_blocks * layer for layer in range(layers)]]))
     copied = copy(jax.tree.unflatten(tree, before), copies)
     for old, new in zip(before, jax.tree.leaves(copied), strict=True):
         expected = old.copy()

@@ -34,6 +34,7 @@ from jaxserve.runner.programs import Forward
 from jaxserve.runner.stage import Launched
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler.buckets import BucketCost, BucketLadder
+from jaxserve.scheduler.cache_groups import CacheGroups
 from jaxserve.scheduler.kv_blocks import SlotPool
 from jaxserve.scheduler.scheduler import Scheduler
 
@@ -49,7 +50,8 @@ def tell(line: dict[str, Any]) -> None:
 
 def layout(stages: int) -> BatchLayout:
     rows = ROWS * (stages + 1 if stages > 1 else 1)
-    return BatchLayout(bucket=BUCKET, max_rows=ROWS, n_rows=rows, block_size=BLOCK, max_context=CONTEXT)
+    groups = CacheGroups(block_size=BLOCK, max_context=CONTEXT, most_tokens=BUCKET)
+    return BatchLayout(bucket=BUCKET, max_rows=ROWS, n_rows=rows, groups=groups)
 
 
 class Output:
@@ -77,6 +79,7 @@ class FakeStage:
             layout=lambda bucket: layout(stages),
             point_counts=lambda buckets: (layout(stages).points,),
             attention=SimpleNamespace(block_size=BLOCK),
+            groups=layout(stages).groups,
         )
         self.programs: Any = SimpleNamespace(shape=shape, hidden=lambda bucket: None)
         self.params = self.pool = None

@@ -188,10 +188,10 @@ def test_every_known_model_is_read(name):
 
 def test_blocks_behind_the_window_are_given_back():
     whole = predict(question(LLAMA))
-    config = replace(whole.deployment.config, windows=(128, 64))
-    windowed = replace(whole, deployment=replace(whole.deployment, config=config))
-    assert windowed.request_slots(100) == 100
-    assert windowed.requests == windowed.slots // (128 + windowed.block_size)
+    windowed = replace(whole, groups=replace(whole.groups, windows=(128,)))
+    blocks, spare = whole.slots // whole.block_size, whole.groups.most_tokens // whole.block_size
+    assert windowed.fitting(100) == whole.slots // 100
+    assert windowed.requests == (blocks - spare) // (128 // whole.block_size + 2)
     assert whole.requests == whole.slots // 2048
 
 

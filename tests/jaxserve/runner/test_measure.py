@@ -7,6 +7,7 @@ import pytest
 
 from jaxserve.runner import measure
 from jaxserve.runner.batch import BatchLayout
+from jaxserve.scheduler.cache_groups import CacheGroups
 
 ROWS, BLOCK = 4, 16
 SECONDS_A_SLOT = 1e-5
@@ -18,18 +19,20 @@ class MadeUp:
 
     def __init__(self, monkeypatch, buckets=(2, 4, 16), max_context=1024) -> None:
         self.stages = [SimpleNamespace(buckets=buckets, compile_seconds=dict.fromkeys(buckets, 0.5))]
+        self._groups = CacheGroups(block_size=BLOCK, max_context=max_context, most_tokens=buckets[-1])
         self.shape = SimpleNamespace(
-            max_rows=ROWS, max_context=max_context, attention=SimpleNamespace(block_size=BLOCK), layout=self.layout
+            max_rows=ROWS,
+            max_context=max_context,
+            attention=SimpleNamespace(block_size=BLOCK),
+            groups=self._groups,
+            layout=self.layout,
         )
-        self._max_context = max_context
         self._flying, self._now, self._free = deque(), 0.0, 0.0
         self.plans = []
         monkeypatch.setattr(measure.time, "perf_counter", lambda: self._now)
 
     def layout(self, bucket: int) -> BatchLayout:
-        return BatchLayout(
-            bucket=bucket, max_rows=ROWS, n_rows=2 * ROWS, block_size=BLOCK, max_context=self._max_context
-        )
+        return BatchLayout(bucket=bucket, max_rows=ROWS, n_rows=2 * ROWS, groups=self._groups)
 
     @property
     def in_flight(self) -> int:

@@ -82,27 +82,37 @@ class Slot(NamedTuple):
 class Device:
     """Runs plans at once and in order, and checks everything it reads."""
 
-    def __init__(self, block_size: int, window: int | None = None) -> None:
+    def __init__(self, block_size: int, windows: tuple[int | None, ...] = (None,)) -> None:
         self.block_size = block_size
-        self.window = window or MAX_CONTEXT
+        self.windows = [window or MAX_CONTEXT for window in windows]  # of each cache group
         self.rows: dict[int, Row] = {}
-        self.slots: dict[tuple[int, int], Slot] = {}
+        self.slots: dict[tuple[int, int, int], Slot] = {}  # by group, block and offset
 
     def run(self, plan: IterationPlan, completed: int, forks: Set[str]) -> IterationResult:
         """`completed`: plans before this sequence number have been completed."""
         size = self.block_size
-        for source, target in plan.block_copies:
+        groups = len(self.windows)
+        assert len(plan.block_copies) % groups == 0
+        for index, (source, target) in enumerate(plan.block_copies):
+            group = index % groups
             for offset in range(size):
-                self.slots.pop((target, offset), None)
-                if (source, offset) in self.slots:
-                    self.slots[target, offset] = self.slots[source, offset]
+                self.slots.pop((group, target, offset), None)
+                if (group, source, offset) in self.slots:
+                    self.slots[group, target, offset] = self.slots[group, source, offset]
         for admission in plan.admissions:
             tokens, blocks = list(admission.tokens), list(admission.blocks)
             self.rows[admission.row] = Row(tokens, blocks, admission.sampling.sample_index)
-            behind = max(len(blocks) * size - self.window + 1, 0) // size  # blocks that no token attends to
-            assert admission.request_id in forks or all(
-                self.slots[block, offset].sequence < completed for block in blocks[behind:] for offset in range(size)
-            ), "a hit on a block whose content has not landed"
+            assert len(blocks) % groups == 0
+            for group, window in enumerate(self.windows):
+                found = blocks[group::groups]
+                behind = max(len(found) * size - window + 1, 0) // size  # blocks that no token attends to
+                # One behind the window of its owner may be found when it is given back.
+                before = completed if window == MAX_CONTEXT else plan.sequence
+                assert admission.request_id in forks or all(
+                    self.slots[group, block, offset].sequence < before
+                    for block in found[behind:]
+                    for offset in range(size)
+                ), "a hit on a block whose content has not landed"
         for row, index, block in plan.table_changes:
             assert index == len(self.rows[row].table)
             self.rows[row].table.append(block)
@@ -117,14 +127,17 @@ class Device:
             assert start + length <= len(history)
             marks = fingerprints(history)
             for position in range(start, start + length):
-                self.slots[table[position // size], position % size] = Slot(marks[position], plan.sequence)
+                for group in range(groups):
+                    block = table[position // size * groups + group]
+                    self.slots[group, block, position % size] = Slot(marks[position], plan.sequence)
         tokens, logprobs, scores, after = [], [], [], []
         for row, start, length, samples in plan.chunks:
             history, table = self.rows[row].history, self.rows[row].table
             marks = fingerprints(history)
-            for position in range(max(start - self.window + 1, 0), start + length):
-                slot = self.slots[table[position // size], position % size]
-                assert slot.fingerprint == marks[position], f"row {row} reads somebody else's slot at {position}"
+            for group, window in enumerate(self.windows):
+                for position in range(max(start - window + 1, 0), start + length):
+                    slot = self.slots[group, table[position // size * groups + group], position % size]
+                    assert slot.fingerprint == marks[position], f"row {row} reads somebody else's slot at {position}"
             for position in range(start, start + length):
                 known = history[position + 1] if position + 1 < len(history) else 0
                 after.append(known)

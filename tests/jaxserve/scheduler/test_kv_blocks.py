@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from jaxserve.scheduler.kv_blocks import NO_BLOCK, BlockAllocation, SharedPrefix, SlotPool
+from jaxserve.scheduler.block_allocation import NO_BLOCK, BlockAllocation, SharedPrefix
+from jaxserve.scheduler.kv_blocks import SlotPool
+from jaxserve.scheduler.window_pool import WindowPool
 
 
 def pool(n_blocks=10, *, policy="grow", cache=True, growth=0) -> SlotPool:
@@ -268,8 +270,8 @@ def test_prefixes_in_runs_are_of_whole_runs_of_prompts():
     assert slots.cached_tokens(allocation(range(8))) == 0
 
 
-def windowed(n_blocks=10, window=6) -> SlotPool:
-    made = SlotPool(n_blocks, 4, policy="grow", prefix_cache=True, window=window)
+def windowed(n_blocks=10, window=6) -> WindowPool:
+    made = WindowPool(n_blocks, 4, policy="grow", prefix_cache=True, window=window, most_tokens=20)
     made.growth_tokens = 0
     return made
 

@@ -25,13 +25,16 @@ from jaxserve.iteration import (
 )
 from jaxserve.request import FinishReason, Request, TokenEvent
 from jaxserve.sampling_params import Grammar, SamplingParams
+from jaxserve.scheduler.block_allocation import NO_BLOCK, BlockAllocation
 from jaxserve.scheduler.buckets import BucketCost, BucketLadder
-from jaxserve.scheduler.kv_blocks import NO_BLOCK, SlotPool
+from jaxserve.scheduler.cache_groups import CacheGroups, GroupedPool, make_pool
+from jaxserve.scheduler.kv_blocks import SlotPool
 from jaxserve.scheduler.policy import TokenBudgetPolicy, make_policy
 from jaxserve.scheduler.scheduler import PRIORITY_SECONDS, Scheduler
 from jaxserve.scheduler.speculation import Speculation
 from jaxserve.scheduler.state import Phase, check_fits
 from jaxserve.scheduler.static_batching import StaticBatchScheduler
+from jaxserve.scheduler.window_pool import WindowPool
 from tests.jaxserve.scheduler.device_model import EOS, MAX_CONTEXT, VOCABULARY, Client, Device, Prophet
 
 
@@ -69,11 +72,28 @@ class World:
         target=None,
         ahead=1,
         errs=None,
-        window=None,
+        windows=(None,),
+        tight=False,
     ) -> None:
         costs = [BucketCost(size=size, compile_seconds=0.0, milliseconds=10.0 + size) for size in sorted(sizes)]
-        pool = SlotPool(-(-slots // block_size), block_size, policy=policy, prefix_cache=cache, window=window)
-        pool.growth_tokens = growth
+        groups = CacheGroups(
+            windows=windows,
+            block_size=block_size,
+            max_context=MAX_CONTEXT,
+            most_tokens=max(sizes),
+            draft_tokens=0 if errs is None else 5,
+        )
+        n_blocks, settings = -(-slots // block_size), {"policy": policy, "prefix_cache": cache}
+        pool = make_pool(groups, n_blocks, **settings)
+        if tight and isinstance(pool, GroupedPool):  # only just enough for the longest request alone
+            least = [min(n_blocks, each._bound + each._spare) for each in pool.pools[1:]]
+            more = {"most_tokens": max(sizes), "draft_tokens": groups.draft_tokens, **settings}
+            windowed = zip(least, windows[1:], strict=True)
+            others = [WindowPool(blocks, block_size, window=window, **more) for blocks, window in windowed]
+            pool = GroupedPool([pool.pools[0], *others])
+        self.pools = pool.pools if isinstance(pool, GroupedPool) else (pool,)
+        for each in self.pools:
+            each.growth_tokens = growth
         ladder, speculation = BucketLadder(costs), None
         self.max_points = max_rows
         if errs is not None:
@@ -109,7 +129,7 @@ class World:
         )
         self.most_in_flight = n_stages + ahead
         self.n_stages, self.by_request, self.max_rows = n_stages, mode == "request", max_rows
-        self.device = Device(block_size, window)
+        self.device = Device(block_size, windows)
         self.clients: dict[str, Client] = {}
         self.transcripts: list[tuple[int, ...]] = [()]
         self.in_flight: deque[tuple[IterationPlan, IterationResult]] = deque()
@@ -171,7 +191,10 @@ class World:
             admission = next(a for a in plan.admissions if a.request_id == state.name)
             shares.append(given[state.name])
             wanted.append(len(admission.tokens) - starts[admission.row])
-            assert starts[admission.row] == len(admission.blocks) * self.device.block_size or state.samples is not None
+            assert (
+                starts[admission.row] * len(self.pools) == len(admission.blocks) * self.device.block_size
+                or state.samples is not None
+            )
         short = [index for index, share in enumerate(shares) if share < wanted[index]]
         assert not short or not any(shares[short[0] + 1 :])
         full = len(given) == self.max_rows or sum(given.values()) == min(plan.bucket, self.policy.budget)
@@ -224,10 +247,15 @@ class World:
         assert rows
         assert len(rows) == len(set(rows)) <= max_chunks(plan.bucket, self.max_rows)
         assert {admission.row for admission in plan.admissions} <= set(rows)
-        copied = [copy.target for copy in plan.block_copies]
-        assert len(copied) == len(set(copied)) <= len(plan.admissions)
-        assert set(copied).isdisjoint(copy.source for copy in plan.block_copies)
-        assert set(copied) <= {block for admission in plan.admissions for block in admission.blocks[-1:]}
+        groups = len(self.pools)
+        for group in range(groups):
+            copies = plan.block_copies[group::groups]
+            copied = [copy.target for copy in copies]
+            assert len(copied) == len(set(copied)) <= len(plan.admissions)
+            assert set(copied).isdisjoint(copy.source for copy in copies)
+            assert set(copied) <= {
+                admission.blocks[group - groups] for admission in plan.admissions if admission.blocks
+            }
         assert min(lengths) >= 1
         assert plan.num_tokens <= min(plan.bucket, self.policy.budget)
         assert lengths == [1] * lengths.count(1) + [length for length in lengths if length > 1]
@@ -235,7 +263,8 @@ class World:
         assert all(chunk.samples in (0, 1, chunk.length) for chunk in plan.chunks)
         assert len(plan.drafts) == plan.num_tokens - plan.num_decodes if plan.drafts else plan.drafts == ()
         assert self.n_stages > 1 or not any(other.drafts for other, _ in self.in_flight), "launched ahead of drafts"
-        assert len(plan.table_changes) <= max_table_changes(plan.bucket, self.max_rows, self.device.block_size)
+        most = groups * max_table_changes(plan.bucket, self.max_rows, self.device.block_size)
+        assert len(plan.table_changes) <= most
         states = scheduler._in_flight[-1].states
         variants = [state.variant for state, chunk in zip(states, plan.chunks, strict=True) if chunk.samples]
         assert plan.sampler == max(variants, default=None)
@@ -256,17 +285,15 @@ class World:
 
     def check(self) -> None:
         """Every block is in one place; every row and every count is right."""
-        scheduler, pool = self.scheduler, self.scheduler.pool
+        scheduler = self.scheduler
         live = scheduler.requests.live.values()
-        references = Counter(block for state in live for block in state.allocation.blocks if block != NO_BLOCK)
-        assert [references[block] for block in range(pool.n_blocks)] == pool._references
-        places = Counter([*pool._free, *pool._idle, *references])
-        assert places == Counter(range(pool.n_blocks))
-        assert pool._set_aside == sum(state.allocation._set_aside for state in live) <= pool.num_available
-        assert {digest: block for block, digest in enumerate(pool._digest_of) if digest} == pool._block_of
-        assert set(pool._idle) <= set(pool._block_of.values())
-        assert set(pool._free).isdisjoint(pool._block_of.values())
-        assert 0 <= pool.slots_used <= pool.n_slots
+        for group, pool in enumerate(self.pools):
+            held = [state.allocation.groups[group] for state in live if state.allocation.is_held]
+            self.check_pool(pool, held)
+            assert all(len(each.blocks) * pool.block_size == each.capacity for each in held)
+        for state in live:
+            assert len({(each.capacity, each.is_held) for each in state.allocation.groups}) == 1
+        assert 0 <= scheduler.pool.slots_held <= scheduler.pool.slots_used <= scheduler.pool.n_slots
         rows = [state.row for state in live if state.row >= 0]
         assert len(rows) == len(set(rows))
         assert set(rows).isdisjoint(scheduler.requests.free_rows)
@@ -281,6 +308,31 @@ class World:
         if scheduler.pool.policy == "reserve":
             assert not scheduler.preemptions
         assert set(scheduler.requests.live) <= set(self.clients)
+
+    def check_pool(self, pool: SlotPool, held: list[BlockAllocation]) -> None:
+        """Every block of a cache group is in one place, and every promise is kept."""
+        references = Counter(block for each in held for block in each.blocks if block != NO_BLOCK)
+        assert [references[block] for block in range(pool.n_blocks)] == pool._references
+        places = Counter([*pool._free, *pool._idle, *references])
+        assert places == Counter(range(pool.n_blocks))
+        if isinstance(pool, WindowPool):
+            promised = [each._set_aside for each in held]
+            assert all(len(each.blocks) <= each._set_aside for each in held)
+            assert pool._set_aside == sum(min(each, pool._bound) for each in promised)
+            assert pool._beyond == sum(max(each - pool._bound, 0) for each in promised)
+            assert pool._set_aside + min(pool._beyond, pool._spare) <= pool.n_blocks
+            # A request that was not trimmed yet may hold its chunk as well.
+            trimmed = [
+                each
+                for each in held
+                if all(each is not state.allocation.groups[-1] for state in self.scheduler._to_trim)
+            ]
+            assert all(sum(block != NO_BLOCK for block in each.blocks) <= pool._bound for each in trimmed)
+        else:
+            assert pool._set_aside == sum(each._set_aside for each in held) <= pool.num_available
+        assert {digest: block for block, digest in enumerate(pool._digest_of) if digest} == pool._block_of
+        assert set(pool._idle) <= set(pool._block_of.values())
+        assert set(pool._free).isdisjoint(pool._block_of.values())
 
     def step(self) -> bool:
         """What an engine does in one turn; False when there is nothing to do."""
@@ -363,10 +415,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         tpot=st.sampled_from([None, None, 0.001, 0.05, 1.0]),
         ahead=st.sampled_from([0, 1, 1]),
         errs=st.sampled_from([None, None, 0.0, 0.2, 0.7]),
-        window=st.sampled_from([None, None, 1, 4, 9]),
+        windows=st.sampled_from([(None,), (None,), (4,), (9,), (None, 1), (None, 4), (None, 9), (9, 2), (None, 9, 2)]),
+        tight=st.booleans(),
     )
-    def begin(self, tpot, ahead, errs, window, **settings):
-        self.world = World(**settings, target=tpot, ahead=ahead, errs=errs, window=window)
+    def begin(self, tpot, **settings):
+        self.world = World(**settings, target=tpot)
         self.count = 0
 
     @rule(requests=st.lists(REQUESTS, min_size=1, max_size=4))
@@ -413,7 +466,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def flush(self):
         self.world.scheduler.flush_prefix_cache()
-        assert self.world.scheduler.pool.num_cached == 0
+        assert not any(pool.num_cached for pool in self.world.pools)
 
     @invariant()
     def all_accounted_for(self):
@@ -450,7 +503,17 @@ def test_a_crowd_in_a_small_pool(policy, mode, n_stages, seed):
 def test_a_crowd_with_windows(policy, n_stages, seed):
     """The same where every layer has a sliding window, with late masks and drafts."""
     errs, grammars = 0.2 if seed % 2 else None, 0.3 if seed % 3 else 0.0
-    crowd(policy, "iteration", n_stages, seed, errs=errs, grammars=grammars, window=1 + 3 * seed)
+    crowd(policy, "iteration", n_stages, seed, errs=errs, grammars=grammars, windows=(1 + 3 * seed,))
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("n_stages", [1, 2])
+@pytest.mark.parametrize("policy", ["grow", "reserve"])
+def test_a_crowd_with_two_cache_groups(policy, n_stages, seed):
+    """The same where some layers have a sliding window, whose pool is often the smaller."""
+    errs, grammars = 0.2 if seed % 2 else None, 0.3 if seed % 3 else 0.0
+    windows = (None, 1 + 3 * (seed % 4))
+    crowd(policy, "iteration", n_stages, seed, errs=errs, grammars=grammars, windows=windows, tight=seed > 3)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -470,13 +533,14 @@ def test_a_crowd_with_late_masks(policy, n_stages, seed):
     assert world.scheduler.withdrawals > 20
 
 
-def crowd(policy, mode, n_stages, seed, errs=None, grammars=0.0, window=None) -> World:
+def crowd(policy, mode, n_stages, seed, errs=None, grammars=0.0, windows=(None,), tight=False) -> World:
     draw = Random(seed)
     block_size = draw.choice([1, 2, 3, 4])
     slots = draw.randint(MAX_CONTEXT, 3 * MAX_CONTEXT)
     sizes, growth = {1, 3, 6, 10, 16}, seed % 3
     rows, cache = draw.randint(3, 6), seed % 4 > 0
-    world = World(policy, mode, n_stages, rows, block_size, slots, sizes, None, cache, growth, errs=errs, window=window)
+    more = {"errs": errs, "windows": windows, "tight": tight}
+    world = World(policy, mode, n_stages, rows, block_size, slots, sizes, None, cache, growth, **more)
     for count in range(60):
         before = SHARED[: draw.randint(0, 12)] if draw.random() < 0.7 else draw.choice(world.transcripts)
         own = tuple(draw.randrange(1, VOCABULARY) for _ in range(draw.randint(1, 5)))

@@ -3,6 +3,7 @@
 import pytest
 
 from jaxserve.config import EngineConfig
+from jaxserve.scheduler.cache_groups import CacheGroups
 from jaxserve.scheduler.speculation import DraftCandidate, RequestDrafts, Speculation
 from jaxserve.simulate.system import SimulatedEngine
 from tests.jaxserve.scheduler.drafts import Script, ladder
@@ -95,6 +96,5 @@ def test_what_cannot_go_together_is_refused() -> None:
             seconds=lambda plan: [1.0],
             costs=(),
             slots=8,
-            block_size=4,
-            max_context=8,
+            groups=CacheGroups(block_size=4, max_context=8, most_tokens=4),
         )

@@ -11,6 +11,7 @@ import pytest
 
 from jaxserve.config import EngineConfig
 from jaxserve.scheduler.buckets import BucketCost
+from jaxserve.scheduler.cache_groups import CacheGroups
 from jaxserve.simulate import policy_comparison
 from jaxserve.simulate import workload as load
 from jaxserve.simulate.outcome import Outcome
@@ -52,8 +53,7 @@ def system(**config) -> SimulatedEngine:
         seconds=lambda plan: [0.01 * plan.bucket],
         costs=costs,
         slots=128,
-        block_size=4,
-        max_context=64,
+        groups=CacheGroups(block_size=4, max_context=64, most_tokens=32),
     )
 
 

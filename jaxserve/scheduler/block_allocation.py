@@ -1,0 +1,94 @@
+"""The blocks of one request in the slot pool of one cache group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from itertools import chain
+from math import inf
+from typing import NamedTuple
+
+NO_BLOCK = -1  # in the place of a block behind the sliding window, which the request does not hold
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class BlockAllocation:
+    """The blocks of one request, from admission to release.
+
+    Attributes:
+      tokens: the request's known tokens. The owner appends to this list and never changes it otherwise.
+      max_length: most tokens the request may come to hold.
+      prompt_length: how many of the tokens are its prompt.
+      salt: prefixes are shared only between requests with the same salt.
+      takes_hits: whether the request may start from blocks of the prefix cache.
+      blocks: block of each run of `block_size` positions, in order; NO_BLOCK for those behind the sliding window.
+      capacity: positions that `blocks` cover.
+      copied: (from, to): the last block at admission is a copy, to be made before it is read.
+      publish_at: number of computed positions at which the next block can be published; infinite if none ever can.
+      others: the request's blocks in the cache groups after the first; as many as here in each.
+    """
+
+    tokens: list[int]
+    max_length: int
+    prompt_length: int
+    salt: str = ""
+    takes_hits: bool = True
+    blocks: list[int] = field(default_factory=list, init=False)
+    capacity: int = field(default=0, init=False)
+    copied: tuple[int, int] | None = field(default=None, init=False)
+    publish_at: float = field(default=inf, init=False)
+    others: tuple[BlockAllocation, ...] = field(default=(), init=False)
+    _set_aside: int = field(default=0, init=False)  # blocks promised to this allocation and not yet in `blocks`
+    _published: int = field(default=0, init=False)  # leading blocks that are published already
+    _held: bool = field(default=False, init=False)
+    _digests: list[bytes] = field(default_factory=list, init=False)  # chain over full blocks; survives a release
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it was admitted and has not been released."""
+        return self._held
+
+    @property
+    def groups(self) -> tuple[BlockAllocation, ...]:
+        """The request's blocks in each cache group."""
+        return (self, *self.others)
+
+    def entries(self, index: int = 0) -> list[int]:
+        """The row's block-table entries from block `index` on: for every block, that of each cache group in turn."""
+        if not self.others:
+            return self.blocks[index:]
+        return list(chain.from_iterable(zip(*(each.blocks[index:] for each in self.groups), strict=True)))
+
+    def in_another_group(self) -> BlockAllocation:
+        """An empty allocation of the same request."""
+        made = BlockAllocation(
+            tokens=self.tokens, max_length=self.max_length, prompt_length=self.prompt_length, salt=self.salt
+        )
+        made._digests = self._digests  # of the same tokens: computed once
+        return made
+
+
+class SharedPrefix(NamedTuple):
+    """Keys and values of the first `length` positions, which another request can take over.
+
+    The tokens are the same, and the iterations that compute them are already launched.
+    """
+
+    allocation: BlockAllocation
+    length: int
+
+
+def make_room(
+    shortage: Callable[[], int],
+    release: Callable[[BlockAllocation], None],
+    allocation: BlockAllocation,
+    candidates: Iterable[BlockAllocation],
+) -> list[BlockAllocation]:
+    """Release candidates in order until there is no shortage, or `allocation` itself is released; those released."""
+    victims: list[BlockAllocation] = []
+    for victim in candidates:
+        release(victim)
+        victims.append(victim)
+        if victim is allocation or not shortage():
+            return victims
+    raise AssertionError("a request does not fit the pool with all candidates released")

@@ -1,0 +1,217 @@
+"""Cache groups: layers with the same sliding window have a slot pool and block tables of their own.
+
+A block of the first group holds keys and values of a run of positions in the layers with the widest window (or none); a
+block of another group holds those of the layers with its window. Blocks of every group are numbered from 0, and a row's
+block table has an entry of each group for each run of positions, one group after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+from jaxserve.scheduler.block_allocation import BlockAllocation, SharedPrefix, make_room
+from jaxserve.scheduler.kv_blocks import SlotPool
+from jaxserve.scheduler.window_pool import WindowPool, window_blocks
+
+_TYPICAL = 2048  # tokens of a typical request
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheGroups:
+    """The cache groups of a model, and how large their pools are.
+
+    Attributes:
+      windows: the sliding window of each group, widest first; None for all tokens.
+      max_context: most tokens of a request.
+      most_tokens: most tokens of an iteration.
+      draft_tokens: most tokens drafted for one row; 0 without speculation.
+    """
+
+    windows: tuple[int | None, ...] = (None,)
+    block_size: int
+    max_context: int
+    most_tokens: int
+    draft_tokens: int = 0
+
+    @classmethod
+    def of(cls, windows: Iterable[int | None], *, max_context: int, **sizes: int) -> CacheGroups:
+        """The groups of layers with these windows. A window that no request outgrows counts as none."""
+        found = {None if window is None or window >= max_context else window for window in windows}
+        widest_first = tuple(sorted(found, key=lambda window: inf if window is None else window, reverse=True))
+        return cls(windows=widest_first, max_context=max_context, **sizes)
+
+    @property
+    def count(self) -> int:
+        """Number of groups."""
+        return len(self.windows)
+
+    def index(self, window: int | None) -> int:
+        """The group of a layer with this window."""
+        return self.windows.index(window) if window in self.windows else 0
+
+    def blocks(self, n_blocks: int) -> tuple[int, ...]:
+        """Blocks of each group where the first has `n_blocks`.
+
+        Typical requests fill all pools alike: those of 2,048 tokens or twice the window, but of no more than
+        max_context. The tokens of one iteration come on top, because blocks are given back after it. A request that
+        fits the first pool fits all.
+        """
+        first = self._held(self.windows[0], self.max_context)
+        return (n_blocks, *(min(n_blocks, self._share(n_blocks, window, first)) for window in self.windows[1:]))
+
+    def _share(self, n_blocks: int, window: int | None, first: int) -> int:
+        assert window is not None
+        bound = window_blocks(window, self.block_size, self.draft_tokens)
+        typical = min(self.max_context, max(_TYPICAL, 2 * window))
+        of_first = min(first, -(-typical // self.block_size))
+        return max(-(-n_blocks * bound // of_first), bound) + self.most_tokens // self.block_size
+
+    def _held(self, window: int | None, tokens: int) -> int:
+        """Blocks of one group that a request holds, without those of the tokens of an iteration."""
+        whole = -(-tokens // self.block_size)
+        return whole if window is None else min(whole, window_blocks(window, self.block_size, self.draft_tokens))
+
+    def fitting(self, n_blocks: int, tokens: int) -> int:
+        """Requests of so many tokens that the pools hold at once."""
+        spare, found = self.most_tokens // self.block_size, []
+        for window, blocks in zip(self.windows, self.blocks(n_blocks), strict=True):
+            each = blocks * self.block_size // tokens  # if none gives a block back
+            if window is not None:
+                each = max(each, (blocks - spare) // self._held(window, tokens))
+            found.append(each)
+        return min(found)
+
+
+class GroupedPool:
+    """The slot pools of several cache groups: a request has as many blocks in each.
+
+    It has the interface of `SlotPool`. A request is admitted if every group has room. A prefix is found as far as every
+    group has it: all of its blocks without a window, those within the window before its end with one. When one group is
+    short of blocks, requests that are preempted for it lose theirs in all.
+    """
+
+    def __init__(self, pools: Iterable[SlotPool]) -> None:
+        self.pools = tuple(pools)
+        first = self.pools[0]
+        self.n_blocks, self.block_size, self.n_slots = first.n_blocks, first.block_size, first.n_slots
+        self.policy, self.prefix_cache = first.policy, first.prefix_cache
+        self.gives_back = True
+
+    @property
+    def n_groups(self) -> int:
+        """Number of cache groups."""
+        return len(self.pools)
+
+    @property
+    def slots_used(self) -> int:
+        """Slots of the first group times the share of the fullest group that is held or set aside."""
+        return self._fullest([pool.slots_used for pool in self.pools])
+
+    @property
+    def slots_held(self) -> int:
+        """Slots of the first group times the share of the fullest group that is held."""
+        return self._fullest([pool.slots_held for pool in self.pools])
+
+    @property
+    def slots_cached(self) -> int:
+        """Slots of the first group in blocks that no request holds and that a prefix lookup can find."""
+        return self.pools[0].slots_cached
+
+    def _fullest(self, slots: list[int]) -> int:
+        return max(-(-each * self.n_slots // pool.n_slots) for each, pool in zip(slots, self.pools, strict=True))
+
+    def cached_tokens(self, allocation: BlockAllocation) -> int:
+        """Tokens of `allocation` that the prefix cache holds now. Any thread may call this."""
+        return len(self._match(allocation)[0]) * self.block_size
+
+    def can_admit(self, allocation: BlockAllocation, source: SharedPrefix | None = None) -> bool:
+        """Whether `admit(allocation, source)` has the blocks it needs."""
+        starts = zip(self._parts(allocation), self._first_blocks(allocation, source), strict=True)
+        return all(pool._has_room(each, hits) for (pool, each), (hits, _) in starts)
+
+    def admit(self, allocation: BlockAllocation, source: SharedPrefix | None = None) -> int:
+        """Give `allocation` its first blocks in every group (see `SlotPool.admit`)."""
+        starts = zip(self._parts(allocation), self._first_blocks(allocation, source), strict=True)
+        return max([pool._begin(each, *start) for (pool, each), start in starts])
+
+    def shortage(self, allocation: BlockAllocation, length: int) -> int:
+        """Blocks missing in the group that misses most (see `SlotPool.shortage`)."""
+        return max([pool.shortage(each, length) for pool, each in self._parts(allocation)])
+
+    def extend(
+        self, allocation: BlockAllocation, length: int, candidates: Iterable[BlockAllocation] = ()
+    ) -> list[BlockAllocation]:
+        """Make `allocation` cover `length` positions in every group (see `SlotPool.extend`)."""
+        victims = []
+        if self.shortage(allocation, length):
+            victims = make_room(lambda: self.shortage(allocation, length), self.release, allocation, candidates)
+        if allocation.is_held:
+            for pool, each in self._parts(allocation):
+                pool._grow(each, length)
+        return victims
+
+    def trim(self, allocation: BlockAllocation, start: int) -> None:
+        """Give back the blocks that no position from `start` on attends to."""
+        for pool, each in self._parts(allocation):
+            pool.trim(each, start)
+
+    def release(self, allocation: BlockAllocation) -> None:
+        """Release all blocks of `allocation`."""
+        for pool, each in self._parts(allocation):
+            pool.release(each)
+
+    def publish(self, allocation: BlockAllocation, computed: int) -> None:
+        """Make the full blocks among the first `computed` positions available (see `SlotPool.publish`)."""
+        for pool, each in self._parts(allocation):
+            pool.publish(each, computed)
+
+    def flush(self, allocations: Iterable[BlockAllocation] = ()) -> None:
+        """Forget every cached prefix, and never publish the blocks that `allocations` hold now."""
+        parts = [list(self._parts(allocation)) for allocation in allocations]
+        for index, pool in enumerate(self.pools):
+            pool.flush([each[index][1] for each in parts])
+
+    def _parts(self, allocation: BlockAllocation) -> Iterable[tuple[SlotPool, BlockAllocation]]:
+        if not allocation.others:
+            allocation.others = tuple(allocation.in_another_group() for _ in self.pools[1:])
+        return zip(self.pools, allocation.groups, strict=True)
+
+    def _match(self, allocation: BlockAllocation) -> list[list[int]]:
+        """The blocks of the longest prefix that every group has."""
+        most = None
+        while True:
+            found: list[list[int]] = []
+            for pool in self.pools:
+                found.append(pool._match(allocation, most))
+                most = len(found[-1])
+            if most == len(found[0]):
+                return found
+
+    def _first_blocks(
+        self, allocation: BlockAllocation, source: SharedPrefix | None
+    ) -> list[tuple[list[int], SharedPrefix | None]]:
+        """As `SlotPool._first_blocks`, of each group."""
+        sources = [] if source is None else [SharedPrefix(each, source.length) for each in source.allocation.groups]
+        if source is not None and not all(map(lambda pool, each: pool._holds(each), self.pools, sources)):
+            source = None
+        size, hits = self.block_size, [[] for _ in self.pools]
+        if source is None or source.length < (len(allocation.tokens) - 1) // size * size:  # the cache may hold more
+            hits = self._match(allocation)
+        if source is None or source.length <= len(hits[0]) * size:
+            return [(blocks, None) for blocks in hits]
+        return [(each.allocation.blocks[: each.length // size], each) for each in sources]
+
+
+def make_pool(groups: CacheGroups, n_blocks: int, **settings: Any) -> SlotPool | GroupedPool:
+    """The slot pools of these groups, of which the first has `n_blocks`; `settings` are those of `SlotPool`."""
+    more = {"most_tokens": groups.most_tokens, "draft_tokens": groups.draft_tokens, **settings}
+    pools = [
+        SlotPool(blocks, groups.block_size, **settings)
+        if window is None
+        else WindowPool(blocks, groups.block_size, window=window, **more)
+        for window, blocks in zip(groups.windows, groups.blocks(n_blocks), strict=True)
+    ]
+    return pools[0] if len(pools) == 1 else GroupedPool(pools)
