@@ -43,18 +43,21 @@ class RowRecord:
 
 
 class RowRecords:
-    """The state of every row, updated plan by plan."""
+    """The state of every row, updated plan by plan.
 
-    def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
+    Args:
+      groups: cache groups, whose entries alternate in block tables.
+    """
+
+    def __init__(self, block_size: int, groups: int = 1) -> None:
+        self._block_size, self._groups = block_size, groups
         self.rows: dict[int, RowRecord] = {}
 
     def prepare(self, plan: pb.Plan) -> None:
         """Apply what a plan changes before it runs."""
         for admission in plan.admissions:
-            self.rows[admission.row] = RowRecord(
-                admission, list(admission.tokens), list(admission.blocks), len(admission.blocks) * self._block_size
-            )
+            computed = len(admission.blocks) // self._groups * self._block_size
+            self.rows[admission.row] = RowRecord(admission, list(admission.tokens), list(admission.blocks), computed)
         changes = plan.table_changes
         for row, column, block in zip(changes.row, changes.column, changes.block, strict=True):
             _put(self.rows[row].table, column, block)
@@ -111,6 +114,7 @@ class FlightRecorder:
 
     Args:
       about: describes the engine to a replay: a `Recording` without rows and entries.
+      groups: cache groups.
       folder: where files are written.
       clock: monotonic seconds.
     """
@@ -122,12 +126,13 @@ class FlightRecorder:
         *,
         seconds: float,
         folder: Path,
+        groups: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._about, self._seconds, self._folder, self._clock = about, seconds, folder, clock
         # Reentrant: a signal handler may call `recording` while its thread holds the lock. It changes nothing.
         self._lock = threading.RLock()
-        self._rows = RowRecords(block_size)
+        self._rows = RowRecords(block_size, groups)
         self._ring: deque[_RecordedIteration] = deque()
         self._waiting: deque[_RecordedIteration] = deque()  # iterations in the ring without a result
         self._bytes = 0

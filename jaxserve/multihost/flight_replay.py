@@ -2,7 +2,8 @@
 
 The replay runs the same iterations in the same order. It computes keys and values from before the record again from
 the tokens: those of live rows at the start, and those of a cached prefix when a request reuses it. These may be rounded
-differently than in the recorded run. So may all others if the recorded engine had another number of devices.
+differently than in the recorded run. So may all others if the recorded engine had another number of devices. All layers
+use the blocks of the first cache group, which a request holds longest.
 """
 
 from __future__ import annotations
@@ -87,19 +88,48 @@ def replay(recording: pb.Recording, path: str | Path, *, cache: str | None, prog
         raise ValueError(f"the record was made by another version of jaxserve; this one has no setting {names}")
     settings |= {"buckets": tuple(settings["buckets"]), "compilation_cache": cache}
     config = EngineConfig(**settings)
-    pipeline = _compile(config, path, recording.n_blocks, recording.n_rows, progress)
+    pipeline, groups = _compile(config, path, recording.n_blocks, recording.n_rows, progress)
+    if groups > 1:
+        recording = _of_first_group(recording, groups)
     grammars, tokenizer, model = None, Tokenizer.from_directory(path), pipeline.model.config
     if tokenizer is not None:
         grammars = GrammarCompiler(tokenizer, model.vocab_size, model.eos_token_ids)
     return _Replay(pipeline, recording, grammars).run(progress)
 
 
-def _compile(config: EngineConfig, path: str | Path, n_blocks: int, n_rows: int, progress: Progress) -> Pipeline:
+def _of_first_group(recording: pb.Recording, groups: int) -> pb.Recording:
+    """The record with the block tables of the first of its cache groups."""
+    found = pb.Recording()
+    found.CopyFrom(recording)
+    for admission in [row.admission for row in found.rows] + [
+        admission for entry in found.entries for admission in entry.plan.admissions
+    ]:
+        admission.blocks[:] = admission.blocks[::groups]
+    for plan in (entry.plan for entry in found.entries):
+        kept = zip(plan.table_changes.row, plan.table_changes.column, plan.table_changes.block, strict=True)
+        changes = [(row, column // groups, block) for row, column, block in kept if column % groups == 0]
+        plan.ClearField("table_changes")
+        for row, column, block in changes:
+            plan.table_changes.row.append(row)
+            plan.table_changes.column.append(column)
+            plan.table_changes.block.append(block)
+        copies = [pb.Copy(source=copy.source, target=copy.target) for copy in plan.block_copies[::groups]]
+        plan.ClearField("block_copies")
+        plan.block_copies.extend(copies)
+    return found
+
+
+def _compile(
+    config: EngineConfig, path: str | Path, n_blocks: int, n_rows: int, progress: Progress
+) -> tuple[Pipeline, int]:
+    """A pipeline whose layers are one cache group, and the number of groups in the recorded engine."""
     model = models.build(weights.read_config(path))
     meshes, dtype = [mesh.make_mesh(1)], startup.compute_dtype(config)
     spec, platform = specs.default(model.config.family), meshes[0].devices.flat[0].platform
     (programs,), _ = lay_out(config, model, meshes, spec, dtype=dtype, platform=platform)
-    programs = dataclasses.replace(programs, shape=dataclasses.replace(programs.shape, n_rows=n_rows))
+    groups = programs.shape.groups
+    first = dataclasses.replace(groups, windows=groups.windows[:1])
+    programs = dataclasses.replace(programs, shape=dataclasses.replace(programs.shape, n_rows=n_rows, groups=first))
     params = weights.load(
         path,
         programs.model,
@@ -110,7 +140,7 @@ def _compile(config: EngineConfig, path: str | Path, n_blocks: int, n_rows: int,
     )
     runner = StageRunner(programs, params, bucket_sizes(config), startup.program_cache(config))
     runner.compile(n_blocks, progress)
-    return Pipeline([runner])
+    return Pipeline([runner]), groups.count
 
 
 class _Replay:

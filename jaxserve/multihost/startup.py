@@ -299,5 +299,9 @@ def _recorder(path: str | Path, cluster: ClusterConfig, prepared: _Prepared) -> 
         n_rows=shape.n_rows,
     )
     return FlightRecorder(
-        about, shape.attention.block_size, seconds=cluster.record_seconds, folder=cluster.record_folder
+        about,
+        shape.attention.block_size,
+        seconds=cluster.record_seconds,
+        folder=cluster.record_folder,
+        groups=shape.groups.count,
     )
