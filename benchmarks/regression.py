@@ -238,7 +238,7 @@ def scheduler_seconds(rows: int = 64, iterations: int = 200) -> float:
     """Seconds of schedule and complete with all rows decoding and as many requests waiting."""
     costs = [BucketCost(size=size, compile_seconds=0.0, milliseconds=10.0 + size) for size in (16, 64, 128, 512)]
     config = EngineConfig(max_rows=rows, prefix_cache=False)
-    groups = CacheGroups(block_size=16, max_context=1024, most_tokens=costs[-1].size)
+    groups = CacheGroups(block_size=16, max_context=1024, n_rows=rows, most_tokens=costs[-1].size)
     scheduler = make_scheduler(config, costs, n_blocks=64 * rows, groups=groups, eos_token_ids=frozenset())
     for number in range(2 * rows):
         sampling = SamplingParams(max_tokens=50 + number, temperature=0.0, ignore_eos=True)

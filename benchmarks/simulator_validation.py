@@ -220,6 +220,7 @@ def system_of(turn: ServedPart, after: StartupReport, host: HostTimes) -> Simula
         groups=CacheGroups(
             block_size=turn.report.block_size,
             max_context=turn.max_context,
+            n_rows=turn.config.max_rows,
             most_tokens=turn.report.buckets[-1].size,
         ),
         replicas=turn.report.replicas,

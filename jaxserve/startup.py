@@ -305,6 +305,8 @@ def draft_runner(
     )
     spec, platform = specs.default(model.config.family), programs.mesh.devices.flat[0].platform
     (own_programs,), _ = lay_out(own, model, [programs.mesh], spec, dtype=compute_dtype(config), platform=platform)
+    own_shape = dataclasses.replace(own_programs.shape, groups=shape.groups)  # it reads the same block tables
+    own_programs = dataclasses.replace(own_programs, shape=own_shape)
     params = weights.load(
         path,
         own_programs.model,

@@ -61,14 +61,16 @@ def lay_out(
         max_rows=config.max_rows,
         platform=platform,
     )
+    n_rows = config.max_rows * (1 if config.stages == 1 else config.stages + 1)
     stage_shape = StageShape(
         max_rows=config.max_rows,
-        n_rows=config.max_rows * (1 if config.stages == 1 else config.stages + 1),
+        n_rows=n_rows,
         groups=CacheGroups.of(
-            # A draft model reads the block tables of the model that it drafts for, from their first entry on.
+            # A draft model reads the block tables of the model that it drafts for, and may attend to all tokens.
             model.config.distinct_windows if config.draft_model is None else [None],
             block_size=attended.block_size,
             max_context=context,
+            n_rows=n_rows,
             most_tokens=bucket_sizes(config)[-1],
             draft_tokens=config.draft_tokens,
         ),

@@ -16,8 +16,6 @@ from jaxserve.scheduler.block_allocation import BlockAllocation, SharedPrefix, m
 from jaxserve.scheduler.kv_blocks import SlotPool
 from jaxserve.scheduler.window_pool import WindowPool, window_blocks
 
-_TYPICAL = 2048  # tokens of a typical request
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheGroups:
@@ -26,6 +24,7 @@ class CacheGroups:
     Attributes:
       windows: the sliding window of each group, widest first; None for all tokens.
       max_context: most tokens of a request.
+      n_rows: most requests that run at once.
       most_tokens: most tokens of an iteration.
       draft_tokens: most tokens drafted for one row; 0 without speculation.
     """
@@ -33,6 +32,7 @@ class CacheGroups:
     windows: tuple[int | None, ...] = (None,)
     block_size: int
     max_context: int
+    n_rows: int
     most_tokens: int
     draft_tokens: int = 0
 
@@ -55,19 +55,18 @@ class CacheGroups:
     def blocks(self, n_blocks: int) -> tuple[int, ...]:
         """Blocks of each group where the first has `n_blocks`.
 
-        Typical requests fill all pools alike: those of 2,048 tokens or twice the window, but of no more than
-        max_context. The tokens of one iteration come on top, because blocks are given back after it. A request that
-        fits the first pool fits all.
+        A group with a window gets what twice as many requests hold as can run, the others being reusable prefixes, but
+        no more than requests of twice its window (or of max_context) need that fill the first pool. The tokens of one
+        iteration come on top, because blocks are given back after it. A request that fits the first pool fits all.
         """
-        first = self._held(self.windows[0], self.max_context)
-        return (n_blocks, *(min(n_blocks, self._share(n_blocks, window, first)) for window in self.windows[1:]))
-
-    def _share(self, n_blocks: int, window: int | None, first: int) -> int:
-        assert window is not None
-        bound = window_blocks(window, self.block_size, self.draft_tokens)
-        typical = min(self.max_context, max(_TYPICAL, 2 * window))
-        of_first = min(first, -(-typical // self.block_size))
-        return max(-(-n_blocks * bound // of_first), bound) + self.most_tokens // self.block_size
+        found, spare = [n_blocks], self.most_tokens // self.block_size
+        for window in self.windows[1:]:
+            assert window is not None
+            length = min(2 * window, self.max_context)
+            each = self._held(window, self.max_context)
+            share = -(-n_blocks * each // self._held(self.windows[0], length))
+            found.append(min(max(min(share, 2 * self.n_rows * each), each) + spare, n_blocks))
+        return tuple(found)
 
     def _held(self, window: int | None, tokens: int) -> int:
         """Blocks of one group that a request holds, without those of the tokens of an iteration."""

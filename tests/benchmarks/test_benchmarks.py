@@ -181,7 +181,7 @@ def test_too_long_cases_are_left_out(tmp_path, capsys):
 
 def test_synthetic_plans_own_their_blocks_and_advance():
     case = Case(decodes=2, context=10, prompt=6)
-    groups = CacheGroups(block_size=4, max_context=64, most_tokens=16)
+    groups = CacheGroups(block_size=4, max_context=64, n_rows=4, most_tokens=16)
     first, third = (step.make_plan(case, index, 5, groups, 64, 100) for index in (0, 2))
     assert [tuple(chunk) for chunk in first.chunks] == [(0, 10, 1, True), (1, 10, 1, True), (2, 0, 6, True)]
     assert [tuple(chunk) for chunk in third.chunks] == [(0, 12, 1, True), (1, 12, 1, True), (2, 0, 6, True)]

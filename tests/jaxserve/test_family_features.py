@@ -41,11 +41,13 @@ SIZES = {
     "intermediate_size": 64,
     "moe_intermediate_size": 32,
     "num_experts": 4,
+    "num_local_experts": 4,
+    "sliding_window": 8,
     "num_experts_per_tok": 2,
     "max_position_embeddings": 96,
     "eos_token_id": 2,
 }
-FAMILIES = ("qwen3", "qwen3_moe")
+FAMILIES = ("qwen3", "qwen3_moe", "gpt_oss")
 COUNT = 40
 long = pytest.mark.long
 

@@ -50,7 +50,7 @@ def tell(line: dict[str, Any]) -> None:
 
 def layout(stages: int) -> BatchLayout:
     rows = ROWS * (stages + 1 if stages > 1 else 1)
-    groups = CacheGroups(block_size=BLOCK, max_context=CONTEXT, most_tokens=BUCKET)
+    groups = CacheGroups(block_size=BLOCK, max_context=CONTEXT, n_rows=4, most_tokens=BUCKET)
     return BatchLayout(bucket=BUCKET, max_rows=ROWS, n_rows=rows, groups=groups)
 
 

@@ -7,7 +7,7 @@ from jaxserve.runner.batch import BatchLayout, pack
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler.cache_groups import CacheGroups
 
-GROUPS = CacheGroups(block_size=4, max_context=16, most_tokens=8)
+GROUPS = CacheGroups(block_size=4, max_context=16, n_rows=4, most_tokens=8)
 LAYOUT = BatchLayout(bucket=8, max_rows=2, n_rows=2, groups=GROUPS)
 N_BLOCKS = 6
 

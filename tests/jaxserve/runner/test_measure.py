@@ -19,7 +19,7 @@ class MadeUp:
 
     def __init__(self, monkeypatch, buckets=(2, 4, 16), max_context=1024) -> None:
         self.stages = [SimpleNamespace(buckets=buckets, compile_seconds=dict.fromkeys(buckets, 0.5))]
-        self._groups = CacheGroups(block_size=BLOCK, max_context=max_context, most_tokens=buckets[-1])
+        self._groups = CacheGroups(block_size=BLOCK, max_context=max_context, n_rows=4, most_tokens=buckets[-1])
         self.shape = SimpleNamespace(
             max_rows=ROWS,
             max_context=max_context,

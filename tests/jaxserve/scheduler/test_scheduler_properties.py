@@ -80,6 +80,7 @@ class World:
             windows=windows,
             block_size=block_size,
             max_context=MAX_CONTEXT,
+            n_rows=max_rows,
             most_tokens=max(sizes),
             draft_tokens=0 if errs is None else 5,
         )

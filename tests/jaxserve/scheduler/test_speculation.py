@@ -96,5 +96,5 @@ def test_what_cannot_go_together_is_refused() -> None:
             seconds=lambda plan: [1.0],
             costs=(),
             slots=8,
-            groups=CacheGroups(block_size=4, max_context=8, most_tokens=4),
+            groups=CacheGroups(block_size=4, max_context=8, n_rows=4, most_tokens=4),
         )

@@ -53,7 +53,7 @@ def system(**config) -> SimulatedEngine:
         seconds=lambda plan: [0.01 * plan.bucket],
         costs=costs,
         slots=128,
-        groups=CacheGroups(block_size=4, max_context=64, most_tokens=32),
+        groups=CacheGroups(block_size=4, max_context=64, n_rows=4, most_tokens=32),
     )
 
 
