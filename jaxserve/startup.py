@@ -20,7 +20,7 @@ from jaxserve.models.schema import ModelConfig
 from jaxserve.plan.predict import with_buckets
 from jaxserve.runner import cache_folder, kv_cache, native_kernels
 from jaxserve.runner.draft_model import DraftModel
-from jaxserve.runner.layout import bucket_sizes, lay_out
+from jaxserve.runner.layout import bucket_sizes, for_buckets, lay_out
 from jaxserve.runner.lowering import StagePrograms
 from jaxserve.runner.measure import measure_buckets
 from jaxserve.runner.pipeline import Pipeline
@@ -152,6 +152,7 @@ def start(
     started = time.perf_counter()
     config, buckets_reason = settled_buckets(config, replicas[0])
     sizes = bucket_sizes(config)
+    replicas = [for_buckets(programs, sizes) for programs in replicas]
     pipelines = [[StageRunner(stage, params, sizes, cache) for stage in programs] for programs in replicas]
     runners = [runner for stages in pipelines for runner in stages]
     drafters = []

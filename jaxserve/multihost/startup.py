@@ -31,7 +31,7 @@ from jaxserve.multihost.remote_grammars import WorkerGrammars
 from jaxserve.multihost.remote_stage import RemoteStage
 from jaxserve.multihost.worker import MasterConnection
 from jaxserve.runner import cache_folder, kv_cache
-from jaxserve.runner.layout import bucket_sizes, lay_out
+from jaxserve.runner.layout import bucket_sizes, for_buckets, lay_out
 from jaxserve.runner.links import Link
 from jaxserve.runner.lowering import StagePrograms
 from jaxserve.runner.pipeline import Pipeline, Stage
@@ -192,6 +192,7 @@ def _prepare(
     cache = None if folder is None else ProgramCache(folder)
     config, buckets_reason = startup.settled_buckets(config, programs)
     sizes, read = bucket_sizes(config), 0
+    programs = for_buckets(programs, sizes)
     stages: list[StageRunner | RemoteStage] = []
 
     def count(nbytes: int) -> None:
@@ -199,7 +200,7 @@ def _prepare(
         read += nbytes
 
     for stage in programs:
-        if stage not in here:
+        if not stage.mesh.local_devices:
             stages.append(RemoteStage(stage, sizes))
             continue
         params = weights.load(

@@ -16,7 +16,7 @@ from jaxserve.plan import collectives
 from jaxserve.plan.cost import AttentionLoad, ExpertLoad, Fit, Roofline, Seconds, StageLoad
 from jaxserve.plan.deployment import Deployment, model_of, programs
 from jaxserve.runner import kv_cache, matmul
-from jaxserve.runner.layout import bucket_sizes
+from jaxserve.runner.layout import bucket_sizes, for_buckets
 from jaxserve.runner.lowering import StagePrograms
 from jaxserve.runner.sharded_parameters import ShardedParameter, group_layers, is_of_experts, parameters_of
 from jaxserve.scheduler import buckets
@@ -162,6 +162,7 @@ def predict(deployment: Deployment) -> Plan:
     programs_of_stages = programs(deployment)
     engine, reason = with_buckets(deployment.engine, programs_of_stages, deployment.topology)
     deployment = replace(deployment, engine=engine)
+    programs_of_stages = for_buckets(programs_of_stages, deployment.buckets)
     attention = programs_of_stages[0].shape.attention
     memory = deployment.topology.device.memory
     usable = int(memory * kv_cache.ACCELERATOR_SHARE)

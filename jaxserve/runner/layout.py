@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterable, Sequence
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -108,6 +109,15 @@ def bucket_sizes(config: EngineConfig, doublings: int = 0) -> tuple[int, ...]:
         config.max_rows, config.token_budget, objective=config.target_tpot is not None, doublings=doublings
     )
     return sizes[-1:] if config.deterministic else sizes
+
+
+def for_buckets(programs: Iterable[StagePrograms], sizes: Sequence[int]) -> list[StagePrograms]:
+    """The programs of each stage for other buckets than `lay_out` was given: pools have room for their tokens."""
+    made = []
+    for stage in programs:
+        groups = dataclasses.replace(stage.shape.groups, most_tokens=sizes[-1])
+        made.append(dataclasses.replace(stage, shape=dataclasses.replace(stage.shape, groups=groups)))
+    return made
 
 
 def max_context(config: EngineConfig, model_config: ModelConfig) -> int:

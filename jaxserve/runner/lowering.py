@@ -55,6 +55,8 @@ class StagePrograms:
         sizes = {field.name: getattr(shape, field.name) for field in fields(shape)}
         # Objects are replaced by what identifies them, since their repr differs between processes.
         sizes |= {"backend": shape.backend.name, "product": matmul.product_key(shape.product)}
+        if shape.groups.count == 1:  # the sizes of other groups depend on rows and buckets
+            sizes["groups"] = shape.max_context
         return repr(
             (
                 (self.model.config, self.model.padded_config, self.layers, self.int8),
