@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import NamedTuple
 
 from jaxserve.iteration import BlockCopy, Chunk, IterationPlan, IterationResult, SamplerVariant
@@ -342,8 +343,8 @@ class Scheduler:
                 if state.length == state.limit:
                     self.requests.finish(state)
         if self.pool.gives_back:
-            chunks = zip(builder.states, builder.chunks, strict=True)
-            self._to_trim = [state for state, chunk in chunks if chunk.length > 1]
+            chunks = zip(reversed(builder.states), reversed(builder.chunks), strict=True)  # the longer ones are last
+            self._to_trim = [state for state, _ in takewhile(lambda each: each[1].length > 1, chunks)]
         plan = builder.build(self._sequence, bucket, sampler, scoring=bool(scores))
         self._in_flight.append(_PlanInFlight(self._sequence, builder.states, scores, bool(builder.drafts), set()))
         self._sequence += 1

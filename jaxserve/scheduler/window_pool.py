@@ -51,10 +51,10 @@ class WindowPool(SlotPool):
 
     def shortage(self, allocation: BlockAllocation, length: int) -> int:
         """Blocks missing before `allocation` can cover `length` positions without preemption."""
-        blocks = self.blocks_for(length)
-        if blocks <= allocation._set_aside:
+        blocks, before = self.blocks_for(length), allocation._set_aside
+        if blocks <= before or (before >= self._bound and self._beyond >= self._spare):  # nothing more is promised
             return 0
-        return max(self._promised(allocation._set_aside, blocks) - self.n_blocks, 0)
+        return max(self._promised(before, blocks) - self.n_blocks, 0)
 
     def trim(self, allocation: BlockAllocation, start: int) -> None:
         """Give back the blocks that no position from `start` on attends to."""
@@ -86,7 +86,8 @@ class WindowPool(SlotPool):
         self._change(allocation, self._to_set_aside(allocation))
 
     def _keep_promise(self, allocation: BlockAllocation, taken: int) -> None:
-        self._change(allocation, max(allocation._set_aside, len(allocation.blocks)))
+        if len(allocation.blocks) > allocation._set_aside:
+            self._change(allocation, len(allocation.blocks))
 
     def _cancel_promise(self, allocation: BlockAllocation) -> None:
         self._change(allocation, 0)
