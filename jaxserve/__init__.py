@@ -3,7 +3,7 @@
 The names below are imported on first use, so that modules without jax (scheduling, requests) load without it.
 """
 
-from importlib import import_module
+from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from jaxserve.engine import Engine
     from jaxserve.request import Request
     from jaxserve.sampling_params import SamplingParams
+
+    __version__: str
 
 __all__ = ["Engine", "EngineConfig", "Request", "SamplingParams"]
 
@@ -23,6 +25,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return metadata.version("jaxserve")
     if name not in _HOMES:
         raise AttributeError(f"module 'jaxserve' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

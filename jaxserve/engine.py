@@ -5,6 +5,7 @@ The replica that takes a request plans, launches and completes one iteration aft
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -14,13 +15,16 @@ from typing import Any, Self
 
 from jaxserve import startup
 from jaxserve.config import EngineConfig
+from jaxserve.demo import DEMO_MODEL
 from jaxserve.errors import InvalidRequest, QueueFull
 from jaxserve.generation import defaults, streaming
 from jaxserve.generation.beam_search import BeamParams
 from jaxserve.generation.completion import Completion, Delta
+from jaxserve.generation.parsing import PROMPT_FIELDS
 from jaxserve.generation.streaming import CallOptions, Prompt, Sink
 from jaxserve.loop import EngineLoop
 from jaxserve.models.schema import ModelConfig
+from jaxserve.progress_bars import progress_bars
 from jaxserve.request import Request
 from jaxserve.runner.stage import Progress
 from jaxserve.scheduler import routing
@@ -74,11 +78,12 @@ class Engine:
 
     @classmethod
     def from_checkpoint(
-        cls, path: str | Path, config: EngineConfig | None = None, *, progress: Progress = startup.silent
+        cls, path: str | Path = DEMO_MODEL, config: EngineConfig | None = None, *, progress: Progress | None = None
     ) -> Self:
         """Load a checkpoint directory and compile everything.
 
-        The directory is a Hugging Face one, or one that `jaxserve convert` has written.
+        The directory is a Hugging Face one, or one that `jaxserve convert` has written; by default the demo model's.
+        Progress is shown in a terminal or a notebook, unless `progress` takes it (`startup.silent` shows nothing).
 
         Raises:
           CheckpointError: the checkpoint cannot be served; the message names the file and the tensor.
@@ -86,7 +91,8 @@ class Engine:
         """
         config = config or EngineConfig()
         recommended = defaults.read(path, config)
-        started, tokenizer = startup.from_checkpoint(path, config, progress)
+        with progress_bars() if progress is None else contextlib.nullcontext(progress) as show:
+            started, tokenizer = startup.from_checkpoint(path, config, show)
         return cls(config, started, tokenizer, recommended)
 
     @classmethod
@@ -108,6 +114,10 @@ class Engine:
         """
         config = config or EngineConfig()
         return cls(config, startup.from_params(model_config, params, config, progress), tokenizer)
+
+    def __repr__(self) -> str:
+        it = self.report
+        return f"Engine({it.family}, {it.parameters:,} parameters, {it.dtype}, {it.device}, {it.slots:,} slots)"
 
     def step(self) -> bool:
         """Run one step of every replica's loop (see `EngineLoop.step`), if no threads run.
@@ -310,6 +320,19 @@ class Engine:
         """
         options = CallOptions(n=n, best_of=best_of, priority=priority, cache_salt=cache_salt, timeout=timeout)
         return streaming.generate(self, prompts, sampling, options)
+
+    def chat(self, messages: str | Sequence[Mapping[str, Any]], **fields: Any) -> Completion:
+        """Answer a chat; a text is one message of the user.
+
+        Args:
+          messages: each with role and content.
+          fields: as of `generate`, and add_generation_prompt, chat_template_kwargs and reasoning_effort.
+
+        Raises: as `generate`, and InvalidRequest if the checkpoint has no chat template.
+        """
+        prompt = {"messages": [{"role": "user", "content": messages}] if isinstance(messages, str) else messages}
+        prompt |= {name: fields.pop(name) for name in PROMPT_FIELDS if name in fields}
+        return self.generate(prompt, **fields)[0]
 
     def beam_search(
         self,

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("jaxserve", "sharding", "pallas_kernels", "server")
 # Files and folders of jaxserve, a layer a line: each imports from the layers above its own line only.
 LAYERS = """
-  demo errors fields models text
+  demo errors fields models progress_bars text
   config sampling_params
   request
   iteration weights

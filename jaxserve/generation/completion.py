@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -81,6 +82,13 @@ class Completion:
     matched_stop: str | None = None
     error: str | None = None
     score: float | None = None
+
+    def __repr__(self) -> str:
+        """The text first, then what else there is."""
+        names = ("text", *(each.name for each in dataclasses.fields(self) if each.name not in ("text", "token_ids")))
+        shown = ((name, value) for name in names if (value := getattr(self, name)) is not None)
+        listed = ", ".join(f"{name}={value.value if name == 'finish_reason' else value!r}" for name, value in shown)
+        return f"Completion({listed}, token_ids={self.token_ids!r})"
 
     @property
     def delta(self) -> Delta:

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as Bars
 from rich.table import Table
+
+from jaxserve import progress_bars as bars
 
 if TYPE_CHECKING:
     from jaxserve.startup_report import StartupReport
@@ -127,22 +127,9 @@ def check_folder(flag: str, folder: Path | None) -> None:
         raise UserError(f"cannot write to {flag} {folder}: {problem.strerror}") from None
 
 
-@contextlib.contextmanager
-def progress_bars() -> Iterator[Progress]:
+def progress_bars() -> contextlib.AbstractContextManager[Progress]:
     """Shows the progress of steps: bars in a terminal, a line for each step elsewhere."""
-    out = console()
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    tasks: dict[str, TaskID] = {}
-    with Bars(*columns, console=out, disable=not out.is_terminal) as bars:
-
-        def show(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = bars.add_task(what)
-                if not out.is_terminal:
-                    say(what)
-            bars.update(tasks[what], completed=done, total=total)
-
-        yield show
+    return bars.progress_bars(console(), say)
 
 
 def show(report: StartupReport, *, model: str) -> None:
