@@ -25,7 +25,7 @@ class AttentionShape:
 
     Attributes:
       num_heads: query heads on this device (N).
-      num_kv_heads: key and value heads on this device (K); it divides num_heads, and query head n reads key head
+      num_kv_heads: key and value heads on this device (K); it divides num_heads, and query head n reads KV head
         n // (num_heads // num_kv_heads).
       head_dim: D.
       dtype: dtype of queries, keys, values and outputs; float32 or bfloat16.
@@ -75,7 +75,7 @@ class AttentionShape:
 
     @property
     def group(self) -> int:
-        """Query heads that share one key head."""
+        """Query heads that share one KV head."""
         return self.num_heads // self.num_kv_heads
 
     def with_blocks(self, block_size: int, max_context: int) -> AttentionShape:
@@ -150,7 +150,7 @@ class Backend(Protocol):
     def pool_axes(self, shape: AttentionShape) -> Any:
         """The same pytree with a tuple of axis names at each leaf.
 
-        The name "heads" is for the axis that holds key heads, or parts of them, one after another. Others have None.
+        The name "heads" is for the axis that holds KV heads, or parts of them, one after another. Others have None.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""Falcon (arXiv:2311.16867): shared key heads, both halves side by side, rotary positions or ALiBi."""
+"""Falcon (arXiv:2311.16867): multi-query or grouped-query attention, parallel attention, rotary positions or ALiBi."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class FalconConfig(ModelConfig):
     rotary: how positions rotate queries and keys; None with ALiBi.
     parallel: whether attention and feed-forward are side by side.
     norms: norms of a layer: 1 for both halves, or 2.
-    grouped: whether config.json gives the number of key heads ("new_decoder_architecture").
+    grouped: whether config.json gives the number of KV heads ("new_decoder_architecture").
     bias: whether the projections have biases.
     """
 

@@ -1,4 +1,4 @@
-"""GPT-BigCode (StarCoder, arXiv:2305.06161): GPT-2 with one key head for all queries."""
+"""GPT-BigCode (StarCoder, arXiv:2305.06161): GPT-2 with one KV head for all queries."""
 
 from __future__ import annotations
 

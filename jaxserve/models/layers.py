@@ -94,7 +94,7 @@ class RMSNorm(nnx.Module):
 # Logical axes of the parameters of TokenEmbed and NormedHead.
 EMBED_AXES = {"tokens": {"table": ("vocab", "embed")}}
 HEAD_AXES = EMBED_AXES | {"norm": {"scale": ("embed",), "bias": ("embed",)}, "bias": ("vocab",)}
-# Logical axes of a TransformerBlock's parameters. Queries, keys and values of a key head are adjacent.
+# Logical axes of a TransformerBlock's parameters. Queries, keys and values of a KV head are adjacent.
 BLOCK_AXES = {
     "attention_norm": {"scale": ("embed",), "bias": ("embed",)},
     "qkv": {"kernel": ("heads", "embed"), "bias": ("heads",)},
@@ -103,7 +103,7 @@ BLOCK_AXES = {
     "up": {"kernel": ("ffn", "embed"), "bias": ("ffn",)},
     "down": {"kernel": ("embed", "ffn"), "bias": ("embed",)},
 }
-# The same where several query heads may share a key head, with what gated feed-forwards and norms of heads add.
+# The same where several query heads may share a KV head, with what gated feed-forwards and norms of heads add.
 GROUPED_AXES = BLOCK_AXES | {
     "qkv": {"kernel": ("kv_heads", "embed"), "bias": ("kv_heads",)},
     "q_norm": {"scale": ("head_dim",)},
@@ -273,9 +273,9 @@ class RMSNormedHead(NormedHead):
 def split_heads(
     qkv: Float[jax.Array, "T columns"], config: ModelConfig, dtype: DTypeLike
 ) -> tuple[Float[jax.Array, "T N D"], Float[jax.Array, "T K D"], Float[jax.Array, "T K D"]]:
-    """Splits columns that lie [K, G + 2, D] into q, k and v, for K key heads with G = N / K queries each.
+    """Splits columns that lie [K, G + 2, D] into q, k and v, for K KV heads with G = N / K queries each.
 
-    The queries, the key and the value of a key head are adjacent, so a device that holds a share of the columns holds
+    The queries, the key and the value of a KV head are adjacent, so a device that holds a share of the columns holds
     whole heads.
     """
     group = config.num_heads // config.num_kv_heads

@@ -73,7 +73,7 @@ def parse_config(entries: Mapping[str, Any]) -> MPTConfig:
     """From the entries of a config.json. Raises ValueError."""
     fields = Fields(entries)
     attention = fields.within("attn_config")
-    attention.refuse("attn_type", unless="multihead_attention", because="key heads are not shared")
+    attention.refuse("attn_type", unless="multihead_attention", because="KV heads are not shared")
     attention.refuse("alibi", unless=True, because="positions are not learned")
     attention.refuse("alibi_bias_max", unless=8, because="the flattest slope is 2^-8")
     attention.refuse("qk_ln", unless=False, because="queries and keys are not normed")

@@ -88,8 +88,8 @@ class HeadSources(NamedTuple):
 def head_sources(config: ModelConfig, padded_config: ModelConfig) -> HeadSources:
     """The heads of a padded model.
 
-    Where it has a multiple of the key heads, each is repeated and its queries are shared out among the copies; other
-    key heads beyond the model's are zeros. Queries that a group lacks are zeros.
+    Where it has a multiple of the KV heads, each is repeated and its queries are shared out among the copies; other
+    KV heads beyond the model's are zeros. Queries that a group lacks are zeros.
     """
     kv_heads, group = config.num_kv_heads, config.num_heads // config.num_kv_heads
     padded_kv_heads = padded_config.num_kv_heads
@@ -124,7 +124,7 @@ class Stored(NamedTuple):
       name: of the tensor, without the prefix that all but the head's share; {i} is the layer, {qkv} stands for q, k and
         v where each is a tensor of its own, and {e} for the expert where each has a tensor of its own.
       transposed: whether it lies [in, out] rather than [out, in].
-      parts: whether all queries, all keys and all values follow each other in it, rather than those of each key head.
+      parts: whether all queries, all keys and all values follow each other in it, rather than those of each KV head.
       every: (first, step) of its outputs where others lie between them; None for all.
       experts: how many there are, where each has a tensor of its own.
       share: (i, n) where it is n parameters of one shape, output after output, and this is number i.

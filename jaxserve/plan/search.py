@@ -132,7 +132,7 @@ def _specs(base: ShardingSpec, counts: Mapping[str, int], tensor: int) -> Iterat
     """The spec with each of its split axes split, padded if it does not divide, or whole."""
     axes = [axis for axis in PADDABLE if base.rules.get(axis) is not None and axis in counts]
     kv_heads = counts.get("kv_heads", counts["heads"])
-    units = {**counts, "heads": 0 if tensor % kv_heads == 0 else kv_heads}  # of heads; repeated key heads always divide
+    units = {**counts, "heads": 0 if tensor % kv_heads == 0 else kv_heads}  # of heads; repeated KV heads always divide
     ways = [["padded" if units[axis] % tensor else "", "none"] for axis in axes]
     if "expert" in counts and counts["expert"] % tensor == 0 and "ffn" in axes:
         ways[axes.index("ffn")].append(_BY_EXPERT)

@@ -51,7 +51,7 @@ def select(
     if split["heads"] != split["kv_heads"]:
         raise ValueError(
             f"attention: 'heads' is on {_named(split['heads'])} and 'kv_heads' on {_named(split['kv_heads'])}; query "
-            "heads and the key heads that they read must be on the same devices"
+            "heads and the KV heads that they read must be on the same devices"
         )
     parts = kv_cache.head_parts(mesh, spec)
 

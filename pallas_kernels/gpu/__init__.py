@@ -86,7 +86,7 @@ class GpuBackend:
             return f"head_dim {shape.head_dim}; it serves up to 256"
         most = 64 if is_exact(shape) else 128
         if shape.group > most:
-            return f"{shape.group} query heads of {shape.dtype} to a key head; it serves up to {most}"
+            return f"{shape.group} query heads of {shape.dtype} to a KV head; it serves up to {most}"
         return None
 
     def default_block_size(self, shape: AttentionShape) -> int:
@@ -187,7 +187,7 @@ def _prompt_tiling(shape: AttentionShape, n_tokens: int) -> Tiling:
 
 
 def _decode_tiling(shape: AttentionShape) -> Tiling:
-    """The tiling for queries of one token that share a key head."""
+    """The tiling for queries of one token that share a KV head."""
     if shape.group == 1:
         return Tiling(1, max(LANE_NUMBERS // width(shape), 1), 4, 1)
     rows, wide = max(power_of_two(shape.group), LEAST_DOT), width(shape) > 128

@@ -312,7 +312,7 @@ def tile_kernel(
     scale: float,
     window: int | None,
 ):
-    """Attention of some queries of one chunk with all heads that share a key head."""
+    """Attention of some queries of one chunk with all heads that share a KV head."""
     item, head, which = (pl.program_id(i) for i in range(3))
     part = _part(items, item, which, pl.num_programs(2), tiling.slots, window)
     dtype, precision = (jnp.float32, lax.Precision.HIGHEST) if is_exact(shape) else (jnp.bfloat16, None)

@@ -45,11 +45,11 @@ from pallas_kernels.tpu.layout import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadGroup:
-    """A group of key heads of which all queries share one matmul.
+    """A group of KV heads of which all queries share one matmul.
 
     Its rows are zero outside their own head's lanes.
 
-    Row j * heads + h of a group holds query head j of those that share key head first + h.
+    Row j * heads + h of a group holds query head j of those that share KV head first + h.
     """
 
     first: int
@@ -336,7 +336,7 @@ class _DecodeKernel:
                 of_ring(high - 1 - back, lambda copy: copy.wait())
 
     def _masks(self, place: HeadGroup) -> list[jax.Array]:
-        """For each query head of a key head, the lanes that its rows read: bool[rows, lanes]."""
+        """For each query head of a KV head, the lanes that its rows read: bool[rows, lanes]."""
         dim = self.shape.head_dim
         row = lax.broadcasted_iota(jnp.int32, (place.rows, place.lanes), 0)
         lane = lax.broadcasted_iota(jnp.int32, (place.rows, place.lanes), 1)

@@ -34,12 +34,12 @@ def round_up(size: int, multiple: int) -> int:
 
 
 def lanes_of(shape: AttentionShape) -> int:
-    """Lanes of a slot: all key heads, and zeros up to a whole lane tile."""
+    """Lanes of a slot: all KV heads, and zeros up to a whole lane tile."""
     return round_up(shape.num_kv_heads * shape.head_dim, LANES)
 
 
 def scale_rows(shape: AttentionShape) -> int:
-    """Rows of a block's scales: one per key head, and zeros up to whole registers."""
+    """Rows of a block's scales: one per KV head, and zeros up to whole registers."""
     return round_up(shape.num_kv_heads, SUBLANES)
 
 

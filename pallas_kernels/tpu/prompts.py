@@ -1,7 +1,7 @@
 """The Mosaic kernel that attends for chunks longer than 1, after `writes`.
 
 Queries are taken in tiles of the flat tokens, whatever chunks they belong to, so that no copy begins inside a register.
-For each tile the kernel loops over key heads, and for each head over the chunks in the tile; at the end it picks their
+For each tile the kernel loops over KV heads, and for each head over the chunks in the tile; at the end it picks their
 rows out of the tile's result. Copies run one step ahead of the sums, across steps, chunks, heads and tiles.
 
 With a sliding window, a chunk's tokens in a tile begin at the first block that any of them sees, and steps, slots and

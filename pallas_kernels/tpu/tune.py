@@ -19,7 +19,7 @@ from pallas_kernels.api import AttentionBatch, AttentionShape
 from pallas_kernels.tpu import BACKEND, TpuBackend, cuts
 from pallas_kernels.tpu.cuts import Cut
 
-# heads, key heads, head_dim, pool: those of the served models, whole and split over devices.
+# heads, KV heads, head_dim, pool: those of the served models, whole and split over devices.
 SHAPES = [
     (heads, heads, dim, pool)
     for heads, dim in ((7, 128), (14, 128), (32, 128), (16, 64), (32, 80), (16, 96), (16, 256))
@@ -146,7 +146,7 @@ def shape_of(heads: int, kv_heads: int, head_dim: int, pool: str, device_kind: s
 def main(arguments: Sequence[str] | None = None, timer: Timer = seconds) -> None:
     parser = argparse.ArgumentParser(prog="python -m pallas_kernels.tpu.tune", description=__doc__)
     parser.add_argument("--heads", type=int, help="query heads on a device; all shapes of the table if not given")
-    parser.add_argument("--kv-heads", type=int, help="key heads; as many as query heads if not given")
+    parser.add_argument("--kv-heads", type=int, help="KV heads; as many as query heads if not given")
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--pool", default="bfloat16")
     asked = parser.parse_args(arguments)

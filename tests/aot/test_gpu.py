@@ -34,7 +34,7 @@ pytestmark = [
 DEVICES = ("a100-80g:1", "h200:1")
 LAYERS, BLOCKS = 3, 1031  # a number of blocks that no other dimension has
 
-# Heads, key heads, head_dim, dtype of queries, of the pool.
+# Heads, KV heads, head_dim, dtype of queries, of the pool.
 MODELS = [
     (1, 1, 64, "bfloat16", "bfloat16"),
     (7, 7, 128, "bfloat16", "int8"),

@@ -33,7 +33,7 @@ pytestmark = [
 
 GENERATIONS = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
 BLOOM_176B = {"model_type": "bloom", "vocab_size": 250880, "hidden_size": 14336, "n_layer": 70, "n_head": 112}
-# heads, key heads, head_dim, queries, pool
+# heads, KV heads, head_dim, queries, pool
 SHAPES = [
     (7, 7, 128, "bfloat16", "bfloat16"),
     (7, 7, 128, "bfloat16", "int8"),

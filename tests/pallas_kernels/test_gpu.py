@@ -46,7 +46,7 @@ def test_parts_of_a_context_are_put_together(harness, heads, kv_heads):
 
 @pytest.mark.interpret
 def test_one_query_of_many_heads_fills_a_tile(harness):
-    """71 heads to a key head, as Falcon-7B has: a prompt tile of 128 rows holds one query."""
+    """71 heads to a KV head, as Falcon-7B has: a prompt tile of 128 rows holds one query."""
     sizes = {"block": 16, "max_blocks": 8, "n_blocks": 24, "bucket": 32}
     h = harness(GpuBackend(interpret=True), heads=71, kv_heads=1, dtype="bfloat16", pool="bfloat16", **sizes)
     assert gpu._prompt_tiling(h.shape, 32).rows == 128
@@ -91,7 +91,7 @@ def test_a_bucket_of_no_more_tokens_than_rows_has_no_tiles():
 def test_refusals():
     for change, words in (
         ({"head_dim": 320}, "head_dim 320; it serves up to 256"),
-        ({"num_heads": 160, "num_kv_heads": 1}, "160 query heads of bfloat16 to a key head; it serves up to 128"),
+        ({"num_heads": 160, "num_kv_heads": 1}, "160 query heads of bfloat16 to a KV head; it serves up to 128"),
         ({"num_heads": 96, "num_kv_heads": 1, "dtype": np.dtype(np.float32)}, "it serves up to 64"),
         ({"dtype": np.dtype(np.float16)}, "queries of float16"),
         ({"pool_dtype": np.dtype(np.uint8)}, "pool of uint8"),

@@ -82,7 +82,7 @@ def test_padding_rounds_up_to_what_every_rule_divides():
     ("heads", "kv_heads", "tensor", "pad", "held"),
     [
         (8, 2, 2, (), (8, 2)),
-        (8, 2, 4, (), (8, 4)),  # each key head twice, with half of its queries
+        (8, 2, 4, (), (8, 4)),  # each KV head twice, with half of its queries
         (14, 2, 4, (), (16, 4)),  # seven queries in two halves of four
         (71, 1, 8, (), (72, 8)),
         (8, 8, 16, (), (16, 16)),

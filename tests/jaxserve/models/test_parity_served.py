@@ -30,7 +30,7 @@ VARIANTS = (
     "phi3-grouped",
     "gemma2-capped",
 )
-# 7 heads, vocabularies of 101 and 257, key heads that are repeated: 2 over 4 devices, 3 over 2 and 6
+# 7 heads, vocabularies of 101 and 257, KV heads that are repeated: 2 over 4 devices, 3 over 2 and 6
 PADDED = (
     ("bloom-7-heads", 4),
     ("gpt2-4-heads", 2),
