@@ -68,8 +68,10 @@ def _memory(plan: Plan) -> Section:
     each_one = f", in each of {engine.replicas} replicas" if engine.replicas > 1 else ""
     fit = f"{plan.requests:,} requests of {REQUEST:,} tokens{each_one}"
     note = f"{plan.slots:,} slots in blocks of {plan.block_size}, {plan.kv_cache_dtype}, fit: {fit}"
+    blocks = zip(plan.groups.windows[1:], plan.groups.blocks(plan.slots // plan.block_size)[1:], strict=True)
+    others = [f"{each * plan.block_size:,} slots in layers with a window of {window:,}" for window, each in blocks]
     title = f"Memory of each device: {size(plan.memory[0])}, of which {size(plan.memory[1])} may be used"
-    return Section(title, columns, rows, [note])
+    return Section(title, columns, rows, [note, *others])
 
 
 def collectives(plan: Plan) -> Section:

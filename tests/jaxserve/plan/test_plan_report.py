@@ -17,6 +17,7 @@ from sharding import specs
 from tests.jaxserve.plan.questions import BLOOM, LLAMA, MIXTRAL, question
 
 SPEC = specs.default("bloom")
+WINDOWS = {"use_sliding_window": True, "sliding_window": 256, "max_window_layers": 1}
 WHOLE = dataclasses.replace(SPEC, rules={**SPEC.rules, "vocab": None})
 
 
@@ -194,3 +195,9 @@ def test_a_page_holds_everything(plan, tmp_path):
     assert data.pop("tables")[0]["rows"][0][:3] == ["0", "embed", "all-reduce"]
     assert data.pop("lines")[-1] == "pad: vocab"
     assert data == json.loads(json.dumps(told))
+
+
+def test_layers_with_a_window_are_told_apart():
+    plan = predict(question(LLAMA | {"model_type": "qwen2", **WINDOWS}, max_rows=2))
+    blocks = plan.groups.blocks(plan.slots // plan.block_size)[1]
+    assert f"\n{blocks * plan.block_size:,} slots in layers with a window of 256\n" in printed(plan_report.show, plan)
