@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from server.auth import ApiKeys, KeyMiddleware
@@ -33,6 +33,7 @@ class ServerApp:
     Args:
       engine: a started engine, or one that is still starting.
       name: served name of the model.
+      aliases: other names that calls may give it.
       version: version of the server.
       tls: None listens without encryption.
       allowed_origins: origins of web pages that may call over HTTP, with commas between them, or "*"; None allows none.
@@ -52,6 +53,7 @@ class ServerApp:
         *,
         name: str,
         version: str,
+        aliases: Sequence[str] = (),
         tls: Tls | None = None,
         keys: ApiKeys | None = None,
         allowed_origins: str | None = None,
@@ -61,7 +63,11 @@ class ServerApp:
         wedged_seconds: Callable[[], float] | None = None,
     ) -> None:
         self.handler = RequestHandler(
-            engine, model_name=name, version=version, tenants=lambda: keys.tenants if keys is not None else {}
+            engine,
+            model_name=name,
+            aliases=aliases,
+            version=version,
+            tenants=lambda: keys.tenants if keys is not None else {},
         )
         self._grpc = GrpcServer(self.handler, tls=tls, keys=keys)
         self.metrics = Metrics(engine, model=name, healthy=lambda: self.handler.unhealthy_reason is None)

@@ -43,10 +43,12 @@ class RequestHandler:
 
     Args:
       engine: started, or still starting; calls are refused until it is ready.
-      model_name / version: of the served model, and of the server.
+      model_name / aliases: the name of the served model, and others that calls may give it.
+      version: of the server.
       tenants: returns all tenants, by name.
 
     Attributes:
+      model_names: all names of the model.
       calls: the active calls.
       text: tokenizes and detokenizes.
       observers: of every request and every refused call.
@@ -54,9 +56,16 @@ class RequestHandler:
     """
 
     def __init__(
-        self, engine: EngineClient, *, model_name: str, version: str, tenants: Callable[[], dict[str, Tenant]] = dict
+        self,
+        engine: EngineClient,
+        *,
+        model_name: str,
+        version: str,
+        aliases: Sequence[str] = (),
+        tenants: Callable[[], dict[str, Tenant]] = dict,
     ) -> None:
         self.engine, self.model_name, self.version = engine, model_name, version
+        self.model_names = (model_name, *aliases)
         self.admission = AdmissionController(engine, tenants=tenants)
         self.calls = ActiveCalls()
         self.text = TextTools(engine)

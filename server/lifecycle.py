@@ -61,6 +61,7 @@ class ServerLifecycle:
         self.app = ServerApp(
             engine,
             name=settings.name,
+            aliases=settings.names[1:],
             version=metadata.version("jaxserve"),
             tls=settings.tls,
             keys=settings.keys,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxserve.multihost.failure import HostFailed
-from server.commands import flags
+from server.commands import flags, hub
 from server.commands.console import Progress, UserError, progress_bars, show, user_errors
 
 if TYPE_CHECKING:
@@ -25,7 +25,11 @@ _GPU_MEMORY = "0.93"
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags for the model and the engine; `load_engine` reads them."""
     flags.group(parser, "model").add_argument(
-        "--model", type=Path, metavar="DIR", help="checkpoint directory (default: the built-in demo model)"
+        "--model",
+        type=Path,
+        metavar="DIR|ORG/NAME",
+        help="checkpoint directory, or the name of a checkpoint on the Hugging Face Hub, perhaps with @revision "
+        "(default: the built-in demo model)",
     )
     flags.add_engine_flags(parser)
 
@@ -35,12 +39,15 @@ def add_profile_flag(parser: Any) -> None:
 
 
 def model_directory(args: argparse.Namespace) -> Path:
-    """The checkpoint directory to run. Raises UserError if it does not exist."""
+    """The checkpoint directory to run, downloaded if it is given by name. Raises UserError if there is none."""
     if args.model is None:
         from jaxserve.demo import DEMO_MODEL
 
         return Path(DEMO_MODEL)
     if not args.model.is_dir():
+        if hub.is_name(str(args.model)) and not args.model.exists():
+            args.model = hub.directory(str(args.model))
+            return args.model
         raise UserError(f"--model {args.model} is not a directory")
     return args.model
 
@@ -69,7 +76,7 @@ def start_engine(path: Path, config: EngineConfig, cluster: ClusterConfig | None
             engine = make_engine(path, config, report, cluster)
         except HostFailed as failure:
             hosts.end_failed(failure)
-    show(engine.report, model=path.name)
+    show(engine.report, model=hub.name_of(path))
     return engine
 
 

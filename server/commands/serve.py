@@ -18,7 +18,7 @@ from jaxserve.fields import param, params
 from jaxserve.multihost.config import ClusterConfig
 from server import tls
 from server.auth import ApiKeys
-from server.commands import flags, hosts, settings
+from server.commands import flags, hosts, hub, settings
 from server.commands.console import UserError, address, check_folder, console, user_errors
 from server.commands.engine_start import add_model_flags, add_profile_flag, model_directory, profiling, start_engine
 from server.engine_process.supervisor import RestartPolicy
@@ -30,6 +30,7 @@ of OpenAI and of TGI.
 
   jaxserve serve                                       the built-in demo model, on 127.0.0.1:50051 and :8000
   jaxserve serve --model DIR --host 0.0.0.0            a checkpoint, to other machines as well
+  jaxserve serve --model Qwen/Qwen3-0.6B               a checkpoint of the Hugging Face Hub
   jaxserve serve --model DIR --max-rows 32 --buckets 16,64,256
   jaxserve serve --hosts 2 --host-id 0 --coordinator 10.0.0.1:9000 --tensor 4 --stages 2      see docs/hosts.md
   jaxserve client "It was a"                           from a second terminal
@@ -49,6 +50,7 @@ class ServeSettings:
       cluster: this host's place among several; None where it serves alone.
       tls / keys: None serves without encryption, or without API keys. Hosts that answer no calls have neither.
       profile: directory for a jax profiler capture, or None.
+      names: by which calls may name the model; the first is in answers. By default the checkpoint's.
 
     Raises:
       ValueError: a setting has a wrong value; the message names its flag.
@@ -60,6 +62,7 @@ class ServeSettings:
     tls: Tls | None
     keys: ApiKeys | None
     profile: Path | None
+    names: tuple[str, ...] = ()
     host: str = param("127.0.0.1", "address to listen on")
     port: int = param(50051, "port for gRPC; 0 takes a free one", minimum=0, maximum=65535)
     http_port: int | None = param(
@@ -121,7 +124,7 @@ class ServeSettings:
 
     @property
     def name(self) -> str:
-        return self.model.name
+        return self.names[0] if self.names else hub.name_of(self.model)
 
     @property
     def in_process(self) -> bool:
@@ -149,12 +152,19 @@ def from_flags(args: argparse.Namespace) -> ServeSettings:
             tls=tls.from_flags(args) if answers_calls else None,
             keys=ApiKeys(args.api_keys) if answers_calls and args.api_keys is not None else None,
             profile=args.profile,
+            names=tuple(args.served_model_name or ()),
             **flags.read(args, SERVE_PARAMS),
         )
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add_model_flags(parser)
+    flags.group(parser, "model").add_argument(
+        "--served-model-name",
+        nargs="+",
+        metavar="NAME",
+        help="names by which calls may name the model; the first is in answers (default: the checkpoint's)",
+    )
     server, security = flags.group(parser, "server"), flags.group(parser, "security")
     for each in SERVE_PARAMS.values():
         flags.add(flags.group(parser, each.group or "server"), each)

@@ -147,6 +147,11 @@ def _convert(action: argparse.Action, value: Any, where: str) -> Any:
         if action.nargs != 0 or not isinstance(value, bool):
             raise ValueError(f"{where} is {value!r}; it must be {_kind(action)}")
         return value
+    if action.nargs == "+":
+        texts = value.split() if isinstance(value, str) else value
+        if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+            raise ValueError(f"{where} is {value!r}; it must be a list of strings")
+        return texts
     if isinstance(value, list) and action.type not in (None, str):
         value = ",".join(map(str, value))
     if not isinstance(value, str | int | float):
@@ -180,7 +185,7 @@ def _toml(name: str, value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, tuple | list):
-        return f"[{', '.join(map(str, value))}]"
+        return f"[{', '.join(_toml(name, each) for each in value)}]"
     if name == "target-tpot":  # the one setting with a unit
         return f'"{value!r}s"'
     if isinstance(value, int | float):

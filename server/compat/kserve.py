@@ -184,7 +184,7 @@ def routes(handler: RequestHandler) -> list[Route]:
 def _check_model(handler: RequestHandler, name: str, version: str) -> None:
     """Raises ApiError (NOT_FOUND) for a model or a version that is not served."""
     served = handler.model_name
-    if name != served:
+    if name not in handler.model_names:
         raise ApiError(ErrorKind.NOT_FOUND, f"name: {name[:100]!r} is not served here; {served!r} is", field="name")
     if version:
         text = f"version: {served!r} has no versions, so not {version[:100]!r}; leave it out"

@@ -126,9 +126,9 @@ class _About:
         self._handler = handler
         self._created = int(time.time())
 
-    def _card(self) -> dict[str, Any]:
+    def _card(self, name: str) -> dict[str, Any]:
         return {
-            "id": self._handler.model_name,
+            "id": name,
             "object": "model",
             "created": self._created,
             "owned_by": "jaxserve",
@@ -136,23 +136,23 @@ class _About:
         }
 
     async def models(self, http_call: HttpCall) -> None:
-        await http_call.json({"object": "list", "data": [self._card()]})
+        await http_call.json({"object": "list", "data": [self._card(name) for name in self._handler.model_names]})
 
     async def model(self, http_call: HttpCall) -> None:
-        asked, served = http_call.path_params["name"], self._handler.model_name
-        if asked != served:
-            raise ApiError(ErrorKind.NOT_FOUND, f"{asked[:100]!r} is not served here; {served!r} is", field="model")
-        await http_call.json(self._card())
+        asked, names = http_call.path_params["name"], self._handler.model_names
+        if asked not in names:
+            raise ApiError(ErrorKind.NOT_FOUND, f"{asked[:100]!r} is not served here; {names[0]!r} is", field="model")
+        await http_call.json(self._card(asked))
 
     async def tokenize(self, http_call: HttpCall) -> None:
         body = await http_call.body(TokenizeBody)
-        openai.check_model(body, self._handler.model_name)
+        openai.check_model(body, self._handler.model_names)
         ids = await self._handler.text.tokenize(body.prompt, special_tokens=body.add_special_tokens, field="prompt")
         await http_call.json({"count": len(ids), "max_model_len": self._handler.engine.max_context, "tokens": ids})
 
     async def detokenize(self, http_call: HttpCall) -> None:
         body = await http_call.body(DetokenizeBody)
-        openai.check_model(body, self._handler.model_name)
+        openai.check_model(body, self._handler.model_names)
         await http_call.json({"prompt": await self._handler.text.detokenize(body.tokens, field="tokens")})
 
     async def health(self, http_call: HttpCall) -> None:

@@ -41,11 +41,11 @@ def error_of(refusal: ApiError) -> dict[str, Any]:
     }
 
 
-def check_model(body: Any, name: str) -> None:
+def check_model(body: Any, names: Sequence[str]) -> None:
     """Raises ApiError (404) if a call names a model that is not served."""
-    if body.model not in (None, name, *_TGI_NAMES):
+    if body.model not in (None, *names, *_TGI_NAMES):
         raise ApiError(
-            ErrorKind.NOT_FOUND, f"model: {body.model[:100]!r} is not served here; {name!r} is", field="model"
+            ErrorKind.NOT_FOUND, f"model: {body.model[:100]!r} is not served here; {names[0]!r} is", field="model"
         )
 
 
@@ -60,7 +60,7 @@ class Completions:
 
     async def __call__(self, http_call: HttpCall) -> None:
         body = await http_call.body(self._schema)
-        check_model(body, self._handler.model_name)
+        check_model(body, self._handler.model_names)
         usage_wanted, samples, sampling = body.usage_wanted, body.samples, body.sampling
         prompts = [prompt | sampling for prompt in body.prompts]
         call = Call(

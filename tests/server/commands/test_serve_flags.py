@@ -348,7 +348,8 @@ def test_every_serve_flag_takes_effect(checkpoint: Path, certificates: Path, tmp
         f"--tls-client-ca {certificates}/ca.pem --api-keys {tmp_path}/keys.toml --stall-seconds {STALL_SECONDS} "
         f"--drain-seconds {DRAIN_SECONDS} --supervise --request-log {log} --log-prompts --metrics-port {metrics_port} "
         f"--profile {profile} --buckets 16 --slots 32768 --max-context 16384 --compilation-cache {cache} --no-scoring "
-        f"--max-queued-requests 77 --chat-template {tmp_path}/chat.jinja --allowed-origins https://a.example"
+        f"--served-model-name first second --max-queued-requests 77 --chat-template {tmp_path}/chat.jinja "
+        "--allowed-origins https://a.example"
     )
     traced = _has_opentelemetry()
     with contextlib.ExitStack() as stack:
@@ -368,7 +369,9 @@ def test_every_serve_flag_takes_effect(checkpoint: Path, certificates: Path, tmp
             stranger.get("/v1/models", headers=KEY)
         assert client.get("/v1/models").status_code == 401
         models = client.get("/v1/models", headers=KEY).json()
-        assert [model["id"] for model in models["data"]] == [checkpoint.name]
+        assert [model["id"] for model in models["data"]] == ["first", "second"]
+        named = {"prompt": "abc", "max_tokens": 1, "model": "second"}
+        assert client.post("/v1/completions", headers=KEY, json=named).json()["model"] == "first"
         assert models["data"][0]["max_model_len"] == 16384
         assert client.get("/live", headers=KEY).json()["about"]["max_rows"] == 3
         assert _call_grpc(certificates, port) == (3, 77)
@@ -383,12 +386,12 @@ def test_every_serve_flag_takes_effect(checkpoint: Path, certificates: Path, tmp
         chat = {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 1}
         answer = client.post("/v1/chat/completions", headers=KEY, json=chat).json()
         assert answer["usage"]["prompt_tokens"] == 4
-        server.until(lambda: log.read_text().count("\n") == 2)
+        server.until(lambda: log.read_text().count("\n") == 3)
 
         # The request log, metrics, compiled programs
         body = {"prompt": "abc", "max_tokens": 4, "ignore_eos": True}
         assert client.post("/v1/completions", headers=KEY, json=body).status_code == 200
-        server.until(lambda: log.read_text().count("\n") == 3)  # lines for the call over gRPC, the chat, and this one
+        server.until(lambda: log.read_text().count("\n") == 4)  # lines for the calls above and for this one
         logged = json.loads(log.read_text().splitlines()[-1])
         assert (logged["prompt"], logged["tenant"], logged["completion_tokens"]) == ("abc", "us", 4)
         assert "jaxserve_" in httpx.get(f"http://{HOST}:{metrics_port}/metrics").text

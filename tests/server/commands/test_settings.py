@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from server.commands import cli
+from server.commands import cli, settings
 
 Parse = Callable[..., Any]
 
@@ -61,6 +61,15 @@ def test_flags_in_the_file_and_in_the_environment(parse: Parse) -> None:
     assert [each[:2] for each in again.settings] == [each[:2] for each in args.settings]
 
 
+def test_names_are_a_list(parse: Parse, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert parse("--served-model-name a b --port 1").served_model_name == ["a", "b"]
+    assert parse(variables={"JAXSERVE_SERVED_MODEL_NAME": "a b"}).served_model_name == ["a", "b"]
+    monkeypatch.delenv("JAXSERVE_SERVED_MODEL_NAME")
+    args = parse(file='served-model-name = ["a", "b c"]')
+    assert args.served_model_name == ["a", "b c"]
+    assert 'served-model-name = ["a", "b c"]' in settings.as_toml(args.settings)
+
+
 def test_a_switch_in_the_environment_undoes_the_files(parse: Parse) -> None:
     assert not parse(variables={"JAXSERVE_DETERMINISTIC": "false"}, file="deterministic = true").deterministic
 
@@ -84,6 +93,8 @@ def test_the_file_may_be_named_in_the_environment(parse: Parse, tmp_path: Path) 
         ({}, 'dtype = "int4"', "dtype is 'int4'; it must be one of auto, float32, bfloat16"),
         ({}, 'target-tpot = "3"', "target-tpot: '3' is not a time above 0"),
         ({}, "host = [1]", "host is [1]"),
+        ({}, "served-model-name = [1]", "served-model-name is [1]; it must be a list of strings"),
+        ({}, "served-model-name = []", "served-model-name is []; it must be a list of strings"),
         ({}, "port =", "not TOML"),
     ],
 )
