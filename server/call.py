@@ -7,6 +7,7 @@ import contextlib
 import secrets
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from jaxserve.generation.completion import Assembler, Completion, Delta, merge_deltas
@@ -17,6 +18,8 @@ from server.admission import AdmissionController, Ticket
 from server.auth import Tenant, current
 from server.engine_client import EventDelivery
 
+# The W3C traceparent of the current call, or "": set where a call comes in.
+traceparent: ContextVar[str] = ContextVar("traceparent", default="")
 _MOST_EVENTS = 64  # of a call handled at once, so that one with many delays no other call
 _GRACE_SECONDS = 0.2  # after a deadline, in which a protocol with deadlines ends its calls itself
 
@@ -36,6 +39,7 @@ class Call:
       priority / cache_salt: of its requests.
       arrival / deadline: monotonic seconds; the caller wants no answer after its deadline.
       tenant: the tenant whose share and rate it counts against.
+      traceparent: the span of the caller, as a W3C traceparent; "" if it sent none.
       has_defaults: whether the checkpoint's defaults replace sampling parameters that the call leaves out.
     """
 
@@ -46,6 +50,7 @@ class Call:
     arrival: float = field(default_factory=time.monotonic)
     deadline: float | None = None
     tenant: Tenant = field(default_factory=current.get)
+    traceparent: str = field(default_factory=traceparent.get)
     has_defaults: bool = True
 
 

@@ -38,7 +38,7 @@ _GAUGES = {
     ),
     "slots_used": ("slots_used", "Slots that requests hold.", None),
     "slots_cached": ("slots_cached", "Slots with cached prefixes that no request uses now.", None),
-    "slots_total": ("slots_total", "Slots in total.", None),
+    "slots_total": ("slots", "Slots in total.", None),
 }
 _COUNTERS = {
     "iterations": ("iterations", "Iterations run.", None),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 
 from jaxserve.generation.completion import Completion
@@ -9,7 +10,7 @@ from server.call import Observer, RequestTiming
 
 
 class Tracing(Observer):
-    """Sends a span for each request once it has ended.
+    """Sends a span for each request once it has ended, as a child of the caller's span, if it sent a traceparent.
 
     OpenTelemetry's environment variables set the endpoint (OTEL_EXPORTER_OTLP_ENDPOINT and others).
 
@@ -24,9 +25,11 @@ class Tracing(Observer):
             from opentelemetry.sdk.resources import Resource  # pyright: ignore[reportMissingImports]
             from opentelemetry.sdk.trace import TracerProvider  # pyright: ignore[reportMissingImports]
             from opentelemetry.sdk.trace.export import BatchSpanProcessor  # pyright: ignore[reportMissingImports]
+            from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator  # pyright: ignore[reportMissingImports]
         except ImportError as missing:
             raise ValueError(f"--traces needs OpenTelemetry: pip install 'jaxserve[otel]' ({missing})") from None
-        self._context_of = trace.set_span_in_context
+        self._context_of, self._server = trace.set_span_in_context, trace.SpanKind.SERVER
+        self._propagator = TraceContextTextMapPropagator()
         self._provider = TracerProvider(resource=Resource.create({"service.name": "jaxserve"}))
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
         self._tracer = self._provider.get_tracer("jaxserve")
@@ -46,7 +49,10 @@ class Tracing(Observer):
             "jaxserve.cached_tokens": completion.cached_tokens,
         }
         start = timing.call.arrival
-        whole = self._tracer.start_span("generate", start_time=self._at(start), attributes=attributes)
+        caller = self._propagator.extract({"traceparent": timing.call.traceparent})
+        whole = self._tracer.start_span(
+            "generate", context=caller, kind=self._server, start_time=self._at(start), attributes=attributes
+        )
         parts = (
             ("queue", start, timing.began or end),
             ("prefill", timing.began, timing.first_token or end),
@@ -59,7 +65,8 @@ class Tracing(Observer):
         whole.end(self._at(end))
 
     def close(self) -> None:
-        """Sends the remaining spans."""
+        """Sends the remaining spans, without a word if nobody takes them."""
+        logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
         self._provider.shutdown()
 
     def _at(self, monotonic: float) -> int:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 import grpc
 
 from server import errors
-from server.call import new_id
+from server.call import new_id, traceparent
 from server.grpc import messages
 from server.handler import RequestHandler
 
@@ -47,6 +47,15 @@ def deadline(context: Any) -> float | None:
     """The deadline of a call in monotonic seconds; None without one."""
     seconds = context.time_remaining()
     return None if seconds is None else time.monotonic() + seconds
+
+
+class TraceInterceptor(grpc.aio.ServerInterceptor):
+    """Notes the caller's span (metadata `traceparent`) for the spans of the call."""
+
+    async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
+        given = dict(handler_call_details.invocation_metadata or ()).get("traceparent", "")
+        traceparent.set(given if isinstance(given, str) else "")  # every RPC has its own task
+        return await continuation(handler_call_details)
 
 
 class FullQueueInterceptor(grpc.aio.ServerInterceptor):

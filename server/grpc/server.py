@@ -59,7 +59,10 @@ class GrpcServer:
         self._handler = handler
         self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
         self._tls = tls
-        interceptors: list[grpc.aio.ServerInterceptor] = [calls.FullQueueInterceptor(handler, _QUEUED)]
+        interceptors: list[grpc.aio.ServerInterceptor] = [
+            calls.TraceInterceptor(),
+            calls.FullQueueInterceptor(handler, _QUEUED),
+        ]
         if keys is not None:
             interceptors.insert(0, KeyInterceptor(keys, OPEN_SERVICES))
         self._server = grpc.aio.server(interceptors=interceptors, options=_OPTIONS)

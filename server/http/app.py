@@ -19,7 +19,7 @@ from server.compat import kserve, tgi
 from server.engine_client import EngineNotReady
 from server.errors import ApiError, ErrorKind
 from server.handler import RequestHandler
-from server.http import openai
+from server.http import openai, openapi
 from server.http.call import Endpoint, HttpCall
 from server.http.schemas import DetokenizeBody, TokenizeBody
 from server.live import LiveStats
@@ -77,6 +77,12 @@ def make_app(handler: RequestHandler, metrics: Metrics, live: LiveStats) -> Star
         exception_handlers={HTTPException: _no_route},
     )
     app.router.redirect_slashes = False
+    described = openapi.description(app.routes, handler.version)
+
+    async def describe(_: Request) -> Response:
+        return JSONResponse(described)
+
+    app.router.routes.append(Route("/openapi.json", describe))
     return app
 
 

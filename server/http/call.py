@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import pydantic
 from starlette.types import Receive, Scope, Send
 
-from server.call import new_id
+from server.call import new_id, traceparent
 from server.errors import ApiError, ErrorKind
 from server.handler import RequestHandler
 from server.http.body import IgnoredLog, ignored_fields, warning_header
@@ -21,6 +22,7 @@ DONE = b"[DONE]"  # the last event of a stream in OpenAI's API
 BODY_SECONDS = 30.0  # within which the body must arrive
 _MAX_FIELDS = 512  # of one object in the body
 
+_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 _ignored_log = IgnoredLog()
 _Model = TypeVar("_Model", bound=pydantic.BaseModel)
 _STATUS = {
@@ -52,7 +54,7 @@ class HttpCall:
     """One HTTP call while it is answered.
 
     Attributes:
-      id: for answer and log.
+      id: for answer and log: the caller's x-request-id, if it sent a proper one.
       path_params: values of the route's parameters.
       ignored: names of fields in the body that the call does not read.
     """
@@ -60,12 +62,13 @@ class HttpCall:
     def __init__(
         self, scope: Scope, receive: Receive, send: Send, full: Callable[[], ApiError | None] = lambda: None
     ) -> None:
-        self.id = new_id()
+        self._headers: dict[bytes, bytes] = dict(scope["headers"])
+        given = self.header("x-request-id")
+        self.id = given if _ID.fullmatch(given) else new_id()
         self.path_params: Mapping[str, Any] = scope.get("path_params", {})
         self.has_started = False
         self.ignored: list[str] = []
         self.is_abandoned = False  # whether the client has disconnected
-        self._headers: dict[bytes, bytes] = dict(scope["headers"])
         self._receive, self._send, self._full = receive, send, full
         self._watcher: asyncio.Task[None] | None = None
 
@@ -194,6 +197,7 @@ class Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         http_call = HttpCall(scope, receive, send, *((self._handler.full,) if self._queued else ()))
+        traceparent.set(http_call.header("traceparent"))  # every call has its own task
         try:
             try:
                 with self._handler.answering(http_call.id):
