@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import httpx2 as httpx
 
 from server.auth import ApiKeys
+from server.http.app import _PAGE
 from tests.server.conftest import Served
 from tests.server.http.http_calls import ask
+
+FIELDS = _PAGE.split("const FIELDS = [")[1].split("];")[0]
 
 
 def test_the_page_holds_everything_it_needs(serve_http: Callable[..., None]) -> None:
@@ -21,6 +25,23 @@ def test_the_page_holds_everything_it_needs(serve_http: Callable[..., None]) -> 
         assert "href=" not in page.text
 
     serve_http(scenario)
+
+
+def test_no_two_elements_have_one_id() -> None:
+    made = re.findall(r'^  \["(\w+)", |, \["(\w+)", "', FIELDS, re.MULTILINE)
+    fields = [first or second for first, second in made]
+    assert {"max_tokens", "stop", "key", "seed"} <= set(fields)
+    ids = [*re.findall(r'\bid="(\w+)"', _PAGE), *fields]
+    assert len(ids) == len(set(ids))
+    assert set(re.findall(r'\$\("(\w+)"\)', _PAGE)) <= set(ids)
+
+
+def test_colors_are_those_of_the_scheme() -> None:
+    style, _, rest = _PAGE.partition("</style>")
+    light, dark = (set(re.findall(r"--(\w+):", part)) for part in style.split("prefers-color-scheme: dark"))
+    assert light - dark == {"queue"}  # which is read on both
+    assert not re.findall(r"#[0-9a-f]{3,6}\b", rest)
+    assert "<main>" in rest
 
 
 def test_live_tells_what_was_served_since(serve_http: Callable[..., None]) -> None:
