@@ -75,8 +75,8 @@ class EngineConfig:
     # See policy.ObjectiveTokenBudget, and policy.DefaultTokenBudget without a target.
     target_tpot: float | None = param(
         None,
-        "target time between a request's tokens: iterations carry as many prompt tokens as the load needs and the "
-        "target allows",
+        "target time between a request's tokens: iterations carry as many prompt tokens as the target allows; a target "
+        "out of reach changes nothing",
         default_help="while requests generate, prompt tokens may make an iteration as long as a full batch of decodes, "
         "or twice as long as its own decodes; longer when prompts queue",
         minimum=0,

@@ -226,6 +226,7 @@ def finish(
         make_scheduler(
             config,
             costs,
+            slot_milliseconds=slot_milliseconds,
             n_blocks=n_blocks,
             groups=shape.groups,
             eos_token_ids=frozenset(model.config.eos_token_ids),

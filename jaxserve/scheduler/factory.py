@@ -40,6 +40,7 @@ def make_scheduler(
     config: EngineConfig,
     costs: Sequence[BucketCost],
     *,
+    slot_milliseconds: float = 0.0,
     n_blocks: int,
     groups: CacheGroups,
     eos_token_ids: frozenset[int],
@@ -49,6 +50,7 @@ def make_scheduler(
 
     Args:
       costs: one for each bucket, ascending.
+      slot_milliseconds: added milliseconds of an iteration per slot that it reads.
       n_blocks / groups: the engine's final sizes, whatever `config` asks for; the blocks of the first group.
       drafter: the draft model, if there is one.
     """
@@ -71,6 +73,8 @@ def make_scheduler(
         batches=batches,
         token_budget=config.token_budget,
         target_tpot=config.target_tpot,
+        slot_milliseconds=slot_milliseconds,
+        window=groups.windows[0],
         is_fixed=is_static or chunk is not None,
     )
     pool = make_pool(

@@ -8,11 +8,13 @@ fills the rest with prompts. To try another policy, write a class with these two
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from itertools import accumulate
 from typing import Protocol
 
 from jaxserve.scheduler.buckets import BucketLadder
 from jaxserve.scheduler.plan_builder import PlanBuilder
 from jaxserve.scheduler.requests import RequestTable
+from jaxserve.scheduler.state import RequestState
 
 # Iterations over which a prompt is spread while others decode. Simulated on Orca's trace (175B, 2 stages of 8 GPUs),
 # 8 to 16 differ by 2% at any load; 24 costs 5% where slots are short.
@@ -22,6 +24,10 @@ PROMPT_ITERATIONS = 12
 # iterations the waiting prompts may be spread. benchmarks/results/2026-11-23-simulator.md
 # has the results of other values.
 STRETCH, BACKLOG_ITERATIONS = 2.0, 8
+
+# With a target: least prompt tokens a second beside decodes, as a share of those without a target. At a smaller share a
+# prompt slows so many iterations a little that the mean time between tokens is no shorter.
+LEAST_PACE = 0.25
 
 
 class TokenBudgetPolicy(Protocol):
@@ -51,56 +57,6 @@ class FixedTokenBudget:
         return self._limit
 
 
-class ObjectiveTokenBudget:
-    """The token budget for a target time between tokens (TPOT).
-
-    Every plan in flight takes an equal share of the rows that decode. Each prompt that waits or has begun is spread
-    over several iterations: over one where no row decodes, over one more for every row that does, over
-    PROMPT_ITERATIONS at most. So iterations grow with the load and no further, plans in flight are alike (pipeline
-    stages do not wait for each other), and no prompt delays the decodes much.
-
-    The target bounds the budget: the largest bucket with which a row gets its next token in time. Decodes are never
-    held back, so the target is missed where more rows decode than that bucket holds, or where no bucket is fast enough.
-    """
-
-    def __init__(self, ladder: BucketLadder, *, target_tpot: float, limit: int, batches: int) -> None:
-        """
-        Args:
-          target_tpot: seconds between a request's tokens.
-          limit: most tokens of an iteration, whatever the target (a result of `BucketLadder.limit`).
-          batches: plans in flight that hold different rows.
-        """
-        if not target_tpot > 0:
-            raise ValueError(f"target_tpot is {target_tpot}; it must be above 0 seconds")
-        self._sizes = ladder.sizes
-        self._limit = limit
-        self._batches = batches
-        in_time = bisect_right(ladder.costs_ms, 1000 * target_tpot / batches)
-        self._in_time = ladder.sizes[max(in_time - 1, 0)]
-
-    def decode_budget(self, requests: RequestTable) -> int:
-        """Most tokens of the next iteration (see `budget`)."""
-        begun = [state.length for state in requests.running if state.length - state.computed > 1]
-        return self.budget(len(requests.running) - len(begun), sum(begun) + requests.waiting_tokens)
-
-    def prompt_budget(self, requests: RequestTable, plan: PlanBuilder, decode_budget: int) -> int:
-        """The decode budget."""
-        return decode_budget
-
-    def budget(self, decodes: int, prompt_tokens: int) -> int:
-        """Most tokens of the next iteration: a bucket's, or the limit.
-
-        Args:
-          decodes: rows that decode, of all plans.
-          prompt_tokens: whole lengths of the prompts that wait or have begun, computed or not. So a prompt is done
-            after PROMPT_ITERATIONS instead of losing a fraction of its rest with each.
-        """
-        share = -(-decodes // self._batches)
-        wanted = share - (-prompt_tokens // min(1 + share, PROMPT_ITERATIONS))
-        tokens = max(min(wanted, self._in_time), share, 1)
-        return min(self._sizes[min(bisect_left(self._sizes, tokens), len(self._sizes) - 1)], self._limit)
-
-
 class DefaultTokenBudget:
     """The token budget without a target: limits how much prompts delay decodes.
 
@@ -122,10 +78,10 @@ class DefaultTokenBudget:
         """
         self._sizes, self._limit, self._batches = ladder.sizes, limit, batches
         sizes, costs, last = ladder.sizes, ladder.costs_ms, len(ladder.sizes) - 1
-        full = costs[min(bisect_left(sizes, max_rows), last)]
+        self._costs_ms, self._full = costs, min(bisect_left(sizes, max_rows), last)
         # For each bucket that decodes alone may take: the largest bucket that is fast enough, and at least that bucket.
         self._fast_enough = tuple(
-            sizes[min(max(bisect_right(costs, max(full, STRETCH * cost)) - 1, index), last)]
+            sizes[min(max(bisect_right(costs, max(costs[self._full], STRETCH * cost)) - 1, index), last)]
             for index, cost in enumerate(costs)
         )
 
@@ -158,6 +114,105 @@ class DefaultTokenBudget:
         return min(max(fast_enough, sizes[min(bisect_left(sizes, wanted), last)]), self._limit)
 
 
+class ObjectiveTokenBudget(DefaultTokenBudget):
+    """The token budget for a target time between tokens (TPOT).
+
+    While rows decode, an iteration carries as many prompt tokens as the target allows: the largest bucket with which
+    they get their next token in time, by the buckets' measured costs and by the slots that the decodes read. Nothing is
+    held back where no row decodes.
+
+    The target is out of reach where a full batch of decodes with contexts like these takes longer, or where no bucket
+    in time carries prompts at LEAST_PACE of the default pace. Requests would wait for their prompts without getting
+    their tokens faster. Then the default pace applies.
+
+    With several plans in flight every plan takes an equal share of the rows that decode, and each prompt is spread over
+    several iterations: over one more for every row that decodes, over PROMPT_ITERATIONS at most. So plans are alike,
+    and pipeline stages do not wait for each other.
+
+    Decodes are never held back, so the target is missed where more rows decode than it allows.
+    """
+
+    def __init__(
+        self,
+        ladder: BucketLadder,
+        *,
+        max_rows: int,
+        target_tpot: float,
+        limit: int,
+        batches: int = 1,
+        slot_milliseconds: float = 0.0,
+        window: int | None = None,
+    ) -> None:
+        """
+        Args:
+          max_rows / limit / batches: see `DefaultTokenBudget`.
+          target_tpot: seconds between a request's tokens.
+          slot_milliseconds: added milliseconds of an iteration per slot that it reads.
+          window: slots that a decode reads at most; None for all of its request's.
+        """
+        if not target_tpot > 0:
+            raise ValueError(f"target_tpot is {target_tpot}; it must be above 0 seconds")
+        super().__init__(ladder, max_rows=max_rows, limit=limit, batches=batches)
+        self._target_ms, self._slot_ms = 1000 * target_tpot / batches, slot_milliseconds
+        self._max_rows, self._window = max_rows, window
+        # Milliseconds of each bucket without the slots that its measurement read.
+        self._empty_ms = tuple(
+            accumulate((cost.milliseconds - slot_milliseconds * cost.slots_read for cost in ladder.costs), max)
+        )
+
+    def decode_budget(self, requests: RequestTable) -> int:
+        """The limit, or a plan's share of the decodes where several plans are in flight."""
+        if self._batches == 1:
+            return self._limit
+        return self._bucket(max(-(-len(_decoding(requests)) // self._batches), 1))
+
+    def prompt_budget(self, requests: RequestTable, plan: PlanBuilder, decode_budget: int) -> int:
+        """Most tokens of the next iteration (see `paced`)."""
+        rows = plan.states if self._batches == 1 else _decoding(requests)
+        reads = sum(state.length if self._window is None else min(state.length, self._window) for state in rows)
+        share = -(-len(rows) // self._batches)
+        prompts = sum(state.length for state in plan.prompts) + requests.waiting_tokens
+        if (paced := self.paced(share, prompts, reads / self._batches)) is not None:
+            return max(paced, decode_budget) if self._batches > 1 else paced
+        return super().prompt_budget(requests, plan, decode_budget)
+
+    def paced(self, decodes: int, prompt_tokens: int, reads: float) -> int | None:
+        """Most tokens of an iteration in time: a bucket's, or the limit. None if the target is out of reach.
+
+        Args:
+          decodes: rows that decode in it.
+          prompt_tokens: whole lengths of the prompts that wait or have begun, computed or not. So a prompt is done
+            after PROMPT_ITERATIONS instead of losing a fraction of its rest with each.
+          reads: slots that the decodes read.
+        """
+        if not decodes:
+            return self._limit
+        last = len(self._sizes) - 1
+        if self._empty_ms[self._full] + self._slot_ms * reads * self._max_rows / decodes > self._target_ms:
+            return None
+        in_time = bisect_right(self._empty_ms, self._target_ms - self._slot_ms * reads)
+        most = self._sizes[in_time - 1] if in_time else 0
+        usual = bisect_left(self._sizes, self._fast_enough[min(bisect_left(self._sizes, decodes), last)])
+        if most <= decodes or self._pace(in_time - 1, decodes) < LEAST_PACE * self._pace(usual, decodes):
+            return None
+        if self._batches == 1:
+            return min(most, self._limit)
+        return min(most, self._bucket(decodes - (-prompt_tokens // min(1 + decodes, PROMPT_ITERATIONS))))
+
+    def _pace(self, index: int, decodes: int) -> float:
+        """Prompt tokens a millisecond in a bucket beside these decodes."""
+        return (self._sizes[index] - decodes) / self._costs_ms[index]
+
+    def _bucket(self, tokens: int) -> int:
+        """The bucket that holds this many tokens, within the limit."""
+        return min(self._sizes[min(bisect_left(self._sizes, tokens), len(self._sizes) - 1)], self._limit)
+
+
+def _decoding(requests: RequestTable) -> list[RequestState]:
+    """The running requests that decode."""
+    return [state for state in requests.running if state.length - state.computed <= 1]
+
+
 def make_policy(
     ladder: BucketLadder,
     *,
@@ -165,6 +220,8 @@ def make_policy(
     batches: int = 1,
     token_budget: int | None = None,
     target_tpot: float | None = None,
+    slot_milliseconds: float = 0.0,
+    window: int | None = None,
     is_fixed: bool = False,
 ) -> TokenBudgetPolicy:
     """The policy for an engine's settings.
@@ -174,12 +231,21 @@ def make_policy(
       batches: plans in flight that hold different rows.
       token_budget: most tokens of an iteration, if that is limited.
       target_tpot: seconds between a request's tokens, if there is a target.
+      slot_milliseconds / window: see `ObjectiveTokenBudget`.
       is_fixed: use the token budget alone. That is for prompts that are cut at fixed places, or clients that see no
         token before the batch ends.
     """
     limit = ladder.limit(token_budget)
     if target_tpot is not None:
-        return ObjectiveTokenBudget(ladder, target_tpot=target_tpot, limit=limit, batches=batches)
+        return ObjectiveTokenBudget(
+            ladder,
+            max_rows=max_rows,
+            target_tpot=target_tpot,
+            limit=limit,
+            batches=batches,
+            slot_milliseconds=slot_milliseconds,
+            window=window,
+        )
     if is_fixed:
         return FixedTokenBudget(limit)
     return DefaultTokenBudget(ladder, max_rows=max_rows, limit=limit, batches=batches)

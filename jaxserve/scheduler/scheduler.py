@@ -80,6 +80,8 @@ class Scheduler:
         most = in_flight or n_stages + 1
         if not 1 <= most <= n_stages + 1:
             raise ValueError(f"in_flight is {in_flight}; with {n_stages} stages it must be from 1 to {n_stages + 1}")
+        if fixed_chunk is not None and len(ladder.sizes) > 1:
+            raise ValueError(f"the buckets are {ladder.sizes}; with a fixed_chunk there must be one that holds it")
         self.pool = pool
         self._ladder = ladder
         self._max_rows = max_rows

@@ -17,7 +17,14 @@ from jaxserve.plan import drawing
 from jaxserve.plan.predict import Plan
 from jaxserve.plan.tables import table
 from jaxserve.simulate.outcome import Distribution, Outcome
-from jaxserve.simulate.system import Objective, SimulatedEngine, SimulationResult, bucket_costs, iteration_seconds
+from jaxserve.simulate.system import (
+    Objective,
+    SimulatedEngine,
+    SimulationResult,
+    bucket_costs,
+    iteration_seconds,
+    slot_milliseconds,
+)
 from jaxserve.simulate.virtual_clock import Arrival, arrivals
 from jaxserve.simulate.workload import Workload
 
@@ -65,6 +72,7 @@ def system_of(plan: Plan, config: EngineConfig) -> SimulatedEngine:
         config=config,
         seconds=iteration_seconds(roofline, padded=True),
         costs=bucket_costs(roofline, deployment.buckets, config.max_rows),
+        slot_milliseconds=slot_milliseconds(roofline, config.max_rows),
         slots=plan.slots,
         groups=plan.groups,
         replicas=config.replicas,

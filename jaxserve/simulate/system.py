@@ -19,7 +19,8 @@ from jaxserve.simulate import virtual_clock
 from jaxserve.simulate.outcome import Outcome
 from jaxserve.simulate.virtual_clock import EOS, Arrival, HostTimes, SimulatedDevice, SimulatedReplica, StageSeconds
 
-_CONTEXT = 128  # context of the decodes in a bucket's cost, as in the engine's measurement
+# Contexts of the decodes in a bucket's cost, and for the cost of a longer one, as in the engine's measurement.
+_CONTEXT, _LONG_CONTEXT = 128, 512
 _SAMPLES = 1000  # most samples of `SimulationResult.series`
 
 
@@ -30,6 +31,7 @@ class SimulatedEngine:
     Attributes:
       seconds: seconds of an iteration in each stage.
       costs: the bucket costs.
+      slot_milliseconds: added milliseconds of an iteration per slot that it reads.
       slots: slots of each replica, in the first cache group.
       replicas: copies of the engine.
     """
@@ -37,6 +39,7 @@ class SimulatedEngine:
     config: EngineConfig
     seconds: StageSeconds
     costs: tuple[BucketCost, ...]
+    slot_milliseconds: float = 0.0
     slots: int
     groups: CacheGroups
     host: HostTimes | None = None
@@ -54,6 +57,7 @@ class SimulatedEngine:
             scheduler = make_scheduler(
                 self.config,
                 self.costs,
+                slot_milliseconds=self.slot_milliseconds,
                 n_blocks=self.slots // self.groups.block_size,
                 groups=self.groups,
                 eos_token_ids=frozenset({EOS}),
@@ -187,8 +191,17 @@ def bucket_costs(roofline: Roofline, sizes: Sequence[int], max_rows: int) -> tup
         rows = min(size, max_rows)
         chunks = [(_CONTEXT, 1)] * (rows - 1) + [(0, size - rows + 1)]
         milliseconds = 1e3 * max(stage.total for stage in roofline(chunks))
-        costs.append(BucketCost(size=size, compile_seconds=0.0, milliseconds=milliseconds))
+        read = sum(start for start, _ in chunks)
+        costs.append(BucketCost(size=size, compile_seconds=0.0, milliseconds=milliseconds, slots_read=read))
     return tuple(costs)
+
+
+def slot_milliseconds(roofline: Roofline, max_rows: int) -> float:
+    """Added milliseconds of an iteration per slot that it reads, as the engine would measure them at start."""
+    near, far = (
+        max(stage.total for stage in roofline([(context, 1)] * max_rows)) for context in (_CONTEXT, _LONG_CONTEXT)
+    )
+    return 1e3 * (far - near) / (max_rows * (_LONG_CONTEXT - _CONTEXT))
 
 
 def iteration_seconds(roofline: Roofline, *, padded: bool) -> StageSeconds:

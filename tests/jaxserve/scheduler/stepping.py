@@ -31,6 +31,8 @@ def scheduler(
     static=False,
     token_budget=None,
     target_tpot=None,
+    slot_milliseconds=0.0,
+    policy_window=None,
     **more,
 ) -> Scheduler:
     pool = SlotPool(blocks, block_size, policy=policy, prefix_cache=True)
@@ -43,6 +45,8 @@ def scheduler(
         batches=more.get("in_flight", more["n_stages"] + 1) if more.get("n_stages", 1) > 1 else 1,
         token_budget=token_budget,
         target_tpot=target_tpot,
+        slot_milliseconds=slot_milliseconds,
+        window=policy_window,
         is_fixed=static or more.get("fixed_chunk") is not None,
     )
     made = StaticBatchScheduler if static else Scheduler

@@ -18,39 +18,59 @@ SIZES = (1, 2, 4, 8, 16, 32, 64, 128)  # that cost 10 ms and one more for each t
 LADDER = BucketLadder([BucketCost(size=n, compile_seconds=0.0, milliseconds=10.0 + n) for n in SIZES])
 
 
-def pace(*, target_tpot=10.0, limit=128, batches=1) -> ObjectiveTokenBudget:
-    return ObjectiveTokenBudget(LADDER, target_tpot=target_tpot, limit=limit, batches=batches)
+def pace(*, target_tpot=10.0, limit=128, batches=1, **more) -> ObjectiveTokenBudget:
+    return ObjectiveTokenBudget(LADDER, max_rows=4, target_tpot=target_tpot, limit=limit, batches=batches, **more)
 
 
-def test_where_nobody_decodes_a_prompt_is_not_spread():
-    assert pace().budget(0, 100) == 128
+def test_where_nobody_decodes_nothing_is_held_back():
+    assert pace(target_tpot=0.001).paced(0, 100, 0) == 128
 
 
-def test_more_decodes_spread_a_prompt_wider():
-    # rows and their share of a prompt of 96 tokens: 1 + 48, 3 + 24, 31 + 8
-    assert [pace().budget(rows, 96) for rows in (1, 3, 31)] == [64, 32, 64]
-    assert pace().budget(4, PROMPT_ITERATIONS * 28) == 128  # 4 + 336 / 5
-    assert pace().budget(36, PROMPT_ITERATIONS * 28) == 64  # 36 + 28
+def test_an_iteration_takes_what_the_target_allows():
+    assert pace(target_tpot=0.030).paced(4, 1000, 0) == 16  # 26 ms; 32 tokens would take 42
+    assert pace(target_tpot=0.045).paced(4, 1, 0) == 32
+    assert pace(target_tpot=0.030).paced(12, 1000, 0) == 16
 
 
-def test_what_waits_raises_the_budget():
-    assert [pace().budget(16, tokens) for tokens in (0, 192, 384, 1200)] == [16, 32, 64, 128]
+def test_a_target_out_of_reach_gives_way_to_the_default_pace():
+    assert pace(target_tpot=0.030).paced(15, 1000, 0) is None  # one token an iteration, where the default takes 49
+    assert pace(target_tpot=0.013).paced(1, 1000, 0) is None  # four rows take 14 ms
+    assert pace(target_tpot=0.030).paced(16, 1000, 0) is None
+    assert pace(target_tpot=0.001).paced(1, 1000, 0) is None
 
 
-def test_batches_in_flight_take_equal_shares_of_the_rows():
-    assert [pace(batches=batches).budget(64, 0) for batches in (1, 2, 4)] == [64, 32, 16]
-    assert pace(batches=2).budget(3, 0) == 2
+def test_the_target_counts_the_slots_that_decodes_read():
+    costs = [BucketCost(size=n, compile_seconds=0.0, milliseconds=10.0 + n, slots_read=100) for n in SIZES]
+    made = ObjectiveTokenBudget(BucketLadder(costs), max_rows=4, target_tpot=0.045, limit=128, slot_milliseconds=0.01)
+    # Without the slots of the measurement a bucket takes 9 ms and one more for each token.
+    assert [made.paced(4, 1000, reads) for reads in (0, 400, 401, 2000, 2700, 2801)] == [
+        *(32, 32, 16, 16, 8),
+        None,
+    ]
 
 
-def test_objective_never_cuts_decodes():
-    assert pace(target_tpot=0.030).budget(4, 1000) == 16  # 26 ms; 32 tokens would take 42
-    assert pace(target_tpot=0.060, batches=2).budget(4, 1000) == 16  # a row's next token is two iterations away
-    assert pace(target_tpot=0.030).budget(40, 1000) == 64
-    assert pace(target_tpot=0.001).budget(0, 1000) == 1  # no bucket is as quick as that
+def test_only_a_window_of_slots_is_read():
+    for window, bucket in ((None, 8), (8, 16)):
+        made = scheduler(
+            rows=2, sizes=SIZES, blocks=256, context=128, target_tpot=0.028, slot_milliseconds=0.1, policy_window=window
+        )
+        made.submit(request("a", 64, max_tokens=20))
+        step(made)
+        made.submit(request("b", 90))
+        assert step(made)[0].bucket == bucket  # 18 or 26 ms, and 6.5 or 0.8 for the slots
+
+
+def test_plans_in_flight_spread_prompts_and_take_equal_shares_of_the_rows():
+    # rows of each plan and their share of a prompt of 96 tokens: 1 + 48, 3 + 24, 31 + 8
+    assert [pace(batches=2).paced(rows, 96, 0) for rows in (1, 3, 31)] == [64, 32, 64]
+    assert pace(batches=2).paced(4, PROMPT_ITERATIONS * 28, 0) == 128  # 4 + 336 / 5
+    assert pace(batches=2).paced(36, PROMPT_ITERATIONS * 28, 0) == 64  # 36 + 28
+    assert [pace(batches=2).paced(16, tokens, 0) for tokens in (0, 192, 384, 1200)] == [16, 32, 64, 128]
+    assert pace(target_tpot=0.060, batches=2).paced(4, 1000, 0) == 16  # a row's next token is two iterations away
 
 
 def test_the_token_budget_bounds_everything():
-    assert pace(limit=16).budget(40, 1000) == 16
+    assert pace(limit=16).paced(10, 1000, 0) == 16
 
 
 def test_an_objective_is_above_zero():
@@ -58,13 +78,21 @@ def test_an_objective_is_above_zero():
         pace(target_tpot=0.0)
 
 
-def test_a_prompt_is_spread_while_another_request_decodes():
-    made = scheduler(sizes=SIZES, blocks=256, context=128, target_tpot=10.0)
-    made.submit(request("a", 4, max_tokens=30))
-    assert step(made)[0].bucket == 4  # alone, whole
+def test_objective_never_cuts_decodes():
+    made = scheduler(rows=8, sizes=SIZES, blocks=256, context=128, target_tpot=0.012)
+    for name in "abcdef":
+        made.submit(request(name, 1, max_tokens=30))
+    step(made)
+    assert len(step(made)[0].chunks) == 6  # in a bucket of 18 ms
+
+
+def test_a_prompt_takes_no_longer_iterations_than_the_target_allows():
+    made = scheduler(sizes=SIZES, blocks=256, context=128, target_tpot=0.030)
+    made.submit(request("a", 64, max_tokens=30))
+    assert step(made)[0].bucket == 64  # alone, whole
     made.submit(request("b", 30, max_tokens=2))
     lengths = [[chunk.length for chunk in step(made)[0].chunks] for _ in range(3)]
-    assert lengths == [[1, 15], [1, 15], [1, 1]]  # over two iterations, and then it decodes as well
+    assert lengths == [[1, 15], [1, 15], [1, 1]]  # over two iterations of 26 ms, and then it decodes as well
 
 
 # ---- Without an objective
