@@ -11,6 +11,7 @@ from typing import Literal
 from jaxserve.fields import param, params
 
 SlotPolicyName = Literal["reserve", "grow"]
+OrderName = Literal["fcfs", "slo"]
 SchedulerName = Literal["iteration", "request"]
 DtypeName = Literal["auto", "float32", "bfloat16"]
 QuantizeName = Literal["int8"]
@@ -82,6 +83,21 @@ class EngineConfig:
         minimum=0,
         exclusive=True,
         metavar="100ms",
+        is_duration=True,
+    )
+    # See order.ObjectiveOrder.
+    order: OrderName = param(
+        "slo",
+        "who goes first within a priority: fcfs: by arrival; slo: short prompts before long ones, which wait at most "
+        "20 times --target-ttft longer, so that under overload most first tokens are in time",
+    )
+    target_ttft: float | None = param(
+        None,
+        "target time to the first token",
+        default_help="none; --order slo counts with 2s",
+        minimum=0,
+        exclusive=True,
+        metavar="2s",
         is_duration=True,
     )
     prefix_cache: bool = param(True, "reuse the cached blocks of prompts that begin alike")

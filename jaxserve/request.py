@@ -31,7 +31,7 @@ class Request:
     Attributes:
       request_id: unique among the requests alive in an engine.
       prompt: token ids.
-      priority: higher goes first; one step outweighs `scheduler.PRIORITY_SECONDS` of waiting.
+      priority: higher goes first; one step outweighs `order.PRIORITY_SECONDS` of waiting.
       arrival: monotonic seconds at which it was taken in.
       cache_salt: requests share prefix blocks only under the same salt.
       fork_of: id of a request with the very same prompt, submitted before: another sample of it, that takes over the

@@ -8,6 +8,7 @@ from jaxserve.iteration import Chunk, SamplerVariant
 from jaxserve.scheduler.cache_groups import GroupedPool
 from jaxserve.scheduler.kv_blocks import SlotPool
 from jaxserve.scheduler.plan_builder import PlanBuilder
+from jaxserve.scheduler.requests import RequestTable
 from jaxserve.scheduler.speculation import DraftCandidate, DraftRequest, Speculation
 from jaxserve.scheduler.state import RequestState
 
@@ -24,6 +25,15 @@ class Drafting:
     def __init__(self, speculation: Speculation, pool: SlotPool | GroupedPool) -> None:
         self.speculation = speculation
         self._pool = pool
+
+    def is_next(self, requests: RequestTable, max_rows: int, budget: int) -> bool:
+        """Whether the next plan should carry drafts: no prompt can go into it, and drafts pay."""
+        if not requests.running or requests.num_preempted:
+            return False
+        first = requests.waiting.first() if requests.free_rows else None
+        if first is not None and self._pool.can_admit(first.allocation, requests.samples.shared_prefix(first)):
+            return False
+        return self.pays(requests.running[:max_rows], budget)
 
     def pays(self, states: Sequence[RequestState], budget: int) -> bool:
         """Whether an iteration that decodes these requests should carry drafts.

@@ -19,14 +19,13 @@ from jaxserve.scheduler.buckets import BucketLadder
 from jaxserve.scheduler.cache_groups import GroupedPool
 from jaxserve.scheduler.drafting import Drafting
 from jaxserve.scheduler.kv_blocks import SlotPool
+from jaxserve.scheduler.order import ArrivalOrder, RequestOrder
 from jaxserve.scheduler.outputs import OutputProcessor, ScoredRange
 from jaxserve.scheduler.plan_builder import PlanBuilder
 from jaxserve.scheduler.policy import TokenBudgetPolicy, make_policy
 from jaxserve.scheduler.requests import RequestTable
 from jaxserve.scheduler.speculation import Speculation
 from jaxserve.scheduler.state import Phase, RequestState
-
-PRIORITY_SECONDS = 10.0  # one level of priority outweighs this much waiting time
 
 
 class _PlanInFlight(NamedTuple):
@@ -47,9 +46,8 @@ class Scheduler:
     feeds a row's newest token back to itself. With more stages their rows are disjoint (Orca does not select RUNNING
     requests).
 
-    Within a priority class, requests are admitted in the order of arrival, and prompts get the tokens that a plan has
-    left in the same order. Decodes go before prompts. One key that never changes orders everything: arrival minus
-    priority times PRIORITY_SECONDS.
+    The request order admits requests, and prompts get the tokens that a plan has left in the same order. Decodes go
+    before prompts. One key that never changes orders everything.
 
     The token budget policy decides how many tokens prompts may add to an iteration in which others decode.
 
@@ -71,6 +69,7 @@ class Scheduler:
         max_rows: int,
         max_context: int,
         policy: TokenBudgetPolicy | None = None,
+        order: RequestOrder | None = None,
         fixed_chunk: int | None = None,
         eos_token_ids: frozenset[int] = frozenset(),
         n_stages: int = 1,
@@ -80,8 +79,9 @@ class Scheduler:
         most = in_flight or n_stages + 1
         if not 1 <= most <= n_stages + 1:
             raise ValueError(f"in_flight is {in_flight}; with {n_stages} stages it must be from 1 to {n_stages + 1}")
-        if fixed_chunk is not None and len(ladder.sizes) > 1:
-            raise ValueError(f"the buckets are {ladder.sizes}; with a fixed_chunk there must be one that holds it")
+        least = (fixed_chunk or 0) + max_rows - 1
+        if fixed_chunk is not None and (len(ladder.sizes) > 1 or ladder.largest < least):
+            raise ValueError(f"buckets are {ladder.sizes}; with fixed_chunk there must be one, of {least} or more")
         self.pool = pool
         self._ladder = ladder
         self._max_rows = max_rows
@@ -94,6 +94,7 @@ class Scheduler:
         self.policy = policy or make_policy(
             ladder, max_rows=max_rows, batches=batches, is_fixed=fixed_chunk is not None
         )
+        self.order = order or ArrivalOrder()
         self.requests = RequestTable(batches * max_rows, rows_are_exclusive=self._exclusive, boundary=fixed_chunk)
         self.drafting = None if speculation is None else Drafting(speculation, pool)
         self.preemptions = self.drafted_tokens = self.accepted_tokens = self.withdrawals = 0  # totals since the start
@@ -131,9 +132,10 @@ class Scheduler:
         """
         if request.request_id in self.requests.live:
             raise ValueError(f"request_id {request.request_id!r} is in use by a request that has not finished")
-        key = (request.arrival - request.priority * PRIORITY_SECONDS, self._submitted)
+        state = RequestState.of(request, self._eos)
+        uncached = len(state.tokens) - self.pool.cached_tokens(state.allocation)
+        state.key = (self.order.key(request, uncached), self._submitted)
         self._submitted += 1
-        state = RequestState.of(request, key, self._eos)
         if request.fork_of is not None:
             self.requests.samples.join(state, self.requests.live.get(request.fork_of))
         self.requests.add(state)
@@ -163,8 +165,9 @@ class Scheduler:
             self.pool.trim(state.allocation, state.computed - 1)
         self._to_trim = []
         budget = self.policy.decode_budget(self.requests)
-        if self.drafting is not None and self._awaits_tokens(self.drafting, budget):
-            return None
+        last = self._in_flight[-1] if self._in_flight and not self._exclusive else None
+        if self.drafting and last and (last.drafted or self.drafting.is_next(self.requests, self._max_rows, budget)):
+            return None  # `last` may yield several tokens per row, or the next plan should carry drafts
         plan = PlanBuilder()
         may_admit = self._gather_running(plan, budget)
         budget = self.policy.prompt_budget(self.requests, plan, budget)
@@ -274,23 +277,6 @@ class Scheduler:
             tokens += state.length - state.computed
             plan.prompts.append(state)
         plan.prompt_tokens = tokens - len(plan.states)
-
-    def _awaits_tokens(self, drafting: Drafting, budget: int) -> bool:
-        """Whether to wait for a plan in flight before launching another.
-
-        True if that plan has drafts and may yield several tokens per row, or if the next plan should carry drafts.
-        """
-        requests = self.requests
-        if self._exclusive or not self._in_flight:
-            return False
-        if self._in_flight[-1].drafted:
-            return True
-        if not requests.running or requests.num_preempted:
-            return False
-        first = requests.waiting.first() if requests.free_rows else None
-        if first is not None and self.pool.can_admit(first.allocation, requests.samples.shared_prefix(first)):
-            return False
-        return drafting.pays(requests.running[: self._max_rows], budget)
 
     def _fill_with_prompts(self, plan: PlanBuilder, room: int) -> None:
         """Share `room` tokens among the prompts in order."""

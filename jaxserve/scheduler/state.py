@@ -48,7 +48,6 @@ class RequestState:
 
     name: str
     request: Request
-    key: tuple[float, int]
     tokens: list[int]
     allocation: BlockAllocation
     limit: int
@@ -56,6 +55,7 @@ class RequestState:
     variant: SamplerVariant
     length: int
     score_end: int
+    key: tuple[float, int] = (0.0, 0)
     phase: Phase = Phase.WAITING
     row: int = -1
     computed: int = 0
@@ -72,8 +72,8 @@ class RequestState:
         return self.variant == SamplerVariant.CONSTRAINED
 
     @classmethod
-    def of(cls, request: Request, key: tuple[float, int], eos_token_ids: frozenset[int]) -> RequestState:
-        """The state of a new request in the waiting queue."""
+    def of(cls, request: Request, eos_token_ids: frozenset[int]) -> RequestState:
+        """The state of a new request; its key is to be set."""
         sampling = request.sampling
         stop_ids = frozenset() if sampling.ignore_eos else eos_token_ids
         if sampling.stop_token_ids:
@@ -89,7 +89,6 @@ class RequestState:
         return cls(
             name=request.request_id,
             request=request,
-            key=key,
             tokens=tokens,
             allocation=allocation,
             limit=request.max_length,

@@ -10,8 +10,9 @@ from jaxserve.iteration import Chunk, IterationPlan
 from jaxserve.request import FinishReason
 from jaxserve.scheduler.buckets import BucketCost, BucketLadder
 from jaxserve.scheduler.kv_blocks import SlotPool
+from jaxserve.scheduler.order import PRIORITY_SECONDS
 from jaxserve.scheduler.policy import FixedTokenBudget
-from jaxserve.scheduler.scheduler import PRIORITY_SECONDS, Scheduler
+from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.scheduler.state import check_fits
 from tests.jaxserve.scheduler.stepping import answer, crowded, finish, names, request, scheduler, step
 

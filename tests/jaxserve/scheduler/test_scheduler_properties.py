@@ -29,8 +29,9 @@ from jaxserve.scheduler.block_allocation import NO_BLOCK, BlockAllocation
 from jaxserve.scheduler.buckets import BucketCost, BucketLadder
 from jaxserve.scheduler.cache_groups import CacheGroups, GroupedPool, make_pool
 from jaxserve.scheduler.kv_blocks import SlotPool
+from jaxserve.scheduler.order import PRIORITY_SECONDS
 from jaxserve.scheduler.policy import TokenBudgetPolicy, make_policy
-from jaxserve.scheduler.scheduler import PRIORITY_SECONDS, Scheduler
+from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.scheduler.speculation import Speculation
 from jaxserve.scheduler.state import Phase, check_fits
 from jaxserve.scheduler.static_batching import StaticBatchScheduler

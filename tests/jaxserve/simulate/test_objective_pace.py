@@ -1,0 +1,107 @@
+"""What a target for the time between tokens comes to, on the virtual clock: it holds, and never hurts for nothing."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxserve.iteration import IterationPlan
+from jaxserve.scheduler.buckets import BucketCost, BucketLadder
+from jaxserve.scheduler.kv_blocks import SlotPool
+from jaxserve.scheduler.policy import make_policy
+from jaxserve.scheduler.scheduler import Scheduler
+from jaxserve.simulate import virtual_clock
+from jaxserve.simulate import workload as load
+from jaxserve.simulate.virtual_clock import SimulatedDevice, SimulatedReplica
+from jaxserve.simulate.workload import Range
+
+SIZES, ROWS, CONTEXT = (1, 2, 4, 8, 16, 32, 64, 128, 256), 16, 512
+
+
+class Machine(NamedTuple):
+    """Milliseconds of an iteration: fixed, for each token of its bucket, and for each slot that it reads."""
+
+    fixed: float
+    token: float
+    slot: float
+
+    def ms(self, bucket: int, reads: int) -> float:
+        return self.fixed + self.token * bucket + self.slot * reads
+
+    def seconds(self, plan: IterationPlan) -> list[float]:
+        return [self.ms(plan.bucket, sum(chunk.start for chunk in plan.chunks)) / 1000]
+
+
+class Served(NamedTuple):
+    """Seconds to the first tokens, mean seconds between the tokens of each request, and all gaps."""
+
+    first: np.ndarray
+    tpot: np.ndarray
+    gaps: np.ndarray
+
+
+def serve(machine: Machine, *, requests: int, rate: float, seed: int, target: float | None) -> Served:
+    workload = load.uniform(
+        requests=requests, prompt=Range(low=1, high=400), output=Range(low=2, high=60), vocab_size=1, seed=seed
+    )
+    coming = virtual_clock.arrivals(load.poisson(workload, rate=rate, seed=seed))
+    costs = []
+    for size in SIZES:
+        reads = 128 * (min(size, ROWS) - 1)
+        ms = machine.ms(size, reads)
+        costs.append(BucketCost(size=size, compile_seconds=0.0, milliseconds=ms, slots_read=reads))
+    ladder = BucketLadder(costs)
+    policy = make_policy(ladder, max_rows=ROWS, target_tpot=target, slot_milliseconds=machine.slot)
+    pool = SlotPool(ROWS * CONTEXT // 16, 16, policy="grow", prefix_cache=False)
+    made = Scheduler(pool, ladder, max_rows=ROWS, max_context=CONTEXT, policy=policy)
+    replica = SimulatedReplica(made, SimulatedDevice(machine.seconds, 1), in_flight=2)
+    outcomes = virtual_clock.serve(coming, [replica])
+    gaps = [np.diff(each.token_times) for each in outcomes]
+    return Served(
+        np.array([each.first_token for each in outcomes]), np.array([g.mean() for g in gaps]), np.concatenate(gaps)
+    )
+
+
+MACHINES = st.builds(
+    Machine, fixed=st.floats(0.5, 50), token=st.floats(0.005, 2), slot=st.sampled_from([0.0, 0.0005, 0.002, 0.01])
+)
+TRAFFIC = {"requests": st.integers(30, 60), "load": st.floats(0.05, 2), "seed": st.integers(0, 10**6)}
+
+
+def rate(machine: Machine, load: float) -> float:
+    """Requests a second for this share of what the machine can serve, roughly."""
+    return load / ((200 * machine.ms(256, 2000) / 256 + 30 * machine.ms(16, 3000) / 16) / 1000)
+
+
+@settings(max_examples=300, deadline=None)
+@given(machine=MACHINES, tightness=st.floats(0.1, 20), **TRAFFIC)
+def test_a_target_delays_first_tokens_only_where_it_gains_something(machine, tightness, requests, load, seed):
+    target = tightness * machine.ms(1, 128) / 1000
+    traffic = {"requests": requests, "rate": rate(machine, load), "seed": seed}
+    free, paced = (serve(machine, target=each, **traffic) for each in (None, target))
+    means = (np.percentile(each.tpot, 95) for each in (paced, free))
+    gaps = (np.percentile(each.gaps, 95) for each in (paced, free))
+    gains = any(ours < 0.98 * theirs for ours, theirs in (means, gaps))
+    for share in (50, 95):
+        assert gains or np.percentile(paced.first, share) <= 1.5 * np.percentile(free.first, share)
+
+
+@settings(max_examples=300, deadline=None)
+@given(machine=MACHINES, room=st.floats(1, 4), **TRAFFIC)
+def test_a_target_that_can_be_met_is(machine, room, requests, load, seed):
+    """Contexts count: the buckets were measured at 128, and all rows may read up to 460 slots."""
+    target = room * machine.ms(128, ROWS * 460) / 1000
+    paced = serve(machine, requests=requests, rate=rate(machine, load), seed=seed, target=target)
+    assert np.percentile(paced.tpot, 95) <= 1.05 * target
+    assert np.percentile(paced.gaps, 95) <= 1.05 * target
+
+
+def test_a_target_below_the_natural_pace_changes_nothing():
+    machine = Machine(fixed=11.0, token=0.05, slot=0.0005)
+    traffic = {"requests": 60, "rate": 20.0, "seed": 1}
+    free, hopeless = (serve(machine, target=target, **traffic) for target in (None, 0.01))
+    assert np.array_equal(free.first, hopeless.first)
+    assert np.array_equal(free.gaps, hopeless.gaps)
