@@ -115,6 +115,15 @@ class EngineConfig:
     max_queued_tokens: int = param(
         1_048_576, "tokens that may wait before further requests are refused", minimum=1, metavar="N"
     )
+    max_queue_seconds: float | None = param(
+        None,
+        "time that a call may have to wait, as estimated, before it is refused",
+        default_help="--target-ttft; none without it",
+        minimum=0,
+        exclusive=True,
+        metavar="2s",
+        is_duration=True,
+    )
     # request: the baseline that Orca compares itself with.
     scheduler: SchedulerName = param("iteration", "request batches whole requests, for comparison")
     # One bucket, prompts cut at fixed positions, one sampler, no preemption, prefixes reused at the cuts only.

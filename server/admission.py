@@ -13,6 +13,8 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from jaxserve.scheduler.buckets import BucketLadder
+from jaxserve.scheduler.order import RequestOrder, make_order
 from server import errors
 from server.auth import Tenant
 
@@ -29,13 +31,25 @@ _SHORTEST_RETRY, _LONGEST_RETRY = 0.1, 60.0  # seconds
 
 
 class Ticket:
-    """The place of one call in the queue until `release`, which may be called twice."""
+    """The place of one call in the queue until `release`, which may be called twice.
+
+    `key` is about what the engine's order will give its requests.
+    """
 
     def __init__(
-        self, admission: AdmissionController, tenant: Tenant, requests: int, tokens: int, *, slack: float, demoted: bool
+        self,
+        admission: AdmissionController,
+        tenant: Tenant,
+        requests: int,
+        tokens: int,
+        *,
+        key: float,
+        slack: float,
+        demoted: bool,
     ) -> None:
         self.tenant, self.requests, self.tokens = tenant, requests, tokens
         self.demoted = demoted  # whether other tenants go first, because this one has more than its share waiting
+        self.key = key
         self._admission, self._slack = admission, slack
         self._kept = False
         self._stage = 0  # 0: not submitted; 1: waits in the engine; 2: has started, or was released
@@ -64,6 +78,7 @@ class Ticket:
         self.submitted()
         if self._stage == 1:
             self._stage = 2
+            self._admission.waiting.discard(self)
             self._admission.change(self.tenant, -self.requests, -self.tokens)
 
     def keep(self) -> None:
@@ -104,12 +119,15 @@ class AdmissionController:
     ) -> None:
         self.reserved_requests = self.reserved_tokens = 0  # admitted, and not counted by the engine yet
         self.kept_requests = self.kept_tokens = 0  # of calls that submit requests repeatedly
+        self.waiting: set[Ticket] = set()  # of the calls whose requests have not started
         self._load, self._tenants, self._clock = engine.load, tenants, clock
+        self._max_seconds = engine.config.max_queue_seconds or engine.config.target_ttft
         self._max_rows = engine.config.max_rows * engine.config.replicas
         self._max_requests, self._max_tokens = engine.config.max_queued_requests, engine.config.max_queued_tokens
         self._waiting: dict[str, list[int]] = defaultdict(lambda: [0, 0])  # tenant -> requests, tokens
         self._rates: dict[str, tuple[float, float]] = {}  # tenant -> (time, level of its token bucket then)
         self._engine = engine
+        self._order: RequestOrder | None = None  # the engine's costs are known once it is ready
         self._seen_rate: float | None = None  # tokens a second while a request waited
         self._used_share = 1.0  # of max_tokens that requests generate
         self._mean_tokens = 0.0  # that requests generate; 0 while unknown, so that no guess refuses a call
@@ -154,8 +172,9 @@ class AdmissionController:
         load = self.sample()
         now = self._clock()
         waiting, tokens = self._ahead(load)
-        wait = self._wait(load)
-        over = self._over(waiting, tokens, requests, prompt_tokens)
+        key = self._key(prompt_tokens // max(requests, 1))
+        wait = self._wait(load, key)
+        over = self._over(waiting, tokens, requests, prompt_tokens, wait)
         if over is not None:
             raise errors.queue_full(over, _bounded(wait))
         contended = waiting > _CONTENDED * self._max_requests or tokens > _CONTENDED * self._max_tokens
@@ -177,13 +196,15 @@ class AdmissionController:
         self.reserved_requests += requests
         self.reserved_tokens += prompt_tokens
         self.change(tenant, requests, prompt_tokens)
-        return Ticket(self, tenant, requests, prompt_tokens, slack=slack, demoted=exceeds)
+        ticket = Ticket(self, tenant, requests, prompt_tokens, key=key, slack=slack, demoted=exceeds)
+        self.waiting.add(ticket)
+        return ticket
 
     def full(self) -> errors.ApiError | None:
         """The error for any call while the queue is full; None while it is not."""
         load = self.sample()
         waiting, tokens = self._ahead(load)
-        over = self._over(waiting, tokens, 1, 1)
+        over = self._over(waiting, tokens, 1, 1, self._wait(load, self._key(1)))
         return None if over is None else errors.queue_full(over, _bounded(self._wait(load)))
 
     def finished(self, generated: int, max_tokens: int) -> None:
@@ -208,11 +229,13 @@ class AdmissionController:
         waiting = load.waiting + self.reserved_requests + self.kept_requests
         return waiting, load.waiting_tokens + self.reserved_tokens + self.kept_tokens
 
-    def _over(self, waiting: int, tokens: int, requests: int, prompt_tokens: int) -> str | None:
+    def _over(self, waiting: int, tokens: int, requests: int, prompt_tokens: int, wait: float) -> str | None:
         if waiting + requests > self._max_requests:
             return f"{waiting} requests are waiting; the limit is {self._max_requests}"
         if waiting and tokens + prompt_tokens > self._max_tokens:
             return f"{tokens} tokens are waiting; the limit is {self._max_tokens}"
+        if self._max_seconds is not None and wait > self._max_seconds:
+            return f"waiting takes about {wait:.1f} s; the limit is {self._max_seconds:g} s"
         return None
 
     def _exceeds_share(self, tenant: Tenant, requests: int, tokens: int) -> bool:
@@ -236,15 +259,26 @@ class AdmissionController:
             )
         self._rates[tenant.name] = now, level - requests  # below 0 after a call of more than the burst
 
-    def _wait(self, load: Load) -> float:
-        """Estimated seconds until all requests that wait now have started."""
-        ahead = load.waiting + self.reserved_requests
+    def _key(self, tokens: int) -> float:
+        """About the key that the engine's order will give a request with this many prompt tokens that comes now."""
+        if self._order is None:
+            self._order = make_order(self._engine.config, BucketLadder(self._engine.report.buckets))
+        return self._order.key(self._clock(), 0, tokens)
+
+    def _wait(self, load: Load, key: float = math.inf) -> float:
+        """Estimated seconds until the requests that wait now have started.
+
+        Args:
+          key: leaves out the requests that a request with this key goes before.
+        """
+        behind = [ticket for ticket in self.waiting if ticket.key > key]
+        ahead = max(load.waiting + self.reserved_requests - sum(ticket.requests for ticket in behind), 0)
         free = max(0, self._max_rows - load.running)
         if ahead < free:
             return 0.0
-        owed = load.outstanding_tokens * self._used_share + self.reserved_tokens
+        owed = load.outstanding_tokens * self._used_share + self.reserved_tokens - sum(each.tokens for each in behind)
         # A call does not wait for the work that the last rows do beside it.
-        return owed / max(self._tokens_per_second, 1e-3) * (ahead + 1) / (ahead + max(1, load.running))
+        return max(owed, 0) / max(self._tokens_per_second, 1e-3) * (ahead + 1) / (ahead + max(1, load.running))
 
     def sample(self) -> Load:
         """Updates the measured tokens a second. They show the engine's capacity only while requests wait."""

@@ -15,7 +15,12 @@ from jaxserve.fields import param, params
 
 LinksName = Literal["auto", "direct", "bridge"]
 
-_OF_THE_HOST = ("compilation_cache", "max_queued_requests", "max_queued_tokens")  # settings that may differ
+_OF_THE_HOST = (
+    "compilation_cache",
+    "max_queued_requests",
+    "max_queued_tokens",
+    "max_queue_seconds",
+)  # settings that may differ
 _LEAST_DEADLINE = 10.0  # seconds
 _MOST_SECONDS = 1_000_000  # limit for settings in seconds; threads cannot wait for an infinite time
 _COSTS = 20  # an iteration's deadline is this many times the measured cost of the slowest bucket

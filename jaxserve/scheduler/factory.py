@@ -8,7 +8,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.iteration import max_points
 from jaxserve.scheduler.buckets import BucketCost, BucketLadder
 from jaxserve.scheduler.cache_groups import CacheGroups, make_pool
-from jaxserve.scheduler.order import ArrivalOrder, ObjectiveOrder
+from jaxserve.scheduler.order import make_order
 from jaxserve.scheduler.policy import make_policy
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.scheduler.speculation import Drafter, Speculation
@@ -85,16 +85,13 @@ def make_scheduler(
         prefix_cache=config.prefix_cache,
         prefix_blocks=None if chunk is None else chunk // groups.block_size,
     )
-    order = ArrivalOrder()
-    if config.order == "slo" and not is_static:
-        order = ObjectiveOrder(ladder, target_ttft=config.target_ttft)
     return (StaticBatchScheduler if is_static else Scheduler)(
         pool,
         ladder,
         max_rows=config.max_rows,
         max_context=groups.max_context,
         policy=policy,
-        order=order,
+        order=make_order(config, ladder),
         fixed_chunk=chunk,
         eos_token_ids=eos_token_ids,
         n_stages=config.stages,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from jaxserve.request import Request
+from jaxserve.config import EngineConfig
 from jaxserve.scheduler.buckets import BucketLadder
 
 PRIORITY_SECONDS = 10.0  # one level of priority outweighs this much waiting time
@@ -17,17 +17,22 @@ PATIENCE, LONGEST_PATIENCE, USUAL_TARGET = 100.0, 20.0, 2.0
 class RequestOrder(Protocol):
     """The order of requests, by a key that never changes; the smallest is first."""
 
-    def key(self, request: Request, uncached: int) -> float:
-        """The key of a request, `uncached` tokens of whose prompt are to be computed."""
+    def key(self, arrival: float, priority: int, uncached: int) -> float:
+        """The key of a request.
+
+        Args:
+          arrival: seconds, on any clock.
+          uncached: tokens of its prompt that are to be computed.
+        """
         ...
 
 
 class ArrivalOrder:
     """First come, first served within a priority. One level of priority outweighs PRIORITY_SECONDS of waiting."""
 
-    def key(self, request: Request, uncached: int) -> float:
+    def key(self, arrival: float, priority: int, uncached: int) -> float:
         """The arrival, less what its priority outweighs."""
-        return request.arrival - request.priority * PRIORITY_SECONDS
+        return arrival - priority * PRIORITY_SECONDS
 
 
 class ObjectiveOrder:
@@ -51,7 +56,14 @@ class ObjectiveOrder:
         self.bound = LONGEST_PATIENCE * (target_ttft or USUAL_TARGET)
         self._patience = PATIENCE * ladder.costs_ms[-1] / 1000 / ladder.largest  # for each token
 
-    def key(self, request: Request, uncached: int) -> float:
+    def key(self, arrival: float, priority: int, uncached: int) -> float:
         """The arrival, plus its patience, less what its priority outweighs."""
         patience = min(self._patience * uncached, self.bound)
-        return request.arrival + patience - request.priority * (PRIORITY_SECONDS + self.bound)
+        return arrival + patience - priority * (PRIORITY_SECONDS + self.bound)
+
+
+def make_order(config: EngineConfig, ladder: BucketLadder) -> RequestOrder:
+    """The order for an engine's settings."""
+    if config.order == "fcfs" or config.scheduler == "request":
+        return ArrivalOrder()
+    return ObjectiveOrder(ladder, target_ttft=config.target_ttft)

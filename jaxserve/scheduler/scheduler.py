@@ -134,7 +134,7 @@ class Scheduler:
             raise ValueError(f"request_id {request.request_id!r} is in use by a request that has not finished")
         state = RequestState.of(request, self._eos)
         uncached = len(state.tokens) - self.pool.cached_tokens(state.allocation)
-        state.key = (self.order.key(request, uncached), self._submitted)
+        state.key = (self.order.key(request.arrival, request.priority, uncached), self._submitted)
         self._submitted += 1
         if request.fork_of is not None:
             self.requests.samples.join(state, self.requests.live.get(request.fork_of))

@@ -54,7 +54,7 @@ class StaticBatchScheduler(Scheduler):
         """
         if request.request_id in self._keys:
             raise ValueError(f"request_id {request.request_id!r} is in use by a request that has not finished")
-        key = (self.order.key(request, len(request.prompt)), self._arrivals)
+        key = (self.order.key(request.arrival, request.priority, len(request.prompt)), self._arrivals)
         self._arrivals += 1
         self._keys[request.request_id] = key
         self._queue(key, request)

@@ -14,7 +14,7 @@ from server.errors import ApiError, ErrorKind
 class Engine:
     """Four rows; 10 ms an iteration of decodes, 1,000 prompt tokens a second."""
 
-    def __init__(self, **limits: int) -> None:
+    def __init__(self, **limits: Any) -> None:
         self.config = EngineConfig(max_rows=4, **limits)
         cost = SimpleNamespace(size=10, milliseconds=10.0, tokens_per_second=1000.0)
         self.report = SimpleNamespace(buckets=(cost,))
@@ -110,6 +110,61 @@ def test_everything_granted_comes_back_however_it_ends(ending: str) -> None:
 
 
 # Waits
+
+
+def loaded(**limits: Any) -> Engine:
+    """An engine whose rows are all in use for another 10 s, at 400 tokens a second."""
+    engine = Engine(**limits)
+    engine.counts.running, engine.counts.outstanding_tokens = 4, 4000
+    return engine
+
+
+def waits(engine: Engine, admission: AdmissionController, prompt_tokens: int) -> None:
+    """A request of this length begins to wait."""
+    engine.take(ask(admission, prompt_tokens=prompt_tokens))
+    engine.counts.outstanding_tokens += prompt_tokens
+
+
+def test_calls_that_would_wait_longer_than_the_limit_are_refused() -> None:
+    engine = loaded(max_queue_seconds=5.0, order="fcfs")
+    admission = engine.admission()
+    waits(engine, admission, 400)  # 2.5 s until a row is free
+    waits(engine, admission, 400)  # 11 s of work, two requests and four rows: 11 * 2 / 5 = 4.4 s
+    refused = refusal(admission)
+    assert (refused.kind, str(refused)) == (ErrorKind.QUEUE_FULL, "waiting takes about 6.0 s; the limit is 5 s")
+    full = admission.full()
+    assert full is not None
+    assert full.kind is ErrorKind.QUEUE_FULL
+    engine.counts.outstanding_tokens = 400
+    ask(admission)
+    assert admission.full() is None
+
+
+def test_the_limit_is_the_target_for_the_first_token_if_there_is_one() -> None:
+    for limits, admits in (
+        ({}, True),
+        ({"target_ttft": 2.0}, False),
+        ({"target_ttft": 2.0, "max_queue_seconds": 60.0}, True),
+    ):
+        admission = loaded(**limits).admission()
+        if admits:
+            ask(admission)
+        else:
+            assert "the limit is 2 s" in str(refusal(admission))
+
+
+def test_long_prompts_are_refused_before_short_ones() -> None:
+    """Those go before the long ones that wait, so they do not wait for them."""
+    for order, refuses in (("slo", False), ("fcfs", True)):
+        engine = loaded(max_queue_seconds=5.0, target_ttft=30.0, order=order)
+        admission = engine.admission()
+        for _ in range(2):
+            waits(engine, admission, 400)
+        if refuses:
+            refusal(admission, prompt_tokens=10)
+        else:
+            ask(admission, prompt_tokens=10)
+        refusal(admission, prompt_tokens=500)
 
 
 def test_nobody_waits_where_a_row_is_free() -> None:

@@ -152,7 +152,7 @@ def test_default_prompt_waits_only_for_decodes():
 
 
 def test_what_is_cut_at_fixed_places_is_not_paced():
-    made = scheduler(sizes=(1, 32), blocks=256, context=128, fixed_chunk=28, policy="reserve")
+    made = scheduler(sizes=(32,), blocks=256, context=128, fixed_chunk=28, policy="reserve")
     made.submit(request("a", 4, max_tokens=30))
     step(made)
     made.submit(request("b", 28, max_tokens=2))

@@ -295,3 +295,10 @@ def test_salts_keep_prefixes_apart():
         made.submit(request(name, range(8), salt=salt))
         assert step(made)[1][-1].cached_tokens == cached
         made.abort(name)
+
+
+@pytest.mark.parametrize(("sizes", "chunk"), [((4, 32), 8), ((32,), 30)])
+def test_fixed_chunks_need_one_bucket_that_holds_them(sizes, chunk):
+    """With others, a chunk that does not fit beside the decodes would wait in empty iterations."""
+    with pytest.raises(ValueError, match="with fixed_chunk there must be one, of "):
+        scheduler(sizes=sizes, fixed_chunk=chunk, policy="reserve")
