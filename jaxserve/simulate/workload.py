@@ -144,9 +144,9 @@ def read_trace(
     """Read a trace: recorded arrivals and lengths, with generated token ids.
 
     Two formats are known: the Azure LLM inference traces (CSV; TIMESTAMP,ContextTokens,GeneratedTokens) and Mooncake's
-    (one JSON object per line; timestamp in ms, input_length, output_length, hash_ids). Requests with equal hash_ids
-    share prefixes. A request longer than `max_context` keeps its output and the start of its prompt; the workload's
-    notes say how many were clipped.
+    (one JSON object per line; timestamp in ms, input_length, output_length, hash_ids). Azure's may lack the header, if
+    the columns are in this order. Requests with equal hash_ids share prefixes. A request longer than `max_context` keeps
+    its output and the start of its prompt; the workload's notes say how many were clipped.
 
     Args:
       limit: number of requests to take from the start of the trace; None takes all.
@@ -209,19 +209,32 @@ def _records(file: TextIO, path: Path) -> Iterator[_TraceRecord]:
         maker, parse, example = "a Mooncake", _parse_mooncake, _MOONCAKE_LINE
         lines: Iterable[Any] = ((number, text) for number, text in enumerate(file, start=1) if text.strip())
     else:
-        maker, parse, example, rows = "an Azure", _parse_azure, _AZURE_LINE, csv.DictReader(file)
+        maker, parse, example = "an Azure", _parse_azure, _AZURE_LINE
+        names = _AZURE_COLUMNS if _has_no_header(file) else None
+        rows, first = csv.DictReader(file, names), 1 if names else 2
         if not set(_AZURE_COLUMNS) <= set(rows.fieldnames or ()):
             raise ValueError(
                 f"{path}: unknown trace format; expected CSV with the columns {','.join(_AZURE_COLUMNS)}, "
                 "or one JSON object a line with timestamp, input_length, output_length and hash_ids"
             )
-        lines = enumerate(rows, start=2)
+        lines = enumerate(rows, start=first)
     for number, line in lines:
         try:
             yield parse(line)
         except (ValueError, TypeError, KeyError, OverflowError) as error:  # OverflowError: an infinite number
             what = f"not a request of {maker} trace: {error if isinstance(error, ValueError) else repr(error)}"
             raise ValueError(f"{path}, line {number}: {what}; a line looks like {example}") from None
+
+
+def _has_no_header(file: TextIO) -> bool:
+    """Whether the first line of a CSV file is a request, so that the columns are Azure's in their order."""
+    cells = next(csv.reader([file.readline()]), [])
+    file.seek(0)
+    try:
+        _parse_azure(dict(zip(_AZURE_COLUMNS, cells, strict=True)))
+    except (ValueError, OverflowError):
+        return False
+    return True
 
 
 def _parse_azure(row: Any) -> _TraceRecord:

@@ -42,12 +42,12 @@ def test_short_prompts_go_first_by_their_seconds():
     order = ObjectiveOrder(LADDER, target_ttft=1.0)
     assert order.bound == LONGEST_PATIENCE
     assert order.key(5.0, 0, 10) == pytest.approx(5.0 + PATIENCE * 0.1)
-    assert served(order, [(0.0, 0, 12), (0.0, 0, 4), (9.0, 0, 2), (11.5, 0, 1), (0.5, 0, 12)]) == [
+    assert served(order, [(0.0, 0, 12), (0.0, 0, 4), (9.0, 0, 2), (11.6, 0, 1), (0.5, 0, 12)]) == [
         (0.0, 0, 4),
         (9.0, 0, 2),
         (0.0, 0, 12),
         (0.5, 0, 12),
-        (11.5, 0, 1),
+        (11.6, 0, 1),
     ]
 
 

@@ -72,6 +72,16 @@ def test_azure_trace(tmp_path):
     assert f"{100 * lost / (418 + 5001 + 505):.1f}%" in workload.notes[0]
 
 
+def test_azure_trace_without_a_header(tmp_path):
+    header, *rows = AZURE.splitlines(keepends=True)
+    assert "TIMESTAMP" in header
+    with_header, without = trace(tmp_path, AZURE), trace(tmp_path, "".join(rows))
+    lengths = [[(job.arrival, len(job.prompt), job.max_tokens) for job in each.jobs] for each in (with_header, without)]
+    assert lengths[0] == lengths[1]
+    with pytest.raises(ValueError, match="line 4"):
+        trace(tmp_path, "".join(rows) + "yesterday,1,2\n")
+
+
 def test_trace_limit_and_speed(tmp_path):
     workload = trace(tmp_path, AZURE, limit=2, speed=2.0)
     assert [job.arrival for job in workload.jobs] == pytest.approx([0.0, 2.125])
