@@ -82,7 +82,13 @@ def size(
     `buckets` is chosen, and the workload is simulated again. If that is too slow, a replica is added.
     """
     engine = replace(
-        deployment.engine, max_rows=_ROWS, buckets=None, token_budget=None, target_tpot=objective.tpot, in_flight=None
+        deployment.engine,
+        max_rows=_ROWS,
+        buckets=None,
+        token_budget=None,
+        target_tpot=objective.tpot,
+        target_ttft=objective.ttft,
+        in_flight=None,
     )
     candidates, _ = search(replace(deployment, engine=engine), progress)
     layouts = {(each.engine.tensor, each.engine.stages): each for each in reversed(candidates)}
@@ -187,6 +193,7 @@ def show(found: Sequence[SizedLayout], price: float | None, out: Console) -> Non
         return
     flags = f"--tensor {best.tensor} --stages {best.stages} --replicas {best.replicas} --max-rows {best.max_rows}"
     flags += f" --buckets {rows[0][-1]} --target-tpot {1e3 * (best.target_tpot or 0):g}ms"
+    flags += f" --target-ttft {1e3 * (best.target_ttft or 0):g}ms"
     flags += f" --in-flight {best.in_flight}" if best.in_flight else ""
     out.print(f"the cheapest layout in time: jaxserve serve --model ... {flags}")
 
