@@ -145,8 +145,8 @@ def read_trace(
 
     Two formats are known: the Azure LLM inference traces (CSV; TIMESTAMP,ContextTokens,GeneratedTokens) and Mooncake's
     (one JSON object per line; timestamp in ms, input_length, output_length, hash_ids). Azure's may lack the header, if
-    the columns are in this order. Requests with equal hash_ids share prefixes. A request longer than `max_context` keeps
-    its output and the start of its prompt; the workload's notes say how many were clipped.
+    the columns are in this order. Requests with equal hash_ids share prefixes. A request longer than `max_context`
+    keeps its output and the start of its prompt; the workload's notes say how many were clipped.
 
     Args:
       limit: number of requests to take from the start of the trace; None takes all.
