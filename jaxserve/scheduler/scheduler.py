@@ -189,26 +189,28 @@ class Scheduler:
         assert launched.sequence == plan.sequence, f"plan {plan.sequence} completed before {launched.sequence}"
         events: list[TokenEvent] = []
         outputs = OutputProcessor(result, plan.drafts, self._eos)
+        ended, preempted = Phase.ENDED, Phase.PREEMPTED  # looked up once for all rows
         for index, (state, chunk) in enumerate(zip(launched.states, plan.chunks, strict=True)):
             state.in_flight -= 1
-            if state.phase == Phase.ENDED:
+            if state.phase == ended:
                 outputs.skip(chunk)
                 self.requests.leave_row(state)
                 continue
             event, computed, accepted = outputs.take(
                 state, chunk, launched.scores.get(index), withdrawn=index in launched.withdrawn
             )
-            self.drafted_tokens += max(chunk.samples - 1, 0)
-            self.accepted_tokens += accepted
+            if chunk.samples > 1:
+                self.drafted_tokens += chunk.samples - 1
+                self.accepted_tokens += accepted
             if event is not None:
                 events.append(event)
             if computed >= state.allocation.publish_at:
                 self.pool.publish(state.allocation, computed)
-            if state.phase == Phase.PREEMPTED:
+            if state.phase == preempted:
                 self.requests.preempted_tokens += accepted
             if event is not None and event.finish_reason is not None:
                 self._end(state)
-            elif state.phase == Phase.PREEMPTED and not state.in_flight:
+            elif state.phase == preempted and not state.in_flight:
                 self.requests.preempted_has_landed(state)
         return events
 
@@ -230,10 +232,11 @@ class Scheduler:
         Returns whether requests may be admitted.
         """
         may_admit = not self.requests.num_preempted
+        states, chunks, running = plan.states, plan.chunks, Phase.RUNNING  # looked up once for all rows
         for state in self.requests.running.copy():
-            if (self._exclusive and state.in_flight) or state.phase != Phase.RUNNING:  # an earlier one preempted it
+            if (self._exclusive and state.in_flight) or state.phase != running:  # an earlier one preempted it
                 continue
-            if len(plan.states) + len(plan.prompts) == self._max_rows:
+            if len(states) + len(plan.prompts) == self._max_rows:
                 break
             start = state.computed
             if state.length - start > 1:
@@ -241,7 +244,7 @@ class Scheduler:
                 plan.prompt_tokens += state.length - start
                 continue
             # However small the budget, decodes leave one token for the prompt of an earlier request.
-            if len(plan.states) >= (budget - 1 if plan.prompts else budget):
+            if len(states) >= (budget - 1 if plan.prompts else budget):
                 continue
             if start >= state.allocation.capacity:
                 if self.pool.shortage(state.allocation, start + 1):
@@ -249,9 +252,10 @@ class Scheduler:
                     if self.requests.num_finishing:
                         continue  # blocks become free when a plan in flight completes
                 self._extend(plan, state, start + 1)
-                if state.phase != Phase.RUNNING:
+                if state.phase != running:
                     continue
-            plan.add(state, Chunk(state.row, start, 1, True))
+            states.append(state)
+            chunks.append(Chunk(state.row, start, 1, True))
         return may_admit
 
     def _admit(self, plan: PlanBuilder, budget: int) -> None:
@@ -326,7 +330,8 @@ class Scheduler:
             flat += length
             if samples:
                 variant = state.variant if self._fixed_chunk is None else SamplerVariant.CONSTRAINED
-                sampler = max(sampler, variant)
+                if variant > sampler:
+                    sampler = variant
                 state.length += 1
                 if state.length == state.limit:
                     self.requests.finish(state)
