@@ -41,7 +41,7 @@ def directory(model: str) -> Path:
         wanted = _wanted(huggingface_hub.HfApi().list_repo_files(name, revision=revision))
         say(f"{model}: downloading what is not in the cache")
         return Path(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=wanted))
-    except (errors.HTTPError, OSError, ValueError) as problem:
+    except (errors.HTTPError, OSError, ValueError) as problem:  # pyright: ignore[reportPrivateImportUsage]
         if (why := _refusal(problem, name, revision)) is not None:
             raise UserError(f"--model {model}: {why}") from None
     return _cached(model, name, revision)

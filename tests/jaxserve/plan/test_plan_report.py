@@ -198,6 +198,6 @@ def test_a_page_holds_everything(plan, tmp_path):
 
 
 def test_layers_with_a_window_are_told_apart():
-    plan = predict(question(LLAMA | {"model_type": "qwen2", **WINDOWS}, max_rows=2))
+    plan = predict(question(LLAMA | {"model_type": "qwen2", **WINDOWS}, max_rows=2, max_context=512))
     blocks = plan.groups.blocks(plan.slots // plan.block_size)[1]
     assert f"\n{blocks * plan.block_size:,} slots in layers with a window of 256\n" in printed(plan_report.show, plan)
