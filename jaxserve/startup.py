@@ -67,8 +67,8 @@ def from_checkpoint(path: str | Path, config: EngineConfig, progress: Progress) 
     programs = replicas[0]
     device = programs[0].mesh.devices.flat[0]
     for stage in programs:
-        room = kv_cache.weight_room(device, _num_devices(config))
-        check_weights(parameters_of(stage).values(), room, f"{device.device_kind} device")
+        free = kv_cache.free_weight_bytes(device, _num_devices(config))
+        check_weights(parameters_of(stage).values(), free, f"{device.device_kind} device")
     params = weights.load(
         path,
         programs[0].model,

@@ -64,8 +64,8 @@ def parse_request(
         sampling = dataclasses.replace(sampling, bad_word_tokens=runs)
     prompt = _prompt(fields, tokenizer)
     if longest is not None and "max_tokens" in defaults and fields.get("max_tokens") is None:
-        room = max(1, sampling.min_tokens, longest - len(prompt))
-        sampling = dataclasses.replace(sampling, max_tokens=min(sampling.max_tokens, room))
+        longest_answer = max(1, sampling.min_tokens, longest - len(prompt))
+        sampling = dataclasses.replace(sampling, max_tokens=min(sampling.max_tokens, longest_answer))
     return Request(
         request_id=request_id,
         prompt=prompt,

@@ -185,8 +185,8 @@ def _prepare(
     party.reached("reading weights")
     for stage in here:
         device = stage.mesh.local_devices[0]
-        room = kv_cache.weight_room(device, config.tensor * config.stages)
-        check_weights(parameters_of(stage).values(), room, f"{device.device_kind} device")
+        free = kv_cache.free_weight_bytes(device, config.tensor * config.stages)
+        check_weights(parameters_of(stage).values(), free, f"{device.device_kind} device")
     startup.program_cache(config)  # jax's own cache, for programs that span several hosts
     folder = cache_folder.of(config.compilation_cache)
     cache = None if folder is None else ProgramCache(folder)

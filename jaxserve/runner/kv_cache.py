@@ -105,7 +105,7 @@ def free_bytes(device: Any) -> int:
     return int(_available() * _CPU_SHARE)
 
 
-def weight_room(device: Any, devices: int) -> int:
+def free_weight_bytes(device: Any, devices: int) -> int:
     """Bytes available for weights on each device; virtual devices share their CPU's memory."""
     return _available() // devices if device.platform == "cpu" else free_bytes(device)
 

@@ -21,5 +21,5 @@ def test_free_bytes_leave_the_runtime_its_part(platform, gib) -> None:
 
 def test_weights_share_the_memory_of_a_cpu() -> None:
     device = SimpleNamespace(platform="cpu")
-    four, one = kv_cache.weight_room(device, 4), kv_cache.weight_room(device, 1)
+    four, one = kv_cache.free_weight_bytes(device, 4), kv_cache.free_weight_bytes(device, 1)
     assert 0.9 < 4 * four / one < 1.1

@@ -229,7 +229,7 @@ def in_process(program: str, *arguments: str, devices: int = 1) -> str:
 
 def test_weights_that_do_not_fit_are_refused_before_one_is_read(tmp_path, monkeypatch):
     write(tmp_path, BLOOM)
-    monkeypatch.setattr(kv_cache, "weight_room", lambda _device, _devices: 1000)
+    monkeypatch.setattr(kv_cache, "free_weight_bytes", lambda _device, _devices: 1000)
     monkeypatch.setattr(weights, "load", lambda *_args, **_kwargs: pytest.fail("weights were read"))
     with pytest.raises(ValueError, match=r"the weights take .* of each cpu device, which has room for 0\.0 MiB"):
         Engine.from_checkpoint(tmp_path, EngineConfig(slots=128))
