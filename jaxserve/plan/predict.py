@@ -211,7 +211,7 @@ def with_buckets(
     """
     if engine.buckets is not None or engine.token_budget is not None or engine.deterministic:
         return engine, "as given"
-    unknown = replace(engine, buckets=bucket_sizes(engine)), "the speed of these devices is not known before the start"
+    unknown = replace(engine, buckets=bucket_sizes(engine)), "the default sizes: there is no cost model for this device"
     if topology is None:
         return unknown
     parts = [(stage, parameters_of(stage)) for stage in stages]
