@@ -326,7 +326,7 @@ class Engine:
 
         Args:
           messages: each with role and content.
-          fields: as of `generate`, and add_generation_prompt, chat_template_kwargs and reasoning_effort.
+          fields: as of `generate`, and add_generation_prompt, chat_template_kwargs, reasoning_effort and tools.
 
         Raises: as `generate`, and InvalidRequest if the checkpoint has no chat template.
         """

@@ -15,7 +15,7 @@ from jaxserve.text.chat_template import ChatTemplate
 from jaxserve.text.tokenizer import Tokenizer
 from server.app import ServerApp
 from server.commands import hosts
-from server.commands.console import UserError, address, progress_bars, say, say_defaults, show, user_errors
+from server.commands.console import UserError, address, progress_bars, say, say_defaults, say_tools, show, user_errors
 from server.engine_process import exit_codes
 from server.engine_process.job import EngineJob
 from server.engine_process.remote_engine import RemoteEngine
@@ -91,8 +91,10 @@ class ServerLifecycle:
         self.stopping.set()
 
     def greet(self) -> None:
+        tokenizer = self.app.handler.engine.tokenizer
         say_defaults(self.app.handler.engine.request_defaults)
-        self._greet(self.settings, *self._ports, has_tokenizer=self.app.handler.engine.tokenizer is not None)
+        say_tools(None if tokenizer is None else tokenizer.chat_template)
+        self._greet(self.settings, *self._ports, has_tokenizer=tokenizer is not None)
 
     async def drain(self) -> None:
         """Stops accepting calls and waits up to `--drain-seconds` for active ones to finish."""
@@ -189,12 +191,15 @@ async def serve_engine_process(settings: ServeSettings, greet: Greet) -> int:
 
 
 def _use_template(settings: ServeSettings, tokenizer: Tokenizer | None) -> None:
-    """Replaces the chat template of a checkpoint, if the settings name one. Raises ValueError."""
-    if settings.chat_template is None:
-        return
-    if tokenizer is None:
-        raise ValueError("--chat-template needs a tokenizer, and this checkpoint has none")
-    tokenizer.chat_template = ChatTemplate.from_directory(settings.model, Path(settings.chat_template))
+    """Replaces the chat template of a checkpoint and its form of calls, as the settings say. Raises ValueError."""
+    if settings.chat_template is not None:
+        if tokenizer is None:
+            raise ValueError("--chat-template needs a tokenizer, and this checkpoint has none")
+        tokenizer.chat_template = ChatTemplate.from_directory(settings.model, Path(settings.chat_template))
+    if settings.tool_parser is not None:
+        if tokenizer is None or tokenizer.chat_template is None:
+            raise ValueError("--tool-parser needs a chat template, and this checkpoint has none")
+        tokenizer.chat_template.tool_form = settings.tool_parser
 
 
 def engine_job(settings: ServeSettings) -> EngineJob:

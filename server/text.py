@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -53,8 +54,17 @@ def most_tokens(fields: Mapping[str, Any]) -> int:
     is tokenized.
     """
     texts = [] if (text := fields.get("prompt")) is None else [text]
-    texts += [text for message in fields.get("messages") or () for text in message.values()]
+    texts += [_text(part) for message in fields.get("messages") or () for part in message.values()]
+    texts += map(_text, fields.get("tools") or ())
     return sum(len(text.encode(errors="replace")) for text in texts) + len(fields.get("prompt_token_ids") or ())
+
+
+def _text(part: Any) -> str:
+    """A part of a chat as text: calls of tools, and tools, as JSON."""
+    try:
+        return part if isinstance(part, str) else json.dumps(part, ensure_ascii=False)
+    except RecursionError:
+        return ""  # the template fails on it as well, and says so
 
 
 def tokenizing_work(fields: Mapping[str, Any]) -> int:

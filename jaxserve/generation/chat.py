@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,15 +10,16 @@ from jaxserve.errors import InvalidRequest, shown
 
 MAX_MESSAGES = 2048  # most messages in a chat, and parts in one content
 _MAX_NAME = 64  # most characters in a role or a name
-_FIELDS = ("role", "content", "name")
+_FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id")
 
 
-def read(messages: Any) -> list[dict[str, str]]:
-    """Validates messages and returns them for a chat template: role, content and perhaps name.
+def read(messages: Any) -> list[dict[str, Any]]:
+    """Validates messages and returns them for a chat template: role, content, and perhaps name and calls of tools.
 
     A content is a string, or a list of `{"type": "text", "text": ...}` parts as OpenAI's clients send them; the parts
-    are joined. Reading the result again returns it unchanged. Other fields may be there if they are null or empty: an
-    answer has some of them, and is sent back as a message.
+    are joined. An assistant's message may have `tool_calls`, whose arguments become objects, and the answer of a tool
+    has `tool_call_id`. Reading the result again returns it unchanged. Other fields may be there if they are null or
+    empty: an answer has some of them, and is sent back as a message.
 
     Raises:
       InvalidRequest: naming `messages`.
@@ -28,21 +30,50 @@ def read(messages: Any) -> list[dict[str, str]]:
         raise _wrong("is empty; a chat needs at least one message")
     if len(messages) > MAX_MESSAGES:
         raise _wrong(f"has more than {MAX_MESSAGES} entries")
-    return [_message(message) for message in messages]
+    found, names = [_message(message) for message in messages], {}
+    for message in found:  # some templates want the name of the tool with its answer, which OpenAI's API leaves out
+        names |= {call["id"]: call["function"]["name"] for call in message.get("tool_calls", ()) if "id" in call}
+        if message.get("tool_call_id") in names:
+            message.setdefault("name", names[message["tool_call_id"]])
+    return found
 
 
-def _message(message: Any) -> dict[str, str]:
+def _message(message: Any) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise _wrong(f"holds {shown(message)}; each message must have role and content")
     for field, value in message.items():
         if field not in _FIELDS and not (value is None or value in ("", [], {})):
-            raise _wrong(f"has a message with {shown(field)}, which is not served; role, content and name are")
-    found = {"role": _name(message, "role"), "content": _content(message.get("content"))}
+            raise _wrong(f"has a message with {shown(field)}, which is not served; {', '.join(_FIELDS)} are")
+    calls, content = message.get("tool_calls"), message.get("content")
+    found: dict[str, Any] = {"role": _name(message, "role")}
+    found["content"] = "" if calls and content is None else _content(content)
     if not found["role"]:
         raise _wrong("has a message whose role is empty")
-    if message.get("name") is not None:
-        found["name"] = _name(message, "name")
+    for field in ("name", "tool_call_id"):
+        if message.get(field) is not None:
+            found[field] = _name(message, field)
+    if calls:
+        if isinstance(calls, str | bytes) or not isinstance(calls, Sequence) or len(calls) > MAX_MESSAGES:
+            raise _wrong(f"has a message whose tool_calls are {shown(calls)}; it must be a list")
+        found["tool_calls"] = [_call(call) for call in calls]
     return found
+
+
+def _call(call: Any) -> dict[str, Any]:
+    """A call of a tool, with its arguments as an object: templates write them as JSON themselves."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise _wrong(f"has a message whose tool_calls hold {shown(call)}; each must have a function with a name")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            arguments = None
+    if not isinstance(arguments, Mapping):
+        raise _wrong(f"has a call of {function['name'][:_MAX_NAME]!r} whose arguments are no JSON object")
+    found = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    return found if call.get("id") is None else {"id": _name(call, "id")} | found
 
 
 def _name(message: Mapping[str, Any], field: str) -> str:

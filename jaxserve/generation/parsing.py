@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from jaxserve.errors import InvalidRequest, shown
-from jaxserve.generation import bad_words, chat
+from jaxserve.generation import bad_words, chat, tools
 from jaxserve.request import Request
 from jaxserve.sampling_params import SAMPLING_PARAMS, Grammar, SamplingParams
 from jaxserve.structured_output import grammar
@@ -21,7 +21,7 @@ from jaxserve.text.tokenizer import Tokenizer
 MAX_STOP_LENGTH = 1024  # characters of a stop string
 
 PROMPTS = ("prompt", "prompt_token_ids", "messages")  # a request has one of them
-_CHAT_FIELDS = ("add_generation_prompt", "chat_template_kwargs", "reasoning_effort")
+_CHAT_FIELDS = ("add_generation_prompt", "chat_template_kwargs", "reasoning_effort", "tools")
 PROMPT_FIELDS = (*PROMPTS, *_CHAT_FIELDS, "add_special_tokens")
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 
@@ -46,7 +46,8 @@ def parse_request(
 
     `messages` are a chat (see `chat.read`). The checkpoint's chat template turns them into the prompt, which ends with
     the start of an answer unless `add_generation_prompt` is false. `chat_template_kwargs` are more variables of the
-    template, and so is `reasoning_effort`, where the template reads it. Rendering may take up to a second.
+    template, and so is `reasoning_effort`, where the template reads it. `tools` are those that the template tells the
+    model of (see `tools.read`). Rendering may take up to a second.
     `add_special_tokens` says whether the tokenizer adds its special tokens to the text; by default it does so to a
     prompt, and not to a chat, whose template has them.
 
@@ -136,9 +137,10 @@ def _tokenise_chat(fields: Mapping[str, Any], tokenizer: Tokenizer | None, *, sp
     if tokenizer.chat_template is None:
         raise InvalidRequest("messages", "need a chat template, and this checkpoint has none; give prompt")
     variables = _template_variables(fields, tokenizer.chat_template)
+    known = tools.read(fields.get("tools") or ())
     try:
         text = tokenizer.chat_template.render(
-            messages, add_generation_prompt=add_generation_prompt, variables=variables
+            messages, add_generation_prompt=add_generation_prompt, tools=known, variables=variables
         )
     except ValueError as problem:
         raise InvalidRequest("messages", str(problem)) from problem

@@ -9,6 +9,8 @@ from typing import Any, get_args
 from jaxserve.errors import InvalidRequest
 from jaxserve.sampling_params import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
 
+# White space in JSON: a space, or a line break and an indent. If it is unbounded, some models never stop.
+JSON_DEFAULTS: Any = {"whitespace_pattern": r"\x20|\x0A[\x20\x09]{0,40}"}
 GRAMMAR_TYPES = (*get_args(GrammarKind), "json_object")
 
 
@@ -68,6 +70,25 @@ def json_schema(field: str, schema: Any) -> Grammar:
     except (TypeError, ValueError) as problem:
         raise InvalidRequest(field, f"is no JSON: {problem}") from None
     return Grammar(kind="json_schema", text=written, field=field)
+
+
+def calls(field: str, schemas: Mapping[str, Any], *, parallel: bool) -> Grammar:
+    """A grammar that allows a JSON list of calls, `{"name": ..., "arguments": ...}`.
+
+    Args:
+      schemas: of the arguments, by the name of the function.
+      parallel: whether the list may have more than one.
+    """
+    # Each schema is a grammar of its own, so that its references stay its own.
+    lines = [
+        'start: "[" call ' + ('(", " call)* ' if parallel else "") + '"]"',
+        "call: " + " | ".join(f"call_{i}" for i in range(len(schemas))),
+    ]
+    for i, (name, schema) in enumerate(schemas.items()):
+        beginning = f'{{"name": {json.dumps(name)}, "arguments": '
+        written = json_schema(field, {"x-guidance": JSON_DEFAULTS} | dict(schema)).text
+        lines += [f'call_{i}: {json.dumps(beginning)} args_{i} "}}"', f"args_{i}: %json {written}"]
+    return text(field, "lark", "\n".join(lines))
 
 
 def choice(field: str, options: Any) -> Grammar:

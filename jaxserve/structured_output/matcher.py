@@ -17,7 +17,6 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
 
 import llguidance
 import numpy as np
@@ -25,6 +24,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from jaxserve.errors import InvalidRequest, QueueFull
 from jaxserve.sampling_params import Grammar
+from jaxserve.structured_output.grammar import JSON_DEFAULTS
 from jaxserve.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
@@ -37,8 +37,6 @@ _THREADS = 2
 _TOKENIZER_SECONDS = 60.0  # to load the tokenizer's vocabulary, once
 _TRIAL_TOKENS = 32  # tokens that are matched before a grammar is accepted
 _MAX_PROBLEM = 300  # characters of an llguidance error that are shown to a caller
-# White space in JSON: a space, or a line break and an indent. If it is unbounded, some models never stop.
-_JSON_DEFAULTS: Any = {"whitespace_pattern": r"\x20|\x0A[\x20\x09]{0,40}"}
 # These limit the step of one token to some milliseconds. A state takes one or two kB.
 _LIMITS = llguidance.LLParserLimits(
     initial_lexer_fuel=400_000,
@@ -336,7 +334,7 @@ def _definition(grammar: Grammar) -> str:
     match grammar.kind:
         case "json_schema":
             try:  # a schema with "x-guidance" has its own settings
-                defaults = None if '"x-guidance"' in text else _JSON_DEFAULTS
+                defaults = None if '"x-guidance"' in text else JSON_DEFAULTS
                 return matcher.grammar_from_json_schema(text, defaults=defaults)
             except ValueError as problem:
                 raise GrammarError(f"cannot be compiled: {_one_line(str(problem))}") from None

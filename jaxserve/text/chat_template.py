@@ -15,6 +15,8 @@ from jinja2 import meta
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from jaxserve.text import tool_calls
+
 _MAX_TEXT = 2**20  # characters of a rendered chat
 _MAX_SECONDS = 1.0
 _MAX_ERROR = 200  # characters of a template's error, which may quote the messages
@@ -30,6 +32,7 @@ class ChatTemplate:
 
     Attributes:
       variables: names that the template reads and does not define.
+      tool_form: name of the format in which the model calls tools (`tool_calls.FORMS`); None if it is not known.
 
     Raises:
       ValueError: the template is not valid Jinja.
@@ -41,6 +44,7 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
         self._special_tokens = special_tokens
+        self.tool_form = tool_calls.form_of(source)
         try:
             self._template = environment.from_string(source)
             self.variables = frozenset(meta.find_undeclared_variables(environment.parse(source)))
@@ -73,23 +77,26 @@ class ChatTemplate:
 
     def render(
         self,
-        messages: Sequence[dict[str, str]],
+        messages: Sequence[dict[str, Any]],
         *,
         add_generation_prompt: bool,
+        tools: Sequence[dict[str, Any]] = (),
         variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
         """Renders messages as the text that the model was trained on, including special tokens.
 
         Args:
-          messages: each with `role` and `content`.
+          messages: each with `role` and `content`, and perhaps `tool_calls` or `tool_call_id`.
           add_generation_prompt: whether the text ends with the start of an answer.
+          tools: those that the model may call.
           variables: more names for the template; those that it does not read change nothing.
 
         Raises:
           ValueError: a variable has a name that is taken, the template rejects these messages, or the text is too long
             or takes too long.
         """
-        known = {"messages": list(messages), "add_generation_prompt": add_generation_prompt, "tools": None}
+        known = {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
+        known["tools"] = list(tools) or None
         known |= self._special_tokens
         if taken := sorted(known.keys() & variables.keys()):
             raise ValueError(f"cannot be rendered with another value of {taken[0]}")
@@ -111,8 +118,15 @@ def _text(token: Any) -> str:
     return token["content"] if isinstance(token, dict) else token
 
 
-def _to_json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """The filter `tojson` as transformers has it."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise(message: str) -> NoReturn:

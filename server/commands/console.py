@@ -21,6 +21,7 @@ from jaxserve import progress_bars as bars
 
 if TYPE_CHECKING:
     from jaxserve.startup_report import StartupReport
+    from jaxserve.text.chat_template import ChatTemplate
 
 Progress = Callable[[str, int, int], None]  # (step, done, total)
 
@@ -73,6 +74,13 @@ def say_defaults(defaults: Mapping[str, Any]) -> None:
 
     if (line := describe(defaults)) is not None:
         say(line)
+
+
+def say_tools(template: ChatTemplate | None) -> None:
+    """Prints in what form the model calls tools, if its chat template has them."""
+    if template is not None and "tools" in template.variables:
+        form = template.tool_form or "not known, so the server reads no calls"
+        say(f"form of tool calls: {form} (--tool-parser sets another)")
 
 
 def say_outcome(finish_reason: str, prompt_tokens: int, completion_tokens: int, seed: int | None) -> None:

@@ -40,6 +40,7 @@ FLAGS = {
     "--ssl-certfile": "--tls-cert",
     "--ssl-keyfile": "--tls-key",
     "--tensor-parallel-size": "--tensor",
+    "--tool-call-parser": "--tool-parser",
     "--uvicorn-log-level": "--log-level",
     "-dp": "--replicas",
     "-pp": "--stages",

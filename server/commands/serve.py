@@ -107,6 +107,9 @@ class ServeSettings:
     chat_template: str | None = param(
         None, "Jinja file with the template of chats", default_help="the checkpoint's", metavar="FILE", group="model"
     )
+    tool_parser: Literal["hermes", "llama3_json", "mistral", "pythonic"] | None = param(
+        None, "form in which the model calls tools", default_help="as its chat template shows", group="model"
+    )
     request_log: str | None = param(None, "write a JSON line for every request", default_help="none", metavar="FILE|-")
     log_prompts: bool = param(False, "include prompts and answers in the request log")
     traces: bool = param(

@@ -8,7 +8,8 @@ from typing import Any
 from jaxserve.generation.completion import Completion, Delta
 from jaxserve.request import FinishReason, Request
 from jaxserve.text.tokenizer import Tokenizer
-from server.http import logprobs
+from jaxserve.text.tool_calls import Piece
+from server.http import logprobs, tool_calls
 
 _REASONS = {None: None, FinishReason.LENGTH: "length", FinishReason.EOS: "stop", FinishReason.STOP: "stop"}
 
@@ -85,12 +86,19 @@ class Choice:
 class ChatChoice(Choice):
     """One choice of a chat; `body` is a ChatBody."""
 
+    def __init__(self, tokenizer: Tokenizer | None, body: Any, request: Request, index: int) -> None:
+        super().__init__(tokenizer, body, request, index)
+        template = None if tokenizer is None else tokenizer.chat_template
+        self._parser = None if body.tool_use is None else body.tool_use.parser(template)
+        self._deltas = tool_calls.CallDeltas()
+
     def whole(self, completion: Completion) -> dict[str, Any]:
+        answer = tool_calls.message(self._read(completion.delta))
         return {
             "index": self._index,
-            "message": {"role": "assistant", "content": completion.text, "refusal": None},
+            "message": {"role": "assistant"} | answer | {"refusal": None},
             "logprobs": self._logprobs(completion.delta) if self._body.logprobs else None,
-            "finish_reason": _REASONS[completion.finish_reason],
+            "finish_reason": self._reason(completion.finish_reason),
         } | self._token_ids(completion.delta)
 
     def pieces(self, delta: Delta) -> list[dict[str, Any]]:
@@ -100,10 +108,22 @@ class ChatChoice(Choice):
         self._has_begun = True
         scored = self._logprobs(delta) if self._body.logprobs and delta.token_ids else None
         ids = self._token_ids(delta)
-        if delta.text or scored is not None or delta.finish_reason is not None or any(ids.values()):
-            content = {"content": delta.text} if delta.text or scored is not None else {}
-            found.append(self._piece(content, scored, _REASONS[delta.finish_reason]) | ids)
+        deltas = self._deltas.of(self._read(delta))
+        if not deltas and (scored is not None or delta.finish_reason is not None or any(ids.values())):
+            deltas = [{} if scored is None else {"content": ""}]
+        found += [self._piece(each) for each in deltas[:-1]]
+        found += [self._piece(last, scored, self._reason(delta.finish_reason)) | ids for last in deltas[-1:]]
         return found
+
+    def _read(self, delta: Delta) -> list[Piece]:
+        """What a delta adds: text, and calls of tools."""
+        if self._parser is None:
+            return [Piece("content", delta.text)] if delta.text else []
+        return self._parser.push(delta.text) + (self._parser.flush() if delta.finish_reason is not None else [])
+
+    def _reason(self, reason: FinishReason | None) -> str | None:
+        called = self._parser is not None and self._parser.calls and reason in (FinishReason.EOS, FinishReason.STOP)
+        return "tool_calls" if called else _REASONS[reason]
 
     def of_the_call(self, completion: Completion) -> dict[str, Any]:
         found = self.of_the_stream()

@@ -10,6 +10,7 @@ from jaxserve.generation.beam_search import BeamParams
 from jaxserve.generation.completion import Completion
 from jaxserve.generation.samples import best
 from jaxserve.request import Request
+from jaxserve.text.chat_template import ChatTemplate
 from server.call import Call, Generation
 from server.errors import ApiError, ErrorKind
 from server.handler import Adjust, RequestHandler
@@ -62,6 +63,8 @@ class Completions:
         body = await http_call.body(self._schema)
         check_model(body, self._handler.model_names)
         usage_wanted, samples, sampling = body.usage_wanted, body.samples, body.sampling
+        if isinstance(body, ChatBody) and body.tool_use is not None:
+            body.tool_use.check(self._template)
         prompts = [prompt | sampling for prompt in body.prompts]
         call = Call(
             id=http_call.id,
@@ -80,12 +83,22 @@ class Completions:
             await http_call.json(await self._searched(body, call, params, prompts, adjust))
             return
         async with self._handler.generate(
-            prompts, call, samples=samples, adjust=adjust, special_tokens=not body.skip_special_tokens
+            prompts, call, samples=samples, adjust=adjust, special_tokens=self._shows_special_tokens(body)
         ) as generation:
             if body.stream:
                 await self._stream(http_call, body, generation, usage_wanted)
             else:
                 await http_call.json(await self._whole(body, generation, samples))
+
+    def _shows_special_tokens(self, body: Any) -> bool:
+        """Whether special tokens are in the text: on request, or because calls of tools are between them."""
+        use = getattr(body, "tool_use", None)
+        return not body.skip_special_tokens or (use is not None and use.special_tokens(self._template))
+
+    @property
+    def _template(self) -> ChatTemplate | None:
+        tokenizer = self._handler.engine.tokenizer
+        return None if tokenizer is None else tokenizer.chat_template
 
     def _filled(self, request: Request) -> Request:
         """The request of a chat without a limit: its answer may fill the context."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from typing import Annotated, Any, Literal
 
@@ -11,8 +12,10 @@ from pydantic_core import PydanticCustomError
 from jaxserve.errors import InvalidRequest
 from jaxserve.fields import Param
 from jaxserve.generation import chat
+from jaxserve.generation import tools as tool_use
 from jaxserve.generation.beam_search import FIELDS, BeamParams, parse_beam_params
 from jaxserve.generation.samples import MAX_SAMPLES
+from jaxserve.generation.tools import ToolUse
 from jaxserve.sampling_params import MAX_LOGPROBS, MAX_STOP, SAMPLING_PARAMS, Grammar
 from jaxserve.structured_output import grammar
 from server.http.body import Body
@@ -247,12 +250,30 @@ class ChatBody(OpenAIBody):
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool = True
+
+    @functools.cached_property
+    def tool_use(self) -> ToolUse | None:
+        """How tools are used, if they are. Raises InvalidRequest."""
+        return tool_use.read_use(self.tools, self.tool_choice, parallel=self.parallel_tool_calls)
 
     @property
     def prompts(self) -> list[dict[str, Any]]:
         names = ("add_generation_prompt", "chat_template_kwargs", "reasoning_effort")
         fields = {name: getattr(self, name) for name in names} | self.tokenizing
+        if self.tool_use is not None:
+            fields["tools"] = list(self.tool_use.tools)
         return [{"messages": chat.read(self.messages)} | fields]
+
+    def _grammar(self) -> Grammar | None:
+        wanted = super()._grammar()
+        if self.tool_use is None:
+            return wanted
+        if wanted is not None:
+            raise InvalidRequest(wanted.field, "and tools are both given; give one, or tool_choice none")
+        return self.tool_use.grammar
 
     @property
     def samples(self) -> int:

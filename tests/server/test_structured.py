@@ -278,3 +278,40 @@ def test_flags_that_cannot_be_are_told(capfd: Any) -> None:
         with pytest.raises(SystemExit):
             cli.main(["generate", "--prompt", "a", *wrong])
         assert re.search(r"not allowed with|cannot be read", capfd.readouterr().err)
+
+
+def test_required_calls_of_tools_follow_their_schemas(engine) -> None:
+    """Two schemas have a definition of the same name; each refers to its own."""
+
+    def tool(name: str, values: list[Any]) -> dict[str, Any]:
+        schema = {"properties": {"is": {"$ref": "#/$defs/One"}}, "$defs": {"One": {"enum": values}}}
+        return {"type": "function", "function": {"name": name, "parameters": schema, "strict": True}}
+
+    values = {"first": ["a", "b"], "second": [1, 2]}
+    asked = {"messages": MESSAGES, "max_tokens": 120, "tools": [tool(*each) for each in values.items()]}
+    named = {"type": "function", "function": {"name": "second"}}
+
+    async def scenario() -> None:
+        async with serving(engine) as it:
+            seen, numbers = set(), set()
+            for seed in range(8):
+                fields: dict[str, Any] = {"seed": seed, "parallel_tool_calls": seed % 2 == 0, "tool_choice": "required"}
+                _, answer = await it.post("/v1/chat/completions", **asked, **fields)
+                (choice,) = answer["choices"]
+                calls = [call["function"] for call in choice["message"]["tool_calls"]]
+                numbers.add(len(calls))
+                if seed % 2:
+                    assert (len(calls), choice["finish_reason"]) == (1, "tool_calls")
+                for call in calls[: None if choice["finish_reason"] == "tool_calls" else -1]:  # the last is cut off
+                    arguments = json.loads(call["arguments"])
+                    assert arguments.keys() == {"is"}
+                    assert arguments["is"] in values[call["name"]]
+                    seen.add(call["name"])
+            assert seen == values.keys()
+            assert max(numbers) > 1
+            _, answer = await it.post("/v1/chat/completions", **asked, tool_choice=named)
+            (call,) = answer["choices"][0]["message"]["tool_calls"]
+            assert call["function"]["name"] == "second"
+            assert json.loads(call["function"]["arguments"])["is"] in values["second"]
+
+    asyncio.run(scenario())

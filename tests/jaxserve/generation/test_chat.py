@@ -79,7 +79,7 @@ def test_fields_of_an_answer_may_be_empty(empty: Any) -> None:
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "each part must be text"),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": 3}]}]}, "messages", "must be text"),
         ({"messages": [{"role": "user", "content": [1] * 2049}]}, "messages", "2048 parts"),
-        ({"messages": [{"role": "user", "content": "a", "tool_calls": [{}]}]}, "messages", "'tool_calls', which"),
+        ({"messages": [{"role": "user", "content": "a", "tool_calls": [{}]}]}, "messages", "tool_calls hold {}"),
         ({"messages": [{"role": "user", "content": "a", "refusal": "no"}]}, "messages", "'refusal', which is not"),
         ({"messages": [{"role": "user", "content": "a", "weight": 0}]}, "messages", "'weight', which is not"),
         ({"messages": [{"role": "user", "content": "\ud83d"}]}, "messages", "tokenised"),

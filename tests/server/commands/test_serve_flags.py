@@ -342,7 +342,7 @@ def test_traces_need_opentelemetry(tmp_path: Path) -> None:
 def test_every_serve_flag_takes_effect(checkpoint: Path, certificates: Path, tmp_path: Path) -> None:
     (tmp_path / "keys.toml").write_text('[us]\nkeys = ["our-own-key"]\n')
     (tmp_path / "serve.toml").write_text("max-rows = 3")
-    (tmp_path / "chat.jinja").write_text("{{ messages[0].content }}!")
+    (tmp_path / "chat.jinja").write_text("{{ messages[0].content }}!{% if tools %}?{% endif %}")
     log, profile, cache = tmp_path / "requests.jsonl", tmp_path / "profile", tmp_path / "cache"
     port, http_port, metrics_port = free_ports(3)
     flags = (
@@ -352,7 +352,7 @@ def test_every_serve_flag_takes_effect(checkpoint: Path, certificates: Path, tmp
         f"--drain-seconds {DRAIN_SECONDS} --supervise --request-log {log} --log-prompts --metrics-port {metrics_port} "
         f"--profile {profile} --buckets 16 --slots 32768 --max-context 16384 --compilation-cache {cache} --no-scoring "
         f"--served-model-name first second --max-queued-requests 77 --chat-template {tmp_path}/chat.jinja "
-        "--allowed-origins https://a.example"
+        "--allowed-origins https://a.example --tool-parser pythonic"
     )
     traced = _has_opentelemetry()
     with contextlib.ExitStack() as stack:
@@ -389,6 +389,7 @@ def test_every_serve_flag_takes_effect(checkpoint: Path, certificates: Path, tmp
         chat = {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 1}
         answer = client.post("/v1/chat/completions", headers=KEY, json=chat).json()
         assert answer["usage"]["prompt_tokens"] == 4
+        assert "form of tool calls: pythonic" in server.log
         server.until(lambda: log.read_text().count("\n") == 3)
 
         # The request log, metrics, compiled programs
