@@ -31,8 +31,10 @@ class Request:
     Attributes:
       request_id: unique among the requests alive in an engine.
       prompt: token ids.
-      priority: higher goes first; one step outweighs `order.PRIORITY_SECONDS` of waiting.
+      priority: higher goes first among the tenant's requests; one step outweighs `order.PRIORITY_SECONDS` of waiting.
       arrival: monotonic seconds at which it was taken in.
+      tenant: whom its tokens count for; tenants take turns at the device.
+      share: the tenant's weight relative to others.
       cache_salt: requests share prefix blocks only under the same salt.
       fork_of: id of a request with the very same prompt, submitted before: another sample of it, that takes over the
         prompt's keys and values once somebody has computed them. None computes them itself.
@@ -43,6 +45,8 @@ class Request:
     sampling: SamplingParams
     priority: int = 0
     arrival: float = 0.0
+    tenant: str = ""
+    share: float = 1.0
     cache_salt: str = ""
     fork_of: str | None = None
 

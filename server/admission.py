@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections import defaultdict
 from collections.abc import Callable
+from itertools import count
 from typing import TYPE_CHECKING
 
 from jaxserve.scheduler.buckets import BucketLadder
 from jaxserve.scheduler.order import RequestOrder, make_order
 from server import errors
-from server.auth import Tenant
+from server.auth import ANYBODY, Tenant, current
+from server.waiting_calls import Place, WaitingCalls, Work
 
 if TYPE_CHECKING:
     from jaxserve.stats import Load
@@ -31,26 +32,22 @@ _SHORTEST_RETRY, _LONGEST_RETRY = 0.1, 60.0  # seconds
 
 
 class Ticket:
-    """The place of one call in the queue until `release`, which may be called twice.
-
-    `key` is about what the engine's order will give its requests.
-    """
+    """The place of one call in the queue until `release`, which may be called twice."""
 
     def __init__(
         self,
         admission: AdmissionController,
         tenant: Tenant,
-        requests: int,
-        tokens: int,
-        *,
-        key: float,
+        work: Work,
+        place: Place,
         slack: float,
-        demoted: bool,
     ) -> None:
-        self.tenant, self.requests, self.tokens = tenant, requests, tokens
-        self.demoted = demoted  # whether other tenants go first, because this one has more than its share waiting
-        self.key = key
-        self._admission, self._slack = admission, slack
+        """
+        Args:
+          place: about the key that the engine's order will give the requests, and the call's number.
+        """
+        self.tenant, self.requests, self.tokens = tenant, work.requests, work.tokens
+        self._admission, self._work, self._place, self._slack = admission, work, place, slack
         self._kept = False
         self._stage = 0  # 0: not submitted; 1: waits in the engine; 2: has started, or was released
 
@@ -63,8 +60,9 @@ class Ticket:
         if self._stage == 0:
             self._admission.reserved_tokens += tokens - self.tokens
         if self._stage < 2:
-            self._admission.change(self.tenant, 0, tokens - self.tokens)
-            self.tokens = tokens
+            self._admission.stop_waiting(self.tenant, self._place)
+            self.tokens, self._work = tokens, self._work._replace(tokens=tokens)
+            self._admission.wait(self.tenant, self._place, self._work)
 
     def submitted(self) -> None:
         """The engine counts the requests from now on."""
@@ -78,8 +76,7 @@ class Ticket:
         self.submitted()
         if self._stage == 1:
             self._stage = 2
-            self._admission.waiting.discard(self)
-            self._admission.change(self.tenant, -self.requests, -self.tokens)
+            self._admission.stop_waiting(self.tenant, self._place)
 
     def keep(self) -> None:
         """Reserves room in the queue until `release`, for a call that submits requests repeatedly.
@@ -119,12 +116,12 @@ class AdmissionController:
     ) -> None:
         self.reserved_requests = self.reserved_tokens = 0  # admitted, and not counted by the engine yet
         self.kept_requests = self.kept_tokens = 0  # of calls that submit requests repeatedly
-        self.waiting: set[Ticket] = set()  # of the calls whose requests have not started
         self._load, self._tenants, self._clock = engine.load, tenants, clock
         self._max_seconds = engine.config.max_queue_seconds or engine.config.target_ttft
         self._max_rows = engine.config.max_rows * engine.config.replicas
         self._max_requests, self._max_tokens = engine.config.max_queued_requests, engine.config.max_queued_tokens
-        self._waiting: dict[str, list[int]] = defaultdict(lambda: [0, 0])  # tenant -> requests, tokens
+        self._waiting: dict[str, WaitingCalls] = {}  # tenant -> its calls whose requests have not started
+        self._numbers = count()
         self._rates: dict[str, tuple[float, float]] = {}  # tenant -> (time, level of its token bucket then)
         self._engine = engine
         self._order: RequestOrder | None = None  # the engine's costs are known once it is ready
@@ -173,13 +170,12 @@ class AdmissionController:
         now = self._clock()
         waiting, tokens = self._ahead(load)
         key = self._key(prompt_tokens // max(requests, 1))
-        wait = self._wait(load, key)
+        wait = self._wait(load, tenant, key)
         over = self._over(waiting, tokens, requests, prompt_tokens, wait)
         if over is not None:
             raise errors.queue_full(over, _bounded(wait))
         contended = waiting > _CONTENDED * self._max_requests or tokens > _CONTENDED * self._max_tokens
-        exceeds = bool(waiting) and self._exceeds_share(tenant, requests, prompt_tokens)
-        if contended and exceeds:
+        if contended and waiting and self._exceeds_share(tenant, requests, prompt_tokens):
             raise errors.queue_full(f"{tenant.name} already has its share of the queue", _bounded(wait))
         slack = math.inf
         if deadline is not None:
@@ -195,16 +191,15 @@ class AdmissionController:
         self._take_from_rate(tenant, requests, now)
         self.reserved_requests += requests
         self.reserved_tokens += prompt_tokens
-        self.change(tenant, requests, prompt_tokens)
-        ticket = Ticket(self, tenant, requests, prompt_tokens, key=key, slack=slack, demoted=exceeds)
-        self.waiting.add(ticket)
-        return ticket
+        work, place = Work(requests, prompt_tokens, requests * new_tokens), (key, next(self._numbers))
+        self.wait(tenant, place, work)
+        return Ticket(self, tenant, work, place, slack)
 
     def full(self) -> errors.ApiError | None:
-        """The error for any call while the queue is full; None while it is not."""
+        """The error for any call of the current tenant while the queue is full; None while it is not."""
         load = self.sample()
         waiting, tokens = self._ahead(load)
-        over = self._over(waiting, tokens, 1, 1, self._wait(load, self._key(1)))
+        over = self._over(waiting, tokens, 1, 1, self._wait(load, current.get(), self._key(1)))
         return None if over is None else errors.queue_full(over, _bounded(self._wait(load)))
 
     def finished(self, generated: int, max_tokens: int) -> None:
@@ -216,12 +211,15 @@ class AdmissionController:
         """Seconds after which a caller that is refused now should try again."""
         return _bounded(self._wait(self._load()))
 
-    def change(self, tenant: Tenant, requests: int, tokens: int) -> None:
-        """Changes the numbers of a tenant's waiting requests and tokens."""
-        counts = self._waiting[tenant.name]
-        counts[0] += requests
-        counts[1] += tokens
-        if not counts[0]:
+    def wait(self, tenant: Tenant, place: Place, work: Work) -> None:
+        """A call waits from now on."""
+        self._waiting.setdefault(tenant.name, WaitingCalls()).add(place, work)
+
+    def stop_waiting(self, tenant: Tenant, place: Place) -> None:
+        """A call no longer waits."""
+        calls = self._waiting[tenant.name]
+        calls.remove(place)
+        if not calls.total.requests:
             del self._waiting[tenant.name]
 
     def _ahead(self, load: Load) -> tuple[int, int]:
@@ -240,9 +238,11 @@ class AdmissionController:
 
     def _exceeds_share(self, tenant: Tenant, requests: int, tokens: int) -> bool:
         shares = {name: each.share for name, each in self._tenants().items()} | {tenant.name: tenant.share}
-        part = tenant.share / sum(shares.values())
-        has_requests, has_tokens = self._waiting.get(tenant.name, (0, 0))
-        return has_requests + requests > part * self._max_requests or has_tokens + tokens > part * self._max_tokens
+        part, has = tenant.share / sum(shares.values()), self._of(tenant.name).total
+        return has.requests + requests > part * self._max_requests or has.tokens + tokens > part * self._max_tokens
+
+    def _of(self, name: str) -> WaitingCalls:
+        return self._waiting.get(name) or WaitingCalls()
 
     def _take_from_rate(self, tenant: Tenant, requests: int, now: float) -> None:
         """A token bucket: it fills at the tenant's rate up to its burst."""
@@ -265,18 +265,31 @@ class AdmissionController:
             self._order = make_order(self._engine.config, BucketLadder(self._engine.report.buckets))
         return self._order.key(self._clock(), 0, tokens)
 
-    def _wait(self, load: Load, key: float = math.inf) -> float:
+    def _behind(self, tenant: Tenant, key: float) -> Work:
+        """What waits and comes after a call of this tenant with this key.
+
+        While the tenant's own calls before it are served, others get as much as their shares of it at most.
+        """
+        before, behind, tenants = self._of(tenant.name).before(key), Work(), self._tenants()
+        for name, calls in self._waiting.items():
+            weight = 1.0 if name == tenant.name else tenants.get(name, ANYBODY).share / tenant.share
+            ahead = Work(*map(min, calls.total, Work().plus(before, weight)))
+            behind = behind.plus(calls.total).plus(ahead, -1)
+        return behind
+
+    def _wait(self, load: Load, tenant: Tenant | None = None, key: float = math.inf) -> float:
         """Estimated seconds until the requests that wait now have started.
 
         Args:
-          key: leaves out the requests that a request with this key goes before.
+          tenant / key: leaves out the requests that a request of this tenant with this key goes before.
         """
-        behind = [ticket for ticket in self.waiting if ticket.key > key]
-        ahead = max(load.waiting + self.reserved_requests - sum(ticket.requests for ticket in behind), 0)
+        behind = Work() if tenant is None else self._behind(tenant, key)
+        ahead = max(load.waiting + self.reserved_requests - behind.requests, 0)
         free = max(0, self._max_rows - load.running)
         if ahead < free:
             return 0.0
-        owed = load.outstanding_tokens * self._used_share + self.reserved_tokens - sum(each.tokens for each in behind)
+        owed = load.outstanding_tokens * self._used_share + self.reserved_tokens
+        owed -= behind.tokens + behind.answers * self._used_share
         # A call does not wait for the work that the last rows do beside it.
         return max(owed, 0) / max(self._tokens_per_second, 1e-3) * (ahead + 1) / (ahead + max(1, load.running))
 

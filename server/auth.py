@@ -5,7 +5,7 @@ The file has a table for each tenant. A key is written as it is or as its SHA-25
 
     [team-a]
     keys = ["sha256:2c26b46b68ffc68ff99b453c1d30413413422d706483bfa0f98a5e886266e7ae"]
-    share = 2        # of a contended queue, relative to other tenants; default: 1
+    share = 2        # of the device and of a contended queue, relative to other tenants; default: 1
     rate = 10        # requests a second; default: no limit
     burst = 20       # requests that may come at once; default: those of one second
 """
@@ -43,7 +43,7 @@ class Tenant:
     """A group of callers with keys of its own.
 
     Attributes:
-      share: weight relative to other tenants in a contended queue.
+      share: weight relative to other tenants, for turns at the device and in a contended queue.
       rate: requests a second; None for no limit.
       burst: requests that may come at once within the rate.
     """

@@ -160,7 +160,7 @@ class RequestHandler:
         self._check_open(call)
         defaults = self.engine.request_defaults if call.has_defaults else {}
         with self._admitted(prompts, call, samples, defaults) as ticket:
-            parsed = await self._parse(prompts, call, ticket, adjust, defaults)
+            parsed = await self._parse(prompts, call, adjust, defaults)
             ticket.correct(samples * sum(len(request.prompt) for request in parsed))
             compiled = await self._compile_grammars(parsed)
             # The server makes its own ids, because two callers may send the same one.
@@ -194,7 +194,7 @@ class RequestHandler:
         self._check_open(call)
         defaults = for_beam_search(self.engine.request_defaults)
         with self._admitted([fields], call, params.width, defaults) as ticket:
-            (request,) = await self._parse([fields], call, ticket, adjust, defaults)
+            (request,) = await self._parse([fields], call, adjust, defaults)
             self.engine.check(request)
             ticket.correct(params.width * request.max_length)
             ticket.keep()
@@ -251,7 +251,6 @@ class RequestHandler:
         self,
         prompts: Sequence[Mapping[str, Any]],
         call: Call,
-        ticket: Ticket,
         adjust: Adjust,
         defaults: Mapping[str, Any],
     ) -> list[Request]:
@@ -260,8 +259,10 @@ class RequestHandler:
                 fields,
                 request_id="",
                 tokenizer=self.engine.tokenizer,
-                priority=call.priority - ticket.demoted,
+                priority=call.priority,
                 arrival=call.arrival,
+                tenant=call.tenant.name,
+                share=call.tenant.share,
                 cache_salt=call.cache_salt,
                 defaults=defaults,
                 longest=self._longest if defaults else None,

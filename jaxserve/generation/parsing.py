@@ -33,6 +33,8 @@ def parse_request(
     tokenizer: Tokenizer | None,
     priority: int = 0,
     arrival: float = 0.0,
+    tenant: str = "",
+    share: float = 1.0,
     cache_salt: str = "",
     defaults: Mapping[str, Any] = MappingProxyType({}),
     longest: int | None = None,
@@ -73,6 +75,8 @@ def parse_request(
         sampling=sampling,
         priority=priority,
         arrival=arrival,
+        tenant=tenant,
+        share=share,
         cache_salt=cache_salt,
     )
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from jaxserve.errors import InvalidRequest
 from jaxserve.scheduler.block_allocation import SharedPrefix
 from jaxserve.scheduler.state import Phase, RequestState
-from jaxserve.scheduler.waiting import WaitingQueue
+from jaxserve.scheduler.tenants import FairQueue
 
 
 class ParallelSamples:
@@ -47,7 +47,7 @@ class ParallelSamples:
 class ParallelSampleGroups:
     """All groups of one scheduler, and which requests are deferred."""
 
-    def __init__(self, waiting: WaitingQueue[RequestState], *, boundary: int | None) -> None:
+    def __init__(self, waiting: FairQueue, *, boundary: int | None) -> None:
         """Args:
         waiting: the queue that deferred requests leave and return to.
         boundary: share keys and values up to a multiple of this many tokens; None shares all of them.

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import heapq
 from bisect import insort
+from collections.abc import Iterator
 from operator import attrgetter
 
+from jaxserve.scheduler.block_allocation import BlockAllocation
 from jaxserve.scheduler.parallel_samples import ParallelSampleGroups
 from jaxserve.scheduler.state import Phase, RequestState
-from jaxserve.scheduler.waiting import WaitingQueue
+from jaxserve.scheduler.tenants import FairQueue
 
 _by_key = attrgetter("key")
+
+
+def _by_turn(state: RequestState) -> tuple[float, tuple[float, int]]:
+    return state.tenant.served, state.key
 
 
 class RequestTable:
@@ -25,13 +31,13 @@ class RequestTable:
       num_finishing / num_preempted / preempted_tokens: requests (and their tokens) in these phases.
     """
 
-    def __init__(self, n_rows: int, *, rows_are_exclusive: bool, boundary: int | None) -> None:
+    def __init__(self, n_rows: int, waiting: FairQueue, *, rows_are_exclusive: bool, boundary: int | None) -> None:
         """Args:
         rows_are_exclusive: whether plans in flight must not share a row.
         boundary: samples of one prompt take over keys and values up to a multiple of this many tokens.
         """
         self.live: dict[str, RequestState] = {}
-        self.waiting: WaitingQueue[RequestState] = WaitingQueue()
+        self.waiting = waiting
         self.running: list[RequestState] = []
         self.samples = ParallelSampleGroups(self.waiting, boundary=boundary)
         self.free_rows = list(range(n_rows))
@@ -56,6 +62,7 @@ class RequestTable:
     def add(self, state: RequestState) -> None:
         """Add a new request to the waiting queue."""
         self.live[state.name] = state
+        self.waiting.join(state)
         self.waiting.push(state)
 
     def begin(self, state: RequestState) -> None:
@@ -86,9 +93,21 @@ class RequestTable:
         state.length -= 1
         state.computed = state.length - 1
 
-    def preempt_last(self) -> RequestState:
-        """Preempt the running request with the largest key, whose blocks have been released."""
-        state = self.running.pop()
+    def by_turn(self) -> list[RequestState]:
+        """The running requests: those of the tenant whose turn it is first, and by key within a tenant."""
+        if not self.waiting.is_shared:
+            return self.running.copy()
+        return sorted(self.running, key=_by_turn)
+
+    def victims(self) -> Iterator[BlockAllocation]:
+        """The running requests' blocks in the order in which they are preempted: the last whose turn it is first."""
+        for state in reversed(self.by_turn()):
+            yield state.allocation
+
+    def preempt(self, victim: BlockAllocation) -> RequestState:
+        """Preempt the running request whose blocks these were; they have been released."""
+        index = next(at for at in reversed(range(len(self.running))) if self.running[at].allocation is victim)
+        state = self.running.pop(index)
         self.leave_row(state)
         if state.in_flight:
             state.phase = Phase.PREEMPTED
@@ -116,6 +135,7 @@ class RequestTable:
     def end(self, state: RequestState) -> None:
         """Remove a request, whatever its phase. The caller releases its blocks."""
         was_deferred = self.samples.leave(state)
+        self.waiting.leave(state)
         if state.phase == Phase.WAITING:
             if not was_deferred:
                 self.waiting.remove(state)

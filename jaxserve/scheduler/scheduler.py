@@ -26,6 +26,7 @@ from jaxserve.scheduler.policy import TokenBudgetPolicy, make_policy
 from jaxserve.scheduler.requests import RequestTable
 from jaxserve.scheduler.speculation import Speculation
 from jaxserve.scheduler.state import Phase, RequestState
+from jaxserve.scheduler.tenants import FairQueue
 
 
 class _PlanInFlight(NamedTuple):
@@ -47,7 +48,7 @@ class Scheduler:
     requests).
 
     The request order admits requests, and prompts get the tokens that a plan has left in the same order. Decodes go
-    before prompts. One key that never changes orders everything.
+    before prompts. Within a tenant one key that never changes orders everything; tenants take turns (see `tenants`).
 
     The token budget policy decides how many tokens prompts may add to an iteration in which others decode.
 
@@ -95,7 +96,12 @@ class Scheduler:
             ladder, max_rows=max_rows, batches=batches, is_fixed=fixed_chunk is not None
         )
         self.order = order or ArrivalOrder()
-        self.requests = RequestTable(batches * max_rows, rows_are_exclusive=self._exclusive, boundary=fixed_chunk)
+        self.requests = RequestTable(
+            batches * max_rows,
+            FairQueue(ladder, max_rows),
+            rows_are_exclusive=self._exclusive,
+            boundary=fixed_chunk,
+        )
         self.drafting = None if speculation is None else Drafting(speculation, pool)
         self.preemptions = self.drafted_tokens = self.accepted_tokens = self.withdrawals = 0  # totals since the start
         self._in_flight: deque[_PlanInFlight] = deque()
@@ -233,7 +239,7 @@ class Scheduler:
         """
         may_admit = not self.requests.num_preempted
         states, chunks, running = plan.states, plan.chunks, Phase.RUNNING  # looked up once for all rows
-        for state in self.requests.running.copy():
+        for state in self.requests.by_turn():
             if (self._exclusive and state.in_flight) or state.phase != running:  # an earlier one preempted it
                 continue
             if len(states) + len(plan.prompts) == self._max_rows:
@@ -280,6 +286,7 @@ class Scheduler:
             rows -= 1
             tokens += state.length - state.computed
             plan.prompts.append(state)
+            requests.waiting.charge_prompt(state)
         plan.prompt_tokens = tokens - len(plan.states)
 
     def _fill_with_prompts(self, plan: PlanBuilder, room: int) -> None:
@@ -295,7 +302,7 @@ class Scheduler:
             if not length:
                 if state.phase == Phase.WAITING:  # the bucket is full; by the next plan there may be more prefix hits
                     self.pool.release(state.allocation)
-                    self.requests.waiting.push(state)
+                    self.requests.waiting.put_back(state)
                 continue
             if state.phase == Phase.WAITING:
                 self._begin(plan, state)
@@ -320,6 +327,7 @@ class Scheduler:
         sampler = -1
         flat = 0
         scores: dict[int, ScoredRange] = {}
+        self.requests.waiting.charge_samples(builder.states, builder.chunks)
         for index, (state, (_, start, length, samples)) in enumerate(zip(builder.states, builder.chunks, strict=True)):
             state.in_flight += 1
             state.computed = end = start + (length if samples < 2 else 1)  # drafts are not accepted yet
@@ -351,13 +359,11 @@ class Scheduler:
         allocation = state.allocation
         self.pool.trim(allocation, state.computed)
         index = len(allocation.blocks)
-        candidates = (other.allocation for other in reversed(self.requests.running))
-        victims = self.pool.extend(allocation, length, candidates)
+        victims = self.pool.extend(allocation, length, self.requests.victims())
         plan.change_table(state, index)
         for victim in victims:
-            preempted = self.requests.preempt_last()  # candidates were offered from the end
+            self.requests.preempt(victim)
             self.preemptions += 1
-            assert preempted.allocation is victim
 
     def _end(self, state: RequestState) -> None:
         self.requests.end(state)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from jaxserve.errors import InvalidRequest
@@ -14,6 +14,7 @@ from jaxserve.scheduler.speculation import RequestDrafts
 
 if TYPE_CHECKING:
     from jaxserve.scheduler.parallel_samples import ParallelSamples
+    from jaxserve.scheduler.tenants import Tenant
 
 
 class Phase(enum.IntEnum):
@@ -43,6 +44,7 @@ class RequestState:
       score_end: last prompt position to be scored; 0 if none is.
       cached: prompt tokens found in the prefix cache when it first began.
       drafts: its draft history, once drafts were considered for it.
+      tenant: whose turn it takes; set when the request is added.
       samples: the group of requests with the same prompt that it shares keys and values with, if any.
     """
 
@@ -65,6 +67,7 @@ class RequestState:
     cached: int = 0
     drafts: RequestDrafts | None = None
     samples: ParallelSamples | None = None
+    tenant: Tenant = field(init=False)
 
     @property
     def is_constrained(self) -> bool:

@@ -38,11 +38,15 @@ class Policy:
     Attributes:
       changes: changes to the engine's settings.
       urgent: share of the requests that get priority URGENT.
+      flood: another tenant sends this many times as much traffic of the same kind.
+      as_one: the scheduler does not know the tenants apart.
     """
 
     name: str
     changes: dict[str, Any]
     urgent: float = 0.0
+    flood: float = 0.0
+    as_one: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,16 +54,19 @@ class PolicyResult:
     """Traffic served under one policy.
 
     Attributes:
-      urgent: whether each request had priority, in order of arrival.
+      classes: the class of each request, in order of arrival.
     """
 
     policy: Policy
     served: SimulationResult
-    urgent: tuple[bool, ...]
+    classes: tuple[str, ...]
 
-    def outcomes_of(self, *, urgent: bool) -> list[Outcome]:
-        """The outcomes of urgent or of other requests."""
-        return [each for each, is_urgent in zip(self.served.outcomes, self.urgent, strict=True) if is_urgent == urgent]
+    def by_class(self) -> dict[str, list[Outcome]]:
+        """The outcomes of each class of requests."""
+        found: dict[str, list[Outcome]] = {}
+        for name, outcome in zip(self.classes, self.served.outcomes, strict=True):
+            found.setdefault(name, []).append(outcome)
+        return found
 
 
 def system_of(plan: Plan, config: EngineConfig) -> SimulatedEngine:
@@ -79,11 +86,11 @@ def system_of(plan: Plan, config: EngineConfig) -> SimulatedEngine:
     )
 
 
-def policies(system: SimulatedEngine, objective: Objective, urgent: float) -> list[Policy]:
+def policies(system: SimulatedEngine, objective: Objective, urgent: float, flood: float = 0.0) -> list[Policy]:
     """The policies to compare.
 
-    These are both slot policies, no prefix cache, smaller token budgets, a budget that follows the load, and two
-    classes of requests.
+    These are both slot policies, no prefix cache, smaller token budgets, a budget that follows the load, two classes of
+    requests, and a tenant that floods the engine, in turns and without.
     """
     grow: dict[str, Any] = {"slot_policy": "grow"}
     sizes = [cost.size for cost in system.costs]
@@ -97,6 +104,9 @@ def policies(system: SimulatedEngine, objective: Objective, urgent: float) -> li
     ]
     if urgent:
         made.append(Policy(name=f"{100 * urgent:g}% urgent", changes=grow, urgent=urgent))
+    if flood:
+        made.append(Policy(name=f"{flood:g}x flood", changes=grow, flood=flood))
+        made.append(Policy(name=f"{flood:g}x flood as one tenant", changes=grow, flood=flood, as_one=True))
     return made
 
 
@@ -116,17 +126,42 @@ def compare(
       seed: seed for the choice of urgent requests.
     """
     incoming = arrivals(workload, max_tokens=max_tokens, max_context=system.groups.max_context)
-    draws = np.random.default_rng([seed, 4]).random(len(incoming))
     replays = []
     for done, policy in enumerate(chosen):
         progress("simulating", done, len(chosen))
-        urgent = draws < policy.urgent
         config = dataclasses.replace(system.config, **policy.changes)
-        mixed = [Arrival(*each[:4], priority=URGENT * bool(mark)) for each, mark in zip(incoming, urgent, strict=True)]
+        mixed, classes = _mixed(incoming, policy, seed)
         served = dataclasses.replace(system, config=config).serve(mixed)
-        replays.append(PolicyResult(policy=policy, served=served, urgent=tuple(map(bool, urgent))))
+        replays.append(PolicyResult(policy=policy, served=served, classes=classes))
     progress("simulating", len(chosen), len(chosen))
     return replays
+
+
+def _mixed(incoming: Sequence[Arrival], policy: Policy, seed: int) -> tuple[Sequence[Arrival], tuple[str, ...]]:
+    """The traffic of a policy, and the class of each request."""
+    if policy.urgent:
+        urgent = np.random.default_rng([seed, 4]).random(len(incoming)) < policy.urgent
+        mixed = [each._replace(priority=URGENT * bool(mark)) for each, mark in zip(incoming, urgent, strict=True)]
+        return mixed, tuple("urgent" if mark else "others" for mark in urgent)
+    if policy.flood:
+        mixed = _flooded(incoming, policy.flood, seed)
+        classes = tuple(each.tenant for each in mixed)
+        return [each._replace(tenant="") for each in mixed] if policy.as_one else mixed, classes
+    return incoming, ("all",) * len(incoming)
+
+
+def _flooded(incoming: Sequence[Arrival], times: float, seed: int) -> list[Arrival]:
+    """The traffic, and that of another tenant: copies with other tokens, each of which begins elsewhere in it."""
+    duration = incoming[-1].time
+    mixed = [each._replace(tenant="trace") for each in incoming]
+    offsets = np.random.default_rng([seed, 5]).random(-int(-times // 1)) * duration
+    for copy, offset in enumerate(offsets):
+        part = incoming[: round(min(times - copy, 1) * len(incoming))]
+        mixed += [
+            each._replace(time=(each.time + offset) % duration, prompt=(each.prompt + copy + 1) % 256, tenant="flood")
+            for each in part
+        ]
+    return sorted(mixed, key=lambda each: each.time)
 
 
 def figures(replay: PolicyResult, objective: Objective) -> dict[str, Any]:
@@ -135,8 +170,6 @@ def figures(replay: PolicyResult, objective: Objective) -> dict[str, Any]:
     good = [each for each in served.outcomes if each.error is None and each.token_times]
     refused = sorted({each.error for each in served.outcomes if each.error is not None})
     duration, seconds, share = served.duration or np.inf, served.seconds or np.inf, objective.share(served.outcomes)
-    classes = {"urgent": True, "others": False} if replay.policy.urgent else {}
-    by_class = {name: replay.outcomes_of(urgent=urgent) for name, urgent in classes.items()}
     return {
         "policy": replay.policy.name,
         "requests": len(served.outcomes),
@@ -159,7 +192,8 @@ def figures(replay: PolicyResult, objective: Objective) -> dict[str, Any]:
                 "in_time": objective.share(outcomes),
                 "ttft_ms": _spread(each.first_token for each in outcomes if each.token_times),
             }
-            for name, outcomes in by_class.items()
+            for name, outcomes in replay.by_class().items()
+            if name != "all"
         },
     }
 

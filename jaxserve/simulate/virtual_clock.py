@@ -36,6 +36,7 @@ class Arrival(NamedTuple):
       prompt: int32[P] token ids.
       output: tokens that it will generate.
       max_tokens: limit that it requests, at least `output`.
+      tenant: whom it counts for.
     """
 
     time: float
@@ -43,6 +44,7 @@ class Arrival(NamedTuple):
     output: int
     max_tokens: int
     priority: int = 0
+    tenant: str = ""
 
 
 class HostTimes(NamedTuple):
@@ -123,6 +125,7 @@ def serve(incoming: Sequence[Arrival], replicas: Sequence[SimulatedReplica]) -> 
             sampling=limit,
             priority=arrival.priority,
             arrival=arrival.time,
+            tenant=arrival.tenant,
         )
         if len(replicas) == 1:
             replicas[0].submit(request, arrival, outcome, 0)

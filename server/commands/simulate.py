@@ -54,6 +54,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--urgent", type=share, default=0.1, metavar="X", help="share served with priority (default: %(default)s)"
     )
+    group.add_argument(
+        "--flood",
+        type=_times,
+        default=0.0,
+        metavar="X",
+        help="another tenant that sends X times this traffic as well, with turns between tenants and without",
+    )
     add_trace_flags(parser)
 
 
@@ -110,7 +117,7 @@ def _simulate(args: argparse.Namespace, out: Console) -> dict[str, Any]:
         replays = policy_comparison.compare(
             system,
             workload,
-            _chosen(policy_comparison.policies(system, objective, args.urgent), args.policies),
+            _chosen(policy_comparison.policies(system, objective, args.urgent, args.flood), args.policies),
             max_tokens=args.client_max_tokens,
             seed=args.seed,
             progress=progress,
@@ -187,6 +194,16 @@ def _seed(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is no seed; write a whole number such as 7")
     return int(text)
+
+
+def _times(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = -1.0
+    if not 0 < found <= 1000:
+        raise argparse.ArgumentTypeError(f"{text!r} is no factor; write a number above 0, such as 10")
+    return found
 
 
 def share(text: str) -> float:

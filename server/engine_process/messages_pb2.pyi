@@ -50,7 +50,7 @@ class Progress(_message.Message):
     def __init__(self, what: _Optional[str] = ..., done: _Optional[int] = ..., total: _Optional[int] = ...) -> None: ...
 
 class Request(_message.Message):
-    __slots__ = ("request_id", "prompt", "sampling", "max_tokens", "stop", "stop_token_ids", "bad_words", "ignore_eos", "logprobs", "prompt_logprobs", "priority", "arrival", "cache_salt", "fork_of")
+    __slots__ = ("request_id", "prompt", "sampling", "max_tokens", "stop", "stop_token_ids", "bad_words", "ignore_eos", "logprobs", "prompt_logprobs", "priority", "arrival", "cache_salt", "fork_of", "tenant", "share")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -65,6 +65,8 @@ class Request(_message.Message):
     ARRIVAL_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     FORK_OF_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    SHARE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt: _containers.RepeatedScalarFieldContainer[int]
     sampling: _control_pb2.Sampling
@@ -79,7 +81,9 @@ class Request(_message.Message):
     arrival: float
     cache_salt: str
     fork_of: str
-    def __init__(self, request_id: _Optional[str] = ..., prompt: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_control_pb2.Sampling, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., bad_words: _Optional[_Iterable[str]] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., priority: _Optional[int] = ..., arrival: _Optional[float] = ..., cache_salt: _Optional[str] = ..., fork_of: _Optional[str] = ...) -> None: ...
+    tenant: str
+    share: float
+    def __init__(self, request_id: _Optional[str] = ..., prompt: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_control_pb2.Sampling, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., bad_words: _Optional[_Iterable[str]] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., priority: _Optional[int] = ..., arrival: _Optional[float] = ..., cache_salt: _Optional[str] = ..., fork_of: _Optional[str] = ..., tenant: _Optional[str] = ..., share: _Optional[float] = ...) -> None: ...
 
 class Iterations(_message.Message):
     __slots__ = ("received", "loads", "tokens", "others", "records")

@@ -7,7 +7,7 @@ import pytest
 
 from jaxserve.config import EngineConfig
 from server.admission import AdmissionController, Ticket
-from server.auth import ANYBODY, Tenant
+from server.auth import ANYBODY, Tenant, current
 from server.errors import ApiError, ErrorKind
 
 
@@ -119,9 +119,9 @@ def loaded(**limits: Any) -> Engine:
     return engine
 
 
-def waits(engine: Engine, admission: AdmissionController, prompt_tokens: int) -> None:
-    """A request of this length begins to wait."""
-    engine.take(ask(admission, prompt_tokens=prompt_tokens))
+def waits(engine: Engine, admission: AdmissionController, prompt_tokens: int, tenant: Tenant = ANYBODY) -> None:
+    """A request of this length begins to wait; its answer is of no length."""
+    engine.take(ask(admission, tenant, prompt_tokens=prompt_tokens, new_tokens=0))
     engine.counts.outstanding_tokens += prompt_tokens
 
 
@@ -235,12 +235,29 @@ def test_a_contended_queue_is_shared_out() -> None:
     assert "40 requests are waiting" in str(refusal(admission, LARGE))
 
 
-def test_who_has_more_than_a_share_goes_after_the_others() -> None:
-    engine = Engine(max_queued_requests=40)
+@pytest.mark.parametrize("order", ["fcfs", "slo"])
+def test_a_tenant_waits_for_others_as_much_as_their_shares_allow(order: str) -> None:
+    engine = loaded(max_queue_seconds=8.0, order=order)
     admission = engine.admission(SMALL, LARGE)
-    tickets = [ask(admission, SMALL) for _ in range(15)]
-    assert [ticket.demoted for ticket in tickets] == [False] * 10 + [True] * 5
-    assert not ask(admission, LARGE).demoted
+    for _ in range(4):
+        waits(engine, admission, 400, SMALL)
+    assert "waiting takes about 8.8 s" in str(refusal(admission, SMALL, prompt_tokens=400))  # 14 s of work, 5 of 8
+    waits(engine, admission, 400, LARGE)  # nothing of the large one waits: it is next
+    # Before its second call go its first and a third as much of the small one's: not 4 requests, but 0.
+    assert admission._behind(LARGE, 1e9).tokens == 1600 - 133
+    assert admission._behind(SMALL, 1e9).tokens == 0  # four of its own, and the large one may have three times as much
+    ask(admission, LARGE)
+
+
+def test_the_front_refuses_a_tenant_whose_own_calls_fill_the_queue() -> None:
+    engine = loaded(max_queue_seconds=8.0, order="fcfs")
+    admission = engine.admission(SMALL, LARGE)
+    for _ in range(4):
+        waits(engine, admission, 400, SMALL)
+    for tenant, is_full in ((SMALL, True), (LARGE, False)):
+        token = current.set(tenant)
+        assert (admission.full() is not None) == is_full
+        current.reset(token)
 
 
 def test_a_share_of_tokens_counts_as_well() -> None:
@@ -254,7 +271,8 @@ def test_a_share_of_tokens_counts_as_well() -> None:
 def test_who_is_alone_shares_with_nobody() -> None:
     engine = Engine(max_queued_requests=10)
     admission = engine.admission()
-    assert not any(ask(admission).demoted for _ in range(10))
+    for _ in range(10):
+        ask(admission)
     assert "10 requests are waiting" in str(refusal(admission))
 
 

@@ -53,12 +53,19 @@ def scheduler(
     return made(pool, ladder, max_rows=rows, max_context=context, policy=budget_policy, **more)
 
 
-def request(name, prompt=4, *, arrival=0.0, priority=0, salt="", **sampling) -> Request:
+def request(name, prompt=4, *, arrival=0.0, priority=0, tenant="", share=1.0, salt="", **sampling) -> Request:
     """`prompt`: token ids, or how many tokens of the request's own."""
     own = prompt if not isinstance(prompt, int) else tuple(1000 * (1 + ord(name[0])) + i for i in range(prompt))
     params = SamplingParams(**{"max_tokens": 8, "temperature": 0.0, **sampling})
     return Request(
-        request_id=name, prompt=tuple(own), sampling=params, arrival=arrival, priority=priority, cache_salt=salt
+        request_id=name,
+        prompt=tuple(own),
+        sampling=params,
+        arrival=arrival,
+        priority=priority,
+        tenant=tenant,
+        share=share,
+        cache_salt=salt,
     )
 
 

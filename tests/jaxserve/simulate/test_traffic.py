@@ -103,8 +103,29 @@ def test_urgent_requests_do_not_wait_behind_the_others():
         seed=1,
         progress=lambda *_: None,
     )
-    firsts = [np.mean([each.first_token for each in found.outcomes_of(urgent=urgent)]) for urgent in (True, False)]
+    firsts = [np.mean([each.first_token for each in found.by_class()[name]]) for name in ("urgent", "others")]
     assert firsts[0] < firsts[1] / 2
+
+
+def test_a_flood_of_another_tenant_is_told_apart():
+    """With turns the trace's requests wait little; the copies begin elsewhere, share no prefix, and are as many."""
+    policies = policy_comparison.policies(system(), Objective(ttft=1.0, tpot=0.1), 0.0, 10.0)[-2:]
+    assert [policy.name for policy in policies] == ["10x flood", "10x flood as one tenant"]
+    coming = workload(count=40, rate=1.5)
+    more = {"max_tokens": None, "seed": 1, "progress": lambda *_: None}
+    alone = policy_comparison.compare(system(), coming, [policy_comparison.Policy(name="", changes={})], **more)[0]
+    turns, one = policy_comparison.compare(system(), coming, policies, **more)
+    first = {}
+    for name, found in (("alone", alone), ("turns", turns), ("one", one)):
+        outcomes = found.by_class().get("trace") or found.served.outcomes
+        first[name] = np.percentile([each.first_token for each in outcomes], 95)
+        assert len(outcomes) == 40
+    assert [len(found.by_class()["flood"]) for found in (turns, one)] == [400, 400]
+    assert first["turns"] < 3 * first["alone"] < first["one"] / 10  # with two rows, one of them must end first
+    assert turns.served.duration == pytest.approx(one.served.duration, rel=0.02)
+    assert turns.served.cached == 0
+    figures = policy_comparison.figures(turns, Objective(ttft=1.0, tpot=0.1))
+    assert set(figures["classes"]) == {"trace", "flood"}
 
 
 def test_reserve_holds_requested_tokens():
