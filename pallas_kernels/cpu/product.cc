@@ -27,7 +27,7 @@ constexpr int kAtOnce = kMostRows * kVectors / kWidth;  // rows computed at once
 constexpr int64_t kOutputs = 96;     // outputs of an item; a multiple of kWidth
 constexpr int64_t kDepth = 4096;     // numbers of each row of x processed at a time; they fit into L2
 constexpr int64_t kPitch = kDepth + 64;  // distance of those rows; a power of two would put all into one cache set
-constexpr int kFollowed = 4;         // rows up to which the hardware prefetcher keeps up
+constexpr int64_t kAhead = 2048;     // bytes of the kernel that are prefetched; 1 to 4 KiB measure alike
 constexpr int64_t kAlone = 1 << 17;  // bytes read in the time that waking a thread takes
 
 // How a number type is multiplied. With AVX512-BF16, one instruction adds neighbouring pairs of bfloat16 products.
@@ -91,11 +91,11 @@ template <typename T>
 using Number = typename Meeting<T>::Number;
 
 // y [kRows, kOuts] (+)= the first `depth` numbers of x [kRows, kDepth] * kernel [kOuts, depth] transposed. Rows of the
-// kernel are `stride` numbers apart, columns of y `gap`. The kernel is prefetched `next` numbers ahead, so that memory
-// is not idle while many rows keep the CPU busy.
+// kernel are `stride` numbers apart, columns of y `gap`. The kernel is prefetched, so that memory is not idle while many
+// rows keep the CPU busy.
 template <int kRows, int kOuts, typename T>
-void MultiplyBlock(const Number<T>* x, const T* kernel, int64_t stride, int64_t next, int64_t depth, float* y,
-                   int64_t out, int64_t gap, bool add) {
+void MultiplyBlock(const Number<T>* x, const T* kernel, int64_t stride, int64_t depth, float* y, int64_t out,
+                   int64_t gap, bool add) {
   using Meet = Meeting<T>;
   constexpr int64_t kTerms = Meet::kTerms;
   Vec sums[kRows][kOuts];
@@ -107,8 +107,7 @@ void MultiplyBlock(const Number<T>* x, const T* kernel, int64_t stride, int64_t 
       typename Meet::Terms weights[kOuts];
       for (int o = 0; o < kOuts; o++) {
         weights[o] = Meet::LoadWeights(kernel + o * stride + i, half);
-        if constexpr (kRows > kFollowed)
-          if (half == 0) __builtin_prefetch(kernel + o * stride + i + next);
+        if (half == 0) __builtin_prefetch(reinterpret_cast<const char*>(kernel + o * stride + i) + kAhead);
       }
       for (int r = 0; r < kRows; r++) {
         const auto row = Meet::Load(x + r * kPitch + i + half * kLanes);
@@ -157,7 +156,7 @@ void MultiplyOutputs(int rows, const T* x, const T* kernel, int64_t in, float* y
         for (int g = 0; g < groups; g++) {
           const int r = rows * g / groups, count = rows * (g + 1) / groups - r;
           MultiplyGroup<kAtOnce, decltype(width)::value>(count, piece + r * kPitch, kernel + o * in + start, gap * in,
-                                                         in, depth, y + r * out + o, out, gap, start > 0);
+                                                         depth, y + r * out + o, out, gap, start > 0);
         }
       });
     };
