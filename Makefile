@@ -16,7 +16,7 @@ PYTHON312 = $(firstword $(foreach python,$(shell command -v python3.12) $(wildca
   $(shell $(python) -c "print('$(python)')" 2>/dev/null)))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv serve test test-groups test-all test-weekly test-aot test-aot-tpu test-aot-gpu test-deploy bench-guard lint proto docs docs-tables demo-model clean
+.PHONY: help venv serve test test-groups test-all test-weekly test-aot test-aot-tpu test-aot-gpu test-deploy test-clients bench-guard lint proto docs docs-tables demo-model clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -46,7 +46,10 @@ GROUPS := not (smoke or weekly or aot or schemas) and (exhaustive or interpret o
 test-groups: $(DEV_STAMP) ## run the groups of tests that `make test` leaves out
 	$(BIN)/python -m pytest -m "$(GROUPS)" -rs $(ARGS)
 
-test-all: test-aot test-deploy test-groups test ## run every test but for the weekly ones
+test-clients: $(DEV_STAMP) ## run other people's clients, each in an environment of its own
+	$(BIN)/python -m tests.clients.run $(ARGS)
+
+test-all: test-aot test-deploy test-clients test-groups test ## run every test but for the weekly ones
 
 test-weekly: $(DEV_STAMP) $(TPU_STAMP) ## run the combinations that take hours, and `make test` with XLA's optimizations
 	JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(BIN)/python -m pytest $(ARGS)
@@ -117,4 +120,4 @@ demo-model: $(DEV_STAMP) ## train the demo model again
 	$(BIN)/python -m examples.train_demo.train
 
 clean: ## remove the environment and build products
-	rm -rf $(VENV) $(TPU_VENV) $(GPU_VENV) $(SCHEMAS) $(DOCS_VENV) site build dist *.egg-info
+	rm -rf $(VENV) $(TPU_VENV) $(GPU_VENV) $(SCHEMAS) $(DOCS_VENV) .venv-clients site build dist *.egg-info

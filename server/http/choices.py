@@ -138,6 +138,8 @@ class ChatChoice(Choice):
         return {"token_ids": list(delta.token_ids)} if self._body.return_token_ids else {}
 
     def _piece(self, delta: Any, scored: Any = None, reason: str | None = None) -> dict[str, Any]:
+        if self._body.for_tgi:
+            delta = {"role": "assistant", "tool_calls": None} | delta
         return {"index": self._index, "delta": delta, "logprobs": scored, "finish_reason": reason}
 
     def _logprobs(self, delta: Delta) -> dict[str, Any]:

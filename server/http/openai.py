@@ -149,7 +149,7 @@ class Completions:
         if usage_wanted:
             completions = [generation.completion(index) for index in range(len(choices))]
             last = [header | {"choices": [], "usage": _usage_of(completions, body.n or 1, body)}]
-        await http_call.events([*last, DONE])
+        await http_call.events([*last, *([] if body.for_tgi else [DONE])])
         await http_call.end()
 
     def _chosen(self, body: Any, request: Request, index: int) -> Choice:

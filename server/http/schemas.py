@@ -160,6 +160,11 @@ class OpenAIBody(_OpenAISampling):
         return False
 
     @property
+    def for_tgi(self) -> bool:
+        """Whether TGI's client asks for a chat: it wants all fields in each delta, and cannot read [DONE]."""
+        return False
+
+    @property
     def beams(self) -> BeamParams | None:
         """The parameters of a beam search; None if the call samples."""
         params = parse_beam_params({name: getattr(self, name, None) for name in FIELDS})
@@ -274,6 +279,10 @@ class ChatBody(OpenAIBody):
         if wanted is not None:
             raise InvalidRequest(wanted.field, "and tools are both given; give one, or tool_choice none")
         return self.tool_use.grammar
+
+    @property
+    def for_tgi(self) -> bool:
+        return self.model == "tgi"
 
     @property
     def samples(self) -> int:

@@ -74,6 +74,18 @@ def test_a_stream_begins_with_the_role(serve_http: Serve) -> None:
     serve_http(scenario)
 
 
+def test_a_stream_for_tgis_client_has_every_field(serve_http: Serve) -> None:
+    """And no [DONE], which text_generation.Client would take for JSON."""
+
+    async def scenario(it: Served) -> None:
+        found = [event async for event in events(it, PATH, messages=CHAT, max_tokens=4, model="tgi", stream=True)]
+        deltas = [event["choices"][0]["delta"] for event in found]
+        assert all((delta["role"], delta["tool_calls"]) == ("assistant", None) for delta in deltas)
+        assert "".join(delta.get("content", "") for delta in deltas) == TEXT[:4]
+
+    serve_http(scenario)
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
