@@ -1,0 +1,63 @@
+"""A tenant that floods a real server, and one that does not."""
+
+import asyncio
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from jaxserve.engine import Engine
+from server.app import ServerApp
+from server.auth import ApiKeys
+from server.commands import cli, flags
+from server.proto.jaxserve.v1 import inference_pb2 as pb
+from server.proto.jaxserve.v1.inference_pb2_grpc import InferenceStub
+
+KEYS = '[polite]\nkeys = ["key-of-polite"]\n[flood]\nkeys = ["key-of-flood"]\n'
+SETTINGS = ["--buckets", "4,16", "--slots", "512", "--max-rows", "4", "--max-context", "64"]
+
+
+@pytest.mark.long
+def test_a_flood_of_one_tenant_hardly_delays_another(checkpoint: Path, tmp_path: Path) -> None:
+    """Forty calls of one tenant wait at any time; the other's first tokens come long before theirs."""
+    path = tmp_path / "keys.toml"
+    path.write_text(KEYS)
+    waits: dict[str, list[float]] = {"alone": [], "polite": [], "flood": []}
+
+    async def ask(stub: Any, tenant: str, name: str) -> None:
+        request = pb.GenerateRequest(prompt="It was a", max_tokens=8, ignore_eos=True, priority=9 * (name == "flood"))
+        began = time.monotonic()
+        call = stub.GenerateStream(request, metadata=(("authorization", f"Bearer key-of-{tenant}"),))
+        first = [time.monotonic() async for _ in call][0]
+        waits[name].append(first - began)
+
+    async def flood(stub: Any) -> None:
+        while True:
+            await ask(stub, "flood", "flood")
+
+    async def scenario(engine: Engine) -> None:
+        app = ServerApp(engine, name="tiny", version="0", keys=ApiKeys(path))
+        port, _ = await app.start("127.0.0.1", 0, None)
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            stub = InferenceStub(channel)
+            for _ in range(30):
+                await ask(stub, "polite", "alone")
+            floods = [asyncio.create_task(flood(stub)) for _ in range(40)]
+            while len(waits["flood"]) < 40:
+                await asyncio.sleep(0.01)
+            for _ in range(30):
+                await ask(stub, "polite", "polite")
+            for each in floods:
+                each.cancel()
+            await asyncio.gather(*floods, return_exceptions=True)
+        await app.stop()
+
+    args = cli.parser().parse_args(["serve", "--model", str(checkpoint), *SETTINGS, "--compilation-cache", "off"])
+    with Engine.from_checkpoint(checkpoint, flags.engine_config(args)) as engine:
+        asyncio.run(scenario(engine))
+    median = {name: statistics.median(seconds) for name, seconds in waits.items()}
+    print({name: round(1e3 * seconds, 1) for name, seconds in median.items()}, "ms")
+    assert median["polite"] < median["flood"] / 3
