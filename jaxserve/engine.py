@@ -28,7 +28,9 @@ from jaxserve.progress_bars import progress_bars
 from jaxserve.request import Request
 from jaxserve.runner.stage import Progress
 from jaxserve.scheduler import routing
+from jaxserve.scheduler.block_allocation import BlockAllocation
 from jaxserve.scheduler.limits import Limits, check_queue
+from jaxserve.scheduler.prefix_index import PrefixIndex
 from jaxserve.scheduler.state import allocation_of
 from jaxserve.stats import IterationRecord, Load, total
 from jaxserve.structured_output.matcher import CompiledGrammar, GrammarCompiler
@@ -71,6 +73,9 @@ class Engine:
             has_tokenizer=tokenizer is not None,
         )
         self._loops = started.loops
+        self._prefixes: PrefixIndex | None = None  # of several replicas
+        if len(self._loops) > 1:
+            self._prefixes = PrefixIndex([replica.scheduler.pool for replica in self._loops])
         self._lock = threading.Lock()
         self._changing_weights = False
         # An engine that is garbage-collected, as when a notebook cell runs again, must free its threads and memory.
@@ -197,25 +202,26 @@ class Engine:
                 waiting=sum(replica.num_waiting for replica in self._loops),
                 waiting_tokens=sum(replica.waiting_tokens for replica in self._loops),
             )
-            replica, cached = self._choose(request)
-            replica.submit(request, sink, cached=cached, grammar=grammar)
+            replica, cached, allocation = self._choose(request)
+            replica.submit(request, sink, cached=cached, allocation=allocation, grammar=grammar)
 
-    def _choose(self, request: Request) -> tuple[EngineLoop, int]:
-        """The replica for a request, and how many tokens of its prompt need not be computed there.
+    def _choose(self, request: Request) -> tuple[EngineLoop, int, BlockAllocation | None]:
+        """The replica for a request, how many tokens of its prompt need not be computed there, and its allocation.
 
         The replica is the one with the fewest outstanding tokens once it has the request. The tokens come from its
-        prefix cache or from another request.
+        prefix cache or from another request. The allocation has the digests that were computed for the look-up.
         """
         for replica in self._loops:
             if request.fork_of is not None and replica.holds(request.fork_of):
-                return replica, len(request.prompt) - 1  # this replica computes the prompt anyway
-        if len(self._loops) == 1:
-            return self._loops[0], 0
+                return replica, len(request.prompt) - 1, None  # this replica computes the prompt anyway
+        if self._prefixes is None:
+            return self._loops[0], 0, None
         serving = [replica for replica in self._loops if replica.takes_requests] or self._loops[:1]
         allocation = allocation_of(request)
-        cached = [replica.scheduler.pool.cached_tokens(allocation) for replica in serving]
+        found = self._prefixes.cached_tokens(allocation)
+        cached = [found[replica.index] for replica in serving]
         chosen = routing.choose([replica.outstanding_tokens for replica in serving], cached)
-        return serving[chosen], cached[chosen]
+        return serving[chosen], cached[chosen], allocation
 
     def check(self, request: Request) -> None:
         """Raise InvalidRequest, naming the field, if this engine can never serve the request.

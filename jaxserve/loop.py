@@ -23,6 +23,7 @@ from jaxserve.request import FinishReason, Request, TokenEvent
 from jaxserve.runner import batch
 from jaxserve.runner.compilations import compilations
 from jaxserve.runner.pipeline import Pipeline
+from jaxserve.scheduler.block_allocation import BlockAllocation
 from jaxserve.scheduler.buckets import BucketCost
 from jaxserve.scheduler.routing import OutstandingTokens
 from jaxserve.scheduler.scheduler import Scheduler
@@ -160,11 +161,20 @@ class EngineLoop:
 
     # Calls from other threads
 
-    def submit(self, request: Request, sink: Sink, *, cached: int, grammar: CompiledGrammar | None = None) -> None:
+    def submit(
+        self,
+        request: Request,
+        sink: Sink,
+        *,
+        cached: int,
+        allocation: BlockAllocation | None = None,
+        grammar: CompiledGrammar | None = None,
+    ) -> None:
         """Hand a request in (see `Engine.submit`).
 
         Args:
           cached: prompt tokens that the prefix cache is known to hold.
+          allocation: a result of `state.allocation_of`, if the request's prompt was looked up.
           grammar: its grammar, if it has one.
 
         Raises:
@@ -180,15 +190,15 @@ class EngineLoop:
             self._submitted_requests += 1
             self._submitted_tokens += len(request.prompt)
             self._submitted_work += outstanding.tokens
-            self._inbox.post(partial(self._receive, request, grammar))
+            self._inbox.post(partial(self._receive, request, allocation, grammar))
 
-    def _receive(self, request: Request, grammar: CompiledGrammar | None) -> None:
+    def _receive(self, request: Request, allocation: BlockAllocation | None, grammar: CompiledGrammar | None) -> None:
         self._received_requests += 1
         self._received_tokens += len(request.prompt)
         if grammar is not None:
             self.pipeline.add_grammar(request.request_id, request.sampling, grammar)
         try:
-            self.scheduler.submit(request)
+            self.scheduler.submit(request, allocation)
         except ValueError as error:
             self._emit([TokenEvent(request.request_id, finish_reason=FinishReason.ERROR, error=str(error))])
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from math import inf
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 NO_BLOCK = -1  # in the place of a block behind the sliding window, which the request does not hold
 
@@ -53,6 +53,10 @@ class BlockAllocation:
         """The request's blocks in each cache group."""
         return (self, *self.others)
 
+    def digest(self, index: int) -> bytes:
+        """The digest of a full block of its tokens, given by its place; `SlotPool.chain` has computed it."""
+        return self._digests[index]
+
     def entries(self, index: int = 0) -> list[int]:
         """The row's block-table entries from block `index` on: for every block, that of each cache group in turn."""
         if not self.others:
@@ -66,6 +70,22 @@ class BlockAllocation:
         )
         made._digests = self._digests  # of the same tokens: computed once
         return made
+
+
+class BlockListener(Protocol):
+    """Is told of every change to a pool's prefix cache, on the thread that makes it."""
+
+    def stored(self, allocation: BlockAllocation, blocks: Sequence[int]) -> None:
+        """These blocks of an allocation (by their place in it) can be found from now on."""
+        ...
+
+    def removed(self, digests: Sequence[bytes]) -> None:
+        """These blocks were evicted."""
+        ...
+
+    def cleared(self, digests: Sequence[bytes]) -> None:
+        """Every block was forgotten: these."""
+        ...
 
 
 class SharedPrefix(NamedTuple):

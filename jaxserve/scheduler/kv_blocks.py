@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from math import inf
 from typing import Literal
 
-from jaxserve.scheduler.block_allocation import NO_BLOCK, BlockAllocation, SharedPrefix, make_room
+from jaxserve.scheduler.block_allocation import NO_BLOCK, BlockAllocation, BlockListener, SharedPrefix, make_room
 
 SlotPolicy = Literal["reserve", "grow"]
 
@@ -41,6 +41,7 @@ class SlotPool:
     Attributes:
       n_groups: cache groups, each with a pool.
       gives_back: whether `trim` gives anything back.
+      listeners: are told of changes to the prefix cache.
     """
 
     n_groups = 1
@@ -65,6 +66,7 @@ class SlotPool:
         self.prefix_cache = prefix_cache
         self._prefix_blocks = prefix_blocks
         self.growth_tokens = 16
+        self.listeners: list[BlockListener] = []
         self._free = list(range(n_blocks - 1, -1, -1))  # never published or evicted; the lowest goes first
         self._references = [0] * n_blocks
         self._digest_of: list[bytes | None] = [None] * n_blocks
@@ -236,21 +238,27 @@ class SlotPool:
         """
         full = computed // self.block_size
         if self._prefix_blocks is not None:
-            full = self._whole_runs(min(full, allocation.prompt_length // self.block_size))
+            full = self.whole_runs(min(full, allocation.prompt_length // self.block_size))
         if not self.prefix_cache or full <= allocation._published or allocation.publish_at == inf:
             return
-        digests = self._chain(allocation, full)
+        digests, stored = self.chain(allocation, full), []
         for index in range(allocation._published, full):
             digest, block = digests[index], allocation.blocks[index]
             # A request that computed the same prefix at the same time keeps a private copy until it ends.
             if block != NO_BLOCK and digest not in self._block_of and self._digest_of[block] is None:
                 self._block_of[digest] = block
                 self._digest_of[block] = digest
+                stored.append(index)
+        if stored:
+            for listener in self.listeners:
+                listener.stored(allocation, stored)
         allocation._published = full
         allocation.publish_at = (full + 1) * self.block_size
 
     def flush(self, allocations: Iterable[BlockAllocation] = ()) -> None:
         """Forget every cached prefix, and never publish the blocks that `allocations` hold now."""
+        for listener in self.listeners:
+            listener.cleared(list(self._block_of))
         self._free.extend(reversed(self._idle))
         self._idle.clear()
         for block in self._block_of.values():
@@ -302,7 +310,7 @@ class SlotPool:
         if not self.prefix_cache or not allocation.takes_hits or not self._block_of:
             return []
         full = full if most is None else min(full, most)
-        return self._find(self._chain(allocation, full)[:full])
+        return self._find(self.chain(allocation, full)[:full])
 
     def _find(self, digests: list[bytes]) -> list[int]:
         found: list[int] = []
@@ -311,20 +319,23 @@ class SlotPool:
             if block is None:
                 break
             found.append(block)
-        return found[: self._whole_runs(len(found))]
+        return found[: self.whole_runs(len(found))]
 
-    def _whole_runs(self, n_blocks: int) -> int:
+    def whole_runs(self, n_blocks: int) -> int:
+        """The leading blocks that a prefix may have, of this many that are found."""
         run = self._prefix_blocks or 1
         return n_blocks // run * run
 
-    def _chain(self, allocation: BlockAllocation, full: int) -> list[bytes]:
-        digests, size = allocation._digests, self.block_size
-        for index in range(len(digests), full):
-            parent = (
-                digests[-1] if digests else hashlib.sha256(allocation.salt.encode("utf-8", "surrogatepass")).digest()
-            )
-            tokens = array("q", allocation.tokens[index * size : (index + 1) * size])
-            digests.append(hashlib.sha256(parent + tokens.tobytes()).digest())
+    def chain(self, allocation: BlockAllocation, full: int) -> list[bytes]:
+        """The digests of at least the first `full` blocks of an allocation's tokens; each is computed once."""
+        digests, width, known = allocation._digests, 8 * self.block_size, len(allocation._digests)
+        if known >= full:
+            return digests
+        parent = digests[-1] if digests else hashlib.sha256(allocation.salt.encode("utf-8", "surrogatepass")).digest()
+        tokens = array("q", allocation.tokens[known * self.block_size : full * self.block_size]).tobytes()
+        for start in range(0, len(tokens), width):
+            parent = hashlib.sha256(parent + tokens[start : start + width]).digest()
+            digests.append(parent)
         return digests
 
     def _take(self, count: int) -> list[int]:
@@ -336,6 +347,7 @@ class SlotPool:
             return taken
         taken = free[::-1]
         free.clear()
+        removed = []
         while len(taken) < count:
             block, _ = self._idle.popitem(last=False)
             digest = self._digest_of[block]
@@ -343,4 +355,7 @@ class SlotPool:
             del self._block_of[digest]
             self._digest_of[block] = None
             taken.append(block)
+            removed.append(digest)
+        for listener in self.listeners:
+            listener.removed(removed)
         return taken

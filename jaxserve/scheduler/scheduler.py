@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from jaxserve.iteration import BlockCopy, Chunk, IterationPlan, IterationResult, SamplerVariant
 from jaxserve.request import FinishReason, Request, TokenEvent
+from jaxserve.scheduler.block_allocation import BlockAllocation
 from jaxserve.scheduler.buckets import BucketLadder
 from jaxserve.scheduler.cache_groups import GroupedPool
 from jaxserve.scheduler.drafting import Drafting
@@ -129,8 +130,11 @@ class Scheduler:
         """Whether any request waits or runs, or a plan is in flight."""
         return bool(self.requests.live or self._in_flight)
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: Request, allocation: BlockAllocation | None = None) -> None:
         """Add a request to the queue. The caller has checked that it can run (`state.check_fits`).
+
+        Args:
+          allocation: a result of `state.allocation_of`, if the request's prompt was looked up before.
 
         Raises:
           InvalidRequest: `fork_of` names a request with another prompt.
@@ -138,7 +142,7 @@ class Scheduler:
         """
         if request.request_id in self.requests.live:
             raise ValueError(f"request_id {request.request_id!r} is in use by a request that has not finished")
-        state = RequestState.of(request, self._eos)
+        state = RequestState.of(request, self._eos, allocation)
         uncached = len(state.tokens) - self.pool.cached_tokens(state.allocation)
         state.key = (self.order.key(request.arrival, request.priority, uncached), self._submitted)
         self._submitted += 1

@@ -75,8 +75,14 @@ class RequestState:
         return self.variant == SamplerVariant.CONSTRAINED
 
     @classmethod
-    def of(cls, request: Request, eos_token_ids: frozenset[int]) -> RequestState:
-        """The state of a new request; its key is to be set."""
+    def of(
+        cls, request: Request, eos_token_ids: frozenset[int], allocation: BlockAllocation | None = None
+    ) -> RequestState:
+        """The state of a new request; its key is to be set.
+
+        Args:
+          allocation: a result of `allocation_of`, if the request's prompt was looked up before.
+        """
         sampling = request.sampling
         stop_ids = frozenset() if sampling.ignore_eos else eos_token_ids
         if sampling.stop_token_ids:
@@ -87,7 +93,7 @@ class RequestState:
             variant = SamplerVariant.FULL
         else:
             variant = SamplerVariant.TRUNCATED if sampling.is_truncated else SamplerVariant.PLAIN
-        allocation = allocation_of(request)
+        allocation = allocation or allocation_of(request)
         tokens = allocation.tokens
         return cls(
             name=request.request_id,

@@ -11,6 +11,7 @@ from typing import Any
 
 from jaxserve.iteration import IterationPlan, IterationResult
 from jaxserve.request import FinishReason, Request, TokenEvent
+from jaxserve.scheduler.block_allocation import BlockAllocation
 from jaxserve.scheduler.scheduler import Scheduler
 
 
@@ -47,7 +48,7 @@ class StaticBatchScheduler(Scheduler):
         """Whether any request waits or runs, or an event is held back."""
         return super().has_work or bool(self._next or self._held)
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: Request, allocation: BlockAllocation | None = None) -> None:
         """Queue `request` for the next batch (see `Scheduler.submit`).
 
         Parallel samples share nothing.

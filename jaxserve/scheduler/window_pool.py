@@ -109,6 +109,6 @@ class WindowPool(SlotPool):
             found.append(block)
             cached = cached + 1 if block != NO_BLOCK else 0
             unseen = self._behind(len(found) * self.block_size)
-            if cached >= len(found) - unseen and self._whole_runs(len(found)) == len(found):
+            if cached >= len(found) - unseen and self.whole_runs(len(found)) == len(found):
                 longest, behind = len(found), unseen
         return [NO_BLOCK] * behind + found[behind:longest]

@@ -14,6 +14,7 @@ from jaxserve.iteration import IterationPlan, IterationResult
 from jaxserve.request import Request, TokenEvent
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler import routing
+from jaxserve.scheduler.prefix_index import PrefixIndex
 from jaxserve.scheduler.routing import OutstandingTokens
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.scheduler.state import allocation_of, check_fits
@@ -109,6 +110,7 @@ def serve(incoming: Sequence[Arrival], replicas: Sequence[SimulatedReplica]) -> 
     early = any(each.max_tokens > each.output for each in incoming)
     sampling: dict[int, SamplingParams] = {}
     outcomes: list[Outcome] = []
+    prefixes = PrefixIndex([replica.scheduler.pool for replica in replicas]) if len(replicas) > 1 else None
     for index, arrival in enumerate(incoming):
         for replica in replicas:
             replica.advance(arrival.time)
@@ -127,11 +129,10 @@ def serve(incoming: Sequence[Arrival], replicas: Sequence[SimulatedReplica]) -> 
             arrival=arrival.time,
             tenant=arrival.tenant,
         )
-        if len(replicas) == 1:
+        if prefixes is None:
             replicas[0].submit(request, arrival, outcome, 0)
             continue
-        allocation = allocation_of(request)
-        cached = [replica.scheduler.pool.cached_tokens(allocation) for replica in replicas]
+        cached = prefixes.cached_tokens(allocation_of(request))
         chosen = routing.choose([replica.outstanding_tokens(arrival.time) for replica in replicas], cached)
         replicas[chosen].submit(request, arrival, outcome, cached[chosen])
     for replica in replicas:

@@ -1,0 +1,80 @@
+"""The index of all replicas' prefix caches, against a walk through each."""
+
+from __future__ import annotations
+
+from random import Random
+from time import perf_counter
+
+import pytest
+
+from jaxserve.scheduler.block_allocation import BlockAllocation
+from jaxserve.scheduler.cache_groups import CacheGroups, make_pool
+from jaxserve.scheduler.kv_blocks import SlotPool
+from jaxserve.scheduler.prefix_index import PrefixIndex
+
+
+def allocation(tokens: list[int], salt: str = "", *, takes_hits: bool = True) -> BlockAllocation:
+    return BlockAllocation(
+        tokens=list(tokens), max_length=len(tokens), prompt_length=len(tokens), salt=salt, takes_hits=takes_hits
+    )
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 4)])
+@pytest.mark.parametrize("runs", [None, 3])
+@pytest.mark.parametrize("seed", range(6))
+def test_the_index_is_what_a_walk_through_every_cache_finds(seed, runs, windows):
+    """Random traffic on three small pools: publications, evictions, releases, flushes and salts."""
+    if runs and len(windows) > 1:
+        pytest.skip("chunks of a fixed size have one group here")
+    draw = Random(seed)
+    groups = CacheGroups(windows=windows, block_size=2, max_context=80, n_rows=3, most_tokens=8)
+    pools = [make_pool(groups, 24, policy="grow", prefix_cache=True, prefix_blocks=runs) for _ in range(3)]
+    index, held = PrefixIndex(pools), [[] for _ in pools]
+    shared, found_some = [[draw.randrange(3) for _ in range(40)] for _ in range(2)], 0
+    for _ in range(400):
+        at = draw.randrange(3)
+        pool, mine = pools[at], held[at]
+        tokens = draw.choice(shared)[: draw.randint(1, 30)] + [draw.randrange(3) for _ in range(draw.randint(1, 8))]
+        new = allocation(tokens, draw.choice(["", "salt"]))
+        action = draw.random()
+        if action < 0.5 and pool.can_admit(new):
+            pool.admit(new)
+            pool.extend(new, len(tokens))
+            pool.publish(new, len(tokens))
+            mine.append(new)
+        elif action < 0.9 and mine:
+            pool.release(mine.pop(draw.randrange(len(mine))))
+        elif action > 0.98:
+            pool.flush(mine)
+        for asked in (allocation(tokens, new.salt), allocation(tokens, new.salt, takes_hits=draw.random() < 0.9)):
+            walked = [pool.cached_tokens(allocation(tokens, new.salt, takes_hits=asked.takes_hits)) for pool in pools]
+            assert index.cached_tokens(asked) == walked
+            found_some += any(walked) and len(set(walked)) > 1
+    assert found_some > 20
+
+
+def test_many_replicas_cost_as_much_as_few():
+    """A prompt of 13.6k tokens, cached to different lengths on 64 replicas; hashed once."""
+    pools = [SlotPool(900, 16, policy="grow", prefix_cache=True) for _ in range(64)]
+    index, tokens = PrefixIndex(pools), [number % 251 for number in range(13_600)]
+    full = allocation(tokens)
+    for number, pool in enumerate(pools):
+        part = allocation([*tokens[: 16 * (1 + 13 * number)], 0])
+        pool.admit(part)
+        pool.extend(part, len(part.tokens))
+        pool.publish(part, len(part.tokens))
+    assert index.cached_tokens(full) == [16 * (1 + 13 * number) for number in range(64)]
+    seconds = {}
+    for name, call in (
+        ("index", lambda: index.cached_tokens(full)),
+        ("walk", lambda: [pool.cached_tokens(full) for pool in pools]),
+        ("hash", lambda: pools[0].chain(allocation(tokens), 850)),
+    ):
+        times = []
+        for _ in range(7):
+            began = perf_counter()
+            call()
+            times.append(perf_counter() - began)
+        seconds[name] = min(times)
+    print({name: f"{1e3 * each:.3f} ms" for name, each in seconds.items()})
+    assert seconds["index"] < seconds["walk"] / 5
