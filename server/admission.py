@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from contextvars import ContextVar
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,10 @@ _SMOOTHING = 0.3  # weight of the newest sample
 _SMOOTHING_ENDS = 0.05  # weight of the newest answer
 _CONTENDED = 0.5  # in a queue fuller than this, a tenant may have no more than its share
 _SHORTEST_RETRY, _LONGEST_RETRY = 0.1, 60.0  # seconds
+
+
+# Requests of the current call that have been counted against its tenant's rate, and not admitted yet.
+_charged: ContextVar[int] = ContextVar("charged", default=0)
 
 
 class Ticket:
@@ -164,8 +169,10 @@ class AdmissionController:
           deadline: of the call, on the clock; None for none.
 
         Raises:
-          ApiError: RATE_LIMITED, QUEUE_FULL or TOO_LATE.
+          ApiError: INVALID (the queue never has room for so many requests), RATE_LIMITED, QUEUE_FULL or TOO_LATE.
         """
+        if requests > self._max_requests:
+            raise errors.invalid("prompt", f"makes {requests} requests; the queue takes {self._max_requests} at most")
         load = self.sample()
         now = self._clock()
         waiting, tokens = self._ahead(load)
@@ -187,13 +194,23 @@ class AdmissionController:
                     f"the deadline is in {max(0.0, deadline - now):.1f} s; waiting takes about {wait:.1f} s, and the "
                     f"answer {own:.1f} s",
                 )
-        # Last: a call refused for another reason does not count against the rate.
-        self._take_from_rate(tenant, requests, now)
+        # Last: a call refused for another reason does not count against the rate, but for what `charge` has taken.
+        self._take_from_rate(tenant, requests - _charged.get(), now)
+        _charged.set(0)
         self.reserved_requests += requests
         self.reserved_tokens += prompt_tokens
         work, place = Work(requests, prompt_tokens, requests * new_tokens), (key, next(self._numbers))
         self.wait(tenant, place, work)
         return Ticket(self, tenant, work, place, slack)
+
+    def charge(self) -> None:
+        """Counts one request of the current call against the current tenant's rate, before the call is parsed.
+
+        Raises:
+          ApiError: RATE_LIMITED.
+        """
+        self._take_from_rate(current.get(), 1, self._clock())
+        _charged.set(1)
 
     def full(self) -> errors.ApiError | None:
         """The error for any call of the current tenant while the queue is full; None while it is not."""
@@ -246,7 +263,7 @@ class AdmissionController:
 
     def _take_from_rate(self, tenant: Tenant, requests: int, now: float) -> None:
         """A token bucket: it fills at the tenant's rate up to its burst."""
-        if tenant.rate is None:
+        if tenant.rate is None or not requests:
             return
         when, level = self._rates.get(tenant.name, (now, tenant.burst))
         level = min(tenant.burst, level + (now - when) * tenant.rate)

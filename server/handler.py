@@ -18,6 +18,7 @@ from jaxserve.generation.parsing import parse_request
 from jaxserve.generation.samples import expand_samples
 from jaxserve.request import Request
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.scheduler.state import check_fits
 from server import errors
 from server.admission import AdmissionController, Ticket
 from server.auth import Tenant
@@ -89,10 +90,14 @@ class RequestHandler:
         """Why health checks report that nothing is served, or None."""
         return self._closed or self.engine.problem or self.problem
 
-    def full(self) -> errors.ApiError | None:
-        """The error for any call while the queue is full, before its body is read."""
+    def enter(self) -> None:
+        """Counts a call against its tenant's rate, before it is parsed. Raises ApiError while the queue is full."""
         # A closed server refuses calls with its own reason. An engine that is not ready has no queue yet.
-        return self.admission.full() if self.closed is None and self.engine.takes_requests else None
+        if self.closed is not None or not self.engine.takes_requests:
+            return
+        if (refusal := self.admission.full()) is not None:
+            raise refusal
+        self.admission.charge()
 
     def close(self, message: str) -> None:
         """Refuses new calls from now on (UNAVAILABLE). Active calls continue."""
@@ -144,6 +149,7 @@ class RequestHandler:
         *,
         samples: int = 1,
         adjust: Adjust = lambda it: it,
+        is_cut: bool = False,
         special_tokens: bool = False,
     ) -> AsyncIterator[Generation]:
         """Runs the requests of a call while the block lasts; they are aborted when it ends early.
@@ -152,6 +158,7 @@ class RequestHandler:
           prompts: fields of each prompt, as `parse_request` takes them.
           samples: requests of each prompt, next to each other in the generation.
           adjust: changes a request once its prompt is tokenized.
+          is_cut: whether it may shorten the prompt, so that one that does not fit is no error.
           special_tokens: whether they are in the text of answers.
 
         Raises:
@@ -159,8 +166,9 @@ class RequestHandler:
         """
         self._check_open(call)
         defaults = self.engine.request_defaults if call.has_defaults else {}
+        self._check_sizes(prompts, is_cut=is_cut)
         with self._admitted(prompts, call, samples, defaults) as ticket:
-            parsed = await self._parse(prompts, call, adjust, defaults)
+            parsed = await self._parse(prompts, call, adjust, defaults, is_cut=is_cut)
             ticket.correct(samples * sum(len(request.prompt) for request in parsed))
             compiled = await self._compile_grammars(parsed)
             # The server makes its own ids, because two callers may send the same one.
@@ -177,7 +185,13 @@ class RequestHandler:
                     generation.end(self.admission)
 
     async def search(
-        self, fields: Mapping[str, Any], call: Call, params: BeamParams, *, adjust: Adjust = lambda it: it
+        self,
+        fields: Mapping[str, Any],
+        call: Call,
+        params: BeamParams,
+        *,
+        adjust: Adjust = lambda it: it,
+        is_cut: bool = False,
     ) -> tuple[Request, list[Completion]]:
         """Searches for the best answers to one prompt.
 
@@ -193,8 +207,9 @@ class RequestHandler:
         """
         self._check_open(call)
         defaults = for_beam_search(self.engine.request_defaults)
+        self._check_sizes([fields], is_cut=is_cut)
         with self._admitted([fields], call, params.width, defaults) as ticket:
-            (request,) = await self._parse([fields], call, adjust, defaults)
+            (request,) = await self._parse([fields], call, adjust, defaults, is_cut=is_cut)
             self.engine.check(request)
             ticket.correct(params.width * request.max_length)
             ticket.keep()
@@ -227,6 +242,16 @@ class RequestHandler:
         """Most tokens of a request."""
         return min(self.engine.max_context, self.engine.report.slots)
 
+    def _check_sizes(self, prompts: Sequence[Mapping[str, Any]], *, is_cut: bool) -> None:
+        """Raises InvalidRequest for a prompt that cannot fit, however its text is tokenized."""
+        if is_cut:
+            return
+        for fields in prompts:
+            if (ids := fields.get("prompt_token_ids")) is not None and len(ids) > self._longest:
+                raise InvalidRequest("prompt_token_ids", f"has {len(ids)} tokens; at most {self._longest} fit")
+            if (text := fields.get("prompt")) is not None:
+                self.text.check_fits("prompt", text, self._longest)
+
     @contextlib.contextmanager
     def _admitted(
         self, prompts: Sequence[Mapping[str, Any]], call: Call, samples: int, defaults: Mapping[str, Any]
@@ -237,7 +262,7 @@ class RequestHandler:
         ticket = self.admission.admit(
             call.tenant,
             requests=samples * len(prompts),
-            prompt_tokens=samples * sum(map(most_tokens, prompts)),
+            prompt_tokens=samples * sum([min(most_tokens(fields), self._longest) for fields in prompts]),
             new_tokens=new_tokens,
             exactly=any(fields.get("ignore_eos") for fields in prompts),
             deadline=call.deadline,
@@ -253,9 +278,13 @@ class RequestHandler:
         call: Call,
         adjust: Adjust,
         defaults: Mapping[str, Any],
+        *,
+        is_cut: bool,
     ) -> list[Request]:
+        longest_text = None if is_cut else self.text.longest(self._longest)
+
         def parse(fields: Mapping[str, Any]) -> Request:
-            return parse_request(
+            request = parse_request(
                 fields,
                 request_id="",
                 tokenizer=self.engine.tokenizer,
@@ -266,10 +295,14 @@ class RequestHandler:
                 cache_salt=call.cache_salt,
                 defaults=defaults,
                 longest=self._longest if defaults else None,
+                longest_text=longest_text,
             )
+            request = adjust(request)
+            check_fits(request, self.engine.max_context, self.engine.report.slots)
+            return request
 
         work = sum(map(tokenizing_work, prompts))
-        return await offload_if_long(work, lambda: [adjust(parse(fields)) for fields in prompts])
+        return await offload_if_long(work, lambda: [parse(fields) for fields in prompts])
 
     async def _compile_grammars(self, requests: Sequence[Request]) -> list[object]:
         """Compiles grammars off this loop. They stay compiled while the returned list is kept."""

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from jaxserve.engine import Engine
     from server.commands.serve import ServeSettings
     from server.engine_client import EngineClient
+
+
+_SWITCH_SECONDS = 0.001  # after which a thread that parses a long body lets the event loop run
 
 
 class Greet(Protocol):
@@ -150,6 +154,7 @@ async def serve_engine_process(settings: ServeSettings, greet: Greet) -> int:
     """
     from jaxserve.generation import defaults
 
+    sys.setswitchinterval(_SWITCH_SECONDS)
     with user_errors():
         recommended = defaults.read(settings.model, settings.engine)
         tokenizer = Tokenizer.from_directory(settings.model)

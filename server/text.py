@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from jaxserve.generation import parsing
 from server import errors
+from server.limits import MAX_VALUES
 
 if TYPE_CHECKING:
     from jaxserve.text.tokenizer import Tokenizer
@@ -15,7 +20,9 @@ if TYPE_CHECKING:
 
 _Result = TypeVar("_Result")
 
-_LONG_TEXT = 10_000  # characters; work on more runs off the event loop (about a millisecond)
+_LONG_TEXT = 4_000  # characters; work on more runs off the event loop (about a millisecond)
+# Few threads, so that long texts take turns for the processor and leave some of it to the engine.
+_THREADS = ThreadPoolExecutor(max(2, (os.cpu_count() or 1) // 2), thread_name_prefix="jaxserve-text")
 
 
 class TextTools:
@@ -31,20 +38,37 @@ class TextTools:
             raise errors.ApiError(errors.ErrorKind.UNSUPPORTED, "this checkpoint has no tokenizer")
         return self._engine.tokenizer
 
+    def longest(self, tokens: int) -> int | None:
+        """Most bytes of a text with this many tokens; None if there is no such bound."""
+        most = None if self._engine.tokenizer is None else self._engine.tokenizer.most_bytes
+        return None if most is None else tokens * most
+
+    def check_fits(self, field: str, text: str, tokens: int) -> None:
+        """Raises InvalidRequest for a text that must have more than `tokens` tokens; does not tokenize it."""
+        parsing.check_text(field, text, self.longest(tokens))
+
     async def tokenize(self, text: str, *, special_tokens: bool = True, field: str = "text") -> list[int]:
-        """The token ids of a text. Raises ApiError, naming the field, for a text that has none."""
+        """The token ids of a text. Raises ApiError, naming the field, for a text that has none or cannot fit."""
+        self.check_fits(field, text, self._engine.max_context)
         try:
-            return await offload_if_long(len(text), self.tokenizer.encode, text, special_tokens=special_tokens)
+            ids = await offload_if_long(len(text), self.tokenizer.encode, text, special_tokens=special_tokens)
         except ValueError as problem:
             raise errors.invalid(field, str(problem)) from problem
+        if len(ids) > MAX_VALUES:
+            raise errors.invalid(field, f"has {len(ids)} tokens; at most {MAX_VALUES} are answered with")
+        return ids
 
     async def detokenize(self, token_ids: Sequence[int], *, field: str = "token_ids") -> str:
         """The text of token ids. Raises ApiError, naming the field, for ids outside the vocabulary."""
         tokenizer, vocab_size = self.tokenizer, self._engine.model_config.vocab_size
-        for token in token_ids:
-            if not 0 <= token < vocab_size:
-                raise errors.invalid(field, f"has token id {token}; the vocabulary has {vocab_size}")
-        return await offload_if_long(len(token_ids), tokenizer.decode, token_ids)
+
+        def decode() -> str:
+            for token in token_ids:
+                if not 0 <= token < vocab_size:
+                    raise errors.invalid(field, f"has token id {token}; the vocabulary has {vocab_size}")
+            return tokenizer.decode(token_ids)
+
+        return await offload_if_long(len(token_ids), decode)
 
 
 def most_tokens(fields: Mapping[str, Any]) -> int:
@@ -73,7 +97,10 @@ def tokenizing_work(fields: Mapping[str, Any]) -> int:
 
 
 async def offload_if_long(size: int, work: Callable[..., _Result], *args: Any, **kwargs: Any) -> _Result:
-    """Does work on a text of `size` characters; in a thread if the text is long."""
-    if size <= _LONG_TEXT:
-        return work(*args, **kwargs)
-    return await asyncio.to_thread(work, *args, **kwargs)
+    """Does work on a text of `size` characters; on another thread if the text is long."""
+    return await offload_if(size > _LONG_TEXT, functools.partial(work, *args, **kwargs))
+
+
+async def offload_if(is_long: bool, work: Callable[[], _Result]) -> _Result:
+    """Does work, on another thread if it is long."""
+    return await asyncio.get_running_loop().run_in_executor(_THREADS, work) if is_long else work()

@@ -38,6 +38,7 @@ def parse_request(
     cache_salt: str = "",
     defaults: Mapping[str, Any] = MappingProxyType({}),
     longest: int | None = None,
+    longest_text: int | None = None,
 ) -> Request:
     """Parses a request: a prompt, prompt_token_ids or messages, and sampling parameters.
 
@@ -56,6 +57,7 @@ def parse_request(
     Args:
       defaults: sampling parameters that are used where the request has none (`defaults.read`).
       longest: most tokens of a request, prompt and answer; a default max_tokens is reduced to fit.
+      longest_text: most bytes of a prompt's text; a longer one is refused before it is tokenized.
 
     Raises:
       InvalidRequest: naming the field; for an unknown field, the message suggests a similar one.
@@ -65,7 +67,7 @@ def parse_request(
     if sampling.bad_words:
         runs = bad_words.token_ids(sampling.bad_words, tokenizer)
         sampling = dataclasses.replace(sampling, bad_word_tokens=runs)
-    prompt = _prompt(fields, tokenizer)
+    prompt = _prompt(fields, tokenizer, longest_text)
     if longest is not None and "max_tokens" in defaults and fields.get("max_tokens") is None:
         longest_answer = max(1, sampling.min_tokens, longest - len(prompt))
         sampling = dataclasses.replace(sampling, max_tokens=min(sampling.max_tokens, longest_answer))
@@ -92,9 +94,18 @@ def parse_sampling(fields: Mapping[str, Any], defaults: Mapping[str, Any] = Mapp
         if name not in SAMPLING_PARAMS:
             raise InvalidRequest(str(name), _unknown(name))
         if value is not None:
+            _check_length(name, value)
             values[name] = _PARSERS[SAMPLING_PARAMS[name].kind](name, value)
     values.setdefault("seed", secrets.randbits(63))
     return SamplingParams(**values)
+
+
+def _check_length(name: str, value: Any) -> None:
+    """Refuses a list that is too long before each of its entries is looked at."""
+    most = SAMPLING_PARAMS[name].max_items
+    is_list = isinstance(value, Sequence | Mapping) and not isinstance(value, str | bytes)
+    if most is not None and is_list and len(value) > most:
+        raise InvalidRequest(name, f"has {len(value)} entries; at most {most} are allowed")
 
 
 def _unknown(name: object) -> str:
@@ -102,7 +113,13 @@ def _unknown(name: object) -> str:
     return f"is not a field of a request; did you mean {near[0]}?" if near else "is not a field of a request"
 
 
-def _prompt(fields: Mapping[str, Any], tokenizer: Tokenizer | None) -> tuple[int, ...]:
+def check_text(field: str, text: str, longest: int | None) -> None:
+    """Raises InvalidRequest for a text of more than `longest` bytes, if that is a number."""
+    if longest is not None and (size := len(text.encode(errors="replace"))) > longest:
+        raise InvalidRequest(field, f"has {size} bytes, which are more tokens than fit: {longest} bytes are the most")
+
+
+def _prompt(fields: Mapping[str, Any], tokenizer: Tokenizer | None, longest_text: int | None = None) -> tuple[int, ...]:
     given = [name for name in PROMPTS if fields.get(name) is not None]
     if not given:
         raise InvalidRequest("prompt", "is missing")
@@ -114,26 +131,31 @@ def _prompt(fields: Mapping[str, Any], tokenizer: Tokenizer | None) -> tuple[int
     wanted = fields.get("add_special_tokens")
     special_tokens = given != ["messages"] if wanted is None else _bool("add_special_tokens", wanted)
     if given == ["messages"]:
-        return _tokenise_chat(fields, tokenizer, special_tokens=special_tokens)
+        return _tokenise_chat(fields, tokenizer, longest_text, special_tokens=special_tokens)
     if given == ["prompt"]:
-        return _tokenise_text(fields["prompt"], tokenizer, special_tokens=special_tokens)
+        return _tokenise_text(fields["prompt"], tokenizer, longest_text, special_tokens=special_tokens)
     ids = _integers("prompt_token_ids", fields["prompt_token_ids"])
     if not ids:
         raise InvalidRequest("prompt_token_ids", "is empty; a prompt needs at least one token")
     return ids
 
 
-def _tokenise_text(text: Any, tokenizer: Tokenizer | None, *, special_tokens: bool) -> tuple[int, ...]:
+def _tokenise_text(
+    text: Any, tokenizer: Tokenizer | None, longest: int | None, *, special_tokens: bool
+) -> tuple[int, ...]:
     if not isinstance(text, str):
         raise InvalidRequest("prompt", f"is {shown(text)}; it must be a string (token ids go into prompt_token_ids)")
     if tokenizer is None:
         raise InvalidRequest("prompt", "needs a tokenizer, and this checkpoint has none; give prompt_token_ids")
     if not text:
         raise InvalidRequest("prompt", "is empty; it needs at least one character")
+    check_text("prompt", text, longest)
     return _tokenise("prompt", text, tokenizer, special_tokens=special_tokens)
 
 
-def _tokenise_chat(fields: Mapping[str, Any], tokenizer: Tokenizer | None, *, special_tokens: bool) -> tuple[int, ...]:
+def _tokenise_chat(
+    fields: Mapping[str, Any], tokenizer: Tokenizer | None, longest: int | None, *, special_tokens: bool
+) -> tuple[int, ...]:
     messages, given = chat.read(fields["messages"]), fields.get("add_generation_prompt")
     add_generation_prompt = True if given is None else _bool("add_generation_prompt", given)
     if tokenizer is None:
@@ -150,6 +172,7 @@ def _tokenise_chat(fields: Mapping[str, Any], tokenizer: Tokenizer | None, *, sp
         raise InvalidRequest("messages", str(problem)) from problem
     if not text:
         raise InvalidRequest("messages", "give an empty prompt under the chat template")
+    check_text("messages", text, longest)
     return _tokenise("messages", text, tokenizer, special_tokens=special_tokens)
 
 

@@ -11,6 +11,7 @@ from jaxserve.sampling_params import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
 
 # White space in JSON: a space, or a line break and an indent. If it is unbounded, some models never stop.
 JSON_DEFAULTS: Any = {"whitespace_pattern": r"\x20|\x0A[\x20\x09]{0,40}"}
+MAX_CHOICES = 2**14  # each takes more than four bytes of the grammar's text
 GRAMMAR_TYPES = (*get_args(GrammarKind), "json_object")
 
 
@@ -95,6 +96,8 @@ def choice(field: str, options: Any) -> Grammar:
     """A grammar that allows one of several strings."""
     if isinstance(options, str) or not isinstance(options, Sequence) or not options:
         raise InvalidRequest(field, "must be a list of strings, at least one")
+    if len(options) > MAX_CHOICES:
+        raise InvalidRequest(field, f"has {len(options)} strings; at most {MAX_CHOICES} are allowed")
     if not all(isinstance(option, str) and option for option in options):
         raise InvalidRequest(field, "must be a list of strings, none of them empty")
     return Grammar(kind="choice", text=json.dumps(list(options)), field=field)

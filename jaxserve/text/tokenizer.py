@@ -11,14 +11,13 @@ import tokenizers
 
 from jaxserve.text import tokenizer_files
 from jaxserve.text.chat_template import ChatTemplate
+from jaxserve.text.token_sizes import BYTES, most_bytes
 
 _REPLACEMENT = "\ufffd"  # bytes that are not valid UTF-8 decode to it
 _HELD = 3  # most bytes of an incomplete character, and so most of its tokens or replacement characters
 _CONTEXT = 8  # tokens kept as context; a character has four tokens at most
 _WINDOW = 24  # tokens decoded at once before the window is cut to its context
-_VISIBLE = (*range(33, 127), *range(161, 173), *range(174, 256))  # bytes that GPT-2's alphabet maps to themselves
-_BYTES = {chr(byte): byte for byte in _VISIBLE}
-_BYTES |= {chr(256 + i): byte for i, byte in enumerate(byte for byte in range(256) if byte not in _VISIBLE)}
+_LONG = 2048  # characters or tokens; for more, the library's calls are used that let other Python threads run
 
 
 class Tokenizer:
@@ -26,6 +25,7 @@ class Tokenizer:
 
     Attributes:
       chat_template: renders chats as text; None if the checkpoint has none.
+      most_bytes: most bytes of a text that one token stands for, in UTF-8; None if there is no such bound.
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, chat_template: ChatTemplate | None = None) -> None:
@@ -35,7 +35,9 @@ class Tokenizer:
         tokenizer.no_padding()
         self._special = frozenset(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)
         self.token_bytes = functools.lru_cache(maxsize=2**16)(self._token_bytes)
-        self.vocab_size: int = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        vocab = tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size: int = max(vocab.values(), default=-1) + 1
+        self.most_bytes = most_bytes(tokenizer, vocab)
 
     @classmethod
     def from_directory(cls, path: str | Path) -> Self | None:
@@ -56,7 +58,9 @@ class Tokenizer:
           ValueError: the text has an unpaired surrogate, or the tokenizer has no token for a part of it.
         """
         try:
-            return self._tokenizer.encode(text, add_special_tokens=special_tokens).ids
+            if len(text) <= _LONG:
+                return self._tokenizer.encode(text, add_special_tokens=special_tokens).ids
+            return self._tokenizer.encode_batch_fast([text], add_special_tokens=special_tokens)[0].ids
         except Exception as problem:  # the library raises bare Exception
             raise ValueError(f"cannot be tokenised: {problem}") from problem
 
@@ -84,11 +88,13 @@ class Tokenizer:
             return text.encode()
         if name.startswith("<0x") and len(name) == 6:  # a byte token of tokenizers with byte fallback
             return bytes([int(name[3:5], 16)])
-        return bytes(_BYTES[letter] for letter in name) if set(name) <= _BYTES.keys() else text.encode()
+        return bytes(BYTES[letter] for letter in name) if set(name) <= BYTES.keys() else text.encode()
 
     def text(self, ids: list[int]) -> str:
         """Decodes tokens that all can have text (`is_text`), special ones as their names."""
-        return self._tokenizer.decode(ids, False)
+        if len(ids) <= _LONG:
+            return self._tokenizer.decode(ids, False)
+        return self._tokenizer.decode_batch([ids], False)[0]
 
 
 class TextStream:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field
 
@@ -21,7 +21,7 @@ _MAX_TENSORS = 64
 
 class InputTensor(Body):
     name: str
-    shape: list[int]
+    shape: Annotated[list[int], Field(max_length=8, fail_fast=True)]
     datatype: str
     parameters: dict[str, Any] = Field(default_factory=dict)
     data: list[Any] | None = None
@@ -87,7 +87,8 @@ class HttpInference:
         if length and (not length.isdecimal() or int(length) > len(raw)):
             raise InvalidRequest(_HEADER, f"is {length[:50]!r}; the body has {len(raw)} bytes")
         size = int(length) if length else len(raw)
-        return cls(http_call.parsed(raw[:size], InferBody), raw[size:])
+        body = await http_call.parsed(raw[:size], InferBody)
+        return await http_call.offload(lambda: cls(body, raw[size:]))
 
     async def answer(self, http_call: HttpCall, model: str, tensors: Sequence[Tensor]) -> None:
         lines, binary = [], b""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxserve.errors import InvalidRequest, shown
+from server.limits import MAX_VALUES
 from server.proto.inference import open_inference_grpc_pb2 as pb
 
 # Datatype: (code of `struct`, field of InferTensorContents). A BYTES value is a string.
@@ -27,7 +28,6 @@ _KINDS = {
     "FP64": ("d", "fp64_contents"),
     "BYTES": ("", "bytes_contents"),
 }
-MAX_VALUES = 2**20  # of one tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +110,10 @@ def _text(name: str, raw: bytes) -> str:
 def from_contents(name: str, datatype: str, shape: Sequence[int], contents: pb.InferTensorContents) -> Tensor:
     """A tensor with gRPC's contents. Raises InvalidRequest."""
     check(name, datatype, shape)
-    values: list[Any] = list(getattr(contents, _KINDS[datatype][1], ()))
+    given = getattr(contents, _KINDS[datatype][1], ())
+    if len(given) != math.prod(shape):  # before they are copied
+        raise InvalidRequest(name, f"has {len(given)} values; its shape has {math.prod(shape)}")
+    values: list[Any] = list(given)
     if datatype == "BYTES":
         values = [_text(name, value) for value in values]
     return Tensor(name=name, datatype=datatype, shape=tuple(shape), values=values)

@@ -66,6 +66,7 @@ class Generate:
             Call(id=http_call.id, protocol="http"),
             samples=samples,
             adjust=lambda request: self._truncated(request, given.truncate),
+            is_cut=given.truncate is not None,
         ) as generation:
             if streams:
                 await answer.stream(http_call, generation)

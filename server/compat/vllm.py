@@ -46,6 +46,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
                     call,
                     samples=samples,
                     adjust=lambda parsed: adjusted(self._handler, params, parsed),
+                    is_cut=params.HasField("truncate_prompt_tokens"),
                 ) as generation:
                     abortable.started(generation)
                     async for response in _responses(generation, stream=request.stream):

@@ -59,7 +59,7 @@ class TraceInterceptor(grpc.aio.ServerInterceptor):
 
 
 class FullQueueInterceptor(grpc.aio.ServerInterceptor):
-    """Refuses calls while the queue is full, before their message is read.
+    """Refuses calls while the queue is full or their tenant's rate is used up, before their message is read.
 
     This halves the cost of a refusal, so that under overload the event loop can refuse twice as many calls.
 
@@ -71,12 +71,18 @@ class FullQueueInterceptor(grpc.aio.ServerInterceptor):
         self._handler, self._methods = handler, frozenset(methods)
 
     async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
-        if handler_call_details.method not in self._methods or (error := self._handler.full()) is None:
+        if handler_call_details.method not in self._methods:
+            return await continuation(handler_call_details)
+        try:
+            self._handler.enter()
+        except errors.ApiError as error:
+            refusal = error
+        else:
             return await continuation(handler_call_details)
 
         async def refuse(_requests: Any, context: Any) -> None:
             async with answering(self._handler, context, new_id()):
-                raise error
+                raise refusal
 
         # A handler of streams reads no message first, so it fits every method.
         return grpc.stream_stream_rpc_method_handler(refuse)

@@ -9,14 +9,15 @@ from grpc_reflection.v1alpha import reflection
 from server.auth import ApiKeys, KeyInterceptor
 from server.compat import kserve, vllm
 from server.grpc import calls
+from server.grpc.receive import MessageInterceptor
 from server.grpc.service import InferenceService
 from server.handler import RequestHandler
+from server.limits import MAX_BODY_BYTES
 from server.proto.inference import open_inference_grpc_pb2, open_inference_grpc_pb2_grpc
 from server.proto.jaxserve.v1 import inference_pb2, inference_pb2_grpc
 from server.proto.vllm.grpc.engine import vllm_engine_pb2, vllm_engine_pb2_grpc
 from server.tls import Tls
 
-MAX_MESSAGE_BYTES = 4 * 2**20  # of a request
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 ROUTER_SERVICES = (  # protocols of other projects, for their routers
     vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"].full_name,
@@ -29,7 +30,7 @@ _QUEUED = (
 OPEN_SERVICES = (health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,)  # need no API key
 _MAX_PENDING = 65_536
 _OPTIONS = (
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_BODY_BYTES),
     ("grpc.max_send_message_length", -1),  # answers are bounded by the context
     ("grpc.max_metadata_size", 16 * 2**10),
     ("grpc.absolute_max_metadata_size", 32 * 2**10),
@@ -62,6 +63,7 @@ class GrpcServer:
         interceptors: list[grpc.aio.ServerInterceptor] = [
             calls.TraceInterceptor(),
             calls.FullQueueInterceptor(handler, _QUEUED),
+            MessageInterceptor(handler, (SERVICE, *ROUTER_SERVICES)),
         ]
         if keys is not None:
             interceptors.insert(0, KeyInterceptor(keys, OPEN_SERVICES))

@@ -15,16 +15,18 @@ from starlette.types import Receive, Scope, Send
 from server.call import new_id, traceparent
 from server.errors import ApiError, ErrorKind
 from server.handler import RequestHandler
+from server.http import json_text
 from server.http.body import IgnoredLog, ignored_fields, warning_header
+from server.limits import LONG_BYTES, MAX_BODY_BYTES
+from server.text import offload_if
 
-MAX_BODY_BYTES = 4 * 2**20
 DONE = b"[DONE]"  # the last event of a stream in OpenAI's API
 BODY_SECONDS = 30.0  # within which the body must arrive
-_MAX_FIELDS = 512  # of one object in the body
 
 _ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 _ignored_log = IgnoredLog()
 _Model = TypeVar("_Model", bound=pydantic.BaseModel)
+_Result = TypeVar("_Result")
 _STATUS = {
     ErrorKind.INVALID: 400,
     ErrorKind.NOT_FOUND: 404,
@@ -59,9 +61,7 @@ class HttpCall:
       ignored: names of fields in the body that the call does not read.
     """
 
-    def __init__(
-        self, scope: Scope, receive: Receive, send: Send, full: Callable[[], ApiError | None] = lambda: None
-    ) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, enter: Callable[[], None] = lambda: None) -> None:
         self._headers: dict[bytes, bytes] = dict(scope["headers"])
         given = self.header("x-request-id")
         self.id = given if _ID.fullmatch(given) else new_id()
@@ -69,8 +69,9 @@ class HttpCall:
         self.has_started = False
         self.ignored: list[str] = []
         self.is_abandoned = False  # whether the client has disconnected
-        self._receive, self._send, self._full = receive, send, full
+        self._receive, self._send, self._enter = receive, send, enter
         self._watcher: asyncio.Task[None] | None = None
+        self._size = 0  # of the body
 
     async def body(self, model: type[_Model]) -> _Model:
         """The body as a value. From here on, the call is cancelled when its caller disconnects.
@@ -80,27 +81,35 @@ class HttpCall:
         """
         if self.content_type != "application/json":
             raise HttpError(415, "the body must be JSON, with the header Content-Type: application/json")
-        return self.parsed(await self.raw_body(), model)
+        return await self.parsed(await self.raw_body(), model)
 
     async def raw_body(self) -> bytes:
         """The bytes of the body; otherwise as `body`."""
         if self.header("content-encoding") not in ("", "identity"):
             raise HttpError(415, "the body must not be compressed")
         body = await self._read()
-        if (refusal := self._full()) is not None:  # before the body is parsed, so that a refusal is cheap
-            raise refusal
+        self._size = len(body)
+        self._enter()  # before the body is parsed, so that a refusal is cheap
         task = asyncio.current_task()
         assert task is not None
         self._watcher = asyncio.create_task(self._watch(task))
         return body
 
-    def parsed(self, body: bytes, model: type[_Model]) -> _Model:
+    async def parsed(self, body: bytes, model: type[_Model]) -> _Model:
         """JSON as a value. Notes the fields that the call does not read. Raises ApiError."""
-        value, parsed = _parsed(body, model)
-        self.ignored = list(ignored_fields(value, parsed))
+
+        def parse() -> tuple[list[str], _Model]:
+            value, parsed = json_text.parse(body, model)
+            return list(ignored_fields(value, parsed)), parsed
+
+        self.ignored, parsed = await self.offload(parse)
         if self.ignored:
             _ignored_log.add(self.ignored)
         return parsed
+
+    async def offload(self, work: Callable[[], _Result]) -> _Result:
+        """Does work on the body that was read; on another thread if it is long."""
+        return await offload_if(self._size > LONG_BYTES, work)
 
     async def _read(self) -> bytes:
         too_large = HttpError(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
@@ -196,7 +205,7 @@ class Endpoint:
         self._queued = queued
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        http_call = HttpCall(scope, receive, send, *((self._handler.full,) if self._queued else ()))
+        http_call = HttpCall(scope, receive, send, *((self._handler.enter,) if self._queued else ()))
         traceparent.set(http_call.header("traceparent"))  # every call has its own task
         try:
             try:
@@ -233,31 +242,3 @@ def encoded(value: Any) -> bytes:
         return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
     except UnicodeEncodeError:
         return json.dumps(value).encode()
-
-
-def _parsed(body: bytes, model: type[_Model]) -> tuple[dict[str, Any], _Model]:
-    """A body as JSON has it, and as a value of the model."""
-    try:
-        value = json.loads(body, parse_constant=_no_constant, object_pairs_hook=_object)
-    except RecursionError:
-        raise ApiError(ErrorKind.INVALID, "the body is not JSON: nested too deeply") from None
-    except ValueError as problem:  # also text that is not UTF-8
-        raise ApiError(ErrorKind.INVALID, f"the body is not JSON: {problem}") from None
-    try:
-        return value, model.model_validate(value)
-    except pydantic.ValidationError as problem:
-        first = problem.errors(include_url=False, include_context=False, include_input=False)[0]
-        path = ".".join(map(str, first["loc"]))
-        field = str(first["loc"][0]) if first["loc"] else None
-        text = f"{path}: {first['msg']}" if path else first["msg"]
-        raise ApiError(ErrorKind.INVALID, text, field=field) from None
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a number of JSON")
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len(pairs) > _MAX_FIELDS:
-        raise ValueError(f"an object with {len(pairs)} fields")
-    return dict(pairs)

@@ -62,10 +62,10 @@ class Completions:
     async def __call__(self, http_call: HttpCall) -> None:
         body = await http_call.body(self._schema)
         check_model(body, self._handler.model_names)
-        usage_wanted, samples, sampling = body.usage_wanted, body.samples, body.sampling
+        usage_wanted = body.usage_wanted
+        samples, prompts = await http_call.offload(lambda: (body.samples, _prompts(body)))
         if isinstance(body, ChatBody) and body.tool_use is not None:
             body.tool_use.check(self._template)
-        prompts = [prompt | sampling for prompt in body.prompts]
         call = Call(
             id=http_call.id,
             protocol="http",
@@ -83,7 +83,12 @@ class Completions:
             await http_call.json(await self._searched(body, call, params, prompts, adjust))
             return
         async with self._handler.generate(
-            prompts, call, samples=samples, adjust=adjust, special_tokens=self._shows_special_tokens(body)
+            prompts,
+            call,
+            samples=samples,
+            adjust=adjust,
+            is_cut=body.truncate_prompt_tokens is not None,
+            special_tokens=self._shows_special_tokens(body),
         ) as generation:
             if body.stream:
                 await self._stream(http_call, body, generation, usage_wanted)
@@ -107,7 +112,8 @@ class Completions:
     async def _searched(
         self, body: Any, call: Call, params: BeamParams, prompts: Sequence[dict[str, Any]], adjust: Adjust
     ) -> dict[str, Any]:
-        found = [await self._handler.search(prompt, call, params, adjust=adjust) for prompt in prompts]
+        is_cut = body.truncate_prompt_tokens is not None
+        found = [await self._handler.search(prompt, call, params, adjust=adjust, is_cut=is_cut) for prompt in prompts]
         answers = [(request, completion) for request, completions in found for completion in completions]
         choices = [self._chosen(body, request, i).whole(each) for i, (request, each) in enumerate(answers)]
         usage = _usage([len(request.prompt) for request, _ in found], [len(each.token_ids) for _, each in answers])
@@ -165,6 +171,12 @@ class Completions:
             "model": self._handler.model_name,
             "system_fingerprint": f"jaxserve-{self._handler.version}",
         }
+
+
+def _prompts(body: ChatBody | CompletionBody) -> list[dict[str, Any]]:
+    """The fields of each prompt, as `parse_request` takes them. Raises InvalidRequest."""
+    sampling = body.sampling
+    return [prompt | sampling for prompt in body.prompts]
 
 
 async def finished(generation: Generation) -> list[Completion]:

@@ -19,13 +19,15 @@ from jaxserve.generation.tools import ToolUse
 from jaxserve.sampling_params import MAX_LOGPROBS, MAX_STOP, SAMPLING_PARAMS, Grammar
 from jaxserve.structured_output import grammar
 from server.http.body import Body
+from server.limits import MAX_VALUES
 
 MAX_PROMPTS = 1024  # most prompts in one call
 _MAX_REQUESTS = 1024  # most requests of one call
 _DEFAULT_MAX_TOKENS = 16  # of a completion, as in OpenAI's API
 
 Seed = int | float
-TokenIds = Annotated[list[int], Field(fail_fast=True)]
+TokenIds = Annotated[list[int], Field(max_length=MAX_VALUES, fail_fast=True)]
+Choices = Annotated[list[str], Field(max_length=grammar.MAX_CHOICES, fail_fast=True)]
 Stops = Annotated[list[str], Field(max_length=MAX_STOP, fail_fast=True)]
 
 
@@ -85,7 +87,7 @@ class StructuredOutputs(Body):
 
     json_: dict[str, Any] | str | None = Field(default=None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Choices | None = None
     grammar: str | None = None
     json_object: bool | None = None
 
@@ -104,7 +106,7 @@ class OpenAIBody(_OpenAISampling):
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Choices | None = None
     guided_grammar: str | None = None
     priority: int = Field(default=0, ge=-(2**31), lt=2**31)
     cache_salt: str = Field(default="", max_length=256)

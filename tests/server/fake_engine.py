@@ -115,6 +115,7 @@ class FakeEngine:
     request_defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.slots_total = max(self.slots_total, self.max_context)
         self.model_config = SimpleNamespace(vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,), bos_token_id=None)
         # Compiles grammars as an engine does; its answers pay no heed to them.
         self.grammars = None if self.tokenizer is None else GrammarCompiler(self.tokenizer, VOCAB_SIZE, (EOS,))

@@ -245,7 +245,7 @@ def test_tokenize_and_detokenize(serve: Serve) -> None:
             await it.stub.Detokenize(pb.DetokenizeRequest(token_ids=[97, 257]))
         assert refusal(caught.value, error_details_pb2.BadRequest()).field_violations[0].field == "token_ids"
 
-    serve(scenario)
+    serve(scenario, max_context=10_000)
 
 
 def test_model_and_load_are_told(serve: Serve) -> None:

@@ -1,0 +1,116 @@
+"""Takes the messages of calls as bytes: bounds are checked before they are parsed, and malformed ones are told."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
+
+import grpc
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.message import DecodeError
+
+from jaxserve.errors import InvalidRequest
+from server.call import new_id
+from server.grpc import calls
+from server.handler import RequestHandler
+from server.limits import LONG_BYTES, MAX_FIELDS, MAX_VALUES
+from server.text import offload_if
+
+_MALFORMED = InvalidRequest("message", "is not of this call: its bytes cannot be parsed")
+_HIGH = bytes(range(0x80, 0x100))  # bytes of a varint that are not its last
+_FIXED = {FieldDescriptor.CPPTYPE_FLOAT: 4, FieldDescriptor.CPPTYPE_DOUBLE: 8}
+
+
+class MessageInterceptor(grpc.aio.ServerInterceptor):
+    """Parses the messages of calls that send one, and ends calls with a wrong one with INVALID_ARGUMENT.
+
+    grpc itself ends them with UNKNOWN, and logs two tracebacks.
+
+    Args:
+      services: full names of the services whose calls are handled.
+    """
+
+    def __init__(self, handler: RequestHandler, services: Iterable[str]) -> None:
+        self._handler = handler
+        self._services = tuple(f"/{service}/" for service in services)
+        self._known: dict[str, grpc.RpcMethodHandler] = {}
+
+    async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
+        name = handler_call_details.method
+        if (known := self._known.get(name)) is not None:
+            return known
+        found = await continuation(handler_call_details)
+        if not name.startswith(self._services) or found is None or found.request_streaming:
+            return found
+        # Refusals of interceptors after this one would be kept, so there are none.
+        method: Callable[[Any, Any], Awaitable[Any]] = found.unary_stream or found.unary_unary
+        parse = found.request_deserializer
+
+        async def call(raw: bytes, context: Any) -> Any:
+            async with calls.answering(self._handler, context, new_id()):
+                request = await self._parsed(raw, parse)
+            return await method(request, context)
+
+        make = grpc.unary_stream_rpc_method_handler if found.unary_stream else grpc.unary_unary_rpc_method_handler
+        wrapped = self._known[name] = make(call, None, found.response_serializer)
+        return wrapped
+
+    async def _parsed(self, raw: bytes, parse: Any) -> Any:
+        await offload_if(len(raw) > LONG_BYTES, lambda: check_size(raw, parse.__self__.DESCRIPTOR))
+        try:
+            return parse(raw)
+        except DecodeError:
+            raise _MALFORMED from None
+
+
+def check_size(raw: bytes, kind: Descriptor) -> None:
+    """Raises InvalidRequest if a long message has too many fields to parse in a few milliseconds."""
+    if len(raw) > LONG_BYTES and _count(raw, 0, len(raw), kind, 0, 0) > MAX_FIELDS:
+        raise InvalidRequest("message", f"has more than {MAX_FIELDS} fields and strings")
+
+
+def _count(raw: bytes, at: int, end: int, kind: Descriptor | None, count: int, depth: int) -> int:
+    """`count` and the fields of the message from `at` to `end`, those of messages in it too; stops when too many.
+
+    Raises:
+      InvalidRequest: it is malformed.
+    """
+    fields = {} if kind is None else kind.fields_by_number
+    while at < end and count <= MAX_FIELDS:
+        tag, at = _varint(raw, at, end)
+        count += 1
+        match tag & 7:
+            case 0:
+                _, at = _varint(raw, at, end)
+            case 1:
+                at += 8
+            case 5:
+                at += 4
+            case 2:
+                size, at = _varint(raw, at, end)
+                field = fields.get(tag >> 3)
+                if at + size > end or depth > 100:
+                    raise _MALFORMED
+                if field is not None and field.message_type is not None:
+                    count = _count(raw, at, at + size, field.message_type, count, depth + 1)
+                elif field is not None and field.cpp_type != FieldDescriptor.CPPTYPE_STRING and size:
+                    packed = raw[at : at + size]
+                    width = _FIXED.get(field.cpp_type)
+                    if (size // width if width else len(packed.translate(None, _HIGH))) > MAX_VALUES:
+                        raise InvalidRequest(field.name, f"has more than {MAX_VALUES} values")
+                at += size
+            case _:  # groups, which are not used
+                raise _MALFORMED
+    return count
+
+
+def _varint(raw: bytes, at: int, end: int) -> tuple[int, int]:
+    value = shift = 0
+    while at < end and shift < 70:
+        byte = raw[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+        shift += 7
+    raise _MALFORMED

@@ -1,0 +1,244 @@
+"""What a caller who does its worst costs another one: `python -m tests.server.front_attack` prints a table.
+
+A server on the demo model gets one bad call after another, from another process, while somebody who behaves times
+health checks and short completions over HTTP and gRPC.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import multiprocessing
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2
+
+from server.proto.inference import open_inference_grpc_pb2 as kserve_pb
+from server.proto.jaxserve.v1 import inference_pb2 as pb
+
+SERVICE = "/jaxserve.v1.Inference/"
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+_JSON = {"content-type": "application/json"}
+_SHORT = {"prompt": "It was a", "max_tokens": 4, "temperature": 0}
+
+
+@dataclass(frozen=True)
+class Attack:
+    """A call to repeat: a path of HTTP, or the method of a gRPC service, and the bytes of its body."""
+
+    where: str
+    body: bytes
+
+    @property
+    def is_grpc(self) -> bool:
+        return self.where.count("/") == 2 and "." in self.where
+
+
+def _json(path: str, **fields: Any) -> Attack:
+    return Attack(path, json.dumps(fields, separators=(",", ":")).encode())
+
+
+def attacks() -> dict[str, Attack]:
+    """Every attack, by name; each body has nearly the most bytes that are taken."""
+    ones, letters = [1] * 1_900_000, ["a"] * 900_000
+    words = "a " * 1_900_000
+    found = {
+        "guided_choice of numbers": _json(COMPLETIONS, prompt="a", guided_choice=ones),
+        "guided_choice of letters": _json(COMPLETIONS, prompt="a", guided_choice=letters),
+        "a long prompt": _json(COMPLETIONS, prompt=words),
+        "a long prompt of one letter": _json(COMPLETIONS, prompt="a" * 4_000_000),
+        "many token ids": _json(COMPLETIONS, prompt=ones),
+        "prompts of token ids": _json(COMPLETIONS, prompt=[[1] * 1_800] * 1_000),
+        "as many values as are read": _json(COMPLETIONS, prompt=[1] * 262_000),
+        "stop": _json(COMPLETIONS, prompt="a", stop=letters),
+        "logit_bias": _json(COMPLETIONS, prompt="a", logit_bias={str(i): 1 for i in range(300_000)}),
+        "an unknown field": _json(COMPLETIONS, prompt="a", surprise=ones),
+        "empty lists": Attack(COMPLETIONS, b'{"prompt":"a","x":[' + b"[]," * 1_300_000 + b"0]}"),
+        "nested lists": Attack(COMPLETIONS, b'{"prompt":' + b"[" * 4_000_000),
+        "escapes": Attack(COMPLETIONS, b'{"prompt":"' + rb"\u00e9" * 650_000 + b'"}'),
+        "commas in a text": _json(COMPLETIONS, prompt="1,2," * 1_000_000),
+        "messages": _json(CHATS, messages=[{"role": "user", "content": "a"}] * 100_000),
+        "parts of messages": _json(
+            CHATS, messages=[{"role": "user", "content": [{"type": "text", "text": ""}] * 15}] * 2_000
+        ),
+        "a long message": _json(CHATS, messages=[{"role": "user", "content": words}]),
+        "a schema": _json(COMPLETIONS, prompt="a", guided_json={"enum": ones}),
+        "/tokenize": _json("/tokenize", prompt=words),
+        "/detokenize": _json("/detokenize", tokens=ones),
+        "TGI": _json("/generate", inputs=words),
+        "TGI stop": _json("/generate", inputs="a", parameters={"stop": letters}),
+        "KServe": _json(
+            "/v2/models/demo/infer", inputs=[{"name": "text_input", "datatype": "BYTES", "shape": [1], "data": ones}]
+        ),
+    }
+    ids = pb.GenerateRequest()
+    ids.prompt_token_ids.ids.extend([1] * 4_000_000)
+    options = pb.GenerateRequest(prompt="a")
+    options.grammar.choice.options.extend([""] * 2_000_000)
+    message = pb.GenerateRequest(messages=[pb.ChatMessage()]).SerializeToString()
+    tensor = kserve_pb.ModelInferRequest.InferInputTensor(name="text_input", datatype="BYTES", shape=[2_000_000])
+    tensor.contents.bytes_contents.extend([b""] * 2_000_000)
+    over_grpc = {
+        "gRPC: a long prompt": ("Generate", pb.GenerateRequest(prompt=words)),
+        "gRPC: Tokenize": ("Tokenize", pb.TokenizeRequest(text=words)),
+        "gRPC: Detokenize": ("Detokenize", pb.DetokenizeRequest(token_ids=[1] * 4_000_000)),
+        "gRPC: many token ids": ("Generate", ids),
+        "gRPC: choices": ("Generate", options),
+        "gRPC: stop": ("Generate", pb.GenerateRequest(prompt="a", stop=["a"] * 1_300_000)),
+    }
+    found |= {name: Attack(SERVICE + method, body.SerializeToString()) for name, (method, body) in over_grpc.items()}
+    found["gRPC: messages"] = Attack(SERVICE + "Generate", message * 1_300_000)
+    infer = kserve_pb.ModelInferRequest(model_name="demo", inputs=[tensor])
+    found["gRPC: KServe"] = Attack("/inference.GRPCInferenceService/ModelInfer", infer.SerializeToString())
+    return found
+
+
+def attack(name: str, ports: tuple[int, int], done: Any, until: Any) -> None:
+    """Repeats an attack until it is told to end; `done` gets each answer's status. Runs in a process of its own."""
+    it = attacks()[name]
+    os.nice(19)  # a caller elsewhere would take no processor time of this machine
+    if it.is_grpc:
+        options = [("grpc.max_send_message_length", -1)]
+        with grpc.insecure_channel(f"127.0.0.1:{ports[0]}", options=options) as channel:
+            call: Any = channel.unary_unary(it.where)
+            while not until.is_set():
+                try:
+                    call(it.body)
+                    done.put("OK")
+                except grpc.RpcError as refusal:
+                    done.put(f"{refusal.code().name}: {refusal.details()}"[:150])  # pyright: ignore[reportAttributeAccessIssue]
+        return
+    while not until.is_set():
+        connection = http.client.HTTPConnection("127.0.0.1", ports[1], timeout=120)
+        with contextlib.closing(connection):
+            try:
+                connection.request("POST", it.where, it.body, _JSON)
+                answer = connection.getresponse()
+                done.put(f"{answer.status} {answer.read()[:150]!r}")
+            except OSError as problem:
+                done.put(repr(problem))
+
+
+class Polite:
+    """Times the calls of somebody who behaves, in milliseconds."""
+
+    def __init__(self, ports: tuple[int, int]) -> None:
+        self._http = http.client.HTTPConnection("127.0.0.1", ports[1], timeout=120)
+        self._channel = grpc.insecure_channel(f"127.0.0.1:{ports[0]}")
+        self._check: Any = self._channel.unary_unary("/grpc.health.v1.Health/Check")
+        self._generate: Any = self._channel.unary_unary(SERVICE + "Generate")
+        self._short = pb.GenerateRequest(**_SHORT).SerializeToString()
+        self.refused = 0  # calls
+        self._calls: dict[str, Callable[[], object]] = {
+            "health": lambda: self._over_http("GET", "/health"),
+            "gRPC health": lambda: self._check(health_pb2.HealthCheckRequest().SerializeToString()),
+            "completion": lambda: self._over_http("POST", COMPLETIONS, json.dumps(_SHORT)),
+            "gRPC completion": self._over_grpc,
+        }
+
+    def _over_grpc(self) -> None:
+        try:
+            self._generate(self._short)
+        except grpc.RpcError:
+            self.refused += 1
+
+    def _over_http(self, method: str, path: str, body: str | None = None) -> None:
+        for _ in range(2):  # a server that was frozen closes the connection as idle
+            with contextlib.suppress(ConnectionError, http.client.RemoteDisconnected):
+                self._http.request(method, path, body, _JSON)
+                answer = self._http.getresponse()
+                answer.read()
+                self.refused += answer.status != 200
+                return
+            self._http.close()
+        raise AssertionError("the connection is closed again and again")
+
+    def measure(self, seconds: float) -> dict[str, list[float]]:
+        self._http.close()  # an idle connection may be closed by now; the next call opens another
+        ends, found = time.monotonic() + seconds, {name: [] for name in self._calls}
+        while time.monotonic() < ends:
+            for name, call in self._calls.items():
+                began = time.perf_counter()
+                call()
+                found[name].append((time.perf_counter() - began) * 1e3)
+                time.sleep(0.01)
+        return found
+
+    def close(self) -> None:
+        self._http.close()
+        self._channel.close()
+
+
+@contextlib.contextmanager
+def served(*flags: str) -> Iterator[tuple[int, int]]:
+    """The gRPC and HTTP ports of `jaxserve serve` on the demo model."""
+    command = [sys.executable, "-m", "server.commands.cli", "serve", "--port", "0", "--http-port", "0", *flags]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        assert process.stdout is not None
+        said = ""
+        while (found := re.search(r"ready on 127\.0\.0\.1:(\d+).*?127\.0\.0\.1:(\d+)", said, re.DOTALL)) is None:
+            line = process.stdout.readline()
+            assert line, said
+            said += line
+        yield int(found[1]), int(found[2])
+    finally:
+        process.terminate()
+        process.wait(30)
+        process.stdout.close()
+
+
+def under(
+    name: str, polite: Polite, ports: tuple[int, int], seconds: float
+) -> tuple[dict[str, list[float]], list[str]]:
+    """The times of somebody polite during an attack, and what the attacker was answered."""
+    context = multiprocessing.get_context("spawn")
+    done, until = context.Queue(), context.Event()
+    attacker = context.Process(target=attack, args=(name, ports, done, until))
+    attacker.start()
+    try:
+        answers = [done.get()]  # it has begun
+        times = polite.measure(seconds)
+    finally:
+        until.set()
+        while attacker.is_alive() or not done.empty():
+            with contextlib.suppress(Exception):
+                answers.append(done.get(timeout=0.1))
+        attacker.join()
+    return times, answers
+
+
+def medians(times: dict[str, list[float]]) -> dict[str, float]:
+    return {name: statistics.median(each) for name, each in times.items()}
+
+
+def shown(times: dict[str, list[float]]) -> str:
+    return " | ".join(f"{statistics.median(each):6.1f} {max(each):7.1f}" for each in times.values())
+
+
+def main(names: list[str]) -> None:
+    with served() as ports:
+        polite = Polite(ports)
+        polite.measure(1)
+        print("median and worst, ms:        health | gRPC health | completion | gRPC completion", flush=True)
+        print(f"{'quiet':28} {shown(polite.measure(4))}", flush=True)
+        for name in names or attacks():
+            times, answers = under(name, polite, ports, 4)
+            refused, polite.refused = polite.refused, 0
+            print(f"{name:28} {shown(times)}  {refused} refused; {len(answers)} calls, {answers[-1]}", flush=True)
+        print(f"{'quiet':28} {shown(polite.measure(4))}", flush=True)
+        polite.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

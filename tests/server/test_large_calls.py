@@ -1,0 +1,314 @@
+"""Calls that are too large are refused before they are parsed or tokenized, and cost nobody else anything."""
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import httpx2 as httpx
+import pytest
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers
+
+from jaxserve.config import EngineConfig
+from jaxserve.errors import InvalidRequest
+from jaxserve.generation.parsing import parse_sampling
+from jaxserve.text.token_sizes import BYTES, most_bytes
+from jaxserve.text.tokenizer import Tokenizer
+from server.auth import ApiKeys
+from server.errors import ApiError
+from server.grpc import receive
+from server.http import json_text
+from server.http.schemas import CompletionBody
+from server.limits import MAX_BODY_BYTES, MAX_FIELDS, MAX_VALUES
+from server.proto.jaxserve.v1 import inference_pb2 as pb
+from tests.server import front_attack
+from tests.server.conftest import Served
+from tests.server.http.http_calls import post
+
+Serve = Callable[..., None]
+QUEUE = EngineConfig(max_rows=1, max_queued_requests=8, max_queued_tokens=3000)
+
+
+# Bounds before parsing
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        (b'{"prompt":[' + b"1," * MAX_VALUES + b"1]}", "values"),
+        (b"[" * (json_text.MAX_NESTED + 1), "lists and objects"),
+        (b"{" * (json_text.MAX_NESTED + 1), "lists and objects"),
+        (b'["' + b'\\"' * 50_000 + b'",' + b"1," * MAX_VALUES + b"1]", "values"),
+        (b'["' + b"\\\\" * 50_001 + b'",' + b"1," * MAX_VALUES + b"1]", "values"),
+    ],
+)
+def test_a_body_with_too_many_values_is_not_parsed(body: bytes, problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json, "loads", lambda *_args, **_more: pytest.fail("it is parsed"))
+    with pytest.raises(ApiError, match=problem):
+        json_text.parse(body, CompletionBody)
+
+
+@pytest.mark.parametrize(
+    "text", ["1,2," * 200_000, '"[,{\\' * 100_000, "\\" * 100_001, "é,\n" * 150_000, ',"' * 65_535]
+)
+def test_what_is_in_a_string_is_no_value(text: str) -> None:
+    for at in range(3):  # pieces are cut elsewhere
+        body = json.dumps({"a" * at: 0, "prompt": text}).encode()
+        json_text.check_size(body)
+        assert json_text.parse(body, CompletionBody)[1].prompt == [text]
+
+
+def test_a_list_of_many_strings_is_refused_at_its_first_beyond_the_bound() -> None:
+    body = json.dumps({"prompt": "a", "guided_choice": [1] * 200_000}).encode()
+    began = time.perf_counter()
+    with pytest.raises(ApiError, match=r"guided_choice"):
+        json_text.parse(body, CompletionBody)
+    assert time.perf_counter() - began < 1  # each wrong entry would be an error of its own: a second and 200 MB
+
+
+def test_a_message_with_too_many_fields_is_not_parsed(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    many = pb.GenerateRequest(prompt="a", stop=["a"] * (MAX_FIELDS + 1))
+    nested = pb.GenerateRequest(prompt="a")
+    nested.grammar.choice.options.extend([""] * (MAX_FIELDS + 1))
+    ids = pb.GenerateRequest()
+    ids.prompt_token_ids.ids.extend([300] * (MAX_VALUES + 1))
+
+    async def scenario(it: Served) -> None:
+        for message in (many, nested, ids):
+            raw = message.SerializeToString()
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await it.channel.unary_unary(front_attack.SERVICE + "Generate")(raw)
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert "has more than" in str(caught.value.details())
+        fine = pb.GenerateRequest(prompt="a" * 70_000, max_tokens=1, stop=["x"])
+        assert (await it.stub.Generate(fine)).text == "a"
+
+    serve(scenario, max_context=80_000)
+
+
+@pytest.mark.parametrize("method", ["Generate", "GenerateStream", "Tokenize"])
+@pytest.mark.parametrize("raw", [b"\xff\xff\xff", b"\x0a\x05a", b"\x0b" * 70_000, b"\xff" * 70_000, b"\x0a" * 70_001])
+def test_a_malformed_message_is_an_invalid_argument(
+    serve: Serve, method: str, raw: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario(it: Served) -> None:
+        call = it.channel.unary_stream if method == "GenerateStream" else it.channel.unary_unary
+        answer: Any = call(front_attack.SERVICE + method)(raw)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await (answer.read() if method == "GenerateStream" else answer)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "cannot be parsed" in str(caught.value.details())
+
+    serve(scenario)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        pb.GenerateRequest(prompt="é" * 40_000, temperature=0.5, max_tokens=3, logit_bias={1: 2.0}),
+        pb.GenerateRequest(messages=[pb.ChatMessage(role="user", content="a" * 100)] * 1000),
+        pb.GenerateRequest(prompt_token_ids=pb.TokenIds(ids=[-1, 0, 2**31 - 1] * 30_000)),
+    ],
+)
+def test_a_long_message_within_the_bounds_is_parsed(message: pb.GenerateRequest) -> None:
+    raw = message.SerializeToString()
+    assert len(raw) > 2**16
+    receive.check_size(raw, pb.GenerateRequest.DESCRIPTOR)
+
+
+# Texts that cannot fit
+
+
+def tokenizer_of(*, full: bool = True, **parts: Any) -> tokenizers.Tokenizer:
+    names = list(BYTES) if full else list(BYTES)[:200]
+    vocab = {name: i for i, name in enumerate([*names, "aa", "aaaa"] if full else names)}
+    made = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[("a", "a"), ("aa", "aa")] if full else []))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    for name, part in parts.items():
+        setattr(made, name, part)
+    return made
+
+
+def test_the_most_bytes_of_a_token_are_those_of_its_text() -> None:
+    made = tokenizer_of()
+    assert most_bytes(made, made.get_vocab()) == 4
+    tokenizer = Tokenizer(made)
+    for text in ("a" * 999, "é" * 999, "漢字" * 500, " \n" * 700, "\0a" * 600):
+        assert len(tokenizer.encode(text)) * 4 >= len(text.encode())
+    nfc = tokenizer_of(normalizer=normalizers.NFC())
+    assert most_bytes(nfc, nfc.get_vocab()) == 12
+    jamo = "\u1100\u1161\u11a8" * 800
+    assert len(Tokenizer(nfc).encode(jamo)) * 12 >= len(jamo.encode())
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"full": False},
+        {"normalizer": normalizers.Strip()},
+        {"normalizer": normalizers.NFKC()},
+        {"normalizer": normalizers.Sequence([normalizers.NFC(), normalizers.Replace("aa", "a")])},
+        {"pre_tokenizer": pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.ByteLevel()])},
+        {"pre_tokenizer": pre_tokenizers.Sequence([pre_tokenizers.Split(" ", "removed"), pre_tokenizers.ByteLevel()])},
+        {"pre_tokenizer": pre_tokenizers.Metaspace()},
+    ],
+)
+def test_a_tokenizer_that_drops_text_has_no_bound(parts: dict[str, Any]) -> None:
+    made = tokenizer_of(**parts)
+    assert most_bytes(made, made.get_vocab()) is None
+
+
+def test_a_token_that_takes_spaces_has_no_bound() -> None:
+    made = tokenizer_of()
+    made.add_special_tokens([tokenizers.AddedToken("<mask>", lstrip=True)])
+    assert most_bytes(made, made.get_vocab()) is None
+
+
+def test_long_texts_become_the_same_tokens_and_text_as_short_ones() -> None:
+    tokenizer = Tokenizer(tokenizer_of())
+    text = "ab é " * 2000
+    ids = tokenizer.encode(text)
+    assert ids == tokenizer.encode("ab é ") * 2000
+    assert tokenizer.decode(ids) == text
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(
+    serve_http: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "a" * (MAX_BODY_BYTES - 1000)
+
+    async def scenario(it: Served) -> None:
+        monkeypatch.setattr(Tokenizer, "encode", lambda *_args, **_more: pytest.fail("it is tokenized"))
+        for path, field in (("/v1/completions", "prompt"), ("/generate", "inputs"), ("/tokenize", "prompt")):
+            status, answer = await post(it, path, **{field: text})
+            assert status in (400, 422)
+            assert "more tokens than fit" in str(answer)
+        for method, message in (
+            (it.stub.Generate, pb.GenerateRequest(prompt=text)),
+            (it.stub.Tokenize, pb.TokenizeRequest(text=text)),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await method(message)
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert it.app.handler.admission.reserved_tokens == 0
+
+    serve_http(scenario)
+
+
+def test_a_text_that_is_cut_may_be_longer(serve_http: Serve) -> None:
+    async def scenario(it: Served) -> None:
+        fields = {"prompt": "a" * 50_000 + "bc", "max_tokens": 2, "truncate_prompt_tokens": 2}
+        status, answer = await post(it, "/v1/completions", **fields)
+        assert (status, answer["choices"][0]["text"]) == (200, "bc")
+
+    serve_http(scenario)
+
+
+# What can never fit
+
+
+def test_what_can_never_fit_is_told_so_while_others_wait(serve_http: Serve) -> None:
+    async def scenario(it: Served) -> None:
+        async def ask(**fields: Any) -> tuple[int, str]:
+            status, answer = await post(it, "/v1/completions", **fields)
+            return status, str(answer)
+
+        async with asyncio.TaskGroup() as tasks:
+            waiting = tasks.create_task(ask(prompt="abc", max_tokens=2))
+            await it.until(lambda: it.engine.load().waiting == 1)
+            assert (await ask(prompt="a" * 4000))[0] == 400
+            assert (await ask(prompt=[97] * 4000))[0] == 400
+            assert (await ask(prompt="a" * 2047, max_tokens=2))[0] == 400
+            assert (await ask(prompt=["a"] * 9))[0] == 400
+            assert (await ask(prompt="a", n=9))[0] == 400
+            chat = {"messages": [{"role": "user", "content": "a" * 4000}]}
+            assert (await post(it, "/v1/chat/completions", **chat))[0] == 400
+            assert (await ask(prompt=["a"] * 8))[0] == 429  # these fit once nobody waits
+            it.engine.release()
+        assert waiting.result()[0] == 200
+
+    serve_http(scenario, held=True, config=QUEUE)
+
+
+def test_a_prompt_reserves_no_more_than_fits(serve_http: Serve) -> None:
+    seen = []
+
+    async def scenario(it: Served) -> None:
+        admission = it.app.handler.admission
+        parse = it.app.handler._parse
+
+        async def slowly(*args: Any, **more: Any) -> Any:
+            seen.append(admission.reserved_tokens)
+            await asyncio.sleep(0)
+            return await parse(*args, **more)
+
+        it.app.handler._parse = slowly  # type: ignore
+        chat = {"messages": [{"role": "user", "content": "a" * 100_000}]}
+        assert (await post(it, "/v1/chat/completions", **chat))[0] == 400
+
+    serve_http(scenario, config=QUEUE)
+    assert seen == [2048]
+
+
+# Rates
+
+
+def test_a_call_counts_against_the_rate_before_it_is_parsed(serve_http: Serve, tmp_path: Any) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.write_text('[a]\nkeys = ["key-of-a"]\nrate = 0.001\nburst = 3\n')
+
+    async def scenario(it: Served) -> None:
+        async with httpx.AsyncClient(base_url=it.url, headers={"x-api-key": "key-of-a"}) as client:
+            given = {"content-type": "application/json"}
+            statuses = [
+                (await client.post("/v1/completions", content=b"[" * 1000, headers=given)).status_code for _ in range(2)
+            ]
+            statuses.append((await client.post("/v1/completions", json={"prompt": "a"})).status_code)
+            statuses.append((await client.post("/v1/completions", content=b"[", headers=given)).status_code)
+        assert statuses == [400, 400, 200, 429]
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await it.channel.unary_unary(front_attack.SERVICE + "Generate")(
+                b"\xff" * 70_000, metadata=[("x-api-key", "key-of-a")]
+            )
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+    serve_http(scenario, app={"keys": ApiKeys(keys)})
+
+
+# A real server
+
+
+@pytest.mark.processes
+def test_no_call_delays_another() -> None:
+    """The table that `python -m tests.server.front_attack` prints, in short; other processes share the machine."""
+    with front_attack.served() as ports:
+        polite = front_attack.Polite(ports)
+        polite.measure(1)
+        quiet = front_attack.medians(polite.measure(2))
+        for name in front_attack.attacks():
+            times, answers = front_attack.under(name, polite, ports, 1.5)
+            found = front_attack.medians(times)
+            assert polite.refused == 0, name
+            for what, most in (("health", 20), ("gRPC health", 20), ("completion", 50), ("gRPC completion", 50)):
+                assert found[what] <= quiet[what] + most, (name, found, quiet)
+                assert max(times[what]) < 1000, (name, what)
+            assert len(answers) > 2, name
+        polite.close()
+
+
+def test_wrong_ids_of_a_long_list_are_found(serve_http: Serve) -> None:
+    async def scenario(it: Served) -> None:
+        status, answer = await post(it, "/detokenize", tokens=[97] * 5000 + [10**6])
+        assert status == 400
+        assert "1000000" in str(answer)
+
+    serve_http(scenario)
+
+
+def test_lists_of_parameters_are_counted_first() -> None:
+    with pytest.raises(InvalidRequest, match="has 300000 entries; at most 16 are allowed"):
+        parse_sampling({"stop": [object()] * 300_000})
