@@ -41,10 +41,10 @@ class ServerApp:
       stall_seconds: seconds that an engine with work may take for an iteration; None derives them from the measured
         bucket costs.
       health_seconds: interval of the health checks.
-      on_wedged: called with the reason when the engine has missed its deadline for too long; None waits for it to
-        recover.
-      wedged_seconds: seconds without an iteration after which on_wedged is called; None uses the deadline plus a
-        margin. An engine on several hosts reports its own failures, so it gets more time.
+      on_wedged: called with the reason when the engine has missed its deadline for too long; None fails the active
+        calls.
+      wedged_seconds: seconds without an iteration after which that is so; None uses the deadline plus a margin. An
+        engine on several hosts reports its own failures, so it gets more time.
     """
 
     def __init__(
@@ -140,8 +140,11 @@ class ServerApp:
         self.handler.problem = problem if own is None else None  # the handler reads the engine's own problem itself
         if own is not None and not self.handler.engine.takes_requests:
             self.handler.calls.fail_all(own)
-        if problem is not None and self._on_wedged is not None and self._is_wedged():
-            self._on_wedged(problem)
+        if problem is not None and self._is_wedged():
+            if self._on_wedged is not None:
+                self._on_wedged(problem)
+            else:  # nobody waits for an engine that may never return; if it does, it drops their requests
+                self.handler.calls.fail_all(problem)
         before, self._reported_problem = self._reported_problem, problem
         if (problem is None) == (before is None):
             return

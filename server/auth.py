@@ -8,6 +8,7 @@ The file has a table for each tenant. A key is written as it is or as its SHA-25
     share = 2        # of the device and of a contended queue, relative to other tenants; default: 1
     rate = 10        # requests a second; default: no limit
     burst = 20       # requests that may come at once; default: those of one second
+    shared_prefixes = true  # with other tenants that have this; default: false
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
+import json
 import logging
 import os
 import re
@@ -34,7 +36,8 @@ _log = logging.getLogger(__name__)
 
 _LONGEST_KEY = 1024  # bytes
 _CHECK_SECONDS = 1.0  # how often the file is checked for changes
-_FIELDS = ("keys", "share", "rate", "burst")
+_FIELDS = ("keys", "share", "rate", "burst", "shared_prefixes")
+_NUMBERS = _FIELDS[1:4]
 _DENIED = "an API key is required: send `authorization: Bearer KEY`"
 
 
@@ -46,12 +49,24 @@ class Tenant:
       share: weight relative to other tenants, for turns at the device and in a contended queue.
       rate: requests a second; None for no limit.
       burst: requests that may come at once within the rate.
+      shared_prefixes: whether it shares cached prefixes with the other tenants that do. Who shares them can find out,
+        by `cached_tokens` and by the time to the first token, whether another has sent a prompt.
     """
 
     name: str
     share: float = 1.0
     rate: float | None = None
     burst: float = 1.0
+    shared_prefixes: bool = False
+
+    def salt(self, given: str) -> str:
+        """The salt of this tenant's cached prefixes, for a call with the salt `given`.
+
+        Salts of two tenants differ, unless both share prefixes. Where no keys are required, it is the call's own.
+        """
+        if not self.name:
+            return given
+        return json.dumps([given] if self.shared_prefixes else [self.name, given])
 
 
 ANYBODY = Tenant(name="")  # every caller, where no keys are required
@@ -203,16 +218,20 @@ def _tenant(path: Path, name: str, table: Any) -> tuple[Tenant, list[Any]]:
         raise ValueError(f"{path}: {name} is outside a tenant's table; write [NAME] above it")
     if wrong := sorted(set(table) - set(_FIELDS)):
         raise ValueError(f"{path}: {name} has {wrong[0]}; the fields are {', '.join(_FIELDS)}")
-    for number in _FIELDS[1:]:
+    for number in _NUMBERS:
         value = table.get(number, 1)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
             raise ValueError(f"{path}: {name} has {number} {value!r}; it must be a number above 0")
+    shared = table.get("shared_prefixes", False)
+    if not isinstance(shared, bool):
+        raise ValueError(f"{path}: {name} has shared_prefixes {shared!r}; it must be true or false")
     keys = table.get("keys")
     if not isinstance(keys, list) or not keys:
         raise ValueError(f'{path}: {name} has no keys; write keys = ["..."]')
     rate = table.get("rate")
     burst = table.get("burst", max(1.0, rate or 1.0))
-    return Tenant(name=name, share=table.get("share", 1.0), rate=rate, burst=max(1.0, burst)), keys
+    limits = {"share": table.get("share", 1.0), "rate": rate, "burst": max(1.0, burst)}
+    return Tenant(name=name, shared_prefixes=shared, **limits), keys
 
 
 def _digest(path: Path, name: str, key: Any) -> bytes:

@@ -292,7 +292,7 @@ class RequestHandler:
                 arrival=call.arrival,
                 tenant=call.tenant.name,
                 share=call.tenant.share,
-                cache_salt=call.cache_salt,
+                cache_salt=call.tenant.salt(call.cache_salt),
                 defaults=defaults,
                 longest=self._longest if defaults else None,
                 longest_text=longest_text,

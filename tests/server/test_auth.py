@@ -99,7 +99,14 @@ def test_key_file_is_read_again(path: Path, caplog: pytest.LogCaptureFixture) ->
         ("[a]", "a has no keys"),
         ('[a]\nkeys = ["short"]', "a key of a is not a string of 8 to 1024 bytes"),
         ('[a]\nkeys = ["sha256:abcdef"]', "begins with sha256: but 64 hex digits do not follow"),
-        ('[a]\nkeys = ["long-enough"]\nrates = 3', "a has rates; the fields are keys, share, rate, burst"),
+        (
+            '[a]\nkeys = ["long-enough"]\nrates = 3',
+            "a has rates; the fields are keys, share, rate, burst, shared_prefixes",
+        ),
+        (
+            '[a]\nkeys = ["long-enough"]\nshared_prefixes = 1',
+            "a has shared_prefixes 1; it must be true or false",
+        ),
         ('[a]\nkeys = ["long-enough"]\nrate = -1', "a has rate -1; it must be a number above 0"),
         ('[a]\nkeys = ["long-enough"]\n[b]\nkeys = ["long-enough"]', "b and a have the same key"),
         ("[a", "not TOML"),
@@ -239,3 +246,27 @@ def test_a_path_without_a_key_is_refused_but_for_open_ones(path: Path) -> None:
     ask(app, "/health")
     ask(app, "/v1/models", ("authorization", "Bearer key-of-hashed"))
     assert reached == [(b"/health", ""), (b"/v1/models", "hashed")]
+
+
+def test_cached_prefixes_belong_to_a_tenant(serve: Any, path: Path) -> None:
+    lines = [f'[{name}]\nkeys = ["key-of-{name}"]\n' for name in ("a", "b", "c", "d")]
+    path.write_text("".join([*lines[:2], *(line + "shared_prefixes = true\n" for line in lines[2:])]))
+
+    async def scenario(it: Any) -> None:
+        async def cached(name: str, salt: str = "") -> int:
+            request = pb.GenerateRequest(prompt="abc", max_tokens=1, cache_salt=salt)
+            answer = await it.stub.Generate(request, metadata=[("x-api-key", f"key-of-{name}")])
+            return answer.usage.cached_tokens
+
+        assert [await cached("a"), await cached("a"), await cached("b"), await cached("b")] == [0, 2, 0, 2]
+        assert [await cached("c"), await cached("d"), await cached("a", "x"), await cached("d", "x")] == [0, 2, 0, 0]
+        for salt in ("a", '["a", ""]', '["a"]', 'a", "'):  # no salt makes one tenant another
+            assert [await cached("b", salt), await cached("d", salt)] == [0, 0]
+
+    serve(scenario, app={"keys": ApiKeys(path)})
+
+
+def test_callers_without_keys_share_prefixes() -> None:
+    assert auth.ANYBODY.salt("mine") == "mine"
+    salts = {auth.Tenant(name=name, shared_prefixes=shared).salt("") for name in "ab" for shared in (False, True)}
+    assert len(salts) == 3

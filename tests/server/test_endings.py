@@ -159,6 +159,32 @@ def test_health_of_a_wedged_engine(serve: Serve) -> None:
     serve(scenario, held=True, http_port=0, app={"stall_seconds": 0.05})
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_calls_of_a_wedged_engine_that_nobody_restarts_fail(
+    serve: Serve, streams: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("server.app._RECOVERY_SECONDS", 0.1)
+
+    async def scenario(it: Served) -> None:
+        request = pb.GenerateRequest(prompt="abc", max_tokens=LONG)
+        call = it.stub.GenerateStream(request) if streams else it.stub.Generate(request)
+        waiting = it.stub.Generate(request)
+        await it.until(lambda: it.engine.load().waiting == 2)
+        await it.step()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await (collect(call) if streams else call)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert "no iteration" in str(caught.value.details())
+        with pytest.raises(grpc.aio.AioRpcError, match="no iteration"):
+            await waiting
+        it.engine.release()  # it returns, and drops what nobody waits for
+        await it.until(lambda: not it.engine.load().running + it.engine.load().waiting)
+        await it.app.check_health()
+        assert (await it.stub.Generate(pb.GenerateRequest(prompt="abc", max_tokens=1))).text == "a"
+
+    serve(scenario, held=True, app={"stall_seconds": 0.1})
+
+
 def test_reflection_shows_the_services(serve: Serve) -> None:
     async def scenario(it: Served) -> None:
         def services() -> set[str]:
