@@ -19,7 +19,7 @@ from server.compat import kserve, tgi
 from server.engine_client import EngineNotReady
 from server.errors import ApiError, ErrorKind
 from server.handler import RequestHandler
-from server.http import openai, openapi
+from server.http import openai, openapi, responses
 from server.http.call import Endpoint, HttpCall
 from server.http.schemas import DetokenizeBody, TokenizeBody
 from server.live import LiveStats
@@ -60,6 +60,7 @@ def make_app(handler: RequestHandler, metrics: Metrics, live: LiveStats) -> Star
         routes=[
             route("POST", "/v1/completions", openai.Completions(handler, chat=False), queued=True),
             route("POST", "/v1/chat/completions", openai.Completions(handler, chat=True), queued=True),
+            route("POST", "/v1/responses", responses.Responses(handler), queued=True),
             route("GET", "/v1/models", about.models),
             route("GET", "/v1/models/{name:path}", about.model),
             route("POST", "/tokenize", about.tokenize),

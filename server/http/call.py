@@ -161,9 +161,17 @@ class HttpCall:
         await self._start(status, known | dict(headers or {}))
         await self._send({"type": "http.response.body", "body": body})
 
-    async def events(self, values: Iterable[Any]) -> None:
-        """Sends JSON values, or DONE, as server-sent events in one piece."""
-        data = b"".join(b"data: " + (DONE if value is DONE else encoded(value)) + b"\n\n" for value in values)
+    async def events(self, values: Iterable[Any], *, named: bool = False) -> None:
+        """Sends JSON values, or DONE, as server-sent events in one piece.
+
+        Args:
+          named: whether the events have names, which are the types of the values.
+        """
+        pieces = []
+        for value in values:
+            name = f"event: {value['type']}\n".encode() if named else b""
+            pieces.append(name + b"data: " + (DONE if value is DONE else encoded(value)) + b"\n\n")
+        data = b"".join(pieces)
         if data and not self.has_started:
             await self._start(200, {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"})
         if data:

@@ -11,11 +11,13 @@ from starlette.routing import BaseRoute, Route
 
 from server.compat.kserve_messages import GenerateBody, InferBody
 from server.compat.tgi_schemas import TgiBody
+from server.http.responses_body import ResponsesBody
 from server.http.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 
 _BODIES: dict[str, type[BaseModel]] = {
     "/v1/completions": CompletionBody,
     "/v1/chat/completions": ChatBody,
+    "/v1/responses": ResponsesBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
     "/generate": TgiBody,

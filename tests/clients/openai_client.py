@@ -41,6 +41,26 @@ assert isinstance(parsed.function.parsed_arguments, GetWeather)
 parsed = chats.parse(model="demo", messages=ASKED, response_format=GetWeather).choices[0].message.parsed
 assert isinstance(parsed, GetWeather)
 
+# Responses, the same ways
+asked = {"model": "demo", "input": "It was a", "max_output_tokens": 12, "temperature": 0.0}
+whole = demo.responses.create(**asked)
+assert whole.output_text
+assert whole.incomplete_details.reason == "max_output_tokens"
+with demo.responses.stream(**asked) as stream:
+    assert "".join(event.delta for event in stream if event.type == "response.output_text.delta") == whole.output_text
+tools = [{"type": "function", **tool["function"]}]
+required = {"model": "demo", "input": "It was a", "tools": tools, "parallel_tool_calls": False}
+(call,) = demo.responses.create(**required, tool_choice="required").output
+GetWeather.model_validate_json(call.arguments)
+named = {"type": "function", "name": "GetWeather"}
+with demo.responses.stream(**required, tool_choice=named) as stream:
+    kinds = {event.type for event in stream}
+    (call,) = stream.get_final_response().output
+assert "response.function_call_arguments.delta" in kinds, kinds
+GetWeather.model_validate_json(call.arguments)
+parsed = demo.responses.parse(model="demo", input="It was a", text_format=GetWeather)
+assert isinstance(parsed.output_parsed, GetWeather)
+
 # An agent: the model calls a tool, gets its answer, and answers
 arguments = {"city": "Bath", "day": 2}
 text = "Let me see.\n<tool_call>" + json.dumps({"name": "GetWeather", "arguments": arguments}) + "</tool_call><eos>"
@@ -51,3 +71,10 @@ assert json.loads(message.tool_calls[0].function.arguments) == arguments
 messages += [message, {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "It rains.<eos>"}]
 message = echo.chat.completions.create(model="demo", messages=messages, tools=[tool]).choices[0].message
 assert (message.content, message.tool_calls) == ("It rains.", None)
+items = [{"role": "user", "content": text}]
+response = echo.responses.create(model="demo", input=items, tools=tools, instructions="Help.")
+assert response.output_text == "Let me see."
+call = response.output[1]
+assert json.loads(call.arguments) == arguments
+items += [*response.output, {"type": "function_call_output", "call_id": call.call_id, "output": "It rains.<eos>"}]
+assert echo.responses.create(model="demo", input=items, tools=tools).output_text == "It rains."
