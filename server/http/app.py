@@ -22,6 +22,7 @@ from server.handler import RequestHandler
 from server.http import openai, openapi, responses
 from server.http.call import Endpoint, HttpCall
 from server.http.schemas import DetokenizeBody, TokenizeBody
+from server.http.score import Scoring
 from server.live import LiveStats
 from server.metrics import CONTENT_TYPE, Metrics
 
@@ -55,12 +56,14 @@ def make_app(handler: RequestHandler, metrics: Metrics, live: LiveStats) -> Star
     async def scrape(_: Request) -> Response:
         return Response(metrics.text(), media_type=CONTENT_TYPE)
 
-    about = _About(handler)
+    about, scoring = _About(handler), Scoring(handler)
     app = Starlette(
         routes=[
             route("POST", "/v1/completions", openai.Completions(handler, chat=False), queued=True),
             route("POST", "/v1/chat/completions", openai.Completions(handler, chat=True), queued=True),
             route("POST", "/v1/responses", responses.Responses(handler), queued=True),
+            *(route("POST", path, scoring.score, queued=True) for path in ("/score", "/v1/score")),
+            *(route("POST", path, scoring.rerank, queued=True) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
             route("GET", "/v1/models", about.models),
             route("GET", "/v1/models/{name:path}", about.model),
             route("POST", "/tokenize", about.tokenize),

@@ -33,9 +33,12 @@ class Responses:
         body = await http_call.body(ResponsesBody)
         check_model(body, self._handler.model_names)
         with _own_names():
-            await self._answer(http_call, body, body.chat)
+            chat, prompts = await http_call.offload(lambda: _prompts(body))
+            await self._answer(http_call, body, chat, prompts)
 
-    async def _answer(self, http_call: HttpCall, body: ResponsesBody, chat: ChatBody) -> None:
+    async def _answer(
+        self, http_call: HttpCall, body: ResponsesBody, chat: ChatBody, prompts: list[dict[str, Any]]
+    ) -> None:
         tokenizer, use = self._handler.engine.tokenizer, chat.tool_use
         template = None if tokenizer is None else tokenizer.chat_template
         if use is not None:
@@ -46,7 +49,6 @@ class Responses:
             return self._handler.fill_context(request, usual) if chat.fills_context else request
 
         call = Call(id=http_call.id, protocol="http")
-        prompts = [prompt | chat.sampling for prompt in chat.prompts]
         special_tokens = use is not None and use.special_tokens(template)
         async with self._handler.generate(prompts, call, adjust=adjust, special_tokens=special_tokens) as generation:
             answer = Answer(body, chat, tokenizer, f"resp_{call.id}", self._handler.model_name)
@@ -62,6 +64,13 @@ class Responses:
                 await http_call.end()
             else:
                 await http_call.json(answer.response)
+
+
+def _prompts(body: ResponsesBody) -> tuple[ChatBody, list[dict[str, Any]]]:
+    """The body as a chat, and the fields of its prompt. Raises InvalidRequest."""
+    chat = body.chat
+    sampling = chat.sampling
+    return chat, [prompt | sampling for prompt in chat.prompts]
 
 
 @contextlib.contextmanager
