@@ -194,6 +194,8 @@ class EngineConfig:
         for name, each in ENGINE_PARAMS.items():
             if (problem := each.problem(getattr(self, name))) is not None:
                 raise ValueError(f"{name} {problem}")
+        if self.speculate is None and self.speculate_tokens != ENGINE_PARAMS["speculate_tokens"].default:
+            raise ValueError(f"speculate_tokens is {self.speculate_tokens}, which does nothing without speculate")
         if self.in_flight is not None and self.in_flight > self.stages + 1:
             raise ValueError(f"in_flight is {self.in_flight}; more than stages + 1 ({self.stages + 1}) would only wait")
         if self.deterministic:

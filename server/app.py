@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from server.auth import ApiKeys, KeyMiddleware
 from server.grpc.server import GrpcServer
 from server.handler import RequestHandler
-from server.http.app import OPEN_CALLS, make_app, with_origins
+from server.http.app import OPEN_CALLS, hosts_of, make_app, with_origins
 from server.http.listener import HttpListener
 from server.live import LiveStats
 from server.metrics import Metrics
@@ -76,7 +76,8 @@ class ServerApp:
         self.handler.observers.append(live)
         app = make_app(self.handler, self.metrics, live)
         guarded = KeyMiddleware(app, keys, OPEN_CALLS) if keys is not None else app
-        self._http = HttpListener(with_origins(guarded, allowed_origins), tls)
+        own_hosts = hosts_of(allowed_origins) if keys is None else None
+        self._http = HttpListener(with_origins(guarded, allowed_origins), tls, own_hosts=own_hosts)
         self._watchdog = EngineWatchdog(engine, deadline=stall_seconds, interval=health_seconds)
         self._health_seconds, self._on_wedged, self._wedged_seconds = health_seconds, on_wedged, wedged_seconds
         self._watch: asyncio.Task[None] | None = None

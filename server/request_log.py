@@ -73,6 +73,7 @@ class RequestLog(Observer):
         try:
             self._file.write(json.dumps({"time": now} | line) + "\n")
             self._file.flush()
+            self._failed = False
         except OSError as problem:  # a full disk must not end requests
             if not self._failed:
                 _log.error("the request log cannot be written: %s", problem.strerror)

@@ -66,6 +66,9 @@ def _module(name: str) -> ModuleType:
     return importlib.import_module(f"{__name__}.{name}")
 
 
+_MOST_LAYERS = 1024
+
+
 def parse_config(entries: Mapping[str, Any]) -> ModelConfig:
     """Parses the entries of a config.json; of a model of images and text, those of its text model.
 
@@ -78,7 +81,10 @@ def parse_config(entries: Mapping[str, Any]) -> ModelConfig:
     if defaults is not None:
         tokens = {name: entries[name] for name in ("eos_token_id", "bos_token_id") if name in entries}
         entries = {**defaults, **Fields(entries).within("text_config").entries, **tokens}
-    return family(entries["model_type"]).parse_config(entries)
+    config = family(entries["model_type"]).parse_config(entries)
+    if config.num_layers > _MOST_LAYERS:  # each is traced, so a wrong number would take hours in silence
+        raise ValueError(f"the config has {config.num_layers} layers; at most {_MOST_LAYERS} are served")
+    return config
 
 
 class HeadWeights(NamedTuple):

@@ -59,9 +59,12 @@ def from_flags(args: argparse.Namespace) -> ClusterConfig | None:
     with user_errors():
         secrets = _secrets(args)
         if args.hosts == 1:
-            for name in ("host_id", "coordinator", "control_port", "step_deadline"):
+            for name in ("host_id", "coordinator"):
                 if getattr(args, name) is not None:
                     raise ValueError(f"--{name.replace('_', '-')} needs --hosts")
+            for name, value in flags.read(args, CLUSTER_PARAMS).items():
+                if value != CLUSTER_PARAMS[name].default:
+                    raise ValueError(f"{CLUSTER_PARAMS[name].flag} needs --hosts")
             if secrets is not None:
                 raise ValueError("--hosts-cert needs --hosts")
             return None

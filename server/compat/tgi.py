@@ -60,6 +60,8 @@ class Generate:
         fields, samples = _fields(given), given.best_of or 1
         if streams and samples > 1:
             raise InvalidRequest("best_of", "cannot be streamed: the best answer is known at the end")
+        if streams and given.decoder_input_details:
+            raise InvalidRequest("decoder_input_details", "is not in the events of a stream; leave stream out")
         answer = _Answer(body.inputs, given, self._handler.text.tokenizer)
         async with self._handler.generate(
             [{"prompt": body.inputs} | fields],

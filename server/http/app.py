@@ -21,6 +21,7 @@ from server.errors import ApiError, ErrorKind
 from server.handler import RequestHandler
 from server.http import openai, openapi, responses
 from server.http.call import Endpoint, HttpCall
+from server.http.listener import host_of
 from server.http.schemas import DetokenizeBody, TokenizeBody
 from server.http.score import Scoring
 from server.live import LiveStats
@@ -99,6 +100,12 @@ def with_origins(app: ASGIApp, origins: str | None) -> ASGIApp:
     return CORSMiddleware(
         app, allow_origins=allowed, allow_methods=["GET", "POST"], allow_headers=["*"], expose_headers=headers
     )
+
+
+def hosts_of(origins: str | None) -> list[str] | None:
+    """The hosts of these origins; None for "*", which stands for any."""
+    allowed = [origin.strip() for origin in (origins or "").split(",")]
+    return None if "*" in allowed else [host_of(origin.partition("://")[2].rstrip("/")) for origin in allowed if origin]
 
 
 def _page_routes(live: LiveStats, model: str) -> list[Route]:

@@ -17,7 +17,8 @@ from server.errors import ApiError, ErrorKind
 from server.handler import RequestHandler
 from server.http import json_text
 from server.http.body import IgnoredLog, ignored_fields, warning_header
-from server.limits import LONG_BYTES, MAX_BODY_BYTES
+from server.http.unfinished import UnfinishedBodies
+from server.limits import LONG_BYTES, MAX_BODY_BYTES, MAX_UNFINISHED_BYTES
 from server.text import offload_if
 
 DONE = b"[DONE]"  # the last event of a stream in OpenAI's API
@@ -25,6 +26,7 @@ BODY_SECONDS = 30.0  # within which the body must arrive
 
 _ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 _ignored_log = IgnoredLog()
+_unfinished = UnfinishedBodies(MAX_UNFINISHED_BYTES)
 _Model = TypeVar("_Model", bound=pydantic.BaseModel)
 _Result = TypeVar("_Result")
 _STATUS = {
@@ -118,19 +120,22 @@ class HttpCall:
             raise too_large
         body = bytearray()
         try:
-            async with asyncio.timeout(BODY_SECONDS):
-                while True:
-                    message = await self._receive()
-                    if message["type"] == "http.disconnect":
-                        self.is_abandoned = True
-                        raise asyncio.CancelledError
-                    body += message.get("body", b"")
-                    if len(body) > MAX_BODY_BYTES:
-                        raise too_large
-                    if not message.get("more_body"):
-                        return bytes(body)
+            async with asyncio.timeout(BODY_SECONDS) as limit:
+                with _unfinished.reading(limit) as has_read:
+                    while True:
+                        message = await self._receive()
+                        if message["type"] == "http.disconnect":
+                            self.is_abandoned = True
+                            raise asyncio.CancelledError
+                        body += message.get("body", b"")
+                        if len(body) > MAX_BODY_BYTES:
+                            raise too_large
+                        if not message.get("more_body"):
+                            return bytes(body)
+                        has_read(len(body))
         except TimeoutError:
-            raise HttpError(408, f"the body took longer than {BODY_SECONDS:g} seconds") from None
+            text = f"the body took longer than {BODY_SECONDS:g} seconds, or the longest of too many unfinished ones"
+            raise HttpError(408, text) from None
 
     async def _watch(self, task: asyncio.Task[Any]) -> None:
         while (await self._receive())["type"] != "http.disconnect":

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import h11
 import uvicorn
+from h11._receivebuffer import ReceiveBuffer
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -22,13 +25,33 @@ _MAX_CONNECTIONS = 4096
 _TCP = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 60_000}
 
 
+class _StrictLines(ReceiveBuffer):
+    """h11's buffer, without the forms of lines that servers and proxies read differently (RFC 9112, 2.2 and 5.2)."""
+
+    def maybe_extract_lines(self) -> list[bytearray] | None:
+        before = bytes(self)
+        lines = super().maybe_extract_lines()
+        if lines is None:
+            return None
+        head = before[: len(before) - len(self)]
+        if head.count(b"\n") != head.count(b"\r\n"):
+            raise h11.RemoteProtocolError("a line ends without a carriage return")
+        if any(line[:1] in (b" ", b"\t") for line in lines):
+            raise h11.RemoteProtocolError("a header is folded")
+        return lines
+
+
 class _Protocol(H11Protocol):
-    """uvicorn's h11 protocol with a time limit for headers.
+    """uvicorn's h11 protocol with a time limit for headers, and strict about lines.
 
     It also ends calls with a malformed body, for which uvicorn would wait without end.
     """
 
     _deadline: asyncio.TimerHandle | None = None
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.conn._receive_buffer = _StrictLines()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         super().connection_made(transport)
@@ -60,23 +83,54 @@ class _Protocol(H11Protocol):
             self._deadline.cancel()
 
 
-class _Bounded:
-    """Bounds the size of the request line and headers.
+class _Guard:
+    """Refuses calls by their request line and headers.
 
-    h11 checks the size only while they are incomplete, so it misses those that arrive in one piece.
+    h11 checks their size only while they are incomplete, so it misses those that arrive in one piece.
+
+    Attributes:
+      hosts: the hosts that calls may be for; None for any.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
+        self.hosts: frozenset[str] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or _header_bytes(scope) <= MAX_HEADER_BYTES:
+        if scope["type"] != "http" or (refusal := self._refusal(scope)) is None:
             await self._app(scope, receive, send)
             return
-        message = f"the request line and headers are larger than {MAX_HEADER_BYTES} bytes"
-        error = {"message": message, "type": "invalid_request_error", "param": None, "code": "431"}
+        status, message = refusal
+        error = {"message": message, "type": "invalid_request_error", "param": None, "code": str(status)}
         # "close", because the rest of the call is not read.
-        await JSONResponse({"error": error}, 431, {"connection": "close"})(scope, receive, send)
+        await JSONResponse({"error": error}, status, {"connection": "close"})(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> tuple[int, str] | None:
+        if _header_bytes(scope) > MAX_HEADER_BYTES:
+            return 431, f"the request line and headers are larger than {MAX_HEADER_BYTES} bytes"
+        if scope["http_version"] not in ("1.0", "1.1"):
+            return 505, f"HTTP/{scope['http_version']} is not served; HTTP/1.1 is"
+        headers = dict(scope["headers"])
+        if b"content-length" in headers and b"transfer-encoding" in headers:  # proxies may take either
+            return 400, "the headers Content-Length and Transfer-Encoding are both given; give one"
+        host = headers.get(b"host", b"").decode("latin-1")
+        if self.hosts is not None and host and host_of(host) not in self.hosts:
+            return 421, f"the header Host names {host[:100]!r}, which is not this server; it listens on loopback only"
+        return None
+
+
+def host_of(address: str) -> str:
+    """The host in HOST or HOST:PORT, in lower case; an IPv6 address without its brackets."""
+    if address.startswith("["):
+        return address[1:].partition("]")[0].lower()
+    return address.partition(":")[0].lower()
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def _header_bytes(scope: Scope) -> int:
@@ -93,12 +147,19 @@ class _Server(uvicorn.Server):
 
 
 class HttpListener:
-    """Serves an ASGI application on one port, with TLS if `tls` is given."""
+    """Serves an ASGI application on one port, with TLS if `tls` is given.
 
-    def __init__(self, app: ASGIApp, tls: Tls | None = None) -> None:
+    Args:
+      own_hosts: where it listens on loopback, calls must be for loopback or one of these hosts. Otherwise a web page
+        that gives its own name the address 127.0.0.1 could call a server without keys (DNS rebinding). None takes
+        calls for any host.
+    """
+
+    def __init__(self, app: ASGIApp, tls: Tls | None = None, *, own_hosts: Iterable[str] | None = None) -> None:
+        self._guard, self._own_hosts = _Guard(app), own_hosts
         self._server = _Server(
             uvicorn.Config(
-                _Bounded(app),
+                self._guard,
                 http=_Protocol,
                 ws="none",
                 lifespan="off",
@@ -130,6 +191,8 @@ class HttpListener:
             listening.close()
             raise
         port = listening.getsockname()[1]
+        if self._own_hosts is not None and is_loopback(str(address[0])):
+            self._guard.hosts = frozenset(("localhost", "127.0.0.1", "::1", str(address[0]), host, *self._own_hosts))
         self._task = asyncio.create_task(self._server.serve(sockets=[listening]))
         while not self._server.started and not self._task.done():
             await asyncio.sleep(0.001)

@@ -191,8 +191,8 @@ def test_ten_thousand_malformed_requests(attack: Attack, protocol: str) -> None:
 
 def _http(path: str, body: dict[str, Any]) -> bytes:
     data = json.dumps(body).encode()
-    lines = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
-    return lines.encode() + data
+    lines = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    return f"{lines}Content-Length: {len(data)}\r\n\r\n".encode() + data
 
 
 def _http2(method: str, message: bytes) -> bytes:

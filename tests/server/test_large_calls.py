@@ -17,6 +17,7 @@ from jaxserve.errors import InvalidRequest
 from jaxserve.generation.parsing import parse_sampling
 from jaxserve.text.token_sizes import BYTES, most_bytes
 from jaxserve.text.tokenizer import Tokenizer
+from server.admission import Ticket
 from server.auth import ApiKeys
 from server.errors import ApiError
 from server.grpc import receive
@@ -234,7 +235,8 @@ def test_what_can_never_fit_is_told_so_while_others_wait(serve_http: Serve) -> N
     serve_http(scenario, held=True, config=QUEUE)
 
 
-def test_a_prompt_reserves_no_more_than_fits(serve_http: Serve) -> None:
+def test_a_prompt_reserves_no_more_than_fits(serve_http: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Ticket, "correct", lambda *_args: pytest.fail("it reserves what does not fit"))
     seen = []
 
     async def scenario(it: Served) -> None:
@@ -247,11 +249,12 @@ def test_a_prompt_reserves_no_more_than_fits(serve_http: Serve) -> None:
             return await parse(*args, **more)
 
         it.app.handler._parse = slowly  # type: ignore
-        chat = {"messages": [{"role": "user", "content": "a" * 100_000}]}
-        assert (await post(it, "/v1/chat/completions", **chat))[0] == 400
+        for size in (100_000, 4000):  # the second may be few tokens, for all that its bytes tell
+            chat = {"messages": [{"role": "user", "content": "a" * size}]}
+            assert (await post(it, "/v1/chat/completions", **chat))[0] == 400
 
     serve_http(scenario, config=QUEUE)
-    assert seen == [2048]
+    assert seen == [2048, 2048]
 
 
 # Rates

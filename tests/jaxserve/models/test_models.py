@@ -425,6 +425,13 @@ def test_gradients_flow_to_every_parameter(plain_model):
     assert all(size > 0 for size in jax.tree.leaves(sizes))
 
 
+def test_a_config_with_too_many_layers_is_refused_at_once():
+    entries = {"model_type": "gpt2", "vocab_size": 32, "n_embd": 8, "n_head": 2, "n_positions": 16}
+    assert models.parse_config(entries | {"n_layer": 1024}).num_layers == 1024
+    with pytest.raises(ValueError, match="the config has 99999 layers; at most 1024"):
+        models.parse_config(entries | {"n_layer": 99_999})
+
+
 def test_heads_of_a_configuration_cannot_be_changed_in_place():
     with pytest.raises(dataclasses.FrozenInstanceError):
         models.parse_config(BLOOM).num_heads = 4

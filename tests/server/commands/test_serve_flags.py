@@ -56,7 +56,7 @@ ENGINE_FLAGS: dict[str, tuple[str, Any, str]] = {
     "scheduler": ("--scheduler request", "request", ""),
     "deterministic": ("--deterministic", True, ""),
     "speculate": ("--speculate ngram", "ngram", ""),
-    "speculate_tokens": ("--speculate-tokens 3", 3, ""),
+    "speculate_tokens": ("--speculate-tokens 3", 3, "--speculate ngram"),
     "generation_config": ("--generation-config off", "off", ""),
     "scoring": ("--no-scoring", False, ""),
     "attention": ("--attention xla", "xla", ""),

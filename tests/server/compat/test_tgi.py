@@ -44,6 +44,15 @@ def test_generate_answers_with_text_and_details(serve_http: Serve) -> None:
     serve_http(scenario)
 
 
+def test_details_of_the_prompt_are_not_streamed(serve_http: Serve) -> None:
+    async def scenario(it: Served) -> None:
+        for path, more in (("/generate_stream", {}), ("/", {"stream": True})):
+            status, answer = await post(it, path, inputs="abc", parameters={"decoder_input_details": True}, **more)
+            assert (status, answer["error"][:21]) == (422, "decoder_input_details")
+
+    serve_http(scenario)
+
+
 def test_the_root_answers_a_list_with_the_prompt(serve_http: Serve) -> None:
     async def scenario(it: Served) -> None:
         one = {"max_new_tokens": 1}

@@ -98,10 +98,10 @@ values = st.recursive(
 raw = st.binary(max_size=200) | st.sampled_from(
     (
         b"GET /" + b"x" * 70_000 + b" HTTP/1.1\r\n\r\n",
-        b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999\r\n\r\n",
-        b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n",
-        b"POST /generate HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
-        b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n",
+        b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999999\r\n\r\n",
+        b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n",
+        b"POST /generate HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n",
     )
 )
 
@@ -130,7 +130,7 @@ def _requests(draw: st.DrawFn, paths: tuple[str, ...]) -> bytes:
     method = draw(st.sampled_from(("POST", "POST", "POST", "POST", "GET", "PUT", "OPTIONS")))
     kind = draw(st.sampled_from((*("application/json",) * 9, "text/plain", "")))
     body = draw(bodies(path))
-    lines = f"{method} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: {kind}\r\n"
+    lines = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: {kind}\r\n"
     return f"{lines}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 

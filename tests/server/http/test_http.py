@@ -17,7 +17,7 @@ from tests.server.http.http_calls import ask, events, post
 
 Serve = Callable[..., None]
 PATH = "/v1/completions"
-HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 LONG = 1500  # tokens: more than any test waits for
 
 
@@ -149,7 +149,7 @@ def test_a_body_or_a_header_over_the_limit_is_refused(serve_http: Serve) -> None
         assert told.startswith(b"HTTP/1.1 413 ")
         told = await raw(it, HEAD + b"X: " + b"x" * 2**16)
         assert told.startswith(b"HTTP/1.1 4")
-        end = b" HTTP/1.1\r\nHost: a\r\n"
+        end = b" HTTP/1.1\r\nHost: localhost\r\n"
         for whole in (
             b"GET /health" + end + b"X: " + b"x" * 40_000 + b"\r\n\r\n",
             b"GET /" + b"x" * 40_000 + end + b"\r\n",
@@ -174,7 +174,10 @@ def test_a_body_that_is_no_http_ends_its_connection(
     serve_http: Serve, caplog: pytest.LogCaptureFixture, path: bytes, kind: bytes
 ) -> None:
     """Whether that is seen before the call is answered or after; and no call fails because of it."""
-    head = b"POST %s HTTP/1.1\r\nHost: a\r\nContent-Type: %s\r\nTransfer-Encoding: chunked\r\n\r\n" % (path, kind)
+    head = b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Type: %s\r\nTransfer-Encoding: chunked\r\n\r\n" % (
+        path,
+        kind,
+    )
 
     async def scenario(it: Served) -> None:
         assert (await raw(it, head + b"zz\r\n")).startswith(b"HTTP/1.1 400 ")
@@ -196,7 +199,7 @@ def test_headers_that_do_not_come_are_not_waited_for(serve_http: Serve, monkeypa
     async def scenario(it: Served) -> None:
         assert await raw(it, b"") == await raw(it, b"GET /he") == b""
         reader, writer = await asyncio.open_connection("127.0.0.1", it.http_port)
-        writer.write(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+        writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert (await reader.readuntil(b'{"status":"ok"}')).startswith(b"HTTP/1.1 200 OK")
         writer.write(b"GET /he")
         assert await reader.read() == b""

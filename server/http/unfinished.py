@@ -1,0 +1,44 @@
+"""One budget for the bytes of all bodies that have begun to arrive and are not whole."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator
+
+
+class UnfinishedBodies:
+    """Ends the bodies that have taken longest, while all unfinished ones together hold more than `most` bytes.
+
+    So callers who send bodies without end take memory only up to a bound, and lose to those whose bodies arrive.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most, self._total = most, 0
+        self._sizes: dict[asyncio.Timeout, int] = {}  # by the time limit of each, the oldest first
+
+    @contextlib.contextmanager
+    def reading(self, limit: asyncio.Timeout) -> Iterator[Callable[[int], None]]:
+        """Counts a body while the block reads it.
+
+        Args:
+          limit: expires if the body is ended.
+
+        Yields:
+          A function to call with the number of bytes whenever more have come.
+        """
+        self._sizes[limit] = 0
+        try:
+            yield lambda size: self._has(limit, size)
+        finally:
+            self._total -= self._sizes.pop(limit, 0)
+
+    def _has(self, limit: asyncio.Timeout, size: int) -> None:
+        if limit not in self._sizes:  # it has been ended
+            return
+        self._total += size - self._sizes[limit]
+        self._sizes[limit] = size
+        while self._total > self._most:
+            oldest = next(iter(self._sizes))
+            self._total -= self._sizes.pop(oldest)
+            oldest.reschedule(asyncio.get_running_loop().time())

@@ -1,0 +1,88 @@
+"""Connections of strangers: unfinished bodies, calls that proxies read differently, and names of other hosts."""
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from server.http import call as http_call
+from server.http.unfinished import UnfinishedBodies
+from tests.server.conftest import Served
+from tests.server.http.http_calls import ask
+from tests.server.http.test_http import HEAD, PATH, left, raw
+
+Serve = Callable[..., None]
+
+
+def test_unfinished_bodies_have_one_budget(serve_http: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(it: Served) -> None:
+        async def begin() -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+            sizes, before = http_call._unfinished._sizes, list(http_call._unfinished._sizes)
+            reader, writer = await asyncio.open_connection("127.0.0.1", it.http_port)
+            writer.write(HEAD + b"Content-Length: 1000000\r\n\r\n" + b" " * 40_000)
+            while [size for body, size in sizes.items() if body not in before] != [40_000]:
+                await asyncio.sleep(0.001)
+            connections.append(writer)
+            return reader, writer
+
+        connections: list[asyncio.StreamWriter] = []
+        first = await begin()
+        others = [await begin() for _ in range(2)]
+        assert (await first[0].read()).startswith(b"HTTP/1.1 408 ")  # the budget takes two
+        assert (await ask(it, PATH, prompt="abc", max_tokens=1))["choices"][0]["text"] == "a"
+        for _ in range(20):
+            others.append(await begin())
+            assert (await others.pop(0)[0].read()).startswith(b"HTTP/1.1 408 ")
+        assert http_call._unfinished._total == 80_000
+        for writer in connections:
+            await left(writer)
+        while http_call._unfinished._sizes:
+            await asyncio.sleep(0.001)
+        assert http_call._unfinished._total == 0
+
+    monkeypatch.setattr(http_call, "_unfinished", UnfinishedBodies(100_000))
+    serve_http(scenario)
+
+
+@pytest.mark.parametrize(
+    ("status", "head"),
+    [
+        (400, b"GET /health HTTP/1.1\nHost: localhost\n\n"),
+        (400, b"GET /health HTTP/1.1\r\nHost: localhost\nX: a\r\n\r\n"),
+        (400, b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: a\r\n b\r\n\r\n"),
+        (400, b"\nGET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"),
+        (505, b"GET /health HTTP/9.9\r\nHost: localhost\r\n\r\n"),
+        (400, HEAD + b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"),
+        (421, b"GET /health HTTP/1.1\r\nHost: evil.example:8000\r\n\r\n"),
+        (421, b"GET /health HTTP/1.1\r\nHost: localhost.evil.example\r\n\r\n"),
+        (421, b"GET /health HTTP/1.1\r\nHost: [::2]:80\r\n\r\n"),
+    ],
+)
+def test_what_others_read_differently_ends_its_connection(serve_http: Serve, status: int, head: bytes) -> None:
+    async def scenario(it: Served) -> None:
+        second = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        told = await raw(it, head + second)  # until the server closes the connection
+        assert told.startswith(b"HTTP/1.1 %d " % status), told
+        assert b'"version"' not in told
+
+    serve_http(scenario)
+
+
+@pytest.mark.parametrize(
+    "host", [b"localhost:1", b"127.0.0.1:8000", b"[::1]:80", b"LOCALHOST", b"a.example", b"A.example:9"]
+)
+def test_calls_for_this_machine_are_taken(serve_http: Serve, host: bytes) -> None:
+    async def scenario(it: Served) -> None:
+        told = await raw(it, b"GET /health HTTP/1.1\r\nHost: %s\r\nConnection: close\r\n\r\n" % host)
+        assert told.startswith(b"HTTP/1.1 200 ")
+
+    serve_http(scenario, app={"allowed_origins": "https://a.example:444, http://b.example"})
+
+
+@pytest.mark.parametrize(("origins", "is_open"), [("*", True), (None, False)])
+def test_any_host_is_taken_where_any_origin_is(serve_http: Serve, origins: str | None, is_open: bool) -> None:
+    async def scenario(it: Served) -> None:
+        told = await raw(it, b"GET /health HTTP/1.1\r\nHost: evil.example\r\nConnection: close\r\n\r\n")
+        assert told.startswith(b"HTTP/1.1 200 ") == is_open
+
+    serve_http(scenario, app={"allowed_origins": origins})
