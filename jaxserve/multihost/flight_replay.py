@@ -3,7 +3,8 @@
 The replay runs the same iterations in the same order. It computes keys and values from before the record again from
 the tokens: those of live rows at the start, and those of a cached prefix when a request reuses it. These may be rounded
 differently than in the recorded run. So may all others if the recorded engine had another number of devices. All layers
-use the blocks of the first cache group, which a request holds longest.
+use the blocks of the first cache group, which a request holds longest. Where that group has a window, positions behind
+it are computed into spare blocks: a request's own are another's by then.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from jaxserve.runner.batch import pack
 from jaxserve.runner.layout import bucket_sizes, lay_out
 from jaxserve.runner.pipeline import Pipeline
 from jaxserve.runner.stage import Progress, StageRunner
+from jaxserve.scheduler.cache_groups import CacheGroups
+from jaxserve.scheduler.window_pool import blocks_behind
 from jaxserve.structured_output.matcher import GrammarCompiler
 from jaxserve.text.tokenizer import Tokenizer
 from sharding import mesh, specs
@@ -89,8 +92,8 @@ def replay(recording: pb.Recording, path: str | Path, *, cache: str | None, prog
     settings |= {"buckets": tuple(settings["buckets"]), "compilation_cache": cache}
     config = EngineConfig(**settings)
     pipeline, groups = _compile(config, path, recording.n_blocks, recording.n_rows, progress)
-    if groups > 1:
-        recording = _of_first_group(recording, groups)
+    if groups.count > 1:
+        recording = _of_first_group(recording, groups.count)
     grammars, tokenizer, model = None, Tokenizer.from_directory(path), pipeline.model.config
     if tokenizer is not None:
         grammars = GrammarCompiler(tokenizer, model.vocab_size, model.eos_token_ids)
@@ -121,8 +124,8 @@ def _of_first_group(recording: pb.Recording, groups: int) -> pb.Recording:
 
 def _compile(
     config: EngineConfig, path: str | Path, n_blocks: int, n_rows: int, progress: Progress
-) -> tuple[Pipeline, int]:
-    """A pipeline whose layers are one cache group, and the number of groups in the recorded engine."""
+) -> tuple[Pipeline, CacheGroups]:
+    """A pipeline whose layers are one cache group, and the groups of the recorded engine."""
     model = models.build(weights.read_config(path))
     meshes, dtype = [mesh.make_mesh(1)], startup.compute_dtype(config)
     spec, platform = specs.default(model.config.family), meshes[0].devices.flat[0].platform
@@ -139,8 +142,12 @@ def _compile(
         progress=progress,
     )
     runner = StageRunner(programs, params, bucket_sizes(config), startup.program_cache(config))
-    runner.compile(n_blocks, progress)
-    return Pipeline([runner]), groups.count
+    runner.compile(n_blocks + _spare_blocks(first), progress)
+    return Pipeline([runner]), groups
+
+
+def _spare_blocks(group: CacheGroups) -> int:
+    return 0 if group.windows[0] is None else -(-group.max_context // group.block_size)
 
 
 class _Replay:
@@ -149,7 +156,9 @@ class _Replay:
     def __init__(self, pipeline: Pipeline, recording: pb.Recording, grammars: GrammarCompiler | None) -> None:
         self._pipeline, self._recording, self._grammars = pipeline, recording, grammars
         self._held_to: set[str] = set()  # requests whose grammar state is tracked
-        self._block_size = pipeline.shape.attention.block_size
+        groups = pipeline.shape.groups
+        self._block_size, self._window = groups.block_size, groups.windows[0]
+        self._n_blocks = recording.n_blocks + _spare_blocks(groups)
         self._rows = RowRecords(self._block_size)
         self._held: dict[int, int] = {}  # block -> hash of all tokens up to its end
 
@@ -159,14 +168,17 @@ class _Replay:
             self._rows.prepare(pb.Plan(admissions=[row.admission]))
             self._rows.rows[admission.row].computed = row.computed
             self._hold(admission, row.computed + 1)
-            self._compute(admission, row.computed)
+            # One position less: the last token may be computed again.
+            self._compute(admission, row.computed, self._behind(row.computed - 1))
         entries = self._recording.entries
         tokens, compared, differences = 0, set(), {}
         for done, entry in enumerate(entries, start=1):
             plan = wire.decode_plan(entry.plan)
             for admission in plan.admissions:
-                if self._misses(admission):
-                    self._compute(admission, len(admission.blocks) * self._block_size)
+                end = len(admission.blocks) * self._block_size
+                behind = self._behind(end)
+                if self._misses(admission, behind):
+                    self._compute(admission, end, behind)
             self._rows.prepare(entry.plan)
             result = self._launch(plan)
             for name, at, position in self._chosen(plan):
@@ -200,7 +212,7 @@ class _Replay:
     def _launch(self, plan: IterationPlan) -> IterationResult:
         for admission in plan.admissions:
             self._hold(admission)
-        packed = pack(plan, self._pipeline.shape.layout(plan.bucket), self._recording.n_blocks)
+        packed = pack(plan, self._pipeline.shape.layout(plan.bucket), self._n_blocks)
         self._pipeline.launch(plan, packed)
         return self._pipeline.wait()[1]
 
@@ -230,17 +242,23 @@ class _Replay:
                 yield name, at, chunk.start + chunk.length - chunk.samples + 1
             at += max(chunk.samples, 1)
 
-    def _misses(self, admission: Admission) -> bool:
-        """Whether the cached prefix that a request reuses has not been computed yet."""
+    def _behind(self, start: int) -> int:
+        """Leading blocks of a row that no position from `start` on attends to."""
+        return 0 if self._window is None else blocks_behind(start, self._window, self._block_size)
+
+    def _misses(self, admission: Admission, behind: int) -> bool:
+        """Whether the cached prefix that a request reuses has not been computed yet, after `behind` blocks."""
         size = self._block_size
         return any(
             self._held.get(block) != hash(admission.tokens[: (column + 1) * size])
-            for column, block in enumerate(admission.blocks)
+            for column, block in enumerate(admission.blocks[behind:], start=behind)
         )
 
-    def _compute(self, admission: Admission, end: int) -> None:
-        """Compute the keys and values of a row's first positions into its blocks."""
+    def _compute(self, admission: Admission, end: int, behind: int) -> None:
+        """Compute the keys and values of a row's first positions into its blocks, after `behind` spare ones."""
         buckets = self._pipeline.stages[0].buckets
+        spare = range(self._recording.n_blocks, self._recording.n_blocks + behind)
+        admission = dataclasses.replace(admission, blocks=(*spare, *admission.blocks[behind:]))
         for start in range(0, end, buckets[-1]):
             length = min(buckets[-1], end - start)
             plan = IterationPlan(

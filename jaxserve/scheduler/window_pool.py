@@ -16,6 +16,11 @@ def window_blocks(window: int, block_size: int, draft_tokens: int) -> int:
     return -(-(window + draft_tokens) // block_size) + 2
 
 
+def blocks_behind(start: int, window: int, block_size: int) -> int:
+    """Leading blocks that no position from `start` on attends to."""
+    return max(start - window + 1, 0) // block_size
+
+
 class WindowPool(SlotPool):
     """A slot pool whose requests give back the blocks that they have left behind (`trim`).
 
@@ -99,7 +104,7 @@ class WindowPool(SlotPool):
         allocation._set_aside = blocks
 
     def _behind(self, start: int) -> int:
-        return max(start - self._window + 1, 0) // self.block_size
+        return blocks_behind(start, self._window, self.block_size)
 
     def _find(self, digests: list[bytes]) -> list[int]:
         found: list[int] = []

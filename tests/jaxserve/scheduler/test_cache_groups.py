@@ -229,3 +229,21 @@ def test_blocks_are_published_before_they_are_given_back(prefix_cache):
     pool.flush([flushed])
     pool.trim(flushed, 20)
     assert pool.num_cached == 0
+
+
+def test_flush_forgets_every_group_and_never_publishes_what_is_held():
+    pool = pair()
+    pool.release(run(pool, allocation(16)))
+    each = run(pool, allocation(16), publish=False)
+    pool.flush([each])
+    pool.publish(each, 16)
+    assert [group.num_cached for group in pool.pools] == [0, 0]
+    pool.release(each)
+    assert [group.num_available for group in pool.pools] == [40, 12]
+
+
+def test_slots_in_use_are_told_by_the_fullest_group():
+    pool = pair(first=40, second=12)
+    run(pool, allocation(8), publish=False)  # two blocks in each: of 40, and of 12
+    assert pool.pools[1].slots_held == 8
+    assert pool.slots_held == 160 * 8 // 48 + 1  # 27 of 160 slots are the same share, rounded up
