@@ -11,7 +11,8 @@ from jaxserve.errors import InvalidRequest, shown
 from jaxserve.sampling_params import Grammar
 from jaxserve.structured_output import grammar
 from jaxserve.text.chat_template import ChatTemplate
-from jaxserve.text.tool_calls import FORMS, ToolParser, read_arguments, read_list
+from jaxserve.text.tool_calls import ToolParser
+from jaxserve.text.tool_forms import FORMS, read_arguments, read_list
 
 MAX_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")

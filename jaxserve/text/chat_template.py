@@ -15,7 +15,7 @@ from jinja2 import meta
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from jaxserve.text import tool_calls
+from jaxserve.text import tool_forms
 
 _MAX_TEXT = 2**20  # characters of a rendered chat
 _MAX_SECONDS = 1.0
@@ -32,7 +32,7 @@ class ChatTemplate:
 
     Attributes:
       variables: names that the template reads and does not define.
-      tool_form: name of the format in which the model calls tools (`tool_calls.FORMS`); None if it is not known.
+      tool_form: name of the format in which the model calls tools (`tool_forms.FORMS`); None if it is not known.
 
     Raises:
       ValueError: the template is not valid Jinja.
@@ -44,7 +44,7 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
         self._special_tokens = special_tokens
-        self.tool_form = tool_calls.form_of(source)
+        self.tool_form = tool_forms.form_of(source)
         try:
             self._template = environment.from_string(source)
             self.variables = frozenset(meta.find_undeclared_variables(environment.parse(source)))

@@ -1,22 +1,17 @@
-"""Finds calls of tools in an answer, as each family of models writes them.
+"""Finds calls of tools in an answer.
 
-A format is a generator that gets one character at a time, so a streamed answer and a whole one are read alike. What
-cannot be read as a call of a known tool is text.
+A format of calls (`tool_forms`) is a generator that gets one character at a time, so a streamed answer and a whole one
+are read alike. What cannot be read as a call of a known tool is text.
 """
 
 from __future__ import annotations
 
-import ast
 import contextlib
-import json
-import re
 from collections.abc import Callable, Collection, Generator, Iterator
 from typing import Any, Literal, NamedTuple
 
-_SPACE = " \t\r\n"
-_LONGEST = 2**16  # characters of a call in Python's form, which is read at its end
+SPACE = " \t\r\n"
 
-Put = Callable[[str], None]
 Reader = Generator[None, str, Any]  # gets one character at a time, and "" at the end of the text
 
 
@@ -27,7 +22,7 @@ class Piece(NamedTuple):
     text: str
 
 
-class _Broken(Exception):
+class Broken(Exception):
     """This is no call."""
 
 
@@ -92,14 +87,14 @@ class ToolParser:
         """More text of the answer."""
         for character in text:
             self._space += character
-            if character not in _SPACE:
+            if character not in SPACE:
                 self._put("content", self._space)
                 self._space = ""
 
     def begin(self, name: str) -> None:
-        """A call begins. Raises _Broken if there is no such tool."""
+        """A call begins. Raises Broken if there is no such tool."""
         if name not in self.names:
-            raise _Broken
+            raise Broken
         self._space = ""
         self.calls += 1
         if self._most is None or self.calls <= self._most:
@@ -116,7 +111,7 @@ class ToolParser:
         calls, self._tape = self.calls, []
         try:
             yield
-        except _Broken:
+        except Broken:
             if self.calls == calls:
                 self.content(before)
                 self._again += reversed(self._tape)
@@ -146,237 +141,3 @@ class ToolParser:
         """Reads text to the end of the answer."""
         while character := (yield):
             self.content(character)
-
-
-# Formats
-
-
-def _read_hermes(out: ToolParser) -> Reader:
-    """`<tool_call>{"name": "f", "arguments": {...}}</tool_call>`, between texts."""
-    while (yield from out.text_until("<tool_call>")):
-        with out.attempt("<tool_call>"):
-            yield from _call(out)
-            yield from _word("</tool_call>")
-
-
-def _read_llama(out: ToolParser) -> Reader:
-    """`{"name": "f", "parameters": {...}}; {...}`, at the beginning of the answer."""
-    more = True
-    while more:
-        more = False
-        with out.attempt():
-            yield from _call(out)
-            more = True
-        if more and (end := (yield from _nonspace())) not in (";", ","):
-            out.unread(end)
-            more = False
-    yield from out.text()
-
-
-def _read_mistral(out: ToolParser) -> Reader:
-    """`[TOOL_CALLS][{"name": "f", "arguments": {...}}, ...]`, or `[TOOL_CALLS]f[ARGS]{...}` for each call."""
-    marker = "[TOOL_CALLS]"
-    while (yield from out.text_until(marker)):
-        with out.attempt(marker):
-            first = yield from _nonspace()
-            out.unread(first)
-            yield from _list(out) if first == "[" else _call_by_name(out)
-
-
-def _read_pythonic(out: ToolParser) -> Reader:
-    """`[f(a=1, b="x"), g()]`, at the beginning of the answer."""
-    with out.attempt():
-        yield from _word("[")
-        end = ","
-        while end != "]":
-            text, end = yield from _python_call()
-            name, arguments = _evaluated(text)
-            out.begin(name)
-            out.arguments(arguments)
-    yield from out.text()
-
-
-def read_list(out: ToolParser) -> Reader:
-    """`[{"name": "f", "arguments": {...}}, ...]`, the form of required calls."""
-    with out.attempt():
-        yield from _list(out)
-    yield from out.text()
-
-
-def read_arguments(out: ToolParser) -> Reader:
-    """The arguments of the only tool, the form of a call that is required by name."""
-    (name,) = out.names
-    out.begin(name)
-    while character := (yield):
-        out.arguments(character)
-
-
-class Form(NamedTuple):
-    """A format of calls.
-
-    Attributes:
-      sign: found in chat templates with tools in this format.
-      special_tokens: whether its markers are special tokens.
-    """
-
-    read: Callable[[ToolParser], Reader]
-    sign: str
-    special_tokens: bool = False
-
-
-FORMS = {
-    "hermes": Form(_read_hermes, r"(?s)\A(?!.*<function=)(?!.*<arg_key>).*<tool_call>"),
-    "llama3_json": Form(_read_llama, r'"parameters": dictionary of argument name'),
-    "mistral": Form(_read_mistral, r"\[TOOL_CALLS\]", special_tokens=True),
-    "pythonic": Form(_read_pythonic, r"\[func_name1\("),
-}
-
-
-def form_of(template: str) -> str | None:
-    """The name of the format that a chat template writes calls in; None if it is not known."""
-    return next((name for name, form in FORMS.items() if re.search(form.sign, template)), None)
-
-
-# Parts of formats
-
-
-def _nonspace() -> Reader:
-    while (character := (yield)) and character in _SPACE:
-        pass
-    return character
-
-
-def _word(word: str) -> Reader:
-    """Reads exactly this, after white space."""
-    if (yield from _nonspace()) != word[0]:
-        raise _Broken
-    for expected in word[1:]:
-        if (yield) != expected:
-            raise _Broken
-
-
-def _list(out: ToolParser) -> Reader:
-    """A JSON list of calls."""
-    yield from _word("[")
-    end = ","
-    while end == ",":
-        yield from _call(out)
-        end = yield from _nonspace()
-    if end != "]":
-        raise _Broken
-
-
-def _call(out: ToolParser) -> Reader:
-    """A JSON object with the name and the arguments of a call."""
-    yield from _word("{")
-    begun, given, arguments, end = False, False, [], ","
-    while end == ",":
-        yield from _word('"')
-        key = yield from _string()
-        yield from _word(":")
-        if key == "name" and not begun:
-            yield from _word('"')
-            out.begin((yield from _string()))
-            begun = True
-            out.arguments("".join(arguments))
-        elif key in ("arguments", "parameters"):
-            yield from _value(out, out.arguments if begun else arguments.append)
-            given = True
-        else:
-            yield from _value(out, lambda _: None)
-        end = yield from _nonspace()
-    if end != "}" or not begun:
-        raise _Broken
-    if not given:
-        out.arguments("{}")
-
-
-def _call_by_name(out: ToolParser) -> Reader:
-    """The name of a tool, perhaps markers, and its arguments."""
-    name = ""
-    while (character := (yield)) != "{":
-        if not character:
-            raise _Broken
-        name += character
-    out.begin(name.partition("[")[0].strip())
-    out.unread(character)
-    yield from _value(out, out.arguments)
-
-
-def _value(out: ToolParser, put: Put) -> Reader:
-    """A JSON value, as text. A string is its content: some models write arguments so."""
-    character = yield from _nonspace()
-    if character == '"':
-        put((yield from _string()))
-    elif character in ("{", "["):
-        put(character)
-        yield from _nested(put)
-    else:
-        while character and character not in ",}]" + _SPACE:
-            put(character)
-            character = yield
-        out.unread(character)
-
-
-def _nested(put: Put) -> Reader:
-    """The rest of an object or list."""
-    depth = 1
-    while depth:
-        character = yield
-        put(character)
-        if character == '"':
-            yield from _quoted('"', put)
-        elif not character:
-            raise _Broken
-        depth += (character in "{[") - (character in "}]")
-
-
-def _quoted(quote: str, put: Put) -> Reader:
-    """The rest of a string, with the quote that ends it."""
-    character = ""
-    while character != quote:
-        character = yield
-        put(character)
-        if character == "\\":
-            put((yield))
-        elif not character:
-            raise _Broken
-
-
-def _string() -> Reader:
-    """The content of a JSON string after its first quote."""
-    text: list[str] = ['"']
-    yield from _quoted('"', text.append)
-    try:
-        return json.loads("".join(text), strict=False)
-    except ValueError:
-        raise _Broken from None
-
-
-def _python_call() -> Reader:
-    """The text of a call in Python's form, and what follows it: a comma or a bracket."""
-    text: list[str] = []
-    depth = 0
-    while len(text) < _LONGEST:
-        character = yield
-        if not depth and character in ("", ",", "]"):
-            return "".join(text), character
-        text.append(character)
-        if character in ('"', "'"):
-            yield from _quoted(character, text.append)
-        elif not character:
-            break
-        depth += (character in "([{") - (character in ")]}")
-    raise _Broken
-
-
-def _evaluated(text: str) -> tuple[str, str]:
-    """The name and the arguments (JSON) of a call in Python's form."""
-    try:
-        call = ast.parse(text.strip(), mode="eval").body
-        if not isinstance(call, ast.Call) or call.args:
-            raise _Broken
-        arguments = {each.arg: ast.literal_eval(each.value) for each in call.keywords}
-        return ast.unparse(call.func), json.dumps(arguments, ensure_ascii=False)
-    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
-        raise _Broken from None

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from jaxserve.text.tool_calls import FORMS, Piece, ToolParser, form_of, read_arguments, read_list
+from jaxserve.text.tool_calls import Piece, ToolParser
+from jaxserve.text.tool_forms import FORMS, form_of, read_arguments, read_list
 
 NAMES = ("get_weather", "add")
 PARIS = '{"city": "Paris, \\"FR\\" }]", "days": [1, {"n": -2.5e3}]}'

@@ -8,7 +8,7 @@ import pytest
 
 from jaxserve.sampling_params import Grammar
 from jaxserve.text.chat_template import ChatTemplate
-from jaxserve.text.tool_calls import FORMS
+from jaxserve.text.tool_forms import FORMS
 from tests.server.conftest import Served
 from tests.server.http.http_calls import ask, events, post
 
