@@ -114,6 +114,10 @@ def _messages(instructions: str | None, given: Any) -> list[dict[str, Any]]:
             case {"role": role, "content": content} if item.get("type", "message") == "message":
                 role = "system" if role == "developer" else role
                 messages.append({"role": role, "content": _content(content)})
+            case {"type": "item_reference"}:
+                raise InvalidRequest(
+                    "input", "refers to an item, and none is stored; send the items whole (clients do with store false)"
+                )
             case _:
                 raise InvalidRequest(
                     "input", f"holds {shown(item)}; each must be a message, a function_call or a function_call_output"

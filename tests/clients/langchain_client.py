@@ -11,7 +11,7 @@ from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel
 
-demo, echo = (ChatOpenAI(model="demo", base_url=f"{url}/v1", api_key="none") for url in sys.argv[1:3])
+demo = ChatOpenAI(model="demo", base_url=f"{sys.argv[1]}/v1", api_key="none")
 
 
 class GetWeather(BaseModel):
@@ -34,11 +34,14 @@ for method in ("function_calling", "json_schema"):
         demo.with_structured_output(GetWeather, method=method, strict=True).invoke("It was a"), GetWeather
     )
 
+# An agent, by chats and by responses
 arguments = {"city": "Bath", "day": 2}
 text = "<tool_call>" + json.dumps({"name": "GetWeather", "arguments": arguments}) + "</tool_call><eos>"
-messages = [HumanMessage(text)]
-agent = echo.bind_tools([GetWeather])
-answer = agent.invoke(messages)
-assert [call["args"] for call in answer.tool_calls] == [arguments]
-messages += [answer, ToolMessage("It rains.<eos>", tool_call_id=answer.tool_calls[0]["id"])]
-assert agent.invoke(messages).content == "It rains."
+for by_responses in (False, True):
+    model = ChatOpenAI(model="demo", base_url=f"{sys.argv[2]}/v1", api_key="none", use_responses_api=by_responses)
+    agent = model.bind_tools([GetWeather])
+    messages = [HumanMessage(text)]
+    answer = agent.invoke(messages)
+    assert [call["args"] for call in answer.tool_calls] == [arguments]
+    messages += [answer, ToolMessage("It rains.<eos>", tool_call_id=answer.tool_calls[0]["id"])]
+    assert agent.invoke(messages).text == "It rains."
