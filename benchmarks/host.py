@@ -15,7 +15,7 @@ from benchmarks import list_flags
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine, IterationRecord
 from jaxserve.request import TokenEvent
-from jaxserve.simulate.workload import Job, Range
+from jaxserve.simulate.workload import DrawnPrompt, Job, Range
 from server.commands.bench import flags, machine, report, shapes
 from server.commands.bench.offline import make_request
 from server.commands.console import Progress, progress_bars, tables
@@ -93,7 +93,7 @@ class BusyEngine:
     def _top_up(self, wanted: int) -> None:
         for _ in range(wanted - self._alive):
             length = int(PROMPT.draw(self._rng, 1)[0])
-            prompt = self._rng.integers(self._model.vocab_size, size=length, dtype=np.int32)
+            prompt = DrawnPrompt(length, self._model.vocab_size, 0, int(self._rng.integers(1 << 62)))
             job = Job(arrival=0.0, prompt=prompt, max_tokens=int(OUTPUT.draw(self._rng, 1)[0]))
             self._engine.submit(make_request(str(next(self._names)), job, 0.0), self._sink)
             self._alive += 1

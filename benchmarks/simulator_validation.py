@@ -265,8 +265,8 @@ def _compare(
             Arrival(outcome.arrival - start, job.prompt, job.max_tokens, job.max_tokens)
             for job, outcome in zip(turn.workload.jobs, turn.outcomes, strict=True)
         ]
-        served = system.serve(coming)
-        measured, simulated = _figures(turn.outcomes), _figures(served.outcomes)
+        served = system.serve(coming, outcomes := list[Outcome]())
+        measured, simulated = _figures(turn.outcomes), _figures(outcomes)
         parts.append({name: (measured[name], simulated[name]) for name in FIGURES})
         paces.append(pace_of(turn.outcomes, turn.records, system.seconds))
         launched[0] += len(turn.records)
@@ -278,7 +278,7 @@ def _compare(
 
 def _figures(outcomes: Sequence[Outcome]) -> dict[str, float]:
     run = report.summarise("", outcomes)
-    latency = Distribution.of(1e3 * (each.token_times[-1] - each.arrival) for each in outcomes)
+    latency = Distribution.of(1e3 * (each.end - each.arrival) for each in outcomes)
     assert latency is not None
     return {name: figure(run, latency) for name, figure in FIGURES.items()}
 

@@ -173,11 +173,17 @@ def reads(chunks: Iterable[tuple[int, int]], window: int | None = None) -> tuple
       (positions whose keys and values are read, a chunk its row's once; (token, position) pairs).
     """
     slots = pairs = 0
+    if window is None:
+        for start, length in chunks:
+            end = start + length
+            slots += end
+            pairs += end if length == 1 else (end * (end + 1) - start * (start + 1)) // 2
+        return slots, pairs
     for start, length in chunks:
         end = start + length
         slots += end
         pairs += (end * (end + 1) - start * (start + 1)) // 2
-        if window is not None and end > window:
+        if end > window:
             slots -= max(start + 1 - window, 0)
             beyond, before = end - window, max(start - window, 0)  # pairs out of reach, of tokens up to here
             pairs -= (beyond * (beyond + 1) - before * (before + 1)) // 2

@@ -9,7 +9,7 @@ reuse and preemption.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -105,6 +105,7 @@ class Scheduler:
         )
         self.drafting = None if speculation is None else Drafting(speculation, pool)
         self.preemptions = self.drafted_tokens = self.accepted_tokens = self.withdrawals = 0  # totals since the start
+        self.outputs_of: Callable[..., OutputProcessor] = OutputProcessor  # a simulation has a simpler one
         self._in_flight: deque[_PlanInFlight] = deque()
         self._to_trim: list[RequestState] = []
         self._sequence = 0
@@ -198,8 +199,9 @@ class Scheduler:
         launched = self._in_flight.popleft()
         assert launched.sequence == plan.sequence, f"plan {plan.sequence} completed before {launched.sequence}"
         events: list[TokenEvent] = []
-        outputs = OutputProcessor(result, plan.drafts, self._eos)
+        outputs = self.outputs_of(result, plan.drafts, self._eos)
         ended, preempted = Phase.ENDED, Phase.PREEMPTED  # looked up once for all rows
+        scores, withdrawn = launched.scores, launched.withdrawn
         for index, (state, chunk) in enumerate(zip(launched.states, plan.chunks, strict=True)):
             state.in_flight -= 1
             if state.phase == ended:
@@ -207,7 +209,7 @@ class Scheduler:
                 self.requests.leave_row(state)
                 continue
             event, computed, accepted = outputs.take(
-                state, chunk, launched.scores.get(index), withdrawn=index in launched.withdrawn
+                state, chunk, scores.get(index) if scores else None, withdrawn=index in withdrawn
             )
             if chunk.samples > 1:
                 self.drafted_tokens += chunk.samples - 1

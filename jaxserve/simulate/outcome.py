@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -46,6 +50,24 @@ class Outcome:
     token_times: list[float] = field(default_factory=list)
     error: str | None = None
 
+    def add(self, now: float, count: int) -> None:
+        """Tokens have come."""
+        self.token_times.extend([now] * count)
+
+    def ended(self, error: str | None = None) -> None:
+        """The job has ended, or was refused."""
+        self.error = error
+
+    @property
+    def tokens(self) -> int:
+        """Number of generated tokens."""
+        return len(self.token_times)
+
+    @property
+    def end(self) -> float:
+        """Time of the last token."""
+        return self.token_times[-1]
+
     @property
     def first_token(self) -> float:
         """Seconds from arrival to the first token."""
@@ -61,3 +83,102 @@ class Outcome:
         """Mean seconds between its tokens; 0 if it has only one."""
         times = self.token_times
         return (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 0.0
+
+
+class ShortOutcome(NamedTuple):
+    """The outcome of one job without the times of its tokens between the first and the last (see `Outcome`).
+
+    Attributes:
+      tokens: number of generated tokens; without any, `start` and `end` say nothing.
+      start / end: times of the first token and of the last.
+    """
+
+    arrival: float
+    prompt_tokens: int
+    tokens: int
+    start: float
+    end: float
+    error: str | None
+
+    @property
+    def first_token(self) -> float:
+        """Seconds from arrival to the first token."""
+        return self.start - self.arrival
+
+    @property
+    def tpot(self) -> float:
+        """Mean seconds between its tokens; 0 if it has only one."""
+        return (self.end - self.start) / (self.tokens - 1) if self.tokens > 1 else 0.0
+
+
+class GapCounts:
+    """The distribution of the seconds between two tokens, in classes that are 0.14% wide.
+
+    A percentile is the middle of its class, within 0.07%.
+
+    Attributes:
+      last / run: the newest gap, and how often it came in a row; these are not in the classes yet.
+    """
+
+    _CLASSES = 512  # for a factor of two
+
+    def __init__(self) -> None:
+        self._counts: Counter[int] = Counter()
+        self.last, self.run = 0.0, 0
+
+    def count(self, gap: float) -> None:
+        """Count a gap that is not `last`. Those of one iteration are mostly equal, and a run is counted at once."""
+        if self.run:
+            self.add(self.last, self.run)
+        self.last, self.run = gap, 1
+
+    def add(self, gap: float, count: int) -> None:
+        """Count a gap several times."""
+        self._counts[math.floor(self._CLASSES * math.log2(gap)) if gap > 0 else -(1 << 62)] += count
+
+    def percentile(self, percent: float) -> float | None:
+        """The gap, in seconds, that this share does not exceed; None if there is no gap."""
+        if self.run:
+            self.add(self.last, self.run)
+            self.run = 0
+        left = percent / 100 * self._counts.total()
+        for each in sorted(self._counts):
+            left -= self._counts[each]
+            if left <= 0:
+                return 2.0 ** ((each + 0.5) / self._CLASSES)
+        return None
+
+
+class OutcomeTable:
+    """The outcomes of many jobs, in 40 bytes each, and the gaps between their tokens."""
+
+    def __init__(self) -> None:
+        self.gaps = GapCounts()
+        self._arrivals, self._starts, self._ends = array("d"), array("d"), array("d")
+        self._prompts, self._tokens = array("q"), array("q")
+        self._errors: dict[int, str] = {}
+
+    def add(self, arrival: float, prompt_tokens: int) -> int:
+        """Add a job. Returns its number."""
+        self._arrivals.append(arrival)
+        self._prompts.append(prompt_tokens)
+        self._tokens.append(0)
+        self._starts.append(0.0)
+        self._ends.append(0.0)
+        return len(self._arrivals) - 1
+
+    def ended(self, number: int, *, tokens: int, start: float, end: float) -> None:
+        """Note how a job was served."""
+        self._tokens[number], self._starts[number], self._ends[number] = tokens, start, end
+
+    def refused(self, number: int, error: str) -> None:
+        """Note why a job was refused."""
+        self._errors[number] = error
+
+    def __len__(self) -> int:
+        return len(self._arrivals)
+
+    def __iter__(self) -> Iterator[ShortOutcome]:
+        columns = (self._arrivals, self._prompts, self._tokens, self._starts, self._ends)
+        for number, values in enumerate(zip(*columns, strict=True)):
+            yield ShortOutcome(*values, self._errors.get(number))

@@ -16,7 +16,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.plan import drawing
 from jaxserve.plan.predict import Plan
 from jaxserve.plan.tables import table
-from jaxserve.simulate.outcome import Distribution, Outcome
+from jaxserve.simulate.outcome import Distribution, GapCounts, ShortOutcome
 from jaxserve.simulate.system import (
     Objective,
     SimulatedEngine,
@@ -26,7 +26,7 @@ from jaxserve.simulate.system import (
     slot_milliseconds,
 )
 from jaxserve.simulate.virtual_clock import Arrival, arrivals
-from jaxserve.simulate.workload import Workload
+from jaxserve.simulate.workload import DrawnPrompt, Workload
 
 URGENT = 1  # priority of the requests that are served first
 
@@ -61,9 +61,9 @@ class PolicyResult:
     served: SimulationResult
     classes: tuple[str, ...]
 
-    def by_class(self) -> dict[str, list[Outcome]]:
+    def by_class(self) -> dict[str, list[ShortOutcome]]:
         """The outcomes of each class of requests."""
-        found: dict[str, list[Outcome]] = {}
+        found: dict[str, list[ShortOutcome]] = {}
         for name, outcome in zip(self.classes, self.served.outcomes, strict=True):
             found.setdefault(name, []).append(outcome)
         return found
@@ -158,16 +158,21 @@ def _flooded(incoming: Sequence[Arrival], times: float, seed: int) -> list[Arriv
     for copy, offset in enumerate(offsets):
         part = incoming[: round(min(times - copy, 1) * len(incoming))]
         mixed += [
-            each._replace(time=(each.time + offset) % duration, prompt=(each.prompt + copy + 1) % 256, tenant="flood")
+            each._replace(time=(each.time + offset) % duration, prompt=_shifted(each.prompt, copy + 1), tenant="flood")
             for each in part
         ]
     return sorted(mixed, key=lambda each: each.time)
 
 
+def _shifted(prompt: np.ndarray | DrawnPrompt, by: int) -> np.ndarray | DrawnPrompt:
+    """A prompt with other token ids; equal prefixes stay equal."""
+    return prompt.shifted(by) if isinstance(prompt, DrawnPrompt) else prompt + by
+
+
 def figures(replay: PolicyResult, objective: Objective) -> dict[str, Any]:
     """The reported figures of a replay: milliseconds, tokens, requests per second."""
     served = replay.served
-    good = [each for each in served.outcomes if each.error is None and each.token_times]
+    good = [each for each in served.outcomes if each.error is None and each.tokens]
     refused = sorted({each.error for each in served.outcomes if each.error is not None})
     duration, seconds, share = served.duration or np.inf, served.seconds or np.inf, objective.share(served.outcomes)
     return {
@@ -177,8 +182,8 @@ def figures(replay: PolicyResult, objective: Objective) -> dict[str, Any]:
         "refusals": refused[:3],
         "tokens_per_second": served.generated / duration,
         "ttft_ms": _spread(each.first_token for each in good),
-        "tpot_ms": _spread(each.tpot for each in good if len(each.token_times) > 1),
-        "gap_ms": _spread(gap for each in good for gap in np.diff(each.token_times)),
+        "tpot_ms": _spread(each.tpot for each in good if each.tokens > 1),
+        "gap_ms": _gaps(served.outcomes.gaps),
         "in_time": share,
         "goodput": share * len(served.outcomes) / duration,
         "slots_held": served.held / seconds / served.slots,
@@ -190,7 +195,7 @@ def figures(replay: PolicyResult, objective: Objective) -> dict[str, Any]:
         "classes": {
             name: {
                 "in_time": objective.share(outcomes),
-                "ttft_ms": _spread(each.first_token for each in outcomes if each.token_times),
+                "ttft_ms": _spread(each.first_token for each in outcomes if each.tokens),
             }
             for name, outcomes in replay.by_class().items()
             if name != "all"
@@ -238,10 +243,10 @@ def plot(replays: Sequence[PolicyResult], objective: Objective, title: str, path
     figure.suptitle(title, fontsize=10)
     first, between, slots = figure.subplots(1, 3)
     for replay in replays:
-        good = [each for each in replay.served.outcomes if each.token_times]
+        good = [each for each in replay.served.outcomes if each.tokens]
         for axis, seconds in (
             (first, [each.first_token for each in good]),
-            (between, [each.tpot for each in good if len(each.token_times) > 1]),
+            (between, [each.tpot for each in good if each.tokens > 1]),
         ):
             shares = np.arange(1, len(seconds) + 1) / max(len(seconds), 1)
             axis.step(1e3 * np.sort(seconds), shares, where="post", linewidth=1.2, label=replay.policy.name)
@@ -270,6 +275,12 @@ def _spread(seconds: Iterable[float]) -> dict[str, float] | None:
     """Percentiles in milliseconds."""
     found = Distribution.of(1e3 * each for each in seconds)
     return None if found is None else {"p50": found.p50, "p95": found.p95, "p99": found.p99}
+
+
+def _gaps(counts: GapCounts) -> dict[str, float] | None:
+    """Percentiles in milliseconds."""
+    found = {f"p{percent}": counts.percentile(percent) for percent in (50, 95, 99)}
+    return {name: 1e3 * gap for name, gap in found.items() if gap is not None} or None
 
 
 def _p50_p95(spread: dict[str, float] | None) -> str:

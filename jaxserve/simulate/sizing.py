@@ -140,8 +140,8 @@ def _sized(
 
 def sized_json(sized: SizedLayout, price: float | None) -> dict[str, Any]:
     """A layout as JSON values."""
-    first = Distribution.of(1e3 * each.first_token for each in sized.served.outcomes if each.token_times)
-    between = Distribution.of(1e3 * each.tpot for each in sized.served.outcomes if len(each.token_times) > 1)
+    first = Distribution.of(1e3 * each.first_token for each in sized.served.outcomes if each.tokens)
+    between = Distribution.of(1e3 * each.tpot for each in sized.served.outcomes if each.tokens > 1)
     return {
         "tensor": sized.config.tensor,
         "stages": sized.config.stages,

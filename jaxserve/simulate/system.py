@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,7 +16,7 @@ from jaxserve.scheduler.cache_groups import CacheGroups, GroupedPool
 from jaxserve.scheduler.factory import make_scheduler
 from jaxserve.scheduler.kv_blocks import SlotPool
 from jaxserve.simulate import virtual_clock
-from jaxserve.simulate.outcome import Outcome
+from jaxserve.simulate.outcome import Outcome, OutcomeTable, ShortOutcome
 from jaxserve.simulate.virtual_clock import EOS, Arrival, HostTimes, SimulatedDevice, SimulatedReplica, StageSeconds
 
 # Contexts of the decodes in a bucket's cost, and for the cost of a longer one, as in the engine's measurement.
@@ -49,8 +49,12 @@ class SimulatedEngine:
         if self.config.speculate is not None:
             raise ValueError(f"speculate is {self.config.speculate}; the simulator has no text to draft from")
 
-    def serve(self, incoming: Sequence[Arrival]) -> SimulationResult:
-        """Serve every arrival (ascending in time)."""
+    def serve(self, incoming: Sequence[Arrival], times: list[Outcome] | None = None) -> SimulationResult:
+        """Serve every arrival (ascending in time).
+
+        Args:
+          times: gets the outcomes with the times of all tokens, instead of the result's table.
+        """
         served = SimulationResult(slots=self.slots, stages=self.config.stages * self.replicas)
         replicas, devices = [], []
         for index in range(self.replicas):
@@ -66,7 +70,10 @@ class SimulatedEngine:
             in_flight = self.config.in_flight or self.config.stages + 1
             watch = served.recorder(scheduler.pool, sampled=index == 0)
             replicas.append(SimulatedReplica(scheduler, devices[-1], in_flight=in_flight, host=self.host, watch=watch))
-        served.outcomes = virtual_clock.serve(incoming, replicas)
+        if times is None:
+            virtual_clock.serve_into(served.outcomes, incoming, replicas)
+        else:
+            times += virtual_clock.serve(incoming, replicas)
         served.preemptions = sum(replica.scheduler.preemptions for replica in replicas)
         served.busy = sum(sum(device.busy) for device in devices)
         return served
@@ -90,7 +97,7 @@ class SimulationResult:
 
     slots: int
     stages: int
-    outcomes: list[Outcome] = field(default_factory=list)
+    outcomes: OutcomeTable = field(default_factory=OutcomeTable)
     sizes: Counter[int] = field(default_factory=Counter)
     rows: int = 0
     padded: int = 0
@@ -106,15 +113,13 @@ class SimulationResult:
     @property
     def duration(self) -> float:
         """Seconds from the first arrival to the last token."""
-        served = [each for each in self.outcomes if each.token_times]
-        if not served:
-            return 0.0
-        return max(each.token_times[-1] for each in served) - min(each.arrival for each in self.outcomes)
+        last = max((each.end for each in self.outcomes if each.tokens), default=None)
+        return 0.0 if last is None else last - min(each.arrival for each in self.outcomes)
 
     @property
     def generated(self) -> int:
         """Number of generated tokens."""
-        return sum(len(each.token_times) for each in self.outcomes)
+        return sum(each.tokens for each in self.outcomes)
 
     @property
     def padding(self) -> float:
@@ -170,13 +175,13 @@ class Objective:
     def __str__(self) -> str:
         return f"ttft {1e3 * self.ttft:g} ms, tpot {1e3 * self.tpot:g} ms"
 
-    def met(self, outcome: Outcome) -> bool:
+    def met(self, outcome: Outcome | ShortOutcome) -> bool:
         """Whether a request was served in time."""
-        if outcome.error is not None or not outcome.token_times:
+        if outcome.error is not None or not outcome.tokens:
             return False
         return outcome.first_token <= self.ttft and outcome.tpot <= self.tpot
 
-    def share(self, outcomes: Sequence[Outcome]) -> float:
+    def share(self, outcomes: Iterable[Outcome | ShortOutcome]) -> float:
         """Share of the requests that were served in time."""
         return float(np.mean([self.met(each) for each in outcomes]))
 
@@ -212,7 +217,7 @@ def iteration_seconds(roofline: Roofline, *, padded: bool) -> StageSeconds:
     """
 
     def seconds(plan: IterationPlan) -> list[float]:
-        chunks = [(chunk.start, chunk.length) for chunk in plan.chunks]
+        chunks = [(start, length) for _, start, length, _ in plan.chunks]
         return [stage.total for stage in roofline(chunks, plan.bucket if padded else 0)]
 
     return seconds

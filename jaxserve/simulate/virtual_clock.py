@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -15,11 +16,11 @@ from jaxserve.request import Request, TokenEvent
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler import routing
 from jaxserve.scheduler.prefix_index import PrefixIndex
-from jaxserve.scheduler.routing import OutstandingTokens
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.scheduler.state import allocation_of, check_fits
-from jaxserve.simulate.outcome import Outcome
-from jaxserve.simulate.workload import Workload
+from jaxserve.simulate.outcome import Outcome, OutcomeTable
+from jaxserve.simulate.outputs import SimulatedOutputs
+from jaxserve.simulate.workload import DrawnPrompt, Workload
 
 EOS = 1  # the token that ends a request before its limit
 
@@ -34,14 +35,14 @@ class Arrival(NamedTuple):
 
     Attributes:
       time: seconds after the start.
-      prompt: int32[P] token ids.
+      prompt: its token ids.
       output: tokens that it will generate.
       max_tokens: limit that it requests, at least `output`.
       tenant: whom it counts for.
     """
 
     time: float
-    prompt: np.ndarray
+    prompt: np.ndarray | DrawnPrompt
     output: int
     max_tokens: int
     priority: int = 0
@@ -107,14 +108,60 @@ def serve(incoming: Sequence[Arrival], replicas: Sequence[SimulatedReplica]) -> 
     Returns:
       An outcome for each arrival; a refused one has an error.
     """
+    outcomes = [Outcome(arrival=arrival.time, prompt_tokens=len(arrival.prompt)) for arrival in incoming]
+    _serve(incoming, replicas, outcomes.__getitem__)
+    return outcomes
+
+
+def serve_into(table: OutcomeTable, incoming: Sequence[Arrival], replicas: Sequence[SimulatedReplica]) -> None:
+    """Serve every arrival as `serve` does, and keep the outcomes in a new table."""
+    for arrival in incoming:
+        table.add(arrival.time, len(arrival.prompt))
+    _serve(incoming, replicas, partial(_TableOutcome, table))
+
+
+class _TableOutcome:
+    """Writes the outcome of a live request into a table, as `Outcome` keeps it."""
+
+    __slots__ = ("_end", "_gaps", "_number", "_start", "_table", "tokens")
+
+    def __init__(self, table: OutcomeTable, number: int) -> None:
+        self._table, self._gaps, self._number, self.tokens = table, table.gaps, number, 0
+        self._start = self._end = 0.0
+
+    def add(self, now: float, count: int) -> None:
+        """Tokens have come."""
+        if not self.tokens:
+            self._start = now
+        elif (gap := now - self._end) == self._gaps.last:
+            self._gaps.run += 1
+        else:
+            self._gaps.count(gap)
+        if count > 1:
+            self._gaps.add(0.0, count - 1)
+        self._end = now
+        self.tokens += count
+
+    def ended(self, error: str | None = None) -> None:
+        """The request has ended, or was refused."""
+        if error is not None:
+            self._table.refused(self._number, error)
+        elif self.tokens:
+            self._table.ended(self._number, tokens=self.tokens, start=self._start, end=self._end)
+
+
+def _serve(
+    incoming: Sequence[Arrival],
+    replicas: Sequence[SimulatedReplica],
+    outcome_of: Callable[[int], Outcome | _TableOutcome],
+) -> None:
     early = any(each.max_tokens > each.output for each in incoming)
     sampling: dict[int, SamplingParams] = {}
-    outcomes: list[Outcome] = []
     prefixes = PrefixIndex([replica.scheduler.pool for replica in replicas]) if len(replicas) > 1 else None
     for index, arrival in enumerate(incoming):
         for replica in replicas:
             replica.advance(arrival.time)
-        outcomes.append(outcome := Outcome(arrival=arrival.time, prompt_tokens=len(arrival.prompt)))
+        outcome = outcome_of(index)
         limit = sampling.get(arrival.max_tokens)
         if limit is None:
             limit = SamplingParams(max_tokens=arrival.max_tokens, temperature=0.0, ignore_eos=not early)
@@ -138,15 +185,14 @@ def serve(incoming: Sequence[Arrival], replicas: Sequence[SimulatedReplica]) -> 
     for replica in replicas:
         replica.advance(math.inf)
         assert not replica.scheduler.has_work
-    return outcomes
 
 
 class _LiveRequest(NamedTuple):
     """A request that has not ended."""
 
     arrival: Arrival
-    outcome: Outcome
-    outstanding: OutstandingTokens
+    outcome: Outcome | _TableOutcome
+    uncached: int  # prompt tokens that were outstanding at its arrival
 
 
 class SimulatedReplica:
@@ -170,6 +216,7 @@ class SimulatedReplica:
           in_flight: largest number of iterations in flight.
         """
         self.scheduler = scheduler
+        scheduler.outputs_of = partial(SimulatedOutputs, {})
         self._device, self._in_flight, self._host, self._watch = device, in_flight, host or HostTimes(), watch
         self._now = 0.0
         self._launched: deque[tuple[IterationPlan, IterationResult, float]] = deque()
@@ -181,7 +228,7 @@ class SimulatedReplica:
         self._results: dict[int, IterationResult] = {}
         self._last: dict[int, int] = {}  # row -> position of its request's last token
 
-    def submit(self, request: Request, arrival: Arrival, outcome: Outcome, cached: int) -> None:
+    def submit(self, request: Request, arrival: Arrival, outcome: Outcome | _TableOutcome, cached: int) -> None:
         """Submit a request at its arrival time; the loop admits it at its next step.
 
         Args:
@@ -189,9 +236,9 @@ class SimulatedReplica:
         """
         self._now = max(self._now, arrival.time)
         self._early = self._early or not request.sampling.ignore_eos
-        outstanding = OutstandingTokens(len(request.prompt) - cached, request.sampling.max_tokens)
-        self._outstanding = self.outstanding_tokens(arrival.time) + outstanding.tokens
-        self._alive[request.request_id] = _LiveRequest(arrival, outcome, outstanding)
+        uncached = len(request.prompt) - cached
+        self._outstanding = self.outstanding_tokens(arrival.time) + uncached + request.sampling.max_tokens
+        self._alive[request.request_id] = _LiveRequest(arrival, outcome, uncached)
         self._submitted.append(request)
 
     def outstanding_tokens(self, now: float) -> int:
@@ -226,8 +273,8 @@ class SimulatedReplica:
                 self.scheduler.submit(request)
             except InvalidRequest as refusal:
                 alive = self._alive.pop(request.request_id)
-                alive.outcome.error = str(refusal)
-                self._settled.append((self._now, alive.outstanding.tokens))
+                alive.outcome.ended(str(refusal))
+                self._settled.append((self._now, alive.uncached + request.sampling.max_tokens))
         self._submitted.clear()
 
     def _answer(self, plan: IterationPlan) -> IterationResult:
@@ -247,13 +294,16 @@ class SimulatedReplica:
 
     def _deliver(self, events: Iterable[TokenEvent]) -> None:
         """Record the time of the events' tokens."""
-        settled = 0
+        settled, now, alive = 0, self._now, self._alive
         for event in events:
-            alive = self._alive[event.request_id]
+            _, outcome, uncached = alive[event.request_id]
             if generated := len(event.token_ids):
-                alive.outcome.token_times.extend([self._now] * generated)
-                settled += alive.outstanding.generated(generated)
+                if not outcome.tokens:
+                    settled += uncached
+                outcome.add(now, generated)
+                settled += generated
             if event.finish_reason is not None:
-                settled += alive.outstanding.tokens
-                del self._alive[event.request_id]
-        self._settled.append((self._now, settled))
+                settled += alive[event.request_id].arrival.max_tokens - outcome.tokens
+                outcome.ended()
+                del alive[event.request_id]
+        self._settled.append((now, settled))

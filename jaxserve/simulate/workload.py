@@ -24,18 +24,53 @@ _MOONCAKE_LINE = '{"timestamp": 1000, "input_length": 600, "output_length": 5, "
 MOONCAKE_BLOCK = 512  # tokens per entry of hash_ids (Mooncake, FAST'25, section 4)
 
 
+@dataclass(frozen=True, slots=True)
+class DrawnPrompt:
+    """A prompt whose token ids are drawn whenever they are asked for, so that a million of them fit in memory.
+
+    Attributes:
+      number: its place in the workload, which is part of its seed.
+      blocks: prompts with the same leading block ids have the same leading tokens.
+      shift: added to all token ids, modulo the size of the vocabulary.
+    """
+
+    length: int
+    vocab_size: int
+    seed: int
+    number: int
+    blocks: tuple[int, ...] = ()
+    shift: int = 0
+
+    def __len__(self) -> int:
+        return self.length
+
+    def tokens(self) -> np.ndarray:  # int32[length]
+        """The token ids."""
+        rng = np.random.default_rng([self.seed, 3, self.number])
+        drawn = _prompt(self.blocks, self.length, self.vocab_size, self.seed, rng)
+        return (drawn + np.int32(self.shift)) % np.int32(self.vocab_size) if self.shift else drawn
+
+    def tolist(self) -> list[int]:
+        """The token ids as Python's integers."""
+        return self.tokens().tolist()
+
+    def shifted(self, by: int) -> DrawnPrompt:
+        """The prompt with other token ids; equal prefixes stay equal."""
+        return dataclasses.replace(self, shift=self.shift + by)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Job:
     """One request of a workload.
 
     Attributes:
       arrival: seconds after the start of the workload.
-      prompt: int32[P] token ids.
+      prompt: its token ids.
       max_tokens: tokens to generate; benchmarks ignore the end of sequence, so exactly this many.
     """
 
     arrival: float
-    prompt: np.ndarray
+    prompt: DrawnPrompt
     max_tokens: int
 
 
@@ -102,8 +137,10 @@ def uniform(*, requests: int, prompt: Range, output: Range, vocab_size: int, see
         raise ValueError(f"requests is {requests}; a workload needs at least one")
     rng = np.random.default_rng(seed)
     jobs = tuple(
-        Job(arrival=0.0, prompt=rng.integers(vocab_size, size=prompt_length, dtype=np.int32), max_tokens=int(generated))
-        for prompt_length, generated in zip(prompt.draw(rng, requests), output.draw(rng, requests), strict=True)
+        Job(arrival=0.0, prompt=DrawnPrompt(int(prompt_length), vocab_size, seed, number), max_tokens=int(generated))
+        for number, (prompt_length, generated) in enumerate(
+            zip(prompt.draw(rng, requests), output.draw(rng, requests), strict=True)
+        )
     )
     return Workload(name=f"{requests} requests, prompts {prompt}, outputs {output}", jobs=jobs)
 
@@ -170,7 +207,6 @@ def read_trace(
     if not records:
         raise ValueError(f"{path}: the trace holds no requests")
 
-    rng = np.random.default_rng(seed)
     jobs, clipped, lost, total = [], 0, 0, 0
     for record in records:
         generated = min(record.output_length, max_context - 1)
@@ -178,7 +214,7 @@ def read_trace(
         wanted = record.prompt_length + record.output_length
         cut = wanted - prompt_length - generated
         clipped, lost, total = clipped + (cut > 0), lost + cut, total + wanted
-        prompt = _prompt(record.blocks, prompt_length, vocab_size, seed, rng)
+        prompt = DrawnPrompt(prompt_length, vocab_size, seed, len(jobs), record.blocks)
         jobs.append(Job(arrival=(record.time - records[0].time) / speed, prompt=prompt, max_tokens=generated))
     notes = (
         f"{clipped} of {len(jobs)} requests were clipped to a context of {max_context} tokens "

@@ -78,7 +78,7 @@ def test_every_policy_serves_every_token():
     names = [policy.name for policy in policies]
     assert names == ["reserve", "grow", "no prefix cache", "budget 8", "tpot 100 ms", "50% urgent"]
     for each in compared(system(), policies):
-        assert [len(outcome.token_times) for outcome in each.served.outcomes] == [4] * 8
+        assert [outcome.tokens for outcome in each.served.outcomes] == [4] * 8
         assert each.served.sizes.total() > 8
 
 
@@ -123,7 +123,7 @@ def test_a_flood_of_another_tenant_is_told_apart():
     assert [len(found.by_class()["flood"]) for found in (turns, one)] == [400, 400]
     assert first["turns"] < 3 * first["alone"] < first["one"] / 10  # with two rows, one of them must end first
     assert turns.served.duration == pytest.approx(one.served.duration, rel=0.02)
-    assert turns.served.cached == 0
+    assert turns.served.cached < 440 * 8 / 20  # by chance only: the copies have other tokens
     figures = policy_comparison.figures(turns, Objective(ttft=1.0, tpot=0.1))
     assert set(figures["classes"]) == {"trace", "flood"}
 
@@ -133,7 +133,7 @@ def test_reserve_holds_requested_tokens():
     reserve, grow = (each.served for each in compared(system(), policies, max_tokens=50))
     assert reserve.promised > 2 * reserve.held
     assert grow.promised < 1.5 * grow.held
-    assert [len(each.token_times) for each in reserve.outcomes] == [4] * 8  # they end where they ended
+    assert [each.tokens for each in reserve.outcomes] == [4] * 8  # they end where they ended
 
 
 def test_an_objective_needs_both_of_its_times():

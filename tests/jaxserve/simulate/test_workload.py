@@ -32,7 +32,7 @@ def test_uniform_lengths_cover_their_range():
     )
     assert {len(job.prompt) for job in workload.jobs} == {3, 4, 5, 6}
     assert {job.max_tokens for job in workload.jobs} == {2}
-    assert all(job.prompt.min() >= 0 and job.prompt.max() < 50 for job in workload.jobs)
+    assert all(job.prompt.tokens().min() >= 0 and job.prompt.tokens().max() < 50 for job in workload.jobs)
     assert {job.arrival for job in workload.jobs} == {0.0}
     assert workload.longest == 8
 
@@ -41,8 +41,12 @@ def test_a_seed_fixes_the_workload():
     settings = {"requests": 4, "prompt": load.Range(low=1, high=9), "output": load.Range(low=1, high=9)}
     first, again = (load.uniform(**settings, vocab_size=50, seed=5) for _ in range(2))
     other = load.uniform(**settings, vocab_size=50, seed=6)
-    assert all(np.array_equal(a.prompt, b.prompt) for a, b in zip(first.jobs, again.jobs, strict=True))
-    assert any(not np.array_equal(a.prompt, b.prompt) for a, b in zip(first.jobs, other.jobs, strict=True))
+    assert all(
+        np.array_equal(a.prompt.tokens(), b.prompt.tokens()) for a, b in zip(first.jobs, again.jobs, strict=True)
+    )
+    assert any(
+        not np.array_equal(a.prompt.tokens(), b.prompt.tokens()) for a, b in zip(first.jobs, other.jobs, strict=True)
+    )
 
 
 def test_poisson_arrivals_have_the_rate_and_the_spread():
@@ -92,16 +96,16 @@ def test_mooncake_trace_shares_prefixes(tmp_path):
     first, second, third = trace(tmp_path, MOONCAKE).jobs
     assert [job.arrival for job in (first, second, third)] == pytest.approx([0.0, 1.5, 1.5])
     assert [len(job.prompt) for job in (first, second, third)] == [600, 1030, 40]
-    assert np.array_equal(first.prompt[:512], second.prompt[:512])
-    assert not np.array_equal(first.prompt[512:600], second.prompt[512:600])
-    assert not np.array_equal(first.prompt[:40], third.prompt)
+    assert np.array_equal(first.prompt.tokens()[:512], second.prompt.tokens()[:512])
+    assert not np.array_equal(first.prompt.tokens()[512:600], second.prompt.tokens()[512:600])
+    assert not np.array_equal(first.prompt.tokens()[:40], third.prompt.tokens())
 
 
 def test_clipping_keeps_the_output_and_the_shared_head(tmp_path):
     first, second, _ = trace(tmp_path, MOONCAKE, max_context=700).jobs
     assert (len(first.prompt), first.max_tokens) == (600, 5)
-    assert (len(second.prompt), second.max_tokens) == (200, 500)
-    assert np.array_equal(first.prompt[:200], second.prompt)
+    assert (len(second.prompt.tokens()), second.max_tokens) == (200, 500)
+    assert np.array_equal(first.prompt.tokens()[:200], second.prompt.tokens())
 
 
 @pytest.mark.parametrize(
