@@ -28,6 +28,7 @@ from jaxserve.simulate.system import (
 from jaxserve.simulate.virtual_clock import Arrival, arrivals
 from jaxserve.simulate.workload import DrawnPrompt, Workload
 
+_NO_CLASS = ""  # of requests that are not told apart
 URGENT = 1  # priority of the requests that are served first
 
 
@@ -147,7 +148,7 @@ def _mixed(incoming: Sequence[Arrival], policy: Policy, seed: int) -> tuple[Sequ
         mixed = _flooded(incoming, policy.flood, seed)
         classes = tuple(each.tenant for each in mixed)
         return [each._replace(tenant="") for each in mixed] if policy.as_one else mixed, classes
-    return incoming, ("all",) * len(incoming)
+    return incoming, tuple(each.tenant or _NO_CLASS for each in incoming)
 
 
 def _flooded(incoming: Sequence[Arrival], times: float, seed: int) -> list[Arrival]:
@@ -198,7 +199,7 @@ def figures(replay: PolicyResult, objective: Objective) -> dict[str, Any]:
                 "ttft_ms": _spread(each.first_token for each in outcomes if each.tokens),
             }
             for name, outcomes in replay.by_class().items()
-            if name != "all"
+            if name != _NO_CLASS
         },
     }
 

@@ -96,7 +96,7 @@ def arrivals(workload: Workload, *, max_tokens: int | None = None, max_context: 
         if max_tokens is not None:
             room = max_tokens if max_context is None else min(max_tokens, max_context - len(job.prompt))
             asked = max(asked, room)
-        made.append(Arrival(job.arrival, job.prompt, job.max_tokens, asked))
+        made.append(Arrival(job.arrival, job.prompt, job.max_tokens, asked, tenant=job.tenant))
     return made
 
 

@@ -9,9 +9,10 @@ import csv
 import dataclasses
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
@@ -66,12 +67,14 @@ class Job:
     Attributes:
       arrival: seconds after the start of the workload.
       prompt: its token ids.
+      tenant: whom it counts for; "" where the trace does not say.
       max_tokens: tokens to generate; benchmarks ignore the end of sequence, so exactly this many.
     """
 
     arrival: float
     prompt: DrawnPrompt
     max_tokens: int
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,10 +176,18 @@ class _TraceRecord(NamedTuple):
     prompt_length: int
     output_length: int
     blocks: tuple[int, ...] = ()
+    tenant: str = ""
 
 
 def read_trace(
-    path: str | Path, *, max_context: int, vocab_size: int, seed: int, limit: int | None = None, speed: float = 1.0
+    path: str | Path,
+    *,
+    max_context: int,
+    vocab_size: int,
+    seed: int,
+    limit: int | None = None,
+    speed: float = 1.0,
+    columns: Mapping[str, str] | None = None,
 ) -> Workload:
     """Read a trace: recorded arrivals and lengths, with generated token ids.
 
@@ -188,6 +199,8 @@ def read_trace(
     Args:
       limit: number of requests to take from the start of the trace; None takes all.
       speed: 2 replays the arrivals twice as fast.
+      columns: for CSV with another header: the columns of `time` (a date or seconds), `prompt` and `output` (tokens)
+        and, if there is one, `tenant`.
 
     Raises:
       ValueError: the file has another format; the message names file and line.
@@ -197,7 +210,7 @@ def read_trace(
         raise ValueError(f"speed is {speed:g}; it must be above 0")
     try:
         with path.open(encoding="utf-8", newline="") as file:
-            records = sorted(islice(_records(file, path), limit), key=lambda record: record.time)
+            records = sorted(islice(_records(file, path, columns), limit), key=lambda record: record.time)
     except OSError as error:
         raise ValueError(f"{path}: the trace cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
@@ -215,7 +228,14 @@ def read_trace(
         cut = wanted - prompt_length - generated
         clipped, lost, total = clipped + (cut > 0), lost + cut, total + wanted
         prompt = DrawnPrompt(prompt_length, vocab_size, seed, len(jobs), record.blocks)
-        jobs.append(Job(arrival=(record.time - records[0].time) / speed, prompt=prompt, max_tokens=generated))
+        jobs.append(
+            Job(
+                arrival=(record.time - records[0].time) / speed,
+                prompt=prompt,
+                max_tokens=generated,
+                tenant=record.tenant,
+            )
+        )
     notes = (
         f"{clipped} of {len(jobs)} requests were clipped to a context of {max_context} tokens "
         f"({100 * lost / total:.1f}% of the trace's tokens left out)",
@@ -237,13 +257,20 @@ def _prompt(
     return np.concatenate(parts)[:length]
 
 
-def _records(file: TextIO, path: Path) -> Iterator[_TraceRecord]:
-    """The requests of a trace in either format."""
-    is_mooncake = file.readline().lstrip().startswith("{")
+def _records(file: TextIO, path: Path, columns: Mapping[str, str] | None) -> Iterator[_TraceRecord]:
+    """The requests of a trace in either format, or with these columns."""
+    is_mooncake = columns is None and file.readline().lstrip().startswith("{")
     file.seek(0)
     if is_mooncake:
         maker, parse, example = "a Mooncake", _parse_mooncake, _MOONCAKE_LINE
         lines: Iterable[Any] = ((number, text) for number, text in enumerate(file, start=1) if text.strip())
+    elif columns is not None:
+        maker, parse, example = "this", partial(_parse_columns, columns), ",".join(columns.values())
+        rows = csv.DictReader(file)
+        if missing := set(columns.values()) - set(rows.fieldnames or ()):
+            names = ", ".join(map(str, rows.fieldnames or ()))
+            raise ValueError(f"{path}: there is no column {min(missing)}; the first line names {names}")
+        lines = enumerate(rows, start=2)
     else:
         maker, parse, example = "an Azure", _parse_azure, _AZURE_LINE
         names = _AZURE_COLUMNS if _has_no_header(file) else None
@@ -251,7 +278,8 @@ def _records(file: TextIO, path: Path) -> Iterator[_TraceRecord]:
         if not set(_AZURE_COLUMNS) <= set(rows.fieldnames or ()):
             raise ValueError(
                 f"{path}: unknown trace format; expected CSV with the columns {','.join(_AZURE_COLUMNS)}, "
-                "or one JSON object a line with timestamp, input_length, output_length and hash_ids"
+                "or one JSON object a line with timestamp, input_length, output_length and hash_ids; other columns are "
+                "named with --columns time=...,prompt=...,output=..."
             )
         lines = enumerate(rows, start=first)
     for number, line in lines:
@@ -276,6 +304,18 @@ def _has_no_header(file: TextIO) -> bool:
 def _parse_azure(row: Any) -> _TraceRecord:
     time, prompt, output = (row[column] for column in _AZURE_COLUMNS)
     return _TraceRecord(datetime.fromisoformat(time).timestamp(), max(1, int(prompt)), max(1, int(output)))
+
+
+def _parse_columns(columns: Mapping[str, str], row: Any) -> _TraceRecord:
+    time = row[columns["time"]]
+    try:
+        seconds = float(time)
+    except ValueError:
+        seconds = datetime.fromisoformat(time).timestamp()
+    if not math.isfinite(seconds):
+        raise ValueError(f"{columns['time']} is {time}")
+    prompt, output = (max(1, int(row[columns[name]])) for name in ("prompt", "output"))
+    return _TraceRecord(seconds, prompt, output, tenant=row[columns["tenant"]] if "tenant" in columns else "")
 
 
 def _parse_mooncake(text: Any) -> _TraceRecord:

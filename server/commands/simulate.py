@@ -82,6 +82,12 @@ def add_trace_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--speed", type=float, default=1.0, metavar="X", help="replay a trace X times as fast (default: %(default)s)"
     )
+    group.add_argument(
+        "--columns",
+        type=_columns,
+        metavar="time=T,prompt=P,output=O[,tenant=N]",
+        help="columns of a CSV trace with another header: arrival (a date or seconds), tokens, and who asks",
+    )
     group.add_argument("--seed", type=_seed, default=0, metavar="N", help="of synthetic tokens (default: %(default)s)")
     group = parser.add_argument_group("results")
     group.add_argument("--plot", type=Path, metavar="FILE", help="draw the result (.png, .svg)")
@@ -173,6 +179,7 @@ def read_trace(args: argparse.Namespace, max_context: int) -> Workload:
         seed=args.seed,
         limit=args.requests,
         speed=args.speed,
+        columns=args.columns,
     )
 
 
@@ -194,6 +201,14 @@ def _seed(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is no seed; write a whole number such as 7")
     return int(text)
+
+
+def _columns(text: str) -> dict[str, str]:
+    parts = [part.partition("=") for part in text.split(",")]
+    found = {name: column for name, _, column in parts}
+    if not {"time", "prompt", "output"} <= set(found) <= {"time", "prompt", "output", "tenant"} or "" in found.values():
+        raise argparse.ArgumentTypeError(f"{text!r} names no columns; write time=T,prompt=P,output=O and ,tenant=N")
+    return found
 
 
 def _times(text: str) -> float:

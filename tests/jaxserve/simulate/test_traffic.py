@@ -128,6 +128,19 @@ def test_a_flood_of_another_tenant_is_told_apart():
     assert set(figures["classes"]) == {"trace", "flood"}
 
 
+def test_tenants_of_a_trace_are_told_apart(tmp_path, capsys):
+    path = tmp_path / "trace.csv"
+    path.write_text("t,p,o,who\n" + "".join(f"{second},60,5,{'ab'[second % 2]}\n" for second in range(10)))
+    columns = ["--columns", "time=t,prompt=p,output=o,tenant=who", "--policies", "grow", "--json"]
+    assert cli.main(["simulate", "--trace", str(path), *MODEL, *columns]) == 0
+    (figures,) = json.loads(capsys.readouterr().out)["policies"]
+    assert set(figures["classes"]) == {"a", "b"}
+    for wrong in ("time=t,prompt=p", "time=t,prompt=p,output=", "t,p,o"):
+        with pytest.raises(SystemExit):
+            cli.main(["simulate", "--trace", str(path), *MODEL, "--columns", wrong])
+        assert "names no columns" in capsys.readouterr().err
+
+
 def test_reserve_holds_requested_tokens():
     policies = [policy_comparison.Policy(name=name, changes={"slot_policy": name}) for name in ("reserve", "grow")]
     reserve, grow = (each.served for each in compared(system(), policies, max_tokens=50))

@@ -86,6 +86,24 @@ def test_azure_trace_without_a_header(tmp_path):
         trace(tmp_path, "".join(rows) + "yesterday,1,2\n")
 
 
+def test_columns_have_the_names_that_are_given(tmp_path):
+    columns = {"time": "at", "prompt": "in", "output": "out", "tenant": "who"}
+    text = "who,out,at,in\nb,3,2026-01-01 00:00:02,7\na,4,2026-01-01 00:00:00.5,9\n"
+    seconds = text.replace("2026-01-01 00:00:0", "")
+    for each in (text, seconds):
+        jobs = trace(tmp_path, each, columns=columns).jobs
+        assert [(job.arrival, len(job.prompt), job.max_tokens, job.tenant) for job in jobs] == [
+            (0.0, 9, 4, "a"),
+            (1.5, 7, 3, "b"),
+        ]
+    with pytest.raises(ValueError, match="there is no column in; the first line names who, out, at, inn"):
+        trace(tmp_path, text.replace(",in\n", ",inn\n"), columns=columns)
+    with pytest.raises(ValueError, match=r"line 3: not a request of this trace: at is nan"):
+        trace(tmp_path, seconds.replace("0.5", "nan"), columns=columns)
+    with pytest.raises(ValueError, match="--columns time="):
+        trace(tmp_path, text)
+
+
 def test_trace_limit_and_speed(tmp_path):
     workload = trace(tmp_path, AZURE, limit=2, speed=2.0)
     assert [job.arrival for job in workload.jobs] == pytest.approx([0.0, 2.125])
