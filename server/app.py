@@ -8,10 +8,10 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from server.auth import ApiKeys, KeyMiddleware
+from server.auth import OPEN_CALLS, ApiKeys, KeyMiddleware
 from server.grpc.server import GrpcServer
 from server.handler import RequestHandler
-from server.http.app import OPEN_CALLS, hosts_of, make_app, with_origins
+from server.http.app import hosts_of, make_app, with_origins
 from server.http.listener import HttpListener
 from server.live import LiveStats
 from server.metrics import Metrics

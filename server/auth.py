@@ -9,6 +9,7 @@ The file has a table for each tenant. A key is written as it is or as its SHA-25
     rate = 10        # requests a second; default: no limit
     burst = 20       # requests that may come at once; default: those of one second
     shared_prefixes = true  # with other tenants that have this; default: false
+    operator = true  # sees everybody's iterations in /live; default: false
 """
 
 from __future__ import annotations
@@ -32,11 +33,15 @@ import grpc
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+# All that is open without a key: methods and whole paths, and full names of gRPC services.
+OPEN_CALLS = (("GET", "/health"), ("GET", "/"))
+OPEN_SERVICES = ("grpc.health.v1.Health",)
+
 _log = logging.getLogger(__name__)
 
 _LONGEST_KEY = 1024  # bytes
 _CHECK_SECONDS = 1.0  # how often the file is checked for changes
-_FIELDS = ("keys", "share", "rate", "burst", "shared_prefixes")
+_FIELDS = ("keys", "share", "rate", "burst", "shared_prefixes", "operator")
 _NUMBERS = _FIELDS[1:4]
 _DENIED = "an API key is required: send `authorization: Bearer KEY`"
 
@@ -51,6 +56,7 @@ class Tenant:
       burst: requests that may come at once within the rate.
       shared_prefixes: whether it shares cached prefixes with the other tenants that do. Who shares them can find out,
         by `cached_tokens` and by the time to the first token, whether another has sent a prompt.
+      operator: whether it sees what the engine does for all tenants, iteration by iteration.
     """
 
     name: str
@@ -58,6 +64,7 @@ class Tenant:
     rate: float | None = None
     burst: float = 1.0
     shared_prefixes: bool = False
+    operator: bool = False
 
     def salt(self, given: str) -> str:
         """The salt of this tenant's cached prefixes, for a call with the salt `given`.
@@ -222,16 +229,17 @@ def _tenant(path: Path, name: str, table: Any) -> tuple[Tenant, list[Any]]:
         value = table.get(number, 1)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
             raise ValueError(f"{path}: {name} has {number} {value!r}; it must be a number above 0")
-    shared = table.get("shared_prefixes", False)
-    if not isinstance(shared, bool):
-        raise ValueError(f"{path}: {name} has shared_prefixes {shared!r}; it must be true or false")
+    choices = {choice: table.get(choice, False) for choice in _FIELDS[4:]}
+    for choice, value in choices.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{path}: {name} has {choice} {value!r}; it must be true or false")
     keys = table.get("keys")
     if not isinstance(keys, list) or not keys:
         raise ValueError(f'{path}: {name} has no keys; write keys = ["..."]')
     rate = table.get("rate")
     burst = table.get("burst", max(1.0, rate or 1.0))
     limits = {"share": table.get("share", 1.0), "rate": rate, "burst": max(1.0, burst)}
-    return Tenant(name=name, shared_prefixes=shared, **limits), keys
+    return Tenant(name=name, **choices, **limits), keys
 
 
 def _digest(path: Path, name: str, key: Any) -> bytes:

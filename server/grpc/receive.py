@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
@@ -11,11 +12,15 @@ from google.protobuf.message import DecodeError
 
 from jaxserve.errors import InvalidRequest
 from server.call import new_id
+from server.errors import ApiError, ErrorKind
 from server.grpc import calls
 from server.handler import RequestHandler
-from server.limits import LONG_BYTES, MAX_FIELDS, MAX_VALUES
+from server.limits import LONG_BYTES, MAX_BODY_BYTES, MAX_FIELDS, MAX_UNFINISHED_BYTES, MAX_VALUES
 from server.text import offload_if
+from server.unfinished import UnfinishedBodies
 
+MESSAGE_SECONDS = 30.0  # within which a message must arrive
+_SLOW_SECONDS = 1.0  # after which a message that has not arrived counts as unfinished
 _MALFORMED = InvalidRequest("message", "is not of this call: its bytes cannot be parsed")
 _HIGH = bytes(range(0x80, 0x100))  # bytes of a varint that are not its last
 _FIXED = {FieldDescriptor.CPPTYPE_FLOAT: 4, FieldDescriptor.CPPTYPE_DOUBLE: 8}
@@ -33,6 +38,7 @@ class MessageInterceptor(grpc.aio.ServerInterceptor):
     def __init__(self, handler: RequestHandler, services: Iterable[str]) -> None:
         self._handler = handler
         self._services = tuple(f"/{service}/" for service in services)
+        self._unfinished = UnfinishedBodies(MAX_UNFINISHED_BYTES)
         self._known: dict[str, grpc.RpcMethodHandler] = {}
 
     async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
@@ -46,14 +52,35 @@ class MessageInterceptor(grpc.aio.ServerInterceptor):
         method: Callable[[Any, Any], Awaitable[Any]] = found.unary_stream or found.unary_unary
         parse = found.request_deserializer
 
-        async def call(raw: bytes, context: Any) -> Any:
+        async def call(_messages: Any, context: Any) -> Any:
             async with calls.answering(self._handler, context, new_id()):
-                request = await self._parsed(raw, parse)
+                request = await self._parsed(await self._read(context), parse)
             return await method(request, context)
 
-        make = grpc.unary_stream_rpc_method_handler if found.unary_stream else grpc.unary_unary_rpc_method_handler
+        # A handler of streams reads its messages itself, and so can stop waiting for one.
+        make = grpc.stream_stream_rpc_method_handler if found.unary_stream else grpc.stream_unary_rpc_method_handler
         wrapped = self._known[name] = make(call, None, found.response_serializer)
         return wrapped
+
+    async def _read(self, context: Any) -> bytes:
+        """The bytes of the call's message. Raises ApiError if they do not come in time."""
+        try:
+            async with asyncio.timeout(MESSAGE_SECONDS) as limit:
+                with self._unfinished.reading(limit) as has_read:
+                    # grpc does not tell how much has come. Most messages come whole at once.
+                    slow = asyncio.get_running_loop().call_later(_SLOW_SECONDS, has_read, MAX_BODY_BYTES)
+                    try:
+                        raw = await context.read()
+                    finally:
+                        slow.cancel()
+        except TimeoutError:
+            text = (
+                f"the message took longer than {MESSAGE_SECONDS:g} seconds, or the longest of too many unfinished ones"
+            )
+            raise ApiError(ErrorKind.TOO_LATE, text) from None
+        if not isinstance(raw, bytes):  # the end of the stream
+            raise InvalidRequest("message", "is missing")
+        return raw
 
     async def _parsed(self, raw: bytes, parse: Any) -> Any:
         await offload_if(len(raw) > LONG_BYTES, lambda: check_size(raw, parse.__self__.DESCRIPTOR))

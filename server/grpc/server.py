@@ -6,7 +6,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from server.auth import ApiKeys, KeyInterceptor
+from server.auth import OPEN_SERVICES, ApiKeys, KeyInterceptor
 from server.compat import kserve, vllm
 from server.grpc import calls
 from server.grpc.receive import MessageInterceptor
@@ -27,7 +27,6 @@ _QUEUED = (
     *(f"/{SERVICE}/Generate", f"/{SERVICE}/GenerateStream"),
     *(f"/{ROUTER_SERVICES[0]}/Generate", f"/{ROUTER_SERVICES[1]}/ModelInfer"),
 )
-OPEN_SERVICES = (health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,)  # need no API key
 _MAX_PENDING = 65_536
 _OPTIONS = (
     ("grpc.max_receive_message_length", MAX_BODY_BYTES),
@@ -44,6 +43,8 @@ _OPTIONS = (
     # Detects a client whose machine has gone, so that its slots are freed.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.server_handshake_timeout_ms", 20_000),
+    ("grpc.max_connection_idle_ms", 600_000),  # without a call; clients connect again by themselves
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
 )
 

@@ -17,9 +17,9 @@ from server.errors import ApiError, ErrorKind
 from server.handler import RequestHandler
 from server.http import json_text
 from server.http.body import IgnoredLog, ignored_fields, warning_header
-from server.http.unfinished import UnfinishedBodies
 from server.limits import LONG_BYTES, MAX_BODY_BYTES, MAX_UNFINISHED_BYTES
 from server.text import offload_if
+from server.unfinished import UnfinishedBodies
 
 DONE = b"[DONE]"  # the last event of a stream in OpenAI's API
 BODY_SECONDS = 30.0  # within which the body must arrive

@@ -17,9 +17,10 @@ from jaxserve import models
 from jaxserve.engine import Engine
 from jaxserve.generation import parsing
 from jaxserve.sampling_params import SAMPLING_PARAMS
+from server.auth import OPEN_SERVICES
 from server.commands import cli
 from server.compat import tgi_schemas
-from server.grpc.server import OPEN_SERVICES, ROUTER_SERVICES
+from server.grpc.server import ROUTER_SERVICES
 from server.http import schemas
 from server.proto.inference import open_inference_grpc_pb2
 from server.proto.jaxserve.v1 import inference_pb2

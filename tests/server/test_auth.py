@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import http.client
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -101,7 +102,7 @@ def test_key_file_is_read_again(path: Path, caplog: pytest.LogCaptureFixture) ->
         ('[a]\nkeys = ["sha256:abcdef"]', "begins with sha256: but 64 hex digits do not follow"),
         (
             '[a]\nkeys = ["long-enough"]\nrates = 3',
-            "a has rates; the fields are keys, share, rate, burst, shared_prefixes",
+            "a has rates; the fields are keys, share, rate, burst, shared_prefixes, operator",
         ),
         (
             '[a]\nkeys = ["long-enough"]\nshared_prefixes = 1',
@@ -270,3 +271,23 @@ def test_callers_without_keys_share_prefixes() -> None:
     assert auth.ANYBODY.salt("mine") == "mine"
     salts = {auth.Tenant(name=name, shared_prefixes=shared).salt("") for name in "ab" for shared in (False, True)}
     assert len(salts) == 3
+
+
+def test_only_operators_see_iterations(serve: Any, path: Path) -> None:
+    path.write_text('[a]\nkeys = ["key-of-a"]\n[b]\nkeys = ["key-of-b"]\noperator = true\n')
+
+    async def scenario(it: Any) -> None:
+        await it.stub.Generate(pb.GenerateRequest(prompt="abc", max_tokens=3), metadata=[("x-api-key", "key-of-b")])
+
+        def live(key: str) -> Any:
+            connection = http.client.HTTPConnection("127.0.0.1", it.http_port, timeout=WAIT_SECONDS)
+            connection.request("GET", "/live", headers={"x-api-key": key})
+            found = json.loads(connection.getresponse().read())
+            connection.close()
+            return found
+
+        a, b = await asyncio.to_thread(live, "key-of-a"), await asyncio.to_thread(live, "key-of-b")
+        assert (a["iterations"], bool(b["iterations"])) == ([], True)
+        assert (a["next"], a["load"]) == (b["next"], b["load"])
+
+    serve(scenario, http_port=0, app={"keys": ApiKeys(path)})

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from server.http import call as http_call
-from server.http.unfinished import UnfinishedBodies
+from server.unfinished import UnfinishedBodies
 from tests.server.conftest import Served
 from tests.server.http.http_calls import ask
 from tests.server.http.test_http import HEAD, PATH, left, raw
