@@ -91,7 +91,9 @@ class FairQueue:
         if tenant.num_live == 0:
             self._num_active -= 1
             self.is_shared = self._num_active > 1
-            if tenant.served <= self._last_served:  # it would be lifted in any case
+            if not self._num_active:  # an idle device owes nobody
+                self._tenants.clear()
+            elif tenant.served <= self._last_served:  # it would be lifted in any case
                 del self._tenants[tenant.name]
 
     def push(self, state: RequestState) -> None:

@@ -8,6 +8,7 @@ from random import Random
 
 import pytest
 
+from jaxserve.iteration import Chunk
 from jaxserve.request import Request
 from jaxserve.scheduler.buckets import BucketCost, BucketLadder
 from jaxserve.scheduler.scheduler import Scheduler
@@ -77,13 +78,45 @@ def test_who_was_idle_has_saved_nothing():
     made = scheduler(rows=1)
     for number in range(40):
         made.submit(request(f"a{number:02}", tenant="a", max_tokens=1))
-    made.submit(request("c", tenant="c", max_tokens=1))
+        made.submit(request(f"c{number:02}", tenant="c", max_tokens=1))
     for _ in range(20):
         step(made)
     for number in range(10):
         made.submit(request(f"b{number:02}", arrival=5.0, tenant="b", max_tokens=1))
     order = Counter(names(step(made)[0])[0][0] for _ in range(10))
-    assert order["a"] >= 4
+    assert max(order.values()) <= 5
+
+
+def queued(*names: str) -> tuple[FairQueue, list[RequestState]]:
+    """A queue with a request of 8 tokens of each name's tenant, its first letter."""
+    fair, states = FairQueue(BucketLadder([BucketCost(size=8, compile_seconds=0.0, milliseconds=1.0)]), 4), []
+    for number, name in enumerate(names):
+        states.append(state := RequestState.of(request(name, 8, tenant=name[0]), frozenset()))
+        state.key = (0.0, number)
+        fair.join(state)
+        fair.push(state)
+    return fair, states
+
+
+def test_who_begins_to_wait_starts_at_the_least_of_those_that_wait():
+    fair, (first, other, _) = queued("a1", "c1", "a2")
+    assert fair.pop() is first
+    for _ in range(30):
+        fair.charge_samples([first, other, other], [Chunk(0, 9, 1, 1)] * 3)
+    late = RequestState.of(request("b1", tenant="b"), frozenset())
+    fair.join(late)
+    fair.push(late)
+    assert 0 < late.tenant.served == first.tenant.served < other.tenant.served
+
+
+def test_a_request_that_is_put_back_costs_nothing_and_keeps_its_turn():
+    fair, (first, _, _) = queued("a1", "b1", "a2")
+    assert fair.pop() is first
+    fair.charge_prompt(first)
+    assert first.tenant.served > 0
+    fair.put_back(first)
+    assert first.tenant.served == pytest.approx(0.0)
+    assert fair.first() is first
 
 
 def test_blocks_are_taken_from_the_tenant_that_had_more():
@@ -240,4 +273,14 @@ def test_many_tenants_take_turns_alike():
     order = admitted(made)
     assert sorted(order[:50]) == sorted(f"0-{tenant}" for tenant in range(50))
     assert not finish(made)
-    assert len(made.requests.waiting._tenants) <= 50
+    assert not made.requests.waiting._tenants  # none is kept
+
+
+def test_a_tenant_is_forgotten_where_it_is_not_ahead():
+    fair, (first, _, ahead) = queued("a1", "b1", "c1")
+    for state in (first, ahead):
+        fair.remove(state)
+    fair.charge_prompt(ahead)
+    for state in (first, ahead):
+        fair.leave(state)
+    assert set(fair._tenants) == {"b", "c"}
