@@ -117,7 +117,7 @@ class ToolUse:
         """Raises InvalidRequest if the model cannot be told of the tools, or its calls cannot be read."""
         if self.choice != "auto" or template is None:
             return
-        if "tools" not in template.variables:
+        if "tools" not in template.with_tools.variables:
             raise InvalidRequest(
                 "tools", "are not in this checkpoint's chat template; only calls that tool_choice requires are served"
             )

@@ -32,6 +32,7 @@ class ChatTemplate:
 
     Attributes:
       variables: names that the template reads and does not define.
+      with_tools: the template for chats with tools, which is this one or another.
       tool_form: name of the format in which the model calls tools (`tool_forms.FORMS`); None if it is not known.
 
     Raises:
@@ -44,6 +45,7 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
         self._special_tokens = special_tokens
+        self.with_tools = self
         self.tool_form = tool_forms.form_of(source)
         try:
             self._template = environment.from_string(source)
@@ -60,20 +62,25 @@ class ChatTemplate:
         Raises:
           ValueError: a file exists and cannot be read.
         """
-        config, file = path / "tokenizer_config.json", other or path / "chat_template.jinja"
+        config, file, for_tools = path / "tokenizer_config.json", other or path / "chat_template.jinja", None
         try:
             fields = json.loads(config.read_text(encoding="utf-8")) if config.exists() else {}
             source = file.read_text(encoding="utf-8") if other or file.exists() else fields.get("chat_template")
             if isinstance(source, list):  # several templates, by name
-                source = {each["name"]: each["template"] for each in source}.get("default")
+                by_name = {each["name"]: each["template"] for each in source}
+                source, for_tools = by_name.get("default"), by_name.get("tool_use")
             special_tokens = {name: _text(fields[name]) for name in _SPECIAL if fields.get(name)}
         except (OSError, ValueError, AttributeError, KeyError, TypeError) as problem:
             raise ValueError(f"{config}, or {other or file.name}, cannot be read: {problem!r}") from problem
         if not source:
             return None
-        if not isinstance(source, str):
+        if not isinstance(source, str) or not isinstance(for_tools, str | None):
             raise ValueError(f"{config}: chat_template must be a string or a list of named strings")
-        return cls(source, special_tokens)
+        template = cls(source, special_tokens)
+        if for_tools:
+            template.with_tools = cls(for_tools, special_tokens)
+            template.tool_form = template.with_tools.tool_form
+        return template
 
     def render(
         self,
@@ -102,7 +109,7 @@ class ChatTemplate:
             raise ValueError(f"cannot be rendered with another value of {taken[0]}")
         until, pieces, size = time.monotonic() + _MAX_SECONDS, [], 0
         try:
-            for piece in self._template.generate(known | dict(variables)):
+            for piece in (self.with_tools if tools else self)._template.generate(known | dict(variables)):
                 pieces.append(piece)
                 size += len(piece)
                 if size > _MAX_TEXT or time.monotonic() > until:

@@ -78,7 +78,7 @@ def say_defaults(defaults: Mapping[str, Any]) -> None:
 
 def say_tools(template: ChatTemplate | None) -> None:
     """Prints in what form the model calls tools, if its chat template has them."""
-    if template is not None and "tools" in template.variables:
+    if template is not None and "tools" in template.with_tools.variables:
         form = template.tool_form or "not known, so the server reads no calls"
         say(f"form of tool calls: {form} (--tool-parser sets another)")
 

@@ -32,7 +32,15 @@ def test_a_template_is_found_where_checkpoints_have_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "found", [7, {"default": "a"}, ["a"], [{"name": "default"}], [{"name": "default", "template": 7}]]
+    "found",
+    [
+        7,
+        {"default": "a"},
+        ["a"],
+        [{"name": "default"}],
+        [{"name": "default", "template": 7}],
+        [{"name": "default", "template": "a"}, {"name": "tool_use", "template": 7}],
+    ],
 )
 def test_one_that_is_no_text_is_refused_with_its_file(tmp_path: Path, found: Any) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": found}))
@@ -62,3 +70,15 @@ def test_what_a_template_says_is_told_to_a_length() -> None:
             messages("a" * 100_000), add_generation_prompt=True
         )
     assert len(str(error.value)) < 300
+
+
+def test_a_checkpoint_may_have_another_template_for_chats_with_tools(tmp_path: Path) -> None:
+    templates = {"default": "{{ messages[0].content }}", "tool_use": "{{ tools | length }} <tool_call>"}
+    listed = [{"name": name, "template": source} for name, source in templates.items()]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": listed}))
+    template = ChatTemplate.from_directory(tmp_path)
+    assert template is not None
+    assert template.tool_form == "hermes"
+    message = {"role": "user", "content": "Hi"}
+    assert template.render([message], add_generation_prompt=True) == "Hi"
+    assert template.render([message], add_generation_prompt=True, tools=[{}, {}]) == "2 <tool_call>"
