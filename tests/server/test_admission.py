@@ -249,6 +249,18 @@ def test_a_tenant_waits_for_others_as_much_as_their_shares_allow(order: str) -> 
     ask(admission, LARGE)
 
 
+def test_answers_of_those_who_wait_behind_are_not_waited_for() -> None:
+    """Seven requests of another tenant generate up to 100 tokens each; a call waits for the rows alone."""
+    engine = loaded(max_queue_seconds=60.0)
+    admission = engine.admission(SMALL, LARGE)
+    for _ in range(7):
+        engine.take(ask(admission, SMALL, prompt_tokens=10, new_tokens=100))
+        engine.counts.outstanding_tokens += 110
+    late = {tenant.name: admission._wait(engine.load(), tenant, 1e9) for tenant in (SMALL, LARGE)}
+    assert late["large"] == pytest.approx(4000 / 400 / 4)
+    assert late["small"] == pytest.approx(4770 / 400 * 8 / 11)
+
+
 def test_the_front_refuses_a_tenant_whose_own_calls_fill_the_queue() -> None:
     engine = loaded(max_queue_seconds=8.0, order="fcfs")
     admission = engine.admission(SMALL, LARGE)

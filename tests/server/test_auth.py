@@ -178,8 +178,11 @@ def test_the_server_asks_for_keys_and_counts_rates(serve: Any, path: Path) -> No
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await method(request)
             assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        seen, submit = [], it.engine.submit
+        it.engine.submit = lambda request, sink: (seen.append(request), submit(request, sink))[1]
         for _ in range(3):
             assert (await it.stub.Generate(request, metadata=[("x-api-key", "key-of-hashed")])).text == "a"
+        assert {(each.tenant, each.share) for each in seen} == {("hashed", 2.5)}
         limited = [("authorization", "Bearer first-key-of-plain")]
         await it.stub.Generate(request, metadata=limited)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
