@@ -24,6 +24,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "bloom-7b1": model_catalog.KNOWN["bloom-7b1"],
     "gpt2-xl": model_catalog.KNOWN["gpt2-xl"],
     "gpt2": model_catalog.KNOWN["gpt2"],
+    "llama-3-8b": model_catalog.KNOWN["llama-3-8b"],
     "llama-3.2-1b": model_catalog.KNOWN["llama-3.2-1b"],
     "qwen3-0.6b": model_catalog.KNOWN["qwen3-0.6b"],
     "qwen3-moe-small": model_catalog.KNOWN["qwen3-30b-a3b"]

@@ -1,0 +1,1 @@
+"""What an accelerator reaches: kernels, steps and peers, timed in commands of a few minutes each."""

@@ -1,0 +1,37 @@
+"""The timed kernels: what they count as read and computed, and that what is wrong is not timed."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.device import kernels
+from pallas_kernels.xla import XlaBackend
+
+
+class Unscaled(XlaBackend):
+    """Forgets the scale."""
+
+    def attend(self, *args, scale, **kw):
+        return super().attend(*args, scale=1.0, **kw)
+
+
+@pytest.mark.bench
+def test_what_is_wrong_is_not_timed():
+    with pytest.raises(ValueError, match=r"differs from the oracle by .*; nothing was timed"):
+        kernels.checked(kernels.SMALL_CASES[0], Unscaled())
+
+
+def test_bytes_and_operations_of_a_case():
+    decode = kernels.KernelCase(rows=2, context=10, heads=3, kv_heads=3, head_dim=64)
+    assert (decode.nbytes, decode.flops) == (2 * 2 * 10 * 3 * 64 * 2, 4 * 2 * 10 * 3 * 64)
+    grouped = kernels.KernelCase(rows=2, context=10, heads=6, kv_heads=3, head_dim=64)
+    assert (grouped.nbytes, grouped.flops) == (decode.nbytes, 2 * decode.flops)
+    eight = kernels.KernelCase(rows=2, context=10, heads=3, kv_heads=3, head_dim=64, pool_dtype="int8")
+    assert eight.nbytes == 2 * 2 * 10 * 3 * (64 + 4)
+    prefill = kernels.KernelCase(rows=1, context=4, new=4, heads=1, kv_heads=1, head_dim=64)
+    assert prefill.flops == 4 * 10 * 64
+
+
+def test_names_tell_cases_apart():
+    for cases in (kernels.CASES, kernels.SMALL_CASES):
+        assert len({case.name for case in cases}) == len(cases)
