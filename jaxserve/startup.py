@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve import models, weights
-from jaxserve.config import EngineConfig
+from jaxserve.config import ENGINE_PARAMS, EngineConfig
 from jaxserve.loop import EngineLoop
 from jaxserve.models.schema import ModelConfig
 from jaxserve.plan.predict import with_buckets
@@ -299,6 +299,7 @@ def draft_runner(
     own = dataclasses.replace(
         config,
         speculate=None,
+        speculate_tokens=ENGINE_PARAMS["speculate_tokens"].default,
         scoring=False,
         sharding=None,
         layers_per_stage=None,

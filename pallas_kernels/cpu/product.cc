@@ -116,7 +116,7 @@ void MultiplyBlock(const Number<T>* x, const T* kernel, int64_t stride, int64_t 
     }
   for (int r = 0; r < kRows; r++)
     for (int o = 0; o < kOuts; o++) {
-      float sum = Reduce(sums[r][o], [](float a, float b) { return a + b; });
+      float sum = Reduce(sums[r][o], [](auto a, auto b) { return a + b; });
       for (int64_t j = i; j < depth; j++) sum += ToFloat(x[r * kPitch + j]) * ToFloat(kernel[o * stride + j]);
       float& to = y[r * out + o * gap];
       to = add ? to + sum : sum;

@@ -45,7 +45,7 @@ inline float Weigh(float* scores, Columns visible, Columns seen, const Scoring& 
     Store(scores + j, x);
     most = x > most ? x : most;
   }
-  const float raised = Reduce(most, [](float a, float b) { return a > b ? a : b; });
+  const float raised = Reduce(most, [](auto a, auto b) { return a > b ? a : b; });
   Vec sum{};
   for (int64_t j = from; j < visible.to; j += kLanes) {
     Vec x = Exp(Load(scores + j) - raised);
@@ -57,7 +57,7 @@ inline float Weigh(float* scores, Columns visible, Columns seen, const Scoring& 
   Clear(scores, {seen.from, from});
   Clear(scores, {RoundUp(visible.to, kLanes), seen.to});
   const float shrink = Exp(Splat(maximum - raised))[0];
-  total = total * shrink + Reduce(sum, [](float a, float b) { return a + b; });
+  total = total * shrink + Reduce(sum, [](auto a, auto b) { return a + b; });
   maximum = raised;
   return shrink;
 }

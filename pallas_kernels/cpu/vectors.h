@@ -118,14 +118,21 @@ inline void Assign(BFloat16& y, float x) {  // to the nearest, ties to even
   y.bits = x != x ? 0x7FC0 : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
 }
 
-// Reduces lanes by halves: a fixed order, the same everywhere.
-template <typename Operator>
-inline float Reduce(Vec x, Operator combine) {
-  float lanes[kLanes];
-  std::memcpy(lanes, &x, sizeof x);
-  for (int half = kLanes / 2; half > 0; half /= 2)
-    for (int i = 0; i < half; i++) lanes[i] = combine(lanes[i], lanes[i + half]);
-  return lanes[0];
+// Reduces lanes by halves: a fixed order, the same everywhere. Halves are vectors, which stay in registers; a loop over
+// lanes in memory took as long as the rest of a short product.
+template <int kCount = kLanes, typename Vector, typename Operator>
+inline float Reduce(const Vector& x, Operator combine) {
+  if constexpr (kCount == 2) {
+    float lanes[2];
+    std::memcpy(lanes, &x, sizeof lanes);
+    return combine(lanes[0], lanes[1]);
+  } else {
+    typedef float Half __attribute__((vector_size(2 * kCount)));
+    Half low, high;
+    std::memcpy(&low, &x, sizeof low);
+    std::memcpy(&high, reinterpret_cast<const char*>(&x) + sizeof low, sizeof high);
+    return Reduce<kCount / 2>(combine(low, high), combine);
+  }
 }
 
 // Splits e^x into 2^n and e^rest: returns e^rest - 1, and n in `exponent`, as the exponent bits of a float.
