@@ -30,6 +30,7 @@ from jaxserve.runner.stage import Progress
 from jaxserve.scheduler import routing
 from jaxserve.scheduler.block_allocation import BlockAllocation
 from jaxserve.scheduler.limits import Limits, check_queue
+from jaxserve.scheduler.prefix_changes import PrefixChange, PrefixChanges
 from jaxserve.scheduler.prefix_index import PrefixIndex
 from jaxserve.scheduler.state import allocation_of
 from jaxserve.stats import IterationRecord, Load, total
@@ -285,6 +286,17 @@ class Engine:
         """Call `recorder` after every iteration, on the thread of the replica that ran it."""
         for replica in self._loops:
             replica.stats.recorders.append(recorder)
+
+    def follow_prefixes(self, wake: Callable[[], None]) -> Callable[[], list[PrefixChange]]:
+        """Collect what changes in the prefix caches from now on; call it before the first request.
+
+        Args:
+          wake: called on an engine's thread after a change.
+
+        Returns:
+          A function that returns all changes since it was called last, in order. Any thread may call it.
+        """
+        return PrefixChanges([replica.scheduler.pool for replica in self._loops], wake).take
 
     def timeline(self) -> Timeline:
         """A recorder of what each stage does within a `with` block; it writes a trace.

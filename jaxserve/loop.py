@@ -65,6 +65,7 @@ class EngineLoop:
         # Callers count what they submit, the loop what it has taken in and done: neither waits for the other.
         self._submitted_requests = self._submitted_tokens = self._submitted_work = 0
         self._received_requests = self._received_tokens = self._done_work = 0
+        self._submitted_prompts = self._done_prompts = 0  # uncached tokens
         pipeline.connect(scheduler)
 
     # The loop
@@ -129,6 +130,8 @@ class EngineLoop:
             if live.started is not None:
                 event, live.started = event._replace(started=live.started), None
             by_sink.setdefault(live.sink, []).append(event)
+            if event.token_ids or event.finish_reason is not None:
+                self._done_prompts += live.outstanding.prompt  # 0 after the first token
             if generated := len(event.token_ids):
                 self.stats.generated_tokens += generated
                 self._done_work += live.outstanding.generated(generated)
@@ -189,6 +192,7 @@ class EngineLoop:
             self._live[request.request_id] = _LiveRequest(sink, outstanding)
             self._submitted_requests += 1
             self._submitted_tokens += len(request.prompt)
+            self._submitted_prompts += outstanding.prompt
             self._submitted_work += outstanding.tokens
             self._inbox.post(partial(self._receive, request, allocation, grammar))
 
@@ -296,6 +300,7 @@ class EngineLoop:
             waiting=self.num_waiting,
             waiting_tokens=self.waiting_tokens,
             outstanding_tokens=self.outstanding_tokens,
+            prefill_tokens=self._submitted_prompts - self._done_prompts,
             slots_used=pool.slots_used,
             slots_cached=pool.slots_cached,
             slots_total=pool.n_slots,

@@ -60,6 +60,7 @@ class Load:
 
     Attributes:
       outstanding_tokens: most tokens still to compute for live requests: prompts that are not cached, and answers.
+      prefill_tokens: those of outstanding_tokens in prompts of requests without a token yet.
       drafted_tokens / accepted_tokens: tokens drafted by speculation, and those of them that were accepted.
       host_seconds: host time of the iterations (schedule, pack, launch, complete).
       bucket_seconds: device time of the iterations, as the sum of their buckets' measured costs.
@@ -86,6 +87,7 @@ class Load:
     padding_seconds: float
     compiled_after_ready: int
     expected_seconds: float = 0.0
+    prefill_tokens: int = 0
 
 
 _FIGURES = tuple(field.name for field in dataclasses.fields(Load))

@@ -13,6 +13,7 @@ from server.grpc.server import GrpcServer
 from server.handler import RequestHandler
 from server.http.app import hosts_of, make_app, with_origins
 from server.http.listener import HttpListener
+from server.kv_events import KvEventLog
 from server.live import LiveStats
 from server.metrics import Metrics
 from server.tls import Tls
@@ -45,6 +46,7 @@ class ServerApp:
         calls.
       wedged_seconds: seconds without an iteration after which that is so; None uses the deadline plus a margin. An
         engine on several hosts reports its own failures, so it gets more time.
+      kv_events: whether to collect KV events, for routers.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class ServerApp:
         health_seconds: float = 0.5,
         on_wedged: Callable[[str], None] | None = None,
         wedged_seconds: Callable[[], float] | None = None,
+        kv_events: bool = False,
     ) -> None:
         self.handler = RequestHandler(
             engine,
@@ -69,6 +72,7 @@ class ServerApp:
             version=version,
             tenants=lambda: keys.tenants if keys is not None else {},
         )
+        self.handler.kv_events = KvEventLog(engine) if kv_events else None
         self._grpc = GrpcServer(self.handler, tls=tls, keys=keys)
         self.metrics = Metrics(engine, model=name, healthy=lambda: self.handler.unhealthy_reason is None)
         self.handler.observers.append(self.metrics)

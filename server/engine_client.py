@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from jaxserve.config import EngineConfig
     from jaxserve.request import Request, TokenEvent
+    from jaxserve.scheduler.prefix_changes import PrefixChange
     from jaxserve.startup_report import StartupReport
     from jaxserve.stats import IterationRecord, Load
     from jaxserve.structured_output.matcher import GrammarCompiler
@@ -73,6 +74,7 @@ class EngineClient(Protocol):
     def load(self) -> Load: ...
     def loads(self) -> list[Load]: ...
     def record(self, recorder: Callable[[IterationRecord], None]) -> None: ...
+    def follow_prefixes(self, wake: Callable[[], None]) -> Callable[[], list[PrefixChange]]: ...
 
 
 class EventDelivery:

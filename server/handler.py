@@ -25,6 +25,7 @@ from server.auth import Tenant
 from server.beam_search import BeamSearchCall
 from server.call import ActiveCalls, Call, Generation, Observer
 from server.engine_client import EngineNotReady, EventDelivery
+from server.kv_events import KvEventLog
 from server.text import TextTools, most_tokens, offload_if_long, tokenizing_work
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class RequestHandler:
       text: tokenizes and detokenizes.
       observers: of every request and every refused call.
       problem: why the engine does not serve, as the watchdog sees it; None while it does.
+      kv_events: what changes in the prefix cache; None unless that is collected.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class RequestHandler:
         self.text = TextTools(engine)
         self.observers: list[Observer] = []
         self.problem: str | None = None
+        self.kv_events: KvEventLog | None = None
         self._delivery = EventDelivery(engine, asyncio.get_running_loop())
         self._numbers = itertools.count()
         self._closed: str | None = None

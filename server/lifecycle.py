@@ -21,6 +21,7 @@ from server.engine_process import exit_codes
 from server.engine_process.job import EngineJob
 from server.engine_process.remote_engine import RemoteEngine
 from server.engine_process.supervisor import ENGINE_COMMAND, EngineGone, Supervisor
+from server.kv_events_zmq import ZmqPublisher
 from server.request_log import RequestLog
 from server.tracing import Tracing
 
@@ -73,6 +74,7 @@ class ServerLifecycle:
             allowed_origins=settings.allowed_origins,
             on_wedged=on_wedged,
             wedged_seconds=wedged_seconds,
+            kv_events=settings.kv_events is not None,
         )
         self._greet = greet
         self._ports: tuple[int, int | None] = (0, None)
@@ -110,7 +112,7 @@ class ServerLifecycle:
 
     @contextlib.contextmanager
     def observing(self) -> Iterator[None]:
-        """Runs the request log, traces and metrics port of the settings."""
+        """Runs the request log, traces, metrics port and KV events of the settings."""
         chosen, handler = self.settings, self.app.handler
         with contextlib.ExitStack() as stack:
             with user_errors():
@@ -125,6 +127,14 @@ class ServerLifecycle:
                     stack.callback(observer.close)
                 if chosen.metrics_port is not None:
                     stack.callback(self.app.metrics.serve(chosen.host, chosen.metrics_port))
+                if handler.kv_events is not None and chosen.kv_events != "grpc":
+                    publisher = ZmqPublisher(
+                        handler.kv_events,
+                        str(chosen.kv_events),
+                        replay=chosen.kv_events_replay,
+                        topic=chosen.kv_events_topic,
+                    )
+                    stack.callback(publisher.close)
             yield
 
 
@@ -209,7 +219,14 @@ def _use_template(settings: ServeSettings, tokenizer: Tokenizer | None) -> None:
 
 def engine_job(settings: ServeSettings) -> EngineJob:
     profile = None if settings.profile is None else str(settings.profile)
-    return EngineJob.of(str(settings.model), settings.engine, profile, settings.cluster, log_level=settings.log_level)
+    return EngineJob.of(
+        str(settings.model),
+        settings.engine,
+        profile,
+        settings.cluster,
+        log_level=settings.log_level,
+        kv_events=settings.kv_events is not None,
+    )
 
 
 def _lifecycle(settings: ServeSettings, greet: Greet, engine: RemoteEngine, supervisor: Supervisor) -> ServerLifecycle:

@@ -116,6 +116,21 @@ class ServeSettings:
         False, "send OpenTelemetry spans of every request to OTEL_EXPORTER_OTLP_ENDPOINT; needs jaxserve[otel]"
     )
 
+    kv_events: str | None = param(
+        None,
+        "tell routers which blocks the prefix cache has: over gRPC (SubscribeKvEvents), and over ZMQ as vLLM does, at "
+        "an endpoint that is bound if it has a * (tcp://*:5557) and else connected to; needs jaxserve[kv-events]",
+        default_help="no",
+        metavar="ENDPOINT|grpc",
+    )
+    kv_events_replay: str | None = param(
+        None,
+        "endpoint to bind at which ZMQ subscribers ask for KV events that they missed",
+        default_help="none",
+        metavar="ENDPOINT",
+    )
+    kv_events_topic: str = param("", "topic of KV events over ZMQ, such as kv@POD@MODEL", metavar="TOPIC")
+
     def __post_init__(self) -> None:
         for name, each in SERVE_PARAMS.items():
             if (problem := each.problem(getattr(self, name))) is not None:
@@ -124,6 +139,8 @@ class ServeSettings:
             raise ValueError("--supervise needs the engine in its own process; leave --front thread out")
         if self.log_prompts and self.request_log is None:
             raise ValueError("--log-prompts needs --request-log")
+        if (self.kv_events_replay or self.kv_events_topic) and self.kv_events in (None, "grpc"):
+            raise ValueError("--kv-events-replay and --kv-events-topic need --kv-events ENDPOINT")
 
     @property
     def name(self) -> str:

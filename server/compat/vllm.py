@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Iterator
 from datetime import UTC, datetime
 from typing import Any
 
+import grpc
+
 from jaxserve.errors import InvalidRequest
 from server import auth, errors
 from server.call import Call, Generation, new_id
+from server.compat.vllm_kv_events import kv_event_batch
 from server.compat.vllm_messages import VllmSample, adjusted, fields_of, samples_of
 from server.grpc import calls
 from server.handler import RequestHandler
+from server.kv_events import Missed
 from server.proto.vllm.grpc.engine import vllm_engine_pb2 as pb
 from server.proto.vllm.grpc.engine import vllm_engine_pb2_grpc
 
@@ -117,9 +122,28 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
             cache_hit_rate=load.cached_tokens / max(1, load.cached_tokens + load.prompt_tokens),
             utilization=min(1.0, load.running / rows),
             max_running_requests=rows,
+            num_waiting_uncached_tokens=load.waiting_tokens,
+            outstanding_tokens=load.outstanding_tokens,
+            prefill_tokens=load.prefill_tokens,
         )
         now, version = datetime.now(UTC).isoformat(), self._handler.version
         return pb.GetLoadsResponse(timestamp=now, version=version, dp_rank_count=1, loads=[load_message])
+
+    async def SubscribeKvEvents(self, request: pb.SubscribeKvEventsRequest, context: Any) -> None:
+        tenant, log = auth.current.get(), self._handler.kv_events
+        if tenant.name and not tenant.operator:  # events tell of other tenants' prompts
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, "KV events are for operators")
+        if log is None:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "start the server with --kv-events grpc")
+            return
+        await context.send_initial_metadata(())  # the subscriber need not wait for the first event
+        try:
+            async for batch in log.follow(request.start_sequence_number):
+                await context.write(kv_event_batch(batch))
+        except Missed as problem:
+            await context.abort(grpc.StatusCode.OUT_OF_RANGE, str(problem))
+        except grpc.aio.InternalError:  # a write that was blocked when the subscriber left
+            raise asyncio.CancelledError from None
 
 
 class _Aborted(errors.ApiError):

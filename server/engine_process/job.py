@@ -24,6 +24,7 @@ class EngineJob:
       profile: directory for a jax profiler capture, or None.
       cluster: this host's place among several; None where it serves alone.
       log_level: the least level of what it logs.
+      kv_events: whether the front wants the changes of the prefix caches.
     """
 
     model: str
@@ -31,6 +32,7 @@ class EngineJob:
     profile: str | None = None
     cluster: ClusterConfig | None = None
     log_level: str = "warning"
+    kv_events: bool = False
 
     @classmethod
     def of(
@@ -41,10 +43,13 @@ class EngineJob:
         cluster: ClusterConfig | None = None,
         *,
         log_level: str = "warning",
+        kv_events: bool = False,
     ) -> Self:
         """A job without bounds on the engine's queue, because the front bounds its own."""
         config = dataclasses.replace(config, max_queued_requests=_UNBOUNDED, max_queued_tokens=_UNBOUNDED)
-        return cls(model=model, config=config, profile=profile, cluster=cluster, log_level=log_level)
+        return cls(
+            model=model, config=config, profile=profile, cluster=cluster, log_level=log_level, kv_events=kv_events
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

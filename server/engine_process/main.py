@@ -95,7 +95,13 @@ def _serve(channel: socket.socket, make: MakeEngine) -> int:
         return exit_codes.USER_ERROR
     with contextlib.ExitStack() as stack:
         stack.enter_context(profiling(job.profile))
-        outbox = Outbox(channel, engine, failing_seconds=hosts.FAILING_SECONDS if job.cluster is not None else 0.0)
+        outbox = Outbox(
+            channel,
+            engine,
+            failing_seconds=hosts.FAILING_SECONDS if job.cluster is not None else 0.0,
+            # Not woken for them: it writes after every iteration anyway.
+            changes=engine.follow_prefixes(lambda: None) if job.kv_events else None,
+        )
         stack.callback(outbox.close)
         stack.enter_context(engine)
         stack.callback(outbox.let_engine_end)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
@@ -19,6 +20,7 @@ from jaxserve.iteration import Admission, IterationPlan
 from jaxserve.multihost import wire
 from jaxserve.request import Alternatives, FinishReason, Request, TokenEvent
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.scheduler.prefix_changes import BlocksRemoved, BlocksStored, CacheCleared, PrefixChange
 from jaxserve.stats import IterationRecord, Load
 from server.engine_process import messages_pb2 as pb
 from server.engine_process.frames import BadFrame, frame
@@ -263,3 +265,48 @@ def _read_record(message: pb.Record) -> IterationRecord:
         scoring=False,
     )
     return IterationRecord(plan=plan, **{name: getattr(message, name) for name in _RECORD_FIELDS})
+
+
+# Changes of the prefix caches
+
+
+def encode_changes(changes: Iterable[PrefixChange]) -> bytes:
+    """A frame with changes of the prefix caches."""
+    message = pb.FromEngine()
+    message.prefix_changes.SetInParent()
+    for change in changes:
+        written = message.prefix_changes.changes.add()
+        match change:
+            case BlocksStored():
+                written.stored.digests.extend(change.digests)
+                written.stored.tokens.extend(change.tokens)
+                written.stored.block_size, written.stored.salt = change.block_size, change.salt
+                if change.parent is not None:
+                    written.stored.parent = change.parent
+            case BlocksRemoved():
+                written.removed.digests.extend(change.digests)
+            case CacheCleared():
+                written.cleared.SetInParent()
+    return frame(message.SerializeToString())
+
+
+def decode_changes(message: pb.PrefixChanges) -> list[PrefixChange]:
+    """The changes in a message. Raises BadFrame for one that cannot be a list of changes."""
+    return [_read_change(change) for change in message.changes]
+
+
+def _read_change(message: pb.PrefixChange) -> PrefixChange:
+    match message.WhichOneof("change"):
+        case "stored":
+            stored = message.stored
+            if len(stored.tokens) != len(stored.digests) * stored.block_size:
+                raise BadFrame("the tokens of stored blocks do not fill them")
+            parent = stored.parent if stored.HasField("parent") else None
+            return BlocksStored(
+                tuple(stored.digests), parent, array("I", stored.tokens), stored.block_size, stored.salt
+            )
+        case "removed":
+            return BlocksRemoved(tuple(message.removed.digests))
+        case "cleared":
+            return CacheCleared()
+    raise BadFrame("a change of the prefix caches without a kind")

@@ -20,20 +20,22 @@ class FromFront(_message.Message):
     def __init__(self, start: _Optional[bytes] = ..., submit: _Optional[_Union[Request, _Mapping]] = ..., abort: _Optional[str] = ..., stop: _Optional[_Union[Empty, _Mapping]] = ...) -> None: ...
 
 class FromEngine(_message.Message):
-    __slots__ = ("progress", "ready", "refused", "iterations", "failed", "alive_seconds")
+    __slots__ = ("progress", "ready", "refused", "iterations", "failed", "alive_seconds", "prefix_changes")
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     ITERATIONS_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
     ALIVE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_CHANGES_FIELD_NUMBER: _ClassVar[int]
     progress: Progress
     ready: bytes
     refused: str
     iterations: Iterations
     failed: str
     alive_seconds: float
-    def __init__(self, progress: _Optional[_Union[Progress, _Mapping]] = ..., ready: _Optional[bytes] = ..., refused: _Optional[str] = ..., iterations: _Optional[_Union[Iterations, _Mapping]] = ..., failed: _Optional[str] = ..., alive_seconds: _Optional[float] = ...) -> None: ...
+    prefix_changes: PrefixChanges
+    def __init__(self, progress: _Optional[_Union[Progress, _Mapping]] = ..., ready: _Optional[bytes] = ..., refused: _Optional[str] = ..., iterations: _Optional[_Union[Iterations, _Mapping]] = ..., failed: _Optional[str] = ..., alive_seconds: _Optional[float] = ..., prefix_changes: _Optional[_Union[PrefixChanges, _Mapping]] = ...) -> None: ...
 
 class Empty(_message.Message):
     __slots__ = ()
@@ -182,7 +184,7 @@ class Record(_message.Message):
     def __init__(self, replica: _Optional[int] = ..., plan: _Optional[_Union[_control_pb2.Plan, _Mapping]] = ..., decodes: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., waiting: _Optional[int] = ..., schedule_s: _Optional[float] = ..., pack_s: _Optional[float] = ..., launch_s: _Optional[float] = ..., wait_s: _Optional[float] = ..., complete_s: _Optional[float] = ..., finished_at: _Optional[float] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("running", "waiting", "waiting_tokens", "outstanding_tokens", "slots_used", "slots_cached", "slots_total", "iterations", "prompt_tokens", "generated_tokens", "cached_tokens", "preemptions", "drafted_tokens", "accepted_tokens", "host_seconds", "bucket_seconds", "padding_seconds", "compiled_after_ready", "expected_seconds")
+    __slots__ = ("running", "waiting", "waiting_tokens", "outstanding_tokens", "slots_used", "slots_cached", "slots_total", "iterations", "prompt_tokens", "generated_tokens", "cached_tokens", "preemptions", "drafted_tokens", "accepted_tokens", "host_seconds", "bucket_seconds", "padding_seconds", "compiled_after_ready", "expected_seconds", "prefill_tokens")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -202,6 +204,7 @@ class Load(_message.Message):
     PADDING_SECONDS_FIELD_NUMBER: _ClassVar[int]
     COMPILED_AFTER_READY_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     waiting_tokens: int
@@ -221,4 +224,41 @@ class Load(_message.Message):
     padding_seconds: float
     compiled_after_ready: int
     expected_seconds: float
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., outstanding_tokens: _Optional[int] = ..., slots_used: _Optional[int] = ..., slots_cached: _Optional[int] = ..., slots_total: _Optional[int] = ..., iterations: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., host_seconds: _Optional[float] = ..., bucket_seconds: _Optional[float] = ..., padding_seconds: _Optional[float] = ..., compiled_after_ready: _Optional[int] = ..., expected_seconds: _Optional[float] = ...) -> None: ...
+    prefill_tokens: int
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., outstanding_tokens: _Optional[int] = ..., slots_used: _Optional[int] = ..., slots_cached: _Optional[int] = ..., slots_total: _Optional[int] = ..., iterations: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., host_seconds: _Optional[float] = ..., bucket_seconds: _Optional[float] = ..., padding_seconds: _Optional[float] = ..., compiled_after_ready: _Optional[int] = ..., expected_seconds: _Optional[float] = ..., prefill_tokens: _Optional[int] = ...) -> None: ...
+
+class PrefixChanges(_message.Message):
+    __slots__ = ("changes",)
+    CHANGES_FIELD_NUMBER: _ClassVar[int]
+    changes: _containers.RepeatedCompositeFieldContainer[PrefixChange]
+    def __init__(self, changes: _Optional[_Iterable[_Union[PrefixChange, _Mapping]]] = ...) -> None: ...
+
+class PrefixChange(_message.Message):
+    __slots__ = ("stored", "removed", "cleared")
+    STORED_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    CLEARED_FIELD_NUMBER: _ClassVar[int]
+    stored: BlocksStored
+    removed: BlocksRemoved
+    cleared: Empty
+    def __init__(self, stored: _Optional[_Union[BlocksStored, _Mapping]] = ..., removed: _Optional[_Union[BlocksRemoved, _Mapping]] = ..., cleared: _Optional[_Union[Empty, _Mapping]] = ...) -> None: ...
+
+class BlocksStored(_message.Message):
+    __slots__ = ("digests", "parent", "tokens", "block_size", "salt")
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    PARENT_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    SALT_FIELD_NUMBER: _ClassVar[int]
+    digests: _containers.RepeatedScalarFieldContainer[bytes]
+    parent: bytes
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    block_size: int
+    salt: str
+    def __init__(self, digests: _Optional[_Iterable[bytes]] = ..., parent: _Optional[bytes] = ..., tokens: _Optional[_Iterable[int]] = ..., block_size: _Optional[int] = ..., salt: _Optional[str] = ...) -> None: ...
+
+class BlocksRemoved(_message.Message):
+    __slots__ = ("digests",)
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    digests: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, digests: _Optional[_Iterable[bytes]] = ...) -> None: ...

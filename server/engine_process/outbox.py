@@ -8,11 +8,12 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxserve.multihost.process_watchdog import end_process
 from jaxserve.request import FinishReason, TokenEvent
+from jaxserve.scheduler.prefix_changes import PrefixChange
 from jaxserve.stats import IterationRecord, Load
 from server.engine_process import exit_codes, messages
 from server.engine_process.frames import TooLarge
@@ -48,14 +49,23 @@ class Outbox:
     Args:
       engine: reports its problem and loads; aborts a request with too large an answer.
       failing_seconds: time for something else to end this process once its engine has failed.
+      changes: returns what has changed in the prefix caches; None if the front does not want that.
 
     Attributes:
       received: requests read so far; counted by the reader of the front's messages.
     """
 
-    def __init__(self, channel: socket.socket, engine: Any, *, failing_seconds: float = 0.0) -> None:
+    def __init__(
+        self,
+        channel: socket.socket,
+        engine: Any,
+        *,
+        failing_seconds: float = 0.0,
+        changes: Callable[[], list[PrefixChange]] | None = None,
+    ) -> None:
         self.received = 0
         self._channel, self._engine, self._failing_seconds = channel, engine, failing_seconds
+        self._changes = changes
         self._held: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
         self._is_ending = False
         self._thread = threading.Thread(target=self._run, name="jaxserve-outbox", daemon=True)
@@ -103,6 +113,8 @@ class Outbox:
                 send(self._channel, messages.to_front(failed=self._engine.problem))
                 time.sleep(self._failing_seconds)
                 end_process(exit_codes.ENGINE_FAILED)
+            if self._changes is not None and (changes := self._changes()):
+                send(self._channel, messages.encode_changes(changes))
             received = self.received  # read before the loads, which then include these requests
             loads = self._engine.loads()
             if items or reported != (received, loads):

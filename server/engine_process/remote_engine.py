@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from jaxserve.config import EngineConfig
 from jaxserve.errors import EngineStopped
 from jaxserve.request import FinishReason, Request, TokenEvent
+from jaxserve.scheduler.prefix_changes import CacheCleared, PrefixChange
 from jaxserve.startup_report import StartupReport
 from jaxserve.stats import IterationRecord, Load, total
 from jaxserve.structured_output.matcher import GrammarCompiler
@@ -77,6 +78,8 @@ class RemoteEngine:
         self._send: Callable[[bytes], None] | None = None
         self._requests: dict[str, _Submitted] = {}  # by id, in the order of their submission
         self._recorders: list[Callable[[IterationRecord], None]] = []
+        self._prefix_changes: list[PrefixChange] = []  # not taken yet
+        self._wake: Callable[[], None] | None = None
         self._sent = 0  # requests sent to this engine process
         self._unseen: deque[Request] = deque()  # sent requests that its loads do not count yet
         self._loads: tuple[Load, ...] = (_IDLE,)
@@ -165,6 +168,7 @@ class RemoteEngine:
                 first,
                 waiting=first.waiting + len(unseen),
                 waiting_tokens=first.waiting_tokens + tokens,
+                prefill_tokens=first.prefill_tokens + tokens,
                 outstanding_tokens=first.outstanding_tokens
                 + tokens
                 + sum(request.sampling.max_tokens for request in unseen),
@@ -173,6 +177,15 @@ class RemoteEngine:
 
     def record(self, recorder: Callable[[IterationRecord], None]) -> None:
         self._recorders.append(recorder)
+
+    def follow_prefixes(self, wake: Callable[[], None]) -> Callable[[], list[PrefixChange]]:
+        """See `jaxserve.engine.Engine.follow_prefixes`. The engine's job must ask for the changes."""
+        self._wake = wake
+        return self._take_prefix_changes
+
+    def _take_prefix_changes(self) -> list[PrefixChange]:
+        taken, self._prefix_changes = self._prefix_changes, []
+        return taken
 
     # Called by the supervisor
 
@@ -201,6 +214,12 @@ class RemoteEngine:
                 recorder(record)
         self._deliver(report.events)
 
+    def take_changes(self, changes: Iterable[PrefixChange]) -> None:
+        """The engine process reports what has changed in its prefix caches."""
+        if self._wake is not None:
+            self._prefix_changes += changes
+            self._wake()
+
     def disconnect(self, problem: str, *, returns: bool) -> None:
         """The engine process is gone.
 
@@ -210,6 +229,7 @@ class RemoteEngine:
         """
         self._send, self._problem, self._returns = None, problem, returns
         self._unseen.clear()
+        self.take_changes([CacheCleared()])
         slots = self._info.report.slots * self._info.report.replicas if self._info is not None else 0
         self._loads = (dataclasses.replace(_IDLE, slots_total=slots),)
         self._deliver(

@@ -191,6 +191,8 @@ class Supervisor:
         match name:
             case "iterations" if process.ready_since is not None:
                 self._engine.take(message.iterations)
+            case "prefix_changes" if process.ready_since is not None:
+                self._engine.take_changes(messages.decode_changes(message.prefix_changes))
             case "progress" if process.ready_since is None:
                 progress = message.progress
                 if not self.ready.is_set():

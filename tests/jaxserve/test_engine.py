@@ -252,8 +252,13 @@ def test_the_first_event_says_when_the_request_got_a_row(engine_) -> None:
     before = time.monotonic()
     engine_.submit(Request(request_id="a", prompt=(5, 6), sampling=sampling), heard.extend)
     assert engine_.load().outstanding_tokens == 5
+    assert engine_.load().prefill_tokens == 2
+    while not heard:
+        engine_.step()
+    assert engine_.load().prefill_tokens == 0
     while engine_.step():
         pass
+    assert engine_.load().prefill_tokens == 0
     assert len(heard) == 3
     assert before <= heard[0].started <= time.monotonic()
     assert [event.started for event in heard[1:]] == [None, None]

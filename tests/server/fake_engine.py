@@ -23,7 +23,10 @@ from jaxserve.errors import EngineStopped, InvalidRequest, QueueFull
 from jaxserve.iteration import Admission, Chunk, IterationPlan
 from jaxserve.request import Alternatives, FinishReason, Request, TokenEvent
 from jaxserve.scheduler.buckets import BucketCost
+from jaxserve.scheduler.kv_blocks import SlotPool
 from jaxserve.scheduler.limits import Limits
+from jaxserve.scheduler.prefix_changes import PrefixChange, PrefixChanges
+from jaxserve.scheduler.state import allocation_of
 from jaxserve.startup_report import StartupReport
 from jaxserve.stats import IterationRecord, Load
 from jaxserve.structured_output.matcher import GrammarCompiler
@@ -33,6 +36,7 @@ from jaxserve.text.tokenizer import Tokenizer
 EOS = 256
 VOCAB_SIZE = 257
 WAIT_SECONDS = 120.0  # the bound of every wait in these tests; nothing takes this long, beside whatever else runs
+POOL_BLOCKS, BLOCK_SIZE = 64, 4  # of the prefix cache that it keeps for those who follow it
 DEVICE_SECONDS = 1e-4  # an iteration's, in which the interpreter is the event loop's, as beside a real engine
 
 Sink = Callable[[list[TokenEvent]], None]
@@ -168,6 +172,7 @@ class FakeEngine:
         self._counted = {"prompt": 0, "generated": 0, "cached": 0}
         self._recorders: list[Callable[[IterationRecord], None]] = []
         self._thread: threading.Thread | None = None
+        self.pool: SlotPool | None = None  # has the prompts of all requests, once somebody follows it
 
     # What a test does
 
@@ -257,6 +262,8 @@ class FakeEngine:
             assert request.request_id not in [each.request.request_id for each in (*self._waiting, *self._running)]
             self._waiting.append(_Running(request, sink))
             self._changed.notify_all()
+        if self.pool is not None:
+            self._cache(request)
 
     def abort(self, request_id: str) -> None:
         with self._changed:
@@ -292,6 +299,19 @@ class FakeEngine:
 
     def loads(self) -> list[Load]:
         return [self.load()]
+
+    def follow_prefixes(self, wake: Callable[[], None]) -> Callable[[], list[PrefixChange]]:
+        self.pool = SlotPool(POOL_BLOCKS, BLOCK_SIZE, policy="grow", prefix_cache=True)
+        return PrefixChanges([self.pool], wake).take
+
+    def _cache(self, request: Request) -> None:
+        """Keeps the prompt in a prefix cache of its own, as an engine does that is done with it."""
+        assert self.pool is not None
+        allocation = allocation_of(request)
+        self.pool.admit(allocation)
+        self.pool.extend(allocation, len(request.prompt))
+        self.pool.publish(allocation, len(request.prompt))
+        self.pool.release(allocation)
 
     # The loop
 

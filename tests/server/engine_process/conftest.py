@@ -64,7 +64,9 @@ async def remote(
     engine = RemoteEngine(EngineConfig(**{"max_rows": 4} | config), byte_tokenizer())
     path = folder / "orders.json"
     command = (sys.executable, "-m", "tests.server.fake_engine_process", str(path))
-    supervisor = Supervisor(engine, EngineJob.of("fake", engine.config), restarts=restarts, command=command)
+    supervisor = Supervisor(
+        engine, EngineJob.of("fake", engine.config, kv_events=True), restarts=restarts, command=command
+    )
     it = Remote(supervisor, engine, path)
     it.order(**orders)
     on_wedged = supervisor.give_up if restarts is not None else None
@@ -75,6 +77,7 @@ async def remote(
         health_seconds=0.02,
         stall_seconds=STALL_SECONDS,
         on_wedged=on_wedged,
+        kv_events=True,
     )
     port, http_port = await it.app.start("127.0.0.1", 0, 0)
     it.running = asyncio.create_task(supervisor.run())

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import math
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from jaxserve.iteration import Admission, Chunk
 from jaxserve.multihost.config import ClusterConfig, TlsFiles
 from jaxserve.request import Alternatives, FinishReason, Request, TokenEvent
 from jaxserve.sampling_params import SAMPLING_PARAMS, Grammar, SamplingParams
+from jaxserve.scheduler.prefix_changes import BlocksRemoved, BlocksStored, CacheCleared
 from jaxserve.stats import IterationRecord, Load
 from server.engine_process import messages
 from server.engine_process import messages_pb2 as pb
@@ -244,3 +246,21 @@ def test_empty_message_is_refused() -> None:
 def test_too_large_a_frame_is_not_sent() -> None:
     with pytest.raises(TooLarge, match="more than the 67108864 that one message holds"):
         frame(bytes(MAX_BODY + 1))
+
+
+def test_changes_of_the_prefix_caches_arrive() -> None:
+    digests = (b"a" * 32, b"b" * 32)
+    changes = [
+        BlocksStored(digests, None, array("I", [1, 2, 2**31, 0]), 2, "salt"),
+        BlocksRemoved(digests[:1]),
+        CacheCleared(),
+        BlocksStored(digests[:1], digests[1], array("I", [7, 8]), 2, ""),
+    ]
+    (body,) = Splitter().feed(messages.encode_changes(changes))
+    name, message = messages.parse(pb.FromEngine, body)
+    assert name == "prefix_changes"
+    assert messages.decode_changes(message.prefix_changes) == changes
+    del message.prefix_changes.changes[0].stored.tokens[0]
+    for wrong in (message.prefix_changes, pb.PrefixChanges(changes=[pb.PrefixChange()])):
+        with pytest.raises(BadFrame):
+            messages.decode_changes(wrong)

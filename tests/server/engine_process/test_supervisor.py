@@ -19,6 +19,7 @@ from grpc_status import rpc_status
 
 from jaxserve.config import EngineConfig
 from jaxserve.multihost.config import ClusterConfig, stages_of
+from jaxserve.scheduler.prefix_changes import BlocksStored, CacheCleared
 from server.commands.console import UserError
 from server.engine_process import exit_codes
 from server.engine_process.job import EngineJob
@@ -92,6 +93,23 @@ def test_answers_come_as_from_an_engine_in_this_process(run_remote: RunRemote) -
         while 'jaxserve_iteration_tokens_sum{model_name="echo"} 1307.0' not in (await it.http.get("/metrics")).text:
             pass  # the last iteration's record comes behind its events
         assert it.engine.load().outstanding_tokens == 0
+
+    run_remote(scenario)
+
+
+def test_kv_events_come_and_a_new_engine_has_no_blocks(run_remote: RunRemote) -> None:
+    async def scenario(it: Remote) -> None:
+        await it.stub.Generate(ask("sixteen letters."))
+        log = it.app.handler.kv_events
+        assert log is not None
+        batches = log.follow(0)
+        (stored,) = (await anext(batches)).changes
+        assert isinstance(stored, BlocksStored)
+        assert (bytes(stored.tokens.tolist()), stored.parent, len(stored.digests)) == (b"sixteen letters.", None, 4)
+        it.supervisor.give_up("a test")
+        assert (await anext(batches)).changes == (CacheCleared(),)
+        await it.stub.Generate(ask("sixteen letters."))
+        assert (await anext(batches)).changes == (stored,)
 
     run_remote(scenario)
 

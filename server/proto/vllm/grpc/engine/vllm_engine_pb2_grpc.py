@@ -64,6 +64,11 @@ class VllmEngineStub:
                 request_serializer=server_dot_proto_dot_vllm_dot_grpc_dot_engine_dot_vllm__engine__pb2.GetLoadsRequest.SerializeToString,
                 response_deserializer=server_dot_proto_dot_vllm_dot_grpc_dot_engine_dot_vllm__engine__pb2.GetLoadsResponse.FromString,
                 _registered_method=True)
+        self.SubscribeKvEvents = channel.unary_stream(
+                '/vllm.grpc.engine.VllmEngine/SubscribeKvEvents',
+                request_serializer=server_dot_proto_dot_vllm_dot_grpc_dot_engine_dot_vllm__engine__pb2.SubscribeKvEventsRequest.SerializeToString,
+                response_deserializer=server_dot_proto_dot_vllm_dot_grpc_dot_engine_dot_vllm__engine__pb2.KvEventBatch.FromString,
+                _registered_method=True)
 
 
 class VllmEngineServicer:
@@ -117,6 +122,20 @@ class VllmEngineServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SubscribeKvEvents(self, request, context):
+        """What changes in the prefix cache, as it changes. Events name all tenants' tokens, so where keys are required the
+        caller is an operator.
+
+        Status codes:
+        FAILED_PRECONDITION  the server does not collect KV events (`jaxserve serve --kv-events`)
+        OUT_OF_RANGE         batches after start_sequence_number are no longer kept, or the server has restarted since:
+        the subscriber forgets what it knows and subscribes from 0
+        PERMISSION_DENIED    the key is not an operator's
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_VllmEngineServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -149,6 +168,11 @@ def add_VllmEngineServicer_to_server(servicer, server):
                     servicer.GetLoads,
                     request_deserializer=server_dot_proto_dot_vllm_dot_grpc_dot_engine_dot_vllm__engine__pb2.GetLoadsRequest.FromString,
                     response_serializer=server_dot_proto_dot_vllm_dot_grpc_dot_engine_dot_vllm__engine__pb2.GetLoadsResponse.SerializeToString,
+            ),
+            'SubscribeKvEvents': grpc.unary_stream_rpc_method_handler(
+                    servicer.SubscribeKvEvents,
+                    request_deserializer=server_dot_proto_dot_vllm_dot_grpc_dot_engine_dot_vllm__engine__pb2.SubscribeKvEventsRequest.FromString,
+                    response_serializer=server_dot_proto_dot_vllm_dot_grpc_dot_engine_dot_vllm__engine__pb2.KvEventBatch.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -313,6 +337,33 @@ class VllmEngine:
             '/vllm.grpc.engine.VllmEngine/GetLoads',
             server_dot_proto_dot_vllm_dot_grpc_dot_engine_dot_vllm__engine__pb2.GetLoadsRequest.SerializeToString,
             server_dot_proto_dot_vllm_dot_grpc_dot_engine_dot_vllm__engine__pb2.GetLoadsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SubscribeKvEvents(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/vllm.grpc.engine.VllmEngine/SubscribeKvEvents',
+            server_dot_proto_dot_vllm_dot_grpc_dot_engine_dot_vllm__engine__pb2.SubscribeKvEventsRequest.SerializeToString,
+            server_dot_proto_dot_vllm_dot_grpc_dot_engine_dot_vllm__engine__pb2.KvEventBatch.FromString,
             options,
             channel_credentials,
             insecure,
