@@ -18,6 +18,7 @@ import tomllib
 import urllib.request
 import venv
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
@@ -39,8 +40,9 @@ def python_with(name: str, wanted: list[str]) -> Path:
     folder = ENVIRONMENTS / name
     python, stamp = folder / "bin" / "python", folder / "installed"
     if not stamp.exists() or stamp.read_text() != "\n".join(wanted):
-        venv.create(folder, clear=True, with_pip=True)
-        subprocess.run([python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *wanted], check=True)
+        venv.create(folder, clear=True)
+        pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--disable-pip-version-check"]
+        subprocess.run([*pip, *wanted], check=True)
         stamp.write_text("\n".join(wanted))
     return python
 
@@ -73,17 +75,19 @@ def main(names: list[str]) -> int:
         with (
             server("server.commands.cli", "serve") as demo,
             server("tests.server.serve_fake", "--chat-template", template.name) as echo,
+            ThreadPoolExecutor(2) as installers,
         ):
             results = {}
-            for name in names or scripts:
-                wanted = packages(scripts[name])
+            wanted_by = {name: packages(scripts[name]) for name in names or scripts}
+            pythons = {name: installers.submit(python_with, name, wanted) for name, wanted in wanted_by.items()}
+            for name, wanted in wanted_by.items():
                 try:
-                    command = [python_with(name, wanted), scripts[name], demo, echo]
+                    command = [pythons[name].result(), scripts[name], demo, echo]
                     results[name] = "works" if subprocess.run(command, timeout=SECONDS).returncode == 0 else "FAILS"
                 except subprocess.CalledProcessError:
                     results[name] = "cannot be installed"
                 print(f"{name} ({', '.join(wanted)}): {results[name]}", flush=True)
-    return int("FAILS" in results.values())
+    return int(set(results.values()) != {"works"})
 
 
 if __name__ == "__main__":
