@@ -62,7 +62,9 @@ def test_a_deadline_gives_the_slots_back(serve: Serve, streams: bool) -> None:
     serve(scenario, held=True)
 
 
-@pytest.mark.parametrize("timeout", [None, 5.0])  # seconds in which a busy machine has begun to answer
+@pytest.mark.parametrize(
+    "timeout", [None, pytest.param(5.0, marks=pytest.mark.long)]
+)  # seconds in which a busy machine has begun to answer
 def test_stopped_reader_delays_no_other_call(
     serve: Serve, timeout: float | None, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -72,6 +72,7 @@ def test_a_request_is_a_span_of_queue_prefill_and_decode(
     assert all(spans[name].parent.span_id == whole.context.span_id for name in ("queue", "prefill", "decode"))
 
 
+@pytest.mark.long  # the exporter tries for 7 s
 def test_a_collector_that_is_gone_is_not_complained_about(
     serve: Callable[..., None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -60,7 +60,9 @@ def test_int8_kernels_are_scaled(way):
     np.testing.assert_allclose(y[:used], by_hand(x, wide, sizes)[:used], atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize(
+    "name", ["gpt_oss", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("mixtral", "qwen3_moe"))]
+)
 def test_every_token_gets_what_its_experts_give(name):
     model = models.build(models.parse_config(CONFIGS[name]))
     config = model.config

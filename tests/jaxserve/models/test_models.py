@@ -414,6 +414,14 @@ def test_a_norm_keeps_its_statistics_in_float32():
     np.testing.assert_allclose(np.asarray(y, np.float64), exact, rtol=2**-8, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "plain_model",
+    [
+        name if name in ("bloom", "gpt_oss") else pytest.param(name, marks=pytest.mark.exhaustive)
+        for name in models.families()
+    ],
+    indirect=True,
+)
 def test_gradients_flow_to_every_parameter(plain_model):
     params = plain_model.init(0, jnp.float32)
     tokens = jnp.arange(6)

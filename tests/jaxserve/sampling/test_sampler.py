@@ -275,7 +275,7 @@ def test_extreme_uniforms_choose_possible_tokens(monkeypatch, vocab, variant):
 
 
 @pytest.mark.parametrize("typical_p", [0.01, 0.3, 0.9, 0.9999999])
-@pytest.mark.parametrize("vocab", [3, 40, 4001])
+@pytest.mark.parametrize("vocab", [3, pytest.param(40, marks=pytest.mark.exhaustive), 4001])
 def test_typical_p_keeps_the_reference_set(typical_p, vocab):
     rng = np.random.default_rng(vocab)
     logits = draw_logits(rng, 1, vocab, scale=1.0)  # with ties

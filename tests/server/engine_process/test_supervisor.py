@@ -224,7 +224,7 @@ def wait(it: Remote) -> None:
     ("orders", "do", "cause"),
     [
         ({}, kill, "the engine process was killed by signal 9 (SIGKILL); it is being restarted"),
-        ({}, stop, "the engine has completed no iteration for"),
+        pytest.param({}, stop, "the engine has completed no iteration for", marks=pytest.mark.processes),
         ({"wedged_after": 20}, wait, "the engine has completed no iteration for"),
         (
             {"fails_after": 20},
