@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from sharding.devices import Topology
+from sharding.devices import Device, Topology
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +37,20 @@ class Fit:
 
 
 FITS = {"gpu": Fit(efficiency=0.57, layer_seconds=55e-6), "tpu": Fit(efficiency=0.57, layer_seconds=10e-6)}
+_FITTED = "a100-40g"  # the device of the times that the constants of GPUs are fitted to
+
+
+def calibration(device: Device) -> str:
+    """Where the constants for a device come from, in a sentence for those who read a prediction."""
+    fit = FITS[device.platform]
+    constants = f"{100 * fit.efficiency:.0f}% of the peaks and {1e6 * fit.layer_seconds:.0f} us a layer"
+    if device.name == _FITTED:
+        return f"cost model: {constants}, fitted to published times of {_FITTED} (Orca); not measured here"
+    if device.platform == "gpu":
+        source = f"carried over from {_FITTED}, where they are fitted to published times"
+    else:
+        source = "assumed"
+    return f"cost model: {constants}, uncalibrated for {device.name}: {source}; compare layouts, check absolute times"
 
 
 class Collective(NamedTuple):

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from jaxserve.plan.compiled import KINDS, CompiledStage, count_kinds
-from jaxserve.plan.cost import FITS, Collective, Seconds
+from jaxserve.plan.cost import FITS, Collective, Seconds, calibration
 from jaxserve.plan.predict import REQUEST, Plan
 from jaxserve.plan.tables import UNEXPECTED, UNKNOWN, Section, as_json, number, shape, size
 from jaxserve.runner.sharded_parameters import ShardedParameter
@@ -117,7 +117,8 @@ def _iterations(plan: Plan) -> Section:
         f"{1e6 * fit.layer_seconds:.0f} us a layer"
     )
     title = f"Iterations: decodes at context {deployment.context:,}, then prompts; ms of the slowest stage"
-    return Section(title, columns, rows, [note, f"Buckets: {plan.buckets_reason}"])
+    trust = calibration(device)
+    return Section(title, columns, rows, [note, trust[0].upper() + trust[1:], f"Buckets: {plan.buckets_reason}"])
 
 
 def compiled(plan: Plan, stages: Sequence[CompiledStage]) -> Section:

@@ -84,11 +84,13 @@ class Workload:
     Attributes:
       name: name in reports.
       notes: remarks for reports, such as how many requests were clipped.
+      clipped: requests that the trace has longer.
     """
 
     name: str
     jobs: tuple[Job, ...]
     notes: tuple[str, ...] = ()
+    clipped: int = 0
 
     @property
     def prompt_tokens(self) -> int:
@@ -157,7 +159,7 @@ def poisson(workload: Workload, *, rate: float, seed: int) -> Workload:
         dataclasses.replace(job, arrival=float(arrival))
         for job, arrival in zip(workload.jobs, np.cumsum(gaps), strict=True)
     )
-    return Workload(name=f"{workload.name}, Poisson {rate:g}/s", jobs=jobs, notes=workload.notes)
+    return dataclasses.replace(workload, name=f"{workload.name}, Poisson {rate:g}/s", jobs=jobs)
 
 
 def fit(workload: Workload, max_context: int) -> None:
@@ -241,7 +243,7 @@ def read_trace(
         f"({100 * lost / total:.1f}% of the trace's tokens left out)",
     )
     name = f"{len(jobs)} requests of {path.name}" + (f", {speed:g} times as fast" if speed != 1 else "")
-    return Workload(name=name, jobs=tuple(jobs), notes=notes if clipped else ())
+    return Workload(name=name, jobs=tuple(jobs), notes=notes if clipped else (), clipped=clipped)
 
 
 def _prompt(

@@ -113,6 +113,7 @@ def _simulate(args: argparse.Namespace, out: Console) -> dict[str, Any]:
     deployment, objective = make_deployment(args), args.slo
     workload = (_synthetic if args.trace is None else read_trace)(args, deployment.max_context)
     from jaxserve.plan import plan_report
+    from jaxserve.plan.cost import calibration
     from jaxserve.plan.predict import predict
     from jaxserve.simulate import policy_comparison
 
@@ -135,12 +136,20 @@ def _simulate(args: argparse.Namespace, out: Console) -> dict[str, Any]:
         buckets = ", ".join(str(cost.size) for cost in system.costs)
         out.print(f"{deployment.engine.max_rows} rows, {system.slots:,} slots, buckets {buckets}")
         out.print(f"buckets: {plan.buckets_reason}")
+        out.print(calibration(deployment.topology.device))
         for note in workload.notes:
             out.print(note)
         policy_comparison.show(figures, objective, system.slots, out)
     if args.plot is not None:
         policy_comparison.plot(replays, objective, title, args.plot)
-    return {"workload": workload.name, "notes": workload.notes, "slots": system.slots, "policies": figures}
+    return {
+        "workload": workload.name,
+        "notes": workload.notes,
+        "clipped": workload.clipped,
+        "calibration": calibration(deployment.topology.device),
+        "slots": system.slots,
+        "policies": figures,
+    }
 
 
 def _synthetic(args: argparse.Namespace, max_context: int) -> Workload:

@@ -64,22 +64,39 @@ def run(args: argparse.Namespace) -> int:
     with console.user_errors():
         deployment = make_deployment(args)
         workload = read_trace(args, deployment.max_context)
+        from jaxserve.plan.cost import calibration
         from jaxserve.simulate import sizing
 
         with console.progress_bars() as progress:
             found = sizing.size(deployment, workload, objective, share=args.in_time, buckets=buckets, progress=progress)
+    trust = calibration(deployment.topology.device)
     title = f"{deployment.name} on {deployment.topology}: {workload.name}, {workload.duration:,.0f} s"
     if args.plot is not None:
         sizing.plot(found, objective, args.price, title, args.plot)
         console.say(f"wrote {args.plot}")
     if args.json:
         answer = [sizing.sized_json(each, args.price) for each in found]
-        console.print_json({"workload": workload.name, "notes": workload.notes, "layouts": answer})
+        console.print_json(
+            {
+                "workload": workload.name,
+                "notes": workload.notes,
+                "clipped": workload.clipped,
+                "calibration": trust,
+                "layouts": answer,
+            }
+        )
     else:
         out.print(f"[bold]{title}[/bold]")
         price = "" if args.price is None else f"; {args.price:g} for an hour of a device"
         out.print(f"{args.in_time:.0%} of the requests: {objective}; at most {buckets} buckets{price}")
         for note in workload.notes:
             out.print(note)
+        out.print(trust)
         sizing.show(found, args.price, out)
+        if workload.clipped and found[0].enough:
+            out.print(
+                f"[bold]{workload.clipped} of {len(workload.jobs)} requests are longer in the trace[/bold] than the "
+                f"context of {deployment.max_context} tokens: whole, they would take more slots and time than this "
+                "layout was tried with"
+            )
     return 0 if found[0].enough else 1

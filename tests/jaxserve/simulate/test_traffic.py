@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxserve.config import EngineConfig
+from jaxserve.plan.cost import calibration
 from jaxserve.scheduler.buckets import BucketCost
 from jaxserve.scheduler.cache_groups import CacheGroups
 from jaxserve.simulate import policy_comparison
@@ -17,6 +18,7 @@ from jaxserve.simulate import workload as load
 from jaxserve.simulate.outcome import Outcome
 from jaxserve.simulate.system import Objective, SimulatedEngine
 from server.commands import cli
+from sharding.devices import DEVICES
 
 MODEL = ["--model", "bloom-560m", "--topology", "h100:2", "--max-rows", "4", "--buckets", "4,16,64", "--slots", "4096"]
 
@@ -166,6 +168,7 @@ def test_a_trace_is_simulated(azure, capsys, tmp_path):
     told = capsys.readouterr()
     assert "30 requests of azure.csv, 29 s; bloom-560m" in told.out
     assert "10% urgent, others:" in told.out
+    assert "cost model: 57% of the peaks and 55 us a layer, uncalibrated for h100: carried over" in told.out
     assert plot.stat().st_size > 10_000
 
 
@@ -196,6 +199,26 @@ def test_traffic_is_sized(azure, capsys, tmp_path):
         "the cheapest layout in time: jaxserve serve --model ... --tensor 1 --stages 1 --replicas 1 --max-rows" in told
     )
     assert plot.stat().st_size > 5_000
+    assert "longer in the trace" not in told
+
+
+def test_a_recommendation_says_whom_it_leaves_out(azure, capsys):
+    asked = ["size", "--trace", str(azure), *MODEL[:3], "h100:1", "--max-context", "40", "--compile-time", "6s"]
+    assert cli.main(asked) == 0
+    *_, last = capsys.readouterr().out.split("the cheapest layout in time")
+    assert "30 of 30 requests are longer in the trace" in last
+    assert cli.main([*asked, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["clipped"] == 30
+    assert "uncalibrated for h100" in told["calibration"]
+
+
+def test_where_the_constants_of_a_device_come_from():
+    told = {name: calibration(DEVICES[name]) for name in DEVICES}
+    assert "fitted to published times of a100-40g" in told["a100-40g"]
+    assert "uncalibrated" not in told["a100-40g"]
+    assert all(f"uncalibrated for {name}:" in text for name, text in told.items() if name != "a100-40g")
+    assert "10 us a layer, uncalibrated for v5e: assumed" in told["v5e"]
 
 
 def test_too_little_is_said_to_be_too_little(azure, capsys):
