@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from jaxserve.scheduler.buckets import BucketCost, BucketLadder
@@ -47,6 +50,8 @@ def test_the_target_counts_the_slots_that_decodes_read():
         *(32, 32, 16, 16, 8),
         None,
     ]
+    # One row is in time with a bucket of 16, whatever it reads here; four that read as much take 43 ms, or 73.
+    assert [made.paced(1, 1000, reads) for reads in (750, 1500)] == [16, None]
 
 
 def test_only_a_window_of_slots_is_read():
@@ -65,8 +70,25 @@ def test_plans_in_flight_spread_prompts_and_take_equal_shares_of_the_rows():
     assert [pace(batches=2).paced(rows, 96, 0) for rows in (1, 3, 31)] == [64, 32, 64]
     assert pace(batches=2).paced(4, PROMPT_ITERATIONS * 28, 0) == 128  # 4 + 336 / 5
     assert pace(batches=2).paced(36, PROMPT_ITERATIONS * 28, 0) == 64  # 36 + 28
+    assert pace(batches=2).paced(36, PROMPT_ITERATIONS * 60, 0) == 128  # 36 + 60, not 36 + 720 / 37
     assert [pace(batches=2).paced(16, tokens, 0) for tokens in (0, 192, 384, 1200)] == [16, 32, 64, 128]
     assert pace(target_tpot=0.060, batches=2).paced(4, 1000, 0) == 16  # a row's next token is two iterations away
+
+
+@pytest.mark.parametrize(
+    ("target", "tokens", "length", "bucket"),
+    [
+        (10.0, 192, 0, 64),  # a plan's 4 rows and a fifth of the prompt
+        (0.090, 1000, 50, 32),  # 42 ms and 2 for the slots of 4 rows; those of 8 would take 4
+        (10.0, 0, 0, 16),  # what the decodes alone were given
+    ],
+)
+def test_a_plan_in_flight_has_its_share_of_all_rows(target, tokens, length, bucket):
+    decoding = [SimpleNamespace(length=length, computed=length - 1) for _ in range(8)]
+    requests: Any = SimpleNamespace(running=decoding, waiting_tokens=tokens)
+    plan: Any = SimpleNamespace(states=[], prompts=[], prompt_tokens=0)
+    made = pace(target_tpot=target, batches=2, slot_milliseconds=0.01)
+    assert made.prompt_budget(requests, plan, 16) == bucket
 
 
 def test_the_token_budget_bounds_everything():
