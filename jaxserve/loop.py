@@ -316,6 +316,7 @@ class EngineLoop:
             padding_seconds=stats.padding_seconds,
             compiled_after_ready=stats.compiled_after_ready,
             expected_seconds=stats.expected_seconds,
+            strangers=self.pipeline.strangers,
         )
 
 

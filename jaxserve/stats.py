@@ -66,6 +66,7 @@ class Load:
       bucket_seconds: device time of the iterations, as the sum of their buckets' measured costs.
       padding_seconds: the part of bucket_seconds that went into padding.
       expected_seconds: measured cost of the oldest iteration in flight; 0 if none is in flight.
+      strangers: connections to the control channel of several hosts that were dropped.
     """
 
     running: int
@@ -88,6 +89,7 @@ class Load:
     compiled_after_ready: int
     expected_seconds: float = 0.0
     prefill_tokens: int = 0
+    strangers: int = 0
 
 
 _FIGURES = tuple(field.name for field in dataclasses.fields(Load))

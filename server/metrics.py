@@ -68,6 +68,7 @@ _COUNTERS = {
         "Programs compiled after the server was ready; above 0 is a defect.",
         None,
     ),
+    "strangers": ("strangers", "Connections to host 0 that did not know the secret of the hosts.", None),
 }
 _HISTOGRAMS = {
     "time_to_first_token_seconds": (

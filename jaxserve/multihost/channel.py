@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,7 +12,6 @@ from jaxserve.multihost.config import ClusterConfig
 
 SERVICE = "jaxserve.multihost.Control"
 METHOD = "Follow"
-_FIRST_MESSAGE_SECONDS = 10.0  # within which a stream's first message must come
 _OPTIONS = (
     ("grpc.max_receive_message_length", 256 * 2**20),  # scores of a large bucket
     ("grpc.max_send_message_length", -1),
@@ -67,18 +65,6 @@ def listen(cluster: ClusterConfig, follow: Follow) -> grpc.Server:
         raise ValueError(f"cannot listen on {address} for the other hosts: {problem}") from None
     server.start()
     return server
-
-
-def first_message(requests: Iterator[pb.FromWorker], context: grpc.ServicerContext) -> pb.FromWorker | None:
-    """A worker's first message; None if the stream ended or none came within 10 s."""
-    timer = threading.Timer(_FIRST_MESSAGE_SECONDS, context.cancel)
-    timer.start()
-    try:
-        return next(requests, None)
-    except grpc.RpcError:
-        return None
-    finally:
-        timer.cancel()
 
 
 def connect(cluster: ClusterConfig) -> OpenStream:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import ipaddress
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -25,6 +26,7 @@ _LEAST_DEADLINE = 10.0  # seconds
 _MOST_SECONDS = 1_000_000  # limit for settings in seconds; threads cannot wait for an infinite time
 _COSTS = 20  # an iteration's deadline is this many times the measured cost of the slowest bucket
 _DETECTION_SECONDS = 60  # most seconds to find the coordinator
+LEAST_SECRET = 16  # bytes; who connects could try shorter ones, as host 0 proves first that it knows it
 _VERSIONS = ("jaxserve", "jax", "jaxlib", "numpy", "llguidance")
 
 
@@ -51,6 +53,7 @@ class ClusterConfig:
       host: this host's number. Host 0 is the master: it schedules, serves clients, and runs its stages.
       coordinator: HOST:PORT of the master's jax.distributed service. The master listens on this interface only.
       secrets: TLS files; None sends plain text.
+      shared_secret: what every host proves to know when it joins.
       local_devices: which of its devices this process uses; None for all.
     """
 
@@ -86,6 +89,7 @@ class ClusterConfig:
         flag="--flight-folder",
     )
     secrets: TlsFiles | None = None
+    shared_secret: bytes | None = dataclasses.field(default=None, repr=False)
     local_devices: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -105,6 +109,8 @@ class ClusterConfig:
         ):
             if value is not None and not 0 < value <= _MOST_SECONDS:
                 raise ValueError(f"{name} is {value}; it must be above 0 seconds and at most {_MOST_SECONDS}")
+        if self.shared_secret is not None and len(self.shared_secret) < LEAST_SECRET:
+            raise ValueError(f"the secret of the hosts has {len(self.shared_secret)} bytes; it needs {LEAST_SECRET}")
         if self.links not in get_args(LinksName):
             raise ValueError(f"links is {self.links!r}; it must be one of {', '.join(get_args(LinksName))}")
 
@@ -169,6 +175,18 @@ def check_settings(config: EngineConfig, cluster: ClusterConfig) -> None:
             f"tensor {config.tensor} times stages {config.stages} is {devices} devices, which {cluster.hosts} hosts "
             "cannot share evenly"
         )
+    if cluster.shared_secret is None and cluster.secrets is None and not _is_loopback(cluster.interface):
+        raise ValueError(
+            f"coordinator is {cluster.coordinator}, which other machines may reach: give every host the same "
+            "--hosts-secret, or certificates (--hosts-cert)"
+        )
+
+
+def _is_loopback(interface: str) -> bool:
+    try:
+        return ipaddress.ip_address(interface.strip("[]")).is_loopback
+    except ValueError:
+        return interface == "localhost"
 
 
 def stages_of(config: EngineConfig, hosts: int) -> dict[int, tuple[int, ...]]:

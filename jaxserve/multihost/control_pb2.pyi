@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class FromWorker(_message.Message):
-    __slots__ = ("hello", "reached", "vote", "completed", "heartbeat", "failed", "prepared")
+    __slots__ = ("hello", "reached", "vote", "completed", "heartbeat", "failed", "prepared", "join")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     REACHED_FIELD_NUMBER: _ClassVar[int]
     VOTE_FIELD_NUMBER: _ClassVar[int]
@@ -15,6 +15,7 @@ class FromWorker(_message.Message):
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
     PREPARED_FIELD_NUMBER: _ClassVar[int]
+    JOIN_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     reached: Reached
     vote: Vote
@@ -22,10 +23,11 @@ class FromWorker(_message.Message):
     heartbeat: Heartbeat
     failed: Failed
     prepared: Prepared
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., reached: _Optional[_Union[Reached, _Mapping]] = ..., vote: _Optional[_Union[Vote, _Mapping]] = ..., completed: _Optional[_Union[Completed, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., prepared: _Optional[_Union[Prepared, _Mapping]] = ...) -> None: ...
+    join: Join
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., reached: _Optional[_Union[Reached, _Mapping]] = ..., vote: _Optional[_Union[Vote, _Mapping]] = ..., completed: _Optional[_Union[Completed, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., prepared: _Optional[_Union[Prepared, _Mapping]] = ..., join: _Optional[_Union[Join, _Mapping]] = ...) -> None: ...
 
 class FromMaster(_message.Message):
-    __slots__ = ("welcome", "agreed", "phase", "plan", "heartbeat", "stop", "prepare", "hold", "release")
+    __slots__ = ("welcome", "agreed", "phase", "plan", "heartbeat", "stop", "prepare", "hold", "release", "challenge")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     AGREED_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
@@ -35,6 +37,7 @@ class FromMaster(_message.Message):
     PREPARE_FIELD_NUMBER: _ClassVar[int]
     HOLD_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
+    CHALLENGE_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     agreed: Agreed
     phase: Phase
@@ -44,7 +47,8 @@ class FromMaster(_message.Message):
     prepare: Prepare
     hold: Hold
     release: Release
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., agreed: _Optional[_Union[Agreed, _Mapping]] = ..., phase: _Optional[_Union[Phase, _Mapping]] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., prepare: _Optional[_Union[Prepare, _Mapping]] = ..., hold: _Optional[_Union[Hold, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ...) -> None: ...
+    challenge: Challenge
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., agreed: _Optional[_Union[Agreed, _Mapping]] = ..., phase: _Optional[_Union[Phase, _Mapping]] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., prepare: _Optional[_Union[Prepare, _Mapping]] = ..., hold: _Optional[_Union[Hold, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., challenge: _Optional[_Union[Challenge, _Mapping]] = ...) -> None: ...
 
 class Fact(_message.Message):
     __slots__ = ("field", "value")
@@ -55,12 +59,28 @@ class Fact(_message.Message):
     def __init__(self, field: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("host", "facts")
+    __slots__ = ("nonce",)
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    nonce: bytes
+    def __init__(self, nonce: _Optional[bytes] = ...) -> None: ...
+
+class Challenge(_message.Message):
+    __slots__ = ("nonce", "proof")
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    PROOF_FIELD_NUMBER: _ClassVar[int]
+    nonce: bytes
+    proof: bytes
+    def __init__(self, nonce: _Optional[bytes] = ..., proof: _Optional[bytes] = ...) -> None: ...
+
+class Join(_message.Message):
+    __slots__ = ("host", "facts", "proof")
     HOST_FIELD_NUMBER: _ClassVar[int]
     FACTS_FIELD_NUMBER: _ClassVar[int]
+    PROOF_FIELD_NUMBER: _ClassVar[int]
     host: int
     facts: _containers.RepeatedCompositeFieldContainer[Fact]
-    def __init__(self, host: _Optional[int] = ..., facts: _Optional[_Iterable[_Union[Fact, _Mapping]]] = ...) -> None: ...
+    proof: bytes
+    def __init__(self, host: _Optional[int] = ..., facts: _Optional[_Iterable[_Union[Fact, _Mapping]]] = ..., proof: _Optional[bytes] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("refusal",)

@@ -12,7 +12,7 @@ import grpc
 from jax.errors import JaxRuntimeError
 
 from jaxserve.iteration import IterationPlan, IterationResult
-from jaxserve.multihost import channel, wire
+from jaxserve.multihost import channel, handshake, wire
 from jaxserve.multihost import control_pb2 as pb
 from jaxserve.multihost.config import ClusterConfig
 from jaxserve.multihost.failure import ExitCode, HostFailed, Symptom, SymptomKind, one_line
@@ -36,6 +36,7 @@ class HostGroup(channel.ControlChannel):
       end: ends the process.
 
     Attributes:
+      reception: lets in who proves to be a host of the group, and counts the others.
       failure: why the group failed. The process ends about a second later, so that callers get the error first.
       on_failure: called once with the cause, by the watchdog's thread.
     """
@@ -60,6 +61,7 @@ class HostGroup(channel.ControlChannel):
         self._results: queue.SimpleQueue[tuple[int, IterationResult] | None] = queue.SimpleQueue()  # None: no more
         self.preparations = GrammarCompileRequests(self.broadcast, ())
         self._refused: str | None = None
+        self.reception = handshake.Reception(cluster.shared_secret)
         self._stopping = False
         self._watchdog = ProcessWatchdog(self._look, self._beat)
         self._server: grpc.Server | None = None
@@ -85,6 +87,8 @@ class HostGroup(channel.ControlChannel):
                 if left <= 0:
                     hosts = f"host{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
                     wrong = f"{hosts} did not join within {self._cluster.join_timeout:g} s at {self._cluster.control}"
+                    if self.reception.strangers:
+                        wrong += f"; {self.reception.strangers} connections did not prove to be hosts of this group"
                 if wrong is not None:
                     break
                 self._changed.wait(left)
@@ -271,19 +275,18 @@ class HostGroup(channel.ControlChannel):
 
     def _follow(self, requests: Iterator[pb.FromWorker], context: grpc.ServicerContext) -> Iterator[bytes]:
         """Handle one worker's stream."""
-        first = channel.first_message(requests, context)
-        if first is None or first.WhichOneof("message") != "hello":
-            return  # the caller is no worker, or ended at once
-        hello = first.hello
-        refusal = self._admit(hello)
+        joining = yield from self.reception.receive(requests, context)
+        if joining is None:
+            return
+        refusal = self._admit(joining)
         if refusal is not None:
-            refusal = f"host {hello.host}: {refusal}"
+            refusal = f"host {joining.host}: {refusal}"
             # The start fails once the worker has its refusal. The stream may end before this generator resumes.
             if not context.add_callback(lambda: self._refuse(refusal)):
                 self._refuse(refusal)
             yield pb.FromMaster(welcome=pb.Welcome(refusal=refusal)).SerializeToString()
             return
-        member = self._members[hello.host]
+        member = self._members[joining.host]
         yield pb.FromMaster(welcome=pb.Welcome()).SerializeToString()
         self._tell(f"host {member.host}: joined")
         context.add_callback(lambda: self._left(member))
@@ -299,16 +302,16 @@ class HostGroup(channel.ControlChannel):
             self._refused = refusal
             self._changed.notify_all()
 
-    def _admit(self, hello: pb.Hello) -> str | None:
+    def _admit(self, joining: pb.Join) -> str | None:
         """Mark a host as joined, or return why it is refused."""
-        if hello.host not in self._members:
+        if joining.host not in self._members:
             return f"is not one of the expected hosts, 1 to {self._cluster.hosts - 1}"
-        theirs = {fact.field: fact.value for fact in hello.facts}
+        theirs = {fact.field: fact.value for fact in joining.facts}
         for name, ours in self._facts:
             if theirs.get(name) != ours:
                 return f"{name} is {theirs.get(name)}; on host 0 it is {ours}"
         with self._changed:
-            member = self._members[hello.host]
+            member = self._members[joining.host]
             if member.joined:
                 return "has joined already"
             member.joined, member.heard = True, time.monotonic()

@@ -46,6 +46,10 @@ class MasterPipeline(Pipeline):
         return None if failure is None else str(failure)
 
     @property
+    def strangers(self) -> int:
+        return self._group.reception.strangers
+
+    @property
     def spans_hosts(self) -> bool:
         return True
 

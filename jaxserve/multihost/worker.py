@@ -12,7 +12,7 @@ import grpc
 from jax.errors import JaxRuntimeError
 
 from jaxserve.iteration import IterationPlan, IterationResult
-from jaxserve.multihost import channel, wire
+from jaxserve.multihost import channel, handshake, wire
 from jaxserve.multihost import control_pb2 as pb
 from jaxserve.multihost.config import ClusterConfig
 from jaxserve.multihost.failure import ExitCode, one_line
@@ -67,12 +67,18 @@ class MasterConnection(channel.ControlChannel):
         self._watchdog = ProcessWatchdog(self._look, self._beat)
 
     def join(self) -> None:
-        """Join the group. Raises ValueError if host 0 cannot be reached or refuses this host."""
+        """Join the group. Raises ValueError if host 0 cannot be reached, is a stranger or refuses this host."""
         address, open_stream = self._cluster.control, channel.connect(self._cluster)
-        facts = [pb.Fact(field=name, value=value) for name, value in self._facts]
-        self._out.put(pb.FromWorker(hello=pb.Hello(host=self._cluster.host, facts=facts)))
+        hello, cluster = handshake.hello(), self._cluster
+        self._out.put(pb.FromWorker(hello=hello))
         messages = open_stream(iter(self._out.get, None))
         try:
+            challenge = next(messages).challenge
+            joining = handshake.join(cluster.shared_secret, hello, challenge, cluster.host, self._facts)
+            if joining is None:
+                self._out.put(None)
+                raise ValueError(f"host 0 at {address} has another secret: give every host the same --hosts-secret")
+            self._out.put(pb.FromWorker(join=joining))
             welcome = next(messages).welcome
         except (grpc.RpcError, StopIteration):
             self._out.put(None)

@@ -149,6 +149,11 @@ class Pipeline:
         """Why the pipeline has failed, in words for callers; None while it works."""
         return None
 
+    @property
+    def strangers(self) -> int:
+        """Connections between hosts that were dropped because they did not know the group's secret."""
+        return 0
+
     def connect(self, scheduler: Scheduler) -> None:
         """Withdraw rows whose grammar masks are late from this scheduler's plans; without one, wait for the masks."""
         self._scheduler = scheduler

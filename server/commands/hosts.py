@@ -52,12 +52,19 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         ("ca", "the authority that signed the certificate of every host"),
     ):
         group.add_argument(f"--hosts-{name}", type=Path, metavar="FILE.pem", help=text)
+    group.add_argument(
+        "--hosts-secret",
+        type=Path,
+        metavar="FILE",
+        help="a secret that every host proves to know when it joins, at least 16 bytes; without --hosts-cert needed "
+        "beyond this machine",
+    )
 
 
 def from_flags(args: argparse.Namespace) -> ClusterConfig | None:
     """This host's place among several; None if it serves alone. Raises UserError."""
     with user_errors():
-        secrets = _secrets(args)
+        secrets, shared_secret = _secrets(args), _shared_secret(args.hosts_secret)
         if args.hosts == 1:
             for name in ("host_id", "coordinator"):
                 if getattr(args, name) is not None:
@@ -67,6 +74,8 @@ def from_flags(args: argparse.Namespace) -> ClusterConfig | None:
                     raise ValueError(f"{CLUSTER_PARAMS[name].flag} needs --hosts")
             if secrets is not None:
                 raise ValueError("--hosts-cert needs --hosts")
+            if shared_secret is not None:
+                raise ValueError("--hosts-secret needs --hosts")
             return None
         local_devices = None
         if args.hosts == "auto":
@@ -80,6 +89,7 @@ def from_flags(args: argparse.Namespace) -> ClusterConfig | None:
             host=host,
             coordinator=coordinator,
             secrets=secrets,
+            shared_secret=shared_secret,
             local_devices=local_devices,
             **flags.read(args, CLUSTER_PARAMS),
         )
@@ -171,6 +181,13 @@ def _hosts(text: str) -> int | str:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is neither auto nor a number of hosts")
     return int(text)
+
+
+def _shared_secret(path: Path | None) -> bytes | None:
+    try:
+        return None if path is None else path.read_bytes().strip()
+    except OSError as problem:
+        raise ValueError(f"--hosts-secret {path}: {problem.strerror}") from None
 
 
 def _secrets(args: argparse.Namespace) -> TlsFiles | None:

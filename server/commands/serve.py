@@ -32,7 +32,7 @@ of OpenAI and of TGI.
   jaxserve serve --model DIR --host 0.0.0.0            a checkpoint, to other machines as well
   jaxserve serve --model Qwen/Qwen3-0.6B               a checkpoint of the Hugging Face Hub
   jaxserve serve --model DIR --max-rows 32 --buckets 16,64,256
-  jaxserve serve --hosts 2 --host-id 0 --coordinator 10.0.0.1:9000 --tensor 4 --stages 2      see docs/hosts.md
+  jaxserve serve --hosts 2 --host-id 0 --coordinator 10.0.0.1:9000 --hosts-secret FILE       see docs/hosts.md
   jaxserve client "It was a"                           from a second terminal
 
 Without --tls-cert nothing is encrypted, and without --api-keys anyone may call: listen only on networks you trust.

@@ -184,7 +184,7 @@ class Record(_message.Message):
     def __init__(self, replica: _Optional[int] = ..., plan: _Optional[_Union[_control_pb2.Plan, _Mapping]] = ..., decodes: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., waiting: _Optional[int] = ..., schedule_s: _Optional[float] = ..., pack_s: _Optional[float] = ..., launch_s: _Optional[float] = ..., wait_s: _Optional[float] = ..., complete_s: _Optional[float] = ..., finished_at: _Optional[float] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("running", "waiting", "waiting_tokens", "outstanding_tokens", "slots_used", "slots_cached", "slots_total", "iterations", "prompt_tokens", "generated_tokens", "cached_tokens", "preemptions", "drafted_tokens", "accepted_tokens", "host_seconds", "bucket_seconds", "padding_seconds", "compiled_after_ready", "expected_seconds", "prefill_tokens")
+    __slots__ = ("running", "waiting", "waiting_tokens", "outstanding_tokens", "slots_used", "slots_cached", "slots_total", "iterations", "prompt_tokens", "generated_tokens", "cached_tokens", "preemptions", "drafted_tokens", "accepted_tokens", "host_seconds", "bucket_seconds", "padding_seconds", "compiled_after_ready", "expected_seconds", "prefill_tokens", "strangers")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -205,6 +205,7 @@ class Load(_message.Message):
     COMPILED_AFTER_READY_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_SECONDS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STRANGERS_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     waiting_tokens: int
@@ -225,7 +226,8 @@ class Load(_message.Message):
     compiled_after_ready: int
     expected_seconds: float
     prefill_tokens: int
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., outstanding_tokens: _Optional[int] = ..., slots_used: _Optional[int] = ..., slots_cached: _Optional[int] = ..., slots_total: _Optional[int] = ..., iterations: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., host_seconds: _Optional[float] = ..., bucket_seconds: _Optional[float] = ..., padding_seconds: _Optional[float] = ..., compiled_after_ready: _Optional[int] = ..., expected_seconds: _Optional[float] = ..., prefill_tokens: _Optional[int] = ...) -> None: ...
+    strangers: int
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., outstanding_tokens: _Optional[int] = ..., slots_used: _Optional[int] = ..., slots_cached: _Optional[int] = ..., slots_total: _Optional[int] = ..., iterations: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., host_seconds: _Optional[float] = ..., bucket_seconds: _Optional[float] = ..., padding_seconds: _Optional[float] = ..., compiled_after_ready: _Optional[int] = ..., expected_seconds: _Optional[float] = ..., prefill_tokens: _Optional[int] = ..., strangers: _Optional[int] = ...) -> None: ...
 
 class PrefixChanges(_message.Message):
     __slots__ = ("changes",)

@@ -233,6 +233,8 @@ class Supervisor:
         cluster, load = self._job.cluster, self._engine.load()
         if cluster is None:
             return cause
+        if process.intruded:
+            cause += f", because another process joined jax's job at {cluster.coordinator} as one of the hosts"
         symptom = Symptom(  # the same text as if the host had reported it
             kind=SymptomKind.DISCONNECTED,
             hosts=(cluster.host,),

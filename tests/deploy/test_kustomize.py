@@ -156,7 +156,7 @@ def test_nothing_may_do_more_than_it_needs(render: Any, folder: str) -> None:
         assert set(mounted) == {each["name"] for each in pod["volumes"]}
         written = {each["mountPath"] for each in mounted.values() if not each.get("readOnly")}
         assert written <= {"/cache", "/tmp", "/dev/shm"}
-        for name in ("JAXSERVE_MODEL", "JAXSERVE_API_KEYS"):
+        for name in ("JAXSERVE_MODEL", "JAXSERVE_API_KEYS", "JAXSERVE_HOSTS_SECRET"):
             path = environment(container).get(name)
             assert path is None or any(path.startswith(each["mountPath"]) for each in mounted.values())
 
@@ -196,6 +196,10 @@ def test_hosts_are_alike_and_start_and_fail_together(render: Any, folder: str) -
     for name in ("nodeSelector", "tolerations", "terminationGracePeriodSeconds", "securityContext"):
         assert pods["front"].get(name) == pods["worker"].get(name), name
     assert environment(worker).items() <= environment(front).items()
+    assert "JAXSERVE_HOSTS_SECRET" in environment(worker)
+    for pod in pods.values():
+        (volume,) = [each for each in pod["volumes"] if each["name"] == "hosts"]
+        assert volume["secret"] == {"secretName": "jaxserve-hosts"}
     assert not {"ports", "startupProbe", "readinessProbe", "livenessProbe"} & set(worker)  # it serves no HTTP
 
 

@@ -18,6 +18,7 @@ import pytest
 from jaxserve import models, weights
 from jaxserve.config import EngineConfig
 from jaxserve.multihost.config import ClusterConfig
+from jaxserve.multihost.worker import MasterConnection
 from server.commands import cli
 from server.commands import hosts as hosts_module
 from server.engine_process.supervisor import Supervisor
@@ -25,6 +26,7 @@ from server.proto.jaxserve.v1.inference_pb2 import GenerateRequest, Grammar
 from server.proto.jaxserve.v1.inference_pb2_grpc import InferenceStub
 from tests.fixtures.texts import printable_tokenizer
 from tests.jaxserve.multihost.processes import ROOT, WAIT_SECONDS, free_ports
+from tests.server import served_group
 
 FLAGS = (
     "--hosts 2 --stages 2 --buckets 4 --max-rows 2 --slots 400 --max-context 200 --block-size 16 --no-scoring --port 0 "
@@ -104,6 +106,35 @@ def test_a_text_is_held_to_its_grammar(hosts) -> None:
         assert re.fullmatch("[ab]{5}", generate("[ab]{5}"))
 
 
+@pytest.mark.processes
+def test_strangers_are_counted_and_one_at_the_coordinator_is_named(tmp_path) -> None:
+    """At the control channel it changes nothing; jax's own service ends the job, and callers are told why."""
+    secret, coordinator = tmp_path / "secret", free_ports()
+    secret.write_text("a secret of 24 bytes or so\n")
+    flags = ["--hosts-secret", str(secret)]
+    with served_group.group(tmp_path, flags, coordinator=coordinator) as it:
+        it.until_told(0, "ready on ")
+        with grpc.insecure_channel(it.address) as channel:
+            stub = InferenceStub(channel)
+            place = ClusterConfig(hosts=2, host=1, coordinator=coordinator)
+            stranger = MasterConnection(place, [("hosts", "2")], tell=lambda _: None)
+            with pytest.raises(ValueError, match="has another secret"):
+                stranger.join()
+            request = GenerateRequest(prompt="It was", max_tokens=4900, ignore_eos=True)
+            stream = stub.GenerateStream(request, timeout=3600.0)  # a call with little time may be refused
+            next(stream)
+            it.until_told(0, "is no host of this group: dropped, 1 connections so far")
+            program = "import jax, sys; jax.distributed.initialize(sys.argv[1], 2, 1)"
+            with subprocess.Popen([sys.executable, "-c", program, coordinator], stderr=subprocess.DEVNULL) as other:
+                try:
+                    with pytest.raises(grpc.RpcError) as error:
+                        for _ in stream:
+                            pass
+                finally:
+                    other.kill()
+        assert f"because another process joined jax's job at {coordinator} as one of the hosts" in str(error.value)
+
+
 @pytest.mark.parametrize("behind", [False, True])
 def test_a_worker_that_is_asked_twice_ends_at_once(behind, monkeypatch, capfd) -> None:
     """Its host 0 may never come."""
@@ -159,6 +190,9 @@ def test_a_worker_that_is_asked_twice_ends_at_once(behind, monkeypatch, capfd) -
         ("--hosts 2 --host-id 1 --coordinator a", "coordinator is 'a'; it must be HOST:PORT of host 0"),
         ("--hosts 2 --host-id 1 --coordinator a:9000", "is 1 devices, which 2 hosts cannot share evenly"),
         ("--hosts 2 --host-id 1 --coordinator a:9000 --hosts-key k", "--hosts-cert, --hosts-key and --hosts-ca go"),
+        ("--hosts 2 --host-id 1 --coordinator a:9000 --tensor 2", "give every host the same --hosts-secret"),
+        ("--hosts 2 --host-id 1 --coordinator a:9000 --hosts-secret none", "--hosts-secret none: No such file"),
+        ("--hosts-secret pyproject.toml", "--hosts-secret needs --hosts"),
         ("--hosts auto", "give --hosts, --host-id and --coordinator"),
     ],
 )

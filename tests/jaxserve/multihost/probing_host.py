@@ -45,11 +45,12 @@ def main(told: dict) -> None:
     with socket.socket() as taken:
         if told.get("faulty") == cluster.host:
             break_links(told["fault"], taken)
+        facts = [("hosts", str(cluster.hosts))]
         party: Any
         if cluster.host:
-            party = MasterConnection(cluster, [], tell=say, end=end)
+            party = MasterConnection(cluster, facts, tell=say, end=end)
         else:
-            party = HostGroup(cluster, [], tell=say, end=end)
+            party = HostGroup(cluster, facts, tell=say, end=end)
             party.listen()
         party.join()
         distributed.join(cluster)

@@ -5,6 +5,7 @@ import math
 import queue
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ import grpc
 import pytest
 
 from jaxserve.config import EngineConfig
-from jaxserve.multihost import channel, process_watchdog
+from jaxserve.multihost import channel, handshake, process_watchdog
 from jaxserve.multihost import control_pb2 as pb
 from jaxserve.multihost import startup as start
 from jaxserve.multihost.config import ClusterConfig, TlsFiles, check_settings, detect, facts
@@ -24,6 +25,7 @@ from jaxserve.multihost.group import HostGroup
 from jaxserve.multihost.worker import MasterConnection
 from tests.jaxserve.multihost.processes import WAIT_SECONDS, free_ports, make_certificates
 
+SECRET = b"a secret of 24 bytes or so"
 FACTS = [("max_rows", "4"), ("the model's fingerprint", "abc")]
 
 
@@ -49,6 +51,13 @@ def joined(coordinator: str, ends: Ends, **settings: Any) -> tuple[HostGroup, Ma
     aside(membership.join)
     group.join()
     return group, membership
+
+
+def until(condition: Callable[[], bool]) -> None:
+    bound = time.monotonic() + WAIT_SECONDS
+    while not condition():
+        assert time.monotonic() < bound
+        time.sleep(0.01)
 
 
 def aside(call: Callable[[], Any]) -> threading.Thread:
@@ -103,6 +112,104 @@ def test_invalid_message_fails_the_group() -> None:
     assert "it sent an invalid message" in str(told.get(timeout=WAIT_SECONDS))
 
 
+def stranger(coordinator: str, *said: Callable[[pb.Hello, pb.Challenge], pb.FromWorker]) -> list[pb.FromMaster]:
+    """What host 0 answers to a stream that says these things, each once host 0 has spoken."""
+    to_say: queue.SimpleQueue[pb.FromWorker | None] = queue.SimpleQueue()
+    hello = handshake.hello()
+    to_say.put(pb.FromWorker(hello=hello))
+    answers = []
+    for answer in channel.connect(place(1, coordinator))(iter(to_say.get, None)):
+        answers.append(answer)
+        if len(answers) <= len(said):
+            to_say.put(said[len(answers) - 1](hello, answer.challenge))
+    to_say.put(None)
+    return answers
+
+
+def test_hosts_prove_that_they_know_the_secret() -> None:
+    group, membership = joined(free_ports(), Ends(), shared_secret=SECRET)
+    assert membership._cluster.shared_secret == SECRET
+    assert group.reception.strangers == 0
+    group.stop()
+
+
+@pytest.mark.parametrize("theirs", [None, b"another secret, long enough"])
+def test_a_host_with_another_secret_is_told_of_it(theirs) -> None:
+    place_0 = place(0, free_ports(), shared_secret=SECRET)
+    group = HostGroup(place_0, FACTS, tell=lambda _: None, end=Ends())
+    group.listen()
+    membership = MasterConnection(
+        place(1, place_0.coordinator, shared_secret=theirs), FACTS, tell=lambda _: None, end=Ends()
+    )
+    with pytest.raises(ValueError, match="has another secret: give every host the same --hosts-secret"):
+        membership.join()
+    until(lambda: group.reception.strangers == 1)
+    group.stop()
+
+
+@pytest.mark.parametrize("up", [False, True])
+def test_a_stranger_learns_nothing_and_ends_nothing(up) -> None:
+    """Without facts or with those of another group, whatever it uses as a proof: before and after the group is up."""
+    coordinator, ends = free_ports(), Ends()
+    group = HostGroup(place(0, coordinator, shared_secret=SECRET), FACTS, tell=lambda _: None, end=ends)
+    group.listen()
+    membership = MasterConnection(place(1, coordinator, shared_secret=SECRET), FACTS, tell=lambda _: None, end=ends)
+    if up:
+        aside(membership.join)
+        group.join()
+    wrong = [("max_rows", "5")]
+
+    def forged(secret: bytes | None, facts: list[tuple[str, str]]) -> Callable[..., pb.FromWorker]:
+        def say(hello: pb.Hello, challenge: pb.Challenge) -> pb.FromWorker:
+            own = pb.Challenge(nonce=challenge.nonce, proof=handshake._proof(secret, hello, challenge.nonce))
+            return pb.FromWorker(join=handshake.join(secret, hello, own, 1, facts))
+
+        return say
+
+    def reflected(hello: pb.Hello, challenge: pb.Challenge) -> pb.FromWorker:
+        del hello
+        return pb.FromWorker(join=pb.Join(host=1, facts=[pb.Fact(field="max_rows")], proof=challenge.proof))
+
+    said = [forged(None, wrong), forged(b"a guess of the secret", wrong), reflected, lambda *_: pb.FromWorker()]
+    for one in said:
+        (answer,) = stranger(coordinator, one)
+        assert answer.WhichOneof("message") == "challenge"
+    until(lambda: group.reception.strangers == len(said))
+    if not up:
+        aside(membership.join)
+        group.join()
+    assert group.failure is None
+    assert group.stop()
+    assert ends.codes.get(timeout=WAIT_SECONDS) == 0
+
+
+def test_a_replayed_proof_proves_nothing() -> None:
+    hello, challenge = handshake.hello(), pb.Challenge(nonce=b"1" * 32)
+    challenge.proof = handshake._proof(SECRET, hello, challenge.nonce)
+    joining = handshake.join(SECRET, hello, challenge, 1, FACTS)
+    assert joining is not None
+    assert joining.proof == handshake._proof(SECRET, hello, challenge.nonce, joining)
+    changed = pb.Join(host=2, facts=joining.facts)
+    for other in (
+        handshake._proof(SECRET, hello, b"2" * 32, joining),
+        handshake._proof(SECRET, handshake.hello(), challenge.nonce, joining),
+        handshake._proof(SECRET, hello, challenge.nonce, changed),
+    ):
+        assert joining.proof != other
+
+
+def test_a_hello_without_facts_is_a_strangers_without_a_secret_too() -> None:
+    place_0 = place(0, free_ports())
+    group = HostGroup(place_0, FACTS, tell=lambda _: None, end=Ends())
+    group.listen()
+    assert len(stranger(place_0.coordinator, lambda h, c: pb.FromWorker(join=handshake.join(None, h, c, 1, [])))) == 1
+    membership = MasterConnection(place(1, place_0.coordinator), FACTS, tell=lambda _: None, end=Ends())
+    aside(membership.join)
+    group.join()
+    assert group.reception.strangers == 1
+    group.stop()
+
+
 def test_who_says_no_hello_is_no_host(caplog) -> None:
     place_0 = place(0, free_ports())
     group = HostGroup(place_0, FACTS, tell=lambda _: None, end=Ends())
@@ -114,11 +221,14 @@ def test_who_says_no_hello_is_no_host(caplog) -> None:
     aside(membership.join)
     group.join()
     group.stop()
-    assert not caplog.records
+    assert group.reception.strangers == 2
+    assert [record.message.partition(" is no")[2] for record in caplog.records] == [
+        " host of this group: dropped, 1 connections so far"
+    ]
 
 
 def test_who_says_nothing_keeps_no_host_out(monkeypatch) -> None:
-    monkeypatch.setattr(channel, "_FIRST_MESSAGE_SECONDS", 1.0)
+    monkeypatch.setattr(handshake, "_SECONDS", 1.0)
     place_0 = place(0, free_ports())
     group = HostGroup(place_0, FACTS, tell=lambda _: None, end=Ends())
     group.listen()
@@ -185,6 +295,7 @@ def test_mutual_tls(tmp_path) -> None:
         ({"join_timeout": 1e300}, "join-timeout is 1e.300; it must be above 0 seconds and at most 1000000"),
         ({"record_seconds": math.nan}, "flight-seconds is nan; it must be above 0 seconds and at most 1000000"),
         ({"control_port": 70000}, "control-port is 70000; it must be from 1 to 65535"),
+        ({"shared_secret": b"fifteen letters"}, "the secret of the hosts has 15 bytes; it needs 16"),
         ({"links": "wet string"}, "links is 'wet string'; it must be one of auto, direct, bridge"),
     ],
 )
@@ -202,7 +313,7 @@ def test_places_that_cannot_be(settings, message) -> None:
     ],
 )
 def test_settings_that_hosts_do_not_go_with(config, message) -> None:
-    cluster = place(0, "10.0.0.1:9000")
+    cluster = place(0, "127.0.0.1:9000")
     if message is None:
         check_settings(config, cluster)
         return
@@ -213,7 +324,18 @@ def test_settings_that_hosts_do_not_go_with(config, message) -> None:
 def test_a_model_does_not_draft_across_hosts() -> None:
     config = EngineConfig(speculate="a folder")
     with pytest.raises(ValueError, match="speculate is a folder; several hosts support no draft model, only ngram"):
-        check_settings(config, place(0, "10.0.0.1:9000", hosts=2))
+        check_settings(config, place(0, "127.0.0.1:9000", hosts=2))
+
+
+def test_beyond_this_machine_hosts_need_a_secret() -> None:
+    config, tls = EngineConfig(tensor=2), TlsFiles(authority=b"", certificate=b"", key=b"")
+    for coordinator in ("127.0.0.1:9000", "localhost:9000", "[::1]:9000"):
+        check_settings(config, place(0, coordinator))
+    for coordinator in ("10.0.0.1:9000", "a-name:9000", "0.0.0.0:9000"):
+        with pytest.raises(ValueError, match="other machines may reach: give every host the same --hosts-secret"):
+            check_settings(config, place(0, coordinator))
+        check_settings(config, place(0, coordinator, shared_secret=SECRET))
+        check_settings(config, place(0, coordinator, secrets=tls))
 
 
 def test_what_hosts_compare(tmp_path) -> None:
@@ -242,7 +364,7 @@ def test_a_worker_shows_where_a_defect_is_and_nothing_else(monkeypatch, caplog, 
     monkeypatch.setattr(start, "_facts", lambda *_: [])
     monkeypatch.setattr(start, "_prepare", raising(problem))
     with pytest.raises(type(problem)):
-        start.follow("a model", EngineConfig(tensor=2), place(1, "10.0.0.1:9000"), tell=lambda _: None)
+        start.follow("a model", EngineConfig(tensor=2), place(1, "127.0.0.1:9000"), tell=lambda _: None)
     assert said == [f"{type(problem).__name__}: {problem}"]
     assert any(record.exc_info for record in caplog.records) == traced
 
@@ -255,7 +377,7 @@ def test_workers_are_told_that_host_0_was_interrupted(monkeypatch) -> None:
     monkeypatch.setattr(start, "HostGroup", lambda *_, **__: group)
     monkeypatch.setattr(start, "_facts", lambda *_: [])
     with pytest.raises(KeyboardInterrupt):
-        start.lead("a model", EngineConfig(tensor=2), place(0, "10.0.0.1:9000"), tell=lambda _: None)
+        start.lead("a model", EngineConfig(tensor=2), place(0, "127.0.0.1:9000"), tell=lambda _: None)
     assert said == ["host 0: KeyboardInterrupt"]
 
 

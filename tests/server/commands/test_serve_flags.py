@@ -71,7 +71,8 @@ ENGINE_FLAGS: dict[str, tuple[str, Any, str]] = {
 HOSTS_FLAGS = (
     "--hosts 2 --host-id {host} --coordinator 10.0.0.1:9000 --control-port 9100 --join-timeout 20 --step-deadline 7 "
     "--links bridge --flight-seconds 9 --flight-folder flights --hosts-cert {certificates}/server.pem "
-    "--hosts-key {certificates}/server.key --hosts-ca {certificates}/ca.pem --tensor 2"
+    "--hosts-key {certificates}/server.key --hosts-ca {certificates}/ca.pem "
+    "--hosts-secret {certificates}/ca.pem --tensor 2"
 )
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and more than one loopback address")
@@ -111,6 +112,7 @@ def test_hosts_flags(certificates: Path) -> None:
         record_seconds=9,
         record_folder=Path("flights"),
         secrets=secrets,
+        shared_secret=(certificates / "ca.pem").read_bytes().strip(),
     )
 
 
