@@ -1,26 +1,23 @@
-"""Renders chats with a checkpoint's template, in a sandbox with limits on time and size."""
+"""Renders chats with a checkpoint's template, in a process with limits on time and memory."""
 
 from __future__ import annotations
 
-import datetime
 import json
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any
 
 import jinja2
-from jinja2 import meta
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2 import nodes
 
 from jaxserve.text import tool_forms
+from jaxserve.text.template_process import MAX_TEXT, SECONDS, LimitsExceeded, TemplateProcess, environment
 
-_MAX_TEXT = 2**20  # characters of a rendered chat
-_MAX_SECONDS = 1.0
-_MAX_ERROR = 200  # characters of a template's error, which may quote the messages
+_MAX_SOURCE = 2**18  # characters of a template; published ones have up to 20,000
+_LONG = 2**16  # bytes of a request from which on it does not delay short ones
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
+_PROCESSES = (TemplateProcess(), TemplateProcess())  # for short and for long requests
 
 
 class ChatTemplate:
@@ -31,7 +28,7 @@ class ChatTemplate:
       special_tokens: texts of the special tokens by names such as `bos_token`.
 
     Attributes:
-      variables: names that the template reads and does not define.
+      variables: names that the template reads.
       with_tools: the template for chats with tools, which is this one or another.
       tool_form: name of the format in which the model calls tools (`tool_forms.FORMS`); None if it is not known.
 
@@ -40,18 +37,16 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise
-        environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-        self._special_tokens = special_tokens
+        self._source, self._special_tokens = source, special_tokens
         self.with_tools = self
         self.tool_form = tool_forms.form_of(source)
+        if len(source) > _MAX_SOURCE:
+            raise ValueError(f"the chat template has {len(source)} characters; it may have {_MAX_SOURCE}")
         try:
-            self._template = environment.from_string(source)
-            self.variables = frozenset(meta.find_undeclared_variables(environment.parse(source)))
-        except jinja2.TemplateError as problem:
+            parsed = environment().parse(source)  # compiles nothing
+        except (jinja2.TemplateError, RecursionError, ValueError) as problem:
             raise ValueError(f"the chat template is not valid Jinja: {problem}") from problem
+        self.variables = frozenset(name.name for name in parsed.find_all(nodes.Name) if name.ctx == "load")
 
     @classmethod
     def from_directory(cls, path: Path, other: Path | None = None) -> ChatTemplate | None:
@@ -107,34 +102,16 @@ class ChatTemplate:
         known |= self._special_tokens
         if taken := sorted(known.keys() & variables.keys()):
             raise ValueError(f"cannot be rendered with another value of {taken[0]}")
-        until, pieces, size = time.monotonic() + _MAX_SECONDS, [], 0
+        source = (self.with_tools if tools else self)._source
+        request = json.dumps({"source": source, "context": known | dict(variables)}, default=str).encode()
         try:
-            for piece in (self.with_tools if tools else self)._template.generate(known | dict(variables)):
-                pieces.append(piece)
-                size += len(piece)
-                if size > _MAX_TEXT or time.monotonic() > until:
-                    break
-            else:
-                return "".join(pieces)
-        except Exception as problem:  # a template may raise anything on messages that it does not expect
-            raise ValueError(f"do not suit this checkpoint's chat template: {str(problem)[:_MAX_ERROR]}") from problem
-        raise ValueError(f"exceed the limits of a chat: {_MAX_TEXT} characters, {_MAX_SECONDS:g} s to render")
+            answer = _PROCESSES[len(request) >= _LONG].ask(request)
+        except LimitsExceeded:
+            raise ValueError(f"exceed the limits of a chat: {MAX_TEXT} characters, {SECONDS:g} s to render") from None
+        if "error" in answer:
+            raise ValueError(f"do not suit this checkpoint's chat template: {answer['error']}")
+        return answer["text"]
 
 
 def _text(token: Any) -> str:
     return token["content"] if isinstance(token, dict) else token
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """The filter `tojson` as transformers has it."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)

@@ -1,12 +1,19 @@
 """Chat templates: found where checkpoints have them, and harmless."""
 
 import json
+import resource
+import subprocess
+import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from jaxserve.text import chat_template
 from jaxserve.text.chat_template import ChatTemplate
+from jaxserve.text.template_process import SECONDS
 
 
 def messages(*texts: str) -> list[dict[str, str]]:
@@ -62,6 +69,94 @@ def test_one_that_is_no_text_is_refused_with_its_file(tmp_path: Path, found: Any
 def test_a_template_cannot_do_harm(source: str, told: str) -> None:
     with pytest.raises(ValueError, match=told):
         ChatTemplate(source, {}).render(messages("Hi"), add_generation_prompt=True)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",  # no text, no end
+        "{% set n = 10**(10**8) %}",  # one instruction of the interpreter
+        "{{ 'a' * 10**9 }}",  # while it is compiled
+        "{% set all = [messages] * 10**8 %}{{ all | length }}",
+        "{{ messages[0].content | center(10**10) }}",
+    ],
+)
+def test_time_and_memory_of_a_template_are_bounded(source: str) -> None:
+    before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+    with pytest.raises(ValueError, match="exceed the limits of a chat"):
+        ChatTemplate(source, {}).render(messages("Hi"), add_generation_prompt=True)
+    assert time.monotonic() - started < 2 * SECONDS + 10.0  # the process starts again, perhaps on a busy machine
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**15  # KiB, of this process
+    good = ChatTemplate("{{ messages[0].content }}", {})
+    assert good.render(messages("Hi"), add_generation_prompt=True) == "Hi"
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ("{% macro f(n) %}{{ f(n) }}{% endmacro %}{{ f(1) }}", "recursion"),
+        ("{{ range(10**9) | list }}", "too big"),
+        ("{{ [1, 2].__init__.__globals__ }}", "unsafe"),
+    ],
+)
+def test_what_a_template_must_not_do_is_an_error_of_the_chat(source: str, told: str) -> None:
+    with pytest.raises(ValueError, match=f"do not suit this checkpoint's chat template: .*{told}"):
+        ChatTemplate(source, {}).render(messages("Hi"), add_generation_prompt=True)
+
+
+@pytest.mark.parametrize(
+    "source", ["{{ " + "(" * 50_000 + ")" * 50_000 + " }}", "{{ 1" + "0" * 5000 + " }}", "a" * 2**19]
+)
+def test_a_source_that_cannot_be_parsed_is_refused(source: str) -> None:
+    with pytest.raises(ValueError, match="the chat template"):
+        ChatTemplate(source, {})
+
+
+def test_a_long_chat_does_not_delay_a_short_one() -> None:
+    slow = ChatTemplate("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", {})
+    quick = ChatTemplate("{{ messages[0].content }}", {})
+    quick.render(messages("Hi"), add_generation_prompt=True)
+    ended: list[str] = []
+
+    def long() -> None:
+        with pytest.raises(ValueError, match="exceed the limits"):
+            slow.render(messages("a" * 10**5), add_generation_prompt=True)
+        ended.append("long")
+
+    thread = threading.Thread(target=long)
+    thread.start()
+    while thread.is_alive() and not chat_template._PROCESSES[1]._lock.locked():
+        time.sleep(0.001)
+    quick.render(messages("Hi"), add_generation_prompt=True)
+    assert not ended
+    thread.join()
+    assert ended
+
+
+def test_the_process_starts_again_and_ends_with_the_program() -> None:
+    program = """if True:
+        import os, signal, threading, time
+        from jaxserve.text import chat_template
+        template = chat_template.ChatTemplate("{{ messages[0].content }}", {})
+        render = lambda: template.render([{"content": "Hi"}], add_generation_prompt=True)
+        assert render() == "Hi"
+        process = chat_template._PROCESSES[0]._process
+        process.kill()
+        process.wait()
+        assert render() == "Hi"
+        print(chat_template._PROCESSES[0]._process.pid, flush=True)
+        endless = chat_template.ChatTemplate("{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3, {})
+        threading.Thread(target=endless.render, args=([],), kwargs={"add_generation_prompt": True}).start()
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    left = Path("/proc", done.stdout.strip(), "cmdline")
+    assert done.stdout.strip().isdecimal(), done.stderr
+    until = time.monotonic() + 15.0
+    while left.exists() and left.read_bytes():  # a process that has ended has an empty command line
+        assert time.monotonic() < until, "it goes on without its parent"
+        time.sleep(0.01)
 
 
 def test_what_a_template_says_is_told_to_a_length() -> None:
