@@ -11,6 +11,7 @@ from server.commands.bench.cli import Benchmark
 
 BENCHMARKS = {
     "host": Benchmark("benchmarks.host", "time the host's work of an iteration"),
+    "overload": Benchmark("benchmarks.overload", "refuse calls of too much recorded traffic, simulated"),
     "paper": Benchmark("benchmarks.paper", "repeat a published evaluation with the simulator"),
     "peers": Benchmark("benchmarks.peers", "compare with transformers, CTranslate2 and llama.cpp"),
     "regression": Benchmark("benchmarks.regression", "find what has become slower"),

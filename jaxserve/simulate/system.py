@@ -15,6 +15,7 @@ from jaxserve.scheduler.buckets import BucketCost
 from jaxserve.scheduler.cache_groups import CacheGroups, GroupedPool
 from jaxserve.scheduler.factory import make_scheduler
 from jaxserve.scheduler.kv_blocks import SlotPool
+from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.simulate import virtual_clock
 from jaxserve.simulate.outcome import Outcome, OutcomeTable, ShortOutcome
 from jaxserve.simulate.virtual_clock import EOS, Arrival, HostTimes, SimulatedDevice, SimulatedReplica, StageSeconds
@@ -49,6 +50,17 @@ class SimulatedEngine:
         if self.config.speculate is not None:
             raise ValueError(f"speculate is {self.config.speculate}; the simulator has no text to draft from")
 
+    def scheduler(self) -> Scheduler:
+        """A new scheduler with these settings, of one replica."""
+        return make_scheduler(
+            self.config,
+            self.costs,
+            slot_milliseconds=self.slot_milliseconds,
+            n_blocks=self.slots // self.groups.block_size,
+            groups=self.groups,
+            eos_token_ids=frozenset({EOS}),
+        )
+
     def serve(self, incoming: Sequence[Arrival], times: list[Outcome] | None = None) -> SimulationResult:
         """Serve every arrival (ascending in time).
 
@@ -58,14 +70,7 @@ class SimulatedEngine:
         served = SimulationResult(slots=self.slots, stages=self.config.stages * self.replicas)
         replicas, devices = [], []
         for index in range(self.replicas):
-            scheduler = make_scheduler(
-                self.config,
-                self.costs,
-                slot_milliseconds=self.slot_milliseconds,
-                n_blocks=self.slots // self.groups.block_size,
-                groups=self.groups,
-                eos_token_ids=frozenset({EOS}),
-            )
+            scheduler = self.scheduler()
             devices.append(SimulatedDevice(self.seconds, self.config.stages))
             in_flight = self.config.in_flight or self.config.stages + 1
             watch = served.recorder(scheduler.pool, sampled=index == 0)

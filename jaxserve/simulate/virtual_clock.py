@@ -220,7 +220,7 @@ class SimulatedReplica:
         self._device, self._in_flight, self._host, self._watch = device, in_flight, host or HostTimes(), watch
         self._now = 0.0
         self._launched: deque[tuple[IterationPlan, IterationResult, float]] = deque()
-        self._submitted: list[Request] = []
+        self.submitted: list[Request] = []  # that the loop has not admitted yet
         self._alive: dict[str, _LiveRequest] = {}
         self._outstanding = 0
         self._settled: deque[tuple[float, int]] = deque()  # (time, tokens) that are done after the last arrival
@@ -239,7 +239,7 @@ class SimulatedReplica:
         uncached = len(request.prompt) - cached
         self._outstanding = self.outstanding_tokens(arrival.time) + uncached + request.sampling.max_tokens
         self._alive[request.request_id] = _LiveRequest(arrival, outcome, uncached)
-        self._submitted.append(request)
+        self.submitted.append(request)
 
     def outstanding_tokens(self, now: float) -> int:
         """Outstanding tokens of the live requests, as known at this time."""
@@ -267,7 +267,7 @@ class SimulatedReplica:
             self._deliver(self.scheduler.complete(plan, result))
 
     def _admit_submitted(self) -> None:
-        for request in self._submitted:
+        for request in self.submitted:
             try:
                 check_fits(request, self.scheduler.max_context, self.scheduler.pool.n_slots)
                 self.scheduler.submit(request)
@@ -275,7 +275,7 @@ class SimulatedReplica:
                 alive = self._alive.pop(request.request_id)
                 alive.outcome.ended(str(refusal))
                 self._settled.append((self._now, alive.uncached + request.sampling.max_tokens))
-        self._submitted.clear()
+        self.submitted.clear()
 
     def _answer(self, plan: IterationPlan) -> IterationResult:
         """The result that the device will return."""
