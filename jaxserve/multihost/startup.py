@@ -43,12 +43,15 @@ from jaxserve.structured_output.matcher import GrammarCompiler
 from jaxserve.text import tokenizer_files
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.weights import orbax
+from jaxserve.weights.checkpoint import StoredTensors
+from jaxserve.weights.checksum import PIECE, Checksum
 from sharding import mesh, specs
 from sharding.fit import check_weights
 from sharding.spec import read as read_spec
 
 _log = logging.getLogger(__name__)
 
+_COMPARING_SHARE = 0.05  # of the time of a start; so much longer it may take until all weights are compared
 _MEASURING_DEADLINE = 120.0  # seconds for an iteration that was not measured yet
 
 Tell = Callable[[str], None]
@@ -183,6 +186,7 @@ def _prepare(
     programs, reason = lay_out(config, model, meshes, spec, dtype=dtype, platform=platform)
     here = [stage for stage in programs if stage.mesh.local_devices]
     party.reached("reading weights")
+    checksum = Checksum(StoredTensors(Path(path)).files)
     for stage in here:
         device = stage.mesh.local_devices[0]
         free = kv_cache.free_weight_bytes(device, config.tensor * config.stages)
@@ -216,6 +220,9 @@ def _prepare(
     n_blocks = party.agree("blocks", min(startup.pool_blocks(config, runner, ()) for runner in runners))
     for stage in stages:
         stage.compile(n_blocks, progress)
+    compared = _compare(checksum, _COMPARING_SHARE * (time.perf_counter() - started), cluster, party)
+    if cluster.host == 0:
+        tell(f"host 0: {compared / 2**20:.2f} of {checksum.total / 2**20:.2f} MiB of weights are the same on all hosts")
     links = choose_links(programs, sizes, cluster, party, tell)
     figures = {
         "attention_reason": reason,
@@ -225,6 +232,27 @@ def _prepare(
         "compile_seconds": time.perf_counter() - loaded,
     }
     return _Prepared(programs, stages, links, n_blocks, figures, config)
+
+
+def _compare(checksum: Checksum, seconds: float, cluster: ClusterConfig, party: ControlChannel) -> int:
+    """Compare the weight files of all hosts, as far as all have read them.
+
+    Args:
+      seconds: to wait for the rest.
+
+    Returns:
+      The number of bytes compared.
+
+    Raises:
+      ValueError: they differ.
+    """
+    pieces = party.agree("pieces of the weights", checksum.wait(seconds))
+    mine = checksum.after(pieces)
+    expected = party.agree("checksum of the weights", mine if cluster.host == 0 else 2**32)
+    problem = "" if mine == expected else "its weight files have other bytes than those of host 0"
+    if problems := party.check("weights", problem):
+        raise ValueError(problems)
+    return min(pieces * PIECE, checksum.total)
 
 
 def _devices(config: EngineConfig, cluster: ClusterConfig) -> list[Any]:

@@ -33,6 +33,7 @@ MODEL = {
     "n_head": 4,
     "eos_token_id": 2,
 }
+FIRST = "transformer.h.0.mlp.dense_h_to_4h.weight"  # a tensor of the first stage
 Outcome = dict[str, Any]
 
 
@@ -113,6 +114,24 @@ def test_texts_are_held_to_their_grammars(serve, layout) -> None:
     answers.tokens = given["tokens"]
     answers.reasons = {name: FinishReason(reason) for name, reason in given["reasons"].items()}
     check_texts(answers, constrained(CONSTRAINED, traffic(REQUESTS)[-1][0]))
+
+
+def test_a_byte_that_differs_on_one_host_ends_the_start(model, tmp_path) -> None:
+    """The last byte of a tensor, of which the fingerprint knows the beginning only, and which host 0 alone uses."""
+    shutil.copytree(model, tmp_path / "copy")
+    file = tmp_path / "copy" / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    start, end = json.loads(content[8 : 8 + content[0] + 256 * content[1]])[FIRST]["data_offsets"]
+    assert end - start > 8192
+    content[8 + content[0] + 256 * content[1] + end - 1] ^= 1
+    file.write_bytes(content)
+    assert weights.fingerprint(tmp_path / "copy") == weights.fingerprint(model)
+    each = {"tensor": 1, "stages": 2}
+    hosts = [each | {"model": str(model)}, each | {"model": str(tmp_path / "copy")}]
+    with group(REAL, hosts, tmp_path, JAX_PLATFORMS="cpu") as running:
+        assert all(host.code() for host in running)
+        for host in running:
+            assert "host 1: its weight files have other bytes than those of host 0" in host.errors.read_text()
 
 
 @pytest.mark.parametrize(("hosts", "tensor", "stages"), [(3, 1, 3), (4, 2, 2)])
