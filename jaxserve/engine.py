@@ -215,10 +215,10 @@ class Engine:
         for replica in self._loops:
             if request.fork_of is not None and replica.holds(request.fork_of):
                 return replica, len(request.prompt) - 1, None  # this replica computes the prompt anyway
-        if self._prefixes is None:
-            return self._loops[0], 0, None
-        serving = [replica for replica in self._loops if replica.takes_requests] or self._loops[:1]
         allocation = allocation_of(request)
+        if self._prefixes is None:
+            return self._loops[0], self._loops[0].scheduler.pool.cached_tokens(allocation), allocation
+        serving = [replica for replica in self._loops if replica.takes_requests] or self._loops[:1]
         found = self._prefixes.cached_tokens(allocation)
         cached = [found[replica.index] for replica in serving]
         chosen = routing.choose([replica.outstanding_tokens for replica in serving], cached)

@@ -303,12 +303,15 @@ class AdmissionController:
         behind = Work() if tenant is None else self._behind(tenant, key)
         ahead = max(load.waiting + self.reserved_requests - behind.requests, 0)
         free = max(0, self._max_rows - load.running)
+        # Prompts before it are computed first, however many rows are free.
+        prompts = max(load.prefill_tokens + self.reserved_tokens - behind.tokens, 0) / self.prompt_rate
         if ahead < free:
-            return 0.0
+            return prompts
         owed = load.outstanding_tokens * self._used_share + self.reserved_tokens
         owed -= behind.tokens + behind.answers * self._used_share
         # A call does not wait for the work that the last rows do beside it.
-        return max(owed, 0) / max(self._tokens_per_second, 1e-3) * (ahead + 1) / (ahead + max(1, load.running))
+        rows = max(owed, 0) / max(self._tokens_per_second, 1e-3) * (ahead + 1) / (ahead + max(1, load.running))
+        return max(rows, prompts)
 
     def sample(self) -> Load:
         """Updates the measured tokens a second. They show the engine's capacity only while requests wait."""

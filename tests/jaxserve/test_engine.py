@@ -237,6 +237,19 @@ def test_one_callers_fault_does_not_touch_another(engine_, caplog) -> None:
     assert "sink failed" in caplog.text
 
 
+def test_what_is_cached_is_not_owed(engine_) -> None:
+    owed = []
+    for name in "ab":
+        sampling = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+        engine_.submit(Request(request_id=name, prompt=(7,) * 30, sampling=sampling), Answers())
+        owed.append((engine_.load().prefill_tokens, engine_.load().outstanding_tokens))
+        while engine_.step():
+            pass
+    cached = engine_.load().cached_tokens
+    assert cached > 8
+    assert owed == [(30, 33), (30 - cached, 33 - cached)]
+
+
 def test_a_sink_is_called_once_an_iteration(engine_) -> None:
     answers, sampling = Answers(), SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
     for name in "abc":

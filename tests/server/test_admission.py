@@ -20,7 +20,13 @@ class Engine:
         self.report = SimpleNamespace(buckets=(cost,))
         self.now = 50.0
         self.counts = SimpleNamespace(
-            running=0, waiting=0, waiting_tokens=0, outstanding_tokens=0, prompt_tokens=0, generated_tokens=0
+            running=0,
+            waiting=0,
+            waiting_tokens=0,
+            outstanding_tokens=0,
+            prefill_tokens=0,
+            prompt_tokens=0,
+            generated_tokens=0,
         )
 
     def load(self) -> Any:
@@ -138,6 +144,25 @@ def test_calls_that_would_wait_longer_than_the_limit_are_refused() -> None:
     engine.counts.outstanding_tokens = 400
     ask(admission)
     assert admission.full() is None
+
+
+def test_prompts_wait_for_each_other_even_where_rows_are_free() -> None:
+    engine = Engine(max_queue_seconds=5.0)
+    admission = engine.admission()
+    engine.counts.running, engine.counts.prefill_tokens = 1, 4000  # of one request that has begun
+    waits(engine, admission, 900)
+    engine.counts.prefill_tokens += 900
+    ask(admission, prompt_tokens=200)  # 4.9 s; it is reserved from now on
+    assert str(refusal(admission, prompt_tokens=2000)) == "waiting takes about 5.1 s; the limit is 5 s"
+    ask(admission)  # goes before the waiting ones
+    engine.counts.prefill_tokens = 900
+    ask(admission, prompt_tokens=2000)
+    engine = loaded(max_queue_seconds=5.0)
+    admission = engine.admission()
+    engine.counts.prefill_tokens, engine.counts.outstanding_tokens = 4000, 4001
+    engine.counts.running = 40
+    ask(admission, prompt_tokens=1010)  # a row is soon free, and prompts take 4 s
+    assert str(refusal(admission, prompt_tokens=2000)) == "waiting takes about 5.0 s; the limit is 5 s"
 
 
 def test_the_limit_is_the_target_for_the_first_token_if_there_is_one() -> None:
