@@ -61,3 +61,31 @@ def test_a_flood_of_one_tenant_hardly_delays_another(checkpoint: Path, tmp_path:
     median = {name: statistics.median(seconds) for name, seconds in waits.items()}
     print({name: round(1e3 * seconds, 1) for name, seconds in median.items()}, "ms")
     assert median["polite"] < median["flood"] / 3
+
+
+def test_another_tenants_prefixes_are_not_cached(checkpoint: Path, tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text(KEYS)
+
+    async def scenario(engine: Engine) -> None:
+        app = ServerApp(engine, name="tiny", version="0", keys=ApiKeys(path))
+        port, _ = await app.start("127.0.0.1", 0, None)
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            stub: Any = InferenceStub(channel)
+
+            async def cached(tenant: str) -> int:
+                request = pb.GenerateRequest(prompt="a prompt that fills several blocks of slots", max_tokens=1)
+                answer = await stub.Generate(request, metadata=(("authorization", f"Bearer key-of-{tenant}"),))
+                return answer.usage.cached_tokens
+
+            assert await cached("polite") == 0
+            own = await cached("polite")
+            assert own >= 32
+            assert [await cached("flood"), await cached("flood"), await cached("polite")] == [0, own, own]
+        await app.stop()
+
+    args = cli.parser().parse_args(
+        ["serve", "--model", str(checkpoint), *SETTINGS, "--block-size", "8", "--compilation-cache", "off"]
+    )
+    with Engine.from_checkpoint(checkpoint, flags.engine_config(args)) as engine:
+        asyncio.run(scenario(engine))
