@@ -11,6 +11,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -131,11 +132,13 @@ def follow(
     tell: Tell,
     alive: Callable[[float], None] = lambda _: None,
     progress: Progress = startup.silent,
+    around: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> None:
     """Follow host 0's plans until it stops; any failure ends the process.
 
     Args:
       alive: called twice per second with the seconds within which the next call must come.
+      around: a context for all plans, such as a profiler's.
 
     Raises:
       ValueError: a setting is not possible, or the master cannot be reached or refuses this host.
@@ -160,7 +163,10 @@ def follow(
     if last in here:
         recorder, grammars = _recorder(path, cluster, prepared), _grammars(path, pipeline)
         membership.on_failure = lambda reason: write_record(recorder, reason, tell)
-    membership.follow(pipeline, prepared.n_blocks, stages=here, answers=answers, recorder=recorder, grammars=grammars)
+    with around():
+        membership.follow(
+            pipeline, prepared.n_blocks, stages=here, answers=answers, recorder=recorder, grammars=grammars
+        )
     distributed.leave()
 
 

@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -117,26 +118,44 @@ def end_failed(failure: HostFailed) -> NoReturn:
 
 
 def follow(
-    path: Path, config: EngineConfig, cluster: ClusterConfig, *, alive: Callable[[float], None] = lambda _: None
+    path: Path,
+    config: EngineConfig,
+    cluster: ClusterConfig,
+    profile: str | Path | None = None,
+    *,
+    alive: Callable[[float], None] = lambda _: None,
 ) -> int:
     """Runs a host other than host 0. Returns 0 once host 0 has ended. Raises UserError.
 
     Args:
+      profile: directory for a jax profiler capture, or None.
       alive: called twice a second with the seconds within which the next call must come.
     """
     with user_errors():
         from jaxserve.multihost import startup as start
+        from server.commands.engine_start import profiling
 
         leave = _signal_handler(lambda: None)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda number, _: leave(number))
-        start.follow(path, config, cluster, tell=say, alive=lambda seconds: alive(seconds + OWN_SECONDS))
+        start.follow(
+            path,
+            config,
+            cluster,
+            tell=say,
+            alive=lambda seconds: alive(seconds + OWN_SECONDS),
+            around=partial(profiling, profile),
+        )
     say("stopped")
     return 0
 
 
 async def follow_in_own_process(
-    path: Path, config: EngineConfig, cluster: ClusterConfig, restarts: RestartPolicy | None
+    path: Path,
+    config: EngineConfig,
+    cluster: ClusterConfig,
+    restarts: RestartPolicy | None,
+    profile: Path | None = None,
 ) -> int:
     """Runs a host other than host 0 in a process of its own, and ends that process if it hangs.
 
@@ -146,7 +165,7 @@ async def follow_in_own_process(
     Raises:
       UserError: a mistake of the user.
     """
-    job = EngineJob.of(str(path), config, cluster=cluster)
+    job = EngineJob.of(str(path), config, None if profile is None else str(profile), cluster)
     supervisor = Supervisor(RemoteEngine(config, None), job, restarts=restarts)
     loop, leave = asyncio.get_running_loop(), _signal_handler(supervisor.let_end)
     for number in (signal.SIGTERM, signal.SIGINT):

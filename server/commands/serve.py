@@ -211,8 +211,10 @@ def run(args: argparse.Namespace) -> int:
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=chosen.log_level.upper())
     if chosen.cluster is not None and chosen.cluster.host:
         if chosen.in_process:
-            return hosts.follow(chosen.model, chosen.engine, chosen.cluster)
-        return asyncio.run(hosts.follow_in_own_process(chosen.model, chosen.engine, chosen.cluster, chosen.restarts))
+            return hosts.follow(chosen.model, chosen.engine, chosen.cluster, chosen.profile)
+        return asyncio.run(
+            hosts.follow_in_own_process(chosen.model, chosen.engine, chosen.cluster, chosen.restarts, chosen.profile)
+        )
     for port in (chosen.port, chosen.http_port, chosen.metrics_port):
         if port is not None:
             _check_free(chosen.host, port)  # now, not after minutes of loading

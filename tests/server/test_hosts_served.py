@@ -135,6 +135,17 @@ def test_strangers_are_counted_and_one_at_the_coordinator_is_named(tmp_path) -> 
         assert f"because another process joined jax's job at {coordinator} as one of the hosts" in str(error.value)
 
 
+@pytest.mark.processes
+def test_every_host_is_profiled(tmp_path) -> None:
+    folders = [tmp_path / "first", tmp_path / "second"]
+    with served_group.group(tmp_path, of_host=[("--profile", str(folder)) for folder in folders]) as it:
+        it.until_told(0, "ready on ")
+        it.fronts[0].send_signal(signal.SIGTERM)
+        assert it.codes() == [0, 0]
+    for folder in folders:
+        assert list(folder.rglob("*.xplane.pb"))
+
+
 @pytest.mark.parametrize("behind", [False, True])
 def test_a_worker_that_is_asked_twice_ends_at_once(behind, monkeypatch, capfd) -> None:
     """Its host 0 may never come."""

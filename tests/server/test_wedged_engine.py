@@ -65,8 +65,9 @@ def test_callers_of_a_wedged_engine_fail_at_the_promised_deadline(checkpoint: Pa
             stub: Any = InferenceStub(channel)
 
             async def told() -> tuple[grpc.StatusCode, str, float]:
+                request = pb.GenerateRequest(prompt="a", max_tokens=50, ignore_eos=True)
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
-                    await stub.Generate(pb.GenerateRequest(prompt="a", max_tokens=50, ignore_eos=True))
+                    await stub.Generate(request, timeout=WAIT_SECONDS)
                 return caught.value.code(), str(caught.value.details()), time.monotonic() - stopped
 
             await stub.Generate(pb.GenerateRequest(prompt="a", max_tokens=2))

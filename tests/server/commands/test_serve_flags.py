@@ -145,11 +145,11 @@ def test_a_worker_follows_host_0(
     flags = [*HOSTS_FLAGS.format(host=1, certificates=certificates).split(), "--model", str(tmp_path), "--front", front]
     process = front == "process"
     # A worker reads no keys and no certificates of the server.
-    flags += ["--api-keys", "/no/such/file", *(["--supervise"] if process else [])]
+    flags += ["--api-keys", "/no/such/file", "--profile", str(tmp_path), *(["--supervise"] if process else [])]
     assert cli.main(["serve", *flags]) == (5 if process else 6)
     model, config, cluster = told[:3]
     assert (model, config.tensor, cluster.control_port) == (tmp_path, 2, 9100)
-    assert told[3:] == ([RestartPolicy()] if process else [])
+    assert told[3:] == [*([RestartPolicy()] if process else []), tmp_path]
 
 
 def test_front_thread_runs_the_engine_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
