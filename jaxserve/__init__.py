@@ -26,7 +26,10 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        return metadata.version("jaxserve")
+        try:
+            return metadata.version("jaxserve")
+        except metadata.PackageNotFoundError:  # a checkout on the path
+            return "0+checkout"
     if name not in _HOMES:
         raise AttributeError(f"module 'jaxserve' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

@@ -78,20 +78,24 @@ class EngineClient(Protocol):
 
 
 class EventDelivery:
-    """Delivers events of an engine to an event loop. Make it on the loop's thread.
+    """Delivers events of an engine to the event loop on which the first sink is made.
 
     One wake-up of the loop serves all sinks. Events that come on the loop's own thread, such as those of an engine
     process, are delivered at once.
     """
 
-    def __init__(self, engine: EngineClient, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, engine: EngineClient) -> None:
         self.engine = engine
-        self._loop, self._thread = loop, threading.get_ident()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: int | None = None
         self._waiting: deque[tuple[Sink, list[TokenEvent]]] = deque()
         self._is_scheduled = False
 
     def sink(self, receive: Sink) -> Sink:
         """A sink for the engine; `receive` is called on the loop."""
+        if self._loop is None:
+            self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
+        loop = self._loop
 
         def sink(events: list[TokenEvent]) -> None:
             if threading.get_ident() == self._thread:
@@ -101,7 +105,7 @@ class EventDelivery:
             if not self._is_scheduled:
                 self._is_scheduled = True
                 with contextlib.suppress(RuntimeError):  # the loop has been closed
-                    self._loop.call_soon_threadsafe(self._deliver)
+                    loop.call_soon_threadsafe(self._deliver)
 
         return sink
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import itertools
 import logging
@@ -41,7 +40,7 @@ Adjust = Callable[[Request], Request]
 class RequestHandler:
     """Handles the calls of every protocol to one engine.
 
-    Make and use it on the event loop that serves.
+    Use it on one event loop; it may be made before that runs.
 
     Args:
       engine: started, or still starting; calls are refused until it is ready.
@@ -75,7 +74,7 @@ class RequestHandler:
         self.observers: list[Observer] = []
         self.problem: str | None = None
         self.kv_events: KvEventLog | None = None
-        self._delivery = EventDelivery(engine, asyncio.get_running_loop())
+        self._delivery = EventDelivery(engine)
         self._numbers = itertools.count()
         self._closed: str | None = None
 
@@ -105,6 +104,10 @@ class RequestHandler:
     def close(self, message: str) -> None:
         """Refuses new calls from now on (UNAVAILABLE). Active calls continue."""
         self._closed = message
+
+    def open(self) -> None:
+        """Takes calls from now on."""
+        self._closed = None
 
     def _check_open(self, call: Call) -> None:
         if len(call.id) > _LONGEST_ID:

@@ -8,10 +8,10 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+import jaxserve
 from jaxserve.text.chat_template import ChatTemplate
 from jaxserve.text.tokenizer import Tokenizer
 from server.app import ServerApp
@@ -67,7 +67,7 @@ class ServerLifecycle:
             engine,
             name=settings.name,
             aliases=settings.names[1:],
-            version=metadata.version("jaxserve"),
+            version=jaxserve.__version__,
             tls=settings.tls,
             keys=settings.keys,
             stall_seconds=settings.stall_seconds,

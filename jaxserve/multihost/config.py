@@ -11,6 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal, get_args
 
+import jaxserve
 from jaxserve.config import EngineConfig
 from jaxserve.fields import param, params
 
@@ -27,7 +28,7 @@ _MOST_SECONDS = 1_000_000  # limit for settings in seconds; threads cannot wait 
 _COSTS = 20  # an iteration's deadline is this many times the measured cost of the slowest bucket
 _DETECTION_SECONDS = 60  # most seconds to find the coordinator
 LEAST_SECRET = 16  # bytes; who connects could try shorter ones, as host 0 proves first that it knows it
-_VERSIONS = ("jaxserve", "jax", "jaxlib", "numpy", "llguidance")
+_VERSIONS = ("jax", "jaxlib", "numpy", "llguidance")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,6 +210,7 @@ def facts(
             value = _digest(Path(value))
         if field.name not in _OF_THE_HOST:
             found.append((field.name, str(value)))
+    found.append(("the version of jaxserve", jaxserve.__version__))
     found += [(f"the version of {name}", metadata.version(name)) for name in _VERSIONS]
     found += [("the model's fingerprint", fingerprint), ("the bucket table", ", ".join(map(str, buckets)))]
     found += [(f"the model's {file.name}", _digest(file)) for file in files]

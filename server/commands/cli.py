@@ -7,9 +7,9 @@ import errno
 import os
 import sys
 from collections.abc import Sequence
-from importlib import metadata
 from typing import Any
 
+import jaxserve
 from server.commands import (
     client,
     compile,
@@ -70,7 +70,7 @@ def parser(*, benchmark: str | None = None) -> argparse.ArgumentParser:
     """The whole command line, with the flags of at most one benchmark."""
     form: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
     whole = argparse.ArgumentParser(prog="jaxserve", description=_DESCRIPTION, **form)
-    whole.add_argument("--version", action="version", version=f"jaxserve {metadata.version('jaxserve')}")
+    whole.add_argument("--version", action="version", version=f"jaxserve {jaxserve.__version__}")
     commands = whole.add_subparsers(
         title="commands", metavar="COMMAND", required=True, parser_class=settings.SettingsParser
     )

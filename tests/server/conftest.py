@@ -15,10 +15,11 @@ from grpc_status import rpc_status
 
 from jaxserve.text.chat_template import ChatTemplate
 from jaxserve.text.tokenizer import Tokenizer
-from server.app import ServerApp
+from server.app import Application, ServerApp, create_app
 from server.commands import settings
 from server.proto.jaxserve.v1 import inference_pb2 as pb
 from server.proto.jaxserve.v1.inference_pb2_grpc import InferenceStub
+from tests.server import asgi_servers
 from tests.server.fake_engine import EOS, VOCAB_SIZE, WAIT_SECONDS, FakeEngine, byte_tokenizer
 
 FOREIGN = Path(__file__).parent / "foreign"
@@ -87,14 +88,21 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Served:
-    """A server on a fake engine, and a client of it; `url` where HTTP is served too."""
+    """A server on a fake engine, and a client of it; `url` where HTTP is served too, no `stub` where gRPC is not."""
 
     def __init__(
-        self, engine: FakeEngine, app: ServerApp, address: str, channel: grpc.aio.Channel, http_port: int | None
+        self,
+        engine: FakeEngine,
+        app: ServerApp | Application,
+        address: str | None,
+        channel: grpc.aio.Channel | None,
+        http_port: int | None,
     ) -> None:
-        self.engine, self.app, self.address, self.channel = engine, app, address, channel
+        self.engine, self.address = engine, address
+        self.app: Any = app
+        self.channel: Any = channel
         self.http_port, self.url = http_port, f"http://127.0.0.1:{http_port}"
-        self.stub: Any = InferenceStub(channel)
+        self.stub: Any = None if channel is None else InferenceStub(channel)
 
     async def step(self, iterations: int = 1) -> None:
         """Runs iterations of a held engine, and lets the server hear of each."""
@@ -107,8 +115,19 @@ class Served:
 
 
 @contextlib.asynccontextmanager
-async def served(engine: FakeEngine, http_port: int | None = None, **settings: Any) -> AsyncIterator[Served]:
+async def served(
+    engine: FakeEngine, http_port: int | None = None, http_server: str | None = None, **settings: Any
+) -> AsyncIterator[Served]:
+    """Serves an engine on ports of its own, or over HTTP only under the ASGI server `http_server`."""
     settings = {"name": "echo", "version": "1.2.3", "health_seconds": 0.01, "stall_seconds": 1e9} | settings
+    if http_server is not None:
+        app = create_app(engine, drain_seconds=0.0, **settings)
+        async with asgi_servers.RUN[http_server](app) as http_port:
+            try:
+                yield Served(engine, app, None, None, http_port)
+            finally:
+                engine.release()
+        return
     with engine:
         app = ServerApp(engine, **settings)  # pyright: ignore[reportArgumentType]
         port, http_port = await app.start("127.0.0.1", 0, http_port)
@@ -146,13 +165,14 @@ def serve(tokenizer: Tokenizer) -> Callable[..., None]:
         http_port: int | None = None,
         chat_template: ChatTemplate | None = None,
         app: dict[str, Any] | None = None,
+        http_server: str | None = None,
         **fields: Any,
     ) -> None:
         with_template = tokenizer if chat_template is None else byte_tokenizer(chat_template=chat_template)
 
         async def bounded() -> None:
             engine = FakeEngine(**{"tokenizer": with_template} | fields)
-            async with asyncio.timeout(WAIT_SECONDS), served(engine, http_port, **(app or {})) as it:
+            async with asyncio.timeout(WAIT_SECONDS), served(engine, http_port, http_server, **(app or {})) as it:
                 await scenario(it)
 
         asyncio.run(bounded())

@@ -9,8 +9,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import jaxserve
+
 BUSY_SHARE = 0.5  # load average, as a share of the cores, above which a warning is printed
-_PACKAGES = ("jaxserve", "jax", "jaxlib", "flax", "numpy")
+_PACKAGES = ("jax", "jaxlib", "flax", "numpy")
 
 
 def environment() -> dict[str, Any]:
@@ -22,6 +24,7 @@ def environment() -> dict[str, Any]:
         "load_average": os.getloadavg()[0],
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
+        "jaxserve": jaxserve.__version__,
         **{package: metadata.version(package) for package in _PACKAGES},
     }
 
