@@ -7,7 +7,8 @@ import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
-import pytest
+import hypercorn.asyncio
+import hypercorn.config
 import uvicorn
 
 
@@ -28,13 +29,12 @@ async def _under_uvicorn(app: Any) -> AsyncIterator[int]:
 
 @contextlib.asynccontextmanager
 async def _under_hypercorn(app: Any) -> AsyncIterator[int]:
-    config_module, asyncio_module = pytest.importorskip("hypercorn.config"), pytest.importorskip("hypercorn.asyncio")
     with _listening() as listening:
-        config = config_module.Config()
+        config = hypercorn.config.Config()
         config.bind = [f"fd://{os.dup(listening.fileno())}"]  # which it closes
         config.graceful_timeout, config.errorlog = 1.0, None
         end = asyncio.Event()
-        serving = asyncio.create_task(asyncio_module.serve(app, config, shutdown_trigger=end.wait))
+        serving = asyncio.create_task(hypercorn.asyncio.serve(app, config, shutdown_trigger=end.wait))
         try:
             yield listening.getsockname()[1]
         finally:
