@@ -70,10 +70,13 @@ def test_other_calls_refuse_what_they_cannot_do(serve: Serve) -> None:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await call
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        for method in ("Embed", "GetTokenizer", "SubscribeKvEvents"):  # of the interface, and not of the subset
+        for method in ("Embed", "GetTokenizer"):  # of the interface, and not of the subset
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await it.channel.unary_unary(f"/vllm.grpc.engine.VllmEngine/{method}")(b"")
             assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        with pytest.raises(grpc.aio.AioRpcError, match="start the server with --kv-events grpc") as caught:
+            await it.channel.unary_unary("/vllm.grpc.engine.VllmEngine/SubscribeKvEvents")(b"")
+        assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
 
     serve(scenario)
 
