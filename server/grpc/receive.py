@@ -21,7 +21,6 @@ from server.unfinished import UnfinishedBodies
 
 MESSAGE_SECONDS = 30.0  # within which a message must arrive
 _SLOW_SECONDS = 1.0  # after which a message that has not arrived counts as unfinished
-_MALFORMED = InvalidRequest("message", "is not of this call: its bytes cannot be parsed")
 _HIGH = bytes(range(0x80, 0x100))  # bytes of a varint that are not its last
 _FIXED = {FieldDescriptor.CPPTYPE_FLOAT: 4, FieldDescriptor.CPPTYPE_DOUBLE: 8}
 
@@ -87,7 +86,12 @@ class MessageInterceptor(grpc.aio.ServerInterceptor):
         try:
             return parse(raw)
         except DecodeError:
-            raise _MALFORMED from None
+            raise _malformed() from None
+
+
+def _malformed() -> InvalidRequest:
+    # Made anew: an exception that is raised again keeps the frames of every time.
+    return InvalidRequest("message", "is not of this call: its bytes cannot be parsed")
 
 
 def check_size(raw: bytes, kind: Descriptor) -> None:
@@ -117,7 +121,7 @@ def _count(raw: bytes, at: int, end: int, kind: Descriptor | None, count: int, d
                 size, at = _varint(raw, at, end)
                 field = fields.get(tag >> 3)
                 if at + size > end or depth > 100:
-                    raise _MALFORMED
+                    raise _malformed()
                 if field is not None and field.message_type is not None:
                     count = _count(raw, at, at + size, field.message_type, count, depth + 1)
                 elif field is not None and field.cpp_type != FieldDescriptor.CPPTYPE_STRING and size:
@@ -127,7 +131,7 @@ def _count(raw: bytes, at: int, end: int, kind: Descriptor | None, count: int, d
                         raise InvalidRequest(field.name, f"has more than {MAX_VALUES} values")
                 at += size
             case _:  # groups, which are not used
-                raise _MALFORMED
+                raise _malformed()
     return count
 
 
@@ -140,4 +144,4 @@ def _varint(raw: bytes, at: int, end: int) -> tuple[int, int]:
         if byte < 0x80:
             return value, at
         shift += 7
-    raise _MALFORMED
+    raise _malformed()
