@@ -26,7 +26,7 @@ from jaxserve.runner.pipeline import Pipeline
 
 _log = logging.getLogger(__name__)
 
-_FLUSH = 0.3  # seconds for the last message to be sent
+_VERDICT = 1.0  # seconds; host 0 takes half of it to choose the cause, and stops all hosts
 
 
 class MasterConnection(channel.ControlChannel):
@@ -62,7 +62,7 @@ class MasterConnection(channel.ControlChannel):
         self._deadline = 0.0
         self._step = "joining"
         self._newest: int | None = None  # the newest plan received
-        self._serving = self._stopping = False
+        self._serving = self._stopping = self._failing = False
         self.progress = IterationTracker()
         self._watchdog = ProcessWatchdog(self._look, self._beat)
 
@@ -184,13 +184,14 @@ class MasterConnection(channel.ControlChannel):
         Args:
           stage: the stage whose device failed; None if this host's own code raised.
         """
+        self._failing = True
         cause = cause.splitlines()[0][:1000]
         failed = pb.Failed(sequence=sequence, stage=stage, launching=stage is None, cause=cause)
         self._out.put(pb.FromWorker(failed=failed))
         where = self._step
         if self._serving:
             where = f"iteration {sequence}" if stage is None else f"iteration {sequence}, stage {stage}"
-        time.sleep(_FLUSH)  # if the loss of host 0 is noticed meanwhile, that was the cause
+        time.sleep(_VERDICT)  # what was seen here may come from another host's failure
         self._finish(ExitCode.BROKEN, f"host {self._cluster.host} ({where}): {cause}")
 
     def _finish(self, code: ExitCode, why: str, *, told: bool = False) -> None:
@@ -242,6 +243,9 @@ class MasterConnection(channel.ControlChannel):
         self._finish(ExitCode.LOST, f"host 0 is lost{where}: {why}")
 
     def _stop(self, cause: str) -> None:
+        if self._failing and cause.startswith(f"host {self._cluster.host},"):
+            self._finish(ExitCode.BROKEN, cause)
+            return
         if cause:
             self._finish(ExitCode.LOST, f"host 0 has ended the hosts' work: {cause}", told=True)
             return
