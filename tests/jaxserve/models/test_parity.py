@@ -9,10 +9,14 @@ import numpy as np
 import pytest
 
 from jaxserve import models, weights
-from tests.fixtures import dense, parity
+from tests.fixtures import dense, parity, parity_cases
 
 SAVED = sorted((Path(__file__).parents[2] / "fixtures" / "saved").iterdir())
 TOLERANCE = 1e-3
+
+
+def test_every_case_has_its_answers():
+    assert {case.name: case.config for case in parity.cases()} == parity_cases.CASES
 
 
 @pytest.mark.parametrize("case", parity.cases(), ids=lambda case: case.name)
