@@ -32,6 +32,7 @@ def test_annotations_hold() -> None:
     """Models, the sampler, kernels and a whole engine."""
     run_checked(
         "tests/jaxserve/models/test_models.py",
+        "tests/jaxserve/models/test_layers.py",
         "tests/jaxserve/sampling",
         "tests/jaxserve/test_engine.py",
         "tests/pallas_kernels/test_conformance.py",

@@ -13,7 +13,7 @@ from jaxserve.models.products import Quantized
 from jaxserve.runner import matmul
 from jaxserve.weights import int8_weights
 from pallas_kernels.cpu import build, product
-from tests.jaxserve.models.test_models import CONFIGS
+from tests.jaxserve.models.configs import CONFIGS
 
 WAYS = {"ragged": experts.ragged_product, "tiles": matmul._runs_cpu, "native": product.multiply_runs}
 # What GPUs use; in the interpreter, rows beyond the runs are NaN. More of it is in tests/pallas_kernels.
