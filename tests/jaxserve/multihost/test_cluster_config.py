@@ -1,0 +1,92 @@
+"""Places and settings that hosts can have, what they compare before they start, and how a place is found."""
+
+import math
+from typing import Any
+
+import pytest
+
+from jaxserve.config import EngineConfig
+from jaxserve.multihost.config import ClusterConfig, TlsFiles, check_settings, detect, facts
+from tests.jaxserve.multihost.groups import SECRET, place
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"hosts": 1}, "hosts is 1; it must be at least 2"),
+        ({"host": 2}, "host-id is 2; with 2 hosts it must be from 0 to 1"),
+        ({"coordinator": "10.0.0.1"}, "coordinator is '10.0.0.1'; it must be HOST:PORT"),
+        ({"coordinator": ":9000"}, "coordinator is ':9000'; it must be HOST:PORT"),
+        ({"step_deadline": 0.0}, "step-deadline is 0.0; it must be above 0 seconds"),
+        ({"step_deadline": math.inf}, "step-deadline is inf; it must be above 0 seconds and at most 1000000"),
+        ({"join_timeout": 1e300}, "join-timeout is 1e.300; it must be above 0 seconds and at most 1000000"),
+        ({"record_seconds": math.nan}, "flight-seconds is nan; it must be above 0 seconds and at most 1000000"),
+        ({"control_port": 70000}, "control-port is 70000; it must be from 1 to 65535"),
+        ({"shared_secret": b"fifteen letters"}, "the secret of the hosts has 15 bytes; it needs 16"),
+        ({"links": "wet string"}, "links is 'wet string'; it must be one of auto, direct, bridge"),
+    ],
+)
+def test_places_that_cannot_be(settings, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        ClusterConfig(**{"hosts": 2, "host": 0, "coordinator": "10.0.0.1:9000"} | settings)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (EngineConfig(tensor=3), "tensor 3 times stages 1 is 3 devices, which 2 hosts cannot share evenly"),
+        (EngineConfig(tensor=2, replicas=2), "replicas is 2; with hosts it must be 1"),
+        (EngineConfig(tensor=2, speculate="ngram"), None),
+        (EngineConfig(speculate="a folder"), "speculate is a folder; several hosts support no draft model, only ngram"),
+    ],
+)
+def test_settings_that_hosts_do_not_go_with(config, message) -> None:
+    cluster = place(0, "127.0.0.1:9000")
+    if message is None:
+        check_settings(config, cluster)
+        return
+    with pytest.raises(ValueError, match=message):
+        check_settings(config, cluster)
+
+
+def test_beyond_this_machine_hosts_need_a_secret() -> None:
+    config, tls = EngineConfig(tensor=2), TlsFiles(authority=b"", certificate=b"", key=b"")
+    for coordinator in ("127.0.0.1:9000", "localhost:9000", "[::1]:9000"):
+        check_settings(config, place(0, coordinator))
+    for coordinator in ("10.0.0.1:9000", "a-name:9000", "0.0.0.0:9000"):
+        with pytest.raises(ValueError, match="other machines may reach: give every host the same --hosts-secret"):
+            check_settings(config, place(0, coordinator))
+        check_settings(config, place(0, coordinator, shared_secret=SECRET))
+        check_settings(config, place(0, coordinator, secrets=tls))
+
+
+def test_what_hosts_compare(tmp_path) -> None:
+    (tmp_path / "a.toml").write_text("[axes]\n")
+    (tmp_path / "b.toml").write_text("[axes]\nvocab = 'none'\n")
+    cluster = place(0, "10.0.0.1:9000")
+
+    def found(**settings: Any) -> dict[str, str]:
+        return dict(facts(EngineConfig(**settings), cluster, (4, 12), "abc", [tmp_path / "tokenizer.json"]))
+
+    assert found(compilation_cache="here") == found(compilation_cache="there")
+    assert found(sharding=str(tmp_path / "a.toml")) != found(sharding=str(tmp_path / "b.toml"))
+    assert found()["the bucket table"] == "4, 12"
+    assert found()["the model's fingerprint"] == "abc"
+    assert found()["the model's tokenizer.json"] == "no file"
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert found()["the model's tokenizer.json"].startswith("a file of SHA-256 ")
+    assert {"the version of jax", "the version of jaxserve", "max_rows", "links"} <= found().keys()
+
+
+def test_slurm_is_found(monkeypatch) -> None:
+    for name, value in {
+        "SLURM_JOB_ID": "7",
+        "SLURM_STEP_NODELIST": "node[3-4]",
+        "SLURM_NTASKS": "2",
+        "SLURM_PROCID": "1",
+        "SLURM_LOCALID": "0",
+    }.items():
+        monkeypatch.setenv(name, value)
+    hosts, host, coordinator, _ = detect()
+    assert (hosts, host) == (2, 1)
+    assert coordinator.startswith("node3:")
