@@ -28,11 +28,6 @@ from tests.jaxserve.scheduler.drafts import ladder
 
 
 @pytest.fixture(scope="module")
-def params():
-    return opinionated(0)
-
-
-@pytest.fixture(scope="module")
 def drafting(params) -> Engine:
     """More points than rows, and few slots: requests are preempted."""
     return make_engine(params, speculate="ngram", speculate_tokens=7, slots=112)

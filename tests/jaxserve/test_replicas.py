@@ -15,11 +15,6 @@ from tests.fixtures.tiny import make_engine, opinionated
 from tests.fixtures.traffic import Answers, run, traffic
 
 
-@pytest.fixture(scope="module")
-def params():
-    return opinionated(0)
-
-
 @pytest.fixture
 def three(params) -> Engine:
     return make_engine(params, replicas=3, slots=320)

@@ -18,7 +18,7 @@ from jaxserve.generation.beam_search import BeamParams, BeamSearch, completions,
 from jaxserve.request import Alternatives, FinishReason, Request
 from jaxserve.sampling_params import SamplingParams
 from tests.fixtures import dense
-from tests.fixtures.tiny import BLOOM, make_engine, opinionated
+from tests.fixtures.tiny import BLOOM, make_engine
 
 PROMPT = (5, 6, 7, 9, 8, 11)
 
@@ -112,11 +112,6 @@ def test_a_search_ends_when_nothing_better_can_come():
     made, steps = search(logprobs, PROMPT, BeamParams(width=1, n=1), max_tokens=1000)
     assert made.best()[0].token_ids == (2,)
     assert steps < 100
-
-
-@pytest.fixture(scope="module")
-def params():
-    return opinionated(0)
 
 
 @pytest.mark.parametrize("kept", [{}, {"prefix_cache": False}, {"stages": 2}, {"slot_policy": "reserve"}], ids=str)

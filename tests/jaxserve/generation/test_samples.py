@@ -23,15 +23,10 @@ from jaxserve.request import Request, TokenEvent
 from jaxserve.runner import kv_cache
 from jaxserve.sampling_params import SamplingParams
 from pallas_kernels import api
-from tests.fixtures.tiny import make_engine, opinionated
-from tests.fixtures.traffic import Answers, run, traffic
+from tests.fixtures.tiny import make_engine
+from tests.fixtures.traffic import Answers, each_alone, run, traffic
 
 PROMPT = tuple(3 + i * i % 90 for i in range(30))  # seven blocks of 4, and half of one
-
-
-@pytest.fixture(scope="module")
-def params():
-    return opinionated(0)
 
 
 def samples(count: int, name: str = "s", prompt: tuple[int, ...] = PROMPT, **sampling) -> list[Request]:
@@ -48,12 +43,8 @@ def apart(requests: list[Request]) -> list[Request]:
 @pytest.fixture(scope="module")
 def alone(params) -> Answers:
     """Each sample's own run, and that of other requests."""
-    engine, answers = make_engine(params, prefix_cache=False), Answers()
-    for request in [*apart(samples(5)), *(request for _, request in traffic(20))]:
-        engine.submit(request, answers)
-        while engine.step():
-            pass
-    return answers
+    requests = [*apart(samples(5)), *(request for _, request in traffic(20))]
+    return each_alone(make_engine(params, prefix_cache=False), requests)
 
 
 # Each takes half a minute of a processor, and samples share nothing with them but the scheduler that the others hold.

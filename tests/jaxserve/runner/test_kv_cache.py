@@ -14,7 +14,7 @@ from jaxserve.engine import Engine
 from jaxserve.request import Request
 from jaxserve.sampling_params import SamplingParams
 from tests.fixtures.tiny import BLOOM, VOCAB, make_engine, opinionated
-from tests.fixtures.traffic import Answers, run, traffic
+from tests.fixtures.traffic import Answers, each_alone, run, traffic
 
 REQUESTS = 50
 
@@ -31,12 +31,7 @@ def make(dtype: str, **settings) -> Engine:
 @cache
 def alone() -> Answers:
     """Each request's own run with an int8 pool."""
-    engine, answers = make("int8", prefix_cache=False), Answers()
-    for _, request in traffic(REQUESTS):
-        engine.submit(request, answers)
-        while engine.step():
-            pass
-    return answers
+    return each_alone(make("int8", prefix_cache=False), (request for _, request in traffic(REQUESTS)))
 
 
 def check_as_alone(engine: Engine) -> None:

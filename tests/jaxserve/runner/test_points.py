@@ -6,15 +6,10 @@ import pytest
 from jaxserve.iteration import Chunk, IterationPlan, SamplerVariant
 from jaxserve.request import Request
 from jaxserve.sampling_params import SamplingParams
-from tests.fixtures.tiny import make_engine, opinionated
+from tests.fixtures.tiny import make_engine
 from tests.fixtures.traffic import Answers, run, traffic
 
 BUCKETS = (1, 2, 6, 24)
-
-
-@pytest.fixture(scope="module")
-def params():
-    return opinionated(0)
 
 
 def chunks(*samples: int) -> tuple[Chunk, ...]:

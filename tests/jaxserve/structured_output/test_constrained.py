@@ -18,27 +18,17 @@ from jaxserve.structured_output import masks
 from jaxserve.structured_output.grammar import read
 from jaxserve.structured_output.matcher import GrammarError, Matcher
 from tests.fixtures.texts import CASES, SCHEMA, check_texts, constrained, is_json, printable_tokenizer
-from tests.fixtures.tiny import make_engine, opinionated
-from tests.fixtures.traffic import Answers, run, traffic
+from tests.fixtures.tiny import make_engine
+from tests.fixtures.traffic import Answers, each_alone, run, traffic
 
 TOKENIZER = printable_tokenizer()
 WAIT_SECONDS = 120.0
 
 
 @pytest.fixture(scope="module")
-def params():
-    return opinionated(0)
-
-
-@pytest.fixture(scope="module")
 def alone(params) -> Answers:
     """Requests without a grammar, each in a run of its own."""
-    engine, answers = make_engine(params, prefix_cache=False), Answers()
-    for _, request in traffic(80):
-        engine.submit(request, answers)
-        while engine.step():
-            pass
-    return answers
+    return each_alone(make_engine(params, prefix_cache=False), (request for _, request in traffic(80)))
 
 
 @pytest.mark.parametrize(
@@ -97,12 +87,8 @@ def test_deterministic_beside_constrained(params) -> None:
 @pytest.mark.parametrize("policy", ["reserve", "grow"])
 def test_their_own_tokens_do_not_depend_on_the_others(params, policy) -> None:
     asked = constrained(24, 20)
-    by_itself = Answers()
     engine = make_engine(params, tokenizer=TOKENIZER, prefix_cache=False)
-    for _, request, _ in asked.values():
-        engine.submit(request, by_itself)
-        while engine.step():
-            pass
+    by_itself = each_alone(engine, (request for _, request, _ in asked.values()))
     slots = 320 if policy == "reserve" else 112
     engine = make_engine(params, tokenizer=TOKENIZER, slot_policy=policy, slots=slots)
     answers = run(engine, traffic(40) + [(step, request) for step, request, _ in asked.values()])
