@@ -27,7 +27,7 @@ from jaxserve.runner.pipeline import Pipeline
 from jaxserve.runner.stage import Progress, StageRunner
 from jaxserve.scheduler.cache_groups import CacheGroups
 from jaxserve.scheduler.window_pool import blocks_behind
-from jaxserve.structured_output.matcher import GrammarCompiler
+from jaxserve.structured_output.compiler import GrammarCompiler
 from jaxserve.text.tokenizer import Tokenizer
 from sharding import mesh, specs
 
