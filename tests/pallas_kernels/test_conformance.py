@@ -35,6 +35,11 @@ VARIED = [
 VARIATIONS = list(product(WINDOWS, (None, 3.0), (False, True)))
 
 
+def named(names, *values):
+    """The harness's arguments of these names."""
+    return dict(zip(names.split(), values, strict=True))
+
+
 @pytest.mark.parametrize("subject", SUBJECTS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("pool", ["float32", "bfloat16", "int8"])
@@ -55,44 +60,21 @@ def test_serves_what_the_contract_promises(subject, dtype, pool, dim):
 
 @over_subjects(NAMES, CASES, interpreted=1)
 def test_mixed_iterations(harness, subject, dtype, pool, heads, kv_heads, dim, alibi):
-    harness(
-        subject, heads=heads, kv_heads=kv_heads, dim=dim, dtype=dtype, pool=pool, alibi=alibi
-    ).check_mixed_iterations()
+    harness(subject, **named(NAMES, dtype, pool, heads, kv_heads, dim, alibi)).check_mixed_iterations()
 
 
 @pytest.mark.weekly
 @over_subjects(NAMES, ALL)
 def test_mixed_iterations_in_every_combination(harness, subject, dtype, pool, heads, kv_heads, dim, alibi):
     for block in SUBJECTS[subject].block_sizes:
-        h = harness(
-            subject,
-            heads=heads,
-            kv_heads=kv_heads,
-            dim=dim,
-            dtype=dtype,
-            pool=pool,
-            alibi=alibi,
-            block=block,
-            bucket=8 * block + 8,
-        )
-        h.check_mixed_iterations()
+        model = named(NAMES, dtype, pool, heads, kv_heads, dim, alibi)
+        harness(subject, **model, block=block, bucket=8 * block + 8).check_mixed_iterations()
 
 
-def check_varied(harness, subject, windows, soft_cap, sinks, dtype, pool, heads, kv_heads, dim, alibi):
-    h = harness(
-        subject,
-        heads=heads,
-        kv_heads=kv_heads,
-        dim=dim,
-        dtype=dtype,
-        pool=pool,
-        alibi=alibi,
-        windows=windows,
-        soft_cap=soft_cap,
-        sinks=sinks,
-        scale=(1 if soft_cap is None else 3) * dim**-0.5,  # scores of a size that the cap bends
-    )
-    h.check_mixed_iterations()
+def check_varied(harness, subject, *values):
+    model = named(VARIED_NAMES, *values)
+    scale = (1 if model["soft_cap"] is None else 3) * model["dim"] ** -0.5  # scores of a size that the cap bends
+    harness(subject, **model, scale=scale).check_mixed_iterations()
 
 
 @over_subjects(VARIED_NAMES, VARIED, interpreted=1)
@@ -132,23 +114,11 @@ def test_random_histories(harness, seed, subject, drawn, varied):
     """Rows of random lengths in a random model, chunks in random order within their class, over the iterations of one
     program."""
     rng = np.random.default_rng([seed, drawn])
-    dtype, pool, heads, kv_heads, dim, alibi = ALL[rng.integers(len(ALL))]
-    windows, soft_cap, sinks = VARIATIONS[rng.integers(len(VARIATIONS))] if varied else VARIATIONS[0]
-    h = harness(
-        subject,
-        heads=heads,
-        kv_heads=kv_heads,
-        dim=dim,
-        dtype=dtype,
-        pool=pool,
-        alibi=alibi,
-        windows=windows,
-        soft_cap=soft_cap,
-        sinks=sinks,
-        scale=dim**-0.5 * float(rng.choice([0.5, 1, 3])),
-        max_blocks=32,
-        n_blocks=256,
-    )
+    drawn_model = ALL[rng.integers(len(ALL))]
+    variation = VARIATIONS[rng.integers(len(VARIATIONS))] if varied else VARIATIONS[0]
+    model = named(VARIED_NAMES, *variation, *drawn_model)
+    scale = model["dim"] ** -0.5 * float(rng.choice([0.5, 1, 3]))
+    h = harness(subject, **model, scale=scale, max_blocks=32, n_blocks=256)
     limit = 32 * h.shape.block_size
     rows = [h.add_row() for _ in range(8)]
     for _ in range(5 if SUBJECTS[subject].slow else 20):
