@@ -26,7 +26,6 @@ _OF_THE_HOST = (
 _LEAST_DEADLINE = 10.0  # seconds
 _MOST_SECONDS = 1_000_000  # limit for settings in seconds; threads cannot wait for an infinite time
 _COSTS = 20  # an iteration's deadline is this many times the measured cost of the slowest bucket
-_DETECTION_SECONDS = 60  # most seconds to find the coordinator
 LEAST_SECRET = 16  # bytes; who connects could try shorter ones, as host 0 proves first that it knows it
 _VERSIONS = ("jax", "jaxlib", "numpy", "llguidance")
 
@@ -136,32 +135,6 @@ class ClusterConfig:
 
 
 CLUSTER_PARAMS = params(ClusterConfig)
-
-
-def detect() -> tuple[int, int, str, tuple[int, ...] | None]:
-    """Ask jax for this host's place in a TPU pod, Slurm, Open MPI or Kubernetes.
-
-    Returns:
-      `hosts`, `host`, `coordinator` and `local_devices` of a ClusterConfig.
-
-    Raises:
-      ValueError: jax does not recognise the environment.
-    """
-    # No public function of jax detects without connecting, and a worker must first hear from host 0 by our own channel.
-    from jax._src.clusters import ClusterEnv
-
-    try:
-        coordinator, hosts, host, devices = ClusterEnv.auto_detect_unset_distributed_params(
-            None, None, None, None, None, _DETECTION_SECONDS
-        )
-    except Exception as problem:  # detection may raise anything
-        raise ValueError(f"hosts is auto, and jax cannot detect the environment: {problem}") from problem
-    if coordinator is None or hosts is None or host is None:
-        raise ValueError(
-            "hosts is auto, and jax does not recognise the environment (TPU pods, Slurm, Open MPI, or Kubernetes "
-            "with the kubernetes package); give --hosts, --host-id and --coordinator"
-        )
-    return hosts, host, coordinator, None if devices is None else tuple(devices)
 
 
 def check_settings(config: EngineConfig, cluster: ClusterConfig) -> None:

@@ -12,7 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from jaxserve.multihost.config import CLUSTER_PARAMS, ClusterConfig, TlsFiles, check_settings, detect
+from jaxserve.multihost import clusters
+from jaxserve.multihost.config import CLUSTER_PARAMS, ClusterConfig, TlsFiles, check_settings
 from server.commands import flags
 from server.commands.console import Progress, say, user_errors
 from server.engine_process import exit_codes
@@ -38,8 +39,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=_hosts,
         metavar="N|auto",
         default=1,
-        help="processes that serve one model together, with equal shares of its T x S devices; auto: as jax detects "
-        "on TPU pods, Slurm and Kubernetes (default: %(default)s)",
+        help="processes that serve one model together, with equal shares of its T x S devices; auto: as Slurm, "
+        "mpirun, LeaderWorkerSet or a TPU slice tells each (default: %(default)s)",
     )
     group.add_argument(
         "--host-id", type=int, metavar="I", help="number of this host; host 0 schedules and serves the clients"
@@ -78,13 +79,22 @@ def from_flags(args: argparse.Namespace) -> ClusterConfig | None:
             if shared_secret is not None:
                 raise ValueError("--hosts-secret needs --hosts")
             return None
-        local_devices = None
-        if args.hosts == "auto":
-            count, host, coordinator, local_devices = detect()
-        else:
-            count, host, coordinator = args.hosts, args.host_id, args.coordinator
-            if host is None or coordinator is None:
-                raise ValueError(f"--hosts {count} needs --host-id and --coordinator")
+        count, host, coordinator, local_devices = args.hosts, args.host_id, args.coordinator, None
+        if count == "auto":
+            if host is not None:
+                raise ValueError("--host-id and --hosts auto: auto takes the number of each host from its cluster")
+            place = clusters.find(os.environ)
+            if place.hosts == 1:
+                say(f"this process serves alone: {place.cluster} runs no other")
+                return None
+            count, host, coordinator = place.hosts, place.host, coordinator or place.coordinator
+            if coordinator is None:
+                raise ValueError(f"--hosts auto: {place.cluster} does not tell where host 0 is; give --coordinator")
+            devices = flags.engine_config(args).tensor * flags.engine_config(args).stages
+            local_devices = place.local_devices(devices // count, os.environ)
+            say(f"host {host} of {count}, with host 0 at {coordinator}, from the variables of {place.cluster}")
+        elif host is None or coordinator is None:
+            raise ValueError(f"--hosts {count} needs --host-id and --coordinator")
         cluster = ClusterConfig(
             hosts=count,
             host=host,

@@ -205,6 +205,7 @@ def test_a_worker_that_is_asked_twice_ends_at_once(behind, monkeypatch, capfd) -
         ("--hosts 2 --host-id 1 --coordinator a:9000 --hosts-secret none", "--hosts-secret none: No such file"),
         ("--hosts-secret pyproject.toml", "--hosts-secret needs --hosts"),
         ("--hosts auto", "give --hosts, --host-id and --coordinator"),
+        ("--hosts auto --host-id 1", "--host-id and --hosts auto: auto takes the number of each host from its cluster"),
     ],
 )
 def test_a_mistake_is_told_before_anything_starts(flags, told, capfd) -> None:

@@ -1,4 +1,4 @@
-"""Places and settings that hosts can have, what they compare before they start, and how a place is found."""
+"""Places and settings that hosts can have, and what they compare before they start."""
 
 import math
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from jaxserve.config import EngineConfig
-from jaxserve.multihost.config import ClusterConfig, TlsFiles, check_settings, detect, facts
+from jaxserve.multihost.config import ClusterConfig, TlsFiles, check_settings, facts
 from tests.jaxserve.multihost.groups import SECRET, place
 
 
@@ -76,17 +76,3 @@ def test_what_hosts_compare(tmp_path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     assert found()["the model's tokenizer.json"].startswith("a file of SHA-256 ")
     assert {"the version of jax", "the version of jaxserve", "max_rows", "links"} <= found().keys()
-
-
-def test_slurm_is_found(monkeypatch) -> None:
-    for name, value in {
-        "SLURM_JOB_ID": "7",
-        "SLURM_STEP_NODELIST": "node[3-4]",
-        "SLURM_NTASKS": "2",
-        "SLURM_PROCID": "1",
-        "SLURM_LOCALID": "0",
-    }.items():
-        monkeypatch.setenv(name, value)
-    hosts, host, coordinator, _ = detect()
-    assert (hosts, host) == (2, 1)
-    assert coordinator.startswith("node3:")
