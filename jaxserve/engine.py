@@ -34,7 +34,8 @@ from jaxserve.scheduler.prefix_changes import PrefixChange, PrefixChanges
 from jaxserve.scheduler.prefix_index import PrefixIndex
 from jaxserve.scheduler.state import allocation_of
 from jaxserve.stats import IterationRecord, Load, total
-from jaxserve.structured_output.matcher import CompiledGrammar, GrammarCompiler
+from jaxserve.structured_output.compiler import GrammarCompiler
+from jaxserve.structured_output.matcher import CompiledGrammar
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.timeline import Timeline
 

@@ -29,7 +29,7 @@ GrammarKind = Literal["json_schema", "regex", "choice", "lark"]
 class Grammar:
     """A constraint on the generated text.
 
-    Only its size is checked here; `matcher.GrammarCompiler` compiles it.
+    Only its size is checked here; `compiler.GrammarCompiler` compiles it.
 
     Attributes:
       kind: what `text` is.

@@ -14,18 +14,18 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve import models, weights
-from jaxserve.config import ENGINE_PARAMS, EngineConfig
+from jaxserve.config import EngineConfig
 from jaxserve.loop import EngineLoop
 from jaxserve.models.schema import ModelConfig
 from jaxserve.plan.predict import with_buckets
 from jaxserve.runner import cache_folder, kv_cache, native_kernels
-from jaxserve.runner.draft_model import DraftModel
+from jaxserve.runner.draft_model import DraftModel, check_draft_model, draft_runner
 from jaxserve.runner.layout import bucket_sizes, for_buckets, lay_out
 from jaxserve.runner.lowering import StagePrograms
 from jaxserve.runner.measure import measure_buckets
 from jaxserve.runner.pipeline import Pipeline
 from jaxserve.runner.program_cache import ProgramCache
-from jaxserve.runner.sharded_parameters import parameters_of
+from jaxserve.runner.sharded_parameters import parameters_of, placement
 from jaxserve.runner.stage import Progress, StageRunner
 from jaxserve.scheduler import buckets
 from jaxserve.scheduler.factory import make_scheduler
@@ -73,7 +73,7 @@ def from_checkpoint(path: str | Path, config: EngineConfig, progress: Progress) 
         path,
         programs[0].model,
         compute_dtype(config),
-        place=parameter_placement(programs),
+        place=placement(programs),
         int8=programs[0].int8,
         progress=progress,
     )
@@ -120,17 +120,8 @@ def replica_programs(config: EngineConfig, model: models.Model) -> tuple[list[li
         programs, reason = lay_out(config, model, meshes, spec, dtype=compute_dtype(config), platform=platform)
         replicas.append(programs)
     if config.draft_model is not None:
-        _check_drafter(config.draft_model, replicas[0][0])
+        check_draft_model(config.draft_model, replicas[0][0])
     return replicas, reason
-
-
-def parameter_placement(programs: Sequence[StagePrograms]) -> weights.Place:
-    """The function that places each parameter on its stage's devices while it is read.
-
-    A token table that is also the head is placed in the first stage.
-    """
-    places = {name: stage.place for stage in reversed(programs) for name in parameters_of(stage)}
-    return lambda name, shape, axes: places[name](name, shape, axes)
 
 
 def start(
@@ -273,52 +264,6 @@ def finish(
 def _padding(model: models.Model) -> str:
     own, held = model.unpadded.axis_sizes(), model.axis_sizes()
     return ", ".join(f"{axis} {own[axis]:,} held as {held[axis]:,}" for axis in own if held[axis] != own[axis])
-
-
-def _check_drafter(path: str, programs: StagePrograms) -> None:
-    """Raises ValueError if the model there has another vocabulary, or positions for fewer tokens."""
-    theirs, ours = weights.read_config(path), programs.model.config
-    if theirs.vocab_size != ours.vocab_size:
-        raise ValueError(
-            f"the model in {path} has a vocabulary of {theirs.vocab_size}; to draft for this one it must be "
-            f"{ours.vocab_size}"
-        )
-    if (limit := theirs.max_position) is not None and limit < programs.shape.max_context:
-        raise ValueError(
-            f"the model in {path} has positions for {limit} tokens; to draft here max_context must be that"
-        )
-
-
-def draft_runner(
-    config: EngineConfig, programs: StagePrograms, cache: ProgramCache | None, progress: Progress
-) -> StageRunner:
-    """The model that drafts, on the device of the one that it drafts for, in blocks of the same size."""
-    path = config.draft_model
-    assert path is not None
-    shape, model = programs.shape, models.build(weights.read_config(path))
-    own = dataclasses.replace(
-        config,
-        speculate=None,
-        speculate_tokens=ENGINE_PARAMS["speculate_tokens"].default,
-        scoring=False,
-        sharding=None,
-        layers_per_stage=None,
-        block_size=shape.attention.block_size,
-        max_context=shape.max_context,
-    )
-    spec, platform = specs.default(model.config.family), programs.mesh.devices.flat[0].platform
-    (own_programs,), _ = lay_out(own, model, [programs.mesh], spec, dtype=compute_dtype(config), platform=platform)
-    own_shape = dataclasses.replace(own_programs.shape, groups=shape.groups)  # it reads the same block tables
-    own_programs = dataclasses.replace(own_programs, shape=own_shape)
-    params = weights.load(
-        path,
-        own_programs.model,
-        compute_dtype(config),
-        place=parameter_placement([own_programs]),
-        int8=own_programs.int8,
-        progress=progress,
-    )
-    return StageRunner(own_programs, params, bucket_sizes(config), cache)
 
 
 def _num_devices(config: EngineConfig) -> int:

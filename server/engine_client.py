@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from jaxserve.scheduler.prefix_changes import PrefixChange
     from jaxserve.startup_report import StartupReport
     from jaxserve.stats import IterationRecord, Load
-    from jaxserve.structured_output.matcher import GrammarCompiler
+    from jaxserve.structured_output.compiler import GrammarCompiler
     from jaxserve.text.tokenizer import Tokenizer
 
     Sink = Callable[[list[TokenEvent]], None]

@@ -24,10 +24,11 @@ from jaxserve.multihost.flight_recorder import RowRecords
 from jaxserve.runner.batch import pack
 from jaxserve.runner.layout import bucket_sizes, lay_out
 from jaxserve.runner.pipeline import Pipeline
+from jaxserve.runner.sharded_parameters import placement
 from jaxserve.runner.stage import Progress, StageRunner
 from jaxserve.scheduler.cache_groups import CacheGroups
 from jaxserve.scheduler.window_pool import blocks_behind
-from jaxserve.structured_output.matcher import GrammarCompiler
+from jaxserve.structured_output.compiler import GrammarCompiler
 from jaxserve.text.tokenizer import Tokenizer
 from sharding import mesh, specs
 
@@ -137,7 +138,7 @@ def _compile(
         path,
         programs.model,
         dtype,
-        place=startup.parameter_placement([programs]),
+        place=placement([programs]),
         int8=programs.int8,
         progress=progress,
     )

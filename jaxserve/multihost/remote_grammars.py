@@ -19,8 +19,9 @@ from jaxserve.iteration import IterationPlan, IterationResult
 from jaxserve.multihost import control_pb2 as pb
 from jaxserve.multihost import wire
 from jaxserve.sampling_params import Grammar
+from jaxserve.structured_output.compiler import COMPILE_SECONDS, GrammarCompiler
 from jaxserve.structured_output.masks import GrammarMasks
-from jaxserve.structured_output.matcher import COMPILE_SECONDS, CompiledGrammar, GrammarCompiler
+from jaxserve.structured_output.matcher import CompiledGrammar
 
 _WAIT_SECONDS = 2 * COMPILE_SECONDS  # another host may be busier than this one
 

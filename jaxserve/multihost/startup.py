@@ -40,7 +40,7 @@ from jaxserve.runner.program_cache import ProgramCache
 from jaxserve.runner.sharded_parameters import parameters_of
 from jaxserve.runner.stage import Progress, StageRunner
 from jaxserve.startup import EngineParts
-from jaxserve.structured_output.matcher import GrammarCompiler
+from jaxserve.structured_output.compiler import GrammarCompiler
 from jaxserve.text import tokenizer_files
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.weights import orbax
@@ -290,7 +290,7 @@ def _grammars(path: str | Path, pipeline: Pipeline) -> WorkerGrammars | None:
     if tokenizer is None:
         return None
     compiler = GrammarCompiler(tokenizer, model.vocab_size, model.eos_token_ids)
-    compiler.load_tokenizer_in_background()
+    compiler.load_vocabulary_in_background()
     return WorkerGrammars(compiler, pipeline.mask_shape)
 
 

@@ -8,15 +8,23 @@ random numbers as the target model, so that similar distributions give the same 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
 
+from jaxserve import models, weights
+from jaxserve.config import ENGINE_PARAMS, EngineConfig
 from jaxserve.iteration import Chunk, IterationPlan, SamplerVariant
 from jaxserve.runner.batch import pack, pack_admission
-from jaxserve.runner.stage import Launched, StageRunner
+from jaxserve.runner.layout import bucket_sizes, lay_out
+from jaxserve.runner.lowering import StagePrograms
+from jaxserve.runner.program_cache import ProgramCache
+from jaxserve.runner.sharded_parameters import placement
+from jaxserve.runner.stage import Launched, Progress, StageRunner
 from jaxserve.scheduler.buckets import BucketLadder
 from jaxserve.scheduler.speculation import DraftRequest
+from sharding import specs
 
 
 class DraftModel:
@@ -87,3 +95,50 @@ class DraftModel:
     def _index(self, tokens: int) -> int:
         sizes = self._ladder.sizes
         return next((index for index, size in enumerate(sizes) if size >= tokens), len(sizes) - 1)
+
+
+def check_draft_model(path: str, programs: StagePrograms) -> None:
+    """Raises ValueError if the model there has another vocabulary, or positions for fewer tokens."""
+    theirs, ours = weights.read_config(path), programs.model.config
+    if theirs.vocab_size != ours.vocab_size:
+        raise ValueError(
+            f"the model in {path} has a vocabulary of {theirs.vocab_size}; to draft for this one it must be "
+            f"{ours.vocab_size}"
+        )
+    if (limit := theirs.max_position) is not None and limit < programs.shape.max_context:
+        raise ValueError(
+            f"the model in {path} has positions for {limit} tokens; to draft here max_context must be that"
+        )
+
+
+def draft_runner(
+    config: EngineConfig, programs: StagePrograms, cache: ProgramCache | None, progress: Progress
+) -> StageRunner:
+    """The model that drafts, on the device of the one that it drafts for, in blocks of the same size."""
+    path = config.draft_model
+    assert path is not None
+    shape, dtype = programs.shape, programs.shape.attention.dtype
+    model = models.build(weights.read_config(path))
+    own = dataclasses.replace(
+        config,
+        speculate=None,
+        speculate_tokens=ENGINE_PARAMS["speculate_tokens"].default,
+        scoring=False,
+        sharding=None,
+        layers_per_stage=None,
+        block_size=shape.attention.block_size,
+        max_context=shape.max_context,
+    )
+    spec, platform = specs.default(model.config.family), programs.mesh.devices.flat[0].platform
+    (own_programs,), _ = lay_out(own, model, [programs.mesh], spec, dtype=dtype, platform=platform)
+    own_shape = dataclasses.replace(own_programs.shape, groups=shape.groups)  # it reads the same block tables
+    own_programs = dataclasses.replace(own_programs, shape=own_shape)
+    params = weights.load(
+        path,
+        own_programs.model,
+        dtype,
+        place=placement([own_programs]),
+        int8=own_programs.int8,
+        progress=progress,
+    )
+    return StageRunner(own_programs, params, bucket_sizes(config), cache)

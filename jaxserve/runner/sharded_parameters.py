@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import jax
@@ -67,6 +67,15 @@ def parameters_of(stage: StagePrograms) -> dict[str, ShardedParameter]:
             found[name] = _part(name, axes[name], leaf)
     order = {"embed": 0, "layers": 1, "head": 2}
     return dict(sorted(found.items(), key=lambda item: order[item[0].split(".")[0]]))
+
+
+def placement(programs: Sequence[StagePrograms]) -> weights.Place:
+    """The function that places each parameter on its stage's devices while it is read.
+
+    A token table that is also the head is placed in the first stage.
+    """
+    places = {name: stage.place for stage in reversed(programs) for name in parameters_of(stage)}
+    return lambda name, shape, axes: places[name](name, shape, axes)
 
 
 def _part(name: str, axes: tuple[str, ...], leaf: jax.ShapeDtypeStruct) -> ShardedParameter:

@@ -19,7 +19,7 @@ from jaxserve.request import FinishReason, Request, TokenEvent
 from jaxserve.scheduler.prefix_changes import CacheCleared, PrefixChange
 from jaxserve.startup_report import StartupReport
 from jaxserve.stats import IterationRecord, Load, total
-from jaxserve.structured_output.matcher import GrammarCompiler
+from jaxserve.structured_output.compiler import GrammarCompiler
 from server.engine_client import EngineNotReady
 from server.engine_process import messages
 from server.engine_process import messages_pb2 as pb

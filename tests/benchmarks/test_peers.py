@@ -1,23 +1,18 @@
-"""The comparison with peers: checks of outputs, turns and environments, with fake peers."""
+"""The comparison with peers: figures, checks of outputs and turns, with fake peers."""
 
 import dataclasses
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from rich.console import Console
 
-from benchmarks import engines, environments, jobs, peer_results, peers
-from benchmarks.environments import Peer, PeerError
-from benchmarks.peer_scripts import write_checkpoint, write_decoder
+from benchmarks import engines, jobs, peer_results, peers
+from benchmarks.environments import PeerError
 from jaxserve.config import EngineConfig
-from jaxserve.models import llama
 from jaxserve.simulate import workload as load
 from jaxserve.simulate.workload import Range
-from server.commands.bench import shapes
 from server.commands.bench.step import Case
 
 DECODE_1, DECODE_8 = Case(decodes=1, context=100), Case(decodes=8, context=100)
@@ -234,128 +229,3 @@ def test_other_answers_under_load_are_a_problem(monkeypatch, tmp_path):
     assert found["problems"] == [
         f"llama.cpp, bloom, float32, load {share}: only 0% of its answers begin as ours do" for share in (0.5, 1.2)
     ]
-
-
-def test_an_environment_is_made_once(tmp_path, monkeypatch):
-    commands = []
-
-    def fake(command, **settings):
-        commands.append((command, settings["env"]["CMAKE_ARGS"]))
-        Path(tmp_path / "made" / "x" / "bin").mkdir(parents=True, exist_ok=True)
-        Path(tmp_path / "made" / "x" / "bin" / "python").touch()
-        return subprocess.CompletedProcess(command, 0)
-
-    monkeypatch.setattr(environments.subprocess, "run", fake)
-    peer = Peer(name="x", requirements=("y==1",), script="z.py", build={"CMAKE_ARGS": "-DA=B"})
-    for _ in range(2):
-        python = environments.ensure(peer, tmp_path / "made", lambda line: None)
-    assert python == tmp_path / "made" / "x" / "bin" / "python"
-    assert [command[1:3] for command, _ in commands] == [["-m", "venv"], ["-m", "pip"]]
-    assert {flags for _, flags in commands} == {"-DA=B"}
-    newer = Peer(name="x", requirements=("y==2",), script="z.py", build={"CMAKE_ARGS": ""})
-    environments.ensure(newer, tmp_path / "made", lambda line: None)
-    assert commands[-1][0][-1] == "y==2"
-    assert len(commands) == 3
-
-
-def test_failed_installation_shows_its_log(tmp_path, monkeypatch):
-    def fake(command, *, stdout, **settings):
-        stdout.write("no compiler found\n")
-        stdout.flush()
-        return subprocess.CompletedProcess(command, 1)
-
-    monkeypatch.setattr(environments.subprocess, "run", fake)
-    with pytest.raises(PeerError, match=r"(?s)environment of x cannot be made.*x\.log.*no compiler found"):
-        environments.ensure(Peer(name="x", requirements=(), script="z.py"), tmp_path, lambda line: None)
-    assert not (tmp_path / "x" / "installed.json").exists()
-
-
-def test_folder_that_cannot_be_made(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(PeerError, match=r"environment of x cannot be kept in .*file/peers: Not a directory"):
-        environments.ensure(Peer(name="x", requirements=(), script="z.py"), tmp_path / "file" / "peers", lambda _: None)
-
-
-BROKEN = "import sys; print('bad things', file=sys.stderr); sys.exit(3)"
-
-
-def test_failed_run_shows_its_output():
-    with pytest.raises(PeerError, match=r"(?s)x ended with code 3:\nbad things"):
-        environments.run_command([sys.executable, "-c", BROKEN], "x")
-    assert environments.run_command([sys.executable, "-c", "print(1); print('{}')"], "x") == "{}"
-
-
-@pytest.mark.parametrize(
-    ("name", "bloom", "names"),
-    [
-        (
-            "transformer.h.3.mlp.dense_4h_to_h.bias",
-            True,
-            ("blk.3.ffn_down.bias", "layer.3.ffn.linear_1.bias"),
-        ),
-        ("word_embeddings.weight", True, ("token_embd.weight", "embeddings.weight")),
-        (
-            "transformer.h.3.attn.c_attn.weight",
-            False,
-            ("blk.3.attn_qkv.weight", "layer.3.self_attention.linear.0.weight"),
-        ),
-        ("h.3.ln_2.bias", False, ("blk.3.ffn_norm.bias", "layer.3.ffn.layer_norm.beta")),
-        ("wpe.weight", False, ("position_embd.weight", "position_encodings.encodings")),
-        ("ln_f.weight", False, ("output_norm.weight", "layer_norm.gamma")),
-        ("lm_head.weight", False, None),
-        ("h.0.attn.bias", False, None),
-    ],
-)
-def test_names_of_converted_tensors(name, bloom, names):
-    assert write_checkpoint.rename(name, bloom=bloom) == names
-
-
-def test_the_order_of_qkv():
-    fused = np.arange(2 * 3 * 2).reshape(12, 1)  # two heads of size two: q0 q0 k0 k0 v0 v0 q1 ...
-    assert write_checkpoint.split_qkv(fused, 2)[:, 0].tolist() == [0, 1, 6, 7, 2, 3, 8, 9, 4, 5, 10, 11]
-
-
-def test_rows_of_a_rotated_head():
-    rows = np.arange(12).reshape(12, 1)  # two heads of size six
-    assert write_decoder.pairs_side_by_side(rows, 6)[:, 0].tolist() == [0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11]
-
-
-def test_factors_of_llama_3():
-    config = shapes.config_of("llama-3.2-1b")
-    factors = write_decoder.llama3_factors(llama.hf_config(config))
-    plain = dataclasses.replace(config.rotary, kind="default")
-    np.testing.assert_allclose(plain.frequencies() / config.rotary.frequencies(), factors, rtol=1e-5)
-    assert len(set(factors.round(3).tolist())) > 3
-
-
-def test_every_peer_has_its_files():
-    for peer in environments.PEERS.values():
-        assert (environments.SCRIPTS / peer.script).exists()
-        assert peer.environment in (None, *environments.PEERS)
-        json.dumps([peer.requirements, peer.job])
-
-
-def test_a_peer_that_cannot_serve_converts_nothing(monkeypatch, tmp_path):
-    (tmp_path / "model.safetensors").touch()
-    (tmp_path / "config.json").write_text(json.dumps(shapes.SHAPES["tiny"]))
-    ran = []
-
-    def run_script(python, script, *arguments, name):
-        ran.append((script, arguments[1:]))
-        if script == environments.CONVERTER:
-            Path(arguments[2]).mkdir()
-            return ""
-        job = json.loads(Path(arguments[0]).read_text())
-        assert job["ask"] == "bloom"
-        return json.dumps({"cannot": "no such type"} if job["dtype"] == "bfloat16" else {})
-
-    monkeypatch.setattr(environments, "ensure", lambda peer, folder, say: Path("python"))
-    monkeypatch.setattr(environments, "run_script", run_script)
-    dtypes = ["float32", "bfloat16"]
-    for _ in range(2):  # a checkpoint is converted once
-        made, notes = engines.peer("ctranslate2", tmp_path, dtypes, tmp_path, tmp_path, lambda line: None)
-    assert [each.dtype for each in made] == ["float32"]
-    assert made[0].model.is_dir()
-    assert made[0].vocab_size == 128
-    assert notes == [f"ctranslate2 is not compared with {tmp_path.name} in bfloat16: no such type"]
-    assert [script for script, _ in ran].count(environments.CONVERTER) == 1

@@ -214,6 +214,16 @@ class Harness:
         for (r, length), out, expected in zip(chunks, *self.step(chunks), strict=True):
             self.compare(out, expected, f"row {r}, {length} new of {len(self.rows[r].keys)}")
 
+    def check_mixed_iterations(self) -> None:
+        """Checks chunked prefill, decodes and both together, block edges included."""
+        size = self.shape.block_size
+        a, b, c, d = (self.add_row() for _ in range(4))
+        self.check([(a, size - 1), (b, size), (c, 4 * size + 1)])  # a ends before an edge, b on it, c after it
+        self.check([(a, 1), (b, 1), (c, 1)])
+        # A decode onto a block's first slot, a chunk in mid-row, the bucket nearly full.
+        self.check([(a, 1), (c, 1), (b, 2 * size + 4), (d, 5 * size + 1)])
+        self.check([(b, 1), (a, 1), (d, 1), (c, 4 * size - 2)])
+
     def compare(self, out: np.ndarray, expected: np.ndarray, what: str) -> None:
         tolerance = TOLERANCE[self.shape.dtype]
         np.testing.assert_allclose(out, expected, rtol=tolerance, atol=tolerance, err_msg=f"{what}; {self.again}")

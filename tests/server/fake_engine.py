@@ -29,7 +29,7 @@ from jaxserve.scheduler.prefix_changes import PrefixChange, PrefixChanges
 from jaxserve.scheduler.state import allocation_of
 from jaxserve.startup_report import StartupReport
 from jaxserve.stats import IterationRecord, Load
-from jaxserve.structured_output.matcher import GrammarCompiler
+from jaxserve.structured_output.compiler import GrammarCompiler
 from jaxserve.text.chat_template import ChatTemplate
 from jaxserve.text.tokenizer import Tokenizer
 

@@ -16,7 +16,7 @@ from grpc_status import rpc_status
 from jaxserve.config import EngineConfig
 from jaxserve.demo import DEMO_MODEL
 from jaxserve.engine import Engine
-from jaxserve.structured_output import matcher
+from jaxserve.structured_output import compiler
 from jaxserve.text.chat_template import ChatTemplate
 from server.app import ServerApp
 from server.commands import cli
@@ -40,7 +40,7 @@ HUGE = "(a{1000}){1000}"
 @pytest.fixture(autouse=True)
 def _on_any_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where these tests share it with others, the time that a good grammar may take can be too short."""
-    monkeypatch.setattr(matcher, "COMPILE_SECONDS", WAIT_SECONDS)
+    monkeypatch.setattr(compiler, "COMPILE_SECONDS", WAIT_SECONDS)
 
 
 @pytest.fixture(scope="module")
@@ -187,7 +187,7 @@ def test_tgi(engine: Engine) -> None:
 
 def test_hostile_grammars_harm_nobody(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside them the answers of others are what they are alone."""
-    monkeypatch.setattr(matcher, "COMPILE_SECONDS", 2.0)
+    monkeypatch.setattr(compiler, "COMPILE_SECONDS", 2.0)
     hostile = [{"guided_regex": f"(a{{1000}}){{{count}}}"} for count in range(600, 606)]
     hostile += [{"guided_grammar": "start: " + "(" * 9000 + f'"{count}"'} for count in range(3)]
     hostile += [

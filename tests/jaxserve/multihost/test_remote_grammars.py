@@ -16,9 +16,9 @@ from jaxserve.multihost import remote_grammars as texts
 from jaxserve.multihost import wire
 from jaxserve.multihost.remote_grammars import GrammarCompileRequests, WorkerGrammars
 from jaxserve.sampling_params import Grammar, SamplingParams
+from jaxserve.structured_output.compiler import GrammarCompiler
 from jaxserve.structured_output.grammar import read
 from jaxserve.structured_output.masks import GrammarMasks
-from jaxserve.structured_output.matcher import GrammarCompiler
 from tests.fixtures.texts import CASES, printable_tokenizer
 from tests.fixtures.tiny import VOCAB
 

@@ -17,6 +17,7 @@ from jaxserve.engine import Engine
 from jaxserve.iteration import SamplerVariant
 from jaxserve.request import Request
 from jaxserve.runner.lowering import StagePrograms
+from jaxserve.runner.sharded_parameters import placement
 from jaxserve.sampling_params import SamplingParams
 from tests.fixtures import parity
 from tests.fixtures.tiny import VOCAB
@@ -243,7 +244,7 @@ def test_checkpoints_are_read_to_where_they_are_used(family, changes, saved, tmp
     (tmp_path / "pad.toml").write_text("[pad]\nheads = true\nvocab = true\nffn = true\n")
     config = EngineConfig(tensor=2, stages=2, dtype="float32", sharding=str(tmp_path / "pad.toml"))
     (stages,), _ = startup.replica_programs(config, model)
-    params = weights.load(path, stages[0].model, dtype, place=startup.parameter_placement(stages))
+    params = weights.load(path, stages[0].model, dtype, place=placement(stages))
     for stage in stages:
         part = model.part(params, stage.layers)
         expected = jax.tree.leaves(model.part(whole, stage.layers))

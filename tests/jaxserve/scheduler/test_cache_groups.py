@@ -231,6 +231,43 @@ def test_blocks_are_published_before_they_are_given_back(prefix_cache):
     assert pool.num_cached == 0
 
 
+class CountedReads(list[int]):
+    """Blocks of a request, and how many of them are read one by one."""
+
+    count = 0
+
+    def __getitem__(self, index):
+        self.count += 1
+        return super().__getitem__(index)
+
+
+def test_what_is_given_back_already_is_not_read_again():
+    """However long the request: it is trimmed after each of its iterations."""
+    pool = WindowPool(20, BLOCK, policy="grow", prefix_cache=False, window=WINDOW, most_tokens=8)
+    each = allocation(400, 400)
+    pool.admit(each)
+    for end in range(8, 401, 8):
+        pool.extend(each, end)
+        blocks = each.blocks = CountedReads(each.blocks)
+        pool.trim(each, end)
+        assert blocks.count <= 4  # two blocks of eight tokens, and whether there are more on either side
+
+
+def test_a_prefix_needs_the_blocks_within_its_window_and_no_others():
+    pool = WindowPool(20, BLOCK, policy="grow", prefix_cache=True, window=WINDOW, most_tokens=32)
+    each = allocation(24)
+    pool.admit(each)
+    pool.extend(each, 24)
+    pool.publish(each, 24)
+    again = allocation(0, tokens=range(each.tokens[0], each.tokens[0] + 24))
+    assert pool._match(again) == [NO_BLOCK] * 3 + each.blocks[3:5]  # the window of the 21st token
+    for index in (0, 1, 2):
+        del pool._block_of[again._digests[index]]
+    assert pool._match(again) == [NO_BLOCK] * 3 + each.blocks[3:5]
+    del pool._block_of[again._digests[3]]
+    assert pool._match(again) == []
+
+
 def test_flush_forgets_every_group_and_never_publishes_what_is_held():
     pool = pair()
     pool.release(run(pool, allocation(16)))

@@ -12,6 +12,7 @@ import pytest
 from jaxserve import models, startup, weights
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
+from jaxserve.runner.sharded_parameters import placement
 from jaxserve.weights import int8_weights, is_matrix, loading
 from tests.fixtures import parity
 from tests.fixtures.tiny import BLOOM, make_engine, opinionated
@@ -79,7 +80,7 @@ def test_what_is_read_is_what_memory_would_be_rounded_to(family, saved, tmp_path
     (stages,), _ = startup.replica_programs(config, model)
     exact = weights.load(tmp_path / "model", stages[0].model, jnp.dtype("float32"))
     monkeypatch.setattr(loading, "_CHUNK", 1000)
-    params = weights.load(path, stages[0].model, dtype, place=startup.parameter_placement(stages), int8=True)
+    params = weights.load(path, stages[0].model, dtype, place=placement(stages), int8=True)
     for stage in stages:
         part, expected = model.part(params, stage.layers), model.part(exact, stage.layers)
         for wanted, leaf, value in zip(

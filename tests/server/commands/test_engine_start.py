@@ -1,0 +1,33 @@
+"""The start of an engine from a command: its share of a GPU's memory, and jax's profiler."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from server.commands import cli
+from server.commands import engine_start as start
+
+
+@pytest.mark.parametrize("chosen", [None, "0.5"])
+def test_share_of_gpu_memory(monkeypatch, chosen):
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+    if chosen:
+        monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", chosen)
+    seen = []
+
+    def load(*_, **__):
+        seen.append(os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"])
+        raise ValueError("seen enough")
+
+    monkeypatch.setattr("jaxserve.engine.Engine.from_checkpoint", load)
+    assert cli.main(["generate", "--prompt", "a"]) == 2
+    assert seen == [chosen or "0.93"]
+
+
+def test_a_run_is_profiled_where_that_is_asked_for(tmp_path: Path) -> None:
+    with start.profiling(tmp_path / "here"):
+        pass
+    assert list((tmp_path / "here").rglob("*.xplane.pb"))
+    with start.profiling(None):
+        pass
