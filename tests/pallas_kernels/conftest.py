@@ -218,7 +218,8 @@ class Harness:
         """Checks chunked prefill, decodes and both together, block edges included."""
         size = self.shape.block_size
         a, b, c, d = (self.add_row() for _ in range(4))
-        self.check([(a, size - 1), (b, size), (c, 4 * size + 1)])  # a ends before an edge, b on it, c after it
+        # a ends before an edge (there is none before blocks of one), b on it, c after it.
+        self.check([(a, max(size - 1, 1)), (b, size), (c, 4 * size + 1)])
         self.check([(a, 1), (b, 1), (c, 1)])
         # A decode onto a block's first slot, a chunk in mid-row, the bucket nearly full.
         self.check([(a, 1), (c, 1), (b, 2 * size + 4), (d, 5 * size + 1)])
