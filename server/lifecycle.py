@@ -23,11 +23,11 @@ from server.engine_process.remote_engine import RemoteEngine
 from server.engine_process.supervisor import ENGINE_COMMAND, EngineGone, Supervisor
 from server.kv_events_zmq import ZmqPublisher
 from server.request_log import RequestLog
+from server.serve_settings import ServeSettings
 from server.tracing import Tracing
 
 if TYPE_CHECKING:
     from jaxserve.engine import Engine
-    from server.commands.serve import ServeSettings
     from server.engine_client import EngineClient
 
 

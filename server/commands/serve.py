@@ -1,4 +1,4 @@
-"""`jaxserve serve`: its settings, and serving one model over gRPC and HTTP until a signal."""
+"""`jaxserve serve`: serves one model over gRPC and HTTP until a signal."""
 
 from __future__ import annotations
 
@@ -9,20 +9,14 @@ import json
 import logging
 import socket
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
-from jaxserve.config import EngineConfig
-from jaxserve.fields import param, params
-from jaxserve.multihost.config import ClusterConfig
 from server import tls
 from server.auth import ApiKeys
 from server.commands import flags, hosts, hub, settings
 from server.commands.console import UserError, address, check_folder, console, user_errors
 from server.commands.engine_start import add_model_flags, add_profile_flag, model_directory, profiling, start_engine
-from server.engine_process.supervisor import RestartPolicy
-from server.tls import Tls
+from server.serve_settings import SERVE_PARAMS, ServeSettings
 
 HELP = """\
 Serves a model over gRPC (service jaxserve.v1.Inference, with health checks and reflection) and over HTTP for clients
@@ -40,125 +34,6 @@ Every setting can also come from a TOML file or the environment (--config, --pri
 SIGTERM or Ctrl-C refuses new requests and lets running ones finish; a second one ends the server at once."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServeSettings:
-    """The settings of `jaxserve serve`. Flags come from the metadata of fields.
-
-    Attributes:
-      model: the checkpoint directory.
-      engine: settings of the engine.
-      cluster: this host's place among several; None where it serves alone.
-      tls / keys: None serves without encryption, or without API keys. Hosts that answer no calls have neither.
-      profile: directory for a jax profiler capture, or None.
-      names: by which calls may name the model; the first is in answers. By default the checkpoint's.
-
-    Raises:
-      ValueError: a setting has a wrong value; the message names its flag.
-    """
-
-    model: Path
-    engine: EngineConfig
-    cluster: ClusterConfig | None
-    tls: Tls | None
-    keys: ApiKeys | None
-    profile: Path | None
-    names: tuple[str, ...] = ()
-    host: str = param("127.0.0.1", "address to listen on")
-    port: int = param(50051, "port for gRPC; 0 takes a free one", minimum=0, maximum=65535)
-    http_port: int | None = param(
-        8000,
-        "port for HTTP; 0 takes a free one; off: only gRPC",
-        minimum=0,
-        maximum=65535,
-        metavar="PORT|off",
-        none="off",
-    )
-    drain_seconds: float = param(30.0, "how long running requests may go on after SIGTERM", minimum=0, metavar="S")
-    stall_seconds: float | None = param(
-        None,
-        "how long the engine may have work and complete no iteration before health reports it",
-        default_help="the measured time of the next iteration and 3 more, at most four times that, and at least 2",
-        minimum=0,
-        exclusive=True,
-        metavar="S",
-    )
-    front: Literal["process", "thread"] = param(
-        "process", "process: the engine runs in its own process; thread: it runs in a thread of the server"
-    )
-    supervise: bool = param(
-        False, "start the engine process again when it dies or hangs; requests that have not started wait for it"
-    )
-    metrics_port: int | None = param(
-        None,
-        "extra port for Prometheus: /metrics without TLS and without keys",
-        default_help="none",
-        minimum=0,
-        maximum=65535,
-        metavar="N",
-    )
-    allowed_origins: str | None = param(
-        None,
-        "origins whose web pages may call over HTTP (CORS), such as https://a.example,https://b.example; *: all",
-        default_help="none but the server's own page",
-        metavar="ORIGIN,...|*",
-        group="security",
-    )
-    log_level: Literal["debug", "info", "warning", "error"] = param("warning", "least level of what is logged")
-    chat_template: str | None = param(
-        None, "Jinja file with the template of chats", default_help="the checkpoint's", metavar="FILE", group="model"
-    )
-    tool_parser: Literal["hermes", "llama3_json", "mistral", "pythonic"] | None = param(
-        None, "form in which the model calls tools", default_help="as its chat template shows", group="model"
-    )
-    request_log: str | None = param(None, "write a JSON line for every request", default_help="none", metavar="FILE|-")
-    log_prompts: bool = param(False, "include prompts and answers in the request log")
-    traces: bool = param(
-        False, "send OpenTelemetry spans of every request to OTEL_EXPORTER_OTLP_ENDPOINT; needs jaxserve[otel]"
-    )
-
-    kv_events: str | None = param(
-        None,
-        "tell routers which blocks the prefix cache has: over gRPC (SubscribeKvEvents), and over ZMQ as vLLM does, at "
-        "an endpoint that is bound if it has a * (tcp://*:5557) and else connected to; needs jaxserve[kv-events]",
-        default_help="no",
-        metavar="ENDPOINT|grpc",
-    )
-    kv_events_replay: str | None = param(
-        None,
-        "endpoint to bind at which ZMQ subscribers ask for KV events that they missed",
-        default_help="none",
-        metavar="ENDPOINT",
-    )
-    kv_events_topic: str = param("", "topic of KV events over ZMQ, such as kv@POD@MODEL", metavar="TOPIC")
-
-    def __post_init__(self) -> None:
-        for name, each in SERVE_PARAMS.items():
-            if (problem := each.problem(getattr(self, name))) is not None:
-                raise ValueError(f"{each.flag} {problem}")
-        if self.supervise and self.in_process:
-            raise ValueError("--supervise needs the engine in its own process; leave --front thread out")
-        if self.log_prompts and self.request_log is None:
-            raise ValueError("--log-prompts needs --request-log")
-        if (self.kv_events_replay or self.kv_events_topic) and self.kv_events in (None, "grpc"):
-            raise ValueError("--kv-events-replay and --kv-events-topic need --kv-events ENDPOINT")
-
-    @property
-    def name(self) -> str:
-        return self.names[0] if self.names else hub.name_of(self.model)
-
-    @property
-    def in_process(self) -> bool:
-        return self.front == "thread"
-
-    @property
-    def restarts(self) -> RestartPolicy | None:
-        """How often a failed engine process is started again; None never does."""
-        return RestartPolicy() if self.supervise else None
-
-
-SERVE_PARAMS = params(ServeSettings)
-
-
 def from_flags(args: argparse.Namespace) -> ServeSettings:
     """The settings that the flags describe. Raises UserError for a wrong flag."""
     check_folder("--profile", args.profile)
@@ -172,7 +47,7 @@ def from_flags(args: argparse.Namespace) -> ServeSettings:
             tls=tls.from_flags(args) if answers_calls else None,
             keys=ApiKeys(args.api_keys) if answers_calls and args.api_keys is not None else None,
             profile=args.profile,
-            names=tuple(args.served_model_name or ()),
+            names=tuple(args.served_model_name or [hub.name_of(model)]),
             **flags.read(args, SERVE_PARAMS),
         )
 

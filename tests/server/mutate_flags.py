@@ -23,7 +23,7 @@ from pathlib import Path
 from jaxserve.config import ENGINE_PARAMS
 from jaxserve.multihost.config import CLUSTER_PARAMS
 from server.commands import cli
-from server.commands.serve import SERVE_PARAMS, ServeSettings
+from server.serve_settings import SERVE_PARAMS, ServeSettings
 
 ROOT = Path(__file__).parents[2]
 COPIED = ("server", "tests", "jaxserve", "sharding", "pallas_kernels", "pyproject.toml")

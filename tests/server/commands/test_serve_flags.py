@@ -24,10 +24,10 @@ from jaxserve.config import ENGINE_PARAMS, EngineConfig
 from jaxserve.multihost.config import ClusterConfig
 from server import lifecycle
 from server.commands import cli, hosts, serve
-from server.commands.serve import ServeSettings
 from server.engine_process.supervisor import RestartPolicy
 from server.proto.jaxserve.v1.inference_pb2 import GenerateRequest, GetLoadRequest
 from server.proto.jaxserve.v1.inference_pb2_grpc import InferenceStub
+from server.serve_settings import ServeSettings
 from tests.server.fake_engine import WAIT_SECONDS
 
 ROOT = Path(__file__).parents[3]
