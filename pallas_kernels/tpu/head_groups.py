@@ -1,0 +1,68 @@
+"""Groups of KV heads of which all queries of a decode share one matmul."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.api import AttentionShape
+from pallas_kernels.tpu.layout import LANES, SUBLANES, lanes_of, packed_heads, round_up
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadGroup:
+    """A group of KV heads of which all queries share one matmul.
+
+    Its rows are zero outside their own head's lanes.
+
+    Row j * heads + h of a group holds query head j of those that share KV head first + h.
+    """
+
+    first: int
+    heads: int
+    start: int  # of the group's lanes
+    lanes: int
+    rows: int
+
+
+def head_groups(shape: AttentionShape) -> tuple[HeadGroup, ...]:
+    """Groups of as few heads as fill the sublanes of a register, and whole lane tiles."""
+    packed, all_heads = packed_heads(shape.head_dim), shape.num_kv_heads
+    heads = min(all_heads, packed * math.ceil(max(1, SUBLANES // shape.group) / packed))
+    rows = round_up(heads * shape.group, SUBLANES)
+    groups = []
+    for first in range(0, all_heads, heads):
+        start = first * shape.head_dim
+        end = lanes_of(shape) if first + heads >= all_heads else start + heads * shape.head_dim
+        groups.append(HeadGroup(first=first, heads=heads, start=start, lanes=end - start, rows=rows))
+    return tuple(groups)
+
+
+def by_row(values: jax.Array, shape: AttentionShape) -> jax.Array:
+    """Values of query heads [N] in the order of the groups' rows.
+
+    The result is float32[groups, rows, 128], equal in all lanes.
+    """
+    groups = head_groups(shape)
+    one = groups[0]
+    by_head = values.astype(jnp.float32).reshape(shape.num_kv_heads, shape.group)
+    by_head = jnp.pad(by_head, ((0, len(groups) * one.heads - shape.num_kv_heads), (0, 0)))
+    rows = by_head.reshape(len(groups), one.heads, shape.group).swapaxes(1, 2).reshape(len(groups), -1, 1)
+    rows = jnp.pad(rows, ((0, 0), (0, one.rows - rows.shape[1]), (0, 0)))
+    return jnp.broadcast_to(rows, (len(groups), one.rows, LANES))
+
+
+def query_lanes(place: HeadGroup, shape: AttentionShape) -> list[jax.Array]:
+    """For each query head of a KV head, the lanes that its rows read: bool[rows, lanes]."""
+    dim = shape.head_dim
+    row = lax.broadcasted_iota(jnp.int32, (place.rows, place.lanes), 0)
+    lane = lax.broadcasted_iota(jnp.int32, (place.rows, place.lanes), 1)
+    masks = []
+    for j in range(shape.group):
+        head = row - j * place.heads
+        masks.append((head >= 0) & (head < place.heads) & (lane >= head * dim) & (lane < (head + 1) * dim))
+    return masks
