@@ -1,15 +1,27 @@
-"""Figures without pyplot: no display and no global backend is involved."""
+"""Figures without pyplot: no display and no global backend is involved. Needs matplotlib (`jaxserve[plots]`)."""
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+MISSING = "pictures need matplotlib, which is not installed: pip install 'jaxserve[plots]'"
+
+
+def is_installed() -> bool:
+    """Whether matplotlib is there."""
+    return importlib.util.find_spec("matplotlib") is not None
 
 
 def figure(width: float, height: float) -> Figure:
     """A new figure; sizes in inches."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     made = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(made)
     return made

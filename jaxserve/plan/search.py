@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from matplotlib.ticker import StrMethodFormatter
 from rich.console import Console
 
 from jaxserve.config import EngineConfig
@@ -215,7 +214,7 @@ def plot(candidates: Sequence[Candidate], title: str, path: Path) -> None:
     axis.plot(latencies, speeds, color="black", linewidth=3, alpha=0.25, label="frontier", zorder=0)
     axis.set(xlabel="ms between a request's tokens (predicted)", ylabel="tokens/s (predicted)", xlim=(0, None))
     axis.set_ylim(bottom=0)
-    axis.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    axis.yaxis.set_major_formatter("{x:,.0f}")
     axis.set_title(title, fontsize=10)
     axis.grid(alpha=0.3)
     axis.legend(fontsize=9, title=_LAYOUT, title_fontsize=9)

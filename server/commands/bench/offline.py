@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
         comparison = report.compare(*reports)
         report.print_comparison(console, comparison)
         title += f": {comparison.measured:.2f}x the throughput"
-    report.plot(args.out / "offline.png", title, {name: run.outcomes for name, run in runs.items()})
+    report.plot(args.out / "offline.png", title, {name: run.outcomes for name, run in runs.items()}, console)
     result = {
         "benchmark": "offline",
         "workload": workload.name,

@@ -14,6 +14,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from jaxserve.plan import drawing
 from jaxserve.simulate.outcome import Distribution, Outcome
 
 if TYPE_CHECKING:
@@ -168,16 +169,12 @@ def write_json(path: Path, result: Any, console: Console | None = None) -> None:
         console.print(f"written: {path}", highlight=False)
 
 
-def plot(path: Path, title: str, runs: Mapping[str, Sequence[Outcome]]) -> None:
-    """Draws tokens over time and the distributions of latencies; the path's suffix is the format.
-
-    It does without pyplot, which would need a display and keep a global state.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(13.8, 3.6), layout="constrained")
-    FigureCanvasAgg(figure)
+def plot(path: Path, title: str, runs: Mapping[str, Sequence[Outcome]], console: Console) -> None:
+    """Draws tokens over time and the distributions of latencies, if there is matplotlib; the suffix is the format."""
+    if not drawing.is_installed():
+        console.print(drawing.MISSING, markup=False)
+        return
+    figure = drawing.figure(13.8, 3.6)
     figure.suptitle(title, fontsize=10)
     tokens, normalised, firsts = figure.subplots(1, 3)
     for name, outcomes in runs.items():
@@ -196,8 +193,7 @@ def plot(path: Path, title: str, runs: Mapping[str, Sequence[Outcome]]) -> None:
         axis.title.set_fontsize(9)
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
+    drawing.save(figure, path)
 
 
 def print_runs(console: Console, title: str, runs: Sequence[RunReport], notes: Sequence[str] = ()) -> None:

@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
         "models": [json_format.MessageToDict(model, preserving_proto_field_name=True)],
         "runs": [served],
     }
-    report.plot(args.out / "serve.png", title, {"server": sent.outcomes})
+    report.plot(args.out / "serve.png", title, {"server": sent.outcomes}, console)
     report.write_json(args.out / "serve.json", result, console)
     return 1 if served.failed else 0
 
