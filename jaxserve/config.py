@@ -145,7 +145,9 @@ class EngineConfig:
         "they are not read",
         group="model",
     )
-    scoring: bool = param(True, "do not serve prompt_logprobs; less is compiled at start", flag="--no-scoring")
+    scoring: bool = param(
+        True, "do not serve prompt_logprobs and embeddings; less is compiled at start", flag="--no-scoring"
+    )
     attention: str = param("auto", "attention backend", metavar="NAME")
     tensor: int = param(
         1,

@@ -13,11 +13,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
 
+import numpy as np
+
 from jaxserve import startup
 from jaxserve.config import EngineConfig
 from jaxserve.demo import DEMO_MODEL
 from jaxserve.errors import InvalidRequest, QueueFull
-from jaxserve.generation import defaults, streaming
+from jaxserve.generation import defaults, embedding, streaming
 from jaxserve.generation.beam_search import BeamParams
 from jaxserve.generation.completion import Completion, Delta
 from jaxserve.generation.parsing import PROMPT_FIELDS
@@ -25,7 +27,7 @@ from jaxserve.generation.streaming import CallOptions, Prompt, Sink
 from jaxserve.loop import EngineLoop
 from jaxserve.models.schema import ModelConfig
 from jaxserve.progress_bars import progress_bars
-from jaxserve.request import Request
+from jaxserve.request import Pooling, Request
 from jaxserve.runner.stage import Progress
 from jaxserve.scheduler import routing
 from jaxserve.scheduler.block_allocation import BlockAllocation
@@ -352,6 +354,30 @@ class Engine:
         prompt = {"messages": [{"role": "user", "content": messages}] if isinstance(messages, str) else messages}
         prompt |= {name: fields.pop(name) for name in PROMPT_FIELDS if name in fields}
         return self.generate(prompt, **fields)[0]
+
+    def embed(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        pooling: Pooling = "last",
+        normalize: bool = True,
+        cache_salt: str = "",
+        timeout: float | None = None,
+    ) -> np.ndarray:  # float32[prompts, hidden_size]
+        """Embed prompts by the hidden states after the model's last norm.
+
+        Args:
+          prompts: as in `generate`.
+          pooling: "last" takes the state of a prompt's last token, "mean" the mean over its tokens.
+          normalize: whether to divide each embedding by its Euclidean norm.
+
+        Raises: as `generate`.
+        """
+        pooling = embedding.parse_pooling(pooling)
+        options = CallOptions(cache_salt=cache_salt, timeout=timeout, pooling=pooling)
+        completions = streaming.generate(self, prompts, embedding.SAMPLING, options)
+        found = [embedding.of(completion) for completion in completions]
+        return np.array([embedding.normalized(each) for each in found] if normalize else found, np.float32)
 
     def beam_search(
         self,

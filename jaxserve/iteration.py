@@ -49,6 +49,13 @@ class TableChange(NamedTuple):
     block: int
 
 
+class PooledRange(NamedTuple):
+    """Flat tokens first..end - 1 of a plan, all of one chunk, whose hidden states are summed for an embedding."""
+
+    first: int
+    end: int
+
+
 class BlockCopy(NamedTuple):
     """A copy of a block's content to another block, in every layer of a cache group.
 
@@ -92,6 +99,7 @@ class IterationPlan:
       sampler: the sampler this plan needs; None when no chunk samples.
       scoring: whether some chunk's tokens are scored for prompt_logprobs.
       block_copies: made before the iteration; at most one an admission and cache group, and no target is a source.
+      pooled: ranges of prompts whose embeddings are made; at most one a chunk.
       drafts: the drafted tokens of the chunks that have some, in their order; written to the rows before the iteration.
     """
 
@@ -104,6 +112,7 @@ class IterationPlan:
     scoring: bool
     drafts: tuple[int, ...] = ()
     block_copies: tuple[BlockCopy, ...] = ()
+    pooled: tuple[PooledRange, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -149,6 +158,7 @@ class IterationResult:
       top_ids / top_logprobs: int32 / float32 [S, MAX_LOGPROBS], with SamplerVariant.FULL and above only.
       score_logprobs: float32[bucket], with plan.scoring only: entry t is the logprob of the token after flat token t.
       score_top_ids / score_top_logprobs: [bucket, MAX_LOGPROBS], likewise.
+      pooled: float32[max_rows, hidden_size], with plan.pooled only: entry i is the sum over its range i.
       grammar_ends: of the entries whose token is their grammar's last; None where there are none.
     """
 
@@ -159,6 +169,7 @@ class IterationResult:
     score_logprobs: np.ndarray | None = None
     score_top_ids: np.ndarray | None = None
     score_top_logprobs: np.ndarray | None = None
+    pooled: np.ndarray | None = None
     grammar_ends: Mapping[int, GrammarEnd] | None = None
 
 

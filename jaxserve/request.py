@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from jaxserve.sampling_params import SamplingParams
+
+Pooling = Literal["last", "mean"]  # of the prompt's hidden states
 
 
 class FinishReason(enum.Enum):
@@ -38,6 +40,7 @@ class Request:
       cache_salt: requests share prefix blocks only under the same salt.
       fork_of: id of a request with the very same prompt, submitted before: another sample of it, that takes over the
         prompt's keys and values once somebody has computed them. None computes them itself.
+      pooling: makes the prompt's embedding: of its last token's hidden state, or the mean of all; None makes none.
     """
 
     request_id: str
@@ -49,6 +52,7 @@ class Request:
     share: float = 1.0
     cache_salt: str = ""
     fork_of: str | None = None
+    pooling: Pooling | None = None
 
     @property
     def max_length(self) -> int:
@@ -77,6 +81,8 @@ class TokenEvent(NamedTuple):
       started: monotonic seconds at which it was first given a row; in its first event only.
       error: what went wrong, with FinishReason.ERROR.
       field: the request's field that is at fault for it, if one is.
+      embedding: float32[hidden_size] with the first token, if asked for: the prompt's hidden states after the last
+        norm, pooled.
     """
 
     request_id: str
@@ -89,3 +95,4 @@ class TokenEvent(NamedTuple):
     started: float | None = None
     error: str | None = None
     field: str | None = None
+    embedding: tuple[float, ...] = ()

@@ -81,7 +81,7 @@ class ServeSettings:
     chat_template: str | None = param(
         None, "Jinja file with the template of chats", default_help="the checkpoint's", metavar="FILE", group="model"
     )
-    tool_parser: Literal["hermes", "llama3_json", "mistral", "pythonic"] | None = param(
+    tool_parser: Literal["hermes", "qwen3_coder", "llama3_json", "mistral", "pythonic"] | None = param(
         None, "form in which the model calls tools", default_help="as its chat template shows", group="model"
     )
     request_log: str | None = param(None, "write a JSON line for every request", default_help="none", metavar="FILE|-")

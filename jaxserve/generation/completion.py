@@ -65,6 +65,7 @@ class Completion:
       prompt_tokens / cached_tokens: length of the prompt, and how much of it the prefix cache served.
       matched_stop: the stop string that ended the request, if any.
       error: message of FinishReason.ERROR.
+      embedding: of the prompt; None unless requested.
       score: of a beam search: the sum of logprobs divided by the length to the power of length_penalty.
     """
 
@@ -81,6 +82,7 @@ class Completion:
     cached_tokens: int = 0
     matched_stop: str | None = None
     error: str | None = None
+    embedding: tuple[float, ...] | None = None
     score: float | None = None
 
     def __repr__(self) -> str:
@@ -179,6 +181,7 @@ class Assembler:
         self._cached_tokens = 0
         self._matched_stop: str | None = None
         self._error: str | None = None
+        self._embedding: tuple[float, ...] | None = None
         self._finish_reason: FinishReason | None = None
 
     @property
@@ -208,6 +211,7 @@ class Assembler:
         self._prompt_logprobs += delta.prompt_logprobs
         self._cached_tokens = max(self._cached_tokens, event.cached_tokens)
         self._error = event.error
+        self._embedding = event.embedding or self._embedding
         self._finish_reason = reason
         return delta
 
@@ -233,6 +237,7 @@ class Assembler:
             cached_tokens=self._cached_tokens,
             matched_stop=self._matched_stop,
             error=self._error,
+            embedding=self._embedding,
         )
 
     def _add_text(self, event: TokenEvent) -> tuple[str, int, bool]:

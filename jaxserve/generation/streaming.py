@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import queue
 import threading
 import time
@@ -20,7 +21,7 @@ from jaxserve.generation.completion import Assembler, Completion, Delta
 from jaxserve.generation.parsing import parse_request
 from jaxserve.generation.samples import MAX_SAMPLES, PromptScores, best, expand_samples, without_fork_scores
 from jaxserve.models.schema import ModelConfig
-from jaxserve.request import Alternatives, FinishReason, Request, TokenEvent
+from jaxserve.request import Alternatives, FinishReason, Pooling, Request, TokenEvent
 from jaxserve.sampling_params import SAMPLING_PARAMS
 from jaxserve.scheduler.limits import Limits
 from jaxserve.text.tokenizer import Tokenizer
@@ -38,6 +39,7 @@ class CallOptions:
         with the highest mean logprob are returned.
       priority / cache_salt: of the call's requests.
       timeout: seconds after which the call fails; None for no limit.
+      pooling: makes embeddings of the prompts (see `Request`).
       fill_defaults: whether the checkpoint's defaults fill in each missing sampling parameter. Otherwise they apply
         only to requests without any sampling parameter.
     """
@@ -47,6 +49,7 @@ class CallOptions:
     priority: int = 0
     cache_salt: str = ""
     timeout: float | None = None
+    pooling: Pooling | None = None
     fill_defaults: bool = False
 
     def __post_init__(self) -> None:
@@ -233,7 +236,7 @@ def _request(
         fields = {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
     given = {name: value for name, value in {**sampling, **fields}.items() if value is not None}
     checkpoint_defaults = engine.request_defaults if checkpoint_defaults is None else checkpoint_defaults
-    return parse_request(
+    request = parse_request(
         given,
         request_id=_new_name(),
         tokenizer=engine.tokenizer,
@@ -243,6 +246,7 @@ def _request(
         defaults=checkpoint_defaults if options.fill_defaults or given.keys().isdisjoint(SAMPLING_PARAMS) else {},
         longest=engine.limits.longest,
     )
+    return request if options.pooling is None else dataclasses.replace(request, pooling=options.pooling)
 
 
 def _assembler(engine: EngineProtocol, request: Request) -> Assembler:

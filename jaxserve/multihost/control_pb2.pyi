@@ -189,7 +189,7 @@ class Release(_message.Message):
     def __init__(self, request_id: _Optional[str] = ...) -> None: ...
 
 class Plan(_message.Message):
-    __slots__ = ("sequence", "bucket", "admissions", "chunks", "table_changes", "sampler", "scoring", "drafts", "feeds", "block_copies")
+    __slots__ = ("sequence", "bucket", "admissions", "chunks", "table_changes", "sampler", "scoring", "drafts", "feeds", "block_copies", "pooled")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     BUCKET_FIELD_NUMBER: _ClassVar[int]
     ADMISSIONS_FIELD_NUMBER: _ClassVar[int]
@@ -200,6 +200,7 @@ class Plan(_message.Message):
     DRAFTS_FIELD_NUMBER: _ClassVar[int]
     FEEDS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_COPIES_FIELD_NUMBER: _ClassVar[int]
+    POOLED_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     bucket: int
     admissions: _containers.RepeatedCompositeFieldContainer[Admission]
@@ -210,7 +211,16 @@ class Plan(_message.Message):
     drafts: _containers.RepeatedScalarFieldContainer[int]
     feeds: int
     block_copies: _containers.RepeatedCompositeFieldContainer[Copy]
-    def __init__(self, sequence: _Optional[int] = ..., bucket: _Optional[int] = ..., admissions: _Optional[_Iterable[_Union[Admission, _Mapping]]] = ..., chunks: _Optional[_Union[Chunks, _Mapping]] = ..., table_changes: _Optional[_Union[Changes, _Mapping]] = ..., sampler: _Optional[int] = ..., scoring: _Optional[bool] = ..., drafts: _Optional[_Iterable[int]] = ..., feeds: _Optional[int] = ..., block_copies: _Optional[_Iterable[_Union[Copy, _Mapping]]] = ...) -> None: ...
+    pooled: Ranges
+    def __init__(self, sequence: _Optional[int] = ..., bucket: _Optional[int] = ..., admissions: _Optional[_Iterable[_Union[Admission, _Mapping]]] = ..., chunks: _Optional[_Union[Chunks, _Mapping]] = ..., table_changes: _Optional[_Union[Changes, _Mapping]] = ..., sampler: _Optional[int] = ..., scoring: _Optional[bool] = ..., drafts: _Optional[_Iterable[int]] = ..., feeds: _Optional[int] = ..., block_copies: _Optional[_Iterable[_Union[Copy, _Mapping]]] = ..., pooled: _Optional[_Union[Ranges, _Mapping]] = ...) -> None: ...
+
+class Ranges(_message.Message):
+    __slots__ = ("first", "end")
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    first: _containers.RepeatedScalarFieldContainer[int]
+    end: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, first: _Optional[_Iterable[int]] = ..., end: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Copy(_message.Message):
     __slots__ = ("source", "target")
@@ -311,18 +321,22 @@ class Completed(_message.Message):
     def __init__(self, sequence: _Optional[int] = ..., result: _Optional[_Union[Result, _Mapping]] = ...) -> None: ...
 
 class Result(_message.Message):
-    __slots__ = ("tokens", "logprobs", "top", "score_logprobs", "score_top")
+    __slots__ = ("tokens", "logprobs", "top", "score_logprobs", "score_top", "pooled_width", "pooled")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     TOP_FIELD_NUMBER: _ClassVar[int]
     SCORE_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     SCORE_TOP_FIELD_NUMBER: _ClassVar[int]
+    POOLED_WIDTH_FIELD_NUMBER: _ClassVar[int]
+    POOLED_FIELD_NUMBER: _ClassVar[int]
     tokens: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedScalarFieldContainer[float]
     top: Table
     score_logprobs: _containers.RepeatedScalarFieldContainer[float]
     score_top: Table
-    def __init__(self, tokens: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., top: _Optional[_Union[Table, _Mapping]] = ..., score_logprobs: _Optional[_Iterable[float]] = ..., score_top: _Optional[_Union[Table, _Mapping]] = ...) -> None: ...
+    pooled_width: int
+    pooled: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, tokens: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., top: _Optional[_Union[Table, _Mapping]] = ..., score_logprobs: _Optional[_Iterable[float]] = ..., score_top: _Optional[_Union[Table, _Mapping]] = ..., pooled_width: _Optional[int] = ..., pooled: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Table(_message.Message):
     __slots__ = ("width", "ids", "logprobs")

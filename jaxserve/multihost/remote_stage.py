@@ -45,7 +45,7 @@ class RemoteStage:
         return Forward(*[_ELSEWHERE] * 6)
 
     def sample(self, plan: IterationPlan, out: Forward, allowed: np.ndarray | None = None) -> Launched:
-        return Launched(None, None, None)
+        return Launched()
 
     def feed_back_tokens(self, points: jax.Array | None, chosen: jax.Array | None) -> None:
         pass

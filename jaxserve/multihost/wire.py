@@ -12,7 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.iteration import Admission, BlockCopy, Chunk, IterationPlan, IterationResult, SamplerVariant, TableChange
+from jaxserve.iteration import (
+    Admission,
+    BlockCopy,
+    Chunk,
+    IterationPlan,
+    IterationResult,
+    PooledRange,
+    SamplerVariant,
+    TableChange,
+)
 from jaxserve.multihost import control_pb2 as pb
 from jaxserve.sampling_params import SAMPLING_PARAMS, Grammar, SamplingParams
 
@@ -44,6 +53,10 @@ def write_plan(message: pb.Plan, plan: IterationPlan, feeds: int) -> pb.Plan:
         changes.block.extend(block)
     for copy in plan.block_copies:
         message.block_copies.add(source=copy.source, target=copy.target)
+    if plan.pooled:
+        first, end = zip(*plan.pooled, strict=True)
+        message.pooled.first.extend(first)
+        message.pooled.end.extend(end)
     return message
 
 
@@ -60,6 +73,7 @@ def decode_plan(message: pb.Plan) -> IterationPlan:
         scoring=message.scoring,
         drafts=tuple(message.drafts),
         block_copies=tuple(BlockCopy(copy.source, copy.target) for copy in message.block_copies),
+        pooled=tuple(map(PooledRange._make, zip(message.pooled.first, message.pooled.end, strict=True))),
     )
 
 
@@ -145,8 +159,9 @@ def decode_grammar(message: pb.Grammar) -> Grammar:
     return Grammar(kind=kind, text=message.text, field=message.field)
 
 
-def write_result(message: pb.Result, result: IterationResult, count: int) -> pb.Result:
-    """Write the first `count` entries of a result, and the scores, into an empty message."""
+def write_result(message: pb.Result, result: IterationResult, plan: IterationPlan) -> pb.Result:
+    """Write what a plan asked for of its result into an empty message."""
+    count = plan.num_points
     message.tokens.extend(result.tokens[:count].tolist())
     message.logprobs.extend(result.logprobs[:count].tolist())
     if result.top_ids is not None and result.top_logprobs is not None:
@@ -156,6 +171,9 @@ def write_result(message: pb.Result, result: IterationResult, count: int) -> pb.
         assert result.score_top_logprobs is not None
         message.score_logprobs.extend(result.score_logprobs.tolist())
         _encode_table(message.score_top, result.score_top_ids, result.score_top_logprobs)
+    if result.pooled is not None:
+        message.pooled_width = result.pooled.shape[1]
+        message.pooled.extend(result.pooled[: len(plan.pooled)].reshape(-1).tolist())
     return message
 
 
@@ -174,6 +192,7 @@ def decode_result(message: pb.Result) -> IterationResult:
         score_logprobs=scores,
         score_top_ids=score_top[0],
         score_top_logprobs=score_top[1],
+        pooled=np.array(message.pooled, np.float32).reshape(-1, message.pooled_width) if message.pooled else None,
     )
 
 

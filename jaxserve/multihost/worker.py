@@ -127,7 +127,7 @@ class MasterConnection(channel.ControlChannel):
                 assert result is not None
                 message = pb.FromWorker()
                 message.completed.sequence = plan.sequence
-                wire.write_result(message.completed.result, result, plan.num_points)
+                wire.write_result(message.completed.result, result, plan)
                 self._out.put(message)
             if grammars is not None:
                 assert result is not None

@@ -341,3 +341,11 @@ def write_drafts(
 ) -> Int32[jax.Array, "rows max_context"]:
     """Writes drafted tokens (`PackedPlan.drafts`) into the rows' histories. Traced."""
     return history.at[drafts[:, 0], drafts[:, 1]].set(drafts[:, 2], mode="drop")
+
+
+def pooled_owners(plan: IterationPlan, most: int) -> np.ndarray:  # int32[bucket]
+    """The entry of `plan.pooled` that each flat token belongs to; `most` for none."""
+    owners = np.full(plan.bucket, most, np.int32)
+    for index, (first, end) in enumerate(plan.pooled):
+        owners[first:end] = index
+    return owners

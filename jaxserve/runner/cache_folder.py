@@ -1,4 +1,4 @@
-"""The default folder of compiled programs. No jax."""
+"""The user's cache folder, and the default folder of compiled programs in it. No jax."""
 
 from __future__ import annotations
 
@@ -8,9 +8,14 @@ from pathlib import Path
 AUTO = "auto"
 
 
-def default() -> Path:
+def root() -> Path:
     """The user's cache folder, by the XDG base directory specification."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxserve" / "xla"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxserve"
+
+
+def default() -> Path:
+    """The default folder of compiled programs."""
+    return root() / "xla"
 
 
 def of(setting: str | None) -> Path | None:

@@ -17,7 +17,7 @@ from jaxserve.iteration import SamplerVariant
 from jaxserve.models import Model, Params
 from jaxserve.runner import attention, batch, kv_cache, matmul
 from jaxserve.runner.batch import RowState
-from jaxserve.runner.programs import Forward, StageShape, choose, feed, forward, head, score
+from jaxserve.runner.programs import Forward, StageShape, choose, feed, forward, head, pool, score
 from sharding.spec import ShardingSpec
 
 
@@ -177,6 +177,11 @@ class StagePrograms:
     def lower_score(self, bucket: int) -> Lowered:
         """Prompt scoring by the last stage; arguments (ends, hidden, next_tokens)."""
         step = jax.jit(partial(score, self.model, self.mesh, self.spec), out_shardings=self.everywhere)
+        return step.lower(ends(self.params()), self.hidden(bucket), self._whole((bucket,), jnp.int32))
+
+    def lower_pool(self, bucket: int) -> Lowered:
+        """Sums of embeddings by the last stage; arguments (ends, hidden, owners)."""
+        step = jax.jit(partial(pool, self.model, self.shape.max_rows), out_shardings=self.everywhere)
         return step.lower(ends(self.params()), self.hidden(bucket), self._whole((bucket,), jnp.int32))
 
     def lower_head(self, points: int) -> Lowered:

@@ -215,6 +215,24 @@ def score(model: Model, mesh: Mesh, spec: ShardingSpec, ends: Any, hidden: jax.A
         return everywhere(weights, normed, next_tokens)
 
 
+def pool(model: Model, rows: int, ends: Any, hidden: jax.Array, owners: jax.Array) -> Float32[jax.Array, "R H"]:
+    """Sums the normalised hidden states of each embedding's tokens. Traced.
+
+    It is a product with a matrix of ones and zeros, so that sums do not depend on the order of additions. States that
+    are not finite count as zeros, for the other embeddings' sake; their own request fails by its logits.
+
+    Args:
+      rows: R, most embeddings of a plan.
+      ends: the parameters outside the layers.
+      owners: int32[T] the embedding that each token belongs to; R for none.
+    """
+    with jax.named_scope("pooling"):
+        normed = model.norm(ends, hidden).astype(jnp.float32)
+        used = jnp.isfinite(normed) & (owners < rows)[:, None]
+        members = (jnp.arange(rows)[:, None] == owners).astype(jnp.float32)  # [R, T]
+        return jnp.matmul(members, jnp.where(used, normed, 0.0), precision=jax.lax.Precision.HIGHEST)
+
+
 def _logits_tile(
     model: Model, weights: HeadWeights, normed: jax.Array, start: jax.Array | int, size: int
 ) -> Float32[jax.Array, "T {size}"]:

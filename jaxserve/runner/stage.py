@@ -40,11 +40,13 @@ class Launched(NamedTuple):
       chosen: int32[2, S] tokens, and the bits of their logprobs.
       top: (ids, logprobs) [S, MAX_LOGPROBS], with SamplerVariant.FULL and above.
       scores: with plan.scoring.
+      pooled: float32[max_rows, H], with plan.pooled.
     """
 
-    chosen: jax.Array | None
-    top: tuple[jax.Array, jax.Array] | None
-    scores: Scores | None
+    chosen: jax.Array | None = None
+    top: tuple[jax.Array, jax.Array] | None = None
+    scores: Scores | None = None
+    pooled: jax.Array | None = None
 
 
 class StageRunner:
@@ -67,6 +69,7 @@ class StageRunner:
         self._forward: dict[int, Any] = {}
         self._head: dict[int, Any] = {}
         self._score: dict[int, Any] = {}
+        self._pool: dict[int, Any] = {}
         self._choose: dict[tuple[int, SamplerVariant], Any] = {}
         self._feed: dict[int, Any] = {}
         self._all_allowed: dict[int, jax.Array] = {}
@@ -110,6 +113,7 @@ class StageRunner:
             jobs += [partial(self._compile, self._head, count, programs.lower_head, count) for count in heads]
             if programs.shape.scoring:
                 jobs += [partial(self._compile, self._score, b, programs.lower_score, b) for b in self.buckets]
+                jobs += [partial(self._compile, self._pool, b, programs.lower_pool, b) for b in self.buckets]
             keys = [
                 (points, variant) for points in counts for variant in SamplerVariant if variant is _chosen_by(variant)
             ]
@@ -185,15 +189,18 @@ class StageRunner:
         return out
 
     def sample(self, plan: IterationPlan, out: Forward, allowed: np.ndarray | None = None) -> Launched:
-        """Enqueues prompt scoring, head and sampler, as far as the plan needs them; last stage only.
+        """Enqueues prompt scoring, pooling, head and sampler, as far as the plan needs them; last stage only.
 
         Args:
           allowed: uint32[S, words] grammar masks (`sampler.sample`); None allows everything. The array must not be
             written to afterwards.
         """
-        chosen = top = scores = None
+        chosen = top = scores = pooled = None
         if plan.scoring:
             scores = self._score[plan.bucket](ends(self.params), out.hidden, out.next_tokens)
+        if plan.pooled:
+            owners = batch.pooled_owners(plan, self.programs.shape.max_rows)
+            pooled = self._pool[plan.bucket](ends(self.params), out.hidden, owners)
         if plan.sampler is not None:
             points = points_for(plan, self._counts)
             logits = self._head[points](ends(self.params), out.last)
@@ -203,7 +210,7 @@ class StageRunner:
             choose = self._choose[points, variant]
             history, chosen, top = choose(logits, self._state.sampling, self._state.history, out.points, *masks)
             self._state = self._state._replace(history=history)
-        launched = Launched(chosen, top, scores)
+        launched = Launched(chosen, top, scores, pooled)
         for array in jax.tree.leaves(launched):
             array.copy_to_host_async()
         return launched
@@ -231,6 +238,7 @@ def wait(launched: Launched) -> IterationResult:
         score_logprobs=score_logprobs,
         score_top_ids=score_top_ids,
         score_top_logprobs=score_top_logprobs,
+        pooled=None if launched.pooled is None else np.asarray(launched.pooled),
     )
 
 

@@ -18,7 +18,7 @@ class Limits:
     Attributes:
       slots: slots of one replica.
       endings: the model's end-of-text tokens.
-      scoring: whether the engine serves prompt_logprobs.
+      scoring: whether the engine serves prompt_logprobs and embeddings.
       has_tokenizer: whether the engine can turn tokens into text.
     """
 
@@ -48,6 +48,8 @@ class Limits:
                 raise InvalidRequest(field, f"has token id {wrong}; the vocabulary has ids 0 to {self.vocab_size - 1}")
         if request.sampling.prompt_logprobs is not None and not self.scoring:
             raise InvalidRequest("prompt_logprobs", "is not served: the engine was started without prompt scoring")
+        if request.pooling is not None and not self.scoring:
+            raise InvalidRequest("pooling", "is not served: the engine was started without prompt scoring")
         if request.sampling.bad_words and not request.sampling.bad_word_tokens:
             raise InvalidRequest("bad_words", "must be token sequences here; parse_request converts words")
         endings = self.endings + len(request.sampling.stop_token_ids)

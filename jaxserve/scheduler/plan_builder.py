@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxserve.iteration import Admission, BlockCopy, Chunk, IterationPlan, SamplerVariant, TableChange
+from jaxserve.iteration import Admission, BlockCopy, Chunk, IterationPlan, PooledRange, SamplerVariant, TableChange
 from jaxserve.scheduler.state import RequestState
 
 
@@ -12,10 +12,10 @@ class PlanBuilder:
     Attributes:
       states / chunks: the request and the chunk of each entry.
       prompts / prompt_tokens: requests that wait for a share of the bucket, and the tokens left to compute for them.
-      changes / admissions / copies / drafts: as in `IterationPlan`.
+      changes / admissions / copies / drafts / pooled: as in `IterationPlan`.
     """
 
-    __slots__ = ("admissions", "changes", "chunks", "copies", "drafts", "prompt_tokens", "prompts", "states")
+    __slots__ = ("admissions", "changes", "chunks", "copies", "drafts", "pooled", "prompt_tokens", "prompts", "states")
 
     def __init__(self) -> None:
         self.states: list[RequestState] = []
@@ -26,6 +26,7 @@ class PlanBuilder:
         self.admissions: list[Admission] = []
         self.copies: list[BlockCopy] = []
         self.drafts: list[int] = []
+        self.pooled: list[PooledRange] = []
 
     def add(self, state: RequestState, chunk: Chunk) -> None:
         """Add a request's chunk."""
@@ -56,4 +57,5 @@ class PlanBuilder:
             scoring=scoring,
             drafts=tuple(self.drafts),
             block_copies=tuple(self.copies),
+            pooled=tuple(self.pooled),
         )

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import NamedTuple
 
-from jaxserve.iteration import BlockCopy, Chunk, IterationPlan, IterationResult, SamplerVariant
+from jaxserve.iteration import BlockCopy, Chunk, IterationPlan, IterationResult, PooledRange, SamplerVariant
 from jaxserve.request import FinishReason, Request, TokenEvent
 from jaxserve.scheduler.block_allocation import BlockAllocation
 from jaxserve.scheduler.buckets import BucketLadder
@@ -36,6 +36,7 @@ class _PlanInFlight(NamedTuple):
     sequence: int
     states: list[RequestState]
     scores: dict[int, ScoredRange]  # by chunk
+    pooled: dict[int, int]  # by chunk: the plan's range
     drafted: bool
     withdrawn: set[int]  # chunks whose sample is withdrawn
 
@@ -201,7 +202,7 @@ class Scheduler:
         events: list[TokenEvent] = []
         outputs = self.outputs_of(result, plan.drafts, self._eos)
         ended, preempted = Phase.ENDED, Phase.PREEMPTED  # looked up once for all rows
-        scores, withdrawn = launched.scores, launched.withdrawn
+        scores, pooled, withdrawn = launched.scores, launched.pooled, launched.withdrawn
         for index, (state, chunk) in enumerate(zip(launched.states, plan.chunks, strict=True)):
             state.in_flight -= 1
             if state.phase == ended:
@@ -214,6 +215,8 @@ class Scheduler:
             if chunk.samples > 1:
                 self.drafted_tokens += chunk.samples - 1
                 self.accepted_tokens += accepted
+            if pooled and index in pooled:
+                event = state.add_pooled(result, pooled[index], event)
             if event is not None:
                 events.append(event)
             if computed >= state.allocation.publish_at:
@@ -333,6 +336,7 @@ class Scheduler:
         sampler = -1
         flat = 0
         scores: dict[int, ScoredRange] = {}
+        pooled: dict[int, int] = {}
         self.requests.waiting.charge_samples(builder.states, builder.chunks)
         for index, (state, (_, start, length, samples)) in enumerate(zip(builder.states, builder.chunks, strict=True)):
             state.in_flight += 1
@@ -341,6 +345,11 @@ class Scheduler:
                 last = min(end, state.score_end)
                 scores[index] = ScoredRange(state.scored + 1, last, flat + state.scored - start)
                 state.scored = last
+            if state.to_pool < state.pool_end and state.to_pool < end:
+                last = min(end, state.pool_end)
+                pooled[index] = len(builder.pooled)
+                builder.pooled.append(PooledRange(flat + state.to_pool - start, flat + last - start))
+                state.to_pool = last
             flat += length
             if samples:
                 variant = state.variant if self._fixed_chunk is None else SamplerVariant.CONSTRAINED
@@ -353,7 +362,9 @@ class Scheduler:
             chunks = zip(reversed(builder.states), reversed(builder.chunks), strict=True)  # the longer ones are last
             self._to_trim = [state for state, _ in takewhile(lambda each: each[1].length > 1, chunks)]
         plan = builder.build(self._sequence, bucket, sampler, scoring=bool(scores))
-        self._in_flight.append(_PlanInFlight(self._sequence, builder.states, scores, bool(builder.drafts), set()))
+        self._in_flight.append(
+            _PlanInFlight(self._sequence, builder.states, scores, pooled, bool(builder.drafts), set())
+        )
         self._sequence += 1
         return plan
 

@@ -6,15 +6,20 @@ import enum
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from jaxserve.errors import InvalidRequest
-from jaxserve.iteration import Admission, SamplerVariant
-from jaxserve.request import FinishReason, Request
+from jaxserve.iteration import Admission, IterationResult, SamplerVariant
+from jaxserve.request import FinishReason, Request, TokenEvent
 from jaxserve.scheduler.block_allocation import BlockAllocation
 from jaxserve.scheduler.speculation import RequestDrafts
 
 if TYPE_CHECKING:
     from jaxserve.scheduler.parallel_samples import ParallelSamples
     from jaxserve.scheduler.tenants import Tenant
+
+
+_NO_STATES = np.zeros(1)
 
 
 class Phase(enum.IntEnum):
@@ -42,6 +47,8 @@ class RequestState:
       in_flight: launched chunks that have not landed.
       scored: last prompt position whose logprob a launched iteration computes; 0 before any.
       score_end: last prompt position to be scored; 0 if none is.
+      to_pool / pool_end: the next prompt position to be pooled into the embedding, and their end; 0 if none is.
+      embedding: the hidden states pooled so far, float64[hidden_size].
       cached: prompt tokens found in the prefix cache when it first began.
       drafts: its draft history, once drafts were considered for it.
       tenant: whose turn it takes; set when the request is added.
@@ -63,6 +70,9 @@ class RequestState:
     computed: int = 0
     in_flight: int = 0
     scored: int = 0
+    to_pool: int = 0
+    pool_end: int = 0
+    embedding: np.ndarray = _NO_STATES
     has_begun: bool = False
     cached: int = 0
     drafts: RequestDrafts | None = None
@@ -105,6 +115,8 @@ class RequestState:
             variant=variant,
             length=len(tokens),
             score_end=len(tokens) - 1 if sampling.prompt_logprobs is not None else 0,
+            to_pool=len(tokens) - 1 if request.pooling == "last" else 0,
+            pool_end=0 if request.pooling is None else len(tokens),
         )
 
     def admission(self) -> Admission:
@@ -119,6 +131,15 @@ class RequestState:
             endings=tuple(self.stop_ids) if self.request.sampling.min_tokens else (),
         )
 
+    def add_pooled(self, result: IterationResult, index: int, event: TokenEvent | None) -> TokenEvent | None:
+        """Add a range of the prompt to the embedding, which the event with the first token then has."""
+        assert result.pooled is not None
+        self.embedding = self.embedding + result.pooled[index].astype(np.float64)
+        if event is None or not event.token_ids:
+            return event
+        count = 1 if self.request.pooling == "last" else self.pool_end
+        return event._replace(embedding=tuple((self.embedding / count).tolist()))
+
     def finish_reason(self, token: int, eos_token_ids: frozenset[int]) -> FinishReason | None:
         """Why `token`, just appended, is the last one; None if it is not."""
         if token in self.stop_ids:
@@ -130,14 +151,14 @@ class RequestState:
 def allocation_of(request: Request) -> BlockAllocation:
     """The empty block allocation of a new request.
 
-    A prompt with scores takes no prefix hits: it is computed whole.
+    A prompt with scores or a mean of all tokens takes no prefix hits: it is computed whole.
     """
     return BlockAllocation(
         tokens=list(request.prompt),
         max_length=request.max_length,
         prompt_length=len(request.prompt),
         salt=request.cache_salt,
-        takes_hits=request.sampling.prompt_logprobs is None or len(request.prompt) == 1,
+        takes_hits=(request.sampling.prompt_logprobs is None and request.pooling != "mean") or len(request.prompt) == 1,
     )
 
 

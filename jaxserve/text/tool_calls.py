@@ -7,7 +7,7 @@ are read alike. What cannot be read as a call of a known tool is text.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 SPACE = " \t\r\n"
@@ -31,15 +31,17 @@ class ToolParser:
 
     Args:
       read: the format: a `Form.read`, `read_list` or `read_arguments`.
-      names: of the tools.
+      schemas: JSON schemas of the tools' arguments, by name.
       most: most calls; later ones are dropped. None: any number.
 
     Attributes:
       calls: number of calls so far.
     """
 
-    def __init__(self, read: Callable[[ToolParser], Reader], names: Collection[str], most: int | None = None) -> None:
-        self.names, self.calls = names, 0
+    def __init__(
+        self, read: Callable[[ToolParser], Reader], schemas: Mapping[str, Any], most: int | None = None
+    ) -> None:
+        self.schemas, self.calls = schemas, 0
         self._most = most
         self._found: list[tuple[Literal["content", "name", "arguments"], list[str]]] = []
         self._space = ""  # held back: before a call, it is not text
@@ -93,7 +95,7 @@ class ToolParser:
 
     def begin(self, name: str) -> None:
         """A call begins. Raises Broken if there is no such tool."""
-        if name not in self.names:
+        if name not in self.schemas:
             raise Broken
         self._space = ""
         self.calls += 1

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 from jaxserve.text.tool_calls import SPACE, Broken, Reader, ToolParser
 
@@ -20,6 +20,24 @@ def _read_hermes(out: ToolParser) -> Reader:
     while (yield from out.text_until("<tool_call>")):
         with out.attempt("<tool_call>"):
             yield from _call(out)
+            yield from _word("</tool_call>")
+
+
+def _read_qwen3_coder(out: ToolParser) -> Reader:
+    """`<tool_call><function=f><parameter=a>text</parameter></function></tool_call>`, between texts."""
+    while (yield from out.text_until("<tool_call>")):
+        with out.attempt("<tool_call>"):
+            yield from _word("<function=")
+            name = yield from _until(">")
+            out.begin(name)
+            before = "{"
+            while (tag := (yield from _one_of("<parameter=", "</function>"))) == "<parameter=":
+                key = yield from _until(">")
+                value = yield from _until("</parameter>")
+                out.arguments(f"{before}{json.dumps(key)}: {_as_json(value, _schema_of(out.schemas[name], key))}")
+                before = ", "
+            assert tag == "</function>"
+            out.arguments("{}" if before == "{" else "}")
             yield from _word("</tool_call>")
 
 
@@ -69,7 +87,7 @@ def read_list(out: ToolParser) -> Reader:
 
 def read_arguments(out: ToolParser) -> Reader:
     """The arguments of the only tool, the form of a call that is required by name."""
-    (name,) = out.names
+    (name,) = out.schemas
     out.begin(name)
     while character := (yield):
         out.arguments(character)
@@ -90,6 +108,7 @@ class Form(NamedTuple):
 
 FORMS = {
     "hermes": Form(_read_hermes, r"(?s)\A(?!.*<function=)(?!.*<arg_key>).*<tool_call>"),
+    "qwen3_coder": Form(_read_qwen3_coder, r"(?s)<tool_call>.*<function="),
     "llama3_json": Form(_read_llama, r'"parameters": dictionary of argument name'),
     "mistral": Form(_read_mistral, r"\[TOOL_CALLS\]", special_tokens=True),
     "pythonic": Form(_read_pythonic, r"\[func_name1\("),
@@ -117,6 +136,46 @@ def _word(word: str) -> Reader:
     for expected in word[1:]:
         if (yield) != expected:
             raise Broken
+
+
+def _one_of(*words: str) -> Reader:
+    """Reads one of these, after white space, and returns it."""
+    text = yield from _nonspace()
+    while text not in words:
+        if not any(word.startswith(text) for word in words) or not (character := (yield)):
+            raise Broken
+        text += character
+    return text
+
+
+def _until(end: str) -> Reader:
+    """Reads text to this end, and returns it without."""
+    text: list[str] = []
+    while "".join(text[-len(end) :]) != end:
+        if not (character := (yield)):
+            raise Broken
+        text.append(character)
+    return "".join(text[: -len(end)])
+
+
+def _schema_of(schema: Any, key: str) -> Any:
+    """The schema of one argument; None if there is none."""
+    properties = schema.get("properties") if isinstance(schema, Mapping) else None
+    return properties.get(key) if isinstance(properties, Mapping) else None
+
+
+def _as_json(value: str, schema: Any) -> str:
+    """The JSON of an argument that is written as plain text: a string, unless its schema asks for another type."""
+    value = value.removeprefix("\n").removesuffix("\n")
+    kind = schema.get("type") if isinstance(schema, Mapping) else None
+    if kind != "string":
+        try:
+            read = json.loads(value)
+        except ValueError:
+            read = value
+        if kind is not None or not isinstance(read, str):
+            return json.dumps(read, ensure_ascii=False)
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _list(out: ToolParser) -> Reader:

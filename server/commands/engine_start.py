@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxserve.multihost.failure import HostFailed
-from server.commands import flags, hub
+from jaxserve.runner import cache_folder
+from server.commands import buckets, flags, hub
 from server.commands.console import Progress, UserError, progress_bars, show, user_errors
 
 if TYPE_CHECKING:
@@ -27,9 +28,9 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     flags.group(parser, "model").add_argument(
         "--model",
         type=Path,
-        metavar="DIR|ORG/NAME",
-        help="checkpoint directory, or the name of a checkpoint on the Hugging Face Hub, perhaps with @revision "
-        "(default: the built-in demo model)",
+        metavar="DIR|ORG/NAME|URL",
+        help="checkpoint directory, the name of a checkpoint on the Hugging Face Hub, perhaps with @revision, or a "
+        "folder in an object store, as gs://BUCKET/FOLDER (default: the built-in demo model)",
     )
     flags.add_engine_flags(parser)
 
@@ -47,6 +48,9 @@ def model_directory(args: argparse.Namespace) -> Path:
     if not args.model.is_dir():
         if hub.is_name(str(args.model)) and not args.model.exists():
             args.model = hub.directory(str(args.model))
+            return args.model
+        if buckets.is_url(str(args.model)) and not args.model.exists():
+            args.model = buckets.directory(str(args.model), cache_folder.root() / "checkpoints")
             return args.model
         raise UserError(f"--model {args.model} is not a directory")
     return args.model

@@ -38,9 +38,9 @@ def directory(model: str) -> Path:
     assert match is not None
     name, revision = match.groups()
     try:
-        wanted = _wanted(huggingface_hub.HfApi().list_repo_files(name, revision=revision))
+        files = wanted(huggingface_hub.HfApi().list_repo_files(name, revision=revision))
         say(f"{model}: downloading what is not in the cache")
-        return Path(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=wanted))
+        return Path(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=files))
     except (errors.HTTPError, OSError, ValueError) as problem:  # pyright: ignore[reportPrivateImportUsage]
         if (why := _refusal(problem, name, revision)) is not None:
             raise UserError(f"--model {model}: {why}") from None
@@ -66,7 +66,7 @@ def _cached(model: str, name: str, revision: str | None) -> Path:
     raise UserError(f"--model {model} is not a directory, it is not in the cache, and the Hub cannot be reached")
 
 
-def _wanted(files: list[str]) -> list[str]:
+def wanted(files: list[str]) -> list[str]:
     """The names of the files that an engine reads, of those that a checkpoint has."""
     weights = next((kind for kind in (_SAFETENSORS, _TORCH) if any(_matches(file, kind) for file in files)), ())
     index = _INDEX.get(weights)

@@ -52,7 +52,7 @@ class Progress(_message.Message):
     def __init__(self, what: _Optional[str] = ..., done: _Optional[int] = ..., total: _Optional[int] = ...) -> None: ...
 
 class Request(_message.Message):
-    __slots__ = ("request_id", "prompt", "sampling", "max_tokens", "stop", "stop_token_ids", "bad_words", "ignore_eos", "logprobs", "prompt_logprobs", "priority", "arrival", "cache_salt", "fork_of", "tenant", "share")
+    __slots__ = ("request_id", "prompt", "sampling", "max_tokens", "stop", "stop_token_ids", "bad_words", "ignore_eos", "logprobs", "prompt_logprobs", "priority", "arrival", "cache_salt", "fork_of", "tenant", "share", "pooling")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -69,6 +69,7 @@ class Request(_message.Message):
     FORK_OF_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     SHARE_FIELD_NUMBER: _ClassVar[int]
+    POOLING_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt: _containers.RepeatedScalarFieldContainer[int]
     sampling: _control_pb2.Sampling
@@ -85,7 +86,8 @@ class Request(_message.Message):
     fork_of: str
     tenant: str
     share: float
-    def __init__(self, request_id: _Optional[str] = ..., prompt: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_control_pb2.Sampling, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., bad_words: _Optional[_Iterable[str]] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., priority: _Optional[int] = ..., arrival: _Optional[float] = ..., cache_salt: _Optional[str] = ..., fork_of: _Optional[str] = ..., tenant: _Optional[str] = ..., share: _Optional[float] = ...) -> None: ...
+    pooling: str
+    def __init__(self, request_id: _Optional[str] = ..., prompt: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_control_pb2.Sampling, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., bad_words: _Optional[_Iterable[str]] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., priority: _Optional[int] = ..., arrival: _Optional[float] = ..., cache_salt: _Optional[str] = ..., fork_of: _Optional[str] = ..., tenant: _Optional[str] = ..., share: _Optional[float] = ..., pooling: _Optional[str] = ...) -> None: ...
 
 class Iterations(_message.Message):
     __slots__ = ("received", "loads", "tokens", "others", "records")
@@ -116,7 +118,7 @@ class TokenColumns(_message.Message):
     def __init__(self, request_id: _Optional[_Iterable[str]] = ..., count: _Optional[_Iterable[int]] = ..., cached_tokens: _Optional[_Iterable[int]] = ..., token: _Optional[_Iterable[int]] = ..., logprob: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Event(_message.Message):
-    __slots__ = ("index", "request_id", "token_ids", "logprobs", "top_logprobs", "prompt_logprobs", "finish_reason", "cached_tokens", "started", "error", "field")
+    __slots__ = ("index", "request_id", "token_ids", "logprobs", "top_logprobs", "prompt_logprobs", "finish_reason", "cached_tokens", "started", "error", "field", "embedding")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -128,6 +130,7 @@ class Event(_message.Message):
     STARTED_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     FIELD_FIELD_NUMBER: _ClassVar[int]
+    EMBEDDING_FIELD_NUMBER: _ClassVar[int]
     index: int
     request_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -139,7 +142,8 @@ class Event(_message.Message):
     started: float
     error: str
     field: str
-    def __init__(self, index: _Optional[int] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., top_logprobs: _Optional[_Iterable[_Union[Alternatives, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[Score, _Mapping]]] = ..., finish_reason: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., started: _Optional[float] = ..., error: _Optional[str] = ..., field: _Optional[str] = ...) -> None: ...
+    embedding: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, index: _Optional[int] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., top_logprobs: _Optional[_Iterable[_Union[Alternatives, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[Score, _Mapping]]] = ..., finish_reason: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., started: _Optional[float] = ..., error: _Optional[str] = ..., field: _Optional[str] = ..., embedding: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Alternatives(_message.Message):
     __slots__ = ("token_ids", "logprobs")

@@ -52,6 +52,13 @@ def fields_of(message: pb.GenerateRequest) -> dict[str, Any]:
     return fields
 
 
+def input_of(message: pb.EmbedInput) -> dict[str, Any]:
+    """The prompt, as `parse_request` takes it."""
+    if message.HasField("prompt_token_ids"):
+        return {"prompt_token_ids": list(message.prompt_token_ids.ids)}
+    return {"prompt": message.prompt} if message.HasField("prompt") else {}
+
+
 def set_fields(message: Message) -> dict[str, Any]:
     """The fields set in a message (nonzero where there is no presence), as plain values."""
     fields: dict[str, Any] = {}

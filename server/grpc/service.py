@@ -11,8 +11,10 @@ from jaxserve.generation import beam_search as beams
 from jaxserve.generation.completion import Completion
 from jaxserve.generation.samples import MAX_SAMPLES, best
 from server.call import Call, Generation, new_id
+from server.embed import embed
 from server.grpc import calls, messages
 from server.handler import RequestHandler
+from server.limits import MAX_PROMPTS
 from server.proto.jaxserve.v1 import inference_pb2 as pb
 from server.proto.jaxserve.v1 import inference_pb2_grpc
 
@@ -64,6 +66,18 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                     response.request_id = call.id
                     await context.write(response)
 
+    async def Embed(self, request: pb.EmbedRequest, context: Any) -> pb.EmbedResponse:
+        call = _call(request, context)
+        async with calls.answering(self._handler, context, call.id):
+            if not 1 <= len(request.inputs) <= MAX_PROMPTS:
+                raise InvalidRequest("inputs", f"has {len(request.inputs)} prompts; give 1 to {MAX_PROMPTS}")
+            prompts = [messages.input_of(each) for each in request.inputs]
+            found = await embed(self._handler, prompts, call, messages.set_fields(request).get("pooling"))
+            embeddings = [pb.Embedding(values=each) for each in found.values]
+            usage = pb.Usage(prompt_tokens=found.prompt_tokens, cached_tokens=found.cached_tokens)
+            return pb.EmbedResponse(request_id=call.id, embeddings=embeddings, usage=usage)
+        raise AssertionError  # `answering` has raised
+
     @calls.answered
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
         return pb.TokenizeResponse(token_ids=await self._handler.text.tokenize(request.text))
@@ -94,7 +108,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         return pb.GetLoadResponse(**{name: figures[name] for name in pb.GetLoadResponse.DESCRIPTOR.fields_by_name})
 
 
-def _call(message: pb.GenerateRequest, context: Any) -> Call:
+def _call(message: pb.GenerateRequest | pb.EmbedRequest, context: Any) -> Call:
     return Call(
         id=message.request_id or new_id(),
         protocol="grpc",

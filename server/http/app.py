@@ -22,6 +22,7 @@ from server.errors import ApiError, ErrorKind
 from server.handler import RequestHandler
 from server.http import openai, openapi, responses
 from server.http.call import Endpoint, HttpCall
+from server.http.embeddings import EmbeddingsEndpoint
 from server.http.listener import host_of
 from server.http.schemas import DetokenizeBody, TokenizeBody
 from server.http.score import Scoring
@@ -62,6 +63,7 @@ def make_app(handler: RequestHandler, metrics: Metrics, live: LiveStats) -> Star
             route("POST", "/v1/completions", openai.Completions(handler, chat=False), queued=True),
             route("POST", "/v1/chat/completions", openai.Completions(handler, chat=True), queued=True),
             route("POST", "/v1/responses", responses.Responses(handler), queued=True),
+            route("POST", "/v1/embeddings", EmbeddingsEndpoint(handler), queued=True),
             *(route("POST", path, scoring.score, queued=True) for path in ("/score", "/v1/score")),
             *(route("POST", path, scoring.rerank, queued=True) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
             route("GET", "/v1/models", about.models),

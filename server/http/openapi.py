@@ -11,6 +11,7 @@ from starlette.routing import BaseRoute, Route
 
 from server.compat.kserve_messages import GenerateBody, InferBody
 from server.compat.tgi_schemas import TgiBody
+from server.http.embeddings import EmbeddingsBody
 from server.http.responses_body import ResponsesBody
 from server.http.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from server.http.score import RerankBody, ScoreBody
@@ -19,6 +20,7 @@ _BODIES: dict[str, type[BaseModel]] = {
     "/v1/completions": CompletionBody,
     "/v1/chat/completions": ChatBody,
     "/v1/responses": ResponsesBody,
+    "/v1/embeddings": EmbeddingsBody,
     **dict.fromkeys(("/score", "/v1/score"), ScoreBody),
     **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), RerankBody),
     "/tokenize": TokenizeBody,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, create_model, field_validator
@@ -19,9 +20,8 @@ from jaxserve.generation.tools import ToolUse
 from jaxserve.sampling_params import MAX_LOGPROBS, MAX_STOP, SAMPLING_PARAMS, Grammar
 from jaxserve.structured_output import grammar
 from server.http.body import Body
-from server.limits import MAX_VALUES
+from server.limits import MAX_PROMPTS, MAX_VALUES
 
-MAX_PROMPTS = 1024  # most prompts in one call
 _MAX_REQUESTS = 1024  # most requests of one call
 _DEFAULT_MAX_TOKENS = 16  # of a completion, as in OpenAI's API
 
@@ -198,6 +198,21 @@ class OpenAIBody(_OpenAISampling):
         return self.usage_wanted and self.stream_options is not None and self.stream_options.continuous_usage_stats
 
 
+def check_prompts(given: Any) -> list[Any]:
+    """One or several prompts, each a text or token ids, as a list. Raises PydanticCustomError."""
+    several = given if isinstance(given, list) and not _is_ids(given) else [given]
+    if not several or not (all(isinstance(one, str) for one in several) or all(map(_is_ids, several))):
+        raise PydanticCustomError("prompt", "must be a string, a list of token ids, or a list of one of these")
+    if len(several) > MAX_PROMPTS:
+        raise PydanticCustomError("prompt", "has too many prompts; one call may have {most}", {"most": MAX_PROMPTS})
+    return several
+
+
+def prompt_fields(prompts: Sequence[Any]) -> list[dict[str, Any]]:
+    """The fields of each prompt, as `parse_request` takes them."""
+    return [{"prompt" if isinstance(one, str) else "prompt_token_ids": one} for one in prompts]
+
+
 class CompletionBody(OpenAIBody):
     prompt: Any
     best_of: int | None = Field(default=None, ge=1, le=MAX_SAMPLES)
@@ -205,15 +220,7 @@ class CompletionBody(OpenAIBody):
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     suffix: str | None = None
 
-    @field_validator("prompt")
-    @classmethod
-    def _is_prompt(cls, given: Any) -> Any:
-        several = given if isinstance(given, list) and not _is_ids(given) else [given]
-        if not several or not (all(isinstance(one, str) for one in several) or all(map(_is_ids, several))):
-            raise PydanticCustomError("prompt", "must be a string, a list of token ids, or a list of one of these")
-        if len(several) > MAX_PROMPTS:
-            raise PydanticCustomError("prompt", "has too many prompts; one call may have {most}", {"most": MAX_PROMPTS})
-        return several
+    _are_prompts = field_validator("prompt")(check_prompts)
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -233,8 +240,7 @@ class CompletionBody(OpenAIBody):
     @property
     def prompts(self) -> list[dict[str, Any]]:
         """The fields of each prompt, as `parse_request` takes them."""
-        names = ["prompt" if isinstance(one, str) else "prompt_token_ids" for one in self.prompt]
-        return [{name: one} | self.tokenizing for name, one in zip(names, self.prompt, strict=True)]
+        return [fields | self.tokenizing for fields in prompt_fields(self.prompt)]
 
     @property
     def samples(self) -> int:

@@ -16,7 +16,7 @@ from server.handler import RequestHandler
 from server.http.body import Body
 from server.http.call import HttpCall
 from server.http.openai import check_model, finished
-from server.http.schemas import MAX_PROMPTS
+from server.limits import MAX_PROMPTS
 
 Texts = Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
 # The text is scored, and the token after it dropped: the engine generates at least one.

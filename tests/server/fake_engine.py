@@ -401,6 +401,7 @@ class FakeEngine:
             finish_reason=reason,
             cached_tokens=each.cached,
             started=time.monotonic() if index == 0 else None,
+            embedding=_embedding(each.request) if index == 0 else (),
         )
 
     @staticmethod
@@ -419,3 +420,10 @@ class FakeEngine:
 def alternatives(position: int, count: int) -> Alternatives:
     """The likeliest tokens that the fake engine reports: position, position + 1, ..., each 1/8 less likely."""
     return Alternatives(tuple((position + i) % VOCAB_SIZE for i in range(count)), tuple(-i / 8 for i in range(count)))
+
+
+def _embedding(request: Request) -> tuple[float, ...]:
+    """Tells of the prompt's length and its pooling."""
+    if request.pooling is None:
+        return ()
+    return (4.0 * len(request.prompt), {"last": 3.0, "mean": -3.0}[request.pooling] * len(request.prompt))

@@ -107,9 +107,9 @@ class FakeStage:
 
     def sample(self, plan: IterationPlan, out: Forward, allowed: Any = None) -> Launched:
         if not self._here or plan.sampler is None:
-            return Launched(None, None, None)
+            return Launched()
         chosen: Any = np.full((2, layout(1).points), 7, np.int32)
-        return Launched(chosen, None, None)
+        return Launched(chosen)
 
 
 def stages_of(told: dict) -> list[FakeStage]:

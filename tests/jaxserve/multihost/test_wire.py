@@ -1,19 +1,40 @@
 """What is sent arrives as it was, takes few bytes, and nothing of a plan is left behind."""
 
+import dataclasses
 import random
 from dataclasses import fields
 
 import numpy as np
 import pytest
 
-from jaxserve.iteration import Admission, BlockCopy, Chunk, IterationPlan, IterationResult, SamplerVariant, TableChange
+from jaxserve.iteration import (
+    Admission,
+    BlockCopy,
+    Chunk,
+    IterationPlan,
+    IterationResult,
+    PooledRange,
+    SamplerVariant,
+    TableChange,
+)
 from jaxserve.multihost import control_pb2 as pb
 from jaxserve.multihost import wire
 from jaxserve.sampling import sampler
 from jaxserve.sampling_params import Grammar, SamplingParams
 
 PLAN_FIELDS = {
-    *("sequence", "bucket", "admissions", "chunks", "table_changes", "sampler", "scoring", "drafts", "block_copies"),
+    *(
+        "sequence",
+        "bucket",
+        "admissions",
+        "chunks",
+        "table_changes",
+        "sampler",
+        "scoring",
+        "drafts",
+        "block_copies",
+        "pooled",
+    ),
 }
 ADMISSION_FIELDS = {"row", "request_id", "tokens", "prompt_length", "blocks", "sampling", "endings"}
 
@@ -60,6 +81,7 @@ def plan(rng: random.Random) -> IterationPlan:
         scoring=rng.random() < 0.5,
         drafts=tuple(rng.randrange(250_000) for _ in range(rng.randrange(6))),
         block_copies=tuple(BlockCopy(row, 7 + row) for row in range(rng.randrange(3))),
+        pooled=tuple(PooledRange(row, 7 + row) for row in range(rng.randrange(3))),
     )
 
 
@@ -115,8 +137,12 @@ def test_a_result_arrives_without_its_padding() -> None:
         score_logprobs=rng.normal(size=16).astype(np.float32),
         score_top_ids=rng.integers(0, 250_000, (16, 20)).astype(np.int32),
         score_top_logprobs=rng.normal(size=(16, 20)).astype(np.float32),
+        pooled=rng.normal(size=(8, 24)).astype(np.float32),
     )
-    arrived = wire.decode_result(pb.Result.FromString(wire.write_result(pb.Result(), sent, 5).SerializeToString()))
+    asked = dataclasses.replace(
+        plan(random.Random(0)), chunks=(Chunk(0, 0, 1, 1),) * 5, pooled=(PooledRange(0, 1),) * 5
+    )
+    arrived = wire.decode_result(pb.Result.FromString(wire.write_result(pb.Result(), sent, asked).SerializeToString()))
     for field in fields(IterationResult):
         if field.name == "grammar_ends":  # of masks, which stay on one host
             continue
@@ -128,6 +154,8 @@ def test_a_result_arrives_without_its_padding() -> None:
 
 def test_a_result_without_alternatives_and_scores_has_none() -> None:
     sent = IterationResult(tokens=np.zeros(0, np.int32), logprobs=np.zeros(0, np.float32))
-    arrived = wire.decode_result(wire.write_result(pb.Result(), sent, 0))
+    arrived = wire.decode_result(
+        wire.write_result(pb.Result(), sent, dataclasses.replace(plan(random.Random(0)), chunks=()))
+    )
     assert len(arrived.tokens) == 0
-    assert (arrived.top_ids, arrived.score_logprobs, arrived.score_top_ids) == (None, None, None)
+    assert (arrived.top_ids, arrived.score_logprobs, arrived.score_top_ids, arrived.pooled) == (None,) * 4

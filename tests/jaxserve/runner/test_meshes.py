@@ -86,6 +86,8 @@ def check_same(engine: Engine, family: str, num_layers: int) -> None:
         same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(tokens))
         np.testing.assert_allclose(answers.logprobs[name][:same], expected.logprobs[name][:same], atol=1e-4)
         np.testing.assert_allclose(answers.prompt_logprobs[name], expected.prompt_logprobs[name], atol=1e-4)
+        for each in (answers, expected):
+            np.testing.assert_allclose(each.embeddings.get(name, ()), expected.embeddings.get(name, ()), atol=1e-4)
         if name not in different:
             assert answers.reasons[name] == expected.reasons[name]
 

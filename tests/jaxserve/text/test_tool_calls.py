@@ -9,7 +9,11 @@ import pytest
 from jaxserve.text.tool_calls import Piece, ToolParser
 from jaxserve.text.tool_forms import FORMS, form_of, read_arguments, read_list
 
-NAMES = ("get_weather", "add")
+SCHEMAS: dict[str, Any] = {
+    "get_weather": {"properties": {"city": {"type": "string"}, "zip": {"type": "string"}, "days": {"type": "integer"}}},
+    "add": {},
+}
+XML = "<tool_call>\n<function=get_weather>\n<parameter=%s>%s</parameter>\n</function>\n</tool_call>"
 PARIS = '{"city": "Paris, \\"FR\\" }]", "days": [1, {"n": -2.5e3}]}'
 HERMES = '<tool_call>\n{"name": "get_weather", "arguments": %s}\n</tool_call>'
 LISTED = '[{"name": "get_weather", "arguments": %s}, {"name": "add", "arguments": {}}]'
@@ -18,7 +22,7 @@ READERS = {name: form.read for name, form in FORMS.items()} | {"list": read_list
 
 def read(form: str, text: str, sizes: random.Random | None = None, most: int | None = None) -> list[Piece]:
     """The pieces of a text, given whole or in parts of random sizes; neighbours of one kind are joined."""
-    parser = ToolParser(READERS[form], NAMES, most)
+    parser = ToolParser(READERS[form], SCHEMAS, most)
     pieces, at = [], 0
     while at < len(text):
         size = len(text) if sizes is None else sizes.choice((1, 1, 2, 7))
@@ -58,6 +62,23 @@ EXPECTED: list[tuple[str, str, list[Piece]]] = [
     ("hermes", "<tool_call>nothing</tool_call>", []),
     ("hermes", '<tool_call><tool_call>{"name": "add"}</tool_call>', content("<tool_call>") + call("add", "{}")),
     ("hermes", "<tool_call>", []),
+    (
+        "qwen3_coder",
+        "Well.\n" + XML % ("city", "\nParis\n"),
+        content("Well.") + call("get_weather", '{"city": "Paris"}'),
+    ),
+    ("qwen3_coder", XML % ("zip", "75001") + "\n", call("get_weather", '{"zip": "75001"}')),
+    ("qwen3_coder", XML % ("days", "\n3\n") * 2, call("get_weather", '{"days": 3}') * 2),
+    ("qwen3_coder", XML % ("x", '{"a": [1, <b>]}'), call("get_weather", '{"x": "{\\"a\\": [1, <b>]}"}')),
+    ("qwen3_coder", XML % ("x", '{"a": [true]}'), call("get_weather", '{"x": {"a": [true]}}')),
+    ("qwen3_coder", "<tool_call><function=add></function></tool_call>", call("add", "{}")),
+    (
+        "qwen3_coder",
+        "<tool_call>\n<function=add>\n<parameter=a>1</parameter>\n<parameter=b>\n2\n</parameter>\n</function>\n</tool_call>",
+        call("add", '{"a": 1, "b": 2}'),
+    ),
+    ("qwen3_coder", "<tool_call><function=other></function></tool_call>", []),
+    ("qwen3_coder", "<tool_call><function=add><param", [Piece("name", "add")]),
     ("llama3_json", f'{{"name": "get_weather", "parameters": {PARIS}}}', call("get_weather", PARIS)),
     (
         "llama3_json",
@@ -115,7 +136,7 @@ def test_any_text_without_a_call_is_returned_as_it_is(form: str) -> None:
 
 
 def test_arguments_come_while_they_are_written() -> None:
-    parser = ToolParser(FORMS["hermes"].read, NAMES)
+    parser = ToolParser(FORMS["hermes"].read, SCHEMAS)
     assert parser.push('<tool_call>{"name": "add"') == [Piece("name", "add")]
     assert parser.push(', "arguments": {"a": "lo') == [Piece("arguments", '{"a": "lo')]
     assert parser.push('ng"}') == [Piece("arguments", 'ng"}')]
@@ -127,7 +148,7 @@ def test_calls_after_the_last_one_wanted_are_dropped() -> None:
 
 
 def test_a_call_by_name_is_all_arguments() -> None:
-    parser = ToolParser(read_arguments, ["add"])
+    parser = ToolParser(read_arguments, {"add": {}})
     pieces = [*parser.push('{"a"'), *parser.push(": 1}"), *parser.flush()]
     assert pieces == [Piece("name", "add"), Piece("arguments", '{"a"'), Piece("arguments", ": 1}")]
 
@@ -139,7 +160,7 @@ def test_a_call_by_name_is_all_arguments() -> None:
         ('{"name": function name, "parameters": dictionary of argument name and its value}', "llama3_json"),
         ("{{- '[TOOL_CALLS][' }}", "mistral"),
         ("[func_name1(params_name1=params_value1)]", "pythonic"),
-        ("<tool_call>\n<function=example_function_name>", None),
+        ("<tool_call>\n<function=example_function_name>", "qwen3_coder"),
         ("{{ messages }}", None),
     ],
 )

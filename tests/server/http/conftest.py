@@ -7,7 +7,7 @@ from jaxserve.text.chat_template import ChatTemplate
 from tests.server.conftest import TEMPLATE
 
 # What these test is the application's; the others also test jaxserve's own port, which is stricter than most.
-_OF_THE_APPLICATION = {"test_chat", "test_tools", "test_score", "test_operations"}
+_OF_THE_APPLICATION = {"test_chat", "test_tools", "test_score", "test_operations", "test_embeddings"}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

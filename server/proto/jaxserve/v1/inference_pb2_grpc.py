@@ -44,6 +44,11 @@ class InferenceStub:
                 request_serializer=server_dot_proto_dot_jaxserve_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=server_dot_proto_dot_jaxserve_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.Embed = channel.unary_unary(
+                '/jaxserve.v1.Inference/Embed',
+                request_serializer=server_dot_proto_dot_jaxserve_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=server_dot_proto_dot_jaxserve_dot_v1_dot_inference__pb2.EmbedResponse.FromString,
+                _registered_method=True)
         self.Tokenize = channel.unary_unary(
                 '/jaxserve.v1.Inference/Tokenize',
                 request_serializer=server_dot_proto_dot_jaxserve_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
@@ -80,6 +85,13 @@ class InferenceServicer:
         """Answers with one message for every iteration of the engine that has new tokens of this request. Joined, `text`,
         `token_ids`, `logprobs` and so on of all messages are the answer of Generate. For a slow reader, the messages that
         it has not read yet are joined into one. Nothing is lost.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Embed(self, request, context):
+        """The hidden states of prompts after the model's last norm, pooled and of unit length. Status codes as of Generate.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -123,6 +135,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.GenerateStream,
                     request_deserializer=server_dot_proto_dot_jaxserve_dot_v1_dot_inference__pb2.GenerateRequest.FromString,
                     response_serializer=server_dot_proto_dot_jaxserve_dot_v1_dot_inference__pb2.GenerateResponse.SerializeToString,
+            ),
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=server_dot_proto_dot_jaxserve_dot_v1_dot_inference__pb2.EmbedRequest.FromString,
+                    response_serializer=server_dot_proto_dot_jaxserve_dot_v1_dot_inference__pb2.EmbedResponse.SerializeToString,
             ),
             'Tokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Tokenize,
@@ -199,6 +216,33 @@ class Inference:
             '/jaxserve.v1.Inference/GenerateStream',
             server_dot_proto_dot_jaxserve_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
             server_dot_proto_dot_jaxserve_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jaxserve.v1.Inference/Embed',
+            server_dot_proto_dot_jaxserve_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
+            server_dot_proto_dot_jaxserve_dot_v1_dot_inference__pb2.EmbedResponse.FromString,
             options,
             channel_credentials,
             insecure,
