@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from jaxserve.scheduler.tenants import Tenant
 
 
-_NO_STATES = np.zeros(1)
-
-
 class Phase(enum.IntEnum):
     """The phase of a request between submission and its end."""
 
@@ -48,7 +45,7 @@ class RequestState:
       scored: last prompt position whose logprob a launched iteration computes; 0 before any.
       score_end: last prompt position to be scored; 0 if none is.
       to_pool / pool_end: the next prompt position to be pooled into the embedding, and their end; 0 if none is.
-      embedding: the hidden states pooled so far, float64[hidden_size].
+      embedding: the sum of the hidden states pooled so far, float64[hidden_size]; None before any.
       cached: prompt tokens found in the prefix cache when it first began.
       drafts: its draft history, once drafts were considered for it.
       tenant: whose turn it takes; set when the request is added.
@@ -72,7 +69,7 @@ class RequestState:
     scored: int = 0
     to_pool: int = 0
     pool_end: int = 0
-    embedding: np.ndarray = _NO_STATES
+    embedding: np.ndarray | None = None
     has_begun: bool = False
     cached: int = 0
     drafts: RequestDrafts | None = None
@@ -134,7 +131,8 @@ class RequestState:
     def add_pooled(self, result: IterationResult, index: int, event: TokenEvent | None) -> TokenEvent | None:
         """Add a range of the prompt to the embedding, which the event with the first token then has."""
         assert result.pooled is not None
-        self.embedding = self.embedding + result.pooled[index].astype(np.float64)
+        states = result.pooled[index].astype(np.float64)
+        self.embedding = states if self.embedding is None else self.embedding + states
         if event is None or not event.token_ids:
             return event
         count = 1 if self.request.pooling == "last" else self.pool_end
