@@ -132,11 +132,11 @@ class RequestState:
         """Add a range of the prompt to the embedding, which the event with the first token then has."""
         assert result.pooled is not None
         states = result.pooled[index].astype(np.float64)
-        self.embedding = states if self.embedding is None else self.embedding + states
+        self.embedding = states = states if self.embedding is None else self.embedding + states
         if event is None or not event.token_ids:
             return event
         count = 1 if self.request.pooling == "last" else self.pool_end
-        return event._replace(embedding=tuple((self.embedding / count).tolist()))
+        return event._replace(embedding=tuple((states / count).tolist()))
 
     def finish_reason(self, token: int, eos_token_ids: frozenset[int]) -> FinishReason | None:
         """Why `token`, just appended, is the last one; None if it is not."""

@@ -100,6 +100,7 @@ def test_the_form_of_the_checkpoint_is_read(serve: Serve) -> None:
         assert tokenizer.chat_template is not None
         texts = {
             "hermes": CALLS,
+            "qwen3_coder": "<tool_call><function=weather><parameter=city>Paris, é</parameter></function></tool_call>",
             "llama3_json": '{"name": "weather", "parameters": {"city": "Paris, é"}}',
             "mistral": "[TOOL_CALLS]" + LISTED,
             "pythonic": '[weather(city="Paris, é")]',

@@ -127,5 +127,5 @@ def test_json_holds_plain_values(tmp_path):
 
 
 def test_picture_is_drawn(tmp_path):
-    report.plot(tmp_path / "new" / "a.png", "t", {"iteration": outcomes(), "request": outcomes()[:2]})
+    report.plot(tmp_path / "new" / "a.png", "t", {"iteration": outcomes(), "request": outcomes()[:2]}, Console())
     assert (tmp_path / "new" / "a.png").read_bytes().startswith(b"\x89PNG")
