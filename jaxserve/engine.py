@@ -301,6 +301,10 @@ class Engine:
         """
         return PrefixChanges([replica.scheduler.pool for replica in self._loops], wake).take
 
+    def tell_profile(self, running: bool) -> None:
+        """Start or stop a profile (`profiler.Profiler`) on the other hosts, if there are any."""
+        self._loops[0].pipeline.tell_profile(running)
+
     def timeline(self) -> Timeline:
         """A recorder of what each stage does within a `with` block; it writes a trace.
 

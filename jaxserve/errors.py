@@ -25,5 +25,9 @@ class QueueFull(Exception):
     """The queue holds as many requests or tokens as it may; the request can be tried again later."""
 
 
+class WrongState(RuntimeError):
+    """A call that this engine does not take now, such as to stop a profile when none is running."""
+
+
 class EngineStopped(RuntimeError):
     """The engine has been stopped, or has failed, and takes no more requests."""

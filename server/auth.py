@@ -9,7 +9,7 @@ The file has a table for each tenant. A key is written as it is or as its SHA-25
     rate = 10        # requests a second; default: no limit
     burst = 20       # requests that may come at once; default: those of one second
     shared_prefixes = true  # with other tenants that have this; default: false
-    operator = true  # sees everybody's iterations in /live; default: false
+    operator = true  # sees everybody's iterations in /live and KV events, may profile; default: false
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Tenant:
       burst: requests that may come at once within the rate.
       shared_prefixes: whether it shares cached prefixes with the other tenants that do. Who shares them can find out,
         by `cached_tokens` and by the time to the first token, whether another has sent a prompt.
-      operator: whether it sees what the engine does for all tenants, iteration by iteration.
+      operator: whether it sees what the engine does for all tenants, iteration by iteration, and may profile it.
     """
 
     name: str

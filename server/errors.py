@@ -13,6 +13,8 @@ class ErrorKind(enum.Enum):
     INVALID = "invalid"  # the call is wrong; a retry fails again
     NOT_FOUND = "not found"  # the call names a model or route that does not exist
     UNSUPPORTED = "unsupported"  # this checkpoint lacks what the call needs
+    FORBIDDEN = "forbidden"  # the tenant is no operator
+    WRONG_STATE = "wrong state"  # this server, or what it does now, does not allow the call
     UNIMPLEMENTED = "unimplemented"  # this server does not implement the call
     QUEUE_FULL = "queue full"  # retry after `retry_after` seconds
     RATE_LIMITED = "rate limited"  # the tenant exceeds its rate; retry after `retry_after` seconds

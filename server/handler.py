@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from jaxserve.errors import InvalidRequest, QueueFull
+from jaxserve.errors import InvalidRequest, QueueFull, WrongState
 from jaxserve.generation.beam_search import BeamParams, BeamSearch
 from jaxserve.generation.completion import Assembler, Completion
 from jaxserve.generation.defaults import for_beam_search
@@ -20,7 +20,7 @@ from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler.state import check_fits
 from server import errors
 from server.admission import AdmissionController, Ticket
-from server.auth import Tenant
+from server.auth import Tenant, current
 from server.beam_search import BeamSearchCall
 from server.call import ActiveCalls, Call, Generation, Observer
 from server.engine_client import EngineNotReady, EventDelivery
@@ -54,6 +54,7 @@ class RequestHandler:
       text: tokenizes and detokenizes.
       observers: of every request and every refused call.
       problem: why the engine does not serve, as the watchdog sees it; None while it does.
+      profile: starts (True) and stops (False) a capture of jax's profiler; None where that is not allowed.
       kv_events: what changes in the prefix cache; None unless that is collected.
     """
 
@@ -73,6 +74,7 @@ class RequestHandler:
         self.text = TextTools(engine)
         self.observers: list[Observer] = []
         self.problem: str | None = None
+        self.profile: Callable[[bool], Awaitable[None]] | None = None
         self.kv_events: KvEventLog | None = None
         self._delivery = EventDelivery(engine)
         self._numbers = itertools.count()
@@ -138,12 +140,23 @@ class RequestHandler:
                 return errors.invalid(problem.field, str(problem))
             case QueueFull():
                 return errors.queue_full(str(problem), self.admission.retry_seconds())
+            case WrongState():
+                return errors.ApiError(errors.ErrorKind.WRONG_STATE, str(problem))
             case EngineNotReady():
                 return errors.unavailable(str(problem), errors.RETRY_SECONDS)
         if self.engine.problem is not None:
             return errors.unavailable(self.engine.problem)
         _log.exception("request %r failed", call_id, exc_info=problem)
         return errors.failed(call_id)
+
+    async def set_profile(self, running: bool) -> None:
+        """Starts or stops a profile for the current tenant. Raises ApiError, WrongState."""
+        tenant = current.get()
+        if tenant.name and not tenant.operator:  # it slows all tenants' requests
+            raise errors.ApiError(errors.ErrorKind.FORBIDDEN, "profiles are for operators")
+        if self.profile is None:
+            raise WrongState("start the server with --profile DIR to allow profiles")
+        await self.profile(running)
 
     # Calls
 

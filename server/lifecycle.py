@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -28,6 +29,7 @@ from server.tracing import Tracing
 
 if TYPE_CHECKING:
     from jaxserve.engine import Engine
+    from jaxserve.profiler import Profiler
     from server.engine_client import EngineClient
 
 
@@ -138,11 +140,13 @@ class ServerLifecycle:
             yield
 
 
-async def serve_in_process(settings: ServeSettings, greet: Greet, engine: Engine) -> None:
+async def serve_in_process(settings: ServeSettings, greet: Greet, engine: Engine, profiler: Profiler | None) -> None:
     """Serves a started engine of this process until a signal."""
     with user_errors():
         _use_template(settings, engine.tokenizer)
     lifecycle = ServerLifecycle(settings, greet, engine)
+    if profiler is not None:
+        lifecycle.app.handler.profile = partial(asyncio.to_thread, profiler.set)
     with lifecycle.observing():
         await lifecycle.listen()
         lifecycle.greet()
@@ -179,6 +183,8 @@ async def serve_engine_process(settings: ServeSettings, greet: Greet) -> int:
             progress=start.enter_context(progress_bars()),
         )
         lifecycle = _lifecycle(settings, greet, engine, supervisor)
+        if settings.profile is not None:
+            lifecycle.app.handler.profile = engine.profile
         stack.enter_context(lifecycle.observing())
         await lifecycle.listen()
         if settings.cluster is not None:  # the engine process writes its flight record

@@ -23,7 +23,7 @@ class ServeSettings:
       engine: settings of the engine.
       cluster: this host's place among several; None where it serves alone.
       tls / keys: None serves without encryption, or without API keys. Hosts that answer no calls have neither.
-      profile: directory for a jax profiler capture, or None.
+      profile: directory for captures of jax's profiler, or None.
       names: by which calls may name the model, at least one; the first is in answers.
 
     Raises:

@@ -27,7 +27,7 @@ class FromWorker(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., reached: _Optional[_Union[Reached, _Mapping]] = ..., vote: _Optional[_Union[Vote, _Mapping]] = ..., completed: _Optional[_Union[Completed, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., prepared: _Optional[_Union[Prepared, _Mapping]] = ..., join: _Optional[_Union[Join, _Mapping]] = ...) -> None: ...
 
 class FromMaster(_message.Message):
-    __slots__ = ("welcome", "agreed", "phase", "plan", "heartbeat", "stop", "prepare", "hold", "release", "challenge")
+    __slots__ = ("welcome", "agreed", "phase", "plan", "heartbeat", "stop", "prepare", "hold", "release", "challenge", "profile")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     AGREED_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
@@ -38,6 +38,7 @@ class FromMaster(_message.Message):
     HOLD_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
     CHALLENGE_FIELD_NUMBER: _ClassVar[int]
+    PROFILE_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     agreed: Agreed
     phase: Phase
@@ -48,7 +49,8 @@ class FromMaster(_message.Message):
     hold: Hold
     release: Release
     challenge: Challenge
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., agreed: _Optional[_Union[Agreed, _Mapping]] = ..., phase: _Optional[_Union[Phase, _Mapping]] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., prepare: _Optional[_Union[Prepare, _Mapping]] = ..., hold: _Optional[_Union[Hold, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., challenge: _Optional[_Union[Challenge, _Mapping]] = ...) -> None: ...
+    profile: bool
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., agreed: _Optional[_Union[Agreed, _Mapping]] = ..., phase: _Optional[_Union[Phase, _Mapping]] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., prepare: _Optional[_Union[Prepare, _Mapping]] = ..., hold: _Optional[_Union[Hold, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., challenge: _Optional[_Union[Challenge, _Mapping]] = ..., profile: _Optional[bool] = ...) -> None: ...
 
 class Fact(_message.Message):
     __slots__ = ("field", "value")

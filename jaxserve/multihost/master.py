@@ -101,6 +101,9 @@ class MasterPipeline(Pipeline):
     def prepare(self, grammar: Grammar) -> Callable[[], str | None]:
         return self._group.preparations.ask(grammar)
 
+    def tell_profile(self, running: bool) -> None:
+        self._group.broadcast(pb.FromMaster(profile=running))
+
     def add_grammar(
         self, request_id: str, sampling: SamplingParams, compiled: CompiledGrammar, generated: Sequence[int] = ()
     ) -> None:

@@ -11,7 +11,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +31,7 @@ from jaxserve.multihost.probe import choose_links
 from jaxserve.multihost.remote_grammars import WorkerGrammars
 from jaxserve.multihost.remote_stage import RemoteStage
 from jaxserve.multihost.worker import MasterConnection
+from jaxserve.profiler import Profiler
 from jaxserve.runner import cache_folder, kv_cache
 from jaxserve.runner.layout import bucket_sizes, for_buckets, lay_out
 from jaxserve.runner.links import Link
@@ -132,19 +133,19 @@ def follow(
     tell: Tell,
     alive: Callable[[float], None] = lambda _: None,
     progress: Progress = startup.silent,
-    around: Callable[[], AbstractContextManager[None]] = nullcontext,
+    profiler: Profiler | None = None,
 ) -> None:
     """Follow host 0's plans until it stops; any failure ends the process.
 
     Args:
       alive: called twice per second with the seconds within which the next call must come.
-      around: a context for all plans, such as a profiler's.
+      profiler: captures from the first plan, and when host 0 says so.
 
     Raises:
       ValueError: a setting is not possible, or the master cannot be reached or refuses this host.
     """
     check_settings(config, cluster)
-    membership = MasterConnection(cluster, _facts(path, config, cluster), tell=tell, alive=alive)
+    membership = MasterConnection(cluster, _facts(path, config, cluster), tell=tell, alive=alive, profiler=profiler)
     membership.join()
     try:
         prepared = _prepare(path, config, cluster, membership, progress, tell)
@@ -163,7 +164,7 @@ def follow(
     if last in here:
         recorder, grammars = _recorder(path, cluster, prepared), _grammars(path, pipeline)
         membership.on_failure = lambda reason: write_record(recorder, reason, tell)
-    with around():
+    with profiler or nullcontext():
         membership.follow(
             pipeline, prepared.n_blocks, stages=here, answers=answers, recorder=recorder, grammars=grammars
         )

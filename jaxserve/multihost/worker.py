@@ -7,6 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 from jax.errors import JaxRuntimeError
@@ -21,6 +22,7 @@ from jaxserve.multihost.flight_recorder import FlightRecorder
 from jaxserve.multihost.in_flight import CompletionWaiter, IterationTracker
 from jaxserve.multihost.process_watchdog import ProcessWatchdog, end_process
 from jaxserve.multihost.remote_grammars import WorkerGrammars
+from jaxserve.profiler import Profiler
 from jaxserve.runner import batch
 from jaxserve.runner.pipeline import Pipeline
 
@@ -36,6 +38,7 @@ class MasterConnection(channel.ControlChannel):
       facts: the values that every host must share.
       tell: prints a line for each step of the start.
       alive: called twice a second with the seconds until the next call must come.
+      profiler: captures when host 0 says so; None where no folder was given for it.
       end: ends the process.
 
     Attributes:
@@ -49,9 +52,12 @@ class MasterConnection(channel.ControlChannel):
         *,
         tell: Callable[[str], None],
         alive: Callable[[float], None] = lambda _: None,
+        profiler: Profiler | None = None,
         end: Callable[[int], None] = end_process,
     ) -> None:
         self._cluster, self._facts, self._tell, self._alive, self._end = cluster, list(facts), tell, alive, end
+        self._profiler = profiler
+        self._profiling = ThreadPoolExecutor(1, thread_name_prefix="jaxserve-profiler")
         self.on_failure: Callable[[str], None] = lambda _: None
         self._out: queue.SimpleQueue[pb.FromWorker | None] = queue.SimpleQueue()
         self._plans: queue.SimpleQueue[pb.Plan | pb.Phase | pb.Hold | pb.Release | None] = queue.SimpleQueue()
@@ -223,6 +229,8 @@ class MasterConnection(channel.ControlChannel):
                     case "prepare":
                         if self._grammars is not None:
                             self._grammars.prepare(message.prepare, self._out.put)
+                    case "profile":
+                        self._profiling.submit(self._profile, message.profile)
                     case "agreed":
                         with self._changed:
                             self._agreed[message.agreed.about] = message.agreed
@@ -233,6 +241,16 @@ class MasterConnection(channel.ControlChannel):
         except grpc.RpcError as problem:
             why = f"its control stream broke: {problem.details() if isinstance(problem, grpc.Call) else problem}"
         self._lost(why)
+
+    def _profile(self, running: bool) -> None:
+        """Start or stop a profile on this host. Host 0 has judged the order."""
+        if self._profiler is None:
+            _log.warning("host 0 profiles all hosts, and this one has no --profile DIR")
+            return
+        try:
+            self._profiler.ensure(running)
+        except Exception:
+            _log.exception("the profile cannot be %s", "started" if running else "written")
 
     def _lost(self, why: str) -> None:
         waiting, where = self.progress.waiting(), ""

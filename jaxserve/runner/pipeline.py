@@ -167,6 +167,9 @@ class Pipeline:
         del grammar
         return lambda: None
 
+    def tell_profile(self, running: bool) -> None:
+        """Start or stop a profile on every other host. Any thread may call this."""
+
     def add_grammar(
         self, request_id: str, sampling: SamplingParams, compiled: CompiledGrammar, generated: Sequence[int] = ()
     ) -> None:

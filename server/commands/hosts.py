@@ -8,7 +8,6 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -138,12 +137,12 @@ def follow(
     """Runs a host other than host 0. Returns 0 once host 0 has ended. Raises UserError.
 
     Args:
-      profile: directory for a jax profiler capture, or None.
+      profile: directory for captures of jax's profiler, or None.
       alive: called twice a second with the seconds within which the next call must come.
     """
     with user_errors():
         from jaxserve.multihost import startup as start
-        from server.commands.engine_start import profiling
+        from jaxserve.profiler import Profiler
 
         leave = _signal_handler(lambda: None)
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -154,7 +153,7 @@ def follow(
             cluster,
             tell=say,
             alive=lambda seconds: alive(seconds + OWN_SECONDS),
-            around=partial(profiling, profile),
+            profiler=None if profile is None else Profiler(profile),
         )
     say("stopped")
     return 0

@@ -11,11 +11,12 @@ import socket
 import sys
 from pathlib import Path
 
+from jaxserve.profiler import Profiler
 from server import tls
 from server.auth import ApiKeys
 from server.commands import flags, hosts, hub, settings
 from server.commands.console import UserError, address, check_folder, console, user_errors
-from server.commands.engine_start import add_model_flags, add_profile_flag, model_directory, profiling, start_engine
+from server.commands.engine_start import add_model_flags, model_directory, start_engine
 from server.serve_settings import SERVE_PARAMS, ServeSettings
 
 HELP = """\
@@ -63,7 +64,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     server, security = flags.group(parser, "server"), flags.group(parser, "security")
     for each in SERVE_PARAMS.values():
         flags.add(flags.group(parser, each.group or "server"), each)
-    add_profile_flag(server)
+    server.add_argument(
+        "--profile",
+        type=Path,
+        metavar="DIR",
+        help="write jax profiler captures here: of the first minute, and between POST /start_profile and /stop_profile",
+    )
     security.add_argument(
         "--api-keys",
         type=Path,
@@ -98,8 +104,9 @@ def run(args: argparse.Namespace) -> int:
     if not chosen.in_process:
         return asyncio.run(lifecycle.serve_engine_process(chosen, _greet))
     engine = start_engine(chosen.model, chosen.engine, chosen.cluster)
-    with profiling(chosen.profile), engine:
-        asyncio.run(lifecycle.serve_in_process(chosen, _greet, engine))
+    profiler = None if chosen.profile is None else Profiler(chosen.profile, tell=engine.tell_profile)
+    with profiler or contextlib.nullcontext(), engine:
+        asyncio.run(lifecycle.serve_in_process(chosen, _greet, engine, profiler))
     return 0
 
 

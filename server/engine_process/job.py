@@ -21,7 +21,7 @@ class EngineJob:
     Attributes:
       model: the checkpoint directory.
       config: of the engine.
-      profile: directory for a jax profiler capture, or None.
+      profile: directory for captures of jax's profiler, or None.
       cluster: this host's place among several; None where it serves alone.
       log_level: the least level of what it logs.
       kv_events: whether the front wants the changes of the prefix caches.

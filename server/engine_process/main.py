@@ -22,13 +22,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxserve.errors import EngineStopped, InvalidRequest, QueueFull
+from jaxserve.errors import EngineStopped, InvalidRequest, QueueFull, WrongState
 from jaxserve.multihost.failure import HostFailed
 from jaxserve.multihost.process_watchdog import end_process
+from jaxserve.profiler import Profiler
 from jaxserve.request import FinishReason, Request, TokenEvent
 from server.commands import hosts
 from server.commands.console import UserError, user_errors
-from server.commands.engine_start import make_engine, profiling
+from server.commands.engine_start import make_engine
 from server.engine_process import exit_codes, messages
 from server.engine_process import messages_pb2 as pb
 from server.engine_process.frames import BadFrame, Splitter
@@ -94,7 +95,9 @@ def _serve(channel: socket.socket, make: MakeEngine) -> int:
         send(channel, messages.to_front(refused=str(problem)))
         return exit_codes.USER_ERROR
     with contextlib.ExitStack() as stack:
-        stack.enter_context(profiling(job.profile))
+        profiler = None if job.profile is None else Profiler(job.profile, tell=engine.tell_profile)
+        if profiler is not None:
+            stack.enter_context(profiler)
         outbox = Outbox(
             channel,
             engine,
@@ -113,13 +116,15 @@ def _serve(channel: socket.socket, make: MakeEngine) -> int:
         )
         send(channel, messages.to_front(ready=messages.to_json(EngineInfo, info)))
         outbox.start()
-        inbox = _Inbox(engine, outbox)
+        inbox = _Inbox(engine, outbox, profiler)
         for name, message in received:
             match name:
                 case "submit":
                     inbox.submit(messages.decode_request(message.submit))
                 case "abort":
                     inbox.abort(message.abort)
+                case "profile" if profiler is not None:
+                    inbox.profile(message.profile)
                 case "stop":
                     break
                 case _:
@@ -162,10 +167,11 @@ def _messages(channel: socket.socket) -> Iterator[tuple[str, pb.FromFront]]:
 
 
 class _Inbox:
-    """Passes requests and aborts on to the engine. Compiling a grammar delays no other request."""
+    """Passes requests and aborts on to the engine. Neither a grammar to compile nor a profile delays a request."""
 
-    def __init__(self, engine: Any, outbox: Outbox) -> None:
-        self._engine, self._outbox = engine, outbox
+    def __init__(self, engine: Any, outbox: Outbox, profiler: Profiler | None) -> None:
+        self._engine, self._outbox, self._profiler = engine, outbox, profiler
+        self._profiling = ThreadPoolExecutor(1, thread_name_prefix="jaxserve-profile")
         self._compiling: dict[str, bool] = {}  # id of a request whose grammar is being compiled -> not aborted
         self._compilers = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="jaxserve-submit")
         self._lock = threading.Lock()
@@ -184,6 +190,18 @@ class _Inbox:
                 self._compiling[request_id] = False
                 return
         self._engine.abort(request_id)
+
+    def profile(self, running: bool) -> None:
+        self._profiling.submit(self._profile, running)
+
+    def _profile(self, running: bool) -> None:
+        assert self._profiler is not None
+        problem, is_state = "", False
+        try:
+            self._profiler.set(running)
+        except Exception as raised:
+            problem, is_state = str(raised), isinstance(raised, WrongState)
+        self._outbox.send(messages.to_front(profiled=pb.Profiled(problem=problem, is_state=is_state)))
 
     def _compile(self, request: Request) -> None:
         with contextlib.suppress(InvalidRequest, QueueFull):  # `_submit` raises and reports them again

@@ -8,19 +8,21 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class FromFront(_message.Message):
-    __slots__ = ("start", "submit", "abort", "stop")
+    __slots__ = ("start", "submit", "abort", "stop", "profile")
     START_FIELD_NUMBER: _ClassVar[int]
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
+    PROFILE_FIELD_NUMBER: _ClassVar[int]
     start: bytes
     submit: Request
     abort: str
     stop: Empty
-    def __init__(self, start: _Optional[bytes] = ..., submit: _Optional[_Union[Request, _Mapping]] = ..., abort: _Optional[str] = ..., stop: _Optional[_Union[Empty, _Mapping]] = ...) -> None: ...
+    profile: bool
+    def __init__(self, start: _Optional[bytes] = ..., submit: _Optional[_Union[Request, _Mapping]] = ..., abort: _Optional[str] = ..., stop: _Optional[_Union[Empty, _Mapping]] = ..., profile: _Optional[bool] = ...) -> None: ...
 
 class FromEngine(_message.Message):
-    __slots__ = ("progress", "ready", "refused", "iterations", "failed", "alive_seconds", "prefix_changes")
+    __slots__ = ("progress", "ready", "refused", "iterations", "failed", "alive_seconds", "prefix_changes", "profiled")
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
@@ -28,6 +30,7 @@ class FromEngine(_message.Message):
     FAILED_FIELD_NUMBER: _ClassVar[int]
     ALIVE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     PREFIX_CHANGES_FIELD_NUMBER: _ClassVar[int]
+    PROFILED_FIELD_NUMBER: _ClassVar[int]
     progress: Progress
     ready: bytes
     refused: str
@@ -35,11 +38,20 @@ class FromEngine(_message.Message):
     failed: str
     alive_seconds: float
     prefix_changes: PrefixChanges
-    def __init__(self, progress: _Optional[_Union[Progress, _Mapping]] = ..., ready: _Optional[bytes] = ..., refused: _Optional[str] = ..., iterations: _Optional[_Union[Iterations, _Mapping]] = ..., failed: _Optional[str] = ..., alive_seconds: _Optional[float] = ..., prefix_changes: _Optional[_Union[PrefixChanges, _Mapping]] = ...) -> None: ...
+    profiled: Profiled
+    def __init__(self, progress: _Optional[_Union[Progress, _Mapping]] = ..., ready: _Optional[bytes] = ..., refused: _Optional[str] = ..., iterations: _Optional[_Union[Iterations, _Mapping]] = ..., failed: _Optional[str] = ..., alive_seconds: _Optional[float] = ..., prefix_changes: _Optional[_Union[PrefixChanges, _Mapping]] = ..., profiled: _Optional[_Union[Profiled, _Mapping]] = ...) -> None: ...
 
 class Empty(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class Profiled(_message.Message):
+    __slots__ = ("problem", "is_state")
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    IS_STATE_FIELD_NUMBER: _ClassVar[int]
+    problem: str
+    is_state: bool
+    def __init__(self, problem: _Optional[str] = ..., is_state: _Optional[bool] = ...) -> None: ...
 
 class Progress(_message.Message):
     __slots__ = ("what", "done", "total")

@@ -24,7 +24,7 @@ _BEAT_SECONDS = 0.25  # most time until the front gets a load that changed witho
 _MOST_HELD = 4096  # unsent items with which the front counts as gone
 _MANY_HELD = 512  # unsent items from which no more iteration records are kept
 
-_Item = list[TokenEvent] | IterationRecord
+_Item = list[TokenEvent] | IterationRecord | bytes  # bytes: a frame
 
 
 def send(channel: socket.socket, data: bytes) -> None:
@@ -92,6 +92,10 @@ class Outbox:
             end_process(exit_codes.FRONT_GONE)
         self._held.put(events)
 
+    def send(self, frame: bytes) -> None:
+        """Takes a frame for the front."""
+        self._held.put(frame)
+
     def _record(self, record: IterationRecord) -> None:
         if self._held.qsize() < _MANY_HELD:
             self._held.put(record)
@@ -115,6 +119,9 @@ class Outbox:
                 end_process(exit_codes.ENGINE_FAILED)
             if self._changes is not None and (changes := self._changes()):
                 send(self._channel, messages.encode_changes(changes))
+            for item in items:
+                if isinstance(item, bytes):
+                    send(self._channel, item)
             received = self.received  # read before the loads, which then include these requests
             loads = self._engine.loads()
             if items or reported != (received, loads):

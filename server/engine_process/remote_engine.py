@@ -5,6 +5,7 @@ It belongs to one event loop. Any thread may call what only reads (`load`, `prob
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import logging
 from collections import deque
@@ -14,7 +15,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from jaxserve.config import EngineConfig
-from jaxserve.errors import EngineStopped
+from jaxserve.errors import EngineStopped, WrongState
 from jaxserve.request import FinishReason, Request, TokenEvent
 from jaxserve.scheduler.prefix_changes import CacheCleared, PrefixChange
 from jaxserve.startup_report import StartupReport
@@ -82,6 +83,7 @@ class RemoteEngine:
         self._wake: Callable[[], None] | None = None
         self._sent = 0  # requests sent to this engine process
         self._unseen: deque[Request] = deque()  # sent requests that its loads do not count yet
+        self._profiles: deque[asyncio.Future[None]] = deque()  # questions that the engine process has not answered
         self._loads: tuple[Load, ...] = (_IDLE,)
         self._changes = 0  # number of changes to what `loads` is computed from
         self._counted: tuple[int, list[Load]] = (-1, [])  # `_changes` when the loads were computed, and the loads
@@ -187,6 +189,15 @@ class RemoteEngine:
         taken, self._prefix_changes = self._prefix_changes, []
         return taken
 
+    async def profile(self, running: bool) -> None:
+        """Starts or stops a profile in the engine process and on its other hosts. Raises WrongState, RuntimeError."""
+        if self._send is None:
+            raise EngineNotReady(self._problem)
+        answer = asyncio.get_running_loop().create_future()
+        self._profiles.append(answer)
+        self._send(messages.to_engine(profile=running))
+        await answer
+
     # Called by the supervisor
 
     def connect(self, info: EngineInfo, send: Callable[[bytes], None]) -> None:
@@ -220,6 +231,20 @@ class RemoteEngine:
             self._prefix_changes += changes
             self._wake()
 
+    def take_profiled(self, message: pb.Profiled) -> None:
+        """The engine process answers `profile`."""
+        kind = WrongState if message.is_state else RuntimeError
+        self._answer_profile(kind(message.problem) if message.problem else None)
+
+    def _answer_profile(self, problem: Exception | None) -> None:
+        answer = self._profiles.popleft()
+        if answer.done():  # its caller has left
+            return
+        if problem is None:
+            answer.set_result(None)
+        else:
+            answer.set_exception(problem)
+
     def disconnect(self, problem: str, *, returns: bool) -> None:
         """The engine process is gone.
 
@@ -229,6 +254,8 @@ class RemoteEngine:
         """
         self._send, self._problem, self._returns = None, problem, returns
         self._unseen.clear()
+        while self._profiles:
+            self._answer_profile(EngineStopped(problem))
         self.take_changes([CacheCleared()])
         slots = self._info.report.slots * self._info.report.replicas if self._info is not None else 0
         self._loads = (dataclasses.replace(_IDLE, slots_total=slots),)

@@ -193,6 +193,8 @@ class Supervisor:
                 self._engine.take(message.iterations)
             case "prefix_changes" if process.ready_since is not None:
                 self._engine.take_changes(messages.decode_changes(message.prefix_changes))
+            case "profiled" if process.ready_since is not None:
+                self._engine.take_profiled(message.profiled)
             case "progress" if process.ready_since is None:
                 progress = message.progress
                 if not self.ready.is_set():

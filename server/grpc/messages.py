@@ -28,6 +28,8 @@ _CODES = {
     ErrorKind.INVALID: grpc.StatusCode.INVALID_ARGUMENT,
     ErrorKind.NOT_FOUND: grpc.StatusCode.NOT_FOUND,
     ErrorKind.UNSUPPORTED: grpc.StatusCode.FAILED_PRECONDITION,
+    ErrorKind.FORBIDDEN: grpc.StatusCode.PERMISSION_DENIED,
+    ErrorKind.WRONG_STATE: grpc.StatusCode.FAILED_PRECONDITION,
     ErrorKind.UNIMPLEMENTED: grpc.StatusCode.UNIMPLEMENTED,
     ErrorKind.QUEUE_FULL: grpc.StatusCode.RESOURCE_EXHAUSTED,
     ErrorKind.RATE_LIMITED: grpc.StatusCode.RESOURCE_EXHAUSTED,

@@ -107,6 +107,16 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         figures = asdict(self._engine.config) | asdict(self._engine.load())
         return pb.GetLoadResponse(**{name: figures[name] for name in pb.GetLoadResponse.DESCRIPTOR.fields_by_name})
 
+    @calls.answered
+    async def StartProfile(self, request: pb.StartProfileRequest, context: Any) -> pb.StartProfileResponse:
+        await self._handler.set_profile(True)
+        return pb.StartProfileResponse()
+
+    @calls.answered
+    async def StopProfile(self, request: pb.StopProfileRequest, context: Any) -> pb.StopProfileResponse:
+        await self._handler.set_profile(False)
+        return pb.StopProfileResponse()
+
 
 def _call(message: pb.GenerateRequest | pb.EmbedRequest, context: Any) -> Call:
     return Call(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from importlib import resources
 from typing import Any
 
@@ -72,6 +73,8 @@ def make_app(handler: RequestHandler, metrics: Metrics, live: LiveStats) -> Star
             route("POST", "/detokenize", about.detokenize),
             route("GET", "/health", about.health),
             route("GET", "/version", about.version),
+            route("POST", "/start_profile", partial(about.profile, True)),
+            route("POST", "/stop_profile", partial(about.profile, False)),
             Route("/metrics", scrape),
             tgi_route("/generate", streams=False),
             tgi_route("/generate_stream", streams=True),
@@ -183,6 +186,10 @@ class _About:
 
     async def version(self, http_call: HttpCall) -> None:
         await http_call.json({"version": self._handler.version})
+
+    async def profile(self, running: bool, http_call: HttpCall) -> None:
+        await self._handler.set_profile(running)
+        await http_call.whole(b"", "text/plain")
 
     async def info(self, http_call: HttpCall) -> None:
         await http_call.json(tgi.info(self._handler))

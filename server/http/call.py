@@ -33,6 +33,8 @@ _STATUS = {
     ErrorKind.INVALID: 400,
     ErrorKind.NOT_FOUND: 404,
     ErrorKind.UNSUPPORTED: 400,
+    ErrorKind.FORBIDDEN: 403,
+    ErrorKind.WRONG_STATE: 409,
     ErrorKind.UNIMPLEMENTED: 501,
     ErrorKind.QUEUE_FULL: 429,
     ErrorKind.RATE_LIMITED: 429,

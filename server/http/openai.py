@@ -21,6 +21,7 @@ from server.text import offload_if_long
 
 _TYPES = {
     ErrorKind.NOT_FOUND: "not_found_error",
+    ErrorKind.FORBIDDEN: "permission_error",
     ErrorKind.QUEUE_FULL: "rate_limit_error",
     ErrorKind.RATE_LIMITED: "rate_limit_error",
     ErrorKind.TOO_LATE: "timeout_error",

@@ -304,6 +304,9 @@ class FakeEngine:
         self.pool = SlotPool(POOL_BLOCKS, BLOCK_SIZE, policy="grow", prefix_cache=True)
         return PrefixChanges([self.pool], wake).take
 
+    def tell_profile(self, running: bool) -> None:
+        """There are no other hosts."""
+
     def _cache(self, request: Request) -> None:
         """Keeps the prompt in a prefix cache of its own, as an engine does that is done with it."""
         assert self.pool is not None

@@ -22,7 +22,7 @@ from jaxserve.multihost.worker import MasterConnection
 from server.commands import cli
 from server.commands import hosts as hosts_module
 from server.engine_process.supervisor import Supervisor
-from server.proto.jaxserve.v1.inference_pb2 import GenerateRequest, Grammar
+from server.proto.jaxserve.v1.inference_pb2 import GenerateRequest, Grammar, StartProfileRequest, StopProfileRequest
 from server.proto.jaxserve.v1.inference_pb2_grpc import InferenceStub
 from tests.fixtures.texts import printable_tokenizer
 from tests.jaxserve.multihost.processes import ROOT, WAIT_SECONDS, free_ports
@@ -140,10 +140,22 @@ def test_every_host_is_profiled(tmp_path) -> None:
     folders = [tmp_path / "first", tmp_path / "second"]
     with served_group.group(tmp_path, of_host=[("--profile", str(folder)) for folder in folders]) as it:
         it.until_told(0, "ready on ")
+        with grpc.insecure_channel(it.address) as channel:
+            stub = InferenceStub(channel)
+            for _ in range(2):
+                stub.StopProfile(StopProfileRequest())  # first that of the first minute
+                for folder in folders:
+                    served_group.until(lambda: written(folder)).unlink()  # noqa: B023
+                stub.StartProfile(StartProfileRequest())
+                stub.Generate(GenerateRequest(prompt="It was", max_tokens=3))
         it.fronts[0].send_signal(signal.SIGTERM)
         assert it.codes() == [0, 0]
-    for folder in folders:
-        assert list(folder.rglob("*.xplane.pb"))
+    assert all(written(folder) for folder in folders)
+
+
+def written(folder: Path) -> Path | None:
+    """The capture in a folder."""
+    return next(folder.rglob("*.xplane.pb"), None)
 
 
 @pytest.mark.parametrize("behind", [False, True])

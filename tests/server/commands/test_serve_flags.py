@@ -22,13 +22,14 @@ import pytest
 
 from jaxserve.config import ENGINE_PARAMS, EngineConfig
 from jaxserve.multihost.config import ClusterConfig
+from jaxserve.profiler import Profiler
 from server import lifecycle
 from server.commands import cli, hosts, serve
 from server.engine_process.supervisor import RestartPolicy
 from server.proto.jaxserve.v1.inference_pb2 import GenerateRequest, GetLoadRequest
 from server.proto.jaxserve.v1.inference_pb2_grpc import InferenceStub
 from server.serve_settings import ServeSettings
-from tests.server.fake_engine import WAIT_SECONDS
+from tests.server.fake_engine import WAIT_SECONDS, FakeEngine
 
 ROOT = Path(__file__).parents[3]
 HOST = "127.0.0.2"  # not the default
@@ -157,22 +158,19 @@ def test_front_thread_runs_the_engine_asked_for(tmp_path: Path, monkeypatch: pyt
 
     def start_engine(*given: Any) -> Any:
         told.extend(given)
-        return contextlib.nullcontext()
+        return FakeEngine(tokenizer=None)
 
-    def profiling(folder: Path | None) -> Any:
-        told.append(folder)
-        return contextlib.nullcontext()
-
-    async def serve_in_process(chosen: ServeSettings, *_: Any) -> None:
+    async def serve_in_process(chosen: ServeSettings, _: Any, engine: Any, profiler: Profiler) -> None:
+        profiler.stop()
         told.append(chosen.drain_seconds)
 
     monkeypatch.setattr(serve, "start_engine", start_engine)
-    monkeypatch.setattr(serve, "profiling", profiling)
     monkeypatch.setattr(lifecycle, "serve_in_process", serve_in_process)
     flags = f"--front thread --model {tmp_path} --profile {tmp_path} --max-rows 3 --drain-seconds 5 --port 0"
     assert cli.main(["serve", "--http-port", "off", *flags.split()]) == 0
     model, config, cluster, *others = told
-    assert (model, config.max_rows, cluster, others) == (tmp_path, 3, None, [tmp_path, 5])
+    assert (model, config.max_rows, cluster, others) == (tmp_path, 3, None, [5])
+    assert list(tmp_path.rglob("*.xplane.pb"))
 
 
 @linux

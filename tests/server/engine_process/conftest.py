@@ -59,14 +59,14 @@ async def remote(
     *,
     restarts: RestartPolicy | None,
     ready: bool = True,
+    profile: str | None = None,
     **config: Any,
 ) -> AsyncIterator[Remote]:
     engine = RemoteEngine(EngineConfig(**{"max_rows": 4} | config), byte_tokenizer())
     path = folder / "orders.json"
     command = (sys.executable, "-m", "tests.server.fake_engine_process", str(path))
-    supervisor = Supervisor(
-        engine, EngineJob.of("fake", engine.config, kv_events=True), restarts=restarts, command=command
-    )
+    job = EngineJob.of("fake", engine.config, profile, kv_events=True)
+    supervisor = Supervisor(engine, job, restarts=restarts, command=command)
     it = Remote(supervisor, engine, path)
     it.order(**orders)
     on_wedged = supervisor.give_up if restarts is not None else None
@@ -109,13 +109,14 @@ def run_remote(tmp_path: Path) -> Callable[..., None]:
         scenario: Scenario,
         restarts: RestartPolicy | None = QUICK,
         ready: bool = True,
+        profile: str | None = None,
         config: dict[str, Any] | None = None,
         **orders: Any,
     ) -> None:
         async def bounded() -> None:
             async with (
                 asyncio.timeout(3 * WAIT_SECONDS),
-                remote(tmp_path, orders, restarts=restarts, ready=ready, **(config or {})) as it,
+                remote(tmp_path, orders, restarts=restarts, ready=ready, profile=profile, **(config or {})) as it,
             ):
                 await scenario(it)
 

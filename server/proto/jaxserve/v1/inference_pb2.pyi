@@ -285,6 +285,22 @@ class Bucket(_message.Message):
     milliseconds: float
     def __init__(self, tokens: _Optional[int] = ..., compile_seconds: _Optional[float] = ..., milliseconds: _Optional[float] = ...) -> None: ...
 
+class StartProfileRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StartProfileResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StopProfileRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StopProfileResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class GetLoadRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

@@ -69,6 +69,16 @@ class InferenceStub:
                 request_serializer=server_dot_proto_dot_jaxserve_dot_v1_dot_inference__pb2.GetLoadRequest.SerializeToString,
                 response_deserializer=server_dot_proto_dot_jaxserve_dot_v1_dot_inference__pb2.GetLoadResponse.FromString,
                 _registered_method=True)
+        self.StartProfile = channel.unary_unary(
+                '/jaxserve.v1.Inference/StartProfile',
+                request_serializer=server_dot_proto_dot_jaxserve_dot_v1_dot_inference__pb2.StartProfileRequest.SerializeToString,
+                response_deserializer=server_dot_proto_dot_jaxserve_dot_v1_dot_inference__pb2.StartProfileResponse.FromString,
+                _registered_method=True)
+        self.StopProfile = channel.unary_unary(
+                '/jaxserve.v1.Inference/StopProfile',
+                request_serializer=server_dot_proto_dot_jaxserve_dot_v1_dot_inference__pb2.StopProfileRequest.SerializeToString,
+                response_deserializer=server_dot_proto_dot_jaxserve_dot_v1_dot_inference__pb2.StopProfileResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServicer:
@@ -123,6 +133,21 @@ class InferenceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def StartProfile(self, request, context):
+        """Starts or stops a capture of jax's profiler on every host, into the directory of `--profile`. For operators, if the
+        server asks for keys. FAILED_PRECONDITION without `--profile`, and in the wrong order. StopProfile answers once host
+        0 has written its capture. A capture that nobody stops ends after 60 seconds.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StopProfile(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -160,6 +185,16 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.GetLoad,
                     request_deserializer=server_dot_proto_dot_jaxserve_dot_v1_dot_inference__pb2.GetLoadRequest.FromString,
                     response_serializer=server_dot_proto_dot_jaxserve_dot_v1_dot_inference__pb2.GetLoadResponse.SerializeToString,
+            ),
+            'StartProfile': grpc.unary_unary_rpc_method_handler(
+                    servicer.StartProfile,
+                    request_deserializer=server_dot_proto_dot_jaxserve_dot_v1_dot_inference__pb2.StartProfileRequest.FromString,
+                    response_serializer=server_dot_proto_dot_jaxserve_dot_v1_dot_inference__pb2.StartProfileResponse.SerializeToString,
+            ),
+            'StopProfile': grpc.unary_unary_rpc_method_handler(
+                    servicer.StopProfile,
+                    request_deserializer=server_dot_proto_dot_jaxserve_dot_v1_dot_inference__pb2.StopProfileRequest.FromString,
+                    response_serializer=server_dot_proto_dot_jaxserve_dot_v1_dot_inference__pb2.StopProfileResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -351,6 +386,60 @@ class Inference:
             '/jaxserve.v1.Inference/GetLoad',
             server_dot_proto_dot_jaxserve_dot_v1_dot_inference__pb2.GetLoadRequest.SerializeToString,
             server_dot_proto_dot_jaxserve_dot_v1_dot_inference__pb2.GetLoadResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StartProfile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jaxserve.v1.Inference/StartProfile',
+            server_dot_proto_dot_jaxserve_dot_v1_dot_inference__pb2.StartProfileRequest.SerializeToString,
+            server_dot_proto_dot_jaxserve_dot_v1_dot_inference__pb2.StartProfileResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StopProfile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jaxserve.v1.Inference/StopProfile',
+            server_dot_proto_dot_jaxserve_dot_v1_dot_inference__pb2.StopProfileRequest.SerializeToString,
+            server_dot_proto_dot_jaxserve_dot_v1_dot_inference__pb2.StopProfileResponse.FromString,
             options,
             channel_credentials,
             insecure,
