@@ -17,7 +17,7 @@ LAYERS = """
   iteration weights
   sampling scheduler structured_output
   inbox stats
-  generation runner startup_report
+  generation runner startup_report profiler
   loop plan timeline
   simulate startup
   multihost engine

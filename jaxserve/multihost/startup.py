@@ -6,12 +6,12 @@ measures the buckets with plans that the workers follow, and serves.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -139,7 +139,7 @@ def follow(
 
     Args:
       alive: called twice per second with the seconds within which the next call must come.
-      profiler: captures from the first plan, and when host 0 says so.
+      profiler: captures when host 0 says so; None where no folder was given for it.
 
     Raises:
       ValueError: a setting is not possible, or the master cannot be reached or refuses this host.
@@ -164,7 +164,7 @@ def follow(
     if last in here:
         recorder, grammars = _recorder(path, cluster, prepared), _grammars(path, pipeline)
         membership.on_failure = lambda reason: write_record(recorder, reason, tell)
-    with profiler or nullcontext():
+    with contextlib.closing(profiler) if profiler is not None else contextlib.nullcontext():
         membership.follow(
             pipeline, prepared.n_blocks, stages=here, answers=answers, recorder=recorder, grammars=grammars
         )

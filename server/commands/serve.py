@@ -68,7 +68,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--profile",
         type=Path,
         metavar="DIR",
-        help="write jax profiler captures here: of the first minute, and between POST /start_profile and /stop_profile",
+        help="allow jax profiler captures of this host, and write them here: POST /start_profile and /stop_profile",
     )
     security.add_argument(
         "--api-keys",
@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
         return asyncio.run(lifecycle.serve_engine_process(chosen, _greet))
     engine = start_engine(chosen.model, chosen.engine, chosen.cluster)
     profiler = None if chosen.profile is None else Profiler(chosen.profile, tell=engine.tell_profile)
-    with profiler or contextlib.nullcontext(), engine:
+    with contextlib.closing(profiler) if profiler is not None else contextlib.nullcontext(), engine:
         asyncio.run(lifecycle.serve_in_process(chosen, _greet, engine, profiler))
     return 0
 

@@ -97,7 +97,7 @@ def _serve(channel: socket.socket, make: MakeEngine) -> int:
     with contextlib.ExitStack() as stack:
         profiler = None if job.profile is None else Profiler(job.profile, tell=engine.tell_profile)
         if profiler is not None:
-            stack.enter_context(profiler)
+            stack.callback(profiler.close)
         outbox = Outbox(
             channel,
             engine,

@@ -15,14 +15,14 @@ from server.app import ServerApp
 
 
 @contextmanager
-def served(engine: Engine) -> Iterator[tuple[int, int]]:
+def served(engine: Engine, **settings: Any) -> Iterator[tuple[int, int]]:
     """The ports of gRPC and HTTP of a server on an engine, in a thread of its own."""
     ports: asyncio.Future[Any] | Any = None
     ready, over = threading.Event(), threading.Event()
 
     async def serve() -> None:
         nonlocal ports
-        app = ServerApp(engine, name="demo", version="1.2.3")
+        app = ServerApp(engine, name="demo", version="1.2.3", **settings)
         ports = await app.start("127.0.0.1", 0, 0)
         ready.set()
         await asyncio.to_thread(over.wait)

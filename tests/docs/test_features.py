@@ -80,6 +80,23 @@ def assert_tests_exist(names: list[str]) -> None:
         assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, name
 
 
+def runs_the_fake_engine(path: str, name: str) -> bool:
+    """Whether a test is answered by an engine of tests/server/fake_engine.py."""
+    source = (ROOT / "tests" / path).read_text(encoding="utf-8")
+    (test,) = (each for each in ast.walk(ast.parse(source)) if isinstance(each, ast.FunctionDef) and each.name == name)
+    fixtures = {"serve", "serve_http", "run_remote"} & {argument.arg for argument in test.args.args}
+    return path.startswith("server/") and (
+        bool(fixtures) or "FakeEngine" in (ast.get_source_segment(source, test) or "")
+    )
+
+
+def test_every_row_has_a_test_without_the_fake_engine() -> None:
+    for line in PAGE.splitlines():
+        tests = re.findall(r"`([\w/]+\.py)::(\w+)`", line)
+        if line.startswith("|") and tests:
+            assert not all(runs_the_fake_engine(*test) for test in tests), line
+
+
 def test_request_fields_are_complete() -> None:
     names = table("Request fields")
     assert_tests_exist(names["test"])

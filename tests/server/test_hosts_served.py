@@ -143,11 +143,12 @@ def test_every_host_is_profiled(tmp_path) -> None:
         with grpc.insecure_channel(it.address) as channel:
             stub = InferenceStub(channel)
             for _ in range(2):
-                stub.StopProfile(StopProfileRequest())  # first that of the first minute
-                for folder in folders:
-                    served_group.until(lambda: written(folder)).unlink()  # noqa: B023
                 stub.StartProfile(StartProfileRequest())
                 stub.Generate(GenerateRequest(prompt="It was", max_tokens=3))
+                stub.StopProfile(StopProfileRequest())
+                for folder in folders:
+                    served_group.until(lambda: written(folder)).unlink()  # noqa: B023
+            stub.StartProfile(StartProfileRequest())
         it.fronts[0].send_signal(signal.SIGTERM)
         assert it.codes() == [0, 0]
     assert all(written(folder) for folder in folders)

@@ -161,7 +161,7 @@ def test_front_thread_runs_the_engine_asked_for(tmp_path: Path, monkeypatch: pyt
         return FakeEngine(tokenizer=None)
 
     async def serve_in_process(chosen: ServeSettings, _: Any, engine: Any, profiler: Profiler) -> None:
-        profiler.stop()
+        profiler.start()
         told.append(chosen.drain_seconds)
 
     monkeypatch.setattr(serve, "start_engine", start_engine)
@@ -340,7 +340,7 @@ def test_traces_need_opentelemetry(tmp_path: Path) -> None:
 
 @linux
 def test_every_serve_flag_takes_effect(checkpoint: Path, certificates: Path, tmp_path: Path) -> None:
-    (tmp_path / "keys.toml").write_text('[us]\nkeys = ["our-own-key"]\n')
+    (tmp_path / "keys.toml").write_text('[us]\nkeys = ["our-own-key"]\noperator = true\n')
     (tmp_path / "serve.toml").write_text("max-rows = 3")
     (tmp_path / "chat.jinja").write_text("{{ messages[0].content }}!{% if tools %}?{% endif %}")
     log, profile, cache = tmp_path / "requests.jsonl", tmp_path / "profile", tmp_path / "cache"
@@ -413,6 +413,7 @@ def test_every_serve_flag_takes_effect(checkpoint: Path, certificates: Path, tmp
         assert server.children() != [engine_pid]
 
         # Draining, the profile, the traces
+        assert client.post("/start_profile", headers=KEY).status_code == 200
         with client.stream("POST", "/v1/completions", headers=KEY, json=_endless()) as stream:
             next(lines := stream.iter_lines())
             assert server.stop() == 0

@@ -16,11 +16,12 @@ RunRemote = Callable[..., None]
 
 def test_the_engine_process_captures_when_it_is_told_to(run_remote: RunRemote, tmp_path: Path) -> None:
     async def scenario(it: Remote) -> None:
-        with pytest.raises(WrongState, match="a profile is running"):  # of the first minute
-            await it.engine.profile(True)
-        await it.engine.profile(False)
         with pytest.raises(WrongState, match="no profile is running"):
             await it.engine.profile(False)
+        await it.engine.profile(True)
+        with pytest.raises(WrongState, match="a profile is running"):
+            await it.engine.profile(True)
+        await it.engine.profile(False)
         (capture,) = tmp_path.rglob("*.xplane.pb")
         capture.unlink()
         await it.engine.profile(True)
@@ -34,6 +35,7 @@ def test_a_profile_that_cannot_be_written_is_an_error(run_remote: RunRemote, tmp
     (tmp_path / "file").write_text("no directory")
 
     async def scenario(it: Remote) -> None:
+        await it.engine.profile(True)
         with pytest.raises(RuntimeError) as failed:
             await it.engine.profile(False)
         assert type(failed.value) is RuntimeError

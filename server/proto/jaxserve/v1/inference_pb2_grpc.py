@@ -136,7 +136,7 @@ class InferenceServicer:
     def StartProfile(self, request, context):
         """Starts or stops a capture of jax's profiler on every host, into the directory of `--profile`. For operators, if the
         server asks for keys. FAILED_PRECONDITION without `--profile`, and in the wrong order. StopProfile answers once host
-        0 has written its capture. A capture that nobody stops ends after 60 seconds.
+        0 has written its capture. A capture that nobody stops ends after 10 seconds.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
