@@ -41,6 +41,7 @@ events = st.builds(
     st.none() | floats,
     st.none() | texts,
     st.none() | texts,
+    embedding=st.lists(floats, max_size=3).map(tuple),
 )
 plain_events = st.builds(
     lambda name, tokens, cached: TokenEvent(
