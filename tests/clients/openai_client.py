@@ -24,6 +24,10 @@ class GetWeather(BaseModel):
 tool = pydantic_function_tool(GetWeather)
 chats = demo.chat.completions
 
+# Embeddings, which this client asks for in base64
+embedded = demo.embeddings.create(model="demo", input=["Mr. Darcy", "a fine day"]).data
+assert abs(sum(value * value for value in embedded[1].embedding) - 1) < 1e-3
+
 # Whole, streamed, and parsed
 required = {"model": "demo", "messages": ASKED, "tools": [tool], "parallel_tool_calls": False}
 answer = chats.create(**required, tool_choice="required", seed=1)

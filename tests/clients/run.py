@@ -1,14 +1,16 @@
 """Runs other people's clients as they come: `python -m tests.clients.run [NAME ...]`.
 
-Each `NAME_client.py` here is a script that names its packages in its first lines (PEP 723). It runs in an environment
-of its own, `.venv-clients/NAME`, which is made on first use, and gets the URLs of two servers: one of the demo model,
-and one that answers a chat with its last message, so that a script says what the model says.
+Each `NAME_client.py` or `NAME_client.mjs` here is a script that names its packages in its first lines (PEP 723, or
+`// npm: ...`). It runs in an environment of its own, `.venv-clients/NAME`, which is made on first use. Its arguments
+are the URLs of two servers and the gRPC address of the first: one of the demo model, and one that answers a chat with
+its last message, so that a script says what the model says.
 """
 
 from __future__ import annotations
 
 import contextlib
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -30,59 +32,76 @@ ECHO = "{# <tool_call> #}{% if tools %}{% endif %}{{ messages[-1].content }}"
 
 def packages(script: Path) -> list[str]:
     """The packages that a script names."""
-    block = re.search(r"(?m)^# /// script\n((?:#.*\n)+?)# ///$", script.read_text(encoding="utf-8"))
+    text = script.read_text(encoding="utf-8")
+    if script.suffix == ".mjs":
+        return text.partition("\n")[0].removeprefix("// npm: ").split()
+    block = re.search(r"(?m)^# /// script\n((?:#.*\n)+?)# ///$", text)
     assert block is not None, script
     return tomllib.loads(re.sub("(?m)^# ?", "", block[1]))["dependencies"]
 
 
-def python_with(name: str, wanted: list[str]) -> Path:
-    """The interpreter of a client's environment. Raises CalledProcessError if a package cannot be installed."""
-    folder = ENVIRONMENTS / name
+def command_of(script: Path, wanted: list[str]) -> list[str | Path]:
+    """The command that runs a script in its environment. Raises CalledProcessError if a package cannot be installed."""
+    folder = ENVIRONMENTS / name_of(script)
     python, stamp = folder / "bin" / "python", folder / "installed"
-    if not stamp.exists() or stamp.read_text() != "\n".join(wanted):
+    is_there = stamp.exists() and stamp.read_text() == "\n".join(wanted)
+    if script.suffix == ".mjs":
+        if not is_there:
+            folder.mkdir(parents=True, exist_ok=True)
+            subprocess.run(["npm", "install", "--silent", "--no-save", "--prefix", folder, *wanted], check=True)
+            stamp.write_text("\n".join(wanted))
+        shutil.copy(script, folder)  # node looks for packages beside the script
+        return ["node", folder / script.name]
+    if not is_there:
         venv.create(folder, clear=True)
         pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--disable-pip-version-check"]
         subprocess.run([*pip, *wanted], check=True)
         stamp.write_text("\n".join(wanted))
-    return python
+    return [python, script]
+
+
+def name_of(script: Path) -> str:
+    return script.stem.removesuffix("_client")
 
 
 @contextlib.contextmanager
-def server(*command: str) -> Iterator[str]:
-    """A server's URL, once it is ready."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    process = subprocess.Popen([sys.executable, "-m", *command, "--port", "0", "--http-port", str(port)], cwd=ROOT)
+def server(*command: str) -> Iterator[tuple[str, str]]:
+    """A server's URL and its gRPC address, once it is ready."""
+    with socket.create_server(("127.0.0.1", 0)) as first, socket.create_server(("127.0.0.1", 0)) as second:
+        port, http_port = (str(free.getsockname()[1]) for free in (first, second))
+    process = subprocess.Popen([sys.executable, "-m", *command, "--port", port, "--http-port", http_port], cwd=ROOT)
     try:
-        url, until = f"http://127.0.0.1:{port}", time.monotonic() + SECONDS
+        url, until = f"http://127.0.0.1:{http_port}", time.monotonic() + SECONDS
         while True:
             with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health"):
                 break
             assert process.poll() is None
             assert time.monotonic() < until
             time.sleep(0.2)
-        yield url
+        yield url, f"127.0.0.1:{port}"
     finally:
         process.terminate()
         process.wait()
 
 
 def main(names: list[str]) -> int:
-    scripts = {path.stem.removesuffix("_client"): path for path in sorted(FOLDER.glob("*_client.py"))}
+    scripts = {name_of(path): path for path in sorted(FOLDER.glob("*_client.*"))}
     with tempfile.NamedTemporaryFile("w", suffix=".jinja") as template:
         template.write(ECHO)
         template.flush()
         with (
-            server("server.commands.cli", "serve") as demo,
-            server("tests.server.serve_fake", "--chat-template", template.name) as echo,
+            server("server.commands.cli", "serve") as (demo, grpc_address),
+            server("tests.server.serve_fake", "--chat-template", template.name) as (echo, _),
             ThreadPoolExecutor(2) as installers,
         ):
             results = {}
             wanted_by = {name: packages(scripts[name]) for name in names or scripts}
-            pythons = {name: installers.submit(python_with, name, wanted) for name, wanted in wanted_by.items()}
+            commands = {
+                name: installers.submit(command_of, scripts[name], wanted) for name, wanted in wanted_by.items()
+            }
             for name, wanted in wanted_by.items():
                 try:
-                    command = [pythons[name].result(), scripts[name], demo, echo]
+                    command = [*commands[name].result(), demo, echo, grpc_address]
                     results[name] = "works" if subprocess.run(command, timeout=SECONDS).returncode == 0 else "FAILS"
                 except subprocess.CalledProcessError:
                     results[name] = "cannot be installed"
