@@ -9,6 +9,7 @@ The file has a table for each tenant. A key is written as it is or as its SHA-25
     rate = 10        # requests a second; default: no limit
     burst = 20       # requests that may come at once; default: those of one second
     shared_prefixes = true  # with other tenants that have this; default: false
+    max_priority = 0 # the highest `priority` that its calls may ask for; default: no limit
     operator = true  # sees everybody's iterations in /live and KV events, may profile; default: false
 """
 
@@ -41,8 +42,8 @@ _log = logging.getLogger(__name__)
 
 _LONGEST_KEY = 1024  # bytes
 _CHECK_SECONDS = 1.0  # how often the file is checked for changes
-_FIELDS = ("keys", "share", "rate", "burst", "shared_prefixes", "operator")
-_NUMBERS = _FIELDS[1:4]
+_FIELDS = ("keys", "share", "rate", "burst", "shared_prefixes", "operator", "max_priority")
+_NUMBERS, _CHOICES = _FIELDS[1:4], _FIELDS[4:6]
 _DENIED = "an API key is required: send `authorization: Bearer KEY`"
 
 
@@ -57,6 +58,7 @@ class Tenant:
       shared_prefixes: whether it shares cached prefixes with the other tenants that do. Who shares them can find out,
         by `cached_tokens` and by the time to the first token, whether another has sent a prompt.
       operator: whether it sees what the engine does for all tenants, iteration by iteration, and may profile it.
+      max_priority: the highest priority that its calls may ask for; None for no limit.
     """
 
     name: str
@@ -65,6 +67,7 @@ class Tenant:
     burst: float = 1.0
     shared_prefixes: bool = False
     operator: bool = False
+    max_priority: int | None = None
 
     def salt(self, given: str) -> str:
         """The salt of this tenant's cached prefixes, for a call with the salt `given`.
@@ -229,17 +232,20 @@ def _tenant(path: Path, name: str, table: Any) -> tuple[Tenant, list[Any]]:
         value = table.get(number, 1)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
             raise ValueError(f"{path}: {name} has {number} {value!r}; it must be a number above 0")
-    choices = {choice: table.get(choice, False) for choice in _FIELDS[4:]}
+    choices = {choice: table.get(choice, False) for choice in _CHOICES}
     for choice, value in choices.items():
         if not isinstance(value, bool):
             raise ValueError(f"{path}: {name} has {choice} {value!r}; it must be true or false")
+    highest = table.get("max_priority")
+    if highest is not None and (type(highest) is not int or highest < 0):
+        raise ValueError(f"{path}: {name} has max_priority {highest!r}; it must be a whole number of at least 0")
     keys = table.get("keys")
     if not isinstance(keys, list) or not keys:
         raise ValueError(f'{path}: {name} has no keys; write keys = ["..."]')
     rate = table.get("rate")
     burst = table.get("burst", max(1.0, rate or 1.0))
     limits = {"share": table.get("share", 1.0), "rate": rate, "burst": max(1.0, burst)}
-    return Tenant(name=name, **choices, **limits), keys
+    return Tenant(name=name, max_priority=highest, **choices, **limits), keys
 
 
 def _digest(path: Path, name: str, key: Any) -> bytes:

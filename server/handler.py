@@ -114,6 +114,11 @@ class RequestHandler:
     def _check_open(self, call: Call) -> None:
         if len(call.id) > _LONGEST_ID:
             raise errors.invalid("request_id", f"is longer than {_LONGEST_ID} characters")
+        highest = call.tenant.max_priority
+        if highest is not None and call.priority > highest:
+            raise errors.invalid(
+                "priority", f"priority: is {call.priority}; with this API key it may be at most {highest}"
+            )
         if self.closed is not None:
             raise errors.unavailable(self.closed, None if self._closed is not None else errors.RETRY_SECONDS)
 

@@ -102,7 +102,14 @@ def test_key_file_is_read_again(path: Path, caplog: pytest.LogCaptureFixture) ->
         ('[a]\nkeys = ["sha256:abcdef"]', "begins with sha256: but 64 hex digits do not follow"),
         (
             '[a]\nkeys = ["long-enough"]\nrates = 3',
-            "a has rates; the fields are keys, share, rate, burst, shared_prefixes, operator",
+            "a has rates; the fields are keys, share, rate, burst, shared_prefixes, operator, max_priority",
+        ),
+        *(
+            (
+                f'[a]\nkeys = ["long-enough"]\nmax_priority = {value}',
+                f"a has max_priority {said}; it must be a whole number of at least 0",
+            )
+            for value, said in (("-1", "-1"), ("1.5", "1.5"), ("true", "True"))
         ),
         (
             '[a]\nkeys = ["long-enough"]\nshared_prefixes = 1',
@@ -274,6 +281,29 @@ def test_callers_without_keys_share_prefixes() -> None:
     assert auth.ANYBODY.salt("mine") == "mine"
     salts = {auth.Tenant(name=name, shared_prefixes=shared).salt("") for name in "ab" for shared in (False, True)}
     assert len(salts) == 3
+
+
+def test_priority_is_capped_by_key(serve: Any, path: Path) -> None:
+    lines = [f'[{name}]\nkeys = ["key-of-{name}"]\n' for name in ("free", "two", "none")]
+    path.write_text(lines[0] + lines[1] + "max_priority = 2\n" + lines[2] + "max_priority = 0\n")
+
+    async def scenario(it: Any) -> None:
+        async def refused(name: str, priority: int, **fields: Any) -> str:
+            request = pb.GenerateRequest(prompt="abc", max_tokens=1, priority=priority, **fields)
+            try:
+                await it.stub.Generate(request, metadata=[("x-api-key", f"key-of-{name}")])
+            except grpc.aio.AioRpcError as error:
+                assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+                return error.details() or ""
+            return ""
+
+        told = "priority: is 3; with this API key it may be at most 2"
+        assert [await refused("two", priority) for priority in (-9, 2, 3)] == ["", "", told]
+        assert await refused("two", 3, use_beam_search=True) == told
+        assert [bool(await refused("none", priority)) for priority in (-1, 0, 1)] == [False, False, True]
+        assert await refused("free", 2**31 - 1) == ""
+
+    serve(scenario, app={"keys": ApiKeys(path)})
 
 
 def test_only_operators_see_iterations(serve: Any, path: Path) -> None:
