@@ -116,9 +116,7 @@ class RequestHandler:
             raise errors.invalid("request_id", f"is longer than {_LONGEST_ID} characters")
         highest = call.tenant.max_priority
         if highest is not None and call.priority > highest:
-            raise errors.invalid(
-                "priority", f"priority: is {call.priority}; with this API key it may be at most {highest}"
-            )
+            raise InvalidRequest("priority", f"is {call.priority}; with this API key it may be at most {highest}")
         if self.closed is not None:
             raise errors.unavailable(self.closed, None if self._closed is not None else errors.RETRY_SECONDS)
 
