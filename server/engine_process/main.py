@@ -2,9 +2,9 @@
 
     python -m server.engine_process.main DESCRIPTOR
 
-The front starts it and keeps the other end of the socket. It ends with its front: when the socket closes, and on Linux
-also by a signal of the kernel, in case all its threads hang. It ignores SIGINT and SIGTERM, which a terminal or a
-service manager sends to both processes, because the front drains first.
+The front starts it and keeps the other end of the socket. It ends with its front, also while it loads or compiles: when
+the socket closes, and on Linux also by a signal of the kernel, in case all its threads hang. It ignores SIGINT and
+SIGTERM, which a terminal or a service manager sends to both processes, because the front drains first.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import faulthandler
 import logging
+import select
 import signal
 import socket
 import sys
@@ -59,9 +60,9 @@ def main(make: MakeEngine | None = None) -> int:
       The exit code (`exit_codes`).
     """
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    _follow_front()
     with socket.socket(fileno=int(sys.argv[-1])) as channel:
         channel.set_inheritable(False)
+        _follow_front(channel)
         try:
             return _serve(channel, make or _make)
         except BadFrame as problem:
@@ -69,13 +70,21 @@ def main(make: MakeEngine | None = None) -> int:
             end_process(exit_codes.BAD_FRAME)
 
 
-def _follow_front() -> None:
+def _follow_front(channel: socket.socket) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL, 0, 0, 0)
+    threading.Thread(target=_end_with_front, args=(channel,), name="jaxserve-front", daemon=True).start()
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # shows where the threads of a hanging engine are
+
+
+def _end_with_front(channel: socket.socket) -> None:
+    poll = select.poll()
+    poll.register(channel, 0)  # only its end is reported
+    poll.poll()
+    end_process(exit_codes.FRONT_GONE)
 
 
 def _make(job: EngineJob, progress: Progress) -> Engine:

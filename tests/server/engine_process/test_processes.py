@@ -149,6 +149,16 @@ def test_ends_with_its_front_but_not_by_signal(engine: Any) -> None:
     assert it.process.wait(WAIT_SECONDS) == exit_codes.FRONT_GONE
 
 
+def test_ends_with_its_front_while_it_loads(engine: Any, tmp_path: Path) -> None:
+    """Nobody reads the socket then, and the process that started it is alive."""
+    it = engine(waits_for=str(tmp_path / "never"))
+    job = EngineJob.of("fake", EngineConfig())
+    it.channel.sendall(messages.to_engine(start=messages.to_json(EngineJob, job)))
+    assert it.read()[0] == "progress"
+    it.channel.close()
+    assert it.process.wait(WAIT_SECONDS) == exit_codes.FRONT_GONE
+
+
 @pytest.mark.parametrize(
     "garbage",
     [
