@@ -52,10 +52,12 @@ def _missing(plan: Plan, what: str) -> _Fact:
 
 def _facts(plan: Plan) -> dict[str, _Fact]:
     """Every value of a plan by name."""
+    named = {axis for part in parameters_of(plan).values() for axis in part.axes}
     facts: dict[str, _Fact] = {
         f"[{title}] {axis}": (target or "none", None)
         for title, rules in plan.deployment.spec.sections().items()
         for axis, target in rules.items()
+        if title != "axes" or axis in named  # a rule that no parameter follows changes nothing
     }
     facts |= {name: (text, None) for name, text in padding(plan).items()}
     for name, part in parameters_of(plan).items():

@@ -170,9 +170,16 @@ def _instructions(text: str) -> Iterator[tuple[str, list[tuple[str, int]], str]]
         if match is None or inside:
             continue
         arrays = [(f"{a['dtype']}[{a['sizes']}]", _nbytes(a)) for a in _ARRAY.finditer(match["shape"])]
-        if match["start"] and len(arrays) > 1:
-            arrays = arrays[len(arrays) // 2 :] if match["op"] in KINDS else arrays[:1]  # (operands, results)
+        if match["start"] and match["op"] != "all-reduce":  # of which the results are all there is
+            arrays = _results(arrays, match["op"])
         yield match["op"], arrays, line
+
+
+def _results(arrays: list[tuple[str, int]], op: str) -> list[tuple[str, int]]:
+    """The results of a start whose arrays are operands, as many results and, for permutes, two contexts of u32[]."""
+    if op == "collective-permute":
+        arrays = [each for each in arrays if each[0] != "u32[]"]
+    return arrays[len(arrays) // 2 :] if op in KINDS else arrays[:1]
 
 
 def _nbytes(array: re.Match[str]) -> int:

@@ -103,12 +103,22 @@ def _plan(args: argparse.Namespace, deployment: Deployment, out: Console) -> dic
 
     from jaxserve.plan import comparison, plan_page, plan_report
 
-    (predicted, plan, stages), answers = _predict(args, deployment, args.compile), {}
-    sections = [plan_report.compiled(predicted, stages)] if stages else []
+    labels = _label(args.sharding), _label(args.against)
+    try:
+        predicted, plan, stages = _predict(args, deployment, args.compile)
+    except ValueError as problem:
+        if args.against is None:
+            raise
+        console.say(f"{labels[0]} is not possible: {problem}\nso {labels[1]} is compared with nothing")
+        alone = argparse.Namespace(**vars(args) | {"sharding": args.against, "against": None})
+        return _plan(alone, make_deployment(alone, context=args.context), out)
+    sections, answers = [plan_report.compiled(predicted, stages)] if stages else [], {}
     if args.against is not None:
         spec = _spec(deployment.config.family, args.against)
-        _, other, _ = _predict(args, replace(deployment, spec=spec), False)
-        labels = _label(args.sharding), _label(args.against)
+        try:
+            _, other, _ = _predict(args, replace(deployment, spec=spec), False)
+        except ValueError as problem:
+            raise ValueError(f"{labels[1]} is not possible: {problem}") from None
         differences = comparison.differences(plan, other)
         answers["against"] = [
             {name: getattr(each, name) for name in ("what", "ours", "theirs")} for each in differences

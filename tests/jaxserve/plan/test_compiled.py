@@ -77,6 +77,9 @@ HLO = """
   %c = f32[8]{0} all-gather-done(%b)
   ROOT %d = (f32[8,128]{1,0}, bf16[2,2]{1,0:T(8,128)(2,1)}) all-reduce(%p, %q)
   %e = f32[8,128]{1,0} all-reduce(%z), to_apply=%add
+  %f = (bf16[4,8]{1,0:T(8,128)}, bf16[4,8]{1,0:T(8,128)}, u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%v)
+  %g = (f32[8]{0}, f32[16]{0}) all-reduce-start(%s, %t), to_apply=%add
+  %h = ((f32[2]{0}, f32[4]{0}), (f32[8]{0}, f32[16]{0})) all-gather-start(%s, %t), dimensions={0}
 """
 
 
@@ -85,6 +88,9 @@ def test_collectives_are_found_in_a_module():
         compiled.CollectiveOp("all-reduce", "f32[8,128]", 4096, 2),
         compiled.CollectiveOp("all-gather", "f32[8]", 32, 1),
         compiled.CollectiveOp("all-reduce", "f32[8,128], bf16[2,2]", 4104, 1),
+        compiled.CollectiveOp("collective-permute", "bf16[4,8]", 64, 1),
+        compiled.CollectiveOp("all-reduce", "f32[8], f32[16]", 96, 1),
+        compiled.CollectiveOp("all-gather", "f32[8], f32[16]", 96, 1),
     ]
 
 

@@ -100,6 +100,16 @@ def test_two_specs_are_told_by_their_differences():
     assert "default and same.toml give the same plan" in printed(comparison.section([], ("default", "same.toml")).show)
 
 
+def test_a_rule_that_no_parameter_follows_is_no_difference():
+    for entries, told in ((BLOOM, False), (LLAMA, True)):  # where each head has its own keys, none is on kv_heads
+        default = specs.default(entries["model_type"])
+        changed = dataclasses.replace(default, rules={**default.rules, "kv_heads": "tensor", "vocab": None})
+        before, after = (predict(question(entries, spec, tensor=4)) for spec in (default, changed))
+        named = {each.what for each in comparison.differences(before, after)}
+        assert ("[axes] kv_heads" in named) is told
+        assert "[axes] vocab" in named
+
+
 @pytest.fixture(scope="module")
 def undecided():
     return predict(question(BLOOM, dataclasses.replace(SPEC, activations={"tokens": "tensor"}), tensor=4))

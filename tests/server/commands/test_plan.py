@@ -60,6 +60,19 @@ def test_two_specs_are_compared(capsys, whole):
     assert {"what": "[axes] vocab", "ours": "none", "theirs": "tensor"} in told["against"]
 
 
+def test_an_impossible_spec_is_named_and_the_other_is_planned(capsys, tmp_path):
+    spec = tmp_path / "padded.toml"
+    spec.write_text("[pad]\nheads = true\nffn = true\n")
+    asked = [*ASKED[:3], "--topology", "h200:8", "--tensor", "6", "--buckets", "8"]
+    assert cli.main([*asked, "--against", str(spec)]) == 0
+    told = capsys.readouterr()
+    assert "default is not possible: layers.0.down.kernel: axis 'ffn' of size 4096 does not divide" in told.err
+    assert "padded.toml is compared with nothing" in told.err
+    assert "heads 16 padded to 18" in told.out
+    assert cli.main([*asked, "--sharding", str(spec), "--against", "default"]) == 2
+    assert "default is not possible: layers.0.down.kernel" in capsys.readouterr().err
+
+
 def test_unknown_collectives_have_no_rate(capsys, tmp_path):
     spec = tmp_path / "tokens.toml"
     spec.write_text('[activations]\ntokens = "tensor"\n')
