@@ -120,6 +120,11 @@ class IterationPlan:
         return sum(chunk.length for chunk in self.chunks)
 
     @property
+    def num_rows(self) -> int:
+        """Number of rows."""
+        return len(self.chunks)
+
+    @property
     def num_decodes(self) -> int:
         """Number of decodes (chunks of one token that sample)."""
         return sum(chunk.length == chunk.samples for chunk in self.chunks)

@@ -237,16 +237,23 @@ class Roofline:
             )
             self._links.append((by_token + load.hop_bytes / topology.hop_bandwidth(load.tensor), by_row))
 
-    def __call__(self, chunks: Sequence[tuple[int, int]], bucket: int = 0) -> list[Seconds]:
+    def __call__(
+        self, chunks: Sequence[tuple[int, int]], bucket: int = 0, decodes: tuple[int, int] = (0, 0)
+    ) -> list[Seconds]:
         """Seconds of an iteration of chunks (start, length), by stage; one logit row per chunk.
 
         Args:
           bucket: tokens of the bucket; 0 for no padding.
+          decodes: number of chunks of length 1 that are not listed and are within all windows; sum of their starts.
         """
-        tokens = sum(length for _, length in chunks)
-        attended = {window: reads(chunks, window) for window in self._windows}
+        rows, starts = decodes
+        tokens = sum([length for _, length in chunks], rows)
+        attended = {}
+        for window in self._windows:
+            slots, pairs = reads(chunks, window)
+            attended[window] = slots + starts + rows, pairs + starts + rows
         return [
-            self._stage(load, links, tokens, max(tokens, bucket), len(chunks), attended)
+            self._stage(load, links, tokens, max(tokens, bucket), rows + len(chunks), attended)
             for load, links in zip(self._loads, self._links, strict=True)
         ]
 

@@ -46,6 +46,7 @@ def make_scheduler(
     groups: CacheGroups,
     eos_token_ids: frozenset[int],
     drafter: Drafter | None = None,
+    kind: type[Scheduler] = Scheduler,
 ) -> Scheduler:
     """A new scheduler over a new slot pool.
 
@@ -54,6 +55,7 @@ def make_scheduler(
       slot_milliseconds: added milliseconds of an iteration per slot that it reads.
       n_blocks / groups: the engine's final sizes, whatever `config` asks for; the blocks of the first group.
       drafter: the draft model, if there is one.
+      kind: what to make, unless batches are static.
     """
     chunk = fixed_chunk(config, [cost.size for cost in costs], groups.block_size)
     ladder = BucketLadder(costs)
@@ -85,7 +87,7 @@ def make_scheduler(
         prefix_cache=config.prefix_cache,
         prefix_blocks=None if chunk is None else chunk // groups.block_size,
     )
-    return (StaticBatchScheduler if is_static else Scheduler)(
+    return (StaticBatchScheduler if is_static else kind)(
         pool,
         ladder,
         max_rows=config.max_rows,

@@ -28,6 +28,15 @@ class PlanBuilder:
         self.drafts: list[int] = []
         self.pooled: list[PooledRange] = []
 
+    @property
+    def decodes(self) -> int:
+        """Rows that decode, before prompts are added."""
+        return len(self.states)
+
+    def slots_read(self, window: int | None) -> int:
+        """Slots that the decodes read, each at most `window`."""
+        return sum([state.length if window is None else min(state.length, window) for state in self.states])
+
     def add(self, state: RequestState, chunk: Chunk) -> None:
         """Add a request's chunk."""
         self.states.append(state)

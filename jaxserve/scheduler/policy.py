@@ -94,7 +94,7 @@ class DefaultTokenBudget:
 
         Deferred samples are not counted, because they have hardly anything left to compute.
         """
-        decodes = len(plan.states)
+        decodes = plan.decodes
         if self._batches > 1:  # an iteration delays the rows of all plans in flight, which have about equally many each
             decodes = max(decodes, -(-(len(requests.running) - len(plan.prompts)) // self._batches))
         return self.budget(decodes, plan.prompt_tokens + requests.waiting.num_tokens + requests.preempted_tokens)
@@ -168,9 +168,11 @@ class ObjectiveTokenBudget(DefaultTokenBudget):
 
     def prompt_budget(self, requests: RequestTable, plan: PlanBuilder, decode_budget: int) -> int:
         """Most tokens of the next iteration (see `paced`)."""
-        rows = plan.states if self._batches == 1 else _decoding(requests)
-        reads = sum(state.length if self._window is None else min(state.length, self._window) for state in rows)
-        share = -(-len(rows) // self._batches)
+        rows = plan
+        if self._batches > 1:
+            rows = PlanBuilder()
+            rows.states = _decoding(requests)
+        share, reads = -(-rows.decodes // self._batches), rows.slots_read(self._window)
         prompts = sum(state.length for state in plan.prompts) + requests.waiting_tokens
         if (paced := self.paced(share, prompts, reads / self._batches)) is not None:
             return max(paced, decode_budget) if self._batches > 1 else paced

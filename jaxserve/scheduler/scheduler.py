@@ -180,12 +180,12 @@ class Scheduler:
         last = self._in_flight[-1] if self._in_flight and not self._exclusive else None
         if self.drafting and last and (last.drafted or self.drafting.is_next(self.requests, self._max_rows, budget)):
             return None  # `last` may yield several tokens per row, or the next plan should carry drafts
-        plan = PlanBuilder()
+        plan = self._new_plan()
         may_admit = self._gather_running(plan, budget)
         budget = self.policy.prompt_budget(self.requests, plan, budget)
         if may_admit:
             self._admit(plan, budget)
-        decodes = len(plan.states)
+        decodes = plan.decodes
         if not decodes and not plan.prompts:
             return None
         if self.drafting is not None and not plan.prompts:
@@ -241,25 +241,29 @@ class Scheduler:
             if state.phase != Phase.ENDED:
                 self.requests.take_back_token(state)
 
+    def _new_plan(self) -> PlanBuilder:
+        return PlanBuilder()
+
     def _gather_running(self, plan: PlanBuilder, budget: int) -> bool:
         """Add the decodes and find the prompts that have begun.
 
         Returns whether requests may be admitted.
         """
         may_admit = not self.requests.num_preempted
-        states, chunks, running = plan.states, plan.chunks, Phase.RUNNING  # looked up once for all rows
+        states, chunks, prompts = plan.states, plan.chunks, plan.prompts  # looked up once for all rows
+        running, exclusive, max_rows, new = Phase.RUNNING, self._exclusive, self._max_rows, tuple.__new__
         for state in self.requests.by_turn():
-            if (self._exclusive and state.in_flight) or state.phase != running:  # an earlier one preempted it
+            if state.phase is not running or (exclusive and state.in_flight):  # an earlier one preempted it
                 continue
-            if len(states) + len(plan.prompts) == self._max_rows:
+            if len(states) + len(prompts) == max_rows:
                 break
             start = state.computed
             if state.length - start > 1:
-                plan.prompts.append(state)
+                prompts.append(state)
                 plan.prompt_tokens += state.length - start
                 continue
             # However small the budget, decodes leave one token for the prompt of an earlier request.
-            if len(states) >= (budget - 1 if plan.prompts else budget):
+            if len(states) >= (budget - 1 if prompts else budget):
                 continue
             if start >= state.allocation.capacity:
                 if self.pool.shortage(state.allocation, start + 1):
@@ -267,10 +271,10 @@ class Scheduler:
                     if self.requests.num_finishing:
                         continue  # blocks become free when a plan in flight completes
                 self._extend(plan, state, start + 1)
-                if state.phase != running:
+                if state.phase is not running:
                     continue
             states.append(state)
-            chunks.append(Chunk(state.row, start, 1, True))
+            chunks.append(new(Chunk, (state.row, start, 1, True)))  # half the time of Chunk(...)
         return may_admit
 
     def _admit(self, plan: PlanBuilder, budget: int) -> None:
@@ -279,8 +283,8 @@ class Scheduler:
         No request overtakes the first that has to wait.
         """
         requests = self.requests
-        rows = min(len(requests.free_rows), self._max_rows - len(plan.states) - len(plan.prompts))
-        tokens = len(plan.states) + plan.prompt_tokens
+        rows = min(len(requests.free_rows), self._max_rows - plan.decodes - len(plan.prompts))
+        tokens = plan.decodes + plan.prompt_tokens
         while rows > 0 and tokens < budget:
             state = requests.waiting.first()
             if state is None:
@@ -296,7 +300,7 @@ class Scheduler:
             tokens += state.length - state.computed
             plan.prompts.append(state)
             requests.waiting.charge_prompt(state)
-        plan.prompt_tokens = tokens - len(plan.states)
+        plan.prompt_tokens = tokens - plan.decodes
 
     def _fill_with_prompts(self, plan: PlanBuilder, room: int) -> None:
         """Share `room` tokens among the prompts in order."""
@@ -338,10 +342,11 @@ class Scheduler:
         scores: dict[int, ScoredRange] = {}
         pooled: dict[int, int] = {}
         self.requests.waiting.charge_samples(builder.states, builder.chunks)
+        constrained = None if self._fixed_chunk is None else SamplerVariant.CONSTRAINED
         for index, (state, (_, start, length, samples)) in enumerate(zip(builder.states, builder.chunks, strict=True)):
             state.in_flight += 1
             state.computed = end = start + (length if samples < 2 else 1)  # drafts are not accepted yet
-            if state.scored < state.score_end and state.scored < end:
+            if state.score_end and state.scored < min(end, state.score_end):
                 last = min(end, state.score_end)
                 scores[index] = ScoredRange(state.scored + 1, last, flat + state.scored - start)
                 state.scored = last
@@ -352,11 +357,10 @@ class Scheduler:
                 state.to_pool = last
             flat += length
             if samples:
-                variant = state.variant if self._fixed_chunk is None else SamplerVariant.CONSTRAINED
-                if variant > sampler:
+                if (variant := constrained or state.variant) > sampler:
                     sampler = variant
-                state.length += 1
-                if state.length == state.limit:
+                state.length = length = state.length + 1
+                if length == state.limit:
                     self.requests.finish(state)
         if self.pool.gives_back:
             chunks = zip(reversed(builder.states), reversed(builder.chunks), strict=True)  # the longer ones are last

@@ -54,6 +54,10 @@ class Outcome:
         """Tokens have come."""
         self.token_times.extend([now] * count)
 
+    def advance(self, times: Iterable[float]) -> None:
+        """A token has come at each of these times."""
+        self.token_times.extend(times)
+
     def ended(self, error: str | None = None) -> None:
         """The job has ended, or was refused."""
         self.error = error

@@ -18,6 +18,7 @@ from jaxserve.scheduler.kv_blocks import SlotPool
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.simulate import virtual_clock
 from jaxserve.simulate.outcome import Outcome, OutcomeTable, ShortOutcome
+from jaxserve.simulate.steady_rows import SteadyPlan, SteadyScheduler
 from jaxserve.simulate.virtual_clock import EOS, Arrival, HostTimes, SimulatedDevice, SimulatedReplica, StageSeconds
 
 # Contexts of the decodes in a bucket's cost, and for the cost of a longer one, as in the engine's measurement.
@@ -50,11 +51,12 @@ class SimulatedEngine:
         if self.config.speculate is not None:
             raise ValueError(f"speculate is {self.config.speculate}; the simulator has no text to draft from")
 
-    def scheduler(self) -> Scheduler:
+    def scheduler(self, kind: type[Scheduler] = Scheduler) -> Scheduler:
         """A new scheduler with these settings, of one replica."""
         return make_scheduler(
             self.config,
             self.costs,
+            kind=kind,
             slot_milliseconds=self.slot_milliseconds,
             n_blocks=self.slots // self.groups.block_size,
             groups=self.groups,
@@ -70,7 +72,7 @@ class SimulatedEngine:
         served = SimulationResult(slots=self.slots, stages=self.config.stages * self.replicas)
         replicas, devices = [], []
         for index in range(self.replicas):
-            scheduler = self.scheduler()
+            scheduler = self.scheduler(SteadyScheduler)
             devices.append(SimulatedDevice(self.seconds, self.config.stages))
             in_flight = self.config.in_flight or self.config.stages + 1
             watch = served.recorder(scheduler.pool, sampled=index == 0)
@@ -148,7 +150,7 @@ class SimulationResult:
             nonlocal before, count, every
             tokens, held, promised = plan.num_tokens, pool.slots_held, pool.slots_used
             self.sizes[tokens] += 1
-            self.rows = max(self.rows, len(plan.chunks))
+            self.rows = max(self.rows, plan.num_rows)
             self.padded += plan.bucket
             self.carried += tokens
             self.cached += pool.block_size * sum(len(each.blocks) for each in plan.admissions) // pool.n_groups
@@ -223,6 +225,7 @@ def iteration_seconds(roofline: Roofline, *, padded: bool) -> StageSeconds:
 
     def seconds(plan: IterationPlan) -> list[float]:
         chunks = [(start, length) for _, start, length, _ in plan.chunks]
-        return [stage.total for stage in roofline(chunks, plan.bucket if padded else 0)]
+        steady = (plan.steady, plan.starts) if isinstance(plan, SteadyPlan) else (0, 0)
+        return [stage.total for stage in roofline(chunks, plan.bucket if padded else 0, steady)]
 
     return seconds

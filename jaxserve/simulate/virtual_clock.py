@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -18,8 +19,9 @@ from jaxserve.scheduler import routing
 from jaxserve.scheduler.prefix_index import PrefixIndex
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.scheduler.state import allocation_of, check_fits
-from jaxserve.simulate.outcome import Outcome, OutcomeTable
+from jaxserve.simulate.outcome import GapCounts, Outcome, OutcomeTable
 from jaxserve.simulate.outputs import SimulatedOutputs
+from jaxserve.simulate.steady_rows import SteadyPlan, SteadyScheduler
 from jaxserve.simulate.workload import DrawnPrompt, Workload
 
 EOS = 1  # the token that ends a request before its limit
@@ -117,6 +119,8 @@ def serve_into(table: OutcomeTable, incoming: Sequence[Arrival], replicas: Seque
     """Serve every arrival as `serve` does, and keep the outcomes in a new table."""
     for arrival in incoming:
         table.add(arrival.time, len(arrival.prompt))
+    for replica in replicas:
+        replica.gaps = table.gaps
     _serve(incoming, replicas, partial(_TableOutcome, table))
 
 
@@ -141,6 +145,11 @@ class _TableOutcome:
             self._gaps.add(0.0, count - 1)
         self._end = now
         self.tokens += count
+
+    def advance(self, times: Sequence[float]) -> None:
+        """A token has come at each of these times; the gaps are counted."""
+        self.tokens += len(times)
+        self._end = times[-1]
 
     def ended(self, error: str | None = None) -> None:
         """The request has ended, or was refused."""
@@ -194,6 +203,11 @@ class _LiveRequest(NamedTuple):
     outcome: Outcome | _TableOutcome
     uncached: int  # prompt tokens that were outstanding at its arrival
 
+    @property
+    def last(self) -> int:
+        """Position of its last token."""
+        return len(self.arrival.prompt) + self.arrival.output - 1
+
 
 class SimulatedReplica:
     """Simulates `jaxserve.loop.EngineLoop` with a device that computes nothing but time.
@@ -213,13 +227,19 @@ class SimulatedReplica:
         """
         Args:
           scheduler: a new scheduler. If some request ends before its limit, its end-of-sequence token must be EOS.
+            With a `SteadyScheduler` outcomes are told of most tokens late.
           in_flight: largest number of iterations in flight.
         """
         self.scheduler = scheduler
         scheduler.outputs_of = partial(SimulatedOutputs, {})
+        if isinstance(scheduler, SteadyScheduler):
+            scheduler.last_of = lambda name: self._alive[name].last
+            scheduler.advanced = self._advanced
         self._device, self._in_flight, self._host, self._watch = device, in_flight, host or HostTimes(), watch
         self._now = 0.0
-        self._launched: deque[tuple[IterationPlan, IterationResult, float]] = deque()
+        self._launched: deque[tuple[IterationPlan, float]] = deque()
+        self._landed = array("d")  # the time when each plan's tokens came
+        self.gaps: GapCounts | None = None  # of the table that the outcomes are kept in, if they are
         self.submitted: list[Request] = []  # that the loop has not admitted yet
         self._alive: dict[str, _LiveRequest] = {}
         self._outstanding = 0
@@ -254,17 +274,21 @@ class SimulatedReplica:
             while len(self._launched) < self._in_flight and (plan := self.scheduler.schedule()) is not None:
                 self._now += self._host.launch
                 landing = self._device.launch(plan, self._now)
-                self._launched.append((plan, self._answer(plan), landing))
+                self._launched.append((plan, landing))
                 if self._watch is not None:
                     self._watch(plan, landing)
             if not self._launched:
                 return
-            landing = self._launched[0][2]
+            landing = self._launched[0][1]
             if self._host.polls and len(self._launched) < self._in_flight and self._now < until < landing:
                 return
-            plan, result, _ = self._launched.popleft()
+            plan, _ = self._launched.popleft()
             self._now = max(self._now, landing) + self._host.complete
-            self._deliver(self.scheduler.complete(plan, result))
+            steady = 0
+            if isinstance(plan, SteadyPlan):
+                plan = self._land(plan)
+                steady = plan.steady
+            self._deliver(self.scheduler.complete(plan, self._answer(plan)), steady)
 
     def _admit_submitted(self) -> None:
         for request in self.submitted:
@@ -282,8 +306,7 @@ class SimulatedReplica:
         count = len(plan.chunks)
         if self._early:
             for admission in plan.admissions:
-                arrival = self._alive[admission.request_id].arrival
-                self._last[admission.row] = len(arrival.prompt) + arrival.output - 1
+                self._last[admission.row] = self._alive[admission.request_id].last
             tokens = [EOS * (start + length >= self._last[row]) for row, start, length, _ in plan.chunks]
             if any(tokens):
                 return IterationResult(tokens=np.array(tokens, np.int32), logprobs=np.zeros(count, np.float32))
@@ -292,9 +315,21 @@ class SimulatedReplica:
             self._results[count] = IterationResult(tokens=zeros, logprobs=zeros.astype(np.float32))
         return self._results[count]
 
-    def _deliver(self, events: Iterable[TokenEvent]) -> None:
-        """Record the time of the events' tokens."""
-        settled, now, alive = 0, self._now, self._alive
+    def _land(self, plan: SteadyPlan) -> SteadyPlan:
+        """Note the time when a plan's tokens come. Returns it with the rows that have been listed since."""
+        assert isinstance(self.scheduler, SteadyScheduler)
+        plan = self.scheduler.landing(plan)
+        if plan.steady and self.gaps is not None:
+            self.gaps.add(self._now - self._landed[-1], plan.steady)
+        self._landed.append(self._now)
+        return plan
+
+    def _advanced(self, name: str, first: int, end: int) -> None:
+        self._alive[name].outcome.advance(self._landed[first:end])
+
+    def _deliver(self, events: Iterable[TokenEvent], steady: int) -> None:
+        """Record the time of the events' tokens; so many more rows got one."""
+        settled, now, alive = steady, self._now, self._alive
         for event in events:
             _, outcome, uncached = alive[event.request_id]
             if generated := len(event.token_ids):

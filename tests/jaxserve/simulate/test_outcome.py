@@ -20,7 +20,7 @@ def test_the_table_has_what_the_times_of_all_tokens_say(replicas, max_tokens):
     costs = tuple(BucketCost(size=n, compile_seconds=0.0, milliseconds=10.0 + n) for n in (2, 8, 32))
     made = SimulatedEngine(
         config=EngineConfig(max_rows=4, buckets=(2, 8, 32)),
-        seconds=lambda plan: [0.01 + 0.001 * plan.bucket + 1e-6 * len(plan.chunks)],
+        seconds=lambda plan: [0.01 + 0.001 * plan.bucket + 1e-6 * plan.num_rows],
         costs=costs,
         slots=256,
         groups=CacheGroups(block_size=4, max_context=64, n_rows=4, most_tokens=32),

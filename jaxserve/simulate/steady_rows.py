@@ -1,0 +1,248 @@
+"""A scheduler that leaves rows alone while all that happens to them is one more token in each iteration.
+
+Most rows of most iterations are such. The simulator counts them instead of listing them, so an iteration costs it time
+with the rows to which something else happens. Every decision is that of `Scheduler`.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import inf
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+from jaxserve.iteration import Chunk, IterationPlan, IterationResult, SamplerVariant
+from jaxserve.request import TokenEvent
+from jaxserve.scheduler.kv_blocks import SlotPool
+from jaxserve.scheduler.plan_builder import PlanBuilder
+from jaxserve.scheduler.scheduler import Scheduler
+from jaxserve.scheduler.state import Phase, RequestState
+
+_by_key = attrgetter("key")
+_LEAST = 3  # plans that a row must be steady for; for fewer it costs more to count it than to list it
+
+
+def _key_of_state(due: tuple[RequestState, int]) -> tuple[float, int]:
+    return due[0].key
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SteadyPlan(IterationPlan):
+    """A plan with rows that decode beside its chunks.
+
+    Attributes:
+      steady: number of these rows.
+      starts: sum of the positions that they compute.
+      listed: how many of the chunks are decodes; they come first.
+    """
+
+    steady: int
+    starts: int
+    listed: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens, without padding."""
+        return self.steady + sum([chunk.length for chunk in self.chunks])
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows."""
+        return self.steady + len(self.chunks)
+
+
+class _SteadyPlanBuilder(PlanBuilder):
+    """A plan under construction, to which the steady rows are added at the end."""
+
+    __slots__ = ("listed", "starts", "steady")
+
+    def __init__(self, steady: int, starts: int) -> None:
+        super().__init__()
+        self.steady, self.starts, self.listed = steady, starts, 0
+
+    @property
+    def decodes(self) -> int:
+        return self.steady + len(self.states)
+
+    def slots_read(self, window: int | None) -> int:
+        assert window is None
+        return self.starts + self.steady + super().slots_read(window)
+
+    def build(self, sequence: int, bucket: int, sampler: int, *, scoring: bool) -> SteadyPlan:
+        return SteadyPlan(
+            sequence=sequence,
+            bucket=bucket,
+            admissions=tuple(self.admissions),
+            chunks=tuple(self.chunks),
+            table_changes=tuple(self.changes),
+            sampler=None if sampler < 0 else SamplerVariant(sampler),
+            scoring=scoring,
+            steady=self.steady,
+            starts=self.starts,
+            listed=self.listed,
+        )
+
+
+class _SteadyRow(NamedTuple):
+    """A steady row: plan p computes its position `base + p`, from plan `first` on."""
+
+    state: RequestState
+    base: int
+    first: int
+
+
+class SteadyScheduler(Scheduler):
+    """`Scheduler`, with plans that are a `SteadyPlan`.
+
+    A row is steady from its first decode to before the plan that samples its last token. It is listed for good where
+    the scheduler might have to choose between rows: when blocks are short, when tenants take turns, or when not all
+    decodes fit.
+
+    Attributes:
+      last_of: the position of the last token that a request will have, by its id.
+      advanced: called with a request's id and two plans: it got a token from each plan from the first to before the
+        second while it was steady.
+    """
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        """Take the arguments of `Scheduler`."""
+        super().__init__(*args, **settings)
+        self.last_of: Callable[[str], int] = {}.__getitem__
+        self.advanced: Callable[[str, int, int], None] = lambda name, first, end: None
+        self._steady: dict[str, _SteadyRow] = {}
+        self._bases = 0  # their sum
+        # By plan: the steady rows that it ends or gives a block, and those whose block is complete when it lands.
+        self._ending: dict[int, list[_SteadyRow]] = {}
+        self._growing: dict[int, list[_SteadyRow]] = {}
+        self._publishing: dict[int, list[_SteadyRow]] = {}
+        self._listed_late: dict[int, list[Chunk]] = {}  # plan in flight -> chunks of rows that were steady in it
+
+    @property
+    def num_running(self) -> int:
+        """Requests with work in the batch or a last token in flight."""
+        return super().num_running + len(self._steady)
+
+    def abort(self, request_id: str) -> list[TokenEvent]:
+        """End a request now (see `Scheduler.abort`)."""
+        if request_id in self._steady:
+            self._list(self._steady[request_id])
+        return super().abort(request_id)
+
+    def schedule(self) -> IterationPlan | None:
+        """The next plan (see `Scheduler.schedule`)."""
+        if self._steady and len(self._in_flight) < self._most_in_flight:
+            for row in self._still_steady(self._ending, self._sequence):
+                self._list(row)
+            if not self._may_count(len(self.requests.running) + len(self._growing.get(self._sequence, ()))):
+                for row in list(self._steady.values()):
+                    self._list(row)
+        return super().schedule()
+
+    def landing(self, plan: SteadyPlan) -> SteadyPlan:
+        """The oldest plan in flight with the rows that were listed since it was launched, as `complete` takes it."""
+        late = self._listed_late.pop(plan.sequence, None)
+        if late is None:
+            return plan
+        starts = plan.starts - sum([chunk.start for chunk in late])
+        return replace(plan, chunks=(*plan.chunks, *late), steady=plan.steady - len(late), starts=starts)
+
+    def complete(self, plan: IterationPlan, result: IterationResult) -> list[TokenEvent]:
+        """Apply a result (see `Scheduler.complete`). It completes blocks of steady rows too."""
+        if plan.sequence in self._publishing:
+            assert isinstance(plan, SteadyPlan)
+            self._publish(plan)
+        return super().complete(plan, result)
+
+    def _publish(self, plan: SteadyPlan) -> None:
+        """Publish the blocks that a plan's decodes have completed: by key, as of equal blocks the first is kept."""
+        rows = self._still_steady(self._publishing, plan.sequence)
+        due = [(row.state, row.base + plan.sequence + 1) for row in rows]
+        for state, computed in due:
+            state.tokens += [0] * (computed - len(state.tokens))
+        for state, chunk in zip(self._in_flight[0].states[: plan.listed], plan.chunks, strict=False):
+            if state.phase is not Phase.ENDED and chunk.start + 1 >= state.allocation.publish_at:
+                due.append((state, chunk.start + 1))
+        for state, computed in sorted(due, key=_key_of_state):
+            self.pool.publish(state.allocation, computed)
+        for row in rows:
+            self._publishing.setdefault(int(row.state.allocation.publish_at) - 1 - row.base, []).append(row)
+
+    def _still_steady(self, rows: dict[int, list[_SteadyRow]], plan: int) -> list[_SteadyRow]:
+        """Take the rows of a plan that have not been listed meanwhile."""
+        return [row for row in rows.pop(plan, ()) if self._steady.get(row.state.name) is row]
+
+    def _may_count(self, blocks: int) -> bool:
+        """Whether the next plan takes every decode and needs no more blocks than there are.
+
+        Args:
+          blocks: free blocks that there must be where they come on demand.
+        """
+        pool, requests = self.pool, self.requests
+        if type(pool) is not SlotPool or self._exclusive or self._fixed_chunk is not None or self.drafting is not None:
+            return False
+        if requests.waiting.is_shared or self.num_running >= self.policy.decode_budget(requests):
+            return False
+        return pool.policy == "reserve" or pool.n_slots - pool.slots_used >= blocks * pool.block_size
+
+    def _new_plan(self) -> PlanBuilder:
+        return _SteadyPlanBuilder(len(self._steady), self._bases + len(self._steady) * self._sequence)
+
+    def _gather_running(self, plan: PlanBuilder, budget: int) -> bool:
+        assert isinstance(plan, _SteadyPlanBuilder)
+        for row in self._still_steady(self._growing, self._sequence):
+            self._extend(plan, row.state, row.base + self._sequence + 1)
+            self._growing.setdefault(self._sequence + self.pool.block_size, []).append(row)
+        may_admit = super()._gather_running(plan, budget)
+        plan.listed = len(plan.states)
+        return may_admit
+
+    def _launch(self, builder: PlanBuilder, bucket: int) -> IterationPlan:
+        plan = super()._launch(builder, bucket)
+        sampled = (state for state, chunk in zip(builder.states, builder.chunks, strict=True) if chunk.samples)
+        states = [state for state in sampled if self._lasts(state)]
+        if states and self._may_count(2 * self._max_rows):
+            for state in states:
+                self._count(state)
+            self.requests.running[:] = [state for state in self.requests.running if state.name not in self._steady]
+        return plan
+
+    def _lasts(self, state: RequestState) -> bool:
+        """Whether a row that decodes from now on does so for some plans."""
+        return state.phase is Phase.RUNNING and state.samples is None and self._end_of(state) >= _LEAST
+
+    def _end_of(self, state: RequestState) -> int:
+        """Plans from the next to the one that samples a row's last token."""
+        return min(state.limit - 2, self.last_of(state.name) - 1) - state.computed
+
+    def _count(self, state: RequestState) -> None:
+        """Make a row steady from the next plan on."""
+        allocation, size, first = state.allocation, self.pool.block_size, self._sequence
+        base = state.computed - first
+        row = self._steady[state.name] = _SteadyRow(state, base, first)
+        self._bases += base
+        self._ending.setdefault(first + self._end_of(state), []).append(row)
+        self._growing.setdefault(allocation.capacity - base, []).append(row)
+        if allocation.publish_at < inf:
+            publish_at = max(int(allocation.publish_at), (state.computed // size + 1) * size)  # the rest is in flight
+            self._publishing.setdefault(publish_at - 1 - base, []).append(row)
+
+    def _list(self, row: _SteadyRow) -> None:
+        """List a row again, in the next plan and in those in flight."""
+        state, base, first = row
+        del self._steady[state.name]
+        self._bases -= base
+        landed = self._in_flight[0].sequence if self._in_flight else self._sequence
+        state.tokens += [0] * (base + landed + 1 - len(state.tokens))
+        if landed > first:
+            self.advanced(state.name, first, landed)
+        for launched in self._in_flight:
+            if launched.sequence >= first:
+                launched.states.append(state)
+                chunk = Chunk(state.row, base + launched.sequence, 1, 1)
+                self._listed_late.setdefault(launched.sequence, []).append(chunk)
+                state.in_flight += 1
+        state.computed = base + self._sequence
+        state.length = state.computed + 1
+        insort(self.requests.running, state, key=_by_key)

@@ -1,0 +1,151 @@
+"""Rows that are only counted, against the scheduler that lists every row: the same outcomes to the bit."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxserve.config import EngineConfig
+from jaxserve.iteration import IterationPlan, IterationResult
+from jaxserve.request import FinishReason, Request
+from jaxserve.sampling_params import SamplingParams
+from jaxserve.scheduler.buckets import BucketCost
+from jaxserve.scheduler.cache_groups import CacheGroups
+from jaxserve.scheduler.scheduler import Scheduler
+from jaxserve.simulate.outcome import Outcome
+from jaxserve.simulate.steady_rows import SteadyPlan, SteadyScheduler
+from jaxserve.simulate.system import SimulatedEngine, SimulationResult
+from jaxserve.simulate.virtual_clock import Arrival, HostTimes
+
+SIZES = (2, 4, 8, 16, 32, 64)
+
+
+class Listing(SimulatedEngine):
+    """An engine whose scheduler lists every row of every plan."""
+
+    def scheduler(self, kind: type[Scheduler] = Scheduler) -> Scheduler:
+        return super().scheduler()
+
+
+def seconds(plan: IterationPlan) -> list[float]:
+    read = sum(chunk.start for chunk in plan.chunks)
+    if isinstance(plan, SteadyPlan):
+        read += plan.starts
+    return [0.01 + 0.001 * plan.bucket + 1e-5 * read + 1e-6 * plan.num_rows]
+
+
+@st.composite
+def engines(draw) -> SimulatedEngine:
+    rows, block = draw(st.integers(1, 12)), draw(st.sampled_from([1, 4, 16]))
+    config = EngineConfig(
+        max_rows=rows,
+        buckets=SIZES,
+        slot_policy=draw(st.sampled_from(["grow", "grow", "reserve"])),
+        prefix_cache=draw(st.booleans()),
+        in_flight=draw(st.sampled_from([None, 1])),
+        token_budget=draw(st.sampled_from([None, None, 8, 16])),
+        target_tpot=draw(st.sampled_from([None, 0.03, 0.06])),
+        order=draw(st.sampled_from(["slo", "fcfs"])),
+        replicas=draw(st.sampled_from([1, 1, 2])),
+    )
+    times = {"launch": 0.001, "complete": 0.002, "polls": True}
+    return SimulatedEngine(
+        config=config,
+        seconds=seconds,
+        costs=tuple(BucketCost(size=n, compile_seconds=0.0, milliseconds=10.0 + n, slots_read=8) for n in SIZES),
+        slot_milliseconds=0.01,
+        slots=draw(st.sampled_from([160, 320, 2048])),
+        groups=CacheGroups(block_size=block, max_context=160, n_rows=rows, most_tokens=64),
+        host=draw(st.sampled_from([None, HostTimes(**times)])),
+    )
+
+
+@st.composite
+def traffic(draw) -> list[Arrival]:
+    rng, count = np.random.default_rng(draw(st.integers(0, 10**6))), draw(st.integers(1, 60))
+    times = np.cumsum(rng.exponential(draw(st.sampled_from([0.001, 0.03, 0.2, 1.0])), count))
+    more, tenants, priorities = draw(st.sampled_from([0, 0, 9])), draw(st.integers(1, 2)), draw(st.integers(1, 2))
+    vocabulary, made = draw(st.sampled_from([1, 2, 99])), []
+    for time in times:
+        output = int(rng.integers(1, 90))
+        limit = output + more
+        prompt = rng.integers(vocabulary, size=int(rng.integers(1, 60)), dtype=np.int32)
+        tenant = "ab"[rng.integers(tenants)]
+        made.append(Arrival(float(time), prompt, output, limit, int(rng.integers(priorities)), tenant))
+    return made
+
+
+def figures(served: SimulationResult) -> list:
+    table, percents = served.outcomes, (1, 25, 50, 75, 95, 99, 100)
+    names = [field.name for field in dataclasses.fields(SimulationResult) if field.name != "outcomes"]
+    return [list(table), [table.gaps.percentile(each) for each in percents], *(getattr(served, name) for name in names)]
+
+
+def check(engine: SimulatedEngine, coming: list[Arrival]) -> None:
+    listing = Listing(**{field.name: getattr(engine, field.name) for field in dataclasses.fields(SimulatedEngine)})
+    times: tuple[list[Outcome], list[Outcome]] = ([], [])
+    for each, kept in zip((engine, listing), times, strict=True):
+        each.serve(coming, kept)
+    assert times[0] == times[1]
+    assert figures(engine.serve(coming)) == figures(listing.serve(coming))
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(engine=engines(), coming=traffic())
+def test_counted_rows_have_the_outcomes_of_listed_ones(engine, coming):
+    check(engine, coming)
+
+
+@pytest.mark.exhaustive
+@settings(max_examples=1500, deadline=None)
+@given(engine=engines(), coming=traffic())
+def test_counted_rows_have_the_outcomes_of_listed_ones_in_many_cases(engine, coming):
+    check(engine, coming)
+
+
+def test_most_rows_are_counted(monkeypatch):
+    counted, listed = 0, 0
+
+    def watched(plan: IterationPlan) -> list[float]:
+        nonlocal counted, listed
+        assert isinstance(plan, SteadyPlan)
+        counted, listed = counted + plan.steady, listed + len(plan.chunks)
+        return seconds(plan)
+
+    engine = SimulatedEngine(
+        config=EngineConfig(max_rows=8, buckets=SIZES),
+        seconds=watched,
+        costs=tuple(BucketCost(size=n, compile_seconds=0.0, milliseconds=10.0 + n) for n in SIZES),
+        slots=4096,
+        groups=CacheGroups(block_size=16, max_context=512, n_rows=8, most_tokens=64),
+    )
+    coming = [Arrival(0.1 * n, np.arange(30, dtype=np.int32) + n, 200, 200) for n in range(40)]
+    engine.serve(coming)
+    assert counted > 4 * listed
+
+
+def test_a_steady_request_can_be_aborted():
+    engine = SimulatedEngine(
+        config=EngineConfig(max_rows=2, buckets=SIZES),
+        seconds=seconds,
+        costs=tuple(BucketCost(size=n, compile_seconds=0.0, milliseconds=10.0 + n) for n in SIZES),
+        slots=512,
+        groups=CacheGroups(block_size=16, max_context=256, n_rows=2, most_tokens=64),
+    )
+    made = engine.scheduler(SteadyScheduler)
+    assert isinstance(made, SteadyScheduler)
+    made.last_of = lambda _: 110
+    made.submit(Request(request_id="x", prompt=(1,) * 10, sampling=SamplingParams(max_tokens=101)))
+    result = IterationResult(tokens=np.zeros(2, np.int32), logprobs=np.zeros(2, np.float32))
+    plans: list = []
+    for _ in range(30):
+        plans.append(made.schedule())
+        made.complete(made.landing(plans[-1]), result)
+    assert plans[-1].steady == made.num_running == 1
+    assert [event.finish_reason for event in made.abort("x")] == [FinishReason.ABORTED]
+    assert not made.has_work
+    assert made.num_running == made.pool.slots_held == 0
