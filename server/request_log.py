@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import queue
 import sys
+import threading
 import time
 from datetime import UTC, datetime
 from typing import IO, TYPE_CHECKING, Any
@@ -19,9 +21,12 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+_MOST_WAITING = 10_000  # lines that a slow disk may be behind; more are dropped
+_CLOSE_SECONDS = 5.0  # to write the rest at the end
+
 
 class RequestLog(Observer):
-    """Writes the request log.
+    """Writes the request log, on a thread of its own: a slow disk delays no caller.
 
     Args:
       path: file to append to, or `-` for standard output.
@@ -36,6 +41,10 @@ class RequestLog(Observer):
         self._file: IO[str] = sys.stdout if path == "-" else open(path, "a", encoding="utf-8")  # noqa: SIM115
         self._tokenizer, self._prompts = tokenizer, prompts
         self._failed = False
+        self._dropped = 0
+        self._lines: queue.Queue[dict[str, Any] | None] = queue.Queue(_MOST_WAITING)
+        self._thread = threading.Thread(target=self._run, name="jaxserve-request-log", daemon=True)
+        self._thread.start()
 
     def ended(self, timing: RequestTiming, completion: Completion) -> None:
         call, sampling = timing.call, timing.request.sampling
@@ -58,20 +67,39 @@ class RequestLog(Observer):
             prompt = timing.request.prompt
             line["prompt"] = self._tokenizer.decode(prompt) if self._tokenizer is not None else prompt
             line["completion"] = completion.text if self._tokenizer is not None else completion.token_ids
-        self._write(line)
+        self._put(line)
 
     def refused(self, call_id: str, refusal: ApiError) -> None:
-        self._write({"id": call_id, "refused": refusal.kind.value, "message": str(refusal)})
+        self._put({"id": call_id, "refused": refusal.kind.value, "message": str(refusal)})
 
     def close(self) -> None:
-        if self._file is not sys.stdout:
+        with contextlib.suppress(queue.Full):
+            self._lines.put(None, timeout=_CLOSE_SECONDS)
+            self._thread.join(_CLOSE_SECONDS)
+        if self._file is not sys.stdout and not self._thread.is_alive():
             with contextlib.suppress(OSError):  # `_write` has logged it
                 self._file.close()
 
-    def _write(self, line: dict[str, Any]) -> None:
+    def _put(self, line: dict[str, Any]) -> None:
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         try:
-            self._file.write(json.dumps({"time": now} | line) + "\n")
+            self._lines.put_nowait({"time": now} | line)
+        except queue.Full:
+            if not self._dropped:
+                _log.error("the request log is written too slowly: lines are dropped")
+            self._dropped += 1
+            return
+        if self._dropped:
+            _log.error("%d lines of the request log were dropped", self._dropped)
+            self._dropped = 0
+
+    def _run(self) -> None:
+        while (line := self._lines.get()) is not None:
+            self._write(json.dumps(line) + "\n")
+
+    def _write(self, line: str) -> None:
+        try:
+            self._file.write(line)
             self._file.flush()
             self._failed = False
         except OSError as problem:  # a full disk must not end requests

@@ -1,10 +1,15 @@
 """What the server counts: the names, that the figures are true, and what log and dashboard make of them."""
 
 import asyncio
+import errno
 import io
 import json
+import os
 import re
+import select
 import socket
+import threading
+import time
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +19,8 @@ import grpc
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from server import request_log
+from server.errors import ApiError, ErrorKind
 from server.live import LiveStats
 from server.proto.jaxserve.v1 import inference_pb2 as pb
 from server.request_log import RequestLog
@@ -150,6 +157,30 @@ def test_the_dashboard_asks_for_metrics_that_exist(serve: Serve) -> None:
 # The request log
 
 
+def test_a_slow_disk_delays_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    """A pipe that nobody reads takes 64 KiB."""
+    monkeypatch.setattr(request_log, "_MOST_WAITING", 500)
+    os.mkfifo(path := tmp_path / "pipe")
+    reader = os.open(path, os.O_RDWR)
+    log = RequestLog(str(path), tokenizer=None, prompts=False)
+    for number in range(2000):
+        log.refused(str(number), ApiError(ErrorKind.INVALID, "a" * 1000))
+    assert "the request log is written too slowly: lines are dropped" in caplog.text
+    kept = os.read(reader, 2**16)
+    while log._lines.full():
+        time.sleep(0.001)
+    log.refused("2000", ApiError(ErrorKind.INVALID, "a"))
+    (dropped,) = re.findall(r"(\d+) lines of the request log were dropped", caplog.text)
+    closing = threading.Thread(target=log.close)
+    closing.start()
+    while closing.is_alive() or select.select([reader], [], [], 0)[0]:
+        kept += os.read(reader, 2**20) if select.select([reader], [], [], 0.05)[0] else b""
+    ids = [int(json.loads(line)["id"]) for line in kept.splitlines()]
+    assert len(ids) == 2001 - int(dropped)
+    assert ids == [*range(len(ids) - 1), 2000]
+    os.close(reader)
+
+
 @pytest.mark.parametrize("prompts", [False, True])
 def test_a_line_for_every_ending(serve: Serve, tmp_path: Path, prompts: bool) -> None:
     path = tmp_path / "requests.jsonl"
@@ -182,16 +213,25 @@ def test_a_line_for_every_ending(serve: Serve, tmp_path: Path, prompts: bool) ->
     assert prompts or "abc" not in json.dumps(without_ids)
 
 
-def test_a_full_disk_ends_no_request(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
-    if not Path("/dev/full").exists():
-        pytest.skip("needs /dev/full")
+class FullDisk(io.StringIO):
+    """A file for whose third write alone there is room."""
 
+    writes = 0
+
+    def write(self, text: str) -> int:
+        self.writes += 1
+        if self.writes != 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().write(text)
+
+
+def test_a_full_disk_ends_no_request(serve: Serve, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def scenario(it: Served) -> None:
-        log = RequestLog("/dev/full", tokenizer=None, prompts=False)
+        log = RequestLog(str(tmp_path / "log"), tokenizer=None, prompts=False)
+        log._file.close()
+        log._file = FullDisk()
         it.app.handler.observers.append(log)
-        full = log._file
-        for file in (full, full, io.StringIO(), full, full):  # there is room for a while
-            log._file = file
+        for _ in range(5):
             assert (await it.stub.Generate(pb.GenerateRequest(prompt="abc", max_tokens=4))).text == "abca"
         log.close()
 
