@@ -16,13 +16,14 @@ from jaxserve.weights.loading import (
     padded,
     unpadded,
 )
-from jaxserve.weights.saving import convert, fingerprint, write_hf
+from jaxserve.weights.saving import convert, convert_mapped, fingerprint, write_hf
 
 __all__ = [
     "CheckpointError",
     "Place",
     "Progress",
     "convert",
+    "convert_mapped",
     "describe",
     "fingerprint",
     "is_matrix",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -16,7 +18,7 @@ from safetensors.numpy import save_file
 
 from jaxserve import models
 from jaxserve.models.schema import ModelConfig
-from jaxserve.weights import naming, orbax
+from jaxserve.weights import mapped_orbax, naming, orbax
 from jaxserve.weights.checkpoint import CheckpointError, StoredTensors, read_config
 from jaxserve.weights.loading import Progress, load
 from jaxserve.weights.naming import parameters
@@ -78,12 +80,11 @@ def convert(
     Raises:
       CheckpointError: the source cannot be read, or the target exists and is not empty.
     """
-    directory, out = Path(source), Path(target)
+    directory = Path(source)
     config = read_config(directory)
     if orbax.is_saved(directory):
         raise CheckpointError(f"{directory} is already converted")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise CheckpointError(f"{out} exists and is not an empty directory")
+    _check_is_free(Path(target))
     tensors = StoredTensors(directory)
     if dtype is None:
         kept = {tensors[name].values.dtype for name in tensors.names()}.intersection(FLOATS)
@@ -91,13 +92,50 @@ def convert(
     model, host = models.build(config), SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
     params = load(directory, model, dtype, place=lambda *_: host, progress=progress)
     names = [parameter.name for parameter in parameters(model, dtype)]
+    with _renamed_when_complete(directory, Path(target)) as partial:
+        arrays = dict(zip(names, jax.tree.leaves(params), strict=True))
+        orbax.save(partial, arrays, f"{fingerprint(directory)}-{jnp.dtype(dtype).name}")
+
+
+def convert_mapped(
+    source: str | Path, target: str | Path, mapping: str | Path, progress: Progress | None = None
+) -> None:
+    """Converts an Orbax checkpoint of another program to a Hugging Face directory, as a mapping file describes it.
+
+    The target is renamed into place when it is complete.
+
+    Args:
+      source: the directory with config.json and the tokenizer.
+      target: must not exist, or be empty.
+      mapping: see `mapped_orbax`.
+
+    Raises:
+      CheckpointError: something cannot be read, the tensors are not the model's, or the target is not empty.
+    """
+    directory = Path(source)
+    model = models.build(read_config(directory))
+    _check_is_free(Path(target))
+    with _renamed_when_complete(directory, Path(target)) as partial:
+        for done, total in mapped_orbax.write_safetensors(directory, Path(mapping), partial):
+            if progress is not None:
+                progress("converting weights", done, total)
+        naming.match(StoredTensors(partial), model, list(parameters(model, jnp.dtype(jnp.float32))), partial)
+
+
+def _check_is_free(out: Path) -> None:
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise CheckpointError(f"{out} exists and is not an empty directory")
+
+
+@contextlib.contextmanager
+def _renamed_when_complete(source: Path, out: Path) -> Iterator[Path]:
+    """A directory with a copy of the source's configuration and tokenizer, which becomes `out` after the block."""
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     try:
-        for file in sorted(path for pattern in _COPIED for path in directory.glob(pattern)):
+        for file in sorted(path for pattern in _COPIED for path in source.glob(pattern)):
             shutil.copyfile(file, partial / file.name)
-        arrays = dict(zip(names, jax.tree.leaves(params), strict=True))
-        orbax.save(partial, arrays, f"{fingerprint(directory)}-{jnp.dtype(dtype).name}")
+        yield partial
         partial.chmod(0o755)
         partial.replace(out)
     finally:

@@ -1,4 +1,4 @@
-"""`jaxserve convert`: rewrites a Hugging Face checkpoint as Orbax."""
+"""`jaxserve convert`: rewrites a checkpoint as Orbax, or another program's Orbax checkpoint as safetensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ Rewrites a Hugging Face checkpoint as Orbax, which restores in parallel and stra
 Tokenizer and configuration are copied, so OUT serves like DIR:
 
   jaxserve convert DIR OUT
-  jaxserve serve --model OUT"""
+  jaxserve serve --model OUT
+
+With --mapping, an Orbax checkpoint of another program becomes a Hugging Face directory: the file says which of its
+arrays are which tensors. DIR has config.json and the tokenizer:
+
+  jaxserve convert DIR OUT --mapping FILE.toml         see docs/getting-started.md"""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -26,12 +31,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="dtype to store; auto: that of the checkpoint (default: auto)",
     )
+    parser.add_argument(
+        "--mapping", type=Path, metavar="FILE.toml", help="description of another program's Orbax checkpoint"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Returns 0 once `OUT` is complete; until then that directory does not exist."""
     if not args.source.is_dir():
         raise UserError(f"{args.source} is not a directory")
+    if args.mapping is not None and args.dtype != "auto":
+        raise UserError(f"--dtype {args.dtype} does not go with --mapping, which keeps the dtype; serve with --dtype")
     with user_errors():
         import jax.numpy as jnp
 
@@ -39,6 +49,9 @@ def run(args: argparse.Namespace) -> int:
 
         with progress_bars() as progress:
             dtype = None if args.dtype == "auto" else jnp.dtype(args.dtype)
-            weights.convert(args.source, args.target, dtype, progress)
+            if args.mapping is not None:
+                weights.convert_mapped(args.source, args.target, args.mapping, progress)
+            else:
+                weights.convert(args.source, args.target, dtype, progress)
     say(f"wrote {args.target}; serve it with --model {args.target}")
     return 0
