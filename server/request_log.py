@@ -89,7 +89,7 @@ class RequestLog(Observer):
                 _log.error("the request log is written too slowly: lines are dropped")
             self._dropped += 1
             return
-        if self._dropped:
+        if self._dropped and self._lines.qsize() < _MOST_WAITING / 2:  # it is not about to drop more
             _log.error("%d lines of the request log were dropped", self._dropped)
             self._dropped = 0
 
