@@ -106,7 +106,7 @@ def microbenchmark(setup: Setup, batch: int, fit: Fit) -> float:
     return sum(stage.total for chunks in iterations for stage in roofline(chunks))
 
 
-def trace(rate: float, *, requests: int, seed: int) -> list[Arrival]:
+def trace(rate: float, *, requests: int, seed: int) -> Sequence[Arrival]:
     """Section 6.2: uniform lengths, no end of sequence, Poisson arrivals.
 
     Traces of one seed at two rates differ in the scale of time alone.

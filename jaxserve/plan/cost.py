@@ -169,7 +169,8 @@ class Seconds(NamedTuple):
     @property
     def total(self) -> float:
         """Seconds of the stage."""
-        return sum(self)
+        compute, memory, links, overhead = self
+        return compute + memory + links + overhead
 
     @property
     def bottleneck(self) -> str:

@@ -44,9 +44,9 @@ class PlanBuilder:
 
     def change_table(self, state: RequestState, index: int) -> None:
         """Write a row's blocks from `index` on into its block table."""
-        column = index * (1 + len(state.allocation.others))
+        row, new, column = state.row, tuple.__new__, index * (1 + len(state.allocation.others))
         for block in state.allocation.entries(index):
-            self.changes.append(TableChange(state.row, column, block))
+            self.changes.append(new(TableChange, (row, column, block)))  # half the time of TableChange(...)
             column += 1
 
     def build(self, sequence: int, bucket: int, sampler: int, *, scoring: bool) -> IterationPlan:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -172,17 +173,23 @@ def _shifted(prompt: np.ndarray | DrawnPrompt, by: int) -> np.ndarray | DrawnPro
 def figures(replay: PolicyResult, objective: Objective) -> dict[str, Any]:
     """The reported figures of a replay: milliseconds, tokens, requests per second."""
     served = replay.served
-    good = [each for each in served.outcomes if each.error is None and each.tokens]
-    refused = sorted({each.error for each in served.outcomes if each.error is not None})
+    first, tpot, refused = array("d"), array("d"), set[str]()
+    for each in served.outcomes:
+        if each.error is not None:
+            refused.add(each.error)
+        elif each.tokens:
+            first.append(each.first_token)
+            tpot.extend((each.tpot,) * (each.tokens > 1))
     duration, seconds, share = served.duration or np.inf, served.seconds or np.inf, objective.share(served.outcomes)
+    classes = replay.by_class() if any(replay.classes) else {}
     return {
         "policy": replay.policy.name,
         "requests": len(served.outcomes),
-        "refused": len(served.outcomes) - len(good),
-        "refusals": refused[:3],
+        "refused": len(served.outcomes) - len(first),
+        "refusals": sorted(refused)[:3],
         "tokens_per_second": served.generated / duration,
-        "ttft_ms": _spread(each.first_token for each in good),
-        "tpot_ms": _spread(each.tpot for each in good if each.tokens > 1),
+        "ttft_ms": _spread(first),
+        "tpot_ms": _spread(tpot),
         "gap_ms": _gaps(served.outcomes.gaps),
         "in_time": share,
         "goodput": share * len(served.outcomes) / duration,
@@ -197,7 +204,7 @@ def figures(replay: PolicyResult, objective: Objective) -> dict[str, Any]:
                 "in_time": objective.share(outcomes),
                 "ttft_ms": _spread(each.first_token for each in outcomes if each.tokens),
             }
-            for name, outcomes in replay.by_class().items()
+            for name, outcomes in classes.items()
             if name != _NO_CLASS
         },
     }

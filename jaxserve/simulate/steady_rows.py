@@ -153,6 +153,9 @@ class SteadyScheduler(Scheduler):
         if plan.sequence in self._publishing:
             assert isinstance(plan, SteadyPlan)
             self._publish(plan)
+        if not plan.chunks:
+            self._in_flight.popleft()
+            return []
         return super().complete(plan, result)
 
     def _publish(self, plan: SteadyPlan) -> None:
@@ -171,7 +174,9 @@ class SteadyScheduler(Scheduler):
 
     def _still_steady(self, rows: dict[int, list[_SteadyRow]], plan: int) -> list[_SteadyRow]:
         """Take the rows of a plan that have not been listed meanwhile."""
-        return [row for row in rows.pop(plan, ()) if self._steady.get(row.state.name) is row]
+        if plan not in rows:
+            return []
+        return [row for row in rows.pop(plan) if self._steady.get(row.state.name) is row]
 
     def _may_count(self, blocks: int) -> bool:
         """Whether the next plan takes every decode and needs no more blocks than there are.
@@ -200,6 +205,8 @@ class SteadyScheduler(Scheduler):
 
     def _launch(self, builder: PlanBuilder, bucket: int) -> IterationPlan:
         plan = super()._launch(builder, bucket)
+        if not plan.chunks:
+            return plan
         sampled = (state for state, chunk in zip(builder.states, builder.chunks, strict=True) if chunk.samples)
         states = [state for state in sampled if self._lasts(state)]
         if states and self._may_count(2 * self._max_rows):

@@ -7,7 +7,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -86,20 +86,34 @@ class SimulatedDevice:
         return now
 
 
-def arrivals(workload: Workload, *, max_tokens: int | None = None, max_context: int | None = None) -> list[Arrival]:
+class Arrivals(Sequence[Arrival]):
+    """The jobs of a workload as arrivals, each made when it is asked for."""
+
+    def __init__(self, workload: Workload, max_tokens: int | None, max_context: int | None) -> None:
+        """Take the arguments of `arrivals`."""
+        self._jobs, self._max_tokens, self._max_context = workload.jobs, max_tokens, max_context
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[each] for each in range(*index.indices(len(self)))]
+        job = self._jobs[index]
+        asked, length = job.max_tokens, len(job.prompt)
+        if self._max_tokens is not None:
+            room = self._max_tokens if self._max_context is None else min(self._max_tokens, self._max_context - length)
+            asked = max(asked, room)
+        return Arrival(job.arrival, job.prompt, job.max_tokens, asked, 0, job.tenant)
+
+
+def arrivals(workload: Workload, *, max_tokens: int | None = None, max_context: int | None = None) -> Arrivals:
     """Converts the jobs of a workload to arrivals.
 
     Args:
       max_tokens: limit that every client requests, if it is more than the client uses and fits `max_context`.
     """
-    made = []
-    for job in workload.jobs:
-        asked = job.max_tokens
-        if max_tokens is not None:
-            room = max_tokens if max_context is None else min(max_tokens, max_context - len(job.prompt))
-            asked = max(asked, room)
-        made.append(Arrival(job.arrival, job.prompt, job.max_tokens, asked, tenant=job.tenant))
-    return made
+    return Arrivals(workload, max_tokens, max_context)
 
 
 def serve(incoming: Sequence[Arrival], replicas: Sequence[SimulatedReplica]) -> list[Outcome]:
@@ -110,18 +124,21 @@ def serve(incoming: Sequence[Arrival], replicas: Sequence[SimulatedReplica]) -> 
     Returns:
       An outcome for each arrival; a refused one has an error.
     """
-    outcomes = [Outcome(arrival=arrival.time, prompt_tokens=len(arrival.prompt)) for arrival in incoming]
-    _serve(incoming, replicas, outcomes.__getitem__)
+    outcomes: list[Outcome] = []
+
+    def kept(arrival: Arrival) -> Outcome:
+        outcomes.append(Outcome(arrival=arrival.time, prompt_tokens=len(arrival.prompt)))
+        return outcomes[-1]
+
+    _serve(incoming, replicas, kept)
     return outcomes
 
 
 def serve_into(table: OutcomeTable, incoming: Sequence[Arrival], replicas: Sequence[SimulatedReplica]) -> None:
     """Serve every arrival as `serve` does, and keep the outcomes in a new table."""
-    for arrival in incoming:
-        table.add(arrival.time, len(arrival.prompt))
     for replica in replicas:
         replica.gaps = table.gaps
-    _serve(incoming, replicas, partial(_TableOutcome, table))
+    _serve(incoming, replicas, lambda each: _TableOutcome(table, table.add(each.time, len(each.prompt))))
 
 
 class _TableOutcome:
@@ -162,19 +179,18 @@ class _TableOutcome:
 def _serve(
     incoming: Sequence[Arrival],
     replicas: Sequence[SimulatedReplica],
-    outcome_of: Callable[[int], Outcome | _TableOutcome],
+    outcome_of: Callable[[Arrival], Outcome | _TableOutcome],
 ) -> None:
-    early = any(each.max_tokens > each.output for each in incoming)
-    sampling: dict[int, SamplingParams] = {}
+    sampling: dict[tuple[int, bool], SamplingParams] = {}
     prefixes = PrefixIndex([replica.scheduler.pool for replica in replicas]) if len(replicas) > 1 else None
     for index, arrival in enumerate(incoming):
         for replica in replicas:
             replica.advance(arrival.time)
-        outcome = outcome_of(index)
-        limit = sampling.get(arrival.max_tokens)
+        outcome, kind = outcome_of(arrival), (arrival.max_tokens, arrival.max_tokens == arrival.output)
+        limit = sampling.get(kind)
         if limit is None:
-            limit = SamplingParams(max_tokens=arrival.max_tokens, temperature=0.0, ignore_eos=not early)
-            sampling[arrival.max_tokens] = limit
+            limit = SamplingParams(max_tokens=arrival.max_tokens, temperature=0.0, ignore_eos=kind[1])
+            sampling[kind] = limit
         # Without a prefix cache the token values do not matter.
         tokens_matter = replicas[0].scheduler.pool.prefix_cache
         request = Request(
@@ -304,9 +320,9 @@ class SimulatedReplica:
     def _answer(self, plan: IterationPlan) -> IterationResult:
         """The result that the device will return."""
         count = len(plan.chunks)
+        for admission in plan.admissions:
+            self._last[admission.row] = self._alive[admission.request_id].last
         if self._early:
-            for admission in plan.admissions:
-                self._last[admission.row] = self._alive[admission.request_id].last
             tokens = [EOS * (start + length >= self._last[row]) for row, start, length, _ in plan.chunks]
             if any(tokens):
                 return IterationResult(tokens=np.array(tokens, np.int32), logprobs=np.zeros(count, np.float32))

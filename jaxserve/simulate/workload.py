@@ -88,7 +88,7 @@ class Workload:
     """
 
     name: str
-    jobs: tuple[Job, ...]
+    jobs: Sequence[Job]
     notes: tuple[str, ...] = ()
     clipped: int = 0
 
@@ -105,6 +105,37 @@ class Workload:
     def duration(self) -> float:
         """Seconds from the start to the last arrival."""
         return self.jobs[-1].arrival
+
+
+class RepeatedJobs(Sequence[Job]):
+    """Jobs that are repeated, with other token ids each time. Copies are made when they are asked for.
+
+    The first job comes again one mean gap after the last.
+    """
+
+    def __init__(self, jobs: Sequence[Job], count: int) -> None:
+        """Take the jobs, and how many there are to be with copies."""
+        self._jobs, self._count = jobs, count
+        self._period = jobs[-1].arrival * len(jobs) / max(len(jobs) - 1, 1)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[each] for each in range(*index.indices(self._count))]
+        if not -self._count <= index < self._count:
+            raise IndexError(index)
+        number = index % self._count
+        copy, place = divmod(number, len(self._jobs))
+        job = self._jobs[place]
+        if not copy:
+            return job
+        first = job.prompt
+        prompt = DrawnPrompt(first.length, first.vocab_size, first.seed, number, first.blocks, copy)
+        return Job(
+            arrival=job.arrival + copy * self._period, prompt=prompt, max_tokens=job.max_tokens, tenant=job.tenant
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,7 +230,7 @@ def read_trace(
     keeps its output and the start of its prompt; the workload's notes say how many were clipped.
 
     Args:
-      limit: number of requests to take from the start of the trace; None takes all.
+      limit: number of requests to take from the start of the trace, which is repeated if it has fewer; None takes all.
       speed: 2 replays the arrivals twice as fast.
       columns: for CSV with another header: the columns of `time` (a date or seconds), `prompt` and `output` (tokens)
         and, if there is one, `tenant`.
@@ -222,14 +253,16 @@ def read_trace(
     if not records:
         raise ValueError(f"{path}: the trace holds no requests")
 
+    count = limit or len(records)
     jobs, clipped, lost, total = [], 0, 0, 0
-    for record in records:
+    for number, record in enumerate(records):
+        times = (count - number - 1) // len(records) + 1  # it comes so often
         generated = min(record.output_length, max_context - 1)
         prompt_length = min(record.prompt_length, max_context - generated)
         wanted = record.prompt_length + record.output_length
         cut = wanted - prompt_length - generated
-        clipped, lost, total = clipped + (cut > 0), lost + cut, total + wanted
-        prompt = DrawnPrompt(prompt_length, vocab_size, seed, len(jobs), record.blocks)
+        clipped, lost, total = clipped + times * (cut > 0), lost + times * cut, total + times * wanted
+        prompt = DrawnPrompt(prompt_length, vocab_size, seed, number, record.blocks)
         jobs.append(
             Job(
                 arrival=(record.time - records[0].time) / speed,
@@ -238,12 +271,15 @@ def read_trace(
                 tenant=record.tenant,
             )
         )
-    notes = (
-        f"{clipped} of {len(jobs)} requests were clipped to a context of {max_context} tokens "
-        f"({100 * lost / total:.1f}% of the trace's tokens left out)",
-    )
-    name = f"{len(jobs)} requests of {path.name}" + (f", {speed:g} times as fast" if speed != 1 else "")
-    return Workload(name=name, jobs=tuple(jobs), notes=notes if clipped else (), clipped=clipped)
+    notes = []
+    if clipped:
+        share = f"{100 * lost / total:.1f}% of the trace's tokens left out"
+        notes.append(f"{clipped} of {count} requests were clipped to a context of {max_context} tokens ({share})")
+    if count > len(jobs):
+        notes.append(f"the trace has {len(jobs)} requests, and is repeated with other tokens")
+        jobs = RepeatedJobs(jobs, count)
+    name = f"{count} requests of {path.name}" + (f", {speed:g} times as fast" if speed != 1 else "")
+    return Workload(name=name, jobs=jobs, notes=tuple(notes), clipped=clipped)
 
 
 def _prompt(

@@ -77,7 +77,10 @@ def add_trace_flags(parser: argparse.ArgumentParser) -> None:
         help="time to the first token and between tokens that a request must meet (default: %(default)s)",
     )
     group.add_argument(
-        "--requests", type=int, metavar="N", help="how many (default: all of a trace; 3000 synthetic ones)"
+        "--requests",
+        type=int,
+        metavar="N",
+        help="how many; a shorter trace is repeated (default: all of a trace; 3000 synthetic ones)",
     )
     group.add_argument(
         "--speed", type=float, default=1.0, metavar="X", help="replay a trace X times as fast (default: %(default)s)"

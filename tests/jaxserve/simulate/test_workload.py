@@ -110,6 +110,31 @@ def test_trace_limit_and_speed(tmp_path):
     assert not workload.notes
 
 
+def test_a_short_trace_is_repeated_with_other_tokens(tmp_path):
+    workload = trace(tmp_path, AZURE, limit=8, speed=2.0)
+    times = [0.0, 1.0, 2.125]
+    period = 1.5 * 2.125  # one mean gap after the last
+    assert [job.arrival for job in workload.jobs] == pytest.approx(
+        [n * period + t for n in range(3) for t in times][:8]
+    )
+    assert [len(job.prompt) for job in workload.jobs] == 2 * [374, 2047, 396] + [374, 2047]
+    assert [job.max_tokens for job in workload.jobs] == 2 * [44, 1, 109] + [44, 1]
+    assert "3 of 8 requests were clipped" in workload.notes[0]
+    assert "has 3 requests" in workload.notes[1]
+    first, copy, another = (workload.jobs[n].prompt.tokens() for n in (0, 3, 6))
+    assert not np.array_equal(first, copy)
+    assert not np.array_equal(copy, another)
+    with pytest.raises(IndexError):
+        workload.jobs[8]
+
+
+def test_copies_of_shared_prefixes_share_theirs(tmp_path):
+    jobs = trace(tmp_path, MOONCAKE, limit=6).jobs
+    first, _, _, third, fourth, _ = (job.prompt.tokens()[:512] for job in jobs)
+    assert np.array_equal(third, fourth)
+    assert not np.array_equal(first, third)
+
+
 def test_mooncake_trace_shares_prefixes(tmp_path):
     first, second, third = trace(tmp_path, MOONCAKE).jobs
     assert [job.arrival for job in (first, second, third)] == pytest.approx([0.0, 1.5, 1.5])
