@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
@@ -25,12 +27,12 @@ CAPACITY = 1.1  # requests a second, in the long run, of those below
 SIZES = (8, 16, 32, 64, 128, 256, 512)
 
 
-def arrivals(requests: int, rate: float, seed: int, prompt: Range, output: Range) -> list[Arrival]:
+def arrivals(requests: int, rate: float, seed: int, prompt: Range, output: Range) -> Sequence[Arrival]:
     workload = load.uniform(requests=requests, prompt=prompt, output=output, vocab_size=1, seed=seed)
     return virtual_clock.arrivals(load.poisson(workload, rate=rate, seed=seed))
 
 
-def serve(coming: list[Arrival], costs: list[BucketCost], rows: int, *, paced: bool) -> RunReport:
+def serve(coming: Sequence[Arrival], costs: list[BucketCost], rows: int, *, paced: bool) -> RunReport:
     pool = SlotPool(rows * 512 // 16, 16, policy="grow", prefix_cache=False)
     ladder = BucketLadder(costs)
     policy = make_policy(ladder, max_rows=rows, is_fixed=not paced)
