@@ -16,7 +16,7 @@ PYTHON312 = $(firstword $(foreach python,$(shell command -v python3.12) $(wildca
   $(shell $(python) -c "print('$(python)')" 2>/dev/null)))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv serve test test-groups test-all test-weekly test-aot test-aot-tpu test-aot-gpu test-deploy test-clients bench-guard lint proto docs docs-tables demo-model clean
+.PHONY: help venv wheel serve test test-groups test-all test-weekly test-aot test-aot-tpu test-aot-gpu test-deploy test-clients bench-guard lint proto docs docs-tables demo-model clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -34,6 +34,12 @@ $(DEV_STAMP): requirements-dev.txt $(RUN_STAMP)
 	touch $@
 
 venv: $(RUN_STAMP) ## make .venv with the pinned dependencies and .venv/bin/jaxserve
+
+wheel: $(RUN_STAMP) ## build a wheel for this kind of machine into dist/, with the CPU kernels compiled
+	$(BIN)/python -c 'from pallas_kernels.cpu import build; build.ship()'
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist . \
+	  -C--build-option=--plat-name=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_platform())')
+	rm -r pallas_kernels/cpu/prebuilt
 
 serve: $(RUN_STAMP) ## serve the built-in demo model (ARGS="--port 50052" adds flags)
 	@exec $(BIN)/jaxserve serve $(ARGS)

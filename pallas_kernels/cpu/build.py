@@ -1,4 +1,7 @@
-"""Compiles the native CPU kernels, caches them per user, and registers them with XLA."""
+"""Compiles the native CPU kernels, caches them per user, and registers them with XLA.
+
+A wheel may bring them compiled (`make wheel`).
+"""
 
 from __future__ import annotations
 
@@ -28,6 +31,7 @@ _SYMBOLS = {
 }
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fPIC")
+_PORTABLE = ("-static-libstdc++", "-static-libgcc", "-s")  # for systems with another C++ library
 # Levels of the x86-64 ABI and the CPU flags that each adds, in Linux's names; the last level is our own.
 _LEVELS = {
     "x86-64": set(),
@@ -51,12 +55,25 @@ def refusal() -> str | None:
 
 def _load() -> str | None:
     try:
-        library = ctypes.CDLL(str(compiled(cache_folder())))
+        library = _open_shipped() or ctypes.CDLL(str(compiled(cache_folder())))
     except (OSError, ValueError) as error:
         return str(error)
     for target, symbol in _SYMBOLS.items():
         jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(library, symbol)), platform="cpu")
     return None
+
+
+def is_shipped() -> bool:
+    """Whether the package brings a library that was made from these sources."""
+    return _shipped(level()).exists()
+
+
+def _open_shipped() -> ctypes.CDLL | None:
+    """The library that came with the package, if it was made from these sources and fits this system."""
+    try:
+        return ctypes.CDLL(str(_shipped(level()))) if is_shipped() else None
+    except OSError:  # of an older C library
+        return None
 
 
 def cache_folder() -> Path:
@@ -104,6 +121,13 @@ def compiled(folder: Path) -> Path:
     command, library = _wanted(folder)
     if library.exists():
         return library
+    _compile(command, library)
+    return library
+
+
+def _compile(command: list[str], library: Path) -> None:
+    """Compiles a library; it is there whole or not at all. Raises ValueError or OSError."""
+    folder = library.parent
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as workshop, ThreadPoolExecutor(os.cpu_count()) as compilers:
         include = ["-isystem", jax.ffi.include_dir(), "-c"]
@@ -112,29 +136,50 @@ def compiled(folder: Path) -> Path:
         made = Path(workshop, library.name)
         _run([*command, "-shared", "-o", str(made), *objects.values()])
         made.replace(library)
-    return library
 
 
 def is_compiled() -> bool:
     """Whether `refusal` needs no compiler: the library exists, or nothing can make it."""
     try:
-        return bool(_outcome) or _wanted(cache_folder())[1].exists()
+        return bool(_outcome) or is_shipped() or _wanted(cache_folder())[1].exists()
     except ValueError:
         return True
 
 
 def _wanted(folder: Path) -> tuple[list[str], Path]:
     """The compiler with its flags, and the library that it makes. Raises ValueError without a compiler."""
+    target = level()
+    command = _command(target)
+    version = subprocess.run([command[0], "--version"], capture_output=True, text=True).stdout
+    return command, folder / f"native-{target}-{_digest(' '.join(command), version)}.so"
+
+
+def _shipped(target: str) -> Path:
+    """Where the package has the library for a level, if it ships one."""
+    return _HERE / "prebuilt" / f"native-{target}-{_digest()}.so"
+
+
+def ship() -> None:
+    """Compiles the libraries that a wheel made on this machine brings. Raises ValueError or OSError."""
+    shutil.rmtree(_HERE / "prebuilt", ignore_errors=True)
+    targets = [each for each in _LEVELS if each != "x86-64"] if level() in _LEVELS else [level()]
+    for target in targets:
+        _compile([*_command(target), *_PORTABLE], _shipped(target))
+
+
+def _command(target: str) -> list[str]:
+    """The compiler with its flags for a level. Raises ValueError without a compiler."""
     compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
     if compiler is None:
         raise ValueError(f"no C++ compiler ({', '.join(_COMPILERS)}) to build it with")
-    target = level()
-    command = [compiler, *_FLAGS, *_options(target)]
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
+    return [compiler, *_FLAGS, *_options(target)]
+
+
+def _digest(*more: str) -> str:
+    """A name for the sources, XLA's headers and `more`."""
     sources = [path.read_text() for path in _sources(".cc", ".h")]
-    parts = [" ".join(command), version, *sources, *_headers(Path(jax.ffi.include_dir()))]
-    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-    return command, folder / f"native-{target}-{digest}.so"
+    parts = [*more, *sources, *_headers(Path(jax.ffi.include_dir()))]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
 def _run(command: list[str]) -> None:

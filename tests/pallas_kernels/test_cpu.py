@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -43,6 +44,9 @@ echo "attention.cc: In function: some note" >&2
 echo "c++: fatal error: error writing to x.s: No space left on device" >&2
 exit 1
 """
+
+
+COMPILED = build.compiled(build.cache_folder())  # before a test changes where that is
 
 
 def shape(**kw):
@@ -145,6 +149,24 @@ def test_a_first_start_says_what_it_compiles(compilers):
 def test_a_start_without_a_compiler_compiles_nothing(compilers):
     with native_kernels.compiling(lambda *_: pytest.fail("there is nothing to compile with")):
         pass
+
+
+def test_a_wheels_library_needs_no_compiler(compilers, tmp_path, monkeypatch):
+    """It is taken if it was made from these sources and can be loaded."""
+    library = tmp_path / "prebuilt" / build._shipped(build.level()).name
+    monkeypatch.setattr(build, "_HERE", tmp_path)
+    monkeypatch.setattr(build, "_digest", lambda *_: library.stem.rpartition("-")[2])
+    assert not build.is_shipped()
+    library.parent.mkdir()
+    library.write_text("of an older system")
+    assert build.is_shipped()
+    assert "no C++ compiler" in str(build.refusal())
+    monkeypatch.setattr(build, "_outcome", [])
+    shutil.copy(COMPILED, library)
+    registered = []  # a process can register one library only
+    monkeypatch.setattr(jax.ffi, "register_ffi_target", lambda name, *_, **__: registered.append(name))
+    assert build.refusal() is None
+    assert set(registered) == build._SYMBOLS.keys()
 
 
 def test_another_compiler_makes_another_library(compilers, tmp_path):
