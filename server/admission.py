@@ -323,7 +323,7 @@ class AdmissionController:
         elif self._sampled is None or seconds >= _OLD_SECONDS or done < self._sampled[1]:
             # The queue may have been empty meanwhile, or a new engine process counts from 0.
             self._sampled = now, done
-        elif seconds >= _SAMPLE_SECONDS:
+        elif seconds >= _SAMPLE_SECONDS and done > self._sampled[1]:  # else it stands still, which is not its speed
             rate = (done - self._sampled[1]) / seconds
             self._seen_rate = self._tokens_per_second + _SMOOTHING * (rate - self._tokens_per_second)
             self._sampled = now, done

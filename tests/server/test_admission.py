@@ -359,3 +359,20 @@ def test_kept_places() -> None:
     ticket.release()
     assert (admission.kept_requests, admission.kept_tokens) == (0, 0)
     assert not admission._waiting
+
+
+def test_an_engine_that_stands_still_is_not_taken_for_a_slow_one() -> None:
+    """As one does that is stopped or started again while callers wait."""
+    engine = Engine()
+    admission = engine.admission()
+    engine.counts.running, engine.counts.waiting, engine.counts.outstanding_tokens = 4, 20, 2_000
+    for _ in range(20):
+        engine.now += 0.5
+        engine.counts.generated_tokens += 200
+        admission.sample()
+    before = admission.retry_seconds()
+    for _ in range(60):
+        engine.now += 0.5
+        admission.sample()
+        assert admission.retry_seconds() == before
+    ask(admission, deadline=engine.now + 3 * before).release()
