@@ -106,6 +106,16 @@ def test_a_text_is_held_to_its_grammar(hosts) -> None:
         assert re.fullmatch("[ab]{5}", generate("[ab]{5}"))
 
 
+def listening_at(port: int) -> str:
+    """The IPv4 address at which a port is open, in the notation of /proc/net/tcp."""
+    tables = [Path(f"/proc/net/tcp{version}").read_text().splitlines()[1:] for version in ("", "6")]
+    sockets = [line.split()[1:4] for table in tables for line in table]
+    (address,) = {
+        own.partition(":")[0][-8:] for own, _, state in sockets if own.endswith(f":{port:04X}") and state == "0A"
+    }
+    return address
+
+
 @pytest.mark.processes
 def test_strangers_are_counted_and_one_at_the_coordinator_is_named(tmp_path) -> None:
     """At the control channel it changes nothing; jax's own service ends the job, and callers are told why."""
@@ -114,6 +124,8 @@ def test_strangers_are_counted_and_one_at_the_coordinator_is_named(tmp_path) -> 
     flags = ["--hosts-secret", str(secret)]
     with served_group.group(tmp_path, flags, coordinator=coordinator) as it:
         it.until_told(0, "ready on ")
+        port = int(coordinator.rpartition(":")[2])
+        assert {listening_at(port), listening_at(port + 1)} == {"0100007F"}  # 127.0.0.1 alone
         with grpc.insecure_channel(it.address) as channel:
             stub = InferenceStub(channel)
             place = ClusterConfig(hosts=2, host=1, coordinator=coordinator)
