@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 import jaxserve
 from jaxserve.text.chat_template import ChatTemplate
 from jaxserve.text.tokenizer import Tokenizer
+from server import heap
 from server.app import ServerApp
 from server.commands import hosts
 from server.commands.console import UserError, address, progress_bars, say, say_defaults, say_tools, show, user_errors
@@ -99,6 +100,8 @@ class ServerLifecycle:
         self.stopping.set()
 
     def greet(self) -> None:
+        """Tells that the server is ready."""
+        heap.settle()
         tokenizer = self.app.handler.engine.tokenizer
         say_defaults(self.app.handler.engine.request_defaults)
         say_tools(None if tokenizer is None else tokenizer.chat_template)

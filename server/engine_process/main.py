@@ -28,6 +28,7 @@ from jaxserve.multihost.failure import HostFailed
 from jaxserve.multihost.process_watchdog import end_process
 from jaxserve.profiler import Profiler
 from jaxserve.request import FinishReason, Request, TokenEvent
+from server import heap
 from server.commands import hosts
 from server.commands.console import UserError, user_errors
 from server.commands.engine_start import make_engine
@@ -123,6 +124,7 @@ def _serve(channel: socket.socket, make: MakeEngine) -> int:
             eos_token_ids=tuple(engine.model_config.eos_token_ids),
             bos_token_id=engine.model_config.bos_token_id,
         )
+        heap.settle()
         send(channel, messages.to_front(ready=messages.to_json(EngineInfo, info)))
         outbox.start()
         inbox = _Inbox(engine, outbox, profiler)

@@ -1,6 +1,8 @@
 """Every flag of `jaxserve serve` arrives where it takes effect. `tests.server.mutate_flags` tests these tests."""
 
+import asyncio
 import contextlib
+import gc
 import http.server
 import json
 import os
@@ -190,6 +192,19 @@ def test_a_taken_port_is_reported_at_once(
         given = [text for each in ports.items() for text in each]
         assert cli.main(["serve", "--host", HOST, *given]) == 2
     assert f"cannot listen on {HOST}:{port}: Address already in use" in capfd.readouterr().err
+
+
+def test_a_ready_server_leaves_its_start_out_of_garbage_collections(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        chosen = settings_of(f"--model {tmp_path} --port 0")
+        lifecycle.ServerLifecycle(chosen, lambda *_, **__: None, FakeEngine(tokenizer=None)).greet()
+
+    assert gc.get_freeze_count() == 0
+    try:
+        asyncio.run(scenario())
+        assert gc.get_freeze_count() > 10_000
+    finally:
+        gc.unfreeze()
 
 
 def run_cli(*flags: str) -> subprocess.CompletedProcess[str]:
