@@ -79,8 +79,15 @@ _HISTOGRAMS = {
     "inter_token_latency_seconds": ("Time between two tokens of a request.", _SECONDS, "inter_token_latency_seconds"),
     "e2e_request_latency_seconds": ("Time from arrival to last token.", _SECONDS, "e2e_request_latency_seconds"),
     "queue_seconds": ("Time from arrival until the request joins the batch.", _SECONDS, "request_queue_time_seconds"),
+    "prefill_seconds": (
+        "Time from joining the batch to the first token.",
+        _SECONDS,
+        "request_prefill_time_seconds",
+    ),
+    "decode_seconds": ("Time from the first token to the last.", _SECONDS, "request_decode_time_seconds"),
     "request_prompt_tokens": ("Prompt tokens of a request.", _TOKENS, "request_prompt_tokens"),
     "request_generation_tokens": ("Generated tokens of a request.", _TOKENS, "request_generation_tokens"),
+    "request_max_tokens": ("Most tokens that a request asks for.", _TOKENS, "request_params_max_tokens"),
     "iteration_seconds": ("Time of one iteration, host and device.", _SECONDS, None),
     "iteration_host_seconds": ("Host time of one iteration.", _HOST_SECONDS, None),
     "iteration_tokens": ("Tokens of one iteration, without padding.", _TOKENS, "iteration_tokens_total"),
@@ -125,6 +132,7 @@ class Metrics(Observer):
 
     def started(self, timing: RequestTiming) -> None:
         self._observe("request_prompt_tokens", len(timing.request.prompt))
+        self._observe("request_max_tokens", timing.request.sampling.max_tokens)
 
     def tokens(self, timing: RequestTiming, count: int, gap: float | None) -> None:
         if gap is None:
@@ -132,6 +140,7 @@ class Metrics(Observer):
             self._observe("time_to_first_token_seconds", timing.first_token - timing.call.arrival)
             if timing.began is not None:
                 self._observe("queue_seconds", timing.began - timing.call.arrival)
+                self._observe("prefill_seconds", timing.first_token - timing.began)
         else:
             self._observe("inter_token_latency_seconds", gap / count)
 
@@ -143,7 +152,9 @@ class Metrics(Observer):
             and completion.finish_reason.is_answer
             and timing.last_token is not None
         ):
+            assert timing.first_token is not None
             self._observe("e2e_request_latency_seconds", timing.last_token - timing.call.arrival)
+            self._observe("decode_seconds", timing.last_token - timing.first_token)
 
     def refused(self, call_id: str, refusal: ApiError) -> None:
         self._refusals[refusal.kind] += 1

@@ -66,10 +66,16 @@ def test_figures_are_true_under_both_names(serve: Serve) -> None:
             ("jaxserve_inter_token_latency_seconds_count", "vllm:inter_token_latency_seconds_count", 3 + 3 + 3 + 1),
             ("jaxserve_e2e_request_latency_seconds_count", "vllm:e2e_request_latency_seconds_count", 4),
             ("jaxserve_queue_seconds_count", "vllm:request_queue_time_seconds_count", 4),
+            ("jaxserve_prefill_seconds_count", "vllm:request_prefill_time_seconds_count", 4),
+            ("jaxserve_decode_seconds_count", "vllm:request_decode_time_seconds_count", 4),
             ("jaxserve_request_prompt_tokens_sum", "vllm:request_prompt_tokens_sum", 3 + 3 + 4 + 2 + 1),
             ("jaxserve_request_generation_tokens_sum", "vllm:request_generation_tokens_sum", 4 + 4 + 4 + 2),
         ):
             assert found[ours, ""] == found[theirs, ""] == value, ours
+        sums = {name: found[f"jaxserve_{name}_seconds_sum", ""] for name in ("queue", "prefill", "decode")}
+        first, last = (found[f"jaxserve_{n}_seconds_sum", ""] for n in ("time_to_first_token", "e2e_request_latency"))
+        assert (sums["queue"] + sums["prefill"], first + sums["decode"]) == pytest.approx((first, last))
+        assert found["vllm:request_params_max_tokens_count", ""] == found["vllm:request_prompt_tokens_count", ""]
         assert found["vllm:kv_cache_usage_perc", ""] == 0
         assert found["jaxserve_healthy", ""] == 1
         assert found["jaxserve_iteration_seconds_count", ""] == load.iterations
