@@ -42,7 +42,7 @@ class _Submitted:
     """A request from its submission to its last event.
 
     Attributes:
-      started: whether it has had a row; its caller may have seen a part of its answer.
+      started: whether it has had an event; its caller may have seen a part of its answer.
       is_aborted: whether its caller has aborted it.
       tries: number of engine processes that it was sent to.
     """
@@ -218,9 +218,6 @@ class RemoteEngine:
         self._loads = report.loads or self._loads
         self._changes += 1
         for record in report.records:
-            for admission in record.plan.admissions:
-                if (submitted := self._requests.get(admission.request_id)) is not None:
-                    submitted.started = True
             for recorder in self._recorders:
                 recorder(record)
         self._deliver(report.events)
