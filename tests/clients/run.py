@@ -103,7 +103,7 @@ def main(names: list[str]) -> int:
                 try:
                     command = [*commands[name].result(), demo, echo, grpc_address]
                     results[name] = "works" if subprocess.run(command, timeout=SECONDS).returncode == 0 else "FAILS"
-                except subprocess.CalledProcessError:
+                except (subprocess.CalledProcessError, FileNotFoundError):  # the latter without npm
                     results[name] = "cannot be installed"
                 print(f"{name} ({', '.join(wanted)}): {results[name]}", flush=True)
     return int(set(results.values()) != {"works"})
