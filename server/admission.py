@@ -28,6 +28,7 @@ _SAMPLE_SECONDS = 0.25  # least time between two samples of the engine's counter
 _OLD_SECONDS = 5.0  # a rate is not measured from a sample older than this
 _SMOOTHING = 0.3  # weight of the newest sample
 _SMOOTHING_ENDS = 0.05  # weight of the newest answer
+_MISSES, _STEP = 0.03, 0.3  # calls that may wait longer than estimated, and how fast the estimate follows
 _CONTENDED = 0.5  # in a queue fuller than this, a tenant may have no more than its share
 _SHORTEST_RETRY, _LONGEST_RETRY = 0.1, 60.0  # seconds
 
@@ -46,13 +47,16 @@ class Ticket:
         work: Work,
         place: Place,
         slack: float,
+        estimate: float,
     ) -> None:
         """
         Args:
           place: about the key that the engine's order will give the requests, and the call's number.
+          estimate: seconds until the requests start.
         """
         self.tenant, self.requests, self.tokens = tenant, work.requests, work.tokens
         self._admission, self._work, self._place, self._slack = admission, work, place, slack
+        self._estimate, self._since = estimate, admission.now()
         self._kept = False
         self._stage = 0  # 0: not submitted; 1: waits in the engine; 2: has started, or was released
 
@@ -77,7 +81,12 @@ class Ticket:
             self._admission.reserved_tokens -= self.tokens
 
     def started(self) -> None:
-        """The requests no longer wait."""
+        """The requests no longer wait: the first token has come."""
+        if self._stage < 2:
+            self._admission.has_started(self._estimate, self._admission.now() - self._since)
+        self._leave()
+
+    def _leave(self) -> None:
         self.submitted()
         if self._stage == 1:
             self._stage = 2
@@ -88,7 +97,7 @@ class Ticket:
 
         The reserved requests count against the bounds, but not as work that others wait for.
         """
-        self.started()
+        self._leave()
         if not self._kept:
             self._kept = True
             self._admission.kept_requests += self.requests
@@ -96,7 +105,7 @@ class Ticket:
 
     def release(self) -> None:
         """The call has ended."""
-        self.started()
+        self._leave()
         if self._kept:
             self._kept = False
             self._admission.kept_requests -= self.requests
@@ -132,6 +141,7 @@ class AdmissionController:
         self._order: RequestOrder | None = None  # the engine's costs are known once it is ready
         self._seen_rate: float | None = None  # tokens a second while a request waited
         self._used_share = 1.0  # of max_tokens that requests generate
+        self._margin = 1.0  # times the estimated wait, within which all but _MISSES of the calls have started
         self._mean_tokens = 0.0  # that requests generate; 0 while unknown, so that no guess refuses a call
         self._sampled: tuple[float, int] | None = None  # (when, tokens computed until then) while the batch was full
 
@@ -201,7 +211,7 @@ class AdmissionController:
         self.reserved_tokens += prompt_tokens
         work, place = Work(requests, prompt_tokens, requests * new_tokens), (key, next(self._numbers))
         self.wait(tenant, place, work)
-        return Ticket(self, tenant, work, place, slack)
+        return Ticket(self, tenant, work, place, slack, wait)
 
     def charge(self) -> None:
         """Counts one request of the current call against the current tenant's rate, before the call is parsed.
@@ -223,6 +233,16 @@ class AdmissionController:
         """Records how much of its max_tokens a request has generated, to estimate later calls."""
         self._used_share += _SMOOTHING_ENDS * (generated / max_tokens - self._used_share)
         self._mean_tokens += _SMOOTHING_ENDS * (generated - self._mean_tokens)
+
+    def has_started(self, estimate: float, waited: float) -> None:
+        """Records how long a call has waited, if the limit was near."""
+        if self._max_seconds is not None and estimate * self._margin > self._max_seconds / 2:
+            step = 1 - _MISSES if waited > estimate * self._margin else -_MISSES
+            self._margin = max(self._margin * math.exp(_STEP * step), 1.0)
+
+    def now(self) -> float:
+        """Monotonic seconds."""
+        return self._clock()
 
     def retry_seconds(self) -> float:
         """Seconds after which a caller that is refused now should try again."""
@@ -249,8 +269,8 @@ class AdmissionController:
             return f"{waiting} requests are waiting; the limit is {self._max_requests}"
         if waiting and tokens + prompt_tokens > self._max_tokens:
             return f"{tokens} tokens are waiting; the limit is {self._max_tokens}"
-        if self._max_seconds is not None and wait > self._max_seconds:
-            return f"waiting takes about {wait:.1f} s; the limit is {self._max_seconds:g} s"
+        if self._max_seconds is not None and wait * self._margin > self._max_seconds:
+            return f"waiting takes about {wait * self._margin:.1f} s; the limit is {self._max_seconds:g} s"
         return None
 
     def _exceeds_share(self, tenant: Tenant, requests: int, tokens: int) -> bool:
@@ -304,9 +324,13 @@ class AdmissionController:
         ahead = max(load.waiting + self.reserved_requests - behind.requests, 0)
         free = max(0, self._max_rows - load.running)
         # Prompts before it are computed first, however many rows are free.
-        prompts = max(load.prefill_tokens + self.reserved_tokens - behind.tokens, 0) / self.prompt_rate
+        tokens = max(load.prefill_tokens + self.reserved_tokens - behind.tokens, 0)
+        prompts = tokens / self.prompt_rate
         if ahead < free:
             return prompts
+        if self._seen_rate is not None:  # until they have started, as much is computed as they bring
+            answers = sum(calls.total.answers for calls in self._waiting.values()) - behind.answers
+            prompts = max(prompts, (tokens + answers * self._used_share) / max(self._seen_rate, 1e-3))
         owed = load.outstanding_tokens * self._used_share + self.reserved_tokens
         owed -= behind.tokens + behind.answers * self._used_share
         # A call does not wait for the work that the last rows do beside it.

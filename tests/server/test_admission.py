@@ -146,6 +146,48 @@ def test_calls_that_would_wait_longer_than_the_limit_are_refused() -> None:
     assert admission.full() is None
 
 
+def test_until_those_ahead_have_started_as_much_is_computed_as_they_bring() -> None:
+    engine = loaded(order="fcfs", max_queue_seconds=1000.0)
+    admission, counts = engine.admission(), engine.counts
+    for _ in range(6):  # nearly all of the work that is left is that of those who wait
+        engine.take(ask(admission, prompt_tokens=100, new_tokens=400))
+    counts.outstanding_tokens, counts.prefill_tokens = 3040, 600
+    for _ in range(60):
+        engine.now += 0.5
+        counts.generated_tokens += 50
+        wait = admission.retry_seconds()
+        admission.sample()
+    assert wait == pytest.approx((600 + 6 * 400) / 100, rel=0.01)
+
+
+def test_the_margin_over_the_estimate_follows_the_waits() -> None:
+    engine = loaded(max_queue_seconds=15.0, order="fcfs")
+    admission = engine.admission()
+
+    def outcome(seconds: float) -> None:
+        ticket = ask(admission)
+        engine.take(ticket)
+        engine.now += seconds
+        engine.begin(ticket)
+        engine.now += 20
+        ticket.started()  # another token
+        engine.counts.generated_tokens += 400 * (seconds + 20)
+
+    waits(engine, admission, 400)
+    engine.counts.waiting = 7
+    estimate = 4400 / 400 * 8 / 11
+    for _ in range(10):
+        outcome(1.4 * estimate)  # longer than estimated, within the limit
+    ask(admission).release()  # says nothing
+    engine.counts.waiting = 15
+    assert "the limit is 15 s" in str(refusal(admission))  # 9.3 s are estimated
+    engine.counts.waiting = 7
+    for _ in range(60):
+        outcome(0.5 * estimate)
+    engine.counts.waiting = 15
+    ask(admission)
+
+
 def test_prompts_wait_for_each_other_even_where_rows_are_free() -> None:
     engine = Engine(max_queue_seconds=5.0)
     admission = engine.admission()
