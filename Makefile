@@ -57,9 +57,11 @@ test-clients: $(DEV_STAMP) ## run other people's clients, each in an environment
 
 test-all: test-aot test-deploy test-clients test-groups test ## run every test but for the weekly ones
 
-test-weekly: $(DEV_STAMP) $(TPU_STAMP) ## run the combinations that take hours, and `make test` with XLA's optimizations
+MINUTES ?= 120
+test-weekly: $(DEV_STAMP) $(TPU_STAMP) ## run what takes hours, and `make test` with XLA's optimizations (MINUTES=8: of the soak)
 	JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(BIN)/python -m pytest $(ARGS)
 	$(BIN)/python -m pytest -m 'weekly and not aot' $(ARGS)
+	$(BIN)/python -m benchmarks faults --minutes $(MINUTES)
 	$(MAKE) test-aot AOT="-n 0 -m 'aot and weekly'"
 
 ACCELERATORS := tests/jaxserve/plan/test_compiled.py

@@ -10,6 +10,7 @@ from server.commands.bench import cli
 from server.commands.bench.cli import Benchmark
 
 BENCHMARKS = {
+    "faults": Benchmark("benchmarks.faults", "serve under faults and check every answer"),
     "host": Benchmark("benchmarks.host", "time the host's work of an iteration"),
     "overload": Benchmark("benchmarks.overload", "refuse calls of too much recorded traffic, simulated"),
     "paper": Benchmark("benchmarks.paper", "repeat a published evaluation with the simulator"),

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,8 +30,11 @@ class Server(NamedTuple):
 
 
 @contextlib.contextmanager
-def started_server(model: Path, config: EngineConfig, log: Path) -> Iterator[Server]:
+def started_server(model: Path, config: EngineConfig, log: Path, more: Sequence[str] = ()) -> Iterator[Server]:
     """Runs `jaxserve serve` while the block lasts; yields it once it is healthy.
+
+    Args:
+      more: flags of the server.
 
     Raises:
       ValueError: the server ended before it was ready; the message holds the end of its output.
@@ -39,7 +42,7 @@ def started_server(model: Path, config: EngineConfig, log: Path) -> Iterator[Ser
     port = free_port()
     address = f"127.0.0.1:{port}"
     command = [sys.executable, "-m", "server.commands.cli", "serve", "--model", str(model)]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--http-port", "off", *engine_arguments(config)]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--http-port", "off", *engine_arguments(config), *more]
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w", encoding="utf-8") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)

@@ -1,0 +1,38 @@
+"""What the soak under faults finds wrong, and what it tells of the faults."""
+
+import asyncio
+import time
+
+from benchmarks import faults
+from tests.server.conftest import served
+from tests.server.fake_engine import WAIT_SECONDS, FakeEngine, byte_tokenizer
+
+
+def test_wrong_answers_are_found() -> None:
+    """Answers of an engine that repeats the prompt; then the third known answer is another."""
+
+    async def scenario() -> faults.Outcome:
+        found = faults.Outcome()
+        async with asyncio.timeout(WAIT_SECONDS), served(FakeEngine(tokenizer=byte_tokenizer())) as it:
+            right = [(request, request.prompt * 50) for request in faults.requests()]
+            known = [(request, text[: request.max_tokens]) for request, text in right]
+            await faults.polite(it.stub, known, time.monotonic() + 0.3, found, 1)
+            assert found.failures == []
+            assert found.firsts == found.calls == found.tries["answered"] > 0
+            known[2] = (known[2][0], "something else")
+            await faults.polite(it.stub, known, time.monotonic() + 0.5, found, 1)
+        return found
+
+    found = asyncio.run(scenario())
+    failures = found.failures
+    assert len(failures) == found.tries["wrong"] > 0
+    assert all(failure.startswith("wrong: ") for failure in failures)
+
+
+def test_seconds_to_the_next_answer_are_told_by_fault() -> None:
+    in_outage, last = (3.5, "cancels"), (9.5, "cancels")
+    found = faults.Outcome(
+        answered=[1.0, 5.0, 8.0, 9.0],
+        faults=[(1.5, "flood"), in_outage, (5.5, "kill_engine"), (8.5, "flood"), last],
+    )
+    assert faults.waits(found) == {"flood": [3.5, 0.5], "kill_engine": [2.5]}
