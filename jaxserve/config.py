@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 from jaxserve.fields import param, params
+from sharding import axes
 
 SlotPolicyName = Literal["reserve", "grow"]
 OrderName = Literal["fcfs", "slo"]
@@ -156,9 +158,18 @@ class EngineConfig:
         metavar="T",
         group="devices",
     )
+    # Read by sharding.axes.
+    mesh: str | None = param(
+        None,
+        "axes of the devices and their sizes, for the rules of --sharding; tensor=T and stage=S are --tensor and "
+        "--stages, and devices of axes without rules hold copies",
+        default_help="[mesh] in --sharding, or --tensor",
+        metavar="NAME=N,...",
+        group="devices",
+    )
     stages: int = param(
         1,
-        "parts of the layers (pipeline parallelism), each on T devices of its own",
+        "parts of the layers (pipeline parallelism), each on devices of its own",
         minimum=1,
         metavar="S",
         group="devices",
@@ -196,16 +207,17 @@ class EngineConfig:
         for name, each in ENGINE_PARAMS.items():
             if (problem := each.problem(getattr(self, name))) is not None:
                 raise ValueError(f"{name} {problem}")
+        self._settle_mesh()
         if self.speculate is None and self.speculate_tokens != ENGINE_PARAMS["speculate_tokens"].default:
             raise ValueError(f"speculate_tokens is {self.speculate_tokens}, which does nothing without speculate")
         if self.in_flight is not None and self.in_flight > self.stages + 1:
             raise ValueError(f"in_flight is {self.in_flight}; more than stages + 1 ({self.stages + 1}) would only wait")
         if self.deterministic:
             self._check_deterministic()
-        if self.draft_model is not None and (self.stages, self.tensor) != (1, 1):
+        if self.draft_model is not None and (self.stages, self.stage_devices) != (1, 1):
             raise ValueError(
-                f"speculate is {self.speculate} with tensor {self.tensor} and stages {self.stages}; a draft model runs "
-                "on one device, so both must be 1 (or speculate ngram)"
+                f"speculate is {self.speculate} with {axes.product(self.stage_axes)} and stages {self.stages}; a draft "
+                "model runs on one device, so all must be 1 (or speculate ngram)"
             )
         if self.buckets is not None:
             if not self.buckets:
@@ -218,6 +230,16 @@ class EngineConfig:
                 )
 
     @property
+    def stage_axes(self) -> dict[str, int]:
+        """The mesh axes of each stage's devices, the last of which runs fastest."""
+        return axes.of_stage(axes.read(self.mesh, None), self.tensor)
+
+    @property
+    def stage_devices(self) -> int:
+        """Devices of each stage."""
+        return math.prod(self.stage_axes.values())
+
+    @property
     def draft_tokens(self) -> int:
         """Most tokens drafted for one row; 0 without speculation."""
         return self.speculate_tokens if self.speculate else 0
@@ -226,6 +248,17 @@ class EngineConfig:
     def draft_model(self) -> str | None:
         """Folder of the draft model's checkpoint, if there is one."""
         return None if self.speculate == "ngram" else self.speculate
+
+    def _settle_mesh(self) -> None:
+        """Lets `mesh`, `tensor` and `stages` agree, where the file of rules has a mesh or the mesh has these axes."""
+        found = axes.read(self.mesh, self.sharding)
+        if found:
+            object.__setattr__(self, "mesh", ",".join(f"{name}={size}" for name, size in found.items()))
+        for axis, name in ((axes.TENSOR, "tensor"), (axes.STAGE, "stages")):
+            size, given = found.get(axis), getattr(self, name)
+            if size is not None and given not in (1, size):
+                raise ValueError(f"{name} is {given}, but the mesh is {self.mesh}; give one of the two")
+            object.__setattr__(self, name, size or given)
 
     def _check_deterministic(self) -> None:
         for name, allowed in (

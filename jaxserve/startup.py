@@ -115,7 +115,7 @@ def replica_programs(config: EngineConfig, model: models.Model) -> tuple[list[li
     if config.sharding is not None:
         spec = read_spec(config.sharding, spec)
     replicas, reason = [], ""
-    for meshes in mesh.make_meshes(config.tensor, config.stages, config.replicas):
+    for meshes in mesh.make_meshes(config.stage_axes, config.stages, config.replicas):
         platform = meshes[0].devices.flat[0].platform
         programs, reason = lay_out(config, model, meshes, spec, dtype=compute_dtype(config), platform=platform)
         replicas.append(programs)
@@ -230,7 +230,7 @@ def finish(
     report = StartupReport(
         device=device.device_kind,
         platform=device.platform,
-        tensor=config.tensor,
+        tensor=config.stage_devices,
         layers_per_stage=tuple(len(stage.programs.layers) for stage in stages),
         replicas=len(pipelines),
         family=model.config.family,
@@ -267,7 +267,7 @@ def _padding(model: models.Model) -> str:
 
 
 def _num_devices(config: EngineConfig) -> int:
-    return config.tensor * config.stages * config.replicas
+    return config.stage_devices * config.stages * config.replicas
 
 
 def _bytes_held(tree: Any) -> int:

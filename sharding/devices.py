@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -141,26 +141,29 @@ class Topology:
         """Number of JAX devices."""
         return math.prod(self.shape) * self.device.chip_devices
 
-    def group_bandwidth(self, size: int) -> float:
+    def group_bandwidth(self, group: Sequence[int]) -> float:
         """Bytes per second that each device of a group can send in a collective over the group.
 
-        The group is the first `size` devices in jax's order (the first axis runs fastest). On a torus, every axis that
-        the group spans adds a link, or two if the axis is a closed ring. A group of GPUs in several machines is limited
-        by their network cards.
+        On a torus, every axis that the group spans adds a link, or two if the axis is a closed ring. A group of GPUs in
+        several machines is limited by their network cards.
+
+        Args:
+          group: places in jax's order, in which the first axis runs fastest.
         """
         device = self.device
         if device.platform == "gpu":
-            inside = self.shape[-1]
-            return device.link if size <= inside else min(device.link, inside * device.network)
-        if size <= device.chip_devices:
+            machines = {place // self.shape[-1] for place in group}
+            inside = len(group) / len(machines)
+            return device.link if len(machines) == 1 else min(device.link, inside * device.network)
+        chips, links, stride = {place // device.chip_devices for place in group}, 0, 1
+        if len(chips) == 1:
             return 6 * device.link * device.chip_devices
-        chips, links = size // device.chip_devices, 0
         for length in self.shape:
-            span = math.gcd(chips, length)
-            chips //= span
+            span = len({chip // stride % length for chip in chips})
+            stride *= length
             if span > 1:
                 links += 2 if span == length and length % device.ring == 0 else 1
-        return max(links, 1) * device.link
+        return links * device.link
 
     def hop_bandwidth(self, size: int) -> float:
         """Bytes per second from a device to its counterpart in the next stage of `size` devices."""

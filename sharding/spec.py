@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -14,7 +13,10 @@ from typing import Any, Literal, Protocol
 
 from jax.sharding import PartitionSpec
 
-Rules = Mapping[str, str | None]  # logical axis -> mesh axis, or None if every device holds the whole axis
+from sharding import axes as mesh_axes
+
+Target = str | tuple[str, ...] | None  # a mesh axis, several (the last runs fastest), or none: every device has it all
+Rules = Mapping[str, Target]  # logical axis -> mesh axes
 Section = Literal["parameters", "activations", "pool"]
 
 ACTIVATION_AXES = ("tokens", "embed")  # axes of the hidden states between the layers
@@ -36,7 +38,7 @@ class MeshLike(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ShardingSpec:
-    """Rules: logical axis -> mesh axis, or None for an axis that is not split.
+    """Rules: logical axis -> mesh axis, several mesh axes, or None for an axis that is not split.
 
     Models name the axes of their parameters ("heads", "ffn", ...); the spec maps each name to a mesh axis. To try
     another sharding, change an entry. "kv_heads" follow the rule of "heads" unless they have their own.
@@ -84,20 +86,20 @@ class ShardingSpec:
         assert len(axes) == len(shape), f"{name} has axes {axes} and shape {shape}"
         rules = self.rules_for(name, section)
         taken: dict[str, str] = {}
-        entries: list[str | None] = []
+        entries: list[Target] = []
         for logical, size in zip(axes, shape, strict=True):
             target = None if logical is None else self._target(rules, logical, mesh, name, section)
             if logical is not None and target is not None:
-                if target in taken:
-                    raise ValueError(
-                        f"{name}: logical axes {taken[target]!r} and {logical!r} are both on mesh axis {target!r}; "
-                        "an array can be split over a mesh axis once"
-                    )
-                taken[target] = logical
-                parts = mesh.shape[target]
+                for each in names(target):
+                    if each in taken:
+                        raise ValueError(
+                            f"{name}: logical axes {taken[each]!r} and {logical!r} are both on mesh axis {each!r}; "
+                            "an array can be split over a mesh axis once"
+                        )
+                    taken[each] = logical
                 count = (counts or {}).get(logical, size)
-                if count % parts or size % parts:
-                    raise ValueError(f"{name}: {_uneven(logical, count, target, parts, logical in self.pad)}")
+                if count % parts(target, mesh.shape) or size % parts(target, mesh.shape):
+                    raise ValueError(f"{name}: {_uneven(logical, count, target, mesh.shape, logical in self.pad)}")
             entries.append(target)
         return PartitionSpec(*entries)
 
@@ -121,22 +123,21 @@ class ShardingSpec:
         """
         sections = (self.rules, self.pool, *self.parameters.values())
 
-        def parts(axis: str) -> int:
+        def devices(axis: str) -> int:
             axes = (axis, "heads") if axis == "kv_heads" else (axis,)
-            targets = {target for section in sections for each in axes if (target := section.get(each)) is not None}
-            return math.lcm(*(mesh_shape.get(target, 1) for target in targets))
+            return math.lcm(*(parts(section.get(each), mesh_shape) for section in sections for each in axes))
 
         def round_up(axis: str, count: int) -> int:
-            return -(-count // parts(axis)) * parts(axis) if axis in self.pad else count
+            return -(-count // devices(axis)) * devices(axis) if axis in self.pad else count
 
         held = {axis: round_up(axis, count) for axis, count in counts.items()}
         if "kv_heads" in counts:
             kv_heads, group = counts["kv_heads"], counts["heads"] // counts["kv_heads"]
-            if parts("kv_heads") % kv_heads == 0:
-                held["kv_heads"] = max(kv_heads, parts("kv_heads"))
+            if devices("kv_heads") % kv_heads == 0:
+                held["kv_heads"] = max(kv_heads, devices("kv_heads"))
                 group = -(-group * kv_heads // held["kv_heads"])
             elif "heads" in self.pad:
-                held["kv_heads"] = -(-kv_heads // parts("kv_heads")) * parts("kv_heads")
+                held["kv_heads"] = -(-kv_heads // devices("kv_heads")) * devices("kv_heads")
             held["heads"] = held["kv_heads"] * group
         return held
 
@@ -154,14 +155,15 @@ class ShardingSpec:
         """
         for title, rules in self.sections().items():
             for logical, target in rules.items():
-                if target is not None and target not in mesh.shape:
-                    raise ValueError(f"[{title}]: {_no_mesh_axis(logical, target, mesh)}")
+                for each in names(target):
+                    if each not in mesh.shape:
+                        raise ValueError(f"[{title}]: {_no_mesh_axis(logical, each, mesh)}")
         for glob, rules in self.parameters.items():
             matched = {name: axes for name, axes in parameters.items() if fnmatchcase(name, glob)}
             if not matched:
                 patterns = dict.fromkeys(map(pattern, parameters))
                 raise ValueError(f'[parameters."{glob}"] matches no parameter{_instead(glob, patterns)}')
-            axes = {axis for names in matched.values() for axis in names}
+            axes = {axis for each in matched.values() for axis in each}
             for logical in rules:
                 if logical not in axes:
                     raise ValueError(
@@ -169,7 +171,7 @@ class ShardingSpec:
                         f"{_instead(logical, sorted(axes))}"
                     )
 
-    def _target(self, rules: Rules, logical: str, mesh: MeshLike, name: str, section: Section) -> str | None:
+    def _target(self, rules: Rules, logical: str, mesh: MeshLike, name: str, section: Section) -> Target:
         if section == "activations":
             target = rules.get(logical)
         elif logical in rules:
@@ -178,16 +180,36 @@ class ShardingSpec:
             target = rules["heads"]
         else:
             raise ValueError(f"{name}: logical axis {logical!r} has no rule{_instead(logical, rules)}")
-        if target is not None and target not in mesh.shape:
-            raise ValueError(f"{name}: {_no_mesh_axis(logical, target, mesh)}")
+        for each in names(target):
+            if each not in mesh.shape:
+                raise ValueError(f"{name}: {_no_mesh_axis(logical, each, mesh)}")
         return target
+
+
+def names(target: Target) -> tuple[str, ...]:
+    """The mesh axes of a rule."""
+    return () if target is None else (target,) if isinstance(target, str) else target
+
+
+def parts(target: Target, mesh_shape: Mapping[str, int]) -> int:
+    """The number of parts that a rule makes of an axis; 1 over axes that the mesh does not have."""
+    return math.prod(mesh_shape.get(each, 1) for each in names(target))
+
+
+def shown(target: Target, none: str = "none") -> str:
+    """A rule's mesh axes as text, such as "tensor" or "x*y"."""
+    return "*".join(names(target)) or none
 
 
 def read(path: str | Path, base: ShardingSpec) -> ShardingSpec:
     """Read a TOML file of changes to a base spec. "none" stands for an axis that is not split.
 
+        [mesh]                              # sizes of the mesh's axes (see `sharding.axes`)
+        fsdp = 2
+        tensor = 4
         [axes]                              # the parameters
         vocab = "none"
+        ffn = ["tensor", "fsdp"]            # over several mesh axes
         [parameters."layers.*.qkv.bias"]    # exceptions, by a glob over parameter names
         heads = "none"
         [activations]                       # between the layers
@@ -201,21 +223,15 @@ def read(path: str | Path, base: ShardingSpec) -> ShardingSpec:
       ValueError: the file cannot be read, or has an unknown name; the message has the nearest one. Mesh axes and globs
         are checked later, when mesh and model are known: `ShardingSpec.check_names`.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-        entries = tomllib.loads(text)
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not TOML: {error}") from None
-    known = ("axes", "parameters", "activations", "pool", "pad")
+    entries = mesh_axes.entries(path)
+    known = ("mesh", "axes", "parameters", "activations", "pool", "pad")
     for section in entries:
         if section not in known:
             raise ValueError(f"{path}: there is no section [{section}]{_instead(section, known)}")
 
     logical = [*base.rules, *(["kv_heads"] if "heads" in base.rules else [])]
 
-    def rules(title: str, table: Any, axes: Iterable[str]) -> dict[str, str | None]:
+    def rules(title: str, table: Any, axes: Iterable[str]) -> dict[str, Target]:
         return {axis: _mesh_axis(f"{path}: [{title}]", axis, value) for axis, value in _table(path, title, table, axes)}
 
     exceptions = entries.get("parameters", {})
@@ -248,28 +264,32 @@ def _table(path: str | Path, title: str, table: Any, axes: Iterable[str]) -> lis
     return list(table.items())
 
 
-def _mesh_axis(where: str, axis: str, value: Any) -> str | None:
-    if not isinstance(value, str) or not value:
-        raise ValueError(f'{where} {axis} is {value!r}; it must be the name of a mesh axis, or "none"')
-    return None if value == "none" else value
+def _mesh_axis(where: str, axis: str, value: Any) -> Target:
+    listed: list[Any] = value if isinstance(value, list) and value else [value]
+    if not all(isinstance(each, str) and each for each in listed) or (len(listed) > 1 and "none" in listed):
+        raise ValueError(f'{where} {axis} is {value!r}; it must be the name of a mesh axis, a list of names, or "none"')
+    return None if listed == ["none"] else listed[0] if len(listed) == 1 else tuple(listed)
 
 
 def _no_mesh_axis(logical: str, target: str, mesh: MeshLike) -> str:
-    names = _instead(target, mesh.axis_names)
-    return f"logical axis {logical!r} goes to {target!r}, which is not an axis of the mesh{names}"
+    others = _instead(target, mesh.axis_names)
+    return f"logical axis {logical!r} goes to {target!r}, which is not an axis of the mesh{others}"
 
 
-def _uneven(logical: str, count: int, target: str, parts: int, padded: bool) -> str:
+def _uneven(logical: str, count: int, target: Target, mesh_shape: Mapping[str, int], padded: bool) -> str:
     """The error for a size that does not divide, with mesh sizes that would work."""
+    devices, over, several = parts(target, mesh_shape), names(target), len(names(target)) > 1
+    named = f"axes {', '.join(map(repr, over))}" if several else f"axis {over[0]!r}"
+    sizes = " x ".join(str(mesh_shape[each]) for each in over)
     fits = [str(size) for size in range(1, min(count, _LISTED) + 1) if count % size == 0]
     message = (
-        f"axis {logical!r} of size {count} does not divide over mesh axis {target!r} of size {parts}; "
-        f"it does for {target} = {', '.join(fits)}"
+        f"axis {logical!r} of size {count} does not divide over mesh {named} of size {sizes}; "
+        f"it does for {' x '.join(over)} = {', '.join(fits)}"
     )
     if logical == "kv_heads":
         message += f" and multiples of {count}"
     if logical in PADDABLE and not padded:
-        more = -(-count // parts) * parts
+        more = -(-count // devices) * devices
         message += f", or padded to {more}, {100 * (more - count) / count:.2g}% more ([pad] {logical} = true)"
     return message
 
@@ -280,8 +300,8 @@ def pattern(name: str) -> str:
 
 
 def _instead(name: str, known: Iterable[Any]) -> str:
-    names = [str(each) for each in known]
-    close = difflib.get_close_matches(name, names, n=1)
+    others = [str(each) for each in known]
+    close = difflib.get_close_matches(name, others, n=1)
     if close:
         return f"; did you mean {close[0]!r}?"
-    return f"; there are {', '.join(map(repr, names))}" if names else "; there are none"
+    return f"; there are {', '.join(map(repr, others))}" if others else "; there are none"

@@ -14,6 +14,7 @@ from typing import Literal, get_args
 import jaxserve
 from jaxserve.config import EngineConfig
 from jaxserve.fields import param, params
+from sharding import axes
 
 LinksName = Literal["auto", "direct", "bridge"]
 
@@ -143,11 +144,11 @@ def check_settings(config: EngineConfig, cluster: ClusterConfig) -> None:
         raise ValueError(f"replicas is {config.replicas}; with hosts it must be 1 (start several groups of hosts)")
     if config.draft_model is not None:
         raise ValueError(f"speculate is {config.speculate}; several hosts support no draft model, only ngram")
-    devices = config.tensor * config.stages
+    devices = config.stage_devices * config.stages
     if devices % cluster.hosts:
         raise ValueError(
-            f"tensor {config.tensor} times stages {config.stages} is {devices} devices, which {cluster.hosts} hosts "
-            "cannot share evenly"
+            f"{axes.product(config.stage_axes)} times stages {config.stages} is {devices} devices, which "
+            f"{cluster.hosts} hosts cannot share evenly"
         )
     if cluster.shared_secret is None and cluster.secrets is None and not _is_loopback(cluster.interface):
         raise ValueError(
@@ -165,11 +166,9 @@ def _is_loopback(interface: str) -> bool:
 
 def stages_of(config: EngineConfig, hosts: int) -> dict[int, tuple[int, ...]]:
     """The stages that have devices on each host: the hosts share the devices of all stages evenly, in order."""
-    each = config.tensor * config.stages // hosts
-    return {
-        host: tuple(range(host * each // config.tensor, ((host + 1) * each - 1) // config.tensor + 1))
-        for host in range(hosts)
-    }
+    size = config.stage_devices
+    each = size * config.stages // hosts
+    return {host: tuple(range(host * each // size, ((host + 1) * each - 1) // size + 1)) for host in range(hosts)}
 
 
 def facts(

@@ -128,7 +128,7 @@ def _compile(
 ) -> tuple[Pipeline, CacheGroups]:
     """A pipeline whose layers are one cache group, and the groups of the recorded engine."""
     model = models.build(weights.read_config(path))
-    meshes, dtype = [mesh.make_mesh(1)], startup.compute_dtype(config)
+    meshes, dtype = [mesh.make_mesh({"tensor": 1})], startup.compute_dtype(config)
     spec, platform = specs.default(model.config.family), meshes[0].devices.flat[0].platform
     (programs,), _ = lay_out(config, model, meshes, spec, dtype=dtype, platform=platform)
     groups = programs.shape.groups

@@ -47,7 +47,7 @@ from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.weights import orbax
 from jaxserve.weights.checkpoint import StoredTensors
 from jaxserve.weights.checksum import PIECE, Checksum
-from sharding import mesh, specs
+from sharding import axes, mesh, specs
 from sharding.fit import check_weights
 from sharding.spec import read as read_spec
 
@@ -188,7 +188,7 @@ def _prepare(
     party.reached("connecting devices")
     distributed.join(cluster)
     dtype = startup.compute_dtype(config)
-    (meshes,) = mesh.make_meshes(config.tensor, config.stages, devices=_devices(config, cluster))
+    (meshes,) = mesh.make_meshes(config.stage_axes, config.stages, devices=_devices(config, cluster))
     platform = jax.local_devices()[0].platform
     programs, reason = lay_out(config, model, meshes, spec, dtype=dtype, platform=platform)
     here = [stage for stage in programs if stage.mesh.local_devices]
@@ -196,7 +196,7 @@ def _prepare(
     checksum = Checksum(StoredTensors(Path(path)).files)
     for stage in here:
         device = stage.mesh.local_devices[0]
-        free = kv_cache.free_weight_bytes(device, config.tensor * config.stages)
+        free = kv_cache.free_weight_bytes(device, config.stage_devices * config.stages)
         check_weights(parameters_of(stage).values(), free, f"{device.device_kind} device")
     startup.program_cache(config)  # jax's own cache, for programs that span several hosts
     folder = cache_folder.of(config.compilation_cache)
@@ -267,13 +267,13 @@ def _devices(config: EngineConfig, cluster: ClusterConfig) -> list[Any]:
 
     Each stage takes the devices that follow those of the stage before.
     """
-    each, found = config.tensor * config.stages // cluster.hosts, []
+    each, found = config.stage_devices * config.stages // cluster.hosts, []
     for host in range(cluster.hosts):
         theirs = [device for device in jax.devices() if device.process_index == host]
         if len(theirs) < each:
             raise ValueError(
-                f"host {host} has {len(theirs)} devices; tensor {config.tensor} times stages {config.stages} over "
-                f"{cluster.hosts} hosts takes {each} of each"
+                f"host {host} has {len(theirs)} devices; {axes.product(config.stage_axes)} times stages "
+                f"{config.stages} over {cluster.hosts} hosts takes {each} of each"
             )
         found += theirs[:each]
     return found
@@ -321,6 +321,7 @@ def _recorder(path: str | Path, cluster: ClusterConfig, prepared: _Prepared) -> 
         max_context=shape.max_context,
         slots=prepared.n_blocks * shape.attention.block_size,
         buckets=bucket_sizes(prepared.config),
+        mesh=None,
         tensor=1,
         stages=1,
         in_flight=None,

@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from jaxserve.plan.cost import Collective
 from jaxserve.runner import kv_cache
 from jaxserve.runner.lowering import StagePrograms
 from jaxserve.runner.sharded_parameters import ShardedParameter
+from sharding.spec import Target, names
+from sharding.spec import parts as parts_of
 
-_Exchange = tuple[str, str, int, bool]  # kind, what, nbytes, per_row of a Collective
+_Over = tuple[str, ...]  # mesh axes with more than one device
+
+
+class _Unknown(Exception):
+    """The compiler chooses how parts over some mesh axes become parts over others."""
+
+
+class _Exchange(NamedTuple):
+    """A Collective without its devices and number."""
+
+    kind: str
+    what: str
+    nbytes: int
+    over: _Over
+    per_row: bool = False
 
 
 class _Step(NamedTuple):
@@ -19,21 +35,22 @@ class _Step(NamedTuple):
 
     Attributes:
       is_sum: it is a matmul, so parts of its input give partial sums.
-      reads_parts / gives_parts: whether each device reads, and gives, a part.
+      reads / gives: the mesh axes over which devices read, and give, parts.
       results: bytes of each result, for each token.
     """
 
     name: str
     is_sum: bool
-    reads_parts: bool
-    gives_parts: bool
+    reads: _Over
+    gives: _Over
     results: tuple[int, ...]
 
 
 def predict(stage: StagePrograms, parts: Mapping[str, ShardedParameter]) -> tuple[Collective, ...] | None:
     """The collectives of one iteration of a stage; None if the compiler decides some of them.
 
-    The compiler decides if the spec splits "embed" or the hidden states between the layers.
+    The compiler decides if the spec splits "embed" or the hidden states between the layers, or if parts over some mesh
+    axes are read as parts over others.
 
     Args:
       parts: the stage's parameters by name.
@@ -42,15 +59,31 @@ def predict(stage: StagePrograms, parts: Mapping[str, ShardedParameter]) -> tupl
     undecided = split_axes & {"embed", "word_embed"} or any(stage.spec.activations.values())
     if undecided and stage.mesh.size > 1:
         return None
+    try:
+        found = _all(stage, parts)
+    except _Unknown:
+        return None
+    return tuple(
+        Collective(kind, what, nbytes, per_row, parts_of(over, stage.mesh.shape), times, over)
+        for (kind, what, nbytes, over, per_row), times in found.items()
+    )
+
+
+def _all(stage: StagePrograms, parts: Mapping[str, ShardedParameter]) -> Counter[_Exchange]:
+    """The exchanges of one iteration, with their numbers. Raises _Unknown."""
+
+    def over(*targets: Target) -> _Over:
+        return tuple(axis for target in targets for axis in names(target) if stage.mesh.shape[axis] > 1)
+
     config, item = stage.model.padded_config, stage.shape.attention.dtype.itemsize
     heads, keys = (item * count * config.head_dim for count in (config.num_heads, config.num_kv_heads))
-    hidden, by_head = item * config.hidden_size, kv_cache.head_parts(stage.mesh, stage.spec) > 1
+    hidden, by_head = item * config.hidden_size, over(kv_cache.head_target(stage.mesh, stage.spec))
     attend = _Step("layers.*.attend", False, by_head, by_head, (heads,))
-    found: Counter[_Exchange] = Counter(_lookups(item, parts) if stage.is_first else ())
+    found: Counter[_Exchange] = Counter(_lookups(item, parts, over) if stage.is_first else ())
     for layer in stage.layers:
 
         def product(name: str, *results: int, layer: int = layer) -> _Step:
-            out, into = parts[f"layers.{layer}.{name}.kernel"].divided
+            out, into = map(over, parts[f"layers.{layer}.{name}.kernel"].partition)
             return _Step(f"layers.*.{name}", True, into, out, results)
 
         sent = [*_exchanges([product("qkv", heads, keys, keys), attend, product("out", hidden)])]
@@ -58,22 +91,22 @@ def predict(stage: StagePrograms, parts: Mapping[str, ShardedParameter]) -> tupl
         if experts is None:
             sent += _exchanges([product("up", item * config.ffn_size), product("down", hidden)])
         elif not experts.whole:  # each device adds up what its experts, or parts of them, give
-            sent.append(("all-reduce", "layers.*.experts", hidden, False))
+            sent.append(_Exchange("all-reduce", "layers.*.experts", hidden, over(*experts.partition)))
         found.update(_together(sent) if stage.model.is_parallel(layer) else sent)
-    if stage.is_last and head_table(parts).split("vocab"):
-        found["all-gather", "head", 4 * config.vocab_size, True] += 1
-    return tuple(Collective(*exchange, stage.mesh.size, times) for exchange, times in found.items())
+    if stage.is_last and (of_head := over(head_table(parts).partition[0])):
+        found[_Exchange("all-gather", "head", 4 * config.vocab_size, of_head, True)] += 1
+    return found
 
 
-def _lookups(item: int, parts: Mapping[str, ShardedParameter]) -> Iterator[_Exchange]:
+def _lookups(item: int, parts: Mapping[str, ShardedParameter], over: Callable[[Target], _Over]) -> Iterator[_Exchange]:
     """The all-reduces of look-ups in split tables, separate for int8 values and scales."""
     tables = {name: part for name, part in parts.items() if name.startswith("embed.") and name.endswith(".table")}
-    divided = {name: part for name, part in tables.items() if part.divided[0]}
-    for name in divided:
+    divided = {name: over(part.partition[0]) for name, part in tables.items() if part.divided[0]}
+    for name, axes in divided.items():
         if f"{name}.scales" in parts:
-            yield "all-reduce", "embed.scales", item, False
-    widths = (part.local[1] * (1 if f"{name}.scales" in parts else item) for name, part in divided.items())
-    yield from _together([("all-reduce", "embed", width, False) for width in widths])
+            yield _Exchange("all-reduce", "embed.scales", item, axes)
+    widths = {name: tables[name].local[1] * (1 if f"{name}.scales" in parts else item) for name in divided}
+    yield from _together([_Exchange("all-reduce", "embed", widths[name], axes) for name, axes in divided.items()])
 
 
 def _exchanges(chain: Sequence[_Step]) -> Iterator[_Exchange]:
@@ -82,23 +115,29 @@ def _exchanges(chain: Sequence[_Step]) -> Iterator[_Exchange]:
     Partial sums are added up. Parts that an operation reads whole are gathered, or multiplied by their share of its
     matrix where adding up moves less. Whatever is whole is cut at no cost.
     """
-    before = _Step("", False, False, False, ())
+    before = _Step("", False, (), (), ())
     for step in chain:
+        if before.gives and step.reads and before.gives != step.reads:
+            raise _Unknown
         is_cheaper = step.is_sum and 2 * sum(step.results) < sum(before.results)
-        if before.gives_parts and not step.reads_parts and not is_cheaper:
-            yield from (("all-gather", before.name, nbytes, False) for nbytes in before.results)
-        elif step.is_sum and (before.gives_parts or step.reads_parts):
-            yield "all-reduce", step.name, sum(step.results), False
+        if before.gives and not step.reads and not is_cheaper:
+            yield from (_Exchange("all-gather", before.name, nbytes, before.gives) for nbytes in before.results)
+        elif step.is_sum and (before.gives or step.reads):
+            yield _Exchange("all-reduce", step.name, sum(step.results), step.reads or before.gives)
         before = step
 
 
 def _together(exchanges: Iterable[_Exchange]) -> Iterator[_Exchange]:
-    """Merges the all-reduces, as the compiler does if they do not depend on each other."""
-    sums = [each for each in exchanges if each[0] == "all-reduce"]
-    yield from (each for each in exchanges if each not in sums)
-    if sums:
-        names = dict.fromkeys([sums[0][1], *(what.removeprefix("layers.*.") for _, what, _, _ in sums[1:])])
-        yield "all-reduce", ", ".join(names), sum(nbytes for _, _, nbytes, _ in sums), False
+    """Merges the all-reduces of equal groups, as the compiler does if they do not depend on each other."""
+    sums: dict[_Over, list[_Exchange]] = {}
+    for each in exchanges:
+        if each.kind == "all-reduce":
+            sums.setdefault(each.over, []).append(each)
+        else:
+            yield each
+    for over, merged in sums.items():
+        told = dict.fromkeys([merged[0].what, *(each.what.removeprefix("layers.*.") for each in merged[1:])])
+        yield _Exchange("all-reduce", ", ".join(told), sum(each.nbytes for each in merged), over)
 
 
 def head_table(parts: Mapping[str, ShardedParameter]) -> ShardedParameter:

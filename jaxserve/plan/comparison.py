@@ -8,6 +8,7 @@ from typing import NamedTuple
 from jaxserve.plan.plan_report import padding, parameters_of, partition
 from jaxserve.plan.predict import Plan
 from jaxserve.plan.tables import UNKNOWN, Section, number, shape, size
+from sharding.spec import shown
 
 
 class PlanDifference(NamedTuple):
@@ -54,7 +55,7 @@ def _facts(plan: Plan) -> dict[str, _Fact]:
     """Every value of a plan by name."""
     named = {axis for part in parameters_of(plan).values() for axis in part.axes}
     facts: dict[str, _Fact] = {
-        f"[{title}] {axis}": (target or "none", None)
+        f"[{title}] {axis}": (shown(target), None)
         for title, rules in plan.deployment.spec.sections().items()
         for axis, target in rules.items()
         if title != "axes" or axis in named  # a rule that no parameter follows changes nothing
@@ -66,7 +67,7 @@ def _facts(plan: Plan) -> dict[str, _Fact]:
         for name in ("weights", "pool", "activations", "state"):
             facts[f"stage {index}: {name}"] = (size(getattr(stage, name)), getattr(stage, name))
         for each in stage.load.collectives or ():
-            text = f"{each.times} x {size(each.nbytes)} a {'row' if each.per_row else 'token'}"
+            text = f"{each.times} x {size(each.nbytes)} a {'row' if each.per_row else 'token'} over {each.group}"
             facts[f"stage {index}: {each.kind} after {each.what}"] = (text, each.times * each.nbytes)
     facts["slots"] = (f"{plan.slots:,}", plan.slots)
     facts["requests of 2,048 tokens"] = (f"{plan.requests:,}", plan.requests)

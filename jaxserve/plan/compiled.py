@@ -29,6 +29,10 @@ _FETCH = re.compile(r"= \(?[a-z0-9]+\[[0-9,]*\]\{[^}]*S\([13]\)")
 _COMPUTATION = re.compile(r"\s*(ENTRY )?%?(?P<name>[\w.-]+) \(.*\{$")
 _FUSED = re.compile(r" fusion\(.*calls=%?([\w.-]+)")
 _ARRAY = re.compile(r"(?P<dtype>[a-z]+[0-9]*)\[(?P<sizes>[0-9,]*)\]")
+_GROUPS = re.compile(
+    r"replica_groups=(?:\{\{(?P<first>[\d,]+)\}|\[\d+,(?P<size>\d+)\]"
+    r"|mesh\[(?P<axes>[^\]]*)\](?:, device_ids=\S+)? \{(?P<over>[^}]*)\})"
+)
 _WIDTHS = {"pred": 1, "bf16": 2}
 
 
@@ -38,12 +42,14 @@ class CollectiveOp(NamedTuple):
     Attributes:
       arrays: the results, as the program writes them: bf16[64,14336].
       nbytes: bytes of one of them on each device.
+      group: devices that take part in one; 0 if the program does not say.
     """
 
     kind: str
     arrays: str
     nbytes: int
     times: int
+    group: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,9 +87,10 @@ def with_compiled(plan: Plan, stages: Sequence[CompiledStage]) -> Plan:
         return plan
     made = []
     for stage, compiled in zip(plan.stages, stages, strict=True):
+        devices = math.prod(stage.load.mesh.values())
         found = tuple(
             Collective(
-                op.kind, f"{op.arrays} (compiled)", op.nbytes / compiled.bucket, False, stage.load.tensor, op.times
+                op.kind, f"{op.arrays} (compiled)", op.nbytes / compiled.bucket, False, op.group or devices, op.times
             )
             for op in compiled.collectives
         )
@@ -150,11 +157,25 @@ def _compile(plan: Plan, index: int, stage: StagePrograms, deployment: Deploymen
 
 def collectives(text: str) -> list[CollectiveOp]:
     """The collectives in an HLO module; one in a loop counts once."""
-    found: Counter[tuple[str, str, int]] = Counter()
-    for op, arrays, _ in _instructions(text):
+    found: Counter[tuple[str, str, int, int]] = Counter()
+    for op, arrays, line in _instructions(text):
         if op in KINDS:
-            found[op, ", ".join(name for name, _ in arrays), sum(nbytes for _, nbytes in arrays)] += 1
-    return [CollectiveOp(*key, count) for key, count in found.items()]
+            size, names = sum(nbytes for _, nbytes in arrays), ", ".join(name for name, _ in arrays)
+            found[op, names, size, _group(line)] += 1
+    return [CollectiveOp(*key[:3], count, key[3]) for key, count in found.items()]
+
+
+def _group(line: str) -> int:
+    """Devices of a group, from `replica_groups=` and `{{0,1},{2,3}}`, `[2,2]<=[4]` or `mesh['x'=2,'y'=2] {'x'}`."""
+    match = _GROUPS.search(line)
+    if match is None:
+        return 0
+    if match["axes"] is None:
+        return int(match["size"]) if match["size"] else match["first"].count(",") + 1
+    sizes = dict(re.findall(r"'(\w+)'=(\d+)", match["axes"]))
+    # A part of an axis is written 'x':(1)2, of size 2.
+    over = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", match["over"])
+    return math.prod(int(part or sizes[axis]) for axis, part in over)
 
 
 def _instructions(text: str) -> Iterator[tuple[str, list[tuple[str, int]], str]]:

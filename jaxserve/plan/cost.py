@@ -14,10 +14,12 @@ read off a figure hardly tell the two apart.) For TPUs both are assumptions: the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from sharding import axes
 from sharding.devices import Device, Topology
 
 
@@ -54,14 +56,15 @@ def calibration(device: Device) -> str:
 
 
 class Collective(NamedTuple):
-    """An exchange of the partial results of one matmul or lookup among a stage's devices.
+    """An exchange of the partial results of one matmul or lookup, or of the parts of an array, among devices.
 
     Attributes:
-      kind: all-reduce or all-gather, as XLA calls them.
+      kind: all-reduce, all-gather, reduce-scatter, all-to-all or collective-permute, as XLA calls them.
       what: the operation whose result it is, such as `layers.*.out`.
       nbytes: bytes of the result, for each token or, if `per_row`, for each row with logits.
       group: devices that take part.
       times: number in one iteration of a stage (one per layer for operations of layers).
+      over: the mesh axes of the group; empty if they are not known.
     """
 
     kind: str
@@ -70,12 +73,15 @@ class Collective(NamedTuple):
     per_row: bool
     group: int
     times: int
+    over: tuple[str, ...] = ()
 
     def sent(self, tokens: int, rows: int) -> float:
         """Bytes that each device sends in one iteration, with ring algorithms."""
-        passes = 2 if self.kind == "all-reduce" else 1
-        size = self.nbytes * (rows if self.per_row else tokens)
-        return self.times * passes * size * (self.group - 1) / self.group
+        size = self.times * self.nbytes * (rows if self.per_row else tokens)
+        if self.kind == "collective-permute":
+            return size
+        passes = {"all-reduce": 2, "reduce-scatter": self.group}.get(self.kind, 1)  # a part is the result of the latter
+        return passes * size * (self.group - 1) / self.group
 
 
 class AttentionLoad(NamedTuple):
@@ -139,7 +145,7 @@ class StageLoad:
       token_ops / row_ops: operations of matmuls for each token, and for each row with logits; without experts.
       collectives: the collectives within the stage; None if they are unknown, and so is the time on links.
       hop_bytes: bytes that each token sends to the next stage; 0 on the last.
-      tensor: devices of the stage.
+      mesh: sizes of the mesh's axes; the stage has that many devices.
     """
 
     layers: int
@@ -150,7 +156,7 @@ class StageLoad:
     experts: ExpertLoad | None = None
     collectives: tuple[Collective, ...] | None
     hop_bytes: int
-    tensor: int
+    mesh: Mapping[str, int]
 
     @property
     def slot_bytes(self) -> int:
@@ -232,11 +238,15 @@ class Roofline:
                     'the speed of this sharding is unknown: to split "embed" or activations leaves the collectives to '
                     "the compiler; `jaxserve plan --compile` shows them"
                 )
+            speeds = {
+                over: topology.group_bandwidth(axes.members(load.mesh, over or tuple(load.mesh)))
+                for over in {each.over for each in load.collectives}
+            }
             by_token, by_row = (
-                sum(each.sent(*one) for each in load.collectives) / topology.group_bandwidth(load.tensor)
-                for one in ((1, 0), (0, 1))
+                sum(each.sent(*one) / speeds[each.over] for each in load.collectives) for one in ((1, 0), (0, 1))
             )
-            self._links.append((by_token + load.hop_bytes / topology.hop_bandwidth(load.tensor), by_row))
+            devices = math.prod(load.mesh.values())
+            self._links.append((by_token + load.hop_bytes / topology.hop_bandwidth(devices), by_row))
 
     def __call__(
         self, chunks: Sequence[tuple[int, int]], bucket: int = 0, decodes: tuple[int, int] = (0, 0)

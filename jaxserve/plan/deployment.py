@@ -14,7 +14,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.models.schema import ModelConfig
 from jaxserve.runner.layout import bucket_sizes, lay_out, max_context
 from jaxserve.runner.lowering import StagePrograms
-from sharding import mesh
+from sharding import axes, mesh
 from sharding.devices import Topology
 from sharding.spec import ShardingSpec
 
@@ -53,17 +53,17 @@ class Deployment:
 
     def check_devices(self) -> None:
         """Raise ValueError if the topology has too few devices."""
-        replicas = self.engine.replicas
-        asked, have = self.engine.tensor * self.engine.stages * replicas, self.topology.num_devices
+        engine, replicas = self.engine, self.engine.replicas
+        asked, have = engine.stage_devices * engine.stages * replicas, self.topology.num_devices
         if asked > have:
-            parts = f"tensor {self.engine.tensor} x stages {self.engine.stages}"
+            parts = f"{axes.product(engine.stage_axes).replace(' times ', ' x ')} x stages {engine.stages}"
             parts += f" x replicas {replicas}" if replicas > 1 else ""
             raise ValueError(f"{parts} are {asked} devices; {self.topology} has {have}")
 
     def padding(self) -> dict[str, tuple[int, int]]:
         """Logical axes that the spec pads: (size in the model, padded size)."""
         counts = model_of(self.config).axis_sizes()
-        padded = self.spec.padded(counts, {"tensor": self.engine.tensor})
+        padded = self.spec.padded(counts, self.engine.stage_axes)
         return {axis: (count, padded[axis]) for axis, count in counts.items() if padded[axis] != count}
 
 
@@ -86,8 +86,8 @@ def programs(deployment: Deployment, devices: Sequence[Any] | None = None) -> li
     engine, platform = deployment.engine, deployment.topology.device.platform
     meshes: Any
     if devices is None:
-        meshes = (mesh.abstract(engine.tensor),) * engine.stages
+        meshes = (mesh.abstract(engine.stage_axes),) * engine.stages
     else:
-        (meshes,) = mesh.make_meshes(engine.tensor, engine.stages, devices=devices)
+        (meshes,) = mesh.make_meshes(engine.stage_axes, engine.stages, devices=devices)
     model, dtype = model_of(deployment.config), jnp.dtype(deployment.dtype)
     return lay_out(engine, model, meshes, deployment.spec, dtype=dtype, platform=platform)[0]

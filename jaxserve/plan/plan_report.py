@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
@@ -13,6 +13,8 @@ from jaxserve.plan.cost import FITS, Collective, Seconds, calibration
 from jaxserve.plan.predict import REQUEST, Plan
 from jaxserve.plan.tables import UNEXPECTED, UNKNOWN, Section, as_json, number, shape, size
 from jaxserve.runner.sharded_parameters import ShardedParameter
+from sharding import axes
+from sharding.spec import Rules, shown
 
 _REMEDIES = {
     "compute": "arithmetic: more devices or a faster kind would help",
@@ -53,12 +55,12 @@ def _parameters(plan: Plan) -> Section:
 
 
 def _memory(plan: Plan) -> Section:
-    engine = plan.deployment.engine
+    engine, devices = plan.deployment.engine, plan.deployment.engine.stage_devices
     columns = ("stage", "devices", "layers", "weights", "pool", "activations", "row state", "free", "in use")
     rows = [
         (
             str(index),
-            f"{index * engine.tensor}-{(index + 1) * engine.tensor - 1}",
+            f"{index * devices}-{(index + 1) * devices - 1}",
             f"{stage.layers[0]}-{stage.layers[1] - 1}",
             *(size(each) for each in (stage.weights, stage.pool, stage.activations, stage.state, stage.free)),
             f"{100 * stage.total / plan.memory[0]:.1f}%",
@@ -77,18 +79,19 @@ def _memory(plan: Plan) -> Section:
 def collectives(plan: Plan) -> Section:
     """The collectives among the devices of a stage."""
     bucket = plan.buckets[-1].tokens
-    columns = ("stage", "after", "collective", "each iteration", "each layer", f"bytes each (bucket {bucket})")
+    columns = ("stage", "after", "collective", "over", "each iteration", "each layer", f"bytes each (bucket {bucket})")
     rows, notes = [], []
     for index, stage in enumerate(plan.stages):
         for each in stage.load.collectives or ():
             a_layer = each.times // (stage.layers[1] - stage.layers[0]) if each.what.startswith("layers") else 0
             nbytes = size(_carried(plan, each, bucket))
-            rows.append((str(index), each.what, each.kind, str(each.times), str(a_layer or "-"), nbytes))
+            over = f"{each.group} ({'*'.join(each.over)})" if each.over else str(each.group)
+            rows.append((str(index), each.what, each.kind, over, str(each.times), str(a_layer or "-"), nbytes))
     if not plan.is_known:
         notes = ['Collectives: to split "embed" or activations leaves the compiler a choice; --compile shows it']
     elif not rows:
         notes = ["No collectives: no stage has more than one device"]
-    return Section(f"Collectives, each over {plan.deployment.engine.tensor} devices", columns, rows, notes)
+    return Section("Collectives", columns, rows, notes)
 
 
 def _carried(plan: Plan, collective: Collective, bucket: int) -> float:
@@ -110,7 +113,7 @@ def _iterations(plan: Plan) -> Section:
         for each in plan.buckets
     ]
     fit, dtype = FITS[device.platform], deployment.dtype
-    links = deployment.topology.group_bandwidth(deployment.engine.tensor)
+    links = deployment.topology.group_bandwidth(range(deployment.engine.stage_devices))
     note = (
         f"Roofline: {100 * fit.efficiency:.0f}% of {device.flops[dtype] / 1e12:,.0f} TFLOP/s ({dtype}), of "
         f"{device.bandwidth / 1e9:,.0f} GB/s memory and of {links / 1e9:,.0f} GB/s links, one after the other, and "
@@ -174,7 +177,8 @@ def plan_json(plan: Plan, stages_compiled: Sequence[CompiledStage] = ()) -> dict
             "shape": list(deployment.topology.shape),
             "chip_devices": device.chip_devices,
         },
-        "tensor": deployment.engine.tensor,
+        "mesh": deployment.engine.stage_axes,
+        "tensor": deployment.engine.stage_devices,
         "stages": stages,
         "replicas": deployment.engine.replicas,
         "spec": {("axes" if name == "rules" else name): value for name, value in as_json(spec).items()},
@@ -197,7 +201,7 @@ def headline(plan: Plan) -> str:
     """The deployment in one line."""
     deployment, engine = plan.deployment, plan.deployment.engine
     stages = ", ".join(str(stage.layers[1] - stage.layers[0]) for stage in plan.stages)
-    layout = f"tensor {engine.tensor}, stages {engine.stages}"
+    layout = f"{axes.product(engine.stage_axes).replace(' times ', ' x ')}, stages {engine.stages}"
     layout += f" (layers {stages})" if engine.stages > 1 else ""
     layout += f", replicas {engine.replicas}" if engine.replicas > 1 else ""
     active = f", {plan.num_active / 1e9:.3g} G active" if plan.num_active < plan.num_parameters else ""
@@ -214,8 +218,8 @@ def spec_lines(plan: Plan) -> list[str]:
     return lines + [f"{name} {text}" for name, text in padding(plan).items()]
 
 
-def _rules(rules: Mapping[str, str | None]) -> str:
-    return ", ".join(f"{axis} -> {target or 'none'}" for axis, target in rules.items())
+def _rules(rules: Rules) -> str:
+    return ", ".join(f"{axis} -> {shown(target)}" for axis, target in rules.items())
 
 
 def padding(plan: Plan) -> dict[str, str]:
@@ -249,4 +253,4 @@ def bottleneck(plan: Plan) -> str:
 
 def partition(part: ShardedParameter) -> str:
     """A partition as text, such as "(tensor, -)"."""
-    return f"({', '.join(target or '-' for target in part.partition)})"
+    return f"({', '.join(shown(target, '-') for target in part.partition)})"

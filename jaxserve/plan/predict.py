@@ -325,7 +325,7 @@ def _load(stage: StagePrograms, parts: Mapping[str, ShardedParameter]) -> StageL
         experts=experts if of_experts else None,
         collectives=collectives.predict(stage, parts),
         hop_bytes=0 if stage.is_last else config.hidden_size * shape.dtype.itemsize,
-        tensor=stage.mesh.size,
+        mesh=dict(stage.mesh.shape),
     )
 
 

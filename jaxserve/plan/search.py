@@ -83,7 +83,7 @@ def search(deployment: Deployment, progress: Callable[[str, int, int], None]) ->
     found, left_out = [], Counter[str]()
     for done, (candidate, rules) in enumerate(deployments):
         progress("searching", done, len(deployments))
-        if weights > candidate.engine.tensor * candidate.engine.stages * deployment.topology.device.memory:
+        if weights > candidate.engine.stage_devices * candidate.engine.stages * deployment.topology.device.memory:
             left_out[_TOO_LARGE] += 1  # known without a plan
             continue
         try:
@@ -117,6 +117,8 @@ def _layouts(deployment: Deployment) -> Iterator[tuple[Deployment, str]]:
             continue
         engine = dataclasses.replace(
             deployment.engine,
+            mesh=None,
+            sharding=None,
             tensor=tensor,
             stages=stages,
             replicas=devices // (tensor * stages),

@@ -16,7 +16,7 @@ from jaxserve.models import Model
 from jaxserve.models.schema import ModelConfig
 from jaxserve.runner import kv_cache
 from pallas_kernels import api
-from sharding.spec import ShardingSpec
+from sharding.spec import ShardingSpec, shown
 
 
 def select(
@@ -78,7 +78,7 @@ def select(
 
 
 def _named(split: PartitionSpec) -> str:
-    return "none" if split[0] is None else repr(split[0])
+    return "none" if split[0] is None else repr(shown(split[0]))
 
 
 def make_attend(

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Int32
 
 from pallas_kernels.api import AttentionShape, Backend
-from sharding.spec import ShardingSpec
+from sharding.spec import ShardingSpec, Target, parts
 
 # Shares of a device's memory that may be used; the rest is for the runtime, fragmentation and other programs.
 ACCELERATOR_SHARE = 0.92
@@ -36,10 +36,14 @@ def pool_bytes(backend: Backend, shape: AttentionShape, n_blocks: int) -> int:
     return sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in leaves)
 
 
+def head_target(mesh: Mesh, spec: ShardingSpec) -> Target:
+    """The mesh axes that a spec splits the pool's heads over."""
+    return spec.resolve(("heads",), (mesh.size,), mesh, name="the pool", section="pool")[0]
+
+
 def head_parts(mesh: Mesh, spec: ShardingSpec) -> int:
     """Number of devices that a spec splits the pool's heads over."""
-    (axis,) = spec.resolve(("heads",), (mesh.size,), mesh, name="the pool", section="pool")
-    return 1 if axis is None else mesh.shape[axis]
+    return parts(head_target(mesh, spec), mesh.shape)
 
 
 def pool(backend: Backend, shape: AttentionShape, n_blocks: int, mesh: Mesh, spec: ShardingSpec) -> Any:
@@ -51,10 +55,10 @@ def pool(backend: Backend, shape: AttentionShape, n_blocks: int, mesh: Mesh, spe
     Returns:
       A pytree of `ShapeDtypeStruct`, each with its sharding.
     """
-    parts = head_parts(mesh, spec)
+    heads = head_parts(mesh, spec)
 
     def whole(axes: tuple[str | None, ...], part: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        sizes = tuple(size * (parts if axis == "heads" else 1) for axis, size in zip(axes, part.shape, strict=True))
+        sizes = tuple(size * (heads if axis == "heads" else 1) for axis, size in zip(axes, part.shape, strict=True))
         split = spec.resolve(axes, sizes, mesh, name="the pool", section="pool")
         return jax.ShapeDtypeStruct(sizes, part.dtype, sharding=NamedSharding(mesh, split))
 

@@ -22,7 +22,7 @@ from jaxserve.models.products import Quantized, dot
 from pallas_kernels.cpu import build, product
 from pallas_kernels.cpu.product import NativeProduct
 from pallas_kernels.gpu import grouped
-from sharding.spec import ShardingSpec
+from sharding.spec import ShardingSpec, names
 
 _FEW_ROWS, _MANY_ROWS = 4, 256  # between these row counts `_dot_cpu` puts the kernel first
 _RUN_ROWS = 16  # rows of an expert that are multiplied at a time
@@ -101,7 +101,7 @@ class DeviceProducts:
         whole = spec.resolve((), (), mesh)
         gate = places["gate"].values if isinstance(places["gate"], Quantized) else places["gate"]
         of_experts, of_ffn = gate[0], gate[1]
-        parts = tuple(axis for axis in (of_experts, of_ffn) if axis is not None)
+        parts = (*names(of_experts), *names(of_ffn))
 
         def here(x: jax.Array, chosen: jax.Array, weights: jax.Array, kernels: experts.Kernels) -> jax.Array:
             first = 0 if of_experts is None else jax.lax.axis_index(of_experts) * kernels["gate"].shape[0]

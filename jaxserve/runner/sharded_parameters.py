@@ -14,7 +14,7 @@ from jaxserve import weights
 from jaxserve.models.products import Quantized
 from jaxserve.runner.lowering import StagePrograms
 from jaxserve.weights import naming
-from sharding.spec import pattern
+from sharding.spec import Target, pattern
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,7 @@ class ShardedParameter:
         separate entry, layers.3.qkv.kernel.scales.
       count: number of parameters that it stands for.
       axes: logical name of each axis.
-      partition: for each axis, the mesh axis that it is split over, or None.
+      partition: for each axis, the mesh axes that it is split over, or None.
       shape / local: the global shape, and the shape on each device.
       nbytes: bytes of one parameter in the memory of each device, with padding that is known.
     """
@@ -34,7 +34,7 @@ class ShardedParameter:
     name: str
     count: int
     axes: tuple[str, ...]
-    partition: tuple[str | None, ...]
+    partition: tuple[Target, ...]
     shape: tuple[int, ...]
     local: tuple[int, ...]
     nbytes: int
@@ -111,7 +111,7 @@ def group_layers(parts: Iterable[ShardedParameter]) -> tuple[ShardedParameter, .
 
     Layers that the spec shards differently stay separate entries, named after the first layer of each.
     """
-    found: dict[tuple[str, tuple[str | None, ...]], ShardedParameter] = {}
+    found: dict[tuple[str, tuple[Target, ...]], ShardedParameter] = {}
     kinds: set[str] = set()
     for part in parts:
         kind = pattern(part.name)

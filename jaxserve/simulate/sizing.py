@@ -52,7 +52,7 @@ class SizedLayout:
     @property
     def devices(self) -> int:
         """Devices in use."""
-        return self.config.tensor * self.config.stages * self.config.replicas
+        return self.config.stage_devices * self.config.stages * self.config.replicas
 
     @property
     def device_hours(self) -> float:
@@ -105,7 +105,7 @@ def _sized(
 ) -> SizedLayout:
     config, most = (
         layout.engine,
-        layout.plan.deployment.topology.num_devices // (layout.engine.tensor * layout.engine.stages),
+        layout.plan.deployment.topology.num_devices // (layout.engine.stage_devices * layout.engine.stages),
     )
     rough = replace(config, buckets=_GRID, in_flight=config.stages if config.stages > 1 else None)
 

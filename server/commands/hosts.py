@@ -89,7 +89,8 @@ def from_flags(args: argparse.Namespace) -> ClusterConfig | None:
             count, host, coordinator = place.hosts, place.host, coordinator or place.coordinator
             if coordinator is None:
                 raise ValueError(f"--hosts auto: {place.cluster} does not tell where host 0 is; give --coordinator")
-            devices = flags.engine_config(args).tensor * flags.engine_config(args).stages
+            engine = flags.engine_config(args)
+            devices = engine.stage_devices * engine.stages
             local_devices = place.local_devices(devices // count, os.environ)
             say(f"host {host} of {count}, with host 0 at {coordinator}, from the variables of {place.cluster}")
         elif host is None or coordinator is None:

@@ -72,6 +72,8 @@ def make_deployment(args: argparse.Namespace, *, context: int = 1024) -> Deploym
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing runs on a device, and a local one may be busy
     from sharding import devices
 
+    if args.sharding == "default":
+        args = _with_spec(args, "default")
     topology, engine = devices.parse(args.topology), flags.engine_config(args)
     from jaxserve.plan import model_catalog
     from jaxserve.plan.deployment import Deployment
@@ -94,13 +96,21 @@ def _spec(family: str, file: str | None) -> Any:
     return default if file in (None, "default") else spec.read(file, default)
 
 
+def _with_spec(args: argparse.Namespace, file: str) -> argparse.Namespace:
+    """The flags with another file of rules, whose mesh stands for those in the flags, and nothing to compare with."""
+    from sharding import axes
+
+    changed: dict[str, Any] = {"sharding": None if file == "default" else file, "against": None}
+    if axes.read(None, changed["sharding"]):
+        changed |= {"mesh": None, "tensor": 1}
+    return argparse.Namespace(**vars(args) | changed)
+
+
 def _label(file: str | None) -> str:
     return "default" if file is None else Path(file).name
 
 
 def _plan(args: argparse.Namespace, deployment: Deployment, out: Console) -> dict[str, Any]:
-    from dataclasses import replace
-
     from jaxserve.plan import comparison, plan_page, plan_report
 
     labels = _label(args.sharding), _label(args.against)
@@ -110,13 +120,12 @@ def _plan(args: argparse.Namespace, deployment: Deployment, out: Console) -> dic
         if args.against is None:
             raise
         console.say(f"{labels[0]} is not possible: {problem}\nso {labels[1]} is compared with nothing")
-        alone = argparse.Namespace(**vars(args) | {"sharding": args.against, "against": None})
+        alone = _with_spec(args, args.against)
         return _plan(alone, make_deployment(alone, context=args.context), out)
     sections, answers = [plan_report.compiled(predicted, stages)] if stages else [], {}
     if args.against is not None:
-        spec = _spec(deployment.config.family, args.against)
         try:
-            _, other, _ = _predict(args, replace(deployment, spec=spec), False)
+            _, other, _ = _predict(args, make_deployment(_with_spec(args, args.against), context=args.context), False)
         except ValueError as problem:
             raise ValueError(f"{labels[1]} is not possible: {problem}") from None
         differences = comparison.differences(plan, other)

@@ -110,7 +110,7 @@ def test_kernels_fit_and_the_pool_is_never_copied(
         pool_dtype=jnp.dtype(pool),
         alibi=heads != 7,
     ).with_blocks(32, 2048)
-    one = mesh.make_meshes(1, 1, devices=targets.devices_of(devices.parse(device)))[0][0]
+    one = mesh.make_meshes({"tensor": 1}, 1, devices=targets.devices_of(devices.parse(device)))[0][0]
     everywhere = jax.sharding.NamedSharding(one, specs.default("bloom").resolve((), (), one))
 
     def abstract(dims, dtype=jnp.int32) -> jax.ShapeDtypeStruct:
@@ -178,7 +178,7 @@ def test_kernels_of_experts_are_read_in_place(
 ) -> None:
     """One kernel, which spills nothing; no other operation touches the experts' kernels. Float32 takes no tensor cores,
     which would round."""
-    one = mesh.make_meshes(1, 1, devices=targets.devices_of(devices.parse(device)))[0][0]
+    one = mesh.make_meshes({"tensor": 1}, 1, devices=targets.devices_of(devices.parse(device)))[0][0]
     everywhere = jax.sharding.NamedSharding(one, specs.default("bloom").resolve((), (), one))
     arguments = [((rows, inputs), dtype), ((experts, outputs, inputs), kernel_dtype), ((experts,), "int32")]
     shapes = [jax.ShapeDtypeStruct(dims, jnp.dtype(each), sharding=everywhere) for dims, each in arguments]

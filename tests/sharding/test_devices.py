@@ -49,17 +49,19 @@ def test_every_device_can_be_reckoned_with(device):
 
 def test_groups_are_as_fast_as_the_links_that_they_span():
     machines = devices.parse("a100-40g:2x8")
-    assert machines.group_bandwidth(8) == 300 * GB  # NVLink
-    assert machines.group_bandwidth(16) == 200 * GB  # eight network cards a machine
+    assert machines.group_bandwidth(range(8)) == 300 * GB  # NVLink
+    assert machines.group_bandwidth(range(16)) == 200 * GB  # eight network cards a machine
     assert machines.hop_bandwidth(4) == 300 * GB
     assert machines.hop_bandwidth(8) == 25 * GB
     torus = devices.parse("v5p:2x4x4")
-    assert torus.group_bandwidth(2) == 100 * GB  # one link
-    assert torus.group_bandwidth(8) == 300 * GB  # one along 2, two around the ring of 4
-    assert torus.group_bandwidth(32) == 500 * GB
+    assert torus.group_bandwidth(range(2)) == 100 * GB  # one link
+    assert torus.group_bandwidth(range(8)) == 300 * GB  # one along 2, two around the ring of 4
+    assert torus.group_bandwidth(range(32)) == 500 * GB
+    assert torus.group_bandwidth(range(0, 32, 8)) == 200 * GB  # around the other ring
+    assert machines.group_bandwidth(range(0, 16, 8)) == 25 * GB  # a card of each machine
     halves = devices.parse("tpu7x:2x2x1")
-    assert halves.group_bandwidth(2) == 600 * GB  # within a chip
-    assert halves.group_bandwidth(4) == 50 * GB  # half of a chip's link
+    assert halves.group_bandwidth(range(2)) == 600 * GB  # within a chip
+    assert halves.group_bandwidth(range(4)) == 50 * GB  # half of a chip's link
 
 
 @pytest.mark.parametrize(

@@ -159,7 +159,10 @@ def test_a_file_changes_what_it_names(tmp_path):
     [
         ("[axis]\nvocab = 'none'", r"my.toml: there is no section \[axis\]; did you mean 'axes'\?"),
         ("[axes]\nhedas = 'none'", r"my.toml: \[axes\] names unknown logical axis 'hedas'; did you mean 'heads'\?"),
-        ("[axes]\nheads = 1", r"my.toml: \[axes\] heads is 1; it must be the name of a mesh axis, or \"none\""),
+        (
+            "[axes]\nheads = 1",
+            r"my.toml: \[axes\] heads is 1; it must be the name of a mesh axis, a list of names, or \"none\"",
+        ),
         ("axes = 3", r"my.toml: axes is 3; write a section \[axes\]"),
         ("[parameters.'a*']\nhead = 'none'", r"\[parameters.\"a\*\"\] names unknown logical axis 'head'.*'heads'\?"),
         ("parameters = 3", r"my.toml: parameters is 3; write a section \[parameters"),
@@ -218,17 +221,36 @@ def test_an_axis_of_the_mesh_that_no_rule_names_holds_copies():
     assert SPEC.resolve(("heads", "embed"), (24, 16), wide) == PartitionSpec("tensor", None)
 
 
+def test_an_axis_is_split_over_several_mesh_axes(tmp_path):
+    wide = AbstractMesh((2, 4), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    (tmp_path / "my.toml").write_text('[axes]\nffn = ["fsdp", "tensor"]\nembed = ["fsdp"]\n')
+    spec = read(tmp_path / "my.toml", SPEC)
+    assert spec.resolve(("heads", "embed"), (24, 16), wide) == PartitionSpec("tensor", "fsdp")
+    assert spec.resolve(("ffn",), (24,), wide) == PartitionSpec(("fsdp", "tensor"))
+    assert spec.padded({"ffn": 24, "vocab": 30, "heads": 4}, wide.shape)["vocab"] == 32
+    assert replace(spec, pad=frozenset({"ffn"})).padded({"ffn": 26, "heads": 4}, wide.shape)["ffn"] == 32
+    with pytest.raises(ValueError, match=r"up: logical axes 'ffn' and 'embed' are both on mesh axis 'fsdp'"):
+        spec.resolve(("ffn", "embed"), (24, 16), wide, name="up")
+    message = (
+        r"axis 'ffn' of size 20 does not divide over mesh axes 'fsdp', 'tensor' of size 2 x 4; it does for fsdp x "
+    )
+    with pytest.raises(ValueError, match=message + r"tensor = 1, 2, 4, 5, 10, 20"):
+        spec.resolve(("ffn",), (20,), wide)
+    with pytest.raises(ValueError, match=r"\[axes\]: logical axis 'ffn' goes to 'fsdp', which is not an axis"):
+        spec.check_names(devices(4), {})
+
+
 def test_mesh_devices_and_axis_types():
-    made = mesh.make_mesh()
+    made = mesh.make_mesh({"tensor": 1})
     assert isinstance(made, Mesh)
     assert made.axis_names == ("tensor",)
     assert made.axis_types == (AxisType.Auto,)
     assert made.devices.tolist() == jax.devices()[:1]
     many = np.repeat(jax.devices()[0], 3).tolist()
-    with pytest.raises(ValueError, match=r"tensor is 4; it must be at least 1 and at most 3, the number of devices"):
-        mesh.make_mesh(4, many)
-    with pytest.raises(ValueError, match=r"tensor is 0"):
-        mesh.make_mesh(0)
+    with pytest.raises(ValueError, match=r"data 2 times tensor 2 is 4, which must be .* at most the 3 devices"):
+        mesh.make_mesh({"data": 2, "tensor": 2}, many)
+    wide = mesh.make_mesh({"data": 2, "one": 1, "tensor": 4})
+    assert wide.devices[1, 0].tolist() == jax.devices()[4:8]
 
 
 def test_a_family_without_a_default_is_refused_by_name():

@@ -56,7 +56,7 @@ def main(told: dict) -> None:
         distributed.join(cluster)
         if "address_timeout" in told:
             jax.config.update("jax_cross_host_transfer_timeout_seconds", told["address_timeout"])
-        (meshes,) = mesh.make_meshes(told["tensor"], told["stages"], devices=jax.devices())
+        (meshes,) = mesh.make_meshes({"tensor": told["tensor"]}, told["stages"], devices=jax.devices())
         stages: Any = [SimpleNamespace(mesh=each, everywhere=NamedSharding(each, PartitionSpec())) for each in meshes]
         found = probe(stages, party.check, told.get("seconds", 60.0))
         if found:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections import Counter
 from dataclasses import replace
 
 import jax
@@ -15,6 +16,7 @@ from sharding import specs
 from tests.jaxserve.plan.questions import BLOOM, FALCON, GPT2, LLAMA, MIXTRAL, NEOX, OPT, named, question
 
 B, G = specs.default("bloom"), specs.default("gpt2")
+L = specs.default("llama")
 UNTIED = {"tie_word_embeddings": False}
 
 
@@ -38,6 +40,10 @@ COMBINATIONS = {
     "one layer whole": question(BLOOM, replace(B, parameters={"layers.1.*": {"ffn": None}}), tensor=4),
     "heads padded": question(BLOOM | {"n_head": 6, "hidden_size": 96}, replace(B, pad=frozenset({"heads"})), tensor=4),
     "vocabulary padded": question(BLOOM | {"vocab_size": 1022}, replace(B, pad=frozenset({"vocab"})), tensor=4),
+    "two axes, heads over one": question(
+        LLAMA, rules(L, vocab=("x", "y"), ffn=("x", "y"), heads="x"), mesh="x=2,y=4", slots=2**16
+    ),
+    "copies over one axis": question(BLOOM, mesh="data=2,tensor=4"),
     "positions split": question(GPT2, rules(G, positions="tensor"), tensor=4),
 }
 
@@ -57,7 +63,19 @@ def test_bytes_within_3_percent_and_collectives_equal(deployment):
     for predicted, found in zip(plan.stages, stages, strict=True):
         assert predicted.total == pytest.approx(found.total, rel=0.03)
         assert compiled.count_kinds(predicted.load.collectives or ()) == compiled.count_kinds(found.collectives)
+        assert payloads(deployment, predicted.load.collectives) == payloads(deployment, found.collectives)
         assert not found.surprises
+
+
+def payloads(deployment, collectives) -> Counter[tuple[str, int]]:
+    """Bytes of the results of collectives in the largest bucket, by kind and devices of a group."""
+    tokens, counts = deployment.buckets[-1], Counter()
+    for each in collectives:
+        rows = 1
+        if isinstance(each, Collective):
+            rows = min(tokens, deployment.engine.max_rows) if each.per_row else tokens
+        counts[each.kind, each.group] += round(each.times * each.nbytes * rows)
+    return counts
 
 
 @pytest.mark.usefixtures("optimized")
@@ -72,11 +90,12 @@ def test_a_split_embedding_is_left_to_the_compiler():
 
 
 HLO = """
-  %a = f32[8,128]{1,0} all-reduce(%x), replica_groups={{0,1}}
+  %a = f32[8,128]{1,0} all-reduce(%x), replica_groups={{0,1,2,3},{4,5,6,7}}
   %b = (f32[4]{0}, f32[8]{0}) all-gather-start(%y), dimensions={0}
   %c = f32[8]{0} all-gather-done(%b)
   ROOT %d = (f32[8,128]{1,0}, bf16[2,2]{1,0:T(8,128)(2,1)}) all-reduce(%p, %q)
-  %e = f32[8,128]{1,0} all-reduce(%z), to_apply=%add
+  %e = f32[8,128]{1,0} all-reduce(%z), replica_groups=[2,4]<=[8], to_apply=%add
+  %i = s8[4]{0} all-reduce(%z), replica_groups=mesh['a'=2,'b'=8] {'a','b':(1)4}, to_apply=%add
   %f = (bf16[4,8]{1,0:T(8,128)}, bf16[4,8]{1,0:T(8,128)}, u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%v)
   %g = (f32[8]{0}, f32[16]{0}) all-reduce-start(%s, %t), to_apply=%add
   %h = ((f32[2]{0}, f32[4]{0}), (f32[8]{0}, f32[16]{0})) all-gather-start(%s, %t), dimensions={0}
@@ -85,9 +104,10 @@ HLO = """
 
 def test_collectives_are_found_in_a_module():
     assert compiled.collectives(HLO) == [
-        compiled.CollectiveOp("all-reduce", "f32[8,128]", 4096, 2),
+        compiled.CollectiveOp("all-reduce", "f32[8,128]", 4096, 2, 4),
         compiled.CollectiveOp("all-gather", "f32[8]", 32, 1),
         compiled.CollectiveOp("all-reduce", "f32[8,128], bf16[2,2]", 4104, 1),
+        compiled.CollectiveOp("all-reduce", "s8[4]", 4, 1, 8),
         compiled.CollectiveOp("collective-permute", "bf16[4,8]", 64, 1),
         compiled.CollectiveOp("all-reduce", "f32[8], f32[16]", 96, 1),
         compiled.CollectiveOp("all-gather", "f32[8], f32[16]", 96, 1),

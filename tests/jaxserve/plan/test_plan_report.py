@@ -37,7 +37,7 @@ def test_a_plan_is_told_as_tables(plan):
     assert re.search(r"layers\.\*\.qkv\.kernel +2 +heads, embed +\(tensor, -\) +384 x 128 +96 x 128 +48\.00 KiB", text)
     assert re.search(r"0 +0-3 +0-0 ", text)
     assert "8,192 slots in blocks of 64, float32, fit: 4 requests of 2,048 tokens" in text
-    assert re.search(r"1 +layers\.\*\.down +all-reduce +1 +1 +4\.00 KiB", text)
+    assert re.search(r"1 +layers\.\*\.down +all-reduce +4 \(tensor\) +1 +1 +4\.00 KiB", text)
     assert re.search(r"Roofline: 57% of 7[67] TFLOP/s \(float32\)", text)
     assert "Bottleneck with 4 rows decoding" in text
 

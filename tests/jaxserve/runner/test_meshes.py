@@ -134,8 +134,11 @@ def test_experts_on_devices_of_their_own_answer_as_one(tmp_path) -> None:
 
 def test_answers_do_not_depend_on_rules(tmp_path) -> None:
     rules = """
+        [mesh]
+        fsdp = 2
         [axes]
         vocab = "none"
+        ffn = ["fsdp", "tensor"]
         [parameters."layers.1.up.*"]
         ffn = "none"
         [activations]

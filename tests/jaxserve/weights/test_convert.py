@@ -49,7 +49,7 @@ def test_converted_checkpoint_loads_like_its_source(source, tmp_path, dtype):
     config = weights.read_config(out)
     assert config == weights.read_config(source)
     model = models.build(config)
-    place = weights.on_mesh(model, mesh.make_mesh(1), specs.default("gpt2"), "cpu")
+    place = weights.on_mesh(model, mesh.make_mesh({"tensor": 1}), specs.default("gpt2"), "cpu")
     ours = weights.load(out, model, dtype, place=place)
     assert same(ours, weights.load(source, model, dtype))
     assert all(leaf.sharding.mesh.axis_names == ("tensor",) for leaf in jax.tree.leaves(ours))

@@ -157,7 +157,7 @@ from sharding import mesh, specs
 model = models.build(weights.read_config(sys.argv[1]))
 whole = weights.load(sys.argv[1], model, jnp.float32)
 for size, dtype in ((2, jnp.float32), (8, jnp.bfloat16)):
-    place = weights.on_mesh(model, mesh.make_mesh(size), specs.default(model.config.family), "cpu")
+    place = weights.on_mesh(model, mesh.make_mesh({"tensor": size}), specs.default(model.config.family), "cpu")
     split = weights.load(sys.argv[1], model, dtype, place=place)
     for one, many in zip(jax.tree.leaves(whole), jax.tree.leaves(split), strict=True):
         np.testing.assert_array_equal(np.asarray(one.astype(dtype)), np.asarray(many))
@@ -169,7 +169,7 @@ def run(params):
     x = model.embed(params, jnp.arange(4), jnp.arange(4))
     x, _ = model.layer(params, 0, x, jnp.arange(4), lambda q, k, v, cache: (q + k * v, cache), None)
     return model.logits(params, model.norm(params, x))
-place = weights.on_mesh(model, mesh.make_mesh(4), specs.default(model.config.family), "cpu")
+place = weights.on_mesh(model, mesh.make_mesh({"tensor": 4}), specs.default(model.config.family), "cpu")
 np.testing.assert_allclose(run(weights.load(sys.argv[1], model, jnp.float32, place=place)), run(whole), atol=1e-3)
 print("equal")
 """

@@ -73,6 +73,21 @@ def test_an_impossible_spec_is_named_and_the_other_is_planned(capsys, tmp_path):
     assert "default is not possible: layers.0.down.kernel" in capsys.readouterr().err
 
 
+def test_a_mesh_of_several_axes_is_planned_and_compared(capsys, tmp_path):
+    spec = tmp_path / "square.toml"
+    spec.write_text('[mesh]\nx = 2\ny = 4\n[axes]\nvocab = ["x", "y"]\nffn = ["x", "y"]\nheads = "x"\n')
+    assert cli.main([*ASKED[:5], "--mesh", "x=2,y=4", "--buckets", "8", "--sharding", str(spec)]) == 0
+    text = capsys.readouterr().out
+    assert "x 2 x y 4, stages 1" in text
+    assert "2 (x) " in text
+    assert "8 (x*y) " in text
+    assert cli.main([*ASKED, "--against", str(spec)]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["[axes]", "heads", "tensor", "x"] in rows
+    assert cli.main([*ASKED, "--mesh", "tensor=2"]) == 2
+    assert "tensor is 4, but the mesh is tensor=2; give one of the two" in capsys.readouterr().err
+
+
 def test_unknown_collectives_have_no_rate(capsys, tmp_path):
     spec = tmp_path / "tokens.toml"
     spec.write_text('[activations]\ntokens = "tensor"\n')

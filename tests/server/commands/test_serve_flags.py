@@ -64,11 +64,12 @@ ENGINE_FLAGS: dict[str, tuple[str, Any, str]] = {
     "scoring": ("--no-scoring", False, ""),
     "attention": ("--attention xla", "xla", ""),
     "tensor": ("--tensor 4", 4, ""),
+    "mesh": ("--mesh data=2,tensor=2", "data=2,tensor=2", ""),
     "stages": ("--stages 2", 2, ""),
     "replicas": ("--replicas 3", 3, ""),
     "in_flight": ("--in-flight 1", 1, ""),
     "layers_per_stage": ("--layers-per-stage 1,3", (1, 3), "--stages 2"),
-    "sharding": ("--sharding changes.toml", "changes.toml", ""),
+    "sharding": ("--sharding /dev/null", "/dev/null", ""),
     "compilation_cache": ("--compilation-cache off", None, ""),
 }
 HOSTS_FLAGS = (
