@@ -9,6 +9,8 @@ TPU_STAMP := $(TPU_VENV)/.installed
 GPU_VENV := .venv-gpu
 GPU_STAMP := $(GPU_VENV)/.installed
 SCHEMAS := .venv-schemas
+RAY_VENV := .venv-ray
+RAY_STAMP := $(RAY_VENV)/.installed
 DOCS_VENV := .venv-docs
 DOCS_STAMP := $(DOCS_VENV)/.installed
 # Wheels that compile for GPUs are for Python 3.12 and later; a pyenv shim may stand for a version that is not active.
@@ -16,7 +18,7 @@ PYTHON312 = $(firstword $(foreach python,$(shell command -v python3.12) $(wildca
   $(shell $(python) -c "print('$(python)')" 2>/dev/null)))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv wheel serve test test-groups test-all test-weekly test-aot test-aot-tpu test-aot-gpu test-deploy test-clients bench-guard lint proto docs docs-tables demo-model clean
+.PHONY: help venv wheel serve test test-groups test-all test-weekly test-aot test-aot-tpu test-aot-gpu test-deploy test-clients test-scale test-scale-one bench-guard lint proto docs docs-tables demo-model clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -55,7 +57,20 @@ test-groups: $(DEV_STAMP) ## run the groups of tests that `make test` leaves out
 test-clients: $(DEV_STAMP) ## run other people's clients, each in an environment of its own
 	$(BIN)/python -m tests.clients.run $(ARGS)
 
-test-all: test-aot test-deploy test-clients test-groups test ## run every test but for the weekly ones
+# Ray in an environment of its own: it is large, and warns where ours makes warnings errors.
+$(RAY_STAMP): requirements-dev.txt
+	test -x $(RAY_VENV)/bin/python || $(PYTHON) -m venv $(RAY_VENV)
+	$(RAY_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt "ray[serve]==2.60.0"
+	touch $@
+
+SCALE := $(RAY_VENV)/bin/python -m pytest -n 0 -W ignore -m scale tests/ray
+test-scale: $(RAY_STAMP) ## serve on a local cluster of Ray
+	$(SCALE) $(ARGS)
+
+test-scale-one: $(RAY_STAMP)
+	$(SCALE) -k killed_replica
+
+test-all: test-aot test-deploy test-clients test-scale-one test-groups test ## run every test but for the weekly ones
 
 MINUTES ?= 120
 test-weekly: $(DEV_STAMP) $(TPU_STAMP) ## run what takes hours, and `make test` with XLA's optimizations (MINUTES=8: of the soak)
@@ -63,6 +78,7 @@ test-weekly: $(DEV_STAMP) $(TPU_STAMP) ## run what takes hours, and `make test` 
 	$(BIN)/python -m pytest -m 'weekly and not aot' $(ARGS)
 	$(BIN)/python -m benchmarks faults --minutes $(MINUTES)
 	$(MAKE) test-aot AOT="-n 0 -m 'aot and weekly'"
+	$(MAKE) test-scale
 
 ACCELERATORS := tests/jaxserve/plan/test_compiled.py
 # One test after another, for the tables that they print; the two kinds of device beside each other.
@@ -128,4 +144,4 @@ demo-model: $(DEV_STAMP) ## train the demo model again
 	$(BIN)/python -m examples.train_demo.train
 
 clean: ## remove the environment and build products
-	rm -rf $(VENV) $(TPU_VENV) $(GPU_VENV) $(SCHEMAS) $(DOCS_VENV) .venv-clients site build dist *.egg-info
+	rm -rf $(VENV) $(TPU_VENV) $(GPU_VENV) $(SCHEMAS) $(RAY_VENV) $(DOCS_VENV) .venv-clients site build dist *.egg-info

@@ -1,0 +1,108 @@
+"""A Ray Serve application of jaxserve."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ray import serve
+from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
+
+from server.commands import cli, flags
+from server.commands.serve import SERVE_PARAMS
+from server.ray.replica import OWED, Replica
+
+# What belongs to Serve's proxy, to Ray, or to processes on ports of their own.
+_NOT_HERE = {
+    *("host", "port", "http-port", "metrics-port", "front", "tls-cert", "tls-key", "tls-client-ca"),
+    *("hosts", "host-id", "coordinator", "kv-events", "kv-events-replay", "kv-events-topic", "profile"),
+}
+_LAST_SECONDS = 15.0  # for the engine process to end after the drain
+_WINDOW_SECONDS = 5.0  # over which owed tokens are averaged
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RayConfig:
+    """A deployment of jaxserve on Ray Serve.
+
+    Attributes:
+      flags: of `jaxserve serve`, such as `("--model", "/shared/llama-70b", "--tensor", "8")`. Ports, TLS and hosts are
+        not among them: Serve has those.
+      name: of the deployment.
+      actor_options: what each replica takes: `{"num_gpus": 8}`, `{"resources": {"TPU": 4}}`. See `ray_actor_options`.
+      min_replicas / max_replicas: with more than one, Serve starts replicas while those that run owe more than
+        `target_owed_tokens` each, and stops them when they owe less.
+      target_owed_tokens: tokens of prompts and answers that a replica has promised and not computed yet.
+      upscale_delay / downscale_delay: seconds for which a change of the number is wanted before it is made.
+    """
+
+    flags: tuple[str, ...] = ()
+    name: str = "jaxserve"
+    actor_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    min_replicas: int = 1
+    max_replicas: int = 1
+    target_owed_tokens: int = 20_000
+    upscale_delay: float = 5.0
+    downscale_delay: float = 300.0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_replicas <= self.max_replicas:
+            raise ValueError(
+                f"min_replicas is {self.min_replicas} and max_replicas {self.max_replicas}; they must be at least 1, "
+                "and the second no less than the first"
+            )
+        if self.target_owed_tokens < 1:
+            raise ValueError(f"target_owed_tokens is {self.target_owed_tokens}; it must be at least 1")
+
+
+class OwedTokens:
+    """Serve's autoscaling policy: as many replicas as it takes for each to owe the target.
+
+    Args:
+      target: owed tokens of a replica.
+    """
+
+    def __init__(self, target: int) -> None:
+        self._target = target
+
+    def __call__(self, context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
+        owed = (context.aggregated_metrics or {}).get(OWED, {})
+        return sum(owed.values()) / self._target, {}
+
+
+def deployment(config: RayConfig) -> serve.Application:
+    """The application for `serve.run`: HTTP with streams through Serve's proxy.
+
+    Raises:
+      ValueError: a flag is not one of `jaxserve serve`, or has no meaning on Ray.
+    """
+    try:
+        args = cli.parser().parse_args(["serve", *config.flags])
+    except SystemExit:
+        raise ValueError(f"flags are {' '.join(config.flags)}: jaxserve serve refuses them") from None
+    given = {each.name for each in args.settings if each.source != "default"}
+    if wrong := sorted(given & _NOT_HERE):
+        raise ValueError(f"--{wrong[0]} has no meaning on Ray Serve, which has ports, TLS and machines of its own")
+    engine, settings = flags.engine_config(args), flags.read(args, SERVE_PARAMS)
+    autoscaling = AutoscalingConfig(
+        min_replicas=config.min_replicas,
+        max_replicas=config.max_replicas,
+        metrics_interval_s=1.0,
+        look_back_period_s=_WINDOW_SECONDS,
+        upscale_delay_s=config.upscale_delay,
+        downscale_delay_s=config.downscale_delay,
+        policy=AutoscalingPolicy(policy_function=OwedTokens, policy_kwargs={"target": config.target_owed_tokens}),
+    )
+    made = serve.deployment(
+        serve.ingress()(Replica),
+        name=config.name,
+        ray_actor_options=dict(config.actor_options),
+        autoscaling_config=autoscaling,
+        # The replica has a queue and bounds of its own, and tells its callers when it is full.
+        max_ongoing_requests=2 * (engine.max_rows + engine.max_queued_requests),
+        graceful_shutdown_timeout_s=settings["drain_seconds"] + _LAST_SECONDS,
+        health_check_period_s=1.0,
+    )
+    return made.bind(config.flags)

@@ -1,0 +1,102 @@
+"""A replica of a Ray Serve deployment: a front in the actor, and its engine process behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Sequence
+
+from prometheus_client.parser import text_string_to_metric_families
+from ray.serve import metrics
+
+from jaxserve.generation import defaults
+from jaxserve.text.tokenizer import Tokenizer
+from server.app import Application, create_app
+from server.commands import cli, serve
+from server.engine_process.job import EngineJob
+from server.engine_process.remote_engine import RemoteEngine
+from server.engine_process.supervisor import ENGINE_COMMAND, Supervisor
+from server.metrics import Metrics
+
+OWED = "owed_tokens"  # of a replica, for autoscaling
+_METRICS_SECONDS = 5.0  # between two reports to Ray
+_PARENT_SECONDS = 0.5  # between two looks at the parent
+
+
+class Replica:
+    """What Serve runs in each actor. Its engine process ends with it, and it ends with the node's raylet.
+
+    Args:
+      flags: of `jaxserve serve`.
+    """
+
+    async def __init__(self, flags: Sequence[str]) -> None:
+        threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+        self._settings = chosen = serve.from_flags(cli.parser().parse_args(["serve", *flags]))
+        tokenizer = Tokenizer.from_directory(chosen.model)
+        self._engine = RemoteEngine(chosen.engine, tokenizer, defaults.read(chosen.model, chosen.engine))
+        job = EngineJob.of(str(chosen.model), chosen.engine, log_level=chosen.log_level)
+        self._supervisor = Supervisor(self._engine, job, restarts=chosen.restarts, command=ENGINE_COMMAND)
+        self._running = asyncio.create_task(self._supervisor.run())
+        ready = asyncio.create_task(self._supervisor.ready.wait())
+        await asyncio.wait([self._running, ready], return_when=asyncio.FIRST_COMPLETED)
+        if self._running.done():
+            ready.cancel()
+            self._running.result()  # raises why it could not start
+        self._reporting: asyncio.Task[None] | None = None
+
+    def __serve_build_asgi_app__(self) -> Application:
+        """The application that Serve's proxy calls, once the engine is ready."""
+        chosen = self._settings
+        app = create_app(
+            self._engine,
+            name=chosen.name,
+            aliases=chosen.names[1:],
+            keys=chosen.keys,
+            allowed_origins=chosen.allowed_origins,
+            drain_seconds=chosen.drain_seconds,
+            stall_seconds=chosen.stall_seconds,
+            on_wedged=self._supervisor.give_up,
+        )
+        self._reporting = asyncio.create_task(_report(app.metrics))
+        return app
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Asked by Serve: what the deployment's policy reads."""
+        return {OWED: float(self._engine.load().outstanding_tokens)}
+
+    def check_health(self) -> None:
+        """Asked by Serve, which replaces the replica if it raises: where its engine is gone and does not return."""
+        if not self._engine.takes_requests:
+            raise RuntimeError(self._engine.problem)
+
+    async def __del__(self) -> None:
+        """Called by Serve after the drain."""
+        if self._reporting is not None:
+            self._reporting.cancel()
+        await self._supervisor.close()
+        await asyncio.wait([self._running])
+
+
+async def _report(of: Metrics) -> None:
+    """Passes the samples of a replica on to Ray, whose agent on each node shows those of all replicas to Prometheus."""
+    gauges: dict[str, metrics.Gauge] = {}
+    while True:
+        for family in text_string_to_metric_families(of.text().decode()):
+            for sample in family.samples:
+                name = sample.name.replace(":", "_")
+                if name not in gauges:
+                    gauges[name] = metrics.Gauge(name, family.documentation, tuple(sample.labels))
+                with contextlib.suppress(ValueError):  # labels that differ between samples of one name
+                    gauges[name].set(sample.value, sample.labels)
+        await asyncio.sleep(_METRICS_SECONDS)
+
+
+def _end_with_parent(parent: int) -> None:
+    """Ends this process when the raylet that started it is gone: Ray itself may take a minute."""
+    while os.getppid() == parent:
+        time.sleep(_PARENT_SECONDS)
+    os._exit(1)

@@ -1,0 +1,90 @@
+"""A Ray cluster on this machine, with Serve and a deployment of the demo model."""
+
+import contextlib
+import json
+import socket
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import ray
+from ray import serve
+
+from server.ray import RayConfig, deployment
+
+ROOT = Path(__file__).parents[2]
+FLAGS = ("--buckets", "4,16", "--max-rows", "8", "--slots", "8000", "--max-context", "1000", "--no-scoring")
+WAIT_SECONDS = 240.0
+MARK = "TEST_GROUP"  # in the environment of every replica, and of its engine process
+
+
+def until(condition: Callable[[], Any], seconds: float = WAIT_SECONDS) -> Any:
+    bound = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < bound
+        time.sleep(0.05)
+    return found
+
+
+class Cluster:
+    """A node with Serve on it."""
+
+    def __init__(self) -> None:
+        self._mark = uuid.uuid4().hex
+        with socket.socket() as first, socket.socket() as second:
+            first.bind(("127.0.0.1", 0))
+            second.bind(("127.0.0.1", 0))
+            port, self.metrics_port = first.getsockname()[1], second.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        variables = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), MARK: self._mark}
+        ray.init(
+            num_cpus=8,
+            include_dashboard=False,
+            object_store_memory=80 * 2**20,
+            runtime_env={"env_vars": variables},
+            _metrics_export_port=self.metrics_port,
+        )
+        serve.start(http_options={"port": port})
+
+    def deploy(self, *flags: str, **fields: Any) -> None:
+        config = RayConfig(flags=(*FLAGS, *flags), actor_options={"num_cpus": 1}, **fields)
+        serve.run(deployment(config), route_prefix="/")
+
+    def close(self) -> None:
+        serve.shutdown()
+        ray.shutdown()
+
+    def _processes(self, name: bytes) -> set[int]:
+        found = set()
+        for path in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                is_named = name in (path / "cmdline").read_bytes()
+                if is_named and f"{MARK}={self._mark}".encode() in (path / "environ").read_bytes():
+                    found.add(int(path.name))
+        return found
+
+    def replicas(self) -> set[int]:
+        return self._processes(b"ray::ServeReplica")
+
+    def engines(self) -> set[int]:
+        return self._processes(b"server.engine_process.main")
+
+    def complete(self, max_tokens: int = 5) -> str:
+        body = {"prompt": "It was", "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+        answer = httpx.post(f"{self.url}/v1/completions", json=body, timeout=WAIT_SECONDS)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["choices"][0]["text"]
+
+    def stream(self, max_tokens: int, begun: Callable[[], None] = lambda: None) -> list[Any]:
+        """The events of a stream. Raises httpx.HTTPError if its connection breaks."""
+        body = {"prompt": "It was", "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+        events = []
+        with httpx.stream("POST", f"{self.url}/v1/completions", json=body, timeout=WAIT_SECONDS) as response:
+            for line in response.iter_lines():
+                if line.startswith("data: "):
+                    events.append(line if line == "data: [DONE]" else json.loads(line.removeprefix("data: ")))
+                    begun()
+        return events
