@@ -328,13 +328,14 @@ class SlotPool:
 
     def chain(self, allocation: BlockAllocation, full: int) -> list[bytes]:
         """The digests of at least the first `full` blocks of an allocation's tokens; each is computed once."""
-        digests, width, known = allocation._digests, 8 * self.block_size, len(allocation._digests)
+        digests, width, known = allocation._digests, 4 * self.block_size, len(allocation._digests)
         if known >= full:
             return digests
-        parent = digests[-1] if digests else hashlib.sha256(allocation.salt.encode("utf-8", "surrogatepass")).digest()
-        tokens = array("q", allocation.tokens[known * self.block_size : full * self.block_size]).tobytes()
+        sha256 = hashlib.sha256
+        parent = digests[-1] if digests else sha256(allocation.salt.encode("utf-8", "surrogatepass")).digest()
+        tokens = array("I", allocation.tokens[known * self.block_size : full * self.block_size]).tobytes()
         for start in range(0, len(tokens), width):
-            parent = hashlib.sha256(parent + tokens[start : start + width]).digest()
+            parent = sha256(parent + tokens[start : start + width]).digest()
             digests.append(parent)
         return digests
 

@@ -46,7 +46,7 @@ class Reader:
         assert change.parent is None or change.parent in self.ever
         parent = change.parent or hashlib.sha256(change.salt.encode()).digest()
         for index, digest in enumerate(change.digests):
-            tokens = array("q", change.tokens[SIZE * index : SIZE * (index + 1)]).tobytes()
+            tokens = array("I", change.tokens[SIZE * index : SIZE * (index + 1)]).tobytes()
             parent = hashlib.sha256(parent + tokens).digest()
             assert digest == parent
             assert digest not in self.known
