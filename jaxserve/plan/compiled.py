@@ -181,19 +181,28 @@ def _group(line: str) -> int:
 def _instructions(text: str) -> Iterator[tuple[str, list[tuple[str, int]], str]]:
     """(operation, [(array, bytes), ...] of its result, the whole line) of each instruction.
 
-    Instructions within fusions are left out, because their results are never in memory.
+    Instructions within fusions are left out, because their results are never in memory, unless they are collectives. An
+    all-reduce in a fusion `all-reduce-scatter` is a reduce-scatter with the fusion's result; so TPUs have them.
     """
-    fused, inside = set(_FUSED.findall(text)), False
+    fused, inside, given = set(_FUSED.findall(text)), "", ""
     for line in text.splitlines():
         if (opening := _COMPUTATION.match(line)) is not None:
-            inside = opening["name"] in fused
+            inside, given = opening["name"] if opening["name"] in fused else "", line.rpartition("->")[2]
         match = _INSTRUCTION.search(line)
-        if match is None or inside:
+        if match is None or (inside and match["op"] not in KINDS):
             continue
-        arrays = [(f"{a['dtype']}[{a['sizes']}]", _nbytes(a)) for a in _ARRAY.finditer(match["shape"])]
+        if inside.startswith("all-reduce-scatter"):
+            yield "reduce-scatter", _arrays(given), line
+            continue
+        arrays = _arrays(match["shape"])
         if match["start"] and match["op"] != "all-reduce":  # of which the results are all there is
             arrays = _results(arrays, match["op"])
         yield match["op"], arrays, line
+
+
+def _arrays(shape: str) -> list[tuple[str, int]]:
+    """(array, bytes) of each array in a shape."""
+    return [(f"{a['dtype']}[{a['sizes']}]", _nbytes(a)) for a in _ARRAY.finditer(shape)]
 
 
 def _results(arrays: list[tuple[str, int]], op: str) -> list[tuple[str, int]]:

@@ -90,6 +90,13 @@ def test_a_split_embedding_is_left_to_the_compiler():
 
 
 HLO = """
+%all-reduce-scatter.1 (input.1: bf16[8,2]) -> bf16[2,2] {
+  %all-reduce.9 = bf16[8,2]{1,0:T(8,128)(2,1)} all-reduce(%input.1), replica_groups={{0,1,2,3}}
+  ROOT %slice = bf16[2,2]{1,0:T(8,128)(2,1)S(1)} dynamic-slice(%all-reduce.9, %place, %zero)
+}
+
+ENTRY %main (x: f32[8,128]) -> f32[8] {
+  %fusion = bf16[2,2]{1,0} fusion(%x), kind=kCustom, calls=%all-reduce-scatter.1
   %a = f32[8,128]{1,0} all-reduce(%x), replica_groups={{0,1,2,3},{4,5,6,7}}
   %b = (f32[4]{0}, f32[8]{0}) all-gather-start(%y), dimensions={0}
   %c = f32[8]{0} all-gather-done(%b)
@@ -104,6 +111,7 @@ HLO = """
 
 def test_collectives_are_found_in_a_module():
     assert compiled.collectives(HLO) == [
+        compiled.CollectiveOp("reduce-scatter", "bf16[2,2]", 8, 1, 4),
         compiled.CollectiveOp("all-reduce", "f32[8,128]", 4096, 2, 4),
         compiled.CollectiveOp("all-gather", "f32[8]", 32, 1),
         compiled.CollectiveOp("all-reduce", "f32[8,128], bf16[2,2]", 4104, 1),
