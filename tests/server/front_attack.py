@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
+import numpy as np
 from grpc_health.v1 import health_pb2
 
 from server.proto.inference import open_inference_grpc_pb2 as kserve_pb
@@ -223,19 +224,24 @@ def medians(times: dict[str, list[float]]) -> dict[str, float]:
 
 
 def shown(times: dict[str, list[float]]) -> str:
-    return " | ".join(f"{statistics.median(each):6.1f} {max(each):7.1f}" for each in times.values())
+    columns = ((statistics.median(each), np.percentile(each, 99), max(each)) for each in times.values())
+    return " | ".join(f"{median:6.1f} {percentile:6.1f} {worst:7.1f}" for median, percentile, worst in columns)
 
 
 def main(names: list[str]) -> None:
     with served() as ports:
         polite = Polite(ports)
         polite.measure(1)
-        print("median and worst, ms:        health | gRPC health | completion | gRPC completion", flush=True)
+        print("median, 99th percentile and worst, ms: health | gRPC health | completion | gRPC completion", flush=True)
         print(f"{'quiet':28} {shown(polite.measure(4))}", flush=True)
+        together: dict[str, list[float]] = {}
         for name in names or attacks():
             times, answers = under(name, polite, ports, 4)
             refused, polite.refused = polite.refused, 0
             print(f"{name:28} {shown(times)}  {refused} refused; {len(answers)} calls, {answers[-1]}", flush=True)
+            for call, each in times.items():
+                together.setdefault(call, []).extend(each)
+        print(f"{'all of them':28} {shown(together)}")
         print(f"{'quiet':28} {shown(polite.measure(4))}", flush=True)
         polite.close()
 
