@@ -30,6 +30,7 @@ from server.tracing import Tracing
 
 if TYPE_CHECKING:
     from jaxserve.engine import Engine
+    from jaxserve.multihost.config import ClusterConfig
     from jaxserve.profiler import Profiler
     from server.engine_client import EngineClient
 
@@ -244,13 +245,19 @@ def _lifecycle(settings: ServeSettings, greet: Greet, engine: RemoteEngine, supe
     if cluster is None:
         on_wedged = supervisor.give_up if settings.restarts is not None else None
         return ServerLifecycle(settings, greet, engine, on_wedged)
+    # The other hosts end when this one is late, so this engine never recovers alone.
+    return ServerLifecycle(settings, greet, engine, supervisor.give_up, wedged_seconds(cluster, engine))
+
+
+def wedged_seconds(cluster: ClusterConfig | None, engine: RemoteEngine) -> Callable[[], float] | None:
+    """Tells how long host 0 of several may complete no iteration; None for an engine on one host."""
 
     def deadline() -> float:
+        assert cluster is not None
         slowest = max(cost.milliseconds for cost in engine.report.buckets) / 1000
         return cluster.deadline(slowest) + hosts.OWN_SECONDS
 
-    # The other hosts end when this one is late, so this engine never recovers alone.
-    return ServerLifecycle(settings, greet, engine, supervisor.give_up, deadline)
+    return None if cluster is None else deadline
 
 
 async def _wait_for_first(running: asyncio.Task[None], *events: asyncio.Event) -> None:

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from server.ray.deployment import RayConfig, deployment
+from server.ray.deployment import RayConfig, deployment, group
 
-__all__ = ["RayConfig", "deployment"]
+__all__ = ["RayConfig", "deployment", "group"]

@@ -10,6 +10,7 @@ from typing import Any
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 
+from jaxserve.multihost.config import ClusterConfig, check_settings
 from server.commands import cli, flags
 from server.commands.serve import SERVE_PARAMS
 from server.ray.replica import OWED, Replica
@@ -17,7 +18,7 @@ from server.ray.replica import OWED, Replica
 # What belongs to Serve's proxy, to Ray, or to processes on ports of their own.
 _NOT_HERE = {
     *("host", "port", "http-port", "metrics-port", "front", "tls-cert", "tls-key", "tls-client-ca"),
-    *("hosts", "host-id", "coordinator", "kv-events", "kv-events-replay", "kv-events-topic", "profile"),
+    *("hosts", "host-id", "coordinator", "hosts-secret", "kv-events", "kv-events-replay", "kv-events-topic", "profile"),
 }
 _LAST_SECONDS = 15.0  # for the engine process to end after the drain
 _WINDOW_SECONDS = 5.0  # over which owed tokens are averaged
@@ -78,6 +79,18 @@ def deployment(config: RayConfig) -> serve.Application:
     Raises:
       ValueError: a flag is not one of `jaxserve serve`, or has no meaning on Ray.
     """
+    return group(config, hosts=1)
+
+
+def group(config: RayConfig, *, hosts: int) -> serve.Application:
+    """Like `deployment`, where several hosts serve each replica together, each on a node of its own.
+
+    A replica is host 0. It and an actor for each other host have a placement group, of which each takes a bundle of
+    `actor_options`.
+
+    Raises:
+      ValueError: as for `deployment`, or the hosts cannot share the devices that the flags ask for.
+    """
     try:
         args = cli.parser().parse_args(["serve", *config.flags])
     except SystemExit:
@@ -86,6 +99,8 @@ def deployment(config: RayConfig) -> serve.Application:
     if wrong := sorted(given & _NOT_HERE):
         raise ValueError(f"--{wrong[0]} has no meaning on Ray Serve, which has ports, TLS and machines of its own")
     engine, settings = flags.engine_config(args), flags.read(args, SERVE_PARAMS)
+    if hosts > 1:
+        check_settings(engine, ClusterConfig(hosts=hosts, host=0, coordinator="127.0.0.1:1"))
     autoscaling = AutoscalingConfig(
         min_replicas=config.min_replicas,
         max_replicas=config.max_replicas,
@@ -99,10 +114,18 @@ def deployment(config: RayConfig) -> serve.Application:
         serve.ingress()(Replica),
         name=config.name,
         ray_actor_options=dict(config.actor_options),
+        placement_group_bundles=[_bundle(config.actor_options)] * hosts if hosts > 1 else None,
+        placement_group_strategy="STRICT_SPREAD" if hosts > 1 else None,
         autoscaling_config=autoscaling,
         # The replica has a queue and bounds of its own, and tells its callers when it is full.
         max_ongoing_requests=2 * (engine.max_rows + engine.max_queued_requests),
         graceful_shutdown_timeout_s=settings["drain_seconds"] + _LAST_SECONDS,
         health_check_period_s=1.0,
     )
-    return made.bind(config.flags)
+    return made.bind(config.flags, hosts, dict(config.actor_options))
+
+
+def _bundle(actor_options: Mapping[str, Any]) -> dict[str, float]:
+    """What an actor with these options takes of a node."""
+    named = {"CPU": actor_options.get("num_cpus", 1), "GPU": actor_options.get("num_gpus", 0)}
+    return {name: amount for name, amount in (named | actor_options.get("resources", {})).items() if amount}

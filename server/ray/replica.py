@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import threading
-import time
+import secrets
+import socket
 from collections.abc import Sequence
+from typing import Any
 
+import ray
 from prometheus_client.parser import text_string_to_metric_families
 from ray.serve import metrics
+from ray.util import get_current_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from jaxserve.generation import defaults
 from jaxserve.text.tokenizer import Tokenizer
 from server.app import Application, create_app
-from server.commands import cli, serve
 from server.engine_process.job import EngineJob
 from server.engine_process.remote_engine import RemoteEngine
 from server.engine_process.supervisor import ENGINE_COMMAND, Supervisor
+from server.lifecycle import wedged_seconds
 from server.metrics import Metrics
+from server.ray.host import Group, Host, end_with_parent, settings
 
 OWED = "owed_tokens"  # of a replica, for autoscaling
 _METRICS_SECONDS = 5.0  # between two reports to Ray
-_PARENT_SECONDS = 0.5  # between two looks at the parent
 
 
 class Replica:
@@ -31,14 +34,20 @@ class Replica:
 
     Args:
       flags: of `jaxserve serve`.
+      hosts: with more than one, this is host 0, and starts an actor for each other in a bundle of its placement group.
+      actor_options: what each host takes.
     """
 
-    async def __init__(self, flags: Sequence[str]) -> None:
-        threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
-        self._settings = chosen = serve.from_flags(cli.parser().parse_args(["serve", *flags]))
+    async def __init__(self, flags: Sequence[str], hosts: int, actor_options: dict[str, Any]) -> None:
+        end_with_parent()
+        group = None
+        if hosts > 1:
+            group = Group(hosts=hosts, coordinator=_coordinator(), secret=secrets.token_hex(32).encode())
+            self._hosts = _start_hosts(flags, group, actor_options)
+        self._settings = chosen = settings(flags, group)
         tokenizer = Tokenizer.from_directory(chosen.model)
         self._engine = RemoteEngine(chosen.engine, tokenizer, defaults.read(chosen.model, chosen.engine))
-        job = EngineJob.of(str(chosen.model), chosen.engine, log_level=chosen.log_level)
+        job = EngineJob.of(str(chosen.model), chosen.engine, None, chosen.cluster, log_level=chosen.log_level)
         self._supervisor = Supervisor(self._engine, job, restarts=chosen.restarts, command=ENGINE_COMMAND)
         self._running = asyncio.create_task(self._supervisor.run())
         ready = asyncio.create_task(self._supervisor.ready.wait())
@@ -60,6 +69,7 @@ class Replica:
             drain_seconds=chosen.drain_seconds,
             stall_seconds=chosen.stall_seconds,
             on_wedged=self._supervisor.give_up,
+            wedged_seconds=wedged_seconds(chosen.cluster, self._engine),
         )
         self._reporting = asyncio.create_task(_report(app.metrics))
         return app
@@ -95,8 +105,28 @@ async def _report(of: Metrics) -> None:
         await asyncio.sleep(_METRICS_SECONDS)
 
 
-def _end_with_parent(parent: int) -> None:
-    """Ends this process when the raylet that started it is gone: Ray itself may take a minute."""
-    while os.getppid() == parent:
-        time.sleep(_PARENT_SECONDS)
-    os._exit(1)
+def _coordinator() -> str:
+    """An address of this node with two free ports."""
+    address = ray.util.get_node_ip_address()
+    while True:
+        with socket.socket() as first, socket.socket() as second:
+            first.bind((address, 0))
+            port = first.getsockname()[1]
+            with contextlib.suppress(OSError, OverflowError):
+                second.bind((address, port + 1))
+                return f"{address}:{port}"
+
+
+def _start_hosts(flags: Sequence[str], group: Group, actor_options: dict[str, Any]) -> list[Any]:
+    """The actors of the other hosts, which end with this one. Ray starts one again that dies alone."""
+    placement = get_current_placement_group()
+    return [
+        ray.remote(Host)
+        .options(
+            **{"num_cpus": 1} | actor_options,
+            max_restarts=-1,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=host),
+        )
+        .remote(flags, group, host)
+        for host in range(1, group.hosts)
+    ]

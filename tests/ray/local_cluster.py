@@ -11,9 +11,9 @@ from typing import Any
 
 import httpx2 as httpx
 import ray
-from ray import serve
+from ray import cluster_utils, serve
 
-from server.ray import RayConfig, deployment
+from server.ray import RayConfig, deployment, group
 
 ROOT = Path(__file__).parents[2]
 FLAGS = ("--buckets", "4,16", "--max-rows", "8", "--slots", "8000", "--max-context", "1000", "--no-scoring")
@@ -30,9 +30,9 @@ def until(condition: Callable[[], Any], seconds: float = WAIT_SECONDS) -> Any:
 
 
 class Cluster:
-    """A node with Serve on it."""
+    """Nodes, as processes of this machine, with Serve on them."""
 
-    def __init__(self) -> None:
+    def __init__(self, nodes: int = 1) -> None:
         self._mark = uuid.uuid4().hex
         with socket.socket() as first, socket.socket() as second:
             first.bind(("127.0.0.1", 0))
@@ -40,22 +40,25 @@ class Cluster:
             port, self.metrics_port = first.getsockname()[1], second.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         variables = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), MARK: self._mark}
-        ray.init(
-            num_cpus=8,
-            include_dashboard=False,
-            object_store_memory=80 * 2**20,
-            runtime_env={"env_vars": variables},
-            _metrics_export_port=self.metrics_port,
-        )
+        self._nodes = cluster_utils.Cluster()
+        for node in range(nodes):
+            export = {} if node else {"metrics_export_port": self.metrics_port}
+            self._nodes.add_node(num_cpus=8, include_dashboard=False, object_store_memory=80 * 2**20, **export)
+        ray.init(address=self._nodes.address, runtime_env={"env_vars": variables})
         serve.start(http_options={"port": port})
 
-    def deploy(self, *flags: str, **fields: Any) -> None:
+    def deploy(self, *flags: str, hosts: int = 1, **fields: Any) -> None:
         config = RayConfig(flags=(*FLAGS, *flags), actor_options={"num_cpus": 1}, **fields)
-        serve.run(deployment(config), route_prefix="/")
+        serve.run(group(config, hosts=hosts) if hosts > 1 else deployment(config), route_prefix="/")
 
     def close(self) -> None:
         serve.shutdown()
+        self.kill()
+
+    def kill(self) -> None:
+        """Ends the cluster without Serve's help."""
         ray.shutdown()
+        self._nodes.shutdown()
 
     def _processes(self, name: bytes) -> set[int]:
         found = set()
@@ -71,6 +74,14 @@ class Cluster:
 
     def engines(self) -> set[int]:
         return self._processes(b"server.engine_process.main")
+
+    @staticmethod
+    def parent_of(pid: int) -> int:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+    def node_of(self, engine: int) -> int:
+        """The raylet above an engine process and its actor."""
+        return self.parent_of(self.parent_of(engine))
 
     def complete(self, max_tokens: int = 5) -> str:
         body = {"prompt": "It was", "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}

@@ -5,7 +5,6 @@ import signal
 from pathlib import Path
 
 import pytest
-import ray
 
 from tests.ray.local_cluster import Cluster, until
 
@@ -17,9 +16,9 @@ def test_replica_and_engine_end_within_five_seconds_of_their_raylet() -> None:
     try:
         cluster.deploy()
         (replica,), (engine,) = cluster.replicas(), cluster.engines()
-        raylet = int(Path(f"/proc/{replica}/stat").read_text().rpartition(")")[2].split()[1])
+        raylet = cluster.parent_of(replica)
         assert b"raylet" in Path(f"/proc/{raylet}/cmdline").read_bytes()
         os.kill(raylet, signal.SIGKILL)
         until(lambda: not {replica, engine} & (cluster.replicas() | cluster.engines()), 5.0)
     finally:
-        ray.shutdown()  # Serve cannot be ended any more
+        cluster.kill()
