@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx2 as httpx
 import pytest
@@ -23,8 +24,9 @@ def cluster() -> Iterator[Cluster]:
 @pytest.mark.parametrize(
     ("victim", "supervise"), [("engine of host 1", False), ("engine of host 1", True), ("replica", False)]
 )
-def test_a_group_serves_and_comes_back(cluster: Cluster, victim: str, supervise: bool) -> None:
-    cluster.deploy("--stages", "2", *["--supervise"] * supervise, hosts=2)
+def test_a_group_serves_and_comes_back(cluster: Cluster, victim: str, supervise: bool, tmp_path: Path) -> None:
+    flags = ["--stages", "2", "--flight-folder", str(tmp_path), *["--supervise"] * supervise]
+    cluster.deploy(*flags, hosts=2)
     text = cluster.complete(20)
     engines = cluster.engines()
     assert len(engines) == 2
