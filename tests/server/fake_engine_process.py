@@ -9,11 +9,13 @@ The file says what becomes of it, and may say something else before the next pro
   refuses: why it does not start
   dies: the exit code that it ends with instead of starting
   waits_for: a file that must be there before it starts
+  frozen: it refuses requests with the number of objects that garbage collections leave out
   babbles: it sends what is no message once it is ready
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -24,6 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from jaxserve.errors import InvalidRequest
 from jaxserve.request import Request
 from jaxserve.stats import IterationRecord
 from server.engine_process import main as engine_process
@@ -41,6 +44,8 @@ class Ordered(FakeEngine):
     def submit_checked(self, request: Request, sink: Sink) -> None:
         if request.prompt[0] == self._orders.get("deadly"):
             os.kill(os.getpid(), signal.SIGKILL)
+        if "frozen" in self._orders:
+            raise InvalidRequest("frozen", str(gc.get_freeze_count()))
         super().submit_checked(request, sink)
 
     def _after(self, record: IterationRecord) -> None:

@@ -1,10 +1,17 @@
-"""An engine process before it runs our code."""
+"""An engine process before it runs our code, and once it is ready."""
 
 import asyncio
+import re
 import signal
 import sys
+from collections.abc import Callable
+
+import grpc
+import pytest
 
 from server.engine_process.process import EngineProcess
+from server.proto.jaxserve.v1.inference_pb2 import GenerateRequest
+from tests.server.engine_process.conftest import Remote
 
 TELL = "import signal; print(sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])))"
 
@@ -18,3 +25,15 @@ def test_ctrl_c_does_not_reach_a_process_that_imports() -> None:
 
     asyncio.run(scenario())
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
+def test_an_engine_process_that_is_ready_leaves_its_start_out_of_garbage_collections(
+    run_remote: Callable[..., None],
+) -> None:
+    async def scenario(it: Remote) -> None:
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await it.stub.Generate(GenerateRequest(prompt="a"))
+        (left_out,) = re.findall(r"frozen: (\d+)", refused.value.details() or "")
+        assert int(left_out) > 10_000
+
+    run_remote(scenario, frozen=True)
