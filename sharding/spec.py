@@ -49,6 +49,7 @@ class ShardingSpec:
         names an axis wins.
       activations: rules for the hidden states between the layers; without any, the compiler decides.
       pool: rules for the pool of keys and values; other axes follow `rules`.
+      gather: mesh axes whose parts of a layer's parameters are gathered before the layer uses them.
       pad: logical axes (of PADDABLE) whose size may be rounded up until it divides; by default the vocabulary (see
         `padded`).
     """
@@ -57,6 +58,7 @@ class ShardingSpec:
     parameters: Mapping[str, Rules] = field(default_factory=dict)
     activations: Rules = field(default_factory=dict)
     pool: Rules = field(default_factory=dict)
+    gather: tuple[str, ...] = ()
     pad: frozenset[str] = frozenset({"vocab"})
 
     def resolve(
@@ -115,6 +117,11 @@ class ShardingSpec:
                 rules.update(exception)
         return rules
 
+    def gathered(self, partition: PartitionSpec) -> PartitionSpec:
+        """The partition of a layer's parameter where it is used."""
+        kept = (tuple(axis for axis in names(target) if axis not in self.gather) for target in partition)
+        return PartitionSpec(*(over or None for over in kept))
+
     def padded(self, counts: Mapping[str, int], mesh_shape: Mapping[str, int]) -> dict[str, int]:
         """The sizes of a model's logical axes on the mesh, with padding and repeated KV heads.
 
@@ -144,7 +151,14 @@ class ShardingSpec:
     def sections(self) -> dict[str, Rules]:
         """The rules by section of a spec file."""
         exceptions = {f'parameters."{glob}"': rules for glob, rules in self.parameters.items()}
-        return {"axes": self.rules, **exceptions, "activations": self.activations, "pool": self.pool}
+        gather = {"weights": self.gather} if self.gather else {}
+        return {
+            "axes": self.rules,
+            **exceptions,
+            "gather": gather,
+            "activations": self.activations,
+            "pool": self.pool,
+        }
 
     def check_names(self, mesh: MeshLike, parameters: Mapping[str, tuple[str, ...]]) -> None:
         """Raise ValueError, with the nearest name, if a section has an unknown name.
@@ -212,6 +226,8 @@ def read(path: str | Path, base: ShardingSpec) -> ShardingSpec:
         ffn = ["tensor", "fsdp"]            # over several mesh axes
         [parameters."layers.*.qkv.bias"]    # exceptions, by a glob over parameter names
         heads = "none"
+        [gather]                            # mesh axes over which weights of a layer are gathered to use it
+        weights = ["fsdp"]
         [activations]                       # between the layers
         tokens = "tensor"
         [pool]                              # keys and values
@@ -224,7 +240,7 @@ def read(path: str | Path, base: ShardingSpec) -> ShardingSpec:
         are checked later, when mesh and model are known: `ShardingSpec.check_names`.
     """
     entries = mesh_axes.entries(path)
-    known = ("mesh", "axes", "parameters", "activations", "pool", "pad")
+    known = ("mesh", "axes", "parameters", "gather", "activations", "pool", "pad")
     for section in entries:
         if section not in known:
             raise ValueError(f"{path}: there is no section [{section}]{_instead(section, known)}")
@@ -251,6 +267,7 @@ def read(path: str | Path, base: ShardingSpec) -> ShardingSpec:
         },
         activations={**base.activations, **rules("activations", entries.get("activations", {}), ACTIVATION_AXES)},
         pool={**base.pool, **rules("pool", entries.get("pool", {}), POOL_AXES)},
+        gather=names(rules("gather", entries.get("gather", {}), ("weights",)).get("weights", base.gather)),
         pad=frozenset(axis for axis, wanted in pad.items() if wanted),
     )
 

@@ -56,7 +56,7 @@ def predict(stage: StagePrograms, parts: Mapping[str, ShardedParameter]) -> tupl
       parts: the stage's parameters by name.
     """
     split_axes = {axis for part in parts.values() for axis in part.axes if part.split(axis)}
-    undecided = split_axes & {"embed", "word_embed"} or any(stage.spec.activations.values())
+    undecided = split_axes & {"embed", "word_embed"} or any(stage.spec.activations.values()) or stage.spec.gather
     if undecided and stage.mesh.size > 1:
         return None
     try:

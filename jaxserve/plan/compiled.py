@@ -221,7 +221,7 @@ def unforeseen(
     stage: StagePrograms, exchanges: Sequence[CollectiveOp], predicted: Sequence[Collective] | None
 ) -> Iterator[str]:
     """Collectives that were not predicted."""
-    whole = _kernels(stage, "shape")
+    whole = {} if stage.spec.gather else _kernels(stage, "shape")
     for each in exchanges:
         for array in each.arrays.split(", "):
             if each.kind != "all-reduce" and _arrangement(_sizes(array)) in whole:

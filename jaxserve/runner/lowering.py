@@ -61,7 +61,7 @@ class StagePrograms:
             (
                 (self.model.config, self.model.padded_config, self.layers, self.int8),
                 sizes,
-                (spec.rules, spec.parameters, spec.activations, spec.pool, sorted(spec.pad)),
+                (spec.rules, spec.parameters, spec.activations, spec.pool, spec.gather, sorted(spec.pad)),
                 (self.mesh.axis_names, self.mesh.axis_types, devices.shape, [device.id for device in devices.flat]),
             )
         )
@@ -133,6 +133,13 @@ class StagePrograms:
         name = f"hidden states of {bucket} tokens"
         return NamedSharding(self.mesh, self.spec.resolve(axes, shape, self.mesh, name=name, section="activations"))
 
+    def gathered(self, layers: Any) -> Any:
+        """The parameters of layers with their parts over the spec's axes of `gather` brought together. Traced."""
+        shardings = jax.tree.map(
+            lambda leaf: NamedSharding(self.mesh, self.spec.gathered(leaf.sharding.spec)), self.params()["layers"]
+        )
+        return jax.lax.with_sharding_constraint(layers, shardings)
+
     def lower_forward(self, bucket: int, n_blocks: int) -> Lowered:
         """One iteration of the stage's layers; arguments (params, pool, tables, history, packed, x)."""
         layout, state, pool = self.shape.layout(bucket), self.state(), self.pool(n_blocks)
@@ -156,6 +163,7 @@ class StagePrograms:
             ),
             make_attend=make_attend,
             between=between if self.spec.activations else None,
+            gathered=self.gathered if self.spec.gather else None,
             layout=layout,
             first_blocks=self.first_blocks(n_blocks),
         )

@@ -124,6 +124,7 @@ def forward(
     products: matmul.DeviceProducts,
     make_attend: Callable[[Any, int, Any], Attend],
     between: Callable[[jax.Array], jax.Array] | None,
+    gathered: Callable[[Any], Any] | None,
     layout: BatchLayout,
     first_blocks: Sequence[int],
 ) -> Forward:
@@ -136,6 +137,7 @@ def forward(
       products: multiplies by the parameters.
       make_attend: (result of `backend.prepare`, layer, its first block) -> the layer's attention.
       between: applied to the hidden states [T, H] before each layer.
+      gathered: applied to the layers' parameters.
       first_blocks: first block of each layer in the pool, and their number; looped layers have equally many.
     """
     view, tables = unpack(packed, layout, tables, history)
@@ -147,6 +149,8 @@ def forward(
     if x is None:
         assert view.tokens is not None
         x = model.embed(params, view.tokens, view.attention.positions)  # [T, H]
+    if gathered is not None:
+        params = {**params, "layers": gathered(params["layers"])}
     params = bind(params, products)
 
     def attend(index: Any) -> Attend:

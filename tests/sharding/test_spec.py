@@ -240,6 +240,14 @@ def test_an_axis_is_split_over_several_mesh_axes(tmp_path):
         spec.check_names(devices(4), {})
 
 
+def test_weights_are_gathered_over_the_axes_that_a_file_names(tmp_path):
+    (tmp_path / "my.toml").write_text('[gather]\nweights = ["fsdp", "other"]\n')
+    spec = read(tmp_path / "my.toml", SPEC)
+    assert spec.gathered(PartitionSpec(("fsdp", "tensor"), "other", None)) == PartitionSpec(("tensor",), None, None)
+    with pytest.raises(ValueError, match=r"\[gather\]: logical axis 'weights' goes to 'fsdp', which is not an axis"):
+        spec.check_names(devices(4), {})
+
+
 def test_mesh_devices_and_axis_types():
     made = mesh.make_mesh({"tensor": 1})
     assert isinstance(made, Mesh)

@@ -89,6 +89,20 @@ def test_a_split_embedding_is_left_to_the_compiler():
     assert compiled.count_kinds(stage.collectives)["all-reduce"] > 4
 
 
+@pytest.mark.usefixtures("optimized")
+@pytest.mark.long
+def test_weights_are_gathered_where_the_spec_says_so():
+    spec = replace(rules(B, vocab=None, heads=None, ffn=None, embed="fsdp"), activations={"embed": None})
+    found = []
+    for gather in ((), ("fsdp",)):
+        plan = predict(question(BLOOM, replace(spec, gather=gather), mesh="fsdp=4"))
+        assert plan.stages[0].load.collectives is None
+        (stage,) = compiled.compile_stages(plan, jax.devices(), lambda *_: None)
+        found.append({each.arrays for each in stage.collectives if each.kind == "all-gather"})
+    assert not {"f32[384,128]", "f32[512,128]"} & found[0]
+    assert {"f32[384,128]", "f32[512,128]"} <= found[1]
+
+
 HLO = """
 %all-reduce-scatter.1 (input.1: bf16[8,2]) -> bf16[2,2] {
   %all-reduce.9 = bf16[8,2]{1,0:T(8,128)(2,1)} all-reduce(%input.1), replica_groups={{0,1,2,3}}

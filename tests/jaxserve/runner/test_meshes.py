@@ -155,6 +155,15 @@ def test_answers_do_not_depend_on_rules(tmp_path) -> None:
     assert not stage.params["layers"][0]["up"]["kernel"].is_fully_replicated
 
 
+@pytest.mark.long
+def test_gathered_weights_answer_as_one_device(tmp_path) -> None:
+    (tmp_path / "fsdp.toml").write_text('mesh.fsdp = 2\naxes.embed = "fsdp"\ngather.weights = "fsdp"\n')
+    engine = make("gpt2", 3, settings("grow", 2, sharding=str(tmp_path / "fsdp.toml")))
+    check_same(engine, "gpt2", 3)
+    kernel = engine._loops[0].pipeline.stages[0].params["layers"][0]["up"]["kernel"]
+    assert kernel.sharding.shard_shape(kernel.shape) == (64, 16)
+
+
 @pytest.mark.weekly
 @pytest.mark.parametrize("policy", ["grow", "reserve"])
 @pytest.mark.parametrize("family", models.families())

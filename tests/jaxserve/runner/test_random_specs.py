@@ -45,6 +45,7 @@ def drawn(seed: int, folder: Path) -> tuple[str, EngineConfig]:
             "mesh": mesh,
             "axes": rules,
             "activations": {axis: target() for axis in ("tokens", "embed") if rng.random() < 0.3},
+            "gather": {"weights": target()} if rng.random() < 0.3 else {},
             "pool": {"heads": target()} if rng.random() < 0.2 else {},
             "pad": {"heads": "true", "vocab": "true"},
         }
