@@ -103,7 +103,7 @@ class ShardingSpec:
                 if count % parts(target, mesh.shape) or size % parts(target, mesh.shape):
                     raise ValueError(f"{name}: {_uneven(logical, count, target, mesh.shape, logical in self.pad)}")
             entries.append(target)
-        return PartitionSpec(*entries)
+        return _partition(entries)
 
     def rules_for(self, name: str, section: Section = "parameters") -> Rules:
         """The rules of one array, exceptions included."""
@@ -120,7 +120,7 @@ class ShardingSpec:
     def gathered(self, partition: PartitionSpec) -> PartitionSpec:
         """The partition of a layer's parameter where it is used."""
         kept = (tuple(axis for axis in names(target) if axis not in self.gather) for target in partition)
-        return PartitionSpec(*(over or None for over in kept))
+        return _partition(over or None for over in kept)
 
     def padded(self, counts: Mapping[str, int], mesh_shape: Mapping[str, int]) -> dict[str, int]:
         """The sizes of a model's logical axes on the mesh, with padding and repeated KV heads.
@@ -198,6 +198,10 @@ class ShardingSpec:
             if each not in mesh.shape:
                 raise ValueError(f"{name}: {_no_mesh_axis(logical, each, mesh)}")
         return target
+
+
+def _partition(targets: Iterable[Target]) -> PartitionSpec:
+    return PartitionSpec(*targets)
 
 
 def names(target: Target) -> tuple[str, ...]:
