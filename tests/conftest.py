@@ -1,6 +1,8 @@
 """What every test shares: eight virtual devices, and programs that are traced and compiled once in a run."""
 
+import contextlib
 import functools
+import gc
 import importlib.util
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -35,6 +37,8 @@ if not any(map(importlib.util.find_spec, ("libtpu", "jax_cuda12_plugin"))):
     jax.config.update("jax_compilation_cache_max_size", 2 * 2**30)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+_MOST_MAPPINGS = 20_000  # of a process's memory; Linux allows 65,530
 
 # Their functions hold arguments and results to their annotations where CHECK_SHAPES is set (tests/test_shapes.py).
 SHAPE_CHECKED = (
@@ -122,6 +126,10 @@ class SharedPrograms:
             assert program.program is not None
         return program
 
+    def clear(self) -> None:
+        """Forgets all programs; engines that are alive keep theirs."""
+        self._programs.clear()
+
 
 def given_costs(pipeline: Any, n_blocks: int, progress: Any) -> Any:
     """Bucket costs that are the same in every run, in place of `measure_buckets`: plans depend on them."""
@@ -135,7 +143,7 @@ def given_costs(pipeline: Any, n_blocks: int, progress: Any) -> Any:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _share_programs() -> Iterator[None]:
+def _share_programs() -> Iterator[SharedPrograms]:
     """Engines share the programs of this process, unless they keep them on disk, and their bucket costs are given."""
     from jaxserve import startup
 
@@ -143,4 +151,18 @@ def _share_programs() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(startup, "program_cache", lambda config: own(config) or shared)
         patch.setattr(startup, "measure_buckets", given_costs)
-        yield
+        yield shared
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _few_mappings(_share_programs: SharedPrograms) -> Iterator[None]:
+    """Forgets the programs of earlier modules when there are too many.
+
+    A program on a CPU takes some tens of memory mappings, and a process with too many crashes when it loads another.
+    """
+    yield
+    with contextlib.suppress(OSError), open("/proc/self/maps", "rb") as mappings:
+        if sum(1 for _ in mappings) > _MOST_MAPPINGS:
+            _share_programs.clear()
+            jax.clear_caches()
+            gc.collect()

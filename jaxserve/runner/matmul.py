@@ -92,7 +92,8 @@ class DeviceProducts:
         mesh, spec = self.mesh, self.spec
 
         def split(name: str, leaf: Any) -> Any:
-            axes = _EXPERT_AXES[name]
+            # A device computes with whole rows: kernels that are split over the hidden size are gathered.
+            axes = tuple(None if axis == "embed" else axis for axis in _EXPERT_AXES[name])
             if isinstance(leaf, Quantized):
                 return Quantized(split(name, leaf.values), _resolve(spec, axes[:2], leaf.scales, mesh))
             return None if leaf is None else _resolve(spec, axes, leaf, mesh)

@@ -285,7 +285,8 @@ def test_a_call_counts_against_the_rate_before_it_is_parsed(serve_http: Serve, t
 # A real server
 
 
-MOST = {"health": 20, "gRPC health": 20, "completion": 50, "gRPC completion": 50}  # milliseconds more than when quiet
+# Milliseconds more than when quiet, on a machine that runs other tests; `front_attack` measures the goals, 20 and 50.
+MOST = {"health": 100, "gRPC health": 100, "completion": 250, "gRPC completion": 250}
 
 
 @pytest.mark.processes
