@@ -127,7 +127,7 @@ _EXPERT_AXES = {
 }
 
 
-def _resolve(spec: ShardingSpec, axes: tuple[str, ...], leaf: jax.Array, mesh: Mesh) -> Any:
+def _resolve(spec: ShardingSpec, axes: tuple[str | None, ...], leaf: jax.Array, mesh: Mesh) -> Any:
     return spec.resolve(axes, leaf.shape, mesh, name="experts")
 
 
