@@ -4,6 +4,7 @@ import random
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -73,9 +74,13 @@ def answers(family: str, config: EngineConfig) -> Answers:
     return run(make(family, 2, config), traffic(REQUESTS, scored=config.scoring))
 
 
-@pytest.mark.parametrize(
-    "seed", [pytest.param(seed, marks=pytest.mark.exhaustive if seed else pytest.mark.long) for seed in range(40)]
-)
+def marked(seed: int) -> Any:
+    """The first seed runs among the long tests, nine with the exhaustive ones and the others every week."""
+    group = pytest.mark.long if not seed else pytest.mark.exhaustive if seed < 10 else pytest.mark.weekly
+    return pytest.param(seed, marks=group)
+
+
+@pytest.mark.parametrize("seed", [marked(seed) for seed in range(40)])
 def test_what_a_plan_accepts_answers_as_one_device(seed: int, tmp_path: Path) -> None:
     family, config = drawn(seed, tmp_path)
     expected, found = answers(family, replace(SIZES, scoring=config.scoring)), answers(family, config)
