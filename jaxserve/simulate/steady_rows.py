@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from math import inf
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from jaxserve.iteration import Chunk, IterationPlan, IterationResult, SamplerVariant
+from jaxserve.iteration import Chunk, IterationPlan, IterationResult
 from jaxserve.request import TokenEvent
 from jaxserve.scheduler.kv_blocks import SlotPool
 from jaxserve.scheduler.plan_builder import PlanBuilder
@@ -71,18 +71,9 @@ class _SteadyPlanBuilder(PlanBuilder):
         return self.starts + self.steady + super().slots_read(window)
 
     def build(self, sequence: int, bucket: int, sampler: int, *, scoring: bool) -> SteadyPlan:
-        return SteadyPlan(
-            sequence=sequence,
-            bucket=bucket,
-            admissions=tuple(self.admissions),
-            chunks=tuple(self.chunks),
-            table_changes=tuple(self.changes),
-            sampler=None if sampler < 0 else SamplerVariant(sampler),
-            scoring=scoring,
-            steady=self.steady,
-            starts=self.starts,
-            listed=self.listed,
-        )
+        plan = super().build(sequence, bucket, sampler, scoring=scoring)
+        shared = {field.name: getattr(plan, field.name) for field in fields(plan)}
+        return SteadyPlan(**shared, steady=self.steady, starts=self.starts, listed=self.listed)
 
 
 class _SteadyRow(NamedTuple):

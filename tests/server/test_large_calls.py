@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -285,8 +286,7 @@ def test_a_call_counts_against_the_rate_before_it_is_parsed(serve_http: Serve, t
 # A real server
 
 
-# Milliseconds more than when quiet, on a machine that runs other tests; `front_attack` measures the goals, 20 and 50.
-MOST = {"health": 100, "gRPC health": 100, "completion": 250, "gRPC completion": 250}
+MOST = {"health": 20, "gRPC health": 20, "completion": 50, "gRPC completion": 50}  # milliseconds more than when quiet
 
 
 @pytest.mark.processes
@@ -296,12 +296,13 @@ def test_no_call_delays_another() -> None:
         polite = front_attack.Polite(ports)
         polite.measure(1)
         for name in front_attack.attacks():
-            late: dict[str, float] = {}
-            for _ in range(3):  # others use this machine too
+            late = dict.fromkeys(MOST, math.inf)  # the least of all rounds
+            for _ in range(8):  # others use this machine too
                 quiet = front_attack.medians(polite.measure(1))
                 times, answers = front_attack.under(name, polite, ports, 1.5)
                 assert (polite.refused, len(answers) > 2) == (0, True), name
-                late = {what: each - quiet[what] for what, each in front_attack.medians(times).items()}
+                for what, each in front_attack.medians(times).items():
+                    late[what] = min(late[what], each - quiet[what])
                 if all(late[what] <= most for what, most in MOST.items()):
                     break
             else:
