@@ -19,7 +19,8 @@ KSERVE = (
     *("/v2/models/echo/ready", "/v2/models/echo/versions/1/infer", "/v2/models/echo/infer"),
 )
 NOWHERE = ("/v1/models/%00", "/..%2f", "/metrics", "/nowhere", "/live?after=x")
-STATUSES = {200, 400, 404, 405, 408, 411, 413, 415, 422, 429, 431, 501, 504}  # 500 and 424 are failures of ours
+# 500 and 424 are failures of ours; 505 is for HTTP/2's preface.
+STATUSES = {200, 400, 404, 405, 408, 411, 413, 415, 422, 429, 431, 501, 504, 505}
 TGI_BODIES = (tgi_schemas.TgiBody, tgi_schemas.TgiParameters)
 KSERVE_BODIES = (kserve_messages.InferBody, kserve_messages.InputTensor, kserve_messages.GenerateBody)
 BODIES = (schemas.CompletionBody, schemas.ChatBody, schemas.DetokenizeBody, *TGI_BODIES, *KSERVE_BODIES)
