@@ -28,7 +28,7 @@ from server.serve_settings import SERVE_PARAMS, ServeSettings
 ROOT = Path(__file__).parents[2]
 COPIED = ("server", "tests", "jaxserve", "sharding", "pallas_kernels", "pyproject.toml")
 SECONDS = 240  # for the tests of a mutant; one that hangs is caught
-FLAG_TESTS = "tests/server/commands/test_serve_flags.py"
+FLAG_TESTS = ("tests/server/commands/test_serve_flags.py", "tests/server/commands/test_serve_process.py")
 # Functions through which a value passes, and the names that it has there.
 FUNCTIONS = {
     ("server/commands/serve.py", "from_flags"): ("args",),
@@ -130,7 +130,7 @@ def _param_mutants() -> Iterator[Mutant]:
             file=file,
             function="read",
             source=source.replace(line, dropped + line),
-            tests=(FLAG_TESTS, "-k", tests),
+            tests=(*FLAG_TESTS, "-k", tests),
         )
 
 
@@ -168,7 +168,7 @@ def _tests(function: str, name: str) -> Sequence[str]:
     if (function, name) in HOSTS_TESTS:
         file, _, expression = HOSTS_TESTS[function, name].partition(" -k ")
         return file, "-k", expression
-    return (FLAG_TESTS, "-k", "not engine_flag")
+    return (*FLAG_TESTS, "-k", "not engine_flag")
 
 
 def _copy(root: Path) -> None:
