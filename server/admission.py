@@ -240,6 +240,15 @@ class AdmissionController:
             step = 1 - _MISSES if waited > estimate * self._margin else -_MISSES
             self._margin = max(self._margin * math.exp(_STEP * step), 1.0)
 
+    def outstanding_seconds(self) -> float:
+        """Estimated seconds of work that live requests bring, with all rows in use, at the costs measured at start."""
+        load = self._load()
+        if not load.outstanding_tokens:
+            return 0.0  # of an engine that is not ready no costs are known, and it has no requests
+        answers = (load.outstanding_tokens - load.prefill_tokens) * self._used_share
+        prompt_rate = self.prompt_rate * self._engine.config.replicas
+        return load.prefill_tokens / prompt_rate + answers * self._decode_seconds / self._max_rows
+
     def now(self) -> float:
         """Monotonic seconds."""
         return self._clock()

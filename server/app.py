@@ -81,7 +81,12 @@ def create_app(
     )
     handler.kv_events = KvEventLog(engine) if kv_events else None
     handler.close(_NOT_STARTED)
-    metrics = Metrics(engine, model=name, healthy=lambda: handler.unhealthy_reason is None)
+    metrics = Metrics(
+        engine,
+        model=name,
+        healthy=lambda: handler.unhealthy_reason is None,
+        outstanding_seconds=handler.admission.outstanding_seconds,
+    )
     live = LiveStats(engine)
     handler.observers += [metrics, live]
     routes = make_app(handler, metrics, live)

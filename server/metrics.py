@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from prometheus_client.samples import Sample
 from jaxserve.generation.completion import Completion
 from jaxserve.request import FinishReason
 from server.call import Observer, RequestTiming
+from server.engine_client import EngineNotReady
 from server.errors import ApiError, ErrorKind
 
 if TYPE_CHECKING:
@@ -108,10 +110,19 @@ class Metrics(Observer):
     Args:
       model: the value of the label model_name.
       healthy: whether the engine serves.
+      outstanding_seconds: estimated seconds of work that live requests bring.
     """
 
-    def __init__(self, engine: EngineClient, *, model: str, healthy: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        engine: EngineClient,
+        *,
+        model: str,
+        healthy: Callable[[], bool],
+        outstanding_seconds: Callable[[], float],
+    ) -> None:
         self._engine, self._model, self._healthy = engine, model, healthy
+        self._outstanding_seconds = outstanding_seconds
         self._registry = CollectorRegistry()
         self._iterations: deque[IterationRecord] = deque(maxlen=_HELD)
         self._histograms = {
@@ -207,8 +218,12 @@ class Metrics(Observer):
             if alias is not None:
                 yield self._figure(family, f"vllm:{alias}", text, getattr(load, field))
         yield self._figure(GaugeMetricFamily, "jaxserve_healthy", "Whether the engine serves.", float(self._healthy()))
+        text = "Seconds that the outstanding tokens take with all rows in use, at the costs measured at start."
+        yield self._figure(GaugeMetricFamily, "jaxserve_outstanding_seconds", text, self._outstanding_seconds())
         text = "Share of the slots that requests hold."
         yield self._figure(GaugeMetricFamily, "vllm:kv_cache_usage_perc", text, held)
+        with contextlib.suppress(EngineNotReady):
+            yield self._cache_config()
         for name, histogram in self._histograms.items():
             for metric in histogram.collect():
                 yield metric
@@ -220,6 +235,15 @@ class Metrics(Observer):
         family = kind(name, text, labels=("model_name",))
         family.add_metric((self._model,), value)
         return family
+
+    def _cache_config(self) -> Metric:
+        report = self._engine.report
+        blocks = report.slots * report.replicas // report.block_size
+        labels = {"block_size": report.block_size, "num_gpu_blocks": blocks}
+        text = "Slots of a block, and blocks of the prefix cache, as labels."
+        info = GaugeMetricFamily("vllm:cache_config_info", text, labels=("model_name", *labels))
+        info.add_metric((self._model, *map(str, labels.values())), 1.0)
+        return info
 
     def _by_reason(self) -> Iterator[Metric]:
         requests = CounterMetricFamily(

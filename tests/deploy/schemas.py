@@ -1,7 +1,9 @@
 """What the custom resources that we use may hold: the part of the published definitions that our files touch.
 
-LeaderWorkerSet: config/crd/bases of kubernetes-sigs/lws (August 2026). PodMonitor: example/prometheus-operator-crd of
-prometheus-operator (August 2026). Pods within them are Kubernetes' own.
+LeaderWorkerSet: config/crd/bases of kubernetes-sigs/lws. PodMonitor: example/prometheus-operator-crd of
+prometheus-operator. InferencePool: config/crd/bases of kubernetes-sigs/gateway-api-inference-extension. HTTPRoute:
+config/crd/standard of kubernetes-sigs/gateway-api. ScaledObject: config/crd/bases of kedacore/keda. All as of August
+2026. Pods within them are Kubernetes' own.
 """
 
 from __future__ import annotations
@@ -9,8 +11,13 @@ from __future__ import annotations
 from typing import Any
 
 STRINGS = {"*": str}
+SCALING = {
+    "stabilizationWindowSeconds": int,
+    "policies": [{"!type": ("Pods", "Percent"), "!value": int, "!periodSeconds": int}],
+    "selectPolicy": ("Max", "Min", "Disabled"),
+}
 TEMPLATE = {"metadata": {"labels": STRINGS, "annotations": STRINGS}, "spec": object}
-METADATA = {"name": str, "labels": STRINGS}
+METADATA = {"name": str, "labels": STRINGS, "annotations": STRINGS}
 
 # A dict is an object with these fields, "*" for any name, "!" before those that must be there; a list of one an array
 # of it; a tuple what a value may be; a type what it is of.
@@ -45,8 +52,67 @@ OF_OTHERS: dict[str, Any] = {
             "podTargetLabels": [str],
         },
     },
+    "InferencePool": {
+        "!apiVersion": ("inference.networking.k8s.io/v1",),
+        "!kind": str,
+        "!metadata": METADATA,
+        "!spec": {
+            "!selector": {"!matchLabels": STRINGS},
+            "!targetPorts": [{"!number": int}],
+            "appProtocol": ("http", "kubernetes.io/h2c"),
+            "endpointPickerRef": {
+                "group": str,
+                "kind": str,
+                "!name": str,
+                "!port": {"!number": int},
+                "failureMode": ("FailOpen", "FailClose"),
+            },
+        },
+    },
+    "HTTPRoute": {
+        "!apiVersion": ("gateway.networking.k8s.io/v1",),
+        "!kind": str,
+        "!metadata": METADATA,
+        "!spec": {
+            "parentRefs": [{"!name": str, "namespace": str, "sectionName": str}],
+            "rules": [
+                {
+                    "matches": [{"path": {"type": ("Exact", "PathPrefix", "RegularExpression"), "value": str}}],
+                    "backendRefs": [{"group": str, "kind": str, "!name": str, "port": int}],
+                    "timeouts": {"request": str, "backendRequest": str},
+                }
+            ],
+        },
+    },
+    "ScaledObject": {
+        "!apiVersion": ("keda.sh/v1alpha1",),
+        "!kind": str,
+        "!metadata": METADATA,
+        "!spec": {
+            "!scaleTargetRef": {"apiVersion": str, "kind": str, "!name": str},
+            "minReplicaCount": int,
+            "maxReplicaCount": int,
+            "pollingInterval": int,
+            "fallback": {
+                "!failureThreshold": int,
+                "!replicas": int,
+                "behavior": ("static", "currentReplicas", "currentReplicasIfHigher", "currentReplicasIfLower"),
+            },
+            "advanced": {"horizontalPodAutoscalerConfig": {"behavior": {"scaleUp": SCALING, "scaleDown": SCALING}}},
+            "!triggers": [{"!type": str, "metricType": ("AverageValue", "Value", "Utilization"), "!metadata": STRINGS}],
+        },
+    },
 }
-VERSIONS = {"Service": "v1", "Deployment": "apps/v1", "NetworkPolicy": "networking.k8s.io/v1"}
+VERSIONS = {
+    "Service": "v1",
+    "ConfigMap": "v1",
+    "ServiceAccount": "v1",
+    "Deployment": "apps/v1",
+    "NetworkPolicy": "networking.k8s.io/v1",
+    "PodDisruptionBudget": "policy/v1",
+    "Role": "rbac.authorization.k8s.io/v1",
+    "RoleBinding": "rbac.authorization.k8s.io/v1",
+}
 
 
 def check(each: dict[str, Any]) -> None:

@@ -1,10 +1,7 @@
 """The Kustomize folders: they render, fit their schemas, and say what this program and its drain need."""
 
 import os
-import shutil
-import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,44 +9,18 @@ import yaml
 
 from server.commands import cli, settings
 from tests.deploy import schemas
+from tests.deploy.rendered import KUSTOMIZE, of_kind, render
 
-ROOT = Path(__file__).parents[2]
-KUSTOMIZE = ROOT / "deploy" / "kustomize"
 FOLDERS = sorted(str(path.parent.relative_to(KUSTOMIZE)) for path in KUSTOMIZE.rglob("kustomization.yaml"))
-SINGLE = ("base", "overlays/gpu", "overlays/tpu")
+POOL = "overlays/gpu-pool"
+SINGLE = ("base", "overlays/gpu", POOL, "overlays/h200-8", "overlays/tpu", "overlays/tpu-v6e")
 GROUPS = ("hosts", "overlays/a100-2x8", "overlays/tpu-slice")
 STOPPING = 5  # seconds that a server takes to end once it has drained, at most
 
 
-@pytest.fixture(scope="module")
-def render() -> Any:
-    """Renders a folder to its objects: `render("base")`."""
-    if kustomize := shutil.which("kustomize"):
-        command = [kustomize, "build"]
-    elif kubectl := shutil.which("kubectl"):
-        command = [kubectl, "kustomize"]
-    else:
-        pytest.skip("neither kustomize nor kubectl is installed")
-    known: dict[str, list[dict[str, Any]]] = {}
-
-    def rendered(folder: str) -> list[dict[str, Any]]:
-        if folder not in known:
-            done = subprocess.run([*command, str(KUSTOMIZE / folder)], capture_output=True, text=True, timeout=60)
-            assert done.returncode == 0, done.stderr
-            assert not done.stderr, done.stderr  # what is deprecated is told there
-            known[folder] = list(yaml.safe_load_all(done.stdout))
-        return known[folder]
-
-    return rendered
-
-
-def of_kind(objects: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
-    return [each for each in objects if each["kind"] == kind]
-
-
 def templates(objects: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Pod templates by what they are: front, and of several hosts worker."""
-    found = [each["spec"]["template"] for each in of_kind(objects, "Deployment")]
+    found = [each["spec"]["template"] for each in of_kind(objects, "Deployment", "jaxserve")]
     for each in of_kind(objects, "LeaderWorkerSet"):
         group = each["spec"]["leaderWorkerTemplate"]
         found += [group["leaderTemplate"], group["workerTemplate"]]
@@ -68,14 +39,15 @@ def environment(container: dict[str, Any]) -> dict[str, str]:
 
 
 def test_every_folder_is_known() -> None:
-    assert sorted(FOLDERS) == sorted(["common", *SINGLE, *GROUPS])
+    components = ["components/gateway", "components/scaling"]  # of the pool
+    assert sorted(FOLDERS) == sorted(["common", *components, *SINGLE, *GROUPS])
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_it_renders_to_what_its_schemas_allow(render: Any, folder: str) -> None:
+@pytest.mark.parametrize("folder", ["common", *SINGLE, *GROUPS])
+def test_it_renders_to_what_its_schemas_allow(folder: str) -> None:
     objects = render(folder)
     kinds = {each["kind"] for each in objects}
-    assert {"Service", "PodMonitor", "NetworkPolicy"} <= kinds
+    assert {"Service", "PodMonitor", "NetworkPolicy", "PodDisruptionBudget"} <= kinds
     assert ("Deployment" in kinds, "LeaderWorkerSet" in kinds) == (folder in SINGLE, folder in GROUPS)
     for each in objects:
         schemas.check(each)
@@ -83,7 +55,7 @@ def test_it_renders_to_what_its_schemas_allow(render: Any, folder: str) -> None:
 
 @pytest.mark.schemas
 @pytest.mark.parametrize("folder", [*SINGLE, *GROUPS])
-def test_kubernetes_own_schemas_allow_it(render: Any, folder: str) -> None:
+def test_kubernetes_own_schemas_allow_it(folder: str) -> None:
     validate = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
     objects = [each for each in render(folder) if each["kind"] not in schemas.OF_OTHERS]
     for name, template in templates(render(folder)).items():  # a template of others' is that of a pod as well
@@ -95,7 +67,7 @@ def test_kubernetes_own_schemas_allow_it(render: Any, folder: str) -> None:
 
 @pytest.mark.parametrize("folder", [*SINGLE, *GROUPS])
 def test_the_command_line_takes_its_settings(
-    render: Any, folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for container, _ in containers(render(folder)):
         assert "command" not in container  # the image's own
@@ -118,7 +90,7 @@ def test_the_command_line_takes_its_settings(
 
 
 @pytest.mark.parametrize("folder", [*SINGLE, *GROUPS])
-def test_grace_period_and_probes(render: Any, folder: str) -> None:
+def test_grace_period_and_probes(folder: str) -> None:
     front = templates(render(folder))["front"]["spec"]
     (container,) = front["containers"]
     ports = {each["name"]: each["containerPort"] for each in container["ports"]}
@@ -137,7 +109,7 @@ def test_grace_period_and_probes(render: Any, folder: str) -> None:
 
 
 @pytest.mark.parametrize("folder", [*SINGLE, *GROUPS])
-def test_nothing_may_do_more_than_it_needs(render: Any, folder: str) -> None:
+def test_nothing_may_do_more_than_it_needs(folder: str) -> None:
     for container, pod in containers(render(folder)):
         assert (pod["enableServiceLinks"], pod["automountServiceAccountToken"]) == (False, False)
         assert pod["securityContext"]["runAsNonRoot"]
@@ -159,30 +131,56 @@ def test_nothing_may_do_more_than_it_needs(render: Any, folder: str) -> None:
 
 
 @pytest.mark.parametrize("folder", [*SINGLE, *GROUPS])
-def test_who_reaches_the_front_door_reaches_the_front_alone(render: Any, folder: str) -> None:
+def test_who_reaches_the_front_door_reaches_the_front_alone(folder: str) -> None:
     objects = render(folder)
     front = templates(objects)["front"]
     labels = front["metadata"]["labels"]
     names = {each["name"] for each in front["spec"]["containers"][0]["ports"]}
-    (service,), (monitor,) = of_kind(objects, "Service"), of_kind(objects, "PodMonitor")
-    for selector in (service["spec"]["selector"], monitor["spec"]["selector"]["matchLabels"]):
+    (service,), (monitor,) = of_kind(objects, "Service", "jaxserve"), of_kind(objects, "PodMonitor")
+    (budget,) = of_kind(objects, "PodDisruptionBudget")
+    selected = [each["spec"]["selector"]["matchLabels"] for each in (monitor, budget)]
+    for selector in (service["spec"]["selector"], *selected):
         assert selector.items() <= labels.items()
         for name, template in templates(objects).items():
             assert (selector.items() <= template["metadata"]["labels"].items()) == (name == "front")
     assert {each["targetPort"] for each in service["spec"]["ports"]} == {"grpc", "http"} <= names
     assert [each["port"] for each in monitor["spec"]["podMetricsEndpoints"]] == ["metrics"]
     for policy in of_kind(objects, "NetworkPolicy"):
-        assert set(policy["spec"]["policyTypes"]) == {"Ingress", "Egress"}
+        assert set(policy["spec"]["policyTypes"]) >= {"Ingress"}
         for template in templates(objects).values():
             assert policy["spec"]["podSelector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
         for rule in policy["spec"]["ingress"]:
             assert rule["from"], "a rule without it lets everybody in"
             assert {each["port"] for each in rule.get("ports", [])} <= names
-    assert len(of_kind(objects, "NetworkPolicy")) == (1 if folder in SINGLE else 2)
+    expected = ["jaxserve", *["jaxserve-gateway"] * (folder == POOL), *["jaxserve-hosts"] * (folder in GROUPS)]
+    assert sorted(each["metadata"]["name"] for each in of_kind(objects, "NetworkPolicy")) == expected
+
+
+def test_gateway_and_scaler_lead_to_the_deployment() -> None:
+    objects = render(POOL)
+    (deployment,), (pool,) = of_kind(objects, "Deployment", "jaxserve"), of_kind(objects, "InferencePool")
+    front = deployment["spec"]["template"]
+    assert pool["spec"]["selector"]["matchLabels"].items() <= front["metadata"]["labels"].items()
+    ports = {each["name"]: each["containerPort"] for each in front["spec"]["containers"][0]["ports"]}
+    assert pool["spec"]["targetPorts"] == [{"number": ports["http"]}]
+    (route,) = of_kind(objects, "HTTPRoute")
+    (backend,) = route["spec"]["rules"][0]["backendRefs"]
+    assert (backend["kind"], backend["name"]) == ("InferencePool", pool["metadata"]["name"])
+    reference = pool["spec"]["endpointPickerRef"]
+    (service,) = of_kind(objects, "Service", reference["name"])
+    assert reference["port"]["number"] in [each["port"] for each in service["spec"]["ports"]]
+    (picker,) = of_kind(objects, "Deployment", reference["name"])
+    assert service["spec"]["selector"].items() <= picker["spec"]["template"]["metadata"]["labels"].items()
+    (config,) = of_kind(objects, "ConfigMap")
+    plugins = {each["type"]: each for each in yaml.safe_load(config["data"]["config.yaml"])["plugins"]}
+    assert plugins["metrics-data-source"]["parameters"] == {"port": ports["metrics"]}  # which takes no key
+    (scaled,) = of_kind(objects, "ScaledObject")
+    assert scaled["spec"]["scaleTargetRef"] == {"name": deployment["metadata"]["name"]}
+    assert "replicas" not in deployment["spec"]  # or each apply would set the number back
 
 
 @pytest.mark.parametrize("folder", GROUPS)
-def test_hosts_are_alike_and_start_and_fail_together(render: Any, folder: str) -> None:
+def test_hosts_are_alike_and_start_and_fail_together(folder: str) -> None:
     ((group,),) = [of_kind(render(folder), "LeaderWorkerSet")]
     assert group["spec"]["leaderWorkerTemplate"]["restartPolicy"] == "RecreateGroupOnPodRestart"
     assert group["spec"]["startupPolicy"] == "LeaderCreated"  # they wait for each other
@@ -204,12 +202,15 @@ def test_hosts_are_alike_and_start_and_fail_together(render: Any, folder: str) -
     ("folder", "device", "hosts"),
     [
         ("overlays/gpu", "nvidia.com/gpu", 1),
+        (POOL, "nvidia.com/gpu", 1),
+        ("overlays/h200-8", "nvidia.com/gpu", 1),
         ("overlays/tpu", "google.com/tpu", 1),
+        ("overlays/tpu-v6e", "google.com/tpu", 1),
         ("overlays/a100-2x8", "nvidia.com/gpu", 2),
         ("overlays/tpu-slice", "google.com/tpu", 4),
     ],
 )
-def test_there_are_as_many_devices_as_the_layout_takes(render: Any, folder: str, device: str, hosts: int) -> None:
+def test_there_are_as_many_devices_as_the_layout_takes(folder: str, device: str, hosts: int) -> None:
     for group in of_kind(render(folder), "LeaderWorkerSet"):
         assert group["spec"]["leaderWorkerTemplate"]["size"] == hosts
     for container, _ in containers(render(folder)):

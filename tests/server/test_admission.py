@@ -79,3 +79,14 @@ def test_kept_places() -> None:
     ticket.release()
     assert (admission.kept_requests, admission.kept_tokens) == (0, 0)
     assert not admission._waiting
+
+
+def test_outstanding_seconds_follow_the_measured_costs_and_how_long_answers_are() -> None:
+    engine = Engine()
+    admission = engine.admission()
+    assert admission.outstanding_seconds() == 0
+    engine.counts.prefill_tokens, engine.counts.outstanding_tokens = 500, 500 + 4 * 200
+    assert admission.outstanding_seconds() == pytest.approx(500 / 1000 + 200 * 0.01)
+    for _ in range(200):
+        admission.finished(50, 100)
+    assert admission.outstanding_seconds() == pytest.approx(500 / 1000 + 200 * 0.01 / 2, rel=1e-3)

@@ -77,6 +77,9 @@ def test_figures_are_true_under_both_names(serve: Serve) -> None:
         assert (sums["queue"] + sums["prefill"], first + sums["decode"]) == pytest.approx((first, last))
         assert found["vllm:request_params_max_tokens_count", ""] == found["vllm:request_prompt_tokens_count", ""]
         assert found["vllm:kv_cache_usage_perc", ""] == 0
+        assert found["jaxserve_outstanding_seconds", ""] == 0
+        config = 'vllm:cache_config_info{block_size="16",model_name="echo",num_gpu_blocks="512"} 1.0'
+        assert config in it.app.metrics.text().decode()
         assert found["jaxserve_healthy", ""] == 1
         assert found["jaxserve_iteration_seconds_count", ""] == load.iterations
         assert found["jaxserve_iteration_seconds_sum", ""] == pytest.approx(0.005 * load.iterations)
@@ -100,6 +103,8 @@ def test_gauges_are_of_this_moment(serve: Serve) -> None:
         assert (found["vllm:num_requests_running", ""], found["vllm:num_requests_waiting", ""]) == (4, 2)
         assert found["vllm:kv_cache_usage_perc", ""] == 16 / 8192
         assert found["jaxserve_outstanding_tokens", ""] == 6 * 12 - 4
+        seconds = it.app.handler.admission.outstanding_seconds()
+        assert found["jaxserve_outstanding_seconds", ""] == seconds > 0
         it.engine.release()
         for call in calls:
             await call
