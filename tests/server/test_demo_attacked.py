@@ -160,14 +160,14 @@ def drawn(strategy: st.SearchStrategy[Any], count: int) -> list[Any]:
     return found
 
 
-# Our own protocol and OpenAI's; the others take as long again.
-@pytest.mark.parametrize(
-    "protocol",
-    [
-        pytest.param(name, marks=() if name in ("grpc", "openai") else pytest.mark.weekly)
-        for name in (*OVER_GRPC, *OVER_HTTP)
-    ],
-)
+def over(*names: str) -> pytest.MarkDecorator:
+    """Our own protocol and OpenAI's daily; the others, which take as long again, weekly."""
+    daily = ("grpc", "openai")
+    each = [pytest.param(name, marks=() if name in daily else pytest.mark.weekly) for name in names]
+    return pytest.mark.parametrize("protocol", each)
+
+
+@over(*OVER_GRPC, *OVER_HTTP)
 def test_ten_thousand_malformed_requests(attack: Attack, protocol: str) -> None:
     if protocol in OVER_GRPC:
         hostile = drawn(fuzz.calls_of(*OVER_GRPC[protocol]), TEN_THOUSAND)
@@ -303,7 +303,7 @@ def test_thousands_of_streams_are_half_closed(attack: Attack, protocol: str) -> 
     attack(part)
 
 
-@streaming
+@over("grpc", "vllm", "openai", "tgi")
 def test_a_thousand_readers_who_read_nothing(attack: Attack, protocol: str) -> None:
     """They stay until the engine is done with all of them, which waits for none."""
 

@@ -295,16 +295,17 @@ def test_no_call_delays_another() -> None:
     with front_attack.served() as ports:
         polite = front_attack.Polite(ports)
         polite.measure(1)
+        quiet = front_attack.medians(polite.measure(1))
         for name in front_attack.attacks():
             late = dict.fromkeys(MOST, math.inf)  # the least of all rounds
             for _ in range(8):  # others use this machine too
-                quiet = front_attack.medians(polite.measure(1))
                 times, answers = front_attack.under(name, polite, ports, 1.5)
                 assert (polite.refused, len(answers) > 2) == (0, True), name
                 for what, each in front_attack.medians(times).items():
                     late[what] = min(late[what], each - quiet[what])
                 if all(late[what] <= most for what, most in MOST.items()):
                     break
+                quiet = front_attack.medians(polite.measure(1))
             else:
                 pytest.fail(f"{name}: {late}")
         polite.close()
