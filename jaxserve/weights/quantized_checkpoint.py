@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jaxserve.weights.packed_tensor import AWQ_ORDER, COMPRESSED_PARTS, GPTQ_PARTS, IN_ORDER, PackedTensor, Packing
 from jaxserve.weights.stored import (
     FLOAT8,
     FLOAT8_SCALES,
@@ -26,7 +27,8 @@ _UNUSED = frozenset(
 )
 _ALTERNATIVES = (
     "use a checkpoint of the model in float16 or bfloat16 (--quantize int8 quantizes it to 8 bits while loading), in "
-    "FP8 (fp8, fbgemm_fp8, or compressed-tensors float-quantized) or in MXFP4"
+    "FP8 (fp8, fbgemm_fp8, or compressed-tensors float-quantized), in MXFP4, or in integers of 2, 4 or 8 bits (gptq, "
+    "awq gemm, or compressed-tensors pack-quantized)"
 )
 
 
@@ -37,10 +39,12 @@ class Quantization:
     Attributes:
       method: its name in config.json; empty if the weights are not quantized.
       block: entries along the last axes of a matrix that share a scale; empty for one scale per row or matrix.
+      packing: of integers in words; None if the weights are no such integers.
     """
 
     method: str = ""
     block: tuple[int, ...] = ()
+    packing: Packing | None = None
 
 
 def parse(file: Path, entries: Mapping[str, Any]) -> Quantization:
@@ -57,6 +61,10 @@ def parse(file: Path, entries: Mapping[str, Any]) -> Quantization:
         raise CheckpointError(f"{file}: {name} has no quant_method, the name of a method")
     method = found["quant_method"]
     block: Any = found.get("weight_block_size")
+    if method in _PACKINGS or (method == "compressed-tensors" and found.get("format") == "pack-quantized"):
+        if entries.get("model_type") == "gpt2":  # whose matrices have their inputs first
+            raise _unsupported(file, f"{method} of gpt2")
+        return Quantization(method=method, packing=_PACKINGS.get(method, _compressed_packing)(file, found))
     if method == "compressed-tensors":
         block = _compressed_block(file, found)
     elif method == "modelopt":
@@ -69,6 +77,54 @@ def parse(file: Path, entries: Mapping[str, Any]) -> Quantization:
     if not isinstance(block, list) or any(type(size) is not int or size < 1 for size in block):
         raise CheckpointError(f"{file}: {name} has weight blocks of {block!r}; they must be a list of sizes")
     return Quantization(method=method, block=tuple(block))
+
+
+def _gptq_packing(file: Path, found: Mapping[str, Any]) -> Packing:
+    bits, group, form = found.get("bits"), found.get("group_size"), found.get("checkpoint_format", "gptq")
+    if bits not in tuple(IN_ORDER):
+        raise _unsupported(file, f"gptq with {bits} bits")
+    if found.get("dynamic"):
+        raise _unsupported(file, "gptq with settings of single modules (dynamic)")
+    if form not in ("gptq", "gptq_v2"):
+        raise _unsupported(file, f"gptq in the form {form}")
+    zero = 1 if form == "gptq" else 0  # the first format stores zero points less one
+    packed: Any = {"parts": GPTQ_PARTS, "is_transposed": True, "axis": 0, "order": IN_ORDER[bits], "zero": zero}
+    return Packing(bits=bits, group=_group_size(file, group), **packed)
+
+
+def _awq_packing(file: Path, found: Mapping[str, Any]) -> Packing:
+    bits, version = found.get("bits", found.get("w_bit")), str(found.get("version", "gemm")).lower()
+    if (bits, version) != (4, "gemm"):
+        raise _unsupported(file, f"awq {version} with {bits} bits")
+    group = _group_size(file, found.get("group_size", found.get("q_group_size")))
+    packed: Any = {"parts": GPTQ_PARTS, "is_transposed": True, "axis": 1, "order": AWQ_ORDER}
+    return Packing(bits=bits, group=group, has_zeros=found.get("zero_point") is not False, **packed)
+
+
+def _compressed_packing(file: Path, found: Mapping[str, Any]) -> Packing:
+    groups = found.get("config_groups")
+    schemes = [each.get("weights") for each in groups.values()] if isinstance(groups, Mapping) else []
+    packings = []
+    for scheme in schemes:
+        bits = scheme.get("num_bits") if isinstance(scheme, Mapping) and scheme.get("type") == "int" else None
+        if bits not in tuple(IN_ORDER) or scheme.get("strategy") not in ("group", "channel"):
+            raise _unsupported(file, "compressed-tensors pack-quantized other than 2, 4 or 8 bits by group or channel")
+        group = _group_size(file, scheme.get("group_size")) if scheme["strategy"] == "group" else -1
+        layout: Any = {"parts": COMPRESSED_PARTS, "is_transposed": False, "axis": 1, "order": IN_ORDER[bits]}
+        layout["has_zeros"] = scheme.get("symmetric") is False
+        packings.append(Packing(bits=bits, group=group, **layout))
+    if not packings or any(each != packings[0] for each in packings):
+        raise _unsupported(file, "compressed-tensors pack-quantized with none or several schemes")
+    return packings[0]
+
+
+def _group_size(file: Path, found: Any) -> int:
+    if type(found) is not int or (found < 1 and found != -1):
+        raise CheckpointError(f"{file}: group_size is {found!r}; it must be a number of inputs, or -1 for all")
+    return found
+
+
+_PACKINGS = {"gptq": _gptq_packing, "awq": _awq_packing}
 
 
 def _compressed_block(file: Path, found: Mapping[str, Any]) -> Any:
@@ -107,6 +163,8 @@ def decode(stored: Mapping[str, StoredTensor], quantization: Quantization) -> di
     """
     tensors: dict[str, StoredTensor] = {}
     used = set()
+    if quantization.packing is not None:
+        tensors, used = _unpacked(stored, quantization.packing)
     for name, tensor in stored.items():
         whole = name.removesuffix(_BLOCKS[0])
         if whole != name and (scales := stored.get(whole + _BLOCKS[1])) is not None:
@@ -127,6 +185,32 @@ def decode(stored: Mapping[str, StoredTensor], quantization: Quantization) -> di
         if name not in used and not unused:
             tensors[name] = tensor
     return tensors
+
+
+def _unpacked(stored: Mapping[str, StoredTensor], packing: Packing) -> tuple[dict[str, StoredTensor], set[str]]:
+    """The packed matrices by the names of weights, and the names of their parts."""
+    tensors: dict[str, StoredTensor] = {}
+    used: set[str] = set()
+    for name, tensor in stored.items():
+        module, _, last = name.rpartition(".")
+        if last != packing.parts[0]:
+            continue
+        scales, zeros, groups = (stored.get(f"{module}.{part}") for part in packing.parts[1:])
+        if scales is None or (zeros is None and packing.has_zeros):
+            missing = packing.parts[1 if scales is None else 2]
+            raise CheckpointError(f"{tensor.file}: there is a tensor {name!r}, but no {module + '.' + missing!r}")
+        weight = f"{module}.weight"
+        tensors[weight] = PackedTensor(
+            name=weight,
+            file=tensor.file,
+            values=tensor.values,
+            scales=scales,
+            zeros=zeros,
+            groups=groups,
+            packing=packing,
+        )
+        used |= {f"{module}.{part}" for part in (*packing.parts, "weight_shape")}
+    return tensors, used
 
 
 def _with_scales(tensor: StoredTensor, scales: StoredTensor, quantization: Quantization) -> Float8Tensor:

@@ -238,11 +238,9 @@ def test_a_converted_model_in_float8_is_in_bfloat16(tmp_path):
 @pytest.mark.parametrize(
     ("method", "named"),
     [
-        ({"quant_method": "gptq", "bits": 4}, "gptq"),
-        ({"quant_method": "awq"}, "awq"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "modelopt NVFP4"),
-        (compressed("channel") | {"format": "pack-quantized"}, "compressed-tensors pack-quantized"),
+        (compressed("channel") | {"format": "marlin-24"}, "compressed-tensors marlin-24"),
         (compressed("channel", num_bits=4), "compressed-tensors other than 8-bit float"),
         (compressed("channel", type="int"), "compressed-tensors other than 8-bit float"),
         ({"quant_method": "compressed-tensors"}, "compressed-tensors"),
