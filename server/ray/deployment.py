@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from ray import serve
-from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
+from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy, RequestRouterConfig
 
 from jaxserve.multihost.config import ClusterConfig, check_settings
 from server.commands import cli, flags
 from server.commands.serve import SERVE_PARAMS
 from server.ray.replica import OWED, Replica
+from server.ray.router import SessionRouter
 
 # What belongs to Serve's proxy, to Ray, or to processes on ports of their own.
 _NOT_HERE = {
@@ -74,7 +75,7 @@ class OwedTokens:
 
 
 def deployment(config: RayConfig) -> serve.Application:
-    """The application for `serve.run`: HTTP with streams through Serve's proxy.
+    """The application for `serve.run`: HTTP with streams, and gRPC, through Serve's proxies.
 
     Raises:
       ValueError: a flag is not one of `jaxserve serve`, or has no meaning on Ray.
@@ -117,6 +118,7 @@ def group(config: RayConfig, *, hosts: int) -> serve.Application:
         placement_group_bundles=[_bundle(config.actor_options)] * hosts if hosts > 1 else None,
         placement_group_strategy="STRICT_SPREAD" if hosts > 1 else None,
         autoscaling_config=autoscaling,
+        request_router_config=RequestRouterConfig(request_router_class=SessionRouter),
         # The replica has a queue and bounds of its own, and tells its callers when it is full.
         max_ongoing_requests=2 * (engine.max_rows + engine.max_queued_requests),
         graceful_shutdown_timeout_s=settings["drain_seconds"] + _LAST_SECONDS,

@@ -24,13 +24,17 @@ from server.engine_process.supervisor import ENGINE_COMMAND, Supervisor
 from server.lifecycle import wedged_seconds
 from server.metrics import Metrics
 from server.ray.host import Group, Host, end_with_parent, settings
+from server.ray.rpcs import InferenceRpcs, with_rpcs
 
 OWED = "owed_tokens"  # of a replica, for autoscaling
 _METRICS_SECONDS = 5.0  # between two reports to Ray
 
 
+@with_rpcs
 class Replica:
     """What Serve runs in each actor. Its engine process ends with it, and it ends with the node's raylet.
+
+    Serve's proxies call `__serve_build_asgi_app__`'s application over HTTP, and the methods of `with_rpcs` over gRPC.
 
     Args:
       flags: of `jaxserve serve`.
@@ -40,6 +44,8 @@ class Replica:
 
     async def __init__(self, flags: Sequence[str], hosts: int, actor_options: dict[str, Any]) -> None:
         end_with_parent()
+        self._supervisor: Supervisor | None = None  # until the flags are known to be right
+        self._reporting: asyncio.Task[None] | None = None
         group = None
         if hosts > 1:
             group = Group(hosts=hosts, coordinator=_coordinator(), secret=secrets.token_hex(32).encode())
@@ -48,18 +54,18 @@ class Replica:
         tokenizer = Tokenizer.from_directory(chosen.model)
         self._engine = RemoteEngine(chosen.engine, tokenizer, defaults.read(chosen.model, chosen.engine))
         job = EngineJob.of(str(chosen.model), chosen.engine, None, chosen.cluster, log_level=chosen.log_level)
-        self._supervisor = Supervisor(self._engine, job, restarts=chosen.restarts, command=ENGINE_COMMAND)
-        self._running = asyncio.create_task(self._supervisor.run())
-        ready = asyncio.create_task(self._supervisor.ready.wait())
+        self._supervisor = supervisor = Supervisor(self._engine, job, restarts=chosen.restarts, command=ENGINE_COMMAND)
+        self._running = asyncio.create_task(supervisor.run())
+        ready = asyncio.create_task(supervisor.ready.wait())
         await asyncio.wait([self._running, ready], return_when=asyncio.FIRST_COMPLETED)
         if self._running.done():
             ready.cancel()
             self._running.result()  # raises why it could not start
-        self._reporting: asyncio.Task[None] | None = None
 
     def __serve_build_asgi_app__(self) -> Application:
         """The application that Serve's proxy calls, once the engine is ready."""
-        chosen = self._settings
+        chosen, supervisor = self._settings, self._supervisor
+        assert supervisor is not None
         app = create_app(
             self._engine,
             name=chosen.name,
@@ -68,9 +74,10 @@ class Replica:
             allowed_origins=chosen.allowed_origins,
             drain_seconds=chosen.drain_seconds,
             stall_seconds=chosen.stall_seconds,
-            on_wedged=self._supervisor.give_up,
+            on_wedged=supervisor.give_up,
             wedged_seconds=wedged_seconds(chosen.cluster, self._engine),
         )
+        self.rpcs = InferenceRpcs(app.handler, chosen.keys)
         self._reporting = asyncio.create_task(_report(app.metrics))
         return app
 
@@ -87,8 +94,9 @@ class Replica:
         """Called by Serve after the drain."""
         if self._reporting is not None:
             self._reporting.cancel()
-        await self._supervisor.close()
-        await asyncio.wait([self._running])
+        if self._supervisor is not None:
+            await self._supervisor.close()
+            await asyncio.wait([self._running])
 
 
 async def _report(of: Metrics) -> None:

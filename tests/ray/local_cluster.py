@@ -12,6 +12,7 @@ from typing import Any
 import httpx2 as httpx
 import ray
 from ray import cluster_utils, serve
+from ray.serve.config import gRPCOptions
 
 from server.ray import RayConfig, deployment, group
 
@@ -30,26 +31,41 @@ def until(condition: Callable[[], Any], seconds: float = WAIT_SECONDS) -> Any:
 
 
 class Cluster:
-    """Nodes, as processes of this machine, with Serve on them."""
+    """Nodes, as processes of this machine, with Serve on them.
+
+    Attributes:
+      head: the raylet of the node with Serve's controller.
+    """
 
     def __init__(self, nodes: int = 1) -> None:
         self._mark = uuid.uuid4().hex
-        with socket.socket() as first, socket.socket() as second:
-            first.bind(("127.0.0.1", 0))
-            second.bind(("127.0.0.1", 0))
-            port, self.metrics_port = first.getsockname()[1], second.getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}"
-        variables = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), MARK: self._mark}
+        with contextlib.ExitStack() as stack:
+            free = [stack.enter_context(socket.socket()) for _ in range(3)]
+            for each in free:
+                each.bind(("127.0.0.1", 0))
+            port, self.metrics_port, grpc_port = (each.getsockname()[1] for each in free)
+        self.url, self.grpc_address = f"http://127.0.0.1:{port}", f"127.0.0.1:{grpc_port}"
+        self.environment = {"env_vars": {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), MARK: self._mark}}
         self._nodes = cluster_utils.Cluster()
         for node in range(nodes):
             export = {} if node else {"metrics_export_port": self.metrics_port}
             self._nodes.add_node(num_cpus=8, include_dashboard=False, object_store_memory=80 * 2**20, **export)
-        ray.init(address=self._nodes.address, runtime_env={"env_vars": variables})
-        serve.start(http_options={"port": port})
+        self.address = self._nodes.address
+        self.head = self._nodes.head_node.all_processes["raylet"][0].process.pid
+        ray.init(address=self._nodes.address, runtime_env=self.environment)
+        servicer = "server.proto.jaxserve.v1.inference_pb2_grpc.add_InferenceServicer_to_server"
+        serve.start(
+            http_options={"port": port}, grpc_options=gRPCOptions(port=grpc_port, grpc_servicer_functions=[servicer])
+        )
 
     def deploy(self, *flags: str, hosts: int = 1, **fields: Any) -> None:
-        config = RayConfig(flags=(*FLAGS, *flags), actor_options={"num_cpus": 1}, **fields)
+        config = RayConfig(flags=(*FLAGS, *flags), **{"actor_options": {"num_cpus": 1}} | fields)
         serve.run(group(config, hosts=hosts) if hosts > 1 else deployment(config), route_prefix="/")
+
+    def is_running(self) -> bool:
+        """Whether Serve has as many replicas running as it wants, and no other."""
+        (application,) = serve.status().applications.values()
+        return all(each.status == "HEALTHY" for each in application.deployments.values())
 
     def close(self) -> None:
         serve.shutdown()

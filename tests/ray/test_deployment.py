@@ -4,15 +4,21 @@ import concurrent.futures
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx2 as httpx
 import pytest
 
+from server.proto.jaxserve.v1 import inference_pb2 as pb
+from server.proto.jaxserve.v1.inference_pb2_grpc import InferenceStub
 from server.ray import RayConfig, deployment
-from tests.ray.local_cluster import WAIT_SECONDS, Cluster, until
+from tests.ray.local_cluster import ROOT, WAIT_SECONDS, Cluster, until
 
 pytestmark = pytest.mark.scale
 
@@ -35,6 +41,57 @@ def test_answers_whole_and_streamed(cluster: Cluster) -> None:
     assert is_whole(events)
     assert "".join(event["choices"][0]["text"] for event in events[:-1]) == text
     assert httpx.get(f"{cluster.url}/health").status_code == 200
+
+
+def test_grpc_through_the_proxy(cluster: Cluster, tmp_path: Path) -> None:
+    (keys := tmp_path / "keys.toml").write_text('[team]\nkeys = ["a-secret"]\n')
+    cluster.deploy("--api-keys", str(keys))
+    metadata = (("authorization", "Bearer a-secret"),)
+    with grpc.insecure_channel(cluster.grpc_address) as channel:
+        stub: Any = InferenceStub(channel)
+        request = pb.GenerateRequest(prompt="It was", max_tokens=20, temperature=0, ignore_eos=True)
+        whole = stub.Generate(request, metadata=metadata)
+        messages = list(stub.GenerateStream(request, metadata=metadata))
+        assert len(whole.token_ids) == 20
+        assert "".join(each.text for each in messages) == whole.text
+        assert len(messages) > 5
+        assert stub.GetModel(pb.GetModelRequest(), metadata=metadata).name == "demo"
+        for call in (stub.Generate, lambda *args, **given: list(stub.GenerateStream(*args, **given))):
+            with pytest.raises(grpc.RpcError) as refused:
+                call(request)
+            assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+            with pytest.raises(grpc.RpcError) as refused:
+                call(pb.GenerateRequest(prompt="a", top_p=2), metadata=metadata)
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert "top_p" in refused.value.details()
+        endless = stub.GenerateStream(
+            pb.GenerateRequest(prompt="It was", max_tokens=900, ignore_eos=True), metadata=metadata
+        )
+        next(endless)
+        endless.cancel()
+        until(lambda: stub.GetLoad(pb.GetLoadRequest(), metadata=metadata).running == 0, 5.0)
+
+
+def test_the_calls_of_a_session_find_their_prefix(cluster: Cluster) -> None:
+    cluster.deploy(min_replicas=2, max_replicas=2)
+    until(lambda: len(cluster.engines()) == 2)
+
+    def cached(session: str, prompt: str) -> int:
+        body = {"prompt": prompt, "max_tokens": 1}
+        answer = httpx.post(f"{cluster.url}/v1/completions", json=body, headers={"x-session-id": session}, timeout=60)
+        return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    assert all(cached(f"{index}", f"Turn {index} " + "of it " * 100) == 0 for index in range(6))
+    assert all(cached(f"{index}", f"Turn {index} " + "of it " * 100) >= 64 for index in range(6))
+    # Both have sessions: another session's prompt is cached on one of them only.
+    assert {cached(f"{index}", "Turn 0 " + "of it " * 100) >= 64 for index in range(10, 30)} == {False, True}
+
+
+def test_a_replica_answers_without_the_proxy() -> None:
+    command = [sys.executable, "-W", "ignore", "-m", "tests.ray.cost", "--rounds", "1", "--port", "30000"]
+    environment = os.environ | {"RAY_SERVE_ENABLE_DIRECT_INGRESS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=WAIT_SECONDS)
+    assert "| gap between tokens |" in done.stdout, done.stderr
 
 
 def broken(cluster: Cluster, kill: Callable[[], int], streams: int = 8) -> list[list[Any] | str]:
