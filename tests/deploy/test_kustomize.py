@@ -2,13 +2,14 @@
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
 from server.commands import cli, settings
-from tests.deploy import schemas
+from tests.deploy import published, schemas
 from tests.deploy.rendered import KUSTOMIZE, of_kind, render
 
 FOLDERS = sorted(str(path.parent.relative_to(KUSTOMIZE)) for path in KUSTOMIZE.rglob("kustomization.yaml"))
@@ -63,6 +64,24 @@ def test_kubernetes_own_schemas_allow_it(folder: str) -> None:
         objects.append({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]})
     for each in objects:
         validate.validate(each, "1.32", strict=True)
+
+
+@pytest.mark.schemas
+def test_whole_definitions_are_read(tmp_path: Path) -> None:
+    pytest.importorskip("jsonschema", reason="kubernetes-validate is not installed")
+    size = {"type": "object", "required": ["n"], "properties": {"n": {"x-kubernetes-int-or-string": True}}}
+    spec = {"type": "object", "properties": {"sizes": {"type": "array", "items": size}}}
+    schema = {"type": "object", "properties": {"apiVersion": {}, "kind": {}, "metadata": {}, "spec": spec}}
+    version = {"name": "v1", "schema": {"openAPIV3Schema": schema}}
+    definition = {"group": "a.b", "names": {"kind": "Thing"}, "versions": [version]}
+    crd = {"kind": "CustomResourceDefinition", "spec": definition}
+    (file := tmp_path / "crds.yaml").write_text(yaml.safe_dump({"kind": "List", "items": [crd]}))
+    thing = {"apiVersion": "a.b/v1", "kind": "Thing", "metadata": {"name": "it"}}
+    good = thing | {"spec": {"sizes": [{"n": 1}, {"n": "50%"}]}}
+    wrong = [thing, thing | {"spec": {"sizes": [{}]}}, thing | {"spec": {"sizes": [{"n": 1, "m": 2}]}}]
+    schemas_read = published.read([file])
+    assert not list(published.problems([good], schemas_read))
+    assert len(list(published.problems(wrong, schemas_read))) == 3
 
 
 @pytest.mark.parametrize("folder", [*SINGLE, *GROUPS])
