@@ -103,6 +103,16 @@ class EngineConfig:
         is_duration=True,
     )
     prefix_cache: bool = param(True, "reuse the cached blocks of prompts that begin alike")
+    # See scheduler.host_cache.
+    host_cache: int | None = param(
+        None,
+        "host memory, for all replicas, that keeps cached blocks which the devices have no room for; they come back "
+        "when a prompt begins with them",
+        default_help="none",
+        minimum=1,
+        metavar="64GiB",
+        is_size=True,
+    )
     max_context: int | None = param(
         None,
         "most tokens, prompt and generated, of one request",
@@ -212,6 +222,10 @@ class EngineConfig:
             raise ValueError(f"speculate_tokens is {self.speculate_tokens}, which does nothing without speculate")
         if self.in_flight is not None and self.in_flight > self.stages + 1:
             raise ValueError(f"in_flight is {self.in_flight}; more than stages + 1 ({self.stages + 1}) would only wait")
+        if self.host_cache is not None and not self.prefix_cache:
+            raise ValueError(f"host_cache is {self.host_cache} without prefix_cache, whose blocks it would keep")
+        if self.host_cache is not None and self.scheduler == "request":
+            raise ValueError(f"host_cache is {self.host_cache}; with scheduler request it must be None")
         if self.deterministic:
             self._check_deterministic()
         if self.draft_model is not None and (self.stages, self.stage_devices) != (1, 1):

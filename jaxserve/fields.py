@@ -26,6 +26,7 @@ class Param:
       flag: spelling of the flag, by default the name with dashes; `--no-...` sets a bool to false.
       none: word that stands for None on the command line.
       is_duration: whether the value is in seconds and written with a unit.
+      is_size: whether the value is in bytes and may be written with a unit.
       truncates: whether the sampling parameter drops unlikely tokens before one is drawn.
       beam_search: whether the sampling parameter can be combined with beam search.
       in_tgi: whether TGI has the sampling parameter under the same name.
@@ -43,6 +44,7 @@ class Param:
     flag: str = ""
     none: str | None = None
     is_duration: bool = False
+    is_size: bool = False
     truncates: bool = False
     beam_search: bool = False
     in_tgi: bool = False

@@ -22,6 +22,7 @@ from jaxserve.iteration import IterationPlan
 from jaxserve.request import FinishReason, Request, TokenEvent
 from jaxserve.runner import batch
 from jaxserve.runner.compilations import compilations
+from jaxserve.runner.host_blocks import HostBlocks
 from jaxserve.runner.pipeline import Pipeline
 from jaxserve.scheduler.block_allocation import BlockAllocation
 from jaxserve.scheduler.buckets import BucketCost
@@ -49,15 +50,24 @@ class _LiveRequest:
 class EngineLoop:
     """One replica: a compiled model on its own devices, its scheduler, and the thread that runs them."""
 
-    def __init__(self, index: int, pipeline: Pipeline, scheduler: Scheduler, costs: Iterable[BucketCost]) -> None:
+    def __init__(
+        self,
+        index: int,
+        pipeline: Pipeline,
+        scheduler: Scheduler,
+        costs: Iterable[BucketCost],
+        host: HostBlocks | None = None,
+    ) -> None:
         """Args:
         index: its place among the engine's replicas.
         costs: of the buckets, as measured.
+        host: the blocks in host memory, if the scheduler's pool has a host cache.
         """
         self.index = index
         self.pipeline = pipeline
         self.scheduler = scheduler
         self.stats = IterationStats(index, costs)
+        self._host = host
         self._inbox = Inbox()
         self._live: dict[str, _LiveRequest] = {}
         self._thread: threading.Thread | None = None
@@ -78,11 +88,13 @@ class EngineLoop:
         """
         compiled = compilations()
         self._inbox.drain()
+        self._land_loads()
         while self.pipeline.can_launch() and self._launch_next():
             pass
-        if not self.pipeline.in_flight:
+        if self.pipeline.in_flight:
+            self._complete_oldest()
+        elif not self._land_loads(wait=True):
             return False
-        self._complete_oldest()
         self.stats.compiled_after_ready += compilations() - compiled
         return True
 
@@ -90,6 +102,8 @@ class EngineLoop:
         """Schedule, pack and launch an iteration; False if nothing can run before one in flight completes."""
         started = time.perf_counter()
         plan = self.scheduler.schedule()
+        if self._host is not None and (copies := self.scheduler.take_copies()) is not None:
+            self._host.start(copies)
         if plan is None:
             return False
         scheduled = time.perf_counter()
@@ -112,6 +126,19 @@ class EngineLoop:
         landed = time.perf_counter()
         self._emit(self.scheduler.complete(plan, result))
         self.stats.completed(plan, wait_s=landed - started, complete_s=time.perf_counter() - landed)
+
+    def _land_loads(self, *, wait: bool = False) -> bool:
+        """Tell the scheduler of blocks that have come back from the host; whether there were any.
+
+        Args:
+          wait: wait for the oldest, if some are on their way.
+        """
+        if self._host is None:
+            return False
+        landed = self._host.landed(wait=wait)
+        for load, intact in landed:
+            self.scheduler.copied(load, intact=intact)
+        return bool(landed)
 
     def _note_starts(self, plan: IterationPlan) -> None:
         """Remember when requests first get a row."""
@@ -317,6 +344,7 @@ class EngineLoop:
             compiled_after_ready=stats.compiled_after_ready,
             expected_seconds=stats.expected_seconds,
             strangers=self.pipeline.strangers,
+            **({} if pool.host is None else pool.host.figures()),
         )
 
 

@@ -20,6 +20,7 @@ from jaxserve.models.schema import ModelConfig
 from jaxserve.plan.predict import with_buckets
 from jaxserve.runner import cache_folder, kv_cache, native_kernels
 from jaxserve.runner.draft_model import DraftModel, check_draft_model, draft_runner
+from jaxserve.runner.host_blocks import DEVICE_BYTES, HostBlocks, block_bytes
 from jaxserve.runner.layout import bucket_sizes, for_buckets, lay_out
 from jaxserve.runner.lowering import StagePrograms
 from jaxserve.runner.measure import measure_buckets
@@ -151,7 +152,9 @@ def start(
         drafters = [draft_runner(config, programs[0], cache, progress) for programs in replicas]
     progress("compiling", 0, 1)  # how much memory the largest program leaves decides the shapes of all
     n_blocks = min(pool_blocks(config, runner, drafters) for runner in runners)
-    for runner in [*runners, *drafters]:
+    for runner in runners:
+        runner.compile(n_blocks, progress, host_copies=config.host_cache is not None)
+    for runner in drafters:
         runner.compile(n_blocks, progress)
     return finish(
         config,
@@ -159,6 +162,7 @@ def start(
         drafters,
         n_blocks,
         progress,
+        copying=pipelines if config.host_cache is not None else (),
         attention_reason=attention_reason,
         buckets_reason=buckets_reason,
         programs_loaded=0 if cache is None else cache.loaded,
@@ -193,6 +197,7 @@ def finish(
     n_blocks: int,
     progress: Progress,
     *,
+    copying: Sequence[Sequence[StageRunner]] = (),
     attention_reason: str,
     buckets_reason: str,
     programs_loaded: int,
@@ -203,6 +208,7 @@ def finish(
 
     Args:
       drafters: as many as pipelines, or none.
+      copying: the stages of each pipeline, if blocks are copied to the host.
     """
     started = time.perf_counter()
     stages = pipelines[0].stages
@@ -213,6 +219,11 @@ def finish(
     if drafters:
         ladder = buckets.BucketLadder(measure_buckets(Pipeline(drafters[:1]), n_blocks, progress)[0])
         drafting = [DraftModel(runner, ladder, n_blocks) for runner in drafters]
+    hosts: list[HostBlocks | None] = [None] * len(pipelines)
+    bytes_of_blocks: list[int] = []
+    if copying:
+        hosts = [HostBlocks(runners) for runners in copying]
+        bytes_of_blocks = block_bytes(copying[0], shape.groups.count)
     schedulers = [
         make_scheduler(
             config,
@@ -222,6 +233,7 @@ def finish(
             groups=shape.groups,
             eos_token_ids=frozenset(model.config.eos_token_ids),
             drafter=drafter,
+            block_bytes=bytes_of_blocks,
         )
         for drafter in drafting
     ]
@@ -256,8 +268,8 @@ def finish(
         programs=sum(stage.num_programs for pipeline in pipelines for stage in pipeline.stages),
         programs_loaded=programs_loaded,
     )
-    parts = enumerate(zip(pipelines, schedulers, strict=True))
-    made = tuple(EngineLoop(index, pipeline, scheduler, costs) for index, (pipeline, scheduler) in parts)
+    parts = enumerate(zip(pipelines, schedulers, hosts, strict=True))
+    made = tuple(EngineLoop(index, pipeline, scheduler, costs, host) for index, (pipeline, scheduler, host) in parts)
     return EngineParts(loops=made, report=report)
 
 
@@ -300,8 +312,11 @@ def pool_blocks(config: EngineConfig, stage: StageRunner, drafters: Sequence[Sta
     full_rows = programs.shape.n_rows * shape.max_blocks
     on_cpu = device.platform == "cpu"  # whose virtual devices share its memory
     held = (programs, *(runner.programs for runner in drafters[:1]))
+    free = kv_cache.free_bytes(device) // (_num_devices(config) if on_cpu else 1)
+    if config.host_cache is not None and not on_cpu:
+        free -= 2 * DEVICE_BYTES  # in both directions
     return kv_cache.fitting_blocks(
-        free=kv_cache.free_bytes(device) // (_num_devices(config) if on_cpu else 1),
+        free=free,
         temporaries=stage.temporaries(),
         pool_bytes=lambda n_blocks: sum(each.pool_bytes(n_blocks) for each in held),
         wanted=full_rows if on_cpu else 2**31 - 1,

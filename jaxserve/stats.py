@@ -66,6 +66,9 @@ class Load:
       bucket_seconds: device time of the iterations, as the sum of their buckets' measured costs.
       padding_seconds: the part of bucket_seconds that went into padding.
       expected_seconds: measured cost of the oldest iteration in flight; 0 if none is in flight.
+      host_cache_bytes / host_cache_blocks: blocks in host memory.
+      host_cache_stored / host_cache_loaded / host_cache_corrupt: blocks copied to the host, blocks copied back, and
+        those of the latter that were not what had been stored.
       strangers: connections to the control channel of several hosts that were dropped.
     """
 
@@ -90,6 +93,11 @@ class Load:
     expected_seconds: float = 0.0
     prefill_tokens: int = 0
     strangers: int = 0
+    host_cache_bytes: int = 0
+    host_cache_blocks: int = 0
+    host_cache_stored: int = 0
+    host_cache_loaded: int = 0
+    host_cache_corrupt: int = 0
 
 
 _FIGURES = tuple(field.name for field in dataclasses.fields(Load))

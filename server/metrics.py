@@ -41,6 +41,8 @@ _GAUGES = {
     "slots_used": ("slots_used", "Slots that requests hold.", None),
     "slots_cached": ("slots_cached", "Slots with cached prefixes that no request uses now.", None),
     "slots_total": ("slots", "Slots in total.", None),
+    "host_cache_bytes": ("host_cache_bytes", "Bytes of cached blocks in host memory.", None),
+    "host_cache_blocks": ("host_cache_blocks", "Cached blocks in host memory.", None),
 }
 _COUNTERS = {
     "iterations": ("iterations", "Iterations run.", None),
@@ -68,6 +70,13 @@ _COUNTERS = {
     "compiled_after_ready": (
         "compiled_after_ready",
         "Programs compiled after the server was ready; above 0 is a defect.",
+        None,
+    ),
+    "host_cache_stored": ("host_cache_stored_blocks", "Evicted blocks copied to host memory.", None),
+    "host_cache_loaded": ("host_cache_loaded_blocks", "Blocks copied back from host memory.", None),
+    "host_cache_corrupt": (
+        "host_cache_corrupt_blocks",
+        "Blocks that came back from host memory with a wrong checksum and were computed again.",
         None,
     ),
     "strangers": ("strangers", "Connections to host 0 that did not know the secret of the hosts.", None),

@@ -142,6 +142,8 @@ def check_settings(config: EngineConfig, cluster: ClusterConfig) -> None:
     """Raise ValueError for settings that several hosts do not support."""
     if config.replicas != 1:
         raise ValueError(f"replicas is {config.replicas}; with hosts it must be 1 (start several groups of hosts)")
+    if config.host_cache is not None:
+        raise ValueError(f"host_cache is {config.host_cache}; several hosts support none")
     if config.draft_model is not None:
         raise ValueError(f"speculate is {config.speculate}; several hosts support no draft model, only ngram")
     devices = config.stage_devices * config.stages

@@ -15,7 +15,7 @@ from jax.stages import Lowered
 from jaxserve import weights
 from jaxserve.iteration import SamplerVariant
 from jaxserve.models import Model, Params
-from jaxserve.runner import attention, batch, kv_cache, matmul
+from jaxserve.runner import attention, batch, block_copies, kv_cache, matmul
 from jaxserve.runner.batch import RowState
 from jaxserve.runner.programs import Forward, StageShape, choose, feed, forward, head, pool, score
 from sharding.spec import ShardingSpec
@@ -99,6 +99,11 @@ class StagePrograms:
         """
         blocks = self.shape.groups.blocks(n_blocks)
         return list(accumulate((blocks[group] for group in self._groups), initial=0))
+
+    def first_blocks_of(self, group: int, n_blocks: int) -> list[int]:
+        """First block in the pool of each of the stage's layers in a cache group."""
+        layers = zip(self.first_blocks(n_blocks), self._groups, strict=False)
+        return [first for first, each in layers if each == group]
 
     @property
     def _groups(self) -> list[int]:
@@ -239,12 +244,34 @@ class StagePrograms:
     def lower_copy(self, n_blocks: int) -> Lowered:
         """Copies blocks in all of the stage's layers; arguments (pool, copies)."""
         pool, groups = self.pool(n_blocks), range(self.shape.groups.count)
-        layers = list(zip(self.first_blocks(n_blocks), self._groups, strict=False))
-        first_blocks = [[first for first, group in layers if group == each] for each in groups]
-        copy = partial(kv_cache.copy_blocks, first_blocks=first_blocks)
+        copy = partial(kv_cache.copy_blocks, first_blocks=[self.first_blocks_of(each, n_blocks) for each in groups])
         kept = jax.tree.map(lambda leaf: leaf.sharding, pool)
         step = jax.jit(copy, donate_argnums=0, out_shardings=kept)
         return step.lower(pool, self._whole((len(groups) * self.shape.max_rows, 2), jnp.int32))
+
+    def host_block(self, group: int, n_blocks: int) -> block_copies.HostBlock:
+        """A block of a cache group outside the pool: shapes with shardings."""
+        layers = len(self.first_blocks_of(group, n_blocks))
+        data = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct((layers, *leaf.shape[1:]), leaf.dtype, sharding=leaf.sharding),
+            self.pool(n_blocks),
+        )
+        return block_copies.HostBlock(data, self._whole((2,), jnp.uint32))
+
+    def lower_store(self, group: int, n_blocks: int) -> Lowered:
+        """Copies blocks out of the pool; arguments (pool, blocks)."""
+        copy = partial(block_copies.store, first_blocks=self.first_blocks_of(group, n_blocks))
+        placed = jax.tree.map(lambda leaf: leaf.sharding, self.host_block(group, n_blocks))
+        step = jax.jit(copy, out_shardings=(placed,) * block_copies.COUNT)
+        return step.lower(self.pool(n_blocks), self._whole((block_copies.COUNT,), jnp.int32))
+
+    def lower_load(self, group: int, n_blocks: int) -> Lowered:
+        """Copies blocks into the pool; arguments (pool, blocks, held)."""
+        pool, held = self.pool(n_blocks), self.host_block(group, n_blocks)
+        copy = partial(block_copies.load, first_blocks=self.first_blocks_of(group, n_blocks))
+        kept = jax.tree.map(lambda leaf: leaf.sharding, pool)
+        step = jax.jit(copy, donate_argnums=0, out_shardings=(kept, self.everywhere))
+        return step.lower(pool, self._whole((block_copies.COUNT,), jnp.int32), (held,) * block_copies.COUNT)
 
     def _whole(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.everywhere)

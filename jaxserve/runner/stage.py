@@ -23,6 +23,7 @@ from jaxserve.iteration import IterationPlan, IterationResult, SamplerVariant
 from jaxserve.models import Params
 from jaxserve.models.products import Quantized
 from jaxserve.runner import batch, kv_cache
+from jaxserve.runner.block_copies import COUNT, HostBlock
 from jaxserve.runner.lowering import StagePrograms, ends, temporaries
 from jaxserve.runner.program_cache import ProgramCache
 from jaxserve.runner.programs import Forward, Scores, points_for
@@ -50,7 +51,11 @@ class Launched(NamedTuple):
 
 
 class StageRunner:
-    """Compiled programs, weights, pool and row state of the layers that one sub-mesh owns."""
+    """Compiled programs, weights, pool and row state of the layers that one sub-mesh owns.
+
+    Attributes:
+      block_shapes: of each cache group with layers here, if blocks are copied to the host: a block outside the pool.
+    """
 
     def __init__(
         self, programs: StagePrograms, params: Params, buckets: Sequence[int], cache: ProgramCache | None
@@ -76,6 +81,9 @@ class StageRunner:
         self._admit: Any = None
         self._draft: Any = None
         self._copy: Any = None
+        self._store: dict[int, Any] = {}
+        self._load: dict[int, Any] = {}
+        self.block_shapes: dict[int, HostBlock] = {}
         self.pool: Any = None
         state = batch.empty_state(programs.shape.layout(1), is_first=programs.is_first, is_last=programs.is_last)
         self._state = jax.tree.map(self._whole, state)
@@ -97,11 +105,12 @@ class StageRunner:
             programs.append(self._head[self._counts[-1]])
         return temporaries(*programs)
 
-    def compile(self, n_blocks: int, progress: Progress) -> None:
+    def compile(self, n_blocks: int, progress: Progress, *, host_copies: bool = False) -> None:
         """Compiles every program that a plan can need, then allocates the pool.
 
         Args:
           n_blocks: blocks of the pool.
+          host_copies: whether blocks are copied to the host and back.
         """
         programs = self.programs
         jobs: list[Callable[[], None]] = [
@@ -126,6 +135,11 @@ class StageRunner:
         jobs += [self._compile_admit, partial(self._compile_copy, n_blocks)]
         if programs.shape.draft_tokens and (programs.is_first or programs.is_last):
             jobs.append(self._compile_draft)
+        for group in range(programs.shape.groups.count if host_copies else 0):
+            if programs.first_blocks_of(group, n_blocks):
+                self.block_shapes[group] = programs.host_block(group, n_blocks)
+                jobs.append(partial(self._compile, self._store, group, programs.lower_store, group, n_blocks))
+                jobs.append(partial(self._compile, self._load, group, programs.lower_load, group, n_blocks))
         progress("compiling", 0, len(jobs))
         with ThreadPoolExecutor(_COMPILE_THREADS) as threads:
             for done, _ in enumerate(threads.map(lambda job: job(), jobs), start=1):
@@ -177,6 +191,19 @@ class StageRunner:
         """Enqueues block copies (`batch.PackedPlan.copies`) in all of the stage's layers."""
         self.pool = self._copy(self.pool, copies)
 
+    def store(self, group: int, blocks: Sequence[int]) -> tuple[HostBlock, ...] | None:
+        """Enqueues copies of at most COUNT blocks; None if no layer here is in the cache group."""
+        if group not in self._store:
+            return None
+        return self._store[group](self.pool, _padded(blocks))[: len(blocks)]
+
+    def load(self, group: int, blocks: Sequence[int], held: Sequence[HostBlock]) -> jax.Array:
+        """Enqueues the writing of as many blocks; returns bool[COUNT], whether each has its checksum."""
+        entries = tuple(held) + (held[0],) * (COUNT - len(held))
+        self.pool, intact = self._load[group](self.pool, _padded(blocks), entries)
+        intact.copy_to_host_async()
+        return intact
+
     def forward(self, bucket: int, packed: np.ndarray, x: jax.Array | None) -> Forward:
         """Enqueues one iteration of the stage's layers; returns before it has run.
 
@@ -221,6 +248,13 @@ class StageRunner:
         assert chosen is not None
         history = self._feed[chosen.shape[1]](self._state.history, points, chosen)
         self._state = self._state._replace(history=history)
+
+
+def _padded(blocks: Sequence[int]) -> np.ndarray:
+    """int32[COUNT]: the blocks, and the first of them in the other places."""
+    padded = np.full(COUNT, blocks[0], np.int32)
+    padded[: len(blocks)] = blocks
+    return padded
 
 
 def wait(launched: Launched) -> IterationResult:

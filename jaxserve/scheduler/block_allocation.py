@@ -63,6 +63,12 @@ class BlockAllocation:
             return self.blocks[index:]
         return list(chain.from_iterable(zip(*(each.blocks[index:] for each in self.groups), strict=True)))
 
+    def prefix(self, length: int) -> BlockAllocation:
+        """An empty allocation of the first `length` tokens, which are whole blocks."""
+        made = BlockAllocation(tokens=self.tokens[:length], max_length=length, prompt_length=length, salt=self.salt)
+        made._digests = self._digests
+        return made
+
     def in_another_group(self) -> BlockAllocation:
         """An empty allocation of the same request."""
         made = BlockAllocation(

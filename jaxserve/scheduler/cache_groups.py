@@ -13,6 +13,7 @@ from math import inf
 from typing import Any
 
 from jaxserve.scheduler.block_allocation import BlockAllocation, SharedPrefix, make_room
+from jaxserve.scheduler.host_cache import ON_HOST, Fetch, HostCache
 from jaxserve.scheduler.kv_blocks import SlotPool
 from jaxserve.scheduler.window_pool import WindowPool, window_blocks
 
@@ -105,6 +106,11 @@ class GroupedPool:
         return len(self.pools)
 
     @property
+    def host(self) -> HostCache | None:
+        """Where evicted blocks are kept, if they are."""
+        return self.pools[0].host
+
+    @property
     def slots_used(self) -> int:
         """Slots of the first group times the share of the fullest group that is held or set aside."""
         return self._fullest([pool.slots_used for pool in self.pools])
@@ -123,8 +129,8 @@ class GroupedPool:
         return max(-(-each * self.n_slots // pool.n_slots) for each, pool in zip(slots, self.pools, strict=True))
 
     def cached_tokens(self, allocation: BlockAllocation) -> int:
-        """Tokens of `allocation` that the prefix cache holds now. Any thread may call this."""
-        return len(self._match(allocation)[0]) * self.block_size
+        """Tokens of `allocation` that the prefix cache holds now, on the host too. Any thread may call this."""
+        return len(self._match(allocation, anywhere=True)[0]) * self.block_size
 
     def can_admit(self, allocation: BlockAllocation, source: SharedPrefix | None = None) -> bool:
         """Whether `admit(allocation, source)` has the blocks it needs."""
@@ -178,13 +184,32 @@ class GroupedPool:
             allocation.others = tuple(allocation.in_another_group() for _ in self.pools[1:])
         return zip(self.pools, allocation.groups, strict=True)
 
-    def _match(self, allocation: BlockAllocation) -> list[list[int]]:
+    def fetch(self, allocation: BlockAllocation) -> Fetch | None:
+        """Begin to bring the blocks of a prompt's prefix back from the host (see `SlotPool.fetch`)."""
+        found = self._match(allocation, anywhere=True)
+        parts = zip(self._parts(allocation), found, strict=True)
+        if not any(ON_HOST in entries for entries in found) or not all(
+            pool._has_room(each, [block for block in entries if block != ON_HOST]) for (pool, each), entries in parts
+        ):
+            return None
+        assert self.host is not None
+        fetch = Fetch(allocation.prefix(len(found[0]) * self.block_size), self.host.generation)
+        for (pool, holder), entries in zip(self._parts(fetch.holder), found, strict=True):
+            pool._begin_fetch(fetch, holder, entries)
+        return fetch
+
+    def fetched(self, fetch: Fetch) -> None:
+        """Make the blocks available that have come back (see `SlotPool.fetched`)."""
+        for pool, holder in self._parts(fetch.holder):
+            pool._end_fetch(fetch, holder)
+
+    def _match(self, allocation: BlockAllocation, *, anywhere: bool = False) -> list[list[int]]:
         """The blocks of the longest prefix that every group has."""
         most = None
         while True:
             found: list[list[int]] = []
             for pool in self.pools:
-                found.append(pool._match(allocation, most))
+                found.append(pool._match(allocation, most, anywhere=anywhere))
                 most = len(found[-1])
             if most == len(found[0]):
                 return found

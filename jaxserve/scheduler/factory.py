@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from jaxserve.config import EngineConfig
 from jaxserve.iteration import max_points
 from jaxserve.scheduler.buckets import BucketCost, BucketLadder
-from jaxserve.scheduler.cache_groups import CacheGroups, make_pool
+from jaxserve.scheduler.cache_groups import CacheGroups, GroupedPool, make_pool
+from jaxserve.scheduler.host_cache import HostCache
 from jaxserve.scheduler.order import make_order
 from jaxserve.scheduler.policy import make_policy
 from jaxserve.scheduler.scheduler import Scheduler
@@ -47,6 +48,7 @@ def make_scheduler(
     eos_token_ids: frozenset[int],
     drafter: Drafter | None = None,
     kind: type[Scheduler] = Scheduler,
+    block_bytes: Sequence[int] = (),
 ) -> Scheduler:
     """A new scheduler over a new slot pool.
 
@@ -56,6 +58,7 @@ def make_scheduler(
       n_blocks / groups: the engine's final sizes, whatever `config` asks for; the blocks of the first group.
       drafter: the draft model, if there is one.
       kind: what to make, unless batches are static.
+      block_bytes: bytes of a block of each cache group, if evicted blocks go to the host.
     """
     chunk = fixed_chunk(config, [cost.size for cost in costs], groups.block_size)
     ladder = BucketLadder(costs)
@@ -87,6 +90,9 @@ def make_scheduler(
         prefix_cache=config.prefix_cache,
         prefix_blocks=None if chunk is None else chunk // groups.block_size,
     )
+    if config.host_cache is not None:
+        cache = HostCache(config.host_cache // config.replicas, block_bytes)
+        cache.attach(pool.pools if isinstance(pool, GroupedPool) else [pool])
     return (StaticBatchScheduler if is_static else kind)(
         pool,
         ladder,

@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from math import inf
 from typing import Literal
 
 from jaxserve.scheduler.block_allocation import NO_BLOCK, BlockAllocation, BlockListener, SharedPrefix, make_room
+from jaxserve.scheduler.host_cache import ON_HOST, Fetch, HostCache, Load
 
 SlotPolicy = Literal["reserve", "grow"]
 
@@ -38,10 +39,14 @@ class SlotPool:
     With `prefix_blocks`, prefixes are found and published only in whole runs of that many blocks, and only within
     prompts. Then no prefix mixes what chunks of a fixed size computed with what decodes computed.
 
+    With a host cache (`HostCache.attach`) evicted blocks are still found, on the host. `fetch` brings those of a prompt
+    back before the request is admitted. A block counts as cached until it is in neither place.
+
     Attributes:
       n_groups: cache groups, each with a pool.
       gives_back: whether `trim` gives anything back.
       listeners: are told of changes to the prefix cache.
+      host / group: where evicted blocks are kept, if they are, and as which group's.
     """
 
     n_groups = 1
@@ -67,6 +72,8 @@ class SlotPool:
         self._prefix_blocks = prefix_blocks
         self.growth_tokens = 16
         self.listeners: list[BlockListener] = []
+        self.host: HostCache | None = None
+        self.group = 0
         self._free = list(range(n_blocks - 1, -1, -1))  # never published or evicted; the lowest goes first
         self._references = [0] * n_blocks
         self._digest_of: list[bytes | None] = [None] * n_blocks
@@ -110,8 +117,8 @@ class SlotPool:
         return -(-length // self.block_size)
 
     def cached_tokens(self, allocation: BlockAllocation) -> int:
-        """Tokens of `allocation` that the prefix cache holds now. Any thread may call this."""
-        return len(self._match(allocation)) * self.block_size
+        """Tokens of `allocation` that the prefix cache holds now, on the host too. Any thread may call this."""
+        return len(self._match(allocation, anywhere=True)) * self.block_size
 
     def can_admit(self, allocation: BlockAllocation, source: SharedPrefix | None = None) -> bool:
         """Whether `admit(allocation, source)` has the blocks it needs."""
@@ -136,6 +143,16 @@ class SlotPool:
         return self._begin(allocation, *self._first_blocks(allocation, source))
 
     def _begin(self, allocation: BlockAllocation, hits: list[int], source: SharedPrefix | None) -> int:
+        self._hold(allocation, hits)
+        self._promise(allocation, len(hits))
+        allocation._published = len(hits)
+        allocation.blocks = hits
+        allocation.capacity = len(hits) * self.block_size
+        allocation.publish_at = allocation.capacity + self.block_size if self.prefix_cache else inf
+        return allocation.capacity if source is None else self._inherit(allocation, source)
+
+    def _hold(self, allocation: BlockAllocation, hits: list[int]) -> None:
+        """Let an allocation hold blocks that are in the cache or that others hold."""
         assert not allocation._held
         for block in hits:
             if block == NO_BLOCK:
@@ -144,13 +161,7 @@ class SlotPool:
                 del self._idle[block]
             self._references[block] += 1
         allocation._held = True
-        self._promise(allocation, len(hits))
-        allocation._published = len(hits)
-        allocation.blocks = hits
-        allocation.capacity = len(hits) * self.block_size
-        allocation.publish_at = allocation.capacity + self.block_size if self.prefix_cache else inf
         self._num_held += 1
-        return allocation.capacity if source is None else self._inherit(allocation, source)
 
     def shortage(self, allocation: BlockAllocation, length: int) -> int:
         """Blocks missing before `allocation` can cover `length` positions without preemption."""
@@ -248,7 +259,8 @@ class SlotPool:
             if block != NO_BLOCK and digest not in self._block_of and self._digest_of[block] is None:
                 self._block_of[digest] = block
                 self._digest_of[block] = digest
-                stored.append(index)
+                if self.host is None or not self.host.has(self.group, digest):
+                    stored.append(index)
         if stored:
             for listener in self.listeners:
                 listener.stored(allocation, stored)
@@ -257,8 +269,11 @@ class SlotPool:
 
     def flush(self, allocations: Iterable[BlockAllocation] = ()) -> None:
         """Forget every cached prefix, and never publish the blocks that `allocations` hold now."""
+        known = list(self._block_of)
+        if self.host is not None:
+            known += [digest for digest in self.host.clear(self.group) if digest not in self._block_of]
         for listener in self.listeners:
-            listener.cleared(list(self._block_of))
+            listener.cleared(known)
         self._free.extend(reversed(self._idle))
         self._idle.clear()
         for block in self._block_of.values():
@@ -303,19 +318,29 @@ class SlotPool:
     def _to_set_aside(self, allocation: BlockAllocation) -> int:
         return self.blocks_for(allocation.max_length if self.policy == "reserve" else len(allocation.tokens))
 
-    def _match(self, allocation: BlockAllocation, most: int | None = None) -> list[int]:
-        """The blocks of the longest prefix in the cache, of at most `most` blocks."""
+    def _match(self, allocation: BlockAllocation, most: int | None = None, *, anywhere: bool = False) -> list[int]:
+        """The blocks of the longest prefix in the cache, of at most `most` blocks.
+
+        Args:
+          anywhere: also look on the host; such blocks are ON_HOST.
+        """
         # At least the last token is computed: its logits choose the next one.
         full = (len(allocation.tokens) - 1) // self.block_size
-        if not self.prefix_cache or not allocation.takes_hits or not self._block_of:
+        on_host = anywhere and self.host is not None and bool(self.host)
+        if not self.prefix_cache or not allocation.takes_hits or not (self._block_of or on_host):
             return []
         full = full if most is None else min(full, most)
-        return self._find(self.chain(allocation, full)[:full])
+        return self._find(self.chain(allocation, full)[:full], self._anywhere if on_host else self._block_of.get)
 
-    def _find(self, digests: list[bytes]) -> list[int]:
+    def _anywhere(self, digest: bytes) -> int | None:
+        assert self.host is not None
+        block = self._block_of.get(digest)
+        return ON_HOST if block is None and self.host.has(self.group, digest) else block
+
+    def _find(self, digests: list[bytes], block_of: Callable[[bytes], int | None]) -> list[int]:
         found: list[int] = []
         for digest in digests:
-            block = self._block_of.get(digest)
+            block = block_of(digest)
             if block is None:
                 break
             found.append(block)
@@ -356,7 +381,72 @@ class SlotPool:
             del self._block_of[digest]
             self._digest_of[block] = None
             taken.append(block)
-            removed.append(digest)
-        for listener in self.listeners:
-            listener.removed(removed)
+            if self.host is None:
+                removed.append(digest)
+            else:
+                self.host.keep(self.group, digest, block)
+        if removed:
+            for listener in self.listeners:
+                listener.removed(removed)
         return taken
+
+    def left_host(self, digest: bytes) -> None:
+        """Note that a block is no longer on the host."""
+        if digest not in self._block_of:
+            for listener in self.listeners:
+                listener.removed([digest])
+
+    def fetch(self, allocation: BlockAllocation) -> Fetch | None:
+        """Begin to bring the blocks of a prompt's prefix back from the host.
+
+        Returns None if there are none, or no room for the request. The caller calls `fetched` when the copies landed.
+        """
+        entries = self._match(allocation, anywhere=True)
+        if ON_HOST not in entries or not self._has_room(allocation, [block for block in entries if block != ON_HOST]):
+            return None
+        assert self.host is not None
+        fetch = Fetch(allocation.prefix(len(entries) * self.block_size), self.host.generation)
+        self._begin_fetch(fetch, fetch.holder, entries)
+        return fetch
+
+    def _begin_fetch(self, fetch: Fetch, holder: BlockAllocation, entries: list[int]) -> None:
+        """Let `holder` have the blocks of a prefix, and ask for the copies of those that are on the host."""
+        host, digests = self.host, holder._digests
+        assert host is not None
+        places = [index for index, block in enumerate(entries) if block == ON_HOST]
+        # The keys first: to take blocks evicts others, and the host may forget these for them. It still copies them.
+        keys = [host.load(self.group, digests[index], index, fetch) for index in places]
+        self._hold(holder, [block for block in entries if block != ON_HOST])
+        self._promise(holder, len(entries))
+        taken = self._take(len(places))
+        blocks = entries.copy()
+        for index, block in zip(places, taken, strict=True):
+            self._references[block] = 1
+            blocks[index] = block
+        holder.blocks, holder.capacity = blocks, len(blocks) * self.block_size
+        copies = zip(keys, taken, places, strict=True)
+        host.start([Load(key, self.group, block, index, fetch) for key, block, index in copies])
+
+    def fetched(self, fetch: Fetch) -> None:
+        """Make the blocks available that have come back, and hold none of them any more."""
+        self._end_fetch(fetch, fetch.holder)
+
+    def _end_fetch(self, fetch: Fetch, holder: BlockAllocation) -> None:
+        host = self.host
+        assert host is not None
+        stored = []
+        for group, index in fetch.copied:
+            digest, block = holder._digests[index], holder.blocks[index]
+            if group != self.group or fetch.generation != host.generation:
+                continue
+            if (group, index) in fetch.failed:
+                host.drop(group, digest)
+            elif digest not in self._block_of:
+                self._block_of[digest] = block
+                self._digest_of[block] = digest
+                if not host.has(group, digest):
+                    stored.append(index)
+        if stored:
+            for listener in self.listeners:
+                listener.stored(holder, stored)
+        self.release(holder)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from operator import attrgetter
 
 from jaxserve.scheduler.block_allocation import BlockAllocation
+from jaxserve.scheduler.host_cache import Fetch
 from jaxserve.scheduler.parallel_samples import ParallelSampleGroups
 from jaxserve.scheduler.state import Phase, RequestState
 from jaxserve.scheduler.tenants import FairQueue
@@ -27,6 +28,8 @@ class RequestTable:
       waiting: requests in phase WAITING, except deferred samples.
       running: requests in phase RUNNING, by key.
       samples: groups of requests with one prompt; a group may defer some of its requests.
+      fetching: what is on its way from the host, oldest first, and for which WAITING request, unless it has ended; it
+        is in no queue meanwhile.
       free_rows: rows that no request has, as a heap.
       num_finishing / num_preempted / preempted_tokens: requests (and their tokens) in these phases.
     """
@@ -40,6 +43,7 @@ class RequestTable:
         self.waiting = waiting
         self.running: list[RequestState] = []
         self.samples = ParallelSampleGroups(self.waiting, boundary=boundary)
+        self.fetching: dict[Fetch, RequestState | None] = {}
         self.free_rows = list(range(n_rows))
         self.num_finishing = self.num_preempted = self.preempted_tokens = 0
         self._exclusive = rows_are_exclusive
@@ -47,12 +51,17 @@ class RequestTable:
     @property
     def num_waiting(self) -> int:
         """Requests without a row: new or preempted."""
-        return len(self.waiting) + self.num_preempted + self.samples.num_deferred
+        return len(self.waiting) + self.num_preempted + self.samples.num_deferred + len(self._fetching)
 
     @property
     def waiting_tokens(self) -> int:
         """Tokens that waiting requests must compute before they generate."""
-        return self.waiting.num_tokens + self.preempted_tokens + self.samples.deferred_tokens
+        fetching = sum([len(state.tokens) for state in self._fetching])
+        return self.waiting.num_tokens + self.preempted_tokens + self.samples.deferred_tokens + fetching
+
+    @property
+    def _fetching(self) -> list[RequestState]:
+        return [state for state in self.fetching.values() if state is not None] if self.fetching else []
 
     @property
     def num_running(self) -> int:
@@ -64,6 +73,18 @@ class RequestTable:
         self.live[state.name] = state
         self.waiting.join(state)
         self.waiting.push(state)
+
+    def wait_for(self, fetch: Fetch) -> None:
+        """Take the first request out of the queue until its prefix has come."""
+        state = self.waiting.pop()
+        state.has_fetched = True
+        self.fetching[fetch] = state
+
+    def fetched(self, fetch: Fetch) -> None:
+        """Return a request whose prefix has come to the queue, if it has not ended."""
+        state = self.fetching.pop(fetch)
+        if state is not None:
+            self.waiting.push(state)
 
     def begin(self, state: RequestState) -> None:
         """Assign a row to an admitted request."""
@@ -127,6 +148,7 @@ class RequestTable:
         self.leave_row(state)
         state.phase = Phase.WAITING
         state.computed = 0
+        state.has_fetched = False
         state.drafts = None  # the draft model's keys were lost with the blocks
         # A prompt with scores is computed whole. Once that is done, its prefix need not be computed again.
         state.allocation.takes_hits = state.scored == state.score_end
@@ -137,7 +159,10 @@ class RequestTable:
         was_deferred = self.samples.leave(state)
         self.waiting.leave(state)
         if state.phase == Phase.WAITING:
-            if not was_deferred:
+            fetch = next((fetch for fetch, waiting in self.fetching.items() if waiting is state), None)
+            if fetch is not None:
+                self.fetching[fetch] = None
+            elif not was_deferred:
                 self.waiting.remove(state)
         elif state.phase == Phase.RUNNING:
             self.running.remove(state)

@@ -19,6 +19,7 @@ from jaxserve.scheduler.block_allocation import BlockAllocation
 from jaxserve.scheduler.buckets import BucketLadder
 from jaxserve.scheduler.cache_groups import GroupedPool
 from jaxserve.scheduler.drafting import Drafting
+from jaxserve.scheduler.host_cache import HostCopies, Load
 from jaxserve.scheduler.kv_blocks import SlotPool
 from jaxserve.scheduler.order import ArrivalOrder, RequestOrder
 from jaxserve.scheduler.outputs import OutputProcessor, ScoredRange
@@ -229,6 +230,26 @@ class Scheduler:
                 self.requests.preempted_has_landed(state)
         return events
 
+    def take_copies(self) -> HostCopies | None:
+        """The copies from and to the host to launch before the plan that `schedule` has just returned, if any."""
+        return None if self.pool.host is None else self.pool.host.take()
+
+    def copied(self, load: Load, *, intact: bool) -> None:
+        """Note that a copy from the host has landed.
+
+        Args:
+          intact: whether it is what had been stored; otherwise the block is forgotten, and computed again.
+        """
+        fetch = load.fetch
+        if fetch.is_cancelled:
+            return
+        fetch.pending -= 1
+        if not intact:
+            fetch.failed.add((load.group, load.place))
+        if not fetch.pending:
+            self.pool.fetched(fetch)
+            self.requests.fetched(fetch)
+
     def withdraw(self, chunks: Sequence[int]) -> None:
         """Withdraw the samples after these chunks of the newest plan.
 
@@ -280,10 +301,10 @@ class Scheduler:
     def _admit(self, plan: PlanBuilder, budget: int) -> None:
         """Admit requests in order while there are rows, blocks and tokens for them.
 
-        No request overtakes the first that has to wait.
+        No request overtakes the first that has to wait, but for one whose prefix is on its way from the host.
         """
         requests = self.requests
-        rows = min(len(requests.free_rows), self._max_rows - plan.decodes - len(plan.prompts))
+        rows = min(len(requests.free_rows), self._max_rows - plan.decodes - len(plan.prompts)) - len(requests.fetching)
         tokens = plan.decodes + plan.prompt_tokens
         while rows > 0 and tokens < budget:
             state = requests.waiting.first()
@@ -292,6 +313,12 @@ class Scheduler:
             if requests.samples.defer_first(state):
                 continue
             prefix = requests.samples.shared_prefix(state)
+            if self.pool.host is not None and prefix is None and not state.has_fetched:
+                fetch = self.pool.fetch(state.allocation)
+                if fetch is not None:
+                    requests.wait_for(fetch)
+                    rows -= 1
+                    continue
             if not self.pool.can_admit(state.allocation, prefix):
                 break
             requests.waiting.pop()
@@ -380,11 +407,20 @@ class Scheduler:
         allocation = state.allocation
         self.pool.trim(allocation, state.computed)
         index = len(allocation.blocks)
+        while self.requests.fetching and self.pool.shortage(allocation, length):
+            self._cancel_fetch()
         victims = self.pool.extend(allocation, length, self.requests.victims())
         plan.change_table(state, index)
         for victim in victims:
             self.requests.preempt(victim)
             self.preemptions += 1
+
+    def _cancel_fetch(self) -> None:
+        """Take the blocks of the newest fetch. Copies that are launched do no harm: the device runs in order."""
+        fetch = next(reversed(self.requests.fetching))
+        fetch.is_cancelled = True
+        self.pool.release(fetch.holder)
+        self.requests.fetched(fetch)
 
     def _end(self, state: RequestState) -> None:
         self.requests.end(state)

@@ -46,6 +46,7 @@ class RequestState:
       score_end: last prompt position to be scored; 0 if none is.
       to_pool / pool_end: the next prompt position to be pooled into the embedding, and their end; 0 if none is.
       embedding: the sum of the hidden states pooled so far, float64[hidden_size]; None before any.
+      has_fetched: whether blocks of its prefix were brought from the host since it was last without blocks.
       cached: prompt tokens found in the prefix cache when it first began.
       drafts: its draft history, once drafts were considered for it.
       tenant: whose turn it takes; set when the request is added.
@@ -71,6 +72,7 @@ class RequestState:
     pool_end: int = 0
     embedding: np.ndarray | None = None
     has_begun: bool = False
+    has_fetched: bool = False
     cached: int = 0
     drafts: RequestDrafts | None = None
     samples: ParallelSamples | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from jaxserve.scheduler.block_allocation import NO_BLOCK, BlockAllocation
@@ -106,11 +107,12 @@ class WindowPool(SlotPool):
     def _behind(self, start: int) -> int:
         return blocks_behind(start, self._window, self.block_size)
 
-    def _find(self, digests: list[bytes]) -> list[int]:
+    def _find(self, digests: list[bytes], block_of: Callable[[bytes], int | None]) -> list[int]:
         found: list[int] = []
         longest = behind = cached = 0  # `cached`: blocks found in a row, up to the last
         for digest in digests:
-            block = self._block_of.get(digest, NO_BLOCK)
+            block = block_of(digest)
+            block = NO_BLOCK if block is None else block
             found.append(block)
             cached = cached + 1 if block != NO_BLOCK else 0
             unseen = self._behind(len(found) * self.block_size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from jaxserve.simulate.system import (
 from jaxserve.simulate.virtual_clock import Arrival, arrivals
 from jaxserve.simulate.workload import DrawnPrompt, Workload
 
+HOST_BANDWIDTH = 25e9  # bytes a second between a device and its host, one way: what PCIe 4.0 x16 gives of its 32e9
 _NO_CLASS = ""  # of requests that are not told apart
 URGENT = 1  # priority of the requests that are served first
 
@@ -76,6 +78,7 @@ def system_of(plan: Plan, config: EngineConfig) -> SimulatedEngine:
     Raises ValueError if the plan's speed is unknown.
     """
     deployment, roofline = dataclasses.replace(plan.deployment, engine=config), plan.roofline()
+    blocks = [_block_bytes(plan, group) for group in range(plan.groups.count)]
     return SimulatedEngine(
         config=config,
         seconds=iteration_seconds(roofline, padded=True),
@@ -84,7 +87,21 @@ def system_of(plan: Plan, config: EngineConfig) -> SimulatedEngine:
         slots=plan.slots,
         groups=plan.groups,
         replicas=config.replicas,
+        block_bytes=tuple(sum(devices * part for devices, part in parts) for parts in blocks),
+        copy_seconds=tuple(max(part for _, part in parts) / HOST_BANDWIDTH for parts in blocks),
     )
+
+
+def _block_bytes(plan: Plan, group: int) -> list[tuple[int, int]]:
+    """Of each stage: its devices, and bytes of its part of a block of a cache group on each of them."""
+    return [
+        (
+            math.prod(stage.load.mesh.values()),
+            plan.block_size
+            * sum(each.slot_bytes for each in stage.load.attention if plan.groups.index(each.window) == group),
+        )
+        for stage in plan.stages
+    ]
 
 
 def policies(system: SimulatedEngine, objective: Objective, urgent: float, flood: float = 0.0) -> list[Policy]:
@@ -99,10 +116,12 @@ def policies(system: SimulatedEngine, objective: Objective, urgent: float, flood
     made = [
         Policy(name="reserve", changes={"slot_policy": "reserve"}),
         Policy(name="grow", changes=grow),
-        Policy(name="no prefix cache", changes=grow | {"prefix_cache": False}),
+        Policy(name="no prefix cache", changes=grow | {"prefix_cache": False, "host_cache": None}),
         *(Policy(name=f"budget {size}", changes=grow | {"token_budget": size}) for size in smaller),
         Policy(name=f"tpot {1e3 * objective.tpot:g} ms", changes=grow | {"target_tpot": objective.tpot}),
     ]
+    if system.config.host_cache is not None:
+        made.append(Policy(name="no host cache", changes=grow | {"host_cache": None}))
     if urgent:
         made.append(Policy(name=f"{100 * urgent:g}% urgent", changes=grow, urgent=urgent))
     if flood:
@@ -196,6 +215,8 @@ def figures(replay: PolicyResult, objective: Objective) -> dict[str, Any]:
         "slots_held": served.held / seconds / served.slots,
         "slots_promised": served.promised / seconds / served.slots,
         "cached_tokens": served.cached,
+        "cached_share": served.cached / max(served.prompts, 1),
+        "from_host_tokens": served.loaded,
         "preemptions": served.preemptions,
         "padding": served.padding,
         "use": served.use,
@@ -210,6 +231,7 @@ def figures(replay: PolicyResult, objective: Objective) -> dict[str, Any]:
     }
 
 
+_FROM_HOST = "from host"
 # Column -> text of a policy's figures.
 _COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "policy": lambda values: values["policy"],
@@ -223,6 +245,7 @@ _COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "slots held": lambda values: f"{values['slots_held']:.1%}",
     "and promised": lambda values: f"{values['slots_promised']:.1%}",
     "cached": lambda values: f"{values['cached_tokens']:,}",
+    _FROM_HOST: lambda values: f"{values['from_host_tokens']:,}",
     "preempted": lambda values: f"{values['preemptions']:,}",
     "padding": lambda values: f"{values['padding']:.1%}",
     "in use": lambda values: f"{values['use']:.1%}",
@@ -231,7 +254,9 @@ _COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
 
 def show(values: Sequence[dict[str, Any]], objective: Objective, slots: int, out: Console) -> None:
     """Print one row per policy, and the two classes of requests if there are any."""
-    out.print(table(tuple(_COLUMNS), [[text(each) for text in _COLUMNS.values()] for each in values], wrap=True))
+    from_host = any(each["from_host_tokens"] for each in values)
+    columns = {name: text for name, text in _COLUMNS.items() if from_host or name != _FROM_HOST}
+    out.print(table(tuple(columns), [[text(each) for text in columns.values()] for each in values], wrap=True))
     for each in values:
         for name, found in each["classes"].items():
             spread = _p50_p95(found["ttft_ms"])

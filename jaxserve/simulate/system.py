@@ -35,6 +35,8 @@ class SimulatedEngine:
       costs: the bucket costs.
       slot_milliseconds: added milliseconds of an iteration per slot that it reads.
       slots: slots of each replica, in the first cache group.
+      block_bytes / copy_seconds: of a block of each cache group: bytes on all devices of a replica, and seconds between
+        a device and its host.
       replicas: copies of the engine.
     """
 
@@ -46,6 +48,8 @@ class SimulatedEngine:
     groups: CacheGroups
     host: HostTimes | None = None
     replicas: int = 1
+    block_bytes: tuple[int, ...] = ()
+    copy_seconds: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if self.config.speculate is not None:
@@ -61,6 +65,7 @@ class SimulatedEngine:
             n_blocks=self.slots // self.groups.block_size,
             groups=self.groups,
             eos_token_ids=frozenset({EOS}),
+            block_bytes=self.block_bytes,
         )
 
     def serve(self, incoming: Sequence[Arrival], times: list[Outcome] | None = None) -> SimulationResult:
@@ -76,12 +81,24 @@ class SimulatedEngine:
             devices.append(SimulatedDevice(self.seconds, self.config.stages))
             in_flight = self.config.in_flight or self.config.stages + 1
             watch = served.recorder(scheduler.pool, sampled=index == 0)
-            replicas.append(SimulatedReplica(scheduler, devices[-1], in_flight=in_flight, host=self.host, watch=watch))
+            replicas.append(
+                SimulatedReplica(
+                    scheduler,
+                    devices[-1],
+                    in_flight=in_flight,
+                    host=self.host,
+                    watch=watch,
+                    copy_seconds=self.copy_seconds,
+                )
+            )
         if times is None:
             virtual_clock.serve_into(served.outcomes, incoming, replicas)
         else:
             times += virtual_clock.serve(incoming, replicas)
         served.preemptions = sum(replica.scheduler.preemptions for replica in replicas)
+        hosts = [host for replica in replicas if (host := replica.scheduler.pool.host) is not None]
+        served.loaded = self.groups.block_size * sum(host.loaded_blocks for host in hosts) // self.groups.count
+        served.prompts = sum(each.prompt_tokens for each in served.outcomes if each.tokens)
         served.busy = sum(sum(device.busy) for device in devices)
         return served
 
@@ -95,7 +112,9 @@ class SimulationResult:
       sizes: number of iterations by tokens, without padding.
       rows: largest number of requests in an iteration.
       padded / carried: tokens of all buckets, and how many of them were not padding.
-      cached: prompt tokens found in the prefix cache.
+      prompts: prompt tokens of the requests that were served, if they are in the table.
+      cached: those of them that were found in the prefix cache.
+      loaded: tokens whose blocks came back from the host.
       held / promised: slots with tokens, and slots that are allocated or set aside, times seconds.
       seconds: duration over which these were recorded.
       busy: busy seconds of all stages.
@@ -109,7 +128,9 @@ class SimulationResult:
     rows: int = 0
     padded: int = 0
     carried: int = 0
+    prompts: int = 0
     cached: int = 0
+    loaded: int = 0
     held: float = 0.0
     promised: float = 0.0
     seconds: float = 0.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from jaxserve.iteration import IterationPlan, IterationResult
 from jaxserve.request import Request, TokenEvent
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler import routing
+from jaxserve.scheduler.host_cache import HostCopies, Load
 from jaxserve.scheduler.prefix_index import PrefixIndex
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.scheduler.state import allocation_of, check_fits
@@ -84,6 +85,43 @@ class SimulatedDevice:
             self._free[stage] = now
             self.busy[stage] += seconds
         return now
+
+
+class SimulatedCopies:
+    """The copies of one replica from its host, one after another.
+
+    Those to the host go the other way, and nobody waits for them.
+
+    Args:
+      seconds: of a block of each cache group.
+    """
+
+    def __init__(self, seconds: Sequence[float]) -> None:
+        self._seconds = seconds
+        self._loading: deque[tuple[float, Load]] = deque()
+        self._free = 0.0  # when the link is
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether copies from the host have not landed."""
+        return bool(self._loading)
+
+    @property
+    def next(self) -> float:
+        """When the next copy lands."""
+        return self._loading[0][0]
+
+    def start(self, copies: HostCopies, now: float) -> None:
+        """Begin copies."""
+        self._free = max(self._free, now)
+        for load in copies.loads:
+            self._free += self._seconds[load.group]
+            self._loading.append((self._free, load))
+
+    def landed(self, now: float) -> Iterator[Load]:
+        """The copies from the host that have landed."""
+        while self._loading and self._loading[0][0] <= now:
+            yield self._loading.popleft()[1]
 
 
 class Arrivals(Sequence[Arrival]):
@@ -239,9 +277,11 @@ class SimulatedReplica:
         in_flight: int,
         host: HostTimes | None = None,
         watch: Watch | None = None,
+        copy_seconds: Sequence[float] = (),
     ) -> None:
         """
         Args:
+          copy_seconds: of a block of each cache group between a device and its host, if the pool has a host cache.
           scheduler: a new scheduler. If some request ends before its limit, its end-of-sequence token must be EOS.
             With a `SteadyScheduler` outcomes are told of most tokens late.
           in_flight: largest number of iterations in flight.
@@ -254,6 +294,7 @@ class SimulatedReplica:
         self._device, self._in_flight, self._host, self._watch = device, in_flight, host or HostTimes(), watch
         self._now = 0.0
         self._launched: deque[tuple[IterationPlan, float]] = deque()
+        self._copies = SimulatedCopies(copy_seconds)
         self._landed = array("d")  # the time when each plan's tokens came
         self.gaps: GapCounts | None = None  # of the table that the outcomes are kept in, if they are
         self.submitted: list[Request] = []  # that the loop has not admitted yet
@@ -287,14 +328,19 @@ class SimulatedReplica:
         """Run the loop's steps that begin before `until`. All arrivals up to it must be submitted."""
         while self._now < until:
             self._admit_submitted()
-            while len(self._launched) < self._in_flight and (plan := self.scheduler.schedule()) is not None:
+            for load in self._copies.landed(self._now):
+                self.scheduler.copied(load, intact=True)
+            while len(self._launched) < self._in_flight and (plan := self._schedule()) is not None:
                 self._now += self._host.launch
                 landing = self._device.launch(plan, self._now)
                 self._launched.append((plan, landing))
                 if self._watch is not None:
                     self._watch(plan, landing)
             if not self._launched:
-                return
+                if not self._copies.is_loading:
+                    return
+                self._now = max(self._now, self._copies.next)
+                continue
             landing = self._launched[0][1]
             if self._host.polls and len(self._launched) < self._in_flight and self._now < until < landing:
                 return
@@ -305,6 +351,12 @@ class SimulatedReplica:
                 plan = self._land(plan)
                 steady = plan.steady
             self._deliver(self.scheduler.complete(plan, self._answer(plan)), steady)
+
+    def _schedule(self) -> IterationPlan | None:
+        plan = self.scheduler.schedule()
+        if (copies := self.scheduler.take_copies()) is not None:
+            self._copies.start(copies, self._now)
+        return plan
 
     def _admit_submitted(self) -> None:
         for request in self.submitted:

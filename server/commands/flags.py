@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 import typing
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -85,6 +86,8 @@ def reader(param: Param) -> Callable[[str], Any]:
     """A function that converts the text of a flag to the type of the setting."""
     if param.is_duration:
         return duration
+    if param.is_size:
+        return size
     return param.kind if param.none is None and param.kind != tuple[int, ...] else partial(_value, param)
 
 
@@ -97,6 +100,15 @@ def _value(param: Param, text: str) -> Any:
         kind = _KINDS[param.kind]
         expected = f"not {kind}" if param.none is None else f"neither {param.none} nor {kind}"
         raise argparse.ArgumentTypeError(f"{text!r} is {expected}") from None
+
+
+def size(text: str) -> int:
+    """Bytes in a text such as `64GiB`, `1.5TB` or `4096`."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)(i?)B?", text.strip())
+    scale = found and (1024 if found[3] else 1000) ** " KMGT".index(found[2] or " ")
+    if not found or not scale or int(float(found[1]) * scale) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size above 0 such as 64GiB or 500MB")
+    return int(float(found[1]) * scale)
 
 
 def duration(text: str) -> float:

@@ -200,7 +200,7 @@ class Record(_message.Message):
     def __init__(self, replica: _Optional[int] = ..., plan: _Optional[_Union[_control_pb2.Plan, _Mapping]] = ..., decodes: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., waiting: _Optional[int] = ..., schedule_s: _Optional[float] = ..., pack_s: _Optional[float] = ..., launch_s: _Optional[float] = ..., wait_s: _Optional[float] = ..., complete_s: _Optional[float] = ..., finished_at: _Optional[float] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("running", "waiting", "waiting_tokens", "outstanding_tokens", "slots_used", "slots_cached", "slots_total", "iterations", "prompt_tokens", "generated_tokens", "cached_tokens", "preemptions", "drafted_tokens", "accepted_tokens", "host_seconds", "bucket_seconds", "padding_seconds", "compiled_after_ready", "expected_seconds", "prefill_tokens", "strangers")
+    __slots__ = ("running", "waiting", "waiting_tokens", "outstanding_tokens", "slots_used", "slots_cached", "slots_total", "iterations", "prompt_tokens", "generated_tokens", "cached_tokens", "preemptions", "drafted_tokens", "accepted_tokens", "host_seconds", "bucket_seconds", "padding_seconds", "compiled_after_ready", "expected_seconds", "prefill_tokens", "strangers", "host_cache_bytes", "host_cache_blocks", "host_cache_stored", "host_cache_loaded", "host_cache_corrupt")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -222,6 +222,11 @@ class Load(_message.Message):
     EXPECTED_SECONDS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     STRANGERS_FIELD_NUMBER: _ClassVar[int]
+    HOST_CACHE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HOST_CACHE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    HOST_CACHE_STORED_FIELD_NUMBER: _ClassVar[int]
+    HOST_CACHE_LOADED_FIELD_NUMBER: _ClassVar[int]
+    HOST_CACHE_CORRUPT_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     waiting_tokens: int
@@ -243,7 +248,12 @@ class Load(_message.Message):
     expected_seconds: float
     prefill_tokens: int
     strangers: int
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., outstanding_tokens: _Optional[int] = ..., slots_used: _Optional[int] = ..., slots_cached: _Optional[int] = ..., slots_total: _Optional[int] = ..., iterations: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., host_seconds: _Optional[float] = ..., bucket_seconds: _Optional[float] = ..., padding_seconds: _Optional[float] = ..., compiled_after_ready: _Optional[int] = ..., expected_seconds: _Optional[float] = ..., prefill_tokens: _Optional[int] = ..., strangers: _Optional[int] = ...) -> None: ...
+    host_cache_bytes: int
+    host_cache_blocks: int
+    host_cache_stored: int
+    host_cache_loaded: int
+    host_cache_corrupt: int
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., outstanding_tokens: _Optional[int] = ..., slots_used: _Optional[int] = ..., slots_cached: _Optional[int] = ..., slots_total: _Optional[int] = ..., iterations: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., host_seconds: _Optional[float] = ..., bucket_seconds: _Optional[float] = ..., padding_seconds: _Optional[float] = ..., compiled_after_ready: _Optional[int] = ..., expected_seconds: _Optional[float] = ..., prefill_tokens: _Optional[int] = ..., strangers: _Optional[int] = ..., host_cache_bytes: _Optional[int] = ..., host_cache_blocks: _Optional[int] = ..., host_cache_stored: _Optional[int] = ..., host_cache_loaded: _Optional[int] = ..., host_cache_corrupt: _Optional[int] = ...) -> None: ...
 
 class PrefixChanges(_message.Message):
     __slots__ = ("changes",)

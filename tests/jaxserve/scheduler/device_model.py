@@ -18,6 +18,7 @@ import numpy as np
 from jaxserve.iteration import IterationPlan, IterationResult, SamplerVariant
 from jaxserve.request import FinishReason, Request, TokenEvent
 from jaxserve.sampling_params import MAX_LOGPROBS
+from jaxserve.scheduler.host_cache import HostCopies
 
 VOCABULARY = 11
 EOS = frozenset({0})
@@ -87,6 +88,20 @@ class Device:
         self.windows = [window or MAX_CONTEXT for window in windows]  # of each cache group
         self.rows: dict[int, Row] = {}
         self.slots: dict[tuple[int, int, int], Slot] = {}  # by group, block and offset
+        self.host: dict[int, list[Slot | None]] = {}  # blocks in host memory, by key
+
+    def copy(self, copies: HostCopies) -> list[bool]:
+        """Copies blocks to the host and back; whether each that comes back is what had been stored."""
+        for key, group, block in copies.stores:
+            assert key not in self.host
+            self.host[key] = [self.slots[group, block, offset] for offset in range(self.block_size)]
+        for key, group, block, *_ in copies.loads:
+            for offset, slot in enumerate(self.host[key]):
+                self.slots[group, block, offset] = slot or Slot(0, 0)
+        intact = [None not in self.host[load.key] for load in copies.loads]
+        for key in copies.drops:
+            del self.host[key]
+        return intact
 
     def run(self, plan: IterationPlan, completed: int, forks: Set[str]) -> IterationResult:
         """`completed`: plans before this sequence number have been completed."""

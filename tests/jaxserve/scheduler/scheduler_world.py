@@ -18,6 +18,7 @@ from jaxserve.request import FinishReason, Request, TokenEvent
 from jaxserve.scheduler.block_allocation import NO_BLOCK, BlockAllocation
 from jaxserve.scheduler.buckets import BucketCost, BucketLadder
 from jaxserve.scheduler.cache_groups import CacheGroups, GroupedPool, make_pool
+from jaxserve.scheduler.host_cache import HostCache, Load
 from jaxserve.scheduler.kv_blocks import SlotPool
 from jaxserve.scheduler.policy import TokenBudgetPolicy, make_policy
 from jaxserve.scheduler.scheduler import Scheduler
@@ -64,7 +65,9 @@ class World:
         errs=None,
         windows=(None,),
         tight=False,
+        host=0,
     ) -> None:
+        """`host`: blocks of host memory."""
         costs = [BucketCost(size=size, compile_seconds=0.0, milliseconds=10.0 + size) for size in sorted(sizes)]
         groups = CacheGroups(
             windows=windows,
@@ -85,6 +88,9 @@ class World:
         self.pools = pool.pools if isinstance(pool, GroupedPool) else (pool,)
         for each in self.pools:
             each.growth_tokens = growth
+        if host and mode != "request":
+            HostCache(host, [1] * len(windows)).attach(self.pools)
+        self.copying: list[tuple[Load, bool]] = []  # copies from the host that have not landed, and whether intact
         ladder, speculation = BucketLadder(costs), None
         self.max_points = max_rows
         if errs is not None:
@@ -159,6 +165,9 @@ class World:
         closing = scheduler.requests.num_finishing
         oldest = next((state for state in live if state.phase == Phase.RUNNING), None)
         plan = scheduler.schedule()
+        if (copies := scheduler.take_copies()) is not None:
+            loaded = self.device.copy(copies)
+            self.copying += zip(copies.loads, loaded, strict=True)
         assert oldest is None or oldest.phase in (Phase.RUNNING, Phase.FINISHING), "the oldest request was preempted"
         if plan is None:
             return False
@@ -169,7 +178,11 @@ class World:
         admitted = [scheduler.requests.live[admission.request_id] for admission in plan.admissions]
         # Admission follows the order of keys: whoever still waits comes after all who were let in.
         waiting = [
-            state.key for state in live if state.phase in (Phase.WAITING, Phase.PREEMPTED) and not is_deferred(state)
+            state.key
+            for state in live
+            if state.phase in (Phase.WAITING, Phase.PREEMPTED)
+            and not is_deferred(state)
+            and state not in scheduler.requests.fetching.values()
         ]
         assert not waiting or all(state.key < min(waiting) for state in admitted)
         assert admitted == sorted(admitted, key=lambda state: state.key)
@@ -205,6 +218,8 @@ class World:
                 earlier = [s for s in live if s.key < state.key and s.request.priority == state.request.priority]
                 # While others of its family compute the prompt, it is overtaken.
                 earlier = [s for s in earlier if s.samples is None or s.phase not in (Phase.WAITING, Phase.PREEMPTED)]
+                # And while its prefix is on its way from the host, by requests that keep the blocks they get.
+                earlier = [s for s in earlier if not s.has_fetched or s.phase not in (Phase.WAITING, Phase.PREEMPTED)]
                 assert all(s.name in given or s.phase == Phase.FINISHING or s in waits for s in earlier)
         if oldest is not None and oldest.name in before and oldest.name not in given:
             assert closing, "the oldest request stood still"
@@ -280,6 +295,7 @@ class World:
         live = scheduler.requests.live.values()
         for group, pool in enumerate(self.pools):
             held = [state.allocation.groups[group] for state in live if state.allocation.is_held]
+            held += [fetch.holder.groups[group] for fetch in scheduler.requests.fetching]
             self.check_pool(pool, held)
             assert all(len(each.blocks) * pool.block_size == each.capacity for each in held)
         for state in live:
@@ -325,13 +341,22 @@ class World:
         assert set(pool._idle) <= set(pool._block_of.values())
         assert set(pool._free).isdisjoint(pool._block_of.values())
 
+    def land(self, count: int) -> None:
+        """The oldest copies from the host land."""
+        for load, intact in self.copying[:count]:
+            self.scheduler.copied(load, intact=intact)
+        del self.copying[:count]
+
     def step(self) -> bool:
         """What an engine does in one turn; False when there is nothing to do."""
+        self.land(Random(len(self.transcripts) + self.completed).randint(0, len(self.copying)))
         launched = self.launch()
         if self.in_flight and (not launched or len(self.in_flight) >= self.most_in_flight):
             self.complete()
         elif not launched:
-            return False
+            if not self.copying:
+                return False
+            self.land(1)
         self.check()
         return True
 

@@ -62,6 +62,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         errs=st.sampled_from([None, None, 0.0, 0.2, 0.7]),
         windows=st.sampled_from([(None,), (None,), (4,), (9,), (None, 1), (None, 4), (None, 9), (9, 2), (None, 9, 2)]),
         tight=st.booleans(),
+        host=st.sampled_from([0, 0, 1, 4, 100]),
     )
     def begin(self, tpot, **settings):
         self.world = World(**settings, target=tpot)
@@ -107,6 +108,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     def abort(self, which):
         names = sorted(self.world.clients)
         self.world.abort(names[which % len(names)])
+
+    @precondition(lambda self: self.world.device.host)
+    @rule(which=st.integers(0, 100))
+    def corrupt(self, which):
+        keys = sorted(self.world.device.host)
+        self.world.device.host[keys[which % len(keys)]][-1] = None
 
     @rule()
     def flush(self):
@@ -178,13 +185,33 @@ def test_a_crowd_with_late_masks(policy, n_stages, seed):
     assert world.scheduler.withdrawals > 20
 
 
-def crowd(policy, mode, n_stages, seed, errs=None, grammars=0.0, windows=(None,), tight=False) -> World:
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("n_stages", [1, 2])
+@pytest.mark.parametrize("windows", [(None,), (7,), (None, 4)])
+def test_a_crowd_with_a_host_cache(windows, n_stages, seed):
+    """The same with blocks that go to the host and come back, some of them corrupt."""
+    policy, errs = "grow" if seed % 3 else "reserve", 0.2 if seed % 2 else None
+    host = [30, 200][seed // 3]
+    world = crowd(policy, "iteration", n_stages, 4 * seed + 1, errs=errs, windows=windows, tight=seed > 3, host=host)
+    cache = world.pools[0].host
+    assert cache is not None
+    assert cache.loaded_blocks > cache.corrupt_blocks
+    assert cache.bytes_used == len(cache) == len(world.device.host) <= host
+    world.scheduler.flush_prefix_cache()
+    copies = world.scheduler.take_copies()
+    assert copies is not None
+    world.device.copy(copies)
+    assert not world.device.host
+    assert not cache.bytes_used
+
+
+def crowd(policy, mode, n_stages, seed, errs=None, grammars=0.0, windows=(None,), tight=False, host=0) -> World:
     draw = Random(seed)
     block_size = draw.choice([1, 2, 3, 4])
     slots = draw.randint(MAX_CONTEXT, 3 * MAX_CONTEXT)
     sizes, growth = {1, 3, 6, 10, 16}, seed % 3
     rows, cache = draw.randint(3, 6), seed % 4 > 0
-    more = {"errs": errs, "windows": windows, "tight": tight}
+    more = {"errs": errs, "windows": windows, "tight": tight, "host": host}
     world = World(policy, mode, n_stages, rows, block_size, slots, sizes, None, cache, growth, **more)
     for count in range(60):
         before = SHARED[: draw.randint(0, 12)] if draw.random() < 0.7 else draw.choice(world.transcripts)
@@ -204,6 +231,8 @@ def crowd(policy, mode, n_stages, seed, errs=None, grammars=0.0, windows=(None,)
             world.submit(sample)
         for _ in range(draw.choice([0, 0, 1, 3, 10])):
             world.step()
+            if world.device.host and draw.random() < 0.03:
+                world.device.host[draw.choice(sorted(world.device.host))][0] = None
         if world.clients and draw.random() < 0.1:
             world.abort(draw.choice(sorted(world.clients)))
     world.drain()
