@@ -104,7 +104,7 @@ def _value(param: Param, text: str) -> Any:
 
 def size(text: str) -> int:
     """Bytes in a text such as `64GiB`, `1.5TB` or `4096`."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)(i?)B?", text.strip())
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(?:([KMGT])(i?))?B?", text.strip())
     scale = found and (1024 if found[3] else 1000) ** " KMGT".index(found[2] or " ")
     if not found or not scale or int(float(found[1]) * scale) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no size above 0 such as 64GiB or 500MB")

@@ -41,11 +41,13 @@ def seconds(plan: IterationPlan) -> list[float]:
 @st.composite
 def engines(draw) -> SimulatedEngine:
     rows, block = draw(st.integers(1, 12)), draw(st.sampled_from([1, 4, 16]))
+    cached = draw(st.booleans())
     config = EngineConfig(
         max_rows=rows,
         buckets=SIZES,
         slot_policy=draw(st.sampled_from(["grow", "grow", "reserve"])),
-        prefix_cache=draw(st.booleans()),
+        prefix_cache=cached,
+        host_cache=draw(st.sampled_from([None, 40])) if cached else None,
         in_flight=draw(st.sampled_from([None, 1])),
         token_budget=draw(st.sampled_from([None, None, 8, 16])),
         target_tpot=draw(st.sampled_from([None, 0.03, 0.06])),
@@ -61,6 +63,8 @@ def engines(draw) -> SimulatedEngine:
         slots=draw(st.sampled_from([160, 320, 2048])),
         groups=CacheGroups(block_size=block, max_context=160, n_rows=rows, most_tokens=64),
         host=draw(st.sampled_from([None, HostTimes(**times)])),
+        block_bytes=(1,),
+        copy_seconds=(0.004,),
     )
 
 

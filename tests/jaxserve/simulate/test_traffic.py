@@ -17,6 +17,7 @@ from jaxserve.simulate import policy_comparison
 from jaxserve.simulate import workload as load
 from jaxserve.simulate.outcome import Outcome
 from jaxserve.simulate.system import Objective, SimulatedEngine
+from jaxserve.simulate.virtual_clock import Arrival
 from server.commands import cli
 from sharding.devices import DEVICES
 
@@ -187,6 +188,34 @@ def test_shared_prefixes_are_found_again(mooncake, capsys):
     assert told["grow"]["cached_tokens"] == 11 * 1024
     assert told["no prefix cache"]["cached_tokens"] == 0
     assert told["grow"]["in_time"] == 1.0
+
+
+@pytest.mark.parametrize(("host_cache", "from_host", "first_token"), [(None, 0, 0.5), (10**6, 48, 0.012 + 0.02)])
+def test_a_prompt_whose_blocks_are_on_the_host_waits_for_their_copies_only(host_cache, from_host, first_token):
+    made = dataclasses.replace(system(host_cache=host_cache), block_bytes=(1,), copy_seconds=(0.001,))
+    prompts = [np.arange(50, dtype=np.int32) + 100 * each for each in (0, 1, 2, 3, 0)]  # 32 blocks hold two of them
+    served = made.serve([Arrival(10.0 * at, prompt, 4, 4) for at, prompt in enumerate(prompts)])
+    assert served.loaded == from_host
+    assert [each.first_token for each in served.outcomes] == pytest.approx([0.5] * 4 + [first_token])
+
+
+def test_the_host_cache_is_compared(tmp_path, capsys):
+    lines = [
+        {"timestamp": 2000 * at, "input_length": 1100, "output_length": 4, "hash_ids": [30 + at % 3, 60 + at % 3, at]}
+        for at in range(12)
+    ]
+    path = tmp_path / "mooncake.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    flags = ["--urgent", "0", "--slots", "2048", "--host-cache", "1GiB", "--policies", "grow,no host cache"]
+    assert cli.main(["simulate", "--trace", str(path), *MODEL, *flags, "--json"]) == 0
+    told = {each["policy"]: each for each in json.loads(capsys.readouterr().out)["policies"]}
+    assert told["grow"]["cached_tokens"] == 9 * 1024
+    assert told["grow"]["cached_share"] == pytest.approx(9 * 1024 / 13_200)
+    assert 0 < told["grow"]["from_host_tokens"] <= 9 * 1024
+    assert told["no host cache"]["from_host_tokens"] == 0
+    assert told["no host cache"]["cached_tokens"] < 1024
+    assert cli.main(["simulate", "--trace", str(path), *MODEL, *flags]) == 0
+    assert "from host" in capsys.readouterr().out
 
 
 def test_traffic_is_sized(azure, capsys, tmp_path):

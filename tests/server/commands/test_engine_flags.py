@@ -1,5 +1,7 @@
 """Flags of the engine and of sampling, which mean the same in every command."""
 
+import argparse
+
 import pytest
 
 from jaxserve.fields import Param
@@ -48,3 +50,17 @@ def test_deterministic_takes_the_slot_policy_it_needs(command: list[str]) -> Non
     assert (config.deterministic, config.slot_policy) == (False, "grow")
     with pytest.raises(ValueError, match="slot_policy is grow; with deterministic it must be reserve"):
         flags.engine_config(parser.parse_args([*command, "--deterministic", "--slot-policy", "grow"]))
+
+
+@pytest.mark.parametrize(
+    ("text", "bytes_"),
+    [("64GiB", 64 << 30), ("500MB", 500_000_000), ("1.5K", 1500), ("4096", 4096), ("0.5KiB", 512), ("1TiB", 1 << 40)],
+)
+def test_sizes(text: str, bytes_: int) -> None:
+    assert flags.size(text) == bytes_
+
+
+@pytest.mark.parametrize("text", ["0", "0.5", "-1GiB", "GiB", "64 gib", "12iB", "1e9", "5XB", ""])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match=f"^{text!r} is no size above 0 such as 64GiB or 500MB$"):
+        flags.size(text)

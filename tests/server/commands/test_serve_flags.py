@@ -34,6 +34,7 @@ ENGINE_FLAGS: dict[str, tuple[str, Any, str]] = {
     "order": ("--order fcfs", "fcfs", ""),
     "target_ttft": ("--target-ttft 3s", 3.0, ""),
     "prefix_cache": ("--prefix-cache off", False, ""),
+    "host_cache": ("--host-cache 64GiB", 64 << 30, ""),
     "max_context": ("--max-context 100", 100, ""),
     "max_queued_requests": ("--max-queued-requests 5", 5, ""),
     "max_queued_tokens": ("--max-queued-tokens 600", 600, ""),
