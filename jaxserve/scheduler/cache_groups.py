@@ -194,8 +194,9 @@ class GroupedPool:
             return None
         assert self.host is not None
         fetch = Fetch(allocation.prefix(len(found[0]) * self.block_size), self.host.generation)
-        for (pool, holder), entries in zip(self._parts(fetch.holder), found, strict=True):
-            pool._begin_fetch(fetch, holder, entries)
+        keys = [pool._keys_on_host(fetch, entries) for pool, entries in zip(self.pools, found, strict=True)]
+        for (pool, holder), entries, theirs in zip(self._parts(fetch.holder), found, keys, strict=True):
+            pool._begin_fetch(fetch, holder, entries, theirs)
         return fetch
 
     def fetched(self, fetch: Fetch) -> None:

@@ -406,26 +406,31 @@ class SlotPool:
             return None
         assert self.host is not None
         fetch = Fetch(allocation.prefix(len(entries) * self.block_size), self.host.generation)
-        self._begin_fetch(fetch, fetch.holder, entries)
+        self._begin_fetch(fetch, fetch.holder, entries, self._keys_on_host(fetch, entries))
         return fetch
 
-    def _begin_fetch(self, fetch: Fetch, holder: BlockAllocation, entries: list[int]) -> None:
+    def _keys_on_host(self, fetch: Fetch, entries: list[int]) -> dict[int, int]:
+        """The key of each block of a prefix that is on the host, by its place.
+
+        They are asked for before blocks of any group are taken for the fetch: that evicts others, for which the host
+        may forget these. It copies them all the same.
+        """
+        assert self.host is not None
+        digests, places = fetch.holder._digests, [index for index, block in enumerate(entries) if block == ON_HOST]
+        return {index: self.host.load(self.group, digests[index], index, fetch) for index in places}
+
+    def _begin_fetch(self, fetch: Fetch, holder: BlockAllocation, entries: list[int], keys: dict[int, int]) -> None:
         """Let `holder` have the blocks of a prefix, and ask for the copies of those that are on the host."""
-        host, digests = self.host, holder._digests
-        assert host is not None
-        places = [index for index, block in enumerate(entries) if block == ON_HOST]
-        # The keys first: to take blocks evicts others, and the host may forget these for them. It still copies them.
-        keys = [host.load(self.group, digests[index], index, fetch) for index in places]
+        assert self.host is not None
         self._hold(holder, [block for block in entries if block != ON_HOST])
         self._promise(holder, len(entries))
-        taken = self._take(len(places))
-        blocks = entries.copy()
-        for index, block in zip(places, taken, strict=True):
+        blocks, loads = entries.copy(), []
+        for (index, key), block in zip(keys.items(), self._take(len(keys)), strict=True):
             self._references[block] = 1
             blocks[index] = block
+            loads.append(Load(key, self.group, block, index, fetch))
         holder.blocks, holder.capacity = blocks, len(blocks) * self.block_size
-        copies = zip(keys, taken, places, strict=True)
-        host.start([Load(key, self.group, block, index, fetch) for key, block, index in copies])
+        self.host.start(loads)
 
     def fetched(self, fetch: Fetch) -> None:
         """Make the blocks available that have come back, and hold none of them any more."""

@@ -13,6 +13,7 @@ from jaxserve.scheduler.block_allocation import BlockAllocation
 from jaxserve.scheduler.cache_groups import CacheGroups, make_pool
 from jaxserve.scheduler.kv_blocks import SlotPool
 from jaxserve.scheduler.prefix_changes import BlocksRemoved, BlocksStored, CacheCleared, PrefixChange, PrefixChanges
+from tests.jaxserve.scheduler.host_memory import attach_host, fetch_from_host
 
 SIZE = 2
 
@@ -54,14 +55,20 @@ class Reader:
         self.ever.update(change.digests)
 
 
+@pytest.mark.parametrize("host", [0, 12, 500])
 @pytest.mark.parametrize("windows", [(None,), (None, 4)])
 @pytest.mark.parametrize("seed", range(4))
-def test_a_reader_knows_what_the_caches_have(seed, windows):
-    """Random traffic on three small pools: publications, evictions, releases, flushes and salts."""
+def test_a_reader_knows_what_the_caches_have(seed, windows, host):
+    """Random traffic on three small pools: publications, evictions, releases, flushes and salts.
+
+    A block that is on the host counts until it is in neither place.
+    """
     draw = Random(seed)
     groups = CacheGroups(windows=windows, block_size=SIZE, max_context=80, n_rows=3, most_tokens=8)
     pools = [make_pool(groups, 24, policy="grow", prefix_cache=True) for _ in range(3)]
     plain = [pool if isinstance(pool, SlotPool) else pool.pools[0] for pool in pools]
+    for pool in pools:
+        attach_host(pool, host)
     woken: list[None] = []
     changes, reader, held = PrefixChanges(pools, lambda: woken.append(None)), Reader(), [[] for _ in pools]
     shared, kinds = [[draw.randrange(3) for _ in range(40)] for _ in range(2)], set()
@@ -70,6 +77,7 @@ def test_a_reader_knows_what_the_caches_have(seed, windows):
         pool, mine = pools[at], held[at]
         tokens = draw.choice(shared)[: draw.randint(1, 30)] + [draw.randrange(3) for _ in range(draw.randint(1, 8))]
         new, action = allocation(tokens, draw.choice(["", "salt"])), draw.random()
+        fetch_from_host(pool, new, draw)
         if action < 0.5 and pool.can_admit(new):
             pool.admit(new)
             pool.extend(new, len(tokens))
@@ -86,8 +94,9 @@ def test_a_reader_knows_what_the_caches_have(seed, windows):
             woken.clear()
             kinds.update(map(type, taken))
             reader.apply(taken)
-            assert reader.known == {digest for each in plain for digest in each._block_of}
-    assert kinds == {BlocksStored, BlocksRemoved, CacheCleared}
+            on_hosts = {digest for each in plain if each.host for group, digest in each.host._keys if not group}
+            assert reader.known == on_hosts.union(*(each._block_of for each in plain))
+    assert kinds == {BlocksStored, BlocksRemoved, CacheCleared} or host == 500
 
 
 def test_a_reader_that_is_too_slow_forgets_all(monkeypatch):

@@ -10,6 +10,7 @@ from jaxserve.scheduler.block_allocation import BlockAllocation
 from jaxserve.scheduler.cache_groups import CacheGroups, make_pool
 from jaxserve.scheduler.kv_blocks import SlotPool
 from jaxserve.scheduler.prefix_index import PrefixIndex
+from tests.jaxserve.scheduler.host_memory import attach_host, fetch_from_host
 
 
 def allocation(tokens: list[int], salt: str = "", *, takes_hits: bool = True) -> BlockAllocation:
@@ -19,21 +20,25 @@ def allocation(tokens: list[int], salt: str = "", *, takes_hits: bool = True) ->
 
 
 # Chunks of a fixed size have one cache group.
+@pytest.mark.parametrize("host", [0, 12])
 @pytest.mark.parametrize(("windows", "runs"), [((None,), None), ((None,), 3), ((None, 4), None)])
 @pytest.mark.parametrize("seed", range(6))
-def test_the_index_is_what_a_walk_through_every_cache_finds(seed, runs, windows):
+def test_the_index_is_what_a_walk_through_every_cache_finds(seed, runs, windows, host):
     """Random traffic on three small pools: publications, evictions, releases, flushes and salts."""
     draw = Random(seed)
     groups = CacheGroups(windows=windows, block_size=2, max_context=80, n_rows=3, most_tokens=8)
     pools = [make_pool(groups, 24, policy="grow", prefix_cache=True, prefix_blocks=runs) for _ in range(3)]
     index, held = PrefixIndex(pools), [[] for _ in pools]
-    shared, found_some = [[draw.randrange(3) for _ in range(40)] for _ in range(2)], 0
+    for pool in pools:
+        attach_host(pool, host)
+    shared, found_some, fetched = [[draw.randrange(3) for _ in range(40)] for _ in range(2)], 0, 0
     for _ in range(400):
         at = draw.randrange(3)
         pool, mine = pools[at], held[at]
         tokens = draw.choice(shared)[: draw.randint(1, 30)] + [draw.randrange(3) for _ in range(draw.randint(1, 8))]
         new = allocation(tokens, draw.choice(["", "salt"]))
         action = draw.random()
+        fetched += fetch_from_host(pool, new, draw)
         if action < 0.5 and pool.can_admit(new):
             pool.admit(new)
             pool.extend(new, len(tokens))
@@ -48,6 +53,7 @@ def test_the_index_is_what_a_walk_through_every_cache_finds(seed, runs, windows)
             assert index.cached_tokens(asked) == walked
             found_some += any(walked) and len(set(walked)) > 1
     assert found_some > 20
+    assert (fetched > 10) == (host > 0)
 
 
 def test_many_replicas_cost_as_much_as_few():
